@@ -53,8 +53,8 @@ def _faults(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) 
     specs = [word for word in words if word not in SCENARIOS_BY_NAME]
     for word in specs:
         if word and "=" not in word and word not in FAULTS_BY_NAME:
-            hint = near(word, [*SCENARIOS_BY_NAME, *FAULTS_BY_NAME]) or ": kvctl demo --list-faults names them all"
-            raise click.BadParameter(f"{word!r} is no fault{hint}", ctx, param)
+            hint = near(word, [*SCENARIOS_BY_NAME, *FAULTS_BY_NAME]) or "; kvctl demo --list-faults lists them"
+            raise click.BadParameter(f"{word!r} is not a fault{hint}", ctx, param)
     try:
         return (*scenes, *(parse_faults(",".join(specs)) if specs else ()))
     except ValueError as error:

@@ -179,7 +179,6 @@ class TrialRunner:
                 tokens=planned[index]["tokens"],
                 prefix_tokens=planned[index]["prefix_tokens"],
                 decode_dp=planned[index]["decode_dp"],
-                slot=index - first,
                 instance=planned[index]["instance"],
                 arrival_ms=planned[index]["arrival_ms"],
                 output_tokens=planned[index]["output_tokens"],

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import cast
 
 from kvctl.lab.ranks.group import TICK_S, Event, FleetError, RankGroup, rank_names
-from kvctl.lab.ranks.messages import Command, Met, SetFault, Start, Stop, Tell, Usage
+from kvctl.lab.ranks.messages import Command, Serving, SetFault, Start, Stop, Tell, Usage
 from kvctl.lab.ranks.plan import Plan, PlannedRank
 from kvctl.lab.ranks.planner import plan, rank_start
 from kvctl.lab.ranks.process import RankProcess
@@ -166,7 +166,8 @@ class SteadyPlan:
             pool_pages=1 + self.slots * pages,
             aux_slots=self.slots,
             config={**planned["config"], **_TRANSFER_WORKERS, **SHORT_TIMINGS, **self.config, "staging_ring_mb": ring},
-            steady=True,
+            live=True,
+            faulty=True,
             faults=faults,
             verify=self.verify,
         )
@@ -352,7 +353,7 @@ class SteadyFleet:
     def end_former(self, name: str, *, kill: bool) -> None:
         """End the process that was replaced, by SIGKILL or by closing its agent."""
         if (former := self.ranks[name].former) is not None:
-            former.leaving = True
+            former.stopping = True
             if kill:
                 former.signal(SIGKILL)
             else:
@@ -382,7 +383,7 @@ class SteadyFleet:
 
     def _listen(self, timeout_s: float) -> list[Event]:
         """What happens from now on."""
-        return [found for event in self._group.listen(timeout_s) if (found := self._take(event)) is not None]
+        return [found for event in self._group.poll(timeout_s) if (found := self._take(event)) is not None]
 
     def _take(self, event: Event) -> Event | None:
         """Note what an event says of its rank; None: it is of no interest to anybody else."""
@@ -393,13 +394,13 @@ class SteadyFleet:
                 rank.former = None
             else:
                 rank.process, rank.instances, rank.paused = None, [], False
-            if process.leaving and event.data["returncode"] in ((0, -SIGKILL) if former else (0,)):
+            if process.stopping and event.data["returncode"] in ((0, -SIGKILL) if former else (0,)):
                 return None
             return event._replace(kind="former-died" if former else "died")
         if former:
             return None
-        if event.kind == "met":
-            met = cast(Met, event.data)
+        if event.kind == "serving":
+            met = cast(Serving, event.data)
             rank.instances, rank.incarnation = met["instances"], met["incarnation"]
             rank.met_ns = rank.met_ns or event.at_ns
         return event
@@ -461,7 +462,7 @@ def _complete(rank: SteadyRank, instances: set[int]) -> bool:
 def _words(event: Event) -> str:
     if event.kind == "fatal":
         return f"{event.data.get('message')} ({event.data.get('code')})"
-    return f"it ended with status {event.data['returncode']}; its last words:\n{event.data['words']}"
+    return f"it ended with status {event.data['returncode']}; its last output:\n{event.data['output']}"
 
 
 def replaceable(rank: PlannedRank) -> bool:

@@ -186,7 +186,7 @@ class Soak:
     def _heard(self, event: Event) -> None:
         self.watch.take(event)
         rank = self.fleet.ranks[event.rank]
-        if self._everywhere and event.kind == "met" and (life := (event.rank, rank.lives)) not in self._faulty:
+        if self._everywhere and event.kind == "serving" and (life := (event.rank, rank.lives)) not in self._faulty:
             self._faulty.add(life)
             self.traffic.fault(event.rank, self._everywhere, 1e9)
 

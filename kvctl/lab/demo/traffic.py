@@ -492,7 +492,7 @@ class Traffic:
             released = cast(Released, event.data)
             if self.ledger.release(name, released["room"], released["at_ns"]) is not None:
                 self._router.freed(name)
-        elif event.kind == "met":
+        elif event.kind == "serving":
             if name not in self._deaths and (down := self._down.get(name)) and down.kind in ("kill", "replace"):
                 self._revive(name)
         elif event.kind == "died":

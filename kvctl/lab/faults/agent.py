@@ -1,4 +1,4 @@
-"""The shipped agent, built of parts that inject faults between it and the world."""
+"""Builds an ordinary agent from parts that inject faults."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from kvctl_agent.transport.registry import open_transport
 
 
 class FaultState(TypedDict):
-    """Answer of the admin command `fault`."""
+    """Answer to the admin command `fault`."""
 
-    active: list[str]  # specs of those in force
-    struck_total: dict[str, int]  # by kind, since the agent was made
+    active: list[str]  # specs of the faults in force
+    struck_total: dict[str, int]  # by kind, since the agent was built
 
 
 class FaultyClock(Clock):
-    """Monotonic time as it is; wall time as far off as `clock-jump` says."""
+    """Correct monotonic time; wall time shifted by `clock-jump`."""
 
     def __init__(self, faults: FaultInjector) -> None:
         super().__init__()
@@ -42,32 +42,32 @@ class FaultyClock(Clock):
 
 
 class FaultyArrivals(ArrivalLoop):
-    """Arrivals under `faults`: copies from the ring come late, all else goes on."""
+    """Arrival loop that delays copies out of the ring by `slow-scatter`."""
 
     def __init__(self, faults: FaultInjector, *loop: Any) -> None:
         super().__init__(*loop)
         self._faults = faults
-        self._held: deque[tuple[int, Scatter]] = deque()  # filled by the control loop, emptied here
+        self._delayed: deque[tuple[int, Scatter]] = deque()  # appended by the control loop, removed here
 
     def put(self, order: Scatter | Check) -> None:
         pause_ns = self._faults.ns("slow-scatter")
         if pause_ns and isinstance(order, Scatter):
             self._faults.count("slow-scatter")
-            self._held.append((time.monotonic_ns() + pause_ns, order))
+            self._delayed.append((time.monotonic_ns() + pause_ns, order))
         else:
             super().put(order)
 
     def _poll_arrivals(self) -> bool:
-        while self._held and (self._held[0][0] <= time.monotonic_ns() or not self._faults.ns("slow-scatter")):
-            super().put(self._held.popleft()[1])
+        while self._delayed and (self._delayed[0][0] <= time.monotonic_ns() or not self._faults.ns("slow-scatter")):
+            super().put(self._delayed.popleft()[1])
         return super()._poll_arrivals()
 
 
 def faulty_agent(faults: FaultInjector, **arguments: Any) -> Agent:
-    """An agent, not started, that meets `faults`; its admin socket serves the command `fault`, which changes them.
+    """Builds an agent, without starting it, whose admin socket also serves the command `fault`.
 
     Args:
-        faults: in force from the beginning, when the agent's incarnation is minted too; set and cleared at any time.
+        faults: may be set and cleared at any time; in force from the start, when the incarnation is generated.
         arguments: as for `Agent`.
     """
 
@@ -90,7 +90,7 @@ def _change(faults: FaultInjector, recorder: FlightRecorder, args: dict[str, Any
     try:
         wanted = parse_faults(args["spec"]) if "spec" in args else ()
         if foreign := [fault.text for fault in wanted if fault.kind.level != "agent"]:
-            raise ValueError(f"{', '.join(foreign)}: no agent can do this to itself")
+            raise ValueError(f"{', '.join(foreign)}: an agent cannot inject this fault into itself")
     except ValueError as error:
         raise RequestRefused(ErrorCode.BAD_ARGUMENT, str(error)) from None
     if args.get("clear"):

@@ -1,8 +1,7 @@
-"""Rooms given up at random moments: which ones, by which of their ranks, and when.
+"""Faults of one rank during one batch run: in force from its start to its end, with their effects and aborts.
 
-All ranks throw the same dice for a room, so that exactly one of them gives it up without a word to the others. When is
-a share of how long rooms take on that rank, so that most aborts meet a room that is under way, in any of its states;
-some come too late, and change nothing.
+A room may fail with a cause that a fault in force explains. Everything else is as without faults: the other rooms are
+verified, and when all rooms have ended the rank holds no resources.
 """
 
 from __future__ import annotations
@@ -21,89 +20,97 @@ from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.runtime.handles import Handle
 
 ABORTED = "given up by --faults abort"
-"""What a room that was given up says of it."""
+"""Reason of an abort by this fault."""
 
-_FIRST_GUESS_NS = 50_000_000
+_DRAIN_S = 10.0
+_POLL_S = 0.005
+_FIRST_ROOM_NS = 50_000_000
 
 
-class _Doomed(NamedTuple):
+class _PlannedAbort(NamedTuple):
     handle: Handle
     began_ns: int
-    share: float  # of the time that a room takes
+    share: float  # of the usual duration of a room
 
 
 class Aborts:
-    """Those of one rank in one run."""
+    """Aborts a share of the rooms, each on one of its ranks at a random time.
+
+    All ranks draw the same random numbers for a room, so that exactly one of them aborts it, without communication. The
+    time is a fraction of the rank's usual duration of a room, so that most aborts meet a room in flight, in any of its
+    states; some come too late and have no effect.
+    """
 
     def __init__(self, start: Start, share: float) -> None:
-        """Of all rooms, this share is given up by one rank or another."""
+        """`share`: fraction of all rooms that one rank or another aborts."""
         self._seed = start.seed
         self._share = share
-        self._side = start.role
+        self._role = start.role
         side, at = own_side(start), own_coord(start)
         self._members = side.pp * side.cp * side.tp
         self._member = (at.pp * side.cp + at.cp) * side.tp + at.tp
-        self._doomed: dict[int, _Doomed] = {}
+        self._planned: dict[int, _PlannedAbort] = {}
         self._began: dict[int, int] = {}
-        self._taken_ns = self._finished = 0
+        self._total_ns = self._finished = 0
 
-    def begin(self, room: Room, handle: Handle, now_ns: int) -> None:
-        """A room is under way on this rank."""
+    def began(self, room: Room, handle: Handle, now_ns: int) -> None:
+        """Decides whether this rank will abort a room that is now in flight."""
         if not self._share:
             return
         self._began[room.number] = now_ns
-        dice = Random(f"{self._seed} abort {room.index}")
-        if dice.random() >= self._share or dice.choice(("prefill", "decode")) != self._side:
+        random = Random(f"{self._seed} abort {room.index}")
+        if random.random() >= self._share or random.choice(("prefill", "decode")) != self._role:
             return
-        if int(dice.random() * self._members) == self._member:
-            self._doomed[room.number] = _Doomed(handle, now_ns, dice.random())
+        if int(random.random() * self._members) == self._member:
+            self._planned[room.number] = _PlannedAbort(handle, now_ns, random.random())
 
-    def over(self, number: int, now_ns: int) -> None:
-        """A room has ended here, however."""
-        self._doomed.pop(number, None)
+    def ended(self, number: int, now_ns: int) -> None:
+        """Records the end of a room."""
+        self._planned.pop(number, None)
         began_ns = self._began.pop(number, None)
         if began_ns is not None:
-            self._taken_ns += now_ns - began_ns
+            self._total_ns += now_ns - began_ns
             self._finished += 1
 
     @property
     def next_ns(self) -> int | None:
-        """When the next room is to be given up, None where none is."""
-        return min(map(self._due_ns, self._doomed.values()), default=None)
+        """Time of the next abort; None if none is planned."""
+        return min(map(self._due_ns, self._planned.values()), default=None)
 
-    def strike(self, now_ns: int) -> None:
-        """Give up what is due."""
-        if self._doomed:
-            for number, doomed in list(self._doomed.items()):
-                if self._due_ns(doomed) <= now_ns:
-                    del self._doomed[number]
-                    doomed.handle.abort(ABORTED)
+    def abort_due(self, now_ns: int) -> None:
+        """Aborts the rooms that are due."""
+        if self._planned:
+            for number, planned in list(self._planned.items()):
+                if self._due_ns(planned) <= now_ns:
+                    del self._planned[number]
+                    planned.handle.abort(ABORTED)
 
-    def _due_ns(self, doomed: _Doomed) -> int:
-        typical_ns = self._taken_ns // self._finished if self._finished else _FIRST_GUESS_NS
-        return doomed.began_ns + round(doomed.share * typical_ns)
-
-
-_EMPTY_S = 10.0
-_LOOK_S = 0.005
+    def _due_ns(self, planned: _PlannedAbort) -> int:
+        usual_ns = self._total_ns // self._finished if self._finished else _FIRST_ROOM_NS
+        return planned.began_ns + round(planned.share * usual_ns)
 
 
-class FaultRun:
-    """Faults of any level; those of an agent are in force from the beginning until `end`."""
+class BatchFaults:
+    """Faults of all levels during one run; an agent's faults are in force until `end`.
 
-    def __init__(self, agent: Agent, injected: FaultInjector, faults: Sequence[Fault]) -> None:
-        """`injected` are the faults in force in `agent`; those of `faults` that an agent can have are set in it."""
+    Attributes:
+        aborts: aborts that the fault `abort` requires.
+    """
+
+    def __init__(self, agent: Agent, start: Start, injector: FaultInjector, faults: Sequence[Fault]) -> None:
+        """Puts those of `faults` that an agent injects in force in its `injector`."""
+        self.aborts = Aborts(start, sum(fault.share for fault in faults if fault.name == "abort"))
         self._agent = agent
-        self._injected = injected
+        self._injector = injector
         self._explained = {code for fault in faults for code in fault.kind.explains} - {"ABORTED"}
         self._kinds: dict[int, str] = {}
-        self._before = injected.counts()
+        self._before = injector.counts()
         for fault in faults:
             if fault.kind.level == "agent":
-                injected.set(fault)
+                injector.set(fault)
 
     def failed(self, index: int, failure: Failure | None) -> None:
-        """A room has failed with this as its first cause."""
+        """Records the first cause of a failed room."""
         if failure is None:
             return
         if failure["code"] == "ABORTED" and failure["text"] == ABORTED:
@@ -112,37 +119,36 @@ class FaultRun:
             self._kinds[index] = "fault"
 
     def end(self, failures: Mapping[int, str]) -> FaultReport:
-        """End the faults and say what they did.
+        """Ends the faults and reports their effects.
 
         Args:
-            failures: causes of all rooms that failed, by index.
+            failures: causes of all failed rooms, by index.
         """
-        faults = self._injected
-        faults.clear()
-        struck = {name: count - self._before.get(name, 0) for name, count in faults.counts().items()}
+        self._injector.clear()
+        fired = {name: count - self._before.get(name, 0) for name, count in self._injector.counts().items()}
         return FaultReport(
             explained=[[index, kind] for index, kind in self._kinds.items() if index in failures],
-            struck={name: count for name, count in struck.items() if count},
-            left=self._left(),
+            struck={name: count for name, count in fired.items() if count},
+            left=self._resources_left(),
         )
 
-    def _left(self) -> list[str]:
-        """What this rank holds of rooms although none is left; waits a little for it to be nothing."""
-        deadline = time.monotonic() + _EMPTY_S
-        while (held := self._held()) and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
+    def _resources_left(self) -> list[str]:
+        """Returns the resources that rooms still hold; waits a while for them to be freed."""
+        deadline = time.monotonic() + _DRAIN_S
+        while (held := self._resources()) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
         return held
 
-    def _held(self) -> list[str]:
+    def _resources(self) -> list[str]:
         staging = self._agent.observe.staging()
         ring, buffers, gated = staging["ring"], staging["buffers"], staging["gated"]
-        words = []
+        resources = []
         if ring is not None and (ring["used_bytes"] or ring["allocations"]):
-            words.append(f"{ring['used_bytes']} bytes of the ring in {len(ring['allocations'])} allocations")
+            resources.append(f"{ring['used_bytes']} bytes of the ring in {len(ring['allocations'])} allocations")
         if buffers is not None and buffers["pieces_used"]:
-            words.append(f"{buffers['pieces_used']} staging buffers")
+            resources.append(f"{buffers['pieces_used']} staging buffers")
         if gated:
-            words.append(f"{len(gated)} parked parts")
+            resources.append(f"{len(gated)} parked parts")
         if open_rooms := self._agent.observe.statistics().open_rooms:
-            words.append(f"{open_rooms} open rooms")
-        return [f"{self._agent.name} still holds {what}" for what in words]
+            resources.append(f"{open_rooms} open rooms")
+        return [f"{self._agent.name} still holds {resource}" for resource in resources]

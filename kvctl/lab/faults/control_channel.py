@@ -1,8 +1,7 @@
-"""A control channel that loses, delays, doubles, reorders, cuts off and garbles frames, on the way out and in; or loses
-messages of one type.
+"""Control channel that loses, delays, duplicates, reorders, truncates and garbles frames, or loses some message types.
 
-It stands inside the loop's own thread: frames that are held back leave and arrive when the loop looks next after their
-time, which `due_ns` tells it. A frame between two agents that both have a fault meets it twice.
+Faults apply to outgoing and incoming frames, on the control loop's thread: delayed frames leave and arrive when the
+loop runs next after their time, which is part of `due_ns`. A frame between two faulty agents is affected twice.
 """
 
 from __future__ import annotations
@@ -22,29 +21,29 @@ from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.events import Received, Unsendable
 from kvctl_agent.runtime.control_channel import ControlChannel, PeerAddress
 
-# Longer than a turn of the loop and than a quick answer, so that something passes; far below any deadline.
-_HELD_BACK_NS = 30_000_000
-_MOST_GARBAGE_BYTES = 512
+# Longer than an iteration of the loop and a quick answer, so that later frames overtake; far below any deadline.
+_MAX_DELAY_NS = 30_000_000
+_MAX_GARBAGE_BYTES = 512
 
 
-class _Held(NamedTuple):
+class _DelayedFrame(NamedTuple):
     due_ns: int
-    number: int  # of equal moments the first comes first
+    number: int  # keeps the order of frames due at the same time
     address: PeerAddress
     frame: bytes
     messages: int
 
 
 class FaultyControlChannel(ControlChannel):
-    """Links under `faults`; all else is what `ControlChannel` is given."""
+    """A `ControlChannel` with fault injection."""
 
-    def __init__(self, faults: FaultInjector, *links: Any) -> None:
-        super().__init__(*links)
+    def __init__(self, faults: FaultInjector, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._faults = faults
         self._now_ns = self._telemetry.clock.now_ns
         self._numbers = count()
-        self._leaving: list[_Held] = []
-        self._arriving: list[_Held] = []
+        self._leaving: list[_DelayedFrame] = []
+        self._arriving: list[_DelayedFrame] = []
 
     def flush(self, *, everything: bool = False) -> list[Unsendable]:
         dropped = super().flush(everything=everything)
@@ -70,7 +69,7 @@ class FaultyControlChannel(ControlChannel):
         self.due_ns = min(due, default=None)
 
     def _put(self, address: PeerAddress, frame: bytes, messages: int) -> None:
-        for sent, wait_ns in self._fate(frame):
+        for sent, wait_ns in self._apply_faults(frame):
             if wait_ns:
                 self._hold(self._leaving, wait_ns, address, sent, messages)
             else:
@@ -80,18 +79,18 @@ class FaultyControlChannel(ControlChannel):
         if len(frames) != 1:
             return super()._read(source, frames)
         received: list[Received] = []
-        for heard, wait_ns in self._fate(frames[0]):
+        for frame, wait_ns in self._apply_faults(frames[0]):
             if wait_ns:
-                self._hold(self._arriving, wait_ns, source, heard, 0)
+                self._hold(self._arriving, wait_ns, source, frame, 0)
             else:
-                received += super()._read(source, [heard])
+                received += super()._read(source, [frame])
         return received
 
-    def _hold(self, heap: list[_Held], wait_ns: int, address: PeerAddress, frame: bytes, messages: int) -> None:
-        heapq.heappush(heap, _Held(self._now_ns() + wait_ns, next(self._numbers), address, frame, messages))
+    def _hold(self, heap: list[_DelayedFrame], wait_ns: int, address: PeerAddress, frame: bytes, messages: int) -> None:
+        heapq.heappush(heap, _DelayedFrame(self._now_ns() + wait_ns, next(self._numbers), address, frame, messages))
 
-    def _fate(self, frame: bytes) -> list[tuple[bytes, int]]:
-        """What becomes of a frame: what gets through, each after so many nanoseconds."""
+    def _apply_faults(self, frame: bytes) -> list[tuple[bytes, int]]:
+        """Returns the frames to deliver in place of a frame, each with its delay in nanoseconds."""
         faults = self._faults
         if faults.should_fire("control-loss"):
             return []
@@ -99,24 +98,24 @@ class FaultyControlChannel(ControlChannel):
             frame, count = _without(frame, lost)
             for _ in range(count):
                 faults.count("message-loss")
-        if dice := faults.should_fire("control-truncate"):
-            frame = frame[: dice.randrange(len(frame) or 1)]
-        if dice := faults.should_fire("control-garbage"):
-            frame = _garbage(dice, frame)
+        if random := faults.should_fire("control-truncate"):
+            frame = frame[: random.randrange(len(frame) or 1)]
+        if random := faults.should_fire("control-garbage"):
+            frame = _garbage(random, frame)
         wait_ns = faults.ns("control-delay")
         if wait_ns:
             faults.count("control-delay")
         first_ns = wait_ns
-        if dice := faults.should_fire("control-reorder"):
-            first_ns += dice.randint(1, _HELD_BACK_NS)
-        through = [(frame, first_ns)]
-        if dice := faults.should_fire("control-dup"):
-            through.append((frame, wait_ns + dice.randrange(_HELD_BACK_NS)))
-        return through
+        if random := faults.should_fire("control-reorder"):
+            first_ns += random.randint(1, _MAX_DELAY_NS)
+        delivered = [(frame, first_ns)]
+        if random := faults.should_fire("control-dup"):
+            delivered.append((frame, wait_ns + random.randrange(_MAX_DELAY_NS)))
+        return delivered
 
 
 def _without(frame: bytes, types: Sequence[str]) -> tuple[bytes, int]:
-    """The frame without messages of these types, and how many it has lost."""
+    """Returns the frame without messages of these types, and the number of removed messages."""
     try:
         incarnation, messages, _ = codec.decode(frame)
     except RemoteProtocolError:
@@ -131,10 +130,10 @@ def _without(frame: bytes, types: Sequence[str]) -> tuple[bytes, int]:
     return (codec.encode(incarnation, kept), lost) if lost else (frame, 0)
 
 
-def _garbage(dice: Random, frame: bytes) -> bytes:
-    """Random bytes, half of the time behind a true header: what no check of the header refuses.
+def _garbage(random: Random, frame: bytes) -> bytes:
+    """Returns random bytes, half of the time after a valid header, so that the header's check passes.
 
-    Nothing of a true message stays: a wrong page number in a well-formed one is not what a broken line does.
+    Nothing of the message is kept: a broken connection does not produce a well-formed message with a wrong page number.
     """
-    header = frame[: codec.HEADER_BYTES] if dice.random() < 0.5 else b""
-    return header + dice.randbytes(dice.randrange(_MOST_GARBAGE_BYTES))
+    header = frame[: codec.HEADER_BYTES] if random.random() < 0.5 else b""
+    return header + random.randbytes(random.randrange(_MAX_GARBAGE_BYTES))

@@ -1,8 +1,8 @@
-"""Which faults are in force in an agent, whether one should_fire now, and how often each has.
+"""The faults in force in one agent, their random decisions, and how often each kind has fired.
 
-Set and cleared from any thread, asked on the threads that do the work; a kind that is not in force costs a lookup.
-Every kind has its own dice, so that with the same seed the n-th frame or write of an agent meets the same fate whatever
-else is in force.
+Faults are set and cleared from any thread and queried on the agent's threads; a kind that is not in force costs one
+lookup. Every kind has its own random generator, so that with the same seed the n-th frame or write of an agent is
+affected in the same way, whatever else is in force.
 """
 
 from __future__ import annotations
@@ -25,74 +25,76 @@ class FaultInjector:
     """The faults of one agent."""
 
     def __init__(self, name: str, seed: int = 0) -> None:
-        """`name` and `seed` decide the dice."""
+        """`name` and `seed` seed the random generators."""
         self._name = name
         self._seed = seed
-        self._dice: dict[str, random.Random] = {}
+        self._generators: dict[str, random.Random] = {}
         self._in_force: dict[str, _InForce] = {}
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def set(self, fault: Fault, seconds: float | None = None) -> None:
-        """Put a fault in force, in place of another of its kind.
+        """Puts a fault in force, replacing one of the same kind.
 
         Args:
-            seconds: it ends by itself after so long; None: when it is cleared.
+            seconds: duration; None: until it is cleared.
 
         Raises:
-            ValueError: the fault is none that an agent can make happen.
+            ValueError: agents cannot inject this fault.
         """
         if fault.kind.level != "agent":
-            raise ValueError(f"{fault.text}: no agent can do this to itself, it is a fault of a {fault.kind.level}")
+            raise ValueError(
+                f"{fault.text}: an agent cannot inject this fault into itself, it is a fault of a {fault.kind.level}"
+            )
         until = None if seconds is None else time.monotonic_ns() + round(seconds * 1e9)
         with self._lock:
-            self._dice.setdefault(fault.name, random.Random(f"{self._seed} {self._name} {fault.name}"))
+            self._generators.setdefault(fault.name, random.Random(f"{self._seed} {self._name} {fault.name}"))
             self._in_force[fault.name] = _InForce(fault, until)
 
     def clear(self, name: str | None = None) -> None:
-        """End a kind of fault, or all of them; one that is not in force is fine."""
+        """Ends a kind of fault, or all faults; no effect if none is in force."""
         with self._lock:
             for each in list(self._in_force) if name is None else [name]:
                 self._in_force.pop(each, None)
 
     def active(self) -> list[str]:
-        """Specs of those in force."""
+        """Returns the specs of the faults in force."""
         return [fault.text for name in list(self._in_force) if (fault := self.find(name)) is not None]
 
     def counts(self) -> dict[str, int]:
-        """How often each kind has struck so far, whether it still is in force or not."""
+        """Returns how often each kind has fired so far, including kinds no longer in force."""
         with self._lock:
             return dict(self._counts)
 
     def find(self, name: str) -> Fault | None:
-        """The fault of this kind that is in force, or None."""
-        here = self._in_force.get(name)
-        if here is None or (here.until_ns is not None and time.monotonic_ns() >= here.until_ns):
+        """Returns the fault of this kind that is in force, or None."""
+        entry = self._in_force.get(name)
+        if entry is None or (entry.until_ns is not None and time.monotonic_ns() >= entry.until_ns):
             return None
-        return here.fault
+        return entry.fault
 
     def ns(self, name: str) -> int:
-        """Of a kind that is a time: how long, 0 while it is not in force."""
+        """Returns the value of a time or jump, 0 while it is not in force."""
         fault = self.find(name)
         return fault.ns if fault is not None else 0
 
     def messages(self, name: str) -> tuple[str, ...]:
-        """Of a kind that is about types of messages: which ones, none while it is not in force."""
+        """Returns the message types of a fault, none while it is not in force."""
         fault = self.find(name)
         return fault.messages if fault is not None else ()
 
     def should_fire(self, name: str) -> random.Random | None:
-        """Of a kind that is a share: its dice where it should_fire this time, for whatever else is left to chance."""
+        """Decides whether a share fires this time; returns its random generator for further decisions, or None."""
         fault = self.find(name)
         if fault is None:
             return None
-        dice = self._dice[name]
-        if dice.random() >= fault.share:
+        generator = self._generators[name]
+        if generator.random() >= fault.share:
             return None
         self.count(name)
-        return dice
+        return generator
 
     def count(self, name: str) -> None:
-        """It has struck once more."""
+        """Counts a kind as fired."""
         with self._lock:
             self._counts[name] += 1

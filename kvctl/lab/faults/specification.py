@@ -1,7 +1,7 @@
-"""Every fault that can be injected, once, and how one is written: `control-loss=5%`, `pause=prefill-0@5s+3s`.
+"""All kinds of faults and the syntax of their specs: `control-loss=5%`, `pause=prefill-0@5s+3s`.
 
-`kvctl bench --faults`, `kvctl demo` and the admin command `fault` read the same specs. A kind's level says who makes it
-happen: the agent itself (`kvctl.lab.faults`), whoever drives the rooms, or whoever owns the processes.
+`kvctl bench --faults`, `kvctl demo` and the admin command `fault` read the same specs. The level of a kind is the
+injector: the agent itself, the driver of the rooms, or the owner of the processes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MESSAGES = (
     "room-drained",
     "bye",
 )
-"""Types of control messages, as they are named on the wire."""
+"""Types of control messages, by their names on the wire."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,10 @@ class FaultKind:
     """One kind of fault.
 
     Attributes:
-        unit: what is written behind the `=`: a "share" (5%), a "time" (20ms), a "jump" (-1h), "messages"
-            (staging-grants+watermark), or a "rank", when and for how long (decode-1@5s+3s).
-        low, high: bounds of a time or jump, in nanoseconds; of the time that a rank's fault lasts.
-        explains: codes of failures of rooms that it can be the cause of; whatever else fails beside it is a bug.
+        unit: form of the value: a "share" (5%), a "time" (20ms), a "jump" (-1h), "messages"
+            (staging-grants+watermark), or a "rank" with start and duration (decode-1@5s+3s).
+        low, high: bounds in nanoseconds of a time, a jump, or the duration of a rank's fault.
+        explains: failure codes of rooms that it can cause; any other failure is a bug.
     """
 
     name: str
@@ -76,7 +76,7 @@ class FaultKind:
 
     @property
     def example(self) -> str:
-        """How it is written."""
+        """An example spec."""
         return f"{self.name}={_EXAMPLES.get(self.name) or _EXAMPLES[self.unit]}"
 
 
@@ -96,43 +96,43 @@ FAULTS: tuple[FaultKind, ...] = (
         "control-delay",
         "agent",
         "time",
-        "Every control frame arrives and leaves so much later.",
+        "Every control frame is delayed by this time, in and out.",
         low=_NS["us"],
         high=60 * _SECOND_NS,
         explains=LOST,
     ),
-    FaultKind("control-dup", "agent", "share", "Control frames that come twice, the second one a little later."),
-    FaultKind("control-reorder", "agent", "share", "Control frames held back while later ones pass."),
-    FaultKind("control-truncate", "agent", "share", "Control frames cut off anywhere.", explains=LOST),
+    FaultKind("control-dup", "agent", "share", "Control frames delivered twice, the second one slightly later."),
+    FaultKind("control-reorder", "agent", "share", "Control frames overtaken by later ones."),
+    FaultKind("control-truncate", "agent", "share", "Control frames truncated at a random byte.", explains=LOST),
     FaultKind("control-garbage", "agent", "share", "Control frames replaced by random bytes.", explains=LOST),
     FaultKind(
         "message-loss",
         "agent",
         "messages",
-        "All control messages of these types lost, in and out; watermark: those that other messages carry, too.",
+        "All control messages of these types lost, in and out; watermark: also those inside other messages.",
         explains=(*LOST, *STUCK),
     ),
     FaultKind("notify-loss", "agent", "share", "Arrival tags lost at the decode rank; the bytes have landed."),
-    FaultKind("notify-dup", "agent", "share", "Arrival tags heard twice."),
+    FaultKind("notify-dup", "agent", "share", "Arrival tags delivered twice."),
     FaultKind(
         "write-error",
         "agent",
         "share",
-        "Posts that the engine refuses; nothing of them lands.",
+        "Writes refused by the engine; none of their bytes land.",
         explains=("KV_TRANSPORT",),
     ),
     FaultKind(
         "write-doubt",
         "agent",
         "share",
-        "Writes that the engine fails although their bytes land a little later.",
+        "Writes reported as failed whose bytes land slightly later.",
         explains=("KV_TRANSPORT",),
     ),
     FaultKind(
         "slow-reader",
         "agent",
         "time",
-        "A decode rank looks for arrivals only so often.",
+        "A decode rank polls for arrivals only at this interval.",
         low=_NS["us"],
         high=60 * _SECOND_NS,
     ),
@@ -140,7 +140,7 @@ FAULTS: tuple[FaultKind, ...] = (
         "slow-scatter",
         "agent",
         "time",
-        "A staged part is copied from the ring to its pages only so long after it landed.",
+        "A staged part is copied from the ring to its pages this long after it landed.",
         low=_NS["us"],
         high=_NS["h"],
         explains=STUCK,
@@ -149,7 +149,7 @@ FAULTS: tuple[FaultKind, ...] = (
         "slow-writer",
         "agent",
         "time",
-        "A write is found complete only so long after its post.",
+        "A write is reported complete this long after its post.",
         low=_NS["us"],
         high=60 * _SECOND_NS,
     ),
@@ -157,7 +157,7 @@ FAULTS: tuple[FaultKind, ...] = (
         "slow-lane",
         "agent",
         "time",
-        "Every write leaves so much later: the bytes too, not only the news of them.",
+        "Every write is posted this much later, so the bytes are late as well.",
         low=_NS["us"],
         high=60 * _SECOND_NS,
     ),
@@ -165,25 +165,23 @@ FAULTS: tuple[FaultKind, ...] = (
         "corrupt-write",
         "agent",
         "share",
-        "Writes of which one byte is wrong on the wire; with checksum on, the reader notices.",
+        "Writes with one wrong byte on the wire; detected by the decode rank if checksum is on.",
         explains=("KV_CHECKSUM_MISMATCH",),
     ),
     FaultKind(
         "clock-jump",
         "agent",
         "jump",
-        "The wall clock is so far off; where an agent starts with it, its incarnation too.",
+        "The wall clock is wrong by this much; an agent started with it has a wrong incarnation as well.",
         low=-3650 * _DAY_NS,
         high=3650 * _DAY_NS,
     ),
-    FaultKind(
-        "abort", "room", "share", "Rooms given up by one of their ranks at a random moment.", explains=("ABORTED",)
-    ),
+    FaultKind("abort", "room", "share", "Rooms aborted by one of their ranks at a random time.", explains=("ABORTED",)),
     FaultKind(
         "kill",
         "process",
         "rank",
-        "SIGKILL of a rank so long after the start; +TIME: started again so much later.",
+        "SIGKILL of a rank at this time after the start; +TIME: restarted this much later.",
         low=_NS["ms"],
         high=_DAY_NS,
         explains=(*LOST, *STUCK, "KV_TRANSPORT", "KV_ROOM_UNKNOWN"),
@@ -192,7 +190,7 @@ FAULTS: tuple[FaultKind, ...] = (
         "pause",
         "process",
         "rank",
-        "SIGSTOP of a rank so long after the start, SIGCONT so much later.",
+        "SIGSTOP of a rank at this time after the start, SIGCONT this much later.",
         low=_NS["ms"],
         high=_DAY_NS,
         explains=(*LOST, *STUCK, "KV_TRANSPORT", "KV_ROOM_UNKNOWN"),
@@ -201,7 +199,7 @@ FAULTS: tuple[FaultKind, ...] = (
         "replace",
         "process",
         "rank",
-        "As pause, of a prefill rank without the registry; a new process takes its place before it goes on.",
+        "As pause, for a prefill rank without the registry; a new process takes its place before it continues.",
         low=_NS["ms"],
         high=_DAY_NS,
         explains=(*LOST, *STUCK, "KV_TRANSPORT", "KV_ROOM_UNKNOWN"),
@@ -212,26 +210,26 @@ FAULTS_BY_NAME: dict[str, FaultKind] = {kind.name: kind for kind in FAULTS}
 
 FAULT_COMMAND = Command(
     "fault",
-    "inject faults into this agent, or end those in force; only where it was started with faults allowed",
+    "inject faults into this agent, or end those in force; only if it was started with fault injection",
     Level.ADMIN,
     (
         Arg("spec", "str", "one or more faults of an agent, such as control-loss=5%,write-error=1%"),
-        Arg("seconds", "int", "end them by themselves after so long"),
+        Arg("seconds", "int", "end them after this many seconds"),
         Arg("clear", "bool", "end every fault in force first"),
     ),
 )
-"""The admin command of agents that were started with faults allowed; no other agent has it."""
+"""Admin command of agents that were started with fault injection; other agents do not have it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault as it was asked for.
+    """One parsed fault.
 
     Attributes:
-        share: from 0 to 1, of unit "share".
-        ns: of unit "time" and "jump".
-        messages: of unit "messages": types, in the order in which they were given.
-        rank, at_ns, for_ns: of unit "rank"; `for_ns` is None for good.
+        share: from 0 to 1, for unit "share".
+        ns: for units "time" and "jump".
+        messages: message types, for unit "messages".
+        rank, at_ns, for_ns: for unit "rank"; `for_ns` is None if it lasts until the end.
     """
 
     kind: FaultKind
@@ -244,12 +242,12 @@ class Fault:
 
     @property
     def name(self) -> str:
-        """Of its kind."""
+        """Name of its kind."""
         return self.kind.name
 
     @property
     def text(self) -> str:
-        """As it is written; `parse_fault` reads it back."""
+        """The spec, as `parse_fault` reads it."""
         if self.kind.unit == "share":
             return f"{self.name}={f'{self.share * 100:.6f}'.rstrip('0').rstrip('.')}%"
         if self.kind.unit == "messages":
@@ -261,10 +259,10 @@ class Fault:
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
-    """Faults joined by commas.
+    """Parses faults joined by commas.
 
     Raises:
-        ValueError: as `parse_fault`; none is named, or one that can only be once is named twice.
+        ValueError: as `parse_fault`; or a fault that can occur only once is given twice.
     """
     faults = tuple(parse_fault(word.strip()) for word in text.split(","))
     names = [fault.name for fault in faults if fault.kind.unit != "rank"]
@@ -275,16 +273,16 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
 
 
 def parse_fault(text: str) -> Fault:
-    """One fault.
+    """Parses one fault.
 
     Raises:
-        ValueError: there is no such fault, or its value is none; says what is allowed.
+        ValueError: unknown fault or invalid value; names the allowed ones.
     """
     name, separator, value = text.partition("=")
     kind = FAULTS_BY_NAME.get(name)
     if kind is None:
         hint = near(name[:_SHOWN], FAULTS_BY_NAME) or f": there are {', '.join(FAULTS_BY_NAME)}"
-        raise ValueError(f"{text[:_SHOWN]!r} is no fault{hint}")
+        raise ValueError(f"{text[:_SHOWN]!r} is not a fault{hint}")
     if not separator:
         raise ValueError(f"{text[:_SHOWN]!r}: {name} needs a value, such as {kind.example}")
     if kind.unit == "share":
@@ -309,7 +307,7 @@ def _messages(kind: FaultKind, text: str, value: str) -> tuple[str, ...]:
     for name in names:
         if name not in MESSAGES:
             hint = near(name[:_SHOWN], MESSAGES) or f": there are {', '.join(MESSAGES)}"
-            raise ValueError(f"{text[:_SHOWN]!r}: {kind.name} takes types of messages, {name[:_SHOWN]!r} is none{hint}")
+            raise ValueError(f"{text[:_SHOWN]!r}: {kind.name} takes message types, {name[:_SHOWN]!r} is not one{hint}")
     return names
 
 
@@ -319,7 +317,7 @@ def _of_rank(kind: FaultKind, text: str, value: str) -> Fault:
         raise ValueError(f"{text[:_SHOWN]!r}: {kind.name} takes RANK@TIME+TIME, such as {kind.example}")
     rank, at, lasting = match.groups()
     if lasting is None and kind.name in ("pause", "replace"):
-        raise ValueError(f"{text[:_SHOWN]!r}: say for how long, such as {kind.example}")
+        raise ValueError(f"{text[:_SHOWN]!r}: give a duration, such as {kind.example}")
     at_ns = _time(kind, text, at, 0, kind.high)
     for_ns = None if lasting is None else _time(kind, text, lasting, kind.low, kind.high)
     return Fault(kind, rank=rank, at_ns=at_ns, for_ns=for_ns)
@@ -329,7 +327,7 @@ def _time(kind: FaultKind, text: str, value: str, low: int, high: int) -> int:
     match = _TIME.fullmatch(value)
     if match is None:
         raise ValueError(
-            f"{text[:_SHOWN]!r}: {value[:_SHOWN]!r} is no time: write a number and one of {', '.join(_NS)}, "
+            f"{text[:_SHOWN]!r}: {value[:_SHOWN]!r} is not a time: write a number and one of {', '.join(_NS)}, "
             f"such as {kind.example}"
         )
     ns = round(Fraction(match[2]) * _NS[match[3]]) * (-1 if match[1] else 1)
@@ -340,7 +338,7 @@ def _time(kind: FaultKind, text: str, value: str, low: int, high: int) -> int:
 
 
 def _time_text(ns: int) -> str:
-    """The largest unit in which it is a whole number, of microseconds at least."""
+    """Formats a time in the largest unit in which it is a whole number, at least microseconds."""
     for unit, size in reversed(_NS.items()):
         if ns and ns % size == 0:
             return f"{ns // size}{unit}"

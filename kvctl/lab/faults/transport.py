@@ -1,7 +1,7 @@
-"""An engine that refuses posts, fails writes that land all the same, is slow, flips bytes and loses tags.
+"""Transport that refuses posts, fails writes whose bytes still land, delays writes, flips bytes and loses tags.
 
-Everything else is the real engine's: bytes go where they would have gone. What fails does so in the way `base` says an
-engine may, so that whoever handles these faults wrongly would handle a real engine's wrongly.
+All other behaviour is the real engine's. Failures follow the contract of `transport.base`, so code that mishandles
+these faults would mishandle a real engine's failures.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from kvctl_agent.transport.base import (
     Write,
 )
 
-# Long enough that a room's end, and all that wants its memory, comes before the bytes do.
-_LANDS_LATER_NS = 200_000_000
+# Long enough that a room ends, and its memory is wanted again, before the bytes land.
+_MAX_LATE_NS = 200_000_000
 
 
 class FaultyTransport:
-    """`engine` under `faults`."""
+    """Wraps an engine with fault injection."""
 
     def __init__(self, engine: Transport, faults: FaultInjector) -> None:
         self._engine = engine
         self._faults = faults
-        self._look_ns = 0
-        self._rows: dict[int, tuple[Prepared, Addresses]] = {}  # of our own lists, by identity
+        self._next_poll_ns = 0
+        self._rows: dict[int, tuple[Prepared, Addresses]] = {}  # prepared local lists, by identity
 
     @property
     def name(self) -> str:
@@ -92,17 +92,17 @@ class FaultyTransport:
         pause_ns = self._faults.ns("slow-reader")
         if pause_ns:
             now = time.monotonic_ns()
-            if now < self._look_ns:
+            if now < self._next_poll_ns:
                 return []
-            self._look_ns = now + pause_ns
+            self._next_poll_ns = now + pause_ns
             self._faults.count("slow-reader")
-        heard: list[Arrival] = []
+        delivered: list[Arrival] = []
         for arrival in self._engine.arrivals():
             if not self._faults.should_fire("notify-loss"):
-                heard.append(arrival)
+                delivered.append(arrival)
                 if self._faults.should_fire("notify-dup"):
-                    heard.append(arrival)
-        return heard
+                    delivered.append(arrival)
+        return delivered
 
     def describe(self) -> dict[str, Any]:
         return self._engine.describe()
@@ -113,10 +113,10 @@ class FaultyTransport:
     def _post(self, post: Callable[[], Write], nbytes: int, addrs: Addresses) -> Write:
         if self._faults.should_fire("write-error"):
             raise TransportError("injected fault write-error: the engine refused the post")
-        if dice := self._faults.should_fire("write-doubt"):
-            return DoubtfulWrite(post, nbytes, len(addrs), dice.randrange(_LANDS_LATER_NS))
-        if dice := self._faults.should_fire("corrupt-write"):
-            post = partial(CorruptWrite, post, addrs, dice)
+        if random := self._faults.should_fire("write-doubt"):
+            return DoubtfulWrite(post, nbytes, len(addrs), random.randrange(_MAX_LATE_NS))
+        if random := self._faults.should_fire("corrupt-write"):
+            post = partial(CorruptWrite, post, addrs, random)
         if pause_ns := self._faults.ns("slow-lane"):
             self._faults.count("slow-lane")
             return LateWrite(post, nbytes, len(addrs), pause_ns)
@@ -129,51 +129,51 @@ class FaultyTransport:
 
 
 class CorruptWrite:
-    """A write of which the first byte of one descriptor is another one while it is on the wire.
+    """A write with a flipped first byte in one descriptor while it is on the wire.
 
-    What it reads is our own memory, which is put right when the engine has read it.
+    The byte is flipped in the source memory and restored when the engine has read it.
     """
 
-    _flipping = threading.Lock()  # two writes may flip one byte
+    _flipping = threading.Lock()  # two writes may flip the same byte
 
-    def __init__(self, post: Callable[[], Write], addrs: Addresses, dice: Random) -> None:
-        self._byte = ctypes.c_ubyte.from_address(int(addrs[dice.randrange(len(addrs))]))
+    def __init__(self, post: Callable[[], Write], addrs: Addresses, random: Random) -> None:
+        self._byte = ctypes.c_ubyte.from_address(int(addrs[random.randrange(len(addrs))]))
         self._flipped = False
         self._flip()
         try:
             self._write = post()
         except BaseException:
-            self._put_right()
+            self._restore()
             raise
         self.bytes = self._write.bytes
         self.descriptors = self._write.descriptors
 
     def poll(self) -> bool:
-        return self._over(self._write.poll)
+        return self._finished(self._write.poll)
 
     def release(self) -> bool:
-        return self._over(self._write.release)
+        return self._finished(self._write.release)
 
-    def _over(self, look: Callable[[], bool]) -> bool:
-        over = look()
-        if over:
-            self._put_right()
-        return over
+    def _finished(self, poll: Callable[[], bool]) -> bool:
+        finished = poll()
+        if finished:
+            self._restore()
+        return finished
 
     def _flip(self) -> None:
         with self._flipping:
             self._byte.value ^= 0xFF
         self._flipped = not self._flipped
 
-    def _put_right(self) -> None:
+    def _restore(self) -> None:
         if self._flipped:
             self._flip()
 
 
 class LateWrite:
-    """A write that the engine gets only later; given up before, nothing of it lands.
+    """A write that is posted to the engine later; if it is released before, nothing lands.
 
-    `bytes` is 0 where only the engine knows them.
+    `bytes` is 0 if only the engine knows the size.
     """
 
     def __init__(self, post: Callable[[], Write], nbytes: int, descriptors: int, pause_ns: int) -> None:
@@ -195,7 +195,7 @@ class LateWrite:
 
 
 class SlowWrite:
-    """A write that nobody finds complete before its time."""
+    """A write that is not reported complete before a certain time."""
 
     def __init__(self, write: Write, pause_ns: int) -> None:
         self.bytes = write.bytes
@@ -211,10 +211,10 @@ class SlowWrite:
 
 
 class DoubtfulWrite:
-    """A write that the engine has failed and still has: its bytes and its tag land late, or never.
+    """A failed write whose bytes and tag land late or never, like a packet delivered after the sender got an error.
 
-    `bytes` is 0 where only the engine knows them. They land when `release` is called after their time, as a network
-    that delivers a packet after its sender has been told of an error. Until then, and while they land, it is False.
+    They land when `release` is called after their time; until then, and while they land, `release` returns False.
+    `bytes` is 0 if only the engine knows the size.
     """
 
     def __init__(self, post: Callable[[], Write], nbytes: int, descriptors: int, later_ns: int) -> None:
@@ -235,6 +235,6 @@ class DoubtfulWrite:
             if self._write is None:
                 self._write = self._post()
             self._over = self._write.release()
-        except TransportError:  # the peer is gone, or we are: nothing landed and nothing will
+        except TransportError:  # this agent or the peer is closed: nothing landed and nothing will
             self._over = True
         return self._over

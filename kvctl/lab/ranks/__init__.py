@@ -1,6 +1,6 @@
 """The synthetic worker, one process per rank, and how ranks are planned, started, driven and stopped.
 
-A worker has a real Agent with a real pool, and content that any decode rank can verify without its source.
+A worker has a real agent and a real pool; any decode rank can verify the content of its pool without the source.
 """
 
 from __future__ import annotations

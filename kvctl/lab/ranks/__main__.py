@@ -7,11 +7,11 @@ import sys
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse the command line and serve; returns the exit code."""
+    """Parses the command line and serves; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m kvctl.lab.ranks", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="inherited socket of the parent's channel")
     parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
-    parser.add_argument("--name", required=True, help="name of the rank, for ps only: the Start command has it")
+    parser.add_argument("--name", required=True, help="name of the rank, for ps only")
     arguments = parser.parse_args(argv)
     from kvctl_agent.transport.environment import prepare_environment
 
@@ -24,9 +24,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _block_torch() -> None:
-    """Keep torch out of this process: pools on GPUs need none either, and `compute_gpu`, which does, lets it in.
+    """Makes imports of torch fail: pools on GPUs do not need it, and `gpu_engine`, which does, removes the block.
 
-    Engines import it only to ask it for its CUDA version, which costs two seconds of processor time and 190 MB.
+    Transfer engines import it only for its CUDA version, which costs two seconds of CPU time and 190 MB.
     """
     sys.modules["torch"] = None  # type: ignore[assignment]  # the documented way to make its import fail
 

@@ -1,4 +1,4 @@
-"""Which page indices a room gets in a rank's pool: like an engine's allocator after hours of use, or a fresh one."""
+"""A rank's pool and its content: which room owns which pages, and the pattern written into them."""
 
 from __future__ import annotations
 
@@ -16,50 +16,24 @@ from kvctl_agent.device.cuda import CudaDevice, open_device
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, local_shards, mix64
 from kvctl_agent.memory.pool import KVPool
 
-
-def assign_pages(counts: Sequence[int], pool_pages: int, order: str, seed: int) -> list[Pages]:
-    """Disjoint page indices for each room; page 0 is left alone, as engines reserve it.
-
-    Args:
-        counts: pages of each room; together at most `pool_pages - 1`.
-        pool_pages: pages of the pool.
-        order: "random" scatters every room over the whole pool; "contiguous" gives ascending runs.
-        seed: decides the scatter; give every rank its own, so that no two ranks agree on a page by accident.
-    """
-    if order == "random":
-        free = np.random.default_rng(seed).permutation(np.arange(1, pool_pages, dtype=np.int64))
-    else:
-        free = np.arange(1, pool_pages, dtype=np.int64)
-    ends = np.cumsum(np.asarray(counts, dtype=np.int64))
-    return [free[end - count : end] for end, count in zip(ends.tolist(), counts, strict=True)]
-
-
-def unused_pages(assigned: Sequence[Pages], pool_pages: int) -> Pages:
-    """Every page that no room has: nothing may write to them."""
-    used = np.zeros(pool_pages, dtype=bool)
-    for pages in assigned:
-        used[pages] = True
-    return np.flatnonzero(~used)
-
-
 AUX_ROW_BYTES = 256
 
 
 def own_side(start: Start) -> ParallelConfig:
-    """The sizes of the instance that this rank is of."""
+    """Returns the sizes of the rank's instance."""
     return side_of(start.prefill[start.instance] if start.role == "prefill" else start.decode)
 
 
 def own_coord(start: Start) -> RankCoord:
-    """This rank's place in it."""
+    """Returns the rank's position in its instance."""
     return own_side(start).coord(start.unique)
 
 
 def allocate_pool(start: Start) -> KVPool:
-    """The pool this rank was planned to have, on its GPU where it has one.
+    """Allocates the rank's planned pool, on its GPU if it has one.
 
     Raises:
-        DeviceError: there is no such GPU, or not so much memory on it.
+        DeviceError: the GPU does not exist or has too little memory.
     """
     shape = model_shape(start.shape, start.page_size)
     return KVPool.allocate(
@@ -73,89 +47,163 @@ def allocate_pool(start: Start) -> KVPool:
     )
 
 
-class Content:
-    """The lot a rank works on.
+class PageAllocator:
+    """Hands out disjoint pages of a pool; never page 0, which engines reserve.
+
+    In random order a room's pages are scattered over the whole pool, as in an engine after hours of use. The order does
+    not depend on previous owners. In contiguous order an unused pool gives ascending runs.
 
     Attributes:
-        start: who this rank is.
-        decks: every plane of every segment that this rank has layers of.
-        store: what writes and checks them.
-        rooms: the rooms taken, by number, in the order they were given.
-        items: of each, the page (of a state: item) indices in each segment, in the prompt's order.
+        free: pages that no room owns, in the order in which they will be allocated.
+    """
+
+    def __init__(self, pool_pages: int, order: str, seed: int) -> None:
+        self._random = np.random.default_rng(seed) if order == "random" else None
+        self.free: Pages = np.arange(1, pool_pages, dtype=np.int64)
+        self._shuffle()
+
+    def allocate(self, count: int) -> Pages:
+        """Takes pages off the free list.
+
+        Raises:
+            MemoryError: too few are free.
+        """
+        if count > len(self.free):
+            raise MemoryError(f"{count} pages are needed, {len(self.free)} are free")
+        pages, self.free = self.free[:count].copy(), self.free[count:]
+        return pages
+
+    def release(self, pages: Pages) -> None:
+        """Returns pages to the free list."""
+        self.free = np.concatenate([self.free, pages])
+        self._shuffle()
+
+    def _shuffle(self) -> None:
+        if self._random is not None:
+            self._random.shuffle(self.free)
+
+
+class Content:
+    """The rooms of one rank and the content of its pool.
+
+    Attributes:
+        start: the rank's Start command.
+        views: every plane of every segment of which this rank holds layers.
+        store: writes and compares content in the pool's memory.
+        rooms: the rooms that own pages, by number, in the order in which they were added.
+        items: page (of a state: item) indices of each room by segment, in the prompt's order.
+        slots: aux row of each room.
+        free_slots: aux rows that no room owns.
     """
 
     def __init__(self, pool: KVPool, start: Start) -> None:
         self._pool = pool
         self._filled: int | None = None
         self.start = start
-        self.decks = plane_views(pool, start.shape["dtype_bytes"])
+        self.views = plane_views(pool, start.shape["dtype_bytes"])
         self.store = _store(pool)
-        self.rooms: dict[int, Room] = {}
-        self.items: dict[int, tuple[Pages, ...]] = {}
+        self._reset(start.seed)
 
     def take(self, rooms: Sequence[Room]) -> None:
-        """Give each room pages; which ones depends on the rooms' content and on the rank, not on the run."""
-        start = self.start
-        first = rooms[0].index if rooms else 0
-        rank = 2 * start.unique + (start.role == "decode") + (max(0, start.instance) << 32)
-        seed = mix64(mix64(start.seed + rank) + first)
-        pages = assign_pages(
-            [-(-room.tokens // start.page_size) for room in rooms], start.pool_pages, start.page_order, seed
-        )
-        segments: list[list[Pages]] = [pages] * (len(self._pool.segments) - len(start.shape["states"]))
-        for at, state in enumerate(start.shape["states"]):
-            counts = [state_items(state, room.tokens, start.page_size) for room in rooms]
-            segments.append(
-                assign_pages(counts, start.state_slots[state["name"]], start.page_order, mix64(seed + at + 1))
-            )
-        self.rooms = {room.number: room for room in rooms}
-        self.items = {room.number: items for room, items in zip(rooms, zip(*segments, strict=True), strict=True)}
+        """Replaces all rooms by a batch; its pages depend on the rooms' content and on the rank, not on the run."""
+        self._reset(rooms[0].index if rooms else 0)
+        for room in rooms:
+            self.add(room)
+
+    def add(self, room: Room) -> None:
+        """Gives a room its pages, items of state and aux row.
+
+        Raises:
+            MemoryError: too few are free; pools are sized so that this does not happen.
+        """
+        start, states = self.start, self.start.shape["states"]
+        pages = self._pages.allocate(-(-room.tokens // start.page_size))
+        items = [
+            allocator.allocate(state_items(state, room.tokens, start.page_size))
+            for allocator, state in zip(self._states, states, strict=True)
+        ]
+        self.items[room.number] = (*[pages] * (len(self._pool.segments) - len(states)), *items)
+        self.slots[room.number] = self.free_slots.pop(0)
+        self.rooms[room.number] = room
+
+    def remove(self, number: int) -> None:
+        """Poisons a room's pages and frees them."""
+        del self.rooms[number]
+        items, slot = self.items.pop(number), self.slots.pop(number)
+        for view in self.views:
+            self.store.poison(view, items[view.shard.segment.index])
+        self.aux()[slot] = POISON
+        self._pages.release(items[0])
+        for allocator, released in zip(self._states, items[len(items) - len(self._states) :], strict=True):
+            allocator.release(released)
+        self.free_slots.append(slot)
 
     def pages(self, number: int) -> Pages:
-        """A room's KV pages."""
+        """Returns a room's KV pages."""
         return self.items[number][0]
 
     def states(self, number: int) -> tuple[Pages, ...]:
-        """A room's items of each state component, in the model's order."""
-        return self.items[number][len(self._pool.segments) - len(self.start.shape["states"]) :]
+        """Returns a room's items of each state component, in the model's order."""
+        return self.items[number][len(self._pool.segments) - len(self._states) :]
 
-    def fill(self, lot: int) -> None:
-        """Write the pattern into the pages and aux rows of the rooms taken, unless this lot is there already."""
-        if self._filled == lot:
+    def unowned(self, view: PlaneView) -> Pages:
+        """Returns the pages (of a state: items) that no room owns, including the unused number 0."""
+        state = view.shard.segment.index - (len(self._pool.segments) - len(self._states))
+        allocator = self._states[state] if state >= 0 else self._pages
+        return np.concatenate([np.zeros(1, np.int64), allocator.free])
+
+    def fill(self, batch: int) -> None:
+        """Writes the pattern of all rooms, unless this batch has been written already."""
+        if self._filled == batch:
             return
-        self._filled = lot
+        self._filled = batch
         for room in self.rooms.values():
             self.fill_room(room)
 
     def fill_room(self, room: Room) -> None:
-        """Write the pattern into one room's pages and aux row."""
-        for deck, bases in self.with_bases(room):
-            self.store.fill(deck, self.items[room.number][deck.held.segment.index], bases)
-        self.aux()[room.slot] = aux_row(self.start.seed, room.index, AUX_ROW_BYTES)
+        """Writes the pattern into one room's pages and aux row."""
+        for view, bases in self.with_bases(room):
+            self.store.fill(view, self.items[room.number][view.shard.segment.index], bases)
+        self.aux()[self.slots[room.number]] = aux_row(self.start.seed, room.index, AUX_ROW_BYTES)
 
     def poison(self) -> None:
-        """Overwrite everything, so that whatever is right afterwards has been moved."""
-        for deck in self.decks:
-            self.store.poison(deck)
+        """Overwrites the whole pool, so that anything correct afterwards has been transferred."""
+        for view in self.views:
+            self.store.poison(view)
         self.aux().fill(POISON)
 
     def with_bases(self, room: Room) -> Iterator[tuple[PlaneView, Words]]:
-        """Every deck with the pattern's words for all whole pages of a room and this rank's heads."""
+        """Yields every view with the pattern's words for all pages of a room and this rank's heads."""
         made: dict[tuple[int, int, int], Words] = {}
-        for deck in self.decks:
-            key = (self.whole_rows(room, deck), deck.rows.head_lo, deck.rows.heads)
+        for view in self.views:
+            key = (self.whole_rows(room, view), view.rows.head_lo, view.rows.heads)
             if key not in made:
                 made[key] = row_bases(self.start.seed, room.index, *key)
-            yield deck, made[key]
+            yield view, made[key]
 
-    def whole_rows(self, room: Room, deck: PlaneView) -> int:
-        """Rows of all pages (of a state: items) of a room, the last one filled up."""
-        return len(self.items[room.number][deck.held.segment.index]) * deck.rows.per_page
+    def whole_rows(self, room: Room, view: PlaneView) -> int:
+        """Returns the rows of all pages (of a state: items) of a room, including the rest of the last page."""
+        return len(self.items[room.number][view.shard.segment.index]) * view.rows.per_page
 
     def aux(self) -> Bytes:
-        """The aux rows, uint8 `[slots, AUX_ROW_BYTES]`."""
+        """Returns the aux rows, uint8 `[slots, AUX_ROW_BYTES]`."""
         assert self._pool.aux is not None
         return self._pool.aux
+
+    def _reset(self, batch: int) -> None:
+        """Frees everything, in an allocation order that the batch and the rank determine."""
+        start = self.start
+        rank = 2 * start.unique + (start.role == "decode") + (max(0, start.instance) << 32)
+        seed = mix64(mix64(start.seed + rank) + batch)
+        self._pages = PageAllocator(start.pool_pages, start.page_order, seed)
+        self._states = [
+            PageAllocator(start.state_slots[state["name"]], start.page_order, mix64(seed + at + 1))
+            for at, state in enumerate(start.shape["states"])
+        ]
+        self.rooms: dict[int, Room] = {}
+        self.items: dict[int, tuple[Pages, ...]] = {}
+        self.slots: dict[int, int] = {}
+        self.free_slots = list(range(start.aux_slots))
 
 
 def _store(pool: KVPool) -> Store:

@@ -1,7 +1,7 @@
-"""One kernel writes the pattern of `pattern`, compares with it, or looks for what is not poison.
+"""Triton kernel that writes the pattern of `pattern`, compares with it, or looks for bytes that are not poison.
 
-Only Triton's compiler and its interpreter read this file. Nothing here may refer to a module's variable: the compiler
-allows none.
+Only Triton's compiler and interpreter read this file. The kernel may not refer to module variables, which the compiler
+does not allow.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -26,22 +26,22 @@ def content(
     POISON: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Goes over a stretch of a room's pages in every layer; a program does every so many-th tile.
+    """Processes a range of a room's pages in every layer, tile by tile.
 
     Args:
-        places_at: address of int64 `[layers, 2 + words of a row]`: of page 0; where the stretch begins among the pages;
-            constants of the layer's sheet.
-        bases_at: address of the room's bases, one for each row and head, int64; unused where poison is looked for.
+        places_at: address of int64 `[layers, 2 + words of a row]`: address of page 0, start of the range in the pages,
+            constants of the layer's plane.
+        bases_at: address of the room's bases, int64, one per row and head; unused when looking for poison.
         pages_at: address of the pages, int32.
-        firsts_at: address of int32 `[layers]`: becomes the first unit of the stretch that is wrong, if that is less.
+        firsts_at: address of int32 `[layers]`; lowered to the first wrong unit of the range.
         items: layers x tiles.
-        tiles: of a layer.
-        units: of a layer's stretch.
-        TASK: "fill", "check", or "poison" to look for what is not.
-        PAGE_ROWS: rows of a page, each head's for itself.
+        tiles: tiles of a layer.
+        units: units of a layer's range.
+        TASK: "fill", "check", or "poison" to look for other bytes than poison.
+        PAGE_ROWS: rows of a page, counting each head.
         ROW_UNITS: units of a row.
-        UNIT: bytes of what a lane writes or compares, at most 8; WORD is an integer type of that size.
-        POISON: eight bytes of it.
+        UNIT: bytes that one lane writes or compares, at most 8; WORD is an integer type of that size.
+        POISON: eight bytes of poison.
         TILE: units of a tile, a power of two.
     """
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
@@ -65,6 +65,6 @@ def content(
             tl.store(bytes_at, wanted, mask=live)
         else:
             found = tl.load(bytes_at, mask=live, other=0)
-            # Every lane for itself: where all is well, which is what must be fast, none does it.
+            # One atomic per wrong lane: correct content, the case that must be fast, needs none.
             first_at = firsts_at.to(tl.pointer_type(tl.int32)) + item // tiles + unit * 0
             tl.atomic_min(first_at, unit, mask=live & (found != wanted))

@@ -1,4 +1,8 @@
-"""One plane of one segment on a rank, over all the layers it holds: what content is written to and checked in."""
+"""Writes and compares a pool's content in host memory, or through host memory for a pool on a device.
+
+`gpu_store` does the same with a kernel on a GPU. Pages of a state component are its items. All calls are untimed parts
+of a bench and return when the work is done.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +18,21 @@ from kvctl_agent.layout.parallel import LocalShard
 from kvctl_agent.layout.shape import Plane
 from kvctl_agent.memory.pool import KVPool
 
+_BLOCK_BYTES = 256 << 10
+
 
 @dataclass(frozen=True, slots=True)
 class PlaneView:
-    """A plane in every layer here.
+    """One plane of one segment over all layers that a rank holds.
 
     Attributes:
-        held: which layers and heads of the segment.
-        index, plane: of the plane in a layer.
+        shard: the rank's layers and heads of the segment.
+        index, plane: of the plane within a layer.
         writer: writes and checks rows of its geometry.
     """
 
     pool: KVPool
-    held: LocalShard
+    shard: LocalShard
     index: int
     plane: Plane
     writer: Writer
@@ -34,7 +40,7 @@ class PlaneView:
     @property
     def num_slots(self) -> int:
         """Pages (of a state: items) of each layer."""
-        return self.pool.segments[self.held.segment.index].num_slots
+        return self.pool.segments[self.shard.segment.index].num_slots
 
     @property
     def rows(self) -> Rows:
@@ -42,30 +48,30 @@ class PlaneView:
 
     @property
     def name(self) -> str:
-        """What a mismatch calls it: "k", "latent", "draft k", a state component's name."""
-        return f"draft {self.plane.name}" if self.held.segment.name == "draft" else self.plane.name
+        """Name of the plane in a mismatch: "k", "latent", "draft k", a state component's name."""
+        return f"draft {self.plane.name}" if self.shard.segment.name == "draft" else self.plane.name
 
-    def sheets(self) -> Iterator[tuple[PlaneId, Bytes]]:
-        """Each layer's bytes, flat, in page order; of a pool in host memory."""
-        memory = self.pool.segments[self.held.segment.index]
-        for layer in range(self.held.layer_lo, self.held.layer_hi):
-            yield self._sheet(layer), memory.block(layer, self.index)
+    def blocks(self) -> Iterator[tuple[PlaneId, Bytes]]:
+        """Yields each layer's bytes, flat, in page order; for a pool in host memory."""
+        memory = self.pool.segments[self.shard.segment.index]
+        for layer in range(self.shard.layer_lo, self.shard.layer_hi):
+            yield self._plane_id(layer), memory.block(layer, self.index)
 
-    def places(self) -> Iterator[tuple[PlaneId, int]]:
-        """Each layer's address of page 0, wherever the pool is."""
-        bases = self.pool.segments[self.held.segment.index].addresses.bases
-        for layer, planes in enumerate(bases, self.held.layer_lo):
-            yield self._sheet(layer), planes[self.index]
+    def addresses(self) -> Iterator[tuple[PlaneId, int]]:
+        """Yields each layer's address of page 0, wherever the pool is."""
+        bases = self.pool.segments[self.shard.segment.index].addresses.bases
+        for layer, planes in enumerate(bases, self.shard.layer_lo):
+            yield self._plane_id(layer), planes[self.index]
 
-    def _sheet(self, layer: int) -> PlaneId:
-        return PlaneId(self.held.segment.index, layer, self.index)
+    def _plane_id(self, layer: int) -> PlaneId:
+        return PlaneId(self.shard.segment.index, layer, self.index)
 
 
 def plane_views(pool: KVPool, dtype_bytes: int) -> list[PlaneView]:
-    """Every plane of every segment that a pool has layers of.
+    """Returns a view of every plane of every segment of which a pool holds layers.
 
     Args:
-        dtype_bytes: of an element of KV.
+        dtype_bytes: size of a KV element.
     """
     return [
         PlaneView(pool, memory.shard, index, plane, Writer(_rows(memory.shard, plane, dtype_bytes)))
@@ -75,157 +81,147 @@ def plane_views(pool: KVPool, dtype_bytes: int) -> list[PlaneView]:
     ]
 
 
-def _rows(here: LocalShard, plane: Plane, dtype_bytes: int) -> Rows:
-    # Scales and state have elements of their own size; bytes say enough there.
-    paged = not here.segment.state and plane.head_bytes % dtype_bytes == 0 and "scale" not in plane.name
+def _rows(shard: LocalShard, plane: Plane, dtype_bytes: int) -> Rows:
+    # Scales and state have elements of other sizes; mismatches there are shown as bytes.
+    kv = not shard.segment.state and plane.head_bytes % dtype_bytes == 0 and "scale" not in plane.name
     return Rows(
         per_page=plane.rows,
-        head_lo=here.head_lo,
-        heads=here.heads,
+        head_lo=shard.head_lo,
+        heads=shard.heads,
         row_bytes=plane.head_bytes,
-        element_bytes=dtype_bytes if paged else 1,
+        element_bytes=dtype_bytes if kv else 1,
     )
 
 
-_PIECE_BYTES = 256 << 10
+class WrittenPage(NamedTuple):
+    """A page that should contain only poison, with its content."""
 
-
-class Written(NamedTuple):
-    """A page that should be poison all through, and all of its bytes."""
-
-    sheet: PlaneId
+    plane: PlaneId
     page: int
     found: Bytes
 
 
 class Store(Protocol):
-    """Content of one rank's pool."""
+    """Access to the content of one rank's pool."""
 
-    def fill(self, deck: PlaneView, pages: Pages, bases: Words) -> None:
+    def fill(self, view: PlaneView, pages: Pages, bases: Words) -> None:
         """Writes the rows of `bases` into a room's `pages` in every layer."""
         ...
 
     def check(
-        self, deck: PlaneView, pages: Pages, bases: Words, firsts: Sequence[int], count: int
+        self, view: PlaneView, pages: Pages, bases: Words, firsts: Sequence[int], count: int
     ) -> tuple[PlaneId, Wrong] | None:
-        """Compares a stretch of a room's pages of every layer with the pattern.
+        """Compares a range of a room's pages of every layer with the pattern.
 
         Args:
-            pages: all of the room.
-            firsts: for each layer, where in the room its stretch begins.
-            count: pages of a stretch.
+            pages: all pages of the room.
+            firsts: for each layer, the start of its range in the room.
+            count: pages of a range.
 
         Returns:
-            The first layer that is wrong, and the first wrong element there.
+            The first layer with a mismatch, and the first wrong element there.
         """
         ...
 
-    def poison(self, deck: PlaneView, pages: Pages | None = None) -> None:
+    def poison(self, view: PlaneView, pages: Pages | None = None) -> None:
         """Overwrites these pages in every layer; None: all pages."""
         ...
 
-    def written(self, deck: PlaneView, quiet: Pages) -> Iterator[Written]:
-        """The first of the quiet pages that is not all poison, of every layer that has one."""
+    def written(self, view: PlaneView, pages: Pages) -> Iterator[WrittenPage]:
+        """Yields, for every layer that has one, the first of `pages` that is not all poison."""
         ...
 
 
 class HostStore:
-    """In host memory, with numpy."""
+    """Content in host memory, with numpy."""
 
-    def fill(self, deck: PlaneView, pages: Pages, bases: Words) -> None:
-        for sheet, block in deck.sheets():
-            deck.writer.fill(block, pages, bases, sheet)
+    def fill(self, view: PlaneView, pages: Pages, bases: Words) -> None:
+        for plane, block in view.blocks():
+            view.writer.fill(block, pages, bases, plane)
 
     def check(
-        self, deck: PlaneView, pages: Pages, bases: Words, firsts: Sequence[int], count: int
+        self, view: PlaneView, pages: Pages, bases: Words, firsts: Sequence[int], count: int
     ) -> tuple[PlaneId, Wrong] | None:
-        for (sheet, block), first in zip(deck.sheets(), firsts, strict=True):
-            wrong = deck.writer.check(block, pages[first : first + count], bases, sheet, first_page=first)
+        for (plane, block), first in zip(view.blocks(), firsts, strict=True):
+            wrong = view.writer.check(block, pages[first : first + count], bases, plane, first_page=first)
             if wrong is not None:
-                return sheet, wrong
+                return plane, wrong
         return None
 
-    def poison(self, deck: PlaneView, pages: Pages | None = None) -> None:
-        for _, block in deck.sheets():
-            block.reshape(-1, deck.rows.page_bytes)[slice(None) if pages is None else pages] = POISON
+    def poison(self, view: PlaneView, pages: Pages | None = None) -> None:
+        for _, block in view.blocks():
+            block.reshape(-1, view.rows.page_bytes)[slice(None) if pages is None else pages] = POISON
 
-    def written(self, deck: PlaneView, quiet: Pages) -> Iterator[Written]:
-        for sheet, block in deck.sheets():
-            rows = block.reshape(-1, deck.rows.page_bytes)
-            page = _first_written(rows, quiet)
-            if page is not None:
-                yield Written(sheet, page, rows[page])
-
-
-def _first_written(pages: Bytes, quiet: Pages) -> int | None:
-    """The first of the quiet pages that is not all poison; many small pages are looked at in one go."""
-    step = max(1, _PIECE_BYTES // pages.shape[1])
-    for first in range(0, len(quiet), step):
-        some = quiet[first : first + step]
-        written = np.flatnonzero((pages[some] != POISON).any(axis=1))
-        if len(written):
-            return int(some[written[0]])
-    return None
+    def written(self, view: PlaneView, pages: Pages) -> Iterator[WrittenPage]:
+        step = max(1, _BLOCK_BYTES // view.rows.page_bytes)  # many small pages are compared at once
+        for plane, block in view.blocks():
+            rows = block.reshape(-1, view.rows.page_bytes)
+            for first in range(0, len(pages), step):
+                some = pages[first : first + step]
+                hits = np.flatnonzero((rows[some] != POISON).any(axis=1))
+                if len(hits):
+                    page = int(some[hits[0]])
+                    yield WrittenPage(plane, page, rows[page])
+                    break
 
 
 class MirrorStore:
-    """Pages go through a dense copy, where they follow each other."""
+    """Content on a device, made and checked in a dense host copy, page by page: slow, but needs no kernel."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
 
-    def fill(self, deck: PlaneView, pages: Pages, bases: Words) -> None:
-        dense, places = _dense(deck, len(pages)), np.arange(len(pages))
-        for sheet, base in deck.places():
-            deck.writer.fill(dense.reshape(-1), places, bases, sheet)
-            self._upload(base, pages, dense)
+    def fill(self, view: PlaneView, pages: Pages, bases: Words) -> None:
+        dense, order = _dense(view, len(pages)), np.arange(len(pages))
+        for plane, base in view.addresses():
+            view.writer.fill(dense.reshape(-1), order, bases, plane)
+            for page, content in zip(pages.tolist(), dense, strict=True):
+                self._device.upload(base + page * dense.shape[1], content)
 
     def check(
-        self, deck: PlaneView, pages: Pages, bases: Words, firsts: Sequence[int], count: int
+        self, view: PlaneView, pages: Pages, bases: Words, firsts: Sequence[int], count: int
     ) -> tuple[PlaneId, Wrong] | None:
-        for (sheet, base), first in zip(deck.places(), firsts, strict=True):
-            wrong = self.look(deck, sheet, base, pages[first : first + count], bases, first)
+        for (plane, base), first in zip(view.addresses(), firsts, strict=True):
+            wrong = self.check_layer(view, plane, base, pages[first : first + count], bases, first)
             if wrong is not None:
-                return sheet, wrong
+                return plane, wrong
         return None
 
-    def poison(self, deck: PlaneView, pages: Pages | None = None) -> None:
-        page_bytes = deck.rows.page_bytes
-        for _, base in deck.places():
+    def poison(self, view: PlaneView, pages: Pages | None = None) -> None:
+        page_bytes = view.rows.page_bytes
+        for _, base in view.addresses():
             if pages is None:
-                self._device.fill(base, deck.num_slots * page_bytes, POISON)
+                self._device.fill(base, view.num_slots * page_bytes, POISON)
             for page in () if pages is None else pages.tolist():
                 self._device.fill(base + page * page_bytes, page_bytes, POISON)
 
-    def written(self, deck: PlaneView, quiet: Pages) -> Iterator[Written]:
-        for sheet, base in deck.places():
-            found = self.first_written(deck, sheet, base, quiet)
+    def written(self, view: PlaneView, pages: Pages) -> Iterator[WrittenPage]:
+        for plane, base in view.addresses():
+            found = self.first_written(view, plane, base, pages)
             if found is not None:
                 yield found
 
-    def look(self, deck: PlaneView, sheet: PlaneId, base: int, pages: Pages, bases: Words, first: int) -> Wrong | None:
-        """The first wrong element of these pages of one layer, of which the first is page `first` of the room."""
-        dense = self._download(deck, base, pages)
-        return deck.writer.check(dense.reshape(-1), np.arange(len(pages)), bases, sheet, first_page=first)
+    def check_layer(
+        self, view: PlaneView, plane: PlaneId, base: int, pages: Pages, bases: Words, first: int
+    ) -> Wrong | None:
+        """Returns the first wrong element of these pages of one layer; `pages[0]` is page `first` of the room."""
+        dense = self._download(view, base, pages)
+        return view.writer.check(dense.reshape(-1), np.arange(len(pages)), bases, plane, first_page=first)
 
-    def first_written(self, deck: PlaneView, sheet: PlaneId, base: int, quiet: Pages) -> Written | None:
-        """The first quiet page of one layer that is not all poison."""
-        for at in range(len(quiet)):
-            (found,) = self._download(deck, base, quiet[at : at + 1])
+    def first_written(self, view: PlaneView, plane: PlaneId, base: int, pages: Pages) -> WrittenPage | None:
+        """Returns the first page of one layer that is not all poison."""
+        for at in range(len(pages)):
+            (found,) = self._download(view, base, pages[at : at + 1])
             if (found != POISON).any():
-                return Written(sheet, int(quiet[at]), found)
+                return WrittenPage(plane, int(pages[at]), found)
         return None
 
-    def _upload(self, base: int, pages: Pages, dense: Bytes) -> None:
-        for page, found in zip(pages.tolist(), dense, strict=True):
-            self._device.upload(base + page * dense.shape[1], found)
-
-    def _download(self, deck: PlaneView, base: int, pages: Pages) -> Bytes:
-        dense = _dense(deck, len(pages))
-        for page, found in zip(pages.tolist(), dense, strict=True):
-            self._device.download(base + page * dense.shape[1], found)
+    def _download(self, view: PlaneView, base: int, pages: Pages) -> Bytes:
+        dense = _dense(view, len(pages))
+        for page, target in zip(pages.tolist(), dense, strict=True):
+            self._device.download(base + page * dense.shape[1], target)
         return dense
 
 
-def _dense(deck: PlaneView, pages: int) -> Bytes:
-    return np.empty((pages, deck.rows.page_bytes), np.uint8)
+def _dense(view: PlaneView, pages: int) -> Bytes:
+    return np.empty((pages, view.rows.page_bytes), np.uint8)

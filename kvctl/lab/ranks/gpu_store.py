@@ -1,4 +1,7 @@
-"""What a launch of the content kernel is told: its form for a deck, and its tables. Pure arithmetic."""
+"""Writes and compares content on a GPU with a kernel: sweeps move hundreds of gigabytes, all of which is verified.
+
+Wrong pages are downloaded, one per layer, and described by the code that checks host memory.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvctl.lab.ranks.content_store import MirrorStore, PlaneView, Written
+from kvctl.lab.ranks.content_store import MirrorStore, PlaneView, WrittenPage
 from kvctl.lab.ranks.pattern import POISON, Bytes, Pages, PlaneId, Words, Wrong, constants
 from kvctl_agent.device.base import DeviceMemory
 from kvctl_agent.device.cuda import CudaDevice
@@ -20,16 +23,18 @@ ARGUMENTS = {
     **dict.fromkeys(("places_at", "bases_at", "pages_at", "firsts_at"), "i64"),
     **dict.fromkeys(("items", "tiles", "units"), "i32"),
 }
-"""The kernel's, in order."""
+"""The kernel's arguments, in order."""
 
 FILL, CHECK, QUIET = "fill", "check", "poison"
 TILE = 2048
 WARPS = 8
 _WORD = 8
+_TABLES_BYTES = 4 << 20
+_PROGRAMS_PER_SM = 4
 
 
 class Form(NamedTuple):
-    """The kernel's constants, as `content` says."""
+    """Compile-time constants of the kernel; see `content_kernel.content`."""
 
     task: str
     page_rows: int
@@ -41,7 +46,7 @@ class Form(NamedTuple):
         return self.page_rows * self.row_units
 
     def constants(self) -> dict[str, Any]:
-        """By the kernel's own names."""
+        """Returns the constants by the kernel's names."""
         from triton import language
 
         return {
@@ -56,14 +61,13 @@ class Form(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One launch.
+    """One kernel launch.
 
     Attributes:
-        form: of the kernel.
-        tables: all of them, one behind the other: bytes to upload.
-        bases_at, pages_at, firsts_at: where they begin in the tables; the places come first.
-        layers: as many firsts there are.
-        units: of a layer's stretch; a first that is less is the first wrong one.
+        tables: all tables, concatenated, for upload; the addresses of the layers come first.
+        bases_at, pages_at, firsts_at: offsets of the other tables.
+        layers: number of layers, and of firsts.
+        units: units of a layer's range; a smaller first is the first wrong unit.
     """
 
     form: Form
@@ -79,52 +83,48 @@ class Launch(NamedTuple):
         return -(-self.units // TILE)
 
     def arguments(self, at: int) -> tuple[int, ...]:
-        """The kernel's, where the tables are at address `at`."""
-        where = (at, at + self.bases_at, at + self.pages_at, at + self.firsts_at)
-        return (*where, self.layers * self.tiles, self.tiles, self.units)
+        """Returns the kernel's arguments with the tables at address `at`."""
+        addresses = (at, at + self.bases_at, at + self.pages_at, at + self.firsts_at)
+        return (*addresses, self.layers * self.tiles, self.tiles, self.units)
 
     def firsts(self, tables: Bytes) -> npt.NDArray[np.int32]:
-        """What became of the firsts, given the bytes behind `firsts_at`."""
+        """Returns the resulting firsts, given the bytes from `firsts_at` on."""
         return tables[: 4 * self.layers].view(np.int32)
 
 
-def launch(task: str, deck: PlaneView, pages: Pages, bases: Words | None, firsts: Sequence[int], count: int) -> Launch:
-    """A launch over a stretch of `count` pages of each layer.
+def launch(task: str, view: PlaneView, pages: Pages, bases: Words | None, firsts: Sequence[int], count: int) -> Launch:
+    """Builds a launch over a range of `count` pages of each layer.
 
     Args:
-        pages: all of the room.
-        bases: of all of its rows; None where poison is looked for.
-        firsts: for each layer, where among the pages its stretch begins.
+        pages: all pages of the room.
+        bases: of all its rows; None when looking for poison.
+        firsts: for each layer, the start of its range in `pages`.
     """
-    rows, places = deck.rows, list(deck.places())
+    rows, addresses = view.rows, list(view.addresses())
     bits = rows.row_bytes | _WORD
-    for _, base in places:
+    for _, base in addresses:
         bits |= base
     unit = bits & -bits
     form = Form(task, rows.page_bytes // rows.row_bytes, rows.row_bytes // unit, unit)
     words = -(-rows.row_bytes // _WORD)
-    table = np.zeros((len(places), 2 + words), np.int64)
-    table[:, 0] = [base for _, base in places]
+    table = np.zeros((len(addresses), 2 + words), np.int64)
+    table[:, 0] = [base for _, base in addresses]
     table[:, 1] = firsts
     if bases is not None:
-        table[:, 2:] = [constants(sheet, words).view(np.int64) for sheet, _ in places]
+        table[:, 2:] = [constants(plane, words).view(np.int64) for plane, _ in addresses]
     units = count * form.page_units
     parts = [
         table.reshape(-1).view(np.uint8),
         np.empty(0, np.uint8) if bases is None else np.ascontiguousarray(bases).view(np.uint8),
         pages.astype(np.int32).view(np.uint8),
-        np.full(len(places), units, np.int32).view(np.uint8),
+        np.full(len(addresses), units, np.int32).view(np.uint8),
     ]
     _, bases_at, pages_at, firsts_at = np.cumsum([0, *(part.nbytes for part in parts[:3])]).tolist()
-    return Launch(form, np.concatenate(parts), bases_at, pages_at, firsts_at, len(places), units)
-
-
-_TABLES_BYTES = 4 << 20
-_PROGRAMS_PER_SM = 4
+    return Launch(form, np.concatenate(parts), bases_at, pages_at, firsts_at, len(addresses), units)
 
 
 class GpuStore:
-    """Launches the content kernel and waits for it; tables are uploaded for every launch."""
+    """Launches the content kernel and waits for it; the tables are uploaded for every launch."""
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
@@ -132,33 +132,33 @@ class GpuStore:
         self._kernels: dict[Form, tuple[Any, Program]] = {}
         self._tables: DeviceMemory | None = None
 
-    def fill(self, deck: PlaneView, pages: Pages, bases: Words) -> None:
-        self._run(launch(FILL, deck, pages, bases, [0] * deck.held.num_layers, len(pages)))
+    def fill(self, view: PlaneView, pages: Pages, bases: Words) -> None:
+        self._run(launch(FILL, view, pages, bases, [0] * view.shard.num_layers, len(pages)))
 
     def check(
-        self, deck: PlaneView, pages: Pages, bases: Words, firsts: Sequence[int], count: int
+        self, view: PlaneView, pages: Pages, bases: Words, firsts: Sequence[int], count: int
     ) -> tuple[PlaneId, Wrong] | None:
-        for layer, page in self._wrong_pages(launch(CHECK, deck, pages, bases, firsts, count)):
-            sheet, base = list(deck.places())[layer]
+        for layer, page in self._wrong_pages(launch(CHECK, view, pages, bases, firsts, count)):
+            plane, base = list(view.addresses())[layer]
             page += firsts[layer]
-            wrong = self._mirror.look(deck, sheet, base, pages[page : page + 1], bases, page)
+            wrong = self._mirror.check_layer(view, plane, base, pages[page : page + 1], bases, page)
             if wrong is not None:
-                return sheet, wrong
+                return plane, wrong
         return None
 
-    def poison(self, deck: PlaneView, pages: Pages | None = None) -> None:
-        self._mirror.poison(deck, pages)
+    def poison(self, view: PlaneView, pages: Pages | None = None) -> None:
+        self._mirror.poison(view, pages)
 
-    def written(self, deck: PlaneView, quiet: Pages) -> Iterator[Written]:
-        places = list(deck.places())
-        for layer, page in self._wrong_pages(launch(QUIET, deck, quiet, None, [0] * len(places), len(quiet))):
-            # Whoever is told of one layer may poison the others at once.
-            found = self._mirror.first_written(deck, *places[layer], quiet[page : page + 1])
+    def written(self, view: PlaneView, pages: Pages) -> Iterator[WrittenPage]:
+        addresses = list(view.addresses())
+        for layer, page in self._wrong_pages(launch(QUIET, view, pages, None, [0] * len(addresses), len(pages))):
+            # The caller may have poisoned the other layers after the first result.
+            found = self._mirror.first_written(view, *addresses[layer], pages[page : page + 1])
             if found is not None:
                 yield found
 
     def _wrong_pages(self, work: Launch) -> list[tuple[int, int]]:
-        """(layer, first wrong page of its stretch) of every layer that has one."""
+        """Returns (layer, first wrong page of its range) of every layer that has one."""
         if not work.units:
             return []
         at = self._run(work)
@@ -170,20 +170,20 @@ class GpuStore:
         ]
 
     def _run(self, work: Launch) -> int:
-        """Launches it, and waits; where its tables are."""
+        """Launches the kernel and waits for it; returns the address of its tables."""
         at = self._upload(work)
         if not work.units:
             return at
         function, code = self._kernel(work.form)
         values = (*work.arguments(at), *[0] * code.appended)
-        # Eight bytes for each, narrower ones in the lower half.
+        # Eight bytes for each argument; narrower ones use the lower half.
         arguments = (ctypes.c_int64 * len(values))(*values)
         start = ctypes.addressof(arguments)
         pointers = (ctypes.c_void_p * len(values))(*range(start, start + 8 * len(values), 8))
         programs = min(work.layers * work.tiles, _PROGRAMS_PER_SM * self._device.multiprocessors)
         driver = load()
         with self._device.context.visit():
-            # The default stream will do: nobody else puts anything on it while content is made or checked.
+            # The default stream is sufficient: nothing else uses it while content is written or checked.
             launched = driver.cuLaunchKernel(
                 function, programs, 1, 1, code.threads, 1, 1, code.shared, 0, ctypes.addressof(pointers), 0
             )
@@ -200,7 +200,7 @@ class GpuStore:
         return self._tables.addr
 
     def _kernel(self, form: Form) -> tuple[Any, Program]:
-        """The driver's function and what it is made of."""
+        """Returns the driver's function and its compiled program."""
         if form not in self._kernels:
             from kvctl.lab.ranks.content_kernel import content
 
@@ -208,6 +208,6 @@ class GpuStore:
             driver = load()
             with self._device.context.visit():
                 module = checked(driver.cuModuleLoadData(code.cubin), "cannot load the content kernel")
-                function = checked(driver.cuModuleGetFunction(module, code.name.encode()), "it has no such function")
+                function = checked(driver.cuModuleGetFunction(module, code.name.encode()), "no content kernel in it")
             self._kernels[form] = (function, code)
         return self._kernels[form]

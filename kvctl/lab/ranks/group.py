@@ -1,4 +1,9 @@
-"""Failures of a fleet, each with the rank's name, the cause and the phase in which it happened."""
+"""The rank processes of one fleet: names, private directory, and one event loop over all of them.
+
+One thread, one selector. However a fleet ends, `close` ends every process that was started, in order if the rank can
+and by SIGKILL otherwise, and removes the directory and the sockets. Control and bootstrap sockets are in the private
+directory; admin sockets are in the directory that `kvctl status` reads.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +27,34 @@ from kvctl.lab.ranks.plan import PlannedRank
 from kvctl.lab.ranks.process import PROGRAM, RankProcess
 from kvctl_agent.contract.admin import LOCK_SUFFIX, socket_dir, socket_path
 
+CLOSE_S = 10.0
+"""Time that ranks get to close their agents before they are killed; a rank allows itself 5 s."""
+
+TICK_S = 0.2
+_EXIT_AFTER_FATAL_S = 1.0
+# Socket names of engines and agents below the directory must fit into 107 bytes.
+_MAX_TMP_BYTES = 40
+
 
 class FleetError(Exception):
-    """The fleet cannot go on; the text is for people."""
+    """The fleet cannot go on; the text is for users."""
 
 
 class RankDied(FleetError):
-    """A rank's process ended although it had not been told to."""
+    """A rank's process ended without having been told to."""
 
-    def __init__(self, name: str, pid: int, returncode: int, doing: str, last_words: str) -> None:
+    def __init__(self, name: str, pid: int, returncode: int, doing: str, last_output: str) -> None:
         self.rank = name
-        how = f"was killed by {_signal_name(-returncode)}" if returncode < 0 else f"exited with code {returncode}"
-        words = f"; its last words:\n{_indented(last_words)}" if last_words else "; it left no last words"
-        super().__init__(f'rank "{name}" (pid {pid}) {how} during {doing}{words}')
+        if returncode < 0:
+            try:
+                how = f"was killed by {signal.Signals(-returncode).name}"
+            except ValueError:
+                how = f"was killed by signal {-returncode}"
+        else:
+            how = f"exited with code {returncode}"
+        indented = "\n".join(f"  {line}" for line in last_output.splitlines())
+        output = f"; its last output:\n{indented}" if last_output else "; it printed nothing"
+        super().__init__(f'rank "{name}" (pid {pid}) {how} during {doing}{output}')
 
 
 class RankFailed(FleetError):
@@ -56,28 +76,8 @@ class RankOverdue(FleetError):
         super().__init__(f'rank "{name}"{more} did not finish {doing} within {timeout_s:g} s{state}')
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())
-
-
-CLOSE_S = 10.0
-"""Time that ranks get to close their agents before they are killed; a rank gives itself 5."""
-
-TICK_S = 0.2
-_EXIT_AFTER_FATAL_S = 1.0
-# Socket names of engines and agents below the directory must fit into 107 bytes.
-_LONGEST_TMP_BYTES = 40
-
-
 class Event(NamedTuple):
-    """A message of a rank, or the end of its process: kind `exited`, with `returncode` and `words`."""
+    """A message of a rank, or the end of its process: kind `exited`, with `returncode` and `output`."""
 
     process: RankProcess
     kind: str
@@ -94,23 +94,23 @@ class RankGroup:
     """The processes of a fleet.
 
     Attributes:
-        prefix: "" where nobody uses these names; else what sets the names of this fleet apart.
-        names: of the ranks, with the prefix.
+        prefix: "" if no other agent uses these names, otherwise a prefix that makes this fleet's names unique.
+        names: names of the ranks, with the prefix.
         directory: removed by `close`.
         ranks: the latest process of each rank that was started.
         running: processes that have not ended.
     """
 
     def __init__(self, names: Sequence[str] = (), on_tick: Callable[[], None] = lambda: None) -> None:
-        """Nothing is started yet.
+        """Starts nothing yet.
 
         Args:
-            names: of the ranks, without the prefix.
-            on_tick: called several times a second while `ask` and `wait` wait.
+            names: names of the ranks, without the prefix.
+            on_tick: called several times per second while `ask` and `wait` wait.
         """
         self.prefix = _free_prefix(names)
         self.names = [self.prefix + name for name in names]
-        self.directory = Path(tempfile.mkdtemp(prefix=FLEET_PREFIX, dir=_temporary()))
+        self.directory = Path(tempfile.mkdtemp(prefix=FLEET_PREFIX, dir=_short_temporary_directory()))
         self.ranks: dict[str, RankProcess] = {}
         self.running: list[RankProcess] = []
         self._selector = selectors.DefaultSelector()
@@ -120,10 +120,10 @@ class RankGroup:
     def start(
         self, name: str, environment: Mapping[str, str] | None = None, program: Sequence[str] = PROGRAM
     ) -> RankProcess:
-        """Start a process for a rank; call it from the main thread, whose end ends the ranks.
+        """Starts a process for a rank; call it from the main thread, whose end ends the ranks.
 
         Args:
-            environment: variables besides those of this process.
+            environment: variables in addition to this process's.
         """
         inherited = {**os.environ, "TMPDIR": str(self.directory), "PYTHONUNBUFFERED": "1"}
         process = self.ranks[name] = RankProcess(name, {**inherited, **(environment or {})}, program)
@@ -131,18 +131,18 @@ class RankGroup:
         self._register(process)
         return process
 
-    def listen(self, timeout_s: float) -> list[Event]:
-        """Wait for messages and exits, at most so long."""
+    def poll(self, timeout_s: float) -> list[Event]:
+        """Waits for messages and exits, at most for `timeout_s`."""
         for process in self.running:
-            if not process.hung_up:
+            if not process.channel_closed:
                 wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.flush() else 0)
                 if self._selector.get_key(process.channel).events != wanted:
                     self._selector.modify(process.channel, wanted, process)
         ready = {id(key.data): key.data for key, _ in self._selector.select(timeout_s)}
-        return [event for process in ready.values() for event in self._hear(process)]
+        return [event for process in ready.values() for event in self._read(process)]
 
     def ask(self, commands: Mapping[str, Command], timeout_s: float, doing: str) -> dict[str, Mapping[str, Any]]:
-        """Send a command to each of some ranks and wait for all answers.
+        """Sends a command to each of some ranks and waits for all answers.
 
         Args:
             commands: by rank name.
@@ -162,11 +162,11 @@ class RankGroup:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise RankOverdue(missing[0], doing, timeout_s, self.ranks[missing[0]].doing, len(missing) - 1)
-            self.listen(min(left_s, TICK_S))
+            self.poll(min(left_s, TICK_S))
             self._on_tick()
 
     def wait(self, seconds: float, doing: str) -> None:
-        """Wait for so long.
+        """Waits.
 
         Raises:
             RankDied, RankFailed: as `ask`.
@@ -174,11 +174,11 @@ class RankGroup:
         deadline = time.monotonic() + seconds
         while (left_s := deadline - time.monotonic()) > 0:
             self._check(doing)
-            self.listen(min(left_s, TICK_S))
+            self.poll(min(left_s, TICK_S))
             self._on_tick()
 
     def close(self) -> dict[str, int]:
-        """End every process, at the latest after `CLOSE_S`; remove the directory and all sockets.
+        """Ends every process within `CLOSE_S`; removes the directory and all sockets.
 
         Returns:
             The exit status of the latest process of each rank, negative for a signal.
@@ -199,11 +199,11 @@ class RankGroup:
         try:
             for process in self.running:
                 if process.exit_fd not in self._selector.get_map():
-                    self._register(process)  # Ctrl-C came in the middle of `start`
-                if not process.leaving:
+                    self._register(process)  # Ctrl-C arrived within `start`
+                if not process.stopping:
                     process.hang_up()
             while self.running and (left_s := deadline - time.monotonic()) > 0:
-                self.listen(min(left_s, TICK_S))  # reads output, too: a rank that cannot print cannot exit
+                self.poll(min(left_s, TICK_S))  # reads output, too: a rank that cannot print cannot exit
         finally:
             for process in self.running:
                 process.signal(SIGKILL)  # ends a stopped process, too
@@ -215,31 +215,31 @@ class RankGroup:
             if file not in self._selector.get_map():
                 self._selector.register(file, selectors.EVENT_READ, process)
 
-    def _hear(self, process: RankProcess) -> list[Event]:
-        messages = process.hear()
+    def _read(self, process: RankProcess) -> list[Event]:
+        messages = process.read()
         ended = process.returncode is not None
         if ended:
-            messages += process.hear()  # sent between the first look and the exit
+            messages += process.read()  # sent between the first read and the exit
         now_ns = time.monotonic_ns()
         events = [Event(process, message["kind"], message["data"], now_ns) for message in messages]
-        over = (
-            (process.channel, process.hung_up),
-            (process.output, process.silent),
+        at_end = (
+            (process.channel, process.channel_closed),
+            (process.output, process.output_closed),
             (process.exit_fd, ended),
         )
-        for file, done in over:
+        for file, done in at_end:
             if done or ended:  # a file at its end is always readable
                 with contextlib.suppress(KeyError):
                     self._selector.unregister(file)
         if ended:
             process.reap()
             self.running.remove(process)
-            data = {"returncode": process.returncode, "words": process.last_words}
+            data = {"returncode": process.returncode, "output": process.last_output}
             events.append(Event(process, "exited", data, now_ns))
         return events
 
     def _check(self, doing: str) -> None:
-        """Raise the first cause: a process that was killed before the errors that its end gave others."""
+        """Raises the first cause: a killed process before the errors that its end caused in others."""
         self._check_alive(doing)
         failed = next((rank for rank in self.ranks.values() if rank.fatal is not None), None)
         if failed is not None:
@@ -247,21 +247,21 @@ class RankGroup:
 
     def _check_alive(self, doing: str) -> None:
         for rank in self.ranks.values():
-            if rank not in self.running and rank.fatal is None and not (rank.leaving and rank.answer is not None):
-                raise RankDied(rank.name, rank.pid, rank.returncode or 0, doing, rank.last_words)
+            if rank not in self.running and rank.fatal is None and not (rank.stopping and rank.answer is not None):
+                raise RankDied(rank.name, rank.pid, rank.returncode or 0, doing, rank.last_output)
 
     def _raise_first_cause(self, failed: RankProcess, doing: str) -> NoReturn:
-        """A rank that lost its peer may report so before the peer's exit is seen: listen a little longer."""
+        """Polls a little longer: a rank that lost its peer may report so before the peer's exit is seen."""
         deadline = time.monotonic() + _EXIT_AFTER_FATAL_S
         while failed in self.running and time.monotonic() < deadline:
-            self.listen(0.05)
+            self.poll(0.05)
             self._check_alive(doing)
         fatal = failed.fatal or {}
         raise RankFailed(failed.name, str(fatal.get("code", "")), str(fatal.get("message", "")), doing)
 
 
 def rank_names(ranks: Sequence[PlannedRank]) -> list[str]:
-    """`prefill-0`, `decode-3`; with several prefill instances `p1-prefill-0`."""
+    """Returns `prefill-0`, `decode-3`; with several prefill instances `p1-prefill-0`."""
     several = any(rank["instance"] > 0 for rank in ranks)
     names = []
     for rank in ranks:
@@ -271,19 +271,19 @@ def rank_names(ranks: Sequence[PlannedRank]) -> list[str]:
 
 
 def _free_prefix(names: Sequence[str]) -> str:
-    """The empty string if no agent has one of these names."""
+    """Returns "" if no agent has one of these names."""
     found = discover()
     taken = {endpoint.name for endpoint in (*found.live, *found.stopped)}
     return "" if taken.isdisjoint(names) else f"b{secrets.randbelow(9000) + 1000}-"
 
 
-def _temporary() -> str:
+def _short_temporary_directory() -> str:
     configured = tempfile.gettempdir()
-    return configured if len(os.fsencode(configured)) <= _LONGEST_TMP_BYTES else "/tmp"
+    return configured if len(os.fsencode(configured)) <= _MAX_TMP_BYTES else "/tmp"
 
 
 def _remove_admin_socket(name: str) -> None:
-    """Remove the socket that a killed rank leaves, unless another process holds the name by now."""
+    """Removes the socket that a killed rank leaves, unless another process holds the name by now."""
     lock = socket_dir() / f"{name}{LOCK_SUFFIX}"
     with contextlib.suppress(OSError):
         descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

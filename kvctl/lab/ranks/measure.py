@@ -1,8 +1,9 @@
-"""What a run cost this process: growth of the agent's counters, processor time, resident memory."""
+"""Measurements of a rank process: counters, stage times, ring samples, CPU time, memory, GPU copy rates."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,13 +20,14 @@ from kvctl_agent.telemetry.room_records import RoomRecord
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 MAX_SAMPLED_ROOMS = 64
 MAX_SHOWN_PARTS = 512
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 Counters = dict[str, dict[str, float]]
-"""Metric name → values of its labels joined by commas ("" without labels) → value."""
+"""Metric name → label values joined by commas ("" without labels) → value."""
 
 
 def counters(families: Iterable[MetricFamily]) -> Counters:
-    """All counters of a `metrics` snapshot."""
+    """Returns all counters of a `metrics` snapshot."""
     return {
         family["name"]: {
             ",".join(sample["labels"].values()): float(sample["value"] or 0) for sample in family["samples"]
@@ -36,7 +38,7 @@ def counters(families: Iterable[MetricFamily]) -> Counters:
 
 
 def growth(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]) -> Counters:
-    """What grew between two snapshots; what did not is left out."""
+    """Returns the growth between two snapshots, without counters that did not grow."""
     grown: Counters = {}
     for name, values in after.items():
         for label, value in values.items():
@@ -47,18 +49,18 @@ def growth(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mappin
 
 
 def stages(layers: Callable[[int], Sequence[LayerRow]], rooms: Sequence[int]) -> dict[str, list[int]]:
-    """Median time of each room's parts in each stage, over the last `MAX_SAMPLED_ROOMS` of the rooms.
+    """Returns the median time of each room's parts in each stage, for the last `MAX_SAMPLED_ROOMS` rooms.
 
     Args:
         layers: the agent's `layers` command for one room.
-        rooms: numbers of rooms that succeeded, in order; agents keep a few hundred.
+        rooms: numbers of successful rooms, in order; agents keep a few hundred.
     """
     samples: dict[str, list[int]] = {}
     for room in rooms[-MAX_SAMPLED_ROOMS:]:
         try:
             rows = layers(room)
         except RequestRefused:
-            continue  # forgotten since it was looked up: others of the run are still coming to their end
+            continue  # discarded since it was looked up: other rooms of the run are still ending
         for row in rows:
             for stage, summary in row["stages"].items():
                 if summary["p50_ns"] is not None:
@@ -67,11 +69,11 @@ def stages(layers: Callable[[int], Sequence[LayerRow]], rooms: Sequence[int]) ->
 
 
 def hidden(find: Callable[[int], Sequence[RoomRecord]], rooms: Mapping[int, int]) -> list[list[int]]:
-    """[index, hidden ns, exposed ns] of the transfers of a prefill rank, over the last rooms as in `stages`.
+    """Returns [index, hidden ns, exposed ns] of a prefill rank's transfers, for the same last rooms as `stages`.
 
     Args:
-        find: the agent's records of a room.
-        rooms: index by number of rooms that succeeded, in order.
+        find: returns the agent's records of a room.
+        rooms: index by number of successful rooms, in order.
     """
     rows = []
     for number, index in list(rooms.items())[-MAX_SAMPLED_ROOMS:]:
@@ -83,7 +85,7 @@ def hidden(find: Callable[[int], Sequence[RoomRecord]], rooms: Mapping[int, int]
 
 
 def shown_parts(records: Iterable[RoomRecord]) -> list[ShownPart]:
-    """The parts of a room with their moments, in the order in which they were ready or heard of."""
+    """Returns the parts of a room with their stage times, in the order in which they were first recorded."""
     parts: dict[tuple[int | None, int | None, str | None, tuple[int, int]], ShownPart] = {}
     for event in (event for record in records for event in record.events):
         if event.layers is None or event.stage not in STAGES:
@@ -108,44 +110,68 @@ def shown_parts(records: Iterable[RoomRecord]) -> list[ShownPart]:
 
 
 def cpu_ns() -> int:
-    """Processor time of all threads of this process so far."""
+    """Returns the CPU time of all threads of this process so far."""
     return time.process_time_ns()
 
 
 def peak_rss_bytes() -> int:
-    """Most resident memory this process ever had (VmHWM)."""
+    """Returns the peak resident memory of this process (VmHWM)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) << 10
     raise OSError("/proc/self/status has no VmHWM")
 
 
+def rss_bytes() -> int:
+    """Returns the resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+
+
+def open_files() -> int:
+    """Returns the number of open file descriptors of this process."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def threads() -> int:
+    """Returns the number of threads of this process."""
+    return sum(1 for _ in Path("/proc/self/task").iterdir())
+
+
 def forget_peak_rss() -> None:
-    """Start `peak_rss_bytes` anew: what a measurement of the machine took is no cost of the rank."""
-    # Kernels without CONFIG_PROC_PAGE_MONITOR have no such file; the peak then includes the measurement.
+    """Resets `peak_rss_bytes`: the memory of a machine measurement is not a cost of the rank."""
+    # Kernels without CONFIG_PROC_PAGE_MONITOR lack this file; the peak then includes the measurement.
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def gpu(device: Device) -> Gpu:
-    """What a result says of the GPU it was measured on."""
-    said = device.describe()
+    """Describes a GPU for the bench's results."""
+    described = device.describe()
     version = None
     with contextlib.suppress(OSError):
         version = re.search(r"\b\d+\.\d+(\.\d+)?\b", DRIVER_VERSION.read_text())
-    return Gpu(name=str(said["name"]), driver=version[0] if version else "", cuda=str(said.get("driver_cuda", "")))
+    return Gpu(
+        name=str(described["name"]), driver=version[0] if version else "", cuda=str(described.get("driver_cuda", ""))
+    )
 
 
-_LEAST_NS = 5_000_000  # between two looks when something happens anyway
-_IDLE_NS = 20_000_000  # between two looks when nothing does
-_MOST = 1024
+_MIN_INTERVAL_NS = 5_000_000  # between samples while the rank is busy
+_IDLE_INTERVAL_NS = 20_000_000  # between samples while it waits
+_MAX_SAMPLES = 1024
 
 
 class Samples:
-    """`taken` holds [monotonic ns, figure], at most `_MOST` of them."""
+    """Periodic samples of a value, such as the ring's fill level.
+
+    Sampling must cost nothing measurable, so it happens between other work, every few milliseconds at most; a long run
+    is sampled more and more coarsely.
+
+    Attributes:
+        taken: [monotonic ns, value], at most `_MAX_SAMPLES` of them.
+    """
 
     def __init__(self, read: Callable[[], int] | None) -> None:
-        """None: there is nothing to look at."""
+        """`read` returns the value; None: take no samples."""
         self._read = read
         self._every = 1
         self._last_ns: int | None = None
@@ -153,32 +179,34 @@ class Samples:
 
     @property
     def next_ns(self) -> int | None:
-        """When to look if nothing happens before."""
-        return None if self._read is None or self._last_ns is None else self._last_ns + self._every * _IDLE_NS
+        """Time of the next sample while nothing else happens."""
+        return None if self._read is None or self._last_ns is None else self._last_ns + self._every * _IDLE_INTERVAL_NS
 
     def look(self, now_ns: int) -> None:
-        """Take a sample, unless the last one was just before."""
-        if self._read is None or (self._last_ns is not None and now_ns < self._last_ns + self._every * _LEAST_NS):
+        """Takes a sample, unless the last one is too recent."""
+        if self._read is None or (
+            self._last_ns is not None and now_ns < self._last_ns + self._every * _MIN_INTERVAL_NS
+        ):
             return
         self._last_ns = now_ns
         self.taken.append([now_ns, self._read()])
-        if len(self.taken) >= _MOST:
+        if len(self.taken) >= _MAX_SAMPLES:
             del self.taken[1::2]
             self._every *= 2
 
 
 _DEVICE_BYTES = 256 << 20  # larger than its caches
-# A decode rank's ring and the scratch memory behind it have at least so much together.
+# A decode rank's ring and the scratch memory behind it have at least this size together.
 _PEER_BYTES = 64 << 20
-_COPIES = 24  # at once, so that neither beginning nor awaiting them counts
+_COPIES = 24  # in a row, so that submitting and awaiting them is negligible
 _ROUNDS = 4
 
 
 def device_gb_per_s(device: Device, nbytes: int = _DEVICE_BYTES) -> float:
-    """Copies within the device: GB/s (1e9 bytes copied per second; each is read and written).
+    """Returns the rate of copies within the device in GB/s (1e9 bytes copied per second, each read and written).
 
     Raises:
-        DeviceError: there is no memory for it.
+        DeviceError: too little memory.
     """
     source = device.allocate(nbytes)
     try:
@@ -191,38 +219,38 @@ def device_gb_per_s(device: Device, nbytes: int = _DEVICE_BYTES) -> float:
         source.close()
 
 
-def peer_gb_per_s(device: Device, lane: PeerConnection | None, nbytes: int = _PEER_BYTES) -> float | None:
-    """Copies into the ring of a peer whose memory is mapped here: GB/s; None where it is not.
+def peer_gb_per_s(device: Device, connection: PeerConnection | None, nbytes: int = _PEER_BYTES) -> float | None:
+    """Returns the rate of copies into a peer's mapped ring in GB/s; None if it is not mapped.
 
     Overwrites the peer's ring: no room may be in flight.
 
     Raises:
-        DeviceError: there is no memory for it.
-        PeerDisconnected: the lane has just gone.
+        DeviceError: too little memory.
+        PeerDisconnected: the connection has just been closed.
     """
-    if lane is None or lane.mapping is None or not lane.ring_base:
+    if connection is None or connection.mapping is None or not connection.ring_base:
         return None
     source = device.allocate(nbytes)
     try:
-        lane.mapping.acquire()
+        connection.mapping.acquire()
         try:
-            return _best(device, lane.mapping.translate(lane.ring_base), source.addr, nbytes)
+            return _best(device, connection.mapping.translate(connection.ring_base), source.addr, nbytes)
         finally:
-            lane.mapping.release()
+            connection.mapping.release()
     finally:
         source.close()
 
 
 def _best(device: Device, target: int, source: int, nbytes: int) -> float:
-    device.copy(target, source, nbytes)  # the first one is slow, and awaited with those behind it
+    device.copy(target, source, nbytes)  # the first copy is slow; it is awaited with the next one
     _wait(device.copy(target, source, nbytes).done)
-    took = []
+    durations = []
     for _ in range(_ROUNDS):
         since = time.perf_counter_ns()
         copies = [device.copy(target, source, nbytes) for _ in range(_COPIES)]
         _wait(copies[-1].done)
-        took.append(time.perf_counter_ns() - since)
-    return _COPIES * nbytes / max(1, min(took))
+        durations.append(time.perf_counter_ns() - since)
+    return _COPIES * nbytes / max(1, min(durations))
 
 
 def _wait(done: Callable[[], bool]) -> None:

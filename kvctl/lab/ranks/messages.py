@@ -1,11 +1,15 @@
-"""Requests and plans of benches, and the messages between a parent and its rank processes.
+"""Messages between a parent process and its rank processes.
 
-A bench leads all its ranks through phases (start, floors, prepare, run, verify) with one command down and one answer up
-per rank and phase. Within a run no rank waits for the bench: the rooms of a run are driven by the ranks alone. Demos
-and soaks use the commands of `contract.steady` over the same channel.
+A rank serves one of two kinds of fleet, chosen by `Start.live`:
+
+- In a batch fleet (`kvctl bench`, `tune`) the parent leads all ranks through phases with one command and one answer per
+  rank and phase: Start, Floors or Probe, Prepare, Run, Verify, Stop. Within a run the ranks drive the rooms of a batch
+  alone; the parent is not involved.
+- In a live fleet (`kvctl demo`) rooms are opened one by one at any time: OpenRoom, SendRoom, Abort, SetFault, Tell.
+  These commands have no answers; the ranks report Serving, Ended, Released, Usage and FaultState when they occur.
 
 The channel carries lines of JSON. A line down is `{"do": <command name>, "args": {...}}`; a line up is a `Message`. End
-of file on the channel means that the other side is gone: a rank then closes its agent and exits.
+of file means that the other side is gone; a rank then closes its agent and exits.
 """
 
 from __future__ import annotations
@@ -19,34 +23,34 @@ from kvctl_agent.contract.choices import HOST
 from kvctl_agent.contract.snapshots import Failure
 
 MAX_LINE_BYTES = 16 << 20
-"""Longest line either side accepts: a run of 100,000 rooms fits."""
+"""Maximum length of a line: a run of 100,000 rooms fits."""
 
 FLEET_PREFIX = "kvctl-bench-"
 """First part of the name of a fleet's temporary directory."""
 
 
 class LineTooLong(ValueError):
-    """The other side sent a line over `MAX_LINE_BYTES`."""
+    """The other side sent a line longer than `MAX_LINE_BYTES`."""
 
 
-class Lines:
-    """Cuts a byte stream into lines, with a bound on what one line may hold."""
+class LineBuffer:
+    """Splits a byte stream into lines of limited length."""
 
     def __init__(self, limit_bytes: int = MAX_LINE_BYTES) -> None:
         self._limit_bytes = limit_bytes
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take the next bytes and return the lines they complete, without their ends.
+        """Adds bytes and returns the lines that they complete, without line ends.
 
         Raises:
-            LineTooLong: more than the limit without a line end.
+            LineTooLong: the limit was exceeded without a line end.
         """
-        seen = len(self._rest)
+        searched = len(self._rest)
         self._rest += data
         lines: list[bytes] = []
         start = 0
-        while (end := self._rest.find(b"\n", max(start, seen))) >= 0:
+        while (end := self._rest.find(b"\n", max(start, searched))) >= 0:
             lines.append(bytes(self._rest[start:end]))
             start = end + 1
         del self._rest[:start]
@@ -55,39 +59,25 @@ class Lines:
         return lines
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# bench → rank
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """One request. `index` numbers it over the whole load and decides its content; `number` is its bootstrap_room.
-
-    `instance`, `arrival_ms`, `output_tokens` and `session` are those of `PlannedRoom`.
-    """
-
-    index: int
-    number: int
-    tokens: int
-    prefix_tokens: int
-    decode_dp: int
-    slot: int  # aux row on both sides
-    instance: int = 0
-    arrival_ms: float | None = None
-    output_tokens: int = 0
-    session: int = -1
+# ---- parent → rank, both kinds of fleet -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """First line down: who this rank is. Answered by `Ready` once it has met all its peers.
+    """First command: the rank's identity, shape and pool.
 
-    `bootstraps` are the endpoints of the prefill instances; `instance` is -1 for a decode rank. `faulty`: its agent is
-    one that faults can be injected into. `device` is the number of its GPU, or HOST; `compute` one of `COMPUTES`.
-
-    `steady`: its rooms come one by one, by the commands of `contract.steady`; then `Start` is not answered, and `Met`
-    follows once the rank can serve, and again when more instances can. `faults` are in force from the first moment,
-    and with `verify` it compares what lands with what was sent, and watches its free pages.
+    Args:
+        instance: prefill instance; -1 for a decode rank.
+        prefill: sizes of all prefill instances.
+        bootstraps: registry endpoints of the prefill instances.
+        timeout_s: time to wait for the peers.
+        faulty: build the agent with fault injection.
+        device: GPU number, or HOST.
+        compute: one of `request.COMPUTES`.
+        live: rooms are opened one by one. Such a rank does not answer Start; it sends `Serving` once it can serve, and
+            again whenever the set of instances changes.
+        faults: specs in force from the first moment; live ranks only.
+        verify: compare received rooms and watch free pages; live ranks only.
     """
 
     do: ClassVar[str] = "start"
@@ -111,14 +101,42 @@ class Start:
     faulty: bool = False
     device: int = HOST
     compute: str = "sleep"
-    steady: bool = False
+    live: bool = False
     faults: str = ""
     verify: bool = True
 
 
 @dataclass(frozen=True, slots=True)
+class Stop:
+    """Close the agent, answer and exit."""
+
+    do: ClassVar[str] = "stop"
+
+
+# ---- parent → rank, batch fleets ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """One request. `index` numbers it over the whole load and determines its content; `number` is its bootstrap_room.
+
+    `instance`, `arrival_ms`, `output_tokens` and `session` are those of `PlannedRoom`.
+    """
+
+    index: int
+    number: int
+    tokens: int
+    prefix_tokens: int
+    decode_dp: int = 0
+    instance: int = 0
+    arrival_ms: float | None = None
+    output_tokens: int = 0
+    session: int = -1
+
+
+@dataclass(frozen=True, slots=True)
 class Floors:
-    """Measure this machine while nothing else runs; of a prefill rank."""
+    """Prefill: measure a limit of this machine while nothing else runs."""
 
     do: ClassVar[str] = "floors"
     kind: FloorKind
@@ -126,17 +144,17 @@ class Floors:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Prefill: measure what writes and copies cost here, for `kvctl tune`; nothing else may run."""
+    """Prefill: measure the costs of writes and copies for `kvctl tune` while nothing else runs."""
 
     do: ClassVar[str] = "probe"
 
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Before a run, untimed: prefill ranks fill the lot's pages (once per `lot`), decode ranks poison theirs."""
+    """Before a run, untimed: prefill ranks fill the batch's pages (once per `batch`), decode ranks poison theirs."""
 
     do: ClassVar[str] = "prepare"
-    lot: int
+    batch: int
     path: str
     rooms: tuple[Room, ...]
     poison: bool = True
@@ -150,8 +168,8 @@ class Run:
     Args:
         layer_ms: simulated compute of one layer for one chunk; a prefill rank computes one chunk at a time.
         decode_ms: simulated time of one decode step; rooms with `output_tokens` are decoded together.
-        show: index of the room whose parts go into `RunReport.waterfall`; -1 for none.
-        faults: specs of `contract.faults`, in force while the rooms run; of a faulty rank.
+        show: index of the room whose parts `RunReport.waterfall` lists; -1 for none.
+        faults: specs in force while the rooms run; for ranks started with `faulty`.
     """
 
     do: ClassVar[str] = "run"
@@ -165,62 +183,132 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Compare what landed with what the pattern says, on decode ranks."""
+    """Decode: compare the pool with the expected content."""
 
     do: ClassVar[str] = "verify"
     mode: str
 
 
+# ---- parent → rank, live fleets -------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
-class Stop:
-    """Close the agent, answer and exit."""
+class OpenRoom:
+    """Decode: receive a room from a prefill instance into random pages.
 
-    do: ClassVar[str] = "stop"
+    `room` is a number used once per fleet; `index` determines the content, so that a decode rank verifies alone.
+    """
+
+    do: ClassVar[str] = "open"
+    room: int
+    index: int
+    tokens: int
+    prefix_tokens: int
+    instance: int
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# rank → bench
+@dataclass(frozen=True, slots=True)
+class SendRoom:
+    """Prefill: compute a room and send it.
+
+    Args:
+        chunks: number of forwards that compute its pages.
+        groups: layer groups that each forward is sent in; 1: all layers together.
+        gap_s: time between two forwards.
+        at_once: compute immediately, whether or not the decode side has opened the room.
+        hangs: the last forward never ends, so the room waits until a deadline or an abort.
+    """
+
+    do: ClassVar[str] = "send"
+    room: int
+    index: int
+    tokens: int
+    prefix_tokens: int
+    chunks: int = 1
+    groups: int = 1
+    gap_s: float = 0.0
+    at_once: bool = False
+    hangs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Abort a room; no effect if it has ended."""
+
+    do: ClassVar[str] = "abort"
+    room: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetFault:
+    """Put faults in force, until cleared or for some seconds; the spec `clear` ends all faults."""
+
+    do: ClassVar[str] = "fault"
+    spec: str
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Report the rank's resources as `Usage`.
+
+    Args:
+        token: returned in the report.
+        sweep: search all free pages for bytes written without permission.
+    """
+
+    do: ClassVar[str] = "tell"
+    token: int
+    sweep: bool = False
+
+
+Command = Start | Stop | Floors | Probe | Prepare | Run | Verify | OpenRoom | SendRoom | Abort | SetFault | Tell
+COMMANDS: dict[str, type[Command]] = {kind.do: kind for kind in get_args(Command)}
+
+
+# ---- rank → parent --------------------------------------------------------------------------------------------------
 
 
 class Message(TypedDict):
     """One line up.
 
-    `answer` to a command, `progress` on the way (data: `doing`), the `fatal` error that the rank ends with, or a report
-    of `contract.steady`.
+    `answer` to a command; `progress` (data: `doing`); the `fatal` error that the rank ends with; or a report of a live
+    rank.
     """
 
-    kind: Literal["answer", "progress", "fatal", "met", "ended", "released", "usage", "faults"]
+    kind: Literal["answer", "progress", "fatal", "serving", "ended", "released", "usage", "faults"]
     data: dict[str, Any]
 
 
 class Fatal(TypedDict):
-    """Data of a `fatal` reply; `code` is the error's class name."""
+    """Data of a `fatal` message; `code` is the error's class name."""
 
     code: str
     message: str
 
 
 class Gpu(TypedDict):
-    """A rank's GPU; "" for what is not known."""
+    """A rank's GPU; unknown fields are ""."""
 
     name: str
     driver: str  # version
-    cuda: str  # newest version that the driver serves
+    cuda: str  # newest version that the driver supports
 
 
 class Ready(TypedDict):
-    """Answer to `Start`."""
+    """Answer to `Start` once all peers have been met."""
 
     pool_bytes: int
     ring_bytes: int
     staging_bytes: int
     peak_rss_bytes: int
     transport: dict[str, str | list[str]]
-    gpu: NotRequired[Gpu]  # where its pool is on one
+    gpu: NotRequired[Gpu]  # if the pool is on a GPU
 
 
 class FloorMeasured(TypedDict):
-    """Answer to `Floors`: GB/s (1e9 bytes), None where it cannot be measured."""
+    """Answer to `Floors`: GB/s (1e9 bytes), None if it cannot be measured."""
 
     gb_per_s: float | None
 
@@ -240,7 +328,7 @@ class Probed(TypedDict):
 
 
 class ShownPart(TypedDict):
-    """One part of the shown room as one rank saw it; `moments`: the stage's name → when it ended."""
+    """One part of the shown room as recorded by one rank; `moments` maps each stage to its end."""
 
     writer: int | None
     peer: str
@@ -252,20 +340,20 @@ class ShownPart(TypedDict):
 
 
 class FaultReport(TypedDict):
-    """What faults did to a rank during a run."""
+    """Effects of the faults on a rank during a run."""
 
     explained: list[list[Any]]  # [index, "aborted" or "fault"] of failed rooms whose cause is one of the faults
-    struck: dict[str, int]  # how often each kind struck
-    left: list[str]  # what is held although all rooms are over, in words
+    struck: dict[str, int]  # how often each kind fired
+    left: list[str]  # resources still held although all rooms are over, in words
 
 
 class RunReport(TypedDict):
     """Answer to `Run`. Times are monotonic nanoseconds, comparable between the ranks of one machine.
 
-    `rooms` of a prefill rank: [index, forward start, forward done, sent, compute], the last a duration: what its layers
-    took, waiting left out. Of a decode rank: [index, arrival, success, first token, last token]; arrival is the room's
-    own where it has one, else when it was opened; without simulated decoding the tokens come with success.
-    A room that failed is in `failures` only.
+    `rooms` of a prefill rank: [index, forward start, forward done, sent, compute], the last being the duration of its
+    layers without waiting. Of a decode rank: [index, arrival, success, first token, last token]; arrival is the room's
+    own if it has one, otherwise the time of its opening; without simulated decoding the tokens come with success.
+    Failed rooms are in `failures` only.
     """
 
     rooms: list[list[int]]
@@ -279,17 +367,17 @@ class RunReport(TypedDict):
     ring_high_water_bytes: int
     cpu_ns: int
     peak_rss_bytes: int
-    faults: NotRequired[FaultReport]  # where there were any
-    # Prefill that computes on a GPU: [index, ns that the room's forward takes while nothing is sent], like `compute`
-    # in `rooms`, measured before the run for each prompt length.
+    faults: NotRequired[FaultReport]  # if any were in force
+    # Prefill computing on a GPU: [index, ns of the room's forward without transfers], as `compute` in `rooms`; measured
+    # before the run for each prompt length.
     compute_alone: NotRequired[list[list[int]]]
 
 
 class Mismatch(TypedDict):
-    """The first byte of a room, or of a page or aux row that nothing was owed to (room 0), that is not as it must be.
+    """The first wrong byte of a room, or of a page or aux row that no room owned (room 0).
 
     `where` names the global layer, the plane ("k", "latent", "draft k", a state component), the token and the global
-    head; of a state component the layer counts its own layers and the token the rows of its items.
+    head. For a state component the layer counts its own layers and the token counts the rows of its items.
     """
 
     room: int
@@ -304,7 +392,7 @@ class VerifyReport(TypedDict):
 
     rooms: int
     bytes: int
-    mismatches: list[Mismatch]  # at most a few
+    mismatches: list[Mismatch]  # a bounded number
     bad_rooms: list[int]  # indices
 
 
@@ -314,116 +402,36 @@ class Stopped(TypedDict):
     peak_rss_bytes: int
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# fleet → rank
-
-
-@dataclass(frozen=True, slots=True)
-class OpenRoom:
-    """Decode: receive a room from a prefill instance into random pages."""
-
-    do: ClassVar[str] = "open"
-    room: int
-    index: int
-    tokens: int
-    prefix_tokens: int
-    instance: int
-
-
-@dataclass(frozen=True, slots=True)
-class SendRoom:
-    """Prefill: compute a room and send it.
-
-    Args:
-        chunks: forwards that its pages are computed in.
-        groups: layer groups that each forward is sent in; 1: pages whole.
-        gap_s: time between two forwards.
-        at_once: compute when told, whether or not the decode side has opened the room.
-        hangs: the last forward never ends, so that the room waits for it until somebody gives up.
-    """
-
-    do: ClassVar[str] = "send"
-    room: int
-    index: int
-    tokens: int
-    prefix_tokens: int
-    chunks: int = 1
-    groups: int = 1
-    gap_s: float = 0.0
-    at_once: bool = False
-    hangs: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """Give a room up; nothing where it is over."""
-
-    do: ClassVar[str] = "abort"
-    room: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class SetFault:
-    """Put a fault of `contract.faults` in force for so long; `clear` ends all."""
-
-    do: ClassVar[str] = "fault"
-    spec: str
-    seconds: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """Say what this rank holds: `Usage`.
-
-    Args:
-        token: comes back with it.
-        sweep: look through all free pages for bytes that nobody may have written.
-    """
-
-    do: ClassVar[str] = "tell"
-    token: int
-    sweep: bool = False
-
-
-Command = Start | Floors | Probe | Prepare | Run | Verify | OpenRoom | SendRoom | Abort | SetFault | Tell | Stop
-COMMANDS: dict[str, type[Command]] = {kind.do: kind for kind in get_args(Command)}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# rank → fleet
-
-
-class Met(TypedDict):
-    """A prefill rank is registered; a decode rank has met all ranks of these instances."""
+class Serving(TypedDict):
+    """A prefill rank has registered, or a decode rank has met all ranks of these instances."""
 
     instances: list[int]
     incarnation: str
 
 
 class Ended(TypedDict):
-    """A room has ended here; monotonic nanoseconds, comparable between the processes of one machine."""
+    """A room has ended on this rank; monotonic nanoseconds, comparable between the processes of one machine."""
 
     room: int
     state: str  # a label of RoomState
     cause: Failure | None
     at_ns: int
-    verified_bytes: int  # 0 where nothing was compared
+    verified_bytes: int  # 0 if nothing was compared
     mismatch: Mismatch | None
 
 
 class Released(TypedDict):
-    """A room's pages are free here; `mismatch` where a page was not as it had been left."""
+    """A room's pages are free on this rank."""
 
     room: int
     at_ns: int
 
 
 class Usage(TypedDict):
-    """What a rank holds.
+    """Resources of a rank.
 
-    `rooms` are handles that have not ended or are not released, `records` what the machine keeps of rooms; `strays`
-    what was found in pages that lay free since the last answer.
+    `rooms` are handles that have not ended or are not released; `records` are the state machine's records of rooms;
+    `strays` are bytes found in free pages since the last report.
     """
 
     token: int
@@ -440,8 +448,8 @@ class Usage(TypedDict):
     strays: list[Mismatch]
 
 
-class FaultsNow(TypedDict):
-    """Answer to `SetFault`: what is in force, how often each struck, or why the fault was refused."""
+class FaultState(TypedDict):
+    """Result of `SetFault`: the faults in force, how often each kind fired, and the error if it was refused."""
 
     active: list[str]
     counts: dict[str, int]

@@ -1,8 +1,8 @@
-"""When a decode rank opens which room, and what becomes of the rooms that have arrived: queued, in flight, decoded.
+"""Order and times in which a decode rank opens the rooms of a batch, and their simulated decoding.
 
-Closed-loop rooms are there from the beginning and wait for a place. Others come at a time of their own, a session's
-next turn when the one before has been decoded; time in the queue is theirs. All ranks of a dp group see the same rooms
-in the same order.
+Closed-loop rooms are ready from the start and wait for the window. Other rooms arrive at their own time, a session's
+next turn when the previous one has been decoded; waiting for the window counts as part of their latency. All ranks of a
+dp group see the same rooms in the same order.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvctl.lab.ranks.messages import Room
 
 @dataclass(slots=True)
 class RoomVisit:
-    """One room on its way, in monotonic nanoseconds; 0: not yet.
+    """Times of one room on a decode rank, in monotonic nanoseconds; 0: not reached.
 
     Attributes:
-        arrival_ns: when its request came: the beginning of its time to first token.
+        arrival_ns: arrival of the request: the start of its time to first token.
         success_ns: decode may start.
-        first_ns, last_ns: when its first and its last token were there.
+        first_ns, last_ns: its first and last token.
     """
 
     room: Room
@@ -33,12 +33,12 @@ class RoomVisit:
     tokens_left: int = 0
 
     def row(self) -> list[int]:
-        """As `RunReport.rooms` has it."""
+        """Returns the room's row of `RunReport.rooms`."""
         return [self.room.index, self.arrival_ns, self.success_ns, self.first_ns, self.last_ns]
 
 
 class Arrivals:
-    """The rooms of a run in the order in which they come."""
+    """The rooms of a run in the order of their arrival."""
 
     def __init__(self, rooms: Iterable[Room], start_ns: int) -> None:
         """Arrival times count from `start_ns`."""
@@ -60,22 +60,23 @@ class Arrivals:
 
     @property
     def next_ns(self) -> int | None:
-        """When the next room comes; None where none does by itself."""
+        """Time of the next timed arrival; None if there is none."""
         return self._due[0][0] if self._due else None
 
     def take(self, now_ns: int) -> RoomVisit | None:
-        """The next room that has come by now."""
+        """Returns the next room that has arrived by now."""
         while self._due and self._due[0][0] <= now_ns:
             at_ns, _, room = heapq.heappop(self._due)
             self._ready.append((at_ns, room))
         if not self._ready:
             return None
         at_ns, room = self._ready.popleft()
-        # A closed-loop room's request is made when there is a place for it.
-        return RoomVisit(room, at_ns if self._timed(room) else now_ns)
+        # The request of a closed-loop room is made when the window has a place for it.
+        timed = room.arrival_ms is not None or room.session >= 0
+        return RoomVisit(room, at_ns if timed else now_ns)
 
     def over(self, room: Room, now_ns: int) -> None:
-        """A room has been decoded, or has failed: its session's next turn comes."""
+        """Lets the next turn of a room's session arrive, after the room was decoded or failed."""
         turns = self._turns.get(room.session)
         if turns and turns[0][1] is room:
             turns.popleft()
@@ -84,22 +85,18 @@ class Arrivals:
                 heapq.heappush(self._due, (now_ns, order, following))
 
     def untaken(self) -> list[Room]:
-        """The rooms that were never taken."""
+        """Returns the rooms that were never taken."""
         waiting = [room for _, _, room in self._due] + [room for _, room in self._ready]
         return waiting + [room for turns in self._turns.values() for _, room in list(turns)[1:]]
 
     def _add(self, start_ns: int, order: int, room: Room) -> None:
         heapq.heappush(self._due, (start_ns + round((room.arrival_ms or 0.0) * 1e6), order, room))
 
-    @staticmethod
-    def _timed(room: Room) -> bool:
-        return room.arrival_ms is not None or room.session >= 0
-
 
 class Decoding:
-    """Rooms that decode together: one token each in every step, new ones joining at the next step.
+    """Continuous batching: rooms decode together, one token each per step; new rooms join at the next step.
 
-    Without a step time every token of a room is there when it joins.
+    Without a step time a room's tokens are all there when it joins.
     """
 
     def __init__(self, step_ns: int) -> None:
@@ -110,11 +107,11 @@ class Decoding:
 
     @property
     def next_ns(self) -> int | None:
-        """When the step ends that is under way."""
+        """End of the current step."""
         return self._step_end_ns
 
     def join(self, visit: RoomVisit, now_ns: int) -> list[RoomVisit]:
-        """A room may start; returns it where it has been decoded already."""
+        """Adds a room; returns it if it has been decoded already."""
         if not self._step_ns:
             visit.first_ns = visit.last_ns = visit.success_ns
             return [visit]
@@ -125,7 +122,7 @@ class Decoding:
         return []
 
     def advance(self, now_ns: int) -> list[RoomVisit]:
-        """End the step that is due by now and begin the next; returns the rooms that are decoded."""
+        """Ends the step if it is due and begins the next; returns the rooms that have been decoded."""
         if self._step_end_ns is None or now_ns < self._step_end_ns:
             return []
         for visit in self._running:

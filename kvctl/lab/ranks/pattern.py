@@ -1,12 +1,12 @@
 """Content as a function of (seed, room, segment, layer, plane, row, head, byte), so that decode ranks verify alone.
 
-One 64-bit word w of the row of (row, head) is `base(room, row, head) * constant(sheet, w)` modulo 2^64, both odd; a
-sheet is one plane of one layer. Multiplying by an odd number is a bijection, so two rows that share a place in another
-token, head, layer, room or pool differ in every word, and a row that landed in the wrong place can be traced back to
-where it belongs. The outer product runs at memory speed in cache-sized pieces, far above what any transport here moves.
+The 64-bit word w of (row, head) is `base(room, row, head) * constant(plane, w)` modulo 2^64, both factors odd.
+Multiplication by an odd number is a bijection, so rows of different tokens, heads, layers, rooms or pools differ in
+every word, and a row that landed in the wrong place can be traced to its source. The outer product runs at memory speed
+in cache-sized blocks, far above the rate of any transport here.
 
-Rows are counted through all pages (of a state: items) of a room, in the prompt's order. Heads and layers are the
-model's numbers, so that a rank that mistakes its share cannot verify, and replicas hold the same.
+Rows are counted through all pages (of a state: items) of a room, in the prompt's order. Heads and layers are numbered
+over the whole model: a rank that mistakes its share fails verification, and replicas hold the same content.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Bytes = npt.NDArray[np.uint8]
 Pages = npt.NDArray[np.int64]
 
 POISON = 0xDB
-"""Every byte of a decode page before a run: what still reads so was never written."""
+"""Value of every byte of a decode page before a run; a byte that still has it was never written."""
 
-_PIECE_BYTES = 256 << 10
+_BLOCK_BYTES = 256 << 10
 _ROW_STEP = 0x9E3779B97F4A7C15
 _HEAD_STEP = 0xD1B54A32D192ED03
 _AUX_STEP = 0xAEF17502108EF2D9
@@ -35,7 +35,7 @@ _MASK = 2**64 - 1
 
 
 class PlaneId(NamedTuple):
-    """One plane of one layer of one segment, by the model's numbers."""
+    """One plane of one layer of one segment, numbered over the whole model."""
 
     segment: int
     layer: int
@@ -45,7 +45,7 @@ class PlaneId(NamedTuple):
 class Rows(NamedTuple):
     """Geometry of one plane on one rank: `per_page` rows of global heads [head_lo, head_lo + heads) each.
 
-    `row_bytes` are those of one head, `element_bytes` what a difference is shown in.
+    `row_bytes` is the size of one head's row, `element_bytes` the unit in which a mismatch is shown.
     """
 
     per_page: int
@@ -60,27 +60,27 @@ class Rows(NamedTuple):
 
 
 class Wrong(NamedTuple):
-    """The first element that is not what the pattern says: the row of the room, the global head."""
+    """The first wrong element: row in the room, global head, element in the row."""
 
     at: int
     head: int
     dim: int
     expected: bytes
     found: bytes
-    row: bytes  # the whole row found, to trace where it came from
+    row: bytes  # the whole row found, to trace its source
 
 
 class Source(NamedTuple):
-    """Where a row found in the wrong place belongs."""
+    """The correct position of a row found elsewhere."""
 
     room: int
-    sheet: PlaneId
+    plane: PlaneId
     at: int
     head: int
 
 
 def row_bases(seed: int, room: int, rows: int, head_lo: int, heads: int) -> Words:
-    """One odd word per (row, head) of a room, row-major, uint64 `[rows * heads]`."""
+    """Returns one odd word per (row, head) of a room, row-major, uint64 `[rows * heads]`."""
     start = np.uint64(_room_word(seed, room))
     row_part = np.arange(rows, dtype=np.uint64) * np.uint64(_ROW_STEP)
     head_part = np.arange(head_lo, head_lo + heads, dtype=np.uint64) * np.uint64(_HEAD_STEP)
@@ -89,28 +89,28 @@ def row_bases(seed: int, room: int, rows: int, head_lo: int, heads: int) -> Word
 
 
 @lru_cache(maxsize=1024)
-def constants(sheet: PlaneId, words: int) -> Words:
-    """One odd word per 8 bytes of a row of this sheet, uint64 `[words]`."""
-    first = np.uint64(mix64(((sheet.segment << 32 | sheet.layer) << 8 | sheet.plane) + 1))
+def constants(plane: PlaneId, words: int) -> Words:
+    """Returns one odd word per 8 bytes of a row of this plane, uint64 `[words]`."""
+    first = np.uint64(mix64(((plane.segment << 32 | plane.layer) << 8 | plane.plane) + 1))
     out: Words = _mix64(first + np.arange(words, dtype=np.uint64) * np.uint64(_ROW_STEP)) | np.uint64(1)
     out.setflags(write=False)
     return out
 
 
 def aux_row(seed: int, room: int, nbytes: int) -> Bytes:
-    """The aux row of a room, uint8 `[nbytes]`; the same whichever rank is elected to write it."""
+    """Returns the aux row of a room, uint8 `[nbytes]`; the same for every rank that may be elected to write it."""
     start = np.uint64(_room_word(seed, room) ^ _AUX_STEP)
     words = _mix64(start + np.arange(-(-nbytes // 8), dtype=np.uint64) * np.uint64(_AUX_STEP))
     return words.view(np.uint8)[:nbytes]
 
 
 class Writer:
-    """Writes and checks rows of one geometry; holds the scratch memory that makes this run in cache."""
+    """Writes and checks rows of one geometry, through scratch memory that fits in the cache."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
         self._words = -(-rows.row_bytes // 8)
-        self._pages = max(1, _PIECE_BYTES // rows.page_bytes)
+        self._pages = max(1, _BLOCK_BYTES // rows.page_bytes)
         count = self._pages * rows.per_page * rows.heads
         self._product = np.empty((count, self._words), dtype=np.uint64)
         # Rows that are not whole words need a second, dense copy.
@@ -119,44 +119,43 @@ class Writer:
             self._dense = np.empty((count, rows.row_bytes), dtype=np.uint8)
         self._found = np.empty((self._pages, rows.page_bytes), dtype=np.uint8)
 
-    def fill(self, block: Bytes, pages: Pages, bases: Words, sheet: PlaneId) -> None:
-        """Write the rows of `bases` into `pages` of `block`.
+    def fill(self, block: Bytes, pages: Pages, bases: Words, plane: PlaneId) -> None:
+        """Writes the rows of `bases` into `pages` of `block`.
 
         Args:
-            block: all bytes of this sheet on this rank, flat, in page order.
+            block: all bytes of this plane on this rank, flat, in page order.
             pages: index of every page (of a state: item) of the room, in the prompt's order.
             bases: `row_bases` of the room for this rank's heads, whole pages.
         """
         target = _as_pages(block, self.rows.page_bytes)
-        for first, end in self._pieces(len(pages)):
-            piece = self._expected(bases, first, end, sheet)
-            target[pages[first:end]] = _as_pages(piece, self.rows.page_bytes)
+        for first, end in self._blocks(len(pages)):
+            part = self._expected(bases, first, end, plane)
+            target[pages[first:end]] = _as_pages(part, self.rows.page_bytes)
 
-    def check(self, block: Bytes, pages: Pages, bases: Words, sheet: PlaneId, first_page: int = 0) -> Wrong | None:
-        """Compare `pages` of `block` with the pattern; `pages[0]` is page `first_page` of the room.
+    def check(self, block: Bytes, pages: Pages, bases: Words, plane: PlaneId, first_page: int = 0) -> Wrong | None:
+        """Compares `pages` of `block` with the pattern and returns the first wrong element, or None.
 
-        Returns:
-            The first wrong element, or None.
+        `pages[0]` is page `first_page` of the room.
         """
         source = _as_pages(block, self.rows.page_bytes)
-        for first, end in self._pieces(len(pages)):
-            expected = self._expected(bases, first_page + first, first_page + end, sheet)
+        for first, end in self._blocks(len(pages)):
+            expected = self._expected(bases, first_page + first, first_page + end, plane)
             found = self._found[: end - first].reshape(-1)
             np.take(source, pages[first:end], out=_as_pages(found, self.rows.page_bytes), mode="clip")
             if not _equal(found, expected):
                 return self._locate(found, expected, first_page + first)
         return None
 
-    def _pieces(self, pages: int) -> Iterator[tuple[int, int]]:
+    def _blocks(self, pages: int) -> Iterator[tuple[int, int]]:
         for first in range(0, pages, self._pages):
             yield first, min(first + self._pages, pages)
 
-    def _expected(self, bases: Words, first_page: int, end_page: int, sheet: PlaneId) -> Bytes:
-        """Flat bytes of pages [first_page, end_page) of the room; overwritten by the next call."""
+    def _expected(self, bases: Words, first_page: int, end_page: int, plane: PlaneId) -> Bytes:
+        """Returns the flat bytes of pages [first_page, end_page) of the room; overwritten by the next call."""
         per_page = self.rows.per_page * self.rows.heads
         part = bases[first_page * per_page : end_page * per_page]
         product = self._product[: len(part)]
-        np.multiply(part[:, None], constants(sheet, self._words), out=product)
+        np.multiply(part[:, None], constants(plane, self._words), out=product)
         as_bytes = product.view(np.uint8)
         if self._dense is None:
             return as_bytes.reshape(-1)
@@ -180,20 +179,19 @@ class Writer:
         )
 
 
-def trace(row: bytes, seed: int, rooms: Mapping[int, int], heads: int, sheets: Iterable[PlaneId]) -> Source | None:
-    """Find which row of which room this is, by undoing the product; None for a row that is no one's.
+def trace(row: bytes, seed: int, rooms: Mapping[int, int], heads: int, planes: Iterable[PlaneId]) -> Source | None:
+    """Finds the position of a row by inverting the product; None if no candidate contains it.
 
     Args:
         row: a whole row, of at least 8 bytes.
-        seed: the pattern's.
-        rooms: rows of each room that may be its source.
-        heads: over the whole model.
-        sheets: those that may be its source.
+        rooms: number of rows of each candidate room.
+        heads: heads of the whole model.
+        planes: candidate planes.
     """
     if len(row) < 8:
         return None
     word = int.from_bytes(row[:8], "little")
-    wanted = {word * pow(int(constants(sheet, 1)[0]), -1, 1 << 64) & _MASK: sheet for sheet in sheets}
+    wanted = {word * pow(int(constants(plane, 1)[0]), -1, 1 << 64) & _MASK: plane for plane in planes}
     keys = np.fromiter(wanted, dtype=np.uint64, count=len(wanted))
     for room, count in rooms.items():
         bases = row_bases(seed, room, count, 0, heads)
@@ -209,19 +207,19 @@ def _room_word(seed: int, room: int) -> int:
 
 
 def _mix64(x: Words) -> Words:
-    """`layout.heads.mix64` of every element."""
+    """Applies `layout.heads.mix64` to every element."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def _as_pages(flat: Bytes, page_bytes: int) -> npt.NDArray[np.void]:
-    """One opaque element per page: numpy copies those with memcpy, whatever their size."""
+    """Views the bytes as one opaque element per page, which numpy copies with memcpy, whatever its size."""
     return flat.view(np.dtype((np.void, page_bytes)))
 
 
 def _equal(a: Bytes, b: Bytes) -> bool:
-    # Eight bytes at a time where the size allows; scratch memory is aligned either way.
+    # Eight bytes at a time if the size allows; scratch memory is aligned in any case.
     if a.nbytes % 8 == 0:
         return bool(np.array_equal(a.view(np.uint64), b.view(np.uint64)))
     return bool(np.array_equal(a, b))

@@ -1,8 +1,9 @@
-"""Ends a rank process when its parent is gone, however it ended: the rank closes its agent and exits.
+"""The rank process: channel to the parent, parent watchdog, and the main loop that passes commands to the worker.
 
-Two threads lead to the same end. The kernel sends SIGTERM when the parent dies, and the channel's reader sees end of
-file, also where the parent only dropped this rank. Either way the main thread gets `Abandoned`, so that `finally`
-blocks run and no socket stays behind; a rank that cannot unwind within `GRACE_S` is ended with its stacks on stderr.
+The rank ends when its parent is gone, however the parent ended. The kernel sends SIGTERM when the parent dies, and the
+channel's reader sees end of file, also if the parent only dropped this rank. Both raise `Abandoned` in the main thread,
+so that `finally` blocks run and no socket stays behind. A rank that cannot unwind within `GRACE_S` is ended, with the
+stacks of its threads on stderr.
 """
 
 from __future__ import annotations
@@ -25,29 +26,37 @@ from typing import Any
 import msgspec
 
 from kvctl.lab.ranks import measure
-from kvctl.lab.ranks.messages import COMMANDS, FLEET_PREFIX, Command, Fatal, Lines, LineTooLong, Start, Stop, Stopped
-from kvctl.lab.ranks.steady.worker import SteadyWorker
+from kvctl.lab.ranks.messages import (
+    COMMANDS,
+    FLEET_PREFIX,
+    Command,
+    Fatal,
+    LineBuffer,
+    LineTooLong,
+    Start,
+    Stop,
+    Stopped,
+)
 from kvctl.lab.ranks.worker import Worker
-from kvctl.lab.ranks.worker_decode import DecodeWorker
-from kvctl.lab.ranks.worker_prefill import PrefillWorker
 from kvctl_agent.errors import LocalProtocolError, RemoteProtocolError
 
 GRACE_S = 5.0
 _PR_SET_PDEATHSIG = 1
+_READ_BYTES = 1 << 16
 
 
 class Abandoned(BaseException):
-    """The parent is gone. Not an Exception: nothing on the way up may take it for an error of its own."""
+    """The parent is gone. Not an Exception, so that no handler on the way up takes it for an error."""
 
 
 def tie_to_parent(parent_pid: int) -> None:
-    """Arrange for `Abandoned` in the main thread when process `parent_pid` dies; call it there, first thing.
+    """Arranges for `Abandoned` in the main thread when process `parent_pid` dies; call it there, first.
 
     Raises:
-        Abandoned: it is dead already.
+        Abandoned: the parent is dead already.
     """
     signal.signal(signal.SIGTERM, _abandoned)
-    # The kernel means the thread of the parent that started us: ranks are started from its main thread.
+    # The kernel watches the parent's thread that started this process; that is always the parent's main thread.
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
@@ -56,46 +65,43 @@ def tie_to_parent(parent_pid: int) -> None:
 
 
 def abandon() -> None:
-    """End this process in order: called by the channel's reader at end of file."""
-    # A real signal, because the main thread may sit in a lock or a system call.
+    """Ends this process in order; called by the channel's reader at end of file."""
+    # A real signal, because the main thread may wait in a lock or a system call.
     ident = threading.main_thread().ident
     assert ident is not None
     signal.pthread_kill(ident, signal.SIGTERM)
 
 
 def _abandoned(signum: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # both ways may fire; unwinding must not be cut short
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # both ways may fire; unwinding must not be interrupted
     faulthandler.dump_traceback_later(GRACE_S, exit=True)
     raise Abandoned("the parent is gone")
 
 
-_READ_BYTES = 1 << 16
-
-
 def parse_command(line: bytes) -> Command:
-    """One line down.
+    """Parses one line of the channel.
 
     Raises:
-        RemoteProtocolError: it is no command of a rank.
+        RemoteProtocolError: it is not a valid command.
     """
     try:
         message = msgspec.json.decode(line)
         return msgspec.convert(message["args"], COMMANDS[message["do"]])
     except (msgspec.MsgspecError, KeyError, TypeError) as error:
-        raise RemoteProtocolError(f"not a rig command ({error}): {line[:80]!r}") from error
+        raise RemoteProtocolError(f"not a command of a rank ({error}): {line[:80]!r}") from error
 
 
 class Channel:
-    """Line-based channel over an inherited socket.
+    """A rank's end of the line-based channel, over an inherited socket.
 
-    A thread reads ahead, so that the end of the parent is noticed while a command is being carried out.
+    A thread reads ahead, so that the end of the parent is noticed while a command runs.
     """
 
     def __init__(self, fd: int, inbox: queue.SimpleQueue[Any], on_gone: Callable[[], None]) -> None:
-        """Take over file descriptor `fd`.
+        """Takes over file descriptor `fd`.
 
         Args:
-            inbox: gets commands, a RemoteProtocolError for each line that is none, and None at end of file.
+            inbox: receives commands, a RemoteProtocolError for each invalid line, and None at end of file.
             on_gone: called once, on the reader's thread, at end of file, unless `expect_end` was called before.
         """
         self._socket = socket.socket(fileno=fd)
@@ -104,21 +110,21 @@ class Channel:
         self._inbox = inbox
         self._sending = threading.Lock()
         self._closing = False
-        self._reader = threading.Thread(target=self._read, name="rig-channel", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="rank-channel", daemon=True)
         self._reader.start()
 
     def send(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Send a message of a kind of `contract.rig.Message`."""
-        # A parent that is gone is reported by the reader; it is no error of the sender.
+        """Sends a message; `kind` is one of `Message.kind`."""
+        # The reader reports a parent that is gone; it is not the sender's error.
         with self._sending, contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._socket.sendall(msgspec.json.encode({"kind": kind, "data": data}) + b"\n")
 
     def expect_end(self) -> None:
-        """From now on end of file is in order."""
+        """Accepts end of file from now on."""
         self._closing = True
 
     def close(self) -> None:
-        """Close the socket; `on_gone` is not called any more."""
+        """Closes the socket without calling `on_gone`."""
         self._closing = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -126,7 +132,7 @@ class Channel:
         self._socket.close()
 
     def _read(self) -> None:
-        lines = Lines()
+        lines = LineBuffer()
         try:
             while data := self._socket.recv(_READ_BYTES):
                 for line in lines.feed(data):
@@ -142,7 +148,7 @@ class Channel:
 
 
 def serve(fd: int, parent_pid: int) -> int:
-    """Serve the parent at the other end of `fd` until it sends Stop, hangs up or dies; returns the exit code."""
+    """Serves the parent at the other end of `fd` until Stop, end of file or its death; returns the exit code."""
     server = _Server(fd)
     try:
         tie_to_parent(parent_pid)
@@ -158,17 +164,17 @@ class _Server:
     def __init__(self, fd: int) -> None:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._channel = Channel(fd, self._inbox, on_gone=abandon)
-        self._worker: Worker | SteadyWorker | None = None
+        self._worker: Worker | None = None
         self._directory: Path | None = None
 
     def run(self) -> None:
-        """Carry out commands until Stop."""
+        """Handles commands until Stop."""
         try:
             while not isinstance(item := self._next(), Stop):
-                self._take(item)
+                self._handle(item)
             self.close()
         except Exception as error:
-            # Sent before anything is closed: a close may take a while, and this is what people want to know.
+            # Reported before anything is closed, because closing may take a while.
             self._channel.send("fatal", Fatal(code=type(error).__name__, message=str(error)))
             faulthandler.dump_traceback_later(GRACE_S, exit=True)
             self.close()
@@ -178,46 +184,40 @@ class _Server:
         self._channel.close()
 
     def close(self) -> None:
-        """Close the worker; idempotent."""
+        """Closes the worker; idempotent."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
 
     def remove_directory(self) -> None:
-        """Remove the fleet's directory, as the parent would have done."""
+        """Removes the fleet's directory in place of the parent."""
         if self._directory is not None and self._directory.name.startswith(FLEET_PREFIX):
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _next(self) -> Any:
-        """The next command or state change; the worker looks after its rooms meanwhile."""
+        """Returns the next command or state change; polls the worker meanwhile."""
         while True:
-            wait_s = self._worker.look() if self._worker is not None else None
+            wait_s = self._worker.poll() if self._worker is not None else None
             try:
                 return self._inbox.get(timeout=wait_s)
             except queue.Empty:
                 continue
 
-    def _take(self, item: Any) -> None:
+    def _handle(self, item: Any) -> None:
         if item is None:
             raise Abandoned("the parent hung up")
         if isinstance(item, RemoteProtocolError):
             raise item
+        answer: Mapping[str, Any] | None
         if isinstance(item, Start):
-            self._start(item)
+            self._directory = Path(item.fleet_dir)
+            self._worker = Worker(item, self._inbox, self._channel.send)
+            answer = self._worker.begin()
         elif self._worker is None:
             raise LocalProtocolError(f"{item.do} before start")
-        elif (answer := self._worker.handle(item)) is not None:
-            self._channel.send("answer", answer)
-
-    def _start(self, start: Start) -> None:
-        self._directory = Path(start.fleet_dir)
-        if start.steady:
-            self._worker = SteadyWorker(start, self._inbox, self._channel.send)
         else:
-            kind = PrefillWorker if start.role == "prefill" else DecodeWorker
-            self._worker = worker = kind(start, self._report_progress)
-            self._channel.send("answer", worker.meet(self._report_progress))
-        gc.freeze()  # as engines do once they are up: what was made so far stays, and need not be looked at again
-
-    def _report_progress(self, doing: str) -> None:
-        self._channel.send("progress", {"doing": doing})
+            answer = self._worker.handle(item)
+        if answer is not None:
+            self._channel.send("answer", answer)
+        if isinstance(item, Start):
+            gc.freeze()  # as engines do after startup: existing objects stay, and need not be traversed again

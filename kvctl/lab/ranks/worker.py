@@ -1,29 +1,33 @@
-"""One synthetic worker: pool, agent and the phases that both roles share.
+"""The synthetic worker of a rank process: pool, content, agent, and the commands that it serves.
 
-Within a run a worker is driven only by its agent's state changes; the bench is not heard until the run is over.
+A batch rank runs the rooms of a prepared batch when told to, and within a run it is driven only by its agent's state
+changes. A live rank opens rooms one by one as commands arrive. Everything runs on the process's main thread.
 """
 
 from __future__ import annotations
 
 import queue
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from kvctl.lab.faults.agent import faulty_agent
-from kvctl.lab.faults.batch_faults import Aborts, FaultRun
+from kvctl.lab.faults.batch_faults import BatchFaults
 from kvctl.lab.faults.injector import FaultInjector
-from kvctl.lab.faults.specification import Fault, parse_fault
+from kvctl.lab.faults.specification import parse_fault, parse_faults
 from kvctl.lab.ranks import measure
+from kvctl.lab.ranks.batch_run import DecodeRun, PrefillRun
 from kvctl.lab.ranks.content import Content, allocate_pool, own_coord, own_side
 from kvctl.lab.ranks.geometry import model_shape
-from kvctl.lab.ranks.measure import device_gb_per_s, peer_gb_per_s
+from kvctl.lab.ranks.gpu_engine import GpuEngine, layer_work
+from kvctl.lab.ranks.live_rooms import LiveRooms
 from kvctl.lab.ranks.messages import (
-    Command,
+    Abort,
+    FaultState,
     FloorMeasured,
     Floors,
+    OpenRoom,
     Prepare,
     Probe,
     Probed,
@@ -31,85 +35,122 @@ from kvctl.lab.ranks.messages import (
     Room,
     Run,
     RunReport,
+    SendRoom,
+    Serving,
+    SetFault,
     Start,
+    Tell,
+    Usage,
     Verify,
     VerifyReport,
 )
+from kvctl.lab.ranks.verify import verify
 from kvctl_agent.agent import Agent
-from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
+from kvctl_agent.layout.chunks import chunk_pages
 from kvctl_agent.memory.allocations import HugePageMemory
 from kvctl_agent.memory.memcpy_rate import memcpy_gb_per_s
 from kvctl_agent.paths.calibration import measure_copies
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime.handles import Handle
 
+CLEAR = "clear"
+"""Spec of `SetFault` that ends all faults."""
+
 CLOSE_TIMEOUT_S = 3.0
 _COPIES_BYTES = 64 << 20  # larger than the caches
-# A finished room's pages are free a round trip later; a failed one's when its writers have drained.
-RELEASE_TIMEOUT_S = 10.0
+_PROGRESS_INTERVAL_S = 1.0
+_PEER_POLL_S = 0.02  # while peers are missing
+
+SendMessage = Callable[[str, Mapping[str, Any]], None]
+"""Sends a message of a kind to the parent."""
 
 
-class Change(NamedTuple):
-    """A room's handle reached a state, on the monotonic clock."""
+class StateChange(NamedTuple):
+    """A room's handle has reached a state, on the monotonic clock."""
 
     handle: Handle
     state: RoomState
     at_ns: int
 
 
-class Outcome(NamedTuple):
-    """What became of a run's rooms.
+class Worker:
+    """A rank of either role.
 
     Attributes:
-        rows: of `RunReport.rooms`, one per room that succeeded.
-        failures: the cause of each that did not, by index.
-        ring_samples: of `RunReport`.
+        changes: state changes of rooms, in the order in which they occurred; the server's inbox on a live rank.
+        path, pipeline: of the prepared batch.
+        gpu: the engine that computes prompts; None: computation is simulated.
+        held: indices of rooms whose pages may still be written to after a run.
     """
 
-    rows: list[list[int]]
-    failures: dict[int, str]
-    ring_samples: list[list[int]]
-
-
-class Worker(ABC):
-    """A rank of either role."""
-
-    def __init__(self, start: Start, progress: Callable[[str], None]) -> None:
-        """Allocate the pool and start the agent; `progress` is told what is being waited for."""
+    def __init__(self, start: Start, inbox: queue.SimpleQueue[Any], send: SendMessage) -> None:
+        """Allocates the pool and builds the agent, without starting it."""
         self.start = start
         self.at = own_coord(start)
-        self._changes: queue.SimpleQueue[Change] = queue.SimpleQueue()
-        progress("touching its KV pool")
+        self.changes: queue.SimpleQueue[Any] = inbox if start.live else queue.SimpleQueue()
+        self.path, self.pipeline = "", "off"
+        self.gpu: GpuEngine | None = None
+        self.held: list[int] = []
+        self._send = send
+        self._failed: set[int] = set()
+        self._serving: list[int] | None = None
+        self._progress_at = 0.0
+        self._report_progress("touching its KV pool")
         self._pool = allocate_pool(start)
         self.content = Content(self._pool, start)
-        progress("starting its agent")
-        self.faults = FaultInjector(start.name, start.seed) if start.faulty else None
-        kind: Callable[..., Agent] = partial(faulty_agent, self.faults) if self.faults is not None else Agent
-        self.agent = kind(
+        self._report_progress("starting its agent")
+        self.faults = FaultInjector(start.name, start.seed)
+        for fault in parse_faults(start.faults) if start.faults else ():
+            self.faults.set(fault)
+        make_agent: Callable[..., Agent] = partial(faulty_agent, self.faults) if start.faulty else Agent
+        side, decode = own_side(start), start.role == "decode"
+        self.agent = make_agent(
             role=start.role,
-            rank=_rank(start),
+            rank=Rank(
+                **self.at._asdict(),
+                dp_size=side.dp,
+                pp_size=side.pp,
+                cp_size=side.cp,
+                tp_size=side.tp,
+                stages=side.stages,
+            ),
             pool=self._pool,
             name=start.name,
-            bootstrap=self.bootstraps(),
+            bootstrap=start.bootstraps if decode else (start.bootstraps[start.instance],),
             model=model_shape(start.shape, start.page_size),
-            on_state=self._on_state,
+            # On the agent's control thread: only record the time and pass the change on.
+            on_state=lambda handle, state: self.changes.put(StateChange(handle, state, time.monotonic_ns())),
             **start.config,
         )
-        self.failed: set[int] = set()
-        self.held: list[int] = []
-        self.aborts = Aborts(start, 0.0)
-        self._trial: FaultRun | None = None
+        if start.compute == "gpu" and not decode:
+            self._report_progress("getting its GPU ready to compute")
+            self.gpu = self._gpu_engine()
+        self._live = LiveRooms(start, self.agent, self.content, send) if start.live else None
+        self._handlers: dict[type, Callable[[Any], Mapping[str, Any] | None]] = (
+            {Floors: self._floors, Probe: self._probe, Prepare: self.prepare, Run: self.run, Verify: self.verify}
+            if self._live is None
+            else {
+                StateChange: self._live.changed,
+                OpenRoom: self._live.open,
+                SendRoom: self._live.open,
+                Abort: self._live.abort,
+                SetFault: self._set_fault,
+                Tell: self._report_usage,
+            }
+        )
 
-    def meet(self, progress: Callable[[str], None]) -> Ready:
-        """Start the agent and wait until it has met all its peers.
+    def begin(self) -> Ready | None:
+        """Starts the agent. A batch rank waits until it has met all its peers and returns the answer to Start.
 
         Raises:
-            DeadlineExceeded: names the peers that are missing.
+            DeadlineExceeded: names the missing peers.
         """
         self.agent.start()
-        progress("waiting for its peers")
+        if self._live is not None:
+            return None
+        self._report_progress("waiting for its peers")
         self.agent.wait_ready(self.start.timeout_s)
         staging = self.agent.observe.staging()
         ring, buffers = staging["ring"], staging["buffers"]
@@ -124,92 +165,75 @@ class Worker(ABC):
             ready["gpu"] = measure.gpu(self._pool.device)
         return ready
 
-    def floors(self, command: Floors) -> FloorMeasured:
-        """Measure one of this machine's limits; nothing else may run meanwhile."""
-        if command.kind == "memcpy":
-            floor = memcpy_gb_per_s(seconds=0.2)
-            measure.forget_peak_rss()
-            return FloorMeasured(gb_per_s=floor)
-        if command.kind != "write":
-            return FloorMeasured(gb_per_s=self._device_floor(command.kind))
-        return FloorMeasured(gb_per_s=self.agent.measure_connection().write_gb_per_s)
-
-    def probe(self) -> Probed:
-        """What a write to the first decode rank costs, and what row copies do."""
-        lane = self.agent.measure_connection()
-        with HugePageMemory(_COPIES_BYTES) as memory:
-            copies = measure_copies(memory.array)
-        floor = memcpy_gb_per_s(seconds=0.2)
-        measure.forget_peak_rss()
-        return Probed(
-            write_gb_per_s=lane.write_gb_per_s,
-            us_per_write=lane.us_per_write,
-            us_by_bytes=list(lane.us_by_bytes),
-            gather=list(zip(copies.row_bytes, copies.gather_us_per_mib, strict=True)),
-            scatter=list(zip(copies.row_bytes, copies.scatter_us_per_mib, strict=True)),
-            memcpy_gb_per_s=floor,
-        )
-
-    def _device_floor(self, kind: str) -> float | None:
-        device = self._pool.device
-        if device is None:
-            return None
-        if kind == "device":
-            return device_gb_per_s(device)
-        return peer_gb_per_s(device, next(iter(self.agent.parts.connections.by_peer.values()), None))
-
-    def look(self) -> float | None:
-        """Nothing is due between two commands."""
-        return None
-
-    def handle(self, command: Command) -> Mapping[str, Any]:
-        """Carry out a command; returns the answer.
+    def handle(self, item: Any) -> Mapping[str, Any] | None:
+        """Handles a command or a state change; returns the answer, if it has one.
 
         Raises:
-            LocalProtocolError: it is none of a bench.
+            LocalProtocolError: the command belongs to the other kind of fleet.
         """
-        match command:
-            case Floors():
-                return self.floors(command)
-            case Probe():
-                return self.probe()
-            case Prepare():
-                self.prepare(command)
-                return {}
-            case Run():
-                return self.run(command)
-            case Verify():
-                return self.verify(command)
-        raise LocalProtocolError(f"{self.start.name} belongs to a bench, which has no {command.do}")
+        handler = self._handlers.get(type(item))
+        if handler is None:
+            kind = "batch" if self._live is None else "live"
+            raise LocalProtocolError(f"{self.start.name} is a {kind} rank, which has no command {item.do}")
+        return handler(item)
 
-    @abstractmethod
-    def bootstraps(self) -> tuple[str, ...]:
-        """Endpoints of the prefill instances that this rank belongs to or is served by."""
+    def poll(self) -> float | None:
+        """Does the work of a live rank that is due; returns the seconds until the next, None without any."""
+        if self._live is None:
+            return None
+        wait_s = self._live.poll()
+        serving = self._instances()
+        if serving != self._serving and (serving or self._serving):
+            self._serving = serving
+            self._send("serving", Serving(instances=serving, incarnation=f"{self.agent.incarnation:016x}"))
+        now = time.monotonic()
+        if now - self._progress_at >= _PROGRESS_INTERVAL_S and (missing := self.agent.waiting_for()):
+            self._progress_at = now
+            self._report_progress(missing)
+        wanted = len(self.start.bootstraps) if self.start.role == "decode" else 1
+        return wait_s if len(self._serving or ()) >= wanted else min(wait_s, _PEER_POLL_S)
 
-    @abstractmethod
-    def owns(self, room: Room) -> bool:
-        """Whether this rank has to do with a room."""
+    def close(self) -> None:
+        """Closes the agent, then the pool that it wrote to."""
+        self.agent.close(CLOSE_TIMEOUT_S)
+        self._pool.close()
 
-    def prepare(self, command: Prepare) -> None:
-        """Take a lot, and get the pool ready for it."""
-        self.failed.clear()
-        self.content.take([room for room in command.rooms if self.owns(room)])
+    # ---- batch fleets -----------------------------------------------------------------------------------------------
+
+    def prepare(self, command: Prepare) -> Mapping[str, Any]:
+        """Takes the rooms of a batch that concern this rank, and fills or poisons the pool."""
+        self._failed.clear()
+        self.content.take([room for room in command.rooms if self._owns(room)])
+        self.path = command.path
         self.agent.set_path(command.path)
+        if self.start.role == "prefill":
+            self.pipeline = command.pipeline
+            self.agent.set_pipeline(command.pipeline)
+            self.content.fill(command.batch)
+            if self.gpu is not None:
+                self.gpu.prepare(room.tokens for room in self.content.rooms.values())
+        elif command.poison:
+            self.content.poison()
+        return {}
 
     def run(self, command: Run) -> RunReport:
-        """Drive the prepared rooms until all have finished or `timeout_s` is over."""
+        """Drives the prepared rooms until all have ended or `timeout_s` has passed."""
         before, cpu_before = measure.counters(self.agent.observe.metrics()), measure.cpu_ns()
         deadline_ns = time.monotonic_ns() + round(command.timeout_s * 1e9)
-        self._begin(tuple(map(parse_fault, command.faults)))
-        outcome = self.drive(command, deadline_ns)
+        faults = tuple(map(parse_fault, command.faults))
+        in_force = BatchFaults(self.agent, self.start, self.faults, faults) if faults and self.start.faulty else None
+        kind = PrefillRun if self.start.role == "prefill" else DecodeRun
+        run = kind(self, command, in_force)
+        run.drive(deadline_ns)
         cpu_ns = measure.cpu_ns() - cpu_before
-        failures, rooms = outcome.failures, self.content.rooms
-        self.failed = {number for number in rooms if rooms[number].index in failures}
+        rooms = self.content.rooms
+        self.held = run.held
+        self._failed = {number for number in rooms if rooms[number].index in run.failures}
         staging = self.agent.observe.staging()
-        succeeded = {number: room.index for number, room in rooms.items() if number not in self.failed}
+        succeeded = {number: room.index for number, room in rooms.items() if number not in self._failed}
         find = self.agent.telemetry.rooms.find
         report = RunReport(
-            rooms=outcome.rows,
+            rooms=run.rows,
             hidden=measure.hidden(find, succeeded),
             waterfall=[
                 part
@@ -217,73 +241,116 @@ class Worker(ABC):
                 if index == command.show
                 for part in measure.shown_parts(find(number))
             ],
-            ring_samples=outcome.ring_samples,
-            failures=[[index, text] for index, text in failures.items()],
+            ring_samples=run.ring_samples,
+            failures=[[index, text] for index, text in run.failures.items()],
             held=self.held,
             counters=measure.growth(before, measure.counters(self.agent.observe.metrics())),
-            # Agents forget: rooms of a long run that were over first may be gone, whatever their place in it.
+            # Agents keep a limited number of rooms: those of a long run that ended first may be gone.
             stages=measure.stages(self.agent.observe.layers, [number for number in succeeded if find(number)]),
             ring_high_water_bytes=staging["ring"]["high_water_bytes"] if staging["ring"] else 0,
             cpu_ns=cpu_ns,
             peak_rss_bytes=measure.peak_rss_bytes(),
         )
-        if self._trial is not None:
-            report["faults"] = self._trial.end(failures)
+        if in_force is not None:
+            report["faults"] = in_force.end(run.failures)
+        if self.gpu is not None:
+            tokens = {room.index: room.tokens for room in rooms.values()}
+            report["compute_alone"] = [[row[0], self.gpu.alone_ns(tokens[row[0]])] for row in run.rows]
         return report
 
-    def _begin(self, faults: Sequence[Fault]) -> None:
-        """Bring the faults of a run into force; without any nothing is watched that needs not be."""
-        self.aborts = Aborts(self.start, sum(fault.share for fault in faults if fault.name == "abort"))
-        self._trial = FaultRun(self.agent, self.faults, faults) if faults and self.faults is not None else None
-
-    @abstractmethod
-    def drive(self, command: Run, deadline_ns: int) -> Outcome:
-        """Drive the rooms until all are over or the deadline is."""
-
-    @abstractmethod
     def verify(self, command: Verify) -> VerifyReport:
-        """Check what landed here."""
+        """Compares a decode rank's pool with the expected content; a prefill rank has nothing to compare."""
+        if self.start.role == "prefill":
+            return VerifyReport(rooms=0, bytes=0, mismatches=[], bad_rooms=[])
+        return verify(self.content, command.mode, self._failed)
 
-    def close(self) -> None:
-        """Close the agent, then the pool that it wrote to."""
-        self.agent.close(CLOSE_TIMEOUT_S)
-        self._pool.close()
+    def _owns(self, room: Room) -> bool:
+        """Whether this rank takes part in a room."""
+        if self.start.role == "decode":
+            return room.decode_dp == self.at.dp
+        return room.instance == self.start.instance and room.number % own_side(self.start).dp == self.at.dp
 
-    def next_change(self, until_ns: int) -> Change | None:
-        """The next state change of any room, or None when there was none until then."""
-        left_s = (until_ns - time.monotonic_ns()) / 1e9
+    def _floors(self, command: Floors) -> FloorMeasured:
+        device = self._pool.device
+        if command.kind == "memcpy":
+            rate = memcpy_gb_per_s(seconds=0.2)
+            measure.forget_peak_rss()
+            return FloorMeasured(gb_per_s=rate)
+        if command.kind == "write":
+            return FloorMeasured(gb_per_s=self.agent.measure_connection().write_gb_per_s)
+        if device is None:
+            return FloorMeasured(gb_per_s=None)
+        if command.kind == "device":
+            return FloorMeasured(gb_per_s=measure.device_gb_per_s(device))
+        first = next(iter(self.agent.parts.connections.by_peer.values()), None)
+        return FloorMeasured(gb_per_s=measure.peer_gb_per_s(device, first))
+
+    def _probe(self, command: Probe) -> Probed:
+        cost = self.agent.measure_connection()
+        with HugePageMemory(_COPIES_BYTES) as memory:
+            copies = measure_copies(memory.array)
+        memcpy = memcpy_gb_per_s(seconds=0.2)
+        measure.forget_peak_rss()
+        return Probed(
+            write_gb_per_s=cost.write_gb_per_s,
+            us_per_write=cost.us_per_write,
+            us_by_bytes=list(cost.us_by_bytes),
+            gather=list(zip(copies.row_bytes, copies.gather_us_per_mib, strict=True)),
+            scatter=list(zip(copies.row_bytes, copies.scatter_us_per_mib, strict=True)),
+            memcpy_gb_per_s=memcpy,
+        )
+
+    def _gpu_engine(self) -> GpuEngine:
+        start, side = self.start, own_side(self.start)
+        return GpuEngine(
+            layer_work(start.shape, side),
+            f"cuda:{start.device}",
+            len(self.agent.layers),
+            chunk_pages(int(start.config["chunk_tokens"]), start.page_size) * start.page_size,
+            side.cp,
+        )
+
+    # ---- live fleets ------------------------------------------------------------------------------------------------
+
+    def _instances(self) -> list[int]:
+        """Returns the prefill instances with which this rank can exchange rooms now."""
+        if self.start.role == "prefill":
+            return [] if self.agent.waiting_for() else [self.start.instance]
+        serving = set(self.agent.serving())
+        return [number for number, bootstrap in enumerate(self.start.bootstraps) if bootstrap in serving]
+
+    def _set_fault(self, command: SetFault) -> None:
+        error = None
         try:
-            return self._changes.get(timeout=left_s) if left_s > 0 else self._changes.get_nowait()
-        except queue.Empty:
-            return None
+            if command.spec == CLEAR:
+                self.faults.clear()
+            else:
+                for fault in parse_faults(command.spec):
+                    self.faults.set(fault, command.seconds)
+        except ValueError as refused:
+            error = str(refused)
+        self._send("faults", FaultState(active=self.faults.active(), counts=self.faults.counts(), error=error))
 
-    def settle(self, handles: Iterable[Handle]) -> None:
-        """Wait until the pages of finished rooms are free, and remember those that stay held."""
-        deadline = time.monotonic() + RELEASE_TIMEOUT_S
-        self.held = []
-        for handle in handles:
-            handle.wait(max(0.0, deadline - time.monotonic()))
-            if not handle.released:
-                self.held.append(self.content.rooms[handle.room].index)
+    def _report_usage(self, command: Tell) -> None:
+        """Reports every resource that could leak."""
+        assert self._live is not None
+        statistics, staging = self.agent.observe.statistics(), self.agent.observe.staging()
+        ring, buffers = staging["ring"], staging["buffers"]
+        usage = Usage(
+            token=command.token,
+            at_ns=time.monotonic_ns(),
+            rss_bytes=measure.rss_bytes(),
+            fds=measure.open_files(),
+            threads=measure.threads(),
+            rooms=len(self._live.handles),
+            records=statistics.rooms,
+            ring_bytes=ring["size_bytes"] if ring else 0,
+            ring_used_bytes=statistics.ring_used_bytes,
+            quarantined_bytes=statistics.quarantined_bytes,
+            buffers_in_use=buffers["pieces_used"] if buffers else 0,
+            strays=self._live.verifier.sweep() if command.sweep else [],
+        )
+        self._send("usage", usage)
 
-    def cause(self, room: Room, failure: Failure | None) -> str:
-        """Why a room failed, in a line."""
-        if self._trial is not None:
-            self._trial.failed(room.index, failure)
-        return f"{failure['rank']}: {failure['text']} ({failure['code']})" if failure else f"{self.start.name}: unknown"
-
-    def _on_state(self, handle: Handle, state: RoomState) -> None:
-        # On the agent's control thread: only note the time and pass it on.
-        self._changes.put(Change(handle, state, time.monotonic_ns()))
-
-
-def _rank(start: Start) -> Rank:
-    side = own_side(start)
-    return Rank(
-        **own_coord(start)._asdict(),
-        dp_size=side.dp,
-        pp_size=side.pp,
-        cp_size=side.cp,
-        tp_size=side.tp,
-        stages=side.stages,
-    )
+    def _report_progress(self, doing: str) -> None:
+        self._send("progress", {"doing": doing})

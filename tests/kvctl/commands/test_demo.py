@@ -56,9 +56,9 @@ SUMMARY: dict[str, Any] = {
     [
         (("--faults", "random"), "--faults random needs --minutes"),
         (("--fault", "control-los=5%"), "did you mean control-loss"),
-        (("--fault", "stuckroom"), "'stuckroom' is no fault, did you mean stuck-room"),
+        (("--fault", "stuckroom"), "'stuckroom' is not a fault, did you mean stuck-room"),
         (("--fault", "dead-peer,corrupt"), "dead-peer and corrupt: one scene at a time"),
-        (("--fault", "mystery"), "'mystery' is no fault: kvctl demo --list-faults names them all"),
+        (("--fault", "mystery"), "'mystery' is not a fault; kvctl demo --list-faults lists them"),
         (("--list-faults", "--columns", "speed"), "speed"),
         (
             ("--fault", "kill=decode-7@5s", "--minutes", "1"),

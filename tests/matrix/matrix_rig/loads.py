@@ -46,7 +46,6 @@ def rooms_of(case: Case) -> list[Room]:
             tokens,
             prefix,
             decode_dp=index % case.decode.dp,
-            slot=index + 1,
             instance=index % len(case.prefill),
         )
         for index, (tokens, prefix) in enumerate(zip(TOKENS, prefixes, strict=True))

@@ -190,7 +190,7 @@ class PrefillRanks(Ranks):
                 send.layers(group, pages[first:end], last)
             if not groups:
                 send.pages(pages[first:end], last)
-        send.finish(room.slot, rank.content.states(send.room))
+        send.finish(rank.content.slots[send.room], rank.content.states(send.room))
 
 
 class DecodeRanks(Ranks):
@@ -218,7 +218,7 @@ class DecodeRanks(Ranks):
             rank.content.pages(room.number)[room.prefix_tokens // self.case.page_size :],
             prefill=rank.start.bootstraps[room.instance],
             prefix_tokens=0 if alone else room.prefix_tokens,
-            aux_index=room.slot,
+            aux_index=rank.content.slots[room.number],
             state_indices=rank.content.states(room.number),
             prefill_only=alone,
         )

@@ -97,7 +97,7 @@ def lap(case: Case, latency_ms: int = 5, hidden: list[list[int]] | None = None) 
     }
     decode = {"rooms": [[0, 0, success, success, success + 8 * MS]], "ring_samples": [[0, 0], [9, 77]]}
     reports: Any = {"prefill-0": {**report, **prefill}, "decode-0": {**report, **decode}}
-    room = Room(index=0, number=9, tokens=64, prefix_tokens=0, decode_dp=0, slot=0, output_tokens=5)
+    room = Room(index=0, number=9, tokens=64, prefix_tokens=0, decode_dp=0, output_tokens=5)
     return Trial(case, 0, 0, (room,), reports, {}, shown=0)
 
 

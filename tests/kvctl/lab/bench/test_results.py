@@ -71,7 +71,7 @@ def plan(paths: tuple[str, ...] = ("slice", "staged")) -> Plan:
 
 
 def room(index: int) -> Room:
-    return Room(index=index, number=900 + index, tokens=64, prefix_tokens=0, decode_dp=index % 2, slot=0)
+    return Room(index=index, number=900 + index, tokens=64, prefix_tokens=0, decode_dp=index % 2)
 
 
 def report(rooms: list[list[int]], failures: list[list[Any]] | None = None, **changes: Any) -> RunReport:

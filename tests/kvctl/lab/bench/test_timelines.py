@@ -30,7 +30,7 @@ def part(peer: str, chunk: int | None = 0, layers: tuple[int, int] = (0, 4), **m
 def finished(
     latency: int = 5, sent: list[Any] | None = None, received: list[Any] | None = None, ring: list[Any] | None = None
 ) -> Finished:
-    room = Room(index=7, number=900, tokens=64, prefix_tokens=0, decode_dp=0, slot=0)
+    room = Room(index=7, number=900, tokens=64, prefix_tokens=0, decode_dp=0)
     reports: Any = {
         "prefill-0": {"waterfall": sent or [], "ring_samples": []},
         "decode-0": {"waterfall": received or [], "ring_samples": ring or []},

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from kvctl_agent.contract.admin import MAGIC
-from tests.kvctl.lab.ranks.conftest import fleet
+from tests.support.rank_fleet import fleet
 
 __all__ = ["fleet"]
 

@@ -28,7 +28,7 @@ def start(role: str, unique: int, seed: int = 1) -> Start:
 
 
 def room(index: int) -> Room:
-    return Room(index=index, number=900 + index, tokens=64, prefix_tokens=0, decode_dp=0, slot=0)
+    return Room(index=index, number=900 + index, tokens=64, prefix_tokens=0, decode_dp=0)
 
 
 def given_up(role: str, unique: int, share: float, rooms: int = 1000, seed: int = 1) -> set[int]:
@@ -36,8 +36,8 @@ def given_up(role: str, unique: int, share: float, rooms: int = 1000, seed: int 
     aborts = Aborts(start(role, unique, seed), share)
     handles = {index: Handle() for index in range(rooms)}
     for index, handle in handles.items():
-        aborts.begin(room(index), handle, 0)
-    aborts.strike(10**12)
+        aborts.began(room(index), handle, 0)
+    aborts.abort_due(10**12)
     assert aborts.next_ns is None
     assert all(handle.reasons in ([], [ABORTED]) for handle in handles.values())
     return {index for index, handle in handles.items() if handle.reasons}
@@ -63,16 +63,16 @@ def test_the_seed_draws_them_again() -> None:
 def test_they_come_within_the_time_that_rooms_take() -> None:
     aborts = Aborts(start("decode", 0), 1.0)
     for index in range(100):
-        aborts.begin(room(index), Handle(), 0)
-        aborts.over(900 + index, 20 * MS)
+        aborts.began(room(index), Handle(), 0)
+        aborts.ended(900 + index, 20 * MS)
     handles = {index: Handle() for index in range(100, 200)}
     for index, handle in handles.items():
-        aborts.begin(room(index), handle, 1000 * MS)
+        aborts.began(room(index), handle, 1000 * MS)
     assert aborts.next_ns is not None
     assert 1000 * MS <= aborts.next_ns < 1020 * MS
-    aborts.strike(1010 * MS)
+    aborts.abort_due(1010 * MS)
     half = sum(bool(handle.reasons) for handle in handles.values())
-    aborts.strike(1020 * MS)
+    aborts.abort_due(1020 * MS)
     everyone = sum(bool(handle.reasons) for handle in handles.values())
     assert 0 < half < everyone
     assert aborts.next_ns is None
@@ -82,7 +82,7 @@ def test_a_room_that_is_over_is_not_given_up() -> None:
     aborts = Aborts(start("decode", 0), 1.0)
     handle = Handle()
     for index in range(100):
-        aborts.begin(room(index), handle, 0)
-        aborts.over(900 + index, MS)
-    aborts.strike(10**12)
+        aborts.began(room(index), handle, 0)
+        aborts.ended(900 + index, MS)
+    aborts.abort_due(10**12)
     assert handle.reasons == []

@@ -208,5 +208,5 @@ def test_other_agents_have_no_such_command(make_fleet: Any, connect: Any) -> Non
 
 
 def test_a_fault_of_another_level_is_refused_at_birth(make_fleet: Any) -> None:
-    with pytest.raises(ValueError, match="no agent can do this to itself"):
+    with pytest.raises(ValueError, match="an agent cannot inject this fault into itself"):
         start(make_fleet, from_birth="abort=10%").decode_agent(0)

@@ -73,5 +73,5 @@ def test_a_fault_ends_by_itself() -> None:
 
 @pytest.mark.parametrize("spec", ["abort=10%", "kill=decode-0@1s", "pause=decode-0@1s+1s"])
 def test_an_agent_cannot_do_everything_to_itself(spec: str) -> None:
-    with pytest.raises(ValueError, match="no agent can do this to itself"):
+    with pytest.raises(ValueError, match="an agent cannot inject this fault into itself"):
         FaultInjector("decode-0").set(parse_fault(spec))

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
-from kvctl.lab.ranks.messages import Lines, LineTooLong, Room, Run, Verify
+from kvctl.lab.ranks.messages import LineBuffer, LineTooLong, Room, Run, Verify
 from kvctl.lab.ranks.server import Channel, parse_command
 from kvctl_agent.errors import RemoteProtocolError
 
@@ -93,19 +93,19 @@ def test_a_bench_that_is_gone_is_no_error_of_those_who_answer(bench: Bench):
     [b"", b"{}", b"[1]", b'{"do": "dance", "args": {}}', b'{"do": "verify", "args": {"mode": 3}}', b'{"do": "run"}'],
 )
 def test_what_is_no_command_is_refused(line: bytes):
-    with pytest.raises(RemoteProtocolError, match="not a rig command"):
+    with pytest.raises(RemoteProtocolError, match="not a command of a rank"):
         parse_command(line)
 
 
 def test_rooms_survive_the_trip_with_all_64_bits():
-    room = Room(index=0, number=2**64 - 1, tokens=1, prefix_tokens=0, decode_dp=0, slot=0)
-    line = orjson.dumps({"do": "prepare", "args": {"lot": 0, "path": "auto", "rooms": [room]}})
+    room = Room(index=0, number=2**64 - 1, tokens=1, prefix_tokens=0, decode_dp=0)
+    line = orjson.dumps({"do": "prepare", "args": {"batch": 0, "path": "auto", "rooms": [room]}})
     assert parse_command(line).rooms == (room,)  # type: ignore[union-attr]
 
 
 def test_lines_are_cut_wherever_the_stream_is():
     for size in (1, 2, 3, 100):
-        lines = Lines()
+        lines = LineBuffer()
         stream = b"one\ntwo\n\nthree"
         got = [line for at in range(0, len(stream), size) for line in lines.feed(stream[at : at + size])]
         assert got == [b"one", b"two", b""]
@@ -113,7 +113,7 @@ def test_lines_are_cut_wherever_the_stream_is():
 
 
 def test_a_line_without_end_is_refused():
-    lines = Lines(limit_bytes=10)
+    lines = LineBuffer(limit_bytes=10)
     lines.feed(b"0123456789")
     with pytest.raises(LineTooLong, match="more than 10 bytes"):
         lines.feed(b"x")

@@ -7,27 +7,26 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl.lab.ranks.compute import Compute, sleep_until
+from kvctl.lab.ranks.compute import PipelineClock, _sleep_until
 
 
 def test_one_rank_computes_one_room_after_the_other():
-    compute = Compute([4], 0, layer_ns=10)
+    compute = PipelineClock([4], 0, layer_ns=10)
     assert compute.forward(asked_ns=100, chunks=2) == [100, 140]
     assert compute.forward(asked_ns=110, chunks=1) == [180]
     assert compute.forward(asked_ns=500, chunks=1) == [500]
-    assert compute.after(500, 3) == 530
 
 
 def test_a_later_stage_takes_a_chunk_up_when_the_one_before_is_done_with_it():
-    first, second = (Compute([3, 1], stage, layer_ns=10) for stage in (0, 1))
+    first, second = (PipelineClock([3, 1], stage, layer_ns=10) for stage in (0, 1))
     assert first.forward(0, chunks=3) == [0, 30, 60]
     assert second.forward(0, chunks=3) == [30, 60, 90]
     # The slower of two stages sets the pace, wherever it stands.
-    assert Compute([1, 3], 1, layer_ns=10).forward(0, chunks=3) == [10, 40, 70]
+    assert PipelineClock([1, 3], 1, layer_ns=10).forward(0, chunks=3) == [10, 40, 70]
 
 
 def test_rooms_follow_each_other_through_the_stages_without_a_gap():
-    second = Compute([2, 2], 1, layer_ns=10)
+    second = PipelineClock([2, 2], 1, layer_ns=10)
     assert [second.forward(0, chunks=1)[0] for _ in range(3)] == [20, 40, 60]
 
 
@@ -36,23 +35,23 @@ def test_rooms_follow_each_other_through_the_stages_without_a_gap():
     rooms=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 4)), max_size=5),
 )
 def test_every_stage_begins_no_chunk_before_the_stage_before_is_done(layers: list[int], rooms: list[tuple[int, int]]):
-    stages = [Compute(layers, stage, layer_ns=7) for stage in range(len(layers))]
+    stages = [PipelineClock(layers, stage, layer_ns=7) for stage in range(len(layers))]
     for asked, chunks in sorted(rooms):
         before = [asked] * chunks
         for stage, count in zip(stages, layers, strict=True):
             begins = stage.forward(asked, chunks)
             assert all(begin >= done for begin, done in zip(begins, before, strict=True))
-            before = [stage.after(begin, count) for begin in begins]
+            before = [begin + 7 * count for begin in begins]
 
 
 def test_no_compute_takes_no_time():
-    assert Compute([40, 40], 1, layer_ns=0).forward(5, chunks=3) == [5, 5, 5]
+    assert PipelineClock([40, 40], 1, layer_ns=0).forward(5, chunks=3) == [5, 5, 5]
 
 
 def test_waiting_ends_at_the_moment_and_not_before():
     at = time.monotonic_ns() + 3_000_000
-    sleep_until(at)
+    _sleep_until(at)
     assert time.monotonic_ns() >= at
     begun = time.monotonic_ns()
-    sleep_until(at)
+    _sleep_until(at)
     assert time.monotonic_ns() - begun < 30_000_000_000

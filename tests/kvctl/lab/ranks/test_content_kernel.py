@@ -152,17 +152,17 @@ def store(monkeypatch: pytest.MonkeyPatch) -> GpuStore:
 
 
 def whole(deck: PlaneView) -> list[np.ndarray]:
-    return [at(base, deck.num_slots * deck.rows.page_bytes).copy() for _, base in deck.places()]
+    return [at(base, deck.num_slots * deck.rows.page_bytes).copy() for _, base in deck.addresses()]
 
 
 def test_it_writes_what_the_host_writes(content: Content):
     for room in content.rooms.values():
         for deck, bases in content.with_bases(room):
-            pages = content.items[room.number][deck.held.segment.index]
+            pages = content.items[room.number][deck.shard.segment.index]
             before = whole(deck)
-            interpret(launch(FILL, deck, pages, bases, [0] * deck.held.num_layers, len(pages)))
+            interpret(launch(FILL, deck, pages, bases, [0] * deck.shard.num_layers, len(pages)))
             found = whole(deck)
-            for (_, base), block in zip(deck.places(), before, strict=True):
+            for (_, base), block in zip(deck.addresses(), before, strict=True):
                 at(base, block.nbytes)[:] = block
             HostStore().fill(deck, pages, bases)
             assert all(map(np.array_equal, found, whole(deck))), deck.name
@@ -172,13 +172,13 @@ def test_it_finds_the_first_wrong_unit_of_each_layer(content: Content):
     content.fill(0)
     room = content.rooms[100]
     for deck, bases in content.with_bases(room):
-        pages = content.items[100][deck.held.segment.index]
-        layers, count = deck.held.num_layers, max(1, len(pages) - 2)
+        pages = content.items[100][deck.shard.segment.index]
+        layers, count = deck.shard.num_layers, max(1, len(pages) - 2)
         starts = [layer % (len(pages) - count + 1) for layer in range(layers)]
         assert (interpret(launch(CHECK, deck, pages, bases, starts, count)) >= count).all()
         work = launch(CHECK, deck, pages, bases, starts, count)
         last = layers - 1
-        (_, base), page = list(deck.places())[last], int(pages[starts[last] + count - 1])
+        (_, base), page = list(deck.addresses())[last], int(pages[starts[last] + count - 1])
         wrong = at(base + page * deck.rows.page_bytes, deck.rows.page_bytes)
         wrong[-1] ^= 1
         wrong[5] ^= 64
@@ -191,11 +191,11 @@ def test_it_finds_the_first_wrong_unit_of_each_layer(content: Content):
 
 
 def test_it_finds_what_is_not_poison(content: Content):
-    for deck in content.decks:
+    for deck in content.views:
         quiet = np.arange(1, deck.num_slots)[::-1].astype(np.int64)
-        work = launch(QUIET, deck, quiet, None, [0] * deck.held.num_layers, len(quiet))
+        work = launch(QUIET, deck, quiet, None, [0] * deck.shard.num_layers, len(quiet))
         assert (interpret(work) == work.units).all()
-        _, base = next(deck.places())
+        _, base = next(deck.addresses())
         at(base, 1)[0] = 0  # page 0 is not among them
         assert (interpret(work) == work.units).all()
         at(base + deck.rows.page_bytes, 1)[0] = 0  # the last of them
@@ -208,8 +208,8 @@ def test_it_compiles_for_a_gpu(content: Content, task: str):
     from kvctl.lab.ranks.content_kernel import content as kernel
     from kvctl_agent.device.kernels import assemble
 
-    deck = content.decks[0]
-    work = launch(task, deck, np.arange(3), None, [0] * deck.held.num_layers, 3)
+    deck = content.views[0]
+    work = launch(task, deck, np.arange(3), None, [0] * deck.shard.num_layers, 3)
     code = assemble(kernel, ARGUMENTS, work.form.constants(), WARPS, 90)
     assert code.threads == 32 * WARPS
     assert code.shared < 48 << 10
@@ -217,8 +217,8 @@ def test_it_compiles_for_a_gpu(content: Content, task: str):
 
 
 def written_to(content: Content, name: str, layer: int, page: int, byte: int) -> None:
-    deck = next(deck for deck in content.decks if deck.name == name)
-    at(list(deck.places())[layer][1] + page * deck.rows.page_bytes + byte, 1)[0] ^= 8
+    deck = next(deck for deck in content.views if deck.name == name)
+    at(list(deck.addresses())[layer][1] + page * deck.rows.page_bytes + byte, 1)[0] ^= 8
 
 
 @pytest.mark.parametrize("mode", ["full", "sample"])
@@ -234,7 +234,7 @@ def written_to(content: Content, name: str, layer: int, page: int, byte: int) ->
 def test_it_verifies_as_the_host_does(content: Content, store: GpuStore, mode: str, wrongs: list[Any]):
     content.fill(0)
     for name, layer, room, page, byte in wrongs:
-        segment = next(deck for deck in content.decks if deck.name == name).held.segment.index
+        segment = next(deck for deck in content.views if deck.name == name).shard.segment.index
         number = int(content.items[room][segment][page]) if room else 0
         written_to(content, name, layer, number, byte)
     wanted = verify(content, mode)
@@ -253,11 +253,11 @@ def test_a_store_s_own_content_verifies_on_the_host(content: Content, store: Gpu
 
 def test_whoever_mends_a_stray_is_told_of_the_first_alone(content: Content, store: GpuStore):
     content.store = store
-    deck = content.decks[0]
+    deck = content.views[0]
     for layer in (0, 1):
         written_to(content, "k", layer, 7, 3)
     found = []
     for stray in content.store.written(deck, np.array([9, 7])):
-        found.append((stray.sheet.layer, stray.page))
+        found.append((stray.plane.layer, stray.page))
         content.store.poison(deck, np.array([7]))
     assert found == [(0, 7)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.ranks import content, gpu_engine, resolve, sizing, worker_prefill
+from kvctl.lab.ranks import content, gpu_engine, measure, resolve, sizing, worker
 from kvctl.lab.ranks.messages import Floors
 from kvctl.lab.ranks.request import Sizes
 from kvctl.lab.ranks.sizing import Budget
@@ -55,20 +55,18 @@ def test_layers_go_in_groups_too(fleet: Callable[..., Any]):
 
 
 def test_floors_of_a_device_are_measured(fleet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
-    from kvctl.lab.ranks import worker
-
-    monkeypatch.setattr(worker, "device_gb_per_s", partial(worker.device_gb_per_s, nbytes=MIB))
-    monkeypatch.setattr(worker, "peer_gb_per_s", partial(worker.peer_gb_per_s, nbytes=MIB))
+    monkeypatch.setattr(measure, "device_gb_per_s", partial(measure.device_gb_per_s, nbytes=MIB))
+    monkeypatch.setattr(measure, "peer_gb_per_s", partial(measure.peer_gb_per_s, nbytes=MIB))
     started = fleet(device="cuda")
     prefill = started.workers["p0-prefill-0"]
     for kind in ("memcpy", "write", "device", "peer"):
-        assert (prefill.floors(Floors(kind))["gb_per_s"] or 0) > 0, kind
+        assert (prefill.handle(Floors(kind))["gb_per_s"] or 0) > 0, kind
     succeeded(started, "staged")
 
 
 def test_host_pools_have_no_floor_of_a_device(fleet: Callable[..., Any]):
     prefill = fleet().workers["p0-prefill-0"]
-    assert prefill.floors(Floors("device")) == prefill.floors(Floors("peer")) == {"gb_per_s": None}
+    assert prefill.handle(Floors("device")) == prefill.handle(Floors("peer")) == {"gb_per_s": None}
 
 
 def test_a_rank_that_computes_says_what_it_takes_alone(fleet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
@@ -79,8 +77,8 @@ def test_a_rank_that_computes_says_what_it_takes_alone(fleet: Callable[..., Any]
         small = work._replace(products=((16, 16),))
         return gpu_engine.GpuEngine(small, "cpu", *args)
 
-    monkeypatch.setattr(worker_prefill, "GpuEngine", on_a_processor)
-    monkeypatch.setattr(gpu_engine, "_ALONE_S", 0.0)
+    monkeypatch.setattr(worker, "GpuEngine", on_a_processor)
+    monkeypatch.setattr(gpu_engine, "_MIN_MEASURED_S", 0.0)
     started = fleet(device="cuda", compute="gpu", model="llama-3.2-1b")
     for pipeline in ("off", "2"):
         report = succeeded(started, "staged", pipeline=pipeline)["p0-prefill-0"]

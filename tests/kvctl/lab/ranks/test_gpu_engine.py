@@ -25,7 +25,7 @@ FOREVER = 1 << 62
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for good figures here."""
-    monkeypatch.setattr(gpu_engine, "_ALONE_S", 0.0)
+    monkeypatch.setattr(gpu_engine, "_MIN_MEASURED_S", 0.0)
 
 
 def work(model: str, tp: int) -> LayerWork:

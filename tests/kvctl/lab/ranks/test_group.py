@@ -49,19 +49,19 @@ def test_a_killed_rank_is_named_with_its_signal_and_last_words(group: RankGroup,
     start("decode-1", "print('first line'); print('out of cheese', flush=True); lines.readline(); time.sleep(60)")
     group.ranks["prefill-0"].send(ASK)
     victim = group.ranks["decode-1"]
-    wait_for(lambda: victim.hear_output() or "cheese" in victim.last_words)
+    wait_for(lambda: victim.read_output() or "cheese" in victim.last_output)
     os.kill(victim.pid, signal.SIGKILL)
     with pytest.raises(RankDied) as caught:
         group.ask({"prefill-0": ASK, "decode-1": ASK}, LONG_S, "run of staged, lot 1 of 2")
     assert str(caught.value) == (
         f'rank "decode-1" (pid {victim.pid}) was killed by SIGKILL during run of staged, lot 1 of 2; '
-        f"its last words:\n  first line\n  out of cheese"
+        f"its last output:\n  first line\n  out of cheese"
     )
 
 
 def test_a_rank_that_exits_is_named_with_its_code(group: RankGroup, start: Start):
     start("a", "sys.exit(7)")
-    with pytest.raises(RankDied, match=r'rank "a" \(pid \d+\) exited with code 7 during boot; it left no last words'):
+    with pytest.raises(RankDied, match=r'rank "a" \(pid \d+\) exited with code 7 during boot; it printed nothing'):
         group.ask({"a": ASK}, LONG_S, "boot")
 
 
@@ -93,7 +93,7 @@ def test_a_kill_is_the_cause_though_another_rank_complains_first(
 def test_a_silent_rank_misses_the_deadline_with_what_it_was_doing(group: RankGroup, start: Start):
     start("a")
     start("b", "say('progress', doing='waiting for its peers'); time.sleep(60)")
-    wait_for(lambda: group.ranks["b"].hear() or group.ranks["b"].doing)
+    wait_for(lambda: group.ranks["b"].read() or group.ranks["b"].doing)
     group.ask({"a": ASK}, LONG_S, "start")
     with pytest.raises(RankOverdue) as caught:
         group.ask({"a": ASK, "b": ASK}, 2.0, "start")
@@ -105,13 +105,13 @@ def test_a_flood_of_output_neither_blocks_nor_is_kept(group: RankGroup, start: S
                "for i in range(300_000): print('flood', i)\n"
                "sys.stdout.flush(); answer(b'{\"do\": \"verify\"}')\ntime.sleep(60)")  # fmt: skip
     group.ask({"a": ASK}, LONG_S, "flood")
-    wait_for(lambda: group.ranks["a"].hear_output() or "flood 299999" in group.ranks["a"].last_words)
-    assert len(group.ranks["a"].last_words) <= 2000
+    wait_for(lambda: group.ranks["a"].read_output() or "flood 299999" in group.ranks["a"].last_output)
+    assert len(group.ranks["a"].last_output) <= 2000
 
 
 def test_garbage_on_the_channel_is_the_ranks_failure(group: RankGroup, start: Start):
     start("a", "lines.write(b'not json\\n'); lines.flush(); time.sleep(60)")
-    with pytest.raises(RankFailed, match="sent what is no answer"):
+    with pytest.raises(RankFailed, match="sent an invalid message"):
         group.ask({"a": ASK}, LONG_S, "start")
 
 

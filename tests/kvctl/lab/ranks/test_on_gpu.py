@@ -81,7 +81,7 @@ def content(gpu: Any) -> Iterator[Content]:
 def receive(content: Content) -> None:
     """Everything, but for the cached prefix."""
     content.fill(0)
-    for deck in (deck for deck in content.decks if not deck.held.segment.state):
+    for deck in (deck for deck in content.views if not deck.shard.segment.state):
         for number in content.rooms:
             content.store.poison(deck, content.pages(number)[:2])
 
@@ -100,9 +100,9 @@ def test_a_gpu_s_content_is_right_for_both_stores(content: Content, gpu: Any):
 
 def test_a_gpu_finds_what_the_host_finds(content: Content, gpu: Any):
     receive(content)
-    for deck in content.decks:
-        _, base = list(deck.places())[-1]
-        page = int(content.items[101][deck.held.segment.index][-1])
+    for deck in content.views:
+        _, base = list(deck.addresses())[-1]
+        page = int(content.items[101][deck.shard.segment.index][-1])
         for where in (page, 0):
             addr = base + where * deck.rows.page_bytes + deck.rows.page_bytes // 2
             byte = np.zeros(1, np.uint8)
@@ -113,7 +113,7 @@ def test_a_gpu_finds_what_the_host_finds(content: Content, gpu: Any):
     content.store = MirrorStore(gpu)
     assert verify(content, "full") == found
     assert found["bad_rooms"] == [1]
-    assert [each["room"] for each in found["mismatches"]].count(0) == len(content.decks)
+    assert [each["room"] for each in found["mismatches"]].count(0) == len(content.views)
     content.store = mine
 
 

@@ -126,7 +126,7 @@ def test_a_misplaced_row_is_traced_to_where_it_belongs():
     every = [PlaneId(2, layer, plane) for layer in range(32) for plane in (0, 1)]
     row = oracle(7, 12, PlaneId(2, 5, 1), at=33, head=3, row_bytes=32)
     rooms = {11: 64, 12: 64}
-    assert trace(row, 7, rooms, 8, every) == Source(room=12, sheet=PlaneId(2, 5, 1), at=33, head=3)
+    assert trace(row, 7, rooms, 8, every) == Source(room=12, plane=PlaneId(2, 5, 1), at=33, head=3)
     assert trace(bytes([POISON]) * 32, 7, rooms, 8, every) is None
 
 

@@ -90,12 +90,12 @@ def start(shape: PlannedShape = SHAPE, **changes: Any) -> Start:
 
 
 def deck(content: Content, name: str) -> PlaneView:
-    return next(deck for deck in content.decks if deck.name == name)
+    return next(deck for deck in content.views if deck.name == name)
 
 
 def layer(content: Content, number: int, name: str) -> Bytes:
     """All bytes of one plane of one layer."""
-    return next(block for sheet, block in deck(content, name).sheets() if sheet.layer == number)
+    return next(block for sheet, block in deck(content, name).blocks() if sheet.layer == number)
 
 
 def pages_of(content: Content, number: int, name: str) -> Any:
@@ -104,7 +104,7 @@ def pages_of(content: Content, number: int, name: str) -> Any:
 
 def rooms(prefix_tokens: int = 0) -> list[Room]:
     return [
-        Room(index=index, number=1000 + index, tokens=tokens, prefix_tokens=prefix_tokens, decode_dp=0, slot=index)
+        Room(index=index, number=1000 + index, tokens=tokens, prefix_tokens=prefix_tokens, decode_dp=0)
         for index, tokens in enumerate((13, 8))
     ]
 
@@ -126,8 +126,8 @@ def make(lot: list[Room] | None = None, **changes: Any) -> Iterator[Content]:
 def receive(content: Content, skip: int = 0) -> None:
     """What a correct transfer leaves: everything, or all but the first `skip` pages of each room; state is whole."""
     content.fill(0)
-    for each in (each for each in content.decks if not each.held.segment.state):
-        for _, block in each.sheets():
+    for each in (each for each in content.views if not each.shard.segment.state):
+        for _, block in each.blocks():
             for number in content.rooms:
                 block.reshape(-1, each.rows.page_bytes)[content.pages(number)[:skip]] = POISON
 
@@ -191,8 +191,8 @@ def test_a_byte_in_a_page_of_nobody_is_a_stray(content: Content):
     receive(content)
     layer(content, 1, "v")[7] = 0  # page 0
     (wrong,) = verify(content, "full")["mismatches"]
-    assert (wrong["room"], wrong["where"]) == (0, "layer 1 dim 3")
-    assert "v page 0 was owed nothing but was written to" in wrong["hint"]
+    assert (wrong["room"], wrong["where"]) == (0, "layer 1 v page 0 byte 7")
+    assert wrong["hint"] == "no room owned it"
 
 
 def test_the_cached_prefix_must_not_be_written():
@@ -210,7 +210,7 @@ def test_aux_rows_are_checked_and_so_are_the_unused_ones(content: Content):
     content.aux()[2, 4] = 0
     aux, stray = verify(content, "full")["mismatches"]
     assert (aux["room"], aux["where"]) == (1001, "aux dim 9")
-    assert stray["hint"] == "aux row 2 was owed nothing but was written to"
+    assert (stray["where"], stray["hint"]) == ("aux row 2 byte 4", "no room owned it")
 
 
 def test_pages_of_a_failed_room_may_hold_anything(content: Content):
@@ -224,28 +224,28 @@ def test_a_rank_of_later_layers_and_heads_checks_those():
     for content in make(**later):
         content.fill(0)
         assert verify(content, "full")["mismatches"] == []
-        assert [sheet.layer for sheet, _ in content.decks[0].sheets()] == [1, 2]
-        assert content.decks[0].rows.head_lo == 1
+        assert [sheet.layer for sheet, _ in content.views[0].blocks()] == [1, 2]
+        assert content.views[0].rows.head_lo == 1
     for content in make(**later):
         # The same amount of memory, taken for the other stage's layers and the other rank's head.
         other = Content(content._pool, start(**later))
-        earlier = [held._replace(layer_lo=0, layer_hi=2, head_lo=0, head_hi=1) for held in (content.decks[0].held,)]
-        for each in other.decks:
-            object.__setattr__(each, "held", earlier[0])
+        earlier = [held._replace(layer_lo=0, layer_hi=2, head_lo=0, head_hi=1) for held in (content.views[0].shard,)]
+        for each in other.views:
+            object.__setattr__(each, "shard", earlier[0])
         assert verify(content, "full")["bad_rooms"] == [0, 1]
 
 
 def test_everything_a_model_may_have_is_filled_and_verified():
     for content in make(shape=EVERYTHING):
-        assert [deck.name for deck in content.decks] == [
+        assert [deck.name for deck in content.views] == [
             *("k", "v", "k_scale", "v_scale", "draft k", "draft v", "draft k_scale", "draft v_scale"),
             *("conv", "swa"),
         ]
         receive(content)
         assert verify(content, "full")["mismatches"] == []
-        for each in content.decks:
-            number = next(iter(each.sheets()))[0].layer
-            item = content.items[1001][each.held.segment.index][0]
+        for each in content.views:
+            number = next(iter(each.blocks()))[0].layer
+            item = content.items[1001][each.shard.segment.index][0]
             pages_of(content, number, each.name)[item, -1] ^= 1
             (wrong,) = verify(content, "full")["mismatches"]
             assert wrong["room"] == 1001
@@ -287,7 +287,7 @@ def test_state_moves_whole_where_a_prefix_is_cached_and_spare_items_stay_quiet()
         assert verify(content, "full")["mismatches"] == []
         pages_of(content, 0, "swa")[0, 3] = 1
         (wrong,) = verify(content, "full")["mismatches"]
-        assert (wrong["room"], wrong["hint"]) == (0, "swa item 0 was owed nothing but was written to")
+        assert (wrong["room"], wrong["where"]) == (0, "layer 0 swa item 0 byte 3")
 
 
 def test_k_taken_for_v_is_traced():

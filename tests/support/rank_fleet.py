@@ -1,0 +1,155 @@
+"""A whole planned fleet in this process, driven as a bench drives it; and scripted rank processes."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from kvctl.lab.ranks.group import RankGroup
+from kvctl.lab.ranks.messages import Prepare, Room, Run, RunReport, Start, Verify, VerifyReport
+from kvctl.lab.ranks.plan import Plan, PlannedRank
+from kvctl.lab.ranks.planner import rank_start
+from kvctl.lab.ranks.request import Load, PlanRequest, Sizes, Tokens
+from kvctl.lab.ranks.resolve import make_plan
+from kvctl.lab.ranks.worker import Worker
+
+MIB = 1 << 20
+TIMEOUT_S = 60.0
+
+
+def small_request(**changes: Any) -> PlanRequest:
+    """Returns a request for a model so small that a fleet of it takes little time."""
+    wanted: dict[str, Any] = {
+        "prefill": (Sizes(),),
+        "decode": Sizes(),
+        "loads": (Load(4, Tokens(values=(40, 7))),),
+        "memory_bytes": 256 * MIB,
+        "seed": 7,
+        "layers": 4,
+        "kv_heads": 4,
+        "head_dim": 8,
+        "page_size": 4,
+        "chunk_tokens": 16,
+        "rooms": 6,
+        **changes,
+    }
+    return PlanRequest(**wanted)
+
+
+class Fleet:
+    """Every rank of a plan; `run` drives its first batch."""
+
+    def __init__(self, request: PlanRequest, directory: str) -> None:
+        self.plan: Plan = make_plan(request)
+        self._request = request
+        self._laps = 0
+        self.timeout_s = TIMEOUT_S
+        self.workers: dict[str, Worker] = {}
+        self._pool = ThreadPoolExecutor(len(self.plan["ranks"]))
+        try:
+            for rank in self.plan["ranks"]:
+                start = self._start(rank, directory)
+                self.workers[start.name] = Worker(start, SimpleQueue(), lambda kind, data: None)
+            self._all(Worker.begin)
+        except BaseException:
+            self.close()
+            raise
+
+    def rooms(self) -> tuple[Room, ...]:
+        """Returns the first batch's rooms under new numbers."""
+        self._laps += 1
+        load = self.plan["loads"][0]
+        first, end = load["lots"][0]
+        return tuple(
+            Room(
+                index=index,
+                number=self._laps * self.plan["room_stride"] + index,
+                tokens=load["rooms"][index]["tokens"],
+                prefix_tokens=load["rooms"][index]["prefix_tokens"],
+                decode_dp=load["rooms"][index]["decode_dp"],
+                instance=load["rooms"][index]["instance"],
+                arrival_ms=load["rooms"][index]["arrival_ms"],
+                output_tokens=load["rooms"][index]["output_tokens"],
+                session=load["rooms"][index]["session"],
+            )
+            for index in range(first, end)
+        )
+
+    def run(self, path: str, pipeline: str = "off", **command: Any) -> dict[str, RunReport]:
+        """Runs the first batch; returns the ranks' reports by name."""
+        prepare = Prepare(0, path, self.rooms(), poison=True, pipeline=pipeline)
+        self._all(lambda worker: worker.prepare(prepare))
+        run = Run(tuple(self.plan["loads"][0]["windows"]), self.timeout_s, **command)
+        return self._all(lambda worker: worker.run(run))
+
+    def verify(self) -> dict[str, VerifyReport]:
+        """Returns the decode ranks' verification reports by name."""
+        verdicts = self._all(lambda worker: worker.verify(Verify("full")))
+        return {name: verdict for name, verdict in verdicts.items() if name.startswith("decode")}
+
+    def close(self) -> None:
+        list(self._pool.map(Worker.close, self.workers.values()))
+        self._pool.shutdown()
+
+    def _all(self, action: Callable[[Worker], Any]) -> dict[str, Any]:
+        return dict(zip(self.workers, self._pool.map(action, self.workers.values()), strict=True))
+
+    def _start(self, rank: PlannedRank, directory: str) -> Start:
+        prefix = f"p{rank['instance']}-" if rank["instance"] >= 0 else ""
+        name = f"{prefix}{rank['role']}-{rank['unique']}"
+        return rank_start(self.plan, self._request, rank, name, directory, TIMEOUT_S)
+
+
+@pytest.fixture
+def fleet() -> Iterator[Callable[..., Fleet]]:
+    """Starts fleets of `small_request(...)`, and ends them."""
+    with ExitStack() as stack:
+        directory = tempfile.mkdtemp(prefix="rig-", dir="/tmp")  # socket paths must stay short
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+
+        def start(**changes: Any) -> Fleet:
+            started = Fleet(small_request(**changes), directory)
+            stack.callback(started.close)
+            return started
+
+        yield start
+
+
+_SCRIPT = """
+import json, os, signal, socket, sys, time
+channel = socket.socket(fileno=int(sys.argv[-1]))
+lines = channel.makefile("rwb")
+def say(kind, **data):
+    lines.write(json.dumps(dict(kind=kind, data=data)).encode() + b"\\n"); lines.flush()
+def answer(line, **data):
+    say("answer", **data)
+BODY
+"""
+
+StartRank = Callable[..., None]
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankGroup]:
+    monkeypatch.setattr("kvctl.lab.ranks.group.CLOSE_S", 0.2)  # most scripted ranks do not care that we hang up
+    with contextlib.closing(RankGroup()) as group:
+        yield group
+
+
+@pytest.fixture
+def start(group: RankGroup) -> StartRank:
+    """Starts a rank that runs `body`, in which `lines`, `say` and `answer` are defined."""
+
+    def start(name: str, body: str = "for line in lines: answer(line, pid=os.getpid())") -> None:
+        group.start(name, program=[sys.executable, "-c", _SCRIPT.replace("BODY", body)])
+
+    return start
