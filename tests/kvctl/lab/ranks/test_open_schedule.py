@@ -11,9 +11,7 @@ MS = 1_000_000
 
 
 def room(index: int, **changes: Any) -> Room:
-    return Room(
-        **{"index": index, "number": index, "tokens": 4, "prefix_tokens": 0, "decode_dp": 0, "slot": index, **changes}
-    )
+    return Room(**{"index": index, "number": index, "tokens": 4, "prefix_tokens": 0, "decode_dp": 0, **changes})
 
 
 def taken(arrivals: Arrivals, now_ns: int) -> list[tuple[int, int]]:
