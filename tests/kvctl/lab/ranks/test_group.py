@@ -214,9 +214,9 @@ def test_a_rank_that_reads_nothing_blocks_nobody(group: RankGroup, start: Start)
     start("a", "os.kill(os.getpid(), signal.SIGSTOP)")
     for _ in range(4):
         group.ranks["a"].send(Verify("x" * (4 << 20)))
-    assert group.listen(0.0) == []
+    assert group.poll(0.0) == []
     group.ranks["a"].signal(signal.SIGKILL)
-    wait_for(lambda: [event.kind for event in group.listen(0.1)] == ["exited"])
+    wait_for(lambda: [event.kind for event in group.poll(0.1)] == ["exited"])
 
 
 def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
