@@ -28,8 +28,8 @@ from kvctl_agent.contract.choices import HOST
 from kvctl_agent.device.cuda import open_device
 from kvctl_agent.errors import DeviceError, KvctlError
 from kvctl_agent.transport import Region, Transport, open_transport, prepare_environment
+from kvctl_agent.transport.cost_probe import interconnect_of
 from kvctl_agent.transport.environment import has_infiniband
-from kvctl_agent.transport.interconnect import interconnect_of
 
 TOTAL_BYTES = 256 << 20
 SMALL_BYTES = 16 << 20

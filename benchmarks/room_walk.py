@@ -32,9 +32,9 @@ _SETTLE_S = 0.25  # grants are there and nothing is under way
 _SHAPE = ModelShape(2, 8, 8, 8, 2)
 _PACKAGE = "kvctl_agent."
 _POLLS = {
-    ("kvctl_agent.transport.loopback.transport", "arrivals"),
-    ("kvctl_agent.transport.loopback.transport", "poll"),
-    ("kvctl_agent.transport.loopback.transport", "progress"),
+    ("kvctl_agent.transport.loopback", "arrivals"),
+    ("kvctl_agent.transport.loopback", "poll"),
+    ("kvctl_agent.transport.loopback", "progress"),
     ("kvctl_agent.security.unix_router", "recv_multipart"),
 }
 """Module and function of each poll; its result is false, or it raises, if it finds nothing."""

@@ -1,6 +1,6 @@
 """Chooses the number of layer groups from recent forwards, for mode measured.
 
-The formula of mode on knows neither the machine's compute nor its connection. With compute C, transfer T and N equal
+The formula of mode on is_measured neither the machine's compute nor its connection. With compute C, transfer T and N equal
 groups, the two stages overlap like two machines in a flow shop:
 
     total(N) = C + max(T/N, C/N + T - C),   where T and C grow a little with every group
@@ -57,8 +57,8 @@ class GroupSizeTuner:
         place = _place(tokens)
         with self._lock:
             size = self._sizes.setdefault(place, _Size())
-            if size.strays(compute_ns / tokens):
-                if not size.astray:
+            if size.differs_in_pace(compute_ns / tokens):
+                if not size.pace_changed:
                     return
                 # Measurements at one pace do not apply to another: the formula decides until there are enough new ones.
                 size = self._sizes[place] = _Size()
@@ -74,9 +74,9 @@ class GroupSizeTuner:
         """
         with self._lock:
             size = self._sizes.get(_place(tokens))
-            if size is None or not size.knows(formula):
+            if size is None or not size.is_measured(formula):
                 return formula
-            size.asked += 1
+            size.choices += 1
             best = size.best(formula)
             if size.may_try and self._random.randrange(_TURN) == 0:
                 return size.trial(best, num_layers, formula) or best
@@ -157,23 +157,23 @@ class _Size:
         self._arms: dict[int, _Arm] = {}
         self._compute = _Line()
         self._transfer = _Line()
-        self.asked = 0  # choices made; forwards with other numbers of groups may be observed, too
+        self.choices = 0  # choices made; forwards with other numbers of groups may be observed, too
         self._count = 0
-        self._tried = 0
+        self._trials = 0
         self._pace = 0.0  # compute per token, recent forwards
-        self._strayed = 0  # forwards in a row at another pace
+        self._other_pace = 0  # forwards in a row at another pace
         self._variance = 0.0  # of the exposed time around the mean of its N
 
-    def strays(self, compute: float) -> bool:
+    def differs_in_pace(self, compute: float) -> bool:
         """Record and return whether a forward computed at another pace than the forwards before it."""
-        strays = bool(self._pace) and not self._pace / _PACE < compute < self._pace * _PACE
-        self._strayed = self._strayed + 1 if strays else 0
-        return strays
+        differs = bool(self._pace) and not self._pace / _PACE < compute < self._pace * _PACE
+        self._other_pace = self._other_pace + 1 if differs else 0
+        return differs
 
     @property
-    def astray(self) -> bool:
+    def pace_changed(self) -> bool:
         """Whether several forwards in a row computed at another pace, so that the change is not noise."""
-        return self._strayed >= _ENOUGH
+        return self._other_pace >= _ENOUGH
 
     def add(self, groups: int, compute: float, transfer: float, exposed: float) -> None:
         self._count += 1
@@ -191,7 +191,7 @@ class _Size:
         self._compute.add(groups, compute)
         self._transfer.add(groups, transfer)
 
-    def knows(self, groups: int) -> bool:
+    def is_measured(self, groups: int) -> bool:
         arm = self._arms.get(groups)
         return arm is not None and arm.count >= _ENOUGH and self._count - arm.last <= _STALE
 
@@ -200,28 +200,28 @@ class _Size:
 
         def score(groups: int) -> float:
             arm = self._arms[groups]
-            return self._whole(groups) + (0.0 if groups == formula else self._doubt(arm))
+            return self._whole(groups) + (0.0 if groups == formula else self._standard_error(arm))
 
-        return min((groups for groups in self._arms if self.knows(groups)), key=score)
+        return min((groups for groups in self._arms if self.is_measured(groups)), key=score)
 
     @property
     def may_try(self) -> bool:
-        return self._tried < _HEAD_START + self.asked / _SHARE
+        return self._trials < _HEAD_START + self.choices / _SHARE
 
     def trial(self, best: int, num_layers: int, formula: int) -> int | None:
         """Return an N to try that may be faster than `best`, or None."""
         now = min(self._predicted(best))
-        promise = {
+        predicted = {
             groups: min(self._predicted(groups))
             for groups in _ladder(num_layers)
             if best / 2 <= groups <= best * 2 and groups != best and self._open(groups, best)
         }
-        chosen = min(promise, key=lambda groups: promise[groups], default=None)
-        if chosen is None or promise[chosen] > now * (1 - _GAIN):
+        chosen = min(predicted, key=lambda groups: predicted[groups], default=None)
+        if chosen is None or predicted[chosen] > now * (1 - _GAIN):
             if formula == best or self._count - self._arms[formula].last < _SHARE:
                 return None
             chosen = formula  # measured again from time to time, as it may have become faster
-        self._tried += 1
+        self._trials += 1
         self._arms.setdefault(chosen, _Arm()).tried += 1
         return chosen
 
@@ -232,11 +232,11 @@ class _Size:
             return True
         if arm.tried >= arm.count + _ENOUGH:
             return False
-        return not self.knows(groups) or (
-            arm.count < _MEMORY and self._whole(groups) - self._doubt(arm) < self._whole(best)
+        return not self.is_measured(groups) or (
+            arm.count < _MEMORY and self._whole(groups) - self._standard_error(arm) < self._whole(best)
         )
 
-    def _doubt(self, arm: _Arm) -> float:
+    def _standard_error(self, arm: _Arm) -> float:
         """Standard error of the mean of an N."""
         return sqrt(self._variance / min(arm.count, _MEMORY))
 

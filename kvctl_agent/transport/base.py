@@ -20,13 +20,14 @@ progress, how handles are freed) are hidden behind these guarantees and duties:
 
 from __future__ import annotations
 
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvctl_agent.errors import TransportError
 from kvctl_agent.memory.region import Region
 
 Addresses = npt.NDArray[np.uint64]
@@ -146,7 +147,7 @@ class Transport(Protocol):
     ) -> Write:
         """Write sizes[i] bytes from local_addrs[i] to remote_addrs[i] for all i, and send `tag` after them if not None.
 
-        Suited to few large descriptors, because adjacent descriptors are not merged.
+        Suited to few large descriptors; an engine need not merge adjacent ones.
 
         Raises:
             PeerDisconnected: the engine reports that the peer is gone.
@@ -210,12 +211,35 @@ class Transport(Protocol):
         ...
 
 
-def check_tag(tag: bytes) -> bytes:
-    """Return the tag if its length is valid.
+W = TypeVar("W")
 
-    Raises:
-        TransportError: the tag is empty or too long.
+
+class AbandonedWrites(ABC, Generic[W]):
+    """Base class for the abandoned writes of an engine, which are polled until the engine has finished them.
+
+    `advance` is a method and not a callback, because a stored bound method would be a reference cycle that delays the
+    destruction of a closed transport.
     """
-    if not 0 < len(tag) <= MAX_TAG_BYTES:
-        raise TransportError(f"a tag must have 1 to {MAX_TAG_BYTES} bytes, this one has {len(tag)}")
-    return tag
+
+    def __init__(self) -> None:
+        self._draining: list[W] = []
+        self._drain_lock = threading.Lock()
+
+    @abstractmethod
+    def advance(self, write: W) -> bool:
+        """Poll a write; return True when the engine has finished it, with any failure in the write's `error`."""
+
+    def drain(self, write: W) -> bool:
+        """Poll a write as `advance` does, and let `drain_on` poll it from now on until it is finished."""
+        with self._drain_lock:
+            if self.advance(write):
+                return True
+            if write not in self._draining:
+                self._draining.append(write)
+            return False
+
+    def drain_on(self) -> None:
+        """Poll all abandoned writes."""
+        if self._draining:
+            with self._drain_lock:
+                self._draining = [write for write in self._draining if not self.advance(write)]

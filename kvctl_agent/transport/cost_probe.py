@@ -1,4 +1,4 @@
-"""Measures the cost of writes on the connection of two agents, for the cost model that chooses a path.
+"""Measures the cost of writes on a connection, for the cost model that chooses a path, and infers the interconnect.
 
 A write has a cost for its post and completion, and one for each descriptor, which depends on its size. On connections
 that copy with one system call per descriptor, a small descriptor costs far more than its bytes, and the curve bends
@@ -9,6 +9,7 @@ earlier model had two constants, and noise in one of them made thousands of desc
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,30 +39,32 @@ def measure_connection(
     big_bytes: int | None = None,
     least_rounds: int = LEAST_ROUNDS,
 ) -> ConnectionCost:
-    """Writes `local` over `remote` for about 0.15 s, or as long as `least_rounds` writes of each kind take.
+    """Write `local` over `remote` for about 0.15 s, or longer if `least_rounds` writes of each kind take longer.
 
-    All kinds are measured in turn, round after round, and each one's best counts: whatever else the machine is doing
-    hits them alike. Descriptors lie anywhere in the two regions, new in each round, because pages do too: a
-    descriptor whose memory no cache holds costs two to three times as much as one in a hot corner. Sends no tags, so
-    the peer notices nothing; `remote` is scratch memory.
+    Each round measures every kind of write once, and the best round of each kind counts, so that other load on the
+    machine affects all kinds alike. Descriptors have random places in the two regions, new in each round, as pages do:
+    a descriptor whose memory is in no cache costs two to three times as much as one that is. No tags are sent, so the
+    peer detects nothing.
 
     Args:
-        transport: with `peer` connected.
-        peer: its name.
-        local: registered here, at least 512 KiB; touched before, or page faults are measured. Only read.
-        remote: registered there, at least 512 KiB; both larger than the caches give figures that hold for pools.
-        big_bytes: size of the large write; less where the regions are smaller. None: `BIG_BYTES`, or
-            `DEVICE_BIG_BYTES` from a GPU if the lane is fast.
+        transport: A transport with `peer` connected.
+        peer: Name of the peer.
+        local: Registered local memory, at least 512 KiB, faulted in before; only read.
+        remote: Registered scratch memory of the peer, at least 512 KiB. Both regions should be larger than the caches,
+            or the costs do not apply to pools.
+        big_bytes: Size of the large write, at most that of the regions; `BIG_BYTES` if None, or `DEVICE_BIG_BYTES` from
+            a GPU over a fast connection.
+        least_rounds: Minimum number of rounds.
 
     Raises:
         DeadlineExceeded: a write was not complete after 2 s.
-        PeerDisconnected, TransportError: from the transport.
+        PeerDisconnected, TransportError: the transport failed.
     """
     usable = min(local.nbytes, remote.nbytes)
     if usable < _LEAST_BYTES:
         raise TransportError(f"measuring a connection needs {_LEAST_BYTES} bytes on both sides, not {usable}")
     random = np.random.default_rng(0)
-    # The first write of a connection waits until both ends are wired up, which says nothing about the next.
+    # Not measured: the first write waits until the connection is established.
     _once_us(transport, peer, local, remote, 64)
     if big_bytes is None:
         big_bytes = BIG_BYTES
@@ -81,15 +84,15 @@ def measure_connection(
     one_us, big_us, *many_us = best
     points: list[tuple[int, float]] = []
     for (count, size), us in zip(kinds[2:], many_us, strict=True):
-        each = max(us - one_us, us / 2) / count  # the half: where a write of one was never measured in peace
-        points.append((size, max(each, points[-1][1] if points else 0.0)))  # more bytes never cost less
+        each = max(us - one_us, us / 2) / count  # us / 2 bounds the effect of noise in `one_us`
+        points.append((size, max(each, points[-1][1] if points else 0.0)))  # a larger descriptor never costs less
     rate = big_bytes / max(big_us - one_us, 0.001) / 1e3
     counts = tuple(count for count, _ in kinds[2:])
     return ConnectionCost(rate, one_us, tuple(points), counts, big_bytes, (*many_us, big_us))
 
 
 def _scattered(random: np.random.Generator, region: Region, count: int, size: int) -> Addresses:
-    """`count` addresses in `region`, no two of them neighbours: an engine would merge those into one copy."""
+    """`count` addresses in `region`, no two of them adjacent, because an engine would merge adjacent descriptors."""
     places = region.nbytes // (2 * size) or 1
     slots = random.choice(places, count, replace=False, shuffle=False) if count > 1 else random.integers(places, size=1)
     return slots.astype(np.uint64) * np.uint64(2 * size) + np.uint64(region.addr)
@@ -109,3 +112,46 @@ def _write_us(transport: Transport, peer: str, here: Addresses, there: Addresses
             raise DeadlineExceeded(f"measuring the connection to {peer!r}: a write was not complete after {_WAIT_S} s")
         time.sleep(0)
     return (time.perf_counter() - started) * 1e6
+
+
+CUDA_IPC = "cuda_ipc"
+RDMA = "rdma"
+THROUGH_HOST = "tcp through the host"
+
+_IPC_GB_PER_S = 12.0  # cuda_ipc over PCIe reaches 20 to 50
+_RDMA_GB_PER_S = 4.0  # GPUDirect on 100 Gbit/s reaches 11; a copy through the host 2
+_MORE_THAN_NETWORKS_GB_PER_S = 120.0  # UCX uses at most two network cards for a write
+
+
+class Interconnect(NamedTuple):
+    """The interconnect between two GPUs, inferred from the rate of a large write.
+
+    UCX selects a lane for every kind of memory, and selects a slow one without a warning. It cannot be queried later:
+    its protocol table is only logged, and NIXL's telemetry contains only times. But the rates of the lanes differ so
+    much that the rate of one large write identifies the lane: on an H200, cuda_ipc reaches 373 GB/s over NVLink and
+    1,400 within a GPU, a copy through the host 0.6 (UCX) to 2.2 (Mooncake).
+
+    Attributes:
+        name: The inferred interconnect: CUDA_IPC, RDMA or THROUGH_HOST.
+        expected: The best interconnect on this hardware.
+    """
+
+    name: str
+    expected: str
+
+
+def interconnect_of(gb_per_s: float, same_host: bool, network: bool) -> Interconnect:
+    """Return the interconnect between two GPUs by the rate of a large write.
+
+    Args:
+        gb_per_s: Rate in 10⁹ bytes per second.
+        same_host: Whether both ends are on one host and in one PID namespace.
+        network: Whether this host has an RDMA device.
+    """
+    if gb_per_s >= (_IPC_GB_PER_S if same_host else _MORE_THAN_NETWORKS_GB_PER_S):
+        return Interconnect(CUDA_IPC, CUDA_IPC)
+    if same_host:
+        return Interconnect(THROUGH_HOST, CUDA_IPC)
+    if not network:
+        return Interconnect(THROUGH_HOST, THROUGH_HOST)
+    return Interconnect(RDMA if gb_per_s >= _RDMA_GB_PER_S else THROUGH_HOST, RDMA)

@@ -1,8 +1,8 @@
 """Environment variables that must be set before torch or an engine is imported.
 
-Engines and torch read these variables once, while their libraries load. So this runs first thing in a process
-(the rig's rank processes, an embedding worker's plugin); every transport calls it again before it imports its
-engine, which is enough for the engine but too late for torch. Nothing a user has set is overridden.
+Engines and torch read these variables once, while their libraries load. Therefore a process sets them first (in the
+lab's rank processes, or in the plugin of an embedding worker). Every transport sets them again before it imports its
+engine, which is early enough for the engine but too late for torch. Variables that are already set are not changed.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ def prepare_environment() -> dict[str, str]:
         The variables that this call set.
     """
     wanted = {
-        # Copies between processes run at 15 GB/s on huge pages and at 6 without; numpy asks for them by itself,
-        # torch's CPU allocator only with this.
+        # Copies between processes run at 15 GB/s on huge pages and at 6 GB/s without. numpy requests huge pages by
+        # itself, torch's CPU allocator only with this variable.
         "THP_MEM_ALLOC_ENABLE": "1",
-        # NIXL's INFO lines go to stdout, and stdout is data.
+        # NIXL writes INFO lines to stdout, which is for data.
         "NIXL_LOG_LEVEL": "WARN",
-        # UCX prints its warnings (a peer died) to stdout too.
+        # UCX writes its warnings to stdout, too, for example when a peer has died.
         "UCX_LOG_FILE": "stderr",
-        # Mooncake says several lines for every connection.
+        # Mooncake logs several lines for every connection.
         "MC_LOG_LEVEL": "ERROR",
-        # A small write that a stopped peer does not acknowledge fails after 30 s by default, and lands all the same
-        # when the peer goes on: then in memory that may have another owner. A day is for ever; deadlines are ours.
+        # By default a small write that a stopped peer does not acknowledge fails after 30 s, and still lands when the
+        # peer continues, in memory that may have another owner by then. One day effectively turns this off; the agent
+        # has deadlines of its own.
         "MC_TCP_STATUS_TIMEOUT_SEC": "86400",
     }
     if not has_infiniband():
-        # UCX's ib module loads libnl, whose destructor crashes the process after Python is done (exit code 139).
-        # Where there is RDMA hardware the module must stay, so this is decided by the hardware. All other modules,
-        # CUDA's among them, load as ever.
+        # UCX's ib module loads libnl, whose destructor crashes the process after Python has finished (exit code 139).
+        # With RDMA hardware the module is needed, so only machines without it exclude the module.
         wanted["UCX_MODULES"] = "^ib"
     missing = {key: value for key, value in wanted.items() if key not in os.environ}
     os.environ.update(missing)
@@ -60,4 +60,4 @@ def require_cuda_transports() -> None:
     if not lanes.startswith("^") and not {"all", "cuda", "cuda_copy"} & {
         lane.strip("\\ ") for lane in lanes.split(",")
     }:
-        raise ConfigError(f"UCX_TLS={lanes} keeps UCX from GPU memory: unset it, or add cuda (cuda_copy and cuda_ipc)")
+        raise ConfigError(f"UCX_TLS={lanes} excludes GPU memory: unset it, or add cuda (cuda_copy and cuda_ipc)")

@@ -20,7 +20,7 @@ def _nixl(agent_name: str, params: Mapping[str, str], device: Device | None) -> 
 
 
 def _loopback(agent_name: str, params: Mapping[str, str], device: Device | None) -> Transport:
-    from kvctl_agent.transport.loopback.transport import LoopbackTransport
+    from kvctl_agent.transport.loopback import LoopbackTransport
 
     return LoopbackTransport(agent_name, params)
 

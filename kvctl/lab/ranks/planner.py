@@ -19,7 +19,7 @@ from kvctl.lab.ranks.request import PlanRequest
 _IMPORT_MOONCAKE = """
 import sys
 from kvctl_agent.errors import ConfigError, TransportUnavailable
-from kvctl_agent.transport.mooncake.wheels import import_engine
+from kvctl_agent.transport.mooncake.engine import import_engine
 try:
     import_engine()
 except (ConfigError, TransportUnavailable) as error:
@@ -100,6 +100,6 @@ def _require_engine(transport: str) -> None:
             code = ExitCode.USAGE if done.returncode == ExitCode.USAGE else ExitCode.FAILED
             raise CliError(done.stderr.strip() or "mooncake cannot be imported", code)
     elif transport != "loopback" and find_spec(transport) is None:
-        from kvctl_agent.transport.missing_engine import unavailable
+        from kvctl_agent.transport.engine_errors import unavailable
 
         raise CliError(str(unavailable(transport, ModuleNotFoundError(f"No module named {transport!r}"))))

@@ -12,7 +12,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
+import re
 import socket
 import struct
 import threading
@@ -25,11 +27,10 @@ from typing import Any, NamedTuple
 from kvctl_agent.contract.choices import HOST
 from kvctl_agent.errors import ConfigError, TransportError, TransportUnavailable
 from kvctl_agent.memory.region import Region
-from kvctl_agent.transport.captured_stderr import captured_stderr
 from kvctl_agent.transport.device_map import device_name
+from kvctl_agent.transport.engine_errors import captured_stderr, explain_refusal, unavailable
+from kvctl_agent.transport.environment import prepare_environment
 from kvctl_agent.transport.fork_safety import disown_in_children
-from kvctl_agent.transport.mooncake.wheels import CPU_WHEEL, import_engine
-from kvctl_agent.transport.registration_errors import explain_refusal
 
 LOOPBACK_HOST = "127.0.0.1"
 
@@ -42,7 +43,7 @@ _starting = threading.Lock()
 
 
 class Protocol(NamedTuple):
-    """What makes Mooncake use a protocol: a variable, and a build that has it (`flag` of its module; "" for all)."""
+    """The environment variable that selects a protocol, and the flag of builds that have it; "" if none is needed."""
 
     variable: str
     flag: str
@@ -61,13 +62,13 @@ class Engine:
     """A Mooncake engine that is ready for use.
 
     Attributes:
-        wheel: the wheel it comes from, with its version.
-        session: "host:port" by which peers know it.
-        private: its listeners accept this host's connections only.
-        cuda: it was built to reach GPU memory; which memory is such, it asks the driver.
-        submit: (session, local address, remote address, bytes) → number of a posted entry, 0 if it was refused.
+        wheel: The wheel it comes from, with its version.
+        session: "host:port" under which peers open it.
+        private: Whether its listeners accept only connections of this host.
+        cuda: Whether it was built to access GPU memory; it asks the driver which memory that is.
+        submit: (session, local address, remote address, bytes) -> number of the posted entry, 0 if it was rejected.
             Never waits for a peer whose session is open.
-        check: entry → 1 done (frees it), -1 failed (frees it), 0 or -2 still in flight.
+        check: entry -> 1 done (frees it), -1 failed (frees it), 0 or -2 still in flight.
     """
 
     def __init__(self, wheel: str, engine: Any, session: str, listeners: list[int], private: bool, cuda: bool) -> None:
@@ -83,11 +84,11 @@ class Engine:
         self._registered: list[int] = []
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Registers memory; adjacent regions are one by now.
+        """Register regions, of which no two are adjacent.
 
         Raises:
-            TransportUnavailable: it is a GPU's, and this build would take it for the host's.
-            TransportError: it overlaps what is registered, or the network card or the driver refuses it.
+            TransportUnavailable: the memory is a GPU's, and this build would treat it as the host's.
+            TransportError: a region overlaps registered memory, or the network card or the driver rejects it.
         """
         device = max((region.device for region in regions), default=HOST)
         if device != HOST and not self.cuda:
@@ -96,13 +97,13 @@ class Engine:
                 f"pip install mooncake-transfer-engine-cuda13 (mooncake-transfer-engine for CUDA 12)"
             )
         addrs = [region.addr for region in regions]
-        with captured_stderr() as said:
+        with captured_stderr() as output:
             code = self._engine.batch_register_memory(addrs, [region.nbytes for region in regions])
         if code:
-            why = explain_refusal(said.decode("utf-8", "replace"), device)
+            why = explain_refusal(output.decode("utf-8", "replace"), device)
             raise TransportError(
                 f"mooncake: cannot register {len(regions)} regions, {sum(region.nbytes for region in regions)} bytes "
-                f"(code {code}){why or ': they must not overlap each other or what was registered before'}"
+                f"(code {code}){why or ': they must not overlap each other or registered memory'}"
             )
         self._registered += addrs
 
@@ -113,13 +114,13 @@ class Engine:
             "", or the reason of the failure.
         """
         engine, submit, check = self._engine, self.submit, self.check
-        # Without the engine's lock, which the calls below would hold while they wait for a stopped peer.
+        # The probe takes no lock of the engine; the calls below would hold it while they wait for a stopped peer.
         code = engine.send_probe(session)
         if code:
-            return f"nobody answers at {session} (code {code})"
+            return f"no engine answers at {session} (code {code})"
         entry = submit(session, 0, 0, 0)
         if not entry:
-            return f"{session} does not tell its memory"
+            return f"{session} does not send its memory layout"
         deadline = time.monotonic() + _EMPTY_S
         while check(entry) == 0:  # an entry of no bytes is complete when it is posted
             if time.monotonic() > deadline:
@@ -133,11 +134,11 @@ class Engine:
         for number in self._listeners:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as listener:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(_STOP_S * 1e6)))
-        for _, one in _sockets():
-            with one, contextlib.suppress(OSError):
-                if one.getsockname()[1] == self._port and not _listens(one):
-                    one.shutdown(socket.SHUT_RDWR)
-        # The accept under way still has the old timeout.
+        for _, copy in _sockets():
+            with copy, contextlib.suppress(OSError):
+                if copy.getsockname()[1] == self._port and not _listens(copy):
+                    copy.shutdown(socket.SHUT_RDWR)
+        # The accept call in progress still has the old timeout.
         with contextlib.suppress(OSError):
             socket.create_connection(("127.0.0.1", self._port), timeout=_KICK_S).close()
         del self.submit, self.check, self._engine
@@ -147,30 +148,30 @@ def start(protocol: str, device: str, host: str) -> Engine:
     """Start an engine that peers reach at `host`.
 
     Raises:
-        ConfigError: no such protocol or device.
-        TransportUnavailable: Mooncake is missing, or this wheel or machine has not what the protocol needs.
-        TransportError: the engine cannot start; ends with what it said.
+        ConfigError: the protocol or a device is unknown.
+        TransportUnavailable: Mooncake is missing, or this wheel or machine does not support the protocol.
+        TransportError: the engine cannot start; the text ends with its output.
     """
     if protocol not in PROTOCOLS:
         raise ConfigError(f"transport_params: mooncake has no protocol {protocol!r}; allowed: {', '.join(PROTOCOLS)}")
     module, wheel = import_engine()
     _check_protocol(module, wheel, protocol, device)
-    with _starting, _environment(PROTOCOLS[protocol].variable), captured_stderr(less=_FALSE_ALARMS) as said:
-        before = {number for number, one in _sockets(close=True)}
+    with _starting, _environment(PROTOCOLS[protocol].variable), captured_stderr(drop=_FALSE_ALARMS) as output:
+        before = {number for number, _ in _sockets(close=True)}
         engine = module.TransferEngine()
         disown_in_children(engine)
         code = engine.initialize(host, "P2PHANDSHAKE", protocol, device.replace("+", ","))
         port = engine.get_rpc_port() if code == 0 else 0
-        fresh = [number for number, one in _sockets(close=True) if number not in before and _listens_at(number)]
+        fresh = [number for number, _ in _sockets(close=True) if number not in before and _listens_at(number)]
     if code:
-        text = said.decode("utf-8", "replace").strip()
+        text = output.decode("utf-8", "replace").strip()
         raise TransportError(f"{wheel} could not start with protocol {protocol} at {host} (code {code}): {text}")
     bound = [_bind_to_loopback(number) for number in fresh] if host == LOOPBACK_HOST else []
     return Engine(wheel, engine, f"{host}:{port}", fresh, bool(bound) and all(bound), _knows_cuda(module, wheel))
 
 
 def _knows_cuda(module: ModuleType, wheel: str) -> bool:
-    """Older builds do not say."""
+    """Whether the build can access GPU memory; older builds have no flag for it."""
     return bool(getattr(module, "SUPPORT_CUDA", not wheel.startswith(CPU_WHEEL)))
 
 
@@ -194,7 +195,7 @@ def _check_protocol(module: ModuleType, wheel: str, protocol: str, device: str) 
 
 @contextlib.contextmanager
 def _environment(variable: str) -> Iterator[None]:
-    """Exactly the one variable that picks the protocol, while the engine looks."""
+    """Set only the variable that selects the protocol, until the engine has read it."""
     saved = {name: os.environ.pop(name, None) for name in {p.variable for p in PROTOCOLS.values()} - {""}}
     if variable:
         os.environ[variable] = "1"
@@ -208,37 +209,153 @@ def _environment(variable: str) -> Iterator[None]:
 
 
 def _sockets(close: bool = False) -> list[tuple[int, socket.socket]]:
-    """Copies of this process's internet sockets with their original numbers; closed at once if only those matter."""
+    """Duplicates of this process's internet sockets with their original numbers; already closed if `close`."""
     found = []
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers are wanted, not paths
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names, not paths
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):  # noqa: PTH115
                 continue
-            one = socket.socket(fileno=os.dup(int(name)))
-        except OSError:  # gone meanwhile
+            copy = socket.socket(fileno=os.dup(int(name)))
+        except OSError:  # closed in the meantime
             continue
-        if one.family in (socket.AF_INET, socket.AF_INET6):
-            found.append((int(name), one))
+        if copy.family in (socket.AF_INET, socket.AF_INET6):
+            found.append((int(name), copy))
             if not close:
                 continue
-        one.close()
+        copy.close()
     return found
 
 
-def _listens(one: socket.socket) -> bool:
-    return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+def _listens(copy: socket.socket) -> bool:
+    return bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _listens_at(number: int) -> bool:
-    with socket.socket(fileno=os.dup(number)) as one:
-        return _listens(one)
+    with socket.socket(fileno=os.dup(number)) as copy:
+        return _listens(copy)
 
 
 def _bind_to_loopback(number: int) -> bool:
-    """True if the listener now refuses what does not come from this host."""
+    """Restrict a listener to connections of this host; return whether the kernel permits it."""
     try:
-        with socket.socket(fileno=os.dup(number)) as one:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo\0")
-    except OSError:  # a kernel before 5.7 asks for a capability
+        with socket.socket(fileno=os.dup(number)) as copy:
+            copy.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo\0")
+    except OSError:  # kernels before 5.7 require a capability
         return False
     return True
+
+
+CPU_WHEEL = "mooncake-transfer-engine-non-cuda"
+CUDA_WHEELS = ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
+MINIMUM = (0, 3, 13)
+"""The oldest tested version. Its writes over TCP are done when the target has acknowledged their bytes; earlier
+versions report them done once they are sent, so that a tag could overtake them."""
+
+LIBRARIES = ("libibverbs1", "libnuma1", "libcurl4")
+
+_NEEDED = (
+    "initialize",
+    "get_rpc_port",
+    "register_memory",
+    "batch_register_memory",
+    "batch_unregister_memory",
+    "send_probe",
+    "transfer_submit_write",
+    "transfer_check_status",
+)
+
+_CUDA = re.compile(r"\blib(?:cuda|cudart|nvidia-ml|cufile)\.so[\w.]*")
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia")
+
+
+def import_engine() -> tuple[ModuleType, str]:
+    """Import Mooncake's engine (25 ms).
+
+    Three wheels install into one folder: the last one installed is used, and removing one removes the files of all. Two
+    of them load CUDA during import. `import mooncake` may succeed where `mooncake.engine` lacks a library.
+
+    Returns:
+        The module, and the wheel with its version.
+
+    Raises:
+        TransportUnavailable: no wheel is installed, it is too old, it needs CUDA, or a library is missing.
+        ConfigError: an environment variable is set that ends the process or loses bytes.
+    """
+    wheels = installed()
+    if not wheels:
+        raise unavailable("mooncake", ModuleNotFoundError("none of its three wheels is installed"))
+    _check_versions(wheels)
+    if "MC_LOG_DIR" in os.environ:
+        raise ConfigError("mooncake: MC_LOG_DIR ends the process while the engine is imported; unset it")
+    if os.environ.get("MC_TCP_PROTO") == "1":
+        raise ConfigError(
+            "mooncake: with MC_TCP_PROTO=1 the target does not acknowledge bytes, so tags would overtake them: unset it"
+        )
+    prepare_environment()
+    try:
+        import mooncake.engine
+    except ImportError as error:
+        raise explain(error, wheels) from error
+    lacking = [name for name in ("TransferEngine", "TransferOpcode") if not hasattr(mooncake.engine, name)]
+    lacking += [name for name in _NEEDED if not hasattr(mooncake.engine.TransferEngine, name)]
+    if lacking:
+        raise TransportUnavailable(
+            f"the binding of {_named(wheels)} lacks {', '.join(lacking)}; kvctl is known to work with "
+            f"mooncake {_dotted(MINIMUM)}"
+        )
+    return mooncake.engine, _named(wheels)
+
+
+def installed() -> dict[str, str]:
+    """Return the version of each of the three wheels that is recorded as installed."""
+    found = {}
+    for wheel in (CPU_WHEEL, *CUDA_WHEELS):
+        try:
+            found[wheel] = importlib.metadata.version(wheel)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def explain(error: ImportError, wheels: dict[str, str]) -> TransportUnavailable:
+    """Return the error to raise when `mooncake.engine` cannot be imported although `wheels` are installed."""
+    library = _CUDA.search(str(error))
+    if library is not None:
+        present = [wheel for wheel in CUDA_WHEELS if wheel in wheels] or list(wheels)
+        return TransportUnavailable(
+            f"transport 'mooncake': {_named(wheels)} needs {library[0]}, which this machine lacks ({error}). Without "
+            f"CUDA, install the wheel that does not need it: pip uninstall -y {' '.join([*present, CPU_WHEEL])} && "
+            f"pip install '{CPU_WHEEL}>={_dotted(MINIMUM)}'; or run without an engine: --transport loopback"
+        )
+    if isinstance(error, ModuleNotFoundError):
+        wheel = CPU_WHEEL if CPU_WHEEL in wheels and not _NVIDIA_DRIVER.exists() else next(iter(wheels))
+        return TransportUnavailable(
+            f"transport 'mooncake': {_named(wheels)} is recorded as installed, but its files are gone ({error}): "
+            f"Mooncake's wheels share one folder, and removing one removes it for all. "
+            f"pip install --force-reinstall --no-deps '{wheel}>={_dotted(MINIMUM)}'"
+        )
+    return unavailable("mooncake", error, others=LIBRARIES)
+
+
+def _check_versions(wheels: dict[str, str]) -> None:
+    old = {wheel: version for wheel, version in wheels.items() if _release(version) < MINIMUM}
+    if old:
+        wheel = next(iter(old))
+        raise TransportUnavailable(
+            f"transport 'mooncake' needs version {_dotted(MINIMUM)} or newer, but {_named(old)} is installed: "
+            f"pip install --upgrade '{wheel}>={_dotted(MINIMUM)}'"
+        )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: (0, 3, 13) of "0.3.13.post1"."""
+    numbers = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()
+
+
+def _dotted(release: tuple[int, ...]) -> str:
+    return ".".join(map(str, release))
+
+
+def _named(wheels: dict[str, str]) -> str:
+    return " and ".join(f"{wheel} {version}" for wheel, version in wheels.items())

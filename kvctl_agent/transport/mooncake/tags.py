@@ -32,12 +32,12 @@ _RECEIVE_BYTES = 1 << 18
 _ROUNDS = 16
 _SEND_BYTES = 1 << 18
 _OUTBOX_MAX_BYTES = 256 << 20
-_STRANGERS_MAX = 64
+_UNIDENTIFIED_MAX = 64
 _BACKLOG = 512
 
 
 class Sender:
-    """One connection that tags arrive on; `ident` and `name` are "" until it has greeted us."""
+    """A connection from a writer; `ident` and `name` are "" until its greeting has arrived."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -46,10 +46,10 @@ class Sender:
         self._pending = bytearray()
 
     def take(self, secret: bytes, more: bytes) -> list[bytes]:
-        """Tags completed by `more`.
+        """Append received bytes and return the tags that are now complete.
 
         Raises:
-            ValueError: it is not what a writer sends.
+            ValueError: the bytes are not a greeting and tags.
         """
         self._pending += more
         if not self.ident and not self._greeted(secret):
@@ -76,7 +76,7 @@ class Sender:
         body = bytes(self._pending[len(_MAGIC) : _FIXED_BYTES])
         name_bytes = int.from_bytes(body[-2:], "little")
         if not hmac.compare_digest(body[:SECRET_BYTES], secret) or name_bytes > _NAME_MAX_BYTES:
-            raise ValueError("a stranger")
+            raise ValueError("wrong secret or name")
         if len(self._pending) < _FIXED_BYTES + name_bytes:
             return False
         self.ident = body[SECRET_BYTES:-2].decode("ascii", "replace")
@@ -86,11 +86,11 @@ class Sender:
 
 
 class TagListener:
-    """Where this agent's tags arrive.
+    """Listens for the connections of writers and receives their tags.
 
     Attributes:
-        secret: what a greeting must contain.
-        port: of the listener.
+        secret: The secret that a greeting must contain.
+        port: Port of the listener.
     """
 
     def __init__(self, host: str) -> None:
@@ -127,19 +127,19 @@ class TagListener:
             self._listener.close()
 
     def _accept(self, landed: deque[tuple[Sender, bytes]]) -> None:
-        with contextlib.suppress(OSError):  # nobody waits any more, or no descriptor is left for now
-            for _ in range(_BACKLOG):  # epoll tells of the rest again
+        with contextlib.suppress(OSError):  # no connection is left, or no file descriptor is free
+            for _ in range(_BACKLOG):  # epoll reports further connections again
                 connection, _ = self._listener.accept()
                 connection.setblocking(False)
-                strangers = [sender for sender in self._senders.values() if not sender.ident]
-                if len(strangers) >= _STRANGERS_MAX:
-                    self._drop(strangers[0])
+                unidentified = [sender for sender in self._senders.values() if not sender.ident]
+                if len(unidentified) >= _UNIDENTIFIED_MAX:
+                    self._drop(unidentified[0])
                 sender = self._senders[connection.fileno()] = Sender(connection)
                 self._epoll.register(connection, select.EPOLLIN)
-                self._receive(sender, landed)  # who has greeted by now is no stranger
+                self._receive(sender, landed)  # the greeting may have arrived already
 
     def _receive(self, sender: Sender, landed: deque[tuple[Sender, bytes]]) -> None:
-        # Bounded, so that one sender does not keep the caller here; epoll tells what is left again.
+        # Bounded, so that one sender does not occupy the caller; epoll reports the rest again.
         for _ in range(_ROUNDS):
             try:
                 more = sender.connection.recv(_RECEIVE_BYTES)
@@ -229,7 +229,7 @@ class TagLink:
 
     def close(self) -> None:
         with self._lock:
-            self._gone = self._gone or "disconnected here"
+            self._gone = self._gone or "disconnected by this agent"
             self._socket.close()
 
     def _flush(self) -> None:
@@ -258,7 +258,7 @@ class TagLink:
         return b"".join(frames), len(frames)
 
     def _look(self) -> None:
-        """Readers send nothing: what can be read is the end of the connection."""
+        """Detect the end of the connection; readers send nothing else."""
         if self._gone:
             return
         try:
@@ -275,12 +275,12 @@ class TagLink:
 
 
 def greeting(secret: bytes, ident: str, name: str) -> bytes:
-    """What a writer sends first.
+    """Return the greeting with which a writer's connection begins.
 
     Args:
-        secret: from the reader's metadata.
-        ident: random name of the writer's incarnation, `IDENT_BYTES` of ASCII.
-        name: of the writer's agent; cut where it is endless.
+        secret: The secret from the reader's metadata.
+        ident: Random name of the writer's incarnation, `IDENT_BYTES` of ASCII.
+        name: Name of the writer's agent, truncated if it is too long.
     """
-    told = name.encode("utf-8", "surrogatepass")[:_NAME_MAX_BYTES]
-    return _MAGIC + secret + ident.encode() + len(told).to_bytes(2, "little") + told
+    encoded = name.encode("utf-8", "surrogatepass")[:_NAME_MAX_BYTES]
+    return _MAGIC + secret + ident.encode() + len(encoded).to_bytes(2, "little") + encoded

@@ -14,9 +14,8 @@ import time
 from collections import deque
 
 from kvctl_agent.errors import PeerDisconnected, TransportError
-from kvctl_agent.transport.abandoned_writes import AbandonedWrites
-from kvctl_agent.transport.base import Addresses, Sizes
-from kvctl_agent.transport.descriptors import Ranges
+from kvctl_agent.transport.base import AbandonedWrites, Addresses, Sizes
+from kvctl_agent.transport.checks import Ranges
 from kvctl_agent.transport.mooncake.engine import Engine
 from kvctl_agent.transport.mooncake.tags import TagLink
 
@@ -26,22 +25,22 @@ PEER_WINDOW = 1024
 
 _ENDED = (1, -1)
 _DRAIN_S = 0.2
-_HINDSIGHT_S = 0.1
+_DIAGNOSIS_S = 0.1
 
 
 class Peer:
     """One incarnation of a peer.
 
     Attributes:
-        key: our name for it.
-        metadata: what it was made from.
-        ident: random name of the incarnation.
-        session: the engine's name for it.
-        ranges: its registered memory.
-        link: where its tags go.
-        opened: the engine knows the session, so posting does not wait for the peer.
-        refused: why it does not.
-        forgotten: disconnected here.
+        key: Local name of the peer.
+        metadata: The metadata with which it was connected.
+        ident: Random name of the incarnation.
+        session: The engine's name of the peer.
+        ranges: Its registered memory.
+        link: The connection for tags to it.
+        opened: Whether the engine has opened the session, so that a post does not wait for the peer.
+        refused: Why the session could not be opened; "" if it could, or has not been tried yet.
+        forgotten: Whether it was disconnected by this agent.
     """
 
     def __init__(self, key: str, metadata: bytes, ident: str, session: str, ranges: Ranges, link: TagLink) -> None:
@@ -58,7 +57,7 @@ class Peer:
         self._lock = threading.Lock()
 
     def take_room(self, wanted: int) -> int:
-        """Entries that may be posted now, up to `wanted`; they count until `give_room`."""
+        """Reserve up to `wanted` entries of the peer's window and return their number; `give_room` frees them."""
         with self._lock:
             granted = max(0, min(wanted, PEER_WINDOW - self._in_flight))
             self._in_flight += granted
@@ -125,10 +124,10 @@ class InFlight(AbandonedWrites[MooncakeWrite]):
         if write.error is None and not write.failed_at:
             self._fill(write)
         if write.entries:
-            return False  # also of a write that failed: its memory is the engine's until they end
+            return False  # also for a failed write: the engine uses its memory until all entries have ended
         if write.error is None:
-            over = self._explained(write) if write.failed_at else self._posted(write) and self._told(write)
-            if not over:
+            ended = self._diagnosed(write) if write.failed_at else self._posted(write) and self._tag_sent(write)
+            if not ended:
                 return False
         write.done = True
         self._open.discard(write)
@@ -176,7 +175,7 @@ class InFlight(AbandonedWrites[MooncakeWrite]):
             peer.give_room(room - posted)
 
     def _reap(self, write: MooncakeWrite) -> None:
-        """Takes entries off that ended, in the order they were posted: lanes finish nearly in that order."""
+        """Remove ended entries in the order in which they were posted, which is nearly the order in which they end."""
         check, entries = self._engine.check, write.entries
         before = len(entries)
         while entries:
@@ -198,24 +197,24 @@ class InFlight(AbandonedWrites[MooncakeWrite]):
         write.failed_at = write.failed_at or time.monotonic()
 
     @staticmethod
-    def _explained(write: MooncakeWrite) -> bool:
-        """Sets the error of a write the engine failed; a dying process closes its sockets one after the other."""
+    def _diagnosed(write: MooncakeWrite) -> bool:
+        """Set the error of a failed write; return False to check again, because a dying process closes sockets late."""
         try:
             write.peer.link.check_alive()
         except PeerDisconnected as error:
             write.error = PeerDisconnected(f"{error} (a write of {write.descriptors} descriptors failed)")
             return True
-        if time.monotonic() < write.failed_at + _HINDSIGHT_S:
+        if time.monotonic() < write.failed_at + _DIAGNOSIS_S:
             return False
         write.error = TransportError(
             f"mooncake: the engine failed a write of {write.descriptors} descriptors to peer {write.peer.key!r}, which "
-            f"is alive: is its memory still registered? MC_LOG_LEVEL=INFO says more"
+            f"is alive: is its memory still registered? MC_LOG_LEVEL=INFO logs the cause"
         )
         return True
 
     @staticmethod
-    def _told(write: MooncakeWrite) -> bool:
-        """Sends the tag; True when it has left, or could not."""
+    def _tag_sent(write: MooncakeWrite) -> bool:
+        """Send the tag if the write has one; return True once it is sent or has failed."""
         if write.tag is None:
             return True
         link = write.peer.link
@@ -231,7 +230,7 @@ class InFlight(AbandonedWrites[MooncakeWrite]):
 
 
 def flush(link: TagLink) -> None:
-    """Sends on what waits; whoever posts to a peer that is gone is told, others need not know."""
+    """Send queued tags; a peer that is gone is reported to the threads that write to it."""
     if link.pending:
         with contextlib.suppress(PeerDisconnected):
             link.flush()

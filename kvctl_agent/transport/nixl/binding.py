@@ -14,17 +14,21 @@ the transport anyway, and those calls are sufficient for UCX.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import importlib
+import importlib.metadata
+import importlib.util
 import logging
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvctl_agent.errors import ConfigError, PeerDisconnected, TransportError, TransportUnavailable
+from kvctl_agent.transport.engine_errors import unavailable
 from kvctl_agent.transport.environment import prepare_environment
 from kvctl_agent.transport.fork_safety import disown_in_children
-from kvctl_agent.transport.nixl.wheels import import_binding
 
-# What NIXL's UCX backend reads besides the parameters it lists itself.
+# Parameters that NIXL's UCX backend reads but does not list.
 _UNLISTED = frozenset({"num_threads", "split_batch_size", "device_list", "engine_config", "ucx_ep_close_force"})
 
 _NEEDED = ("nixlAgent", "nixlAgentConfig", "nixlXferDList", "nixlRegDList", "nixlRemoteDisconnectError")
@@ -60,7 +64,7 @@ def load() -> tuple[Any, str]:
         TransportUnavailable: NIXL or a library it needs is missing, or its binding is of an unsupported version.
     """
     prepare_environment()
-    # NIXL's Python half logs to what sys.stdout is while it is imported; stdout is data.
+    # NIXL's Python package logs to the sys.stdout of its import; stdout is for data.
     with contextlib.redirect_stdout(sys.stderr):
         binding, version = import_binding()
     lacking = [name for name in _NEEDED if not hasattr(binding, name)]
@@ -69,7 +73,7 @@ def load() -> tuple[Any, str]:
             f"the binding of nixl {version} lacks {', '.join(lacking)}; kvctl is known to work with nixl 1.5: "
             f"pip install 'nixl>=1.5,<1.6'"
         )
-    # The same, where someone imported NIXL before us.
+    # The same if other code has imported NIXL before.
     for handler in logging.getLogger("nixl").handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
             handler.setStream(sys.stderr)
@@ -88,9 +92,9 @@ def start(name: str, backend: str, backend_params: dict[str, str], enter: Callab
     errors = _errors(binding)
     config = binding.nixlAgentConfig()
     config.useProgThread = False
-    # Posts and polls of writes share the agent; connect, disconnect, collecting tags and the engine's own clean-up
-    # after a dead peer exclude them. With the wrapper's default (no locks) those change maps and lists that a post
-    # is using. It also makes UCX lock its worker, inside which tags are received whoever drives it.
+    # With this mode, posts and polls of writes share the agent, while connect, disconnect, collecting tags and the
+    # engine's own clean-up after a dead peer exclude them. With the wrapper's default (no locks) the latter change maps
+    # and lists that a post is using. The mode also makes UCX lock its worker, in which any thread may receive tags.
     config.syncMode = binding.NIXL_THREAD_SYNC_RW
     try:
         agent = binding.nixlAgent(name, config)
@@ -123,7 +127,7 @@ def translate(engine: Engine, error: Exception, what: str, peer: str, engine_nam
     gone = isinstance(error, binding.nixlRemoteDisconnectError)
     hint = ""
     if isinstance(error, binding.nixlNotFoundError):
-        # Either a wrong address, or NIXL dropped the peer when another write found it dead.
+        # Either an address is wrong, or NIXL dropped the peer when another write found it dead.
         gone = engine.agent.checkRemoteMD(engine_name, binding.nixlXferDList(binding.DRAM_SEG)) != binding.NIXL_SUCCESS
         hint = ": an address is not in registered memory"
     if gone:
@@ -135,3 +139,94 @@ def _errors(binding: Any) -> tuple[type[Exception], ...]:
     """The binding's exceptions: one class per status, and RuntimeError for a status that the binding does not know."""
     named = (getattr(binding, name) for name in dir(binding) if name.startswith("nixl") and name.endswith("Error"))
     return (RuntimeError, *named)
+
+
+_WHEELS = {13: "nixl_cu13", 12: "nixl_cu12"}
+
+
+def import_binding() -> tuple[Any, str]:
+    """Import NIXL's compiled binding from the wheel for the CUDA driver, without importing torch.
+
+    There is one wheel per major version of CUDA. NIXL's own package selects the wheel by the version of PyTorch. It may
+    import torch for this, which costs 2 s and 200 MB, and may select a build for which the driver is too old. This
+    function selects by the driver, or by PyTorch if that is already imported, because then other code in the process
+    will get NIXL's own choice and the process must not load two NIXL engines.
+
+    Returns:
+        The binding and the version of its wheel.
+
+    Raises:
+        TransportUnavailable: no wheel is installed, none for this driver, or a library is missing.
+    """
+    loaded = _loaded()
+    if loaded is not None:
+        return loaded, _version(loaded.__name__.partition(".")[0])
+    refused: ImportError = ModuleNotFoundError("none of its wheels is installed")
+    # A binding built from source, or for other hardware, has no wheel of these names; NIXL's own package imports it.
+    for package in (*_by_preference(), "nixl"):
+        try:
+            binding = importlib.import_module(f"{package}._bindings")
+        except ModuleNotFoundError as error:
+            if error.name not in (package, f"{package}._bindings"):
+                raise unavailable("nixl", error) from error
+            continue
+        except ImportError as error:
+            refused = error
+            break
+        return binding, _version(package)
+    too_new = _too_new()
+    if too_new:
+        raise TransportUnavailable(too_new) from refused
+    raise unavailable("nixl", refused) from refused
+
+
+def driver_cuda() -> int | None:
+    """Return the major version of CUDA that the NVIDIA driver supports; None without a driver."""
+    version = ctypes.c_int()
+    with contextlib.suppress(OSError, AttributeError):
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0:
+            return version.value // 1000
+    return None
+
+
+def _loaded() -> Any | None:
+    """The binding that other code in this process has already imported."""
+    for package in ("nixl", *_WHEELS.values()):
+        binding = sys.modules.get(f"{package}._bindings")
+        if binding is not None:
+            return binding
+    return None
+
+
+def _by_preference() -> list[str]:
+    torch_cuda = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
+    if torch_cuda:
+        return [_WHEELS[major] for major in (int(torch_cuda.partition(".")[0]),) if major in _WHEELS]
+    serves = driver_cuda()
+    return [package for major, package in _WHEELS.items() if serves is None or major <= serves]
+
+
+def _too_new() -> str:
+    """Why the installed wheel does not fit this driver; "" if it does."""
+    serves = driver_cuda()
+    unusable = [package for package in _WHEELS.values() if package not in _by_preference() and _has(package)]
+    if serves is None or not unusable:
+        return ""
+    return (
+        f"transport 'nixl': {unusable[0].replace('_', '-')} is installed, but this process needs the build for CUDA "
+        f"{min(serves, max(_WHEELS))}: pip install nixl-cu{min(serves, max(_WHEELS))}"
+    )
+
+
+def _has(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # its import was blocked
+        return False
+
+
+def _version(package: str) -> str:
+    for name in (package.replace("_", "-"), "nixl"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return "of unknown version"

@@ -11,8 +11,7 @@ import contextlib
 import time
 
 from kvctl_agent.errors import TransportError
-from kvctl_agent.transport.abandoned_writes import AbandonedWrites
-from kvctl_agent.transport.base import Indices, Sizes
+from kvctl_agent.transport.base import AbandonedWrites, Indices, Sizes
 from kvctl_agent.transport.device_map import DeviceMap
 from kvctl_agent.transport.nixl.binding import Engine, translate
 
@@ -147,6 +146,6 @@ class InFlight(AbandonedWrites[NixlWrite]):
     def _free(self, write: NixlWrite) -> None:
         handle, write.handle = write.handle, None
         self._open.discard(write)
-        # A request to a peer that just died may be called active once more; its memory is the engine's then.
+        # NIXL may report a request to a peer that has just died as active; the engine then keeps its memory.
         with contextlib.suppress(*self._engine.errors):
             self._agent.releaseXferReq(handle)

@@ -46,18 +46,18 @@ from kvctl_agent.contract.choices import HOST
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import PeerDisconnected, TransportError
 from kvctl_agent.memory.region import Region
-from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, Sizes, check_tag
-from kvctl_agent.transport.captured_stderr import captured_stderr
+from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, Sizes
+from kvctl_agent.transport.checks import check_tag
 from kvctl_agent.transport.device_map import DeviceMap, device_name
+from kvctl_agent.transport.engine_errors import captured_stderr, explain_refusal
 from kvctl_agent.transport.environment import require_cuda_transports
 from kvctl_agent.transport.nixl import binding
 from kvctl_agent.transport.nixl.requests import InFlight, NixlPrepared, NixlWrite, Peer
-from kvctl_agent.transport.registration_errors import explain_refusal
 
 _MAGIC = b"kvctl-nixl-2"
 _LINGER_S = 0.1
-_TOLD = ("UCX_", "NIXL_", "CUDA_VISIBLE_DEVICES")
-_OURS = "our own memory"
+_SHOWN = ("UCX_", "NIXL_", "CUDA_VISIBLE_DEVICES")
+_LOCAL = "this agent's memory"
 
 
 class NixlTransport:
@@ -85,15 +85,15 @@ class NixlTransport:
         self._memory = DeviceMap([])
         self._peers_lock = threading.RLock()
         self._landed: deque[Arrival] = deque()
-        self._told_until = 0.0
+        self._linger_until = 0.0
 
     def register(self, regions: Sequence[Region]) -> None:
         self._check_open()
         for device in sorted({region.device for region in regions}):
-            alike = [region for region in regions if region.device == device]
+            on_device = [region for region in regions if region.device == device]
             with self._visit():
-                self._registered.append(self._register(device, alike))
-            self._regions += alike
+                self._registered.append(self._register(device, on_device))
+            self._regions += on_device
         self._memory = DeviceMap(self._regions)
 
     def metadata(self) -> bytes:
@@ -108,7 +108,7 @@ class NixlTransport:
             known = self._peers.get(peer)
             if known is not None and known.metadata == metadata:
                 return
-            # Also for a peer that registered more memory: its lists were checked against the old metadata.
+            # Also for a peer that has registered more memory, because its lists were checked against the old metadata.
             self.disconnect(peer)
             try:
                 engine_name = self._agent.loadRemoteMD(body).decode()
@@ -116,7 +116,7 @@ class NixlTransport:
                     raise TransportError(f"nixl: peer {peer!r} has the metadata of {self._keys[engine_name]!r}")
                 self._keys[engine_name] = peer
                 self._peers[peer] = Peer(peer, engine_name, metadata, memory)
-                # Starts wiring up now, so that the first write does not pay for it; does not wait for the peer.
+                # Starts connecting now, so that the first write does not wait for it; does not wait for the peer.
                 self._agent.makeConnection(engine_name, [])
             except self._engine.errors as error:
                 self.disconnect(peer)
@@ -135,12 +135,12 @@ class NixlTransport:
             self._enter()
             for prepared in known.prepared:
                 prepared.release(self._engine)
-            # NIXL may have dropped a dead peer itself; that comes back as a status, not as an exception.
+            # If NIXL has dropped a dead peer itself, this returns a status and raises nothing.
             self._agent.invalidateRemoteMD(known.engine_name)
 
     def prepare_local(self, addrs: Addresses, sizes: Sizes) -> NixlPrepared:
         self._begin()
-        handle = self._prepare(self._engine.binding.NIXL_INIT_AGENT, self._memory, addrs, sizes, _OURS)
+        handle = self._prepare(self._engine.binding.NIXL_INIT_AGENT, self._memory, addrs, sizes, _LOCAL)
         prepared = NixlPrepared(handle, sizes, None)
         self._prepared.append(prepared)
         return prepared
@@ -156,7 +156,7 @@ class NixlTransport:
         self, peer: str, local_addrs: Addresses, remote_addrs: Addresses, sizes: Sizes, tag: bytes | None
     ) -> NixlWrite:
         known = self._peer(peer)
-        here = self._descriptors(self._memory, local_addrs, sizes, _OURS)
+        here = self._descriptors(self._memory, local_addrs, sizes, _LOCAL)
         there = self._descriptors(known.memory, remote_addrs, sizes, f"peer {peer!r}")
         try:
             handle = self._agent.createXferReq(
@@ -180,16 +180,16 @@ class NixlTransport:
         remote_index: Indices,
         tag: bytes | None,
     ) -> NixlWrite:
-        # A disconnect on another thread frees the lists: not between the check and the request, which copies them.
+        # Locked, because a disconnect on another thread frees the lists; the request copies them.
         with self._peers_lock:
             known = self._peer(peer)
             if not isinstance(local, NixlPrepared) or local.owner is not None or local.handle is None:
-                raise TransportError("nixl: the local list is not one of our own memory")
+                raise TransportError("nixl: the local list is not one of this agent's memory")
             if not isinstance(remote, NixlPrepared) or remote.owner is not known or remote.handle is None:
                 raise TransportError(f"nixl: the remote list does not belong to peer {peer!r} as connected now")
             try:
-                # NIXL merges neighbours here, and only here (`createXferReq` does not): 30,000 contiguous rows of
-                # 512 bytes are one copy of 1 ms instead of 30,000 of 2.4 µs each.
+                # Only this call of NIXL merges adjacent descriptors (`createXferReq` does not): 30,000 contiguous rows
+                # of 512 bytes are one copy of 1 ms instead of 30,000 of 2.4 µs each.
                 handle = self._agent.makeXferReq(
                     self._engine.binding.NIXL_WRITE,
                     local.handle,
@@ -205,7 +205,7 @@ class NixlTransport:
 
     def tell(self, peer: str, tag: bytes) -> None:
         known = self._peer(peer)
-        self._told_until = time.monotonic() + _LINGER_S
+        self._linger_until = time.monotonic() + _LINGER_S
         try:
             self._agent.genNotif(known.engine_name, check_tag(tag), [])
         except self._engine.errors as error:
@@ -225,7 +225,7 @@ class NixlTransport:
         return landed + fresh
 
     def describe(self) -> dict[str, Any]:
-        settings = {key: value for key, value in sorted(os.environ.items()) if key.startswith(_TOLD)}
+        settings = {key: value for key, value in sorted(os.environ.items()) if key.startswith(_SHOWN)}
         return {
             "engine": f"nixl {self._engine.version}",
             "backend": self._backend,
@@ -239,8 +239,8 @@ class NixlTransport:
                 self._close()
 
     def _close(self) -> None:
-        # Tags wait inside UCX while their peer wires up, and NIXL does not say for how long.
-        while time.monotonic() < self._told_until:
+        # UCX holds tags back until the peer is connected, and NIXL does not report when they are sent.
+        while time.monotonic() < self._linger_until:
             self.progress()
             time.sleep(0.0005)
         self._closed = True
@@ -251,7 +251,7 @@ class NixlTransport:
             prepared.release(self._engine)
         for descriptors in self._registered:
             self._agent.deregisterMem(descriptors, [])
-        # The engine ends in the agent's destructor; every reference to it must go.
+        # The agent's destructor ends the engine, so every reference to the agent must be dropped.
         self._engine = self._engine._replace(agent=None)
         self._in_flight = InFlight(self._engine)
         del self._agent
@@ -261,7 +261,7 @@ class NixlTransport:
         self._begin()
         self._in_flight.drain_on()
         try:
-            # The only call of the binding that drives UCX whatever is in flight; it hands out tags, wanted or not.
+            # The only call of the binding that always drives UCX; it also returns the tags.
             notified: dict[str, list[bytes]] = self._agent.getNotifs({}, [])
         except self._engine.errors as error:
             raise TransportError(f"nixl: cannot collect tags: {error}") from error
@@ -277,15 +277,15 @@ class NixlTransport:
         try:
             self._agent.registerMem(descriptors, [])
         except self._engine.errors:
-            # Why, it said on stderr alone. What fails leaves nothing behind, so it is asked again.
+            # The cause is only on stderr. A failed call leaves nothing registered, so it is repeated with a capture.
             failure: Exception | None = None
-            with captured_stderr(quiet=True) as said:
+            with captured_stderr(quiet=True) as output:
                 try:
                     self._agent.registerMem(descriptors, [])
                 except self._engine.errors as error:
                     failure = error
             if failure is not None:
-                why = explain_refusal(said.decode("utf-8", "replace"), device)
+                why = explain_refusal(output.decode("utf-8", "replace"), device)
                 raise TransportError(
                     f"nixl: cannot register {len(regions)} regions of {device_name(device)}, {int(sizes.sum())} bytes "
                     f"({failure}){why}"
@@ -322,7 +322,7 @@ class NixlTransport:
         return binding.translate(self._engine, error, what, peer.key, peer.engine_name)
 
     def _begin(self) -> None:
-        """Check and prepare a call on one of the agent's own threads; calls on the engine's threads use `visit`."""
+        """Check that the transport is open and make the device current; threads of the engine use `_visit` instead."""
         self._check_open()
         self._enter()
 

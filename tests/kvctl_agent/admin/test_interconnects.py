@@ -13,7 +13,7 @@ from kvctl_agent.admin.queries import kind_of, kinds_in_use
 from kvctl_agent.contract.choices import HOST
 from kvctl_agent.contract.connection_cost import ConnectionCost
 from kvctl_agent.runtime.peer_connections import MeasuredCost
-from kvctl_agent.transport.interconnect import CUDA_IPC, THROUGH_HOST
+from kvctl_agent.transport.cost_probe import CUDA_IPC, THROUGH_HOST
 
 LOCAL = SimpleNamespace(host="here")
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import ConfigError, DeviceError, TransportError
-from kvctl_agent.transport.loopback.transport import LoopbackTransport
+from kvctl_agent.transport.loopback import LoopbackTransport
 from tests.support.host_device import HostCopies, HostDevice
 
 SIDES = {"both": ("prefill", "decode"), "prefill": ("prefill",), "decode": ("decode",)}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvctl_agent
-from kvctl_agent.transport.nixl.wheels import driver_cuda
+from kvctl_agent.transport.nixl.binding import driver_cuda
 
 SCRIPT = Path(kvctl_agent.__file__).parents[1] / "benchmarks" / "gpu_engines.py"
 

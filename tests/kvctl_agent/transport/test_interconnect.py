@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvctl_agent.transport.interconnect import CUDA_IPC, RDMA, THROUGH_HOST, interconnect_of
+from kvctl_agent.transport.cost_probe import CUDA_IPC, RDMA, THROUGH_HOST, interconnect_of
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 
 from kvctl_agent.errors import ConfigError, PeerDisconnected, TransportError
-from kvctl_agent.transport import Region, open_transport
-from kvctl_agent.transport.loopback import memory
-from kvctl_agent.transport.loopback import peer as peers
+from kvctl_agent.transport import Region, loopback, open_transport
 
 
 def u64(*values: int) -> np.ndarray:
@@ -86,7 +84,7 @@ def test_tags_wait_in_order_while_the_peer_does_not_collect(crew: Any) -> None:
 
 
 def test_a_peer_that_never_collects_is_an_error_in_the_end(crew: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_OUTBOX_MAX", 100)
+    monkeypatch.setattr(loopback, "_OUTBOX_MAX", 100)
     one, two = crew.agent("loopback"), crew.agent("loopback")
     one.transport.connect("two", two.transport.metadata())
 
@@ -124,7 +122,7 @@ def test_a_copy_goes_on_where_the_kernel_stopped(monkeypatch: pytest.MonkeyPatch
     """The kernel moves at most 2 GiB a call; here it is made to stop at odd places."""
     source = np.random.default_rng(5).integers(0, 256, 3000, np.uint8)
     target = np.zeros(3000, np.uint8)
-    real = memory._LIBC.process_vm_writev
+    real = loopback._LIBC.process_vm_writev
 
     class Stingy:
         def process_vm_writev(self, pid: int, here: int, n: int, there: int, m: int, flags: int) -> int:
@@ -137,15 +135,17 @@ def test_a_copy_goes_on_where_the_kernel_stopped(monkeypatch: pytest.MonkeyPatch
             written: int = real(pid, ctypes.addressof(one_here), 1, ctypes.addressof(one_there), 1, 0)
             return written
 
-    memory.allow_siblings()
-    monkeypatch.setattr(memory, "_LIBC", Stingy())
+    loopback.allow_siblings()
+    monkeypatch.setattr(loopback, "_LIBC", Stingy())
     offsets = u64(0, 1000, 1500)
-    memory.copy(os.getpid(), "us", offsets + source.ctypes.data, offsets + target.ctypes.data, u64(1000, 500, 1500))
+    loopback.copy_into(
+        os.getpid(), "us", offsets + source.ctypes.data, offsets + target.ctypes.data, u64(1000, 500, 1500)
+    )
     assert (source == target).all()
 
 
 def test_memory_that_is_not_mapped_is_an_error_of_ours() -> None:
-    memory.allow_siblings()
+    loopback.allow_siblings()
     source = np.zeros(8, np.uint8)
     with pytest.raises(TransportError, match="cannot write into process"):
-        memory.copy(os.getpid(), "us", u64(source.ctypes.data), u64(4096), u64(8))
+        loopback.copy_into(os.getpid(), "us", u64(source.ctypes.data), u64(4096), u64(8))

@@ -244,14 +244,14 @@ def test_malformed_metadata_is_refused_by_name(crew: Any, changes: dict[str, Any
 
 def test_a_peer_of_another_protocol_is_refused(crew: Any) -> None:
     agent = crew.agent("mooncake")
-    with pytest.raises(TransportError, match="'fast' speaks rdma, this agent tcp"):
+    with pytest.raises(TransportError, match="'fast' uses protocol rdma, this agent tcp"):
         agent.transport.connect("fast", retold(agent.transport.metadata(), protocol="rdma"))
 
 
 def test_an_incarnation_with_the_port_of_a_dead_one_is_refused_with_words(crew: Any) -> None:
     one, two = crew.agent("mooncake"), crew.agent("mooncake")
     one.transport.connect("two", two.transport.metadata())
-    with pytest.raises(TransportError, match=r"the port of an agent that is gone .* restart that peer"):
+    with pytest.raises(TransportError, match=r"the port of an earlier agent .* restart that peer"):
         one.transport.connect("two", retold(two.transport.metadata(), ident="f" * 16))
 
 
@@ -272,7 +272,7 @@ def test_connecting_again_opens_a_session_that_nobody_answered_at(crew: Any) -> 
     one, two = crew.agent("mooncake"), crew.agent("mooncake")
     one.transport.connect("two", retold(two.transport.metadata(), session="127.0.0.1:1"))
     write = one.transport.write("two", one.at(0), two.at(0), sizes(8), b"t")
-    with pytest.raises(PeerDisconnected, match=r"nobody answers at 127\.0\.0\.1:1"):
+    with pytest.raises(PeerDisconnected, match=r"no engine answers at 127\.0\.0\.1:1"):
         one.finish(write)
     one.transport.connect("two", two.transport.metadata())
     one.finish(one.transport.write("two", one.at(0), two.at(0), sizes(8), b"t"))
@@ -297,7 +297,7 @@ class Refusing:
 
 def test_a_card_that_cannot_reach_a_gpu_is_named_with_the_remedy(capfd: Any) -> None:
     engine = mooncake_engine.Engine("a wheel", Refusing(), "127.0.0.1:1", [], True, True)
-    with pytest.raises(TransportError, match=r"code -202\): the network card cannot reach GPU memory .*nvidia-peermem"):
+    with pytest.raises(TransportError, match=r"code -202\): the network card cannot access GPU memory .*nvidia-peermem"):
         engine.register([Region(1 << 40, 4096, 1)])
     assert "Bad address" in capfd.readouterr().err
 
@@ -328,7 +328,7 @@ def test_unknown_parameters_protocols_and_devices_are_refused_by_name() -> None:
         ({"protocol": "udp"}, "no protocol 'udp'; allowed: tcp, rdma, nvlink"),
         ({"device": "mlx5_77"}, "no device 'mlx5_77'; this machine has"),
         ({"host": "no-such-host.invalid"}, "no address for host 'no-such-host.invalid'"),
-        ({"host": "0.0.0.0"}, "0.0.0.0 is nowhere"),
+        ({"host": "0.0.0.0"}, "peers can reach, not 0.0.0.0"),
     ]:
         with pytest.raises(ConfigError, match=said):
             open_transport("mooncake", "a", params)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvctl_agent.errors import ConfigError, TransportUnavailable
-from kvctl_agent.transport import missing_engine, open_transport
-from kvctl_agent.transport.mooncake import wheels as mooncake_wheels
+from kvctl_agent.transport import engine_errors, open_transport
+from kvctl_agent.transport.mooncake import engine as mooncake_engine
 
 CPU = "mooncake-transfer-engine-non-cuda"
 CUDA12 = "mooncake-transfer-engine"
@@ -41,9 +41,9 @@ def refusal(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_none_of_them_names_the_extra_for_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     have(monkeypatch)
-    monkeypatch.setattr(missing_engine, "_NVIDIA_DRIVER", tmp_path / "none")
+    monkeypatch.setattr(engine_errors, "_NVIDIA_DRIVER", tmp_path / "none")
     assert "pip install 'kvctl[mooncake-cpu]'" in refusal(monkeypatch)
-    monkeypatch.setattr(missing_engine, "_NVIDIA_DRIVER", tmp_path)
+    monkeypatch.setattr(engine_errors, "_NVIDIA_DRIVER", tmp_path)
     assert "pip install 'kvctl[mooncake]'" in refusal(monkeypatch)
 
 
@@ -56,12 +56,12 @@ def test_an_old_one_is_refused_before_it_is_imported(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("version", ["0.3.13", "0.3.13.post1", "0.4.0rc1", "1.0"])
 def test_newer_ones_pass(version: str) -> None:
-    mooncake_wheels._check_versions({CPU: version})
+    mooncake_engine._check_versions({CPU: version})
 
 
 def test_files_that_went_with_another_wheel_are_to_be_installed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     have(monkeypatch, mooncake_transfer_engine_non_cuda="0.3.13.post1")
-    monkeypatch.setattr(mooncake_wheels, "_NVIDIA_DRIVER", mooncake_wheels._NVIDIA_DRIVER / "none")
+    monkeypatch.setattr(mooncake_engine, "_NVIDIA_DRIVER", mooncake_engine._NVIDIA_DRIVER / "none")
     said = refusal(monkeypatch)
     assert "its files are gone" in said
     assert f"pip install --force-reinstall --no-deps '{CPU}>=0.3.13'" in said
@@ -78,7 +78,7 @@ def test_files_that_went_with_another_wheel_are_to_be_installed_again(monkeypatc
 )
 def test_a_cuda_wheel_without_cuda_is_to_be_replaced(library: str, wheels: dict[str, str], uninstall: str) -> None:
     loader = ImportError(f"{library}: cannot open shared object file: No such file or directory")
-    said = str(mooncake_wheels.explain(loader, wheels))
+    said = str(mooncake_engine.explain(loader, wheels))
     assert f"needs {library}" in said
     assert f"{uninstall} && pip install '{CPU}>=0.3.13'" in said
 
@@ -86,19 +86,19 @@ def test_a_cuda_wheel_without_cuda_is_to_be_replaced(library: str, wheels: dict[
 @pytest.mark.parametrize("library", ["libibverbs.so.1", "libnuma.so.1", "libcurl.so.4"])
 def test_a_missing_library_names_all_packages_it_needs(library: str) -> None:
     loader = ImportError(f"{library}: cannot open shared object file: No such file or directory")
-    said = str(mooncake_wheels.explain(loader, {CPU: "0.3.13"}))
+    said = str(mooncake_engine.explain(loader, {CPU: "0.3.13"}))
     packages = said.partition("apt-get install ")[2].partition(",")[0].split()
     assert sorted(packages) == ["libcurl4", "libibverbs1", "libnuma1"]
 
 
 @pytest.mark.usefixtures("mooncake_started")
 def test_a_binding_we_do_not_know_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mooncake_wheels, "_NEEDED", ("initialize", "fly"))
+    monkeypatch.setattr(mooncake_engine, "_NEEDED", ("initialize", "fly"))
     with pytest.raises(TransportUnavailable, match="lacks fly"):
-        mooncake_wheels.import_engine()
+        mooncake_engine.import_engine()
 
 
 def test_a_variable_that_lets_tags_overtake_bytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_TCP_PROTO", "1")
-    with pytest.raises(ConfigError, match="MC_TCP_PROTO=1 nobody acknowledges bytes"):
+    with pytest.raises(ConfigError, match="MC_TCP_PROTO=1 the target does not acknowledge bytes"):
         open_transport("mooncake", "a")

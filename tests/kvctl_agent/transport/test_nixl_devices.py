@@ -154,7 +154,7 @@ def test_a_write_names_the_kinds_of_both_sides_as_the_peers_metadata_has_them(ri
     assert [(side.kind, side.rows[0][2]) for side in second] == [("DRAM", 0), ("DRAM", 0)]
     assert prepared[1].kind == "VRAM"
     both = np.array([GPU.addr, HOSTS.addr], np.uint64)
-    with pytest.raises(TransportError, match="our own memory mixes memory of the host and GPU 2"):
+    with pytest.raises(TransportError, match="this agent's memory mixes memory of the host and GPU 2"):
         here.write("b", both, both, np.array([8, 8], np.uint64), None)
     here.close()
     there.close()
@@ -206,7 +206,7 @@ def test_memory_that_pytorch_made_expandable_is_said_to_be(rig: Rig, monkeypatch
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
     rig.refused["VRAM"] = "ibv_reg_mr() failed: Invalid argument"
     transport = open_transport("nixl", "a", device=rig)
-    with pytest.raises(TransportError, match="take expandable_segments:True out of PYTORCH_CUDA_ALLOC_CONF"):
+    with pytest.raises(TransportError, match="remove expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF"):
         transport.register([GPU])
     transport.close()
 

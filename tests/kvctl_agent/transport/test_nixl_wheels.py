@@ -12,7 +12,7 @@ import pytest
 
 import kvctl_agent
 from kvctl_agent.errors import TransportUnavailable
-from kvctl_agent.transport.nixl import wheels as nixl_wheels
+from kvctl_agent.transport.nixl import binding as nixl_binding
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def wheels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         return ModuleType(name)
 
     monkeypatch.setattr(importlib, "import_module", import_module)
-    monkeypatch.setattr(nixl_wheels, "_has", present.__contains__)
+    monkeypatch.setattr(nixl_binding, "_has", present.__contains__)
     return present
 
 
@@ -41,34 +41,34 @@ def test_the_driver_decides_or_a_torch_that_is_there_already(
     wheels: set[str], monkeypatch: pytest.MonkeyPatch, driver: int | None, torch: str | None, chosen: str
 ) -> None:
     wheels |= {"nixl_cu12", "nixl_cu13"}
-    monkeypatch.setattr(nixl_wheels, "driver_cuda", lambda: driver)
+    monkeypatch.setattr(nixl_binding, "driver_cuda", lambda: driver)
     if torch:
         monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(version=SimpleNamespace(cuda=torch)))
-    assert nixl_wheels.import_binding()[0].__name__ == f"{chosen}._bindings"
+    assert nixl_binding.import_binding()[0].__name__ == f"{chosen}._bindings"
 
 
 def test_an_older_build_serves_a_newer_driver(wheels: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     wheels.add("nixl_cu12")
-    monkeypatch.setattr(nixl_wheels, "driver_cuda", lambda: 13)
-    assert nixl_wheels.import_binding()[0].__name__ == "nixl_cu12._bindings"
+    monkeypatch.setattr(nixl_binding, "driver_cuda", lambda: 13)
+    assert nixl_binding.import_binding()[0].__name__ == "nixl_cu12._bindings"
 
 
 def test_a_build_that_is_too_new_for_the_driver_is_named(wheels: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     wheels.add("nixl_cu13")
-    monkeypatch.setattr(nixl_wheels, "driver_cuda", lambda: 12)
+    monkeypatch.setattr(nixl_binding, "driver_cuda", lambda: 12)
     with pytest.raises(TransportUnavailable, match=r"nixl-cu13 is installed, .* CUDA 12: pip install nixl-cu12"):
-        nixl_wheels.import_binding()
+        nixl_binding.import_binding()
 
 
 def test_a_binding_that_is_loaded_already_is_the_one(wheels: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = ModuleType("nixl_cu12._bindings")
     monkeypatch.setitem(sys.modules, "nixl._bindings", loaded)  # as NIXL's own package does it
-    assert nixl_wheels.import_binding()[0] is loaded
+    assert nixl_binding.import_binding()[0] is loaded
 
 
 def test_nothing_installed_names_the_extra(wheels: set[str]) -> None:
     with pytest.raises(TransportUnavailable, match=r"pip install 'kvctl\[nixl\]'"):
-        nixl_wheels.import_binding()
+        nixl_binding.import_binding()
 
 
 def test_loading_nixl_imports_no_torch() -> None:

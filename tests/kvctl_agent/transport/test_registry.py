@@ -11,7 +11,7 @@ import pytest
 import kvctl_agent
 from kvctl_agent.errors import ConfigError, TransportUnavailable
 from kvctl_agent.transport import open_transport
-from kvctl_agent.transport.missing_engine import unavailable
+from kvctl_agent.transport.engine_errors import unavailable
 
 
 def test_an_unknown_transport_is_refused_with_the_near_one() -> None:

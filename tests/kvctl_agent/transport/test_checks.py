@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvctl_agent.errors import TransportError
 from kvctl_agent.transport import Region
-from kvctl_agent.transport.descriptors import Ranges, merge
+from kvctl_agent.transport.checks import Ranges, merge
 
 
 def u64(*values: int) -> np.ndarray:

@@ -1,0 +1,171 @@
+"""Checks of descriptors and tags, and the base class of transports whose engine makes no checks.
+
+The checks are vectorised, because a write may have tens of thousands of descriptors.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from kvctl_agent.errors import TransportError
+from kvctl_agent.memory.region import Region
+from kvctl_agent.transport.base import MAX_TAG_BYTES, Addresses, Indices, Prepared, Sizes
+
+
+def check_tag(tag: bytes) -> bytes:
+    """Return the tag if its length is valid.
+
+    Raises:
+        TransportError: the tag is empty or too long.
+    """
+    if not 0 < len(tag) <= MAX_TAG_BYTES:
+        raise TransportError(f"a tag must have 1 to {MAX_TAG_BYTES} bytes, this one has {len(tag)}")
+    return tag
+
+
+class Ranges:
+    """Registered regions, for checking many descriptors at once; error texts begin with `engine`."""
+
+    def __init__(self, engine: str, regions: Sequence[Region]) -> None:
+        self._engine = engine
+        ordered = np.array(sorted((addr, nbytes) for addr, nbytes, _ in regions), np.uint64).reshape(-1, 2)
+        self._starts = ordered[:, 0]
+        self._ends = ordered.sum(axis=1, dtype=np.uint64)
+        self._bounds = self._starts.tolist(), self._ends.tolist()
+
+    def check(self, addrs: Addresses, sizes: Sizes, whose: str) -> None:
+        """Raise TransportError unless every descriptor lies inside a registered region."""
+        if len(addrs) == 0 or len(addrs) != len(sizes):
+            raise TransportError(f"{self._engine}: {len(addrs)} addresses, {len(sizes)} sizes; at least one of each")
+        if len(addrs) == 1 and self._holds(int(addrs[0]), int(sizes[0])):
+            return
+        place = np.searchsorted(self._starts, addrs, side="right").astype(np.int64) - 1
+        inside = place >= 0
+        if bool(inside.all()):
+            ends = self._ends[place]
+            inside = (addrs <= ends) & (sizes <= ends - np.minimum(addrs, ends))
+        if not bool(inside.all()):
+            first = int(np.argmin(inside))
+            raise TransportError(
+                f"{self._engine}: descriptor {first}, {int(sizes[first])} bytes at {int(addrs[first]):#x}, is not in "
+                f"the registered memory of {whose}"
+            )
+
+    def _holds(self, addr: int, nbytes: int) -> bool:
+        """Whether one descriptor lies inside a registered region; takes a fifth of the time of the array check."""
+        starts, ends = self._bounds
+        place = bisect_right(starts, addr) - 1
+        return place >= 0 and addr + nbytes <= ends[place]
+
+
+class CheckedList:
+    """A prepared list kept in this process; `owner` is the peer that it belongs to, None for local memory."""
+
+    def __init__(self, addrs: Addresses, sizes: Sizes, owner: object | None) -> None:
+        self.owner = owner
+        self.count = len(addrs)
+        self._addrs = addrs.copy()
+        self._sizes = sizes.copy()
+
+    def at(self, engine: str, index: Indices) -> tuple[Addresses, Sizes]:
+        """Return addresses and sizes of the descriptors at `index`; raises TransportError for an invalid index."""
+        if len(index) == 0 or not 0 <= int(index.min()) <= int(index.max()) < self.count:
+            raise TransportError(f"{engine}: no index, or one outside a prepared list of {self.count}")
+        return self._addrs[index], self._sizes[index]
+
+
+class CheckedPeer(Protocol):
+    """A connected peer of a `CheckedTransport`."""
+
+    @property
+    def ranges(self) -> Ranges:
+        """The peer's registered memory."""
+        ...
+
+
+P = TypeVar("P", bound=CheckedPeer)
+W = TypeVar("W")
+
+
+class CheckedTransport(ABC, Generic[P, W]):
+    """Base class of a transport that checks descriptors and keeps prepared lists in this process.
+
+    The subclass adds to `_regions` and `_ranges` when it registers memory, and to `_peers` when it connects a peer.
+    """
+
+    name: str
+
+    def __init__(self) -> None:
+        self._closed = False
+        self._regions: list[Region] = []
+        self._ranges = Ranges(self.name, [])
+        self._peers: dict[str, P] = {}
+
+    @abstractmethod
+    def _post(
+        self, peer: P, descriptors: int, local: Addresses, remote: Addresses, sizes: Sizes, tag: bytes | None
+    ) -> W:
+        """Start a write of checked and merged descriptors; `descriptors` is their number before the merge."""
+
+    def prepare_local(self, addrs: Addresses, sizes: Sizes) -> CheckedList:
+        self._check_open()
+        self._ranges.check(addrs, sizes, "this agent")
+        return CheckedList(addrs, sizes, None)
+
+    def prepare_remote(self, peer: str, addrs: Addresses, sizes: Sizes) -> CheckedList:
+        known = self._peer(peer)
+        known.ranges.check(addrs, sizes, f"peer {peer!r}")
+        return CheckedList(addrs, sizes, known)
+
+    def write(self, peer: str, local_addrs: Addresses, remote_addrs: Addresses, sizes: Sizes, tag: bytes | None) -> W:
+        known = self._peer(peer)
+        self._ranges.check(local_addrs, sizes, "this agent")
+        known.ranges.check(remote_addrs, sizes, f"peer {peer!r}")
+        count = len(sizes)
+        if count > 1:
+            local_addrs, remote_addrs, sizes = merge(local_addrs, remote_addrs, sizes)
+        return self._post(known, count, local_addrs, remote_addrs, sizes, tag if tag is None else check_tag(tag))
+
+    def write_prepared(
+        self,
+        peer: str,
+        local: Prepared,
+        local_index: Indices,
+        remote: Prepared,
+        remote_index: Indices,
+        tag: bytes | None,
+    ) -> W:
+        known = self._peer(peer)
+        if not isinstance(local, CheckedList) or local.owner is not None:
+            raise TransportError(f"{self.name}: the local list is not one of this agent's memory")
+        if not isinstance(remote, CheckedList) or remote.owner is not known:
+            raise TransportError(f"{self.name}: the remote list does not belong to peer {peer!r} as connected now")
+        local_addrs, sizes = local.at(self.name, local_index)
+        remote_addrs, remote_sizes = remote.at(self.name, remote_index)
+        if len(sizes) != len(remote_sizes) or bool((sizes != remote_sizes).any()):
+            raise TransportError(f"{self.name}: the sizes on the two sides of the write differ")
+        merged = merge(local_addrs, remote_addrs, sizes)
+        return self._post(known, len(local_index), *merged, tag if tag is None else check_tag(tag))
+
+    def _peer(self, peer: str) -> P:
+        self._check_open()
+        known = self._peers.get(peer)
+        if known is None:
+            raise TransportError(f"{self.name}: peer {peer!r} is not connected")
+        return known
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError(f"{self.name}: the transport is closed")
+
+
+def merge(local: Addresses, remote: Addresses, sizes: Sizes) -> tuple[Addresses, Addresses, Sizes]:
+    """Merge consecutive descriptors that are adjacent in memory on both sides."""
+    follows = (local[1:] == local[:-1] + sizes[:-1]) & (remote[1:] == remote[:-1] + sizes[:-1])
+    first = np.flatnonzero(np.concatenate(([True], ~follows)))
+    return local[first], remote[first], np.add.reduceat(sizes, first)

@@ -1,0 +1,164 @@
+"""Errors of engines that cannot be imported or cannot register memory, with a remedy each.
+
+Engines return only an error code. The error of the kernel or driver is in a line on stderr, as the text of an errno, so
+stderr is captured during such a call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kvctl_agent.contract.choices import HOST
+from kvctl_agent.errors import TransportUnavailable
+
+_DEBIAN = {
+    "libibverbs.so.1": "libibverbs1",
+    "librdmacm.so.1": "librdmacm1",
+    "libnuma.so.1": "libnuma1",
+    "libcurl.so.4": "libcurl4",
+    "libstdc++.so.6": "libstdc++6",
+}
+_LIBRARY = re.compile(r"\blib[\w+.-]*\.so[\w.]*")
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia")
+
+
+def unavailable(engine: str, error: ImportError, others: Sequence[str] = ()) -> TransportUnavailable:
+    """Return the error to raise when importing `engine` failed with `error`.
+
+    Args:
+        engine: Name of the transport.
+        error: The import error, whose text has the name of a missing library.
+        others: Debian packages that the engine also needs; the loader reports only one missing library at a time.
+    """
+    library = _LIBRARY.search(str(error))
+    if library is None:
+        return TransportUnavailable(
+            f"transport {engine!r} is not installed ({error}): pip install 'kvctl[{_extra(engine)}]', "
+            f"or run without an engine: --transport loopback"
+        )
+    package = _DEBIAN.get(library[0])
+    packages = " ".join(dict.fromkeys([package, *others])) if package else ""
+    remedy = f"apt-get install {packages}" if package else "install the package that contains it"
+    return TransportUnavailable(
+        f"transport {engine!r} needs the shared library {library[0]}, which is not installed ({error}): "
+        f"{remedy}, or run without an engine: --transport loopback"
+    )
+
+
+def _extra(engine: str) -> str:
+    """The pip extra of an engine; Mooncake has a separate wheel for machines without CUDA."""
+    return "mooncake-cpu" if engine == "mooncake" and not _NVIDIA_DRIVER.exists() else engine
+
+
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+class _Cause(NamedTuple):
+    output: re.Pattern[str]
+    on_device: bool | None  # memory of a device only, of the host only, or either
+    text: str
+
+
+_CAUSES = (
+    _Cause(
+        re.compile(r"Cannot allocate memory|ENOMEM|max(imum)? locked memory|ulimit -l", re.IGNORECASE),
+        None,
+        "this process may lock too little memory (ENOMEM): raise `ulimit -l` to unlimited (LimitMEMLOCK=infinity in a "
+        "unit, --ulimit memlock=-1 for a container)",
+    ),
+    _Cause(
+        re.compile(r"detected as host", re.IGNORECASE),
+        True,
+        "this engine does not recognise GPU memory: unset UCX_TLS and UCX_MODULES, or add cuda_copy and cuda_ipc to "
+        "them",
+    ),
+    _Cause(
+        re.compile(r"no available backends|not supported", re.IGNORECASE),
+        True,
+        "this engine was built without CUDA: install a wheel with it (nixl-cu12, nixl-cu13, or "
+        "mooncake-transfer-engine-cuda13)",
+    ),
+    _Cause(
+        re.compile(r"Bad address|EFAULT", re.IGNORECASE),
+        True,
+        "the network card cannot access GPU memory (EFAULT): `modprobe nvidia-peermem`, or install the driver's open "
+        "kernel modules, which share it as dma-buf",
+    ),
+    _Cause(
+        re.compile(r"Invalid argument|EINVAL", re.IGNORECASE),
+        True,
+        "the driver cannot share this GPU memory with the network card (EINVAL): allocate it with cuMemAlloc "
+        "(mem_pool=default)",
+    ),
+    _Cause(
+        re.compile(r"No space left|ENOSPC|Resource temporarily unavailable|EAGAIN", re.IGNORECASE),
+        None,
+        "the network card has no room for more registrations: allocate the pool as one slab",
+    ),
+    _Cause(
+        re.compile(r"Operation not permitted|EPERM|Permission denied|EACCES", re.IGNORECASE),
+        None,
+        "the kernel forbids it (EPERM): give the container the card's devices (--device /dev/infiniband) and IPC_LOCK",
+    ),
+)
+
+
+def explain_refusal(output: str, device: int) -> str:
+    """Return the cause and its remedy, with a leading colon to append to a sentence; "" if the cause is unknown.
+
+    Args:
+        output: The engine's output on stderr.
+        device: The device of the memory, or HOST.
+    """
+    on_device = device != HOST
+    for cause in _CAUSES:
+        if cause.on_device in (None, on_device) and cause.output.search(output):
+            if cause.on_device and _expandable():
+                break
+            return f": {cause.text}"
+    if on_device and _expandable():
+        return f": PyTorch's expandable segments cannot be shared: remove expandable_segments:True from {_expandable()}"
+    return ""
+
+
+def _expandable() -> str:
+    """The environment variable that enables PyTorch's expandable segments, which cannot be shared; "" if none does."""
+    for name in _ALLOCATOR:
+        if re.search(r"expandable_segments\s*:\s*true", os.environ.get(name, ""), re.IGNORECASE):
+            return name
+    return ""
+
+
+_capturing = threading.Lock()
+
+
+@contextlib.contextmanager
+def captured_stderr(drop: Sequence[bytes] = (), quiet: bool = False) -> Iterator[bytearray]:
+    """Capture the output of this process to stderr within the block, and write it to stderr at the end.
+
+    Args:
+        drop: Lines that contain one of these strings are dropped.
+        quiet: Write nothing to stderr at the end, because the same text was written before.
+    """
+    captured = bytearray()
+    with _capturing, tempfile.TemporaryFile() as file:
+        stderr = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield captured
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            file.seek(0)
+            for line in file:
+                if not any(dropped in line for dropped in drop):
+                    captured += line
+            if not quiet:
+                os.write(2, captured)

@@ -1,1 +1,0 @@
-"""The `loopback` transport: agents of one host without an engine."""
