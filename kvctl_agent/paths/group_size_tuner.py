@@ -1,6 +1,6 @@
 """Chooses the number of layer groups from recent forwards, for mode measured.
 
-The formula of mode on is_measured neither the machine's compute nor its connection. With compute C, transfer T and N equal
+The formula of mode on knows neither the machine's compute nor its connection. With compute C, transfer T and N equal
 groups, the two stages overlap like two machines in a flow shop:
 
     total(N) = C + max(T/N, C/N + T - C),   where T and C grow a little with every group

@@ -1,5 +1,3 @@
-"""The measured cost of a lane: bounded, and true enough to predict what a write takes."""
-
 from __future__ import annotations
 
 import time
@@ -13,7 +11,7 @@ from kvctl_agent.contract.choices import HOST
 from kvctl_agent.contract.connection_cost import ConnectionCost
 from kvctl_agent.errors import TransportError
 from kvctl_agent.transport import Region, cost_probe
-from kvctl_agent.transport.cost_probe import measure_connection
+from kvctl_agent.transport.cost_probe import CUDA_IPC, RDMA, THROUGH_HOST, interconnect_of, measure_connection
 
 
 def test_measuring_is_short_silent_and_predicts(crew: Any, engine: str, at_best: Any) -> None:
@@ -110,3 +108,21 @@ def test_the_cost_of_a_write_adds_up() -> None:
     assert cost.write_us(100, 100 * 8) == pytest.approx(5 + 100 * 2)  # a descriptor has a price whatever it holds
     # beyond the largest size measured, bytes move at the rate of a large write
     assert cost.write_us(1, 4096 + 1_000_000) == pytest.approx(5 + 3 + 100)
+
+
+@pytest.mark.parametrize(
+    ("gb_per_s", "same_host", "network", "name", "expected"),
+    [
+        (373.0, True, False, CUDA_IPC, CUDA_IPC),  # NVLink
+        (1364.0, True, True, CUDA_IPC, CUDA_IPC),  # one GPU
+        (22.0, True, False, CUDA_IPC, CUDA_IPC),  # PCIe
+        (0.58, True, True, THROUGH_HOST, CUDA_IPC),  # UCX without cuda_ipc
+        (2.2, True, False, THROUGH_HOST, CUDA_IPC),  # Mooncake by TCP
+        (0.58, False, False, THROUGH_HOST, THROUGH_HOST),
+        (2.2, False, True, THROUGH_HOST, RDMA),
+        (46.0, False, True, RDMA, RDMA),
+        (340.0, False, True, CUDA_IPC, CUDA_IPC),  # an NVLink domain of several hosts
+    ],
+)
+def test_the_rate_tells(gb_per_s: float, same_host: bool, network: bool, name: str, expected: str) -> None:
+    assert interconnect_of(gb_per_s, same_host, network) == (name, expected)

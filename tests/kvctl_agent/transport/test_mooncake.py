@@ -297,7 +297,7 @@ class Refusing:
 
 def test_a_card_that_cannot_reach_a_gpu_is_named_with_the_remedy(capfd: Any) -> None:
     engine = mooncake_engine.Engine("a wheel", Refusing(), "127.0.0.1:1", [], True, True)
-    with pytest.raises(TransportError, match=r"code -202\): the network card cannot access GPU memory .*nvidia-peermem"):
+    with pytest.raises(TransportError, match=r"code -202\): the network card cannot access GPU .*nvidia-peermem"):
         engine.register([Region(1 << 40, 4096, 1)])
     assert "Bad address" in capfd.readouterr().err
 
