@@ -52,8 +52,8 @@ from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.registry import Rank, Roster
 from kvctl_agent.runtime.peer_connections import PeerConnections
 from kvctl_agent.telemetry.hub import room_rows
-from kvctl_agent.transport.environment import has_infiniband
 from kvctl_agent.transport.cost_probe import Interconnect, interconnect_of
+from kvctl_agent.transport.environment import has_infiniband
 
 _ROWS = 1000
 _MOST_MISSING = 256  # ranks listed in `bootstrap`
