@@ -39,4 +39,4 @@ def test_every_command_has_a_page_that_man_reads(tmp_path: Path) -> None:
         env={"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", "MANWIDTH": "100"},
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "kvctl-rooms-show - Show one room" in done.stdout
+    assert "kvctl-rooms-show - Show one room" in " ".join(done.stdout.split())

@@ -29,7 +29,7 @@ DONE = View(
         Column("agent"),
         Column("subject", help="Room, allocation, key or agent that the action changed."),
         Column("result", styles=_RESULTS, help="Result of the action."),
-        Column("text", header="WHAT", help="Description of what the agent did."),
+        Column("text", header="DETAIL", help="Description of the change."),
     ),
     sort=("agent", "subject"),
     empty="nothing was done",

@@ -19,7 +19,7 @@ from kvctl.health.finding import Finding, Severity
 from kvctl.health.snapshot import HEALTH_CALLS
 from kvctl.render.findings import in_short
 from kvctl.render.report import Report
-from kvctl.render.status import MOMENTS, STATUS, FleetSummary, Rates, moment, rates, screen, summarise
+from kvctl.render.status import STATUS, STATUS_LINES, FleetSummary, Rates, rates, screen, status_line, summarise
 
 _STATUS_ONLY = (Call("status"),)
 _HEALTH_EVERY_NS = 2_000_000_000
@@ -46,7 +46,7 @@ def status(settings: Settings) -> None:
     if settings.watch_ns is None:
         health = HealthQuery(settings)
         run(settings, STATUS, HEALTH_CALLS, lambda survey: _read(survey, health))
-    Output(settings).selection(MOMENTS)
+    Output(settings).selection(STATUS_LINES)
     stream = _Stream(settings)
     follow(settings, stream.calls, stream)
 
@@ -109,4 +109,4 @@ class _Stream:
         self._previous = (summary, survey.tick_ns)
         if self._reads_health:
             self._problems = sum(each.severity > Severity.INFO for each in self._health(survey).judged.raised)
-        output.stream(MOMENTS, [moment(summary, change, survey.at_ns, self._problems)])
+        output.stream(STATUS_LINES, [status_line(summary, change, survey.at_ns, self._problems)])

@@ -14,6 +14,8 @@ from kvctl.client.faults import Fault
 from kvctl.render.sanitize import escaped, json_escaped, printable_lines
 from kvctl.render.view import Column, Row, View
 
+_NUMBER_STARTS = frozenset("0123456789+-.")
+
 
 def tsv(columns: Sequence[Column], rows: Iterable[Row], header: bool = True) -> str:
     """Formats rows as tab-separated lines; backslashes and unprintable characters are escaped, as in `\\t` and
@@ -48,10 +50,37 @@ def json_document(view: View, data: Sequence[Any], faults: Iterable[Fault], now_
 
 def yaml_document(view: View, data: Sequence[Any], faults: Iterable[Fault], now_ns: int) -> str:
     """Formats the same envelope as a YAML document; it begins with `---`, so that documents can be concatenated."""
-    from kvctl.render.yaml_text import dumped  # PyYAML takes 30 ms to import
-
     # Converted to JSON and back, so that both formats have the same types.
-    return dumped(orjson.loads(orjson.dumps(_envelope(view, data, faults, now_ns))))
+    document = orjson.loads(orjson.dumps(_envelope(view, data, faults, now_ns)))
+    text = _yaml(document, allow_unicode=True)
+    return text if text.replace("\n", "").isprintable() else _yaml(document, allow_unicode=False)
+
+
+def _yaml(document: Any, allow_unicode: bool) -> str:
+    """Formats YAML that readers of YAML 1.1 and 1.2 interpret alike: quotes every text that begins like a number.
+
+    For example `12e4`, an incarnation, is a number in YAML 1.2 only.
+    """
+    import yaml  # takes 30 ms to import
+
+    class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+        pass
+
+    def represent(dumper: Dumper, value: str) -> Any:
+        style = '"' if value[:1] in _NUMBER_STARTS else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+    Dumper.add_representer(str, represent)
+    text: str = yaml.dump(
+        document,
+        Dumper=Dumper,
+        sort_keys=False,
+        allow_unicode=allow_unicode,
+        explicit_start=True,
+        default_flow_style=False,
+        width=1 << 30,  # never fold lines
+    )
+    return text
 
 
 def _envelope(view: View, data: Sequence[Any], faults: Iterable[Fault], now_ns: int) -> dict[str, Any]:

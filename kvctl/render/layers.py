@@ -1,4 +1,4 @@
-"""View of layer groups: the duration of each stage, and the share of the transfer time that compute hides.
+"""View of layer groups and its waterfall: durations of the stages, and the share of transfer time hidden by compute.
 
 `ready` is the time since the first layer group of the chunk was ready; each other stage follows the one before it.
 """
@@ -57,25 +57,16 @@ LAYERS = View(
         Column("bytes", kind=Kind.BYTES, width=Width.NORMAL, help="Bytes of the measured parts."),
         *map(_median, STAGES),
         Column(
-            "exposed",
-            kind=Kind.DURATION,
-            width=Width.NORMAL,
-            help="Mean transfer time of a part after the end of the forward.",
+            "exposed", kind=Kind.DURATION, width=Width.NORMAL, help="Mean time of a part after the end of the forward."
         ),
         Column(
             "hidden",
             "overlapped_ns",
             Kind.DURATION,
             Width.NORMAL,
-            help="Mean transfer time of a part before the end of the forward.",
+            help="Mean time of a part before the end of the forward.",
         ),
-        Column(
-            "share",
-            hidden_share,
-            Kind.RATIO,
-            Width.NORMAL,
-            help="Share of the transfer time that was hidden by compute.",
-        ),
+        Column("share", hidden_share, Kind.RATIO, Width.NORMAL, help="Share of the transfer time that compute hid."),
         *(_stage(stage, quantile, f"{quantile[1:]}th percentile") for stage in STAGES for quantile in ("p90", "p99")),
     ),
     sort=("agent", "layers"),
@@ -115,15 +106,14 @@ def draw_waterfall(rows: Sequence[Row], width: int) -> list[Line]:
     lines.append(legend())
     if any_share:
         hidden = [(HIDDEN, "green"), (" hidden behind the forward  ", "dim"), (EXPOSED, "yellow"), (" exposed", "dim")]
-        lines.append(hidden if roomy else [("% of the way hidden behind the forward", "dim")])
+        lines.append(hidden if roomy else [("% of the transfer time hidden behind the forward", "dim")])
     return lines
 
 
 def _most_used(rows: Sequence[Row]) -> Sequence[Row]:
     """Selects the rows with the most parts, prefill ranks first; keeps their order."""
-    places = sorted(range(len(rows)), key=lambda place: (hidden_share(rows[place]) is None, -rows[place]["parts"]))
-    places = places[:_MOST_BARS]
-    return [rows[place] for place in sorted(places)]
+    ranking = sorted(range(len(rows)), key=lambda index: (hidden_share(rows[index]) is None, -rows[index]["parts"]))
+    return [rows[index] for index in sorted(ranking[:_MOST_BARS])]
 
 
 def _label(row: Row, most: int) -> str:

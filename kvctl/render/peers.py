@@ -1,4 +1,8 @@
-"""View of the peers of each agent."""
+"""Views of connections: one row per agent and peer, and the matrix of prefill and decode agents.
+
+The two ends of a connection can report different states, which often is the fault to be found. The state of a pair in
+the matrix is therefore the worse of the two, and a connection that only one end knows has a state of its own.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +26,7 @@ PEERS = View(
         Column("rooms", kind=Kind.COUNT, help="Active rooms."),
         Column("errors", "errors_total", Kind.COUNT),
         Column(
-            "control_queue",
-            kind=Kind.COUNT,
-            width=Width.NORMAL,
-            header="QUEUE",
-            help="Control messages to the peer that have not been sent yet.",
+            "control_queue", kind=Kind.COUNT, width=Width.NORMAL, header="QUEUE", help="Control messages not sent yet."
         ),
         Column("differences", kind=Kind.LIST, width=Width.NORMAL),
         Column("last_error", width=Width.NORMAL, help="Last error with this peer."),
@@ -35,34 +35,28 @@ PEERS = View(
             kind=Kind.RATE,
             width=Width.WIDE,
             header="LANE GB/S",
-            help="Measured rate of one large write, in GB/s.",
+            help="Rate of one large write, in GB/s.",
         ),
         Column(
             "lane_descriptor",
             kind=Kind.DURATION,
             width=Width.WIDE,
             header="DESCRIPTOR",
-            help="Measured time per scattered descriptor of 512 bytes.",
+            help="Time per scattered descriptor of 512 bytes.",
         ),
         Column(
             "lane_measured_age",
             kind=Kind.DURATION,
             width=Width.WIDE,
             header="MEASURED",
-            help="Time since the lane was measured.",
+            help="Time since the measurement.",
         ),
         Column(
-            "lane_kind",
-            width=Width.WIDE,
-            header="CARRIED BY",
-            help="Type of connection between GPUs, inferred from its rate.",
+            "lane_kind", width=Width.WIDE, header="CARRIED BY", help="Type of GPU connection, inferred from the rate."
         ),
         Column("lane_direct", width=Width.WIDE, header="DIRECT BY"),
         Column(
-            "lane_why_not",
-            width=Width.WIDE,
-            header="NOT DIRECT",
-            help="Reason why the peer's GPU memory is not mapped on this rank.",
+            "lane_why_not", width=Width.WIDE, header="NOT DIRECT", help="Why the peer's GPU memory is not mapped here."
         ),
         Column(
             "same_host",
@@ -125,16 +119,10 @@ MATRIX = View(
             help="State of the pair: the worse of the two.",
         ),
         Column(
-            "prefill_sees",
-            styles=palette.PEER_STATES,
-            width=Width.NORMAL,
-            help="State of the decode agent, as reported by the prefill agent.",
+            "prefill_sees", styles=palette.PEER_STATES, width=Width.NORMAL, help="State that the prefill agent reports."
         ),
         Column(
-            "decode_sees",
-            styles=palette.PEER_STATES,
-            width=Width.NORMAL,
-            help="State of the prefill agent, as reported by the decode agent.",
+            "decode_sees", styles=palette.PEER_STATES, width=Width.NORMAL, help="State that the decode agent reports."
         ),
         Column("lane"),
         Column("lane_direct", width=Width.WIDE, header="DIRECT BY"),

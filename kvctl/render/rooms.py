@@ -1,4 +1,4 @@
-"""Views of rooms: active and finished ones, and the events of one room."""
+"""Views of rooms: active, finished and failed rooms; the report of one room with its ranks, parts and timeline."""
 
 from __future__ import annotations
 
@@ -58,11 +58,7 @@ _COLUMNS = (
     Column("tokens", kind=Kind.COUNT, width=Width.NORMAL),
     Column("parked", kind=Kind.COUNT, width=Width.NORMAL, help="Parts that wait for space in a ring."),
     Column(
-        "missing",
-        kind=Kind.LIST,
-        width=Width.WIDE,
-        header="WAITS FOR",
-        help="Agents whose next message ends this state.",
+        "missing", kind=Kind.LIST, width=Width.WIDE, header="WAITS FOR", help="Agents whose message ends this state."
     ),
     Column("owed", kind=Kind.MAP, width=Width.WIDE, help="Decode rank: cells that have not landed, by writer."),
     Column("paths", kind=Kind.MAP, width=Width.NORMAL),
@@ -89,12 +85,7 @@ RANKS = View(
         Column("role", styles=palette.ROLES),
         Column("state", styles=palette.STATES, help="Bootstrapping, WaitingForInput, Transferring, Success or Failed."),
         Column("state_age", _state_age, Kind.DURATION, header="FOR"),
-        Column(
-            "planned",
-            "coverage.planned",
-            Kind.COUNT,
-            help="Cells (writer, chunk, layer) in the transfer plan of this rank.",
-        ),
+        Column("planned", "coverage.planned", Kind.COUNT, help="Cells (writer, chunk, layer) in this rank's plan."),
         Column("sent", "coverage.sent", Kind.COUNT, help="Cells whose write the transfer engine reported complete."),
         Column("landed", "coverage.landed", Kind.COUNT),
         Column("scattered", "coverage.scattered", Kind.COUNT, help="Cells that are in their pages."),
@@ -161,7 +152,7 @@ FAILED = View(
 
 
 def failed_rows(answers: Iterable[Row], clocks: Mapping[str, ClockOffset], now_ns: int) -> list[Row]:
-    """Returns one row per failed room, with times by this machine's clock.
+    """Combines the ranks' reports to one row per failed room, with its first cause and times by this machine's clock.
 
     Args:
         answers: rows of all agents' answers to `failed`.
@@ -196,7 +187,7 @@ def _failed_row(room: RoomTimeline, now_ns: int) -> dict[str, Any]:
 
 
 def failure_counts(rows: Sequence[Row]) -> Line:
-    """Returns the number of failed rooms by code, most frequent first."""
+    """Formats the number of failed rooms by code, most frequent first."""
     spans: list[Span] = [(f"{len(rows):,} failed room{'s' * (len(rows) != 1)}", "bold red" if rows else "")]
     for code, count in Counter(row["code"] for row in rows).most_common():
         spans.append((f"   {code} {count:,}", ""))
@@ -209,9 +200,9 @@ def dropped_note(answers: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     Args:
         answers: (agent name, its answer to `failed`).
     """
-    gone = [f"{data['dropped_total']:,} of {name}" for name, data in answers if data["dropped_total"]]
-    more = f" and {len(gone) - _NAMED} more agents" if len(gone) > _NAMED else ""
-    return f"failed rooms no longer kept: {', '.join(gone[:_NAMED])}{more} (failed_rooms)" if gone else ""
+    dropped = [f"{data['dropped_total']:,} of {name}" for name, data in answers if data["dropped_total"]]
+    more = f" and {len(dropped) - _NAMED} more agents" if len(dropped) > _NAMED else ""
+    return f"failed rooms no longer kept: {', '.join(dropped[:_NAMED])}{more} (failed_rooms)" if dropped else ""
 
 
 _MOST_BARS = 32
@@ -280,18 +271,18 @@ def _debts(room: RoomTimeline) -> list[Line]:
     """Formats the parts that are owed: writer, decode rank, age, and what they wait for."""
     lines: list[Line] = []
     for debt in room.debts[:_MOST_DEBTS]:
-        what = []
+        owed = []
         if debt.chunks and debt.layers:
-            where = f"{_range('chunk', debt.chunks)}, {_range('layer', debt.layers)}"
-            what.append(f"{debt.cells} cell{'s' * (debt.cells != 1)} ({where})")
+            ranges = f"{_range('chunk', debt.chunks)}, {_range('layer', debt.layers)}"
+            owed.append(f"{debt.cells} cell{'s' * (debt.cells != 1)} ({ranges})")
         if debt.finals:
-            what.append(f"{debt.finals} final part{'s' * (debt.finals != 1)}")
+            owed.append(f"{debt.finals} final part{'s' * (debt.finals != 1)}")
         lines.append(
             [
                 (debt.writer, "bold"),
                 (" owes ", ""),
                 (debt.decode, "bold"),
-                (f" {' and '.join(what)} for {units.duration(debt.age_ns)}: {debt.waits_for}", ""),
+                (f" {' and '.join(owed)} for {units.duration(debt.age_ns)}: {debt.waits_for}", ""),
             ]
         )
     if len(room.debts) > _MOST_DEBTS:

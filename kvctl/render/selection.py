@@ -1,4 +1,9 @@
-"""Selects and orders the rows and columns of a view: `--filter`, `--sort-by`, `--columns`."""
+"""Selects and orders the rows and columns of a view: `--filter`, `--sort-by`, `--columns`.
+
+A filter is `column operator value`, without code or regular expressions. A column is given by its name, its header or
+its JSON name. `age>5s`, `bytes>=64MiB`, `state=Failed`, `peers=decode-0` (one element of a list), `text~timeout`
+(contains), `error=-` (unknown). A comparison with an unknown value is false, except with `!=`.
+"""
 
 from __future__ import annotations
 
@@ -12,68 +17,6 @@ from typing import Any
 from kvctl.render.units import UNKNOWN
 from kvctl.render.view import Column, Kind, Row, View, Width, folded, raw
 
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Parsed selection options for a view.
-
-    Attributes:
-        columns: selected columns in order; None means the columns of the view.
-        order: (column, descending), most significant first.
-    """
-
-    columns: tuple[Column, ...] | None
-    order: tuple[tuple[Column, bool], ...]
-    filters: tuple[Filter, ...]
-
-    def passes(self, row: Row) -> bool:
-        """Whether a row passes all filters."""
-        return all(each.matches(row) for each in self.filters)
-
-    def rows(self, rows: Iterable[Row]) -> list[Row]:
-        """Returns the rows that pass, in order."""
-        kept = [row for row in rows if self.passes(row)]
-        for column, descending in reversed(self.order):
-            known = [row for row in kept if column.value(row) is not None]
-            unknown = [row for row in kept if column.value(row) is None]
-            known.sort(key=lambda row, column=column: sort_key(column, column.value(row)), reverse=descending)  # type: ignore[misc]
-            kept = known + unknown
-        return kept
-
-
-def select(
-    view: View, columns: str | None = None, sort_by: str | None = None, filters: Sequence[str] = ()
-) -> Selection:
-    """Parses the three options for a view.
-
-    Raises:
-        ExpressionError: an option is invalid or names an unknown column.
-    """
-    wanted = None if columns is None else tuple(find_column(view, name) for name in _names(columns))
-    order = view.sort if sort_by is None else tuple(_names(sort_by))
-    return Selection(
-        columns=wanted or None,
-        order=tuple((find_column(view, name.removeprefix("-")), name.startswith("-")) for name in order),
-        filters=tuple(parse_filter(view, text) for text in filters),
-    )
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def table_columns(view: View, selection: Selection, wide: bool) -> tuple[Column, ...]:
-    """Returns the columns of a table, before it is fitted to the terminal."""
-    if selection.columns is not None:
-        return selection.columns
-    return tuple(column for column in view.columns if wide or column.width is not Width.WIDE)
-
-
-def data_columns(view: View, selection: Selection) -> tuple[Column, ...]:
-    """Returns the columns of TSV and CSV: all of them, because scripts have no terminal width."""
-    return selection.columns or view.columns
-
-
 _GRAMMAR = re.compile(r"\s*([^=!<>~]+?)\s*(<=|>=|!=|!~|==|=|<|>|~)\s*(.*?)\s*", re.DOTALL)
 _ORDER: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
@@ -81,7 +24,7 @@ _ORDER: dict[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-_BEGINNING = re.compile(r"[^=!<>~]*[^=!<>~\s][^=!<>~]*(?:[<>=~]|!=|!~)")
+_COMPARISON_START = re.compile(r"[^=!<>~]*[^=!<>~\s][^=!<>~]*(?:[<>=~]|!=|!~)")
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 _EQUAL = frozenset({"=", "=="})
 
@@ -193,7 +136,7 @@ def _names_unit(column: Column, name: str) -> bool:
 
 def is_comparison(text: str) -> bool:
     """Whether the text is meant as a filter: it contains an operator after some text."""
-    return _BEGINNING.match(text) is not None
+    return _COMPARISON_START.match(text) is not None
 
 
 def contains(view: View, row: Row, text: str) -> bool:
@@ -229,3 +172,64 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
         digits = each.lstrip("0") if each.isdecimal() else ""  # int() rejects numbers with thousands of digits
         pieces.append((0, len(digits), digits) if each.isdecimal() else (1, 0, each))
     return pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Parsed selection options for a view.
+
+    Attributes:
+        columns: selected columns in order; None means the columns of the view.
+        order: (column, descending), most significant first.
+    """
+
+    columns: tuple[Column, ...] | None
+    order: tuple[tuple[Column, bool], ...]
+    filters: tuple[Filter, ...]
+
+    def passes(self, row: Row) -> bool:
+        """Whether a row passes all filters."""
+        return all(each.matches(row) for each in self.filters)
+
+    def rows(self, rows: Iterable[Row]) -> list[Row]:
+        """Returns the rows that pass, in order."""
+        kept = [row for row in rows if self.passes(row)]
+        for column, descending in reversed(self.order):
+            known = [row for row in kept if column.value(row) is not None]
+            unknown = [row for row in kept if column.value(row) is None]
+            known.sort(key=lambda row, column=column: sort_key(column, column.value(row)), reverse=descending)  # type: ignore[misc]
+            kept = known + unknown
+        return kept
+
+
+def select(
+    view: View, columns: str | None = None, sort_by: str | None = None, filters: Sequence[str] = ()
+) -> Selection:
+    """Parses the three options for a view.
+
+    Raises:
+        ExpressionError: an option is invalid or names an unknown column.
+    """
+    wanted = None if columns is None else tuple(find_column(view, name) for name in _names(columns))
+    order = view.sort if sort_by is None else tuple(_names(sort_by))
+    return Selection(
+        columns=wanted or None,
+        order=tuple((find_column(view, name.removeprefix("-")), name.startswith("-")) for name in order),
+        filters=tuple(parse_filter(view, text) for text in filters),
+    )
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def table_columns(view: View, selection: Selection, wide: bool) -> tuple[Column, ...]:
+    """Returns the columns of a table, before it is fitted to the terminal."""
+    if selection.columns is not None:
+        return selection.columns
+    return tuple(column for column in view.columns if wide or column.width is not Width.WIDE)
+
+
+def data_columns(view: View, selection: Selection) -> tuple[Column, ...]:
+    """Returns the columns of TSV and CSV: all of them, because scripts have no terminal width."""
+    return selection.columns or view.columns

@@ -1,8 +1,8 @@
-"""Views of staging: one row per agent, one per ring allocation, one per gated part."""
+"""Views of staging: one row per agent, per ring allocation and per gated part; the drawing of a ring."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvctl.render import palette, units
@@ -23,9 +23,12 @@ def _aside(row: Row) -> int | None:
     return sum(allocation["aside"] for allocation in ring["allocations"]) if ring else None
 
 
-def _oldest(row: Row, key: str) -> Any:
-    found = oldest(row)
-    return found and found[key]
+def _oldest(key: str) -> Callable[[Row], Any]:
+    def value(row: Row) -> Any:
+        found = oldest(row)
+        return found and found[key]
+
+    return value
 
 
 def _used(row: Row) -> float | None:
@@ -59,14 +62,12 @@ GATED = View(
             "requests",
             kind=Kind.COUNT,
             width=Width.NORMAL,
-            header="ASKED",
             help="Grant requests sent, including resends.",
         ),
         Column(
             "asked_age",
             kind=Kind.DURATION,
             width=Width.WIDE,
-            header="ASKED FOR",
             help="Time since its grant was first requested.",
         ),
     ),
@@ -81,22 +82,11 @@ STAGING = View(
         Column("agent"),
         Column("role", styles=palette.ROLES, width=Width.NORMAL),
         Column("enabled", kind=Kind.FLAG, width=Width.NORMAL, help="Whether staging is configured."),
-        Column("ring", "ring.size_bytes", Kind.BYTES, help="Size of the decode rank's ring."),
+        Column("ring", "ring.size_bytes", Kind.BYTES, help="Size of the ring."),
         Column("used", _used, Kind.RATIO, help="Share of the ring in use."),
         Column("live", _live, Kind.COUNT, help="Live allocations."),
-        Column(
-            "oldest",
-            lambda row: _oldest(row, "age_ns"),
-            Kind.DURATION,
-            help="Age of the oldest allocation, at which the watermark stands.",
-        ),
-        Column(
-            "oldest_room",
-            lambda row: _oldest(row, "room"),
-            Kind.ID,
-            header="OF ROOM",
-            help="Room of the oldest allocation.",
-        ),
+        Column("oldest", _oldest("age_ns"), Kind.DURATION, help="Age of the oldest allocation."),
+        Column("oldest_room", _oldest("room"), Kind.ID, header="OF ROOM", help="Room of the oldest allocation."),
         Column(
             "aside",
             _aside,
@@ -105,48 +95,16 @@ STAGING = View(
             help="Allocations of unresponsive writers: the watermark has passed them, but their bytes are not reused.",
         ),
         Column(
-            "gated", lambda row: len(row["gated"]), Kind.COUNT, help="Parts that wait for a grant or for the watermark."
+            "gated", lambda row: len(row["gated"]), Kind.COUNT, help="Parts that wait for a grant or the watermark."
         ),
-        Column(
-            "buffers",
-            "buffers.size_bytes",
-            Kind.BYTES,
-            Width.NORMAL,
-            help="Size of the prefill rank's staging buffers.",
-        ),
+        Column("buffers", "buffers.size_bytes", Kind.BYTES, Width.NORMAL, help="Size of the staging buffers."),
         Column("pieces_used", "buffers.pieces_used", Kind.COUNT, Width.NORMAL, help="Pieces in use."),
-        Column(
-            "fallbacks",
-            "fallbacks_total",
-            Kind.COUNT,
-            Width.NORMAL,
-            help="Parts that did not fit and were sent on another path.",
-        ),
-        Column(
-            "oldest_state", lambda row: _oldest(row, "state"), width=Width.WIDE, help="State of the oldest allocation."
-        ),
-        Column(
-            "ahead",
-            _ahead,
-            Kind.BYTES,
-            Width.WIDE,
-            help="Bytes granted beyond the ring's size; their writers wait for a later round.",
-        ),
-        Column(
-            "high_water",
-            "ring.high_water_bytes",
-            Kind.BYTES,
-            Width.WIDE,
-            help="Largest number of ring bytes in use at once.",
-        ),
+        Column("fallbacks", "fallbacks_total", Kind.COUNT, Width.NORMAL, help="Parts that were sent on another path."),
+        Column("oldest_state", _oldest("state"), width=Width.WIDE, help="State of the oldest allocation."),
+        Column("ahead", _ahead, Kind.BYTES, Width.WIDE, help="Bytes granted for later rounds of the ring."),
+        Column("high_water", "ring.high_water_bytes", Kind.BYTES, Width.WIDE, help="Most bytes in use at once."),
         Column("head", "ring.head_bytes", Kind.BYTES, Width.WIDE, help="Offset of the next allocation."),
-        Column(
-            "round",
-            "ring.round",
-            Kind.COUNT,
-            Width.WIDE,
-            help="Number of times that the head has wrapped around the ring.",
-        ),
+        Column("round", "ring.round", Kind.COUNT, Width.WIDE, help="Times that the head has wrapped around the ring."),
         Column("tail_round", "ring.watermark.round", Kind.COUNT, Width.WIDE, help="Round of the watermark."),
         Column("tail", "ring.watermark.tail", Kind.BYTES, Width.WIDE, help="Offset of the watermark."),
         Column("tail_age", "ring.watermark.age_ns", Kind.DURATION, Width.WIDE, help="Time since the watermark moved."),
@@ -154,22 +112,12 @@ STAGING = View(
         Column("refused", "ring.refused_total", Kind.COUNT, Width.WIDE, help="Grants refused since the start."),
         Column("revoked", "ring.revoked_total", Kind.COUNT, Width.WIDE, help="Grants revoked since the start."),
         Column(
-            "copies_waiting",
-            "ring.copies.waiting",
-            Kind.COUNT,
-            Width.WIDE,
-            help="Landed parts that are not copied into the pages yet.",
+            "copies_waiting", "ring.copies.waiting", Kind.COUNT, Width.WIDE, help="Landed parts not yet in their pages."
         ),
-        Column(
-            "copying", "ring.copies.copying_age_ns", Kind.DURATION, Width.WIDE, help="Age of the oldest running copy."
-        ),
+        Column("copying", "ring.copies.copying_age_ns", Kind.DURATION, Width.WIDE, help="Age of the oldest copy."),
         Column("pieces", "buffers.pieces", Kind.COUNT, Width.WIDE, help="Number of buffer pieces."),
         Column(
-            "pieces_high_water",
-            "buffers.pieces_high_water",
-            Kind.COUNT,
-            Width.WIDE,
-            help="Largest number of pieces in use at once.",
+            "pieces_high_water", "buffers.pieces_high_water", Kind.COUNT, Width.WIDE, help="Most pieces in use at once."
         ),
         Column("piece", "buffers.piece_bytes", Kind.BYTES, Width.WIDE, help="Size of one buffer piece."),
     ),

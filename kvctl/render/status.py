@@ -1,4 +1,9 @@
-"""Views of status: one row per agent, one line per interval for `-w`, and the summary of the fleet."""
+"""Status of a fleet: the row of each agent, the totals with their rates, and the summary for a terminal.
+
+Every rank of a room reports it, so rooms are counted on one rank per decode instance (tp, pp and cp 0), and bytes on
+all decode ranks. If no decode rank answered, prefill ranks are used. Quantiles of different ranks cannot be merged: p50
+is the median of the ranks' p50, p99 the maximum of their p99.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +42,15 @@ def _rank(row: Row) -> str:
 
 
 def _health(row: Row) -> str:
-    """Formats the health codes of this agent, which the caller added; an agent that drains is never "ok"."""
+    """Formats the health codes that the caller added to the row; an agent that drains is never "ok"."""
     codes = [*row["health"]]
     if row.get("draining") and _DRAINING not in codes:
         codes.append("draining")
     return ",".join(codes) or "ok"
 
 
-# 77 cells wide, so that a line fits on every terminal.
-MOMENTS = View(
+# 78 cells wide, so that a line fits on every terminal.
+STATUS_LINES = View(
     "status_watch",
     (
         Column("at", kind=Kind.SECOND, header="TIME", fixed=8),
@@ -58,26 +63,24 @@ MOMENTS = View(
             kind=Kind.RATE,
             header="DONE/S",
             fixed=6,
-            help="Rooms finished with success per second since the previous line.",
+            help="Successful rooms per second since the previous line.",
         ),
         Column(
             "failed_per_s",
             kind=Kind.RATE,
             header="FAIL/S",
             fixed=6,
-            help="Rooms failed per second since the previous line.",
+            help="Failed rooms per second since the previous line.",
         ),
-        Column(
-            "gb_per_s", kind=Kind.RATE, header="GB/S", fixed=6, help="Transfer rate since the previous line, in GB/s."
-        ),
+        Column("gb_per_s", kind=Kind.RATE, header="GB/S", fixed=6, help="Transfer rate since the previous line."),
         Column("ring", kind=Kind.RATIO, fixed=6, help="Share of all rings in use."),
         Column("p50", kind=Kind.DURATION, fixed=8, help="Median over the ranks' median latencies."),
         Column("p99", kind=Kind.DURATION, fixed=8, help="Largest of the ranks' 99th percentiles of latency."),
         Column(
             "health",
             kind=Kind.COUNT,
-            header="ILL",
-            fixed=3,
+            header="WARN",
+            fixed=4,
             styles={"0": "green", "": "bold red"},
             help="Warnings and critical findings.",
         ),
@@ -94,13 +97,7 @@ STATUS = View(
         Column("active", _active, Kind.COUNT, help="Active rooms."),
         Column("done", "rooms_finished_total.Success", Kind.COUNT, help="Rooms finished with success since the start."),
         Column("failed", "rooms_finished_total.Failed", Kind.COUNT, Width.NORMAL, help="Rooms failed since the start."),
-        Column(
-            "gb_per_s",
-            "rate.gb_per_s",
-            Kind.RATE,
-            header="GB/S",
-            help="Transfer rate while transfers are in progress, in GB/s.",
-        ),
+        Column("gb_per_s", "rate.gb_per_s", Kind.RATE, header="GB/S", help="Transfer rate while rooms are open."),
         Column("p50", "latency.p50_ns", Kind.DURATION, help="Median latency of rooms."),
         Column("p99", "latency.p99_ns", Kind.DURATION, help="99th percentile of the latency of rooms."),
         Column("ring", _ring, Kind.RATIO, Width.NORMAL, help="Decode rank: share of the ring in use."),
@@ -113,13 +110,7 @@ STATUS = View(
         Column("peers", "peers", Kind.MAP, Width.NORMAL, help="Peers, by state."),
         Column("transport", "transport.engine", width=Width.NORMAL, help="Transfer engine."),
         Column("uptime", kind=Kind.DURATION, width=Width.NORMAL),
-        Column(
-            "moved",
-            "bytes_total",
-            Kind.BYTES,
-            Width.WIDE,
-            help="KV bytes sent (prefill) or landed (decode) since the start.",
-        ),
+        Column("moved", "bytes_total", Kind.BYTES, Width.WIDE, help="KV bytes sent or landed since the start."),
         Column("rooms", "rooms", Kind.MAP, Width.WIDE, help="Active rooms, by state."),
         Column(
             "rooms_per_s",
@@ -135,7 +126,7 @@ STATUS = View(
             "ring.high_water_bytes",
             Kind.BYTES,
             Width.WIDE,
-            help="Decode rank: largest number of ring bytes in use at once.",
+            help="Decode rank: most ring bytes in use at once.",
         ),
         Column("ring_size", "ring.size_bytes", Kind.BYTES, Width.WIDE, help="Decode rank: size of the ring."),
         Column("pipeline", "pipeline.mode", width=Width.WIDE, help="Prefill rank: mode of layer pipelining."),
@@ -144,7 +135,7 @@ STATUS = View(
             "pipeline.decisions",
             Kind.MAP,
             Width.WIDE,
-            help="Prefill rank: forwards, by the reason for pipelining them or not.",
+            help="Prefill rank: forwards by pipelining decision.",
         ),
         Column("backend", "transport.backend", width=Width.WIDE, help="Backend of the transfer engine."),
         Column("lanes", "transport.lanes", Kind.LIST, Width.WIDE, help="Transport lanes in use."),
@@ -156,12 +147,12 @@ STATUS = View(
         Column("draining", kind=Kind.FLAG, width=Width.WIDE, help="Whether it accepts no new rooms."),
     ),
     sort=("-role", "agent"),
-    also=("With -w", MOMENTS),
+    also=("With -w", STATUS_LINES),
 )
 
 
-def moment(summary: FleetSummary, change: Rates, now_ns: int, ill: int) -> dict[str, Any]:
-    """Returns one line of `status -w`; `ill` is the number of findings."""
+def status_line(summary: FleetSummary, change: Rates, now_ns: int, problems: int) -> dict[str, Any]:
+    """Returns one line of `status -w`; `problems` is the number of warnings and critical findings."""
     return {
         "at_ns": now_ns,
         "agents": summary.agents,
@@ -174,7 +165,7 @@ def moment(summary: FleetSummary, change: Rates, now_ns: int, ill: int) -> dict[
         "ring_ratio": summary.ring_ratio,
         "p50_ns": summary.p50_ns,
         "p99_ns": summary.p99_ns,
-        "health": ill,
+        "health": problems,
     }
 
 
@@ -198,7 +189,7 @@ def screen(rows: Sequence[Row], silent: int, health: Sequence[Span]) -> list[Blo
         _line("rate", *_rate(summary)),
         _line("latency", *_latency(summary)),
         *_pipeline(answered),
-        *_kept_from_serving(summary),
+        *_unavailable(summary),
     ]
     return [Text(lines), Grid(STATUS, rows)]
 
@@ -210,12 +201,12 @@ def outline(rows: Sequence[Row]) -> list[Line]:
         *_ranks(rows),
         _line("rooms", *_rooms(summary)),
         *_pipeline(rows),
-        *_kept_from_serving(summary),
+        *_unavailable(summary),
     ]
 
 
-def _kept_from_serving(summary: FleetSummary) -> list[Line]:
-    """Formats the agents that drain, and those that wait for others."""
+def _unavailable(summary: FleetSummary) -> list[Line]:
+    """Formats the agents that accept no new rooms: those that drain, and those that wait for other agents."""
     lines = []
     if summary.draining:
         names = ", ".join(name for name, _ in summary.draining)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvctl.render.report import Text
-from kvctl.render.status import MOMENTS, Rates, moment, rates, screen, summarise
+from kvctl.render.status import STATUS_LINES, Rates, rates, screen, status_line, summarise
 from kvctl.render.terminal import stream_header, stream_line
 
 
@@ -55,9 +55,9 @@ def test_a_line_of_the_watch_fits_every_terminal(canned: Any) -> None:
     busy = canned.status("decode-0")
     busy["rooms"] = {"Transferring": 9}
     summary = summarise([busy] * 128)
-    row = moment(summary, Rates(99.9, 12345.0, 99.9), canned.NOW, 12)
-    line = stream_line(MOMENTS.columns, row, colour=False)
-    assert len(stream_header(MOMENTS.columns)) == 77
+    row = status_line(summary, Rates(99.9, 12345.0, 99.9), canned.NOW, 12)
+    line = stream_line(STATUS_LINES.columns, row, colour=False)
+    assert len(stream_header(STATUS_LINES.columns)) == 78
     assert len(line) <= 80
 
 
