@@ -1,26 +1,4 @@
-"""Exceptions of kvctl_agent.
-
-```
-KvctlError
-├── ConfigError            a configuration key, value or source is invalid
-│   └── UnknownModel         no geometry preset has this name
-├── LayoutError            two layouts cannot exchange KV
-├── MemoryLayoutError      a pool, slab or buffer has an unsupported shape
-├── ProtocolError
-│   ├── LocalProtocolError   the caller called methods in the wrong order
-│   └── RemoteProtocolError  a peer sent an invalid message
-├── DeviceError            a GPU, its driver or its memory failed, or does not support the operation
-│   └── DeviceUnavailable    the device or its driver library is missing
-├── TransportError         a transfer engine failed
-│   ├── TransportUnavailable the engine or a system library that it needs is not installed
-│   └── PeerDisconnected     the engine reports that the peer is gone
-├── AdminError             the admin socket cannot be served
-│   └── RequestRefused       one admin request is refused
-├── RecordingError         a recording cannot be read
-│   └── RecordingVersionError the recording has another version or build
-└── DeadlineExceeded       a wait timed out
-```
-"""
+"""Exceptions of kvctl_agent; `KvctlError` is the base class of all of them."""
 
 from __future__ import annotations
 

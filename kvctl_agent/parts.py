@@ -24,7 +24,7 @@ from kvctl_agent.contract.sockets import shortage
 from kvctl_agent.contract.values import encodable, shown
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import ConfigError, DeadlineExceeded, DeviceError
-from kvctl_agent.export.exports import Exports
+from kvctl_agent.export import Exports
 from kvctl_agent.layout.chunks import chunk_pages
 from kvctl_agent.layout.parallel import local_shards as layout_of
 from kvctl_agent.layout.shape import ModelShape

@@ -88,12 +88,23 @@ class AdminQueries:
 
     def handlers(self) -> Mapping[str, Callable[[dict[str, Any]], Any]]:
         """Returns the handlers for the admin server."""
-        reads = [command.name for command in COMMANDS if hasattr(self, command.name) and command.name != "hello"]
-        return {name: self._handler(name) for name in reads}
-
-    def _handler(self, name: str) -> Callable[[dict[str, Any]], Any]:
-        method = getattr(self, name)
-        return lambda args: method(**args)
+        reads: tuple[Callable[..., Any], ...] = (
+            self.inputs,
+            self.config,
+            self.bootstrap,
+            self.status,
+            self.rooms,
+            self.room,
+            self.slow,
+            self.history,
+            self.failed,
+            self.staging,
+            self.layers,
+            self.peers,
+            self.events,
+            self.metrics,
+        )
+        return {read.__name__: lambda args, read=read: read(**args) for read in reads}  # type: ignore[misc]
 
     def hello(self) -> Hello:
         parts = self._parts

@@ -6,6 +6,7 @@ client gets an error; the replies of a client that does not read are dropped; a 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -31,7 +32,7 @@ from kvctl_agent.contract.commands import COMMANDS, COMMANDS_BY_NAME, Command, L
 from kvctl_agent.contract.snapshots import CommandInfo, Hello, ThreadStack
 from kvctl_agent.contract.values import encodable
 from kvctl_agent.errors import AdminError, DeadlineExceeded, RequestRefused
-from kvctl_agent.security.curve import RefusedConnections, ZapAuthenticator
+from kvctl_agent.security.curve import RefusedConnections
 from kvctl_agent.security.unix_router import UnixRouter
 from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.flight_recorder import FlightRecorder
@@ -87,11 +88,11 @@ class AdminServer:
         self._name = name
         self._hello = hello
         self._directory = directory
-        self._metrics = metrics
-        self._recorder = recorder
         self._clock = clock or Clock()
+        self._metrics = metrics or Metrics()
+        self._recorder = recorder or FlightRecorder(self._clock, name, 1)
         self._remote = remote
-        self._refused_connections = RefusedConnections(metrics, recorder)
+        self._refused_connections = RefusedConnections(self._metrics, self._recorder)
         self._commands = dict(COMMANDS_BY_NAME)
         self._handlers: dict[str, Handler] = {
             **handlers,
@@ -99,7 +100,7 @@ class AdminServer:
             "commands": lambda _: command_list(self._commands.values()),
             "stacks": lambda _: stacks(),
         }
-        self._claim: Claim | None = None
+        self._path: Path | None = None
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._wake: int | None = None
@@ -118,7 +119,7 @@ class AdminServer:
     @property
     def path(self) -> Path | None:
         """Path of the Unix socket while it is served."""
-        return self._claim.path if self._claim else None
+        return self._path
 
     @property
     def remote_address(self) -> str:
@@ -133,39 +134,38 @@ class AdminServer:
         """
         if self._thread is not None:
             raise AdminError(f"the admin server of {self._name} was started before")
-        claim = Claim(self._name, self._directory)
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # takes no descriptor before its first socket
-        authenticator: ZapAuthenticator | None = None
-        router: UnixRouter | None = None
-        try:
-            router = UnixRouter(claim.path, FRAME_LIMIT, refused=self._refused_connections.add)
-            endpoints: list[AdminEndpoint] = [UnixEndpoint(router)]
-            if self._remote is not None:
-                endpoint, authenticator = open_remote_endpoint(
-                    context, self._remote, self._name, self._refused_connections.add, self._record_warning
-                )
-                endpoints.append(endpoint)
-                self._remote_address = endpoint.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-            wake = self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        except BaseException as error:
-            if authenticator is not None:
-                authenticator.close()
-            context.destroy(linger=0)
-            if router is not None:
-                router.close()
-            claim.release()
-            if isinstance(error, zmq.ZMQError | OSError):
+        with contextlib.ExitStack() as resources:
+            claim = Claim(self._name, self._directory)
+            resources.callback(claim.release)
+            try:
+                endpoints = self._bind(claim.path, resources)
+            except (zmq.ZMQError, OSError) as error:
                 raise AdminError(f"cannot bind the admin socket {claim.path}: {error.strerror}") from None
-            raise
-        self._claim = claim
+            arguments = endpoints, resources.pop_all()
+        self._path = claim.path
         self._thread = threading.Thread(
-            target=self._serve,
-            args=(claim, router, context, endpoints, authenticator, wake),
-            name=f"kvctl-admin-{self._name}",
-            daemon=True,
+            target=self._serve, args=arguments, name=f"kvctl-admin-{self._name}", daemon=True
         )
         self._thread.start()
         return self
+
+    def _bind(self, path: Path, resources: contextlib.ExitStack) -> list[AdminEndpoint]:
+        """Binds the endpoints; pushes onto `resources` whatever the thread closes in the end."""
+        refused = self._refused_connections.add
+        router = UnixRouter(path, FRAME_LIMIT, refused=refused)
+        resources.callback(router.close)
+        endpoints: list[AdminEndpoint] = [UnixEndpoint(router)]
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # takes no descriptor before its first socket
+        resources.callback(context.destroy, linger=0)
+        if self._remote is not None:
+            endpoint, authenticator = open_remote_endpoint(
+                context, self._remote, self._name, refused, self._record_warning
+            )
+            resources.callback(authenticator.close)
+            endpoints.append(endpoint)
+            self._remote_address = endpoint.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        return endpoints
 
     def close(self, timeout: float = 2.0) -> None:
         """Stops serving and removes the socket. Idempotent.
@@ -194,35 +194,24 @@ class AdminServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _serve(
-        self,
-        claim: Claim,
-        router: UnixRouter,
-        context: zmq.Context[zmq.Socket[bytes]],
-        endpoints: Sequence[AdminEndpoint],
-        authenticator: ZapAuthenticator | None,
-        wake: int,
-    ) -> None:
+    def _serve(self, endpoints: Sequence[AdminEndpoint], resources: contextlib.ExitStack) -> None:
+        assert self._wake is not None
         try:
-            poller = zmq.Poller()
-            for endpoint in endpoints:
-                poller.register(endpoint.poll_key, zmq.POLLIN)
-            poller.register(wake, zmq.POLLIN)
-            while not self._stopping:
-                limits_ms = [endpoint.max_wait_ms for endpoint in endpoints if endpoint.max_wait_ms is not None]
-                ready = dict(poller.poll(min(limits_ms, default=None)))
+            with resources:
+                poller = zmq.Poller()
                 for endpoint in endpoints:
-                    if endpoint.poll_key in ready or endpoint.max_wait_ms is not None:
-                        self._turn(endpoint)
+                    poller.register(endpoint.poll_key, zmq.POLLIN)
+                poller.register(self._wake, zmq.POLLIN)
+                while not self._stopping:
+                    limits_ms = [endpoint.max_wait_ms for endpoint in endpoints if endpoint.max_wait_ms is not None]
+                    ready = dict(poller.poll(min(limits_ms, default=None)))
+                    for endpoint in endpoints:
+                        if endpoint.poll_key in ready or endpoint.max_wait_ms is not None:
+                            self._turn(endpoint)
         finally:
-            if authenticator is not None:
-                authenticator.close()
-            context.destroy(linger=0)
-            router.close()
-            claim.release()
-            self._claim = None
+            self._path = None
             with self._wake_lock:
-                os.close(wake)
+                os.close(self._wake)
                 self._wake = None
 
     def _turn(self, endpoint: AdminEndpoint) -> None:
@@ -234,8 +223,7 @@ class AdminServer:
         try:
             reply = self._answer(received.frames, received.level)
         except RequestRefused as refusal:
-            if self._metrics:
-                self._metrics.add("kvctl_admin_errors_total", 1, refusal.code)
+            self._metrics.add("kvctl_admin_errors_total", 1, refusal.code)
             reply = self._refused(refusal)
         if not endpoint.send(received.identity, [MAGIC, request_id(received.frames), reply]):
             self._record_warning("a client does not read its replies: dropping them")
@@ -250,8 +238,7 @@ class AdminServer:
                 ErrorCode.NOT_PERMITTED, f"{name} needs level {needs.label}, this client has {level.label}"
             )
         self._client_level = level
-        if self._metrics:
-            self._metrics.add("kvctl_admin_requests_total", 1, name)
+        self._metrics.add("kvctl_admin_requests_total", 1, name)
         now = self._clock.now_ns()
         self._handling = name
         try:
@@ -260,8 +247,7 @@ class AdminServer:
             raise
         except Exception as error:
             text = f"{name} failed inside the agent: {type(error).__name__}: {error}"[:_LONGEST_TEXT]
-            if self._recorder:
-                self._recorder.record("admin", text, severity="error")
+            self._recorder.record("admin", text, severity="error")
             raise RequestRefused(ErrorCode.INTERNAL, text) from error
         finally:
             self._handling = None
@@ -288,8 +274,7 @@ class AdminServer:
         return reply
 
     def _record_warning(self, text: str) -> None:
-        if self._recorder:
-            self._recorder.record("admin", text, "warning")
+        self._recorder.record("admin", text, "warning")
 
     def _answer_hello(self, _: dict[str, Any]) -> Hello:
         hello = self._hello()

@@ -116,7 +116,7 @@ class Clients:
 class RefusedConnections:
     """Counts refused connections, and records at most one per minute in the flight recorder so as not to fill it."""
 
-    def __init__(self, metrics: Metrics | None, recorder: FlightRecorder | None) -> None:
+    def __init__(self, metrics: Metrics, recorder: FlightRecorder) -> None:
         self._metrics = metrics
         self._recorder = recorder
         self._reported_ns = -_REPORT_INTERVAL_NS
@@ -124,15 +124,13 @@ class RefusedConnections:
 
     def add(self, text: str) -> None:
         """Counts one refused connection; `text` describes it."""
-        if self._metrics is not None:
-            self._metrics.add("kvctl_connections_refused_total", 1)
+        self._metrics.add("kvctl_connections_refused_total", 1)
         now = time.monotonic_ns()
         with self._lock:
             if now - self._reported_ns < _REPORT_INTERVAL_NS:
                 return
             self._reported_ns = now
-        if self._recorder is not None:
-            self._recorder.record("security", text, "warning")
+        self._recorder.record("security", text, "warning")
 
 
 class ZapAuthenticator:

@@ -1,8 +1,7 @@
 """Counters, gauges and histograms of the declared metrics, cheap enough to update for every part.
 
-`counter[key] += 1` reads and writes in separate bytecodes, so two threads that share a dict lose counts. Each thread
-therefore counts in its own shard, and `snapshot` adds up the shards. The next snapshot merges the shard of a thread
-that has ended into a common shard, so that shards do not accumulate. Gauges are last-write-wins and need no shard.
+`counter[key] += 1` reads and writes in separate bytecodes, so two threads could lose counts: writers take a lock for
+the few bytecodes of an update. Readers copy without it, so that no writer waits for a reader.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _MOST_SERIES = 1024  # peers supply the values of some labels and must not be ab
 
 
 class _Histogram:
-    """Observations of one thread: a count per bucket (the last bucket has no upper bound), and their sum."""
+    """Observations: a count per bucket (the last bucket has no upper bound), and their sum."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -33,35 +32,6 @@ class _Histogram:
         self.bounds: Final = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
-
-    def merge(self, other: _Histogram) -> None:
-        for bucket, count in enumerate(other.counts):
-            self.counts[bucket] += count
-        self.sum += other.sum
-
-
-class _Shard:
-    """Counters and histograms of one thread."""
-
-    __slots__ = ("counters", "histograms", "owner")
-
-    def __init__(self, owner: threading.Thread | None) -> None:
-        self.owner = owner
-        self.counters: dict[_Key, float] = {}
-        self.histograms: dict[_Key, _Histogram] = {}
-
-    def merge(self, other: _Shard) -> None:
-        for key, value in other.counters.copy().items():
-            self.counters[key] = self.counters.get(key, 0) + value
-        for key, histogram in other.histograms.copy().items():
-            total = self.histograms.get(key)
-            if total is None:
-                total = self.histograms[key] = _Histogram(histogram.bounds)
-            total.merge(histogram)
-
-
-class _Local(threading.local):
-    shard: _Shard | None = None
 
 
 class Metrics:
@@ -73,25 +43,44 @@ class Metrics:
 
     def __init__(self, declared: Mapping[str, Metric] = METRICS_BY_NAME) -> None:
         self._declared = declared
-        self._local = _Local()
-        self._register = threading.Lock()  # guards the list of shards; taken once per thread and once per snapshot
-        self._shards: list[_Shard] = []
-        self._ended = _Shard(None)
+        self._writers = threading.Lock()
+        self._counters: dict[_Key, float] = {}
+        self._histograms: dict[_Key, _Histogram] = {}
         self._gauges: dict[_Key, float | None] = {}
 
     def add(self, name: str, value: float, *labels: str) -> None:
         """Adds `value` >= 0 to a counter."""
-        if value < 0:
-            raise ValueError(f"counter {name} cannot go down (by {value})")
-        counters = (self._local.shard or self._new_shard()).counters
-        key = (name, labels)
-        try:
-            counters[key] += value
-        except KeyError:
-            self._check("counter", name, labels)
-            if len(counters) >= _MOST_SERIES:
-                key = (name, (OTHER,) * len(labels))
-            counters[key] = counters.get(key, 0) + value
+        self.update([(name, value, labels)])
+
+    def observe(self, name: str, value_seconds: float, *labels: str) -> None:
+        """Counts one observation of a histogram, in seconds; a negative one counts as zero.
+
+        The difference of two times measured by different threads may be slightly negative, which is no error.
+        """
+        self.update((), [(name, value_seconds, labels)])
+
+    def update(self, counts: Iterable[Sample], durations: Iterable[Sample] = ()) -> None:
+        """Adds to several counters and observes several histograms, as `add` and `observe`."""
+        with self._writers:
+            for name, value, labels in counts:
+                if value < 0:
+                    raise ValueError(f"counter {name} cannot go down (by {value})")
+                key = (name, labels)
+                total = self._counters.get(key)
+                if total is None:
+                    self._check("counter", name, labels)
+                    if len(self._counters) >= _MOST_SERIES:
+                        key = (name, (OTHER,) * len(labels))
+                    total = self._counters.get(key, 0)
+                self._counters[key] = total + value
+            for name, seconds, labels in durations:
+                histogram = self._histograms.get((name, labels))
+                if histogram is None:
+                    bounds = self._check("histogram", name, labels).buckets
+                    histogram = self._histograms[name, labels] = _Histogram(bounds)
+                seconds = max(0.0, seconds)
+                histogram.counts[bisect_left(histogram.bounds, seconds)] += 1
+                histogram.sum += seconds
 
     def set(self, name: str, value: float | None, *labels: str) -> None:
         """Sets a gauge; None means that the value is unknown."""
@@ -99,28 +88,6 @@ class Metrics:
         if key not in self._gauges:
             self._check("gauge", name, labels)
         self._gauges[key] = value
-
-    def observe(self, name: str, value_seconds: float, *labels: str) -> None:
-        """Counts one observation of a histogram, in seconds; a negative one counts as zero.
-
-        The difference of two times measured by different threads may be slightly negative, which is no error.
-        """
-        value_seconds = max(0.0, value_seconds)
-        histograms = (self._local.shard or self._new_shard()).histograms
-        key = (name, labels)
-        histogram = histograms.get(key)
-        if histogram is None:
-            bounds = self._check("histogram", name, labels).buckets
-            histogram = histograms[key] = _Histogram(bounds)
-        histogram.counts[bisect_left(histogram.bounds, value_seconds)] += 1
-        histogram.sum += value_seconds
-
-    def update(self, counts: Iterable[Sample], durations: Iterable[Sample] = ()) -> None:
-        """Adds to several counters, and observes several histograms, in one call."""
-        for name, value, labels in counts:
-            self.add(name, value, *labels)
-        for name, value, labels in durations:
-            self.observe(name, value, *labels)
 
     def total(self, name: str, *labels: str) -> float:
         """Returns the value of a counter for the given labels; without labels, the sum over all label values."""
@@ -135,7 +102,7 @@ class Metrics:
         declared = self._declared[name]
         if declared.kind != "counter":
             raise ValueError(f"{name} is a {declared.kind}, not a counter")
-        counters = self._sum().counters
+        counters = self._counters.copy()
         return {labels: value for (counter, labels), value in counters.items() if counter == name}
 
     def snapshot(self) -> list[MetricFamily]:
@@ -143,15 +110,15 @@ class Metrics:
 
         A counter without labels that was never incremented is 0; other metrics without a value have no samples.
         """
-        total = self._sum()
         samples: dict[str, list[MetricSample]] = {name: [] for name in self._declared}
-        for (name, labels), value in sorted(total.counters.items()):
+        for (name, labels), value in sorted(self._counters.copy().items()):
             samples[name].append({"labels": self._labels(name, labels), "value": value})
         gauges = self._gauges.copy()
         for name, labels in sorted(gauges):
             samples[name].append({"labels": self._labels(name, labels), "value": gauges[name, labels]})
-        for name, labels in sorted(total.histograms):
-            samples[name].append(self._histogram_sample(name, labels, total.histograms[name, labels]))
+        histograms = self._histograms.copy()
+        for name, labels in sorted(histograms):
+            samples[name].append(self._histogram_sample(name, labels, histograms[name, labels]))
         for metric in self._declared.values():
             if metric.kind == "counter" and not metric.labels and not samples[metric.name]:
                 samples[metric.name].append({"labels": {}, "value": 0})
@@ -159,24 +126,6 @@ class Metrics:
             {"name": metric.name, "kind": metric.kind, "unit": metric.unit, "help": metric.help, "samples": found}
             for metric, found in zip(self._declared.values(), samples.values(), strict=True)
         ]
-
-    def _new_shard(self) -> _Shard:
-        shard = _Shard(threading.current_thread())
-        with self._register:
-            self._shards.append(shard)
-        self._local.shard = shard
-        return shard
-
-    def _sum(self) -> _Shard:
-        total = _Shard(None)
-        with self._register:
-            for shard in [shard for shard in self._shards if shard.owner and not shard.owner.is_alive()]:
-                self._ended.merge(shard)
-                self._shards.remove(shard)
-            total.merge(self._ended)
-            for shard in self._shards:
-                total.merge(shard)
-        return total
 
     def _check(self, kind: str, name: str, labels: tuple[str, ...]) -> Metric:
         metric = self._declared.get(name)
@@ -194,7 +143,7 @@ class Metrics:
     def _histogram_sample(self, name: str, labels: tuple[str, ...], histogram: _Histogram) -> MetricSample:
         buckets: list[list[float | None]] = []
         cumulative = 0
-        for bound, count in zip((*histogram.bounds, math.inf), histogram.counts, strict=True):
+        for bound, count in zip((*histogram.bounds, math.inf), histogram.counts[:], strict=True):
             cumulative += count
             buckets.append([None if bound == math.inf else bound, cumulative])
         return {

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvctl_agent.contract.metrics import METRICS
 from kvctl_agent.errors import ConfigError
-from kvctl_agent.export.exports import Exports
+from kvctl_agent.export import Exports
 from kvctl_agent.export.prometheus import Address, PrometheusEndpoint
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.telemetry.metrics import Metrics
