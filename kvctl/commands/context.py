@@ -1,4 +1,4 @@
-"""`kvctl context`: fleets under names, kept in the user file."""
+"""`kvctl context`: lists, shows, adds, selects and removes contexts, which are named fleets in the user file."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def context() -> None:
 )
 @pass_settings
 def list_contexts(settings: Settings) -> None:
-    """All contexts, and which one is in use here and now."""
+    """All contexts, and which one is in use in this directory."""
     _print(settings, user_file().contexts)
 
 
@@ -75,7 +75,7 @@ def show(settings: Settings, name: str | None) -> None:
     """One context; without NAME the one in use."""
     name = chosen_context(click.get_current_context().ensure_object(dict)) if name is None else name
     if name is None:
-        raise click.UsageError("no context is in use; name one, or see kvctl context ls")
+        raise click.UsageError("no context is in use: give a NAME, see kvctl context ls")
     _print(settings, {name: context_of(user_file(), name, "NAME")})
 
 
@@ -96,19 +96,21 @@ def show(settings: Settings, name: str | None) -> None:
 def add(ctx: click.Context, name: str, replace: bool, in_use: bool) -> None:
     """Save the values of -e, -l, --key, --server-key and --timeout as context NAME."""
     if not context_file.NAME.fullmatch(name):
-        raise click.UsageError(f"{name!r} is no name for a context: letters, digits, dot, dash, underscore, 64 at most")
+        raise click.UsageError(
+            f"{name!r} is not a context name: use at most 64 letters, digits, dots, dashes, underscores"
+        )
     flags = ctx.ensure_object(dict)
-    said = {key: flags[key] for key in CONTEXT_KEYS if flags.get(key)}
-    if not said:
-        raise click.UsageError(f"say what context {name} shall mean: -e, -l, --key, --server-key, --timeout")
-    check_context(said)
+    values = {key: flags[key] for key in CONTEXT_KEYS if flags.get(key)}
+    if not values:
+        raise click.UsageError(f"context {name} needs a value: give -e, -l, --key, --server-key or --timeout")
+    check_context(values)
     file = user_file()
     if name in file.contexts and not replace:
         raise click.UsageError(f"context {name} exists in {file.path}: add --replace, or choose another name")
-    context_file.put(file.path, name, _from_anywhere(_values(said)))
+    context_file.put(file.path, name, _with_absolute_paths(_values(values)))
     if in_use:
         context_file.use(file.path, name)
-    _say(ctx, f"context {name} is in {file.path}" + (", and in use" if in_use else f": kvctl -c {name} status"))
+    _note(ctx, f"saved context {name} in {file.path}" + ("; it is in use" if in_use else f": kvctl -c {name} status"))
 
 
 @context.command(
@@ -122,14 +124,14 @@ def add(ctx: click.Context, name: str, replace: bool, in_use: bool) -> None:
 @click.option("--none", is_flag=True, help="Use none.")
 @click.pass_context
 def use(ctx: click.Context, name: str | None, none: bool) -> None:
-    """Use context NAME from now on, where no flag, variable or project file chooses another."""
+    """Use context NAME from now on, unless a flag, variable or project file selects another."""
     if (name is None) != none:
-        raise click.UsageError("name a context, or say --none; there are: " + _names(user_file()))
+        raise click.UsageError("give the NAME of a context, or --none; contexts: " + _names(user_file()))
     file = user_file()
     if name is not None:
         context_of(file, name, "NAME")
     context_file.use(file.path, name)
-    _say(ctx, f"context {name} is in use" if name else "no context is in use")
+    _note(ctx, f"context {name} is in use" if name else "no context is in use")
 
 
 @context.command(short_help="Remove a context.", examples=[("Remove context lab", "kvctl context rm lab")])
@@ -140,7 +142,7 @@ def rm(ctx: click.Context, name: str) -> None:
     file = user_file()
     context_of(file, name, "NAME")
     context_file.remove(file.path, name)
-    _say(ctx, f"context {name} is gone" + ("; none is in use" if file.values.get(CONTEXT) == name else ""))
+    _note(ctx, f"removed context {name}" + ("; none is in use" if file.values.get(CONTEXT) == name else ""))
 
 
 def _print(settings: Settings, named: Mapping[str, Mapping[str, Any]]) -> None:
@@ -152,17 +154,17 @@ def _print(settings: Settings, named: Mapping[str, Mapping[str, Any]]) -> None:
     Output(settings).emit(Report(CONTEXTS, rows, answered=1))
 
 
-def _values(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Lists where there can be several, whether they were flags or a line in a file."""
-    values = dict(said)
+def _values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Converts endpoints and labels, which flags and files may join with commas, to lists."""
+    values = dict(given)
     for key in ("endpoint", "labels"):
         if key in values:
             values[key] = _pieces(values[key])
     return values
 
 
-def _from_anywhere(values: dict[str, Any]) -> dict[str, Any]:
-    """Files with their whole path: a context is used in other directories than the one it was made in."""
+def _with_absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
+    """Makes the paths of key files absolute: a context is used in any directory."""
     return values | {
         key: str(Path(values[key]).absolute()) for key in ("key", "server_key") if Path(values.get(key, "")).is_file()
     }
@@ -177,6 +179,6 @@ def _names(file: File) -> str:
     return ", ".join(file.contexts) or "none"
 
 
-def _say(ctx: click.Context, text: str) -> None:
+def _note(ctx: click.Context, text: str) -> None:
     if not ctx.ensure_object(dict).get("quiet"):
         click.echo(f"kvctl: {text}", err=True)

@@ -1,7 +1,7 @@
-"""Changes the contexts in the user file and leaves every other line, comment and blank as its owner wrote it.
+"""Edits the contexts in the user file and preserves all other lines and comments.
 
-The edit is of text, because no TOML writer is at hand that keeps comments; so what comes out is read again, and written
-only where it says exactly what was meant and nothing else has changed.
+The standard library has no TOML writer that keeps comments, so the text is edited. The result is parsed again and
+written only if it has exactly the intended contents.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def put(path: Path, name: str, context: Mapping[str, Any]) -> None:
     """Adds or replaces the context `name`.
 
     Raises:
-        CliError: the file cannot be written, or is written in a way that this does not know how to edit.
+        CliError: the file cannot be written, or has a layout that cannot be edited.
     """
     lines = _lines(path)
     begin, end = _table(lines, name)
@@ -39,7 +39,7 @@ def put(path: Path, name: str, context: Mapping[str, Any]) -> None:
 
 
 def remove(path: Path, name: str) -> None:
-    """Removes the context `name`, and the line that has it in use; raises as `put`."""
+    """Removes the context `name`, and the line that selects it; raises as `put`."""
     lines = _lines(path)
     wanted = _parsed(lines)
     wanted[CONTEXTS] = {key: value for key, value in wanted.get(CONTEXTS, {}).items() if key != name}
@@ -52,7 +52,7 @@ def remove(path: Path, name: str) -> None:
 
 
 def use(path: Path, name: str | None) -> None:
-    """Has the context `name` in use from now on, or none; raises as `put`."""
+    """Selects the context `name`, or none; raises as `put`."""
     lines = _lines(path)
     wanted = _parsed(lines)
     wanted.pop(CONTEXT, None)
@@ -60,7 +60,7 @@ def use(path: Path, name: str | None) -> None:
     rest = [line for index, line in enumerate(lines) if index != at]
     if name is not None:
         wanted[CONTEXT] = name
-        # A key of the whole file has to stand before the first table.
+        # A top-level key must precede the first table.
         rest.insert(_first_table(rest) if at is None else at, f"{CONTEXT} = {_value(name)}")
     _replace(path, rest, wanted)
 
@@ -83,9 +83,9 @@ def _header(name: str) -> str:
 
 
 def _table(lines: Sequence[str], name: str) -> tuple[int, int]:
-    """First line of a context's table and the line after its last; twice the end where there is none.
+    """Returns the range of lines of a context's table; an empty range at the end of the file if there is none.
 
-    Blank lines and comments in front of the next table are that table's.
+    Blank lines and comments before the next table belong to that table.
     """
     spelled = rf"""(?:{re.escape(name)}|"{re.escape(name)}"|'{re.escape(name)}')"""
     header = re.compile(rf"\s*\[\s*{CONTEXTS}\s*\.\s*{spelled}\s*\]\s*(#.*)?")
@@ -98,7 +98,7 @@ def _table(lines: Sequence[str], name: str) -> tuple[int, int]:
 
 
 def _ends(lines: Sequence[str], index: int) -> bool:
-    """Whether everything above this line is whole; a `[` inside a list over several lines opens no table."""
+    """Whether the lines before this one are valid TOML; a `[` within a multi-line list does not begin a table."""
     try:
         _parsed(lines[:index])
     except tomllib.TOMLDecodeError:
@@ -126,14 +126,14 @@ def _value(value: Any) -> str:
 
 
 def _replace(path: Path, lines: Sequence[str], wanted: Mapping[str, Any]) -> None:
-    """All or nothing, and only for our eyes: a context names keys and addresses."""
+    """Replaces the file atomically with mode 0600, because contexts name keys and addresses."""
     try:
         same = _without_empty(_parsed(lines)) == _without_empty(wanted)
     except tomllib.TOMLDecodeError:
         same = False
     if not same:
-        raise CliError(f"{path} is written in a way that kvctl does not edit: change [{CONTEXTS}.NAME] in it by hand")
-    target = path.resolve()  # a link into somebody's dotfiles stays one
+        raise CliError(f"kvctl cannot edit the layout of {path}: change [{CONTEXTS}.NAME] in it by hand")
+    target = path.resolve()  # a symbolic link stays one
     try:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, written = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)

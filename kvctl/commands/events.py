@@ -1,4 +1,4 @@
-"""`kvctl events`: the flight recorders of all agents merged by time; with `-w` what happens from now on."""
+"""`kvctl events`: the flight recorders of all agents, merged by time; with `-w` also new events."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kvctl.render.events import EVENTS
 from kvctl.render.report import Report
 from kvctl.render.units import parse_seconds
 
-_MOST = 1000
-_EVERY = 65_536  # more than recorders keep unless told to, and still one answer
+_DEFAULT_LIMIT = 1000
+_MAX_EVENTS = 65_536  # more than recorders keep by default, and few enough for one answer
 SEVERITIES = ("debug", "info", "warning", "error")
 
 
@@ -36,22 +36,22 @@ SEVERITIES = ("debug", "info", "warning", "error")
     "-n",
     "--limit",
     type=click.IntRange(min=1),
-    default=_MOST,
+    default=_DEFAULT_LIMIT,
     show_default=True,
-    help="Events per agent at most, the latest.",
+    help="Show at most this many events per agent, the latest.",
 )
-@click.option("--severity", type=click.Choice(SEVERITIES), default="debug", help="Only events this severe or more.")
+@click.option("--severity", type=click.Choice(SEVERITIES), default="debug", help="Only events this severe or worse.")
 @pass_settings
 def events(settings: Settings, since: str | None, limit: int, severity: str) -> None:
     """Events of all agents, merged by time; with -w also new events as they happen.
 
-    An agent that restarts is followed. Events that a recorder dropped before they were read are counted on stderr.
+    Agents are followed across restarts. Events that a recorder dropped before they were read are counted on stderr.
     """
     back_ns = None if since is None else _span(since)
     wanted = SEVERITIES[SEVERITIES.index(severity) :]
 
     def keep(row: dict[str, Any]) -> bool:
-        # A newer agent may know a severity that we do not.
+        # A newer agent may have severities that are unknown here.
         return row["severity"] in wanted or row["severity"] not in SEVERITIES
 
     if settings.watch_ns is not None:
@@ -67,11 +67,11 @@ def events(settings: Settings, since: str | None, limit: int, severity: str) -> 
         wanted = [[row for row in events if keep(row)] for events in everything]
         passing = [[row for row in events if selection.passes(row)] for events in wanted]
         rows = [row for events in passing for row in events[-limit:]]
-        # That no filter passes any is said by the output.
+        # If no row passes, the output reports the filter.
         rows = rows or [row for events in wanted for row in events]
         return Report(EVENTS, rows, len(everything), survey.faults, notes=notes)
 
-    run(settings, EVENTS, (Call("events", {"limit": max(limit, _EVERY) if chosen else limit}),), read)
+    run(settings, EVENTS, (Call("events", {"limit": max(limit, _MAX_EVENTS) if chosen else limit}),), read)
 
 
 def _span(text: str) -> int:
@@ -82,7 +82,7 @@ def _span(text: str) -> int:
 
 
 def _events(survey: Survey, back_ns: int | None) -> tuple[list[list[dict[str, Any]]], list[str]]:
-    """Events of each agent, oldest first."""
+    """Returns the events of each agent, oldest first, and remarks."""
     earliest = 0 if back_ns is None else survey.at_ns - back_ns
     found, notes = [], []
     for agent, data in survey.answers("events"):
@@ -93,62 +93,63 @@ def _events(survey: Survey, back_ns: int | None) -> tuple[list[list[dict[str, An
 
 
 Keep = Callable[[dict[str, Any]], bool]
-_Life = tuple[str, str]  # agent, incarnation
+_Process = tuple[str, str]  # name and incarnation of an agent
 
 
 class Follower:
-    """Remembers each agent's place in its recorder.
+    """Prints new events; remembers the position in the recorder of each agent.
 
-    All agents get the same request, so it starts at the least advanced place, and what was printed is left out. One
-    that is behind the request, because it was restarted or silent, is asked from its own place the next time.
+    All agents get the same request, from the lowest position of all, and events that were printed already are omitted.
+    An agent below the requested position, because it restarted or did not answer, is read from its own position the
+    next time.
 
     Args:
-        keep: whether an event is wanted.
-        back_ns: how far back the first reading goes; None: as far as the recorders.
-        limit: events per agent and reading.
+        keep: whether to print an event.
+        back_ns: age of the oldest events in the first reading; None: all that the recorders have.
+        limit: maximum number of events per agent and reading.
     """
 
     def __init__(self, keep: Keep, back_ns: int | None, limit: int) -> None:
         self._keep = keep
         self._back_ns = back_ns
         self._limit = limit
-        self._next: dict[_Life, int] = {}
-        self._answered: set[_Life] = set()
+        self._next: dict[_Process, int] = {}
+        self._answered: set[_Process] = set()
 
     def calls(self) -> list[Call]:
-        """What to ask all agents now."""
-        since = min((self._next[life] for life in self._answered), default=None)
+        """Returns the next request to all agents."""
+        since = min((self._next[process] for process in self._answered), default=None)
         return [Call("events", {"limit": self._limit, "since": since})]
 
     def __call__(self, output: Output, survey: Survey) -> None:
-        """Prints what is new in the answers to `calls`."""
+        """Prints the new events in the answers to `calls`."""
         (call,) = self.calls()
-        asked: int | None = call.args.get("since")
-        earliest = survey.at_ns - self._back_ns if asked is None and self._back_ns is not None else 0
+        since: int | None = call.args.get("since")
+        earliest = survey.at_ns - self._back_ns if since is None and self._back_ns is not None else 0
         fresh: list[dict[str, Any]] = []
-        answered: set[_Life] = set()
+        answered: set[_Process] = set()
         for agent, data in survey.answers("events"):
-            life = (agent.name, agent.hello["incarnation"])
-            answered.add(life)
-            if life not in self._next:
-                self._welcome(output, life)
-            place = self._next[life]
-            if asked is not None and asked > place:
+            process = (agent.name, agent.hello["incarnation"])
+            answered.add(process)
+            if process not in self._next:
+                self._add_process(output, process)
+            position = self._next[process]
+            if since is not None and since > position:
                 continue
-            lost = 0 if asked is None else asked + data["dropped"] - place
+            lost = 0 if since is None else since + data["dropped"] - position
             if data["dropped"] and lost > 0:
                 output.note(f"{agent.name}: {lost} events were lost between two readings: read more often, -w 0.5")
-            fresh += [row for row in data["events"] if row["sequence"] >= place and row["at_ns"] >= earliest]
-            self._next[life] = data["next"]
+            fresh += [row for row in data["events"] if row["sequence"] >= position and row["at_ns"] >= earliest]
+            self._next[process] = data["next"]
         self._answered = answered or self._answered
         output.stream(EVENTS, [row for row in fresh if self._keep(row)])
 
-    def _welcome(self, output: Output, life: _Life) -> None:
-        name, _ = life
+    def _add_process(self, output: Output, process: _Process) -> None:
+        name, _ = process
         before = [other for other in self._next if other[0] == name]
         for other in before:
             del self._next[other]
             self._answered.discard(other)
         if before:
-            output.note(f"{name}: started anew")
-        self._next[life] = 0
+            output.note(f"{name}: restarted")
+        self._next[process] = 0

@@ -1,4 +1,4 @@
-"""`kvctl record`: a fleet into one file, to be looked at with `--from` and to be run again by `kvctl replay`."""
+"""`kvctl record`: saves snapshots of a fleet, and inputs of its state machines, in one file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RECORDED = View(
 
 
 class Span(click.ParamType[int]):
-    """A time such as 500ms or 2m, as ns."""
+    """Duration such as 500ms or 2m, converted to ns."""
 
     name = "time"
 
@@ -56,26 +56,26 @@ class Span(click.ParamType[int]):
 @click.command(
     cls=KvctlCommand,
     examples=[
-        ("One moment, after something went wrong", "kvctl record incident.kvrec"),
-        ("Five minutes, a moment every two seconds", "kvctl record fleet.kvrec --for 5m --every 2s"),
+        ("One snapshot, after something went wrong", "kvctl record incident.kvrec"),
+        ("Five minutes, a snapshot every two seconds", "kvctl record fleet.kvrec --for 5m --every 2s"),
         ("Read it again", "kvctl rooms --from fleet.kvrec"),
     ],
 )
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--for", "for_ns", type=Span(), metavar="TIME", help="Record for 30s, 5m, …; without it one moment.")
+@click.option("--for", "for_ns", type=Span(), metavar="TIME", help="Record for 30s, 5m, …; without it one snapshot.")
 @click.option(
-    "--every", "every_ns", type=Span(), default="1s", show_default=True, metavar="TIME", help="Time between moments."
+    "--every", "every_ns", type=Span(), default="1s", show_default=True, metavar="TIME", help="Time between snapshots."
 )
 @pass_settings
 def record(settings: Settings, file: Path, for_ns: int | None, every_ns: int) -> None:
-    """Save to FILE all that the reading commands show, and the last inputs of the agents' state machines.
+    """Save to FILE everything that the reading commands show, and the latest inputs of the agents' state machines.
 
-    Every reading command takes the file with --from FILE, kvctl top plays it, and kvctl replay runs its inputs again.
-    Agents keep their last inputs (record_inputs in their configuration) at all times: record one moment after
-    something went wrong, and use --for before something is expected to. Ctrl-C ends it early, and the file is whole.
+    Every reading command reads the file with --from FILE, kvctl top plays it, and kvctl replay runs its inputs again.
+    Agents always keep their latest inputs (record_inputs in their configuration): record one snapshot after something
+    went wrong, or use --for before something is expected to. Ctrl-C ends it early; the file is valid.
 
-    All agents are saved, or those that -e and -l choose. An existing FILE is replaced. It holds page numbers, names and
-    addresses, and no KV.
+    All agents are saved, or those that -e and -l select. An existing FILE is replaced. It contains page numbers, names
+    and addresses, and no KV.
     """
     live_only(settings)
     output = Output(settings)
@@ -88,32 +88,32 @@ def record(settings: Settings, file: Path, for_ns: int | None, every_ns: int) ->
         progress("")
     report = Report(RECORDED, [asdict(saved) for saved in saving.saved], len(saving.saved), saving.faults)
     if saving.saved:
-        report.notes += [*_notes(saving), _where(file, saving.moments)]
+        report.notes += [*_notes(saving), _saved_text(file, saving.moments)]
         output.emit(report)
     code = conclude(output, settings, saving.survey, report)
     raise click.exceptions.Exit(ExitCode.INTERRUPTED if saving.interrupted else code)
 
 
 def _draw(moments: int, nbytes: int, left_ns: int) -> None:
-    progress(f"{moments} moments, {units.size(nbytes)}, {left_ns / 1e9:.0f} s left; Ctrl-C ends it")
+    progress(f"{moments} snapshots, {units.size(nbytes)}, {left_ns / 1e9:.0f} s left; Ctrl-C ends it")
 
 
-def _where(path: Path, moments: Sequence[int]) -> str:
-    told = f"{len(moments)} moment{'s' * (len(moments) != 1)}"
+def _saved_text(path: Path, moments: Sequence[int]) -> str:
+    text = f"{len(moments)} snapshot{'s' * (len(moments) != 1)}"
     if len(moments) > 1:
-        told += f" in {units.duration(moments[-1] - moments[0])}"
-    return f"{told} saved to {path}: kvctl status --from {path}, kvctl replay {path}"
+        text += f" in {units.duration(moments[-1] - moments[0])}"
+    return f"{text} saved to {path}: kvctl status --from {path}, kvctl replay {path}"
 
 
 def _notes(saving: Saving) -> list[str]:
     lacking = [f"not in the file: {text}" for text in saving.left_out]
-    return [*lacking, *(note for saved in saving.saved if (note := _lack(saved)))]
+    return [*lacking, *(note for saved in saving.saved if (note := _missing_inputs(saved)))]
 
 
-def _lack(saved: Saved) -> str:
-    """Which inputs are not in the file, and why; "" where none are missing."""
+def _missing_inputs(saved: Saved) -> str:
+    """Explains which inputs are missing in the file; "" if none are."""
     if saved.fault:
-        return f"{saved.agent}: {saved.missed} inputs were not recorded, its recording has ended: {saved.fault}"
+        return f"{saved.agent}: {saved.missed} inputs were not recorded, recording stopped: {saved.fault}"
     if saved.missed:
-        return f"{saved.agent}: {saved.missed} inputs were not recorded, too many rooms were open for a checkpoint"
+        return f"{saved.agent}: {saved.missed} inputs were not recorded: too many rooms were open for a checkpoint"
     return "" if saved.inputs or saved.refused else f"{saved.agent}: records nothing (record_inputs is 0)"

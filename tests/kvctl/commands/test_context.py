@@ -100,11 +100,11 @@ def test_key_files_are_kept_with_their_whole_path(
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("add", "a"), "say what context a shall mean"),
-        (("add", "a b", "-e", "x"), "is no name for a context"),
+        (("add", "a"), "context a needs a value"),
+        (("add", "a b", "-e", "x"), "is not a context name"),
         (("add", "a", "--timeout", "soon"), "--timeout: 'soon' is not a duration"),
         (("add", "a", "-l", "colour=red"), "write KEY=VALUE with a key of role"),
-        (("use",), "name a context, or say --none"),
+        (("use",), "give the NAME of a context, or --none"),
         (("use", "lba"), "did you mean lab?"),
         (("rm", "x"), "there are: lab, prod.eu"),
         (("show", "x"), "there are: lab, prod.eu"),

@@ -278,7 +278,7 @@ def test_ctrl_c_while_agents_are_asked_keeps_what_was_said(
     path = tmp_path / "series.kvrec"
     outcome = kvctl("record", str(path), "--for", "1h")
     assert outcome.code == 130
-    assert "1 moment saved" in outcome.err
+    assert "1 snapshot saved" in outcome.err
     assert kvctl("status", "--from", str(path)).code == 0
 
 

@@ -162,7 +162,7 @@ class TestMistakes:
     def test_no_key_of_ours(self, kvctl: Any) -> None:
         outcome = kvctl("-e", self.ADDRESS, "status")
         assert outcome.code == ExitCode.USAGE
-        assert "make one with `kvctl key new`" in outcome.err
+        assert "create one with `kvctl key new`" in outcome.err
 
     def test_no_server_key(self, kvctl: Any) -> None:
         kvctl("key", "new")

@@ -64,7 +64,7 @@ def test_what_is_lacking_is_told_with_its_own_reason(start: Any, kvctl: Any, can
     start("decode-0", {"inputs": ended})
     start("decode-1", {"inputs": nothing})
     told = kvctl("record", str(tmp_path / "some.kvrec")).err
-    assert "decode-0: 5 inputs were not recorded, its recording has ended: TypeError: no such class" in told
+    assert "decode-0: 5 inputs were not recorded, recording stopped: TypeError: no such class" in told
     assert "decode-1: records nothing (record_inputs is 0)" in told
     assert "too many rooms" not in told
 

@@ -196,7 +196,7 @@ def test_a_new_life_is_followed_from_its_beginning() -> None:
     anew.record(1)
     reading(follower, printed, a=("2", anew))
     assert printed.numbers == [0, 1, 2, 3, 4]
-    assert printed.notes == ["a: started anew"]
+    assert printed.notes == ["a: restarted"]
 
 
 def test_one_that_was_silent_is_caught_up_with() -> None:
