@@ -50,37 +50,45 @@ class Metrics:
 
     def add(self, name: str, value: float, *labels: str) -> None:
         """Adds `value` >= 0 to a counter."""
-        self.update([(name, value, labels)])
+        with self._writers:
+            self._add(name, value, labels)
 
     def observe(self, name: str, value_seconds: float, *labels: str) -> None:
         """Counts one observation of a histogram, in seconds; a negative one counts as zero.
 
         The difference of two times measured by different threads may be slightly negative, which is no error.
         """
-        self.update((), [(name, value_seconds, labels)])
+        with self._writers:
+            self._observe(name, value_seconds, labels)
 
     def update(self, counts: Iterable[Sample], durations: Iterable[Sample] = ()) -> None:
         """Adds to several counters and observes several histograms, as `add` and `observe`."""
         with self._writers:
-            for name, value, labels in counts:
-                if value < 0:
-                    raise ValueError(f"counter {name} cannot go down (by {value})")
-                key = (name, labels)
-                total = self._counters.get(key)
-                if total is None:
-                    self._check("counter", name, labels)
-                    if len(self._counters) >= _MOST_SERIES:
-                        key = (name, (OTHER,) * len(labels))
-                    total = self._counters.get(key, 0)
-                self._counters[key] = total + value
-            for name, seconds, labels in durations:
-                histogram = self._histograms.get((name, labels))
-                if histogram is None:
-                    bounds = self._check("histogram", name, labels).buckets
-                    histogram = self._histograms[name, labels] = _Histogram(bounds)
-                seconds = max(0.0, seconds)
-                histogram.counts[bisect_left(histogram.bounds, seconds)] += 1
-                histogram.sum += seconds
+            for sample in counts:
+                self._add(*sample)
+            for sample in durations:
+                self._observe(*sample)
+
+    def _add(self, name: str, value: float, labels: tuple[str, ...]) -> None:
+        if value < 0:
+            raise ValueError(f"counter {name} cannot go down (by {value})")
+        key = (name, labels)
+        try:
+            self._counters[key] += value
+        except KeyError:
+            self._check("counter", name, labels)
+            if len(self._counters) >= _MOST_SERIES:
+                key = (name, (OTHER,) * len(labels))
+            self._counters[key] = self._counters.get(key, 0) + value
+
+    def _observe(self, name: str, seconds: float, labels: tuple[str, ...]) -> None:
+        histogram = self._histograms.get((name, labels))
+        if histogram is None:
+            bounds = self._check("histogram", name, labels).buckets
+            histogram = self._histograms[name, labels] = _Histogram(bounds)
+        seconds = max(0.0, seconds)
+        histogram.counts[bisect_left(histogram.bounds, seconds)] += 1
+        histogram.sum += seconds
 
     def set(self, name: str, value: float | None, *labels: str) -> None:
         """Sets a gauge; None means that the value is unknown."""
