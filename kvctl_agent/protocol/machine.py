@@ -7,7 +7,7 @@ which handler gets what. `handle` never raises for anything a peer sent; what it
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -237,6 +237,7 @@ class Machine:
         local, telemetry: as given.
         peers: by name.
         rooms: by number, those that have not ended everywhere.
+        open: rooms that are open with a peer; on a prefill rank one item for each peer of a room.
         state: everything that is remembered between two events; a checkpoint is a copy of it.
 
     Args:
@@ -264,6 +265,7 @@ class Machine:
         self.telemetry = context.telemetry
         self.peers = context.peers
         self.rooms: dict[int, Any] = state.rooms
+        self.open: Sized = state.rooms
         self.state = state
         self._context = context
         self._sessions = sessions
@@ -289,8 +291,8 @@ class Machine:
 
     @property
     def open_rooms(self) -> int:
-        """Rooms that are open between us and a peer, once for each peer on a prefill rank."""
-        raise NotImplementedError
+        """Number of rooms that are open with a peer; a prefill rank counts each peer of a room."""
+        return len(self.open)
 
     def knows(self, room: int) -> bool:
         """Whether a room is open here, be it by a peer alone. Safe to ask from any thread."""

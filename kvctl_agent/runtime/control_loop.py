@@ -185,7 +185,6 @@ class ControlLoop:
         self._liveness_ns = 0
         self._channel_due_ns = 0
         self._flush_now = self._ask_now = False
-        self._handled = False  # an event, since the open rooms were counted
         self._open_rooms = 0
         self._poller = zmq.Poller()
         self._polled = (-1, -1)
@@ -312,18 +311,15 @@ class ControlLoop:
         A turn costs about 60 µs whatever it carries. With many rooms in flight none waits for this turn: they wait for
         processor time, which fewer turns leave free.
         """
-        if self._handled:
-            self._handled = False
-            rooms = self._machine.open_rooms
-            if self._arrivals is not None and rooms != self._open_rooms:
-                self._arrivals.expect(rooms)
-            self._open_rooms = rooms
-        if self._open_rooms > _FEW_ROOMS:
-            time.sleep(min((self._open_rooms - _FEW_ROOMS) * _PAUSE_A_ROOM_S, _LONGEST_PAUSE_S))
+        rooms = len(self._machine.open)
+        if self._arrivals is not None and rooms != self._open_rooms:
+            self._arrivals.expect(rooms)
+        self._open_rooms = rooms
+        if rooms > _FEW_ROOMS:
+            time.sleep(min((rooms - _FEW_ROOMS) * _PAUSE_A_ROOM_S, _LONGEST_PAUSE_S))
 
     def _feed(self, event: ev.Event) -> None:
         """Passes one event to the machine and executes the actions that it returns."""
-        self._handled = True
         try:
             actions = self._handle(event, time.monotonic_ns())
         except LocalProtocolError as error:

@@ -91,10 +91,6 @@ class DecodeMachine(Machine):
 
     # ---- views: safe from any thread --------------------------------------------------------------------------
 
-    @property
-    def open_rooms(self) -> int:
-        return len(self.rooms)
-
     def roster(self, instance: str) -> tuple[str, ...]:
         return self.state.rosters.get(instance, ())
 

@@ -44,6 +44,7 @@ class PrefillMachine(Machine):
         sessions = PeerSessions(context, rooms.on_peer_lost)
         readers = Readers(context, state, dispatch, sessions)
         super().__init__(context, state, sessions, rooms.find, rooms.fail, dispatch.on_lease_renewed)
+        self.open = state.legs
         self._events = {
             # the engine
             ev.SendRoom: forwards.on_send_room,
@@ -101,10 +102,6 @@ class PrefillMachine(Machine):
         self._rooms.check()
 
     # ---- views: safe from any thread --------------------------------------------------------------------------
-
-    @property
-    def open_rooms(self) -> int:
-        return len(self.state.legs)
 
     def parked(self) -> list[tuple[PeerTransfer, Part]]:
         """Parts that are ready and may not go yet."""

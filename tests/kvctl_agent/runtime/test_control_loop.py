@@ -46,7 +46,7 @@ class StandInMachine:
         self.peers: dict[str, Any] = {}
         self.handled: list[Any] = []
         self.answers: dict[int, list[ev.Action] | Exception] = {}
-        self.open_rooms = 0
+        self.open: list[int] = []
 
     def roster(self, instance: str) -> tuple[str, ...]:
         return ("prefill-0", "prefill-1")
