@@ -1,20 +1,38 @@
-"""`kvctl bench`: fleets on this machine, real KV through them, every byte verified, and a table."""
+"""`kvctl bench`: starts fleets on this machine, moves real KV between them, verifies every byte and prints a table."""
 
 from __future__ import annotations
 
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import click
+import orjson
 
 from kvctl.commands.bench_options import GroupedCommand, bench_options
-from kvctl.commands.bench_request import understand
-from kvctl.commands.bench_run import BenchRun, checked_columns, plan_all
+from kvctl.commands.bench_request import BenchRequest, Wave, plan_fleets, resolve
 from kvctl.commands.options import pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
-from kvctl.lab.bench.baseline import load_baseline
-from kvctl.lab.bench.views import plan_rows, plan_table
+from kvctl.commands.stdio import complain
+from kvctl.exit_codes import ExitCode
+from kvctl.lab.bench.baseline import compare, failures, load_baseline
+from kvctl.lab.bench.preset_views import PIPELINE, comparison_view, side_by_side
+from kvctl.lab.bench.presets import Comparison
+from kvctl.lab.bench.results import Outcome
+from kvctl.lab.bench.rows import with_delta
+from kvctl.lab.bench.session import Session, Steps, measure, trials_of
+from kvctl.lab.bench.variants import Variant
+from kvctl.lab.bench.views import BENCH, PLAN, blocks, contestants, plan_rows, plan_table
+from kvctl.lab.ranks.group import FleetError
+from kvctl.lab.ranks.plan import Plan
 from kvctl.render.report import Report
+
+PlannedFleets = Sequence[tuple[Wave, Sequence[tuple[Variant, Plan]]]]
 
 
 @click.command(
@@ -30,27 +48,200 @@ from kvctl.render.report import Report
 def bench(settings: Settings, plan_only: bool, **options: Any) -> None:
     """Move real KV between prefill and decode ranks on this machine, and verify every byte.
 
-    Starts one process per rank, drives requests through them on every path side by side, and prints throughput,
-    latency and costs next to what this machine's memory and transport can do at best. Exits 0 only when everything
-    verified. In a second terminal, kvctl status shows the fleet while it runs.
+    Starts one process per rank, runs requests through them on every path side by side, and prints throughput, latency
+    and costs next to the limits of this machine's memory and transport. Exits 0 only if everything was verified.
+    kvctl status in a second terminal shows the fleet meanwhile.
     """
     ctx = click.get_current_context()
     given = {name for name in options if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT}
     output = Output(settings)
-    asked = understand(options, given)
-    checked_columns(output, asked, plan_only)
+    request = resolve(options, given)
+    _check_columns(output, request, plan_only)
     baseline = None
     if options["baseline"] is not None:
         try:
             baseline = load_baseline(options["baseline"])
         except ValueError as error:
             raise click.BadParameter(str(error), param_hint="--baseline") from error
-    for note in asked.notes:
+    for note in request.notes:
         output.note(note)
-    planned = plan_all(asked, output)
+    planned = plan_fleets(request, output)
     if plan_only:
-        fleets = [pair for _, pairs in planned for pair in pairs]
-        rows = [row for variant, plan in fleets for row in plan_rows(plan, variant.name)]
+        rows = [row for _, pairs in planned for variant, plan in pairs for row in plan_rows(plan, variant.name)]
         output.emit(Report(plan_table(rows), rows, answered=1))
         return
-    raise click.exceptions.Exit(BenchRun(output, settings, asked, planned, baseline).run())
+    raise click.exceptions.Exit(BenchRun(output, settings, request, planned, baseline).run())
+
+
+def _check_columns(output: Output, request: BenchRequest, plan_only: bool) -> None:
+    """Check `--columns` and the like before anything is started, if the columns are known by then.
+
+    Raises:
+        click.UsageError: They do not match the table that will be printed.
+    """
+    if plan_only:
+        output.selection(PLAN)
+    elif request.preset is None:
+        output.selection(BENCH)
+    elif not isinstance(request.preset.table, Comparison):
+        output.selection(request.preset.table)
+
+
+class BenchRun:
+    """One run of the command after planning."""
+
+    def __init__(
+        self,
+        output: Output,
+        settings: Settings,
+        request: BenchRequest,
+        planned: PlannedFleets,
+        baseline: dict[str, Any] | None,
+    ) -> None:
+        self._output = output
+        self._settings = settings
+        self._request = request
+        self._planned = planned
+        self._baseline = baseline
+        self._outcome = Outcome(request.preset.name if request.preset else "", request.source)
+        self._started_at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+
+    @property
+    def _options(self) -> Mapping[str, Any]:
+        return self._request.options
+
+    def run(self) -> ExitCode:
+        """Measure, print, and hold if requested; after a failure or Ctrl-C what was measured so far is printed."""
+        code = ExitCode.OK
+        with Steps(self._settings.quiet, self._output.detail) as steps:
+            steps.expect(sum(trials_of(wave.program, plan) for wave, pairs in self._planned for _, plan in pairs))
+            for wave, pairs in self._planned:
+                with ExitStack() as stack:
+                    sessions = [self._session(wave, *pair, len(pairs) > 1, stack, steps) for pair in pairs]
+                    code = self._measure(sessions, steps)
+                    if code is ExitCode.OK and self._options["hold"]:
+                        steps.end()
+                        return self._hold(sessions[0])
+                    code = code or self._stop(sessions)
+                if code is not ExitCode.OK:
+                    break
+        return self._report() or code
+
+    def _session(
+        self, wave: Wave, variant: Variant, plan: Plan, together: bool, stack: ExitStack, steps: Steps
+    ) -> Session:
+        """Create a session, closed with `stack`; `together`: other fleets with the same ranks run at the same time."""
+        session = stack.enter_context(
+            Session(
+                variant,
+                plan,
+                wave.program,
+                steps,
+                self._options["verify"],
+                self._options["point_seconds"],
+                label=variant.name if self._request.several else "",
+                rank_prefix=variant.name if together else "",
+            )
+        )
+        self._outcome.measured.append(session.measured)
+        return session
+
+    def _measure(self, sessions: Sequence[Session], steps: Steps) -> ExitCode:
+        try:
+            measure(sessions, steps)
+        except KeyboardInterrupt:
+            return ExitCode.INTERRUPTED
+        except FleetError as error:
+            steps.end()
+            complain(str(error))
+            return ExitCode.FAILED
+        return ExitCode.OK
+
+    def _hold(self, session: Session) -> ExitCode:
+        code = self._report()
+        self._output.note("holding the fleet: kvctl status shows it, Ctrl-C ends it")
+        try:
+            session.hold()
+        except KeyboardInterrupt:
+            return code
+        except FleetError as error:
+            complain(str(error))
+        return ExitCode.FAILED
+
+    def _stop(self, sessions: Sequence[Session]) -> ExitCode:
+        """Stop the fleets; a rank that does not exit properly is a failure, although everything was measured."""
+        crashed: dict[str, int] = {}
+        try:
+            for session in sessions:
+                session.fleet.stop()
+            for session in sessions:
+                crashed |= {name: status for name, status in session.fleet.close().items() if status}
+        except KeyboardInterrupt:
+            return ExitCode.INTERRUPTED
+        except FleetError as error:
+            complain(str(error))
+            return ExitCode.FAILED
+        for name, status in crashed.items():
+            complain(f'rank "{name}" ended with status {status} after the bench had finished')
+        return ExitCode.FAILED if crashed else ExitCode.OK
+
+    def _report(self) -> ExitCode:
+        """Print and save the results; FAILED if rooms failed, bytes were wrong, or a run regressed."""
+        rows = self._outcome.rows()
+        problems = self._outcome.problems
+        if rows:
+            self._write_files()
+            if self._baseline is not None:
+                rows, regressions = self._compared(rows, self._baseline)
+                problems += regressions
+            self._output.emit(self._table(rows))
+        for line in problems:
+            complain(line)
+        return ExitCode.FAILED if problems or self._outcome.verified is False else ExitCode.OK
+
+    def _write_files(self) -> None:
+        """Write the files of --save and --html."""
+        save, html = self._options["save"], self._options["html"]
+        if save is not None:
+            save.write_bytes(orjson.dumps(self._outcome.document(), option=orjson.OPT_INDENT_2) + b"\n")
+        if html is not None:
+            from kvctl.lab.bench.html.report import render  # imported only if a report is written
+
+            command = shlex.join(["kvctl", *sys.argv[1:]])
+            html.write_text(render(self._outcome.report(command, self._started_at)), encoding="utf-8")
+            self._output.note(f"the report is in {html}")
+
+    def _compared(
+        self, rows: list[dict[str, Any]], baseline: Mapping[str, Any]
+    ) -> tuple[list[dict[str, Any]], list[str]]:
+        """Return the rows compared with the baseline, and the regressions."""
+        file, allowed = self._options["baseline"], self._options["max_regress"]
+        shape = self._outcome.measured[0].results.plan["shape"]
+        try:
+            rows = compare(rows, shape, baseline, allowed)
+        except ValueError as error:
+            return rows, [f"{file}: {error}"]
+        regressed = [f"FAIL: {line}" for line in failures(rows)]
+        if not regressed:
+            self._output.note(f"PASS: within {allowed:.0%} of {file}")
+        return rows, regressed
+
+    def _table(self, rows: list[dict[str, Any]]) -> Report:
+        """Return the published table of the preset, or the comparison of the paths."""
+        preset = self._request.preset
+        terminal = partial(blocks, outcome=self._outcome)
+        if preset is None:
+            return Report(BENCH, rows, answered=1, blocks=lambda kept, _width: terminal(kept, view=None))
+        if isinstance(preset.table, Comparison):
+            named = list(zip(contestants(rows), rows, strict=True))
+            short = {name for name, row in named if row["rooms"] < row["planned_rooms"]}
+            names = list(dict.fromkeys(name for name, _ in named))
+            view = comparison_view(preset.name, preset.table.by, preset.table.measures, names, short)
+            lines = side_by_side(rows, preset.table.by[0])
+        else:
+            view = preset.table
+            # Cases that only measure the plain transfer are in the saved result, but not in the table.
+            lines = [row for row in rows if preset.table is not PIPELINE or "ratio" in row]
+            if preset.within:
+                lines = with_delta(lines, preset.within)
+        return Report(view, lines, answered=1, blocks=lambda kept, _width: terminal(kept, view=view))

@@ -1,8 +1,9 @@
-"""The options of `kvctl bench`, in groups: there are too many for one list."""
+"""The options of `kvctl bench`, in groups."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,12 @@ _AXES = {
 }
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _COUNT = click.IntRange(min=1)
+_POSITIVE = click.FloatRange(min=0, min_open=True)
 _MILLISECONDS = click.FloatRange(min=0)
 
 
 class GroupedOption(click.Option):
-    """An option that is listed under its group's title."""
+    """An option that is listed under the title of its group."""
 
     def __init__(self, *args: Any, group: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -47,7 +49,7 @@ class GroupedOption(click.Option):
 
 
 class GroupedCommand(KvctlCommand):
-    """A command that lists its options group by group."""
+    """A command that lists its options by group."""
 
     def sections(self, ctx: click.Context) -> list[tuple[str, list[click.Parameter]]]:
         groups: dict[str, list[click.Parameter]] = {}
@@ -58,389 +60,193 @@ class GroupedCommand(KvctlCommand):
         return [*groups.items(), ("Help", ungrouped)]
 
 
-def _reader(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """A click callback that turns a ValueError into a usage error naming the option."""
+def grouped_option(
+    group: str,
+    flags: str,
+    metavar: str | None = None,
+    text: str | None = None,
+    parse: Callable[[str], Any] | None = None,
+    **more: Any,
+) -> click.Option:
+    """Return an option of a group.
 
-    def read(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-        try:
-            if isinstance(value, tuple):
-                return tuple(parse(each) for each in value)
-            return None if value is None else parse(value)
-        except ValueError as error:
-            raise click.BadParameter(str(error), ctx, param) from error
-
-    return read
-
-
-def _option(group: str, *names: str, parse: Callable[[str], Any] | None = None, **more: Any) -> click.Option:
+    Args:
+        flags: The option's flag, and the parameter's name if it is another.
+        text: The help text; defaults that are computed are part of it.
+        parse: Parses a value; ValueError becomes a usage error that names the option.
+    """
     if parse is not None:
-        more["callback"] = _reader(parse)
-    return GroupedOption(list(names), group=group, **more)
+        more["callback"] = partial(_parsed, parse)
+    shown = more.get("default") not in (None, "")
+    return GroupedOption(flags.split(), group=group, metavar=metavar, help=text, show_default=shown, **more)
+
+
+def bench_options() -> list[click.Parameter]:
+    """Return new parameters in the order of the help."""
+    return [*_layout(), *_model(), *_load(), *_traffic(), *_engine(), *_gpus(), *_compute(), *_result()]
+
+
+def _parsed(parse: Callable[[str], Any], ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    try:
+        if isinstance(value, tuple):
+            return tuple(parse(each) for each in value)
+        return None if value is None else parse(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
 
 
 def _layout() -> list[click.Option]:
-    group = "Layout"
-    options = [
-        _option(
-            group, f"--{role}-{axis}", default=1, show_default=True, metavar="N", help=f"{role.capitalize()}: {text}."
-        )
-        for role in ("prefill", "decode")
-        for axis, text in _AXES.items()
-    ]
+    option = partial(grouped_option, "Layout")
+    instances = "Several prefill instances at once, such as tp4,tp2:pp2,cp2; pp10+22 gives the layers of each stage."
+    modes = "Division of the sending among CP ranks: rank0, all, all-chunk, room-hash; several are compared."
     return [
-        *options,
-        _option(
-            group,
-            "--prefill-instances",
-            metavar="A,B,…",
-            parse=parse_instances,
-            help="Several prefill instances at once, such as tp4,tp2:pp2,cp2; pp10+22 gives layers of stages.",
+        *(
+            option(f"--{role}-{axis}", "N", f"{role.capitalize()}: {text}.", default=1)
+            for role in ("prefill", "decode")
+            for axis, text in _AXES.items()
         ),
-        _option(
-            group, "--prefill-pp-layers", default="", metavar="A,B,…", parse=parse_stages, help="Layers of each stage."
-        ),
-        _option(
-            group, "--decode-pp-layers", default="", metavar="A,B,…", parse=parse_stages, help="The same for decode."
-        ),
-        _option(
-            group,
-            "--cp-mode",
-            "cp_modes",
-            default="rank0",
-            show_default=True,
-            metavar="A,B,…",
-            parse=parse_cp_modes,
-            help="How CP ranks share the sending: rank0, all, all-chunk, room-hash; several side by side.",
-        ),
+        option("--prefill-instances", "A,B,…", instances, parse_instances),
+        option("--prefill-pp-layers", "A,B,…", "Layers of each stage.", parse_stages, default=""),
+        option("--decode-pp-layers", "A,B,…", "The same for decode.", parse_stages, default=""),
+        option("--cp-mode cp_modes", "A,B,…", modes, parse_cp_modes, default="rank0"),
     ]
 
 
 def _model() -> list[click.Option]:
-    group = "Model"
+    option = partial(grouped_option, "Model")
+    scales = "Bytes of quantisation scale per page and head. [default: the element type's]"
+    state = (
+        "State per request, rows x heads x bytes: conv:4x1x256, swa:1x8x256:window=512, idx:1x1x132:pages. Repeatable."
+    )
     return [
-        _option(group, "--model", metavar="NAME", help="A known model's KV shape. [default: llama-3.1-8b]"),
-        _option(group, "--layers", type=int, metavar="N", help="Layers, in place of the model's."),
-        _option(group, "--kv-heads", type=int, metavar="N", help="KV heads of the whole model."),
-        _option(group, "--head-dim", type=int, metavar="N", help="Elements of one head's row of K, and of V."),
-        _option(group, "--v-head-dim", type=int, metavar="N", help="Elements of V's rows, where they differ from K's."),
-        _option(
-            group, "--mla", is_flag=True, help="One latent row per token (of --head-dim), the same on all TP ranks."
-        ),
-        _option(group, "--dtype", metavar="|".join(DTYPE_BYTES), help="Element type. [default: the model's]"),
-        _option(
-            group,
-            "--scale-bytes",
-            default="",
-            metavar="K[,V]",
-            parse=parse_scale_bytes,
-            help="Bytes of quantisation scale per page and head. [default: the type's]",
-        ),
-        _option(
-            group, "--draft-layers", type=int, metavar="N", help="Layers of a draft model, in a pool of their own."
-        ),
-        _option(group, "--draft-heads", type=int, metavar="N", help="Its KV heads. [default: the model's]"),
-        _option(group, "--draft-dim", type=int, metavar="N", help="Its head dim. [default: the model's]"),
-        _option(
-            group,
-            "--state",
-            "states",
-            multiple=True,
-            metavar="NAME:RxHxB",
-            parse=parse_state,
-            help="State per request, rows x heads x bytes: conv:4x1x256, swa:1x8x256:window=512, idx:1x1x132:pages. "
-            "Repeatable.",
-        ),
-        _option(group, "--page-size", default=16, show_default=True, metavar="N", help="Tokens per page."),
-        _option(group, "--page-order", default=PAGE_ORDERS[0], show_default=True, metavar="|".join(PAGE_ORDERS)),
+        option("--model", "NAME", "A known model's KV shape. [default: llama-3.1-8b]"),
+        option("--layers", "N", "Layers. [default: the model's]", type=int),
+        option("--kv-heads", "N", "KV heads of the whole model.", type=int),
+        option("--head-dim", "N", "Elements per head of a row of K, and of V.", type=int),
+        option("--v-head-dim", "N", "Elements per head of a row of V, if they differ from K's.", type=int),
+        option("--mla", None, "One latent row per token (of --head-dim), the same on all TP ranks.", is_flag=True),
+        option("--dtype", "|".join(DTYPE_BYTES), "Element type. [default: the model's]"),
+        option("--scale-bytes", "K[,V]", scales, parse_scale_bytes, default=""),
+        option("--draft-layers", "N", "Layers of a draft model, in a pool of their own.", type=int),
+        option("--draft-heads", "N", "KV heads of the draft model. [default: the model's]", type=int),
+        option("--draft-dim", "N", "Head dim of the draft model. [default: the model's]", type=int),
+        option("--state states", "NAME:RxHxB", state, parse_state, multiple=True),
+        option("--page-size", "N", "Tokens per page.", default=16),
+        option("--page-order", "|".join(PAGE_ORDERS), "Order of a room's pages in the pools.", default=PAGE_ORDERS[0]),
     ]
 
 
 def _load() -> list[click.Option]:
-    group = "Load"
+    option = partial(grouped_option, "Load")
+    tokens = "Prompt lengths: fixed, in turn, or uniform. With --sessions: tokens that each turn adds."
+    rate = "Requests arrive at random, R per second, with at most --concurrency in flight."
+    sweep = "concurrency=1,4,16 or tokens=256..16384 (powers of two). Repeatable."
+    point = (
+        "Stop each path at each load after about X seconds; a slow path then runs fewer rooms, with a note. "
+        "[default: no limit; 5 with --preset and --device cuda]"
+    )
+    presets = f"A published table: {', '.join(PRESETS)}."
     return [
-        _option(
-            group,
-            "--tokens",
-            default="1024",
-            show_default=True,
-            metavar="N|A,B,…|LO..HI",
-            parse=parse_tokens,
-            help="Prompt lengths: fixed, in turn, or uniform. With --sessions: what each turn adds.",
+        option("--tokens", "N|A,B,…|LO..HI", tokens, parse_tokens, default="1024"),
+        option("--prefix-hit", None, "Part of each prompt that decode has cached.", default=0.0),
+        option("--rooms", "N", "Requests per path. [default: enough for a stable result]", type=int),
+        option("--concurrency", "N", "Requests in flight.", default=4),
+        option("--rate", "R", rate, type=_POSITIVE),
+        option("--sweep", "AXIS=A,B,…", sweep, parse_sweep, multiple=True),
+        option(
+            "--repeat", "N", "Measure N times, in turns, and report the median and the best.", type=_COUNT, default=1
         ),
-        _option(
-            group, "--prefix-hit", default=0.0, show_default=True, help="Part of each prompt that decode has cached."
-        ),
-        _option(
-            group, "--rooms", type=int, metavar="N", help="Requests per path. [default: enough for a good measurement]"
-        ),
-        _option(group, "--concurrency", default=4, show_default=True, metavar="N", help="Requests in flight."),
-        _option(
-            group,
-            "--rate",
-            type=click.FloatRange(min=0, min_open=True),
-            metavar="R",
-            help="Requests arrive at random, R a second, with at most --concurrency in flight.",
-        ),
-        _option(
-            group,
-            "--sweep",
-            multiple=True,
-            metavar="AXIS=A,B,…",
-            parse=parse_sweep,
-            help="concurrency=1,4,16 or tokens=256..16384 (powers of two). Repeatable.",
-        ),
-        _option(
-            group,
-            "--repeat",
-            default=1,
-            show_default=True,
-            metavar="N",
-            type=_COUNT,
-            help="Measure N times, in turns: median, best.",
-        ),
-        _option(
-            group,
-            "--point-seconds",
-            type=click.FloatRange(min=0, min_open=True),
-            metavar="X",
-            help="Stop each path at each load after about so long: a slow one runs fewer rooms, which is said. "
-            "[default: no limit; 5 with --preset and --device cuda]",
-        ),
-        _option(
-            group,
-            "--seed",
-            type=click.IntRange(min=0),
-            metavar="N",
-            help="Draw lengths, arrivals and pages as another run did.",
-        ),
-        _option(
-            group,
-            "--preset",
-            type=click.Choice(list(PRESETS)),
-            metavar="NAME",
-            help="A published table: " + ", ".join(PRESETS) + ".",
-        ),
+        option("--point-seconds", "X", point, type=_POSITIVE),
+        option("--seed", "N", "Draw the same lengths, arrivals and pages as another run.", type=click.IntRange(min=0)),
+        option("--preset", "NAME", presets, type=click.Choice(list(PRESETS))),
     ]
 
 
 def _traffic() -> list[click.Option]:
-    group = "Real traffic"
+    option = partial(grouped_option, "Real traffic")
+    trace = "Replay requests in Mooncake's format; --rooms limits them to the first N."
+    speedup = "Divide the arrival times by X; inf: as fast as --concurrency allows."
+    cache = "Prefix cache of each decode dp group. [default: half of its memory]"
     return [
-        _option(
-            group,
-            "--trace",
-            type=_FILE,
-            metavar="FILE",
-            help="Replay requests in Mooncake's format; --rooms: the first N.",
-        ),
-        _option(
-            group,
-            "--tokens-scale",
-            default="1",
-            show_default=True,
-            metavar="X",
-            parse=parse_scale,
-            help="Scale its lengths.",
-        ),
-        _option(
-            group,
-            "--speedup",
-            default=1.0,
-            show_default=True,
-            type=click.FloatRange(min=0, min_open=True),
-            metavar="X",
-            help="Replay it so much faster; inf: as fast as --concurrency allows.",
-        ),
-        _option(group, "--strict", is_flag=True, help="Stop at a line that does not parse, instead of skipping it."),
-        _option(
-            group, "--sessions", type=_COUNT, metavar="N", help="N conversations, each turn reusing what was said."
-        ),
-        _option(group, "--turns", type=_COUNT, metavar="N", help="Turns of each conversation. [default: 10]"),
-        _option(
-            group,
-            "--cache-tokens",
-            type=click.IntRange(min=0),
-            metavar="N",
-            help="Prefix cache of each decode dp group. [default: half of what memory holds]",
-        ),
+        option("--trace", "FILE", trace, type=_FILE),
+        option("--tokens-scale", "X", "Multiply the trace's lengths by X.", parse_scale, default="1"),
+        option("--speedup", "X", speedup, default=1.0, type=_POSITIVE),
+        option("--strict", None, "Stop at a line that does not parse, instead of skipping it.", is_flag=True),
+        option("--sessions", "N", "N conversations; each turn reuses the previous ones.", type=_COUNT),
+        option("--turns", "N", "Turns of each conversation. [default: 10]", type=_COUNT),
+        option("--cache-tokens", "N", cache, type=click.IntRange(min=0)),
     ]
 
 
 def _engine() -> list[click.Option]:
-    group = "Engine"
+    option = partial(grouped_option, "Engine")
+    transports = "nixl, mooncake, or loopback, which needs no engine; several are compared."
+    paths = "Paths to compare: bulk, slice, staged, direct (between GPUs), auto. [default: those that suit the layouts]"
+    ring = "Staging ring of each decode rank. [default: sized for the load]"
     return [
-        _option(
-            group,
-            "--transport",
-            "transports",
-            default="nixl",
-            show_default=True,
-            metavar="A,B,…",
-            parse=parse_names,
-            help="nixl, mooncake, or loopback where no engine is installed; several side by side.",
-        ),
-        _option(
-            group,
-            "--path",
-            "paths",
-            default="",
-            metavar="A,B,…",
-            parse=parse_names,
-            help="Paths to compare side by side: bulk, slice, staged, direct (between GPUs), auto. [default: those "
-            "that suit the layouts]",
-        ),
-        _option(
-            group,
-            "--ring-mb",
-            type=int,
-            metavar="N",
-            help="Staging ring of each decode rank. [default: what the load needs]",
-        ),
-        _option(group, "--chunk-tokens", type=int, metavar="N", help="Tokens per chunk of the grid. [default: 8192]"),
-        _option(group, "--workers", type=int, metavar="N", help="Transfer workers per prefill rank."),
+        option("--transport transports", "A,B,…", transports, parse_names, default="nixl"),
+        option("--path paths", "A,B,…", paths, parse_names, default=""),
+        option("--ring-mb", "N", ring, type=int),
+        option("--chunk-tokens", "N", "Tokens per chunk of the grid. [default: 8192]", type=int),
+        option("--workers", "N", "Transfer workers per prefill rank.", type=int),
     ]
 
 
-def _device() -> list[click.Option]:
-    group = "GPUs"
+def _gpus() -> list[click.Option]:
+    option = partial(grouped_option, "GPUs")
+    device = "Memory of KV pools and staging: host memory, or that of NVIDIA GPUs."
+    prefill = "GPU numbers that prefill ranks take in turn; 0,0 is the same as 0. [default: the first half]"
+    decode = "The same for decode ranks. [default: the other half; the same GPU if there is only one]"
+    sms = "Multiprocessors that a copy on path direct may use. [default: the agent's]"
     return [
-        _option(
-            group,
-            "--device",
-            type=click.Choice(DEVICES),
-            default=DEVICES[0],
-            show_default=True,
-            help="Where KV pools and staging are: host memory, or the memory of NVIDIA GPUs.",
-        ),
-        _option(
-            group,
-            "--prefill-gpus",
-            default="",
-            metavar="A,B,…",
-            parse=parse_gpus,
-            help="Numbers of the GPUs that prefill ranks take in turn; 0,0 is the same as 0. [default: the first half]",
-        ),
-        _option(
-            group,
-            "--decode-gpus",
-            default="",
-            metavar="A,B,…",
-            parse=parse_gpus,
-            help="The same for decode ranks. [default: the other half; the same GPU where there is one]",
-        ),
-        _option(
-            group,
-            "--direct-sms",
-            type=_COUNT,
-            metavar="N",
-            help="Multiprocessors that a copy on path direct may take from compute. [default: the agent's]",
-        ),
+        option("--device", None, device, type=click.Choice(DEVICES), default=DEVICES[0]),
+        option("--prefill-gpus", "A,B,…", prefill, parse_gpus, default=""),
+        option("--decode-gpus", "A,B,…", decode, parse_gpus, default=""),
+        option("--direct-sms", "N", sms, type=_COUNT),
     ]
 
 
 def _compute() -> list[click.Option]:
-    group = "Compute"
+    option = partial(grouped_option, "Compute")
+    compute = (
+        "Simulation of a forward: a pause of --layer-ms, or the model's matrix products and attention on the prefill "
+        "GPU."
+    )
+    pipeline = (
+        "Send layer groups while later layers are computed: off, on, measured, or layers per group; several are "
+        "compared."
+    )
+    output = "Tokens decoded for each request. [default: 32 with --decode-ms]"
     return [
-        _option(
-            group,
-            "--compute",
-            type=click.Choice(COMPUTES),
-            default=COMPUTES[0],
-            show_default=True,
-            help="What stands for a forward: a pause of --layer-ms, or the model's matrix products and attention on "
-            "the prefill GPU.",
-        ),
-        _option(
-            group,
-            "--pipeline",
-            "pipelines",
-            default="off",
-            show_default=True,
-            metavar="A,B,…",
-            parse=parse_pipelines,
-            help="Send layer groups while later layers are computed: off, on, measured, or layers per group; several "
-            "side by side.",
-        ),
-        _option(
-            group,
-            "--layer-ms",
-            default=0.0,
-            show_default=True,
-            metavar="X",
-            type=_MILLISECONDS,
-            help="Time per layer and chunk.",
-        ),
-        _option(
-            group,
-            "--decode-ms",
-            default=0.0,
-            show_default=True,
-            metavar="X",
-            type=_MILLISECONDS,
-            help="Time per decode step.",
-        ),
-        _option(
-            group,
-            "--output-tokens",
-            type=_COUNT,
-            metavar="N",
-            help="Tokens decoded for each request. [default: 32 with --decode-ms]",
-        ),
+        option("--compute", None, compute, type=click.Choice(COMPUTES), default=COMPUTES[0]),
+        option("--pipeline pipelines", "A,B,…", pipeline, parse_pipelines, default="off"),
+        option("--layer-ms", "X", "Compute time per layer and chunk.", type=_MILLISECONDS, default=0.0),
+        option("--decode-ms", "X", "Time per decode step.", type=_MILLISECONDS, default=0.0),
+        option("--output-tokens", "N", output, type=_COUNT),
     ]
 
 
 def _result() -> list[click.Option]:
-    group = "Result"
+    option = partial(grouped_option, "Result")
+    verify = "Compare all received bytes, a sample, or none."
+    html = "Write a report with charts as one self-contained page."
+    faults = (
+        "Faults to inject, such as abort=10%,control-loss=5%,pause=decode-1@2s+3s; rooms that fail because of them are "
+        "counted separately."
+    )
+    observe = (
+        "Run everything twice, in turns: alone, and watched by kvctl top and kvctl status -w 0.1; report the cost. "
+        "Use with --repeat 5."
+    )
+    hold = "Keep the fleet running under light traffic afterwards, until Ctrl-C."
     return [
-        _option(
-            group,
-            "--verify",
-            type=click.Choice(VERIFY_MODES),
-            default="full",
-            show_default=True,
-            help="How much is compared.",
-        ),
-        _option(
-            group, "--plan", "plan_only", is_flag=True, help="Print who would send what to whom, and move nothing."
-        ),
-        _option(group, "--save", type=_FILE, metavar="FILE", help="Write the result as JSON."),
-        _option(
-            group,
-            "--html",
-            type=_FILE,
-            metavar="FILE",
-            help="Write a report with plots: one page that needs nothing else.",
-        ),
-        _option(group, "--baseline", type=_FILE, metavar="FILE", help="Compare with a saved result: PASS or FAIL."),
-        _option(
-            group,
-            "--max-regress",
-            default="5%",
-            show_default=True,
-            metavar="PERCENT",
-            parse=parse_percent,
-            help="GB/s that may be missing against the baseline.",
-        ),
-        _option(
-            group,
-            "--faults",
-            metavar="SPEC,…",
-            parse=parse_bench_faults,
-            default="",
-            help="Faults to go through, such as abort=10%,control-loss=5%,pause=decode-1@2s+3s; rooms that fail by "
-            "them are counted apart.",
-        ),
-        _option(
-            group,
-            "--observe",
-            is_flag=True,
-            help="Run everything twice, in turns: alone, and watched by kvctl top and kvctl status -w 0.1; say what "
-            "that costs. Take --repeat 5.",
-        ),
-        _option(group, "--hold", is_flag=True, help="Keep the fleet up under light traffic afterwards, until Ctrl-C."),
+        option("--verify", None, verify, type=click.Choice(VERIFY_MODES), default="full"),
+        option("--plan plan_only", None, "Print what each rank would send to which, and start nothing.", is_flag=True),
+        option("--save", "FILE", "Write the result as JSON.", type=_FILE),
+        option("--html", "FILE", html, type=_FILE),
+        option("--baseline", "FILE", "Compare with a saved result: PASS or FAIL.", type=_FILE),
+        option("--max-regress", "PERCENT", "Allowed loss of GB/s against --baseline.", parse_percent, default="5%"),
+        option("--faults", "SPEC,…", faults, parse_bench_faults, default=""),
+        option("--observe", None, observe, is_flag=True),
+        option("--hold", None, hold, is_flag=True),
     ]
-
-
-def bench_options() -> list[click.Parameter]:
-    """Fresh parameters in the order of the help."""
-    return [*_layout(), *_model(), *_load(), *_traffic(), *_engine(), *_device(), *_compute(), *_result()]

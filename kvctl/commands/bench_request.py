@@ -1,4 +1,4 @@
-"""From the options of `kvctl bench` to what its fleets are asked to do; what contradicts itself is refused by name."""
+"""Resolves the options of `kvctl bench` into plans of its fleets; contradictory options are refused by name."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from typing import Any
 
 import click
 
+from kvctl.commands.output import Output
 from kvctl.lab.bench import scale
-from kvctl.lab.bench.gpu_presets import POINT_S, on_gpus
 from kvctl.lab.bench.machine import cores, memory_budget_bytes
 from kvctl.lab.bench.options import TRANSPORTS, sweep_loads
-from kvctl.lab.bench.presets import PRESETS, Part, Preset
+from kvctl.lab.bench.presets import POINT_SECONDS, PRESETS, Part, Preset, on_gpus
 from kvctl.lab.bench.program import Program
-from kvctl.lab.bench.prompts import poisson, sessions
 from kvctl.lab.bench.trace import TraceError, read, scaled
-from kvctl.lab.bench.traffic import Source
+from kvctl.lab.bench.traffic import Source, poisson, sessions, with_requests
 from kvctl.lab.bench.variants import Variant, expand, waves
+from kvctl.lab.faults.specification import Fault
+from kvctl.lab.ranks.group import rank_names
+from kvctl.lab.ranks.plan import Plan
+from kvctl.lab.ranks.planner import plan as make_plan
 from kvctl.lab.ranks.request import Load, PlanRequest, Sizes, Tokens
+from kvctl_agent.contract.settings import near
 
 _TRACE_REQUESTS = 500
 _TRACE_CONCURRENCY = 32
@@ -29,8 +33,8 @@ _OUTPUT_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Fleets:
-    """Fleets that are alive together, and what each of them measures."""
+class Wave:
+    """Fleets that run at the same time, and the program of each."""
 
     variants: tuple[Variant, ...]
     program: Program
@@ -38,34 +42,34 @@ class Fleets:
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """Everything that the options ask for.
+    """A resolved bench.
 
     Attributes:
-        options: as given, with a preset's in place of defaults.
-        notes: what people should know of how they were understood.
+        options: values by parameter name; the preset's replace defaults.
+        notes: remarks for the user, such as what was scaled down.
     """
 
     options: Mapping[str, Any]
     preset: Preset | None
     source: Source | None
-    waves: tuple[Fleets, ...]
+    waves: tuple[Wave, ...]
     notes: tuple[str, ...]
 
     @property
     def several(self) -> bool:
-        """Whether there is more than one fleet."""
+        """Whether the bench has more than one fleet."""
         return sum(len(wave.variants) for wave in self.waves) > 1
 
 
-def understand(options: Mapping[str, Any], given: Collection[str]) -> BenchRequest:
-    """Resolve options.
+def resolve(options: Mapping[str, Any], given: Collection[str]) -> BenchRequest:
+    """Resolve the options.
 
     Args:
-        options: values by parameter name.
-        given: names of those that were given on the command line.
+        options: Values by parameter name.
+        given: Names of the parameters that are on the command line.
 
     Raises:
-        click.UsageError: some contradict each other, or a file cannot be used.
+        click.UsageError: Options contradict each other, or a file cannot be used.
     """
     cuda = options["device"] == "cuda"
     preset = None
@@ -74,93 +78,127 @@ def understand(options: Mapping[str, Any], given: Collection[str]) -> BenchReque
     notes: list[str] = []
     parts = [(Part(), options)]
     if preset is not None:
-        mine = {name: value for name, value in preset.options.items() if name not in given}
-        if "sweep" in mine:
-            mine["sweep"] = tuple((axis, values) for axis, values in mine["sweep"] if axis not in given)
-        if cuda:  # the plan limits what GPUs do not hold; time is what a slow path would run out of
-            mine |= {} if "point_seconds" in given else {"point_seconds": POINT_S}
+        defaults = {name: value for name, value in preset.options.items() if name not in given}
+        if "sweep" in defaults:
+            defaults["sweep"] = tuple((axis, values) for axis, values in defaults["sweep"] if axis not in given)
+        if cuda:  # not scaled: the plan limits rooms in flight to the GPUs' memory, and the time is limited
+            defaults |= {} if "point_seconds" in given else {"point_seconds": POINT_SECONDS}
             fitted: list[tuple[Part, Mapping[str, Any], str]]
-            fitted = [(part, {**options, **mine}, "") for part in preset.parts]
+            fitted = [(part, {**options, **defaults}, "") for part in preset.parts]
         else:
-            fitted = [(part, *_scaled(preset, part, {**options, **mine}, given)) for part in preset.parts]
+            fitted = [(part, *_scaled(preset, part, {**options, **defaults}, given)) for part in preset.parts]
         parts = [(part, scaled) for part, scaled, _ in fitted]
         notes += [note for note in dict.fromkeys(note for _, _, note in fitted) if note]
-        options, given = parts[0][1], {*given, *mine}
+        options, given = parts[0][1], {*given, *defaults}
     _check(options, given)
     seed = secrets.randbits(48) if options["seed"] is None else options["seed"]
-    source, remarks = _source(options, given, seed)
-    notes += remarks
-    fleets = []
-    for part, its in parts:
-        settled = _settled(its, given, source)
+    source, source_notes = _source(options, seed)
+    notes += source_notes
+    resolved: list[Wave] = []
+    for part, part_options in parts:
+        settled = _with_defaults(part_options, given, source)
         loads = _loads(preset, part, settled, source)
         variants: list[Variant] = []
         for each in part.fleets:
             merged = {**settled, **{name: value for name, value in each.options.items() if name not in given}}
-            request = _request(merged, loads, seed, _memory(preset))
-            for variant in expand(request, merged["transports"], merged["cp_modes"]):
+            planned = _plan_request(merged, loads, seed, _memory(preset))
+            for variant in expand(planned, merged["transports"], merged["cp_modes"]):
                 variants.append(replace(variant, fleet=each.label))
-        fleets += [Fleets(tuple(wave), part.program(settled)) for wave in waves([variants])]
-    asked = BenchRequest(options, preset, source, tuple(fleets), tuple(notes))
-    if options["hold"] and asked.several:
-        raise _wrong("--hold", "one fleet can be held, and this bench has several: leave it out, or compare nothing")
-    return asked
+        resolved += [Wave(tuple(wave), part.program(settled)) for wave in waves([variants])]
+    request = BenchRequest(options, preset, source, tuple(resolved), tuple(notes))
+    if options["hold"] and request.several:
+        raise _refused(
+            "--hold", "only one fleet can be held, and this bench has several: leave it out, or compare less"
+        )
+    return request
+
+
+def plan_fleets(request: BenchRequest, output: Output) -> list[tuple[Wave, list[tuple[Variant, Plan]]]]:
+    """Plan every fleet before any is started, and print the notes of the plans.
+
+    Raises:
+        CliError: A fleet cannot be planned.
+        click.BadParameter: A fault names a rank that does not exist.
+    """
+    planned = []
+    notes: dict[str, None] = {}
+    for wave in request.waves:
+        pairs = []
+        for variant in wave.variants:
+            plan = make_plan(variant.request)
+            if request.source is not None:
+                with_traffic = with_requests(variant.request, request.source, plan["shape"])
+                variant, plan = replace(variant, request=with_traffic), make_plan(with_traffic)
+            _check_fault_ranks(request.options["faults"], rank_names(plan["ranks"]))
+            pairs.append((variant, plan))
+            notes.update(dict.fromkeys(plan["notes"]))
+        planned.append((wave, pairs))
+    for note in notes:
+        output.note(note)
+    return planned
+
+
+def _check_fault_ranks(faults: Sequence[Fault], names: Sequence[str]) -> None:
+    for fault in faults:
+        if fault.rank and fault.rank not in names:
+            text = f"{fault.text}: there is no rank {fault.rank}{near(fault.rank, names)}; there are {', '.join(names)}"
+            raise _refused("--faults", text)
 
 
 def _check(options: Mapping[str, Any], given: Collection[str]) -> None:
-    """Refuse what contradicts itself."""
+    """Refuse contradictory options."""
     if not options["transports"]:
-        raise _wrong("--transport", f"nothing is named; allowed: {', '.join(TRANSPORTS)}")
+        raise _refused("--transport", f"no value is given; allowed: {', '.join(TRANSPORTS)}")
     if options["trace"] is not None and options["sessions"] is not None:
-        raise _wrong("--trace", "a trace is its own traffic: leave out --sessions")
+        raise _refused("--trace", "the trace defines the requests: leave out --sessions")
     for needed, names in (("trace", ("speedup", "tokens_scale", "strict")), ("sessions", ("turns",))):
         for name in names:
             if name in given and options[needed] is None:
-                raise _wrong(f"--{name.replace('_', '-')}", f"it needs --{needed}")
+                raise _refused(f"--{name.replace('_', '-')}", f"requires --{needed}")
     if "cache_tokens" in given and options["trace"] is None and options["sessions"] is None:
-        raise _wrong("--cache-tokens", "it needs --trace or --sessions")
+        raise _refused("--cache-tokens", "requires --trace or --sessions")
     if options["trace"] is not None and "tokens" in given:
-        raise _wrong("--tokens", "the trace gives the lengths: scale them with --tokens-scale")
+        raise _refused("--tokens", "the trace defines the lengths: scale them with --tokens-scale")
     if options["trace"] is not None or options["sessions"] is not None:
         if options["prefix_hit"]:
-            raise _wrong("--prefix-hit", "the requests give the prefix hits")
+            raise _refused("--prefix-hit", "the requests determine the prefix hits")
         if "tokens" in dict(options["sweep"]):
-            raise _wrong("--sweep", "the requests give the lengths; concurrency can be swept")
+            raise _refused("--sweep", "the requests define the lengths; only concurrency can be swept")
     if options["sessions"] is not None and not options["tokens"].values:
-        raise _wrong("--tokens", "turns add a length or a list of lengths, not a range")
+        raise _refused("--tokens", "with --sessions it is a length or a list of lengths, not a range")
     if options["sessions"] is not None and options["rooms"] is not None:
-        raise _wrong("--rooms", "there are as many as --sessions times --turns")
+        raise _refused("--rooms", "their number is --sessions times --turns")
     if options["prefill_instances"] is not None:
         for axis in ("tp", "dp", "cp", "pp", "pp_layers"):
             if f"prefill_{axis}" in given:
                 option = f"--prefill-{axis.replace('_', '-')}"
-                raise _wrong("--prefill-instances", f"it gives the sizes of every instance: leave out {option}")
+                raise _refused("--prefill-instances", f"it defines the sizes of every instance: leave out {option}")
     _check_device(options, given)
     for role in ("prefill", "decode"):
         stages, size = options[f"{role}_pp_layers"], options[f"{role}_pp"]
         if stages and f"{role}_pp" in given and size != len(stages):
             text = ",".join(map(str, stages))
-            raise _wrong(f"--{role}-pp-layers", f"{text} are {len(stages)} stages, but --{role}-pp is {size}")
+            raise _refused(f"--{role}-pp-layers", f"{text} are {len(stages)} stages, but --{role}-pp is {size}")
 
 
 def _check_device(options: Mapping[str, Any], given: Collection[str]) -> None:
-    """Refuse what needs GPUs where there are to be none, and compute of two kinds at once."""
-    needs_cuda = (
+    """Refuse options that require GPUs without --device cuda, and two kinds of compute at once."""
+    requires_cuda = (
         ("compute", options["compute"] == "gpu"),
         ("prefill_gpus", options["prefill_gpus"]),
         ("decode_gpus", options["decode_gpus"]),
         ("direct_sms", options["direct_sms"] is not None),
         ("path", "direct" in options["paths"]),
     )
-    for name, wanted in needs_cuda:
+    for name, wanted in requires_cuda:
         if wanted and options["device"] == "cpu":
-            raise _wrong(f"--{name.replace('_', '-')}", "it needs KV on GPUs: add --device cuda")
+            raise _refused(f"--{name.replace('_', '-')}", "requires KV pools on GPUs: add --device cuda")
     if options["compute"] == "gpu" and "layer_ms" in given:
-        raise _wrong("--layer-ms", "with --compute gpu layers take what they take: leave it out")
+        raise _refused("--layer-ms", "--compute gpu computes the layers for real: leave it out")
 
 
-def _settled(options: Mapping[str, Any], given: Collection[str], source: Source | None) -> dict[str, Any]:
-    """The options with the defaults that depend on others."""
+def _with_defaults(options: Mapping[str, Any], given: Collection[str], source: Source | None) -> dict[str, Any]:
+    """Return the options with the defaults that depend on other options."""
     settled = dict(options)
     if "concurrency" not in given:
         if options["sessions"] is not None:
@@ -172,18 +210,18 @@ def _settled(options: Mapping[str, Any], given: Collection[str], source: Source 
     return settled
 
 
-def _source(options: Mapping[str, Any], given: Collection[str], seed: int) -> tuple[Source | None, list[str]]:
-    """The trace or the sessions that were asked for, and what should be said about them."""
+def _source(options: Mapping[str, Any], seed: int) -> tuple[Source | None, list[str]]:
+    """Return the trace or the sessions, if any, and notes about them."""
     notes: list[str] = []
     facts: dict[str, Any]
     if options["trace"] is not None:
         try:
             trace = read(options["trace"], options["rooms"] or _TRACE_REQUESTS, options["strict"])
         except TraceError as error:
-            raise _wrong("--trace", str(error)) from error
+            raise _refused("--trace", str(error)) from error
         notes = trace.notes
         if options["rooms"] is None and len(trace.requests) == _TRACE_REQUESTS:
-            notes.append(f"the first {_TRACE_REQUESTS} requests of {trace.file}; --rooms N takes more, or fewer")
+            notes.append(f"the first {_TRACE_REQUESTS} requests of {trace.file}; --rooms N sets another number")
         speedup = options["speedup"]
         traffic = scaled(trace, options["tokens_scale"], speedup)
         facts = {
@@ -213,11 +251,11 @@ def _loads(preset: Preset | None, part: Part, options: Mapping[str, Any], source
             return _filled(preset, options, part.loads(options))
         return sweep_loads(options["concurrency"], options["tokens"], options["sweep"])
     except ValueError as error:
-        raise _wrong("--sweep", str(error)) from error
+        raise _refused("--sweep", str(error)) from error
 
 
 def _filled(preset: Preset, options: Mapping[str, Any], loads: Sequence[Load]) -> tuple[Load, ...]:
-    """A preset's loads with the number of rooms that was given, or else is published."""
+    """Return a preset's loads with the number of rooms of the command line or of the published table."""
     return tuple(
         replace(load, rooms=options["rooms"] or load.rooms or preset.rooms(load.concurrency)) for load in loads
     )
@@ -226,10 +264,10 @@ def _filled(preset: Preset, options: Mapping[str, Any], loads: Sequence[Load]) -
 def _scaled(
     preset: Preset, part: Part, options: Mapping[str, Any], given: Collection[str]
 ) -> tuple[Mapping[str, Any], str]:
-    """The options with the load of one of a preset's parts made to fit, and the remark on it."""
+    """Return the options with the load of one of a preset's parts scaled to this machine, and a note on it."""
     geometry = ("layers", "kv_heads", "head_dim")
-    wanted = scale.published(options["model"], {name: options[name] for name in geometry})
-    if wanted is None:
+    requested = scale.published(options["model"], {name: options[name] for name in geometry})
+    if requested is None:
         return options, ""
     kept = {*given, *(["tokens"] if "sweep" in given else [])}
     least = {name: size for name, size in preset.least.items() if name not in kept}
@@ -242,26 +280,26 @@ def _scaled(
         copies=1 + max(fleet.options.get("prefill_cp", options["prefill_cp"]) for fleet in part.fleets),
     )
     found = scale.fit(
-        wanted,
+        requested,
         least,
         loads=lambda divisor: _filled(preset, options, part.loads(_shortened(options, divisor))),
-        cases=together * max(1, len(options["paths"])) * len(options["pipelines"]) * options["repeat"] * part.laps,
+        cases=together * max(1, len(options["paths"])) * len(options["pipelines"]) * options["repeat"] * part.runs,
         dtype=options["dtype"],
         limits=limits,
     )
-    changed = {name: getattr(found, name) for name in geometry if getattr(found, name) != getattr(wanted, name)}
+    changed = {name: getattr(found, name) for name in geometry if getattr(found, name) != getattr(requested, name)}
     name = f"{preset.name} {part.name}".strip()
-    return {**_shortened(options, found.tokens), **changed}, scale.remark(name, wanted, found)
+    return {**_shortened(options, found.tokens), **changed}, scale.scaling_note(name, requested, found)
 
 
 def _memory(preset: Preset | None) -> int:
-    """Memory for all pools and rings."""
+    """Return the memory for all pools and rings."""
     budget = memory_budget_bytes()
     return min(budget, cores() * scale.MEMORY_PER_CORE_BYTES) if preset else budget
 
 
 def _shortened(options: Mapping[str, Any], divisor: int) -> Mapping[str, Any]:
-    """The options with every prompt length divided."""
+    """Return the options with every prompt length divided."""
     tokens: Tokens = options["tokens"]
     sweep = tuple(
         (axis, list(dict.fromkeys(max(1, value // divisor) for value in values)) if axis == "tokens" else values)
@@ -271,12 +309,12 @@ def _shortened(options: Mapping[str, Any], divisor: int) -> Mapping[str, Any]:
     return {**options, "sweep": sweep, "tokens": Tokens(values, tokens.low // divisor, tokens.high // divisor)}
 
 
-def _request(options: Mapping[str, Any], loads: tuple[Load, ...], seed: int, memory_bytes: int) -> PlanRequest:
-    """What is asked of the planner for the first transport and CP mode."""
+def _plan_request(options: Mapping[str, Any], loads: tuple[Load, ...], seed: int, memory_bytes: int) -> PlanRequest:
+    """Return the planner's request for the first transport and CP mode."""
     prefill = options["prefill_instances"] or (_sizes(options, "prefill"),)
     k_scale_bytes, v_scale_bytes = options["scale_bytes"]
     decodes = options["decode_ms"] > 0
-    same = (
+    same_name = (
         "model layers kv_heads head_dim v_head_dim dtype draft_layers draft_heads draft_dim page_size page_order "
         "prefix_hit rooms paths ring_mb chunk_tokens workers pipelines layer_ms decode_ms "
         "device compute prefill_gpus decode_gpus direct_sms"
@@ -294,7 +332,7 @@ def _request(options: Mapping[str, Any], loads: tuple[Load, ...], seed: int, mem
         output_tokens=(options["output_tokens"] or _OUTPUT_TOKENS) if decodes else 0,
         rate=options["rate"] or 0.0,
         faults=tuple(fault.text for fault in options["faults"]),
-        **{name: options[name] for name in same.split()},
+        **{name: options[name] for name in same_name.split()},
     )
 
 
@@ -304,5 +342,5 @@ def _sizes(options: Mapping[str, Any], role: str) -> Sizes:
     return Sizes(**{**sizes, "pp": len(stages) or sizes["pp"]}, layers=stages)
 
 
-def _wrong(option: str, text: str) -> click.BadParameter:
+def _refused(option: str, text: str) -> click.BadParameter:
     return click.BadParameter(text, param_hint=option)

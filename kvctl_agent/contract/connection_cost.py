@@ -1,4 +1,4 @@
-"""Cost model of one peer connection: agents measure it to choose paths, `kvctl tune` predicts with it."""
+"""Cost model of one peer connection, which agents measure to choose paths."""
 
 from __future__ import annotations
 

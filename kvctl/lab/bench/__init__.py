@@ -1,3 +1,3 @@
-"""Workloads, fleets, results: what stands between the `bench` command and the rig processes it drives."""
+"""`kvctl bench`: programs of trials on fleets of rank processes, their results, tables and HTML report."""
 
 from __future__ import annotations

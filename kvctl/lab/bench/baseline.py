@@ -1,4 +1,4 @@
-"""Holds a result against a saved one: for scripts that must notice when a change made something slower."""
+"""Compares a result with a saved one, so that scripts can detect a regression."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 
 import orjson
 
-from kvctl.lab.bench.outcome import SCHEMA
+from kvctl.lab.bench.results import SCHEMA
 
+# Written for some weeks before the first release.
+_OLD_SCHEMA = "kvctl.lab.bench/1"
 PASS = "PASS"
 FAIL = "FAIL"
-# Two runs are the same measurement when they agree on these.
+# Runs with the same values of these fields are the same measurement.
 _KEY = (
     "path",
     "transport",
@@ -30,32 +32,34 @@ _KEY = (
 
 
 def load_baseline(path: Path) -> dict[str, Any]:
-    """A document written by `--save`.
+    """Read a result of `kvctl bench --save`.
 
     Raises:
-        ValueError: the file cannot be read, or is something else.
+        ValueError: The file cannot be read, or is not such a result.
     """
     try:
         document = orjson.loads(path.read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(document, dict) or document.get("schema") != SCHEMA or not isinstance(document.get("runs"), list):
-        raise ValueError(f"{path} is no result of kvctl bench: its schema is not {SCHEMA!r}; write one with --save")
+    if not isinstance(document, dict) or document.get("schema") not in (SCHEMA, _OLD_SCHEMA):
+        raise ValueError(f"{path} is not a result of kvctl bench: its schema is not {SCHEMA!r}; create one with --save")
+    if not isinstance(document.get("runs"), list):
+        raise ValueError(f"{path} has no list of runs")
     return document
 
 
 def compare(
     rows: Sequence[dict[str, Any]], shape: Mapping[str, Any], baseline: Mapping[str, Any], max_regress: float
 ) -> list[dict[str, Any]]:
-    """The rows, each with a `baseline` where the saved result has the same measurement.
+    """Return the rows, each with a `baseline` if the saved result has the same measurement, else None.
 
     Args:
-        max_regress: how much of the saved GB/s may be missing, as a ratio.
+        max_regress: Allowed loss of GB/s against the saved result, as a ratio.
 
     Raises:
-        ValueError: nothing can be compared: another shape, or no run in common.
+        ValueError: The shapes differ, or no run is in both results.
     """
-    # A saved shape may know fewer names than there are now.
+    # An older saved shape may have fewer fields.
     if not isinstance(before := baseline.get("shape"), dict) or any(shape.get(name) != before[name] for name in before):
         raise ValueError(f"the baseline was measured with another shape: {baseline.get('shape')}, now {dict(shape)}")
     pairs = [(row, next((run for run in baseline["runs"] if _same(run, row)), None)) for row in rows]
@@ -69,7 +73,7 @@ def compare(
 
 
 def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each run that regressed."""
+    """Describe each run that regressed in a line."""
     return [
         f"{row['path']} at concurrency {row['concurrency']}, {row['tokens']} tokens: {row['gb_per_s']:.3g} GB/s, "
         f"baseline {row['baseline']['gb_per_s']:.3g} ({row['baseline']['change_ratio']:+.1%})"
@@ -87,5 +91,5 @@ def _compared(row: dict[str, Any], before: Mapping[str, Any] | None, max_regress
 
 
 def _same(saved: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    """Whether both measure the same; names that the saved run does not have yet are not compared."""
+    """Whether both are the same measurement; fields that the saved run lacks are not compared."""
     return all(saved[name] == row.get(name) for name in _KEY if name in saved)

@@ -1,4 +1,4 @@
-"""What the bench must know of this machine: how much memory it may take, and a fingerprint for its results."""
+"""This machine: memory and cores for a bench, its roofline, and a fingerprint for saved results."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvctl.lab.ranks.messages import Gpu
+from kvctl.lab.ranks.plan import Plan
+from kvctl.lab.ranks.request import FloorKind
 from kvctl_agent.contract import VERSION
 
-# Pools and rings get a third of what is free: the ranks' own memory, and whoever else is here, need some too.
-_SHARE = 3
-_MOST_BYTES = 12 << 30
+ROOFLINES: tuple[FloorKind, ...] = ("memcpy", "write", "device", "peer")
+"""All kinds of upper limits of the transfer rate."""
+
+# Pools and rings take a third of the free memory, at most 12 GiB; ranks and other programs need the rest.
+_POOL_SHARE = 3
+_MAX_POOL_BYTES = 12 << 30
 _PACKAGES = {
     "torch": ("torch",),
     "triton": ("triton",),
@@ -23,21 +28,39 @@ _PACKAGES = {
 }
 
 
+def rooflines_of(plan: Plan) -> tuple[FloorKind, ...]:
+    """Return the kinds of limits that apply to a plan."""
+    return ("memcpy", "write") if plan["device"] == "cpu" else ("write", "device", "peer")
+
+
+def copy_roofline(plan: Plan, roofline: Mapping[FloorKind, float | None]) -> float | None:
+    """Return the GB/s of the fastest copy from a prefill rank's GPU to a decode rank's; None in host memory.
+
+    If all ranks share one GPU, that is a copy within it, whether or not they can map each other's memory.
+    """
+    if plan["device"] == "cpu":
+        return None
+    shared = len({rank["device"] for rank in plan["ranks"]}) == 1
+    return roofline["peer"] or (roofline["device"] if shared else None)
+
+
 def memory_budget_bytes() -> int:
-    """Memory that all pools and rings of a fleet may take together."""
-    return min(_available_bytes() // _SHARE, _MOST_BYTES)
+    """Return the memory that all pools and rings of a bench may take together."""
+    return min(_available_bytes() // _POOL_SHARE, _MAX_POOL_BYTES)
 
 
 def cores() -> int:
-    """Processor cores that this process may use."""
+    """Return the number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def fingerprint(device: str, lanes: list[str], gpus: Mapping[int, Gpu]) -> dict[str, object]:
-    """The `env` of a saved result: versions are "" where the package is not installed.
+    """Return the `env` of a saved result; the version of a missing package is "".
 
     Args:
-        gpus: those in use, by number; their names take the place of `device`.
+        device: Kind of memory, if no GPU is used.
+        lanes: Lanes of the transport.
+        gpus: GPUs in use, by number.
     """
     any_gpu = next(iter(gpus.values()), Gpu(name="", driver="", cuda=""))
     return {
@@ -55,7 +78,7 @@ def fingerprint(device: str, lanes: list[str], gpus: Mapping[int, Gpu]) -> dict[
 
 
 def _available_bytes() -> int:
-    """Free memory, or what the control group leaves of it."""
+    """Return the free memory of the machine or of the control group, whichever is less."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(meminfo["MemAvailable"].split()[0]) << 10
     group = Path("/sys/fs/cgroup")
@@ -64,7 +87,7 @@ def _available_bytes() -> int:
         if limit != "max":
             free = min(free, max(0, int(limit) - int((group / "memory.current").read_text())))
     except (OSError, ValueError):
-        pass  # no control groups here, or none that bounds us
+        pass  # no control group, or one without a limit
     return free
 
 

@@ -1,4 +1,4 @@
-"""People who watch: `kvctl top` on a terminal and `kvctl status -w 0.1`, to see what being watched costs a fleet."""
+"""Runs `kvctl top` on a terminal and `kvctl status -w 0.1`, to measure what observing costs a fleet."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ from collections.abc import Sequence
 _STATUS = ("status", "-w", "0.1", "-o", "jsonl")
 _TOP = ("top", "--readonly")
 _ROWS, _COLUMNS = 40, 120
-_WARM_S = 3.0  # until both have started: what is to be measured is watching, not importing
-_END_S = 5.0
+_START_S = 3.0  # both have started by then: importing modules must not count as observing
+_EXIT_S = 5.0
 
 
 class Observers:
-    """Watches while wanted; the processes stay between laps and are stopped meanwhile, so that none pays for a start.
+    """The observer processes. Between trials they are stopped, not ended, so that none has to start again.
 
     Args:
-        agents: names to watch.
+        agents: Names of the agents to observe.
     """
 
     def __init__(self, agents: Sequence[str]) -> None:
-        self._which = [word for name in agents for word in ("-e", name)]
+        self._endpoints = [word for name in agents for word in ("-e", name)]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._terminal: int | None = None
         self._screen: threading.Thread | None = None
         self._watching = False
 
     def watch(self, wanted: bool) -> None:
-        """Watch, or look away."""
+        """Start or continue observing, or stop the observers."""
         if wanted and not self._processes:
             self._start()
-            time.sleep(_WARM_S)
+            time.sleep(_START_S)
         elif wanted != self._watching:
             for process in self._processes:
                 process.send_signal(signal.SIGCONT if wanted else signal.SIGSTOP)
         self._watching = wanted
 
     def close(self) -> None:
-        """End them; idempotent."""
+        """End the processes; idempotent."""
         for process in self._processes:
             process.send_signal(signal.SIGCONT)
             process.send_signal(signal.SIGTERM)
         for process in self._processes:
             try:
-                process.wait(_END_S)
+                process.wait(_EXIT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -68,32 +68,32 @@ class Observers:
 
     def _start(self) -> None:
         kvctl = [sys.executable, "-m", "kvctl"]
-        quiet = subprocess.DEVNULL
+        null = subprocess.DEVNULL
         self._processes.append(
-            subprocess.Popen([*kvctl, *_STATUS, *self._which], stdin=quiet, stdout=quiet, stderr=quiet)
+            subprocess.Popen([*kvctl, *_STATUS, *self._endpoints], stdin=null, stdout=null, stderr=null)
         )
-        ours, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", _ROWS, _COLUMNS, 0, 0))
+        master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", _ROWS, _COLUMNS, 0, 0))
         try:
             self._processes.append(
                 subprocess.Popen(
-                    [*kvctl, *_TOP, *self._which],
-                    stdin=theirs,
-                    stdout=theirs,
-                    stderr=quiet,
+                    [*kvctl, *_TOP, *self._endpoints],
+                    stdin=slave,
+                    stdout=slave,
+                    stderr=null,
                     env={**os.environ, "TERM": "xterm-256color"},
                     start_new_session=True,
                 )
             )
         finally:
-            os.close(theirs)
-        self._terminal = ours
-        self._screen = threading.Thread(target=_read, args=(ours,), name="kvctl-bench-screen", daemon=True)
+            os.close(slave)
+        self._terminal = master
+        self._screen = threading.Thread(target=_drain, args=(master,), name="kvctl-bench-screen", daemon=True)
         self._screen.start()
 
 
-def _read(terminal: int) -> None:
-    """What a terminal does with what is drawn, until nobody draws any more."""
+def _drain(terminal: int) -> None:
+    """Read and discard the output until the other side is closed."""
     with contextlib.suppress(OSError):
         while os.read(terminal, 1 << 16):
             pass

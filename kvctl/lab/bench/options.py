@@ -1,4 +1,7 @@
-"""Reads the values of bench's options: lists, ranges, sweeps, percentages. Each refusal shows how to write it."""
+"""Parses the values of bench's options: lists, ranges, sweeps, percentages.
+
+Every function raises ValueError for a malformed value, with an example of a correct one.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,14 @@ from kvctl_agent.contract.config import KEYS_BY_NAME
 CP_MODES = KEYS_BY_NAME["cp_mode"].choices
 TRANSPORTS = KEYS_BY_NAME["transport"].choices
 AXES = ("concurrency", "tokens")
-_MOST_POINTS = 64
-_MOST_INSTANCES = 16
+_MAX_POINTS = 64
+_MAX_INSTANCES = 16
 _SIZE = re.compile(r"(dp|pp|cp|tp)(\d{1,5}(?:\+\d{1,5})*)")
 _STATE = re.compile(r"([a-z][a-z0-9_-]*):(\d{1,9})x(\d{1,9})x(\d{1,9})(?::(pages|window=(\d{1,9})))?")
 
 
 def parse_tokens(text: str) -> Tokens:
-    """`1024`, `16,4096` (in turn) or `256..2048` (uniform).
-
-    Raises:
-        ValueError: it is none of these.
-    """
+    """Parse prompt lengths: `1024`, `16,4096` (in turn) or `256..2048` (uniform)."""
     low, separator, high = text.partition("..")
     if separator:
         return Tokens(low=_positive(low, text), high=_positive(high, text))
@@ -34,11 +33,7 @@ def parse_tokens(text: str) -> Tokens:
 
 
 def parse_sweep(text: str) -> tuple[str, list[int]]:
-    """`concurrency=1,4,16` or `tokens=256..16384` (powers of two from the first to the last).
-
-    Raises:
-        ValueError: an unknown axis, or values that are no list and no range.
-    """
+    """Parse `concurrency=1,4,16` or `tokens=256..16384` (powers of two from the first to the last)."""
     axis, separator, values = text.partition("=")
     if not separator or axis not in AXES:
         raise ValueError(f"{text!r}: write {' or '.join(f'{axis}=1,4,16' for axis in AXES)}, or =1..1024")
@@ -48,23 +43,19 @@ def parse_sweep(text: str) -> tuple[str, list[int]]:
     else:
         low, high = _positive(first, text), _positive(last, text)
         if high < low:
-            raise ValueError(f"{text!r}: the range ends before it begins")
+            raise ValueError(f"{text!r}: the end of the range is below its start")
         points = []
         while low < high:
             points.append(low)
             low *= 2
         points.append(high)
-    if len(points) > _MOST_POINTS:
-        raise ValueError(f"{text!r}: {len(points)} points, at most {_MOST_POINTS}")
+    if len(points) > _MAX_POINTS:
+        raise ValueError(f"{text!r}: {len(points)} points, at most {_MAX_POINTS}")
     return axis, list(dict.fromkeys(points))
 
 
 def parse_percent(text: str) -> float:
-    """`5%` or `5` as 0.05.
-
-    Raises:
-        ValueError: not a number from 0 to 100.
-    """
+    """Parse `5%` or `5` as 0.05."""
     try:
         value = float(text.removesuffix("%"))
     except ValueError:
@@ -75,43 +66,29 @@ def parse_percent(text: str) -> float:
 
 
 def parse_bench_faults(text: str) -> tuple[Fault, ...]:
-    """Faults that planned rooms can survive, as in `contract.faults`; "" is none.
-
-    Raises:
-        ValueError: one cannot be read, or ends a rank for good.
-    """
+    """Parse faults that do not end a rank; "" means none."""
     faults = parse_faults(text) if text else ()
     for fault in faults:
         if fault.name in ("kill", "replace"):
-            raise ValueError(
-                f"{fault.text}: a bench's rooms are planned, and a lost rank ends it; kvctl demo kills and restarts"
-            )
+            raise ValueError(f"{fault.text}: a bench cannot go on without a rank; kvctl demo kills and restarts ranks")
     return faults
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """A comma list without empty words; "" is no name at all."""
+    """Split a comma list; empty words are dropped."""
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 def parse_gpus(text: str) -> tuple[int, ...]:
-    """`0,1`: numbers of GPUs; "" is none.
-
-    Raises:
-        ValueError: something else.
-    """
+    """Parse the numbers of GPUs, such as `0,1`; "" means none."""
     words = parse_names(text)
     if not all(word.isascii() and word.isdecimal() for word in words):
-        raise ValueError(f"{text!r} are no numbers of GPUs: write 0,1 (nvidia-smi -L lists them)")
+        raise ValueError(f"{text!r} is not a list of GPU numbers: write 0,1 (nvidia-smi -L lists them)")
     return tuple(map(int, words))
 
 
 def sweep_loads(concurrency: int, tokens: Tokens, sweeps: list[tuple[str, list[int]]]) -> tuple[Load, ...]:
-    """Every combination of the sweeps' points; an axis that is not swept keeps its option's value.
-
-    Raises:
-        ValueError: an axis is swept twice.
-    """
+    """Return a load for every combination of the sweeps' points; axes that are not swept keep their option's value."""
     axes = dict(sweeps)
     if len(axes) < len(sweeps):
         raise ValueError("each axis can be swept once")
@@ -122,70 +99,46 @@ def sweep_loads(concurrency: int, tokens: Tokens, sweeps: list[tuple[str, list[i
 def _positive(word: str, whole: str) -> int:
     word = word.strip().replace("_", "")
     if not word.isdecimal() or int(word) < 1:
-        raise ValueError(f"{whole!r}: {word!r} is not a whole number from 1 on")
+        raise ValueError(f"{whole!r}: {word!r} is not a whole number of at least 1")
     return int(word)
 
 
 def parse_instances(text: str) -> tuple[Sizes, ...]:
-    """`tp4,tp2:pp2,cp2`: one prefill instance each; `pp10+22` gives the layers of each stage.
-
-    Raises:
-        ValueError: naming the piece that is wrong.
-    """
+    """Parse prefill instances, such as `tp4,tp2:pp2,cp2`; `pp10+22` gives the layers of each stage."""
     instances = tuple(_instance(word.strip(), text) for word in text.split(","))
-    if len(instances) > _MOST_INSTANCES:
-        raise ValueError(f"{text!r}: {len(instances)} instances, at most {_MOST_INSTANCES}")
+    if len(instances) > _MAX_INSTANCES:
+        raise ValueError(f"{text!r}: {len(instances)} instances, at most {_MAX_INSTANCES}")
     return instances
 
 
 def parse_stages(text: str) -> tuple[int, ...]:
-    """`10,22`: layers of each pipeline stage; "" is no stage at all.
-
-    Raises:
-        ValueError: something else.
-    """
+    """Parse the layers of each pipeline stage, such as `10,22`; "" means none."""
     return tuple(_positive(word, text) for word in text.split(",")) if text else ()
 
 
 def parse_cp_modes(text: str) -> tuple[str, ...]:
-    """A comma list of the ways context-parallel ranks can share the work.
-
-    Raises:
-        ValueError: an unknown one.
-    """
+    """Parse a comma list of CP modes."""
     return _choices(text, CP_MODES, lambda word: word in CP_MODES)
 
 
 def parse_pipelines(text: str) -> tuple[str, ...]:
-    """A comma list of `PIPELINES` and numbers of layers per group.
-
-    Raises:
-        ValueError: an unknown one.
-    """
+    """Parse a comma list of `PIPELINES` and numbers of layers per group."""
     return _choices(text, (*PIPELINES, "4"), lambda word: word in PIPELINES or (word.isdecimal() and int(word) > 0))
 
 
 def parse_scale(text: str) -> Fraction:
-    """`0.05` exactly: what lengths are multiplied with.
-
-    Raises:
-        ValueError: not a number over 0 and up to 100.
-    """
+    """Parse a factor of lengths, exactly."""
     try:
         value = Fraction(text)
     except (ValueError, ZeroDivisionError):
         value = Fraction(0)
     if not 0 < value <= 100:
-        raise ValueError(f"{text!r} is no factor: write a number over 0 and up to 100, such as 0.05")
+        raise ValueError(f"{text!r} is not a factor: write a number above 0 and up to 100, such as 0.05")
     return value
 
 
 def parse_scale_bytes(text: str) -> tuple[int | None, int | None]:
-    """`4` for K and V, `4,2` for each; "" leaves it to the element type.
-
-    Raises:
-        ValueError: something else.
-    """
+    """Parse `4` for K and V or `4,2` for each; "" leaves it to the element type."""
     if not text:
         return None, None
     words = text.split(",")
@@ -195,11 +148,7 @@ def parse_scale_bytes(text: str) -> tuple[int | None, int | None]:
 
 
 def parse_state(text: str) -> State:
-    """`NAME:ROWSxHEADSxBYTES`, then `:pages` or `:window=TOKENS` where items are pages.
-
-    Raises:
-        ValueError: something else.
-    """
+    """Parse `NAME:ROWSxHEADSxBYTES`, with `:pages` or `:window=TOKENS` if items are pages."""
     found = _STATE.fullmatch(text)
     if found is None:
         raise ValueError(f"{text!r}: write NAME:ROWSxHEADSxBYTES, such as conv:4x1x256, swa:1x8x256:window=512")
@@ -217,7 +166,7 @@ def _instance(word: str, whole: str) -> Sizes:
         found = _SIZE.fullmatch(piece)
         if found is None or ("+" in found[2] and found[1] != "pp") or "0" in found[2].split("+"):
             raise ValueError(
-                f"{whole!r}: {piece!r} is no size of a prefill instance; write tp4 or tp2:pp2 "
+                f"{whole!r}: {piece!r} is not a size of a prefill instance; write tp4 or tp2:pp2 "
                 f"(dp, pp, cp and tp; pp10+22 for stages of 10 and 22 layers), instances separated by commas"
             )
         axis, numbers = found[1], [int(number) for number in found[2].split("+")]
@@ -237,5 +186,5 @@ def _choices(text: str, shown: tuple[str, ...], allowed: Callable[[str], bool]) 
             hint = f"did you mean {near[0]}? " if near else ""
             raise ValueError(f"{word!r} is unknown; {hint}allowed: {', '.join(shown)}")
     if not words:
-        raise ValueError(f"nothing is named; allowed: {', '.join(shown)}")
+        raise ValueError(f"no value is given; allowed: {', '.join(shown)}")
     return words

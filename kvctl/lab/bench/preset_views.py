@@ -1,11 +1,12 @@
-"""The columns of published tables: one line per run, or contestants side by side with Δ."""
+"""Tables of the presets: a line per run, or a line per load with the contestants side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from kvctl.lab.bench.views import COLUMNS, contestants, nanoseconds
 from kvctl.render.view import Column, Kind, Row, View, Width
 
 Value = Callable[[Row], float | None]
@@ -13,7 +14,7 @@ Value = Callable[[Row], float | None]
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A figure that contestants are compared by; `better` is what a reader hopes for."""
+    """A figure by which contestants are compared."""
 
     name: str
     value: Value
@@ -22,26 +23,6 @@ class Measure:
     @property
     def kind(self) -> Kind:
         return Kind.RATE if self.better == "more" else Kind.DURATION
-
-
-def milliseconds(section: str, name: str) -> Value:
-    """A figure of one of a row's summaries, in nanoseconds."""
-
-    def value(row: Row) -> int | None:
-        number = row[section][name]
-        return None if number is None else round(number * 1e6)
-
-    return value
-
-
-def _nanoseconds(name: str) -> Value:
-    """A figure in milliseconds that not every row has."""
-
-    def value(row: Row) -> int | None:
-        number = row.get(name)
-        return None if number is None else round(number * 1e6)
-
-    return value
 
 
 def tokens_per_s(row: Row) -> float | None:
@@ -54,117 +35,93 @@ def best_tokens_per_s(row: Row) -> float | None:
     return float(row["best"]["tokens_per_s"])
 
 
-def best_ttft(row: Row) -> float | None:
-    """Mean time to the first token in the best repeat, in nanoseconds."""
-    number = row["best"]["ttft_ms"]["mean"]
-    return None if number is None else round(number * 1e6)
+ttft = nanoseconds("ttft_ms", "mean")
+best_ttft = nanoseconds("best", "ttft_ms", "mean")
 
-
-ttft = milliseconds("ttft_ms", "mean")
-
-_VERIFIED = Column("verified", kind=Kind.FLAG, styles={"False": "bold red", "True": "green"}, width=Width.NORMAL)
-
-PIPELINE = View(
-    "bench-pipeline-sweep",
-    (
+_PRESET_COLUMNS = {
+    column.name: column
+    for column in (
         Column("tokens", kind=Kind.COUNT),
-        Column("concurrency", kind=Kind.COUNT, header="CONC"),
-        Column("ratio", kind=Kind.NUMBER, header="T:C"),
-        Column("pipeline"),
-        Column("path", width=Width.WIDE),
-        Column("transport", width=Width.WIDE),
-        Column("compute", milliseconds("compute_ms", "p50"), Kind.DURATION, header="C"),
-        Column("transfer", _nanoseconds("transfer_ms"), Kind.DURATION, header="T"),
-        Column("groups", kind=Kind.COUNT, header="N"),
-        Column("exposed", milliseconds("exposed_ms", "p50"), Kind.DURATION),
-        Column("model", _nanoseconds("model_exposed_ms"), Kind.DURATION),
-        Column("off_model", "off_model_ratio", Kind.RATIO, header="OFF MODEL"),
-        Column("off_total", "off_total_ratio", Kind.RATIO, header="OF TOTAL"),
-        Column("ttft_mean", ttft, Kind.DURATION, header="TTFT"),
-        Column("ttft_p95", milliseconds("ttft_ms", "p95"), Kind.DURATION, header="P95"),
-        Column("tokens_per_s", kind=Kind.RATE, header="TOK/S"),
-        Column("delta", "ttft_delta_ratio", Kind.RATIO, header="Δ TTFT"),
-        Column("decisions", "pipeline_decisions", Kind.MAP, Width.WIDE),
-        _VERIFIED,
-    ),
-)
-
-PIPELINE_COMPUTED = View(
-    "bench-pipeline-computed",
-    (
-        Column("tokens", kind=Kind.COUNT),
-        Column("path"),
-        Column("pipeline"),
-        Column("transport", width=Width.NORMAL),
-        Column("rooms", kind=Kind.COUNT, width=Width.WIDE),
-        Column("compute", milliseconds("compute_ms", "p50"), Kind.DURATION, header="C"),
-        Column("slowdown", "compute_slowdown_ratio", Kind.RATIO, header="SLOWER BY"),
-        Column("groups", kind=Kind.COUNT, header="N"),
-        Column("hidden", milliseconds("hidden_ms", "mean"), Kind.DURATION),
-        Column("exposed", milliseconds("exposed_ms", "p50"), Kind.DURATION),
-        Column("ttft_mean", ttft, Kind.DURATION, header="TTFT"),
-        Column("ttft_p95", milliseconds("ttft_ms", "p95"), Kind.DURATION, header="P95"),
-        Column("delta", "ttft_delta_ratio", Kind.RATIO, header="Δ TTFT"),
-        Column("tokens_per_s", kind=Kind.RATE, header="TOK/S"),
-        Column("floor", "floor_ratio", Kind.NUMBER, Width.WIDE, header="TIMES FLOOR"),
-        Column("decisions", "pipeline_decisions", Kind.MAP, Width.WIDE),
-        _VERIFIED,
-    ),
-)
-
-MULTI_TURN = View(
-    "bench-multi-turn",
-    (
-        Column("path"),
-        Column("transport", width=Width.NORMAL),
-        Column("rooms", kind=Kind.COUNT, header="TURNS"),
-        Column("prefix_hit", "prefix_hit_ratio", Kind.RATIO, header="HIT"),
-        Column("rooms_per_s", kind=Kind.RATE, header="TURNS/S"),
-        Column("tokens_per_s", kind=Kind.RATE, header="TOK/S"),
-        Column("delta", "delta_ratio", Kind.RATIO, header="Δ GB/S"),
-        Column("ttft_mean", ttft, Kind.DURATION, header="TTFT"),
-        Column("ttft_p50", milliseconds("ttft_ms", "p50"), Kind.DURATION, header="P50"),
-        Column("ttft_p95", milliseconds("ttft_ms", "p95"), Kind.DURATION, header="P95"),
-        Column("gb_per_s", kind=Kind.RATE, header="GB/S"),
-        _VERIFIED,
-    ),
-)
-
-STRESS = View(
-    "bench-stress",
-    (
-        Column("path"),
-        Column("transport", width=Width.NORMAL),
-        Column("concurrency", kind=Kind.COUNT, header="CONC"),
         Column("in_flight", kind=Kind.COUNT),
-        Column("tokens", kind=Kind.COUNT),
-        Column("rooms", kind=Kind.COUNT),
-        Column("failed", kind=Kind.COUNT),
-        Column("gb_per_s", kind=Kind.RATE, header="GB/S"),
-        Column("delta", "delta_ratio", Kind.RATIO, header="Δ GB/S"),
-        Column("ttft_mean", ttft, Kind.DURATION, header="TTFT"),
-        Column("ttft_p99", milliseconds("ttft_ms", "p99"), Kind.DURATION, header="P99"),
-        Column("ring_high_water", kind=Kind.BYTES, header="RING"),
-        Column("fallbacks", kind=Kind.COUNT),
-        _VERIFIED,
-    ),
+        Column("ratio", kind=Kind.NUMBER, header="T:C"),
+        Column("cp_size", kind=Kind.COUNT, header="CP"),
+        Column("compute", nanoseconds("compute_ms", "p50"), Kind.DURATION, header="C"),
+        Column("transfer", nanoseconds("transfer_ms"), Kind.DURATION, header="T"),
+        Column("exposed", nanoseconds("exposed_ms", "p50"), Kind.DURATION),
+        Column("model", nanoseconds("model_exposed_ms"), Kind.DURATION),
+        Column("off_model", "off_model_ratio", Kind.RATIO),
+        Column("off_total", "off_total_ratio", Kind.RATIO, header="OF TOTAL"),
+        Column("ttft_p50", nanoseconds("ttft_ms", "p50"), Kind.DURATION, header="P50"),
+        Column("ttft_p99", nanoseconds("ttft_ms", "p99"), Kind.DURATION, header="P99"),
+        Column("tokens_per_s", kind=Kind.RATE, header="TOK/S"),
+        Column("decisions", "pipeline_decisions", Kind.MAP, Width.WIDE),
+        Column("bytes_per_room", "bytes_per_room", Kind.BYTES, header="BYTES/ROOM"),
+    )
+} | {"ttft_delta": Column("delta", "ttft_delta_ratio", Kind.RATIO, header="Δ TTFT")}
+
+
+def _table(name: str, columns: str, normal: Collection[str] = (), wide: Collection[str] = (), **headers: str) -> View:
+    """Return a view of columns of these tables and of `kvctl bench`, given by name.
+
+    Args:
+        normal, wide: Columns of that width; all others are shown at any width.
+        headers: Headers by column name.
+    """
+    chosen = []
+    for each in columns.split():
+        column = _PRESET_COLUMNS.get(each) or COLUMNS[each]
+        width = Width.NORMAL if each in normal else Width.WIDE if each in wide else Width.CORE
+        chosen.append(replace(column, width=width, header=headers.get(each, column.header)))
+    return View(name, tuple(chosen))
+
+
+_TTFT = {"ttft_mean": "TTFT", "ttft_p95": "P95"}
+PIPELINE = _table(
+    "bench-pipeline-sweep",
+    "tokens concurrency ratio pipeline path transport compute transfer groups exposed model off_model off_total "
+    "ttft_mean ttft_p95 tokens_per_s ttft_delta decisions verified",
+    normal=("verified",),
+    wide=("path", "transport", "decisions"),
+    groups="N",
+    **_TTFT,
 )
 
-CP = View(
+PIPELINE_COMPUTED = _table(
+    "bench-pipeline-computed",
+    "tokens path pipeline transport rooms compute slowdown groups hidden exposed ttft_mean ttft_p95 ttft_delta "
+    "tokens_per_s floor decisions verified",
+    normal=("transport", "verified"),
+    wide=("rooms", "floor", "decisions"),
+    slowdown="SLOWER BY",
+    groups="N",
+    **_TTFT,
+)
+
+MULTI_TURN = _table(
+    "bench-multi-turn",
+    "path transport rooms prefix_hit rooms_per_s tokens_per_s delta ttft_mean ttft_p50 ttft_p95 gb_per_s verified",
+    normal=("transport", "verified"),
+    rooms="TURNS",
+    prefix_hit="HIT",
+    rooms_per_s="TURNS/S",
+    **_TTFT,
+)
+
+STRESS = _table(
+    "bench-stress",
+    "path transport concurrency in_flight tokens rooms failed gb_per_s delta ttft_mean ttft_p99 ring_high_water "
+    "fallbacks verified",
+    normal=("transport", "verified"),
+    ttft_mean="TTFT",
+    ring_high_water="RING",
+)
+
+CP = _table(
     "bench-cp",
-    (
-        Column("cp_size", kind=Kind.COUNT, header="CP"),
-        Column("cp_mode", header="MODE"),
-        Column("path"),
-        Column("transport", width=Width.NORMAL),
-        Column("gb_per_s", kind=Kind.RATE, header="GB/S"),
-        Column("delta", "delta_ratio", Kind.RATIO, header="Δ GB/S"),
-        Column("p50", milliseconds("latency_ms", "p50"), Kind.DURATION),
-        Column("p99", milliseconds("latency_ms", "p99"), Kind.DURATION),
-        Column("writes_per_room", kind=Kind.NUMBER, header="WRITES/ROOM"),
-        Column("bytes_per_room", "bytes_per_room", Kind.BYTES, header="BYTES/ROOM"),
-        _VERIFIED,
-    ),
+    "cp_size cp_mode path transport gb_per_s delta p50 p99 writes_per_room bytes_per_room verified",
+    normal=("transport", "verified"),
+    cp_mode="MODE",
+    writes_per_room="WRITES/ROOM",
 )
 
 
@@ -172,95 +129,61 @@ def comparison_view(
     name: str,
     by: tuple[str, str],
     measures: Sequence[Measure],
-    contestants: Sequence[str],
+    names: Sequence[str],
     cut_short: Collection[str] = (),
 ) -> View:
-    """Columns for lines from `side_by_side`: each measure of each contestant, then Δ against the first of them.
+    """Return the columns of lines from `side_by_side`: each measure of each contestant, with Δ against the first.
 
     Args:
-        cut_short: contestants that did not run all rooms, so that people should see how many they ran.
+        by: Name of the load's field and its header.
+        names: The contestants.
+        cut_short: Contestants that did not run all rooms; their number of rooms is shown at any width.
     """
     field, header = by
     columns = [Column(field, kind=Kind.COUNT, header=header)]
     for measure in measures:
         word = measure.name.lower().replace("/", "_per_")
-        for contestant in contestants:
-            columns.append(
-                Column(
-                    f"{contestant}_{word}",
-                    _of(contestant, measure),
-                    measure.kind,
-                    header=f"{contestant} {measure.name}",
-                )
-            )
-            if contestant != contestants[0]:
-                columns.append(
-                    Column(
-                        f"{contestant}_{word}_delta",
-                        _delta(contestants[0], contestant, measure),
-                        Kind.RATIO,
-                        header=f"Δ {measure.name}",
-                    )
-                )
+        first = _of(names[0], measure.value)
+        for each in names:
+            value = _of(each, measure.value)
+            columns.append(Column(f"{each}_{word}", value, measure.kind, header=f"{each} {measure.name}"))
+            if each != names[0]:
+                delta = _change(first, value)
+                columns.append(Column(f"{each}_{word}_delta", delta, Kind.RATIO, header=f"Δ {measure.name}"))
     columns += [
         Column(
-            f"{contestant}_rooms",
-            _rooms(contestant),
+            f"{each}_rooms",
+            _of(each, lambda run: int(run["rooms"])),
             Kind.COUNT,
-            Width.CORE if contestant in cut_short else Width.WIDE,
-            header=f"{contestant} rooms",
+            Width.CORE if each in cut_short else Width.WIDE,
+            header=f"{each} rooms",
         )
-        for contestant in contestants
+        for each in names
     ]
     return View(f"bench-{name}", tuple(columns))
 
 
 def side_by_side(rows: Sequence[Row], by: str) -> list[dict[str, Any]]:
-    """One line per load, with its runs by contestant."""
-    names = contestants(rows)
+    """Return a line per load, with its rows by contestant."""
     lines: dict[Any, dict[str, Any]] = {}
-    for row, name in zip(rows, names, strict=True):
+    for row, name in zip(rows, contestants(rows), strict=True):
         load = (row["concurrency"], row["tokens_drawn"])
         line = lines.setdefault(load, {by: row["concurrency"], "tokens": row["tokens"], "runs": {}})
         line["runs"][name] = row
     return list(lines.values())
 
 
-def contestants(rows: Sequence[Row]) -> list[str]:
-    """What to call each row among those it is compared with: only by what sets them apart."""
-    chosen: list[str] = []
-    for field in ("fleet", "transport", "cp_mode", "path", "pipeline", "observed"):
-        known = {tuple(row.get(each) for each in chosen) for row in rows}
-        if len({tuple(row.get(each) for each in (*chosen, field)) for row in rows}) > len(known):
-            chosen.append(field)
-    return [" ".join(_word(row, field) for field in chosen or ["path"]) for row in rows]
-
-
-def _word(row: Row, field: str) -> str:
-    if field == "observed":
-        return "watched" if row[field] else "alone"
-    return str(row[field])
-
-
-def _rooms(contestant: str) -> Callable[[Row], int | None]:
-    def value(line: Row) -> int | None:
+def _of(contestant: str, value: Value) -> Value:
+    def of_line(line: Mapping[str, Any]) -> float | None:
         run = line["runs"].get(contestant)
-        return None if run is None else int(run["rooms"])
+        return None if run is None else value(run)
 
-    return value
-
-
-def _of(contestant: str, measure: Measure) -> Value:
-    def value(line: Row) -> float | None:
-        run = line["runs"].get(contestant)
-        return None if run is None else measure.value(run)
-
-    return value
+    return of_line
 
 
-def _delta(base: str, contestant: str, measure: Measure) -> Value:
-    def value(line: Row) -> float | None:
-        before, after = _of(base, measure)(line), _of(contestant, measure)(line)
+def _change(first: Value, other: Value) -> Value:
+    def ratio(line: Row) -> float | None:
+        before, after = first(line), other(line)
         return after / before - 1 if before and after is not None else None
 
-    return value
+    return ratio

@@ -1,13 +1,13 @@
 """Published tables that the bench reproduces, each declared as options and columns.
 
-They were measured on racks of GPUs. What does not fit this machine is scaled down (`kvctl.lab.bench.scale`), and a note
-says what was; any option given on the command line replaces the preset's.
+They were measured on racks of GPUs. In host memory the sizes are scaled down to this machine (`kvctl.lab.bench.scale`)
+with a note; with KV pools on GPUs they run as published. Options on the command line replace the preset's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvctl.lab.bench.options import sweep_loads
@@ -15,6 +15,7 @@ from kvctl.lab.bench.preset_views import (
     CP,
     MULTI_TURN,
     PIPELINE,
+    PIPELINE_COMPUTED,
     STRESS,
     Measure,
     best_tokens_per_s,
@@ -37,7 +38,7 @@ class Comparison:
     """A table with a line per load, and for each measure a column per contestant with Δ against the first.
 
     Attributes:
-        by: what the load is called, and the header over it.
+        by: name of the load's field, and its header.
     """
 
     by: tuple[str, str]
@@ -46,7 +47,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    """Options of one of several fleets that are compared, and what to call it."""
+    """Name and options of one of several fleets that are compared."""
 
     label: str
     options: Options
@@ -54,15 +55,15 @@ class FleetOptions:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is measured on fleets of its own.
+    """A part of a preset that runs on fleets of its own.
 
     Attributes:
-        name: what remarks call it, where there are several.
-        fleets: compared with each other.
-        loads: for these options.
-        program: what is measured of the loads.
-        laps: how often each case of a load is measured, if that is more than `repeat`.
-        weight: what may be moved, against what another table may.
+        name: name in notes, if there are several parts.
+        fleets: fleets that are compared with each other.
+        loads: returns the loads for the options.
+        program: returns the program for the options.
+        runs: number of runs of each case, if it is more than `repeat`.
+        weight: factor of the bytes that may be transferred.
     """
 
     name: str = ""
@@ -73,7 +74,7 @@ class Part:
     program: Callable[[Options], Program] = lambda options: SideBySide(
         options["layer_ms"], options["repeat"], options["observe"]
     )
-    laps: int = 1
+    runs: int = 1
     weight: float = 1.0
 
 
@@ -82,15 +83,14 @@ class Preset:
     """One published table.
 
     Attributes:
-        title: what it shows.
-        options: values in place of the options' defaults.
-        table: how it is shown.
-        parts: what is measured, one after another. Where sessions give the requests, the loads only say what to scale
-            by.
-        within: what rows must have in common to be compared, besides the load.
-        rooms: requests of a load with this concurrency, where the load does not say.
-        least: what scaling leaves of layers, KV heads, head dim and tokens.
-        in_flight: rooms that must fit into memory at once, where a load has more in flight.
+        title: what the table shows.
+        options: values that replace the options' defaults.
+        table: columns of the output.
+        parts: parts that run one after another. If sessions define the requests, the loads only determine the scaling.
+        within: fields that compared rows have in common besides the load.
+        rooms: returns the requests of a load from its concurrency, if the load does not define them.
+        least: minimum of layers, KV heads, head dim and tokens when scaled.
+        in_flight: rooms that must fit in memory at once; loads with more are limited by the plan.
     """
 
     name: str
@@ -105,9 +105,9 @@ class Preset:
 
 
 _RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
-# Long enough for a chunk to be worth cutting, and a single chunk, as the model of pipelining assumes.
+# Long enough for several layer groups, and a single chunk, as the model of pipelining assumes.
 _RATIO_TOKENS = 8192
-# Few rooms often: what is compared takes turns every second or so.
+# Few rooms and many repeats, so that compared cases take turns about every second.
 _RATIO_ROOMS = 2
 _RATIO_TURNS = 4
 _LONE_ROOMS = 6
@@ -119,26 +119,26 @@ def _lengths(options: Options) -> list[Tokens]:
 
 
 def _ratio_load(options: Options) -> tuple[Load, ...]:
-    """The longest prompt that is a single chunk."""
+    """Return the longest prompt that is a single chunk."""
     lengths = sorted(max(length.values) for length in _lengths(options))
     most = max((length for length in lengths if length <= _RATIO_TOKENS), default=lengths[0])
     return (Load(1, Tokens(values=(most,)), _RATIO_ROOMS),)
 
 
-def _crowded_loads(options: Options) -> tuple[Load, ...]:
-    """Lone rooms and crowded ones of each prompt length."""
+def _length_loads(options: Options) -> tuple[Load, ...]:
+    """Return for each prompt length a load with one room at a time and one with many."""
     lengths = _lengths(options)
     lone = [Load(1, length, _LONE_ROOMS) for length in lengths]
     return (*lone, *(Load(options["concurrency"], length) for length in lengths))
 
 
-def _crowded(options: Options) -> Program:
+def _length_program(options: Options) -> Program:
     count = len(_lengths(options))
     return Ratios(tuple((count + at, 1.0) for at in range(count)), options["repeat"])
 
 
 def _session_load(options: Options) -> tuple[Load, ...]:
-    """The longest prompt, and as many rooms of it as move what all turns do: each moves what is new."""
+    """Return a load of the longest prompts that moves as many bytes as all turns, which move their new tokens."""
     turn = max(options["tokens"].values) + options["output_tokens"]
     longest = Tokens(values=(turn * options["turns"],))
     return (Load(options["sessions"], longest, options["sessions"]),)
@@ -195,8 +195,8 @@ PRESETS: dict[str, Preset] = {
             "pipeline-sweep",
             "layer groups: exposed transfer against the model, then TTFT and throughput over prompt lengths",
             {
-                # One rank a side: compute is simulated by waiting, so transfer alone should keep the cores busy.
-                "layers": 30,  # as many make groups of one size, as the model of pipelining assumes
+                # One rank per side: simulated compute takes no processor time, so the transfer alone uses the cores.
+                "layers": 30,  # divisible into groups of one size, as the model of pipelining assumes
                 "paths": ("staged",),
                 "pipelines": ("off", "on", "measured"),
                 "concurrency": 32,
@@ -204,17 +204,17 @@ PRESETS: dict[str, Preset] = {
             },
             PIPELINE,
             parts=(
-                # Rooms so large that their transfer is long against what a part costs besides.
+                # Rooms so large that their transfer takes long compared with the fixed cost of a part.
                 Part(
                     name="at ratios",
                     loads=_ratio_load,
                     program=lambda options: Ratios(
                         tuple((0, ratio) for ratio in _RATIOS), _RATIO_TURNS * options["repeat"]
                     ),
-                    laps=2 * _RATIO_TURNS * len(_RATIOS),
+                    runs=2 * _RATIO_TURNS * len(_RATIOS),
                     weight=4.0,
                 ),
-                Part(name="over lengths", loads=_crowded_loads, program=_crowded),
+                Part(name="over lengths", loads=_length_loads, program=_length_program),
             ),
             rooms=lambda concurrency: concurrency,
             least={"layers": 30, "kv_heads": 2, "head_dim": 16, "tokens": 256},
@@ -222,7 +222,7 @@ PRESETS: dict[str, Preset] = {
         ),
         Preset(
             "multi-turn",
-            "16 conversations of 10 turns, each reusing what was said",
+            "16 conversations of 10 turns, each reusing the previous ones",
             {
                 "prefill_tp": 4,
                 "decode_dp": 4,
@@ -258,3 +258,38 @@ PRESETS: dict[str, Preset] = {
         ),
     )
 }
+
+POINT_SECONDS = 5.0
+"""Time limit per load and path on GPUs: a path with a descriptor per row takes a second per room of a large model."""
+
+# Rooms one at a time: a GPU computes one forward at a time, so a second room in flight would measure the queue.
+_PIPELINE_SWEEP_COMPUTED = Preset(
+    "pipeline-sweep",
+    "layer groups with forwards computed on the GPU: exposed transfer and TTFT over prompt lengths",
+    {
+        "model": "qwen2.5-72b",
+        "paths": ("staged",),
+        "pipelines": ("off", "on"),
+        "concurrency": 1,
+        "sweep": (("tokens", [1024 << power for power in range(5)]),),
+    },
+    PIPELINE_COMPUTED,
+    parts=(Part(),),
+    within=("path", "transport"),
+    rooms=lambda concurrency: 8 * concurrency,
+)
+
+
+def on_gpus(name: str, compute: str) -> Preset:
+    """Return the preset for KV pools on GPUs: path direct is added to comparisons with staged.
+
+    Args:
+        compute: One of `COMPUTES`.
+    """
+    preset = PRESETS[name]
+    if name == _PIPELINE_SWEEP_COMPUTED.name and compute == "gpu":
+        return _PIPELINE_SWEEP_COMPUTED
+    paths = tuple(preset.options.get("paths", ()))
+    if {"slice", "bulk"} & set(paths):
+        return replace(preset, options={**preset.options, "paths": (*paths, "direct")})
+    return preset

@@ -1,107 +1,232 @@
-"""Collects what has been measured on one fleet; can be asked at any time, also of a bench that was cut short."""
+"""Results of a bench: of one fleet, and of all its fleets together.
+
+Both can be read at any time, also after a bench was interrupted: they contain what was measured so far.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvctl.lab.bench import roofline as limits
-from kvctl.lab.bench.case import Case
-from kvctl.lab.bench.room_timing import Finished, join, observer_cost
-from kvctl.lab.bench.rows import mismatches, row_of
+from kvctl.lab.bench.machine import ROOFLINES, fingerprint
+from kvctl.lab.bench.program import Case, Program
+from kvctl.lab.bench.room_timing import TimedTrial, observer_cost, time_rooms
+from kvctl.lab.bench.rows import mismatches, row_of, with_delta
 from kvctl.lab.bench.statistics import percentile
+from kvctl.lab.bench.timelines import ReportData, ring_timelines, room_timelines
+from kvctl.lab.bench.traffic import Source, planned_requests
 from kvctl.lab.bench.trials import LOAD_STRIDE, Trial
-from kvctl.lab.ranks.messages import Mismatch, Ready
+from kvctl.lab.bench.variants import Variant, sizes_text
+from kvctl.lab.ranks.messages import Gpu, Mismatch, Ready
 from kvctl.lab.ranks.plan import Plan, PlannedRank
+from kvctl.lab.ranks.request import FloorKind
 
-_MOST_LINES = 3
+SCHEMA = "kvctl.bench/1"
+_MAX_PROBLEMS = 3
 
 
 class Results:
-    """The laps of one fleet, and the rows they make.
+    """Everything measured on one fleet.
 
     Attributes:
-        plan: what was planned for the fleet.
-        names: its ranks.
-        ready: what each rank said of itself when it was up.
-        floors: every figure measured, by kind.
+        plan: The plan of the fleet.
+        names: Its ranks.
+        ready: What each rank reported at start.
+        roofline: Every measured figure in GB/s, by kind.
     """
 
     def __init__(self, plan: Plan, names: Mapping[str, PlannedRank], verify: str) -> None:
         self.plan = plan
         self.names = names
         self.ready: Mapping[str, Ready] = {}
-        self.floors: dict[str, list[float]] = {kind: [] for kind in limits.EVERY}
+        self.roofline: dict[FloorKind, list[float]] = {kind: [] for kind in ROOFLINES}
         self._verify = verify
-        self._laps: dict[Case, list[Finished]] = {}
+        self._trials: dict[Case, list[TimedTrial]] = {}
         self._nbytes = {
             load * LOAD_STRIDE + index: room["bytes"]
             for load, planned in enumerate(plan["loads"])
             for index, room in enumerate(planned["rooms"])
         }
 
-    def add(self, lap: Trial) -> None:
-        """Take a lap in."""
-        self._laps.setdefault(lap.case, []).append(join(lap, self.names, self._nbytes))
+    def add(self, trial: Trial) -> None:
+        self._trials.setdefault(trial.case, []).append(time_rooms(trial, self.names, self._nbytes))
 
     @property
     def verified(self) -> bool | None:
-        """Whether every byte was where it belongs; None where nobody looked."""
-        if not self._laps or self._verify == "off":
+        """Whether every received byte was correct; None if nothing was compared."""
+        if not self._trials or self._verify == "off":
             return None
-        every = [finished for laps in self._laps.values() for finished in laps]
-        return not any(finished.failures or mismatches(finished) for finished in every)
+        return not any(trial.failures or mismatches(trial) for trials in self._trials.values() for trial in trials)
 
     @property
-    def trouble(self) -> list[str]:
-        """What kept the bench from being a success, in a few lines."""
-        every = [finished for laps in self._laps.values() for finished in laps]
-        causes = [text for finished in every for text in finished.failures.values()]
-        wrong = [mismatch for finished in every for mismatch in mismatches(finished)]
+    def problems(self) -> list[str]:
+        """Failed rooms, leftovers of faults and wrong bytes, in a few lines."""
+        every = [trial for trials in self._trials.values() for trial in trials]
+        causes = [text for trial in every for text in trial.failures.values()]
         counts = {text: causes.count(text) for text in dict.fromkeys(causes)}
-        lines = [f"{count} room{'s' * (count > 1)} failed: {text}" for text, count in counts.items()][:_MOST_LINES]
-        reports = [report for finished in every for report in finished.lap.reports.values()]
-        lines += [line for report in reports if "faults" in report for line in report["faults"]["left"]][:_MOST_LINES]
-        return lines + [_explained(mismatch) for mismatch in wrong[:_MOST_LINES]]
+        lines = [f"{count} room{'s' * (count > 1)} failed: {text}" for text, count in counts.items()][:_MAX_PROBLEMS]
+        reports = [report for trial in every for report in trial.trial.reports.values()]
+        lines += [line for report in reports if "faults" in report for line in report["faults"]["left"]][:_MAX_PROBLEMS]
+        wrong = [mismatch for trial in every for mismatch in mismatches(trial)]
+        return lines + [_mismatch_text(mismatch) for mismatch in wrong[:_MAX_PROBLEMS]]
 
-    def floor(self, kind: str) -> float | None:
-        """The best figure seen: a floor is what this machine can do, not what it had left at a moment."""
-        return max(self.floors[kind], default=None)
+    def best_roofline(self, kind: FloorKind) -> float | None:
+        """The best figure of a kind: the machine's limit, not what other load left of it at one moment."""
+        return max(self.roofline[kind], default=None)
 
     def latency_ms(self, case: Case) -> float | None:
         """Median latency of a case's rooms so far."""
         ordered = sorted(
-            passage.latency_ns / 1e6 for finished in self._laps.get(case, ()) for passage in finished.passages.values()
+            timing.latency_ns / 1e6 for trial in self._trials.get(case, ()) for timing in trial.timings.values()
         )
         return percentile(ordered, 0.5) if ordered else None
 
-    def laps(self) -> Mapping[Case, Sequence[Finished]]:
-        """Everything measured, by case, in the plan's order."""
+    def trials(self) -> Mapping[Case, Sequence[TimedTrial]]:
+        """All trials by case, in the plan's order."""
         paths, pipelines = self.plan["paths"], self.plan["pipelines"]
 
         def order(case: Case) -> tuple[int, int, float, int, int, bool]:
-            how = pipelines.index(case.pipeline) if case.pipeline in pipelines else -1
-            return case.load, case.turn, case.layer_ms, paths.index(case.path), how, case.observed
+            pipeline = pipelines.index(case.pipeline) if case.pipeline in pipelines else -1
+            return case.load, case.turn, case.layer_ms, paths.index(case.path), pipeline, case.observed
 
-        return {case: self._laps[case] for case in sorted(self._laps, key=order)}
+        return {case: self._trials[case] for case in sorted(self._trials, key=order)}
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per case that ran, in the plan's order."""
-        floors = {kind: self.floor(kind) for kind in self.floors}
-        looked = self._verify != "off"
-        every = self.laps()
+        roofline = {kind: self.best_roofline(kind) for kind in ROOFLINES}
+        verify = self._verify != "off"
+        every = self.trials()
         return [
             {
-                **row_of(laps, self.plan, self.names, self.ready, floors, looked),
-                "observer_cost_ratio": observer_cost(every.get(replace(case, observed=False), ()), laps)
+                **row_of(trials, self.plan, self.names, self.ready, roofline, verify),
+                "observer_cost_ratio": observer_cost(every.get(replace(case, observed=False), ()), trials)
                 if case.observed
                 else None,
             }
-            for case, laps in every.items()
+            for case, trials in every.items()
+        ]
+
+    def lanes(self) -> list[str]:
+        """The transport's lanes, as the ranks describe them."""
+        described = [start.get("transport", {}).get("lanes", []) for start in self.ready.values()]
+        return sorted({str(lane) for lanes in described for lane in ([lanes] if isinstance(lanes, str) else lanes)})
+
+    def gpus(self) -> dict[int, Gpu]:
+        """GPUs in use, by number."""
+        found = {self.names[name]["device"]: start.get("gpu") for name, start in self.ready.items()}
+        return {number: gpu for number, gpu in sorted(found.items()) if gpu is not None}
+
+
+class Measured(NamedTuple):
+    """One fleet of a bench with its results."""
+
+    variant: Variant
+    program: Program
+    results: Results
+
+
+class Outcome:
+    """Results of all fleets of a bench.
+
+    Args:
+        preset: Name of the preset, or "".
+        source: The traffic, if it is a trace or sessions.
+    """
+
+    def __init__(self, preset: str = "", source: Source | None = None) -> None:
+        self.measured: list[Measured] = []
+        self._preset = preset
+        self._source = source
+
+    @property
+    def verified(self) -> bool | None:
+        """Whether every received byte was correct; None if nothing was compared."""
+        verdicts = [each.results.verified for each in self.measured if each.results.trials()]
+        return None if None in verdicts or not verdicts else all(verdicts)
+
+    @property
+    def problems(self) -> list[str]:
+        """The problems of every fleet, in a few lines each."""
+        several = len(self.measured) > 1
+        return [
+            f"{each.variant.fleet} {each.variant.label}".strip() + f": {line}" if several else line
+            for each in self.measured
+            for line in each.results.problems
+        ]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per case of every fleet; rows of one load are adjacent, with deltas against the first of them."""
+        return with_delta([row for each in self.measured for row in self._rows(each)])
+
+    def roofline(self) -> dict[str, dict[FloorKind, float | None]]:
+        """The best figure of each kind on any fleet, by transport."""
+        found: dict[str, dict[FloorKind, float | None]] = {}
+        for each in self.measured:
+            best = found.setdefault(each.variant.request.transport, dict.fromkeys(ROOFLINES))
+            for kind in ROOFLINES:
+                figures = [figure for figure in (best[kind], each.results.best_roofline(kind)) if figure is not None]
+                best[kind] = max(figures, default=None)
+        return found
+
+    def best_roofline(self, kind: FloorKind) -> float | None:
+        """The best figure of a kind that does not depend on the transport."""
+        return max((figure for each in self.roofline().values() if (figure := each[kind]) is not None), default=None)
+
+    def gpus(self) -> dict[int, Gpu]:
+        """GPUs in use, by number; empty before the fleets have started."""
+        return {number: gpu for each in self.measured for number, gpu in each.results.gpus().items()}
+
+    def document(self) -> dict[str, Any]:
+        """Return the saved result (`--save`)."""
+        plan = self.measured[0].results.plan
+        roofline = self.roofline()
+        lanes = sorted({lane for each in self.measured for lane in each.results.lanes()})
+        document = {
+            "schema": SCHEMA,
+            "verified": self.verified,
+            "shape": plan["shape"],
+            "floors": {
+                "memcpy_gb_per_s": self.best_roofline("memcpy"),
+                "transport_write_gb_per_s": next(iter(roofline.values()))["write"],
+                "write_gb_per_s_by_transport": {name: each["write"] for name, each in roofline.items()},
+                "device_copy_gb_per_s": self.best_roofline("device"),
+                "p2p_gb_per_s": self.best_roofline("peer"),
+            },
+            "runs": self.rows(),
+            "env": fingerprint(plan["device"], lanes, self.gpus()),
+        }
+        if self._preset:
+            document["preset"] = self._preset
+        if self._source is not None:
+            document["traffic"] = {**self._source.facts, "requests": planned_requests(plan)}
+        return document
+
+    def report(self, command: str, started_at: str) -> ReportData:
+        """Return the data of the HTML report."""
+        data = ReportData(document=self.document(), command=command, started_at=started_at)
+        every = [each.results for each in self.measured]
+        data["waterfalls"] = [room for each in every for room in room_timelines(each.trials(), each.names, each.plan)]
+        data["rings"] = [ring for each in every for ring in ring_timelines(each.trials(), each.names, each.ready)]
+        return data
+
+    def _rows(self, each: Measured) -> list[dict[str, Any]]:
+        variant, program, results = each
+        request = variant.request
+        layout = {
+            "fleet": variant.fleet,
+            "prefill": " + ".join(map(sizes_text, request.prefill)),
+            "decode": sizes_text(request.decode),
+            "cp_size": max(sizes.cp for sizes in request.prefill),
+            "decode_ms": request.decode_ms,
+            "faults": list(request.faults),
+        }
+        return [
+            {**row, **layout, **program.derived(results.plan, case, results.latency_ms, row)}
+            for case, row in zip(results.trials(), results.rows(), strict=True)
         ]
 
 
-def _explained(wrong: Mismatch) -> str:
+def _mismatch_text(wrong: Mismatch) -> str:
     where = f"room {wrong['room']} {wrong['where']}" if wrong["room"] else wrong["where"]
     return f"{where}: expected {wrong['expected']}, found {wrong['found']} ({wrong['hint']})"

@@ -1,4 +1,4 @@
-"""Puts together what all ranks say of a room: when it was opened, computed and received, or why it failed."""
+"""Joins the reports of all ranks on each room: when it was opened, computed and received, or why it failed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvctl.lab.ranks.plan import PlannedRank
 
 @dataclass(frozen=True, slots=True)
 class RoomTiming:
-    """One room's way, in monotonic nanoseconds: the earliest arrival and start, the latest of everything else.
+    """Times of one room in monotonic nanoseconds: the earliest start and the latest end over all ranks.
 
     Attributes:
-        opened_ns: it arrived: was asked for, or opened where it has no arrival of its own.
-        compute_ns: how long its layers took on the slowest rank, waiting left out.
-        first_token_ns, last_token_ns: with success, where no decoding is simulated.
-        hidden_ns: transfer before the forward was done, of the rank with most; None of rooms that were not sampled.
-        nbytes: what had to move for it.
-        alone_ns: what its layers take on the slowest rank while nothing is sent; None where nobody computed for real.
+        opened_ns: arrival of the request, or the room's opening if requests have no arrival times.
+        compute_ns: compute time of its layers on the slowest rank, without waiting.
+        first_token_ns, last_token_ns: equal to `success_ns` if no decoding is simulated.
+        hidden_ns: transfer time before the forward ended, on the rank with most; None for rooms outside the sample.
+        nbytes: bytes transferred.
+        alone_ns: compute time of its layers while nothing is sent; None without real compute.
     """
 
     room: Room
@@ -38,24 +38,24 @@ class RoomTiming:
 
     @property
     def slowdown_ratio(self) -> float | None:
-        """How much longer its layers took beside transfers than alone, of 1; None where that is not known."""
+        """Relative increase of the compute time by concurrent transfers; None if unknown."""
         return self.compute_ns / self.alone_ns - 1 if self.alone_ns else None
 
     @property
     def latency_ns(self) -> int:
-        """Forward done to decode may start; 0 where a rank that owed nothing was told late."""
+        """Time from the end of the forward to success; 0 if a rank without parts reported its forward later."""
         return max(0, self.success_ns - self.forward_done_ns)
 
     @property
     def token_ns(self) -> float | None:
-        """Time per output token after the first; None where there are none."""
+        """Time per output token after the first; None without output tokens."""
         more = self.room.output_tokens - 1
         return (self.last_token_ns - self.first_token_ns) / more if more > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Throughput over the time in which at least one room was under way."""
+    """Throughput over the time in which at least one room was in flight."""
 
     seconds: float
     rooms_per_s: float
@@ -63,30 +63,30 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """A lap and what became of its rooms, by index.
+class TimedTrial:
+    """A trial with the outcome of each room, by room index.
 
     Attributes:
-        passages: of those that succeeded.
-        failures: causes of those that failed.
-        explained: "aborted" or "fault" for those that failed because that was asked for.
+        timings: rooms that succeeded.
+        failures: rooms that failed, with the cause.
+        explained: rooms that failed because of an injected fault: "aborted" or "fault".
     """
 
-    lap: Trial
-    passages: Mapping[int, RoomTiming]
+    trial: Trial
+    timings: Mapping[int, RoomTiming]
     failures: Mapping[int, str]
     explained: Mapping[int, str] = field(default_factory=dict)
 
 
-def join(lap: Trial, names: Mapping[str, PlannedRank], nbytes: Mapping[int, int]) -> Finished:
-    """Join the reports of a lap.
+def time_rooms(trial: Trial, names: Mapping[str, PlannedRank], nbytes: Mapping[int, int]) -> TimedTrial:
+    """Join the reports of a trial.
 
     Args:
-        names: every rank of the fleet.
-        nbytes: what has to move for each room, by index.
+        names: Every rank of the fleet.
+        nbytes: Bytes to transfer for each room index.
     """
-    prefill = [lap.reports[name] for name, rank in names.items() if rank["role"] == "prefill"]
-    decode = [lap.reports[name] for name, rank in names.items() if rank["role"] == "decode"]
+    prefill = [trial.reports[name] for name, rank in names.items() if rank["role"] == "prefill"]
+    decode = [trial.reports[name] for name, rank in names.items() if rank["role"] == "decode"]
     failures: dict[int, str] = {}
     explained: dict[int, str] = {}
     for report in (*decode, *prefill):
@@ -104,13 +104,13 @@ def join(lap: Trial, names: Mapping[str, PlannedRank], nbytes: Mapping[int, int]
     alone: dict[int, int] = {}
     for index, alone_ns in (row for report in prefill for row in report.get("compute_alone", ())):
         alone[index] = max(alone.get(index, 0), alone_ns)
-    passages: dict[int, RoomTiming] = {}
-    for room in (room for room in lap.rooms if room.index not in failures and room.index not in explained):
+    timings: dict[int, RoomTiming] = {}
+    for room in (room for room in trial.rooms if room.index not in failures and room.index not in explained):
         index = room.index
         if index in forwards and index in arrivals:
             started, done, _, compute = forwards[index]
             opened, success, first, last = arrivals[index]
-            passages[index] = RoomTiming(
+            timings[index] = RoomTiming(
                 room,
                 opened,
                 started,
@@ -125,44 +125,32 @@ def join(lap: Trial, names: Mapping[str, PlannedRank], nbytes: Mapping[int, int]
             )
         else:
             failures[index] = "no rank reported its end"
-    return Finished(lap, passages, failures, explained)
+    return TimedTrial(trial, timings, failures, explained)
 
 
-def rate(laps: Iterable[Finished]) -> Rate:
-    """Rates over several laps: they do not overlap, so the unions of their spans add up."""
+def rate(trials: Iterable[TimedTrial]) -> Rate:
+    """Return the rates over several trials; trials do not overlap, so the unions of their spans add up."""
     ns = rooms = nbytes = 0
-    for finished in laps:
-        passages = finished.passages.values()
-        ns += union((each.started_ns, each.success_ns) for each in passages)
-        rooms += len(passages)
-        nbytes += sum(each.nbytes for each in passages)
+    for trial in trials:
+        timings = trial.timings.values()
+        ns += union((each.started_ns, each.success_ns) for each in timings)
+        rooms += len(timings)
+        nbytes += sum(each.nbytes for each in timings)
     return Rate(ns / 1e9, rooms / ns * 1e9, nbytes / ns) if ns else Rate(0.0, 0.0, 0.0)
 
 
-def by_repeat(laps: Sequence[Finished]) -> list[list[Finished]]:
-    """The laps of each repeat, in order."""
-    repeats: dict[int, list[Finished]] = {}
-    for finished in laps:
-        repeats.setdefault(finished.lap.repeat, []).append(finished)
-    return list(repeats.values())
-
-
-def observer_cost(alone: Sequence[Finished], watched: Sequence[Finished]) -> float | None:
-    """Throughput that watching took, of 1: the median over pairs of laps of the same rooms. None without pairs."""
-
-    def pace(finished: Finished) -> float:
-        return rate([finished]).gb_per_s
-
-    others = {(each.lap.repeat, each.lap.lot): pace(each) for each in alone}
-    pairs = [(others.get((each.lap.repeat, each.lap.lot)), pace(each)) for each in watched]
-    costs = [1 - seen / before for before, seen in pairs if before]
+def observer_cost(alone: Sequence[TimedTrial], watched: Sequence[TimedTrial]) -> float | None:
+    """Return the share of throughput lost while observed: the median over pairs of trials of the same rooms."""
+    alone_gb_per_s = {(each.trial.repeat, each.trial.batch): rate([each]).gb_per_s for each in alone}
+    pairs = [(alone_gb_per_s.get((each.trial.repeat, each.trial.batch)), rate([each]).gb_per_s) for each in watched]
+    costs = [1 - after / before for before, after in pairs if before]
     return median(costs) if costs else None
 
 
 def _merged(rows: Iterable[Sequence[int]]) -> dict[int, list[int]]:
-    """What several ranks say of an index: the earliest of their first figures, the latest of each of the others."""
-    found: dict[int, list[int]] = {}
+    """Merge the reports of several ranks by index: the minimum of the first figure, the maximum of all others."""
+    merged: dict[int, list[int]] = {}
     for index, *figures in rows:
-        seen = found.setdefault(index, figures)
-        found[index] = [min(seen[0], figures[0]), *map(max, seen[1:], figures[1:])]
-    return found
+        known = merged.setdefault(index, figures)
+        merged[index] = [min(known[0], figures[0]), *map(max, known[1:], figures[1:])]
+    return merged

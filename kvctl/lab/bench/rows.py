@@ -1,51 +1,63 @@
-"""One measured case as a row: the names that scripts rely on (`kvctl.lab.bench/1`; names are added, never changed).
+"""Builds the row of each measured case, as in the saved result (`kvctl.bench/1`: fields are added, never changed).
 
-A room's latency is from the moment the last prefill rank had its forward done to the moment the last decode rank may
-start: the part of the transfer that no compute hid. Rates are over the wall-clock union of all spans from forward start
-to success, so that a pause between lots counts for nobody and waiting inside one for everybody.
+A room's latency runs from the end of its forward on the last prefill rank to success on the last decode rank: the part
+of the transfer that compute did not hide. Rates are over the union of all spans from forward start to success, so that
+pauses between batches do not count, but waiting within a batch does.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kvctl.lab.bench.costs import Costs
-from kvctl.lab.bench.roofline import copy_floor
-from kvctl.lab.bench.room_timing import Finished, RoomTiming, by_repeat, rate
+from kvctl.lab.bench.machine import copy_roofline
+from kvctl.lab.bench.room_timing import RoomTiming, TimedTrial, rate
 from kvctl.lab.bench.statistics import median, stage_us, summary_ms
 from kvctl.lab.bench.timelines import layer_groups
-from kvctl.lab.ranks.messages import Mismatch, Ready
+from kvctl.lab.ranks.messages import Mismatch, Ready, RunReport
 from kvctl.lab.ranks.plan import Plan, PlannedLoad, PlannedRank
+from kvctl.lab.ranks.request import FloorKind
+from kvctl_agent.contract.choices import HOST, STAGED
 
 STAGES = ("gather", "gate", "post", "wire", "scatter")
 
 
 def row_of(
-    laps: Sequence[Finished],
+    trials: Sequence[TimedTrial],
     plan: Plan,
     names: Mapping[str, PlannedRank],
     ready: Mapping[str, Ready],
-    floors: Mapping[str, float | None],
-    looked: bool,
+    roofline: Mapping[FloorKind, float | None],
+    verified: bool,
 ) -> dict[str, Any]:
-    """The row of one case.
+    """Return the row of one case.
 
     Args:
-        laps: all of this one case, at least one.
-        names, ready: the ranks of the fleet and what each said of itself.
-        looked: whether what landed was compared.
+        trials: All trials of the case, at least one.
+        names, ready: The ranks of the fleet, and what each reported at start.
+        roofline: GB/s of each kind in `machine.ROOFLINES`.
+        verified: Whether received bytes were compared.
     """
-    case = laps[0].lap.case
+    case = trials[0].trial.case
     planned = plan["loads"][case.load]
-    passages = [passage for finished in laps for passage in finished.passages.values()]
-    failed = sum(len(finished.failures) for finished in laps)
-    explained = Counter(kind for finished in laps for kind in finished.explained.values())
-    costs = Costs(laps, names, ready)
-    parts = sum(costs.by_label("kvctl_parts_total", "decode").values())
-    verified = not failed and not any(mismatches(finished) for finished in laps) if looked else None
+    timings = [timing for trial in trials for timing in trial.timings.values()]
+    failed = sum(len(trial.failures) for trial in trials)
+    explained = Counter(kind for trial in trials for kind in trial.explained.values())
+    reports = _Reports(trials, names)
+    parts = reports.by_label("kvctl_parts_total", "decode")
+    correct = not failed and not any(mismatches(trial) for trial in trials) if verified else None
+    groups = [count for each in trials if (count := layer_groups(each.trial, names, plan["shape"]["layers"]))]
+    slowdowns = [each.slowdown_ratio for each in timings if each.slowdown_ratio is not None]
+    sent = {
+        f"{name}_per_room": sum(reports.by_label(f"kvctl_{name}_total", "prefill").values()) / len(timings)
+        if timings
+        else None
+        for name in ("descriptors", "writes", "engine_posts")
+    }
+    prompts = planned["rooms"]
+    mean = planned["tokens_mean"]
     return {
         "path": case.path,
         "transport": plan["transport"],
@@ -56,133 +68,166 @@ def row_of(
         "observed": case.observed,
         "concurrency": planned["concurrency"],
         "in_flight": planned["in_flight"],
-        "tokens": _short(planned["tokens_mean"]),
+        "tokens": mean if mean % 1 else int(mean),
         "tokens_drawn": planned["tokens"],
         "page_size": plan["page_size"],
         "page_order": plan["page_order"],
         "layer_ms": case.layer_ms,
-        "arrivals": "open" if any(room["arrival_ms"] is not None for room in planned["rooms"]) else "closed",
-        "rooms": len(passages) + failed + explained.total(),
-        "planned_rooms": _planned_rooms(laps, planned),
-        "ok": len(passages),
+        "arrivals": "open" if any(room["arrival_ms"] is not None for room in prompts) else "closed",
+        "rooms": len(timings) + failed + explained.total(),
+        # Rooms if every batch had run completely, for the repeats that ran so far.
+        "planned_rooms": len({each.trial.repeat for each in trials}) * sum(end - at for at, end in planned["lots"]),
+        "ok": len(timings),
         "aborted": explained["aborted"],
         "failed_by_fault": explained["fault"],
         "failed": failed,
-        "faults_struck": _struck(laps),
-        "verified": verified,
-        "verified_parts": parts if verified else None if verified is None else 0,
-        **_rates(laps, planned, floors, sum(rank["role"] == "decode" for rank in names.values())),
-        "bytes_per_room": sum(each.nbytes for each in passages) // max(1, len(passages)),
-        "floor_ratio": _over_floor(passages, copy_floor(plan, floors)),
-        "prefix_hit_ratio": _prefix_hit(planned),
-        **_times(passages),
-        "compute_slowdown_ratio": _slowdown(passages),
-        "groups": _groups(laps, names, plan["shape"]["layers"]),
-        "pipeline_decisions": costs.by_label("kvctl_pipeline_decisions_total", "prefill"),
-        "descriptors_per_room": costs.per_room("kvctl_descriptors_total"),
-        "writes_per_room": costs.per_room("kvctl_writes_total"),
-        "engine_posts_per_room": costs.per_room("kvctl_engine_posts_total"),
-        "paths_taken": costs.by_label("kvctl_parts_total", "prefill"),
-        "fallbacks": costs.fallbacks,
-        "peak_rss_bytes": costs.peak_rss_bytes,
-        "rss_overhead_bytes": costs.rss_overhead_bytes,
-        "cpu_seconds": costs.cpu_seconds,
-        "stages_us": {stage: stage_us(costs.stage(stage)) for stage in STAGES},
-        "ring_high_water_bytes": costs.ring_high_water_bytes,
+        "faults_struck": _faults_struck(reports),
+        "verified": correct,
+        "verified_parts": sum(parts.values()) if correct else None if correct is None else 0,
+        **_rates(trials, planned, roofline, sum(rank["role"] == "decode" for rank in names.values())),
+        "bytes_per_room": sum(each.nbytes for each in timings) // max(1, len(timings)),
+        "floor_ratio": _latency_over_copy(timings, copy_roofline(plan, roofline)),
+        "prefix_hit_ratio": sum(each["prefix_tokens"] for each in prompts) / max(1, sum(e["tokens"] for e in prompts)),
+        **_times(timings),
+        "compute_slowdown_ratio": median(slowdowns) if slowdowns else None,
+        "groups": round(median(groups)) if groups else None,
+        "pipeline_decisions": reports.by_label("kvctl_pipeline_decisions_total", "prefill"),
+        **sent,
+        "paths_taken": reports.by_label("kvctl_parts_total", "prefill"),
+        "fallbacks": sum(reports.by_label("kvctl_fallbacks_total", "prefill").values()),
+        "peak_rss_bytes": max(report["peak_rss_bytes"] for _, report in reports),
+        "rss_overhead_bytes": _rss_overhead(reports, names, ready),
+        "cpu_seconds": sum(report["cpu_ns"] for _, report in reports) / 1e9,
+        "stages_us": {stage: stage_us(ns for _, r in reports for ns in r["stages"].get(stage, [])) for stage in STAGES},
+        "ring_high_water_bytes": max(report["ring_high_water_bytes"] for _, report in reports.of("decode"))
+        if parts.get(STAGED)
+        else 0,
     }
 
 
-def mismatches(finished: Finished) -> list[Mismatch]:
-    """What a lap's decode ranks found wrong."""
-    return [mismatch for verdict in finished.lap.verdicts.values() for mismatch in verdict["mismatches"]]
+def mismatches(trial: TimedTrial) -> list[Mismatch]:
+    """Return the wrong bytes that the decode ranks found after a trial."""
+    return [mismatch for verdict in trial.trial.verdicts.values() for mismatch in verdict["mismatches"]]
+
+
+def with_delta(rows: Sequence[dict[str, Any]], within: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return the rows with `delta_ratio` (GB/s) and `ttft_delta_ratio` against the first row of the same load.
+
+    Both are None in that first row. Rows of one load are adjacent in the result.
+
+    Args:
+        within: Fields that compared rows must have in common besides the load.
+    """
+    fields = ("concurrency", "tokens_drawn", "cp_size", "layer_ms", *within)
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.get(field) for field in fields), []).append(row)
+
+    def ttft(row: Mapping[str, Any]) -> float | None:
+        mean: float | None = (row.get("ttft_ms") or {}).get("mean")
+        return mean
+
+    def change(before: float | None, after: float | None) -> float | None:
+        return after / before - 1 if before and after is not None else None
+
+    compared = []
+    for first, row in ((group[0], row) for group in groups.values() for row in group):
+        deltas = {
+            "delta_ratio": change(first["gb_per_s"], row["gb_per_s"]),
+            "ttft_delta_ratio": change(ttft(first), ttft(row)),
+        }
+        compared.append({**row, **(dict.fromkeys(deltas) if first is row else deltas)})
+    return compared
+
+
+class _Reports:
+    """The reports of all ranks in all trials of a case, with each rank's name."""
+
+    def __init__(self, trials: Sequence[TimedTrial], names: Mapping[str, PlannedRank]) -> None:
+        self._all = [each for trial in trials for each in trial.trial.reports.items()]
+        self._names = names
+
+    def __iter__(self) -> Iterator[tuple[str, RunReport]]:
+        return iter(self._all)
+
+    def of(self, role: str) -> Iterator[tuple[str, RunReport]]:
+        return ((name, report) for name, report in self._all if self._names[name]["role"] == role)
+
+    def by_label(self, metric: str, role: str) -> dict[str, int]:
+        """Return the growth of a counter over all ranks of a role, by label."""
+        sums: Counter[str] = Counter()
+        for _, report in self.of(role):
+            for label, value in report["counters"].get(metric, {}).items():
+                sums[label] += round(value)
+        return dict(sums)
 
 
 def _rates(
-    laps: Sequence[Finished], planned: PlannedLoad, floors: Mapping[str, float | None], readers: int
+    trials: Sequence[TimedTrial], planned: PlannedLoad, roofline: Mapping[FloorKind, float | None], decode_ranks: int
 ) -> dict[str, Any]:
-    """Throughput of the repeat in the middle, and of the best one."""
-    repeats = by_repeat(laps)
-    rates = [rate(repeat) for repeat in repeats]
-    middle = median([each.gb_per_s for each in rates])
-    typical = min(rates, key=lambda each: abs(each.gb_per_s - middle))
-    best = max(range(len(rates)), key=lambda at: rates[at].gb_per_s)
+    """Return the throughput of the median repeat, and of the best one."""
+    repeats: dict[int, list[TimedTrial]] = {}
+    for each in trials:
+        repeats.setdefault(each.trial.repeat, []).append(each)
+    rates = [(rate(repeat), repeat) for repeat in repeats.values()]
+    middle = median([each.gb_per_s for each, _ in rates])
+    typical, _ = min(rates, key=lambda each: abs(each[0].gb_per_s - middle))
+    best, best_repeat = max(rates, key=lambda each: each[0].gb_per_s)
+    names: dict[str, FloorKind] = {"memcpy": "memcpy", "write": "write", "device_copy": "device", "p2p": "peer"}
     return {
         "repeats": len(rates),
         **asdict(typical),
         "tokens_per_s": typical.rooms_per_s * planned["tokens_mean"],
-        "gb_per_s_per_decode_rank": typical.gb_per_s / readers,
+        "gb_per_s_per_decode_rank": typical.gb_per_s / decode_ranks,
         "best": {
-            **asdict(rates[best]),
-            "tokens_per_s": rates[best].rooms_per_s * planned["tokens_mean"],
-            "ttft_ms": _ttft([passage for finished in repeats[best] for passage in finished.passages.values()]),
+            **asdict(best),
+            "tokens_per_s": best.rooms_per_s * planned["tokens_mean"],
+            "ttft_ms": _ttft([timing for trial in best_repeat for timing in trial.timings.values()]),
         },
         **{
-            f"{name}_ratio": typical.gb_per_s / floor if floor else None
-            for name, floor in (
-                ("memcpy", floors["memcpy"]),
-                ("write", floors["write"]),
-                ("device_copy", floors["device"]),
-                ("p2p", floors["peer"]),
-            )
+            f"{name}_ratio": typical.gb_per_s / most if (most := roofline[kind]) else None
+            for name, kind in names.items()
         },
     }
 
 
-def _times(passages: Sequence[RoomTiming]) -> dict[str, Any]:
-    latency = summary_ms(each.latency_ns for each in passages)
+def _times(timings: Sequence[RoomTiming]) -> dict[str, Any]:
+    latency = summary_ms(each.latency_ns for each in timings)
     return {
         "latency_ms": latency,
-        "exposed_ms": latency,  # what is not hidden behind a forward is what is waited for after it
-        "hidden_ms": summary_ms(each.hidden_ns for each in passages if each.hidden_ns is not None),
-        "compute_ms": summary_ms(each.compute_ns for each in passages),
-        "total_ms": summary_ms(each.success_ns - each.started_ns for each in passages),
-        "ttft_ms": _ttft(passages),
-        "tpot_ms": summary_ms(each.token_ns for each in passages if each.token_ns is not None),
+        "exposed_ms": latency,  # the transfer that is not hidden by a forward is the latency after it
+        "hidden_ms": summary_ms(each.hidden_ns for each in timings if each.hidden_ns is not None),
+        "compute_ms": summary_ms(each.compute_ns for each in timings),
+        "total_ms": summary_ms(each.success_ns - each.started_ns for each in timings),
+        "ttft_ms": _ttft(timings),
+        "tpot_ms": summary_ms(each.token_ns for each in timings if each.token_ns is not None),
     }
 
 
-def _over_floor(passages: Sequence[RoomTiming], gb_per_s: float | None) -> float | None:
-    """Median over rooms of their latency against the time that one copy of as many bytes takes."""
-    if not gb_per_s or not passages:
+def _ttft(timings: Sequence[RoomTiming]) -> dict[str, float | None]:
+    return summary_ms(each.first_token_ns - each.opened_ns for each in timings)
+
+
+def _latency_over_copy(timings: Sequence[RoomTiming], gb_per_s: float | None) -> float | None:
+    """Return the median over rooms of the latency divided by the time of one copy of the same bytes."""
+    if not gb_per_s or not timings:
         return None
-    return median([each.latency_ns * gb_per_s / max(1, each.nbytes) for each in passages])
+    return median([each.latency_ns * gb_per_s / max(1, each.nbytes) for each in timings])
 
 
-def _slowdown(passages: Sequence[RoomTiming]) -> float | None:
-    """Median over rooms of what transfers took from compute."""
-    known = [each.slowdown_ratio for each in passages if each.slowdown_ratio is not None]
-    return median(known) if known else None
-
-
-def _planned_rooms(laps: Sequence[Finished], planned: PlannedLoad) -> int:
-    """Rooms that would have run so far if every lot had run as a whole."""
-    repeats = len({finished.lap.repeat for finished in laps})
-    return repeats * sum(end - first for first, end in planned["lots"])
-
-
-def _ttft(passages: Sequence[RoomTiming]) -> dict[str, float | None]:
-    return summary_ms(each.first_token_ns - each.opened_ns for each in passages)
-
-
-def _struck(laps: Sequence[Finished]) -> dict[str, int]:
-    """How often each kind of fault struck, over all ranks."""
+def _faults_struck(reports: _Reports) -> dict[str, int]:
+    """Count how often each kind of fault struck, over all ranks."""
     struck: Counter[str] = Counter()
-    for report in (report for finished in laps for report in finished.lap.reports.values()):
+    for _, report in reports:
         struck.update(report["faults"]["struck"] if "faults" in report else {})
     return dict(sorted(struck.items()))
 
 
-def _groups(laps: Sequence[Finished], names: Mapping[str, PlannedRank], layers: int) -> int | None:
-    """Layer groups that a room's parts came in, over the rooms that were looked at; 1 where it was not pipelined."""
-    counts = [count for finished in laps if (count := layer_groups(finished.lap, names, layers)) is not None]
-    return round(median(counts)) if counts else None
-
-
-def _prefix_hit(planned: PlannedLoad) -> float:
-    """The part of all prompts that decode had cached."""
-    rooms = planned["rooms"]
-    return sum(room["prefix_tokens"] for room in rooms) / max(1, sum(room["tokens"] for room in rooms))
-
-
-def _short(mean: float) -> float:
-    return mean if mean % 1 else int(mean)
+def _rss_overhead(reports: _Reports, names: Mapping[str, PlannedRank], ready: Mapping[str, Ready]) -> int | None:
+    """Return the largest memory of a rank beyond its own pool, ring and staging buffers; None on GPUs."""
+    beyond = [
+        report["peak_rss_bytes"] - start["pool_bytes"] - start["ring_bytes"] - start["staging_bytes"]
+        for name, report in reports
+        if (start := ready.get(name)) is not None and names[name]["device"] == HOST
+    ]
+    return max(beyond, default=None)

@@ -1,6 +1,6 @@
-"""Makes a published load fit this machine: fewer layers, then fewer and narrower heads, then shorter prompts.
+"""Scales a preset down to this machine: fewer layers, then fewer and narrower heads, then shorter prompts.
 
-A table is about how paths compare, and that survives a smaller model; running out of memory, or of patience, does not.
+The tables compare paths, and that comparison remains valid with a smaller model.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from kvctl.lab.ranks.request import DTYPE_BYTES, Load
 
 DEFAULT_MODEL = "llama-3.1-8b"
 MEMORY_PER_CORE_BYTES = 2 << 30
-"""Pools beyond this take longer to fill and to check than to move."""
+"""Memory for pools per core. Larger pools take longer to fill and to verify than to transfer."""
 
 MOVED_PER_CORE_BYTES = 8 << 30
-"""What a core moves, fills and checks in a minute or two."""
+"""Bytes per core that are filled, transferred and verified in a minute or two."""
 
-# Rings get a quarter of the memory, pools the rest.
+# Rings get a quarter of the memory; the rest, less a margin, is for pools.
 _POOLS = 0.7
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What can be scaled. `tokens` divides every prompt length."""
+    """The sizes that are scaled; `tokens` is a divisor of every prompt length."""
 
     layers: int
     kv_heads: int
@@ -32,16 +32,19 @@ class Geometry:
     tokens: int = 1
 
     def token_bytes(self, dtype_bytes: int) -> int:
-        """K and V of one token."""
+        """Bytes of one token's K and V."""
         return self.layers * self.kv_heads * 2 * self.head_dim * dtype_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What this machine has: memory for all pools, bytes that may be moved in all.
+    """Limits of this machine.
 
-    Of a load with more than `in_flight` rooms only so many must fit: the plan limits the others, and says so. Of each
-    there are `copies` in the pools: one on either side, unless ranks replicate.
+    Attributes:
+        memory_bytes: memory of all pools and rings.
+        moved_bytes: bytes that the whole bench may transfer.
+        in_flight: rooms that must fit in memory at once; the plan limits loads with more.
+        copies: copies of a room in the pools: one per side, more if ranks replicate.
     """
 
     memory_bytes: int
@@ -50,66 +53,68 @@ class Limits:
     copies: int = 2
 
 
-def published(model: str | None, given: Mapping[str, int | None]) -> Geometry | None:
-    """The geometry that was asked for; None for a model that is not known, or has no heads to speak of."""
+def published(model: str | None, overrides: Mapping[str, int | None]) -> Geometry | None:
+    """Return the requested geometry; None if the model is unknown or has no separate KV heads (MLA)."""
     preset = MODELS.get(model or DEFAULT_MODEL)
     if preset is None or preset.kind != "mha":
         return None
     return Geometry(
-        given.get("layers") or preset.num_layers,
-        given.get("kv_heads") or preset.num_kv_heads,
-        given.get("head_dim") or preset.head_dim,
+        overrides.get("layers") or preset.num_layers,
+        overrides.get("kv_heads") or preset.num_kv_heads,
+        overrides.get("head_dim") or preset.head_dim,
     )
 
 
 def fit(
-    wanted: Geometry,
+    requested: Geometry,
     least: Mapping[str, int],
     loads: Callable[[int], Sequence[Load]],
     cases: int,
     dtype: str | None,
     limits: Limits,
 ) -> Geometry:
-    """The first geometry that fits, halving one size after another; the smallest where none does.
+    """Halve one size after another until the loads fit; return the smallest geometry if none does.
 
     Args:
-        least: what must be left of each size; one that is not named stays as it is.
-        loads: the loads with their lengths divided by a number, `rooms` filled in.
-        cases: how often each load is run.
+        least: Minimum of each size; sizes that are not in it stay.
+        loads: Returns the loads with prompt lengths divided by a number, and with `rooms`.
+        cases: Number of times that each load runs.
     """
     dtype_bytes = DTYPE_BYTES.get(dtype or "bf16", 2)
-    last = wanted
-    for geometry in _ladder(wanted, least, loads):
+    last = requested
+    for geometry in _candidates(requested, least, loads):
         last = geometry
         token_bytes = geometry.token_bytes(dtype_bytes)
         scaled = loads(geometry.tokens)
-        held = max(min(load.concurrency, load.rooms or 1, limits.in_flight) * _longest(load) for load in scaled)
+        resident = max(min(load.concurrency, load.rooms or 1, limits.in_flight) * _longest(load) for load in scaled)
         moved = sum((load.rooms or 1) * _longest(load) for load in scaled) * cases
         if (
-            held * token_bytes * limits.copies <= limits.memory_bytes * _POOLS
+            resident * token_bytes * limits.copies <= limits.memory_bytes * _POOLS
             and moved * token_bytes <= limits.moved_bytes
         ):
             break
     return last
 
 
-def remark(preset: str, wanted: Geometry, scaled: Geometry) -> str:
-    """What people should know; "" where nothing was scaled."""
+def scaling_note(preset: str, requested: Geometry, scaled: Geometry) -> str:
+    """Describe what was scaled; "" if nothing was."""
     names = {"layers": "layers", "kv_heads": "KV heads", "head_dim": "head dim"}
     words = [
-        f"{getattr(scaled, name)} of {getattr(wanted, name)} {text}"
+        f"{getattr(scaled, name)} of {getattr(requested, name)} {text}"
         for name, text in names.items()
-        if getattr(scaled, name) != getattr(wanted, name)
+        if getattr(scaled, name) != getattr(requested, name)
     ]
     words += [f"1/{scaled.tokens} of the prompt lengths"] * (scaled.tokens > 1)
     if not words:
         return ""
-    return f"{preset} is scaled to this machine: {', '.join(words)}; any option given replaces the preset's"
+    return f"{preset} is scaled to this machine: {', '.join(words)}; options on the command line replace the preset's"
 
 
-def _ladder(wanted: Geometry, least: Mapping[str, int], loads: Callable[[int], Sequence[Load]]) -> Iterator[Geometry]:
-    layers, heads, dim, tokens = wanted.layers, wanted.kv_heads, wanted.head_dim, 1
-    yield wanted
+def _candidates(
+    requested: Geometry, least: Mapping[str, int], loads: Callable[[int], Sequence[Load]]
+) -> Iterator[Geometry]:
+    layers, heads, dim, tokens = requested.layers, requested.kv_heads, requested.head_dim, 1
+    yield requested
     while layers // 2 >= least.get("layers", layers):
         layers //= 2
         yield Geometry(layers, heads, dim)

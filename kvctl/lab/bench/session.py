@@ -1,120 +1,218 @@
-"""Fleets being measured: each from its start to its floors, and several of them in turns.
+"""Measures one fleet from start to roofline, or several in turns, and shows the progress on stderr.
 
-What cannot stand side by side in one fleet (transports, CP modes, layouts) runs on fleets of its own that are alive at
-the same time; they take turns lap by lap, so that a machine that drifts drifts for all of them.
+What cannot be compared within one fleet (transports, CP modes, layouts) runs on several fleets that are alive at the
+same time. They take turns trial by trial, so that a drifting machine affects all of them alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
 
-from kvctl.lab.bench import roofline
-from kvctl.lab.bench.case import length
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
 from kvctl.lab.bench.fleet import Fleet
+from kvctl.lab.bench.machine import rooflines_of
 from kvctl.lab.bench.observers import Observers
 from kvctl.lab.bench.program import Program
-from kvctl.lab.bench.progress import Steps
-from kvctl.lab.bench.results import Results
+from kvctl.lab.bench.results import Measured, Results
 from kvctl.lab.bench.trials import Trial, TrialRunner
-from kvctl.lab.ranks.messages import Gpu
+from kvctl.lab.bench.variants import Variant
 from kvctl.lab.ranks.plan import Plan
+
+_DETAIL_INTERVAL_S = 10.0
+
+
+class Steps:
+    """Progress display: a bar on a terminal, otherwise lines for `-v`.
+
+    Args:
+        quiet: Shows no bar.
+        detail: Prints a line if `-v` is given.
+    """
+
+    def __init__(self, quiet: bool, detail: Callable[[str], None]) -> None:
+        self._detail = detail
+        self._bar: Progress | None = None
+        self._total = self._done = 0
+        self._first_at = self._printed_at = time.monotonic()
+        if not quiet and sys.stderr.isatty():
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=20),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+                transient=True,
+                # A higher rate would take processor time from the ranks.
+                refresh_per_second=2,
+            )
+            self._task = self._bar.add_task("planning", total=None)
+
+    def step(self, text: str) -> None:
+        """Show the next step."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=text)
+        else:
+            self._detail(text)
+
+    def expect(self, trials: int) -> None:
+        """Set the total number of trials."""
+        self._total = trials
+        self._done = 0
+        if self._bar is not None:
+            self._bar.update(self._task, total=trials, completed=0)
+
+    def finished_trial(self) -> None:
+        """Count a trial as done."""
+        now = time.monotonic()
+        self._done += 1
+        if self._bar is not None:
+            self._bar.advance(self._task)
+        elif self._done == 1:
+            self._first_at = self._printed_at = now
+        elif now - self._printed_at > _DETAIL_INTERVAL_S:
+            self._printed_at = now
+            left_s = (now - self._first_at) / (self._done - 1) * max(0, self._total - self._done)
+            self._detail(f"{self._done} of {self._total} trials, about {left_s:.0f} s left")
+
+    def end(self) -> None:
+        """Remove the bar, so that other text can be printed."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __enter__(self) -> Steps:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
 
 
 class Session:
-    """One fleet; `results` holds what has been measured on it so far, however it ends."""
+    """One fleet being measured; a context manager that ends the fleet.
+
+    Args:
+        variant: The fleet's request and its name.
+        program: What to measure.
+        verify: One of `VERIFY_MODES`.
+        point_s: Seconds of one case and repeat; None for no limit.
+        label: Prefix of the steps; "" if there is only one fleet.
+        rank_prefix: Prefix of the ranks' names, if other fleets have the same ranks.
+
+    Attributes:
+        results: Everything measured so far.
+    """
 
     def __init__(
         self,
-        fleet: Fleet,
+        variant: Variant,
         plan: Plan,
         program: Program,
-        verify: str,
-        decode_ms: float,
-        label: str,
         steps: Steps,
+        verify: str = "full",
         point_s: float | None = None,
+        label: str = "",
+        rank_prefix: str = "",
     ) -> None:
-        """`label` names the fleet where there are several, else ""; `point_s` is that of `TrialRunner`."""
-        self.results = Results(plan, fleet.names, verify)
-        self.program = program
-        self.label = label
-        self.fleet = fleet
+        self.fleet = Fleet(plan, variant.request, rank_prefix)
+        self.results = Results(plan, self.fleet.names, verify)
+        self.measured = Measured(variant, program, self.results)
         self._plan = plan
+        self._program = program
         self._steps = steps
-        self._watchers = Observers(list(fleet.names))
-        self._course = TrialRunner(fleet, plan, verify, decode_ms, self._step, self._watchers.watch, point_s)
+        self._label = label
+        self._observers = Observers(list(self.fleet.names))
+        decode_ms = variant.request.decode_ms
+        self._runner = TrialRunner(self.fleet, plan, verify, decode_ms, self.step, self._observers.watch, point_s)
 
     def start(self) -> None:
         """Start the fleet.
 
         Raises:
-            FleetError: a rank did not come up.
+            FleetError: A rank did not start.
         """
-        self._step(f"starting {self.fleet.size} ranks")
+        self.step(f"starting {self.fleet.size} ranks")
         self.results.ready = self.fleet.start()
 
-    def laps(self) -> Iterator[Trial]:
-        """Run the program, lap by lap; each is in the results before it is handed out.
+    def trials(self) -> Iterator[Trial]:
+        """Run the program; each trial is in the results before it is yielded.
 
         Raises:
-            FleetError: a rank died, failed or hung.
+            FleetError: A rank died, failed or hung.
         """
         try:
-            for stage in self.program.stages(self._plan, self.results.latency_ms):
-                for lap in self._course.laps(stage.cases, stage.repeat):
-                    self.results.add(lap)
-                    yield lap
+            for stage in self._program.stages(self._plan, self.results.latency_ms):
+                for trial in self._runner.trials(stage.cases, stage.repeat):
+                    self.results.add(trial)
+                    yield trial
         finally:
-            self._watchers.close()
+            self._observers.close()
 
-    def floors(self) -> None:
-        """Measure what this machine can do at best; nothing else may run."""
-        for kind in roofline.measured(self._plan):
-            self._step(f"measuring the {kind} floor")
+    def measure_roofline(self) -> None:
+        """Measure the machine's limits; nothing else may run meanwhile."""
+        for kind in rooflines_of(self._plan):
+            self.step(f"measuring the {kind} roofline")
             figure = self.fleet.floor(kind)
             if figure is not None:
-                self.results.floors[kind].append(figure)
+                self.results.roofline[kind].append(figure)
 
     def hold(self) -> None:
         """Keep the fleet up under light traffic until interrupted."""
-        self._step("holding")
-        self._course.hold()
+        self.step("holding")
+        self._runner.hold()
 
-    def lanes(self) -> list[str]:
-        """The transport's lanes, as the ranks describe them."""
-        described = [ready["transport"].get("lanes", []) for ready in self.results.ready.values()]
-        return sorted({str(lane) for lanes in described for lane in ([lanes] if isinstance(lanes, str) else lanes)})
+    def step(self, text: str) -> None:
+        """Show the next step of this fleet."""
+        self._steps.step(f"{self._label}: {text}" if self._label else text)
 
-    def gpus(self) -> dict[int, Gpu]:
-        """What each GPU in use says of itself, by number."""
-        found = {self.fleet.names[name]["device"]: ready.get("gpu") for name, ready in self.results.ready.items()}
-        return {number: gpu for number, gpu in sorted(found.items()) if gpu is not None}
+    def __enter__(self) -> Session:
+        return self
 
-    def _step(self, text: str) -> None:
-        self._steps.step(f"{self.label}: {text}" if self.label else text)
-
-
-def laps_of(program: Program, plan: Plan) -> int:
-    """Number of laps that a program takes."""
-    return sum(length(plan, stage.cases) * stage.repeat for stage in program.outlook(plan))
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._observers.close()
+        self.fleet.close()
 
 
-def measure(sessions: Sequence[Session], steps: Steps) -> None:
-    """Start every fleet, measure the floors, run all laps in turns, measure the floors again.
+def trials_of(program: Program, plan: Plan) -> int:
+    """Return the number of trials of a program."""
+    return sum(stage.trials(plan) for stage in program.outline(plan))
+
+
+def measure(sessions: Sequence[Session], steps: Steps, roofline: bool = True) -> None:
+    """Start every fleet, run all trials in turns, and measure the roofline before and after.
 
     Raises:
-        FleetError: a rank died, failed or hung.
+        FleetError: A rank died, failed or hung.
     """
     for session in sessions:
         session.start()
-    for session in sessions:
-        session.floors()
-    under_way = [session.laps() for session in sessions]
-    while under_way:
-        for laps in tuple(under_way):
-            if next(laps, None) is None:
-                under_way.remove(laps)
+    rooflines = sessions if roofline else ()
+    for session in rooflines:
+        session.measure_roofline()
+    running = [session.trials() for session in sessions]
+    while running:
+        for trials in tuple(running):
+            if next(trials, None) is None:
+                running.remove(trials)
             else:
-                steps.lap()
-    for session in sessions:
-        session.floors()
+                steps.finished_trial()
+    for session in rooflines:
+        session.measure_roofline()

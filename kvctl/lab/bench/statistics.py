@@ -1,4 +1,4 @@
-"""The few statistics that a result needs, in plain Python: percentiles, unions of spans."""
+"""Percentiles, summaries and unions of spans, without numpy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 
 
 def percentile(ordered: Sequence[float], quantile: float) -> float:
-    """Linear interpolation between the two nearest of `ordered`, ascending and not empty."""
+    """Interpolate linearly between the two nearest values of `ordered`, which is ascending and not empty."""
     at = quantile * (len(ordered) - 1)
     low = int(at)
     high = min(low + 1, len(ordered) - 1)
@@ -16,7 +16,7 @@ def percentile(ordered: Sequence[float], quantile: float) -> float:
 
 
 def summary_ms(values_ns: Iterable[float]) -> dict[str, float | None]:
-    """Mean, percentiles and maximum of nanoseconds, in milliseconds; None without values."""
+    """Return mean, percentiles and maximum of nanoseconds, in milliseconds; each is None without values."""
     ordered = sorted(value / 1e6 for value in values_ns)
     if not ordered:
         return dict.fromkeys(("mean", *QUANTILES, "max"))
@@ -28,7 +28,7 @@ def summary_ms(values_ns: Iterable[float]) -> dict[str, float | None]:
 
 
 def stage_us(values_ns: Iterable[float]) -> dict[str, float | None]:
-    """p50 and p99 of nanoseconds, in microseconds; None without values."""
+    """Return p50 and p99 of nanoseconds, in microseconds; both are None without values."""
     ordered = sorted(value / 1e3 for value in values_ns)
     if not ordered:
         return {"p50": None, "p99": None}
@@ -36,7 +36,7 @@ def stage_us(values_ns: Iterable[float]) -> dict[str, float | None]:
 
 
 def union(spans: Iterable[tuple[int, int]]) -> int:
-    """Length of the union of [start, end) spans: time in which at least one was open."""
+    """Return the length of the union of [start, end) spans."""
     total = 0
     reached: int | None = None
     for start, end in sorted(spans):
@@ -50,5 +50,5 @@ def union(spans: Iterable[tuple[int, int]]) -> int:
 
 
 def median(values: Sequence[float]) -> float:
-    """The middle value, or the mean of the two; `values` is not empty."""
+    """Return the median of `values`, which is not empty."""
     return percentile(sorted(values), 0.5)

@@ -1,31 +1,92 @@
-"""Single rooms and rings over time: what a picture of a bench is drawn from.
+"""Timelines of single rooms and rings for the HTML report, and the type of the report's data.
 
-A part is seen from both its ends, each of which knows other moments of its life; here the two are joined.
+Each end of a part knows only some of its stages; a part's timeline joins both ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, NotRequired, TypedDict
 
-from kvctl.lab.bench.case import Case
-from kvctl.lab.bench.html.data import PartTimeline, RingTimeline, RoomTimeline
-from kvctl.lab.bench.room_timing import Finished
+from kvctl.lab.bench.program import Case
+from kvctl.lab.bench.room_timing import TimedTrial
 from kvctl.lab.bench.statistics import median
 from kvctl.lab.bench.trials import Trial
 from kvctl.lab.ranks.messages import Ready
 from kvctl.lab.ranks.plan import Plan, PlannedRank
 
-_Key = tuple[str, str, int, tuple[int, ...]]
+
+class PartTimeline(TypedDict):
+    """One part of a room.
+
+    `layers` is [lo, hi). `moments` has the end of each stage (`contract.states.STAGES`) in nanoseconds, on one clock
+    for all parts of the room; stages that the part's path does not have are absent.
+    """
+
+    agent: str
+    peer: str
+    writer: int
+    chunk: int
+    layers: Sequence[int]
+    path: str
+    moments: Mapping[str, int]
 
 
-def layer_groups(lap: Trial, names: Mapping[str, PlannedRank], layers: int) -> int | None:
-    """Layer groups that the shown room's KV came in, at the writer with most of them; None where no part is known.
+class RoomTimeline(TypedDict):
+    """One room: its forward pass, its success and its parts, on one clock."""
+
+    title: str
+    room: str
+    path: str
+    transport: str
+    pipeline: str
+    forward_start_ns: int
+    forward_done_ns: int
+    success_ns: int
+    parts: Sequence[PartTimeline]
+
+
+class RingTimeline(TypedDict):
+    """Use of one decode rank's ring during a trial: points are [time in ns, bytes in use], by time.
+
+    `title` describes the trial if the path alone does not.
+    """
+
+    agent: str
+    path: str
+    title: NotRequired[str]
+    size_bytes: int
+    points: Sequence[Sequence[int]]
+
+
+class ReportData(TypedDict):
+    """Content of the HTML report; only the document is required.
+
+    Attributes:
+        document: A result of `kvctl bench --save`. Fields that an older document lacks are shown as unknown.
+        title: Headline; derived from the document if absent.
+        command: The command line that was run.
+        started_at: Start time as text, such as `2026-11-20 12:49:42 UTC`.
+        waterfalls: A typical room of each path and pipeline setting.
+        rings: Every sampled ring, all on one clock.
+    """
+
+    document: Mapping[str, Any]
+    title: NotRequired[str]
+    command: NotRequired[str]
+    started_at: NotRequired[str]
+    waterfalls: NotRequired[Sequence[RoomTimeline]]
+    rings: NotRequired[Sequence[RingTimeline]]
+
+
+def layer_groups(trial: Trial, names: Mapping[str, PlannedRank], layers: int) -> int | None:
+    """Return the number of layer groups of the shown room, at the writer with most of them; None if no part is known.
 
     Args:
-        layers: of the model; a draft model's come after them and are not counted.
+        layers: Layers of the model. A draft model's layers have higher numbers and are not counted.
     """
     groups: dict[tuple[str, str, int], set[tuple[int, ...]]] = {}
-    for name, report in lap.reports.items():
+    for name, report in trial.reports.items():
         if names[name]["role"] == "prefill":
             for part in report["waterfall"]:
                 if part["chunk"] is not None and part["layers"][0] < layers:
@@ -34,73 +95,73 @@ def layer_groups(lap: Trial, names: Mapping[str, PlannedRank], layers: int) -> i
 
 
 def room_timelines(
-    laps: Mapping[Case, Sequence[Finished]], names: Mapping[str, PlannedRank], plan: Plan
+    trials: Mapping[Case, Sequence[TimedTrial]], names: Mapping[str, PlannedRank], plan: Plan
 ) -> list[RoomTimeline]:
-    """A typical room of each path and pipeline."""
-    lives = []
-    for case in _worth_showing(laps):
-        finished = typical(laps[case])
-        if finished is None:
+    """Return the timeline of a typical room of each path and pipeline setting."""
+    timelines = []
+    for case in _shown_cases(trials):
+        trial = typical(trials[case])
+        if trial is None:
             continue
-        passage = finished.passages[finished.lap.shown]
+        timing = trial.timings[trial.trial.shown]
         planned = plan["loads"][case.load]
         pipeline = "" if case.pipeline == "off" else f", pipeline {case.pipeline}"
-        lives.append(
+        timelines.append(
             RoomTimeline(
-                title=f"{case.path}{pipeline}: {passage.room.tokens:,} tokens, concurrency {planned['concurrency']}",
-                room=str(passage.room.number),
+                title=f"{case.path}{pipeline}: {timing.room.tokens:,} tokens, concurrency {planned['concurrency']}",
+                room=str(timing.room.number),
                 path=case.path,
                 transport=plan["transport"],
                 pipeline=case.pipeline,
-                forward_start_ns=passage.started_ns,
-                forward_done_ns=passage.forward_done_ns,
-                success_ns=passage.success_ns,
-                parts=_parts(finished.lap, names),
+                forward_start_ns=timing.started_ns,
+                forward_done_ns=timing.forward_done_ns,
+                success_ns=timing.success_ns,
+                parts=_parts(trial.trial, names),
             )
         )
-    return lives
+    return timelines
 
 
 def ring_timelines(
-    laps: Mapping[Case, Sequence[Finished]], names: Mapping[str, PlannedRank], ready: Mapping[str, Ready]
+    trials: Mapping[Case, Sequence[TimedTrial]], names: Mapping[str, PlannedRank], ready: Mapping[str, Ready]
 ) -> list[RingTimeline]:
-    """Every decode rank's ring during a typical lap of each path and pipeline that used it."""
+    """Return the timeline of every decode rank's ring in a typical trial of each path and pipeline that used it."""
     return [
         RingTimeline(agent=name, path=case.path, size_bytes=ready[name]["ring_bytes"], points=report["ring_samples"])
-        for case in _worth_showing(laps)
-        if (finished := typical(laps[case])) is not None
-        for name, report in finished.lap.reports.items()
+        for case in _shown_cases(trials)
+        if (trial := typical(trials[case])) is not None
+        for name, report in trial.trial.reports.items()
         if names[name]["role"] == "decode" and name in ready and any(used for _, used in report["ring_samples"])
     ]
 
 
-def typical(laps: Sequence[Finished]) -> Finished | None:
-    """The lap whose shown room took a middling time; None where none of the shown rooms succeeded."""
-    shown = [finished for finished in laps if finished.lap.shown in finished.passages]
+def typical(trials: Sequence[TimedTrial]) -> TimedTrial | None:
+    """Return the trial whose shown room has about median latency; None if no shown room succeeded."""
+    shown = [trial for trial in trials if trial.trial.shown in trial.timings]
     if not shown:
         return None
-    latencies = [finished.passages[finished.lap.shown].latency_ns for finished in shown]
+    latencies = [trial.timings[trial.trial.shown].latency_ns for trial in shown]
     middle = median(latencies)
     return min(zip(latencies, shown, strict=True), key=lambda pair: abs(pair[0] - middle))[1]
 
 
-def _worth_showing(laps: Mapping[Case, Sequence[Finished]]) -> list[Case]:
-    """Of the loads and paces of each path and pipeline the one in the middle: all of them would be a picture book."""
+def _shown_cases(trials: Mapping[Case, Sequence[TimedTrial]]) -> list[Case]:
+    """Return the middle one of the loads and layer times of each path and pipeline setting."""
     groups: dict[tuple[str, str], list[Case]] = {}
-    for case in laps:
+    for case in trials:
         groups.setdefault((case.path, case.pipeline), []).append(case)
     return [cases[len(cases) // 2] for cases in groups.values()]
 
 
-def _parts(lap: Trial, names: Mapping[str, PlannedRank]) -> list[PartTimeline]:
-    """The shown room's parts in the order in which they came into being, both ends of each joined."""
-    parts: dict[_Key, PartTimeline] = {}
-    for name, report in lap.reports.items():
+def _parts(trial: Trial, names: Mapping[str, PlannedRank]) -> list[PartTimeline]:
+    """Join both ends of each part of the shown room, in the order in which the parts began."""
+    parts: dict[tuple[str, str, int, tuple[int, ...]], PartTimeline] = {}
+    for name, report in trial.reports.items():
         for part in report["waterfall"]:
             if part["chunk"] is None or part["writer"] is None:
                 continue
             ends = (name, part["peer"]) if names[name]["role"] == "prefill" else (part["peer"], name)
-            life = parts.setdefault(
+            joined = parts.setdefault(
                 (*ends, part["chunk"], tuple(part["layers"])),
                 PartTimeline(
                     agent=ends[0],
@@ -112,5 +173,5 @@ def _parts(lap: Trial, names: Mapping[str, PlannedRank]) -> list[PartTimeline]:
                     moments={},
                 ),
             )
-            life["moments"] = {**life["moments"], **part["moments"]}
-    return sorted(parts.values(), key=lambda life: min(life["moments"].values(), default=0))
+            joined["moments"] = {**joined["moments"], **part["moments"]}
+    return sorted(parts.values(), key=lambda part: min(part["moments"].values(), default=0))

@@ -1,7 +1,7 @@
-"""Reads a request trace in Mooncake's format: one JSON object a line, prompts named by ids of their 512-token blocks.
+"""Reads a request trace in Mooncake's format: a JSON object per line, with the ids of the prompt's 512-token blocks.
 
-A trace comes from elsewhere, so nothing in it is believed: every length has a bound, and a line that does not parse is
-named by its number, and then skipped or the end of the reading, as asked.
+Traces are untrusted input: every length is bounded, and a line that does not parse is reported with its number and
+skipped, or ends the reading with `--strict`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 import orjson
 
-from kvctl.lab.bench.prompts import Prompt, Traffic
+from kvctl.lab.bench.traffic import Prompt, Traffic
 
 BLOCK_TOKENS = 512
-"""Tokens that one id of `hash_ids` stands for; the last one of a prompt may stand for fewer."""
+"""Tokens per id of `hash_ids`; the last block of a prompt may have fewer."""
 
 MAX_LINE_BYTES = 1 << 20
 MAX_TOKENS = 16 << 20
@@ -28,16 +28,16 @@ _SHOWN = 3
 
 
 class TraceError(ValueError):
-    """The trace cannot be used; the text names the file and, where there is one, the line."""
+    """The trace cannot be used; the text names the file and, if it is about one, the line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The first requests of a trace, as they were recorded.
+    """The first requests of a trace, as recorded.
 
     Attributes:
-        requests: by time; `arrival_ms` from the first one on.
-        skipped: number of each line that did not parse, with the reason.
+        requests: in the order of their arrival.
+        skipped: number of each line that did not parse, and the reason.
     """
 
     file: str
@@ -46,11 +46,11 @@ class Trace:
 
     @property
     def notes(self) -> list[str]:
-        """What people should know of the lines that were skipped."""
+        """Remarks on skipped lines."""
         lines = [f"{self.file} line {number} is skipped: {why}" for number, why in self.skipped.items()]
         more = len(lines) - _SHOWN
         return lines[:_SHOWN] + (
-            [f"{self.file}: {more} more lines are skipped; --strict stops at one"] if more > 0 else []
+            [f"{self.file}: {more} more lines are skipped; --strict stops at the first"] if more > 0 else []
         )
 
 
@@ -58,9 +58,8 @@ def read(path: Path, most: int, strict: bool) -> Trace:
     """Read up to `most` requests.
 
     Raises:
-        TraceError: the file cannot be read, has no request, has a line longer than `MAX_LINE_BYTES`, or, if `strict`,
-            one that does not parse; or more than
-            `MAX_SKIPPED` lines do not.
+        TraceError: The file cannot be read, has no request, has a line longer than `MAX_LINE_BYTES`, or has more than
+            `MAX_SKIPPED` lines that do not parse, or any such line if `strict`.
     """
     requests: list[Prompt] = []
     skipped: dict[int, str] = {}
@@ -70,7 +69,9 @@ def read(path: Path, most: int, strict: bool) -> Trace:
             while len(requests) < most and (line := file.readline(MAX_LINE_BYTES + 1)):
                 number += 1
                 if len(line) > MAX_LINE_BYTES:
-                    raise TraceError(f"{path} line {number} has more than {MAX_LINE_BYTES} bytes: this is no trace")
+                    raise TraceError(
+                        f"{path} line {number} has more than {MAX_LINE_BYTES} bytes, so this is not a trace"
+                    )
                 if not line.strip():
                     continue
                 try:
@@ -78,7 +79,7 @@ def read(path: Path, most: int, strict: bool) -> Trace:
                 except ValueError as error:
                     if strict:
                         raise TraceError(
-                            f"{path} line {number}: {error}; leave out --strict to skip such lines"
+                            f"{path} line {number}: {error}; without --strict such lines are skipped"
                         ) from None
                     skipped[number] = str(error)
                     if len(skipped) > MAX_SKIPPED:
@@ -97,14 +98,14 @@ def parse(line: bytes) -> Prompt:
     """One line: `{"timestamp": ms, "input_length": …, "output_length": …, "hash_ids": […]}`; other keys are ignored.
 
     Raises:
-        ValueError: it is something else; says what.
+        ValueError: The line has another form.
     """
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise ValueError(f"it is no JSON: {error}") from None
+        raise ValueError(f"invalid JSON: {error}") from None
     if not isinstance(row, dict):
-        raise ValueError(f"it is {_kind(row)}, not an object")
+        raise ValueError(f"the line is {_kind(row)}, not an object")
     tokens = _whole(row, "input_length", 1, MAX_TOKENS)
     ids = row.get("hash_ids")
     if not isinstance(ids, list):
@@ -122,11 +123,11 @@ def parse(line: bytes) -> Prompt:
 
 
 def scaled(trace: Trace, tokens_scale: Fraction, speedup: float) -> Traffic:
-    """The trace made to fit a machine.
+    """Scale lengths and arrival times of a trace.
 
     Args:
-        tokens_scale: what lengths, and so blocks, are multiplied with; no prompt gets shorter than one token.
-        speedup: how much faster requests come than they did; infinite for as soon as there is room for them.
+        tokens_scale: Factor of all lengths; no prompt becomes shorter than one token.
+        speedup: Divisor of the arrival times; infinite for a closed loop.
     """
     first_ms = trace.requests[0].arrival_ms or 0.0
     return Traffic(
@@ -152,5 +153,5 @@ def _whole(row: Mapping[str, Any], name: str, low: int, high: int) -> int:
 
 
 def _kind(value: Any) -> str:
-    """A value as an error names it: short, and safe to print."""
+    """Describe a value in an error message: short and safe to print."""
     return "missing" if value is None else f"{value!r:.40}" if isinstance(value, int | float) else type(value).__name__

@@ -1,24 +1,59 @@
-"""Turns a trace or a set of sessions into requests that a plan can take, and says afterwards what became of them."""
+"""Real traffic: requests of a trace or of sessions, and what the decode side's prefix caches have of each.
+
+A prompt's content is a list of block ids: prompts that begin with the same ids begin with the same tokens. Prefix hits
+are computed before the bench runs, so that all compared paths move the same bytes, and so that the hits can be checked
+without running anything. A prompt's blocks count as cached from its arrival on.
+"""
 
 from __future__ import annotations
 
+import random
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
-from kvctl.lab.bench.prefix_cache import route
-from kvctl.lab.bench.prompts import Traffic
 from kvctl.lab.ranks.plan import Plan, PlannedShape
-from kvctl.lab.ranks.request import Load, PlanRequest, Request, Tokens
+from kvctl.lab.ranks.request import PlanRequest, Request, Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One request.
+
+    Attributes:
+        tokens: length of the prompt.
+        output_tokens: number of tokens that decode generates.
+        arrival_ms: arrival after the first request; None in a closed loop.
+        blocks: ids of the prompt's blocks; the last block may be partly filled.
+        kept: ids of the blocks that are cached afterwards, which may include the answer.
+        session: session of the turn, or -1. Turns of a session run one after the other on the same decode dp rank.
+    """
+
+    tokens: int
+    output_tokens: int = 0
+    arrival_ms: float | None = None
+    blocks: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+    session: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Prompts in the order of their arrival; a scaled block need not have a whole number of tokens."""
+
+    prompts: tuple[Prompt, ...]
+    block_tokens: Fraction
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Real traffic: what it is, for the saved result, and its prompts.
+    """Traffic and its description.
 
     Attributes:
-        facts: where it came from, how it was scaled, lines that were skipped.
-        cache_tokens: what the prefix cache of each decode dp group holds; None: half of what its memory holds.
+        facts: origin, scale and skipped lines, for the saved result.
+        cache_tokens: capacity of each decode dp rank's prefix cache; None for half of its memory.
     """
 
     facts: Mapping[str, Any]
@@ -27,16 +62,113 @@ class Source:
 
     @property
     def longest(self) -> Tokens:
-        """The length that a plan must at least have room for."""
+        """Length of the longest prompt, for which a plan needs memory."""
         return Tokens(values=(max(prompt.tokens for prompt in self.traffic.prompts),))
 
 
-def with_requests(request: PlanRequest, source: Source, shape: PlannedShape, decodes: bool) -> PlanRequest:
-    """The request with the source's prompts in place of drawn ones, each with what the decode side has cached of it.
+def poisson(prompts: Sequence[Prompt], rate_per_s: float, seed: int) -> tuple[Prompt, ...]:
+    """Return the prompts with arrival times of a Poisson process, reproducible by `seed`."""
+    source = random.Random(seed)
+    at_ms = 0.0
+    arriving = []
+    for prompt in prompts:
+        arriving.append(replace(prompt, arrival_ms=at_ms))
+        at_ms += source.expovariate(rate_per_s) * 1e3
+    return tuple(arriving)
+
+
+def sessions(count: int, turns: int, new_tokens: Sequence[int], output_tokens: int, block_tokens: int) -> Traffic:
+    """Create conversations in which each turn's prompt is the whole conversation so far and some new tokens.
+
+    All first turns come before any second turn.
 
     Args:
-        shape: as planned, which decides what a cache holds.
-        decodes: whether time passes in decoding; else outputs count for the caches alone.
+        new_tokens: Tokens that a turn adds, in turn over all requests.
+        output_tokens: Length of each answer, which becomes part of the next prompt.
+        block_tokens: Unit of reuse; a page.
+    """
+    lengths = [0] * count
+    prompts: list[Prompt] = []
+    for _ in range(turns):
+        for session in range(count):
+            tokens = lengths[session] + new_tokens[len(prompts) % len(new_tokens)]
+            lengths[session] = tokens + output_tokens
+            prompts.append(
+                Prompt(
+                    tokens=tokens,
+                    output_tokens=output_tokens,
+                    blocks=_blocks(session, count, -(-tokens // block_tokens)),
+                    kept=_blocks(session, count, lengths[session] // block_tokens),
+                    session=session,
+                )
+            )
+    return Traffic(tuple(prompts), Fraction(block_tokens))
+
+
+class PrefixCache:
+    """The blocks cached by one decode dp rank, with least-recently-used eviction."""
+
+    def __init__(self, capacity_blocks: int) -> None:
+        self._capacity = capacity_blocks
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def leading(self, blocks: Sequence[int]) -> int:
+        """Return how many of a prompt's first blocks are cached without a gap."""
+        return next((at for at, block in enumerate(blocks) if block not in self._blocks), len(blocks))
+
+    def keep(self, blocks: Sequence[int]) -> None:
+        """Add a prompt's blocks. The last one is evicted first, because it is useless without the others."""
+        for block in reversed(blocks):
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        while len(self._blocks) > self._capacity:
+            self._blocks.popitem(last=False)
+
+
+def route(traffic: Traffic, decode_dp: int, page_size: int, capacity_tokens: int) -> list[tuple[int, int]]:
+    """Return the decode dp rank of every prompt and the number of tokens cached there.
+
+    A prompt goes to the rank with the fewest bytes moved so far, its own included: a long hit attracts it, but no rank
+    stays idle because another one has the system prompt. A session stays on the rank of its first turn.
+
+    Args:
+        capacity_tokens: Capacity of each rank's cache.
+    """
+    capacity_blocks = int(capacity_tokens / traffic.block_tokens)
+    caches = [PrefixCache(capacity_blocks) for _ in range(decode_dp)]
+    moved = [0] * decode_dp
+    session_ranks: dict[int, int] = {}
+    routed = []
+    for prompt in traffic.prompts:
+        hits = [
+            hit_tokens(cache.leading(prompt.blocks), traffic.block_tokens, prompt.tokens, page_size) for cache in caches
+        ]
+        cheapest = min(range(decode_dp), key=lambda at: moved[at] + prompt.tokens - hits[at])
+        dp = session_ranks.get(prompt.session, cheapest)
+        if prompt.session >= 0:
+            session_ranks[prompt.session] = dp
+        moved[dp] += prompt.tokens - hits[dp]
+        caches[dp].keep(prompt.kept)
+        routed.append((dp, hits[dp]))
+    return routed
+
+
+def hit_tokens(blocks: int, block_tokens: Fraction, tokens: int, page_size: int) -> int:
+    """Return the tokens of a hit of leading blocks: whole pages, and never the prompt's last page."""
+    pages = min(int(blocks * block_tokens), tokens) // page_size
+    return min(pages, (tokens - 1) // page_size) * page_size
+
+
+def with_requests(request: PlanRequest, source: Source, shape: PlannedShape) -> PlanRequest:
+    """Return the request with the source's prompts in place of drawn ones, each with its prefix hit.
+
+    Without simulated decoding, outputs matter for the prefix caches only.
+
+    Args:
+        shape: The planned shape, which determines the capacity of a cache.
     """
     capacity = source.cache_tokens
     if capacity is None:
@@ -46,29 +178,31 @@ def with_requests(request: PlanRequest, source: Source, shape: PlannedShape, dec
         Request(
             arrival_ms=prompt.arrival_ms,
             tokens=prompt.tokens,
-            prefix_tokens=where.prefix_tokens,
-            output_tokens=prompt.output_tokens if decodes else 0,
+            prefix_tokens=prefix_tokens,
+            output_tokens=prompt.output_tokens if request.decode_ms > 0 else 0,
             session=prompt.session,
-            decode_dp=where.decode_dp,
+            decode_dp=decode_dp,
         )
-        for prompt, where in zip(source.traffic.prompts, routed, strict=True)
+        for prompt, (decode_dp, prefix_tokens) in zip(source.traffic.prompts, routed, strict=True)
     )
-    return replace(request, requests=requests, rooms=None, loads=tuple(_bare(load) for load in request.loads))
+    loads = tuple(replace(load, rooms=None) for load in request.loads)
+    return replace(request, requests=requests, rooms=None, loads=loads)
 
 
 def token_bytes(shape: PlannedShape) -> int:
-    """K and V of one token over the whole model."""
+    """Return the bytes of one token's K and V over the whole model."""
     return max(
         1, shape["layers"] * shape["kv_heads"] * (shape["head_dim"] + shape["v_head_dim"]) * shape["dtype_bytes"]
     )
 
 
-def hits(plan: Plan) -> list[dict[str, Any]]:
-    """Every request of a plan as it is run, in order."""
+def planned_requests(plan: Plan) -> list[dict[str, Any]]:
+    """Return every request of a plan as it runs, for the saved result."""
     names = ("tokens", "prefix_tokens", "output_tokens", "arrival_ms", "decode_dp", "session")
     rooms: Sequence[Mapping[str, Any]] = plan["loads"][0]["rooms"]
     return [{name: room[name] for name in names} for room in rooms]
 
 
-def _bare(load: Load) -> Load:
-    return replace(load, rooms=None)
+def _blocks(session: int, sessions: int, count: int) -> tuple[int, ...]:
+    """Return the ids of a session's first blocks; no two sessions share any."""
+    return tuple(range(session, session + count * sessions, sessions))

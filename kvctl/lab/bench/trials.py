@@ -1,7 +1,7 @@
-"""The order of a bench: every case runs its first lot before any runs its second.
+"""Runs trials: a trial fills, runs and verifies one batch of one case.
 
-Machines drift while a bench runs, so what is compared runs in turns, on the same rooms. A lap is one lot of one case:
-filled, run, verified.
+A batch is a set of a load's rooms that fits in memory at once. Every case runs its first batch before any runs its
+second, so that compared cases run in turns, on the same rooms, while the machine drifts.
 """
 
 from __future__ import annotations
@@ -11,29 +11,33 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvctl.lab.bench.case import Case
 from kvctl.lab.bench.fleet import Fleet
-from kvctl.lab.bench.time_budget import TimeBudget
+from kvctl.lab.bench.program import Case
 from kvctl.lab.ranks.group import FleetError
 from kvctl.lab.ranks.messages import Room, RunReport, VerifyReport
-from kvctl.lab.ranks.plan import Plan
+from kvctl.lab.ranks.plan import Plan, PlannedRoom
 
-# Indices of rooms decide their content; loads are this far apart, so that no two share any.
 LOAD_STRIDE = 1 << 24
-# Rooms before the end of a lap of which agents still have all events.
-_REMEMBERED = 32
+"""Distance between the room indices of two loads: an index decides a room's content, and no two loads share any."""
+
+# Agents keep all events of about so many rooms before the end of a trial.
+_EVENTS_KEPT_ROOMS = 32
 _HOLD_ROOMS = 4
 _HOLD_PAUSE_S = 0.5
-# The first room over a path meets kernels that are not compiled and lanes that are not open: only the second one tells.
-_TRIALS = 2
+# The first room on a path waits for kernels to compile and connections to open, so only the second one is timed.
+_SPEED_ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One lot of one case, once; `shown` is the index of the room whose parts the reports list."""
+    """One batch of one case, run once.
+
+    Attributes:
+        shown: index of the room whose parts the reports list; -1 for none.
+    """
 
     case: Case
-    lot: int
+    batch: int
     repeat: int
     rooms: tuple[Room, ...]
     reports: Mapping[str, RunReport]
@@ -41,13 +45,59 @@ class Trial:
     shown: int = -1
 
 
-def _identity(load: int, lot: int, part: int) -> int:
-    """Number of a lot that no other has; `part`: of its first so many rooms, 0 of all. Other rooms, other pages."""
-    return part << 48 | load << 16 | lot
+class TimeBudget:
+    """Limits how many rooms of a batch a case runs, so that each case takes about `point_s` seconds per repeat.
+
+    Paths differ by factors of a hundred: what one moves in a second takes another minutes. The slow one runs the first
+    rooms of each batch, as many as its measured speed predicts; a running batch is never cut short.
+
+    Args:
+        point_s: Seconds of one case and repeat; None for no limit.
+    """
+
+    def __init__(self, point_s: float | None) -> None:
+        self._point_s = point_s
+        self._s_per_token: dict[tuple[str, str], float] = {}
+        self._used_s: dict[tuple[Case, int], float] = {}
+
+    def unknown(self, case: Case) -> bool:
+        """Whether the speed of the case's path has to be measured first."""
+        return self._point_s is not None and (case.path, case.pipeline) not in self._s_per_token
+
+    def rooms(self, case: Case, repeat: int, batch: Sequence[PlannedRoom]) -> int:
+        """Return how many rooms of a batch fit into the remaining time; at least one of a case's first batch."""
+        if self._point_s is None:
+            return len(batch)
+        used = self._used_s.get((case, repeat))
+        s_per_token = self._s_per_token[case.path, case.pipeline]
+        left = self._point_s - (used or 0.0)
+        fitting = 0
+        for room in batch:
+            left -= room["tokens"] * s_per_token
+            if left < 0:
+                break
+            fitting += 1
+        return max(fitting, used is None)
+
+    def ran(self, case: Case, repeat: int, rooms: Sequence[PlannedRoom], seconds: float) -> None:
+        """Record the time that rooms of a batch took."""
+        self.measured(case, rooms, seconds)
+        self._used_s[case, repeat] = self._used_s.get((case, repeat), 0.0) + seconds
+
+    def measured(self, case: Case, rooms: Sequence[PlannedRoom], seconds: float) -> None:
+        """Record the speed of rooms that belong to no trial."""
+        self._s_per_token[case.path, case.pipeline] = seconds / max(1, sum(room["tokens"] for room in rooms))
 
 
 class TrialRunner:
-    """Runs laps of a plan on one fleet."""
+    """Runs trials of a plan on one fleet.
+
+    Args:
+        verify: One of `VERIFY_MODES`.
+        on_step: Called with a short description of the next step.
+        watch: Called with whether observers should watch from now on.
+        point_s: As in `TimeBudget`.
+    """
 
     def __init__(
         self,
@@ -59,45 +109,39 @@ class TrialRunner:
         watch: Callable[[bool], None] = lambda wanted: None,
         point_s: float | None = None,
     ) -> None:
-        """
-        Args:
-            on_step: told what is done next, in a few words.
-            watch: told whether people are to watch from now on.
-            point_s: seconds that one case may run for, each time; None: until all its rooms have run.
-        """
-        self._pace = TimeBudget(point_s)
+        self._budget = TimeBudget(point_s)
         self._watch = watch
         self._fleet = fleet
         self._plan = plan
         self._verify = verify
         self._decode_ms = decode_ms
         self._on_step = on_step
-        # Rooms of two fleets must not be taken for one by those who watch both.
+        # Random, so that an observer of two fleets does not take their rooms for the same.
         self._next_room = (secrets.randbelow(1 << 30) + 1) * plan["room_stride"] << 10
 
-    def laps(self, cases: Sequence[Case], repeat: int) -> Iterator[Trial]:
-        """Run them, in turns.
+    def trials(self, cases: Sequence[Case], repeat: int) -> Iterator[Trial]:
+        """Run the cases in turns.
 
         Raises:
-            FleetError: a rank died, failed or hung, or a room's pages stay held.
+            FleetError: A rank died, failed or hung, or the pages of a room may still be written to.
         """
-        lots = {case: len(self._plan["loads"][case.load]["lots"]) for case in cases}
+        batches = {case: len(self._plan["loads"][case.load]["lots"]) for case in cases}
         for again in range(repeat):
-            for lot in range(max(lots.values(), default=0)):
-                for case in (case for case in cases if lot < lots[case]):
-                    first, end = self._plan["loads"][case.load]["lots"][lot]
+            for batch in range(max(batches.values(), default=0)):
+                for case in (case for case in cases if batch < batches[case]):
+                    first, end = self._plan["loads"][case.load]["lots"][batch]
                     planned = self._plan["loads"][case.load]["rooms"][first:end]
-                    if self._pace.unknown(case):
-                        self._try(case, lot)
-                    count = self._pace.rooms(case, again, planned)
+                    if self._budget.unknown(case):
+                        self._measure_speed(case, batch)
+                    count = self._budget.rooms(case, again, planned)
                     if count:
-                        yield self._lap(case, lot, again, count)
+                        yield self._trial(case, batch, again, count)
 
     def hold(self) -> None:
-        """Light traffic over a few rooms of the first lot, until interrupted.
+        """Run light traffic over a few rooms of the first batch until interrupted.
 
         Raises:
-            FleetError: as `laps`.
+            FleetError: As `trials`.
         """
         path = self._plan["paths"][-1]
         first, end = self._plan["loads"][0]["lots"][0]
@@ -108,58 +152,50 @@ class TrialRunner:
             self._fleet.run(windows, rooms, "hold")
             self._fleet.idle(_HOLD_PAUSE_S)
 
-    def _try(self, case: Case, lot: int) -> None:
-        """See how fast a path is, with the first room of a lot."""
+    def _measure_speed(self, case: Case, batch: int) -> None:
+        """Measure the speed of a path with the first room of a batch."""
         planned = self._plan["loads"][case.load]
-        first = planned["lots"][lot][0]
+        first = planned["lots"][batch][0]
         doing = f"trying {case.path}"
         self._on_step(doing)
-        for _ in range(_TRIALS):
+        for _ in range(_SPEED_ROUNDS):
             rooms = self._rooms(case.load, first, first + 1)
             self._fleet.prepare(
-                _identity(case.load, lot, 1), case.path, rooms, poison=False, doing=doing, pipeline=case.pipeline
+                _batch_id(case.load, batch, 1), case.path, rooms, poison=False, doing=doing, pipeline=case.pipeline
             )
             started = time.monotonic()
-            self._check(self._fleet.run(planned["windows"], rooms, doing, case.layer_ms, self._decode_ms), doing)
-            self._pace.tried(case, planned["rooms"][first : first + 1], time.monotonic() - started)
+            reports = self._fleet.run(planned["windows"], rooms, doing, case.layer_ms, self._decode_ms)
+            _check_released(reports, doing)
+            self._budget.measured(case, planned["rooms"][first : first + 1], time.monotonic() - started)
 
-    def _lap(self, case: Case, lot: int, repeat: int, count: int) -> Trial:
-        """The first `count` rooms of a lot."""
+    def _trial(self, case: Case, batch: int, repeat: int, count: int) -> Trial:
+        """Run the first `count` rooms of a batch."""
         planned = self._plan["loads"][case.load]
-        first, end = planned["lots"][lot]
+        first, end = planned["lots"][batch]
         rooms = self._rooms(case.load, first, first + count)
-        doing = self._words(case, lot)
-        number = _identity(case.load, lot, count if count < end - first else 0)
+        doing = self._description(case, batch)
+        number = _batch_id(case.load, batch, count if count < end - first else 0)
         self._on_step(f"filling for {doing}")
         self._fleet.prepare(number, case.path, rooms, poison=True, doing=doing, pipeline=case.pipeline)
         self._on_step(doing)
-        # Neither the first room, which warms things up, nor the last, which has no company; agents forget early ones.
-        shown = rooms[max(len(rooms) // 2, len(rooms) - _REMEMBERED)].index
+        # Not the first room, which warms up, and not the last, which runs alone; agents forget early ones.
+        shown = rooms[max(len(rooms) // 2, len(rooms) - _EVENTS_KEPT_ROOMS)].index
         self._watch(case.observed)
         started = time.monotonic()
         reports = self._fleet.run(planned["windows"], rooms, doing, case.layer_ms, self._decode_ms, shown)
-        self._pace.ran(case, repeat, planned["rooms"][first : first + count], time.monotonic() - started)
-        self._check(reports, doing)
+        self._budget.ran(case, repeat, planned["rooms"][first : first + count], time.monotonic() - started)
+        _check_released(reports, doing)
         verdicts: Mapping[str, VerifyReport] = {}
         if self._verify != "off":
             self._on_step(f"verifying {doing}")
             verdicts = self._fleet.verify(self._verify, rooms, doing)
-        return Trial(case, lot, repeat, rooms, reports, verdicts, shown)
+        return Trial(case, batch, repeat, rooms, reports, verdicts, shown)
 
-    def _check(self, reports: Mapping[str, RunReport], doing: str) -> None:
-        held = sorted({index for report in reports.values() for index in report["held"]})
-        if held:
-            causes = sorted({text for report in reports.values() for _, text in report["failures"]})
-            raise FleetError(
-                f"{len(held)} rooms still hold pages after {doing}, so a write to them may be in flight and nothing "
-                f"can run after it; first causes: {'; '.join(causes[:3]) or 'none given'}"
-            )
-
-    def _words(self, case: Case, lot: int) -> str:
-        """What a lap is called while it runs and where it fails."""
+    def _description(self, case: Case, batch: int) -> str:
+        """Describe a trial for the progress display and for error messages."""
         planned = self._plan["loads"][case.load]
         watched = ["watched"] if case.observed else []
-        words = [*watched, f"lot {lot + 1} of {len(planned['lots'])}"]
+        words = [*watched, f"batch {batch + 1} of {len(planned['lots'])}"]
         if len(self._plan["pipelines"]) > 1:
             words.insert(0, f"pipeline {case.pipeline}")
         words.insert(0, case.path)
@@ -168,7 +204,7 @@ class TrialRunner:
         return ", ".join(words)
 
     def _rooms(self, load: int, first: int, end: int) -> tuple[Room, ...]:
-        """Rooms [first, end) of a load under numbers that were never used before."""
+        """Create rooms [first, end) of a load under numbers that were not used before."""
         base = self._next_room
         self._next_room += self._plan["room_stride"]
         planned = self._plan["loads"][load]["rooms"]
@@ -185,4 +221,19 @@ class TrialRunner:
                 session=planned[index]["session"],
             )
             for index in range(first, end)
+        )
+
+
+def _batch_id(load: int, batch: int, count: int) -> int:
+    """Return a unique number for the first `count` rooms of a batch, 0 for all: other rooms are on other pages."""
+    return count << 48 | load << 16 | batch
+
+
+def _check_released(reports: Mapping[str, RunReport], doing: str) -> None:
+    held = sorted({index for report in reports.values() for index in report["held"]})
+    if held:
+        causes = sorted({text for report in reports.values() for _, text in report["failures"]})
+        raise FleetError(
+            f"{len(held)} rooms still hold pages after {doing}: writes to them may be in flight, so nothing more can "
+            f"run; first causes: {'; '.join(causes[:3]) or 'none reported'}"
         )

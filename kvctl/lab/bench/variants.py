@@ -1,4 +1,4 @@
-"""Which fleets a bench needs: one for everything that one fleet can compare, more where it cannot."""
+"""The fleets of a bench: more than one if it compares what one fleet cannot run (transports, CP modes, layouts)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from itertools import product
 
 from kvctl.lab.ranks.request import PlanRequest, Sizes
 
-MOST_RANKS = 24
-"""Ranks that are alive at the same time, beyond which fleets run one after another: each is a process."""
+MAX_RANKS = 24
+"""Limit of ranks, each a process, that run at the same time; fleets that exceed it run one after another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,8 @@ class Variant:
     """One fleet.
 
     Attributes:
-        label: what sets it apart from those it is compared with, "" where it is alone.
-        fleet: what a preset calls it, "" where it has no name for it.
+        label: transport and CP mode, as far as they differ between the fleets; "" if there is only one.
+        fleet: name in the preset, or "".
     """
 
     label: str
@@ -28,17 +28,17 @@ class Variant:
 
     @property
     def ranks(self) -> int:
-        """Processes of the fleet."""
+        """Number of ranks."""
         return sum(map(size, self.request.prefill)) + size(self.request.decode)
 
     @property
     def name(self) -> str:
-        """What sets it apart, as part of an agent's name."""
+        """Name as part of an agent's name; "" if there is only one fleet."""
         return re.sub(r"[^a-z0-9]+", "-", f"{self.fleet} {self.label}".lower()).strip("-")
 
 
 def expand(request: PlanRequest, transports: Sequence[str], cp_modes: Sequence[str]) -> list[Variant]:
-    """The request over each transport in each CP mode."""
+    """Return a variant of the request for each transport in each CP mode."""
     variants = []
     for transport, mode in product(transports, cp_modes):
         words = [transport] * (len(transports) > 1) + [mode] * (len(cp_modes) > 1)
@@ -47,13 +47,13 @@ def expand(request: PlanRequest, transports: Sequence[str], cp_modes: Sequence[s
 
 
 def waves(groups: Iterable[Sequence[Variant]]) -> list[list[Variant]]:
-    """Fleets that are alive together: each group where it has at most `MOST_RANKS` ranks, else one by one.
+    """Return lists of fleets that run at the same time and share the memory.
 
-    Those of one wave share the memory.
+    A group is one list if it has at most `MAX_RANKS` ranks; otherwise each of its fleets runs alone.
     """
     together: list[list[Variant]] = []
     for group in groups:
-        if sum(variant.ranks for variant in group) <= MOST_RANKS:
+        if sum(variant.ranks for variant in group) <= MAX_RANKS:
             together.append(
                 [
                     replace(each, request=replace(each.request, memory_bytes=each.request.memory_bytes // len(group)))
@@ -66,12 +66,12 @@ def waves(groups: Iterable[Sequence[Variant]]) -> list[list[Variant]]:
 
 
 def size(sizes: Sizes) -> int:
-    """Ranks of an instance."""
+    """Return the number of ranks of an instance."""
     return sizes.dp * sizes.pp * sizes.cp * sizes.tp
 
 
 def sizes_text(sizes: Sizes) -> str:
-    """As people write it: `dp2 tp4`; `tp1` for a single rank."""
+    """Format sizes as `dp2 tp4`; a single rank is `tp1`."""
     axes = {"dp": sizes.dp, "pp": sizes.pp, "cp": sizes.cp, "tp": sizes.tp}
     stages = "+".join(map(str, sizes.layers))
     words = [f"{axis}{stages if axis == 'pp' and stages else number}" for axis, number in axes.items() if number > 1]

@@ -1,105 +1,105 @@
-"""How results and plans are shown: columns for programs; for people a column per path, with Δ against the first."""
+"""Tables of results and plans: columns for scripts; for a terminal a column per path, with captions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvctl.lab.bench import captions
-from kvctl.lab.bench.outcome import Outcome
-from kvctl.lab.bench.preset_views import contestants
-from kvctl.lab.ranks.plan import Plan
+from kvctl.lab.bench.results import Outcome
+from kvctl.lab.bench.variants import sizes_text
+from kvctl.lab.ranks.plan import Plan, PlannedShape
 from kvctl.render import units
 from kvctl.render.report import Block, Grid, Text
 from kvctl.render.view import Column, Kind, Row, View, Width
 from kvctl_agent.contract.choices import HOST
 
-# What can set rows of one load apart, besides the path; a terminal shows those that do.
-_APART = ("fleet", "transport", "cp_mode", "pipeline", "observed")
-_MOST_COLUMNS = 4
-_VERDICT = {"PASS": "green", "FAIL": "bold red", "False": "bold red", "True": "green"}
+# Fields besides the path that may tell the rows of one load apart; a terminal shows those that do.
+_DISTINGUISHING = ("fleet", "transport", "cp_mode", "pipeline", "observed")
+_MAX_PATH_COLUMNS = 4
+_VERDICT_STYLES = {"PASS": "green", "FAIL": "bold red", "False": "bold red", "True": "green"}
 
 
-def _ns(section: str, name: str, per: float) -> Callable[[Row], int | None]:
+def nanoseconds(*keys: str, per: float = 1e6) -> Callable[[Row], int | None]:
+    """Return a getter of the figure at `row[key][key]…` in nanoseconds; `per` nanoseconds are its unit."""
+
     def value(row: Row) -> int | None:
-        number = row[section][name]
+        number: Any = row
+        for key in keys:
+            number = number.get(key) if isinstance(number, Mapping) else None
         return None if number is None else round(number * per)
 
     return value
 
 
-def _stage(name: str) -> Callable[[Row], int | None]:
-    def value(row: Row) -> int | None:
-        number = row["stages_us"][name]["p50"]
-        return None if number is None else round(number * 1e3)
+def _wide(name: str, path: str | Callable[[Row], Any] = "", kind: Kind = Kind.TEXT, header: str = "") -> Column:
+    return Column(name, path, kind, Width.WIDE, header)
 
-    return value
+
+def _stage(name: str) -> Column:
+    return _wide(name, nanoseconds("stages_us", name, "p50", per=1e3), Kind.DURATION)
 
 
 BENCH = View(
     "bench",
     (
         Column("path"),
-        Column("fleet", width=Width.WIDE),
-        Column("transport", width=Width.WIDE),
-        Column("cp_mode", width=Width.WIDE),
-        Column("pipeline", width=Width.WIDE),
-        Column("observed", kind=Kind.FLAG, width=Width.WIDE),
+        _wide("fleet"),
+        _wide("transport"),
+        _wide("cp_mode"),
+        _wide("pipeline"),
+        _wide("observed", kind=Kind.FLAG),
         Column("concurrency", kind=Kind.COUNT, header="CONC"),
         Column("tokens", "tokens_drawn"),
         Column("rooms", kind=Kind.COUNT, width=Width.NORMAL),
-        Column("aborted", kind=Kind.COUNT, width=Width.WIDE),
-        Column("failed_by_fault", kind=Kind.COUNT, width=Width.WIDE),
-        Column("failed", kind=Kind.COUNT, width=Width.WIDE),
-        Column("verified", kind=Kind.FLAG, styles=_VERDICT),
+        _wide("aborted", kind=Kind.COUNT),
+        _wide("failed_by_fault", kind=Kind.COUNT),
+        _wide("failed", kind=Kind.COUNT),
+        Column("verified", kind=Kind.FLAG, styles=_VERDICT_STYLES),
         Column("rooms_per_s", kind=Kind.RATE, header="ROOMS/S"),
         Column("gb_per_s", kind=Kind.RATE, header="GB/S"),
         Column("delta", "delta_ratio", Kind.RATIO, header="Δ GB/S"),
         Column("memcpy", "memcpy_ratio", Kind.RATIO, Width.NORMAL, header="OF MEMCPY"),
         Column("write", "write_ratio", Kind.RATIO, Width.NORMAL, header="OF WRITE"),
-        Column("p2p", "p2p_ratio", Kind.RATIO, Width.WIDE, header="OF P2P"),
-        Column("floor", "floor_ratio", Kind.NUMBER, Width.WIDE, header="TIMES FLOOR"),
-        Column("mean", _ns("latency_ms", "mean", 1e6), Kind.DURATION, Width.WIDE),
-        Column("p50", _ns("latency_ms", "p50", 1e6), Kind.DURATION),
-        Column("p90", _ns("latency_ms", "p90", 1e6), Kind.DURATION, Width.WIDE),
-        Column("p95", _ns("latency_ms", "p95", 1e6), Kind.DURATION, Width.WIDE),
-        Column("p99", _ns("latency_ms", "p99", 1e6), Kind.DURATION),
-        Column("ttft_mean", _ns("ttft_ms", "mean", 1e6), Kind.DURATION, Width.WIDE),
-        Column("ttft_p95", _ns("ttft_ms", "p95", 1e6), Kind.DURATION, Width.WIDE),
-        Column("slowdown", "compute_slowdown_ratio", Kind.RATIO, Width.WIDE, header="COMPUTE SLOWER"),
-        Column("tpot", _ns("tpot_ms", "mean", 1e6), Kind.DURATION, Width.WIDE),
-        Column("hidden", _ns("hidden_ms", "mean", 1e6), Kind.DURATION, Width.WIDE),
-        Column("groups", kind=Kind.COUNT, width=Width.WIDE),
-        Column("prefix_hit", "prefix_hit_ratio", Kind.RATIO, Width.WIDE),
-        Column("descriptors_per_room", kind=Kind.NUMBER, width=Width.WIDE),
-        Column("writes_per_room", kind=Kind.NUMBER, width=Width.WIDE),
-        Column("engine_posts_per_room", kind=Kind.NUMBER, width=Width.WIDE),
-        Column("gather", _stage("gather"), Kind.DURATION, Width.WIDE),
-        Column("gate", _stage("gate"), Kind.DURATION, Width.WIDE),
-        Column("post", _stage("post"), Kind.DURATION, Width.WIDE),
-        Column("wire", _stage("wire"), Kind.DURATION, Width.WIDE),
-        Column("scatter", _stage("scatter"), Kind.DURATION, Width.WIDE),
-        Column("ring_high_water", kind=Kind.BYTES, width=Width.WIDE),
-        Column("fallbacks", kind=Kind.COUNT, width=Width.WIDE),
-        Column("cpu_seconds", kind=Kind.NUMBER, width=Width.WIDE),
-        Column("peak_rss", kind=Kind.BYTES, width=Width.WIDE),
-        Column("rss_overhead", kind=Kind.BYTES, width=Width.WIDE),
-        Column("verified_parts", kind=Kind.COUNT, width=Width.WIDE),
-        Column("observer_cost", kind=Kind.RATIO, width=Width.WIDE),
-        Column("baseline", "baseline.verdict", width=Width.WIDE, styles=_VERDICT),
+        _wide("p2p", "p2p_ratio", Kind.RATIO, "OF P2P"),
+        _wide("floor", "floor_ratio", Kind.NUMBER, "TIMES FLOOR"),
+        _wide("mean", nanoseconds("latency_ms", "mean"), Kind.DURATION),
+        Column("p50", nanoseconds("latency_ms", "p50"), Kind.DURATION),
+        _wide("p90", nanoseconds("latency_ms", "p90"), Kind.DURATION),
+        _wide("p95", nanoseconds("latency_ms", "p95"), Kind.DURATION),
+        Column("p99", nanoseconds("latency_ms", "p99"), Kind.DURATION),
+        _wide("ttft_mean", nanoseconds("ttft_ms", "mean"), Kind.DURATION),
+        _wide("ttft_p95", nanoseconds("ttft_ms", "p95"), Kind.DURATION),
+        _wide("slowdown", "compute_slowdown_ratio", Kind.RATIO, "COMPUTE SLOWER"),
+        _wide("tpot", nanoseconds("tpot_ms", "mean"), Kind.DURATION),
+        _wide("hidden", nanoseconds("hidden_ms", "mean"), Kind.DURATION),
+        _wide("groups", kind=Kind.COUNT),
+        _wide("prefix_hit", "prefix_hit_ratio", Kind.RATIO),
+        _wide("descriptors_per_room", kind=Kind.NUMBER),
+        _wide("writes_per_room", kind=Kind.NUMBER),
+        _wide("engine_posts_per_room", kind=Kind.NUMBER),
+        *map(_stage, ("gather", "gate", "post", "wire", "scatter")),
+        _wide("ring_high_water", kind=Kind.BYTES),
+        _wide("fallbacks", kind=Kind.COUNT),
+        _wide("cpu_seconds", kind=Kind.NUMBER),
+        _wide("peak_rss", kind=Kind.BYTES),
+        _wide("rss_overhead", kind=Kind.BYTES),
+        _wide("verified_parts", kind=Kind.COUNT),
+        _wide("observer_cost", kind=Kind.RATIO),
+        Column("baseline", "baseline.verdict", width=Width.WIDE, styles=_VERDICT_STYLES),
     ),
-    empty="no path ran to the end of a lot",
+    empty="no path completed a batch",
 )
 
 PLAN = View(
     "bench-plan",
     (
-        Column("fleet", width=Width.WIDE),
+        _wide("fleet"),
         Column("writer"),
-        Column("writer_gpu", kind=Kind.COUNT, width=Width.WIDE),
+        _wide("writer_gpu", kind=Kind.COUNT),
         Column("reader"),
-        Column("reader_gpu", kind=Kind.COUNT, width=Width.WIDE),
+        _wide("reader_gpu", kind=Kind.COUNT),
         Column("segment", width=Width.NORMAL),
         Column("heads", kind=Kind.LAYERS),
         Column("layers", kind=Kind.LAYERS),
@@ -108,134 +108,55 @@ PLAN = View(
         Column("bulk", "descriptors.bulk", Kind.COUNT),
         Column("slice", "descriptors.slice", Kind.COUNT),
         Column("staged", "descriptors.staged", Kind.COUNT),
-        Column("direct", "descriptors.direct", Kind.COUNT, Width.WIDE),
+        _wide("direct", "descriptors.direct", Kind.COUNT),
     ),
-    empty="nothing is owed",
+    empty="no rank sends anything",
 )
 
-# What the table for people shows of each path: label, value, and what a difference is taken of (None: no Δ).
-_Line = tuple[str, Callable[[Row], str], Callable[[Row], float | None] | None]
+COLUMNS = {column.name: column for column in BENCH.columns}
 
 
-def _plain(name: str, show: Callable[[Any], str]) -> Callable[[Row], str]:
-    return lambda row: show(row[name])
+def contestants(rows: Sequence[Row]) -> list[str]:
+    """Name each row by the fields in which it differs from the rows it is compared with."""
+    chosen: list[str] = []
+    for field in ("fleet", "transport", "cp_mode", "path", "pipeline", "observed"):
+        known = {tuple(row.get(each) for each in chosen) for row in rows}
+        if len({tuple(row.get(each) for each in (*chosen, field)) for row in rows}) > len(known):
+            chosen.append(field)
 
+    def word(row: Row, field: str) -> str:
+        return ("watched" if row[field] else "alone") if field == "observed" else str(row[field])
 
-def _time(label: str, section: str, name: str) -> _Line:
-    value = _ns(section, name, 1e6)
-    return f"{label} {name}", lambda row: units.duration(value(row)), value
-
-
-def _stage_line(name: str) -> _Line:
-    value = _stage(name)
-    return f"{name} p50", lambda row: units.duration(value(row)), None
-
-
-def _rate(value: float | None) -> str:
-    return units.UNKNOWN if value is None else units.three_digits(value)
-
-
-def _simulated(row: Row) -> bool:
-    """Whether a request does something else than be transferred: queue, compute, decode."""
-    return bool(row["layer_ms"] or row["compute"] == "gpu" or row["decode_ms"] or row["arrivals"] == "open")
-
-
-# Groups of lines, each with the rows that it has something to say of.
-_LINES: tuple[tuple[tuple[_Line, ...], Callable[[Row], bool]], ...] = (
-    (
-        (
-            ("rooms ok", _plain("ok", units.count), None),
-            ("  aborted", _plain("aborted", units.count), None),
-            ("  failed by a fault", _plain("failed_by_fault", units.count), None),
-            ("  failed otherwise", _plain("failed", units.count), None),
-        ),
-        lambda row: bool(row["faults"]),
-    ),
-    (
-        (
-            ("rooms/s", _plain("rooms_per_s", _rate), lambda row: float(row["rooms_per_s"])),
-            ("GB/s", _plain("gb_per_s", _rate), lambda row: float(row["gb_per_s"])),
-        ),
-        lambda row: True,
-    ),
-    ((("of one-thread memcpy", _plain("memcpy_ratio", units.percent), None),), lambda row: row["device"] == "cpu"),
-    (
-        (
-            ("of a copy between the GPUs", _plain("p2p_ratio", units.percent), None),
-            ("of a copy within one", _plain("device_copy_ratio", units.percent), None),
-        ),
-        lambda row: row["device"] != "cpu",
-    ),
-    (
-        (
-            ("of one write", _plain("write_ratio", units.percent), None),
-            *(_time("latency", "latency_ms", name) for name in ("mean", "p50", "p90", "p95", "p99")),
-        ),
-        lambda row: True,
-    ),
-    (
-        (("latency, times one copy's", _plain("floor_ratio", _rate), lambda row: row["floor_ratio"]),),
-        lambda row: row["floor_ratio"] is not None,
-    ),
-    ((_time("TTFT", "ttft_ms", "mean"), _time("TTFT", "ttft_ms", "p95")), _simulated),
-    ((_time("TPOT", "tpot_ms", "mean"),), lambda row: row["tpot_ms"]["mean"] is not None),
-    (
-        (
-            _time("compute", "compute_ms", "mean"),
-            _time("hidden behind it,", "hidden_ms", "mean"),
-            ("layer groups", _plain("groups", units.count), None),
-            ("decided by", _plain("pipeline_decisions", lambda why: " ".join(why) or units.UNKNOWN), None),
-        ),
-        lambda row: row["layer_ms"] > 0 or row["compute"] == "gpu" or row["pipeline"] != "off",
-    ),
-    (
-        (("compute slowed down by", _plain("compute_slowdown_ratio", units.percent), None),),
-        lambda row: row["compute_slowdown_ratio"] is not None,
-    ),
-    ((("prefix hits", _plain("prefix_hit_ratio", units.percent), None),), lambda row: row["prefix_hit_ratio"] > 0),
-    (
-        (
-            ("descriptors per room", _plain("descriptors_per_room", _rate), None),
-            ("writes per room", _plain("writes_per_room", _rate), None),
-            ("engine posts per room", _plain("engine_posts_per_room", _rate), None),
-            *(_stage_line(name) for name in ("gather", "gate", "post", "wire", "scatter")),
-            ("ring high water", _plain("ring_high_water_bytes", units.size), None),
-            ("fallbacks", _plain("fallbacks", units.count), None),
-            ("CPU time", _plain("cpu_seconds", lambda value: f"{value:.2f} s"), lambda row: float(row["cpu_seconds"])),
-            ("peak RSS of a rank", _plain("peak_rss_bytes", units.size), None),
-            ("  beyond its buffers", _plain("rss_overhead_bytes", units.size), None),
-            ("parts taken by", _plain("paths_taken", lambda taken: " ".join(taken) or units.UNKNOWN), None),
-            ("parts verified", _plain("verified_parts", units.count), None),
-        ),
-        lambda row: True,
-    ),
-)
+    return [" ".join(word(row, field) for field in chosen or ["path"]) for row in rows]
 
 
 def blocks(rows: Sequence[Row], outcome: Outcome, view: View | None) -> list[Block]:
-    """What a terminal shows: what was run, the results, the floors.
+    """Return the terminal output: the setup, the results and the roofline.
 
     Args:
-        rows: lines of `view`, or, where that is None, rows of `BENCH`.
+        rows: Rows of `view`, or of `BENCH` if `view` is None.
     """
     every = outcome.rows()
-    head = captions.head(outcome)
-    foot = [captions.floors(outcome), *captions.cut_short(every), *captions.observers(every)]
+    head = _setup(outcome)
+    foot = [_roofline(outcome), *_cut_short(every), *_observer_costs(every)]
     if view is None:
-        head += captions.load(outcome, rows)
-    head += captions.faults(outcome, every)
+        head += _load(rows)
+    head += _faults(outcome, every)
     table = Grid(view, rows) if view is not None else _table(rows)
     verdict = _verdict(every)
     return [Text([[(line, "")] for line in head]), table, Text([*([(line, "")] for line in foot), verdict])]
 
 
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
 def plan_rows(plan: Plan, fleet: str) -> list[dict[str, Any]]:
-    """The plan's shares with the ranks' names."""
+    """Return what each writer sends to each reader, with the ranks' names."""
     several = any(rank["instance"] > 0 for rank in plan["ranks"])
-    on = {(rank["instance"], rank["unique"]): rank["device"] for rank in plan["ranks"]}
+    devices = {(rank["instance"], rank["unique"]): rank["device"] for rank in plan["ranks"]}
 
     def gpu(instance: int, unique: int) -> int | None:
-        return None if (number := on[instance, unique]) == HOST else number
+        return None if (number := devices[instance, unique]) == HOST else number
 
     return [
         {
@@ -251,30 +172,112 @@ def plan_rows(plan: Plan, fleet: str) -> list[dict[str, Any]]:
 
 
 def plan_table(rows: Sequence[Row]) -> View:
-    """`PLAN`, with what only GPUs have where there are any."""
+    """Return `PLAN`, with the GPU columns if there are GPUs."""
     on_gpus = any(row["writer_gpu"] is not None for row in rows)
     return _with_core(PLAN, {"writer_gpu", "reader_gpu", "direct"} if on_gpus else set())
 
 
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+
+def _rate(name: str) -> Column:
+    return Column(name, kind=Kind.NUMBER)
+
+
+def _quantiles(label: str, section: str, *names: str) -> list[tuple[str, Column, bool]]:
+    return [
+        (f"{label} {name}", Column(name, nanoseconds(section, name), Kind.DURATION), label not in _WITHOUT_DELTA)
+        for name in names
+    ]
+
+
+def _words(name: str) -> Column:
+    return Column(name, lambda row: " ".join(row[name]))
+
+
+_WITHOUT_DELTA = ("compute", "hidden behind it,")
+
+# Groups of lines of the table with a column per path: (label, value, whether a Δ is shown), and for which rows.
+_LINES: tuple[tuple[Callable[[Row], bool], Sequence[tuple[str, Column, bool]]], ...] = (
+    (
+        lambda row: bool(row["faults"]),
+        (
+            ("rooms ok", Column("ok", kind=Kind.COUNT), False),
+            ("  aborted", COLUMNS["aborted"], False),
+            ("  failed by a fault", COLUMNS["failed_by_fault"], False),
+            ("  failed otherwise", COLUMNS["failed"], False),
+        ),
+    ),
+    (lambda row: True, (("rooms/s", _rate("rooms_per_s"), True), ("GB/s", _rate("gb_per_s"), True))),
+    (lambda row: row["device"] == "cpu", (("of one-thread memcpy", COLUMNS["memcpy"], False),)),
+    (
+        lambda row: row["device"] != "cpu",
+        (
+            ("of a copy between the GPUs", COLUMNS["p2p"], False),
+            ("of a copy within one", Column("device_copy", kind=Kind.RATIO), False),
+        ),
+    ),
+    (lambda row: True, (("of one write", COLUMNS["write"], False),)),
+    (lambda row: True, _quantiles("latency", "latency_ms", "mean", "p50", "p90", "p95", "p99")),
+    (lambda row: row["floor_ratio"] is not None, (("latency, times one copy's", COLUMNS["floor"], True),)),
+    (
+        # A request does more than be transferred: it queues, computes or decodes.
+        lambda row: bool(row["layer_ms"] or row["compute"] == "gpu" or row["decode_ms"] or row["arrivals"] == "open"),
+        _quantiles("TTFT", "ttft_ms", "mean", "p95"),
+    ),
+    (lambda row: row["tpot_ms"]["mean"] is not None, _quantiles("TPOT", "tpot_ms", "mean")),
+    (
+        lambda row: row["layer_ms"] > 0 or row["compute"] == "gpu" or row["pipeline"] != "off",
+        (
+            *_quantiles("compute", "compute_ms", "mean"),
+            *_quantiles("hidden behind it,", "hidden_ms", "mean"),
+            ("layer groups", COLUMNS["groups"], False),
+            ("decided by", _words("pipeline_decisions"), False),
+        ),
+    ),
+    (
+        lambda row: row["compute_slowdown_ratio"] is not None,
+        (("compute slowed down by", COLUMNS["slowdown"], False),),
+    ),
+    (lambda row: row["prefix_hit_ratio"] > 0, (("prefix hits", COLUMNS["prefix_hit"], False),)),
+    (
+        lambda row: True,
+        (
+            ("descriptors per room", COLUMNS["descriptors_per_room"], False),
+            ("writes per room", COLUMNS["writes_per_room"], False),
+            ("engine posts per room", COLUMNS["engine_posts_per_room"], False),
+            *((f"{name} p50", COLUMNS[name], False) for name in ("gather", "gate", "post", "wire", "scatter")),
+            ("ring high water", COLUMNS["ring_high_water"], False),
+            ("fallbacks", COLUMNS["fallbacks"], False),
+            ("CPU time", Column("cpu", lambda row: row["cpu_seconds"] * 1e9, Kind.DURATION), True),
+            ("peak RSS of a rank", COLUMNS["peak_rss"], False),
+            ("  beyond its buffers", COLUMNS["rss_overhead"], False),
+            ("parts sent by path", _words("paths_taken"), False),
+            ("parts verified", COLUMNS["verified_parts"], False),
+        ),
+    ),
+)
+
+
 def _with_core(view: View, names: Collection[str]) -> View:
-    """The view with these columns on every terminal."""
+    """Return the view with these columns shown at any width."""
     columns = (replace(each, width=Width.CORE) if each.name in names else each for each in view.columns)
     return replace(view, columns=tuple(columns))
 
 
 def _table(rows: Sequence[Row]) -> Grid:
-    """A column per contestant where there are few of one load, else a line each with what sets them apart."""
+    """Return a column per row if there are few of one load, otherwise a line per row with what tells them apart."""
     loads = {(row["concurrency"], row["tokens_drawn"]) for row in rows}
-    if len(loads) == 1 and len(rows) <= _MOST_COLUMNS:
+    if len(loads) == 1 and len(rows) <= _MAX_PATH_COLUMNS:
         return Grid(_side_by_side(rows), _lines(rows))
-    apart = {name for name in _APART if len({row[name] for row in rows}) > 1}
-    apart |= {"floor"} if any(row["floor_ratio"] is not None for row in rows) else set()
-    apart |= {"slowdown"} if any(row["compute_slowdown_ratio"] is not None for row in rows) else set()
-    return Grid(_with_core(BENCH, apart), rows)
+    shown = {name for name in _DISTINGUISHING if len({row[name] for row in rows}) > 1}
+    shown |= {"floor"} if any(row["floor_ratio"] is not None for row in rows) else set()
+    shown |= {"slowdown"} if any(row["compute_slowdown_ratio"] is not None for row in rows) else set()
+    return Grid(_with_core(BENCH, shown), rows)
 
 
 def _side_by_side(rows: Sequence[Row]) -> View:
-    columns = [Column("what", header=" ")]
+    columns = [Column("measure", header=" ")]
     names = contestants(rows)
     for number, name in enumerate(names):
         columns.append(Column(f"path{number}", header=name))
@@ -285,18 +288,16 @@ def _side_by_side(rows: Sequence[Row]) -> View:
 
 def _lines(rows: Sequence[Row]) -> list[dict[str, str]]:
     lines = []
-    for label, show, compare in (line for group, says in _LINES if any(map(says, rows)) for line in group):
-        line = {"what": label}
+    for label, column, compare in (line for applies, group in _LINES if any(map(applies, rows)) for line in group):
+        line = {"measure": label}
+        before = column.value(rows[0])
         for number, row in enumerate(rows):
-            line[f"path{number}"] = show(row)
-            line[f"delta{number}"] = _delta(compare, rows[0], row) if compare else " "
+            after = column.value(row)
+            line[f"path{number}"] = column.human(row)
+            delta = f"{after / before - 1:+.0%}" if before and after is not None and compare else units.UNKNOWN
+            line[f"delta{number}"] = delta if compare else " "
         lines.append(line)
     return lines
-
-
-def _delta(value: Callable[[Row], float | None], base: Row, row: Row) -> str:
-    before, after = value(base), value(row)
-    return f"{after / before - 1:+.0%}" if before and after is not None else units.UNKNOWN
 
 
 def _verdict(rows: Sequence[Row]) -> list[tuple[str, str]]:
@@ -306,3 +307,112 @@ def _verdict(rows: Sequence[Row]) -> list[tuple[str, str]]:
     if all(verdicts):
         return [("every byte verified", "green")]
     return [("NOT VERIFIED: " + ", ".join(str(row["path"]) for row in rows if not row["verified"]), "bold red")]
+
+
+# ---- captions -------------------------------------------------------------------------------------------------------
+
+
+def layouts_text(outcome: Outcome) -> str:
+    """Format layouts and transports: `prefill tp4 → decode dp4 over nixl`."""
+    requests = [each.variant.request for each in outcome.measured]
+    layouts = dict.fromkeys(
+        f"prefill {' + '.join(map(sizes_text, request.prefill))} → decode {sizes_text(request.decode)}"
+        for request in requests
+    )
+    return f"{' and '.join(layouts)} over {' and '.join(dict.fromkeys(request.transport for request in requests))}"
+
+
+def shape_text(shape: PlannedShape) -> str:
+    """Format a model's shape: `llama-3.1-8b: 32 layers, 8 KV heads of 128 bf16`."""
+    words = [f"{shape['layers']} layers"]
+    if shape["kind"] == "mla":
+        words.append(f"latents of {shape['head_dim']} {shape['dtype']}")
+    else:
+        same = shape["head_dim"] == shape["v_head_dim"]
+        dims = f"{shape['head_dim']}" if same else f"{shape['head_dim']} and {shape['v_head_dim']}"
+        words.append(f"{shape['kv_heads']} KV heads of {dims} {shape['dtype']}")
+    if shape["draft"]:
+        count = shape["draft"]["layers"]
+        words.append(f"{count} draft layer{'s' * (count > 1)}")
+    words += [f"state {state['name']}" for state in shape["states"]]
+    model = f"{shape['model']}: " if shape["model"] else ""
+    return model + ", ".join(words)
+
+
+def _setup(outcome: Outcome) -> list[str]:
+    """Describe layouts, transports, shape, and the GPUs if there are any."""
+    plans: list[Plan] = [each.results.plan for each in outcome.measured]
+    shapes = dict.fromkeys(shape_text(plan["shape"]) for plan in plans)
+    plan = plans[0]
+    lines = [f"{layouts_text(outcome)} · {'; then '.join(shapes)} · pages of {plan['page_size']}, {plan['page_order']}"]
+    if plan["device"] == "cpu":
+        return lines
+    kinds = ", ".join(dict.fromkeys(gpu["name"] for gpu in outcome.gpus().values()))
+    sides = []
+    for role in ("prefill", "decode"):
+        used = sorted({rank["device"] for rank in plan["ranks"] if rank["role"] == role})
+        sides.append(f"{role} on GPU {' and '.join(map(str, used))}")
+    gpus = ", ".join(sides) + (f" ({kinds})" if kinds else "")
+    return [*lines, gpus + (", forwards computed for real" if plan["compute"] == "gpu" else "")]
+
+
+def _load(rows: Sequence[Row]) -> list[str]:
+    """Describe the load, if it is the same for all rows."""
+    if not rows or len({(row["concurrency"], row["tokens_drawn"]) for row in rows}) > 1:
+        return []
+    row = rows[0]
+    line = (
+        f"{row['rooms']} rooms of {row['tokens_drawn']} tokens, {units.size(row['bytes_per_room'])} each, "
+        f"{row['in_flight']} in flight"
+    )
+    return [line + (", arriving in an open loop" if row["arrivals"] == "open" else "")]
+
+
+def _faults(outcome: Outcome, rows: Sequence[Row]) -> list[str]:
+    """Describe the injected faults, the seed that repeats them, and how often each struck."""
+    request = outcome.measured[0].variant.request
+    if not request.faults:
+        return []
+    struck: Counter[str] = Counter()
+    for row in rows:
+        struck.update(row["faults_struck"])
+    counts = ", ".join(f"{name} {count}" for name, count in struck.items()) or "none"
+    return [f"faults {', '.join(request.faults)} with --seed {request.seed}; struck in the agents: {counts}"]
+
+
+def _roofline(outcome: Outcome) -> str:
+    """Describe the limits of the machine and its transports."""
+
+    def rate(value: float | None) -> str:
+        return units.UNKNOWN if value is None else units.three_digits(value)
+
+    writes = ", ".join(f"over {transport} {rate(each['write'])} GB/s" for transport, each in outcome.roofline().items())
+    copies = f"memcpy {rate(outcome.best_roofline('memcpy'))} GB/s on one thread"
+    if outcome.measured[0].results.plan["device"] != "cpu":
+        within, between = outcome.best_roofline("device"), outcome.best_roofline("peer")
+        copies = f"copy within the GPU {rate(within)} GB/s, to the decode rank's {rate(between)} GB/s"
+    return f"limits of this machine, measured in the same run: {copies}, one write {writes}"
+
+
+def _cut_short(rows: Sequence[Row]) -> list[str]:
+    """Describe the paths that ran fewer rooms than planned because of --point-seconds."""
+    cut: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["rooms"] < row["planned_rooms"]:
+            cut.setdefault(row["path"], []).append(row)
+    counts = [
+        f"{path} {units.count(sum(row['rooms'] for row in runs))} of "
+        f"{units.count(sum(row['planned_rooms'] for row in runs))} in {len(runs)} run{'s' * (len(runs) > 1)}"
+        for path, runs in cut.items()
+    ]
+    return [f"rooms left out because of --point-seconds: {', '.join(counts)} (saved in ROOMS)"] if counts else []
+
+
+def _observer_costs(rows: Sequence[Row]) -> list[str]:
+    """Describe the cost of observing, if it was measured."""
+    costs = [
+        f"{row['path']} {row['observer_cost_ratio']:+.1%}" for row in rows if row["observer_cost_ratio"] is not None
+    ]
+    if not costs:
+        return []
+    return [f"throughput taken by kvctl top and kvctl status -w 0.1, median of the pairs: {', '.join(costs)}"]

@@ -3,7 +3,7 @@
 A rank serves one of two kinds of fleet, chosen by `Start.live`:
 
 - In a batch fleet (`kvctl bench`, `tune`) the parent leads all ranks through phases with one command and one answer per
-  rank and phase: Start, Floors or Probe, Prepare, Run, Verify, Stop. Within a run the ranks drive the rooms of a batch
+  rank and phase: Start, Floors, Prepare, Run, Verify, Stop. Within a run the ranks drive the rooms of a batch
   alone; the parent is not involved.
 - In a live fleet (`kvctl demo`) rooms are opened one by one at any time: OpenRoom, SendRoom, Abort, SetFault, Tell.
   These commands have no answers; the ranks report Serving, Ended, Released, Usage and FaultState when they occur.
@@ -143,13 +143,6 @@ class Floors:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
-    """Prefill: measure the costs of writes and copies for `kvctl tune` while nothing else runs."""
-
-    do: ClassVar[str] = "probe"
-
-
-@dataclass(frozen=True, slots=True)
 class Prepare:
     """Before a run, untimed: prefill ranks fill the batch's pages (once per `batch`), decode ranks poison theirs."""
 
@@ -263,7 +256,7 @@ class Tell:
     sweep: bool = False
 
 
-Command = Start | Stop | Floors | Probe | Prepare | Run | Verify | OpenRoom | SendRoom | Abort | SetFault | Tell
+Command = Start | Stop | Floors | Prepare | Run | Verify | OpenRoom | SendRoom | Abort | SetFault | Tell
 COMMANDS: dict[str, type[Command]] = {kind.do: kind for kind in get_args(Command)}
 
 
@@ -311,20 +304,6 @@ class FloorMeasured(TypedDict):
     """Answer to `Floors`: GB/s (1e9 bytes), None if it cannot be measured."""
 
     gb_per_s: float | None
-
-
-class Probed(TypedDict):
-    """Answer to `Probe`: GB/s (1e9 bytes) and µs.
-
-    `us_by_bytes` are (bytes, µs) of one descriptor; `gather` and `scatter` are (bytes of a row, µs per MiB).
-    """
-
-    write_gb_per_s: float
-    us_per_write: float
-    us_by_bytes: list[tuple[int, float]]
-    gather: list[tuple[int, float]]
-    scatter: list[tuple[int, float]]
-    memcpy_gb_per_s: float
 
 
 class ShownPart(TypedDict):

@@ -16,6 +16,7 @@ from kvctl.lab.ranks.messages import Start
 from kvctl.lab.ranks.plan import Plan, PlannedRank
 from kvctl.lab.ranks.request import PlanRequest
 
+_IMPORT_S = 60.0
 _IMPORT_MOONCAKE = """
 import sys
 from kvctl_agent.errors import ConfigError, TransportUnavailable
@@ -95,7 +96,11 @@ def _require_engine(transport: str) -> None:
     if transport == "mooncake":
         # The package may be present without the engine, and the engine without a library: only an import shows it, and
         # it leaves threads, descriptors and signal handlers behind. So it runs in a separate process (0.3 s).
-        done = subprocess.run([sys.executable, "-c", _IMPORT_MOONCAKE], capture_output=True, text=True, check=False)
+        command = [sys.executable, "-c", _IMPORT_MOONCAKE]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_IMPORT_S)
+        except subprocess.TimeoutExpired as error:
+            raise CliError(f"importing mooncake did not finish within {_IMPORT_S:g} s") from error
         if done.returncode != 0:
             code = ExitCode.USAGE if done.returncode == ExitCode.USAGE else ExitCode.FAILED
             raise CliError(done.stderr.strip() or "mooncake cannot be imported", code)

@@ -29,8 +29,6 @@ from kvctl.lab.ranks.messages import (
     Floors,
     OpenRoom,
     Prepare,
-    Probe,
-    Probed,
     Ready,
     Room,
     Run,
@@ -49,9 +47,7 @@ from kvctl_agent.agent import Agent
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.layout.chunks import chunk_pages
-from kvctl_agent.memory.allocations import HugePageMemory
 from kvctl_agent.memory.memcpy_rate import memcpy_gb_per_s
-from kvctl_agent.paths.calibration import measure_copies
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime.handles import Handle
 
@@ -59,7 +55,6 @@ CLEAR = "clear"
 """Spec of `SetFault` that ends all faults."""
 
 CLOSE_TIMEOUT_S = 3.0
-_COPIES_BYTES = 64 << 20  # larger than the caches
 _PROGRESS_INTERVAL_S = 1.0
 _PEER_POLL_S = 0.02  # while peers are missing
 
@@ -129,7 +124,7 @@ class Worker:
             self.gpu = self._gpu_engine()
         self._live = LiveRooms(start, self.agent, self.content, send) if start.live else None
         self._handlers: dict[type, Callable[[Any], Mapping[str, Any] | None]] = (
-            {Floors: self._floors, Probe: self._probe, Prepare: self.prepare, Run: self.run, Verify: self.verify}
+            {Floors: self._floors, Prepare: self.prepare, Run: self.run, Verify: self.verify}
             if self._live is None
             else {
                 StateChange: self._live.changed,
@@ -284,21 +279,6 @@ class Worker:
             return FloorMeasured(gb_per_s=measure.device_gb_per_s(device))
         first = next(iter(self.agent.parts.connections.by_peer.values()), None)
         return FloorMeasured(gb_per_s=measure.peer_gb_per_s(device, first))
-
-    def _probe(self, command: Probe) -> Probed:
-        cost = self.agent.measure_connection()
-        with HugePageMemory(_COPIES_BYTES) as memory:
-            copies = measure_copies(memory.array)
-        memcpy = memcpy_gb_per_s(seconds=0.2)
-        measure.forget_peak_rss()
-        return Probed(
-            write_gb_per_s=cost.write_gb_per_s,
-            us_per_write=cost.us_per_write,
-            us_by_bytes=list(cost.us_by_bytes),
-            gather=list(zip(copies.row_bytes, copies.gather_us_per_mib, strict=True)),
-            scatter=list(zip(copies.row_bytes, copies.scatter_us_per_mib, strict=True)),
-            memcpy_gb_per_s=memcpy,
-        )
 
     def _gpu_engine(self) -> GpuEngine:
         start, side = self.start, own_side(self.start)

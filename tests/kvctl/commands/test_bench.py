@@ -224,7 +224,7 @@ def test_a_path_that_takes_too_long_runs_fewer_rooms_and_that_is_said(spawn: Run
         (["--baseline", "/nowhere.json"], "/nowhere.json cannot be read"),
         (["--columns", "speed"], "speed"),
         (["--prefill-instances", "tp4,tp3"], "8 % 3 = 2"),
-        (["--prefill-instances", "tp4,xx2"], "'xx2' is no size of a prefill instance"),
+        (["--prefill-instances", "tp4,xx2"], "'xx2' is not a size of a prefill instance"),
         (["--trace", "/nowhere.jsonl"], "/nowhere.jsonl cannot be read"),
         (["--tokens", "100000000"], "one room of 100000000 tokens needs"),
     ],
@@ -316,7 +316,7 @@ def test_progress_is_told_only_to_those_who_ask(spawn: Run):
     _, _, quiet = finish(spawn(*LOOPBACK, *TINY, "--path", "staged"))
     _, _, verbose = finish(spawn(*LOOPBACK, *TINY, "--path", "staged", "-v"))
     assert quiet == ""
-    assert verbose.splitlines()[:2] == ["kvctl: starting 2 ranks", "kvctl: measuring the memcpy floor"]
+    assert verbose.splitlines()[:2] == ["kvctl: starting 2 ranks", "kvctl: measuring the memcpy roofline"]
 
 
 def test_a_trace_hits_what_is_computed_from_it_offline(spawn: Run, tmp_path: Path):

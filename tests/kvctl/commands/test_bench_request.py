@@ -10,7 +10,7 @@ import pytest
 from click.core import ParameterSource
 
 from kvctl.commands.bench import bench
-from kvctl.commands.bench_request import BenchRequest, understand
+from kvctl.commands.bench_request import BenchRequest, resolve
 from kvctl.lab.bench.program import Ratios, SideBySide
 from kvctl.lab.ranks.request import PlanRequest, Sizes, State, Tokens
 
@@ -34,7 +34,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def ask(*args: str) -> BenchRequest:
     with bench.make_context("bench", list(args)) as ctx:
         given = {name for name in ctx.params if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT}
-        return understand(ctx.params, given)
+        return resolve(ctx.params, given)
 
 
 def requests(*args: str) -> list[PlanRequest]:
@@ -109,7 +109,7 @@ class TestTraffic:
         asked = ask("--trace", trace)
         assert asked.source is not None
         assert len(asked.source.traffic.prompts) == 500
-        assert asked.notes == ("the first 500 requests of trace.jsonl; --rooms N takes more, or fewer",)
+        assert asked.notes == ("the first 500 requests of trace.jsonl; --rooms N sets another number",)
 
     def test_a_rate_replaces_the_traces_arrivals(self, trace: str):
         asked = ask("--trace", trace, "--rooms", "50", "--rate", "10", "--seed", "1")
@@ -231,16 +231,16 @@ class TestGpus:
         ("--path staged,direct", "--path", "add --device cuda"),
         ("--device cuda --compute gpu --layer-ms 1", "--layer-ms", "leave it out"),
         ("--sessions 2 --trace {trace}", "--trace", "leave out --sessions"),
-        ("--speedup 2", "--speedup", "it needs --trace"),
-        ("--strict", "--strict", "it needs --trace"),
-        ("--tokens-scale 0.1", "--tokens-scale", "it needs --trace"),
-        ("--turns 2", "--turns", "it needs --sessions"),
-        ("--cache-tokens 2", "--cache-tokens", "it needs --trace or --sessions"),
+        ("--speedup 2", "--speedup", "requires --trace"),
+        ("--strict", "--strict", "requires --trace"),
+        ("--tokens-scale 0.1", "--tokens-scale", "requires --trace"),
+        ("--turns 2", "--turns", "requires --sessions"),
+        ("--cache-tokens 2", "--cache-tokens", "requires --trace or --sessions"),
         ("--trace {trace} --tokens 4", "--tokens", "scale them with --tokens-scale"),
-        ("--trace {trace} --prefix-hit 0.5", "--prefix-hit", "the requests give the prefix hits"),
-        ("--trace {trace} --sweep tokens=1,2", "--sweep", "the requests give the lengths"),
+        ("--trace {trace} --prefix-hit 0.5", "--prefix-hit", "the requests determine the prefix hits"),
+        ("--trace {trace} --sweep tokens=1,2", "--sweep", "the requests define the lengths"),
         ("--sessions 2 --tokens 1..5", "--tokens", "not a range"),
-        ("--sessions 2 --rooms 5", "--rooms", "as many as --sessions times --turns"),
+        ("--sessions 2 --rooms 5", "--rooms", "their number is --sessions times --turns"),
         ("--trace /nowhere.jsonl", "--trace", "/nowhere.jsonl cannot be read"),
         ("--prefill-instances tp4 --prefill-tp 2", "--prefill-instances", "leave out --prefill-tp"),
         ("--prefill-instances tp4 --prefill-pp-layers 2,2", "--prefill-instances", "leave out --prefill-pp-layers"),
@@ -249,8 +249,8 @@ class TestGpus:
             "--prefill-pp-layers",
             "10,22 are 2 stages, but --prefill-pp is 3",
         ),
-        ("--hold --transport nixl,loopback", "--hold", "one fleet can be held"),
-        ("--preset cp --hold", "--hold", "one fleet can be held"),
+        ("--hold --transport nixl,loopback", "--hold", "only one fleet can be held"),
+        ("--preset cp --hold", "--hold", "only one fleet can be held"),
         ("--sweep tokens=1 --sweep tokens=2", "--sweep", "swept once"),
     ],
 )
@@ -263,7 +263,7 @@ def test_contradictions_name_the_option_and_the_way_out(args: str, option: str, 
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        ("--prefill-instances tp4,xx2", "'xx2' is no size of a prefill instance"),
+        ("--prefill-instances tp4,xx2", "'xx2' is not a size of a prefill instance"),
         ("--cp-mode some", "'some' is unknown; allowed: rank0, all, all-chunk, room-hash"),
         ("--pipeline onn", "did you mean on"),
         ("--rate 0", "not in the range"),
@@ -272,7 +272,7 @@ def test_contradictions_name_the_option_and_the_way_out(args: str, option: str, 
         ("--point-seconds 0", "not in the range"),
         ("--layer-ms -1", "not in the range"),
         ("--preset staging", "'staging' is not one of"),
-        ("--tokens-scale 0", "'0' is no factor"),
+        ("--tokens-scale 0", "'0' is not a factor"),
         ("--state conv", "write NAME:ROWSxHEADSxBYTES"),
         ("--scale-bytes a", "write bytes per page and head"),
     ],

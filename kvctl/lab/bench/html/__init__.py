@@ -1,7 +1,7 @@
-"""One self-contained HTML page of a bench: what was run, whether it verified, and plots fit for a talk.
+"""HTML report of a bench: one self-contained page with the setup, the verdict, the results and SVG charts.
 
-`document.render` makes the page out of `data.ReportData`. Everything is drawn here as SVG with the standard library:
-the operator's tool needs no plotting package, and the page needs no network and no script.
+`report.render` creates the page from `timelines.ReportData`. The page needs no network and no script, and follows the
+reader's light or dark mode. The charts are drawn with the standard library, so `kvctl` needs no plotting package.
 """
 
 from __future__ import annotations

@@ -1,22 +1,25 @@
-"""Sorts runs into what a plot needs: one series per thing that was compared, along one axis that was swept.
+"""Groups runs for charts: a series per compared thing, along an axis that was swept.
 
-Runs are compared by path, transport, pipelining and so on; only what differs between them appears in a label. Colour
-stands for the first thing that differs, dashes and marker shapes for the rest, so that `staged` keeps its colour
-whether pipelined or not, and nothing depends on colour alone.
+Runs are compared by path, transport, pipeline setting and so on; a label contains only what differs. Colour stands for
+the first field that differs, dashes and marker shapes for the others, so `staged` keeps its colour whether pipelined or
+not, and nothing depends on colour alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from kvctl.lab.bench.html.loads import AXES, Axis, Run, load_of, same_load, told, varied_axes
-from kvctl.lab.bench.html.numbers import text_width
+from kvctl.lab.bench.html.charts import MAX_BAR_LABEL
+from kvctl.lab.bench.html.markup import grouped, lookup, significant, text_width
+
+Run = Mapping[str, Any]
+"""A row of the saved result; fields that an older result lacks are absent."""
 
 COLOURS = 7
-"""Colours that the style sheet has; the series after them begin again, with other dashes."""
+"""Number of colours in the style sheet; later series reuse them with other dashes."""
 
 _PATH_COLOURS = {"staged": 0, "slice": 1, "auto": 2, "bulk": 3, "direct": 4}
 DIMENSIONS: dict[str, Callable[[Any], str]] = {
@@ -31,18 +34,69 @@ DIMENSIONS: dict[str, Callable[[Any], str]] = {
     "page_size": lambda value: f"pages of {value}",
     "page_order": str,
 }
-"""What runs may differ in besides their load, most telling first, and how a value reads in a label."""
+"""Fields besides the load in which runs may differ, most important first, with the text of a value in a label."""
 
-_MOST_FACETS = 4
+_MAX_FACETS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One field of a load, which can be swept.
+
+    Attributes:
+        key: field of a run.
+        over: name in a chart's title.
+        title: title of the axis, with the unit.
+        label: formats a value as a tick.
+        words: formats a label in a sentence.
+    """
+
+    key: str
+    over: str
+    title: str
+    label: Callable[[float], str]
+    words: str
+
+    def value(self, run: Run) -> float | None:
+        """Return the run's value; ratios are rounded to two digits, because they are not met more exactly."""
+        found = lookup(run, self.key)
+        return float(f"{found:.2g}") if found is not None and self.key == "ratio" else found
+
+    def text(self, value: float) -> str:
+        """Format a value: `concurrency 4`, `1,024 tokens`, `transfer : compute 0.5`."""
+        return self.words.format(self.label(value))
+
+
+AXES = (
+    Axis("concurrency", "concurrency", "concurrency (requests in flight)", grouped, "concurrency {}"),
+    Axis("tokens", "prompt tokens", "prompt length (tokens)", grouped, "{} tokens"),
+    Axis("ratio", "transfer : compute", "transfer : compute", significant, "transfer : compute {}"),
+)
+
+
+def load_of(run: Run, axes: Iterable[Axis] = AXES) -> tuple[float | None, ...]:
+    """Return the run's value on each axis."""
+    return tuple(axis.value(run) for axis in axes)
+
+
+def load_text(run: Run, axes: Iterable[Axis] = AXES) -> str:
+    """Format the known part of a load: `concurrency 4 · 1,024 tokens`."""
+    return " · ".join(axis.text(value) for axis in axes if (value := axis.value(run)) is not None)
+
+
+def common_load(runs: Sequence[Run]) -> str:
+    """Format the part of the load that all runs share."""
+    varied = _varied_axes(runs)
+    return load_text(runs[0], [axis for axis in AXES if axis not in varied])
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Runs that differ in nothing but their load.
+    """Runs that differ only in their load.
 
     Attributes:
-        colour: number of its colour.
-        variant: number of its dashes and marker.
+        colour: number of the colour.
+        variant: number of the dashes and the marker.
     """
 
     label: str
@@ -50,13 +104,18 @@ class Series:
     colour: int
     variant: int
 
+    @property
+    def style(self) -> tuple[str, int, int]:
+        """Label, colour and variant, for a legend."""
+        return self.label, self.colour, self.variant
+
 
 @dataclass(frozen=True, slots=True)
 class Facet:
-    """What one plot shows: series along `axis` while the rest of the load stands still.
+    """Content of one chart: series along `axis`, with the rest of the load fixed.
 
     Attributes:
-        fixed: the rest of the load, in words.
+        fixed: the rest of the load as text.
     """
 
     axis: Axis
@@ -64,13 +123,13 @@ class Facet:
     series: tuple[Series, ...]
 
     def at(self, run: Run) -> float:
-        """Where a run stands on the axis."""
+        """Return the run's value on the axis."""
         return self.axis.value(run) or 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A run that gets a bar of its own, and the bar's name within its group."""
+    """A run with a bar of its own, and the bar's label within its group."""
 
     label: str
     series: Series
@@ -78,91 +137,91 @@ class Entry:
 
 
 def varied_dimensions(runs: Sequence[Run]) -> list[str]:
-    """Names of what the runs differ in besides their load; nothing that follows from what was named before."""
+    """Return the fields besides the load in which runs differ, without fields that follow from earlier ones."""
     varied: list[str] = []
-    told_apart = 1
+    distinct = 1
     for name in DIMENSIONS:
         kinds = len({tuple(str(run.get(each)) for each in (*varied, name)) for run in runs})
-        if kinds > told_apart:
+        if kinds > distinct:
             varied.append(name)
-            told_apart = kinds
+            distinct = kinds
     return varied
 
 
-def sort_out(runs: Sequence[Run]) -> list[Series]:
-    """All series, in the order in which they appear."""
+def series_of(runs: Sequence[Run]) -> list[Series]:
+    """Group runs into series, in the order of their first run."""
     varied = varied_dimensions(runs)
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
         key = tuple(str(run.get(name)) for name in varied)
-        # The same load again, and nothing known to tell the two apart: a series of its own rather than a zigzag.
-        keys = (key if twin == 1 else (*key, str(twin)) for twin in count(1))
-        own = next(each for each in keys if not any(same_load(run, other) for other in groups.get(each, ())))
+        # A second run of the same load starts another series instead of making a line jump back.
+        keys = (key if repeat == 1 else (*key, str(repeat)) for repeat in count(1))
+        own = next(each for each in keys if all(load_of(run) != load_of(other) for other in groups.get(each, ())))
         groups.setdefault(own, []).append(run)
     leading = varied[0] if varied else "path"
     hues: dict[str, int] = {}
     variants: dict[tuple[str, ...], int] = {}
-    sorted_out = []
+    series = []
     for key, members in groups.items():
         hue = hues.setdefault(str(members[0].get(leading)), len(hues))
         if leading == "path":
             hue = _PATH_COLOURS.get(str(members[0].get("path")), len(_PATH_COLOURS) + hue)
         variant = variants.setdefault(key[1:], len(variants)) + hue // COLOURS
-        sorted_out.append(Series(_label(members[0], varied, key), tuple(members), hue % COLOURS, variant))
-    return sorted_out
+        series.append(Series(_label(members[0], varied, key), tuple(members), hue % COLOURS, variant))
+    return series
 
 
-def facets(runs: Sequence[Run], axis: Axis) -> tuple[list[Facet], int]:
-    """The plots over one axis, each with at least two points on it.
+def facets(runs: Sequence[Run], axes: Sequence[Axis] = AXES) -> tuple[list[Facet], int]:
+    """Return the charts over each axis that was swept, and the number of charts left out for lack of room."""
+    found: list[Facet] = []
+    left_out = 0
+    for axis in axes:
+        over_axis = _facets(runs, axis)
+        last = len(over_axis) - 1
+        if last < _MAX_FACETS:
+            found += over_axis
+        else:
+            found += [over_axis[round(number * last / (_MAX_FACETS - 1))] for number in range(_MAX_FACETS)]
+            left_out += len(over_axis) - _MAX_FACETS
+    return found, left_out
 
-    Returns:
-        the facets, and how many more there are than are drawn.
+
+def arranged(runs: Sequence[Run], max_label: float = MAX_BAR_LABEL) -> list[tuple[str, list[Entry]]]:
+    """Group runs for bars: the series of each load side by side under a heading; a single group has no heading.
+
+    If the series' labels are wider than `max_label`, they become the headings and the loads the bars' labels.
     """
-    others = [each for each in AXES if each is not axis]
-    groups: dict[tuple[float, ...], list[Run]] = {}
-    for run in runs:
-        if (axis.value(run) or 0) > 0:
-            # Numbers that can be sorted; a part of the load that is not known comes first.
-            groups.setdefault(tuple(-1.0 if at is None else at for at in load_of(run, others)), []).append(run)
-    whole = sort_out(runs)
-    found = [
-        Facet(axis, told(chosen[0], others), _within(whole, chosen, axis))
-        for _, chosen in sorted(groups.items(), key=lambda group: group[0])
-        if len({axis.value(run) for run in chosen}) > 1
-    ]
-    if len(found) <= _MOST_FACETS:
-        return found, 0
-    picked = [found[round(number * (len(found) - 1) / (_MOST_FACETS - 1))] for number in range(_MOST_FACETS)]
-    return picked, len(found) - len(picked)
-
-
-def every_facet(runs: Sequence[Run]) -> tuple[list[Facet], int]:
-    """The plots over all axes, and how many more there are than are drawn."""
-    each = [facets(runs, axis) for axis in AXES]
-    return [facet for found, _ in each for facet in found], sum(left_out for _, left_out in each)
-
-
-def arranged(runs: Sequence[Run], most_label: float) -> list[tuple[str, list[Entry]]]:
-    """Runs in groups under a heading, for bars: the series of each load side by side.
-
-    Where the series' names are wider than `most_label`, they become the headings and loads the bars' names. A single
-    group has no heading.
-    """
-    series = sort_out(runs)
+    series = series_of(runs)
     owners = [(each, run) for each in series for run in each.runs]
-    varied = varied_axes(runs)
-    turned = bool(varied) and max(text_width(each.label) for each in series) > most_label
+    varied = _varied_axes(runs)
+    swapped = bool(varied) and max(text_width(each.label) for each in series) > max_label
     groups: dict[str, list[Entry]] = {}
     for run in runs:
         owner = next(each for each, member in owners if member is run)
-        at = told(run, varied)
-        heading, label = (owner.label, at) if turned else (at, owner.label)
+        load = load_text(run, varied)
+        heading, label = (owner.label, load) if swapped else (load, owner.label)
         groups.setdefault(heading, []).append(Entry(label, owner, run))
     return list(groups.items())
 
 
-def _within(series: Sequence[Series], chosen: Sequence[Run], axis: Axis) -> tuple[Series, ...]:
-    """The series with only the chosen runs, in the axis' order; those that have none of them are absent."""
+def _facets(runs: Sequence[Run], axis: Axis) -> list[Facet]:
+    """Return the charts over one axis, each with at least two points on it."""
+    others = [each for each in AXES if each is not axis]
+    groups: dict[tuple[float, ...], list[Run]] = {}
+    for run in runs:
+        if (axis.value(run) or 0) > 0:
+            # An unknown part of the load sorts first.
+            groups.setdefault(tuple(-1.0 if at is None else at for at in load_of(run, others)), []).append(run)
+    series = series_of(runs)
+    return [
+        Facet(axis, load_text(chosen[0], others), _narrowed(series, chosen, axis))
+        for _, chosen in sorted(groups.items(), key=lambda group: group[0])
+        if len({axis.value(run) for run in chosen}) > 1
+    ]
+
+
+def _narrowed(series: Sequence[Series], chosen: Sequence[Run], axis: Axis) -> tuple[Series, ...]:
+    """Return the series with only the chosen runs, in the axis' order."""
     wanted = {id(run) for run in chosen}
     narrowed = []
     for each in series:
@@ -170,6 +229,10 @@ def _within(series: Sequence[Series], chosen: Sequence[Run], axis: Axis) -> tupl
         if members:
             narrowed.append(Series(each.label, tuple(members), each.colour, each.variant))
     return tuple(narrowed)
+
+
+def _varied_axes(runs: Sequence[Run]) -> list[Axis]:
+    return [axis for axis in AXES if len({axis.value(run) for run in runs}) > 1]
 
 
 def _label(run: Run, varied: Sequence[str], key: Sequence[str]) -> str:

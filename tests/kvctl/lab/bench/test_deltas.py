@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.bench.deltas import with_delta
+from kvctl.lab.bench.rows import with_delta
 
 
 def row(path: str, gb_per_s: float, concurrency: int = 4, **more: Any) -> dict[str, Any]:

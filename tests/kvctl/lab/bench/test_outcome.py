@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.bench.case import Case
-from kvctl.lab.bench.outcome import Measured, Outcome
-from kvctl.lab.bench.program import SideBySide
-from kvctl.lab.bench.prompts import Prompt, Traffic
-from kvctl.lab.bench.results import Results
-from kvctl.lab.bench.traffic import Source
+from kvctl.lab.bench.program import Case, SideBySide
+from kvctl.lab.bench.results import Measured, Outcome, Results
+from kvctl.lab.bench.traffic import Prompt, Source, Traffic
 from kvctl.lab.bench.trials import Trial
 from kvctl.lab.bench.variants import Variant
 from kvctl.lab.bench.views import BENCH, PLAN, blocks, plan_rows, plan_table
@@ -25,7 +22,6 @@ from kvctl.render.terminal import render
 from kvctl.render.view import Width
 
 MS = 1_000_000
-NAMES: Any = {"prefill-0": {"role": "prefill", "device": -1}, "decode-0": {"role": "decode", "device": -1}}
 SHAPE: dict[str, Any] = {
     "model": "",
     "kind": "mha",
@@ -101,28 +97,18 @@ def lap(case: Case, latency_ms: int = 5, hidden: list[list[int]] | None = None) 
     return Trial(case, 0, 0, (room,), reports, {}, shown=0)
 
 
-class SessionOnPaper:
-    program = SideBySide(0.0, 1)
-
-    def __init__(self, results: Results) -> None:
-        self.results = results
-
-    def lanes(self) -> list[str]:
-        return []
-
-    def gpus(self) -> dict[int, Any]:
-        used = sorted({rank["device"] for rank in self.results.plan["ranks"]})
-        return {number: {"name": "NVIDIA H200", "driver": "580", "cuda": "13.0"} for number in used if number >= 0}
-
-
 def measured(*laps: Trial, label: str = "", transport: str = "nixl", fleet: str = "", **planned: Any) -> Measured:
-    results = Results(plan(transport, **planned), NAMES, "off")
-    ready: Any = {"decode-0": {"ring_bytes": 128, "pool_bytes": 0, "staging_bytes": 0}}
+    made = plan(transport, **planned)
+    names: Any = {f"{rank['role']}-0": rank for rank in made["ranks"]}
+    results = Results(made, names, "off")
+    buffers = {"ring_bytes": 128, "pool_bytes": 0, "staging_bytes": 0, "transport": {}}
+    gpu = {"name": "NVIDIA H200", "driver": "580", "cuda": "13.0"}
+    ready: Any = {name: {**buffers, **({"gpu": gpu} if rank["device"] >= 0 else {})} for name, rank in names.items()}
     results.ready = ready
     for each in laps:
         results.add(each)
     request = PlanRequest((Sizes(),), Sizes(), loads=(), memory_bytes=0, seed=0, transport=transport)
-    return Measured(Variant(label, request, fleet), SessionOnPaper(results))
+    return Measured(Variant(label, request, fleet), SideBySide(0.0, 1), results)
 
 
 def outcome(*fleets: Measured, **more: Any) -> Outcome:
@@ -171,8 +157,8 @@ class TestSeveralFleets:
     def test_floors_are_the_best_of_each_transport(self):
         fleets = [measured(label=each, transport=each) for each in ("nixl", "nixl", "loopback")]
         for number, each in enumerate(fleets):
-            each.session.results.floors["write"].append(float(number))
-            each.session.results.floors["memcpy"].append(10.0 * number)
+            each.results.roofline["write"].append(float(number))
+            each.results.roofline["memcpy"].append(10.0 * number)
         document = outcome(*fleets).document()
         assert document["floors"]["transport_write_gb_per_s"] == 1.0
         assert document["floors"]["write_gb_per_s_by_transport"] == {"nixl": 1.0, "loopback": 2.0}
@@ -181,9 +167,9 @@ class TestSeveralFleets:
     def test_trouble_names_the_fleet(self):
         broken = lap(Case(0, "staged"))
         broken.reports["decode-0"]["failures"].append([0, "decode-0: lost its peer"])
-        assert outcome(measured(broken)).trouble == ["1 room failed: decode-0: lost its peer"]
+        assert outcome(measured(broken)).problems == ["1 room failed: decode-0: lost its peer"]
         both = outcome(measured(broken, label="all", fleet="cp2"), measured(label="rank0", fleet="cp2"))
-        assert both.trouble == ["cp2 all: 1 room failed: decode-0: lost its peer"]
+        assert both.problems == ["cp2 all: 1 room failed: decode-0: lost its peer"]
 
 
 def test_the_saved_document_tells_of_real_traffic_and_of_the_preset():
@@ -210,7 +196,7 @@ class TestPicture:
     def test_a_simulated_one_does(self):
         case = Case(0, "staged", "on", 2.5)
         text = shown(outcome(measured(lap(case, hidden=[[0, 7 * MS, 0]]), prefix_tokens=16, arrival_ms=0.0)))
-        assert "arriving on their own" in text
+        assert "arriving in an open loop" in text
         lines = {
             line.rsplit("  ", 1)[0].strip(): line.rsplit("  ", 1)[1].strip()
             for line in text.splitlines()
@@ -294,7 +280,7 @@ class TestOnGpus:
         fleet = measured(*laps, gpus=gpus, **planned)
         floors = {"write": 3.0, "device": 5.0, **({"peer": peer} if peer else {})}
         for kind, figure in floors.items():
-            fleet.session.results.floors[kind].append(figure)
+            fleet.results.roofline[kind].append(figure)
         return fleet
 
     def test_a_rooms_latency_is_held_against_one_copy_of_as_many_bytes(self):
@@ -349,7 +335,7 @@ class TestOnGpus:
 
     def test_rooms_that_there_was_no_time_for_are_told(self):
         fleet = measured(lap(Case(0, "slice")), gpus=(0, 1))
-        fleet.session.results.plan["loads"][0]["lots"] = [[0, 1], [1, 9]]
+        fleet.results.plan["loads"][0]["lots"] = [[0, 1], [1, 9]]
         assert "rooms left out because of --point-seconds: slice 1 of 9 in 1 run" in shown(outcome(fleet))
 
 

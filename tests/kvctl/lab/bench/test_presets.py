@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from kvctl.commands.bench_options import bench_options
-from kvctl.lab.bench.preset_views import Measure, comparison_view, contestants, side_by_side, tokens_per_s, ttft
+from kvctl.lab.bench.preset_views import Measure, comparison_view, side_by_side, tokens_per_s, ttft
 from kvctl.lab.bench.presets import PRESETS, Comparison
+from kvctl.lab.bench.views import contestants
 from kvctl.lab.ranks.request import Tokens
 from kvctl.render.data import tsv
 from kvctl.render.view import View

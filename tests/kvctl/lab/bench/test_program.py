@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.bench.case import Case
-from kvctl.lab.bench.program import Ratios, SideBySide, exposed_by_model
+from kvctl.lab.bench.program import Case, Ratios, SideBySide, exposed_by_model
 
 
 def plan(paths: tuple[str, ...] = ("staged",), pipelines: tuple[str, ...] = ("off", "on")) -> Any:
@@ -60,7 +59,7 @@ class TestRatios:
 
     def test_the_outlook_has_as_many_laps_as_there_will_be(self):
         ran = list(self.program.stages(plan(), lambda case: 1.0))
-        outlook = self.program.outlook(plan())
+        outlook = self.program.outline(plan())
         assert [(len(stage.cases), stage.repeat) for stage in outlook] == [
             (len(each.cases), each.repeat) for each in ran
         ]
@@ -69,7 +68,7 @@ class TestRatios:
         case = Case(0, "staged", "on", 10.0, turn=1)
         whole, grouped = Case(0, "staged", "off", 0.0, turn=1), Case(0, "staged", "on", 0.0, turn=1)
         times = {Case(0, "staged"): 70.0, whole: 50.0, grouped: 45.0}
-        remarks = self.program.remarks(plan(), case, times.get, row())
+        remarks = self.program.derived(plan(), case, times.get, row())
         assert (remarks["ratio"], remarks["transfer_ms"]) == (0.5, 45.0)
         assert remarks["model_exposed_ms"] == pytest.approx(10.0)
         assert remarks["off_model_ratio"] == pytest.approx(0.1)
@@ -77,9 +76,9 @@ class TestRatios:
 
     def test_the_model_says_nothing_of_crowds_or_plain_rooms(self):
         plain = {Case(1, "staged"): 5.0}
-        crowded = self.program.remarks(plan(), Case(3, "staged", "on", 1.0, turn=3), plain.get, row(concurrency=32))
+        crowded = self.program.derived(plan(), Case(3, "staged", "on", 1.0, turn=3), plain.get, row(concurrency=32))
         assert crowded == {"ratio": 1.0, "transfer_ms": 5.0}
-        assert self.program.remarks(plan(), Case(1, "staged"), plain.get, row()) == {}
+        assert self.program.derived(plan(), Case(1, "staged"), plain.get, row()) == {}
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 
 from kvctl.lab.bench.baseline import compare, failures, load_baseline
-from kvctl.lab.bench.case import Case
-from kvctl.lab.bench.deltas import with_delta
-from kvctl.lab.bench.outcome import Measured, Outcome
-from kvctl.lab.bench.program import SideBySide
-from kvctl.lab.bench.results import Results
-from kvctl.lab.bench.room_timing import join, rate
+from kvctl.lab.bench.program import Case, SideBySide
+from kvctl.lab.bench.results import Measured, Outcome, Results
+from kvctl.lab.bench.room_timing import rate, time_rooms
+from kvctl.lab.bench.rows import with_delta
 from kvctl.lab.bench.trials import LOAD_STRIDE, Trial
 from kvctl.lab.bench.variants import Variant
 from kvctl.lab.bench.views import BENCH, blocks
@@ -98,10 +96,10 @@ def received(index: int, opened_ns: int, success_ns: int) -> list[int]:
 
 
 def lap(
-    path: str = "staged", lot: int = 0, at_ms: int = 0, took_ms: int = 50, repeat: int = 0, **changes: Any
+    path: str = "staged", batch: int = 0, at_ms: int = 0, took_ms: int = 50, repeat: int = 0, **changes: Any
 ) -> Trial:
     """Two rooms, one for each decode rank; the second starts when the first is half through."""
-    first, second = 2 * lot, 2 * lot + 1
+    first, second = 2 * batch, 2 * batch + 1
     start = at_ms * MS
     half = took_ms * MS // 2
     moved = {
@@ -129,7 +127,7 @@ def lap(
     reports.update(changes.pop("reports", {}))
     clean = VerifyReport(rooms=1, bytes=1, mismatches=[], bad_rooms=[])
     verdicts = {"decode-0": clean, "decode-1": clean, **changes.pop("verdicts", {})}
-    return Trial(Case(0, path), lot, repeat, (room(first), room(second)), reports, verdicts, shown=first)
+    return Trial(Case(0, path), batch, repeat, (room(first), room(second)), reports, verdicts, shown=first)
 
 
 def results(*laps: Trial, verify: str = "full", paths: tuple[str, ...] = ("slice", "staged")) -> Results:
@@ -137,20 +135,6 @@ def results(*laps: Trial, verify: str = "full", paths: tuple[str, ...] = ("slice
     for each in laps:
         collected.add(each)
     return collected
-
-
-class SessionOnPaper:
-    """What an outcome asks a session for."""
-
-    def __init__(self, results: Results) -> None:
-        self.results = results
-        self.program = SideBySide(0.0, 1)
-
-    def gpus(self) -> dict[int, Any]:
-        return {}
-
-    def lanes(self) -> list[str]:
-        return ["shm"]
 
 
 def outcome(*several: Results, **changes: Any) -> Outcome:
@@ -165,13 +149,13 @@ def outcome(*several: Results, **changes: Any) -> Outcome:
             transport=("nixl", "mooncake")[number],
         )
         label = request.transport if len(several) > 1 else ""
-        collected.measured.append(Measured(Variant(label, request), SessionOnPaper(each)))
+        collected.measured.append(Measured(Variant(label, request), SideBySide(0.0, 1), each))
     return collected
 
 
 def test_a_room_starts_with_its_first_writer_and_ends_with_its_last_reader():
-    joined = join(lap(took_ms=50), NAMES, dict.fromkeys(range(4), 7))
-    passage = joined.passages[0]
+    joined = time_rooms(lap(took_ms=50), NAMES, dict.fromkeys(range(4), 7))
+    passage = joined.timings[0]
     assert (passage.opened_ns, passage.started_ns) == (-MS, 0)
     assert passage.forward_done_ns == 2 * MS
     assert passage.success_ns == 50 * MS
@@ -181,8 +165,8 @@ def test_a_room_starts_with_its_first_writer_and_ends_with_its_last_reader():
 
 def test_a_room_that_failed_anywhere_has_no_passage():
     broken = lap(reports={"decode-1": report([], [[1, "decode-1: lost its peer"]])})
-    joined = join(broken, NAMES, dict.fromkeys(range(4), 7))
-    assert list(joined.passages) == [0]
+    joined = time_rooms(broken, NAMES, dict.fromkeys(range(4), 7))
+    assert list(joined.timings) == [0]
     assert joined.failures == {1: "decode-1: lost its peer"}
 
 
@@ -197,13 +181,13 @@ def test_a_failure_that_every_rank_explains_is_no_trouble():
             "decode-1": under_faults([[1, "aborted"]], [[1, "decode-1: given up"]]),
         }
     )
-    joined = join(asked, NAMES, dict.fromkeys(range(4), 7))
+    joined = time_rooms(asked, NAMES, dict.fromkeys(range(4), 7))
     assert (joined.failures, joined.explained) == ({}, {1: "aborted"})
     (row,) = results(asked).rows()
     assert (row["rooms"], row["ok"], row["aborted"], row["failed_by_fault"], row["failed"]) == (2, 1, 1, 0, 0)
     assert row["verified"]
     assert row["faults_struck"] == {"control-loss": 6}
-    assert results(asked).trouble == []
+    assert results(asked).problems == []
 
 
 def test_a_failure_that_one_rank_cannot_explain_is_trouble():
@@ -213,7 +197,7 @@ def test_a_failure_that_one_rank_cannot_explain_is_trouble():
             "decode-1": under_faults([[1, "fault"]], [[1, "decode-1: lost its peer"]]),
         }
     )
-    joined = join(hung, NAMES, dict.fromkeys(range(4), 7))
+    joined = time_rooms(hung, NAMES, dict.fromkeys(range(4), 7))
     assert joined.failures[1] == "still waiting on prefill-0 at the run's deadline"
     assert joined.explained == {}
     assert results(hung).verified is False
@@ -221,18 +205,18 @@ def test_a_failure_that_one_rank_cannot_explain_is_trouble():
 
 def test_what_a_rank_still_holds_after_faults_is_trouble():
     held = lap(reports={"decode-1": under_faults([[1, "fault"]], [[1, "x"]], left=["decode-1 still holds 512 bytes"])})
-    assert "decode-1 still holds 512 bytes" in results(held).trouble
+    assert "decode-1 still holds 512 bytes" in results(held).problems
 
 
 def test_a_room_that_nobody_reported_did_not_succeed():
-    joined = join(lap(reports={"decode-1": report([])}), NAMES, dict.fromkeys(range(4), 7))
+    joined = time_rooms(lap(reports={"decode-1": report([])}), NAMES, dict.fromkeys(range(4), 7))
     assert joined.failures == {1: "no rank reported its end"}
 
 
 def test_rates_are_over_the_time_in_which_rooms_were_under_way():
-    rows = results(lap(lot=0, at_ms=0, took_ms=50), lap(lot=1, at_ms=9000, took_ms=50)).rows()
+    rows = results(lap(batch=0, at_ms=0, took_ms=50), lap(batch=1, at_ms=9000, took_ms=50)).rows()
     (row,) = rows
-    # Each lot lasts 75 ms; the nine seconds between them are nobody's.
+    # Each batch lasts 75 ms; the nine seconds between them are nobody's.
     assert row["seconds"] == pytest.approx(0.150)
     assert row["rooms_per_s"] == pytest.approx(4 / 0.150)
     assert row["gb_per_s"] == pytest.approx(0.4 / 0.150)
@@ -242,7 +226,7 @@ def test_rates_are_over_the_time_in_which_rooms_were_under_way():
 def test_a_row_has_every_name_that_scripts_rely_on():
     document = outcome(results(lap())).document()
     assert set(document) >= {"schema", "verified", "floors", "runs", "env"}
-    assert document["schema"] == "kvctl.lab.bench/1"
+    assert document["schema"] == "kvctl.bench/1"
     assert set(document["floors"]) >= {
         "memcpy_gb_per_s",
         "transport_write_gb_per_s",
@@ -298,7 +282,7 @@ def test_the_middle_repeat_is_reported_and_the_best_beside_it():
 
 def test_ratios_are_to_the_best_floor_seen():
     collected = results(lap())
-    collected.floors["memcpy"] += [5.0, 10.0]
+    collected.roofline["memcpy"] += [5.0, 10.0]
     (row,) = collected.rows()
     assert row["memcpy_ratio"] == pytest.approx(row["gb_per_s"] / 10)
     assert row["write_ratio"] is None
@@ -312,13 +296,13 @@ def test_one_wrong_byte_spoils_the_result_and_is_told():
     collected = results(lap("slice"), lap("staged", verdicts={"decode-1": spoiled}))
     assert [row["verified"] for row in collected.rows()] == [True, False]
     assert collected.verified is False
-    assert collected.trouble == ["room 901 layer 3 V token 17 head 1 dim 5: expected aa, found bb (never written)"]
+    assert collected.problems == ["room 901 layer 3 V token 17 head 1 dim 5: expected aa, found bb (never written)"]
 
 
 def test_a_failed_room_spoils_the_result_and_is_told():
     collected = results(lap(reports={"decode-1": report([], [[1, "decode-1: lost its peer"]])}))
     assert (collected.rows()[0]["failed"], collected.verified) == (1, False)
-    assert collected.trouble == ["1 room failed: decode-1: lost its peer"]
+    assert collected.problems == ["1 room failed: decode-1: lost its peer"]
 
 
 def test_what_nobody_looked_at_is_not_verified():
@@ -346,7 +330,7 @@ def test_tsv_has_a_line_per_run_in_machine_units():
 
 def test_people_see_a_column_per_path_with_the_difference():
     collected = results(lap("slice", took_ms=100), lap("staged", took_ms=50))
-    collected.floors["memcpy"].append(14.6)
+    collected.roofline["memcpy"].append(14.6)
     whole = outcome(collected)
     made = blocks(whole.rows(), whole, None)
     columns = [(getattr(block, "view", None) and block.view.columns) or () for block in made]  # type: ignore[union-attr]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvctl.lab.bench.scale import Geometry, Limits, fit, published, remark
+from kvctl.lab.bench.scale import Geometry, Limits, fit, published, scaling_note
 from kvctl.lab.ranks.request import Load, Tokens
 
 WHOLE = Geometry(32, 8, 128)
@@ -23,7 +23,7 @@ def fitted(memory_bytes: int, moved_bytes: int, least: Any = LEAST, in_flight: i
 
 def test_what_fits_stays_as_it_was_published():
     assert fitted(1 << 40, 1 << 40) == WHOLE
-    assert remark("stress", WHOLE, WHOLE) == ""
+    assert scaling_note("stress", WHOLE, WHOLE) == ""
 
 
 def test_layers_go_first_then_heads_then_dims_then_tokens():
@@ -52,9 +52,9 @@ def test_what_is_not_named_stays():
 
 
 def test_people_are_told_what_was_scaled():
-    assert remark("stress", WHOLE, Geometry(4, 8, 64, 2)) == (
-        "stress is scaled to this machine: 4 of 32 layers, 64 of 128 head dim, 1/2 of the prompt lengths; any option "
-        "given replaces the preset's"
+    assert scaling_note("stress", WHOLE, Geometry(4, 8, 64, 2)) == (
+        "stress is scaled to this machine: 4 of 32 layers, 64 of 128 head dim, 1/2 of the prompt lengths; options on "
+        "the command line replace the preset's"
     )
 
 

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from kvctl.lab.bench import stop_schedule
-from kvctl.lab.bench.stop_schedule import StopSchedule, last_ns
+from kvctl.lab.bench import fleet
+from kvctl.lab.bench.fleet import StopSchedule, last_ns
 from kvctl.lab.faults.specification import parse_faults
 
 FAULTS = parse_faults("abort=5%,pause=decode-0@1s+2s,pause=decode-1@2s+10s,pause=decode-0@2500ms+1s")
@@ -16,7 +16,7 @@ FAULTS = parse_faults("abort=5%,pause=decode-0@1s+2s,pause=decode-1@2s+10s,pause
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_ns = 5_000_000_000_000
-        monkeypatch.setattr(stop_schedule.time, "monotonic_ns", lambda: self.now_ns)
+        monkeypatch.setattr(fleet.time, "monotonic_ns", lambda: self.now_ns)
 
     def at(self, seconds: float) -> None:
         self.now_ns = 5_000_000_000_000 + round(seconds * 1e9)

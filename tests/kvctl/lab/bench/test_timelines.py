@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvctl.lab.bench.case import Case
-from kvctl.lab.bench.room_timing import Finished, RoomTiming
+from kvctl.lab.bench.program import Case
+from kvctl.lab.bench.room_timing import RoomTiming, TimedTrial
 from kvctl.lab.bench.timelines import layer_groups, ring_timelines, room_timelines, typical
 from kvctl.lab.bench.trials import Trial
 from kvctl.lab.ranks.messages import Room
@@ -29,14 +29,14 @@ def part(peer: str, chunk: int | None = 0, layers: tuple[int, int] = (0, 4), **m
 
 def finished(
     latency: int = 5, sent: list[Any] | None = None, received: list[Any] | None = None, ring: list[Any] | None = None
-) -> Finished:
+) -> TimedTrial:
     room = Room(index=7, number=900, tokens=64, prefix_tokens=0, decode_dp=0)
     reports: Any = {
         "prefill-0": {"waterfall": sent or [], "ring_samples": []},
         "decode-0": {"waterfall": received or [], "ring_samples": ring or []},
     }
     passage = RoomTiming(room, 0, 1, 10, 9, 10 + latency, 10 + latency, 10 + latency, None, 1)
-    return Finished(Trial(CASE, 0, 0, (room,), reports, shown=7), {7: passage}, {})
+    return TimedTrial(Trial(CASE, 0, 0, (room,), reports, shown=7), {7: passage}, {})
 
 
 def test_a_part_is_seen_from_both_its_ends_and_drawn_once():
@@ -56,11 +56,11 @@ def test_a_part_is_seen_from_both_its_ends_and_drawn_once():
 def test_a_room_of_middling_latency_is_shown():
     middling = typical([finished(1), finished(50), finished(9)])
     assert middling is not None
-    assert middling.passages[7].latency_ns == 9
+    assert middling.timings[7].latency_ns == 9
 
 
 def test_where_no_shown_room_succeeded_there_is_nothing_to_show():
-    failed = Finished(finished().lap, {}, {7: "lost"})
+    failed = TimedTrial(finished().trial, {}, {7: "lost"})
     assert typical([failed]) is None
     assert room_timelines({CASE: [failed]}, NAMES, PLAN) == []
     assert ring_timelines({CASE: [failed]}, NAMES, {}) == []
@@ -83,7 +83,7 @@ def test_of_many_loads_the_one_in_the_middle_is_shown():
 
 class TestLayerGroups:
     def groups(self, *parts: Any) -> int | None:
-        return layer_groups(finished(sent=list(parts)).lap, NAMES, layers=8)
+        return layer_groups(finished(sent=list(parts)).trial, NAMES, layers=8)
 
     def test_they_are_those_of_one_chunk_to_one_reader(self):
         assert self.groups(part("a"), part("a", layers=(4, 8)), part("b"), part("a", chunk=1)) == 2

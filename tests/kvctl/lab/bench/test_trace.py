@@ -34,10 +34,10 @@ def test_a_line_is_a_request():
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (b"{", "it is no JSON"),
-        (b"\xff", "it is no JSON"),
-        (b"[1]", "it is list, not an object"),
-        (b"null", "it is missing, not an object"),
+        (b"{", "invalid JSON"),
+        (b"\xff", "invalid JSON"),
+        (b"[1]", "the line is list, not an object"),
+        (b"null", "the line is missing, not an object"),
         (line(input_length="absent"), "input_length is missing"),
         (line(input_length=0), "input_length is 0, not a whole number from 1 to"),
         (line(input_length=1.5), r"input_length is 1\.5"),
@@ -63,7 +63,7 @@ def test_wrong_lines_are_skipped_and_named_by_number(file: Path):
     found = read(file, most=9, strict=False)
     assert [request.arrival_ms for request in found.requests] == [1.0, 2000.0]  # by time
     assert list(found.skipped) == [3, 5]
-    assert found.notes[0].startswith("requests.jsonl line 3 is skipped: it is no JSON")
+    assert found.notes[0].startswith("requests.jsonl line 3 is skipped: invalid JSON")
     assert len(found.notes) == 2
 
 
@@ -71,12 +71,12 @@ def test_of_many_wrong_lines_the_first_are_named_and_the_rest_counted(file: Path
     file.write_bytes(b"no\n" * 10 + line())
     notes = read(file, most=9, strict=False).notes
     assert len(notes) == 4
-    assert notes[-1] == "requests.jsonl: 7 more lines are skipped; --strict stops at one"
+    assert notes[-1] == "requests.jsonl: 7 more lines are skipped; --strict stops at the first"
 
 
 def test_strict_reading_ends_at_the_first_wrong_line(file: Path):
     file.write_bytes(line() + b"\n{}\n" + line())
-    with pytest.raises(TraceError, match=r"requests\.jsonl line 2: input_length is missing.*leave out --strict"):
+    with pytest.raises(TraceError, match=r"requests\.jsonl line 2: input_length is missing.*without --strict"):
         read(file, most=9, strict=True)
 
 
@@ -92,7 +92,7 @@ def test_a_line_without_end_is_not_read_to_its_end():
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [(None, "cannot be read: No such file"), (b"", "has no request"), (b"x", "no request: line 1: it is")],
+    [(None, "cannot be read: No such file"), (b"", "has no request"), (b"x", "no request: line 1: invalid JSON")],
 )
 def test_a_file_without_requests_is_refused(file: Path, content: bytes | None, why: str):
     if content is not None:

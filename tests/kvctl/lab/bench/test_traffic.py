@@ -6,8 +6,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from kvctl.lab.bench.prompts import Prompt, Traffic, sessions
-from kvctl.lab.bench.traffic import Source, hits, token_bytes, with_requests
+from kvctl.lab.bench.traffic import Prompt, Source, Traffic, planned_requests, sessions, token_bytes, with_requests
 from kvctl.lab.ranks.request import Load, PlanRequest, Sizes, Tokens
 
 SHAPE: Any = {"layers": 2, "kv_heads": 4, "head_dim": 8, "v_head_dim": 8, "dtype_bytes": 2}
@@ -26,7 +25,8 @@ def source(*blocks: tuple[int, ...], cache_tokens: int | None = None) -> Source:
 
 
 def test_requests_are_routed_with_their_hits():
-    made = with_requests(request(), source((1, 2), (1, 2), (1, 2)), SHAPE, decodes=True)
+    decodes = replace(request(), decode_ms=2.0)
+    made = with_requests(decodes, source((1, 2), (1, 2), (1, 2)), SHAPE)
     assert [(each.decode_dp, each.prefix_tokens) for each in made.requests] == [(0, 0), (1, 0), (0, 192)]
     assert {(each.arrival_ms, each.tokens, each.output_tokens) for each in made.requests} == {(1.5, 200, 5)}
     assert made.rooms is None
@@ -34,7 +34,7 @@ def test_requests_are_routed_with_their_hits():
 
 
 def test_outputs_take_no_time_where_nothing_is_decoded():
-    made = with_requests(request(), source((1,)), SHAPE, decodes=False)
+    made = with_requests(request(), source((1,)), SHAPE)
     assert made.requests[0].output_tokens == 0
 
 
@@ -44,7 +44,7 @@ def test_a_cache_holds_what_its_group_has_memory_for():
 
     def hit(tokens: int, source: Source = again) -> int:
         alone = replace(request(2 * tokens * 256), decode=Sizes())  # half of the memory is for caches
-        return with_requests(alone, source, SHAPE, decodes=False).requests[-1].prefix_tokens
+        return with_requests(alone, source, SHAPE).requests[-1].prefix_tokens
 
     assert (hit(200), hit(199)) == (96, 0)
     assert hit(200, replace(again, cache_tokens=100)) == 0
@@ -52,7 +52,7 @@ def test_a_cache_holds_what_its_group_has_memory_for():
 
 def test_turns_of_a_session_stay_together():
     chats = Source({}, sessions(3, 4, [64], 0, 16), None)
-    made = with_requests(request(), chats, SHAPE, decodes=False)
+    made = with_requests(request(), chats, SHAPE)
     homes: dict[int, set[int]] = {}
     for each in made.requests:
         homes.setdefault(each.session, set()).add(each.decode_dp)
@@ -67,4 +67,4 @@ def test_the_longest_prompt_decides_what_must_fit():
 def test_every_request_of_a_plan_is_reported():
     room = {"tokens": 9, "prefix_tokens": 3, "output_tokens": 0, "arrival_ms": None, "decode_dp": 1, "session": -1}
     plan: Any = {"loads": [{"rooms": [{**room, "bytes": 77, "instance": 0}]}]}
-    assert hits(plan) == [room]
+    assert planned_requests(plan) == [room]

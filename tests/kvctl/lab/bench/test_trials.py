@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.bench.case import Case, cases_of, length
+from kvctl.lab.bench.program import Case, SideBySide
 from kvctl.lab.bench.trials import Trial, TrialRunner
 from kvctl.lab.ranks.group import FleetError
 from kvctl.lab.ranks.messages import Room
@@ -25,9 +25,9 @@ class FleetOnPaper:
         self.held = list(held)
 
     def prepare(
-        self, lot: int, path: str, rooms: tuple[Room, ...], poison: bool, doing: str, pipeline: str = "off"
+        self, batch: int, path: str, rooms: tuple[Room, ...], poison: bool, doing: str, pipeline: str = "off"
     ) -> None:
-        self.prepared.append((lot, path, rooms))
+        self.prepared.append((batch, path, rooms))
         self.pipelines.append(pipeline)
 
     def run(
@@ -54,24 +54,24 @@ def planned(index: int) -> dict[str, Any]:
 
 
 def plan(
-    lots: Sequence[Sequence[Sequence[int]]] = ([[0, 3], [3, 5]], [[0, 2]]), pipelines: Sequence[str] = ("off",)
+    batches: Sequence[Sequence[Sequence[int]]] = ([[0, 3], [3, 5]], [[0, 2]]), pipelines: Sequence[str] = ("off",)
 ) -> Any:
     rooms = [planned(index) for index in range(5)]
-    loads = [{"concurrency": 2, "tokens": "16", "windows": [1, 1], "rooms": rooms, "lots": cuts} for cuts in lots]
+    loads = [{"concurrency": 2, "tokens": "16", "windows": [1, 1], "rooms": rooms, "lots": cuts} for cuts in batches]
     return {"paths": ["slice", "staged"], "pipelines": list(pipelines), "loads": loads, "room_stride": 4}
 
 
 def laps(fleet: FleetOnPaper, verify: str = "full", repeat: int = 1, **changes: Any) -> list[Trial]:
     whole = plan(**changes)
     course = TrialRunner(fleet, whole, verify, 0.0, lambda text: None)
-    cases = cases_of(whole, 0.0)
-    ran = list(course.laps(cases, repeat))
-    assert len(ran) == length(whole, cases) * repeat
+    (stage,) = SideBySide(0.0, repeat).outline(whole)
+    ran = list(course.trials(stage.cases, repeat))
+    assert len(ran) == stage.trials(whole)
     return ran
 
 
-def test_paths_and_loads_take_turns_lot_by_lot():
-    assert [(lap.lot, lap.case.load, lap.case.path) for lap in laps(FleetOnPaper())] == [
+def test_paths_and_loads_take_turns_batch_by_batch():
+    assert [(lap.batch, lap.case.load, lap.case.path) for lap in laps(FleetOnPaper())] == [
         (0, 0, "slice"),
         (0, 0, "staged"),
         (0, 1, "slice"),
@@ -86,7 +86,7 @@ def test_everything_is_repeated_as_a_whole():
 
 
 def test_pipelines_stand_side_by_side_like_paths():
-    cases = cases_of(plan(lots=([[0, 3]],), pipelines=("off", "on")), 0.5)
+    cases = SideBySide(0.5, 1).outline(plan(batches=([[0, 3]],), pipelines=("off", "on")))[0].cases
     assert [(case.path, case.pipeline, case.layer_ms) for case in cases] == [
         ("slice", "off", 0.5),
         ("slice", "on", 0.5),
@@ -97,39 +97,39 @@ def test_pipelines_stand_side_by_side_like_paths():
 
 def test_a_case_is_run_with_its_own_pipeline_and_pace():
     fleet = FleetOnPaper()
-    course = TrialRunner(fleet, plan(lots=([[0, 3]],)), "full", 7.0, lambda text: None)
-    list(course.laps([Case(0, "staged", "on", 1.5), Case(0, "staged", "off", 2.5)], 1))
+    course = TrialRunner(fleet, plan(batches=([[0, 3]],)), "full", 7.0, lambda text: None)
+    list(course.trials([Case(0, "staged", "on", 1.5), Case(0, "staged", "off", 2.5)], 1))
     assert fleet.pipelines == ["on", "off"]
     assert fleet.paces == [(1.5, 7.0), (2.5, 7.0)]
 
 
-def test_a_room_from_the_middle_of_the_lot_is_shown():
+def test_a_room_from_the_middle_of_the_batch_is_shown():
     fleet = FleetOnPaper()
-    ran = laps(fleet, lots=([[0, 3]],))
+    ran = laps(fleet, batches=([[0, 3]],))
     assert fleet.shown == [lap.shown for lap in ran] == [1, 1]
 
 
 def test_paths_run_the_same_rooms_under_numbers_of_their_own():
-    slice_lap, staged_lap = laps(FleetOnPaper(), lots=([[0, 3]],))
+    slice_lap, staged_lap = laps(FleetOnPaper(), batches=([[0, 3]],))
     assert [room.index for room in slice_lap.rooms] == [room.index for room in staged_lap.rooms]
     numbers = [room.number for lap in (slice_lap, staged_lap) for room in lap.rooms]
     assert len(set(numbers)) == 6
     assert all(0 <= number < 1 << 64 for number in numbers)
 
 
-def test_the_position_in_a_lot_decides_the_prefill_group():
+def test_the_position_in_a_batch_decides_the_prefill_group():
     for lap in laps(FleetOnPaper()):
         assert [room.number % 4 for room in lap.rooms] == list(range(len(lap.rooms)))
 
 
-def test_a_lot_has_one_identity_over_all_its_laps_and_no_other_has_it():
+def test_a_batch_has_one_identity_over_all_its_laps_and_no_other_has_it():
     fleet = FleetOnPaper()
     laps(fleet, repeat=2)
     by_content = {}
-    for lot, _, rooms in fleet.prepared:
-        by_content.setdefault(tuple(room.index for room in rooms), set()).add(lot)
-    assert all(len(lots) == 1 for lots in by_content.values())
-    assert len({next(iter(lots)) for lots in by_content.values()}) == len(by_content) == 3
+    for batch, _, rooms in fleet.prepared:
+        by_content.setdefault(tuple(room.index for room in rooms), set()).add(batch)
+    assert all(len(batches) == 1 for batches in by_content.values())
+    assert len({next(iter(batches)) for batches in by_content.values()}) == len(by_content) == 3
 
 
 def test_verification_can_be_left_out():
@@ -140,11 +140,11 @@ def test_verification_can_be_left_out():
 
 def test_nothing_runs_after_rooms_that_hold_their_pages():
     with pytest.raises(FleetError, match=r"1 rooms still hold pages after slice.*decode-0: peer lost"):
-        laps(FleetOnPaper(held=[0]), lots=([[0, 3]],))
+        laps(FleetOnPaper(held=[0]), batches=([[0, 3]],))
 
 
 class TestLimitedTime:
-    """`--point-seconds`: a path that is too slow for a lot runs its first rooms."""
+    """`--point-seconds`: a path that is too slow for a batch runs its first rooms."""
 
     class SlowSlice(FleetOnPaper):
         """One second a room on slice, nothing on staged."""
@@ -164,13 +164,15 @@ class TestLimitedTime:
         return self.SlowSlice(clock)
 
     def course(self, fleet: FleetOnPaper, point_s: float) -> list[Trial]:
-        whole = plan(lots=([[0, 3], [3, 5]],))
+        whole = plan(batches=([[0, 3], [3, 5]],))
         return list(
-            TrialRunner(fleet, whole, "full", 0.0, lambda text: None, point_s=point_s).laps(cases_of(whole, 0.0), 1)
+            TrialRunner(fleet, whole, "full", 0.0, lambda text: None, point_s=point_s).trials(
+                SideBySide(0.0, 1).outline(whole)[0].cases, 1
+            )
         )
 
     def test_the_slow_path_runs_the_first_of_the_same_rooms(self, fleet: FleetOnPaper):
-        ran = [(lap.case.path, lap.lot, [room.index for room in lap.rooms]) for lap in self.course(fleet, 2.0)]
+        ran = [(lap.case.path, lap.batch, [room.index for room in lap.rooms]) for lap in self.course(fleet, 2.0)]
         assert ran == [("slice", 0, [0, 1]), ("staged", 0, [0, 1, 2]), ("staged", 1, [3, 4])]
 
     def test_a_slow_path_that_has_time_runs_all(self, fleet: FleetOnPaper):
@@ -180,10 +182,10 @@ class TestLimitedTime:
         assert len(self.course(fleet, 2.0)) == fleet.verified == 3
         assert [len(rooms) for _, _, rooms in fleet.prepared] == [1, 1, 2, 1, 1, 3, 2]
 
-    def test_other_rooms_are_another_lot(self, fleet: FleetOnPaper):
+    def test_other_rooms_are_another_batch(self, fleet: FleetOnPaper):
         self.course(fleet, 2.0)
-        contents = {(lot, tuple(room.index for room in rooms)) for lot, _, rooms in fleet.prepared}
-        assert len(contents) == len({lot for lot, _ in contents}) == 4
+        contents = {(batch, tuple(room.index for room in rooms)) for batch, _, rooms in fleet.prepared}
+        assert len(contents) == len({batch for batch, _ in contents}) == 4
 
     def test_trials_do_not_hide_rooms_that_hold_their_pages(self, fleet: FleetOnPaper):
         fleet.held = [0]

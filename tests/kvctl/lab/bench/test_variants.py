@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvctl.lab.bench.variants import MOST_RANKS, Variant, expand, sizes_text, waves
+from kvctl.lab.bench.variants import MAX_RANKS, Variant, expand, sizes_text, waves
 from kvctl.lab.ranks.request import PlanRequest, Sizes
 
 TP4 = Sizes(tp=4)
@@ -32,7 +32,7 @@ def test_fleets_that_are_compared_are_alive_together_and_share_the_memory():
 
 
 def test_more_ranks_than_the_machine_should_bear_run_one_after_another():
-    group = expand(request(Sizes(tp=MOST_RANKS // 2)), ["nixl", "mooncake"], ["rank0"])
+    group = expand(request(Sizes(tp=MAX_RANKS // 2)), ["nixl", "mooncake"], ["rank0"])
     assert [len(wave) for wave in waves([group])] == [1, 1]
     assert [wave[0].request.memory_bytes for wave in waves([group])] == [1 << 30] * 2
 

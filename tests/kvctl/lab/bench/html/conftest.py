@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.bench.html.data import PartTimeline, RingTimeline, RoomTimeline
+from kvctl.lab.bench.timelines import PartTimeline, RingTimeline, RoomTimeline
 
 _SAVED = json.loads((Path(__file__).parent / "saved.json").read_text())
 MS = 1_000_000

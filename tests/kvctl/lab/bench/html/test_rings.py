@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.bench.html.rings import rings
+from kvctl.lab.bench.html.plots import rings
 
 Drawings = Callable[[str], list[Any]]
 Make = Callable[..., Any]

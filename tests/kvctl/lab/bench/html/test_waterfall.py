@@ -85,7 +85,7 @@ class TestRoom:
 
     def test_a_long_forward_pass_is_cut_off_and_says_so(self, room: Make, drawings: Drawings) -> None:
         chart = drawings(waterfalls([room(forward_start_ns=-60_000 * MS)]) or "")[0]
-        assert "forward 1m01s, began before this" in chart.texts("inside")
+        assert "forward 1m01s, starts earlier" in chart.texts("inside")
         widths = [float(rect.attrib["width"]) for rect in chart.groups("life")[0].iter("rect")]
         assert min(widths) > 5
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.bench.html.data import ReportData
-from kvctl.lab.bench.html.document import render
+from kvctl.lab.bench.html.report import render
+from kvctl.lab.bench.timelines import ReportData
 
 Make = Callable[..., Any]
 EVIL = "<script>alert('x')</script>\"&\x1b[31m\u202e\ud800"

@@ -7,8 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from kvctl.lab.bench.prefix_cache import PrefixCache, hit_tokens, route
-from kvctl.lab.bench.prompts import Prompt, Traffic, poisson, sessions
+from kvctl.lab.bench.traffic import PrefixCache, Prompt, Traffic, hit_tokens, poisson, route, sessions
 
 EVER = 1 << 40
 
@@ -74,20 +73,20 @@ def test_a_hit_is_whole_pages_and_never_the_last(blocks: int, block_tokens: int,
 class TestRouting:
     def test_every_rank_gets_work_though_all_prompts_begin_alike(self):
         routed = route(traffic(*(prompt(4096, 0, *range(8 * n, 8 * n + 7)) for n in range(1, 9))), 4, 16, EVER)
-        assert [each.decode_dp for each in routed[:4]] == [0, 1, 2, 3]
-        assert {each.decode_dp for each in routed[4:]} == {0, 1, 2, 3}
-        assert {each.prefix_tokens for each in routed[4:]} == {512}
+        assert [dp for dp, _ in routed[:4]] == [0, 1, 2, 3]
+        assert {dp for dp, _ in routed[4:]} == {0, 1, 2, 3}
+        assert {hit for _, hit in routed[4:]} == {512}
 
     def test_a_long_hit_draws_a_prompt_to_its_prefix(self):
         long = prompt(5000, *range(9))
         routed = route(traffic(long, prompt(1000, 90), long, long), 2, 16, EVER)
-        assert [each.decode_dp for each in routed] == [0, 1, 0, 0]
-        assert [each.prefix_tokens for each in routed] == [0, 0, 4608, 4608]
+        assert [dp for dp, _ in routed] == [0, 1, 0, 0]
+        assert [hit for _, hit in routed] == [0, 0, 4608, 4608]
 
     def test_what_has_been_evicted_is_no_hit(self):
         every = traffic(prompt(1024, 1, 2), prompt(1024, 3, 4), prompt(1024, 1, 2))
-        assert [each.prefix_tokens for each in route(every, 1, 16, 2048)] == [0, 0, 1008]
-        assert [each.prefix_tokens for each in route(every, 1, 16, 1024)] == [0, 0, 0]
+        assert [hit for _, hit in route(every, 1, 16, 2048)] == [0, 0, 1008]
+        assert [hit for _, hit in route(every, 1, 16, 1024)] == [0, 0, 0]
 
 
 def test_hits_are_those_of_a_plain_simulation_over_lists():
@@ -123,7 +122,7 @@ def test_hits_are_those_of_a_plain_simulation_over_lists():
         expected.append((dp, hit))
 
     routed = route(traffic(*prompts, block_tokens=Fraction(40)), dps, page, capacity * 40)
-    assert [(each.decode_dp, each.prefix_tokens) for each in routed] == expected
+    assert routed == expected
     assert any(hit for _, hit in expected)
 
 
@@ -135,13 +134,13 @@ class TestSessions:
 
     def test_later_turns_hit_all_whole_pages_of_what_was_said(self):
         made = sessions(2, 3, [100], 30, 16)
-        hits = [each.prefix_tokens for each in route(made, 2, 16, EVER)]
+        hits = [hit for _, hit in route(made, 2, 16, EVER)]
         assert hits == [0, 0, 128, 128, 256, 256]  # of 130 and 260 tokens said before
 
     def test_sessions_stay_where_their_prefix_is(self):
         routed = route(sessions(4, 5, [200], 0, 16), 2, 16, EVER)
-        homes = [each.decode_dp for each in routed[:4]]
-        assert [each.decode_dp for each in routed] == homes * 5
+        homes = [dp for dp, _ in routed[:4]]
+        assert [dp for dp, _ in routed] == homes * 5
 
     def test_sessions_share_nothing(self):
         first, second = sessions(2, 1, [64], 0, 16).prompts
