@@ -1,4 +1,4 @@
-"""`kvctl top`: the fleet live on one terminal; or one screen of it in a file."""
+"""`kvctl top`: live view of the fleet in a terminal, or one screen of it in a file."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvctl.render.selection import ExpressionError, select
 from kvctl.render.units import parse_seconds
 
 _VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed")
-_SNAPSHOTS = (".svg", ".png", ".txt")
-_LEAST = (60, 16)
-_MOST = (500, 200)
-_SHORTEST_NS = 100_000_000
+_SNAPSHOT_SUFFIXES = (".svg", ".png", ".txt")
+_MIN_SIZE = (60, 16)
+_MAX_SIZE = (500, 200)
+_MIN_INTERVAL_NS = 100_000_000
 
 
 class Size(click.ParamType[tuple[int, int]]):
-    """`120x40`."""
+    """Size of a screen, `120x40`."""
 
     name = "size"
 
@@ -35,15 +35,17 @@ class Size(click.ParamType[tuple[int, int]]):
             return value
         columns, _, rows = str(value).partition("x")
         if not columns.isdecimal() or not rows.isdecimal():
-            self.fail(f"{value!r} is no size: write COLUMNSxROWS, as in 120x40", param, ctx)
+            self.fail(f"{value!r} is not a size: write COLUMNSxROWS, as in 120x40", param, ctx)
         size = (int(columns), int(rows))
-        if any(not low <= each <= high for each, low, high in zip(size, _LEAST, _MOST, strict=True)):
-            self.fail(f"{value} is not within {_LEAST[0]}x{_LEAST[1]} and {_MOST[0]}x{_MOST[1]}", param, ctx)
+        if any(not low <= each <= high for each, low, high in zip(size, _MIN_SIZE, _MAX_SIZE, strict=True)):
+            self.fail(
+                f"{value} is not between {_MIN_SIZE[0]}x{_MIN_SIZE[1]} and {_MAX_SIZE[0]}x{_MAX_SIZE[1]}", param, ctx
+            )
         return size
 
 
 class Interval(click.ParamType[int]):
-    """A time between readings, ns."""
+    """Time between readings, ns."""
 
     name = "interval"
 
@@ -54,36 +56,38 @@ class Interval(click.ParamType[int]):
             interval_ns = parse_seconds(str(value))
         except ValueError as error:
             self.fail(str(error), param, ctx)
-        if interval_ns < _SHORTEST_NS:
+        if interval_ns < _MIN_INTERVAL_NS:
             self.fail(f"{value} is shorter than 100ms", param, ctx)
         return interval_ns
 
 
-def _picture(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
-    if value is not None and value.suffix not in _SNAPSHOTS:
-        raise click.BadParameter(f"{value}: the name gives the format, {', '.join(_SNAPSHOTS)}", ctx, param)
+def _check_suffix(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    if value is not None and value.suffix not in _SNAPSHOT_SUFFIXES:
+        raise click.BadParameter(
+            f"{value}: the suffix determines the format, {', '.join(_SNAPSHOT_SUFFIXES)}", ctx, param
+        )
     return value
 
 
 @click.command(
     cls=KvctlCommand,
     examples=[
-        ("The fleet live; ? shows the keys", "kvctl top"),
-        ("Rooms first, those older than a second", "kvctl top --view rooms --filter 'age>1s'"),
+        ("Live view; ? shows the keys", "kvctl top"),
+        ("Rooms older than a second", "kvctl top --view rooms --filter 'age>1s'"),
         ("One screen as a picture", "kvctl top --snapshot fleet.png --size 160x50"),
         ("Play a recording", "kvctl top --from fleet.kvrec"),
     ],
 )
-@click.option("--view", type=click.Choice(_VIEWS), default="overview", show_default=True, help="The first view.")
+@click.option("--view", type=click.Choice(_VIEWS), default="overview", show_default=True, help="First view.")
 @click.option(
     "--interval", type=Interval(), default="1s", show_default=True, metavar="TIME", help="Time between readings, as -w."
 )
-@click.option("--readonly", is_flag=True, help="Leave out the keys that change something.")
+@click.option("--readonly", is_flag=True, help="Omit the keys that change something.")
 @click.option(
     "--snapshot",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE.svg|png|txt",
-    callback=_picture,
+    callback=_check_suffix,
     help="Write one screen to a file; needs no terminal.",
 )
 @click.option("--size", type=Size(), default="120x40", show_default=True, metavar="CxR", help="Size of the snapshot.")
@@ -91,50 +95,50 @@ def _picture(ctx: click.Context, param: click.Parameter, value: Path | None) -> 
 def top(
     settings: Settings, view: str, interval: int, readonly: bool, snapshot: Path | None, size: tuple[int, int]
 ) -> None:
-    """The fleet live: overview, rooms, staging, layers, peers, events, failed rooms. ? shows the keys, q quits.
+    """Live view: overview, rooms, staging, layers, peers, events, failed rooms. ? shows the keys, q quits.
 
     Agents that do not answer within an interval (or --timeout, if given) keep their rows, dimmed and with their age,
     until they answer again. Keys that change something ask first. --from FILE replays a recording, [ and ] seek in it.
-    --filter and --sort-by apply to the view that comes first; / also takes a text that rows contain. A snapshot as .png
+    --filter and --sort-by apply to the first view; / also accepts a text that rows must contain. A snapshot as .png
     needs pip install 'kvctl[png]'.
     """
     if snapshot is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise click.UsageError("kvctl top needs a terminal; without one: --snapshot FILE.svg")
     if snapshot is None and os.environ.get("TERM") in {None, "", "dumb"}:
-        raise click.UsageError("this terminal (TERM) cannot be drawn on; kvctl status -w writes a line per reading")
+        raise click.UsageError("this terminal (TERM) is not supported; kvctl status -w writes a line per reading")
     if snapshot is not None and snapshot.suffix == ".png":
         from kvctl.tui.snapshot import check_png
 
         check_png()
     from kvctl.tui.app import TopApp
     from kvctl.tui.feed import SourceFeed
-    from kvctl.tui.pictures.frame import Mode
+    from kvctl.tui.frame import Mode
     from kvctl.tui.table_specs import VIEW_OF, TableQuery
 
-    interval = interval if settings.watch_ns is None else max(settings.watch_ns, _SHORTEST_NS)
-    wish = TableQuery(" & ".join(settings.filters), settings.sort_by or "")
+    interval = interval if settings.watch_ns is None else max(settings.watch_ns, _MIN_INTERVAL_NS)
+    query = TableQuery(" & ".join(settings.filters), settings.sort_by or "")
     try:
         select(VIEW_OF[view], filters=settings.filters)
-        wish.selection(VIEW_OF[view])
+        query.selection(VIEW_OF[view])
     except ExpressionError as error:
         raise click.UsageError(str(error)) from error
-    # A recording is played from its start, and a snapshot is taken of its end.
-    watched = interval if snapshot is None else None
-    # Whoever hangs must not hold up the others' rows, unless that was asked for.
-    usual = snapshot is None and settings.timeout_ns == parse_seconds(DEFAULT_TIMEOUT)
-    timeout_ns = min(settings.timeout_ns, interval) if usual else settings.timeout_ns
-    asked = source(replace(settings, watch_ns=watched, timeout_ns=timeout_ns))
+    # A recording is played from its start; a snapshot shows its end.
+    watch_ns = interval if snapshot is None else None
+    # An agent that hangs must not delay the rows of others, unless the user chose the timeout.
+    is_default = snapshot is None and settings.timeout_ns == parse_seconds(DEFAULT_TIMEOUT)
+    timeout_ns = min(settings.timeout_ns, interval) if is_default else settings.timeout_ns
+    fleet = source(replace(settings, watch_ns=watch_ns, timeout_ns=timeout_ns))
     name = "" if settings.from_file is None else settings.from_file.name
-    mode = Mode(source=name, readonly=readonly, nobody=lambda survey: no_agent(settings, survey).message)
-    app = TopApp(SourceFeed(asked, interval), mode, view, wish=wish)
+    mode = Mode(source=name, readonly=readonly, no_agents=lambda survey: no_agent(settings, survey).message)
+    app = TopApp(SourceFeed(fleet, interval), mode, view, query=query)
     if snapshot is not None:
         from kvctl.tui.snapshot import snapshot as take
 
         take(app, snapshot, size, settings.timeout_ns + 2 * interval)
         if not app.store.agents:
             survey = app.store.survey
-            why = app.store.problem or (no_agent(settings, survey).message if survey else "nobody answered in time")
-            raise CliError(f"{snapshot} shows an empty fleet: {why}", ExitCode.NO_AGENT)
+            reason = app.store.problem or (no_agent(settings, survey).message if survey else "no agent answered in time")
+            raise CliError(f"{snapshot} shows an empty fleet: {reason}", ExitCode.NO_AGENT)
         return
     from kvctl.tui.terminal import TerminalWatch
 

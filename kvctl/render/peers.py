@@ -204,9 +204,22 @@ def draw_matrix(rows: Sequence[Row], width: int) -> list[Line]:
     return [*lines, [("", "")], *_matrix_legend(rows, lanes)]
 
 
+def pair_glyph(state: str) -> Span:
+    """Returns the glyph of a pair's state."""
+    return _GLYPHS.get(state, ("?", "bold red"))
+
+
+def pair_legend() -> Line:
+    """Returns the legend of the states of a pair."""
+    spans: list[Span] = []
+    for state in reversed(_RANKING):
+        spans += [_GLYPHS[state], (f" {'no link' if state == NO_LINK else state}  ", "dim")]
+    return spans
+
+
 def _matrix_cell(row: Row | None, lanes: Mapping[str, str], size: int) -> list[Span]:
     state = row["state"] if row is not None else NO_LINK
-    glyph, style = _GLYPHS.get(state, ("?", ""))
+    glyph, style = pair_glyph(state)
     lane = lanes.get(row["lane"] or "", "") if row is not None and len(lanes) > 1 else ""
     return [(glyph, style), (f"{lane:<{size - 1}}", "dim")]
 

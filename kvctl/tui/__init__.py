@@ -1,5 +1,5 @@
-"""`kvctl top`: a fleet live on one terminal.
+"""`kvctl top`: live view of a fleet in a terminal.
 
-Data flow in one direction: a `feed` asks a source on its own thread, the `store` keeps what was answered, `panels`
-render it. The store and what derives from it (`sheets`, `pictures`) know nothing of textual; widgets do no I/O.
+Data flows in one direction: `feed` reads a source on its own thread, `store` keeps the answers, `panels` show them.
+`store`, `table_specs` and `drawing` are independent of textual; widgets do no I/O.
 """

@@ -1,4 +1,4 @@
-"""What stands over a panel for a moment: a line to type into, a list to choose from, a question, the keys."""
+"""Dialogs over a panel: prompt, choice, confirmation, help page."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.screen import ModalScreen
-from textual.suggester import Suggester
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from kvctl.tui.widgets.picture import Draw, Picture
+from kvctl.tui.widgets import Draw, Picture
 
-_ESCAPE = Binding("escape,ctrl+c", "leave", show=False, priority=True)
+_CANCEL = Binding("escape,ctrl+c", "cancel", show=False, priority=True)
 
 
 class Prompt(ModalScreen[str | None]):
-    """A line at the bottom: Enter hands it over, if `check` finds nothing wrong; Esc leaves everything as it was.
+    """Input line at the bottom; Enter returns the text if it is valid, Esc returns None.
 
     Args:
-        check: says what is wrong with the text; "" for nothing.
+        title: name of the input.
+        value: initial text.
+        check: returns what is wrong with a text; "" if it is valid.
+        hint: shown while the text is valid.
     """
 
     DEFAULT_CSS = """
@@ -32,44 +34,40 @@ class Prompt(ModalScreen[str | None]):
     Prompt Static.wrong { color: $error; }
     Prompt Input, Prompt Input:focus { border: none; height: 1; padding: 0; background: $background; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [_ESCAPE]
+    BINDINGS: ClassVar[list[BindingType]] = [_CANCEL]
 
-    def __init__(
-        self, title: str, value: str, check: Callable[[str], str], hint: str = "", suggest: Suggester | None = None
-    ) -> None:
+    def __init__(self, title: str, value: str, check: Callable[[str], str], hint: str) -> None:
         super().__init__()
-        self._title = title
+        self._label = f"{title}   {hint}"
         self._value = value
         self._check = check
-        self._hint = hint
-        self._suggest = suggest
 
     def compose(self) -> ComposeResult:
         with Vertical():
-            yield Static(f"{self._title}   {self._hint}", markup=False)
-            yield Input(self._value, suggester=self._suggest, select_on_focus=False)
+            yield Static(self._label, markup=False)
+            yield Input(self._value, select_on_focus=False)
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        self._say(self._check(event.value))
+        self._validate(event.value)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        wrong = self._check(event.value)
-        if wrong:
-            self._say(wrong)
-        else:
+        if self._validate(event.value):
             self.dismiss(event.value)
 
-    def _say(self, wrong: str) -> None:
+    def _validate(self, text: str) -> bool:
+        """Shows the error of a text, or the hint; returns whether the text is valid."""
+        error = self._check(text)
         line = self.query_one(Static)
-        line.set_class(bool(wrong), "wrong")
-        line.update(wrong or f"{self._title}   {self._hint}")
+        line.set_class(bool(error), "wrong")
+        line.update(error or self._label)
+        return not error
 
-    def action_leave(self) -> None:
+    def action_cancel(self) -> None:
         self.dismiss(None)
 
 
 class Choice(ModalScreen[str | None]):
-    """A list to choose one of."""
+    """List of options; returns the chosen one, None after Esc."""
 
     DEFAULT_CSS = """
     Choice { align: center middle; background: transparent; }
@@ -79,7 +77,7 @@ class Choice(ModalScreen[str | None]):
     Choice OptionList { width: 36; height: auto; max-height: 16; background: $panel; scrollbar-size: 0 0; }
     Choice OptionList, Choice OptionList:focus { border: none; padding: 0; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [_ESCAPE]
+    BINDINGS: ClassVar[list[BindingType]] = [_CANCEL]
 
     def __init__(self, title: str, options: Sequence[tuple[str, str]], chosen: str) -> None:
         super().__init__()
@@ -99,12 +97,12 @@ class Choice(ModalScreen[str | None]):
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         self.dismiss(event.option_id)
 
-    def action_leave(self) -> None:
+    def action_cancel(self) -> None:
         self.dismiss(None)
 
 
 class Confirm(ModalScreen[bool]):
-    """A question whose answer is no, unless `y` is pressed."""
+    """Confirmation; returns True only if `y` is pressed."""
 
     DEFAULT_CSS = """
     Confirm { align: center middle; background: transparent; }
@@ -120,7 +118,7 @@ class Confirm(ModalScreen[bool]):
         self._question = question
 
     def compose(self) -> ComposeResult:
-        yield Static(f"{self._question}\n\ny: do it   n, Esc, Enter: leave it", markup=False)
+        yield Static(f"{self._question}\n\ny: yes   n, Esc, Enter: no", markup=False)
 
     def action_yes(self) -> None:
         self.dismiss(True)
@@ -130,13 +128,13 @@ class Confirm(ModalScreen[bool]):
 
 
 class Help(ModalScreen[None]):
-    """The keys and what the glyphs mean; any of the keys that close things closes it."""
+    """Help page; any of the usual keys closes it."""
 
     DEFAULT_CSS = """
     Help { align: center middle; background: transparent; }
     Help Picture { width: 96; max-width: 100%; max-height: 95%; background: $panel; padding: 0 1; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,ctrl+c,q,question_mark,enter,space", "leave", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,ctrl+c,q,question_mark,enter,space", "cancel", show=False)]
 
     def __init__(self, draw: Draw) -> None:
         super().__init__()
@@ -147,9 +145,9 @@ class Help(ModalScreen[None]):
 
     def on_mount(self) -> None:
         picture = self.query_one(Picture)
-        picture.paper = "bar"
+        picture.background_style = "bar"
         picture.show(self._draw, ([("keys", "")], [("Esc closes", "dim")]))
         picture.focus()
 
-    def action_leave(self) -> None:
+    def action_cancel(self) -> None:
         self.dismiss(None)

@@ -1,4 +1,4 @@
-"""Tables out of the TUI: a row for the clipboard, all rows for a file, with raw numbers as the CLI's data formats."""
+"""Copies a row for the clipboard and writes tables to files, with raw numbers, in the data formats of the CLI."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from kvctl.tui.table_specs import Listing
 SUFFIXES = (".tsv", ".csv", ".json")
 
 
-def line(listing: Listing, row: Row) -> str:
-    """One row under its header."""
-    return tsv(listing.sheet.view.columns, [row])
+def row_with_header(listing: Listing, row: Row) -> str:
+    """Formats one row as TSV with its header."""
+    return tsv(listing.spec.view.columns, [row])
 
 
 def default_name(listing: Listing, at_ns: int) -> str:
-    """`kvctl-rooms-20261120-190412.tsv`."""
+    """Returns a file name such as `kvctl-rooms-20261120-190412.tsv`."""
     moment = time.strftime("%Y%m%d-%H%M%S", time.localtime(at_ns // 1_000_000_000))
-    return f"kvctl-{listing.sheet.view.name}-{moment}.tsv"
+    return f"kvctl-{listing.spec.view.name}-{moment}.tsv"
 
 
-def wrong(name: str) -> str:
-    """Why a file of that name cannot be made; "" where it can, as far as one sees."""
+def check_name(name: str) -> str:
+    """Returns why a file with this name cannot be created; "" if no reason is known."""
     path = Path(name).expanduser()
     if not name.strip():
-        return "a name is needed"
+        return "enter a name"
     if path.suffix not in SUFFIXES:
-        return f"the name says the format: {', '.join(SUFFIXES)}"
+        return f"the suffix determines the format: {', '.join(SUFFIXES)}"
     if path.exists():
-        return f"{path} is there already: choose another name"
+        return f"{path} exists already: choose another name"
     if not path.parent.is_dir():
         return f"there is no directory {path.parent}"
     return ""
 
 
 def write(name: str, listing: Listing, at_ns: int) -> Path:
-    """Writes the rows as they are on screen: filtered and in order.
+    """Writes the filtered and sorted rows to a new file.
 
     Raises:
-        OSError: the file cannot be written; nothing is left of it.
+        OSError: the file cannot be written; an incomplete file is removed.
     """
     path = Path(name).expanduser()
-    columns = listing.sheet.view.columns
+    columns = listing.spec.view.columns
     match path.suffix:
         case ".json":
-            text = json_document(listing.sheet.view, list(listing.rows), (), at_ns, indent=True)
+            text = json_document(listing.spec.view, list(listing.rows), (), at_ns, indent=True)
         case ".csv":
             text = comma_separated(columns, listing.rows)
         case _:

@@ -1,7 +1,7 @@
-"""Asks the source on a thread of its own, at a steady pace, for no more than the view on screen needs.
+"""Reads the fleet on a thread of its own, at a fixed interval, limited to the data that the view on screen needs.
 
-One reading is under way at a time, and the next is not begun before the last was taken: on a busy machine the tool
-falls behind rather than piles up. What the source raises becomes a reading that says so.
+Only one reading is in progress at a time, and the next begins after the app has shown the last one, so that on a busy
+machine the tool is slower but does not queue readings. An error of the source becomes a reading with a problem.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from kvctl.client.calls import Call
@@ -20,18 +21,95 @@ from kvctl.health.codes import CODES
 from kvctl.health.engine import examine
 from kvctl.health.mutes import Judged, judge, load_or_warn
 from kvctl.health.snapshot import HEALTH_CALLS, Snapshot
-from kvctl.tui.readings import Deliver, Place, Question, Reading
 
-# The health codes read much more than any view does. However large the fleet is, they rest this many times as long as
-# they took: a thirtieth of a core at most.
+# The health codes need much more data than any view. Between two of their readings lies this many times the CPU time of
+# one, so that they use at most a thirtieth of a core, however large the fleet is.
 _HEALTH_REST = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Data that a view needs; `subject` distinguishes questions of one view, such as those for two rooms."""
+
+    view: str
+    calls: tuple[Call, ...]
+    clock_rounds: int = 1
+    subject: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingPosition:
+    """Position of a reading in a recording; `index` counts from 0."""
+
+    index: int
+    count: int
+    playing: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Answer of the fleet to one question.
+
+    Attributes:
+        at_ns: wall clock; for a recording, the recorded time.
+        survey: None if no agent could be asked; then `problem` is the reason.
+        judged: findings, if this is a reading for the health codes.
+    """
+
+    question: Question
+    at_ns: int
+    survey: Survey | None
+    problem: str = ""
+    judged: Judged | None = None
+    position: RecordingPosition | None = None
+
+
+Deliver = Callable[[Reading], None]
+ActionCalls = Sequence[tuple[str, Call]]
+"""Calls that change something, each with the name of its agent."""
 _HEALTH = Question("health", HEALTH_CALLS)
-_Orders = Sequence[tuple[str, Call]]
+
+
+class Feed(Protocol):
+    """Interface between the app and the thread that reads the fleet."""
+
+    @property
+    def recorded(self) -> bool:
+        """Whether readings come from a file instead of live agents."""
+        ...
+
+    def start(self, deliver: Deliver) -> None:
+        """Starts the thread, which calls `deliver` with each reading."""
+        ...
+
+    def ask(self, question: Question) -> None:
+        """Changes the question and asks it at once, even while paused."""
+        ...
+
+    def acknowledge(self) -> None:
+        """Permits the next reading, after the last one has been shown."""
+        ...
+
+    def pause(self, paused: bool) -> None:
+        """Pauses or resumes readings."""
+        ...
+
+    def seek(self, step: int) -> None:
+        """Moves by that many moments of a recording, and pauses."""
+        ...
+
+    def act(self, calls: ActionCalls, done: Callable[[str], None]) -> None:
+        """Sends calls to agents; calls `done` with the result in one line, on any thread."""
+        ...
+
+    def stop(self) -> None:
+        """Ends the thread, after the answer that it may be waiting for."""
+        ...
 
 
 @runtime_checkable
-class Recorded(Protocol):
-    """A source that remembers moments (wall clock, ns); `moment` is the index of the one that it is turned to."""
+class RecordedSource(Protocol):
+    """A source with recorded moments (wall clock, ns); `moment` is the index of the current one."""
 
     moment: int
 
@@ -42,14 +120,14 @@ class Recorded(Protocol):
 
 
 @runtime_checkable
-class Living(Protocol):
-    """A source whose agents can be told things."""
+class LiveSource(Protocol):
+    """A source whose agents accept calls that change something."""
 
     def ask(self, requests: Sequence[tuple[Endpoint, Call]]) -> list[Reply]: ...
 
 
 class SourceFeed:
-    """A feed from a live fleet or from a recording.
+    """`Feed` of a live fleet or of a recording.
 
     Args:
         source: entered and left on the feed's thread.
@@ -61,13 +139,13 @@ class SourceFeed:
         self._interval_ns = interval_ns
         self._thread = threading.Thread(target=self._run, name="kvctl-top-feed", daemon=True)
         self._changed = threading.Condition()
-        # What the screen wants; guarded by `_changed`.
+        # Requests of the app; guarded by `_changed`.
         self._question: Question | None = None
-        self._orders: list[tuple[_Orders, Callable[[str], None]]] = []
+        self._actions: list[tuple[ActionCalls, Callable[[str], None]]] = []
         self._step = 0
         self._paused = self._stopped = self._urgent = False
-        self._free = True  # the last reading was taken
-        # The thread's own.
+        self._acknowledged = True
+        # Used by the thread only.
         self._due_ns = self._health_due_ns = 0
         self._viewed_last = False
         self._endpoints: dict[str, Endpoint] = {}
@@ -75,20 +153,20 @@ class SourceFeed:
 
     @property
     def recorded(self) -> bool:
-        return isinstance(self._source, Recorded)
+        return isinstance(self._source, RecordedSource)
 
     def start(self, deliver: Deliver) -> None:
         self._deliver = deliver
         self._thread.start()
 
-    def want(self, question: Question) -> None:
+    def ask(self, question: Question) -> None:
         with self._changed:
             self._question, self._urgent = question, True
             self._changed.notify()
 
-    def taken(self) -> None:
+    def acknowledge(self) -> None:
         with self._changed:
-            self._free = True
+            self._acknowledged = True
             self._changed.notify()
 
     def pause(self, paused: bool) -> None:
@@ -102,13 +180,12 @@ class SourceFeed:
             self._paused = self._urgent = True
             self._changed.notify()
 
-    def act(self, orders: _Orders, done: Callable[[str], None]) -> None:
+    def act(self, calls: ActionCalls, done: Callable[[str], None]) -> None:
         with self._changed:
-            self._orders.append((orders, done))
+            self._actions.append((calls, done))
             self._changed.notify()
 
     def stop(self) -> None:
-        """Ends the thread, after the answer that it may be waiting for."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
@@ -121,43 +198,43 @@ class SourceFeed:
                 self._read(question)
 
     def _next(self) -> Question | None:
-        """Waits for the moment of the next reading and says of what; None at the end."""
+        """Performs actions, and returns the next question when it is due; None at the end."""
         with self._changed:
             while not self._stopped:
-                orders, self._orders = self._orders, []
-                for each, done in orders:
+                actions, self._actions = self._actions, []
+                for calls, done in actions:
                     self._changed.release()
                     try:
-                        done(self._carry_out(each))
+                        done(self._perform(calls))
                     finally:
                         self._changed.acquire()
                     self._urgent = True
                 now = time.monotonic_ns()
                 health_due = now >= self._health_due_ns
-                if self._question is None or not self._free or (self._paused and not self._urgent):
+                if self._question is None or not self._acknowledged or (self._paused and not self._urgent):
                     self._changed.wait()
                 elif self._urgent or (now >= self._due_ns and not (health_due and self._viewed_last)):
-                    self._turn()
-                    self._urgent, self._free, self._viewed_last = False, False, True
+                    self._move_recording()
+                    self._urgent, self._acknowledged, self._viewed_last = False, False, True
                     self._due_ns = max(self._due_ns + self._interval_ns, now)
                     return self._question
                 elif health_due:
-                    # Also while readings take longer than the interval, as when an agent hangs: then they take turns.
-                    self._free, self._viewed_last = False, False
+                    # View and health alternate if readings take longer than the interval, as when an agent hangs.
+                    self._acknowledged, self._viewed_last = False, False
                     return _HEALTH
                 else:
                     self._changed.wait((min(self._due_ns, self._health_due_ns) - now) / 1e9)
         return None
 
-    def _turn(self) -> None:
-        """Turns a recording to the moment that is wanted, or plays on by one."""
-        before = self._source.moment if isinstance(self._source, Recorded) else 0
+    def _move_recording(self) -> None:
+        """Moves a recording to the requested moment, or to the next one."""
+        before = self._source.moment if isinstance(self._source, RecordedSource) else 0
         if not self._urgent:
             self._source.advance()
-        elif isinstance(self._source, Recorded) and self._step:
+        elif isinstance(self._source, RecordedSource) and self._step:
             self._source.seek(min(max(before + self._step, 0), len(self._source.moments) - 1))
         self._step = 0
-        if isinstance(self._source, Recorded) and self._source.moment != before:
+        if isinstance(self._source, RecordedSource) and self._source.moment != before:
             self._health_due_ns = 0
 
     def _read(self, question: Question) -> None:
@@ -166,7 +243,7 @@ class SourceFeed:
             survey = self._source.survey(question.calls, question.clock_rounds)
             self._endpoints = {agent.name: agent.endpoint for agent in survey.agents}
             judged = self._health.judge(survey) if question is _HEALTH else None
-            reading = Reading(question, survey.at_ns, survey, judged=judged, place=self._place())
+            reading = Reading(question, survey.at_ns, survey, judged=judged, position=self._position())
         except (CliError, OSError) as error:
             reading = Reading(question, time.time_ns(), None, str(error))
         if question is _HEALTH:
@@ -174,35 +251,36 @@ class SourceFeed:
             self._health_due_ns = time.monotonic_ns() + rest
         self._deliver(reading)
 
-    def _place(self) -> Place | None:
-        if not isinstance(self._source, Recorded):
+    def _position(self) -> RecordingPosition | None:
+        if not isinstance(self._source, RecordedSource):
             return None
         count = len(self._source.moments)
-        return Place(self._source.moment, count, not self._paused and self._source.moment < count - 1)
+        playing = not self._paused and self._source.moment < count - 1
+        return RecordingPosition(self._source.moment, count, playing)
 
-    def _carry_out(self, orders: _Orders) -> str:
-        """What agents answered to being told something, in one line."""
-        if not isinstance(self._source, Living):
-            return "a recording cannot be told anything"
-        gone = [name for name, _ in orders if name not in self._endpoints]
-        requests = [(self._endpoints[name], call) for name, call in orders if name in self._endpoints]
+    def _perform(self, calls: ActionCalls) -> str:
+        """Sends the calls and returns the result in one line."""
+        if not isinstance(self._source, LiveSource):
+            return "a recording accepts no commands"
+        gone = [name for name, _ in calls if name not in self._endpoints]
+        requests = [(self._endpoints[name], call) for name, call in calls if name in self._endpoints]
         failed = [reply.fault for reply in self._source.ask(requests) if reply.fault is not None]
-        troubles = [*(f"{name} is gone" for name in gone), *(f"{each.agent}: {each.message}" for each in failed)]
+        problems = [*(f"{name} is gone" for name in gone), *(f"{each.agent}: {each.message}" for each in failed)]
         done = len(requests) - len(failed)
-        text = f"{orders[0][1].command}: done on {done} of {len(orders)} agent{'s' * (len(orders) != 1)}"
-        return "; ".join([text, *troubles])
+        text = f"{calls[0][1].command}: done on {done} of {len(calls)} agent{'s' * (len(calls) != 1)}"
+        return "; ".join([text, *problems])
 
 
 class HealthWatch:
-    """Judges one survey of the health calls after the other."""
+    """Examines the surveys of the health calls, each compared with the one before."""
 
     def __init__(self) -> None:
         self._before: Snapshot | None = None
 
     def judge(self, survey: Survey) -> Judged:
-        """What is wrong now. A survey from before the last, as of a recording turned back, is compared with none."""
+        """Returns the current findings; a survey older than the last one (a recording moved back) is not compared."""
         before = self._before if self._before is None or self._before.taken_ns < survey.tick_ns else None
         found = examine(Snapshot(survey, survey.tick_ns, before), CODES)
-        self._before = Snapshot(survey, survey.tick_ns)  # without its own past: that chain would never be freed
-        mutes, _ = load_or_warn()  # kvctl health says why they cannot be read
+        self._before = Snapshot(survey, survey.tick_ns)  # without its predecessor, so that the chain can be freed
+        mutes, _ = load_or_warn()  # kvctl health shows why they cannot be read
         return judge(found, mutes, survey.at_ns)

@@ -1,16 +1,16 @@
-"""Every key, once: the bindings, the footer and the help page are made of this table."""
+"""Keys of `kvctl top`: the table from which bindings, footer and help page are made."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvctl.render.bars import legend as stages
+from kvctl.render.bars import legend as stage_legend
+from kvctl.render.peers import pair_legend
 from kvctl.render.report import Line
 from kvctl.render.staging import allocation_legend
-from kvctl.tui.pictures import matrix
-from kvctl.tui.pictures.compose import wrapped
-from kvctl.tui.pictures.frame import VIEWS
+from kvctl.tui.drawing import wrapped
+from kvctl.tui.frame import VIEWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,16 +18,21 @@ class Key:
     """One key.
 
     Attributes:
-        key: as textual calls it; label: as people do.
-        views: where the footer shows it; empty for everywhere.
-        writes: changes something in the fleet.
+        key: name in textual.
+        action: the method `action_…` of `TopApp` that it calls, with its argument.
+        label: name for people.
+        name: one or two words for the footer.
+        help: description for the help page.
+        views: views whose footer shows it; empty for all.
+        writes: it changes something in the fleet.
         recorded: True for recordings only, False for live fleets only, None for both.
+        footer: the footer shows it.
     """
 
     key: str
     action: str
     label: str
-    does: str
+    name: str
     help: str
     views: frozenset[str] = frozenset()
     writes: bool = False
@@ -37,18 +42,12 @@ class Key:
 
 KEYS: tuple[Key, ...] = (
     *(
-        Key(str(number), f"view('{name}')", str(number), name, f"{name}", footer=False)
+        Key(str(number), f"view('{name}')", str(number), name, name, footer=False)
         for number, name in enumerate(VIEWS, 1)
     ),
-    Key(
-        "slash",
-        "filter",
-        "/",
-        "filter",
-        "a text, or age>5s & state=Failed; a number opens that room",
-    ),
-    Key("enter", "open", "Enter", "open", "into the room, the pair or the row under the cursor"),
-    Key("escape", "out", "Esc", "back", "out again; then all rows again", footer=False),
+    Key("slash", "filter", "/", "filter", "a text, or age>5s & state=Failed; a number opens that room"),
+    Key("enter", "open", "Enter", "open", "open the room, pair or row under the cursor"),
+    Key("escape", "close", "Esc", "back", "close what Enter opened; then remove the filter", footer=False),
     Key(
         "a",
         "abort",
@@ -63,30 +62,30 @@ KEYS: tuple[Key, ...] = (
         "release",
         "r",
         "release",
-        "give up the allocation under the cursor; asks first",
+        "release the ring allocation under the cursor; asks first",
         frozenset({"staging"}),
         writes=True,
     ),
-    Key("left_square_bracket", "seek(-1)", "[", "earlier", "one moment back in a recording", recorded=True),
-    Key("right_square_bracket", "seek(1)", "]", "later", "one moment on in a recording", recorded=True),
-    Key("space", "pause", "Space", "pause", "hold what is on screen, and go on"),
-    Key("s", "sort", "s", "sort", "choose the column to sort by; the same again turns the order"),
-    Key("e", "faults", "e", "faults", "only rows with something wrong, and all again"),
-    Key("y", "copy", "y", "copy", "the row to the clipboard, as a line of TSV under its header"),
-    Key("E", "export", "E", "export", "the table to a file: .tsv, .csv or .json"),
+    Key("left_square_bracket", "seek(-1)", "[", "earlier", "previous moment of a recording", recorded=True),
+    Key("right_square_bracket", "seek(1)", "]", "later", "next moment of a recording", recorded=True),
+    Key("space", "pause", "Space", "pause", "pause and resume updates"),
+    Key("s", "sort", "s", "sort", "choose the column to sort by; the same again reverses"),
+    Key("e", "faults", "e", "faults", "show only rows with a fault, or all rows"),
+    Key("y", "copy", "y", "copy", "copy the row to the clipboard, as TSV with its header"),
+    Key("E", "export", "E", "export", "write the table to a file: .tsv, .csv or .json"),
     Key("t", "theme", "t", "theme", "dark, light, high contrast"),
     Key("question_mark", "help", "?", "keys", "this page", footer=False),
-    Key("q", "quit", "q", "quit", "leave", footer=False),
+    Key("q", "quit", "q", "quit", "quit", footer=False),
 )
-_LABEL = 10
-_MOVING: tuple[tuple[str, str], ...] = (
-    ("↑ ↓ j k", "move; PgUp PgDn g G by pages and to the ends"),
+_LABEL_WIDTH = 10
+_CURSOR_KEYS: tuple[tuple[str, str], ...] = (
+    ("↑ ↓ j k", "move the cursor; PgUp PgDn g G by pages and to the ends"),
     ("Tab", "the next table or picture of the view"),
 )
 
 
 def available(view: str, *, recorded: bool, writes: bool) -> list[Key]:
-    """Keys that do something there."""
+    """Returns the keys that do something in this view."""
     return [
         key
         for key in KEYS
@@ -95,20 +94,20 @@ def available(view: str, *, recorded: bool, writes: bool) -> list[Key]:
 
 
 def help_page(width: int, *, recorded: bool, writes: bool) -> Sequence[Line]:
-    """All keys with what they do, and the glyphs."""
+    """Draws all keys with their descriptions, and the legends of the glyphs."""
     shown = [key for key in KEYS if (writes or not key.writes) and key.recorded in {None, recorded}]
     numbers = [key for key in shown if key.label.isdigit()]
-    lines: list[Line] = [_line(f"1 - {len(numbers)}", ", ".join(key.does for key in numbers))]
-    lines += [_line(*each) for each in _MOVING]
+    lines: list[Line] = [_line(f"1 - {len(numbers)}", ", ".join(key.name for key in numbers))]
+    lines += [_line(*each) for each in _CURSOR_KEYS]
     lines += [_line(key.label, key.help) for key in shown if key not in numbers]
-    glyphs: list[Line] = [
-        [("stages    ", "bold"), *stages()],
+    legends: list[Line] = [
+        [("stages    ", "bold"), *stage_legend()],
         [("ring      ", "bold"), *allocation_legend()],
-        [("peers     ", "bold"), *matrix.legend()],
-        [("rows      ", "bold"), ("○", ""), (" its agent is silent: dim, what was last known", "dim")],
+        [("peers     ", "bold"), *pair_legend()],
+        [("rows      ", "bold"), ("○", ""), (" the agent is silent: dim, its last data", "dim")],
     ]
-    return [*lines, [], *(line for each in glyphs for line in wrapped(each, width, _LABEL))]
+    return [*lines, [], *(line for each in legends for line in wrapped(each, width, _LABEL_WIDTH))]
 
 
 def _line(label: str, text: str) -> Line:
-    return [(f"{label:<{_LABEL}}", "bold accent"), (text, "")]
+    return [(f"{label:<{_LABEL_WIDTH}}", "bold accent"), (text, "")]

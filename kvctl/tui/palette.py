@@ -1,7 +1,7 @@
-"""Colours of the TUI: what the sixteen terminal colours of the views mean in each theme.
+"""Themes of the TUI: the colour of each terminal colour name that views use.
 
-The hues are those of Okabe and Ito, which people with any of the common colour-vision deficiencies tell apart,
-lightened or darkened until each has a contrast of 4.5 or more on its background. Nothing is told by colour alone.
+The hues are those of Okabe and Ito, which are distinguishable with all common colour-vision deficiencies, lightened or
+darkened to a contrast of at least 4.5 with their background. No information depends on colour alone.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from rich.color import blend_rgb, parse_rgb_hex
 from rich.style import Style
 from textual.theme import Theme
 
-# How far a faint colour is on its way to the background.
 _FAINT = 0.6
+"""Share of the background in a faint colour."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,10 @@ class Palette:
     """One theme.
 
     Attributes:
-        colours: by the names that view styles use, and `dim`.
-        bar: background of the top line; cursor: of the row that keys act on.
+        colours: by the names in the styles of views, and `dim`.
+        bar: background of the bars at the top and bottom.
+        rule: colour of title lines.
+        cursor: background of the row under the cursor.
     """
 
     name: str
@@ -38,15 +40,16 @@ class Palette:
     _styles: dict[str, Style] = field(default_factory=dict, compare=False)
 
     def style(self, text: str) -> Style:
-        """The style that a view calls `bold red`, `dim`, ...; this tool adds `faint` behind a colour, `cursor`, `bar`,
-        `rule` and `accent`. A word that is not known here says nothing.
+        """Returns the style for the words of a view's style, such as `bold red`.
+
+        The TUI adds the words `faint` (after a colour), `cursor`, `bar`, `rule`, `accent`; unknown words are ignored.
         """
         found = self._styles.get(text)
         if found is None:
-            found = self._styles[text] = self._made(text.split())
+            found = self._styles[text] = self._parse(text.split())
         return found
 
-    def _made(self, words: list[str]) -> Style:
+    def _parse(self, words: list[str]) -> Style:
         colour, background = self.foreground, self.background
         for word in words:
             if word == "cursor":
@@ -128,7 +131,7 @@ BY_NAME = {palette.name: palette for palette in PALETTES}
 
 
 def theme_of(palette: Palette) -> Theme:
-    """One palette."""
+    """Returns the textual theme of a palette."""
     return Theme(
         name=palette.name,
         primary=palette.accent,

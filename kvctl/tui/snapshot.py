@@ -1,4 +1,4 @@
-"""Writes one screen to a file without a terminal: as SVG, as PNG or as text."""
+"""Writes one screen of the app to a file without a terminal, as SVG, PNG or text."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from kvctl.tui.app import TopApp
 from kvctl.tui.palette import BY_NAME, DARK
 
 _POLL_S = 0.02
-_SCALE = 2  # pixels per unit of the SVG: text stays sharp on a screen with a high resolution
+_SCALE = 2  # pixels per unit of the SVG, for sharp text on high-resolution screens
 _CELL, _LINE, _MARGIN = 12.2, 24.4, 14  # width and height of a cell as rich draws it
 _FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', 'Liberation Mono', monospace"
-# No font is fetched; at 21 px the block glyphs of the usual fonts are as high as a line.
+# No font is downloaded; at 21 px the block glyphs of common fonts are as high as a line.
 _FORMAT = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}">
 <style>
 .s-matrix {{{{ font: 21px {fonts} }}}}
@@ -40,10 +40,10 @@ _LETTER = (
 
 
 def snapshot(app: TopApp, path: Path, size: tuple[int, int], patience_ns: int) -> None:
-    """Runs the app unseen until there is something to show of everything, or patience ends, and writes its screen.
+    """Runs the app without a terminal until all data is there, at most for `patience_ns`, and writes its screen.
 
     Raises:
-        CliError: the file cannot be written, or resvg is not installed and a PNG is asked for.
+        CliError: the file cannot be written, or resvg, which a PNG needs, is not installed.
     """
     drawn = asyncio.run(_screen(app, path.suffix, size, patience_ns))
     data = _png(drawn) if path.suffix == ".png" else drawn.encode()
@@ -54,27 +54,27 @@ def snapshot(app: TopApp, path: Path, size: tuple[int, int], patience_ns: int) -
 
 
 def check_png() -> None:
-    """Whether a PNG can be rendered here.
+    """Checks that a PNG can be rendered here.
 
     Raises:
         CliError: resvg is not installed, or this host has no monospaced font, so that all text would be missing.
     """
     if _png(_LETTER) == _png(_LETTER.replace("M", "")):
-        raise CliError("PNG: no monospaced font here; apt-get install fonts-dejavu-core, or write FILE.svg")
+        raise CliError("PNG: this host has no monospaced font; apt-get install fonts-dejavu-core, or write FILE.svg")
 
 
 def svg(app: App[None]) -> str:
-    """The screen as a picture that needs nothing from elsewhere."""
+    """Returns the screen as a self-contained SVG."""
     palette = BY_NAME.get(app.theme, DARK)
     lines = _lines(app)
     return picture(lines, app.size.width, palette.foreground, palette.background)
 
 
 def picture(lines: Sequence[Sequence[Segment]], columns: int, foreground: str, background: str) -> str:
-    """Lines of that many cells as SVG; the colours are for text whose style has none."""
+    """Draws lines of `columns` cells as SVG; text without a colour of its own gets the given ones."""
     console = Console(width=columns, file=io.StringIO(), force_terminal=True, color_system="truecolor", record=True)
     console.print(Segments([segment for line in lines for segment in (*line, Segment.line())]), end="")
-    ansi = [(0, 0, 0)] * 8  # no style names a colour of the terminal
+    ansi = [(0, 0, 0)] * 8  # unused: no style has a terminal colour
     return console.export_svg(
         unique_id="s",
         theme=TerminalTheme(parse_rgb_hex(background[1:]), parse_rgb_hex(foreground[1:]), ansi),
@@ -89,7 +89,7 @@ def picture(lines: Sequence[Sequence[Segment]], columns: int, foreground: str, b
 
 
 def text(app: App[None]) -> str:
-    """The screen as lines of text."""
+    """Returns the screen as lines of text."""
     return "".join("".join(segment.text for segment in line).rstrip() + "\n" for line in _lines(app))
 
 
@@ -103,7 +103,7 @@ async def _screen(app: TopApp, suffix: str, size: tuple[int, int], patience_ns: 
 
 
 def _lines(app: App[None]) -> Sequence[Sequence[Segment]]:
-    """Segments on screen, dialogs over panels; textual has no public way to read them but an SVG that fetches fonts."""
+    """Returns the segments on screen, with dialogs; textual's public way is an SVG that downloads fonts."""
     compositor = app.screen._compositor
     compositor.render_update(full=True, screen_stack=app._background_screens)
     return [list(strip.simplify()) for strip in compositor.render_strips()]

@@ -1,7 +1,7 @@
-"""What is known of the fleet: each agent's last good answers with their age, and what derives from them.
+"""Last answers of each agent with their age, and the trends derived from them.
 
-Plain data, no textual: a reading goes in, rows come out. An agent that stops answering keeps its last answers, which
-grow stale; one that is not even there any more is forgotten after a while.
+Plain data, independent of textual: readings go in, rows come out. An agent that stops answering keeps its last answers,
+which become stale; an agent that is gone is removed after ten minutes.
 """
 
 from __future__ import annotations
@@ -19,25 +19,64 @@ from kvctl.client.room_timeline import RoomTimeline, join, most_informative_firs
 from kvctl.health.finding import Severity
 from kvctl.health.mutes import Judged
 from kvctl.render.rooms import failed_rows
+from kvctl.render.status import FleetSummary, rates, summarise
 from kvctl.render.view import Row
-from kvctl.tui.readings import Place, Reading
-from kvctl.tui.trends import Trends
+from kvctl.tui.feed import Reading, RecordingPosition
 from kvctl_agent.contract.commands import Level
 from kvctl_agent.contract.snapshots import RoomDetail
 
-_FORGOTTEN_NS = 600_000_000_000
-_EVENTS = 2_000  # as many rows as rooms: all are sorted at every reading
+_FORGET_NS = 600_000_000_000
+_MAX_EVENTS = 2_000  # as many rows as rooms: all are sorted at every reading
+# One value per reading, for a line as wide as the widest screen.
+_MAX_VALUES = 240
+
+Series = deque[float | None]
+"""The latest values of one number, the oldest first; None where it was unknown."""
+
+
+def _series() -> Series:
+    return deque(maxlen=_MAX_VALUES)
+
+
+@dataclass(slots=True)
+class Trends:
+    """Recent course of the fleet: rates between readings, latencies as reported by agents, use of each ring."""
+
+    throughput: Series = field(default_factory=_series)
+    finished: Series = field(default_factory=_series)
+    p50: Series = field(default_factory=_series)
+    p99: Series = field(default_factory=_series)
+    rings: dict[str, Series] = field(default_factory=dict)
+    _before: tuple[FleetSummary, int] | None = None
+
+    def add(self, statuses: Sequence[Row], tick_ns: int) -> None:
+        """Adds the answers to `status` of one reading, taken at `tick_ns` on a monotonic clock."""
+        summary = summarise(statuses)
+        if self._before is not None:
+            before, before_ns = self._before
+            if tick_ns <= before_ns:
+                return
+            now = rates(before, summary, tick_ns - before_ns)
+            self.throughput.append(now.gb_per_s)
+            self.finished.append(now.succeeded_per_s)
+        self._before = (summary, tick_ns)
+        self.p50.append(summary.p50_ns)
+        self.p99.append(summary.p99_ns)
+        for status in statuses:
+            ring = status.get("ring")
+            if ring and ring["size_bytes"]:
+                self.rings.setdefault(status["name"], _series()).append(ring["used_bytes"] / ring["size_bytes"])
 
 
 @dataclass(slots=True)
 class AgentState:
-    """One agent as it was last heard.
+    """One agent, as of its last answer.
 
     Attributes:
-        answers: its last answer to each command, with the moment it was given.
-        seen_ns: when it answered last.
-        clock: its clock against ours, as exactly as any reading has told.
-        trouble: why it did not answer the last reading; "" where it did.
+        answers: its last answer to each command.
+        seen_ns: time of its last answer.
+        clock: its clock relative to this host's, from the most accurate reading.
+        trouble: why it did not answer the last reading; "" if it did.
     """
 
     name: str
@@ -47,22 +86,22 @@ class AgentState:
     endpoint: Endpoint
     seen_ns: int
     clock: ClockOffset
-    answers: dict[str, tuple[Any, int]] = field(default_factory=dict)
+    answers: dict[str, Any] = field(default_factory=dict)
     trouble: str = ""
 
 
 class Store:
-    """Takes readings in order, and answers what panels ask.
+    """Takes readings in order and provides rows to panels.
 
     Attributes:
-        now_ns: our wall clock at the last reading; of a recording, its moment.
-        problem: why nobody could be asked at all; "" where somebody could.
-        survey: the last one; None before the first.
-        unheard: faults of the last survey of agents that have never answered us.
-        place: where in a recording we are.
-        judged: what the health codes found, and what of it is muted; None before they were run.
-        asked: subject of the last question that had one.
-        events_missed: events between two readings that were more than an agent tells at once.
+        now_ns: wall clock of this host at the last reading; for a recording, the recorded time.
+        problem: why no agent could be asked; "" if one could.
+        survey: last survey; None before the first.
+        never_heard: faults of the last survey for agents that have never answered.
+        position: position in a recording.
+        judged: findings of the health codes, raised and muted; None before the first.
+        subject: subject of the last question that had one.
+        events_missed: number of events between readings that exceeded the limit of one answer.
     """
 
     def __init__(self) -> None:
@@ -70,143 +109,131 @@ class Store:
         self.trends = Trends()
         self.now_ns = 0
         self.problem = ""
-        self.place: Place | None = None
+        self.position: RecordingPosition | None = None
         self.survey: Survey | None = None
-        self.unheard: Sequence[Fault] = ()
+        self.never_heard: Sequence[Fault] = ()
         self.judged: Judged | None = None
         self.judged_at_ns = 0
         self.events_missed = 0
-        self.asked = ""
-        self._events: deque[Row] = deque(maxlen=_EVENTS)
-        self._places: dict[tuple[str, str], int] = {}
+        self.subject = ""
+        self._events: deque[Row] = deque(maxlen=_MAX_EVENTS)
+        self._next_event: dict[tuple[str, str], int] = {}
 
     def take(self, reading: Reading) -> None:
-        """Adds one reading; one that is older than the last starts history anew."""
+        """Adds one reading; a reading older than the last one discards all earlier data."""
         if reading.at_ns < self.now_ns:
-            self._turn_back()
+            self._clear()
         self.now_ns = reading.at_ns
         self.problem = reading.problem
-        if reading.place is not None:
-            self.place = reading.place
+        if reading.position is not None:
+            self.position = reading.position
         if reading.survey is None:
             for agent in self.agents.values():
                 agent.trouble = reading.problem
             return
-        self.asked = reading.question.subject or self.asked
-        self._hear(reading.survey)
+        self.subject = reading.question.subject or self.subject
+        self._update_agents(reading.survey)
         if reading.judged is not None:
             self.judged, self.judged_at_ns = reading.judged, self.now_ns
         else:
             self.trends.add([data for _, data in reading.survey.answers("status")], reading.survey.tick_ns)
         for answer, data in reading.survey.answers("events"):
-            self._remember(answer, data)
+            self._add_events(answer, data)
 
     def rows(self, command: str) -> list[Row]:
-        """Answers to `command` of all agents, stale ones included: rows of those that answer with several."""
+        """Returns the rows of all agents' answers to `command`, stale ones included."""
         rows: list[Row] = []
         for name in sorted(self.agents):
-            data = self.answer(name, command)
+            data = self.agents[name].answers.get(command)
             rows += data if isinstance(data, list) else [] if data is None else [data]
         return rows
 
     def statuses(self) -> list[Row]:
-        """Answers to `status` with the codes of what was found about each agent, the worst first."""
+        """Returns the answers to `status` with the health codes raised about each agent, the worst first."""
         raised = [each for each in self.judged.raised if each.severity > Severity.INFO] if self.judged else []
         return [
             {**row, "health": list(dict.fromkeys(each.code for each in raised if row["name"] in each.agents))}
             for row in self.rows("status")
         ]
 
-    def answer(self, agent: str, command: str) -> Any:
-        """The last good answer of one agent, None where there is none."""
-        state = self.agents.get(agent)
-        found = state.answers.get(command) if state else None
-        return found[0] if found else None
-
     def stale_ns(self, agent: str) -> int | None:
-        """How long an agent has been silent; None while it answers."""
+        """Returns how long an agent has been silent; None while it answers."""
         state = self.agents.get(agent)
         return None if state is None or not state.trouble else max(0, self.now_ns - state.seen_ns)
 
-    def heard(self, command: str) -> bool:
-        """Whether anybody has answered `command` yet."""
-        return any(command in agent.answers for agent in self.agents.values())
-
     @property
     def answering(self) -> int:
+        """Number of agents that answer."""
         return sum(not agent.trouble for agent in self.agents.values())
 
     @property
     def silent(self) -> list[AgentState]:
+        """Agents that have stopped answering."""
         return [agent for _, agent in sorted(self.agents.items()) if agent.trouble]
 
     @property
     def events(self) -> Sequence[Row]:
-        """What the flight recorders told since the view was first open, oldest first."""
+        """Events of the flight recorders since the view was first opened, oldest first."""
         return self._events
 
     def room(self, number: str) -> RoomTimeline | None:
-        """A room, joined over the ranks that know it; of a number used again, the use that most is known of."""
+        """Returns a room joined over its ranks; if the number was reused, the use with the most data."""
         details = [cast(RoomDetail, row) for row in self.rows("room") if row["room"] == number]
         clocks = {name: state.clock for name, state in self.agents.items()}
         return next(iter(most_informative_first(join(details, clocks))), None)
 
     def failed_rooms(self) -> list[Row]:
-        """Rooms that failed, joined over the ranks that tell of them."""
+        """Returns the failed rooms, joined over the ranks that report them."""
         answers = [row for answer in self.rows("failed") for row in answer["rooms"]]
         return failed_rows(answers, {name: state.clock for name, state in self.agents.items()}, self.now_ns)
 
     def may(self, agent: str, level: Level) -> bool:
-        """Whether an agent lets us do what takes that level."""
+        """Returns whether an agent permits this user commands of that level."""
         state = self.agents.get(agent)
         return state is not None and state.level in {each.label for each in Level if each >= level}
 
-    def _hear(self, survey: Survey) -> None:
+    def _update_agents(self, survey: Survey) -> None:
         self.survey = survey
-        heard = set()
+        answered = set()
         for answer in survey.agents:
-            heard.add(answer.name)
+            answered.add(answer.name)
             state = self.agents.get(answer.name)
             if state is None or state.incarnation != answer.hello["incarnation"]:
-                state = self.agents[answer.name] = _state(answer, self.now_ns)
+                state = self.agents[answer.name] = AgentState(
+                    name=answer.name,
+                    role=answer.hello["role"],
+                    level=answer.hello["level"],
+                    incarnation=answer.hello["incarnation"],
+                    endpoint=answer.endpoint,
+                    seen_ns=self.now_ns,
+                    clock=answer.clock,
+                )
             state.clock = sharper(answer.clock, state.clock, self.now_ns - state.seen_ns)
             state.seen_ns, state.trouble, state.level = self.now_ns, "", answer.hello["level"]
-            state.answers |= {command: (data, self.now_ns) for command, data in answer.data.items()}
-        why = {fault.agent: fault.message for fault in survey.faults}
+            state.answers |= answer.data
+        reasons = {fault.agent: fault.message for fault in survey.faults}
         known = {name for state in self.agents.values() for name in (state.name, state.endpoint.name)}
-        self.unheard = [fault for fault in survey.faults if fault.agent not in known]
+        self.never_heard = [fault for fault in survey.faults if fault.agent not in known]
         for name, state in list(self.agents.items()):
-            if name in heard:
+            if name in answered:
                 continue
-            state.trouble = why.get(name) or why.get(state.endpoint.name) or "it is gone"
-            if self.now_ns - state.seen_ns > _FORGOTTEN_NS:
+            state.trouble = reasons.get(name) or reasons.get(state.endpoint.name) or "it is gone"
+            if self.now_ns - state.seen_ns > _FORGET_NS:
                 del self.agents[name]
 
-    def _remember(self, agent: AgentAnswer, data: Mapping[str, Any]) -> None:
+    def _add_events(self, agent: AgentAnswer, data: Mapping[str, Any]) -> None:
         key = (agent.name, agent.hello["incarnation"])
-        place = self._places.get(key)
-        rows = [row for row in data["events"] if place is None or row["sequence"] >= place]
-        if rows and place is not None:
-            self.events_missed += rows[0]["sequence"] - place
+        expected = self._next_event.get(key)
+        rows = [row for row in data["events"] if expected is None or row["sequence"] >= expected]
+        if rows and expected is not None:
+            self.events_missed += rows[0]["sequence"] - expected
         self._events.extend(rows)
-        self._places[key] = data["next"]
+        self._next_event[key] = data["next"]
 
-    def _turn_back(self) -> None:
-        self.trends.clear()
+    def _clear(self) -> None:
+        self.trends = Trends()
         self._events.clear()
-        self._places.clear()
+        self._next_event.clear()
         self.events_missed = 0
         self.judged = None
         self.agents.clear()
-
-
-def _state(answer: AgentAnswer, now_ns: int) -> AgentState:
-    return AgentState(
-        name=answer.name,
-        role=answer.hello["role"],
-        level=answer.hello["level"],
-        incarnation=answer.hello["incarnation"],
-        endpoint=answer.endpoint,
-        seen_ns=now_ns,
-        clock=answer.clock,
-    )

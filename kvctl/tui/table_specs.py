@@ -1,4 +1,4 @@
-"""The TUI's tables: which declared view each shows, what makes its rows the same from one reading to the next."""
+"""Tables of the TUI: the declared view of each, the key and faults of its rows, and the user's filters and order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvctl.render.status import STATUS
 from kvctl.render.view import Row, View
 
 _AND = "&"
-# Older than this, what should be on its way is not.
+# Parts and ring regions older than this count as faults.
 _STUCK_NS = 1_000_000_000
 
 
@@ -25,10 +25,10 @@ class TableSpec:
     """One table.
 
     Attributes:
-        key: what stays the same while a row's values change.
-        agent: whose answer a row is; "" where it is of no single agent.
-        faulty: rows that `faults only` keeps.
-        room: the room that a row is about, for the way down; None for none.
+        key: returns the part of a row that identifies it in every reading.
+        faulty: returns whether `faults only` includes a row.
+        agent: returns the agent that reported a row; "" for several.
+        room: returns the room that Enter opens; None if there is none.
     """
 
     view: View
@@ -40,11 +40,11 @@ class TableSpec:
 
 @dataclass(frozen=True, slots=True)
 class TableQuery:
-    """What the operator wants to see of a sheet.
+    """Filters and order of a table, as chosen by the user.
 
     Attributes:
-        filters: as typed, `age>5s & state=Failed & decode-0`: comparisons, and text that rows contain.
-        order: a column's name, `-` in front for descending; "" for the view's own.
+        filters: as typed, `age>5s & state=Failed & decode-0`: comparisons, and texts that rows must contain.
+        order: name of a column, with `-` for descending order; "" for the view's default.
     """
 
     filters: str = ""
@@ -52,10 +52,10 @@ class TableQuery:
     faults_only: bool = False
 
     def selection(self, view: View) -> Selection:
-        """The wish against a view.
+        """Parses filters and order for a view.
 
         Raises:
-            ExpressionError: a filter or the order does not fit.
+            ExpressionError: a filter or the order is invalid for the view.
         """
         texts = [piece for piece in self._pieces if is_comparison(piece)]
         order = ",".join([self.order, *view.sort]) if self.order else None
@@ -63,14 +63,14 @@ class TableQuery:
 
     @property
     def texts(self) -> list[str]:
-        """What a row must contain, in whatever column."""
+        """Texts that a row must contain in any column."""
         return [piece for piece in self._pieces if not is_comparison(piece)]
 
     @property
     def _pieces(self) -> list[str]:
         return [piece.strip() for piece in self.filters.split(_AND) if piece.strip()]
 
-    def fits(self, view: View) -> bool:
+    def is_valid_for(self, view: View) -> bool:
         try:
             self.selection(view)
         except ExpressionError:
@@ -78,7 +78,7 @@ class TableQuery:
         return True
 
     def sorted_by(self, view: View, column: str) -> TableQuery:
-        """By that column; the other way round where it is so already."""
+        """Returns the query sorted by this column, in reverse order if it is sorted by it already."""
         current = self.order or (view.sort[0] if view.sort else "")
         find_column(view, column)
         return replace(self, order=f"-{column}" if current == column else column)
@@ -86,84 +86,85 @@ class TableQuery:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Rows as a table shows them; `of` is how many there were before filters."""
+    """Filtered and sorted rows of a table; `total` is their number before filtering."""
 
-    sheet: TableSpec
+    spec: TableSpec
     rows: Sequence[Row]
-    of: int
-    wish: TableQuery = field(default_factory=TableQuery)
+    total: int
+    query: TableQuery = field(default_factory=TableQuery)
 
 
-def listing(sheet: TableSpec, rows: Sequence[Row], wish: TableQuery) -> Listing:
-    """Filters and sorts; a wish that was made for another view counts for what fits this one."""
-    fitting = wish if wish.fits(sheet.view) else replace(wish, filters="", order="")
-    texts = fitting.texts
+def listing(spec: TableSpec, rows: Sequence[Row], query: TableQuery) -> Listing:
+    """Filters and sorts rows; ignores filters and order that are for another view and invalid for this one."""
+    if not query.is_valid_for(spec.view):
+        query = replace(query, filters="", order="")
+    texts = query.texts
     kept = [
-        row
-        for row in fitting.selection(sheet.view).rows(rows)
-        if all(contains(sheet.view, row, text) for text in texts)
+        row for row in query.selection(spec.view).rows(rows) if all(contains(spec.view, row, text) for text in texts)
     ]
-    if fitting.faults_only:
-        kept = [row for row in kept if sheet.faulty(row)]
-    return Listing(sheet, kept, len(rows), fitting)
+    if query.faults_only:
+        kept = [row for row in kept if spec.faulty(row)]
+    return Listing(spec, kept, len(rows), query)
 
 
-def _pinned(row: Row) -> bool:
+def _has_old_parts(row: Row) -> bool:
     pin = oldest(row)
     return bool(row["gated"]) or (pin is not None and pin["age_ns"] > _STUCK_NS)
 
 
-def _exposed(row: Row) -> bool:
+def _mostly_exposed(row: Row) -> bool:
     share = hidden_share(row)
     return share is not None and share < 0.5
 
 
-AGENTS_SHEET = TableSpec(
+AGENTS_TABLE = TableSpec(
     STATUS,
     key=lambda row: row["name"],
     agent=lambda row: str(row["name"]),
     faulty=lambda row: bool(row.get("health") or row["waiting_for"] or row.get("draining")),
 )
-HEALTH_SHEET = TableSpec(
+HEALTH_TABLE = TableSpec(
     HEALTH, key=lambda row: (row["code"], row["subject"]), agent=lambda row: "", faulty=lambda row: True
 )
-ROOMS_SHEET = TableSpec(
+ROOMS_TABLE = TableSpec(
     ROOMS,
     key=lambda row: (row["agent"], row["room"], row["nonce"]),
     faulty=lambda row: row["state"] == "Failed" or row["failure"] is not None or row["parked"] > 0,
     room=lambda row: str(row["room"]),
 )
-TIMELINE_SHEET = TableSpec(
+TIMELINE_TABLE = TableSpec(
     TIMELINE,
     key=lambda row: (row["agent"], row["at_ns"], row["stage"], row["writer"], row["chunk"], str(row["layers"])),
     faulty=lambda row: row["stage"] in {"fail", "abort"},
 )
-STAGING_SHEET = TableSpec(STAGING, key=lambda row: row["agent"], faulty=_pinned)
-ALLOCATIONS_SHEET = TableSpec(
+STAGING_TABLE = TableSpec(STAGING, key=lambda row: row["agent"], faulty=_has_old_parts)
+ALLOCATIONS_TABLE = TableSpec(
     ALLOCATIONS,
     key=lambda row: (row["agent"], row["serial"]),
     faulty=lambda row: row["age_ns"] > _STUCK_NS or row["state"] == "quarantined",
     room=lambda row: str(row["room"]),
 )
-GATED_SHEET = TableSpec(
+GATED_TABLE = TableSpec(
     GATED,
     key=lambda row: (row["agent"], row["room"], row["peer"], row["chunk"], str(row["layers"])),
     faulty=lambda row: row["age_ns"] > _STUCK_NS,
     room=lambda row: str(row["room"]),
 )
-LAYERS_SHEET = TableSpec(LAYERS, key=lambda row: (row["agent"], str(row["layers"]), row["path"]), faulty=_exposed)
-PEERS_SHEET = TableSpec(
+LAYERS_TABLE = TableSpec(
+    LAYERS, key=lambda row: (row["agent"], str(row["layers"]), row["path"]), faulty=_mostly_exposed
+)
+PEERS_TABLE = TableSpec(
     PEERS,
     key=lambda row: (row["agent"], row["peer"]),
     faulty=lambda row: row["state"] != "ready" or bool(row["differences"]) or row["errors_total"] > 0,
 )
-EVENTS_SHEET = TableSpec(
+EVENTS_TABLE = TableSpec(
     EVENTS,
     key=lambda row: (row["agent"], row["sequence"], row["at_ns"]),
     faulty=lambda row: row["severity"] in {"warning", "error"},
     room=lambda row: row["room"],
 )
-FAILED_SHEET = TableSpec(
+FAILED_TABLE = TableSpec(
     FAILED,
     key=lambda row: (row["room"], row["nonce"], row["failed_at_ns"]),
     agent=lambda row: "",
@@ -179,4 +180,4 @@ VIEW_OF: Mapping[str, View] = {
     "events": EVENTS,
     "failed": FAILED,
 }
-"""What filter and order are for, by the TUI's view."""
+"""View of the main table of each screen, to which filters and order apply."""

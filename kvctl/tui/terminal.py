@@ -1,8 +1,8 @@
-"""The end of the terminal is the end of the program.
+"""Ends the process when its terminal is gone.
 
-A hang-up signal ends it by itself. But whoever runs under nohup, or in a session without a leader, gets no signal:
-there, reading from the lost terminal returns nothing at once, for ever, and a full output queue blocks. So a thread
-waits for the hang-up and ends the process, which holds nothing that would have to be put away.
+Normally SIGHUP does so. But under nohup, or in a session without a leader, there is no signal: reading from the lost
+terminal then returns nothing at once, forever, and a full output queue blocks. So a thread waits for the hang-up and
+ends the process, which has nothing to clean up.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import signal
 import threading
 from types import TracebackType
 
-_LOOK_MS = 500
-_HUNG_UP = 128 + signal.SIGHUP
+_POLL_MS = 500
+_EXIT_CODE = 128 + signal.SIGHUP
 
 
 class TerminalWatch:
-    """Ends this process once the terminal behind `descriptor` is gone; a context manager."""
+    """Context manager that ends this process when the terminal of `descriptor` is gone."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -26,7 +26,7 @@ class TerminalWatch:
         self._thread = threading.Thread(target=self._run, name="kvctl-top-terminal", daemon=True)
 
     def __enter__(self) -> TerminalWatch:
-        # nohup and some shells have it ignored; a screen that nobody sees must not live on.
+        # nohup and some shells ignore SIGHUP; the app must not continue without a terminal.
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         self._thread.start()
         return self
@@ -37,7 +37,7 @@ class TerminalWatch:
 
     def _run(self) -> None:
         poll = select.poll()
-        poll.register(self._descriptor, 0)  # hang-ups and errors are told anyway
+        poll.register(self._descriptor, 0)  # hang-ups and errors are always reported
         while not self._done.is_set():
-            if poll.poll(_LOOK_MS):
-                os._exit(_HUNG_UP)
+            if poll.poll(_POLL_MS):
+                os._exit(_EXIT_CODE)

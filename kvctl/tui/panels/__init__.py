@@ -1,1 +1,1 @@
-"""One panel per view and per drill-down: which questions it needs answered, and how the store's answers are shown."""
+"""Panels: one per view, and those that Enter opens on a room, a pair or a row."""

@@ -1,4 +1,4 @@
-"""View 4: where the time goes, by layer group and stage, and how much of the way compute hid."""
+"""View 4: time of each stage by layer group, and the share of the transfer hidden behind compute."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ from kvctl.render.bars import STAGE_GLYPHS, split
 from kvctl.render.layers import draw_waterfall, hidden_share
 from kvctl.render.report import Line, Span
 from kvctl.render.view import Kind, Row
+from kvctl.tui.feed import Question
 from kvctl.tui.panels.panel import STATUS, Panel, show
-from kvctl.tui.readings import Question
 from kvctl.tui.store import Store
-from kvctl.tui.table_specs import LAYERS_SHEET, TableQuery, listing
-from kvctl.tui.widgets.picture import Picture
-from kvctl.tui.widgets.table import Table
+from kvctl.tui.table_specs import LAYERS_TABLE, TableQuery, listing
+from kvctl.tui.widgets import Picture, Table
 from kvctl_agent.contract.states import STAGES
 
 _MEDIANS: Line = [("medians over the agents", "dim")]
 _SHADES = ("  ", "░░", "▒▒", "▓▓", "██")
 _STYLES = ("dim", "cyan", "cyan", "yellow", "bold red")
-_VALUE = 7
-_SHARE = 6
-_HIDDEN = 8  # of the hidden share's number
-_NARROWEST = 6
+_VALUE_WIDTH = 7
+_BAR_WIDTH = 6
+_HIDDEN_WIDTH = 8
+_MIN_CELL_WIDTH = 6
 
 
 def over_agents(rows: Sequence[Row]) -> list[Row]:
-    """One row for each layer group and path of the writers, then of the readers: medians over the agents."""
+    """Returns one row of medians for each layer group and path, those of the writers first, then of the readers."""
     found: dict[tuple[bool, str, int, int], list[Row]] = {}
     for row in rows:
         reads = hidden_share(row) is None and "arrive" in row["stages"]
@@ -62,26 +61,26 @@ def _median(values: Sequence[Any]) -> int | None:
 
 
 def heat_map(rows: Sequence[Row], width: int) -> list[Line]:
-    """Shades are relative to the longest stage of all; `rows` as `over_agents` makes them."""
+    """Draws rows of `over_agents` with shades relative to the longest stage of all."""
     if not rows:
         return []
     names = [f"{row['agent']} {Kind.LAYERS.value.human(row['layers'])} {row['path']}" for row in rows]
-    label = max(map(len, names)) + 2
+    margin = max(map(len, names)) + 2
     stages = list(STAGE_GLYPHS)
-    cell = len(_SHADES[0]) + 1 + _VALUE + 1
-    values = label + cell * len(stages) + _SHARE + _HIDDEN <= width
+    cell = len(_SHADES[0]) + 1 + _VALUE_WIDTH + 1
+    values = margin + cell * len(stages) + _BAR_WIDTH + _HIDDEN_WIDTH <= width
     if not values:
-        cell = max(_NARROWEST, (width - label - _HIDDEN) // len(stages))
+        cell = max(_MIN_CELL_WIDTH, (width - margin - _HIDDEN_WIDTH) // len(stages))
     highest = max((_took(row, stage) or 0 for row in rows for stage in stages), default=0)
     lines: list[Line] = [
-        [(" " * label, ""), *((f"{stage[: cell - 1]:<{cell}}", "bold") for stage in stages), ("hidden", "bold")]
+        [(" " * margin, ""), *((f"{stage[: cell - 1]:<{cell}}", "bold") for stage in stages), ("hidden", "bold")]
     ]
     for row, name in zip(rows, names, strict=True):
-        spans: list[Span] = [(f"{name:<{label}}", "")]
+        spans: list[Span] = [(f"{name:<{margin}}", "")]
         for stage in stages:
             spans += _cell(_took(row, stage), highest, cell, values)
         lines.append([*spans, *_hidden(row, values)])
-    legend: list[Span] = [("shares of the longest, ", "dim"), (units.duration(highest), ""), (":  ", "dim")]
+    legend: list[Span] = [("relative to the longest, ", "dim"), (units.duration(highest), ""), (":  ", "dim")]
     for shade, style, words in zip(_SHADES[1:], _STYLES[1:], ("< ¼", "< ½", "< ¾", "≥ ¾"), strict=True):
         legend += [(shade, style), (f" {words}  ", "dim")]
     return [*lines, legend]
@@ -96,7 +95,7 @@ def _hidden(row: Row, bar: bool) -> list[Span]:
     share = hidden_share(row)
     if share is None:
         return [(units.UNKNOWN, "dim")]
-    return [*(split(share, _SHARE) if bar else []), (f" {units.percent(round(share, 2))}", "")]
+    return [*(split(share, _BAR_WIDTH) if bar else []), (f" {units.percent(round(share, 2))}", "")]
 
 
 def _cell(took: int | None, highest: int, cell: int, values: bool) -> list[Span]:
@@ -104,12 +103,12 @@ def _cell(took: int | None, highest: int, cell: int, values: bool) -> list[Span]
         return [(f"{'·':<{cell}}", "dim")]
     level = min(4, 1 + took * 4 // highest) if highest and took > 0 else 0
     if values:
-        return [(f"{_SHADES[level]} ", _STYLES[level]), (f"{units.duration(took):<{_VALUE}} ", "")]
+        return [(f"{_SHADES[level]} ", _STYLES[level]), (f"{units.duration(took):<{_VALUE_WIDTH}} ", "")]
     return [(f"{_SHADES[level][0] * (cell - 1)} ", _STYLES[level])]
 
 
 class LayersPanel(Panel):
-    """Waterfall, heat map and the numbers of both; a filter holds for all three."""
+    """Waterfall, heat map, and a table of their values; a filter applies to all three."""
 
     DEFAULT_CSS = """
     LayersPanel #layers-waterfall { max-height: 36vh; }
@@ -128,10 +127,10 @@ class LayersPanel(Panel):
     def question(self, store: Store) -> Question:
         return Question("layers", (STATUS, Call("layers")))
 
-    def render_store(self, store: Store, wish: TableQuery) -> None:
+    def render_store(self, store: Store, query: TableQuery) -> None:
         rows = store.rows("layers")
-        show(self.main, LAYERS_SHEET, rows, store, wish)
-        shown = over_agents(listing(LAYERS_SHEET, rows, wish).rows)
+        show(self.main, LAYERS_TABLE, rows, store, query)
+        shown = over_agents(listing(LAYERS_TABLE, rows, query).rows)
         waterfall, heat = self.query_one("#layers-waterfall", Picture), self.query_one("#layers-heat", Picture)
         waterfall.show(lambda width: draw_waterfall(shown, width) if shown else [], ([("waterfall", "")], _MEDIANS))
         heat.show(lambda width: heat_map(shown, width), ([("layer groups by stage", "")], _MEDIANS))

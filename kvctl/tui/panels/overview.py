@@ -1,4 +1,4 @@
-"""View 1: is anything wrong, who is there, what moves, how fast, how full the rings are."""
+"""View 1: findings, summary and trends of the fleet, use of the rings, agents."""
 
 from __future__ import annotations
 
@@ -10,42 +10,48 @@ from kvctl.render import findings, units
 from kvctl.render.report import Line, Span
 from kvctl.render.status import outline
 from kvctl.render.view import Row
+from kvctl.tui.drawing import beside, chart, inline_chart, padded, sparkline, wrapped
+from kvctl.tui.feed import Question
 from kvctl.tui.panels.panel import STATUS, Panel, show
-from kvctl.tui.pictures.compose import beside, padded, wrapped
-from kvctl.tui.pictures.sparkline import chart, inline, sparkline
-from kvctl.tui.readings import Question
-from kvctl.tui.store import Store
-from kvctl.tui.table_specs import AGENTS_SHEET, HEALTH_SHEET, TableQuery
-from kvctl.tui.trends import Series
-from kvctl.tui.widgets.picture import Picture
-from kvctl.tui.widgets.table import Table
+from kvctl.tui.store import Series, Store
+from kvctl.tui.table_specs import AGENTS_TABLE, HEALTH_TABLE, TableQuery
+from kvctl.tui.widgets import Picture, Table
 
 _FULL_CELL, _FREE_CELL = "━", "─"
-_GAUGE = 10
-_USE = 16  # ` 100 % of 64 MiB`
+_GAUGE_WIDTH = 10
+_USE_WIDTH = 16  # ` 100 % of 64 MiB`
 _GAUGE_GAP = 3
-_SHORTEST = 6  # curve that is worth its cells
-_FULL = 0.8  # above it, writers soon wait
+_MIN_CURVE_WIDTH = 6
+_NEARLY_FULL = 0.8
+# From this width on, the curves are beside the summary.
+_WIDE = 110
+_GAP = 3
+_LABEL_WIDTH = 9
+_TALL = 34
+_ROWS_PER_GAUGE_LINE = 8
 
 
 def gauges(
     statuses: Sequence[Row], past: Mapping[str, Series], stale: Sequence[str], width: int, most: int
 ) -> tuple[list[Line], int]:
-    """Gauges of all ranks that have a ring.
+    """Draws a gauge for each rank that has a ring.
 
     Args:
+        statuses: answers to `status`.
+        past: recent use of each ring, by agent.
         stale: agents that do not answer at present.
-        most: lines at most; the fullest rings are shown where not all have room.
+        width: in cells.
+        most: maximum number of lines; if not all gauges fit, the fullest rings are shown.
 
     Returns:
-        The lines, and how many rings are not in them.
+        The lines, and the number of rings that are not shown.
     """
     ranks = [row for row in statuses if row.get("ring") and row["ring"]["size_bytes"]]
     if not ranks:
         return [[("no decode rank has a staging ring" if statuses else "not read yet", "dim")]], 0
     names = max(len(row["name"]) for row in ranks)
-    narrowest = names + 1 + _GAUGE + _USE + _GAUGE_GAP
-    across = max(1, min(width // narrowest, -(-len(ranks) // most)))
+    min_width = names + 1 + _GAUGE_WIDTH + _USE_WIDTH + _GAUGE_GAP
+    across = max(1, min(width // min_width, -(-len(ranks) // most)))
     left_out = max(0, len(ranks) - across * most)
     if left_out:
         fullest = sorted(ranks, key=_ratio, reverse=True)[: across * most]
@@ -65,34 +71,27 @@ def _ratio(row: Row) -> float:
 
 def _gauge(row: Row, past: Series | None, names: int, width: int, stale: bool) -> list[Span]:
     ring, ratio = row["ring"], _ratio(row)
-    style = "dim" if stale else "bold yellow" if ratio > _FULL else "cyan"
+    style = "dim" if stale else "bold yellow" if ratio > _NEARLY_FULL else "cyan"
     high = f"  high {units.percent(round(ring['high_water_bytes'] / ring['size_bytes'], 2)):<6}"
     use = f"{units.percent(round(ratio, 2)):>6} of {units.size(ring['size_bytes'])}"
-    full = round(max(0.0, min(1.0, ratio)) * _GAUGE)
+    full = round(max(0.0, min(1.0, ratio)) * _GAUGE_WIDTH)
     spans: list[Span] = [
         (f"{row['name']:<{names}} ", "dim" if stale else ""),
         (_FULL_CELL * full, style),
-        (_FREE_CELL * (_GAUGE - full), "dim"),
+        (_FREE_CELL * (_GAUGE_WIDTH - full), "dim"),
         (use, "dim" if stale else "bold"),
     ]
-    left = width - names - 1 - _GAUGE - len(use)
+    left = width - names - 1 - _GAUGE_WIDTH - len(use)
     if left >= len(high):
         spans.append((high, "dim"))
         left -= len(high)
-    if past is not None and left > _SHORTEST:
+    if past is not None and left > _MIN_CURVE_WIDTH:
         spans.append((sparkline(past, left, top=1.0)[0], style))
     return spans
 
 
-_BESIDE = 110  # from this width on, curves stand beside the words
-_GAP = 3
-_LABEL = 9  # of the lines in words
-_TALL = 34
-_RINGS = 8  # rows of the panel for each line of gauges
-
-
 class OverviewPanel(Panel):
-    """Findings above, the fleet in words and curves, its rings, its agents."""
+    """Findings, summary and curves of the fleet, its rings, its agents."""
 
     DEFAULT_CSS = """
     OverviewPanel #overview-health { height: auto; max-height: 30%; }
@@ -120,21 +119,21 @@ class OverviewPanel(Panel):
     def size_changed(self, width: int, height: int) -> None:
         self._height = height
 
-    def render_store(self, store: Store, wish: TableQuery) -> None:
+    def render_store(self, store: Store, query: TableQuery) -> None:
         statuses = store.statuses()
         self._health(store)
         fresh = [row for row in statuses if store.stale_ns(row["name"]) is None]
         fleet, rings = self.query_one("#overview-fleet", Picture), self.query_one("#overview-rings", Picture)
         fleet.show(lambda width: self._fleet(store, fresh, width), ([("fleet", "")], []))
         stale = [agent.name for agent in store.silent]
-        most = max(2, self._height // _RINGS)
+        most = max(2, self._height // _ROWS_PER_GAUGE_LINE)
         _, left_out = gauges(statuses, store.trends.rings, stale, self.size.width, most)
-        note = f"the fullest; {left_out} more have a ring" if left_out else ""
+        note = f"the fullest; {left_out} more not shown" if left_out else ""
         rings.show(
             lambda width: gauges(statuses, store.trends.rings, stale, width, most)[0],
             ([("staging rings", "")], [(note, "dim")] if note else []),
         )
-        show(self.main, AGENTS_SHEET, statuses, store, wish)
+        show(self.main, AGENTS_TABLE, statuses, store, query)
 
     def _health(self, store: Store) -> None:
         table = self.query_one("#overview-health", Table)
@@ -142,53 +141,52 @@ class OverviewPanel(Panel):
         rows = [findings.row(finding) for finding in judged.raised] if judged else []
         empty: Line
         if store.survey is not None and not store.answering:
-            rows, empty = [], [nobody(store)]
+            rows, empty = [], [no_agents(store)]
         else:
-            empty = [("looking …", "dim")] if judged is None else [findings.headline(rows)]
+            empty = [("examining …", "dim")] if judged is None else [findings.headline(rows)]
         notes = [f"{len(judged.muted)} muted"] if judged and judged.muted else []
-        behind = (store.now_ns - store.judged_at_ns) // 1_000_000_000
-        if judged is not None and store.answering and behind > 1:
-            notes.append(f"as of {units.duration(behind * 1_000_000_000)} ago")
-        show(table, HEALTH_SHEET, rows, store, TableQuery(), ", ".join(notes), empty)
-        table.fit()
+        age_s = (store.now_ns - store.judged_at_ns) // 1_000_000_000
+        if judged is not None and store.answering and age_s > 1:
+            notes.append(f"as of {units.duration(age_s * 1_000_000_000)} ago")
+        show(table, HEALTH_TABLE, rows, store, TableQuery(), ", ".join(notes), empty)
+        table.fit_height()
         finding = table.row
         tall = self._height >= _TALL
         self.query_one("#overview-remedy", Picture).show(lambda width: _remedy(finding, width, tall) if finding else [])
 
     def _fleet(self, store: Store, statuses: Sequence[Row], width: int) -> list[Line]:
-        outlined = outline(statuses) if statuses else [[nobody(store)]]
+        summary = outline(statuses) if statuses else [[no_agents(store)]]
         trends = store.trends
-        if width < _BESIDE:
+        if width < _WIDE:
             curves = [
-                inline("GB/s", [*trends.throughput], _rate, width, "green"),
-                inline("rooms/s", [*trends.finished], _rate, width, "blue"),
-                inline("p99", [*trends.p99], units.duration, width, "magenta"),
+                inline_chart("GB/s", [*trends.throughput], _rate, width, "green"),
+                inline_chart("rooms/s", [*trends.finished], _rate, width, "blue"),
+                inline_chart("p99", [*trends.p99], units.duration, width, "magenta"),
             ]
-            return [*_words(outlined, width), *curves]
+            return [*_wrap(summary, width), *curves]
         height = 3 if self._height >= _TALL else 1
         left = min(width // 2, 74)
         half = (width - left - 2 * _GAP) // 2
         first = chart("GB/s", [*trends.throughput], _rate, half, height, "green")
         second = chart("p99", [*trends.p99], units.duration, half, height, "magenta")
         right = beside(first, second, half)
-        words = _words(outlined, left)
         more = beside(
             chart("rooms/s", [*trends.finished], _rate, half, height, "blue"),
             chart("p50", [*trends.p50], units.duration, half, height, "magenta"),
             half,
         )
-        return beside(words, [*right, *more] if self._height >= _TALL else right, left, _GAP)
+        return beside(_wrap(summary, left), [*right, *more] if self._height >= _TALL else right, left, _GAP)
 
 
-def nobody(store: Store) -> Span:
-    """Why there is nothing to show: before the first reading that is no fault of the agents."""
+def no_agents(store: Store) -> Span:
+    """Returns the reason why there is nothing to show: before the first reading, agents are not to blame."""
     if store.survey is None and not store.problem:
         return ("connecting …", "dim")
-    return ("nobody answers", "yellow")
+    return ("no agent answers", "yellow")
 
 
 def _remedy(finding: Row, width: int, tall: bool) -> list[Line]:
-    """What to make of the finding under the cursor, as far as there is room for it."""
+    """Draws the remedy of the finding under the cursor, and its cause if there is space."""
     remedy = findings.labelled("remedy", finding["remedy"], width)
     return [*findings.labelled("cause", finding["cause"], width), *remedy] if tall else remedy
 
@@ -197,5 +195,5 @@ def _rate(value: float | None) -> str:
     return units.UNKNOWN if value is None else units.three_digits(value)
 
 
-def _words(lines: Sequence[Line], width: int) -> list[Line]:
-    return [piece for line in lines for piece in wrapped(line, width, _LABEL)]
+def _wrap(lines: Sequence[Line], width: int) -> list[Line]:
+    return [piece for line in lines for piece in wrapped(line, width, _LABEL_WIDTH)]

@@ -1,4 +1,4 @@
-"""What a panel is: what it needs to know, and how it shows what the store knows."""
+"""Base class of panels: the data a panel needs, and how it shows the store."""
 
 from __future__ import annotations
 
@@ -10,62 +10,62 @@ from kvctl.client.calls import Call
 from kvctl.render.report import Line
 from kvctl.render.view import Row
 from kvctl.tui import export
-from kvctl.tui.readings import Question
+from kvctl.tui.feed import Question
 from kvctl.tui.store import Store
 from kvctl.tui.table_specs import TableQuery, TableSpec, listing
-from kvctl.tui.widgets.table import Table
+from kvctl.tui.widgets import Table
 
 STATUS = Call("status")
 
 
 class Panel(Vertical):
-    """One view or drill-down; the app asks its question and shows it the store after every reading."""
+    """One view, or one panel that Enter opens; the app asks its question and shows it the store after every reading."""
 
     DEFAULT_CSS = "Panel { height: 1fr; }"
 
     def question(self, store: Store) -> Question:
-        """What has to be asked while this panel is on screen, of a fleet as large as the store knows it."""
+        """Returns the calls to make while this panel is on screen; limits depend on the size of the fleet."""
         raise NotImplementedError
 
-    def render_store(self, store: Store, wish: TableQuery) -> None:
-        """Shows what is known now, as the operator wishes it."""
+    def render_store(self, store: Store, query: TableQuery) -> None:
+        """Shows the current data of the store, filtered and sorted by the query."""
         raise NotImplementedError
 
     @property
     def main(self) -> Table | None:
-        """The table that filter and order are for; None where there is none."""
+        """The table to which filters and order apply; None if there is none."""
         return None
 
     @property
     def table(self) -> Table | None:
-        """The table that keys act on: the one with the focus, else the main one."""
+        """The table that keys act on: the focused one, otherwise the main one."""
         focused = self.screen.focused
         return focused if isinstance(focused, Table) else self.main
 
-    def copied(self) -> tuple[str, str]:
-        """What goes to the clipboard, and what it is; "" where there is nothing."""
+    def clipboard(self) -> tuple[str, str]:
+        """Returns the text to copy and its description; "" if there is nothing to copy."""
         table = self.table
         if table is None or table.listing is None or table.row is None:
             return "", ""
-        return export.line(table.listing, table.row), f"one row of {table.name_of} with its header"
+        return export.row_with_header(table.listing, table.row), f"one row of {table.label} with its header"
 
-    def begin(self) -> None:
-        """The panel comes on screen."""
+    def enter(self) -> None:
+        """Sets the focus when the panel comes on screen."""
         if self.main is not None:
             self.main.focus()
 
     def size_changed(self, width: int, height: int) -> None:
-        """Arranges itself for a panel of that size."""
+        """Adapts the layout to the size of the panel."""
 
 
 def show(
     table: Table,
-    sheet: TableSpec,
+    spec: TableSpec,
     rows: Sequence[Row],
     store: Store,
-    wish: TableQuery,
+    query: TableQuery,
     note: str = "",
     empty: Line | None = None,
 ) -> None:
-    """Puts rows of the store into a table."""
-    table.show(listing(sheet, rows, wish), store.stale_ns, note, empty)
+    """Shows rows of the store in a table; for `note` and `empty` see `Table.show`."""
+    table.show(listing(spec, rows, query), store.stale_ns, note, empty)

@@ -1,8 +1,8 @@
-"""View 5: who reaches whom, as a matrix and as a table; Enter shows what both ends say."""
+"""View 5: states of all pairs as a matrix and as a table; Enter shows what both ends report."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -11,77 +11,114 @@ from textual.geometry import Size
 from textual.message import Message
 
 from kvctl.client.calls import Call
-from kvctl.render.report import Line
+from kvctl.render.peers import MATRIX, NO_LINK, pair_glyph, pair_legend, pairs
+from kvctl.render.report import Line, Span
+from kvctl.render.selection import natural_key
 from kvctl.render.view import Row
+from kvctl.tui.feed import Question
 from kvctl.tui.panels.panel import STATUS, Panel, show
-from kvctl.tui.pictures.matrix import Matrix, draw, legend, matrix
-from kvctl.tui.readings import Question
 from kvctl.tui.store import Store
-from kvctl.tui.table_specs import PEERS_SHEET, TableQuery
-from kvctl.tui.widgets.canvas import Canvas
-from kvctl.tui.widgets.table import Table
+from kvctl.tui.table_specs import PEERS_TABLE, TableQuery
+from kvctl.tui.widgets import Canvas, Table
+
+Pair = tuple[str, str]
+"""A prefill and a decode rank."""
+
+
+def draw_matrix(pair_rows: Mapping[Pair, Row], chosen: Pair | None) -> list[Line]:
+    """Draws pairs, prefill ranks as rows and decode ranks as columns; highlights the chosen pair's row and column."""
+    if not pair_rows:
+        return [[(MATRIX.empty, "dim")]]
+    prefill, decode = _names(pair_rows)
+    margin = max(map(len, prefill)) + 2
+    headings = _vertical_names(decode)
+    lines: list[Line] = []
+    for row in range(max(map(len, headings))):
+        spans: list[Span] = [(" " * margin, "")]
+        for name, letters in zip(decode, headings, strict=True):
+            style = "bold accent" if chosen and name == chosen[1] else "dim"
+            spans.append((f" {letters[row] if row < len(letters) else ' '} ", style))
+        lines.append(spans)
+    for name in prefill:
+        in_row = chosen is not None and name == chosen[0]
+        spans = [(f"{name:<{margin}}", "bold accent" if in_row else "")]
+        for other in decode:
+            glyph, style = pair_glyph(pair_rows[name, other]["state"])
+            spans.append((f"[{glyph}]", f"{style} cursor") if (name, other) == chosen else (f" {glyph} ", style))
+        lines.append(spans)
+    return lines
+
+
+def _names(pair_rows: Mapping[Pair, Row]) -> tuple[list[str], list[str]]:
+    prefill, decode = (sorted({pair[side] for pair in pair_rows}, key=natural_key) for side in (0, 1))
+    return prefill, decode
+
+
+def _vertical_names(names: Sequence[str]) -> list[str]:
+    """Shortens names for columns: the first letter and what follows the common prefix; a single name stays whole."""
+    common = 0
+    while len(set(names)) > 1 and len({name[: common + 1] for name in names}) == 1:
+        common += 1
+    return [f"{name[0]}{name[common:]}" if common > 1 else name for name in names]
 
 
 class PairGrid(Canvas):
-    """Prefill ranks down, decode ranks across."""
+    """Matrix of pairs with a cursor."""
 
     DEFAULT_CSS = "PairGrid { height: auto; }"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("down,j", "walk(1, 0)", show=False),
-        Binding("up,k", "walk(-1, 0)", show=False),
-        Binding("right,l", "walk(0, 1)", show=False),
-        Binding("left,h", "walk(0, -1)", show=False),
+        Binding("down,j", "move(1, 0)", show=False),
+        Binding("up,k", "move(-1, 0)", show=False),
+        Binding("right,l", "move(0, 1)", show=False),
+        Binding("left,h", "move(0, -1)", show=False),
         Binding("enter", "open", show=False),
     ]
 
     class Chosen(Message):
-        """The cursor is on another pair."""
+        """The cursor moved to another pair."""
 
     class Opened(Message):
-        """Enter on a pair."""
+        """Enter was pressed on a pair."""
 
-        def __init__(self, pair: tuple[str, str]) -> None:
+        def __init__(self, pair: Pair) -> None:
             super().__init__()
             self.pair = pair
 
     def __init__(self, *, id: str) -> None:
         super().__init__(id=id)
-        self._matrix = Matrix((), (), {})
-        self.pair: tuple[str, str] | None = None
+        self._pairs: Mapping[Pair, Row] = {}
+        self.pair: Pair | None = None
 
-    def show(self, matrix: Matrix, heading: tuple[Line, Line]) -> None:
-        grown = (len(matrix.prefill), len(matrix.decode)) != (len(self._matrix.prefill), len(self._matrix.decode))
-        self._matrix, self.heading = matrix, heading
-        if matrix.prefill and matrix.decode and (self.pair is None or not self._there(self.pair)):
-            self.pair = (matrix.prefill[0], matrix.decode[0])
-        self.changed()
-        if grown:
+    def show(self, pair_rows: Mapping[Pair, Row], heading: tuple[Line, Line]) -> None:
+        resized = pair_rows.keys() != self._pairs.keys()
+        self._pairs, self.heading = pair_rows, heading
+        if self.pair not in pair_rows and pair_rows:
+            prefill, decode = _names(pair_rows)
+            self.pair = (prefill[0], decode[0])
+        self.redraw()
+        if resized:
             self.refresh(layout=True)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return len(draw(self._matrix, self.pair)) + 2
+        return len(draw_matrix(self._pairs, self.pair)) + 2
 
     def draw(self, width: int, height: int) -> Sequence[Line]:
-        lines = draw(self._matrix, self.pair)
-        heads = len(lines) - len(self._matrix.prefill)
+        lines = draw_matrix(self._pairs, self.pair)
+        prefill, _ = _names(self._pairs)
+        heads = len(lines) - len(prefill)
         rows = max(1, height - heads - 1)
-        if self.pair is not None:
-            at = list(self._matrix.prefill).index(self.pair[0])
-            self.top = min(max(self.top, at - rows + 1), at)
-        shown = [*lines[:heads], *lines[heads + self.top : heads + self.top + rows], legend()]
+        if self.pair in self._pairs and self.pair is not None:
+            cursor = prefill.index(self.pair[0])
+            self.top = min(max(self.top, cursor - rows + 1), cursor)
+        shown = [*lines[:heads], *lines[heads + self.top : heads + self.top + rows], pair_legend()]
         return [[("  ", ""), *line] for line in shown]
 
-    def _there(self, pair: tuple[str, str]) -> bool:
-        return pair[0] in self._matrix.prefill and pair[1] in self._matrix.decode
-
-    def action_walk(self, down: int, across: int) -> None:
-        if self.pair is None:
+    def action_move(self, down: int, right: int) -> None:
+        if self.pair not in self._pairs or self.pair is None:
             return
-        self.pair = (
-            _step(self._matrix.prefill, self.pair[0], down),
-            _step(self._matrix.decode, self.pair[1], across),
-        )
-        self.changed()
+        prefill, decode = _names(self._pairs)
+        self.pair = _neighbour(prefill, self.pair[0], down), _neighbour(decode, self.pair[1], right)
+        self.redraw()
         self.post_message(self.Chosen())
 
     def action_open(self) -> None:
@@ -89,26 +126,27 @@ class PairGrid(Canvas):
             self.post_message(self.Opened(self.pair))
 
 
-def _step(names: Sequence[str], name: str, by: int) -> str:
-    return names[min(max(list(names).index(name) + by, 0), len(names) - 1)]
+def _neighbour(names: Sequence[str], name: str, step: int) -> str:
+    return names[min(max(names.index(name) + step, 0), len(names) - 1)]
 
 
 class PeersPanel(Panel):
-    """The matrix chooses a pair; Tab goes on to the table."""
+    """Matrix of pairs, and the table of both ends below."""
 
     DEFAULT_CSS = "PeersPanel #peers-matrix { max-height: 60%; }"
 
     class PairOpened(Message):
-        """Both ends of a pair are to be shown in full."""
+        """A pair is to be shown in full, with the rows of both its ends."""
 
-        def __init__(self, pair: tuple[str, str], rows: Sequence[Row]) -> None:
+        def __init__(self, pair: Pair, rows: Sequence[Row]) -> None:
             super().__init__()
             self.pair = pair
             self.rows = rows
 
     def __init__(self, *, id: str) -> None:
         super().__init__(id=id)
-        self._matrix = Matrix((), (), {})
+        self._pairs: dict[Pair, Row] = {}
+        self._rows: Sequence[Row] = ()
 
     def compose(self) -> ComposeResult:
         yield PairGrid(id="peers-matrix")
@@ -121,40 +159,44 @@ class PeersPanel(Panel):
     def question(self, store: Store) -> Question:
         return Question("peers", (STATUS, Call("peers")))
 
-    def render_store(self, store: Store, wish: TableQuery) -> None:
-        rows = store.rows("peers")
-        show(self.main, PEERS_SHEET, rows, store, wish)
-        self._matrix = matrix(rows, {agent.name: agent.role for agent in store.agents.values()})
-        self._title()
+    def render_store(self, store: Store, query: TableQuery) -> None:
+        self._rows = store.rows("peers")
+        show(self.main, PEERS_TABLE, self._rows, store, query)
+        roles = {agent.name: agent.role for agent in store.agents.values()}
+        self._pairs = {(row["prefill"], row["decode"]): row for row in pairs(roles, self._rows)}
+        self._show_grid()
 
-    def _title(self) -> None:
+    def _show_grid(self) -> None:
         grid = self.query_one("#peers-matrix", PairGrid)
-        size = f"  {len(self._matrix.prefill)} prefill by {len(self._matrix.decode)} decode"
-        grid.show(self._matrix, ([("reachability", ""), (size, "dim")], self._said(grid.pair)))
+        size = "" if not self._pairs else "  {} prefill by {} decode".format(*map(len, _names(self._pairs)))
+        grid.show(self._pairs, ([("reachability", ""), (size, "dim")], self._describe(grid.pair)))
 
-    def _said(self, pair: tuple[str, str] | None) -> Line:
-        """The chosen pair in words; why it is not direct is in its record, which has room for it."""
-        if pair is None:
+    def _describe(self, pair: Pair | None) -> Line:
+        """Describes the chosen pair; the reason why it is not direct is in its record, which has more space."""
+        row = None if pair is None else self._pairs.get(pair)
+        if pair is None or row is None:
             return []
-        rows = self._matrix.pairs.get(pair, ())
-        states = " / ".join(sorted({row["state"] for row in rows})) or "never met"
-        direct = "  direct" if any(row.get("lane_direct") for row in rows) else ""
-        return [(f"{pair[0]} → {pair[1]}  ", ""), (states, self._matrix.glyph(*pair)[1]), (direct, "dim")]
+        states = {row["prefill_sees"], row["decode_sees"]} - {None}
+        words = " / ".join(sorted(states)) or ("no link" if row["state"] == NO_LINK else row["state"])
+        direct = "  direct" if row["lane_direct"] else ""
+        return [(f"{pair[0]} → {pair[1]}  ", ""), (words, pair_glyph(row["state"])[1]), (direct, "dim")]
+
+    def _open(self, pair: Pair) -> None:
+        rows = [row for row in self._rows if {row["agent"], row["peer"]} == set(pair)]
+        self.post_message(self.PairOpened(pair, rows))
 
     def on_pair_grid_chosen(self, message: PairGrid.Chosen) -> None:
         message.stop()
-        self._title()
+        self._show_grid()
 
     def on_pair_grid_opened(self, message: PairGrid.Opened) -> None:
         message.stop()
-        self.post_message(self.PairOpened(message.pair, self._matrix.pairs.get(message.pair, ())))
+        self._open(message.pair)
 
     def on_table_opened(self, message: Table.Opened) -> None:
         message.stop()
-        row = message.row
-        ends = (row["agent"], row["peer"])
-        pair = ends if row["role"] == "decode" else ends[::-1]
-        self.post_message(self.PairOpened(pair, self._matrix.pairs.get(pair, (row,))))
+        ends = (message.row["agent"], message.row["peer"])
+        self._open(ends if message.row["role"] == "decode" else ends[::-1])
 
-    def begin(self) -> None:
+    def enter(self) -> None:
         self.query_one("#peers-matrix", PairGrid).focus()

@@ -1,4 +1,4 @@
-"""One row in full: every column of it, a line each; of a finding, what to make of it."""
+"""Panel of one or two rows in full: a line for each column, or cause and remedy of a finding."""
 
 from __future__ import annotations
 
@@ -11,86 +11,86 @@ from kvctl.render.report import Line, Span
 from kvctl.render.sanitize import one_line
 from kvctl.render.terminal import style_of
 from kvctl.render.view import Row
+from kvctl.tui.feed import Question
 from kvctl.tui.panels.panel import STATUS, Panel
-from kvctl.tui.readings import Question
 from kvctl.tui.store import Store
 from kvctl.tui.table_specs import TableQuery, TableSpec
-from kvctl.tui.widgets.picture import Picture
-from kvctl.tui.widgets.table import Table
+from kvctl.tui.widgets import Picture, Table
 
-_LABEL = 18
-_PAGE = 100  # columns of what is copied
-_GAP: Line = []
+_LABEL_WIDTH = 18
+_CLIPBOARD_WIDTH = 100
+_EMPTY_LINE: Line = []
 
 
 class RecordPanel(Panel):
-    """The way down from a row that is about no room; it is looked up by its key in the table that it came from."""
+    """Opened by Enter on a row that belongs to no room; finds the row by its key in the table that it came from."""
 
     DEFAULT_CSS = "RecordPanel Picture { height: 1fr; }"
 
     def __init__(self, *, id: str) -> None:
         super().__init__(id=id)
         self.title = ""
-        self._below: Panel | None = None
+        self._origin: Panel | None = None
         self._table: Table | None = None
-        self._sheet: TableSpec | None = None
+        self._spec: TableSpec | None = None
         self._rows: dict[Hashable, Row] = {}
 
-    def open(self, title: str, below: Panel, table: Table, rows: Sequence[Row]) -> None:
-        """These rows from now on.
+    def open(self, title: str, origin: Panel, table: Table, rows: Sequence[Row]) -> None:
+        """Shows these rows from now on.
 
         Args:
-            below: the panel they come from, which knows what to ask.
+            title: names the rows.
+            origin: panel of the rows, whose question reads them.
+            table: table of the rows.
+            rows: rows of the table.
         """
-        assert table.sheet is not None
-        self.title, self._below, self._table, self._sheet = title, below, table, table.sheet
-        self._rows = {table.sheet.key(row): row for row in rows}
+        assert table.spec is not None
+        self.title, self._origin, self._table, self._spec = title, origin, table, table.spec
+        self._rows = {table.spec.key(row): row for row in rows}
 
     def compose(self) -> ComposeResult:
         yield Picture(id="record-picture")
 
     def question(self, store: Store) -> Question:
-        return self._below.question(store) if self._below else Question("record", (STATUS,))
+        return self._origin.question(store) if self._origin else Question("record", (STATUS,))
 
-    def render_store(self, store: Store, wish: TableQuery) -> None:
-        if self._below is None or self._table is None or self._sheet is None:
+    def render_store(self, store: Store, query: TableQuery) -> None:
+        if self._origin is None or self._table is None or self._spec is None:
             return
-        self._below.render_store(store, TableQuery())
+        self._origin.render_store(store, TableQuery())
         rows = self._table.listing.rows if self._table.listing else ()
-        fresh = {key: row for row in rows if (key := self._sheet.key(row)) in self._rows}
-        self._rows |= fresh
-        stale = any(store.stale_ns(self._sheet.agent(row)) is not None for row in self._rows.values())
-        gone = len(fresh) < len(self._rows)
-        note = "its agent is silent: this was known last" if stale else "gone: this was known last" if gone else ""
-        self.query_one("#record-picture", Picture).show(self.lines, ([(self.title, "")], [(note, "yellow")]))
+        current = {key: row for row in rows if (key := self._spec.key(row)) in self._rows}
+        self._rows |= current
+        stale = any(store.stale_ns(self._spec.agent(row)) is not None for row in self._rows.values())
+        gone = len(current) < len(self._rows)
+        note = "its agent is silent: last known data" if stale else "gone: last known data" if gone else ""
+        self.query_one("#record-picture", Picture).show(self._lines, ([(self.title, "")], [(note, "yellow")]))
 
-    def lines(self, width: int) -> list[Line]:
-        """The rows, one below the other."""
+    def _lines(self, width: int) -> list[Line]:
         lines: list[Line] = []
         for row in self._rows.values():
             if lines:
-                lines.append(_GAP)
-            lines += self._record(row, width)
+                lines.append(_EMPTY_LINE)
+            lines += self._draw_row(row, width)
         return lines
 
-    def _record(self, row: Row, width: int) -> list[Line]:
-        assert self._sheet is not None
-        if self._sheet.view is HEALTH:
-            return [_GAP, *paragraph(row, width)]
+    def _draw_row(self, row: Row, width: int) -> list[Line]:
+        assert self._spec is not None
+        if self._spec.view is HEALTH:
+            return [_EMPTY_LINE, *paragraph(row, width)]
         lines: list[Line] = []
-        for column in self._sheet.view.columns:
-            text = one_line(column.human(row))
-            style = style_of(column, row)
-            first: Span = (f"  {column.name.replace('_', ' '):<{_LABEL}}", "dim")
-            if len(text) + _LABEL + 2 <= width:
-                lines.append([first, (text, style)])
+        for column in self._spec.view.columns:
+            text, label = one_line(column.human(row)), column.name.replace("_", " ")
+            name: Span = (f"  {label:<{_LABEL_WIDTH}}", "dim")
+            if len(text) + _LABEL_WIDTH + 2 <= width:
+                lines.append([name, (text, style_of(column, row))])
             else:
-                lines += labelled(column.name.replace("_", " "), text, width)
+                lines += labelled(label, text, width)
         return lines
 
-    def copied(self) -> tuple[str, str]:
-        lines = self.lines(_PAGE)
+    def clipboard(self) -> tuple[str, str]:
+        lines = self._lines(_CLIPBOARD_WIDTH)
         return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in lines), self.title
 
-    def begin(self) -> None:
+    def enter(self) -> None:
         self.query_one("#record-picture", Picture).focus()

@@ -1,4 +1,4 @@
-"""One room: what became of it, its ranks, the life of each part on one axis, and every event of both ends."""
+"""Panel of one room: outcome, parts and ranks on one time axis, and the events of both ends."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from kvctl.render.report import Grid, Line, Text
 from kvctl.render.rooms import room_blocks
 from kvctl.render.terminal import fitted, natural, table_header, table_row
 from kvctl.render.view import Row, View, Width
+from kvctl.tui.feed import Question
 from kvctl.tui.panels.panel import STATUS, Panel, show
-from kvctl.tui.readings import Question
 from kvctl.tui.store import Store
-from kvctl.tui.table_specs import TIMELINE_SHEET, TableQuery
-from kvctl.tui.widgets.picture import Picture
-from kvctl.tui.widgets.table import Table
+from kvctl.tui.table_specs import TIMELINE_TABLE, TableQuery
+from kvctl.tui.widgets import Picture, Table
 
 _CLOCK_ROUNDS = 3
-_GAP: Line = []
+_EMPTY_LINE: Line = []
 
 
 class RoomPanel(Panel):
-    """The way down from any row that is about a room."""
+    """Opened by Enter on any row that belongs to a room."""
 
     DEFAULT_CSS = """
     RoomPanel #room-picture { max-height: 60%; }
@@ -45,32 +44,31 @@ class RoomPanel(Panel):
     def question(self, store: Store) -> Question:
         return Question("room", (STATUS, Call("room", {"room": self.room})), _CLOCK_ROUNDS, subject=self.room)
 
-    def render_store(self, store: Store, wish: TableQuery) -> None:
-        joined = store.room(self.room)
+    def render_store(self, store: Store, query: TableQuery) -> None:
+        room = store.room(self.room)
         picture = self.query_one("#room-picture", Picture)
         heading: tuple[Line, Line] = ([(f"room {self.room}", "")], [])
         timeline: list[Row] = []
-        if joined is not None:
-            timeline = [{"room": joined.room, "nonce": joined.nonce, **event} for event in joined.timeline]
-            picture.show(lambda width: _drawn(joined, width), heading)
+        if room is not None:
+            timeline = [{"room": room.room, "nonce": room.nonce, **event} for event in room.timeline]
+            picture.show(lambda width: _draw_room(room, width), heading)
         else:
-            words = "no agent knows it: it was forgotten, or never was" if store.asked == self.room else "asking …"
-            picture.show(lambda width: [[(words, "yellow")]], heading)
-        show(self.main, TIMELINE_SHEET, timeline, store, wish)
+            text = "no agent knows this room (any more)" if store.subject == self.room else "asking …"
+            picture.show(lambda width: [[(text, "yellow")]], heading)
+        show(self.main, TIMELINE_TABLE, timeline, store, query)
 
 
-def _drawn(room: RoomTimeline, width: int) -> Sequence[Line]:
-    """What became of it, the life of its parts, its ranks; the timeline is a table of its own."""
-    drawn = room_blocks(room, [], width)[:-1]
-    texts = [line for block in drawn if isinstance(block, Text) for line in [*block.lines, _GAP]]
+def _draw_room(room: RoomTimeline, width: int) -> Sequence[Line]:
+    """Draws everything of the room but its timeline, which has its own table."""
+    blocks = room_blocks(room, [], width)[:-1]
+    texts = [line for block in blocks if isinstance(block, Text) for line in [*block.lines, _EMPTY_LINE]]
     return [
         *texts,
-        *(line for block in drawn if isinstance(block, Grid) for line in grid(block.view, block.rows, width)),
+        *(line for block in blocks if isinstance(block, Grid) for line in _draw_grid(block.view, block.rows, width)),
     ]
 
 
-def grid(view: View, rows: Sequence[Row], width: int) -> list[Line]:
-    """The rows in columns that fit the width."""
+def _draw_grid(view: View, rows: Sequence[Row], width: int) -> list[Line]:
     if not rows:
         return [[(view.empty, "dim")]]
     columns = [column for column in view.columns if column.width is not Width.WIDE]

@@ -1,4 +1,4 @@
-"""Views 2 and 7: active rooms, one row per room and rank; and rooms that failed, each once, with the first cause."""
+"""View 2: active rooms, one row per room and rank. View 7: failed rooms, each once, with the first cause."""
 
 from __future__ import annotations
 
@@ -6,21 +6,28 @@ from textual.app import ComposeResult
 
 from kvctl.client.calls import Call
 from kvctl.render.rooms import failure_counts
+from kvctl.tui.feed import Question
 from kvctl.tui.panels.panel import STATUS, Panel, show
-from kvctl.tui.readings import Question
 from kvctl.tui.store import Store
-from kvctl.tui.table_specs import FAILED_SHEET, ROOMS_SHEET, TableQuery
-from kvctl.tui.widgets.picture import Picture
-from kvctl.tui.widgets.table import Table
+from kvctl.tui.table_specs import FAILED_TABLE, ROOMS_TABLE, TableQuery
+from kvctl.tui.widgets import Picture, Table
 
-# Rows over all agents: as many as can be decoded and sorted each second for a few percent of a core. Agents answer
-# with their oldest rooms first, so what is left out is what has only just begun.
-_ROWS = 2_000
-_LEAST = 20
+# Rows of all agents together: as many as can be decoded and sorted each second with a few percent of a core. Agents
+# answer with their oldest rooms first, so that the youngest are left out.
+_MAX_ROOMS = 2_000
+_MIN_ROOMS = 20
+# Every rank of a failed room reports it.
+_MAX_FAILED = 1_000
+_MIN_FAILED = 50
+
+
+def _limit(store: Store, total: int, minimum: int) -> int:
+    """Returns the number of rows per agent."""
+    return max(minimum, total // len(store.agents)) if store.agents else minimum
 
 
 class RoomsPanel(Panel):
-    """All rooms of a small fleet, the oldest of a large one."""
+    """All active rooms of a small fleet, the oldest of a large one."""
 
     def compose(self) -> ComposeResult:
         yield Table("rooms", id="rooms-table")
@@ -30,27 +37,19 @@ class RoomsPanel(Panel):
         return self.query_one("#rooms-table", Table)
 
     def question(self, store: Store) -> Question:
-        return Question("rooms", (STATUS, Call("rooms", {"limit": self._limit(store)})))
+        return Question("rooms", (STATUS, Call("rooms", {"limit": _limit(store, _MAX_ROOMS, _MIN_ROOMS)})))
 
-    def render_store(self, store: Store, wish: TableQuery) -> None:
+    def render_store(self, store: Store, query: TableQuery) -> None:
         rows = store.rows("rooms")
         active = sum(sum(status["rooms"].values()) for status in store.rows("status"))
-        limit = self._limit(store)
+        limit = _limit(store, _MAX_ROOMS, _MIN_ROOMS)
         cut = active > len(rows) and len(rows) >= limit
         note = f"the oldest {limit} of each agent, of {active:,}" if cut else ""
-        show(self.main, ROOMS_SHEET, rows, store, wish, note)
-
-    def _limit(self, store: Store) -> int:
-        return max(_LEAST, _ROWS // len(store.agents)) if store.agents else _LEAST
-
-
-# Rows over all agents, each second; every rank of a room tells of it.
-_FAILED_ROWS = 1_000
-_FAILED_LEAST = 50
+        show(self.main, ROOMS_TABLE, rows, store, query, note)
 
 
 class FailedPanel(Panel):
-    """How many failed of what, and which."""
+    """Failed rooms, and their number by cause."""
 
     def compose(self) -> ComposeResult:
         yield Picture(id="failed-causes")
@@ -61,12 +60,11 @@ class FailedPanel(Panel):
         return self.query_one("#failed-table", Table)
 
     def question(self, store: Store) -> Question:
-        limit = max(_FAILED_LEAST, _FAILED_ROWS // len(store.agents)) if store.agents else _FAILED_LEAST
-        return Question("failed", (STATUS, Call("failed", {"limit": limit})))
+        return Question("failed", (STATUS, Call("failed", {"limit": _limit(store, _MAX_FAILED, _MIN_FAILED)})))
 
-    def render_store(self, store: Store, wish: TableQuery) -> None:
+    def render_store(self, store: Store, query: TableQuery) -> None:
         rows = store.failed_rooms()
         dropped = sum(answer["dropped_total"] for answer in store.rows("failed"))
         self.query_one("#failed-causes", Picture).show(lambda width: [failure_counts(rows)])
         note = f"{dropped:,} records no longer kept (failed_rooms)" if dropped else ""
-        show(self.main, FAILED_SHEET, rows, store, wish, note)
+        show(self.main, FAILED_TABLE, rows, store, query, note)

@@ -1,9 +1,8 @@
-"""View 3: rings with their watermarks, what lies in the chosen one, and which writers wait for what."""
+"""View 3: rings with their watermarks, the allocations of one ring, and the parts that writers wait to send."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from textual.app import ComposeResult
 from textual.containers import Container
@@ -12,19 +11,18 @@ from kvctl.client.calls import Call
 from kvctl.render.report import Line
 from kvctl.render.staging import allocation_legend, draw_ring
 from kvctl.render.view import Row
+from kvctl.tui.feed import Question
 from kvctl.tui.panels.panel import STATUS, Panel, show
-from kvctl.tui.readings import Question
 from kvctl.tui.store import Store
-from kvctl.tui.table_specs import ALLOCATIONS_SHEET, GATED_SHEET, STAGING_SHEET, TableQuery
-from kvctl.tui.widgets.picture import Picture
-from kvctl.tui.widgets.table import Table
+from kvctl.tui.table_specs import ALLOCATIONS_TABLE, GATED_TABLE, STAGING_TABLE, TableQuery
+from kvctl.tui.widgets import Picture, Table
 
 _WIDE = 150
-_ALL_MAPS = 6  # rows of the panel for each map, where all are drawn
+_LINES_PER_RING = 6
 
 
 class StagingPanel(Panel):
-    """The table chooses an agent; its ring is drawn, and its allocations are listed."""
+    """Table of agents; shows the ring and the allocations of the agent under the cursor."""
 
     DEFAULT_CSS = """
     StagingPanel #staging-table { height: auto; max-height: 34%; min-height: 4; }
@@ -50,43 +48,38 @@ class StagingPanel(Panel):
     def size_changed(self, width: int, height: int) -> None:
         self.query_one("#staging-below").set_class(width >= _WIDE, "wide")
 
-    def render_store(self, store: Store, wish: TableQuery) -> None:
+    def render_store(self, store: Store, query: TableQuery) -> None:
         answers = store.rows("staging")
-        show(self.main, STAGING_SHEET, answers, store, wish)
-        self.main.fit()
+        show(self.main, STAGING_TABLE, answers, store, query)
+        self.main.fit_height()
         rings = [answer for answer in answers if answer["ring"] is not None]
-        chosen = self._chosen(rings)
+        selected = self.main.row
+        on_writer = selected is not None and selected["ring"] is None
+        # The ring under the cursor, otherwise the first one.
+        chosen = [selected] if selected is not None and not on_writer else rings[:1]
         picture = self.query_one("#staging-map", Picture)
-        if not rings:
-            words = "no decode rank has a staging ring" if answers else "not read yet"
-            picture.show(lambda width: [[(words, "dim")]], ([("ring", "")], []))
-        else:
-            few = len(rings) * _ALL_MAPS <= self.size.height // 2
-            drawn = rings if few else [chosen]
+        if rings:
+            all_fit = len(rings) * _LINES_PER_RING <= self.size.height // 2
+            drawn = rings if all_fit else chosen
             picture.show(lambda width: _maps(drawn, width), ([("ring" if len(drawn) == 1 else "rings", "")], []))
-        shown = rings if not answers or self._on_writer() else [chosen] if chosen else []
-        rows = [{"agent": ring["agent"], **each} for ring in shown if ring for each in ring["ring"]["allocations"]]
-        show(self.query_one("#staging-allocations", Table), ALLOCATIONS_SHEET, rows, store, wish)
+        else:
+            text = "no decode rank has a staging ring" if answers else "not read yet"
+            picture.show(lambda width: [[(text, "dim")]], ([("ring", "")], []))
+        rows = [
+            {"agent": answer["agent"], **allocation}
+            for answer in (rings if on_writer else chosen)
+            for allocation in answer["ring"]["allocations"]
+        ]
+        show(self.query_one("#staging-allocations", Table), ALLOCATIONS_TABLE, rows, store, query)
         gated: list[Row] = [{"agent": answer["agent"], **part} for answer in answers for part in answer["gated"]]
-        show(self.query_one("#staging-gated", Table), GATED_SHEET, gated, store, wish, note=_why(gated))
-
-    def _on_writer(self) -> bool:
-        return self.main.row is not None and self.main.row["ring"] is None
-
-    def _chosen(self, rings: Sequence[Row]) -> Row | None:
-        """The ring under the cursor, else the first one."""
-        row = self.main.row
-        if row is not None and row["ring"] is not None:
-            return row
-        return rings[0] if rings else None
+        show(self.query_one("#staging-gated", Table), GATED_TABLE, gated, store, query, note=_reasons(gated))
 
 
-def _maps(rings: Sequence[Mapping[str, Any] | None], width: int) -> list[Line]:
-    lines = [line for ring in rings if ring is not None for line in draw_ring(ring, width)]
-    return [*lines, allocation_legend()]
+def _maps(rings: Sequence[Row], width: int) -> list[Line]:
+    return [*(line for ring in rings for line in draw_ring(ring, width)), allocation_legend()]
 
 
-def _why(gated: Sequence[Row]) -> str:
-    """What most writers wait for."""
+def _reasons(gated: Sequence[Row]) -> str:
+    """Returns the number of parts for each reason to wait."""
     reasons = [str(row["waiting_for"]).split()[0] for row in gated]
     return ", ".join(f"{reasons.count(reason)} for {reason}" for reason in sorted(set(reasons)))

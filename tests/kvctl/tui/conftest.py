@@ -18,8 +18,8 @@ from kvctl.client.fleet import AgentAnswer, Survey
 from kvctl.health.finding import Finding, Severity
 from kvctl.health.mutes import Judged
 from kvctl.tui.app import TopApp
-from kvctl.tui.pictures.frame import Mode
-from kvctl.tui.readings import Place, Question, Reading
+from kvctl.tui.feed import Question, Reading, RecordingPosition
+from kvctl.tui.frame import Mode
 
 MS = 1_000_000
 S = 1_000_000_000
@@ -245,7 +245,11 @@ class Specimen:
                     "agent": name,
                     "peer": other,
                     "role": other.split("-")[0],
-                    "state": "suspect" if pair == {"prefill-1", "decode-2"} else "ready",
+                    "state": "suspect"
+                    if pair == {"prefill-1", "decode-2"}
+                    else "refused"
+                    if pair == {"prefill-3", "decode-3"}
+                    else "ready",
                     "differences": ["page_size 64 ≠ 32"] if pair == {"prefill-3", "decode-3"} else [],
                     "rooms": 3,
                 }
@@ -295,7 +299,7 @@ class StillFeed:
         for beat in range(self.beats):
             self._read(Question("overview", (Call("status"),)), beat)
 
-    def want(self, question: Question) -> None:
+    def ask(self, question: Question) -> None:
         self.wanted.append(question)
         self._read(question, self.beats)
 
@@ -306,14 +310,14 @@ class StillFeed:
             self._read(self.wanted[-1], self.beats)
 
     def _read(self, question: Question, beat: int) -> None:
-        place = Place(beat, 40, not self.paused) if self.recorded else None
+        position = RecordingPosition(beat, 40, not self.paused) if self.recorded else None
         if self.problem:
             self._deliver(Reading(question, NOW + beat * S, None, self.problem))
         else:
             survey = self.specimen.survey(question.calls, beat)
-            self._deliver(Reading(question, survey.at_ns, survey, place=place))
+            self._deliver(Reading(question, survey.at_ns, survey, position=position))
 
-    def taken(self) -> None: ...
+    def acknowledge(self) -> None: ...
 
     def pause(self, paused: bool) -> None:
         self.paused = paused
@@ -383,7 +387,7 @@ def build() -> Build:
         judged: Judged | None = None,
     ) -> TopApp:
         nobody = "no agent found in /run/kvctl. Start some here: kvctl demo"
-        mode = Mode(source="fleet.kvrec" if recorded else "", nobody=lambda survey: nobody, readonly=readonly)
+        mode = Mode(source="fleet.kvrec" if recorded else "", no_agents=lambda survey: nobody, readonly=readonly)
         app = TopApp(StillFeed(specimen, recorded), mode, view, clock=lambda: 0)
         app.store.judged = judged or Judged((), ())
         app.store.judged_at_ns = NOW + 1000 * S

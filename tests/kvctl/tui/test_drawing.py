@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,15 +15,14 @@ from rich.segment import Segment
 from rich.style import Style
 
 from kvctl.render import units
+from kvctl.render.peers import pairs
 from kvctl.render.report import Line
+from kvctl.tui.drawing import beside, chart, cut, inline_chart, length, padded, rule, sparkline, spread, wrapped
 from kvctl.tui.palette import PALETTES, Palette
 from kvctl.tui.panels.layers import heat_map, over_agents
 from kvctl.tui.panels.overview import gauges
-from kvctl.tui.pictures.compose import beside, cut, length, padded, rule, spread, wrapped
-from kvctl.tui.pictures.matrix import draw, matrix
-from kvctl.tui.pictures.sparkline import chart, inline, sparkline
+from kvctl.tui.panels.peers import draw_matrix
 from kvctl.tui.snapshot import picture
-from kvctl.tui.trends import Series
 
 TEXT = st.text(st.characters(categories=("L", "N", "P", "Zs")), max_size=30)
 LINE = st.lists(st.tuples(TEXT, st.sampled_from(("", "bold red", "dim"))), max_size=6)
@@ -83,7 +83,7 @@ def test_a_sparkline_keeps_proportions_over_its_rows() -> None:
 def test_charts_fit(values: list[float | None], width: int) -> None:
     human = lambda value: units.UNKNOWN if value is None else units.three_digits(value)[:9]  # noqa: E731
     assert all(length(line) <= width for line in chart("GB/s", values, human, width, 3, "green")[1:])
-    assert length(inline("GB/s", values, human, width, "green")) == width
+    assert length(inline_chart("GB/s", values, human, width, "green")) == width
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 32])
@@ -96,7 +96,7 @@ def test_gauges_fit_and_the_fullest_are_shown(ranks: int, width: int) -> None:
         }
         for rank in range(ranks)
     ]
-    past = {row["name"]: Series() for row in rows}
+    past = {row["name"]: deque() for row in rows}
     lines, left_out = gauges(rows, past, ["decode-0"], width, 3)
     assert len(lines) <= 3
     assert all(length(line) <= width for line in lines)
@@ -130,14 +130,14 @@ def test_a_heat_map_of_nothing_is_empty() -> None:
 def test_a_pair_is_as_bad_as_its_worse_end(specimen: Any) -> None:
     rows = [row for name in specimen.names for row in specimen._peers(name, 0)]
     next(row for row in rows if (row["agent"], row["peer"]) == ("decode-0", "prefill-0"))["state"] = "lost"
-    found = matrix(rows, {"decode-9": "decode"})
-    assert found.decode[-1] == "decode-9"
-    assert found.glyph("prefill-0", "decode-0")[0] == "✗"
-    assert found.glyph("prefill-1", "decode-2")[0] == "◐"
-    assert found.glyph("prefill-3", "decode-3")[0] == "≠"
-    assert found.glyph("prefill-0", "decode-9")[0] == "·"
-    assert found.glyph("prefill-2", "decode-0")[0] == "●"
-    assert any("[✗]" in words(line) for line in draw(found, ("prefill-0", "decode-0")))
+    found = {(row["prefill"], row["decode"]): row for row in pairs({"decode-9": "decode"}, rows)}
+    drawn = draw_matrix(found, ("prefill-0", "decode-0"))
+    lines = [words(line).split() for line in drawn]
+    assert lines[0] == ["d"] * 5
+    assert lines[1] == ["0", "1", "2", "3", "9"]
+    assert lines[2] == ["prefill-0", "[✕]", "●", "●", "●", "·"]
+    assert lines[3] == ["prefill-1", "●", "●", "◐", "●", "·"]
+    assert lines[5] == ["prefill-3", "●", "●", "●", "≠", "·"]
 
 
 COLOURS = ("#ffffff", "#000000")

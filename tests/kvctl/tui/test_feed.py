@@ -16,8 +16,7 @@ from kvctl.client.fanout import Reply
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import Survey
 from kvctl.errors import CliError
-from kvctl.tui.feed import SourceFeed
-from kvctl.tui.readings import Question, Reading
+from kvctl.tui.feed import Question, Reading, SourceFeed
 
 MS = 1_000_000
 PATIENCE_S = 20.0
@@ -92,7 +91,7 @@ class Run:
         """The next reading, of that view; says that it was taken."""
         while True:
             reading = self._readings.get(timeout=PATIENCE_S)
-            self.feed.taken()
+            self.feed.acknowledge()
             if view in {None, reading.question.view}:
                 return reading
 
@@ -120,13 +119,13 @@ def run() -> Iterator[Any]:
 def test_nothing_is_asked_before_a_view_wants_something(run: Any) -> None:
     started = run(FakeSource())
     assert started.source.asked.empty()
-    started.feed.want(ROOMS)
+    started.feed.ask(ROOMS)
     assert started.source.asked.get(timeout=PATIENCE_S) == ROOMS.calls
 
 
 def test_a_view_is_read_again_and_again_and_health_between(run: Any) -> None:
     started = run(FakeSource())
-    started.feed.want(ROOMS)
+    started.feed.ask(ROOMS)
     views = [started.next().question.view for _ in range(6)]
     assert views[0] == "rooms"
     assert views.count("rooms") >= 3
@@ -135,34 +134,34 @@ def test_a_view_is_read_again_and_again_and_health_between(run: Any) -> None:
 
 def test_health_takes_turns_with_a_view_that_is_always_late(run: Any) -> None:
     started = run(FakeSource(), interval_ns=1)
-    started.feed.want(ROOMS)
+    started.feed.ask(ROOMS)
     views = {started.next().question.view for _ in range(4)}
     assert views == {"rooms", "health"}
 
 
 def test_another_view_is_read_at_once(run: Any) -> None:
     started = run(FakeSource(), interval_ns=3600 * 1_000 * MS)
-    started.feed.want(ROOMS)
+    started.feed.ask(ROOMS)
     started.next("rooms")
-    started.feed.want(PEERS)
+    started.feed.ask(PEERS)
     assert started.next("peers").question == PEERS
 
 
 def test_the_next_reading_waits_until_the_last_was_taken(run: Any) -> None:
     started = run(FakeSource(), interval_ns=1)
-    started.feed.want(ROOMS)
+    started.feed.ask(ROOMS)
     started.untaken()
     asked = started.source.asked.qsize()
     threading.Event().wait(0.05)
     assert (started.source.asked.qsize(), started.idle()) == (asked, True)
-    started.feed.taken()
+    started.feed.acknowledge()
     started.untaken()
 
 
 def test_while_paused_only_a_new_view_is_read(run: Any) -> None:
     started = run(FakeSource(), interval_ns=1)
     started.feed.pause(True)
-    started.feed.want(ROOMS)
+    started.feed.ask(ROOMS)
     started.next("rooms")
     asked = started.source.asked.qsize()
     threading.Event().wait(0.05)
@@ -176,7 +175,7 @@ def test_what_the_source_raises_is_a_reading(trouble: Exception, run: Any) -> No
     source = FakeSource()
     source.trouble = trouble
     started = run(source)
-    started.feed.want(ROOMS)
+    started.feed.ask(ROOMS)
     reading = started.next("rooms")
     assert (reading.survey, reading.problem) == (None, str(trouble))
     source.trouble = None
@@ -187,16 +186,16 @@ def test_what_the_source_raises_is_a_reading(trouble: Exception, run: Any) -> No
 def test_a_recording_plays_on_is_turned_and_stays_at_its_ends(run: Any) -> None:
     started = run(FakeRecording(), interval_ns=5 * MS)
     assert started.feed.recorded
-    started.feed.want(ROOMS)
-    places = [started.next("rooms").place for _ in range(4)]
+    started.feed.ask(ROOMS)
+    places = [started.next("rooms").position for _ in range(4)]
     assert [place.index for place in places] == [0, 1, 2, 2]
     assert [place.playing for place in places] == [True, True, False, False]
     started.feed.seek(-1)
-    while (reading := started.next("rooms")).place.index != 1:
+    while (reading := started.next("rooms")).position.index != 1:
         pass
-    assert (reading.at_ns, reading.place.playing) == (200, False)
+    assert (reading.at_ns, reading.position.playing) == (200, False)
     started.feed.seek(-7)
-    while (reading := started.next("rooms")).place.index != 0:
+    while (reading := started.next("rooms")).position.index != 0:
         pass
 
 
@@ -215,11 +214,11 @@ def test_a_recording_cannot_be_told_anything(run: Any) -> None:
     started = run(FakeRecording())
     said: queue.Queue[str] = queue.Queue()
     started.feed.act([("decode-0", Call("status"))], said.put)
-    assert said.get(timeout=PATIENCE_S) == "a recording cannot be told anything"
+    assert said.get(timeout=PATIENCE_S) == "a recording accepts no commands"
 
 
 def test_findings_come_with_the_health_readings(run: Any) -> None:
     started = run(FakeSource())
-    started.feed.want(ROOMS)
+    started.feed.ask(ROOMS)
     assert started.next("health").judged is not None
     assert started.next("rooms").judged is None

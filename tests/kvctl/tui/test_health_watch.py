@@ -46,7 +46,7 @@ def test_a_survey_from_earlier_is_compared_with_none(specimen: Any, seen: list[S
 def test_what_is_muted_is_not_raised(specimen: Any, seen: list[Snapshot], monkeypatch: pytest.MonkeyPatch) -> None:
     survey = specimen.survey((), 0)
     mute = Mute("KV_IDLE", "", survey.at_ns, survey.at_ns + 1, "", None)
-    monkeypatch.setattr(feed.mute_file, "load", lambda path: [mute])
+    monkeypatch.setattr(feed, "load_or_warn", lambda: ([mute], []))
     judged = HealthWatch().judge(survey)
     assert (len(judged.raised), len(judged.muted)) == (0, 1)
 

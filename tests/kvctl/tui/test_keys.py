@@ -12,8 +12,7 @@ from textual.widgets import Input
 
 from kvctl.tui.dialogs import Choice, Confirm, Help, Prompt
 from kvctl.tui.palette import PALETTES
-from kvctl.tui.widgets.canvas import Bar
-from kvctl.tui.widgets.table import Table
+from kvctl.tui.widgets import Bar, Table
 
 VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed")
 
@@ -42,7 +41,7 @@ def test_numbers_choose_a_view_and_only_its_data_is_asked(specimen, build, drive
     async def script(pilot: Any) -> None:
         for key, view in enumerate(VIEWS, 1):
             await press(pilot, str(key))
-            assert pilot.app.name_on_screen == view
+            assert pilot.app.panel_name == view
             asked = [call.command for call in pilot.app.feed.wanted[-1].calls]
             assert asked == (["status"] if view == "overview" else ["status", view])
             assert pilot.app.panel.main.listing.rows
@@ -84,7 +83,7 @@ def test_a_text_that_no_row_contains(specimen, build, drive) -> None:
     async def script(pilot: Any) -> None:
         await press(pilot, "slash", *"nothing like it", "enter")
         assert pilot.app.panel.main.listing.rows == []
-        assert pilot.app.panel.main.listing.of == 96
+        assert pilot.app.panel.main.listing.total == 96
 
     drive(build(specimen, "rooms"), script)
 
@@ -103,7 +102,7 @@ def test_a_filter_that_is_none_says_why_and_does_not_close(specimen, build, driv
 def test_a_number_in_the_filter_opens_that_room(specimen, build, drive) -> None:
     async def script(pilot: Any) -> None:
         await press(pilot, "slash", *"4711", "enter")
-        assert pilot.app.name_on_screen == "room"
+        assert pilot.app.panel_name == "room"
         assert len(pilot.app.panel.main.listing.rows) == 69
 
     drive(build(specimen, "events"), script)
@@ -114,11 +113,11 @@ def test_enter_goes_into_the_room_and_escape_comes_back_to_the_row(specimen, bui
         await press(pilot, "down", "down")
         before = row(pilot)
         await press(pilot, "enter")
-        assert (pilot.app.name_on_screen, pilot.app.panel.room) == ("room", before["room"])
+        assert (pilot.app.panel_name, pilot.app.panel.room) == ("room", before["room"])
         assert f"room {before['room']}" in bar(pilot, "tabs")
         assert pilot.app.feed.wanted[-1].calls[1].args == {"room": before["room"]}
         await press(pilot, "escape")
-        assert pilot.app.name_on_screen == "rooms"
+        assert pilot.app.panel_name == "rooms"
         assert row(pilot)["agent"] == before["agent"]
 
     drive(build(specimen, "rooms"), script)
@@ -132,7 +131,7 @@ def test_what_is_about_a_room_leads_to_it(view: str, first: str, specimen, build
             await press(pilot, "up")
         room = row(pilot)["room"]
         await press(pilot, "enter")
-        assert (pilot.app.name_on_screen, pilot.app.panel.room) == ("room", room)
+        assert (pilot.app.panel_name, pilot.app.panel.room) == ("room", room)
 
     drive(build(specimen, view), script)
 
@@ -141,7 +140,7 @@ def test_a_room_that_nobody_knows_says_so(specimen, build, drive) -> None:
     async def script(pilot: Any) -> None:
         await press(pilot, "slash", *"99", "enter")
         picture = pilot.app.query_one("#room-picture")
-        assert "no agent knows it" in str(picture._draw(80))
+        assert "no agent knows this room" in str(picture._draw(80))
 
     drive(build(specimen, "rooms"), script)
 
@@ -149,8 +148,8 @@ def test_a_room_that_nobody_knows_says_so(specimen, build, drive) -> None:
 def test_a_pair_shows_what_both_ends_say(specimen, build, drive) -> None:
     async def script(pilot: Any) -> None:
         await press(pilot, "down", "right", "right", "enter")
-        assert pilot.app.name_on_screen == "record"
-        lines = ["".join(text for text, _ in line) for line in pilot.app.panel.lines(100)]
+        assert pilot.app.panel_name == "record"
+        lines = ["".join(text for text, _ in line) for line in pilot.app.panel._lines(100)]
         assert sum("suspect" in line for line in lines) == 2
         assert "prefill-1 → decode-2" in bar(pilot, "tabs")
 
@@ -169,11 +168,11 @@ def test_a_finding_opens_with_its_remedy_and_is_copied_whole(specimen, ill, buil
 def test_a_record_follows_its_row(specimen, build, drive) -> None:
     async def script(pilot: Any) -> None:
         await press(pilot, "enter")
-        before = pilot.app.panel.copied()[0]
+        before = pilot.app.panel.clipboard()[0]
         pilot.app.feed.beat()
         await pilot.pause()
-        assert pilot.app.panel.copied()[0] != before
-        assert "1,008" in pilot.app.panel.copied()[0] or "done" in before
+        assert pilot.app.panel.clipboard()[0] != before
+        assert "1,008" in pilot.app.panel.clipboard()[0] or "done" in before
 
     drive(build(specimen), script)
 
@@ -182,7 +181,7 @@ def test_space_holds_the_screen_and_says_how_old_it_is(specimen, build, drive) -
     async def script(pilot: Any) -> None:
         await press(pilot, "space")
         shown = pilot.app.store.now_ns
-        assert "paused: this is 0 s old" in bar(pilot, "banner")
+        assert "paused: the data is 0 s old" in bar(pilot, "banner")
         pilot.app.feed.paused = False  # a reading that was under way when the pause began
         wanted = pilot.app.feed.wanted
         wanted.append(wanted[-1].__class__("health", wanted[-1].calls))
@@ -238,7 +237,7 @@ def test_from_a_failed_room_into_the_room(specimen, build, drive) -> None:
         await press(pilot, "slash", *"code=KV_PEER_LOST", "enter")
         assert len(pilot.app.panel.main.listing.rows) == 6
         await press(pilot, "enter")
-        assert pilot.app.name_on_screen == "room"
+        assert pilot.app.panel_name == "room"
         assert pilot.app.panel.room == "4601"
 
     drive(build(specimen, "failed"), script)
@@ -289,8 +288,8 @@ def test_export_refuses_what_it_cannot_write(specimen, build, drive, tmp_path: P
     async def script(pilot: Any) -> None:
         await press(pilot, "E")
         for name, why in (
-            ("rooms.txt", "the name says the format"),
-            ("there.tsv", "is there already"),
+            ("rooms.txt", "the suffix determines the format"),
+            ("there.tsv", "exists already"),
             ("no/where.tsv", "no directory"),
             (" ", "a name is needed"),
         ):
@@ -307,10 +306,10 @@ def test_brackets_seek_in_a_recording_and_space_plays_on(specimen, build, drive)
     async def script(pilot: Any) -> None:
         assert "fleet.kvrec: moment 4 of 40, playing" in bar(pilot, "banner")
         await press(pilot, "right_square_bracket")
-        assert "moment 5 of 40, held" in bar(pilot, "banner")
+        assert "moment 5 of 40, paused" in bar(pilot, "banner")
         later = len(pilot.app.store.trends.p50)
         await press(pilot, "left_square_bracket", "left_square_bracket")
-        assert "moment 3 of 40, held" in bar(pilot, "banner")
+        assert "moment 3 of 40, paused" in bar(pilot, "banner")
         assert len(pilot.app.store.trends.p50) < later
         await press(pilot, "space")
         assert not pilot.app.feed.paused
@@ -324,7 +323,7 @@ def test_brackets_seek_in_a_recording_and_space_plays_on(specimen, build, drive)
 def test_a_living_fleet_cannot_be_sought_in(specimen, build, drive) -> None:
     async def script(pilot: Any) -> None:
         await press(pilot, "left_square_bracket")
-        assert "nothing to seek in" in said(pilot)[0]
+        assert "seeking needs a recording" in said(pilot)[0]
         assert not pilot.app.feed.paused
 
     drive(build(specimen), script)
@@ -394,7 +393,7 @@ def test_who_may_only_read_is_told_so(specimen, build, drive) -> None:
 
     async def script(pilot: Any) -> None:
         await press(pilot, "a")
-        assert said(pilot) == ["decode-0 lets us read only, abort needs operate"]
+        assert said(pilot) == ["decode-0 permits us read only, abort needs operate"]
 
     drive(build(specimen, "rooms"), script)
 

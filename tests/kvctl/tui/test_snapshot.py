@@ -118,7 +118,7 @@ def test_a_host_without_fonts_is_told_before_anybody_is_asked(
     monkeypatch.setattr(resvg, "svg_to_bytes", lambda **more: render(**more, skip_system_fonts=True))
     outcome = kvctl(*PNG, str(tmp_path / "screen.png"))
     assert (outcome.code, outcome.out) == (1, "")
-    assert "no monospaced font here; apt-get install fonts-dejavu-core" in outcome.err
+    assert "no monospaced font; apt-get install fonts-dejavu-core" in outcome.err
     assert not (tmp_path / "screen.png").exists()
 
 

@@ -9,7 +9,7 @@ import pytest
 from kvctl.client.calls import Call
 from kvctl.client.clock import ClockOffset
 from kvctl.client.fleet import Survey
-from kvctl.tui.readings import Question, Reading
+from kvctl.tui.feed import Question, Reading
 from kvctl.tui.store import Store
 
 S = 1_000_000_000
@@ -25,11 +25,11 @@ def take(store: Store, specimen: Any, beat: int, question: Question = STATUS, **
 def test_an_agent_that_hangs_keeps_its_last_answers_and_their_age(specimen: Any) -> None:
     store = Store()
     take(store, specimen, 0)
-    before = store.answer("decode-1", "status")
+    before = store.agents["decode-1"].answers["status"]
     specimen.silent = {"decode-1"}
     take(store, specimen, 1)
     take(store, specimen, 4)
-    assert store.answer("decode-1", "status") == before
+    assert store.agents["decode-1"].answers["status"] == before
     assert store.stale_ns("decode-1") == 4 * S
     assert store.stale_ns("decode-0") is None
     assert (store.answering, [agent.name for agent in store.silent]) == (7, ["decode-1"])
@@ -64,10 +64,10 @@ def test_who_has_never_answered_is_named(specimen: Any) -> None:
     store = Store()
     specimen.silent = {"decode-2"}
     take(store, specimen, 0)
-    assert [fault.agent for fault in store.unheard] == ["decode-2"]
+    assert [fault.agent for fault in store.never_heard] == ["decode-2"]
     specimen.silent = set()
     take(store, specimen, 1)
-    assert not store.unheard
+    assert not store.never_heard
 
 
 def test_a_restarted_agent_has_none_of_its_old_answers(specimen: Any, canned: Any, monkeypatch: Any) -> None:
@@ -77,7 +77,7 @@ def test_a_restarted_agent_has_none_of_its_old_answers(specimen: Any, canned: An
     hello = canned.hello
     monkeypatch.setattr(canned, "hello", lambda name: {**hello(name), "incarnation": "another"})
     take(store, specimen, 2, EVENTS)
-    assert store.answer("decode-0", "status") is None
+    assert "status" not in store.agents["decode-0"].answers
 
 
 def test_when_nobody_can_be_asked_everybody_is_stale(specimen: Any) -> None:
@@ -104,15 +104,15 @@ def test_events_come_once_and_what_came_too_fast_is_counted(specimen: Any) -> No
 def test_rates_are_differences_between_readings(specimen: Any) -> None:
     store = Store()
     take(store, specimen, 0)
-    assert store.trends.throughput.last is None
+    assert not store.trends.throughput
     take(store, specimen, 1)
     moved = sum(
         specimen._status(name, 1)["bytes_total"] - specimen._status(name, 0)["bytes_total"] for name in specimen.decode
     )
-    assert store.trends.throughput.last == pytest.approx(moved / 1e9)
+    assert store.trends.throughput[-1] == pytest.approx(moved / 1e9)
     specimen.silent = {"decode-0"}
     take(store, specimen, 2)
-    assert store.trends.throughput.last is None
+    assert store.trends.throughput[-1] is None
 
 
 def test_a_recording_that_is_turned_back_starts_its_curves_anew(specimen: Any) -> None:

@@ -121,7 +121,7 @@ def test_a_click_chooses_and_a_double_click_opens(specimen, build, drive) -> Non
         assert pilot.app.panel.main.cursor == 3
         await pilot.click("#rooms-table", offset=(10, 5), times=2)
         await pilot.pause()
-        assert pilot.app.name_on_screen == "room"
+        assert pilot.app.panel_name == "room"
 
     drive(build(specimen, "rooms"), script)
 

@@ -191,8 +191,8 @@ def test_control_c_leaves_like_quit(screen: Any, fleet: Any) -> None:
     ("args", "why"),
     [
         ((), "needs a terminal; without one: --snapshot FILE.svg"),
-        (("--snapshot", "x.gif"), "the name gives the format, .svg, .png, .txt"),
-        (("--snapshot", "x.svg", "--size", "10x10"), "10x10 is not within 60x16"),
+        (("--snapshot", "x.gif"), "the suffix determines the format, .svg, .png, .txt"),
+        (("--snapshot", "x.svg", "--size", "10x10"), "10x10 is not between 60x16"),
         (("--interval", "1ms"), "shorter than 100ms"),
         (("--view", "roms"), "'roms' is not one of"),
     ],

@@ -1,0 +1,101 @@
+"""Contents of the lines around every panel: fleet and health, views, problems, keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvctl.client.fleet import Survey
+from kvctl.render import findings, palette, units
+from kvctl.render.report import Line, Span
+from kvctl.tui.store import Store
+
+VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed")
+_SECOND_NS = 1_000_000_000
+_MAX_NAMED = 3
+Ends = tuple[Line, Line]
+"""Left and right text of a line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How the app runs.
+
+    Attributes:
+        paused_ns: time since updates were paused; None if they are not.
+        source: name of the recording; "" for a live fleet.
+        no_agents: returns the reason why a survey has no agents.
+        readonly: without the keys that change something.
+    """
+
+    paused_ns: int | None = None
+    source: str = ""
+    no_agents: Callable[[Survey], str] = lambda survey: "no agent found"
+    readonly: bool = False
+
+
+def top(store: Store, mode: Mode) -> Ends:
+    """Returns the first line: agents, health, time."""
+    spans: list[Span] = [("kvctl top  ", "bold accent")]
+    for role in ("prefill", "decode"):
+        number = sum(agent.role == role for agent in store.agents.values())
+        if number:
+            spans += [(str(number), "bold"), (f" {role}  ", palette.ROLES[role])]
+    silent = len(store.silent) + len(store.never_heard)
+    if silent:
+        spans.append((f"{silent} silent  ", "bold red"))
+    if store.judged is not None and store.answering:
+        spans.append(findings.headline([findings.row(finding) for finding in store.judged.raised]))
+    at = units.clock_seconds(store.now_ns) if store.now_ns else "--:--:--"
+    readonly = "read-only  " if mode.readonly and not mode.source else ""
+    return spans, [(readonly, "dim"), (at, "bold")]
+
+
+def tabs(view: str, path: Sequence[str]) -> Ends:
+    """Returns the numbered views with the current one marked, and the titles of the panels opened on top of it."""
+    spans: list[Span] = [
+        (f" {number} {name} ", "reverse bold" if name == view else "dim") for number, name in enumerate(VIEWS, 1)
+    ]
+    return [*spans, *((f" / {title}", "bold accent") for title in path)], []
+
+
+def banner(store: Store, mode: Mode) -> list[Ends]:
+    """Returns a line for each condition that affects all data on screen: recording, pause, silent agents."""
+    lines: list[Ends] = []
+    position = store.position
+    if position is not None:
+        playing = position.playing and mode.paused_ns is None
+        state = "playing" if playing else "paused" if position.index < position.count - 1 else "at its end"
+        text = f" {'▶' if playing else '■'} {mode.source}: moment {position.index + 1} of {position.count}, {state} "
+        lines.append(([(text, "bold yellow"), ("  [ ] seek, space plays and pauses", "dim")], []))
+    elif mode.paused_ns is not None:
+        age = units.duration(mode.paused_ns // _SECOND_NS * _SECOND_NS)
+        lines.append(([(f" ■ paused: the data is {age} old ", "bold yellow"), ("  space resumes", "dim")], []))
+    if store.problem:
+        lines.append(([(f"✗ {store.problem}", "bold red")], []))
+    elif store.survey is not None and not store.agents:
+        lines.append(([(f"✗ {mode.no_agents(store.survey)}", "bold yellow")], []))
+    silent: list[Ends] = [
+        ([(f"○ {fault.agent}: ", "bold yellow"), (fault.message, "yellow")], []) for fault in store.never_heard
+    ]
+    for agent in store.silent:
+        age = units.duration((store.stale_ns(agent.name) or 0) // _SECOND_NS * _SECOND_NS)
+        silent.append(([(f"○ {agent.name} silent for {age}: ", "bold yellow"), (agent.trouble, "yellow")], []))
+    lines += silent[:_MAX_NAMED]
+    if len(silent) > _MAX_NAMED:
+        lines.append(([(f"○ and {len(silent) - _MAX_NAMED} more do not answer", "bold yellow")], []))
+    return lines
+
+
+def footer(keys: Sequence[tuple[str, str]], width: int) -> Ends:
+    """Returns as many keys as fit, in this order, and always those for help and quit."""
+    end: list[Span] = [("?", "bold accent"), (" keys  ", "dim"), ("q", "bold accent"), (" quit", "dim")]
+    left = width - 18
+    spans: list[Span] = []
+    for key, name in keys:
+        size = len(key) + len(name) + 3
+        if size > left:
+            break
+        spans += [(key, "bold accent"), (f" {name}  ", "dim")]
+        left -= size
+    return spans, end

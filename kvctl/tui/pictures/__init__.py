@@ -1,1 +1,0 @@
-"""What panels show besides tables, as styled lines: pure functions of data and a width."""
