@@ -137,7 +137,9 @@ def top(
         take(app, snapshot, size, settings.timeout_ns + 2 * interval)
         if not app.store.agents:
             survey = app.store.survey
-            reason = app.store.problem or (no_agent(settings, survey).message if survey else "no agent answered in time")
+            reason = app.store.problem or (
+                no_agent(settings, survey).message if survey else "no agent answered in time"
+            )
             raise CliError(f"{snapshot} shows an empty fleet: {reason}", ExitCode.NO_AGENT)
         return
     from kvctl.tui.terminal import TerminalWatch
