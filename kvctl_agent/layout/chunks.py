@@ -76,20 +76,6 @@ def grid(total_pages: int, prefix_pages: int, chunk_pages: int) -> tuple[Chunk, 
     return tuple(_cells(prefix_pages, total_pages, chunk_pages))
 
 
-def sendable_pages(computed: int, last: bool, chunk_pages: int) -> int:
-    """Return how many pages from the start of a prompt may be sent once the first `computed` pages are computed.
-
-    Only whole cells are sent, so that no cell is split: pages after the last cell boundary wait for the next chunk of
-    the prompt.
-
-    Args:
-        computed: Pages computed so far.
-        last: Whether `computed` is the whole prompt; then all of it may be sent.
-        chunk_pages: Pages per grid cell.
-    """
-    return computed if last else computed - computed % chunk_pages
-
-
 def _cells(first: int, end: int, chunk_pages: int) -> Iterator[Chunk]:
     while first < end:
         index = first // chunk_pages

@@ -45,6 +45,7 @@ class SegmentMemory:
         """Wrap memory that the caller has checked; each block has `num_slots` pages of its plane."""
         self.shard = shard
         self.num_slots = num_slots
+        self._heads = shard.heads
         self.blocks = tuple(blocks)
         self.view = view
         bases = tuple(tuple(block.addr for block in layer) for layer in self.blocks)
@@ -71,9 +72,9 @@ class SegmentMemory:
         """Raise MemoryLayoutError unless this rank has local heads [head, head + heads)."""
         if not self.blocks:
             raise MemoryLayoutError(f"{self.name}: heads [{head}, {head + heads}) requested, but {self._available()}")
-        if head < 0 or heads <= 0 or head + heads > self.shard.heads:
+        if head < 0 or heads <= 0 or head + heads > self._heads:
             raise MemoryLayoutError(
-                f"{self.name}: heads [{head}, {head + heads}) are outside the {self.shard.heads} heads of this rank"
+                f"{self.name}: heads [{head}, {head + heads}) are outside the {self._heads} heads of this rank"
             )
 
     def part_layout(self, layer_lo: int, layer_hi: int, num_pages: int, heads: int) -> PartLayout:

@@ -148,7 +148,7 @@ class PoolLimits(NamedTuple):
 
     def states(self, room: int, indices: Sequence[Any]) -> tuple[ev.Pages, ...]:
         """Returns the item numbers of each state component; empty if the pipeline stage has none of its layers."""
-        lists = as_list(indices)
+        lists = indices if isinstance(indices, list | tuple) else as_list(indices)
         if lists is None:
             text = f"room {room}: state_indices is {shown(indices)}: it must have a list of items for each component"
             raise LocalProtocolError(text)

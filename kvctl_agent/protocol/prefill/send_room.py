@@ -19,7 +19,7 @@ from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import layer_range
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.chunks import Chunk, sendable_pages
+from kvctl_agent.layout.chunks import Chunk
 from kvctl_agent.layout.parallel import RankCoord
 from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.layout.plan_inputs import PlanInputs
@@ -160,6 +160,20 @@ class ComputedPages:
 
     def _full(self, end: int, *, last: bool) -> int:
         return sendable_pages(end, last, self._chunk_pages)
+
+
+def sendable_pages(computed: int, last: bool, chunk_pages: int) -> int:
+    """Return how many pages from the start of a prompt may be sent once the first `computed` pages are computed.
+
+    Only whole cells are sent, so that no cell is split: pages after the last cell boundary wait for the next chunk of
+    the prompt.
+
+    Args:
+        computed: Pages computed so far.
+        last: Whether `computed` is the whole prompt; then all of it may be sent.
+        chunk_pages: Pages per grid cell.
+    """
+    return computed if last else computed - computed % chunk_pages
 
 
 def _merged(spans: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

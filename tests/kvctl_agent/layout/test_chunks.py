@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.chunks import Chunk, chunk_pages, grid, page_count, prefix_pages, sendable_pages
+from kvctl_agent.layout.chunks import Chunk, chunk_pages, grid, page_count, prefix_pages
+from kvctl_agent.protocol.prefill.send_room import sendable_pages
 
 
 def test_a_partly_filled_page_counts() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.chunks import Chunk, sendable_pages
-from kvctl_agent.protocol.prefill.send_room import ComputedPages, SendableChunk
+from kvctl_agent.layout.chunks import Chunk
+from kvctl_agent.protocol.prefill.send_room import ComputedPages, SendableChunk, sendable_pages
 
 LAYERS = range(3, 8)
 PROMPT = np.arange(100, 140, dtype=np.int32)
