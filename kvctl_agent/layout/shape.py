@@ -70,11 +70,6 @@ class StateShape:
         if not self.layers or list(self.layers) != sorted(self.layers):
             raise LayoutError(f"state {self.name}: layers {self.layers!s:.80} are not ascending layer numbers")
 
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of one item in one layer, with all heads of the model."""
-        return self.rows * self.heads * self.head_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -135,34 +130,15 @@ class ModelShape:
                     f"state {state.name}: layer {state.layers[-1]} is beyond the {self.num_layers} layers"
                 )
 
-    @property
-    def k_head_bytes(self) -> int:
-        """Bytes of K of one token and one head in one layer."""
-        return self.k_dim * self.dtype_bytes
-
-    @property
-    def v_head_bytes(self) -> int:
-        """Bytes of V of one token and one head in one layer; 0 for kind "mla"."""
-        return self.v_dim * self.dtype_bytes
-
-    @property
-    def token_head_bytes(self) -> int:
-        """Bytes of K and V of one token and one head in one layer."""
-        return self.k_head_bytes + self.v_head_bytes
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of K and V of one token in all layers and heads, without replicas, scales and the draft model."""
-        return self.num_layers * self.num_kv_heads * self.token_head_bytes
-
     def planes(self, page_size: int) -> tuple[Plane, ...]:
         """Return the arrays of one layer, in the order in which a part contains them."""
+        k_head_bytes, v_head_bytes = self.k_dim * self.dtype_bytes, self.v_dim * self.dtype_bytes
         if self.kind == "mla":
-            planes = [Plane("latent", page_size, self.k_head_bytes), Plane("scale", 1, self.k_scale_bytes)]
+            planes = [Plane("latent", page_size, k_head_bytes), Plane("scale", 1, self.k_scale_bytes)]
         else:
             planes = [
-                Plane("k", page_size, self.k_head_bytes),
-                Plane("v", page_size, self.v_head_bytes),
+                Plane("k", page_size, k_head_bytes),
+                Plane("v", page_size, v_head_bytes),
                 Plane("k_scale", 1, self.k_scale_bytes),
                 Plane("v_scale", 1, self.v_scale_bytes),
             ]

@@ -37,6 +37,7 @@ class HugePageMemory:
         array: The memory, uint8 `[nbytes]`.
         addr: Address of the first byte, a multiple of 2 MiB.
         nbytes: The requested size. The mapping is rounded up to whole huge pages.
+        region: The region to register with a transport.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -64,12 +65,8 @@ class HugePageMemory:
         _touch(whole[lead : lead + mapped_bytes])
         self.array: Bytes = whole[lead : lead + nbytes]
         self.addr: int = self.array.ctypes.data
+        self.region = Region(self.addr, nbytes)
         self._closed = False
-
-    @property
-    def region(self) -> Region:
-        """The region to register with a transport."""
-        return Region(self.addr, self.nbytes)
 
     def view(self, region: Region) -> Bytes:
         """Return the bytes of a region inside this memory. Unlike `Region.array` the view stays valid after `close`."""
@@ -110,7 +107,7 @@ def _touch(array: Bytes) -> None:
     if array.nbytes < _TWO_THREADS_FROM_BYTES or len(os.sched_getaffinity(0)) < 2:
         array[::_SMALL_PAGE_BYTES] = 0
         return
-    other = threading.Thread(target=_touch_part, args=(array[half:],), name="kvctl-slab-touch")
+    other = threading.Thread(target=_touch_part, args=(array[half:],), name="kvctl-page-touch")
     other.start()
     _touch_part(array[:half])
     other.join()
@@ -123,10 +120,8 @@ def _touch_part(array: Bytes) -> None:
 class Allocation(Protocol):
     """An allocation; implemented by `HugePageMemory` for the host and by `DeviceAllocation` for devices."""
 
-    @property
-    def region(self) -> Region:
-        """The region to register with a transport."""
-        ...
+    region: Region
+    """The region to register with a transport."""
 
     def span(self, offset: int, nbytes: int) -> MemorySpan:
         """Return bytes [offset, offset + nbytes) as a span for copies."""

@@ -41,14 +41,9 @@ class Copier(Protocol):
         parts_at_once: Parts to pass to one `scatter` for the best rate.
     """
 
-    @property
-    def piece_bytes(self) -> int: ...
-
-    @property
-    def pieces_at_once(self) -> int: ...
-
-    @property
-    def parts_at_once(self) -> int: ...
+    piece_bytes: int
+    pieces_at_once: int
+    parts_at_once: int
 
     def gather(self, rows: RowIndex, pieces: Sequence[Piece], into: Sequence[MemorySpan]) -> PendingCopy:
         """Start copying pieces of one part, each to the start of its span in `into`.

@@ -13,7 +13,6 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from kvctl_agent.contract.choices import HOST
 from kvctl_agent.errors import TransportUnavailable
@@ -60,50 +59,45 @@ def _extra(engine: str) -> str:
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
-class _Cause(NamedTuple):
-    output: re.Pattern[str]
-    on_device: bool | None  # memory of a device only, of the host only, or either
-    text: str
-
-
-_CAUSES = (
-    _Cause(
-        re.compile(r"Cannot allocate memory|ENOMEM|max(imum)? locked memory|ulimit -l", re.IGNORECASE),
+# Pattern of the output; whether the memory is on a device only (None: on either); cause and remedy.
+_CAUSES: tuple[tuple[str, bool | None, str], ...] = (
+    (
+        r"Cannot allocate memory|ENOMEM|max(imum)? locked memory|ulimit -l",
         None,
         "this process may lock too little memory (ENOMEM): raise `ulimit -l` to unlimited (LimitMEMLOCK=infinity in a "
         "unit, --ulimit memlock=-1 for a container)",
     ),
-    _Cause(
-        re.compile(r"detected as host", re.IGNORECASE),
+    (
+        r"detected as host",
         True,
         "this engine does not recognise GPU memory: unset UCX_TLS and UCX_MODULES, or add cuda_copy and cuda_ipc to "
         "them",
     ),
-    _Cause(
-        re.compile(r"no available backends|not supported", re.IGNORECASE),
+    (
+        r"no available backends|not supported",
         True,
         "this engine was built without CUDA: install a wheel with it (nixl-cu12, nixl-cu13, or "
         "mooncake-transfer-engine-cuda13)",
     ),
-    _Cause(
-        re.compile(r"Bad address|EFAULT", re.IGNORECASE),
+    (
+        r"Bad address|EFAULT",
         True,
         "the network card cannot access GPU memory (EFAULT): `modprobe nvidia-peermem`, or install the driver's open "
         "kernel modules, which share it as dma-buf",
     ),
-    _Cause(
-        re.compile(r"Invalid argument|EINVAL", re.IGNORECASE),
+    (
+        r"Invalid argument|EINVAL",
         True,
         "the driver cannot share this GPU memory with the network card (EINVAL): allocate it with cuMemAlloc "
         "(mem_pool=default)",
     ),
-    _Cause(
-        re.compile(r"No space left|ENOSPC|Resource temporarily unavailable|EAGAIN", re.IGNORECASE),
+    (
+        r"No space left|ENOSPC|Resource temporarily unavailable|EAGAIN",
         None,
         "the network card has no room for more registrations: allocate the pool as one slab",
     ),
-    _Cause(
-        re.compile(r"Operation not permitted|EPERM|Permission denied|EACCES", re.IGNORECASE),
+    (
+        r"Operation not permitted|EPERM|Permission denied|EACCES",
         None,
         "the kernel forbids it (EPERM): give the container the card's devices (--device /dev/infiniband) and IPC_LOCK",
     ),
@@ -118,11 +112,11 @@ def explain_refusal(output: str, device: int) -> str:
         device: The device of the memory, or HOST.
     """
     on_device = device != HOST
-    for cause in _CAUSES:
-        if cause.on_device in (None, on_device) and cause.output.search(output):
-            if cause.on_device and _expandable():
+    for pattern, device_only, cause in _CAUSES:
+        if device_only in (None, on_device) and re.search(pattern, output, re.IGNORECASE):
+            if device_only and _expandable():
                 break
-            return f": {cause.text}"
+            return f": {cause}"
     if on_device and _expandable():
         return f": PyTorch's expandable segments cannot be shared: remove expandable_segments:True from {_expandable()}"
     return ""

@@ -11,18 +11,6 @@ MLA = ModelShape(num_layers=4, num_kv_heads=1, k_dim=576, v_dim=0, dtype_bytes=2
 CONV = StateShape("conv", layers=(0, 2), rows=3, heads=1, head_bytes=10)
 
 
-def test_bytes_follow_from_dims_that_may_differ() -> None:
-    shape = ModelShape(num_layers=3, num_kv_heads=5, k_dim=192, v_dim=128, dtype_bytes=2)
-    assert shape.k_head_bytes == 384
-    assert shape.v_head_bytes == 256
-    assert shape.token_head_bytes == 640
-    assert shape.token_bytes == 3 * 5 * 640
-
-
-def test_the_reference_model_has_128_mib_per_1024_tokens() -> None:
-    assert ModelShape(32, 8, 128, 128, 2).token_bytes * 1024 == 128 * 2**20
-
-
 @pytest.mark.parametrize("field", ["num_layers", "num_kv_heads", "k_dim", "v_dim", "dtype_bytes"])
 @pytest.mark.parametrize("value", [0, -2, 1.5, "8", False])
 def test_a_bad_size_is_refused_by_name(field: str, value: object) -> None:
@@ -52,7 +40,6 @@ def test_a_layer_of_latents_has_one_row_a_token() -> None:
     assert MLA.planes(64) == (Plane("latent", 64, 1152),)
     scaled = ModelShape(4, 1, 576, 0, 1, kind="mla", k_scale_bytes=16)
     assert scaled.planes(64) == (Plane("latent", 64, 576), Plane("scale", 1, 16))
-    assert MLA.token_bytes == 4 * 1152
 
 
 # --- Segments. ---
@@ -77,7 +64,7 @@ def test_draft_layers_are_numbered_after_the_targets_and_each_state_has_numbers_
     ]
     assert found[1].page_head_bytes == 16 * 16 + 4
     assert found[2].kv_layers == (0, 2)
-    assert found[3].page_head_bytes * found[3].heads == ssm.item_bytes == 2 * 6 * 7
+    assert found[3].page_head_bytes * found[3].heads == 2 * 6 * 7
 
 
 def test_without_a_draft_the_first_state_follows_the_kv() -> None:
