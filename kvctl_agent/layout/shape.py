@@ -130,6 +130,11 @@ class ModelShape:
                     f"state {state.name}: layer {state.layers[-1]} is beyond the {self.num_layers} layers"
                 )
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of K and V of one token in all layers and heads, without replicas, scales and the draft model."""
+        return self.num_layers * self.num_kv_heads * (self.k_dim + self.v_dim) * self.dtype_bytes
+
     def planes(self, page_size: int) -> tuple[Plane, ...]:
         """Return the arrays of one layer, in the order in which a part contains them."""
         k_head_bytes, v_head_bytes = self.k_dim * self.dtype_bytes, self.v_dim * self.dtype_bytes

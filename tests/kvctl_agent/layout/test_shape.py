@@ -11,6 +11,12 @@ MLA = ModelShape(num_layers=4, num_kv_heads=1, k_dim=576, v_dim=0, dtype_bytes=2
 CONV = StateShape("conv", layers=(0, 2), rows=3, heads=1, head_bytes=10)
 
 
+def test_bytes_of_a_token_follow_from_dims_that_may_differ() -> None:
+    assert ModelShape(num_layers=3, num_kv_heads=5, k_dim=192, v_dim=128, dtype_bytes=2).token_bytes == 3 * 5 * 640
+    assert ModelShape(32, 8, 128, 128, 2).token_bytes * 1024 == 128 * 2**20
+    assert MLA.token_bytes == 4 * 1152
+
+
 @pytest.mark.parametrize("field", ["num_layers", "num_kv_heads", "k_dim", "v_dim", "dtype_bytes"])
 @pytest.mark.parametrize("value", [0, -2, 1.5, "8", False])
 def test_a_bad_size_is_refused_by_name(field: str, value: object) -> None:
