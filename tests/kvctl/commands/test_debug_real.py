@@ -87,7 +87,7 @@ def test_a_real_fleet_bundled_and_redacted(busy: Path, kvctl: Any, tmp_path: Pat
     assert (replayed.code, replayed.out.count("\tclean\t")) == (0, 2)
     refused = kvctl("replay", str(path))
     assert refused.code == 1
-    assert f"{path}: it holds no inputs of machines" in refused.err
+    assert f"{path}: it has no inputs of state machines" in refused.err
 
 
 def test_ctrl_c_ends_a_series_and_the_file_is_whole(busy: Path, kvctl: Any, tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_ctrl_c_ends_a_series_and_the_file_is_whole(busy: Path, kvctl: Any, tmp_
         recorder.send_signal(signal.SIGINT)
         _, said = recorder.communicate(timeout=PATIENCE_S)
     assert recorder.returncode == 130
-    assert "moments in" in said
+    assert "snapshots in" in said
     assert [each.name for each in tmp_path.iterdir() if "series" in each.name] == ["series.kvrec"]
     assert kvctl("status", "--from", str(path)).code == 0
     replayed = subprocess.run(

@@ -139,7 +139,7 @@ def test_watching_a_file_plays_its_moments_once(fleet: Any, kvctl: Any, tmp_path
         if (count := len(RecordingSource(path).moments)) > 1:
             break
     assert count > 1
-    assert f"{count} moments in" in outcome.err
+    assert f"{count} snapshots in" in outcome.err
     lines = kvctl("status", "--from", str(path), "-w", "0.001", "-o", "jsonl").out.splitlines()
     assert [json.loads(line)["at_ns"] for line in lines] == list(RecordingSource(path).moments)
     played = kvctl("rooms", "--from", str(path), "-w", "0.001", "-o", "json")
