@@ -24,7 +24,7 @@ from kvctl.client.endpoints import Endpoint
 from kvctl.client.fanout import Reply
 from kvctl.client.faults import SILENT, Fault, FaultCode
 from kvctl.client.fleet import FINISHED, Fleet, Survey, room_rows
-from kvctl.client.recordings import Answer, Moment, RecordedAgent, encode, text_endpoint, text_fault, utf8
+from kvctl.client.recordings import Answer, RecordedAgent, RecordedSnapshot, encode, text_endpoint, text_fault, utf8
 from kvctl.errors import CliError
 from kvctl_agent.contract import VERSION
 from kvctl_agent.contract import recording as form
@@ -135,12 +135,12 @@ def write_recording(file: IO[bytes], fleet: Fleet, saving: Saving, series: Serie
     writer.end()
 
 
-def write_moments(file: IO[bytes], moments: Iterable[Moment]) -> bool:
+def write_snapshots(file: IO[bytes], snapshots: Iterable[RecordedSnapshot]) -> bool:
     """Writes snapshots into an empty file; returns False if Ctrl-C ended it early, which leaves the file valid."""
     writer = _Writer(file)
     try:
-        for number, moment in enumerate(moments):
-            writer.add(encode(moment, number))
+        for number, snapshot in enumerate(snapshots):
+            writer.add(encode(snapshot, number))
     except KeyboardInterrupt:
         return False
     finally:
@@ -181,10 +181,10 @@ def _take_series(fleet: Fleet, saving: Saving, series: Series, writer: _Writer) 
     ends: int | None = None
     while True:
         began = time.monotonic_ns()
-        moment = recorder.take()
-        writer.add(encode(moment, len(saving.moments)))
-        saving.moments.append(moment.at_ns)
-        saving.left_out = list(moment.left_out)  # later snapshots add what the first ones lack
+        snapshot = recorder.take()
+        writer.add(encode(snapshot, len(saving.moments)))
+        saving.moments.append(snapshot.at_ns)
+        saving.left_out = list(snapshot.left_out)  # later snapshots add what the first ones lack
         ends = ends or time.monotonic_ns() + series.for_ns  # the first snapshot, which may be slow, does not count
         left_ns = ends - time.monotonic_ns()
         series.progress(len(saving.moments), writer.nbytes, max(0, left_ns))
@@ -289,7 +289,7 @@ class SnapshotRecorder:
         self._fleet = fleet
         self._processes: dict[tuple[Endpoint, str], _Process] = {}
 
-    def take(self) -> Moment:
+    def take(self) -> RecordedSnapshot:
         """Takes one snapshot; an answer that an agent does not give is stored as a fault."""
         survey = self._fleet.survey(clock_rounds=_CLOCK_ROUNDS)
         at_ns = time.time_ns()
@@ -317,7 +317,9 @@ class SnapshotRecorder:
         ]
         stale = [text_endpoint(endpoint) for endpoint in found.stale]
         faults = [text_fault(fault) for fault in found.faults]
-        return Moment(at_ns, Path(utf8(str(found.directory))), stale, faults, agents, [utf8(text) for text in left_out])
+        return RecordedSnapshot(
+            at_ns, Path(utf8(str(found.directory))), stale, faults, agents, [utf8(text) for text in left_out]
+        )
 
     def _add_rooms(self, answers: dict[Endpoint, list[Answer]], wanted: dict[Endpoint, list[str]]) -> list[str]:
         """Adds the timelines and layers of rooms to the answers; returns descriptions of what is omitted."""

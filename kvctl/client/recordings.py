@@ -1,8 +1,8 @@
 """Reads recordings and bundles, and answers queries from them as a live fleet would.
 
-A recording is a series of snapshots (`Moment`). Each is stored as one frame for itself and one frame for the answers of
-each agent: JSON of the classes below, compressed with zlib. Recordings and bundles are untrusted input: sizes are
-checked before anything is decompressed, types when a snapshot is decoded, and nothing is written to disk.
+A recording is a series of snapshots. Each is stored as one frame for itself and one frame for the answers of each
+agent: JSON of the classes below, compressed with zlib. Recordings and bundles are untrusted input: sizes are checked
+before anything is decompressed, types when a snapshot is decoded, and nothing is written to disk.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class RecordedAgent:
-    """Answers of one agent at one moment; for an agent that did not answer `hello`, only the fault."""
+    """Answers of one agent in one snapshot; for an agent that did not answer `hello`, only the fault."""
 
     endpoint: Endpoint
     rtt_ns: int
@@ -79,7 +79,7 @@ class RecordedAgent:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class RecordedSnapshot:
     """Snapshot of a fleet: answers given at about the same time.
 
     Attributes:
@@ -122,22 +122,22 @@ def utf8(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def encode(moment: Moment, number: int) -> Iterator[bytes]:
+def encode(snapshot: RecordedSnapshot, number: int) -> Iterator[bytes]:
     """Encodes a snapshot as frames; data too large for a frame is omitted and named in `left_out`."""
-    left_out = list(moment.left_out)
+    left_out = list(snapshot.left_out)
     agents: list[bytes] = []
-    for agent in moment.agents:
+    for agent in snapshot.agents:
         body, removed = _fitting(agent)
         left_out += removed
         about = {"moment": number, "agent": agent.endpoint.name}
         agents.append(form.encode_frame(form.ANSWERS, about, zlib.compress(body)))
-    head = replace(moment, agents=[], left_out=left_out)
-    about = {"moment": number, "at_ns": moment.at_ns, "agents": len(agents), "form": form.MOMENT_VERSION}
+    head = replace(snapshot, agents=[], left_out=left_out)
+    about = {"moment": number, "at_ns": snapshot.at_ns, "agents": len(agents), "form": form.MOMENT_VERSION}
     yield form.encode_frame(form.MOMENT, about, zlib.compress(_json(head)))
     yield from agents
 
 
-def decode(at_ns: int, bodies: Sequence[bytes]) -> Moment:
+def decode(at_ns: int, bodies: Sequence[bytes]) -> RecordedSnapshot:
     """Decodes the bodies of a snapshot's frames, of which the first is its own.
 
     Raises:
@@ -150,18 +150,18 @@ def decode(at_ns: int, bodies: Sequence[bytes]) -> Moment:
         raise RecordingError(f"it is damaged: a snapshot lacks {error}") from None
 
 
-def of_document(document: Any) -> Moment:
-    """Inverse of `Moment.document`.
+def of_document(document: Any) -> RecordedSnapshot:
+    """Inverse of `RecordedSnapshot.document`.
 
     Raises:
         KeyError, TypeError: the document lacks a field or has one of another type.
     """
-    moment: Moment = _structured(Moment, document)
-    for agent in moment.agents:
+    snapshot: RecordedSnapshot = _structured(RecordedSnapshot, document)
+    for agent in snapshot.agents:
         if agent.hello.fault is None:
             for name, kind in (("name", str), ("role", str), ("incarnation", str), ("now_ns", int)):
                 _structured(kind, agent.hello.data[name])
-    return moment
+    return snapshot
 
 
 def _structured(kind: Any, value: Any) -> Any:
@@ -224,14 +224,14 @@ class SnapshotReader:
     def __len__(self) -> int:
         return len(self._packed)
 
-    def __iter__(self) -> Iterator[Moment]:
+    def __iter__(self) -> Iterator[RecordedSnapshot]:
         return map(self._decoded, range(len(self)))
 
-    def __getitem__(self, index: int) -> Moment:
+    def __getitem__(self, index: int) -> RecordedSnapshot:
         """Decodes one snapshot; raises CliError if it is damaged."""
         return self._decoded(index)
 
-    def _decode(self, index: int) -> Moment:
+    def _decode(self, index: int) -> RecordedSnapshot:
         with readable(self._path):
             return decode(self._packed[index].at_ns, self._packed[index].bodies)
 
@@ -243,7 +243,7 @@ def load(path: Path) -> SnapshotReader:
         CliError: the file is damaged or has no snapshot (exit 1), may not be read (5), or has another version (6).
     """
     with readable(path), path.open("rb") as file:
-        packed = _moments(io.BytesIO(bundles.recording(file)) if bundles.is_bundle(file) else file)
+        packed = _snapshots(io.BytesIO(bundles.recording(file)) if bundles.is_bundle(file) else file)
     if not packed:
         raise CliError(
             f"{path}: it has inputs of state machines only and no snapshot of a fleet: kvctl replay reads it; "
@@ -279,7 +279,7 @@ def understood(path: Path) -> Iterator[None]:
         raise CliError(text, ExitCode.PROTOCOL) from error
 
 
-def _moments(file: IO[bytes]) -> list[_Packed]:
+def _snapshots(file: IO[bytes]) -> list[_Packed]:
     found: list[_Packed] = []
     nbytes = 0
     for kind, about, body in form.read_frames(file):
@@ -352,7 +352,7 @@ class RecordingSource:
             IndexError: there is none.
         """
         if not 0 <= index < len(self.moments):
-            raise IndexError(f"{self._path} has {len(self.moments)} moments, none with index {index}")
+            raise IndexError(f"{self._path} has {len(self.moments)} snapshots, none with index {index}")
         self.moment = index
 
     def advance(self) -> bool:
@@ -364,28 +364,28 @@ class RecordingSource:
 
     def survey(self, calls: Sequence[Call] = (), clock_rounds: int = 1) -> Survey:
         """Returns the answers in the current snapshot, with the clock offsets measured then."""
-        moment = self._file[self.moment]
+        snapshot = self._file[self.moment]
         with understood(self._path):
-            survey = gather(self._select(moment), calls, self._labels, self._ask)
-            survey.at_ns = survey.tick_ns = moment.at_ns
+            survey = gather(self._select(snapshot), calls, self._labels, self._ask)
+            survey.at_ns = survey.tick_ns = snapshot.at_ns
             survey.remarks.append(self._when())
             for agent in survey.agents:
                 if any(not rank["timeline"] and not rank["timeline_dropped"] for rank in agent.data.get("room", ())):
                     survey.remarks.append(f"{agent.name}: the timeline of this room was left out of {self._path.name}")
         return survey
 
-    def _select(self, moment: Moment) -> Discovery:
+    def _select(self, snapshot: RecordedSnapshot) -> Discovery:
         """Finds the requested agents, in the order of the request, and faults for those that are missing."""
-        live = [agent.endpoint for agent in moment.agents]
+        live = [agent.endpoint for agent in snapshot.agents]
         if not self._endpoints:
-            return Discovery(moment.directory, live, list(moment.stale), list(moment.faults))
-        found = Discovery(moment.directory)
+            return Discovery(snapshot.directory, live, list(snapshot.stale), list(snapshot.faults))
+        found = Discovery(snapshot.directory)
         for wanted in self._endpoints:
             named = [each for each in live if _named(each, wanted)]
-            stale = [each for each in moment.stale if _named(each, wanted)]
+            stale = [each for each in snapshot.stale if _named(each, wanted)]
             found.live += [each for each in named if each not in found.live]
             found.stale += [each for each in stale if each not in found.stale]
-            if faults := [fault for fault in moment.faults if fault.agent == wanted]:
+            if faults := [fault for fault in snapshot.faults if fault.agent == wanted]:
                 found.faults += faults
             elif stale:
                 text = "the agent had ended and left its socket"
@@ -438,7 +438,7 @@ class RecordingSource:
     def _when(self) -> str:
         at = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(self.moments[self.moment] / 1e9))
         count = len(self.moments)
-        place = f", moment {self.moment + 1} of {count}; -w shows them all" if count > 1 else ""
+        place = f", snapshot {self.moment + 1} of {count}; -w shows them all" if count > 1 else ""
         return f"{self._path.name} as of {at}{place}"
 
 

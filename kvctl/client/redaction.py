@@ -21,7 +21,7 @@ from typing import Any
 from kvctl.client.clock import ClockOffset
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.faults import Fault
-from kvctl.client.recordings import Answer, Moment, RecordedAgent, of_document
+from kvctl.client.recordings import Answer, RecordedAgent, RecordedSnapshot, of_document
 from kvctl_agent.contract import snapshots
 from kvctl_agent.contract.admin import socket_dir
 
@@ -29,7 +29,7 @@ from kvctl_agent.contract.admin import socket_dir
 _VOCABULARY = frozenset(
     {"command", "role", "state", "stage", "kind", "severity", "code", "level", "type", "unit", "mode"}
 )
-_RECORDED_CLASSES = (Moment, RecordedAgent, Answer, Endpoint, Fault, ClockOffset)
+_RECORDED_CLASSES = (RecordedSnapshot, RecordedAgent, Answer, Endpoint, Fault, ClockOffset)
 _FIELDS = frozenset(
     name
     for each in (*vars(snapshots).values(), *_RECORDED_CLASSES)
@@ -169,10 +169,10 @@ class Redaction:
         return self._name("address", found[0]) if _is_address(found[0]) else found[0]
 
 
-def redacted(moments: Iterable[Moment], redaction: Redaction) -> Iterator[Moment]:
+def redacted(snapshots: Iterable[RecordedSnapshot], redaction: Redaction) -> Iterator[RecordedSnapshot]:
     """Redacts snapshots; a name recognised in one of them is also removed from the later ones."""
-    for moment in moments:
-        document = moment.document()
+    for snapshot in snapshots:
+        document = snapshot.document()
         redaction.learn(document)
         yield of_document(redaction.document(document))
 

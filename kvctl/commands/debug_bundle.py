@@ -7,7 +7,6 @@ yields redacted output.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import io
 import os
 import platform
@@ -26,11 +25,12 @@ import orjson
 from kvctl.client.bundles import RECORDING, Archive, Entry
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import Fleet
-from kvctl.client.recorder import Saving, Series, SnapshotRecorder, write_moments, write_recording
-from kvctl.client.recordings import Moment, load, utf8
+from kvctl.client.recorder import Saving, Series, SnapshotRecorder, write_recording, write_snapshots
+from kvctl.client.recordings import RecordedSnapshot, load, utf8
 from kvctl.client.redaction import Redaction, redacted
 from kvctl.commands.registry import load as command_named
 from kvctl.exit_codes import ExitCode
+from kvctl.health.host.view import HostView
 
 HOST = "host.json"
 _APART_NS = 1_000_000_000
@@ -170,20 +170,22 @@ class _Bundle:
             result.left_out += saving.left_out
             result.partial = saving.interrupted
             return "snapshots of the fleet, for --from, and inputs of its state machines, for kvctl replay"
-        moments = self._moments()
-        result.partial = not write_moments(file, redacted(moments, self._redaction) if self._redaction else moments)
+        snapshots = self._snapshots()
+        result.partial = not write_snapshots(
+            file, redacted(snapshots, self._redaction) if self._redaction else snapshots
+        )
         reason = ": they contain addresses" if self._redaction else ""
         result.left_out.append(f"inputs of the state machines{reason}")
         return "snapshots of the fleet, for --from"
 
-    def _moments(self) -> Iterator[Moment]:
+    def _snapshots(self) -> Iterator[RecordedSnapshot]:
         """Yields the snapshots of the source, and counts its agents and faults."""
         result = self._result
-        for moment in load(self._source) if isinstance(self._source, Path) else _taken(self._source):
-            result.agents = max(result.agents, len(moment.agents) - len(moment.silent))
-            result.faults = [*moment.faults, *moment.silent]
-            result.left_out = list(moment.left_out)  # later snapshots add what the first ones lack
-            yield moment
+        for snapshot in load(self._source) if isinstance(self._source, Path) else _taken(self._source):
+            result.agents = max(result.agents, len(snapshot.agents) - len(snapshot.silent))
+            result.faults = [*snapshot.faults, *snapshot.silent]
+            result.left_out = list(snapshot.left_out)  # later snapshots add what the first ones lack
+            yield snapshot
 
     def _add_text(self, text: Text, *options: str) -> None:
         self._report(text.name)
@@ -214,7 +216,7 @@ class _Bundle:
         return utf8(self._redaction.text(text) if self._redaction else text)
 
 
-def _taken(fleet: Fleet) -> Iterator[Moment]:
+def _taken(fleet: Fleet) -> Iterator[RecordedSnapshot]:
     recorder = SnapshotRecorder(fleet)
     yield recorder.take()
     time.sleep(_APART_NS / 1e9)
@@ -237,6 +239,7 @@ def _fixed_width() -> Iterator[None]:
 
 _PACKAGES = ("nixl", "mooncake-transfer-engine", "torch", "numpy", "pyzmq", "orjson", "msgspec", "triton")
 _ENVIRONMENT = ("KVCTL_", "UCX_", "NIXL_", "MC_", "SGLANG_DISAGG", "CUDA_VISIBLE", "NCCL_")
+_MEMORY = {"total_bytes": "MemTotal", "available_bytes": "MemAvailable"}
 _LIMITS = {
     "memlock_bytes": resource.RLIMIT_MEMLOCK,
     "open_files": resource.RLIMIT_NOFILE,
@@ -246,7 +249,13 @@ _LIMITS = {
 
 def host_facts() -> dict[str, Any]:
     """Returns facts about this machine as JSON values; unknown ones are None."""
-    system = platform.uname()
+    host, system = HostView(), platform.uname()
+    memory = dict(line.split(":", 1) for line in (host.text("/proc/meminfo") or "").splitlines() if ":" in line)
+    packages = host.packages()
+    try:
+        shared_memory = shutil.disk_usage("/dev/shm").free
+    except OSError:
+        shared_memory = None
     return {
         "at_ns": time.time_ns(),
         "host": system.node,
@@ -255,49 +264,16 @@ def host_facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "cores": os.cpu_count(),
         "load": os.getloadavg(),
-        "memory": _meminfo(),
-        "shared_memory_free_bytes": _free("/dev/shm"),
-        "limits": {name: _limit(which) for name, which in _LIMITS.items()},
-        "infiniband": _names("/sys/class/infiniband"),
-        "nvidia": _names("/proc/driver/nvidia/gpus"),
-        "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        "memory": {name: int(memory[key].split()[0]) * 1024 for name, key in _MEMORY.items() if key in memory} or None,
+        "shared_memory_free_bytes": shared_memory,
+        "limits": {  # soft and hard; None means unlimited
+            name: [None if value == resource.RLIM_INFINITY else value for value in host.limit(number)]
+            for name, number in _LIMITS.items()
+        },
+        "infiniband": host.names("/sys/class/infiniband"),
+        "nvidia": host.names("/proc/driver/nvidia/gpus"),
+        "packages": {name: packages[name] for name in _PACKAGES if name in packages},
         "environment": {
-            name: utf8(value) for name, value in sorted(os.environ.items()) if name.startswith(_ENVIRONMENT)
+            name: utf8(value) for name, value in sorted(host.environ.items()) if name.startswith(_ENVIRONMENT)
         },
     }
-
-
-def _meminfo() -> dict[str, int] | None:
-    wanted = {"MemTotal": "total_bytes", "MemAvailable": "available_bytes"}
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    pairs = (line.split(":", 1) for line in lines)
-    return {wanted[name]: int(rest.split()[0]) * 1024 for name, rest in pairs if name in wanted}
-
-
-def _free(path: str) -> int | None:
-    try:
-        return shutil.disk_usage(path).free
-    except OSError:
-        return None
-
-
-def _limit(which: int) -> list[int | None]:
-    """Returns the soft and the hard limit; None means unlimited."""
-    return [None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(which)]
-
-
-def _names(directory: str) -> list[str]:
-    try:
-        return sorted(each.name for each in Path(directory).iterdir())
-    except OSError:
-        return []
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -20,11 +20,11 @@ from kvctl.client.clock import ClockOffset
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import Fleet
-from kvctl.client.recorder import SnapshotRecorder, write_moments
+from kvctl.client.recorder import SnapshotRecorder, write_snapshots
 from kvctl.client.recordings import (
     Answer,
-    Moment,
     RecordedAgent,
+    RecordedSnapshot,
     RecordingSource,
     decode,
     encode,
@@ -47,17 +47,17 @@ def agent(canned: Any, name: str = "decode-0", /, **data: Any) -> RecordedAgent:
     return RecordedAgent(Endpoint(name, Path(f"/run/{name}.sock")), 1000, ClockOffset(5, 2), answers)
 
 
-def moment(*agents: RecordedAgent, at_ns: int = S) -> Moment:
-    return Moment(at_ns, Path("/run"), [], [], list(agents), [])
+def moment(*agents: RecordedAgent, at_ns: int = S) -> RecordedSnapshot:
+    return RecordedSnapshot(at_ns, Path("/run"), [], [], list(agents), [])
 
 
-def saved(path: Path, *moments: Moment) -> Path:
+def saved(path: Path, *moments: RecordedSnapshot) -> Path:
     with path.open("wb") as file:
-        write_moments(file, moments)
+        write_snapshots(file, moments)
     return path
 
 
-def back(one: Moment) -> Moment:
+def back(one: RecordedSnapshot) -> RecordedSnapshot:
     data = form.file_header() + b"".join(encode(one, 0)) + form.encode_frame(form.DONE, {"frames": 1 + len(one.agents)})
     return decode(one.at_ns, [frame.body for frame in form.read_frames(io.BytesIO(data))])
 
@@ -217,7 +217,7 @@ def test_an_agent_that_falls_silent_midway_costs_its_own_timelines(
 
 
 def test_a_restarted_agent_begins_a_life_of_its_own(canned: Any, tmp_path: Path) -> None:
-    def living(incarnation: str, *sequences: int) -> Moment:
+    def living(incarnation: str, *sequences: int) -> RecordedSnapshot:
         rows = [{**canned.events("decode-0")[0], "sequence": number} for number in sequences]
         one = agent(canned, events={"events": rows, "next": sequences[-1] + 1, "dropped": 0})
         one.hello.data["incarnation"] = incarnation
