@@ -81,6 +81,7 @@ def columns_text(ctx: click.Context, context: click.Context) -> str:
         ]
         with formatter.section(title or f"Columns of {context.command_path}"):
             formatter.write_dl(rows)
+    formatter.write_paragraph()
     formatter.write_text(
         "In parentheses: the name in tsv and csv, which ends in the unit. --columns, --sort-by and --filter accept the "
         "header, this name and the name in JSON, in upper or lower case."

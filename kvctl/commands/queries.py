@@ -58,7 +58,8 @@ def run(settings: Settings, view: View, calls: Sequence[Call], read: Read, clock
             with _missing_data_explained(settings):
                 report = read(survey)
                 report.at_ns = survey.at_ns
-                if settings.watch_ns is None and (report.answered or report.rows or output.document):
+                failed = report.failure and not report.rows and output.human
+                if settings.watch_ns is None and not failed and (report.answered or report.rows or output.document):
                     output.emit(report)
             code = conclude(output, settings, survey, report)
             if settings.watch_ns is not None:

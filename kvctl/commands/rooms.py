@@ -149,7 +149,7 @@ def failed(settings: Settings, limit: int) -> None:
             kept[:limit] or found,
             len(answers),
             survey.faults,
-            blocks=lambda shown, width: [Text([failure_counts(kept)]), Grid(FAILED, shown)],
+            blocks=lambda shown, width: [*([Text([failure_counts(kept)])] if kept else []), Grid(FAILED, shown)],
             notes=notes,
         )
 

@@ -256,7 +256,7 @@ def _ranks(rows: Sequence[Row]) -> list[Line]:
 
 def _engine(transport: Mapping[str, Any]) -> str:
     lanes = transport.get("lanes") or []
-    return f"{transport['engine']} ({', '.join(lanes)})" if lanes else str(transport["engine"])
+    return f"{transport['engine']} over {', '.join(lanes)}" if lanes else str(transport["engine"])
 
 
 def _rooms(summary: FleetSummary) -> list[Span]:

@@ -6,7 +6,6 @@ place.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 
 from rich.cells import cell_len, set_cell_size
@@ -19,7 +18,6 @@ GAP = 2
 # Minimum width of a shortened text, and the width above which a text is shortened before a column is hidden.
 _LEAST = 6
 _ENOUGH = 24
-_NO_LIMIT = 100_000
 
 
 def render(blocks: Sequence[Block], columns: Sequence[Sequence[Column]], width: int | None, colour: bool) -> str:
@@ -41,30 +39,15 @@ def render(blocks: Sequence[Block], columns: Sequence[Sequence[Column]], width: 
 
 def _written(lines: Sequence[Line], colour: bool) -> str:
     """Formats lines as text without trailing spaces, optionally in colour."""
-    safe = [[(printable(text), style) for text, style in line] for line in lines]
-    if colour:
-        return _coloured(safe)
-    return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in safe)
+    style = _styled if colour else lambda text, style: text
+    return "".join("".join(style(printable(text), name) for text, name in line).rstrip() + "\n" for line in lines)
 
 
-def _coloured(lines: Sequence[Line]) -> str:
-    from rich.console import Console  # takes 40 ms to import; output without colour does not need it
-    from rich.text import Text
+def _styled(text: str, style: str) -> str:
+    from rich.color import ColorSystem  # takes 17 ms to import; output without colour does not need it
+    from rich.style import Style
 
-    out = io.StringIO()
-    console = Console(
-        file=out,
-        width=_NO_LIMIT,  # this module determines the widths
-        force_terminal=True,
-        color_system="standard",
-        highlight=False,
-        markup=False,
-        emoji=False,
-        legacy_windows=False,
-    )
-    for line in lines:
-        console.print(Text.assemble(*line), soft_wrap=True)
-    return "\n".join(line.rstrip() for line in out.getvalue().split("\n"))
+    return Style.parse(style).render(text, color_system=ColorSystem.STANDARD)
 
 
 def _table(grid: Grid, columns: Sequence[Column], width: int | None) -> list[Line]:
@@ -140,7 +123,7 @@ def fitted(
     if width is None:
         return widths, []
     hidden: list[Column] = []
-    while _needed(widths, _ENOUGH) > width and (column := _least_missed(widths, rows)) is not None:
+    while _needed(widths, _ENOUGH) > width and (column := _least_important(widths, rows)) is not None:
         del widths[column]
         hidden.append(column)
     while (excess := _needed(widths) - width) > 0:
@@ -154,11 +137,12 @@ def fitted(
     return widths, [column for column in columns if column in hidden]
 
 
-def _least_missed(widths: Mapping[Column, int], rows: Sequence[Row]) -> Column | None:
+def _least_important(widths: Mapping[Column, int], rows: Sequence[Row]) -> Column | None:
+    """Returns the column to hide next: the last empty one, or the last ordinary one; None if all are core columns."""
     ordinary = [column for column in reversed(list(widths)) if column.width is not Width.CORE]
     core = [column for column in reversed(list(widths)) if column.width is Width.CORE]
-    silent = [column for column in (*ordinary, *core) if all(column.value(row) in (None, "", [], {}) for row in rows)]
-    return next(iter(silent or ordinary), None)
+    empty = [column for column in (*ordinary, *core) if all(column.value(row) in (None, "", [], {}) for row in rows)]
+    return next(iter(empty or ordinary), None)
 
 
 def _elastic(column: Column) -> bool:
