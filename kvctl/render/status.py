@@ -248,7 +248,7 @@ def _ranks(rows: Sequence[Row]) -> list[Line]:
             _line(
                 role,
                 (ranks_of, palette.ROLES[role] if len(ranks) >= whole else "yellow"),
-                (f", {' and '.join(engines)} on {' and '.join(devices)}", ""),
+                (f", {' and '.join(engines)}, pools on {' and '.join(devices)}", ""),
             )
         )
     return lines

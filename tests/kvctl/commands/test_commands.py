@@ -199,7 +199,7 @@ def test_labels_that_match_nobody_exit_3_and_say_who_answered(fleet: Any, kvctl:
         (("status", "-l", "colour=red"), "with a key of role, dp"),
         (("status", "--timeout", "soon"), "--timeout: 'soon' is not a duration"),
         (("status", "-w", "0"), "--watch: '0' is shorter than a millisecond"),
-        (("status", "-e", "tcp://h:1"), "make one with `kvctl key new`"),
+        (("status", "-e", "tcp://h:1"), "create one with `kvctl key new`"),
         (("events", "--since", "yesterday"), "--since"),
         (("completion",), "Choose from: bash, zsh, fish\n"),
     ],
