@@ -1,3 +1,3 @@
-"""Finding agents, asking them all at once, and joining what they answer."""
+"""Discovers agents, queries many of them at once, and reads and writes recordings of their answers."""
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def estimate(sent_at_ns: int, received_at_ns: int, agent_now_ns: int) -> ClockOf
     return ClockOffset(agent_now_ns - sent_at_ns - half, half)
 
 
-def sharper(latest: ClockOffset, earlier: ClockOffset, age_ns: int) -> ClockOffset:
+def more_precise(latest: ClockOffset, earlier: ClockOffset, age_ns: int) -> ClockOffset:
     """Returns the more precise of two measurements, considering drift.
 
     A round trip prolonged by a pause has an error of the length of that pause; an earlier measurement is better.

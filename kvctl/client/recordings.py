@@ -232,7 +232,7 @@ class SnapshotReader:
         return self._decoded(index)
 
     def _decode(self, index: int) -> RecordedSnapshot:
-        with readable(self._path):
+        with file_errors(self._path):
             return decode(self._packed[index].at_ns, self._packed[index].bodies)
 
 
@@ -242,7 +242,7 @@ def load(path: Path) -> SnapshotReader:
     Raises:
         CliError: the file is damaged or has no snapshot (exit 1), may not be read (5), or has another version (6).
     """
-    with readable(path), path.open("rb") as file:
+    with file_errors(path), path.open("rb") as file:
         packed = _snapshots(io.BytesIO(bundles.recording(file)) if bundles.is_bundle(file) else file)
     if not packed:
         raise CliError(
@@ -253,7 +253,7 @@ def load(path: Path) -> SnapshotReader:
 
 
 @contextmanager
-def readable(path: Path) -> Iterator[None]:
+def file_errors(path: Path) -> Iterator[None]:
     """Converts errors of reading a file into CliErrors with their exit codes."""
     try:
         yield
@@ -270,7 +270,7 @@ def readable(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def understood(path: Path) -> Iterator[None]:
+def content_errors(path: Path) -> Iterator[None]:
     """Converts errors caused by answers of another form (another version, or edited by hand) into CliErrors."""
     try:
         yield
@@ -365,7 +365,7 @@ class RecordingSource:
     def survey(self, calls: Sequence[Call] = (), clock_rounds: int = 1) -> Survey:
         """Returns the answers in the current snapshot, with the clock offsets measured then."""
         snapshot = self._file[self.moment]
-        with understood(self._path):
+        with content_errors(self._path):
             survey = gather(self._select(snapshot), calls, self._labels, self._ask)
             survey.at_ns = survey.tick_ns = snapshot.at_ns
             survey.remarks.append(self._when())

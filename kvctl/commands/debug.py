@@ -12,7 +12,7 @@ from kvctl.client.bundles import checked, is_bundle
 from kvctl.client.faults import exit_code, lines
 from kvctl.client.fleet import Fleet
 from kvctl.client.recorder import whole_file
-from kvctl.client.recordings import readable
+from kvctl.client.recordings import file_errors
 from kvctl.commands.debug_bundle import HOST, HOST_TEXT, TEXTS, BundleResult, write_bundle
 from kvctl.commands.options import KvctlGroup, pass_settings
 from kvctl.commands.output import Output
@@ -119,7 +119,7 @@ def show(settings: Settings, file: Path) -> None:
     """List the files of a bundle and verify their checksums; files that it lacks are named on stderr."""
     output = Output(settings)
     output.selection(BUNDLE)
-    with readable(file), file.open("rb") as opened:
+    with file_errors(file), file.open("rb") as opened:
         if not is_bundle(opened):
             raise RecordingError("it is not a bundle of kvctl: create one with kvctl debug bundle")
         manifest = checked(opened)

@@ -136,9 +136,9 @@ def _missing_data_explained(settings: Settings) -> AbstractContextManager[None]:
     """Reports a value that a file lacks as an error of the file; with live agents such a value is a bug and raises."""
     if settings.from_file is None:
         return nullcontext()
-    from kvctl.client.recordings import understood
+    from kvctl.client.recordings import content_errors
 
-    return understood(settings.from_file)
+    return content_errors(settings.from_file)
 
 
 def _title(settings: Settings, survey: Survey) -> str:

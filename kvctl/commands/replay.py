@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from kvctl.client import bundles
-from kvctl.client.recordings import readable
+from kvctl.client.recordings import file_errors
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
@@ -136,7 +136,7 @@ class _Progress:
 @contextmanager
 def _recording(file: Path) -> Iterator[Path]:
     """The path of the recording: the file itself, or a copy of the recording in a bundle."""
-    with readable(file), file.open("rb") as opened:
+    with file_errors(file), file.open("rb") as opened:
         bundled = bundles.recording(opened) if bundles.is_bundle(opened) else None
     if bundled is None:
         yield file

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from kvctl.client.clock import ClockOffset, sharper
+from kvctl.client.clock import ClockOffset, more_precise
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import AgentAnswer, Survey
@@ -208,7 +208,7 @@ class Store:
                     seen_ns=self.now_ns,
                     clock=answer.clock,
                 )
-            state.clock = sharper(answer.clock, state.clock, self.now_ns - state.seen_ns)
+            state.clock = more_precise(answer.clock, state.clock, self.now_ns - state.seen_ns)
             state.seen_ns, state.trouble, state.level = self.now_ns, "", answer.hello["level"]
             state.answers |= answer.data
         reasons = {fault.agent: fault.message for fault in survey.faults}

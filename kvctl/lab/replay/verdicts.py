@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TypedDict
 
-from kvctl.client.recordings import readable
+from kvctl.client.recordings import file_errors
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.lab.replay.invariants import INVARIANTS
@@ -104,7 +104,7 @@ def replay(
         latest = text
         progress(text)
 
-    with readable(path):
+    with file_errors(path):
         try:
             with _time_limit():
                 agents = load(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl.client.clock import ClockOffset, estimate, sharper
+from kvctl.client.clock import ClockOffset, estimate, more_precise
 
 DELAY = st.integers(min_value=0, max_value=10**9)
 
@@ -24,19 +24,19 @@ def test_an_offset_within_its_bound_corrects_nothing() -> None:
 
 def test_a_round_trip_through_a_pause_does_not_replace_a_better_measurement() -> None:
     earlier, stretched = ClockOffset(5_000_000, 100_000), ClockOffset(900_000_000, 1_000_000_000)
-    kept = sharper(stretched, earlier, 2_000_000_000)
+    kept = more_precise(stretched, earlier, 2_000_000_000)
     assert kept.offset_ns == 5_000_000
     assert kept.correction_ns == 5_000_000
     assert kept.error_ns > earlier.error_ns
-    assert sharper(earlier, stretched, 2_000_000_000) == earlier
+    assert more_precise(earlier, stretched, 2_000_000_000) == earlier
 
 
 def test_an_old_measurement_is_worth_less_with_time() -> None:
     earlier, latest = ClockOffset(5_000, 1_000), ClockOffset(7_000, 300_000)
-    assert sharper(latest, earlier, 1_000_000_000).offset_ns == 5_000
-    assert sharper(latest, earlier, 3_600_000_000_000) == latest
+    assert more_precise(latest, earlier, 1_000_000_000).offset_ns == 5_000
+    assert more_precise(latest, earlier, 3_600_000_000_000) == latest
 
 
 def test_a_clock_that_was_set_is_measured_anew() -> None:
     earlier, latest = ClockOffset(5_000, 1_000), ClockOffset(3_600_000_000_000, 300_000)
-    assert sharper(latest, earlier, 1_000_000_000) == latest
+    assert more_precise(latest, earlier, 1_000_000_000) == latest

@@ -262,7 +262,7 @@ def test_moments_are_gone_through_and_chosen(canned: Any, tmp_path: Path) -> Non
         assert not file.advance()
         assert file.moment == 2
         for outside in (-1, 3):
-            with pytest.raises(IndexError, match="has 3 moments"):
+            with pytest.raises(IndexError, match="has 3 snapshots"):
                 file.seek(outside)
     assert RecordingSource(path).moment == 2
 
