@@ -19,10 +19,10 @@ from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, local_shards
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.allocations import RingMemory, StagingBuffers
 from kvctl_agent.memory.host_copier import CopyPool, copy_threads, gather_piece, scatter_piece
-from kvctl_agent.memory.memcpy_rate import memcpy_gb_per_s
 from kvctl_agent.memory.part_layout import Piece
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.segment import RowIndex
+from kvctl_agent.paths.calibration import memcpy_gb_per_s
 
 PAGE_SIZE = 16
 POOL_BYTES = 192 << 20  # six times the cache, so that random pages miss

@@ -22,7 +22,7 @@ from kvctl_agent.device.kernels import ARGUMENTS, Kernel, Kernels, Tile, Variant
 from kvctl_agent.device.launch_tables import RANGE_BYTES, TableCache, UploadSlot, UploadSlots, split, table_bytes
 from kvctl_agent.errors import DeadlineExceeded, DeviceError
 
-_MOST = 2**31 - 1
+_MAX_COUNT = 2**31 - 1
 # Copies take milliseconds, except to a mapped peer whose GPU or NVLink has failed: these may never end.
 _END_S = 2.0
 _POLL_S = 1e-4
@@ -78,7 +78,7 @@ class _Launch:
         """
         units = pages * self._page_units
         tiles = -(-units // self._tile_units)
-        if tiles * blocks > _MOST or units > _MOST:
+        if tiles * blocks > _MAX_COUNT or units > _MAX_COUNT:
             raise DeviceError(f"{blocks} blocks of up to {pages} pages are too many for one launch")
         return tiles
 
@@ -111,7 +111,7 @@ class CudaRowCopies:
         except BaseException:
             self._slots.close()
             raise
-        self._resident = TableCache(context, self._stream)
+        self._tables = TableCache(context, self._stream)
         self._last: Event | None = None  # the event of the most recent request
 
     def prepare(self, geometries: Sequence[Geometry]) -> None:
@@ -159,7 +159,7 @@ class CudaRowCopies:
             for each in (self._uploads, stream):
                 self._driver.cuStreamSynchronize(each)
                 self._driver.cuStreamDestroy(each)
-        self._resident.close()
+        self._tables.close()
         self._slots.close()
 
     def _await_end(self) -> None:
@@ -218,8 +218,8 @@ class CudaRowCopies:
         tiles = launch.tiles(pages, len(blocks))
         self._launch(launch, blocks_at, 0, pages_at, tiles * len(blocks), tiles, 1, programs)
 
-    def _copy_ranges(self, some: BlockRanges, ranges_at: int, pages_at: int, programs: int | None) -> None:
-        table, ranges = some
+    def _copy_ranges(self, block_ranges: BlockRanges, ranges_at: int, pages_at: int, programs: int | None) -> None:
+        table, ranges = block_ranges
         bits, most, pages = table.bits, 0, 0
         for lo, hi, shift, packed, count, _ in ranges:
             bits |= shift | packed
@@ -230,7 +230,7 @@ class CudaRowCopies:
         launch = self._kernel(table.geometry, bits, programs is not None, True)
         blocks = most * len(ranges)
         tiles = launch.tiles(pages, blocks)
-        blocks_at = self._resident.address(table)
+        blocks_at = self._tables.address(table)
         self._launch(launch, blocks_at, ranges_at, pages_at, tiles * blocks, tiles, most, programs)
 
     def _kernel(self, geometry: Geometry, bits: int, bounded: bool, ranges: bool) -> _Launch:

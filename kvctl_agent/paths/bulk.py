@@ -66,12 +66,12 @@ class BulkPath:
         began_ns = time.monotonic_ns()
         runs = page_run_arrays(order.src_pages, order.dst_pages)
         segment = connection.segments[share.segment]
-        local, remote = segment.bases(order.key.lo, order.key.hi)  # arrays below are [layers, planes, runs]
+        local_bases, remote_bases = segment.bases(order.key.lo, order.key.hi)
         page_bytes = segment.page_bytes[:, None]
-        here = local[:, :, None] + runs.src_first * page_bytes
-        there = remote[:, :, None] + runs.dst_first * page_bytes
-        sizes = np.broadcast_to(runs.counts * page_bytes, here.shape)
-        return _post(connection, order, began_ns, here, there, sizes)
+        local = local_bases[:, :, None] + runs.src_first * page_bytes  # [layers, planes, runs]
+        remote = remote_bases[:, :, None] + runs.dst_first * page_bytes
+        sizes = np.broadcast_to(runs.counts * page_bytes, local.shape)
+        return _post(connection, order, began_ns, local, remote, sizes)
 
 
 class AuxPath:
@@ -86,17 +86,19 @@ class AuxPath:
                 f"aux row {row} of {local.aux_row_bytes} bytes cannot go to a row of {remote.aux_row_bytes} bytes: "
                 "pass an aux row to finish(), and use rows of one size on both sides"
             )
-        here, there = np.array([local.aux_addr(row)], np.int64), np.array([remote.aux_addr(slot)], np.int64)
-        return _post(connection, order, began_ns, here, there, np.array([local.aux_row_bytes], np.int64))
+        source, target, nbytes = (
+            np.array([number], np.int64) for number in (local.aux_addr(row), remote.aux_addr(slot), local.aux_row_bytes)
+        )
+        return _post(connection, order, began_ns, source, target, nbytes)
 
 
 def _post(
-    connection: PeerConnection, order: Transfer, began_ns: int, here: Numbers, there: Numbers, sizes: Numbers
+    connection: PeerConnection, order: Transfer, began_ns: int, local: Numbers, remote: Numbers, sizes: Numbers
 ) -> Flight:
-    local, remote, nbytes = (numbers.reshape(-1).astype(np.uint64) for numbers in (here, there, sizes))
+    source, target, nbytes = (numbers.reshape(-1).astype(np.uint64) for numbers in (local, remote, sizes))
     return WriteFlight(
         connection,
         order,
         began_ns,
-        lambda: connection.transport.write(connection.peer, local, remote, nbytes, order.tag),
+        lambda: connection.transport.write(connection.peer, source, target, nbytes, order.tag),
     )

@@ -1,18 +1,20 @@
-"""Measures the cost of row copies at start, for the cost model: in host memory, on a device, and to a peer's device.
+"""Measures copies on this machine: the memcpy rate, and the cost of row copies for the cost model.
 
-Host copies take a few milliseconds to measure. Copies on a device resemble those of a part: rows cover half of the
-pool's row, as in a head slice, pages are random, and the kernel's event is polled until it is done.
+Row copies are measured in host memory, on a device, and to a peer's device. Host copies take a few milliseconds to
+measure. Copies on a device resemble those of a part: rows cover half of the pool's row, as in a head slice, pages are
+random, and the kernel's event is polled until it is done.
 """
 
 from __future__ import annotations
 
 import time
+from statistics import median
 
 import numpy as np
 
 from kvctl_agent.device.base import Batch, Geometry, RowCopies
 from kvctl_agent.errors import DeadlineExceeded, DeviceError
-from kvctl_agent.memory.allocations import Bytes
+from kvctl_agent.memory.allocations import Bytes, HugePageMemory
 from kvctl_agent.memory.region import Region
 from kvctl_agent.paths.path_chooser import CopyCost, DirectCost
 
@@ -25,6 +27,44 @@ _PAGE_ROWS = 16
 _BLOCKS = 32  # as if so many layers
 _SMALL, _BIG = 1 << 20, 16 << 20
 _WAIT_S = 5.0
+_MIN_COPIES = 3
+
+
+def memcpy_gb_per_s(nbytes: int = 128 << 20, seconds: float = 0.5) -> float:
+    """Return the memcpy rate of one thread in GB/s (1e9 bytes per second), the median of copies made over `seconds`.
+
+    Source and target are huge pages that are faulted in before.
+
+    Args:
+        nbytes: Bytes of a copy. It must exceed the last-level cache, or the rate of the cache is measured.
+        seconds: Duration of the measurement; at least three copies are made.
+    """
+    rates: list[float] = []
+    with HugePageMemory(nbytes) as source, HugePageMemory(nbytes) as target:
+        deadline = time.perf_counter() + seconds
+        while len(rates) < _MIN_COPIES or time.perf_counter() < deadline:
+            start = time.perf_counter_ns()
+            np.copyto(target.array, source.array)
+            rates.append(nbytes / (time.perf_counter_ns() - start))
+    return median(rates)
+
+
+def memcpy_gb_per_s_within(memory: Bytes) -> float:
+    """Return the memcpy rate of one thread in GB/s from one half of `memory` to the other, the best of three copies.
+
+    Takes a few milliseconds.
+
+    Args:
+        memory: uint8 array, faulted in before; its second half is overwritten. It must exceed the caches, or their rate
+            is measured.
+    """
+    source, target = np.array_split(memory[: len(memory) // 2 * 2], 2)
+    durations_ns: list[int] = []
+    for _ in range(_MIN_COPIES):
+        start = time.perf_counter_ns()
+        np.copyto(target, source)
+        durations_ns.append(time.perf_counter_ns() - start)
+    return source.nbytes / max(1, min(durations_ns))
 
 
 def measure_copies(memory: Bytes) -> CopyCost:

@@ -54,14 +54,14 @@ class GroupSizeTuner:
         """
         if tokens < 1 or groups < 2 or compute_ns <= 0 or compute_ns < transfer_ns * _LEAST_COMPUTE:
             return
-        place = _place(tokens)
+        size_class = _size_class(tokens)
         with self._lock:
-            size = self._sizes.setdefault(place, _Size())
+            size = self._sizes.setdefault(size_class, _Size())
             if size.differs_in_pace(compute_ns / tokens):
                 if not size.pace_changed:
                     return
                 # Measurements at one pace do not apply to another: the formula decides until there are enough new ones.
-                size = self._sizes[place] = _Size()
+                size = self._sizes[size_class] = _Size()
             size.add(groups, compute_ns / tokens, transfer_ns / tokens, exposed_ns / tokens)
 
     def choose(self, tokens: float, num_layers: int, formula: int) -> int:
@@ -73,7 +73,7 @@ class GroupSizeTuner:
             formula: The formula's number of groups, which is returned until there are enough measurements.
         """
         with self._lock:
-            size = self._sizes.get(_place(tokens))
+            size = self._sizes.get(_size_class(tokens))
             if size is None or not size.is_measured(formula):
                 return formula
             size.choices += 1
@@ -83,7 +83,7 @@ class GroupSizeTuner:
             return best
 
 
-def _place(tokens: float) -> int:
+def _size_class(tokens: float) -> int:
     # Rounded, so that powers of two, which are common prompt lengths, lie in the middle of a size class.
     return round(_PER_OCTAVE * log2(max(1.0, tokens)))
 
@@ -108,7 +108,7 @@ class _Arm:
 
 
 class _Line:
-    """y = base + slope * N over recent forwards, by weighted least squares; the slope is never below 0."""
+    """Weighted least-squares fit of y = base + slope * N over recent forwards; the slope is never below 0."""
 
     __slots__ = ("_n", "_nn", "_ny", "_w", "_y", "_yy")
 
@@ -196,7 +196,7 @@ class _Size:
         return arm is not None and arm.count >= _ENOUGH and self._count - arm.last <= _STALE
 
     def best(self, formula: int) -> int:
-        """Return the fastest known N. An N other than the formula's must be faster by more than its standard error."""
+        """Return the fastest measured N. Another one than the formula's must be faster by its standard error."""
 
         def score(groups: int) -> float:
             arm = self._arms[groups]
@@ -237,7 +237,7 @@ class _Size:
         )
 
     def _standard_error(self, arm: _Arm) -> float:
-        """Standard error of the mean of an N."""
+        """Standard error of the mean exposed time of one number of groups."""
         return sqrt(self._variance / min(arm.count, _MEMORY))
 
     def _whole(self, groups: int) -> float:

@@ -19,14 +19,14 @@ from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.protocol.events import Pages, Transfer
 from kvctl_agent.transport.base import Addresses, Prepared, Sizes
 
-_MOST_ROWS = (1 << 31) - 1  # a prepared list is indexed by int32
+_MAX_ROWS = (1 << 31) - 1  # a prepared list is indexed by int32
 
 
 class SlicePath:
     """Path slice, with the prepared descriptor lists of the local pool; those of peers belong to their connections."""
 
     def __init__(self) -> None:
-        self._local: dict[tuple[int, int, int], Prepared] = {}
+        self._prepared: dict[tuple[int, int, int], Prepared] = {}
 
     def start(self, connection: PeerConnection, order: Transfer) -> Flight:
         share = order.share
@@ -36,19 +36,23 @@ class SlicePath:
         segment = connection.segments[share.segment]
         segment.check_layers(order.key.lo, order.key.hi)
         local, remote = segment.local, segment.remote
-        place = share.segment, share.src_head, share.heads
-        here = self._local.get(place)
-        if here is None:
-            here = self._local[place] = connection.transport.prepare_local(*_rows(local, share.src_head, share.heads))
-        place = share.segment, share.dst_head, share.heads
-        there = connection.prepared.get(place)
-        if there is None:
-            there = connection.transport.prepare_remote(connection.peer, *_rows(remote, share.dst_head, share.heads))
-            connection.prepared[place] = there
+        key = share.segment, share.src_head, share.heads
+        local_rows = self._prepared.get(key)
+        if local_rows is None:
+            local_rows = self._prepared[key] = connection.transport.prepare_local(
+                *_rows(local, share.src_head, share.heads)
+            )
+        key = share.segment, share.dst_head, share.heads
+        remote_rows = connection.prepared.get(key)
+        if remote_rows is None:
+            remote_rows = connection.transport.prepare_remote(
+                connection.peer, *_rows(remote, share.dst_head, share.heads)
+            )
+            connection.prepared[key] = remote_rows
         sort = np.argsort(order.src_pages, kind="stable")
         src = _numbers(local, order.src_pages[sort], order.key.lo, order.key.hi)
         dst = _numbers(remote, order.dst_pages[sort], order.key.lo, order.key.hi)
-        prepared = here, src, there, dst
+        prepared = local_rows, src, remote_rows, dst
         return WriteFlight(
             connection,
             order,
@@ -60,7 +64,7 @@ class SlicePath:
 def _rows(where: SegmentAddresses, head: int, heads: int) -> tuple[Addresses, Sizes]:
     """Addresses and sizes of all rows of a segment, ordered by layer, plane, page and row."""
     count = where.shard.num_layers * where.num_slots * sum(plane.rows for plane in where.shard.segment.planes)
-    if count > _MOST_ROWS:
+    if count > _MAX_ROWS:
         raise MemoryLayoutError(
             f"{where.shard.segment.name}: {count} rows cannot be numbered by 32 bits; use the staged path for this pool"
         )

@@ -51,8 +51,8 @@ class StagedFlight(Flight):
         self._target = connection.ring_base + grant.offset
         self._pieces = layout.pieces(min(copier.piece_bytes, buffers.buffer_bytes))
         self._next = 0
-        self._wired: list[tuple[Write, Buffer]] = []
-        self._work: PendingCopy | None = None  # the gather into `_filling`
+        self._writes: list[tuple[Write, Buffer]] = []
+        self._gather: PendingCopy | None = None  # the gather into `_filling`
         self._filling: list[Buffer] = []
         self._since_ns = 0
         self._gathered_buffers: list[Buffer] = []  # not yet posted; the last piece waits here for all others
@@ -65,7 +65,7 @@ class StagedFlight(Flight):
                 return False
             self._reap()
             last = self._next == len(self._pieces) - 1
-            if last and self._wired:
+            if last and self._writes:
                 return False
             self._post(self.order.tag if last else None)
         if cancel.cancelled:
@@ -73,22 +73,22 @@ class StagedFlight(Flight):
         elif self._next < len(self._pieces):
             return False  # the lease has expired; the remaining pieces wait for the next one
         self._reap()
-        return not self._wired and self._work is None
+        return not self._writes and self._gather is None
 
     def give_up(self) -> bool:
         self._drop()
         # Buffers that the engine may still read are not released.
-        for write, buffer in self._wired[:]:
+        for write, buffer in self._writes[:]:
             if write.release():
                 self._buffers.release(buffer)
-                self._wired.remove((write, buffer))
-        return not self._wired and self._work is None
+                self._writes.remove((write, buffer))
+        return not self._writes and self._gather is None
 
     def _begin(self) -> bool:
         """Start the gather of the next pieces if none is running; return whether a gather is running."""
-        if self._work is not None:
+        if self._gather is not None:
             return True
-        if len(self._wired) >= _IN_FLIGHT:
+        if len(self._writes) >= _IN_FLIGHT:
             return False
         pieces = self._pieces[self._next : self._next + self._copier.pieces_at_once]
         for _ in pieces:
@@ -100,47 +100,47 @@ class StagedFlight(Flight):
             return False
         self._since_ns = time.monotonic_ns()
         into = [buffer.span for buffer in self._filling]
-        self._work = self._copier.gather(self._rows, pieces[: len(into)], into)
+        self._gather = self._copier.gather(self._rows, pieces[: len(into)], into)
         return True
 
     def _gathered(self) -> bool:
         """Whether the running gather is done; if so, move its buffers to `_gathered_buffers`."""
-        assert self._work is not None
+        assert self._gather is not None
         try:
-            if not self._work.done():
+            if not self._gather.done():
                 return False
         except KvctlError:
-            self._work = None  # a failed copy no longer uses the buffers
+            self._gather = None  # a failed copy no longer uses the buffers
             raise
         self.gather_ns += time.monotonic_ns() - self._since_ns
-        self._gathered_buffers, self._filling, self._work = self._filling, [], None
+        self._gathered_buffers, self._filling, self._gather = self._filling, [], None
         return True
 
     def _post(self, tag: bytes | None) -> None:
         buffer, piece = self._gathered_buffers[0], self._pieces[self._next]
-        here = np.array([buffer.span.addr], np.uint64)
-        there = np.array([self._target + piece.offset], np.uint64)
+        local = np.array([buffer.span.addr], np.uint64)
+        remote = np.array([self._target + piece.offset], np.uint64)
         since = time.monotonic_ns()
         write = self.connection.transport.write(
-            self.connection.peer, here, there, np.array([piece.nbytes], np.uint64), tag
+            self.connection.peer, local, remote, np.array([piece.nbytes], np.uint64), tag
         )
         self.count(write, since)
-        self._wired.append((write, self._gathered_buffers.pop(0)))
+        self._writes.append((write, self._gathered_buffers.pop(0)))
         self._next += 1
 
     def _reap(self) -> None:
         """Release the buffers of complete writes."""
-        for write, buffer in self._wired[:]:
+        for write, buffer in self._writes[:]:
             if write.poll():
-                self._wired.remove((write, buffer))
+                self._writes.remove((write, buffer))
                 self._buffers.release(buffer)
 
     def _drop(self) -> None:
         """Release the buffers without a write, except those of a gather that still runs."""
-        if self._work is not None:
+        if self._gather is not None:
             with contextlib.suppress(KvctlError):  # the part has already failed or been cancelled
                 self._gathered()
-        if self._work is None:
+        if self._gather is None:
             self._gathered_buffers += self._filling  # buffers of a gather that failed
             self._filling = []
         while self._gathered_buffers:

@@ -20,10 +20,9 @@ from kvctl_agent.layout.parallel import LocalShard
 from kvctl_agent.memory.addresses import PoolAddresses
 from kvctl_agent.memory.allocations import HugePageMemory, StagingBuffers
 from kvctl_agent.memory.device_copier import gather_geometries
-from kvctl_agent.memory.memcpy_rate import memcpy_gb_per_s_within
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.region import Region
-from kvctl_agent.paths.calibration import measure_copies, measure_device_copies, measure_direct
+from kvctl_agent.paths.calibration import measure_copies, measure_device_copies, measure_direct, memcpy_gb_per_s_within
 from kvctl_agent.paths.direct import PROGRAMS, geometries
 from kvctl_agent.paths.path_chooser import AUTO, DirectCost, PathChooser
 from kvctl_agent.paths.peer_connection import MappedMemory, PeerConnection

@@ -47,7 +47,7 @@ from kvctl_agent.agent import Agent
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.layout.chunks import chunk_pages
-from kvctl_agent.memory.memcpy_rate import memcpy_gb_per_s
+from kvctl_agent.paths.calibration import memcpy_gb_per_s
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime.handles import Handle
 

@@ -10,7 +10,6 @@ import pytest
 from kvctl_agent.contract.choices import HOST
 from kvctl_agent.errors import LocalProtocolError, MemoryLayoutError
 from kvctl_agent.memory.allocations import HUGE_PAGE_BYTES, HugePageMemory, RingMemory, StagingBuffers
-from kvctl_agent.memory.memcpy_rate import memcpy_gb_per_s
 from kvctl_agent.memory.region import Region, merge_adjacent
 
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -101,10 +100,6 @@ def test_a_ring_gives_views_inside_itself_only() -> None:
     finally:
         ring.close()
         ring.close()
-
-
-def test_the_floor_is_a_plausible_copy_rate() -> None:
-    assert 0.1 < memcpy_gb_per_s(nbytes=4 << 20, seconds=0.01) < 1000
 
 
 def test_buffers_are_disjoint_and_lie_in_the_registered_region() -> None:

@@ -1,4 +1,4 @@
-"""What copies on a device are measured to cost; on the stand-in, with everything that a real one would be asked."""
+"""Measured costs of copies on a device, on the stand-in for one, and the memcpy rate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvctl_agent.errors import DeadlineExceeded, DeviceError
 from kvctl_agent.memory.allocations import HugePageMemory
 from kvctl_agent.memory.region import Region
 from kvctl_agent.paths import calibration
-from kvctl_agent.paths.calibration import measure_device_copies, measure_direct
+from kvctl_agent.paths.calibration import measure_device_copies, measure_direct, memcpy_gb_per_s
 from tests.support.host_device import HostDevice
 
 POISON = 0xDB
@@ -99,3 +99,7 @@ def test_a_copy_that_does_not_end_is_given_up(
     with pytest.raises(DeadlineExceeded, match=r"a copy of \d+ bytes had not ended"):
         measure_direct(copies, region(source), region(target), 1)
     copies.close()
+
+
+def test_the_memcpy_rate_is_plausible() -> None:
+    assert 0.1 < memcpy_gb_per_s(nbytes=4 << 20, seconds=0.01) < 1000
