@@ -1,4 +1,4 @@
-"""The real process: what it imports, how long it takes, how it ends, and what a terminal sees."""
+"""The `kvctl` process: imports, start time, exit, and output on a terminal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def imported(*args: str) -> set[str]:
-    """Names of the modules that a `kvctl` process ends with."""
+    """Returns the names of the modules that a `kvctl` process has imported at its end."""
     code = (
         "import sys, json, io\n"
         "from kvctl.cli import run\n"
@@ -47,7 +47,7 @@ def imported(*args: str) -> set[str]:
 def on_terminal(
     *args: str, seconds: float = 100, until: str = "", times: int = 1, width: int = 100, **environment: str
 ) -> str:
-    """What `kvctl` writes to a terminal of that width; interrupted once `until` was seen so many `times`."""
+    """Returns the output of `kvctl` on a terminal; interrupts it when `until` was printed that many `times`."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
     kept = {name: value for name, value in os.environ.items() if name not in {"NO_COLOR", "TERM", "COLUMNS"}}
@@ -91,14 +91,14 @@ def test_version_and_help_open_no_socket_library_and_draw_nothing() -> None:
 
 
 def seconds(*command: str) -> float:
-    """How long a process takes from its start to its end."""
+    """Returns the duration of a process."""
     started = time.perf_counter()
     subprocess.run(command, capture_output=True, check=False)
     return time.perf_counter() - started
 
 
 def test_startup_is_quick_beside_the_interpreter_alone(at_best: AtBest) -> None:
-    """150 ms on an idle machine; a busy one slows the bare interpreter just as much."""
+    """The limit is 150 ms on an idle machine; a busy one slows the bare interpreter equally."""
     bare = statistics.median(seconds(sys.executable, "-c", "pass") for _ in range(5))
     at_best(lambda: seconds(*KVCTL, "--version"), max(0.15, 8 * bare))
 
@@ -138,7 +138,7 @@ def test_a_reader_that_leaves_is_met_quietly(fleet: Any) -> None:
 
 @pytest.mark.parametrize("module", ["kvctl.cli", "click", "kvctl.exit_codes", "kvctl.commands.status"])
 def test_interrupting_it_while_it_imports_is_quiet(module: str) -> None:
-    """Whoever presses Ctrl-C at once meets a process that has not got further than its imports."""
+    """Ctrl-C directly after the start interrupts the imports."""
     code = f"""
 import os, runpy, signal, sys
 class Interrupt:

@@ -1,4 +1,4 @@
-"""The commands against real admin servers: choosing, refusing, partial answers, exit codes."""
+"""Commands with real admin servers: selection of agents, refusals, partial answers, exit codes."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_a_room_nobody_knows_fails(fleet: Any, kvctl: Any) -> None:
 
 
 def test_a_room_is_joined_over_the_ranks_that_know_it(fleet: Any, kvctl: Any, canned: Any) -> None:
-    """decode-1 does not know the room, which is no error."""
+    """decode-1 does not know the room; this is not an error."""
     outcome = kvctl("rooms", "show", canned.ROOM, "-o", "json")
     assert (outcome.code, outcome.err) == (0, "")
     (room,) = data(outcome.out)
@@ -271,7 +271,7 @@ def test_verbose_says_who_was_asked(fleet: Any, kvctl: Any) -> None:
 
 
 def test_what_the_tool_sends_is_what_agents_declare(start: Any, kvctl: Any, canned: Any, tmp_path: Path) -> None:
-    """Runs every reading command and looks at the requests that arrived."""
+    """Runs every reading command and checks the requests that the agents received."""
     seen: dict[str, set[str]] = {}
 
     def noting(name: str, handler: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the shells put where the cursor is: in the real shells, with live agents, and never a word on stderr."""
+"""Completion in real shells with live agents, without output on stderr."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Ask = Callable[..., dict[str, str]]
 
 @pytest.fixture
 def ask(kvctl: Any, monkeypatch: pytest.MonkeyPatch) -> Ask:
-    """value -> help of what `kvctl` answers a shell that has these words; any other noise fails here."""
+    """Returns the completions of a command line: value to help; fails on any other output."""
 
     def call(*words: str, **environment: str) -> dict[str, str]:
         with monkeypatch.context() as patch:
@@ -80,7 +80,7 @@ def test_commands_options_and_values(words: tuple[str, ...], expected: list[str]
 
 
 def test_a_line_is_split_as_the_shell_would(ask: Ask) -> None:
-    """bash's own words are torn at = and :."""
+    """bash splits words at = and :."""
     assert list(ask(_KVCTL_LINE="kvctl rooms --columns=room,state_")) == ["room,state_age"]
     assert list(ask(_KVCTL_LINE="kvctl rooms 'hist")) == ["history"]
     assert "history" in ask(_KVCTL_LINE="kvctl rooms ")
@@ -148,7 +148,7 @@ def test_nothing_heavy_is_imported_for_the_name_of_a_command() -> None:
 
 
 class Typed:
-    """A shell at a terminal; a context manager."""
+    """A shell on a pseudo terminal; a context manager."""
 
     def __init__(self, *command: str, **environment: str) -> None:
         self._leader, follower = pty.openpty()
@@ -175,7 +175,7 @@ class Typed:
         os.write(self._leader, keys.encode())
 
     def completes(self, typed: str, shown: str) -> None:
-        """Types it and TAB until the line ends in `shown`; a busy machine's agents may be too late for one TAB."""
+        """Types the text, and TAB until the line ends in `shown`; on a busy machine agents may miss the first TAB."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             self.type(f"\x15{typed}\t")
@@ -185,7 +185,7 @@ class Typed:
         self.type("\x15")
 
     def wait_for(self, text: str, seconds: float = PATIENCE_S, must: bool = True) -> bool:
-        """Until the terminal shows `text`, counted from the last time that something was waited for."""
+        """Reads until the terminal shows `text` after the previous match."""
         deadline = time.monotonic() + seconds
         while text not in self.seen:
             if time.monotonic() > deadline:
@@ -199,7 +199,7 @@ class Typed:
 
 @pytest.fixture
 def path_with_kvctl(tmp_path: Path) -> str:
-    """A PATH on which `kvctl` is this one."""
+    """A PATH that finds this `kvctl`."""
     program = tmp_path / "bin" / "kvctl"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m kvctl "$@"\n')
@@ -225,7 +225,7 @@ def test_bash(fleet: Any, path_with_kvctl: str, canned: Any) -> None:
 
 
 def test_zsh(fleet: Any, path_with_kvctl: str, canned: Any) -> None:
-    """zsh writes only what it adds."""
+    """zsh prints only the text that it adds."""
     with Typed(shell("zsh"), "-f", "-i", PATH=path_with_kvctl, PS1="> ") as zsh:
         zsh.type(f"fpath=({ROOT / 'completions'} $fpath); autoload -U compinit; compinit -u -D; echo rea''dy\n")
         zsh.wait_for("ready\r\n")

@@ -1,4 +1,4 @@
-"""An agent that drains is seen to drain by every command that shows agents, with the command that ends it."""
+"""Every command that lists agents shows that an agent drains, and the command that resumes it."""
 
 from __future__ import annotations
 

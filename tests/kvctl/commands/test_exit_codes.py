@@ -1,4 +1,4 @@
-"""Exit codes of the commands that judge a fleet: one table, for doctor, health and check."""
+"""Exit codes of doctor, health and check follow one table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvctl.exit_codes import FINDING_EXITS, CheckState, ExitCode
 from kvctl.health.finding import Code, Finding, Severity
 
 ROOT = Path(__file__).parents[3]
-# What makes each situation of the table.
+# How to produce each situation of the table.
 SITUATIONS: dict[str, tuple[Severity | None, bool, bool]] = {
     "no finding, or only info; muted findings do not count": (Severity.INFO, True, False),
     "a warning": (Severity.WARNING, True, False),
@@ -36,7 +36,7 @@ Make = Callable[[Severity | None, bool, bool], None]
 
 @pytest.fixture
 def make(start: Any, socket_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Makes a fleet with one finding of that severity, an agent or none, and one more that hangs."""
+    """Builds a fleet with a finding of the severity, with or without agents, and with an agent that hangs."""
     with ExitStack() as stack:
 
         def situation(severity: Severity | None, agent: bool, hangs: bool) -> None:

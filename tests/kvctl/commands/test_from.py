@@ -1,4 +1,4 @@
-"""--from: a file shows what the fleet showed, in every format; what cannot be read is told in one line."""
+"""--from: a file gives the same output as the fleet in every format; an unreadable file gives a one-line error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ READING = (
     ("config", "show"),
     ("bootstrap",),
 )
-# Measured anew by each reading: the moment, and the bounds of clocks.
+# Values that differ between readings: the time, and the error bounds of clocks.
 _MEASURED = (
     (re.compile(r'"?\b(?:generated_at_ns|clock_error_ns|offset_ns|error_ns)"?: ?-?\d+'), ""),
     (re.compile(r"\S+ (?:ns|µs|ms)$", re.MULTILINE), ""),
@@ -144,7 +144,7 @@ def test_watching_a_file_plays_its_moments_once(fleet: Any, kvctl: Any, tmp_path
     assert [json.loads(line)["at_ns"] for line in lines] == list(RecordingSource(path).moments)
     played = kvctl("rooms", "--from", str(path), "-w", "0.001", "-o", "json")
     assert (played.code, len(played.out.splitlines())) == (0, count)
-    # Each event once, although every moment was asked for its events.
+    # Each event is printed once, although every snapshot contains it.
     assert kvctl("events", "--from", str(path), "-w", "0.001").out.count("  decode-0  ") == 2
 
 

@@ -1,4 +1,4 @@
-"""What the commands print, byte for byte, in every format. `UPDATE_GOLDEN=1` writes anew; read the difference, then."""
+"""Output of the commands, byte for byte, in every format. `UPDATE_GOLDEN=1` rewrites the files: then read the diff."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kvctl.commands.registry import load
 GOLDEN = Path(__file__).parent / "golden"
 COMMANDS = {
     "status": ("status",),
-    # Round trips and clocks are measured anew each time.
+    # Round trips and clocks differ between calls.
     "agents": ("agents", "--columns", "agent,state,role,uptime,version,pid,incarnation,protocol,level,capabilities"),
     "rooms": ("rooms", "ls"),
     "history": ("rooms", "history"),
     "slow": ("rooms", "slow"),
-    # How long ago differs each time.
+    # Ages differ between calls.
     "failed": ("rooms", "failed", "--columns", "room,failed_at,rank,code,text,after,agents,waits_for,bytes,nonce"),
     "room": ("rooms", "show", "18446744073709551615"),
     "staging": ("staging", "show"),
@@ -43,7 +43,7 @@ COMMANDS = {
     "contexts": ("context", "ls"),
 }
 CODES = {"peers-diff": 1}
-# Tested elsewhere: they print what differs by machine or by moment, have formats of their own, or act.
+# Tested elsewhere: their output depends on the machine or the time, they have other formats, or they change agents.
 NOT_HERE = {
     ("version",),
     ("stacks",),
@@ -67,14 +67,14 @@ SUFFIXES = {
     "csv": ".csv",
     "yaml": ".yaml",
 }
-# The bound of a clock, in the table of a room's ranks and in its JSON.
+# The error bound of a clock, in the table of a room's ranks and in its JSON.
 _MEASURED = re.compile(r" +\d[\d.]* [µm]s$", re.MULTILINE)
 _CLOCK = re.compile(r'("?\b(?:generated_at_ns|offset_ns|error_ns|clock_offset_ns|clock_error_ns)"?: ?)-?\d+')
 
 
 @pytest.fixture(autouse=True)
 def patience(surroundings: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine answers late."""
+    """Allows a busy machine to answer late."""
     monkeypatch.setenv("KVCTL_TIMEOUT", "30s")
 
 
@@ -86,7 +86,7 @@ def check(name: str, text: str) -> None:
 
 
 def printed(name: str, outcome: Any) -> str:
-    """The output, if all went as it should, without what is measured anew each time."""
+    """Returns the output of a successful call, without values that differ between calls."""
     code = CODES.get(name, 0)
     assert (outcome.code, bool(outcome.err)) == (code, bool(code)), outcome.err
     text = str(outcome.out)
@@ -101,7 +101,7 @@ def printed(name: str, outcome: Any) -> str:
 
 @pytest.fixture
 def context(kvctl: Any) -> None:
-    """Something for `kvctl context` to list."""
+    """Contexts for `kvctl context` to list."""
     assert kvctl("context", "add", "prod", "-e", "tcp://a:7000", "-e", "tcp://b:7000", "-l", "role=decode").code == 0
     assert kvctl("context", "add", "lab", "--timeout", "5s").code == 0
 
@@ -141,7 +141,7 @@ def leaves(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[tupl
 
 
 def test_no_view_is_forgotten() -> None:
-    """A command that says which view it prints is in one of the lists above."""
+    """Every command with a view is in one of the lists above."""
     listed = {args[:length] for args in COMMANDS.values() for length in (1, 2)} | NOT_HERE
     for name in TOP:
         command = load(name)
@@ -154,7 +154,7 @@ def test_no_view_is_forgotten() -> None:
 def test_a_pipe_gets_what_a_very_wide_terminal_shows(
     name: str, fleet: Any, context: None, kvctl: Any, terminal: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "400")  # pictures have to have some width; tables do not
+    monkeypatch.setenv("COLUMNS", "400")  # drawings need a width; tables do not
     piped = printed(name, kvctl(*COMMANDS[name]))
     assert "at this width" not in piped
     terminal(400)

@@ -1,4 +1,4 @@
-"""`kvctl help` and the help of every command: examples that can be typed, and the global options in one place."""
+"""`kvctl help` and the help of every command: the examples work, and the global options are listed once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvctl.commands.options import GlobalOptions, KvctlGroup
 from kvctl.commands.registry import COMMANDS, load
 
 POINTER = "Global options (-e, -l, -o, --filter, -w, --from, ...): kvctl help options"
-# Where the shell takes over.
+# Characters that the shell interprets.
 _END = re.compile(r"\s(?:\||>|&&|\|\|)\s")
 
 
@@ -36,7 +36,7 @@ def commands() -> dict[tuple[str, ...], GlobalOptions]:
 ALL = commands()
 EXAMPLES = [(path, line) for path, command in {(): cli, **ALL}.items() for _, line in command.examples]
 every = pytest.mark.parametrize("path", ALL, ids=" ".join)
-# They start fleets, need a terminal, wait for something or change something; what they do has tests of its own.
+# They start fleets, need a terminal, wait, or change agents; they are tested elsewhere.
 NOT_RUN = {"top", "bench", "tune", "demo", "wait", "drain", "resume", "replay", "key", "context"}
 ACTS = {("rooms", "abort"), ("staging", "release"), ("config", "set"), ("peers", "probe")}
 
@@ -48,7 +48,7 @@ def words_of(line: str) -> list[str]:
 
 
 def target(words: list[str], kvctl: Any, monkeypatch: pytest.MonkeyPatch) -> click.Command:
-    """The command that would run."""
+    """Returns the command that the words call."""
     reached: list[click.Command] = []
     with monkeypatch.context() as patch:
         patch.setattr(click.Command, "invoke", lambda self, ctx: reached.append(self))
@@ -85,7 +85,7 @@ def test_a_comment_is_a_sentence_without_its_full_stop() -> None:
 
 @pytest.fixture
 def files(fleet: Any, kvctl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the examples read."""
+    """Writes the files that the examples read."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KVCTL_TIMEOUT", "30s")
     assert kvctl("record", "fleet.kvrec").code == 0
@@ -95,7 +95,7 @@ def files(fleet: Any, kvctl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_examples_that_read_show_something(
     files: None, toy_codes: None, kvctl: Any, canned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against the fleet of fixed answers; rooms are numbered otherwise there."""
+    """Runs with the fleet of fixed answers, which has other room numbers."""
     ran = 0
     for path, line in EXAMPLES:
         words = words_of(line)

@@ -1,4 +1,4 @@
-"""Text that agents report never reaches a terminal raw: every command, every format, stdout and stderr."""
+"""Unprintable text of agents never reaches the output: every command and format, on stdout and stderr."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvctl_agent.errors import RequestRefused
 # a tag character, and a carriage return.
 HOSTILE = "x\x1b]0;owned\x07\x9b31m\x08\x85\u202e\u2066\u200b\ufeff\U000e0041\r"
 _OUR_COLOURS = re.compile("\x1b\\[[0-9;]*m")
-# Names of enumerations: what else stands there is another fault.
+# Values of enumerations, which agents do not choose freely.
 ENUMERATED = {"role", "state", "severity", "level", "stage", "room", "nonce", "engine"}
 ARGUMENTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("rooms", "show"): ("18446744073709551615",),
@@ -40,7 +40,7 @@ NOT_HERE = {"bench", "demo", "tune", "top", "record", "replay", "debug", "comple
 
 
 def poisoned(value: Any, key: str = "") -> Any:
-    """The value with every free text in it, keys of mappings included, made hostile."""
+    """Returns the value with control characters in every free text, including keys of mappings."""
     match value:
         case str():
             return value if key in ENUMERATED else value + HOSTILE

@@ -1,4 +1,4 @@
-"""`kvctl key new` and `-e tcp://`: what is written with which mode, what each mistake with keys says and exits with."""
+"""`kvctl key new` and `-e tcp://`: modes of the files, and the error and exit code of each mistake with keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvctl_agent.contract.keys import read_pair, read_public
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user of our own, whose keys nobody else sees."""
+    """A separate configuration directory for the keys of the test."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     return tmp_path / "config" / "kvctl" / "keys"
 
@@ -74,7 +74,7 @@ class TestNew:
 
 @pytest.fixture
 def agent(home: Path, kvctl: Any, canned: Any, socket_directory: Path) -> Iterator[AdminServer]:
-    """decode-0, which knows the default key as a reader; `events` needs more than that."""
+    """decode-0, where the default key has the level read; `events` needs a higher level."""
     for name in ("default", "fleet", "stranger"):
         assert kvctl("key", "new", name).code == 0
     clients = home / "clients"
@@ -152,7 +152,7 @@ class TestAsking:
         address = agent.remote_address
         began = time.monotonic()
         outcome = kvctl("-e", address, *keys, "--timeout", "60s", command)
-        assert time.monotonic() - began < 30  # what went wrong is told when it is known
+        assert time.monotonic() - began < 30  # the error is printed at once
         return outcome
 
 

@@ -1,4 +1,4 @@
-"""What a careful newcomer tries first, in a real shell: each of it works, or says in a line what to do."""
+"""First steps of a new user in a real shell: each works or prints one line with the next step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Shell = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Shell:
-    """Runs a line in bash, with `kvctl` on PATH; exits are those of the whole line, pipes included."""
+    """Runs a line in bash with `kvctl` on PATH; the exit code is that of the whole pipeline."""
     program = tmp_path / "bin" / "kvctl"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m kvctl "$@"\n')
@@ -152,7 +152,7 @@ def test_what_was_seen_is_kept_and_read_again(shell: Shell, fleet: Any, tmp_path
     assert json.loads(before)
 
 
-# ---- whatever stands at the other end ---------------------------------------------------------------------------
+# ---- closed or full output streams ---------------------------------------------------------------------------
 
 COMMANDS = (
     "status", "agents", "rooms", "rooms history", "rooms slow", "rooms show 18446744073709551615", "staging",
@@ -160,7 +160,7 @@ COMMANDS = (
     "stacks", "config show", "config show --origin", "config explain workers", "context ls", "version --agents",
 )  # fmt: skip
 CASES = [(command, OUTPUTS[number % len(OUTPUTS)]) for number, command in enumerate(COMMANDS)]
-# One interpreter, a child process for each line of its input: they start quicker so, and end as `kvctl` does.
+# One interpreter that forks a child for each line of its input: faster than a new process, with the same exit.
 CHILDREN = """
 import os, sys
 from kvctl.cli import main
@@ -195,7 +195,7 @@ main(words)
 def test_whatever_stands_at_the_other_end(
     sink: str, code: int, said: str, shell: Shell, fleet: Any, tmp_path: Path
 ) -> None:
-    """One line on stderr or none, never a traceback, and an exit code that tells."""
+    """At most one line on stderr, no traceback, and the right exit code."""
     program, cases, codes = tmp_path / "children.py", tmp_path / "cases", tmp_path / "codes"
     program.write_text(CHILDREN)
     cases.write_text("".join(f"{command} -o {output}\n" for command, output in CASES))

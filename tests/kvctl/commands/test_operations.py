@@ -1,4 +1,4 @@
-"""Commands that act: they ask first, act once, on living agents and with leave, and say what each agent has done."""
+"""Commands that change agents: confirmation, one call to live agents that permit it, and the result of each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.errors import RequestRefused
 
 ROOM = "18446744073709551615"
-# One of each, and the agents that do it in a fleet of fixed answers.
+# One call of each command, and the agents that execute it in the fleet of fixed answers.
 ACTS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "abort": (("rooms", "abort", ROOM), {"decode-0", "prefill-0", "prefill-1"}),
     "release": (("staging", "release", "decode-0:7", "--force"), {"decode-0"}),
@@ -82,7 +82,7 @@ def test_no_agent(kvctl: Any, socket_directory: Path, args: tuple[str, ...]) -> 
 
 
 class Agent(NamedTuple):
-    """What is looked at of an agent's answer."""
+    """Returns the part of an agent's answer that the test compares."""
 
     name: str
     hello: dict[str, str]
@@ -154,7 +154,7 @@ class TestAbortSeveral:
 
     @pytest.fixture
     def told(self, start: Any, canned: ModuleType) -> list[tuple[str, int]]:
-        """What (agent, room) is told; rooms 1 and 2 on decode-0 and prefill-0, room 3 on prefill-0 alone."""
+        """Records the calls (agent, room); rooms 1 and 2 are on decode-0 and prefill-0, room 3 on prefill-0 only."""
         told: list[tuple[str, int]] = []
 
         def agent(name: str, rooms: dict[str, int]) -> None:
@@ -275,7 +275,7 @@ class TestAbortSeveral:
 
 @pytest.mark.parametrize("command", ["drain", "resume"])
 class TestWhoIsMeant:
-    """`drain` and `resume` never mean all agents by accident."""
+    """`drain` and `resume` select all agents only on request."""
 
     def test_nobody_is_named(self, start: Any, canned: ModuleType, kvctl: Any, command: str) -> None:
         for name, draining in (("decode-0", True), ("prefill-0", False), ("prefill-1", False)):
@@ -317,7 +317,7 @@ class TestWhoIsMeant:
 
 
 def on_terminal(socket_directory: Path, answer: str, *args: str) -> tuple[int, str]:
-    """Exit code, and what a person sees who answers once to `[y/N]`."""
+    """Runs a command on a terminal and answers its question; returns the exit code and the screen."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "kvctl", *args],
@@ -386,7 +386,7 @@ def test_a_person_says_yes(fleet: Any, socket_directory: Path) -> None:
 
 class TestProbe:
     def test_every_pair_one_after_the_other(self, fleet: Any, kvctl: Any) -> None:
-        """decode-1 is only suspect in this fleet, and so is left out."""
+        """decode-1 is suspect in this fleet and therefore omitted."""
         outcome = kvctl("peers", "probe", "-o", "json")
         assert (outcome.code, outcome.err) == (0, "")
         rows = orjson.loads(outcome.out)["data"]

@@ -1,4 +1,4 @@
-"""`kvctl rooms`: what is wanted is found before it is limited, and failed rooms have a list of their own."""
+"""`kvctl rooms`: filters apply before limits, and failed rooms have a list of their own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CAUSE = {"rank": "decode-0", "code": "KV_PEER_LOST", "text": "peer prefill-0 los
 
 @pytest.fixture
 def history(canned: Any) -> Callable[[dict[str, Any]], Any]:
-    """What an agent tells: 40 rooms, the latest first, of which the oldest failed."""
+    """Answers of an agent with 40 rooms, the latest first; the oldest failed."""
 
     def answer(args: dict[str, Any]) -> Any:
         rows = [
@@ -74,7 +74,7 @@ def test_events_are_chosen_before_they_are_limited(canned: Any, start: Any, kvct
 
 
 def failing(canned: Any, start: Any) -> None:
-    """Room 1 failed on all its ranks, of which prefill-0 was stopped and learnt of it 8 s later; room 2 on one."""
+    """Room 1 failed on all its ranks, on prefill-0 8 s later because it was stopped; room 2 failed on one rank."""
     cause = {**CAUSE, "at_ns": canned.NOW + 13 * canned.S}
 
     def answer(name: str, dropped: int = 0) -> Callable[[dict[str, Any]], Any]:
@@ -133,7 +133,7 @@ def test_failed_rooms_are_filtered_before_they_are_limited(canned: Any, start: A
 def test_a_recording_holds_failed_rooms_with_their_timelines(
     canned: Any, start: Any, kvctl: Any, tmp_path: Path
 ) -> None:
-    """A room that no other command tells of any more."""
+    """A room that only `kvctl rooms failed` still lists."""
     cause = {**CAUSE, "at_ns": canned.NOW}
     row = canned.room_row("decode-0", "9", state="Failed", finished_at_ns=canned.NOW, failure=cause)
     told = {**row, "timeline": [canned.event(0, "decode-0", "open")], "timeline_dropped": 0}

@@ -1,4 +1,4 @@
-"""`-w` on a real terminal: tables on the alternate screen, and everything as it was when the command ends."""
+"""`-w` on a pseudo terminal: tables on the alternate screen, which is left at the end."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Terminal:
         self.seen = ""
 
     def until(self, what: str, times: int = 1) -> None:
-        """Reads until `what` was seen so often."""
+        """Reads until `what` was printed that many times."""
         deadline = time.monotonic() + 60
         while self.seen.count(what) < times:
             assert time.monotonic() < deadline, f"{what!r} not seen {times} times within 60 s: {self.seen!r}"
             assert self.read(), f"ended before {what!r} was seen {times} times: {self.seen!r}"
 
     def read(self) -> bool:
-        """Reads what is there; False at the end."""
+        """Reads available output; returns False at the end."""
         if not select.select([self._ours], [], [], 0.1)[0]:
             return True
         try:
@@ -59,7 +59,7 @@ class Terminal:
         return True
 
     def end(self, number: int) -> int:
-        """Sends a signal and reads the rest; the exit code."""
+        """Sends a signal, reads the remaining output, and returns the exit code."""
         self.process.send_signal(number)
         return self.rest()
 
@@ -75,7 +75,7 @@ class Terminal:
         os.close(self._ours)
 
     def screens(self) -> tuple[str, str]:
-        """(what was drawn on the alternate screen, what stands on the normal one)."""
+        """Returns the text on the alternate screen and the text on the normal screen."""
         drawn = "".join(re.findall(f"{re.escape(ENTER)}(.*?){re.escape(LEAVE)}", self.seen, re.DOTALL))
         normal = re.sub(f"{re.escape(ENTER)}.*?{re.escape(LEAVE)}", "", self.seen, flags=re.DOTALL)
         return drawn, normal.replace("\r", "")
@@ -136,7 +136,7 @@ def test_a_stopped_process_shows_the_normal_screen(fleet: Any, terminal: Open) -
     watched.process.send_signal(signal.SIGTSTP)
     watched.until(LEAVE)
     deadline = time.monotonic() + 60
-    while watched.seen.count(ENTER) < 2:  # one that comes before it has stopped is lost
+    while watched.seen.count(ENTER) < 2:  # a SIGCONT before the process has stopped is lost
         assert time.monotonic() < deadline, f"it did not go on: {watched.seen!r}"
         watched.process.send_signal(signal.SIGCONT)
         assert watched.read()

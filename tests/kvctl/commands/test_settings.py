@@ -1,4 +1,4 @@
-"""Global options: flags over environment over file, and an error that names its source."""
+"""Precedence of the sources of global options, and errors that name the source."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_context_counts_by_what_chose_it(user_file: Path, monkeypatch: pytest.
     monkeypatch.chdir(project / "deep" / "er")
     assert resolve({}).endpoints == ("tcp://lab:7000",)
     assert resolve({}).timeout_ns == 3_000_000_000
-    assert resolve({"context": "prod"}).timeout_ns == 9_000_000_000  # says nothing of it
+    assert resolve({"context": "prod"}).timeout_ns == 9_000_000_000  # not set in the context
     (project / ".kvctl.toml").write_text('endpoint = "of-the-project"\n')
     assert resolve({}).endpoints == ("of-the-project",)
     (project / ".kvctl.toml").write_text('endpoint = "of-the-project"\ncontext = "prod"\n')

@@ -1,4 +1,4 @@
-"""Peers side by side, bootstrap, stacks, keys explained, events followed: what the commands conclude from answers."""
+"""Output of peers diff, bootstrap, stacks, config explain and events from the agents' answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvctl.commands.events import Follower
 
 @pytest.fixture(autouse=True)
 def patience(surroundings: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine answers late."""
+    """Allows a busy machine to answer late."""
     monkeypatch.setenv("KVCTL_TIMEOUT", "30s")
 
 
@@ -125,7 +125,7 @@ def test_events_of_a_severity_and_worse(fleet: Any, kvctl: Any) -> None:
 
 
 class Recorder:
-    """A flight recorder of a few events, as an agent's: a bounded ring with numbers."""
+    """A bounded ring of numbered events, like an agent's flight recorder."""
 
     def __init__(self, capacity: int = 1000) -> None:
         self.first = self.end = 0
@@ -149,7 +149,7 @@ def _event(number: int) -> dict[str, Any]:
 
 
 class Printed:
-    """Where the follower prints; remembers numbers and remarks."""
+    """Output that records the numbers of events and the notes."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []

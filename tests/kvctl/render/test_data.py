@@ -1,4 +1,4 @@
-"""Formats for programs: raw numbers, nothing for the unknown, nothing that breaks a line."""
+"""Formats for programs: unrounded numbers, empty unknown values, escaped line breaks."""
 
 from __future__ import annotations
 
@@ -98,4 +98,4 @@ def test_prometheus_text_groups_families_and_escapes(canned: Any) -> None:
     assert 'kvctl_room_seconds_bucket{agent="b",le="+Inf"} 10\n' in text
     assert 'kvctl_room_seconds_sum{agent="b"} 1.5\n' in text
     assert 'kvctl_ring_size_bytes{agent="we\\"ird\\\\"} 67108864\n' in text
-    assert 'kvctl_ring_size_bytes{agent="b"}' not in text  # unknown there
+    assert 'kvctl_ring_size_bytes{agent="b"}' not in text  # unknown for this agent

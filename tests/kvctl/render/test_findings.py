@@ -1,4 +1,4 @@
-"""Findings in words: numbers as people read them, one of a thing in the singular."""
+"""Findings as text: numbers with units, singular and plural."""
 
 from __future__ import annotations
 

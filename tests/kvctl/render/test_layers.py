@@ -1,4 +1,4 @@
-"""What operators read about layer groups: how many forwards had them, and why the others had not."""
+"""Summary of the decisions to pipeline forwards, with the reasons against it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def said(*ranks: dict[str, Any]) -> list[str]:
 
 
 DECODE = {"pipeline": None}
-OLDER: dict[str, Any] = {}  # an agent that knows nothing of it
+OLDER: dict[str, Any] = {}  # an older agent, which does not report it
 
 
 def test_every_reason_with_its_words_those_for_it_first() -> None:

@@ -1,4 +1,4 @@
-"""Prefill by decode: what a pair counts as, and a picture that fits the terminal."""
+"""The matrix of prefill and decode agents: the state of a pair, and a drawing that fits the terminal."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_picture_fits_and_shows_every_pair(size: tuple[int, int], width: int
         for d, decode in enumerate(names[1])
     ]
     picture = text(pairs(roles(*names[0], *names[1]), rows), width)
-    lines = picture[: max(number for number, line in enumerate(picture) if not line)]  # below stands the legend
+    lines = picture[: max(number for number, line in enumerate(picture) if not line)]  # the legend is below
     grid = "\n".join(lines)
     assert max(map(len, lines)) <= width
     assert grid.count("✕") + grid.count("◑") == size[0] * size[1]
@@ -99,8 +99,8 @@ FACTOR = ["state.conv 8 rows ≠ 16 rows"]
     [
         (FACTOR, [], False, ("8 rows", "16 rows")),
         (FACTOR, FACTOR, True, ("16 rows", "8 rows")),
-        (None, FACTOR, False, ("8 rows", "16 rows")),  # told by the prefill agent
-        ([], FACTOR, False, ("16 rows", "8 rows")),  # the decode agent's own words
+        (None, FACTOR, False, ("8 rows", "16 rows")),  # reported by the prefill agent
+        ([], FACTOR, False, ("16 rows", "8 rows")),  # reported by the decode agent only
         ([], FACTOR, True, ("8 rows", "16 rows")),
     ],
 )

@@ -1,4 +1,4 @@
-"""Pictures and tables as text: fitted to the terminal, honest about the data, deaf to control characters."""
+"""Drawings and tables as text: they fit the terminal, show the data correctly and contain no control characters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def bar_of(answer: Any, width: int = 73) -> str:
 
 
 def test_a_ring_is_drawn_to_scale(canned: Any) -> None:
-    """64 MiB on 63 cells or so: head and watermark stand under the bytes they name."""
+    """64 MiB on about 63 cells: head and watermark are drawn below their offsets."""
     lines = [text(line) for line in draw_ring(canned.staging("decode-0"), 74)]
     bar, markers = lines[1][9:], lines[2][9:]
     assert len(bar) == 64
@@ -63,7 +63,7 @@ def test_an_empty_ring_is_free_and_shows_one_marker(canned: Any) -> None:
     assert set(lines[1][9:]) == {"·"}
     assert "* H and W" in lines[2]
     assert len(lines) == 4
-    assert "moved" not in lines[3]  # nobody knows when
+    assert "moved" not in lines[3]  # unknown when
 
 
 def test_more_than_the_ring_has_is_granted_ahead(canned: Any) -> None:
@@ -89,7 +89,7 @@ def test_a_waterfall_of_a_room_uses_its_real_moments(canned: Any) -> None:
 
 
 class TestHiddenAndExposed:
-    """Two layer groups: the first wholly hidden, the second ready 9 ms later and a quarter hidden."""
+    """Two layer groups: the first completely hidden, the second ready 9 ms later and a quarter hidden."""
 
     def test_a_group_begins_where_it_was_ready(self, canned: Any) -> None:
         _, first, second, *_ = (text(line) for line in draw_waterfall(canned.layers("prefill-0"), 120))

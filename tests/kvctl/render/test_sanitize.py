@@ -1,4 +1,4 @@
-"""What cannot be printed is replaced or escaped, whatever the text."""
+"""Unprintable characters of any text are replaced or escaped."""
 
 from __future__ import annotations
 

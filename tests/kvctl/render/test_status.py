@@ -1,4 +1,4 @@
-"""Sums over a fleet: nothing counted twice, nothing claimed that the counters do not tell."""
+"""Totals of a fleet: nothing is counted twice, and unknown rates stay unknown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers for people, and back."""
+"""Formatting and parsing of numbers with units."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every declared view is sound, and reads what the contract says agents answer."""
+"""Every declared view is consistent and reads fields that the contract declares."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_raw_names_end_in_their_unit(view: View) -> None:
     ids=lambda value: getattr(value, "name", None),
 )
 def test_every_column_finds_its_data(canned: Any, view: View, source: str) -> None:
-    """A path that leads nowhere would show `-` for ever."""
-    found_by_us = {"health": []}  # which no agent says of itself
+    """A wrong path would always show `-`."""
+    found_by_us = {"health": []}  # added by kvctl
     rows = [{**found_by_us, **getattr(canned, source)(name)} for name in canned.FLEET]
     filled = {column.name for column in view.columns if any(column.value(row) is not None for row in rows)}
     unset = {"latency", "failure", "finished_at", "waiting_for"}
