@@ -31,7 +31,7 @@ from kvctl.lab.ranks.request import FloorKind, PlanRequest
 # Engines take seconds of processor time to import, and ranks share the cores.
 _READY_S = 60.0
 _READY_S_PER_RANK = 2.0
-_FLOORS_S = 30.0
+_ROOFLINE_S = 30.0
 _STOP_S = 15.0
 # The rank's own deadline comes first, because its error message has more detail.
 _MARGIN_S = 15.0
@@ -93,10 +93,10 @@ class Fleet:
         }
         return cast(dict[str, Ready], self._group.ask(commands, timeout_s + _MARGIN_S, "start"))
 
-    def floor(self, kind: FloorKind) -> float | None:
+    def roofline(self, kind: FloorKind) -> float | None:
         """Measure one limit of this machine, in GB/s, on the first prefill rank; nothing else may run meanwhile."""
         name = self.of_role("prefill")[0]
-        answer = self._group.ask({name: Floors(kind)}, _FLOORS_S, f"{kind} floor")[name]
+        answer = self._group.ask({name: Floors(kind)}, _ROOFLINE_S, f"{kind} roofline")[name]
         return cast(FloorMeasured, answer)["gb_per_s"]
 
     def prepare(

@@ -168,7 +168,7 @@ class Session:
         """Measure the machine's limits; nothing else may run meanwhile."""
         for kind in rooflines_of(self._plan):
             self.step(f"measuring the {kind} roofline")
-            figure = self.fleet.floor(kind)
+            figure = self.fleet.roofline(kind)
             if figure is not None:
                 self.results.roofline[kind].append(figure)
 

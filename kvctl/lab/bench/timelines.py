@@ -47,14 +47,10 @@ class RoomTimeline(TypedDict):
 
 
 class RingTimeline(TypedDict):
-    """Use of one decode rank's ring during a trial: points are [time in ns, bytes in use], by time.
-
-    `title` describes the trial if the path alone does not.
-    """
+    """Use of one decode rank's ring during a trial: points are [time in ns, bytes in use], by time."""
 
     agent: str
     path: str
-    title: NotRequired[str]
     size_bytes: int
     points: Sequence[Sequence[int]]
 
@@ -64,7 +60,6 @@ class ReportData(TypedDict):
 
     Attributes:
         document: A result of `kvctl bench --save`. Fields that an older document lacks are shown as unknown.
-        title: Headline; derived from the document if absent.
         command: The command line that was run.
         started_at: Start time as text, such as `2026-11-20 12:49:42 UTC`.
         waterfalls: A typical room of each path and pipeline setting.
@@ -72,7 +67,6 @@ class ReportData(TypedDict):
     """
 
     document: Mapping[str, Any]
-    title: NotRequired[str]
     command: NotRequired[str]
     started_at: NotRequired[str]
     waterfalls: NotRequired[Sequence[RoomTimeline]]

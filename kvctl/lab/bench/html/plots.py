@@ -343,8 +343,7 @@ def _ring(ring: RingTimeline, begin: int, end: int) -> Markup:
     drawing = charts.drawing(
         f"Use of the ring of {ring['agent']}", frame, 460, charts.area(frame, points, remark), capacity
     )
-    title = " · ".join(filter(None, [ring["agent"], ring.get("title") or ring["path"]]))
-    return figure(title, remark, drawing)
+    return figure(f"{ring['agent']} · {ring['path']}", remark, drawing)
 
 
 # ---- shared by several sections -------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def render(report: ReportData) -> str:
     found = document.get("runs")
     runs: Sequence[Run] = [run for run in found if isinstance(run, Mapping)] if isinstance(found, list | tuple) else []
     levels = rooflines(document)
-    title = report.get("title") or _default_title(document, runs)
+    title = _title(document, runs)
     body = tag(
         "main",
         _header(title, report, runs, levels),
@@ -68,7 +68,7 @@ def _header(title: str, report: ReportData, runs: Sequence[Run], levels: Sequenc
     return tag("header", top, *lines, _cards(runs, levels))
 
 
-def _default_title(document: Mapping[str, Any], runs: Sequence[Run]) -> str:
+def _title(document: Mapping[str, Any], runs: Sequence[Run]) -> str:
     transports = _distinct(runs, "transport")
     model = _shape(document).get("model")
     return (

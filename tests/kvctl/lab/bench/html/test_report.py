@@ -23,7 +23,6 @@ def whole(document: dict[str, Any], room: Make, ring: Make) -> ReportData:
         run["hidden_ms"] = {"mean": 3.0}
     return {
         "document": document,
-        "title": "Staged against slice",
         "command": "kvctl bench --sweep concurrency=1,2,4",
         "started_at": "2026-11-20 12:52 UTC",
         "waterfalls": [room()],
@@ -72,7 +71,7 @@ class TestPage:
             "Ring occupancy",
             "How it was measured",
         ]
-        assert ET.fromstring(page).findtext("./head/title") == "Staged against slice"
+        assert ET.fromstring(page).findtext("./head/title") == "KV-cache transfer of llama-3.1-8b over nixl"
         assert "kvctl bench --sweep concurrency=1,2,4" in text_of(page)
 
     def test_it_refers_to_nothing_outside(self, whole: ReportData) -> None:

@@ -49,12 +49,12 @@ class TestRings:
         assert corners(second)[0][1] == pytest.approx((place["20"] + place["40"]) / 2, abs=0.02)
 
     def test_rings_sampled_at_other_times_do_not(self, ring: Make, drawings: Drawings) -> None:
-        later = ring(points=[[10**12, 0], [10**12 + 3 * 10**6, 48 << 20]], title="pipelined")
+        later = ring(points=[[10**12, 0], [10**12 + 3 * 10**6, 48 << 20]])
         section = rings([ring(), later]) or ""
         first, second = drawings(section)
         assert first.ticks("x")[-1][1] == "30"
         assert second.ticks("x")[-1][1] == "3"
-        assert "<strong>decode-0 · pipelined</strong>" in section
+        assert "<strong>decode-0 · staged</strong>" in section
 
     def test_the_fullest_of_many_are_shown(self, ring: Make, drawings: Drawings) -> None:
         many = [ring(agent=f"decode-{number}", used_mib=(0, number)) for number in range(20)]
