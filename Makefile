@@ -46,11 +46,11 @@ bench: $(STAMP)  ## move KV from 4 TP prefill ranks to 4 DP decode ranks over NI
 	@echo "bench: kvctl bench --prefill-tp 4 --decode-dp 4"
 	@$(BIN)/kvctl bench --prefill-tp 4 --decode-dp 4
 
-soak: $(STAMP)  ## random faults against live fleets, every byte verified: make soak MINUTES=30 TRANSPORT=nixl SEED=7
+soak: $(STAMP)  ## random faults and garbage against live fleets, every byte verified: make soak MINUTES=30 TRANSPORT=nixl SEED=7
 	@seed=$(SEED); minutes=$(or $(MINUTES),5); bad=0; \
 	echo "soak: seed $$seed; repeat it with: make soak MINUTES=$$minutes TRANSPORT='$(TRANSPORT)' SEED=$$seed"; \
 	for transport in $(TRANSPORT); do \
-		demo=($(BIN)/kvctl demo --transport $$transport --prefill-instances tp2,tp1 --decode-dp 2 \
+		demo=($(BIN)/python -m tests.support.soak --transport $$transport --prefill-instances tp2,tp1 --decode-dp 2 \
 			--faults random --minutes $$minutes --seed $$seed --evidence soak-evidence -o table); \
 		echo "soak: $${demo[*]}"; \
 		"$${demo[@]}" || bad=1; \

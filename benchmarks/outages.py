@@ -25,8 +25,8 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kvctl.lab.bench.statistics import percentile
-from kvctl.lab.demo.fleet import SHORT_TIMINGS, SteadyFleet, SteadyPlan
-from kvctl.lab.demo.room_accounting import Room
+from kvctl.lab.demo.fleet import SHORT_TIMINGS, FleetPlan, LiveFleet
+from kvctl.lab.demo.room_accounting import LiveRoom
 from kvctl.lab.demo.traffic import Traffic
 from kvctl.lab.ranks.request import Sizes
 from kvctl_agent.contract.config import KEYS
@@ -116,13 +116,13 @@ class OpenLoop:
     def __init__(self, traffic: Traffic, rate: float) -> None:
         self.traffic = traffic
         self._gap_s = 1 / rate
-        self._rooms: dict[tuple[int, int], list[Room]] = {pair: [] for pair in PAIRS}
+        self._rooms: dict[tuple[int, int], list[LiveRoom]] = {pair: [] for pair in PAIRS}
         now = time.monotonic()
         # One after the other, so that not all come at once.
         self._next_at = {pair: now + self._gap_s * number / len(PAIRS) for number, pair in enumerate(PAIRS)}
 
     @property
-    def rooms(self) -> list[Room]:
+    def rooms(self) -> list[LiveRoom]:
         return [room for rooms in self._rooms.values() for room in rooms]
 
     def forget(self) -> None:
@@ -177,7 +177,7 @@ class OpenLoop:
 
 def main() -> int:
     options = _options()
-    plan = SteadyPlan(
+    plan = FleetPlan(
         prefill=PREFILL,
         decode=DECODE,
         transport=options.transport,
@@ -191,7 +191,7 @@ def main() -> int:
         f"{options.transport}, {options.rate:g} rooms/s of {TOKENS} tokens for each of {len(PAIRS)} pairs, "
         f"suspect after {timings['suspect_s']:g} s, lost after {timings['lost_s']:g} s, seed {options.seed}"
     )
-    with SteadyFleet(plan) as fleet:
+    with LiveFleet(plan) as fleet:
         fleet.start()
         traffic = Traffic(fleet)
         load = OpenLoop(traffic, options.rate)
@@ -202,14 +202,14 @@ def main() -> int:
         traffic.drain(plan.patience_s)
         fleet.usage(sweep=True)
         traffic.turn(0.0, quiet=True)
-        books = traffic.ledger
+        books = traffic.accounting
         print(
             f"{books.done} rooms succeeded, {books.failed} failed ({books.expected} explained), "
             f"{books.verified_bytes / 1e9:.1f} GB verified, {len(books.corrupt)} corrupt, {len(books.hung)} hung"
         )
         for room in books.unexpected[:8]:
             print(f"not explained: room {room.number}: {room.first_cause}")
-        return 1 if books.corrupt or books.hung or books.unexpected or traffic.unasked_deaths else 0
+        return 1 if books.corrupt or books.hung or books.unexpected or traffic.crashes else 0
 
 
 def defaults() -> dict[str, str | int | float | bool]:
@@ -249,7 +249,7 @@ def measure(load: OpenLoop, outage: Outage, window_s: float, traffic: Traffic) -
     if load.until(served(back_ns), CALM_S):
         found.served_s = (time.monotonic_ns() - back_ns) / 1e9
     if outage.how == "kill":
-        found.started_s = (fleet.ranks[victim].met_ns - back_ns) / 1e9
+        found.started_s = (fleet.ranks[victim].serving_ns - back_ns) / 1e9
     over_ns = time.monotonic_ns()
     found.others.append(others(load.rooms, victim, begun_ns, over_ns))
     if found.quarantined and load.until(
@@ -263,7 +263,7 @@ def measure(load: OpenLoop, outage: Outage, window_s: float, traffic: Traffic) -
     return found
 
 
-def others(rooms: Iterable[Room], victim: str, from_ns: int, until_ns: int) -> Window:
+def others(rooms: Iterable[LiveRoom], victim: str, from_ns: int, until_ns: int) -> Window:
     """Return the rooms without the victim that ended within a time range."""
     took = []
     for room in rooms:
@@ -274,7 +274,7 @@ def others(rooms: Iterable[Room], victim: str, from_ns: int, until_ns: int) -> W
     return Window(len(took) / ((until_ns - from_ns) / 1e9), percentile(sorted(took), 0.99) if took else 0.0)
 
 
-def failures(found: Finding, rooms: Iterable[Room], begun_ns: int) -> None:
+def failures(found: Finding, rooms: Iterable[LiveRoom], begun_ns: int) -> None:
     """Return the times at which the victim's rooms failed on the remaining ranks.
 
     Rooms that the victim had not opened are counted separately: the other ranks never heard of them, and they end with

@@ -24,7 +24,7 @@ from kvctl.health.codes import CODES
 from kvctl.health.engine import examine
 from kvctl.health.finding import Finding
 from kvctl.health.snapshot import HEALTH_CALLS, Snapshot
-from kvctl.lab.demo.fleet import CALM_TIMINGS, SteadyFleet, SteadyPlan
+from kvctl.lab.demo.fleet import CALM_TIMINGS, FleetPlan, LiveFleet
 from kvctl.lab.demo.traffic import Traffic, TrafficOptions
 
 LOOK_EVERY_S = 2.0
@@ -106,10 +106,10 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=0.0, help="rooms a second, in bursts, in place of as many as fit")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    plan = SteadyPlan(
+    plan = FleetPlan(
         transport=options.transport, seed=options.seed, concurrency=options.concurrency, config=CALM_TIMINGS
     )
-    with SteadyFleet(plan) as fleet:
+    with LiveFleet(plan) as fleet:
         fleet.start()
         traffic = Traffic(fleet, TrafficOptions(rate=options.rate, bursty=options.rate > 0))
         onlooker = Onlooker(traffic)
@@ -119,7 +119,7 @@ def main() -> int:
         finally:
             onlooker.end()
         traffic.drain(DRAIN_S)
-    books = traffic.ledger
+    books = traffic.accounting
     excused = ", ".join(f"{code} {count}" for code, count in onlooker.excused.items())
     print(
         f"{books.done} rooms, {books.failed} failed; {onlooker.looks} looks by {len(CODES)} codes; "

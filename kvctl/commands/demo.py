@@ -1,4 +1,4 @@
-"""`kvctl demo`: a small local fleet with endless traffic, to look at everything; and to harm."""
+"""`kvctl demo`: a small local fleet with endless traffic, to observe and to inject faults into."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvctl.commands.stdio import complain
 from kvctl.exit_codes import ExitCode
 from kvctl.lab.bench.options import parse_instances, parse_tokens
 from kvctl.lab.demo.fault_schedule import Kind, ScheduledFault, draw_schedule
-from kvctl.lab.demo.fleet import CALM_TIMINGS, SteadyFleet, SteadyPlan, replaceable
+from kvctl.lab.demo.fleet import CALM_TIMINGS, FleetPlan, LiveFleet, replaceable
 from kvctl.lab.demo.scenarios import SCENARIOS_BY_NAME, Scenario, listed
 from kvctl.lab.demo.soak import Soak
 from kvctl.lab.demo.traffic import SHORT_GAP_S, TrafficOptions
@@ -36,12 +36,12 @@ from kvctl_agent.contract.settings import near
 _COUNT = click.IntRange(min=1)
 _RANDOM_ABORTS = 0.05
 _SHOWN_FAULTS = ("control-loss", "write-error", "abort", "kill", "pause", "replace")
-# To look at: a fleet that leaves the processors to whoever looks, and rooms that last long enough to be seen.
+# Without --minutes, for watching: a fleet that leaves most of the CPU to others, and rooms that last long enough.
 _CALM_RATE = 6.0
 _CALM_CONCURRENCY = 8
 _CALM_GAP_S = 0.4
-# A process that was replaced goes on for so long before it is ended.
-_FORMER_STAYS_S = 5.0
+# Time for which a replaced process is resumed before it is ended.
+_REPLACED_RESUMES_S = 5.0
 _CONCURRENCY = 16
 
 
@@ -49,7 +49,7 @@ def _faults(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) 
     words = [word.strip() for text in texts for word in text.split(",")]
     scenes = [SCENARIOS_BY_NAME[word] for word in words if word in SCENARIOS_BY_NAME]
     if len(scenes) > 1:
-        raise click.BadParameter(f"{scenes[0].name} and {scenes[1].name}: one scene at a time", ctx, param)
+        raise click.BadParameter(f"{scenes[0].name} and {scenes[1].name}: only one scene is possible", ctx, param)
     specs = [word for word in words if word not in SCENARIOS_BY_NAME]
     for word in specs:
         if word and "=" not in word and word not in FAULTS_BY_NAME:
@@ -148,7 +148,7 @@ def _directory(ctx: click.Context, param: click.Parameter, path: Path | None) ->
     type=click.Path(path_type=Path, file_okay=False, writable=True),
     metavar="DIR",
     callback=_directory,
-    help="Directory for what is known of a finding: the room on all ranks, and recordings for kvctl replay.",
+    help="Directory for files about findings: the room on all ranks, and recordings for kvctl replay.",
 )
 @click.option(
     "--verify/--no-verify",
@@ -172,9 +172,11 @@ def demo(settings: Settings, **options: Any) -> None:
     live = options["minutes"] is None
     output.selection(MOMENTS if live else RANKS)
     if options["faults"] and live:
-        raise click.UsageError("--faults random needs --minutes: what happens when is drawn for a run of that length")
+        raise click.UsageError(
+            "--faults random needs --minutes: the schedule of faults is drawn for a run of that length"
+        )
     if options["bursty"] and options["rate"] is None:
-        raise click.UsageError("--bursty needs --rate: without it there are always as many rooms as fit")
+        raise click.UsageError("--bursty needs --rate: without it the number of rooms in flight is constant")
     scene = next((fault for fault in options["given"] if isinstance(fault, Scenario)), None)
     if scene is not None:
         options |= {name: value for name, value in scene.options.items() if not _chosen(name)}
@@ -185,7 +187,7 @@ def demo(settings: Settings, **options: Any) -> None:
 
 @contextlib.contextmanager
 def _sigterm_unwinds() -> Iterator[None]:
-    """SIGTERM ends the ranks in order, as Ctrl-C does: killed, they would leave their sockets."""
+    """Makes SIGTERM end the ranks in order, as Ctrl-C does; killed ranks would leave their sockets."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -199,20 +201,20 @@ def _sigterm_unwinds() -> Iterator[None]:
 
 
 def _chosen(name: str) -> bool:
-    """Whether the user gave an option."""
+    """Whether the user set an option."""
     return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
 
 
 def _calm(options: dict[str, Any]) -> bool:
-    """To look at, not to endure."""
+    """Whether the fleet is for watching rather than for endurance."""
     return options["minutes"] is None
 
 
-def _plan(options: dict[str, Any], scene: Scenario | None) -> SteadyPlan:
+def _plan(options: dict[str, Any], scene: Scenario | None) -> FleetPlan:
     tokens: Tokens = options["tokens"]
     lengths = tokens.values or (tokens.low, tokens.high)
     seed = options["seed"]
-    plan = SteadyPlan(
+    plan = FleetPlan(
         prefill=options["prefill_instances"] or (Sizes(tp=options["prefill_tp"]),),
         decode=Sizes(dp=options["decode_dp"], tp=options["decode_tp"]),
         transport=options["transport"],
@@ -233,7 +235,7 @@ def _traffic(options: dict[str, Any], aborts: float) -> TrafficOptions:
     return TrafficOptions(rate, bursty, aborts, _CALM_GAP_S if _calm(options) else SHORT_GAP_S)
 
 
-def _run(output: Output, plan: SteadyPlan, options: dict[str, Any], scene: Scenario | None) -> ExitCode:
+def _run(output: Output, plan: FleetPlan, options: dict[str, Any], scene: Scenario | None) -> ExitCode:
     minutes = options["minutes"]
     seconds = None if minutes is None else minutes * 60
     output.note(f"seed {plan.seed}")
@@ -244,16 +246,13 @@ def _run(output: Output, plan: SteadyPlan, options: dict[str, Any], scene: Scena
         output.note(f"{scene.name}: {line}; try {', '.join(scene.look)}")
 
     try:
-        with SteadyFleet(plan) as fleet:
-            strikes, everywhere, aborts = _harm(fleet, options, seconds)
+        with LiveFleet(plan) as fleet:
+            schedule, everywhere, aborts = _requested_faults(fleet, options, seconds)
             fleet.start()
             output.note(f"{', '.join(fleet.ranks)} serve after {time.monotonic() - began:.1f} s; Ctrl-C ends them")
-            play = None if scene is None else scene.play
-            soak = Soak(fleet, _traffic(options, aborts), strikes, everywhere, options["evidence"], play, say)
-            try:
-                return _soak(output, soak, seconds)
-            finally:
-                soak.close()
+            script = None if scene is None else scene.script
+            soak = Soak(fleet, _traffic(options, aborts), schedule, everywhere, options["evidence"], script, say)
+            return _soak(output, soak, seconds)
     except FleetError as error:
         complain(str(error))
         return ExitCode.FAILED
@@ -261,30 +260,32 @@ def _run(output: Output, plan: SteadyPlan, options: dict[str, Any], scene: Scena
         return ExitCode.INTERRUPTED
 
 
-def _harm(
-    fleet: SteadyFleet, options: dict[str, Any], seconds: float | None
+def _requested_faults(
+    fleet: LiveFleet, options: dict[str, Any], seconds: float | None
 ) -> tuple[list[ScheduledFault], str, float]:
-    """Strikes at ranks, faults in force at every rank all the time, and the share of rooms that are aborted."""
+    """Returns scheduled faults, faults in force at every rank all the time, and the share of aborted rooms."""
     given = [fault for fault in options["given"] if isinstance(fault, Fault)]
-    strikes: list[ScheduledFault] = []
+    schedule: list[ScheduledFault] = []
     for fault in (fault for fault in given if fault.kind.unit == "rank"):
         if fault.rank not in fleet.ranks:
-            raise click.BadParameter(f"{fault.text}: there is no rank {fault.rank}; there are {', '.join(fleet.ranks)}")
+            raise click.BadParameter(
+                f"{fault.text}: there is no rank {fault.rank}; the ranks are {', '.join(fleet.ranks)}"
+            )
         able = [name for name, rank in fleet.ranks.items() if replaceable(rank.planned)]
         if fault.name == "replace" and fault.rank not in able:
-            names = ", ".join(able) or "none here"
+            names = ", ".join(able) or "none"
             raise click.BadParameter(f"{fault.text}: only a prefill rank without the registry can be replaced: {names}")
         for_s = float("inf") if fault.for_ns is None else fault.for_ns / 1e9
         kind = cast(Kind, fault.name)
-        again_s = _FORMER_STAYS_S if kind == "replace" else 0.0
-        strikes.append(ScheduledFault(fault.at_ns / 1e9, kind, fault.rank, for_s, again_s=again_s))
+        again_s = _REPLACED_RESUMES_S if kind == "replace" else 0.0
+        schedule.append(ScheduledFault(fault.at_ns / 1e9, kind, fault.rank, for_s, again_s=again_s))
     aborts = max((fault.share for fault in given if fault.name == "abort"), default=0.0)
     everywhere = ",".join(fault.text for fault in given if fault.kind.level == "agent")
     if options["faults"] and seconds is not None:
         ranks = {name: rank.planned for name, rank in fleet.ranks.items()}
-        strikes += draw_schedule(fleet.plan.seed, seconds, ranks)
+        schedule += draw_schedule(fleet.plan.seed, seconds, ranks)
         aborts = aborts or _RANDOM_ABORTS
-    return strikes, everywhere, aborts
+    return schedule, everywhere, aborts
 
 
 def _soak(output: Output, soak: Soak, seconds: float | None) -> ExitCode:

@@ -1,8 +1,8 @@
-"""What well-known models keep per request, so that a bench can be run with a model's name in place of its numbers.
+"""Per-request KV geometry of well-known models, so that a bench can name a model instead of its numbers.
 
-The figures are those of the models' published configurations; where a field's name does not say itself what it means
-here, it is named beside the figure. KV layers are the ones whose KV grows with the prompt. Layers of another kind
-(sliding windows, linear attention, an indexer) are components of state beside them.
+The figures are from the models' published configurations, with the field's name beside a figure if it is not obvious.
+KV layers are those whose KV grows with the prompt; layers of other kinds (sliding windows, linear attention, an
+indexer) are components of state.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from kvctl_agent.errors import UnknownModel
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """What one layer computes with, over the whole model.
+    """Widths of one layer's computation, over the whole model.
 
     Attributes:
-        hidden: of the residual stream.
+        hidden: width of the residual stream.
         q_heads: query heads.
-        intermediate: of the MLP; of a mixture of experts, of all experts that a token goes through together.
+        intermediate: width of the MLP; for a mixture of experts, of all experts of a token together.
     """
 
     hidden: int
@@ -31,10 +31,10 @@ class Widths:
 
 @dataclass(frozen=True, slots=True)
 class ModelPreset:
-    """One model's geometry; `num_kv_heads` over the whole model.
+    """One model's geometry; `num_kv_heads` is over the whole model.
 
-    `head_dim` is that of K and of V, unless `v_head_dim` says otherwise. Of kind "mla" it is the latent's, the heads
-    are 1 and there is no V.
+    `head_dim` applies to K, and to V unless `v_head_dim` is given. For kind "mla" it is the latent's, there is one head
+    and no V.
     """
 
     name: str
@@ -53,12 +53,12 @@ _DEEPSEEK = Widths(7168, 128, (8 + 1) * 2048)
 
 
 def _latent(name: str, num_layers: int, states: tuple[State, ...] = ()) -> ModelPreset:
-    """DeepSeek's MLA: a token's row is the compressed KV and the rotary key, kv_lora_rank 512 + qk_rope_head_dim 64."""
+    """Returns a model with DeepSeek's MLA: a token's row is kv_lora_rank 512 + qk_rope_head_dim 64 elements."""
     return ModelPreset(name, num_layers, 1, 576, _DEEPSEEK, kind="mla", states=states)
 
 
 def _window(heads: int, head_dim: int, window: int, layers: tuple[int, ...]) -> State:
-    """Sliding-window layers: an item is a page, for each token a row of K and one of V (bf16)."""
+    """Returns the state of sliding-window layers: an item is a page with a row of K and of V per token (bf16)."""
     return State("window", rows=2, heads=heads, head_bytes=2 * head_dim, layers=layers, kind="window", window=window)
 
 
@@ -112,10 +112,10 @@ MODELS: dict[str, ModelPreset] = {
 
 
 def find_model(name: str) -> ModelPreset:
-    """Look a model up by its name; upper or lower case and a leading "vendor/" do not matter.
+    """Finds a model by name; case and a leading "vendor/" are ignored.
 
     Raises:
-        UnknownModel: no such preset; the message suggests the nearest names.
+        UnknownModel: there is no such preset; the message suggests the nearest names.
     """
     key = name.strip().lower().rpartition("/")[2]
     if key in MODELS:

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from kvctl.lab.demo.fault_schedule import ScheduledFault
-from kvctl.lab.demo.fleet import SteadyFleet, SteadyPlan
+from kvctl.lab.demo.fleet import FleetPlan, LiveFleet
 from kvctl.lab.demo.soak import Soak
-from kvctl.lab.demo.socket_noise import SocketNoise, listeners
 from kvctl.lab.demo.traffic import DeadlineMissed, Traffic, TrafficOptions
 from kvctl.lab.ranks.group import FleetError
 from kvctl.lab.ranks.messages import Abort
 from kvctl.lab.ranks.request import Sizes
 from kvctl_agent.contract.admin import socket_dir
+from tests.support.socket_noise import SocketNoise, listeners
 
 # Far more than it takes on a machine that does nothing else.
 PATIENCE_S = 60.0
@@ -37,12 +37,12 @@ def served_again(traffic: Traffic, name: str) -> None:
 
 
 def test_it_outlives_deaths_pauses_and_noise_and_nothing_is_wrong_or_left() -> None:
-    plan = SteadyPlan(seed=5, concurrency=8, tokens=(16, 512))
-    with SteadyFleet(plan) as fleet:
+    plan = FleetPlan(seed=5, concurrency=8, tokens=(16, 512))
+    with LiveFleet(plan) as fleet:
         fleet.start()
         pids = [rank.pid for rank in fleet.ranks.values()]
         traffic = Traffic(fleet, TrafficOptions(aborts=0.1))
-        books = traffic.ledger
+        books = traffic.accounting
         traffic.until(lambda: books.done >= 30, PATIENCE_S, "30 rooms are done")
 
         noise = SocketNoise(5)
@@ -75,7 +75,7 @@ def test_it_outlives_deaths_pauses_and_noise_and_nothing_is_wrong_or_left() -> N
 
         assert books.done > 50
         assert books.causes["ABORTED"] > 0
-        assert (books.hung, books.corrupt, books.unexpected, traffic.unasked_deaths) == ([], [], [], [])
+        assert (books.hung, books.corrupt, books.unexpected, traffic.crashes) == ([], [], [], [])
         assert books.failed == books.expected
         assert books.verified_bytes > 0
         usage = fleet.usage(PATIENCE_S, sweep=True)
@@ -96,11 +96,11 @@ def test_it_outlives_deaths_pauses_and_noise_and_nothing_is_wrong_or_left() -> N
 
 
 def test_a_frozen_rank_is_replaced_and_the_pages_it_may_write_to_are_free_once_it_goes_on() -> None:
-    plan = SteadyPlan(seed=6, concurrency=8, tokens=(16, 512), transport="loopback")
-    with SteadyFleet(plan) as fleet:
+    plan = FleetPlan(seed=6, concurrency=8, tokens=(16, 512), transport="loopback")
+    with LiveFleet(plan) as fleet:
         fleet.start()
         traffic, rank = Traffic(fleet), fleet.ranks["prefill-1"]
-        books = traffic.ledger
+        books = traffic.accounting
         traffic.until(lambda: books.done >= 20, PATIENCE_S, "20 rooms are done")
         with pytest.raises(ValueError, match="prefill-1 cannot be replaced"):
             fleet.replace("prefill-1")  # it is not paused
@@ -112,30 +112,30 @@ def test_a_frozen_rank_is_replaced_and_the_pages_it_may_write_to_are_free_once_i
         served_again(traffic, "prefill-1")
         done = books.done
         traffic.until(lambda: books.done >= done + 20, PATIENCE_S, "the replacement serves")
-        assert rank.former is not None
-        assert (rank.former.pid, rank.pid != frozen) == (frozen, True)
+        assert rank.replaced is not None
+        assert (rank.replaced.pid, rank.pid != frozen) == (frozen, True)
         assert room.expects == {"decode-0"}  # the frozen process may still write to its pages
 
-        traffic.thaw("prefill-1")
+        traffic.resume_replaced("prefill-1")
         traffic.until(lambda: room.over, PATIENCE_S, "the process that was frozen lets go of the room")
         done = books.done
         traffic.until(lambda: books.done >= done + 20, PATIENCE_S, "the replacement goes on serving")
-        traffic.end_former("prefill-1", kill=False)
+        traffic.end_replaced("prefill-1", kill=False)
         traffic.until(lambda: gone(frozen), PATIENCE_S, "the process that was frozen has ended")
         traffic.drain(plan.patience_s + PATIENCE_S)
-        assert (books.hung, books.corrupt, books.unexpected, traffic.unasked_deaths) == ([], [], [], [])
+        assert (books.hung, books.corrupt, books.unexpected, traffic.crashes) == ([], [], [], [])
         assert books.failed == books.expected > 0
         assert [each["strays"] for each in fleet.usage(PATIENCE_S, sweep=True).values()] == [[]] * 4
     assert list(socket_dir().iterdir()) == []
 
 
 def test_a_soak_that_ends_while_a_replaced_process_is_frozen_lets_it_go_on_and_leaves_nothing() -> None:
-    plan = SteadyPlan(seed=7, concurrency=8, tokens=(16, 512))
-    with SteadyFleet(plan) as fleet:
+    plan = FleetPlan(seed=7, concurrency=8, tokens=(16, 512))
+    with LiveFleet(plan) as fleet:
         fleet.start()
         soak = Soak(fleet, TrafficOptions(), [ScheduledFault(0.5, "replace", "prefill-1", 20.0)])
         soak.run(9.0, lambda line: None)
-        former = fleet.ranks["prefill-1"].former
+        former = fleet.ranks["prefill-1"].replaced
         assert former is not None
         soak.drain()
         soak.close()
@@ -149,11 +149,11 @@ def test_a_soak_that_ends_while_a_replaced_process_is_frozen_lets_it_go_on_and_l
 
 
 def test_what_has_not_ended_in_time_is_named() -> None:
-    plan = SteadyPlan(prefill=(Sizes(),), decode=Sizes(), transport="loopback", concurrency=2, tokens=(64, 64))
-    with SteadyFleet(plan) as fleet:
+    plan = FleetPlan(prefill=(Sizes(),), decode=Sizes(), transport="loopback", concurrency=2, tokens=(64, 64))
+    with LiveFleet(plan) as fleet:
         fleet.start()
         traffic = Traffic(fleet)
-        traffic.until(lambda: traffic.ledger.done >= 4, PATIENCE_S, "four rooms are done")
+        traffic.until(lambda: traffic.accounting.done >= 4, PATIENCE_S, "four rooms are done")
         traffic.drain(PATIENCE_S)
         fleet.pause("decode-0")
         room = traffic.open(64)
@@ -168,14 +168,14 @@ def test_what_has_not_ended_in_time_is_named() -> None:
 
 
 def test_a_failure_that_nobody_asked_for_is_a_finding_and_what_is_known_of_it_is_kept(tmp_path: Path) -> None:
-    plan = SteadyPlan(prefill=(Sizes(),), decode=Sizes(), transport="loopback", concurrency=2, tokens=(64, 64))
-    with SteadyFleet(plan) as fleet:
+    plan = FleetPlan(prefill=(Sizes(),), decode=Sizes(), transport="loopback", concurrency=2, tokens=(64, 64))
+    with LiveFleet(plan) as fleet:
         fleet.start()
         soak = Soak(fleet, TrafficOptions(), [], evidence=tmp_path / "evidence")
         lines: list[dict[str, Any]] = []
         soak.run(1.5, lines.append)
         room = soak.traffic.open(64)
-        fleet.tell("decode-0", Abort(room.number, "behind the ledger's back"))
+        fleet.send("decode-0", Abort(room.number, "behind the ledger's back"))
         soak.drain()
         soak.close()
         summary = soak.summary()
@@ -191,10 +191,8 @@ def test_a_failure_that_nobody_asked_for_is_a_finding_and_what_is_known_of_it_is
 
 
 def test_a_rank_that_does_not_come_up_is_named_with_what_it_said() -> None:
-    plan = SteadyPlan(
-        prefill=(Sizes(),), decode=Sizes(), transport="loopback", config={"lost_s": 0.3, "suspect_s": 0.5}
-    )
-    with SteadyFleet(plan) as fleet, pytest.raises(FleetError, match=r'rank "[a-z]+-0" did not come up: .*lost_s'):
+    plan = FleetPlan(prefill=(Sizes(),), decode=Sizes(), transport="loopback", config={"lost_s": 0.3, "suspect_s": 0.5})
+    with LiveFleet(plan) as fleet, pytest.raises(FleetError, match=r'rank "[a-z]+-0" did not come up: .*lost_s'):
         fleet.start()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvctl.lab.demo.fleet import SteadyFleet, SteadyPlan
+from kvctl.lab.demo.fleet import FleetPlan, LiveFleet
 from kvctl.lab.demo.traffic import Traffic
 from kvctl.lab.ranks.request import Sizes
 
@@ -39,7 +39,7 @@ def socket_dir() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def traffic(request: pytest.FixtureRequest, socket_dir: Path) -> Iterator[Traffic]:
     """Continuous random verified rooms from two prefill ranks to two decode ranks over the named transport."""
-    plan = SteadyPlan(
+    plan = FleetPlan(
         prefill=(Sizes(tp=2),),
         decode=Sizes(dp=2),
         transport=request.param,
@@ -48,10 +48,10 @@ def traffic(request: pytest.FixtureRequest, socket_dir: Path) -> Iterator[Traffi
         tokens=(16, 512),
         config=TIMINGS,
     )
-    with SteadyFleet(plan) as fleet:
+    with LiveFleet(plan) as fleet:
         fleet.start()
         load = Traffic(fleet)
-        load.until(lambda: load.ledger.done > 0, PATIENCE_S, "a first room succeeds")
+        load.until(lambda: load.accounting.done > 0, PATIENCE_S, "a first room succeeds")
         yield load
         told = findings(load)  # by the test in which it happened
         load.drain(PATIENCE_S)
@@ -60,7 +60,7 @@ def traffic(request: pytest.FixtureRequest, socket_dir: Path) -> Iterator[Traffi
         assert {
             name: usage["strays"] for name, usage in fleet.usage(PATIENCE_S, sweep=True).items() if usage["strays"]
         } == {}
-        assert load.ledger.verified_bytes > 0
+        assert load.accounting.verified_bytes > 0
         assert fleet.close() == {}
 
 
@@ -75,8 +75,8 @@ def kept(traffic: Traffic) -> list[str]:
 
 def findings(traffic: Traffic) -> list[object]:
     """Return wrong bytes, hanging rooms, and failures and deaths that no injected fault explains."""
-    books = traffic.ledger
-    return [*books.corrupt, *books.hung, *books.unexpected, *traffic.unasked_deaths]
+    books = traffic.accounting
+    return [*books.corrupt, *books.hung, *books.unexpected, *traffic.crashes]
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def as_before(traffic: Traffic) -> Iterator[None]:
         elif not rank.running:
             traffic.restart(name)
     traffic.until(lambda: all(rank.serving for rank in ranks.values()), PATIENCE_S, "all ranks serve again")
-    done = traffic.ledger.done
-    traffic.until(lambda: traffic.ledger.done >= done + 10, PATIENCE_S, "ten more rooms succeed")
+    done = traffic.accounting.done
+    traffic.until(lambda: traffic.accounting.done >= done + 10, PATIENCE_S, "ten more rooms succeed")
     assert [each for each in findings(traffic) if each not in found] == []
     assert sum(rank.lives - lives[name] for name, rank in ranks.items()) <= 1, "only the victim was restarted"

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from kvctl.cli import run
-from kvctl.lab.demo.room_accounting import Room
+from kvctl.lab.demo.room_accounting import LiveRoom
 from kvctl.lab.demo.traffic import Traffic
 
 EVERY = pytest.mark.parametrize("traffic", ["nixl", "mooncake"], indirect=True, scope="module")
@@ -28,7 +28,7 @@ PATIENCE_S = 60.0
 FORWARD_S = 600.0
 
 
-def rooms_in_flight(traffic: Traffic, victim: str) -> list[Room]:
+def rooms_in_flight(traffic: Traffic, victim: str) -> list[LiveRoom]:
     """Two rooms of `victim` whose first half has landed, and whose second forward takes longer than any test.
 
     With nothing of them under way, that they fail is told by whoever finds the victim gone, not by a write to it.
@@ -45,8 +45,8 @@ def rooms_in_flight(traffic: Traffic, victim: str) -> list[Room]:
     return rooms
 
 
-def failed_since(traffic: Traffic, since_ns: int) -> list[Room]:
-    return [room for room in traffic.ledger.rooms.values() if room.failed and room.ended_ns >= since_ns]
+def failed_since(traffic: Traffic, since_ns: int) -> list[LiveRoom]:
+    return [room for room in traffic.accounting.rooms.values() if room.failed and room.ended_ns >= since_ns]
 
 
 def first_room(traffic: Traffic, victim: str) -> None:
@@ -54,7 +54,7 @@ def first_room(traffic: Traffic, victim: str) -> None:
     since_ns = time.monotonic_ns()
 
     def some() -> bool:
-        rooms = traffic.ledger.rooms.values()
+        rooms = traffic.accounting.rooms.values()
         return any(room.opened_ns > since_ns and victim in room.ranks and room.succeeded for room in rooms)
 
     traffic.until(some, PATIENCE_S, f"a room of {victim} succeeds")
@@ -94,7 +94,7 @@ def others_see(traffic: Traffic, victim: str, state: str) -> None:
     traffic.until(all_agree, PATIENCE_S, f"{', '.join(sorted(who))} see {victim} as {state}")
 
 
-def assert_lost(rooms: list[Room], victim: str, words: str) -> None:
+def assert_lost(rooms: list[LiveRoom], victim: str, words: str) -> None:
     """Each room failed on every other rank because `victim` is lost, with a text that starts with `words`."""
     for room in rooms:
         for name in set(room.ranks) - {victim}:
@@ -104,7 +104,7 @@ def assert_lost(rooms: list[Room], victim: str, words: str) -> None:
             assert end.cause["text"].startswith(words), (name, end.cause)
 
 
-def ended_everywhere(traffic: Traffic, rooms: list[Room], victim: str) -> None:
+def ended_everywhere(traffic: Traffic, rooms: list[LiveRoom], victim: str) -> None:
     living = [(room, name) for room in rooms for name in room.ranks if name != victim]
     words = f"rooms of {victim} end on every other rank"
     traffic.until(lambda: all(name in room.ends for room, name in living), PATIENCE_S, words)
@@ -132,7 +132,7 @@ def kill(traffic: Traffic, victim: str) -> None:
 def test_a_killed_decode_rank_costs_its_own_rooms_and_serves_again(traffic: Traffic) -> None:
     since_ns = time.monotonic_ns()
     kill(traffic, "decode-1")
-    others = [room for room in traffic.ledger.rooms.values() if room.opened_ns > since_ns and room.decode_dp == 0]
+    others = [room for room in traffic.accounting.rooms.values() if room.opened_ns > since_ns and room.decode_dp == 0]
     assert any(room.succeeded for room in others), "the other decode rank went on"
 
 
@@ -149,12 +149,12 @@ def test_a_killed_prefill_rank_fails_its_rooms_everywhere_and_serves_again(traff
 @NIXL
 @pytest.mark.parametrize("victim", ["decode-1", "prefill-1"])
 def test_a_short_stop_is_seen_and_fails_no_room(traffic: Traffic, victim: str) -> None:
-    failed = traffic.ledger.failed
+    failed = traffic.accounting.failed
     traffic.pause(victim)
     traffic.until(lambda: "suspect" in seen_by_others(victim).values(), PATIENCE_S, f"{victim} is a suspect")
     traffic.resume(victim)
     first_room(traffic, victim)
-    assert traffic.ledger.failed == failed
+    assert traffic.accounting.failed == failed
 
 
 @EVERY
@@ -189,11 +189,11 @@ def test_a_long_stop_of_a_decode_rank_fails_its_rooms_and_it_serves_again_withou
     victim = "decode-1"
     incarnation = traffic.fleet.ranks[victim].incarnation
     rooms = rooms_in_flight(traffic, victim)
-    done = traffic.ledger.done
+    done = traffic.accounting.done
     traffic.pause(victim)
     ended_everywhere(traffic, rooms, victim)
     assert_lost(rooms, victim, f"peer {victim} (incarnation {incarnation}) lost: silent for ")
-    traffic.until(lambda: traffic.ledger.done > done, PATIENCE_S, "the other decode rank goes on")
+    traffic.until(lambda: traffic.accounting.done > done, PATIENCE_S, "the other decode rank goes on")
     traffic.resume(victim)
     traffic.until(lambda: all(room.over for room in rooms), PATIENCE_S, f"{victim} has let go of its rooms")
     first_room(traffic, victim)

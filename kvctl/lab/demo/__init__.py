@@ -1,3 +1,1 @@
-"""Real fleets on this machine: one process per rank, started, heard, harmed on purpose, and always ended."""
-
-from __future__ import annotations
+"""Live fleets of `kvctl demo`: traffic, faults and scenarios, accounting of every room, and endurance runs."""

@@ -1,14 +1,12 @@
-"""Which fault hits whom, when, and for how long: drawn once, from a seed, before anything is started.
+"""Random faults of an endurance run: a schedule drawn from a seed before the fleet starts, and its execution.
 
-The same seed, time and ranks give the same schedule. Deaths and pauses never take more at once than leaves a prefill
-instance and a decode dp group that can serve; where there is only one of either, its ranks go down one at a time.
-While a process that was replaced is there, nothing else goes down in its instance.
+The same seed, duration and ranks give the same schedule. Kills and pauses always leave a prefill instance and a decode
+dp group that can serve; if there is only one of either, its ranks go down one at a time. While a replaced process
+exists, nothing else goes down in its instance.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import random
 import time
 from collections import Counter
@@ -19,28 +17,33 @@ from math import exp, log
 from typing import Literal, NamedTuple
 
 from kvctl.lab.demo.fleet import replaceable
-from kvctl.lab.demo.socket_noise import SocketNoise
 from kvctl.lab.demo.traffic import Traffic
 from kvctl.lab.ranks.plan import PlannedRank
 
-Kind = Literal["kill", "pause", "replace", "fault", "noise"]
+Kind = Literal["kill", "pause", "replace", "fault"]
 
-_GAP_S = 2.5  # between two strikes, on average
-_QUIET_S = 2.0  # nothing happens at first: rooms have to flow before they can be hurt
-_RECOVERY_S = 6.0  # after a death or a pause its group is left alone for so long
-_WEIGHTS: dict[Kind, float] = {"kill": 3, "pause": 3, "replace": 1, "fault": 6, "noise": 2}
+_MEAN_GAP_S = 2.5  # between two faults
+_QUIET_S = 2.0  # without faults at the start, until rooms flow
+_RECOVERY_S = 6.0  # without another kill or pause in the same group
+_WEIGHTS: dict[Kind, float] = {"kill": 3, "pause": 3, "replace": 1, "fault": 6}
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0
 _SHORTEST_FREEZE_S, _LONGEST_FREEZE_S = 12.0, 30.0
 _SHORTEST_RETURN_S, _LONGEST_RETURN_S = 0.5, 8.0
-_DEAD_FROZEN = 0.25
-_SHORTEST_DEATH_S, _LONGEST_DEATH_S = 0.1, 5.0
+_KILLED_WHILE_FROZEN = 0.25
+_SHORTEST_DOWN_S, _LONGEST_DOWN_S = 0.1, 5.0
 _KILLED_AGAIN = 0.15
 _CLOCK_WRONG = 0.2
 _CLOCKS = ("clock-jump=-1h", "clock-jump=-1000h", "clock-jump=1h")
+# The replacement is started after this share of the freeze, sometimes before the others take the rank for lost.
+_REPLACED_AFTER = 0.2
+# Writes posted before the freeze that leave once the process is resumed, when other rooms have its pages unless those
+# are quarantined.
+_LATE_WRITES, _LATE_S = "slow-lane=200ms", 0.4
+_LEAVES_AFTER_S = 2.0  # a replaced process that is resumed because the run ends
 
 Draw = random.Random
 _BOTH = ("prefill", "decode")
-# Name, the roles at which it can strike, and its value.
+# Name, roles to which it applies, and its value.
 _FAULTS: tuple[tuple[str, tuple[str, ...], Callable[[Draw], str]], ...] = (
     ("control-loss", _BOTH, lambda draw: _percent(draw, 2, 20)),
     ("control-delay", _BOTH, lambda draw: _milliseconds(draw, 1, 200)),
@@ -63,11 +66,11 @@ class ScheduledFault:
     """One fault.
 
     Attributes:
-        at_s: from the beginning of the traffic.
-        seconds: how long the rank is down, paused or frozen, or the fault in force; 0 for noise.
-        spec: of an in-process fault; of a killed rank's next life.
-        again_s: of a kill: the next life is killed, too, so long after it began; 0: it is not. Of a replace: the frozen
-            process goes on for so long; 0: it is killed instead.
+        at_s: time from the start of the traffic.
+        seconds: duration of the outage, pause, freeze or fault.
+        spec: an agent's fault; for a killed rank, the fault in force in its next process.
+        again_s: for a kill, the next process is killed after this time (0: not). For a replacement, the frozen process
+            is resumed for this time (0: it is killed instead).
     """
 
     at_s: float
@@ -87,40 +90,40 @@ class _Outage:
 
 
 def draw_schedule(seed: int, seconds: float, ranks: Mapping[str, PlannedRank]) -> list[ScheduledFault]:
-    """Strikes in order of time, all of them over a little before the end.
+    """Draws the faults of a run in order of time; all end before the run.
 
     Args:
-        seconds: how long there is traffic.
+        seconds: duration of the traffic.
         ranks: by name.
     """
     draw = Draw(f"schedule {seed}")
     groups = {name: _group(rank) for name, rank in ranks.items()}
-    strikes: list[ScheduledFault] = []
+    faults: list[ScheduledFault] = []
     outages: list[_Outage] = []
     at_s = _QUIET_S
-    while (at_s := round(at_s + draw.expovariate(1 / _GAP_S), 2)) < seconds:
+    while (at_s := round(at_s + draw.expovariate(1 / _MEAN_GAP_S), 2)) < seconds:
         kind = draw.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
         able = [name for name, rank in sorted(ranks.items()) if kind != "replace" or replaceable(rank)]
         if not able:
             continue
         name = draw.choice(able)
-        # Everything is drawn whether it is used or not, so that a strike that is left out changes no later one.
-        strike = _strike(draw, at_s, kind, name, ranks[name]["role"])
-        if kind in ("kill", "pause", "replace"):
+        # Everything is drawn whether it is used or not, so that an omitted fault changes no later one.
+        fault = _draw_fault(draw, at_s, kind, name, ranks[name]["role"])
+        if kind != "fault":
             outages = [outage for outage in outages if outage.until_s > at_s]
             alone = kind == "replace"
-            if not _bearable(groups, outages, name, alone):
+            if not _can_go_down(groups, outages, name, alone):
                 continue
-            until_s = at_s + strike.seconds + strike.again_s + _RECOVERY_S
+            until_s = at_s + fault.seconds + fault.again_s + _RECOVERY_S
             outages.append(_Outage(groups[name], name, until_s, alone))
-        if strike.at_s + strike.seconds + strike.again_s < seconds:
-            strikes.append(strike)
-    return strikes
+        if fault.at_s + fault.seconds + fault.again_s < seconds:
+            faults.append(fault)
+    return faults
 
 
-def _strike(draw: Draw, at_s: float, kind: Kind, name: str, role: str) -> ScheduledFault:
+def _draw_fault(draw: Draw, at_s: float, kind: Kind, name: str, role: str) -> ScheduledFault:
     if kind == "kill":
-        seconds = _between(draw, _SHORTEST_DEATH_S, _LONGEST_DEATH_S)
+        seconds = _between(draw, _SHORTEST_DOWN_S, _LONGEST_DOWN_S)
         spec = draw.choice(_CLOCKS) if draw.random() < _CLOCK_WRONG else ""
         again_s = _between(draw, 0.2, 3.0) if draw.random() < _KILLED_AGAIN else 0.0
         return ScheduledFault(at_s, kind, name, seconds, spec, again_s)
@@ -129,15 +132,14 @@ def _strike(draw: Draw, at_s: float, kind: Kind, name: str, role: str) -> Schedu
     if kind == "replace":
         again_s = _between(draw, _SHORTEST_RETURN_S, _LONGEST_RETURN_S)
         seconds = _between(draw, _SHORTEST_FREEZE_S, _LONGEST_FREEZE_S)
-        return ScheduledFault(at_s, kind, name, seconds, again_s=0.0 if draw.random() < _DEAD_FROZEN else again_s)
-    if kind == "noise":
-        return ScheduledFault(at_s, kind, name, 0.0)
+        killed = draw.random() < _KILLED_WHILE_FROZEN
+        return ScheduledFault(at_s, kind, name, seconds, again_s=0.0 if killed else again_s)
     fault, _, value = draw.choice([each for each in _FAULTS if role in each[1]])
     return ScheduledFault(at_s, kind, name, _between(draw, 0.5, 8.0), f"{fault}={value(draw)}")
 
 
-def _bearable(groups: Mapping[str, tuple[str, int]], outages: list[_Outage], name: str, alone: bool) -> bool:
-    """Whether somebody can still serve when this rank goes down as well, and nothing forbids it in its group."""
+def _can_go_down(groups: Mapping[str, tuple[str, int]], outages: list[_Outage], name: str, alone: bool) -> bool:
+    """Whether the fleet can still serve if this rank goes down as well, and its group allows it."""
     group = groups[name]
     if any(outage.rank == name or (outage.group == group and (alone or outage.alone)) for outage in outages):
         return False
@@ -149,12 +151,12 @@ def _bearable(groups: Mapping[str, tuple[str, int]], outages: list[_Outage], nam
 
 
 def _group(rank: PlannedRank) -> tuple[str, int]:
-    """What has to be whole to serve: a prefill instance, a decode dp group."""
+    """Returns the group that has to be complete to serve: a prefill instance or a decode dp group."""
     return ("prefill", rank["instance"]) if rank["role"] == "prefill" else ("decode", rank["dp"])
 
 
 def _between(draw: Draw, low: float, high: float) -> float:
-    """Log-uniform: short times as often as long ones."""
+    """Draws log-uniformly: short times as often as long ones."""
     return round(low * exp(draw.random() * log(high / low)), 2)
 
 
@@ -166,157 +168,139 @@ def _milliseconds(draw: Draw, low: int, high: int) -> str:
     return f"{draw.randint(low, high)}ms"
 
 
-# Of the time that a rank is frozen: then its replacement is started, sometimes before the others take it for lost.
-_REPLACED_AFTER = 0.2
-# Writes that a process has posted, and that leave once it goes on, when others have its pages unless those are kept.
-_LATE_WRITES, _LATE_S = "slow-lane=200ms", 0.4
-_LEAVES_AFTER_S = 2.0  # a replaced process that goes on because the run ends
-
-
 class Restart(NamedTuple):
-    """How long a new life took, in seconds since its process was started; None: it was over before that."""
+    """Seconds from the start of a process until it served; None: it ended before that."""
 
     rank: str
-    met_s: float | None
+    ready_s: float | None
     served_s: float | None
 
 
 class FaultRunner:
-    """Strikes while traffic runs.
+    """Executes a schedule while traffic runs, on the traffic's turns.
 
     Attributes:
-        injected: by kind; of in-process faults by the fault's name.
-        restarts: lives that have come so far that they served, or that have ended.
+        injected: number of faults by kind; agents' faults by their name.
+        restarts: restarted processes that have served a room or have ended.
+        now: the current fault of each rank, and its end.
     """
 
-    def __init__(self, traffic: Traffic, strikes: Sequence[ScheduledFault], seed: int) -> None:
-        """Time begins now."""
+    def __init__(self, traffic: Traffic, faults: Sequence[ScheduledFault]) -> None:
+        """Time starts now."""
         self._traffic = traffic
         self._began = time.monotonic()
-        self._order = itertools.count()
-        self._due = [(strike.at_s, next(self._order), partial(self._strike, strike)) for strike in strikes]
-        heapq.heapify(self._due)
-        self._noise = SocketNoise(seed)
+        self._ended = False
         self.injected: Counter[str] = Counter()
         self.restarts: list[Restart] = []
-        self._coming: dict[str, int] = {}  # ranks whose new life is awaited, and when it began
-        self.now: dict[str, tuple[str, float]] = {}  # what is done to a rank at present, and until when
+        self._restarting: dict[str, int] = {}  # ranks whose new process has not served yet, and its start
+        self.now: dict[str, tuple[str, float]] = {}
+        for fault in faults:
+            self._later(fault.at_s, partial(self._inject, fault))
 
     def turn(self) -> None:
-        """Do what is due."""
+        """Updates `now` and `restarts`."""
         now = time.monotonic() - self._began
-        while self._due and self._due[0][0] <= now:
-            heapq.heappop(self._due)[2]()
         self.now = {rank: what for rank, what in self.now.items() if what[1] > now}
-        self._look()
+        for name, since_ns in list(self._restarting.items()):
+            served_ns = self._traffic.first_success_ns.get(name, 0)
+            ready_ns = self._traffic.fleet.ranks[name].serving_ns
+            if ready_ns and served_ns > since_ns:
+                del self._restarting[name]
+                self.restarts.append(Restart(name, (ready_ns - since_ns) / 1e9, (served_ns - since_ns) / 1e9))
 
     def end(self) -> None:
-        """Nothing more is struck: resume what is paused, start what is down, end every fault."""
-        self._due.clear()
+        """Cancels what is scheduled, resumes paused ranks, restarts ranks that are down, and ends every fault."""
+        self._ended = True
         for name, rank in self._traffic.fleet.ranks.items():
             if rank.paused:
                 self._traffic.resume(name)
-            if rank.former is not None:
-                self._return(name, _LEAVES_AFTER_S)
+            if rank.replaced is not None:
+                self._end_replaced(name, _LEAVES_AFTER_S)
             if not rank.running:
                 self._start(name, "")
             else:
                 self._traffic.fleet.fault(name, "clear")
 
-    def close(self) -> None:
-        """Close what it made noise with."""
-        self._noise.close()
+    def _later(self, seconds: float, action: Callable[[], None], *, always: bool = False) -> None:
+        """Schedules an action; `always`: also after `end`."""
+        self._traffic.later(seconds, lambda: action() if always or not self._ended else None)
 
-    def _strike(self, strike: ScheduledFault) -> None:
-        traffic, name = self._traffic, strike.rank
+    def _inject(self, fault: ScheduledFault) -> None:
+        traffic, name = self._traffic, fault.rank
         rank = traffic.fleet.ranks[name]
-        if not rank.running or rank.paused or (strike.kind == "replace" and rank.former is not None):
-            return  # it took longer to come back than the schedule thought
-        self.now[name] = (strike.spec or strike.kind, strike.at_s + max(strike.seconds, 1.0))
-        if strike.kind == "kill":
-            self._kill(name, strike.seconds, strike.spec, strike.again_s)
-        elif strike.kind == "pause":
+        if not rank.running or rank.paused or (fault.kind == "replace" and rank.replaced is not None):
+            return  # recovery from an earlier fault took longer than scheduled
+        self.now[name] = (fault.spec or fault.kind, fault.at_s + max(fault.seconds, 1.0))
+        if fault.kind == "kill":
+            self._kill(name, fault.seconds, fault.spec, fault.again_s)
+        elif fault.kind == "pause":
             traffic.pause(name)
             self.injected["pause"] += 1
-            self._later(strike.seconds, partial(self._resume, name))
-        elif strike.kind == "replace":
+            self._later(fault.seconds, partial(self._resume, name))
+        elif fault.kind == "replace":
             traffic.fault(name, _LATE_WRITES, 2 * _LATE_S)
-            self._later(_LATE_S, partial(self._freeze, strike))
-        elif strike.kind == "fault":
-            traffic.fault(name, strike.spec, strike.seconds)
-            self.injected[strike.spec.partition("=")[0]] += 1
+            self._later(_LATE_S, partial(self._freeze, fault))
         else:
-            self.injected["noise"] += self._noise.make(rank.pid)
+            traffic.fault(name, fault.spec, fault.seconds)
+            self.injected[fault.spec.partition("=")[0]] += 1
 
     def _kill(self, name: str, down_s: float, spec: str, again_s: float) -> None:
-        self._give_up_on(name)
+        self._note_cut_short(name)
         self._traffic.kill(name)
         self.injected["kill"] += 1
         self._later(down_s, partial(self._restart, name, spec, again_s))
 
     def _restart(self, name: str, spec: str, again_s: float) -> None:
         rank = self._traffic.fleet.ranks[name]
-        if rank.running:  # its end has not been seen yet
+        if rank.running:  # its exit has not been seen yet
             self._later(0.05, partial(self._restart, name, spec, again_s))
             return
         self._start(name, spec)
         if spec:
             self.injected["clock-jump"] += 1
         if again_s:
-            self._later(again_s, partial(self._again, name))
+            self._later(again_s, partial(self._kill_again, name))
 
-    def _again(self, name: str) -> None:
+    def _kill_again(self, name: str) -> None:
         rank = self._traffic.fleet.ranks[name]
         if rank.running and not rank.paused:
             self._kill(name, 0.1, "", 0.0)
 
     def _start(self, name: str, spec: str) -> None:
         self._traffic.restart(name, spec)
-        self._coming[name] = time.monotonic_ns()
+        self._restarting[name] = time.monotonic_ns()
 
-    def _freeze(self, strike: ScheduledFault) -> None:
-        rank = self._traffic.fleet.ranks[strike.rank]
+    def _freeze(self, fault: ScheduledFault) -> None:
+        rank = self._traffic.fleet.ranks[fault.rank]
         if rank.running and not rank.paused:
-            self._traffic.pause(strike.rank)
+            self._traffic.pause(fault.rank)
             self.injected["replace"] += 1
-            self._later(strike.seconds * _REPLACED_AFTER, partial(self._replace, strike))
+            self._later(fault.seconds * _REPLACED_AFTER, partial(self._replace, fault))
 
-    def _replace(self, strike: ScheduledFault) -> None:
-        if not self._traffic.fleet.ranks[strike.rank].paused:
+    def _replace(self, fault: ScheduledFault) -> None:
+        if not self._traffic.fleet.ranks[fault.rank].paused:
             return
-        self._give_up_on(strike.rank)
-        self._traffic.replace(strike.rank)
-        self._coming[strike.rank] = time.monotonic_ns()
-        frozen_s = strike.seconds * (1 - _REPLACED_AFTER)
-        self._later(frozen_s, partial(self._return, strike.rank, strike.again_s))
+        self._note_cut_short(fault.rank)
+        self._traffic.replace(fault.rank)
+        self._restarting[fault.rank] = time.monotonic_ns()
+        frozen_s = fault.seconds * (1 - _REPLACED_AFTER)
+        self._later(frozen_s, partial(self._end_replaced, fault.rank, fault.again_s))
 
-    def _return(self, name: str, for_s: float) -> None:
-        """A process that was replaced goes on for so long, or is killed without."""
-        if for_s:
-            self._traffic.thaw(name)
-            self._later(for_s, partial(self._traffic.end_former, name, kill=False))
+    def _end_replaced(self, name: str, resumed_s: float) -> None:
+        """Resumes a replaced process for some time and ends it, or kills it at once."""
+        if resumed_s:
+            self._traffic.resume_replaced(name)
+            self._later(resumed_s, partial(self._traffic.end_replaced, name, kill=False), always=True)
         else:
-            self._traffic.end_former(name, kill=True)
+            self._traffic.end_replaced(name, kill=True)
 
     def _resume(self, name: str) -> None:
         if self._traffic.fleet.ranks[name].paused:
             self._traffic.resume(name)
 
-    def _look(self) -> None:
-        """Which new lives have served a room by now."""
-        for name, since_ns in list(self._coming.items()):
-            served_ns = self._traffic.first_success_ns.get(name, 0)
-            met_ns = self._traffic.fleet.ranks[name].met_ns
-            if met_ns and served_ns > since_ns:
-                del self._coming[name]
-                self.restarts.append(Restart(name, (met_ns - since_ns) / 1e9, (served_ns - since_ns) / 1e9))
-
-    def _give_up_on(self, name: str) -> None:
-        """A life that is killed before it has served anything."""
-        since_ns = self._coming.pop(name, None)
+    def _note_cut_short(self, name: str) -> None:
+        """Records a restarted process that is killed before it has served a room."""
+        since_ns = self._restarting.pop(name, None)
         if since_ns is not None:
-            met_ns = self._traffic.fleet.ranks[name].met_ns
-            self.restarts.append(Restart(name, (met_ns - since_ns) / 1e9 if met_ns else None, None))
-
-    def _later(self, seconds: float, action: partial[None]) -> None:
-        heapq.heappush(self._due, (time.monotonic() - self._began + seconds, next(self._order), action))
+            ready_ns = self._traffic.fleet.ranks[name].serving_ns
+            self.restarts.append(Restart(name, (ready_ns - since_ns) / 1e9 if ready_ns else None, None))

@@ -1,7 +1,9 @@
-"""What a fleet that lives on is made of: its ranks, the model's shape, its timings, and how much fits into it.
+"""A live fleet: its plan, and real rank processes that are killed, paused, replaced and restarted one by one.
 
-Layouts are the agent's side of the house, so the shape and the ranks come from the same planner that a bench asks; how
-many rooms a rank can have at once is decided here, because it is the router that keeps to it.
+Shape and ranks come from the planner that the bench uses; the number of rooms per rank is decided here, because the
+router enforces it. A bench ends with the first rank that dies; here an exit is an event like any other: `died` if the
+rank had not been told to end, `replaced-died` for a process that had been replaced. Call everything from the thread
+that started the fleet: the kernel ends the ranks when that thread ends.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ SHORT_TIMINGS: Mapping[str, Setting] = {
     "bootstrap_timeout_s": 12.0,
     "waiting_timeout_s": 12.0,
 }
-"""So short that loss and quarantine happen often, and that nothing can hang for long without being noticed."""
+"""Timings so short that loss and quarantine occur often and a hang is noticed soon."""
 
 CALM_TIMINGS: Mapping[str, Setting] = {
     "heartbeat_s": 1.0,
@@ -44,28 +46,31 @@ CALM_TIMINGS: Mapping[str, Setting] = {
     "bootstrap_timeout_s": 60.0,
     "waiting_timeout_s": 60.0,
 }
-"""An agent's own, with deadlines that somebody who looks on lives to see."""
+"""The agents' default timings, with deadlines short enough to be watched."""
 
 _TRANSFER_WORKERS = {"copy_threads": 1, "workers": 1, "staging_buffer_mb": 16}
-# Rooms that wait for a dead or silent peer keep their pages, besides those in flight.
+# Rooms that wait for a dead or silent peer keep their pages, in addition to the rooms in flight.
 _SPARE = 3
+# Transfer engines take seconds of CPU time to import, and the ranks share the cores.
+_START_S = 60.0
+_START_S_PER_RANK = 3.0
 
 
 @dataclass(frozen=True)
-class SteadyPlan:
+class FleetPlan:
     """A fleet to start.
 
     Args:
         prefill: the prefill instances; all serve the one decode instance.
-        tokens: shortest and longest prompt.
-        concurrency: rooms in flight over the whole fleet that its pools are sized for.
-        ring_mb: each decode rank's ring; 0: a little smaller than its share of the rooms in flight.
-        config: of every agent, over `SHORT_TIMINGS`.
+        tokens: minimum and maximum prompt length.
+        concurrency: rooms in flight over the whole fleet for which its pools are sized.
+        ring_mb: each decode rank's ring; 0: slightly smaller than its share of the rooms in flight.
+        config: configuration of every agent, on top of `SHORT_TIMINGS`.
         layers, kv_heads, head_dim: a small model, so that rooms are many rather than large.
         verify: compare every byte and watch the free pages.
-        odd_pages: page sizes of ranks that were set up wrongly, by name.
-        odd_rings: MiB of rings that were set up wrongly, by name.
-        absent: ranks that nobody starts.
+        odd_pages: page sizes of misconfigured ranks, by name.
+        odd_rings: ring MiB of misconfigured ranks, by name.
+        absent: ranks that are never started.
     """
 
     prefill: tuple[Sizes, ...] = (Sizes(tp=2),)
@@ -87,8 +92,8 @@ class SteadyPlan:
     absent: frozenset[str] = frozenset()
 
     @property
-    def bytes_of_token(self) -> int:
-        """KV bytes of one token over the whole model: K and V, two bytes an element."""
+    def token_bytes(self) -> int:
+        """KV bytes of one token over the whole model: K and V, two bytes per element."""
         return self.layers * self.kv_heads * self.head_dim * 2 * 2
 
     @property
@@ -96,30 +101,33 @@ class SteadyPlan:
         """MiB of each decode rank's ring."""
         if self.ring_mb:
             return self.ring_mb
-        share = self.concurrency / self.decode.dp * sum(self.tokens) / 2 * self.bytes_of_token / self.decode.tp
-        part = min(self.tokens[1], self.chunk_tokens) * self.bytes_of_token / self.decode.tp
+        share = self.concurrency / self.decode.dp * sum(self.tokens) / 2 * self.token_bytes / self.decode.tp
+        part = min(self.tokens[1], self.chunk_tokens) * self.token_bytes / self.decode.tp
         return max(1, ceil(part / (1 << 20)), int(share * 0.8) >> 20)
 
     @property
     def slots(self) -> int:
-        """Rooms that any one rank can have at once, those included whose pages are not free yet."""
+        """Maximum rooms of any one rank, including those whose pages are not free yet."""
         return self.concurrency * _SPARE
 
     @property
     def timings(self) -> dict[str, float]:
-        """Every period and deadline that the agents are given, in seconds."""
+        """Every configured period and deadline of the agents, in seconds."""
         return {name: float(value) for name, value in {**SHORT_TIMINGS, **self.config}.items() if name.endswith("_s")}
 
     @property
     def patience_s(self) -> float:
-        """Longest time that a room can take at a rank that lives: every state's deadline, silence, and some load."""
+        """Maximum time of a room at a rank that lives: every state's deadline, silence, and some load."""
         times = self.timings
         return times["bootstrap_timeout_s"] + 2 * times["waiting_timeout_s"] + times["lost_s"] + 5
 
-    @property
-    def request(self) -> PlanRequest:
-        """The request for shape and ranks; pools are sized by `start`."""
-        return PlanRequest(
+    def resolve(self) -> tuple[Plan, PlanRequest]:
+        """Returns shape and ranks from the planner, with its request; pools are sized by `start`.
+
+        Raises:
+            CliError: the plan is impossible, with the arithmetic; or the agent's packages are not installed.
+        """
+        request = PlanRequest(
             prefill=self.prefill,
             decode=self.decode,
             loads=(Load(1, Tokens(values=(self.tokens[1],))),),
@@ -136,17 +144,10 @@ class SteadyPlan:
             ring_mb=self.ring,
             chunk_tokens=self.chunk_tokens,
         )
+        return plan(request), request
 
-    def resolve(self) -> Plan:
-        """Shape and ranks from the planner.
-
-        Raises:
-            CliError: it cannot be, with the arithmetic; or the agent's side is not installed.
-        """
-        return plan(self.request)
-
-    def prefixed(self, prefix: str) -> SteadyPlan:
-        """The same fleet whose ranks' names begin like this."""
+    def prefixed(self, prefix: str) -> FleetPlan:
+        """Returns the same plan for ranks whose names have a prefix."""
         return replace(
             self,
             odd_pages={prefix + name: size for name, size in self.odd_pages.items()},
@@ -154,54 +155,36 @@ class SteadyPlan:
             absent=frozenset(prefix + name for name in self.absent),
         )
 
-    def start(
-        self, name: str, rank: PlannedRank, planned: Plan, directory: Path, timeout_s: float, faults: str
-    ) -> Start:
-        """What one rank is told of itself; `faults` are in force there from the first moment."""
-        pages = -(-self.tokens[1] // self.page_size)
-        ring = self.odd_rings.get(name, self.ring)
-        return replace(
-            rank_start(planned, self.request, rank, name, directory, timeout_s),
-            page_size=self.odd_pages.get(name, self.page_size),
-            pool_pages=1 + self.slots * pages,
-            aux_slots=self.slots,
-            config={**planned["config"], **_TRANSFER_WORKERS, **SHORT_TIMINGS, **self.config, "staging_ring_mb": ring},
-            live=True,
-            faulty=True,
-            faults=faults,
-            verify=self.verify,
-        )
+
+def replaceable(rank: PlannedRank) -> bool:
+    """Whether a second process can take the rank's place while the first one exists: not if it hosts the registry."""
+    return rank["role"] == "prefill" and rank["unique"] > 0
 
 
-# Engines take seconds of processor time to import, and ranks share the cores.
-_START_S = 60.0
-_START_S_PER_RANK = 3.0
-
-
-class SteadyRank:
-    """A rank over all its lives.
+class LiveRank:
+    """A rank over all its processes.
 
     Attributes:
-        planned: its place.
-        running: its process is there, paused or not.
-        paused: it was stopped by `SteadyFleet.pause`.
-        instances: prefill instances that it can exchange rooms with, by what it said last; empty until it serves.
-        lives: processes started so far.
-        started_ns, met_ns: when this life began, and when it said that it can serve (0: not yet).
-        former: the process that was replaced, until it has ended; nothing that it says counts any more.
+        planned: its position.
+        running: its process exists, paused or not.
+        paused: it was stopped by `LiveFleet.pause`.
+        instances: prefill instances with which it can exchange rooms, as last reported; empty until it serves.
+        lives: number of processes started so far.
+        started_ns, serving_ns: when this process was started, and when it reported that it serves (0: not yet).
+        replaced: the process that was replaced, until it has ended; its messages are ignored.
     """
 
     def __init__(self, name: str, planned: PlannedRank) -> None:
         self.name = name
         self.planned = planned
         self.process: RankProcess | None = None
-        self.former: RankProcess | None = None
+        self.replaced: RankProcess | None = None
         self.paused = False
         self.instances: list[int] = []
         self.incarnation = ""
         self.lives = 0
         self.started_ns = 0
-        self.met_ns = 0
+        self.serving_ns = 0
 
     @property
     def running(self) -> bool:
@@ -209,50 +192,50 @@ class SteadyRank:
 
     @property
     def serving(self) -> bool:
-        """It runs, is not paused, and has said in this life that it can serve."""
+        """It runs, is not paused, and has reported that it serves."""
         return self.running and not self.paused and bool(self.instances)
 
     @property
     def pid(self) -> int:
-        """Of its process; 0 while it has none."""
+        """Id of its process, or 0."""
         return self.process.pid if self.process is not None else 0
 
 
-class SteadyFleet:
+class LiveFleet:
     """Real processes, one per rank.
 
     Attributes:
-        plan: what it is made of.
+        plan: with the ranks' prefixed names.
         ranks: by name, prefill first.
-        directory: where its sockets are; gone when it is closed.
+        directory: contains its sockets; removed by `close`.
     """
 
-    def __init__(self, plan: SteadyPlan) -> None:
-        """Plan it; nothing is started yet.
+    def __init__(self, plan: FleetPlan) -> None:
+        """Plans the fleet; nothing is started yet.
 
         Raises:
-            CliError: it cannot be, or the agent's side is not installed.
+            CliError: as `FleetPlan.resolve`.
         """
-        self._planned = plan.resolve()
+        self._planned, self._request = plan.resolve()
         planned = self._planned["ranks"]
         self._group = RankGroup(rank_names(planned))
         self.plan = plan.prefixed(self._group.prefix)
-        self.ranks = {name: SteadyRank(name, rank) for name, rank in zip(self._group.names, planned, strict=True)}
+        self.ranks = {name: LiveRank(name, rank) for name, rank in zip(self._group.names, planned, strict=True)}
         self.directory = self._group.directory
-        self._waiting: list[Event] = []
+        self._pending: list[Event] = []
         self._tokens = 0
 
     def of_role(self, role: str) -> list[str]:
-        """Names of the ranks of a role."""
+        """Returns the names of the ranks of a role."""
         return [name for name, rank in self.ranks.items() if rank.planned["role"] == role]
 
-    # ---- lives --------------------------------------------------------------------------------------------------
+    # ---- processes --------------------------------------------------------------------------------------------------
 
     def start(self, timeout_s: float | None = None) -> None:
-        """Start the ranks and wait until all have met that can.
+        """Starts the ranks and waits until all that can serve do.
 
         Raises:
-            FleetError: one did not come up; says what it waited for.
+            FleetError: a rank did not come up; names what it waited for.
         """
         if timeout_s is None:
             timeout_s = _START_S + _START_S_PER_RANK * len(self.ranks)
@@ -263,17 +246,17 @@ class SteadyFleet:
         able = self._able()
         instances = {rank.planned["instance"] for rank in able if rank.planned["role"] == "prefill"}
         while missing := [rank for rank in able if not _complete(rank, instances)]:
-            for event in self._listen(TICK_S):
-                self._waiting.append(event)
+            for event in self._poll(TICK_S):
+                self._pending.append(event)
                 if event.kind in ("died", "fatal"):
-                    raise FleetError(f'rank "{event.rank}" did not come up: {_words(event)}')
+                    raise FleetError(f'rank "{event.rank}" did not come up: {_cause(event)}')
             if time.monotonic() > deadline:
                 first = missing[0]
                 waits = f": {first.process.doing}" if first.process and first.process.doing else ""
                 raise FleetError(f'rank "{first.name}" was not ready within {timeout_s:g} s{waits}')
 
-    def _able(self) -> list[SteadyRank]:
-        """Ranks that will serve: they are started and set up like the others, and so is their whole instance."""
+    def _able(self) -> list[LiveRank]:
+        """Returns the ranks that will serve: started and configured like the others, as is their whole instance."""
         unable = self.plan.absent | self.plan.odd_pages.keys()
         planned = [self.ranks[name].planned for name in unable]
         broken = {rank["instance"] for rank in planned if rank["role"] == "prefill"}
@@ -284,157 +267,178 @@ class SteadyFleet:
         ]
 
     def restart(self, name: str, faults: str = "") -> None:
-        """Start a rank that is not running: the same name and endpoints, a new process. Returns at once.
+        """Starts a rank that is not running: same name and endpoints, new process. Returns at once.
 
         Args:
-            faults: specs in force from the first moment of the new life, such as `clock-jump=-1h`.
+            faults: specs in force from the first moment, such as `clock-jump=-1h`.
 
         Raises:
-            ValueError: it runs.
+            ValueError: it is running.
         """
         rank = self.ranks[name]
         if rank.process is not None:
             raise ValueError(f"{name} is running; kill it first")
         environment = {}
-        start = self.plan.start(name, rank.planned, self._planned, self.directory, _START_S, faults)
-        if rank.former is not None:  # it still has its sockets
-            elsewhere = self._elsewhere()
-            environment[SOCKET_DIR_VARIABLE] = str(elsewhere)
-            bootstraps = tuple(f"ipc://{elsewhere / Path(each).name}" for each in start.bootstraps)
-            start = replace(start, bootstraps=bootstraps)
+        start = self._start_command(name, faults)
+        if rank.replaced is not None:  # the old process still has its sockets
+            directory = self._linked_directory()
+            environment[SOCKET_DIR_VARIABLE] = str(directory)
+            start = replace(
+                start, bootstraps=tuple(f"ipc://{directory / Path(each).name}" for each in start.bootstraps)
+            )
         rank.process = self._group.start(name, environment)
         rank.lives += 1
-        rank.started_ns, rank.met_ns = time.monotonic_ns(), 0
+        rank.started_ns, rank.serving_ns = time.monotonic_ns(), 0
         rank.paused, rank.instances = False, []
         rank.process.send(start)
 
-    def _elsewhere(self) -> Path:
-        """A new directory for a process, with links to the registries: its control socket will be beside them."""
+    def _start_command(self, name: str, faults: str) -> Start:
+        plan, rank = self.plan, self.ranks[name].planned
+        ring = plan.odd_rings.get(name, plan.ring)
+        return replace(
+            rank_start(self._planned, self._request, rank, name, self.directory, _START_S),
+            page_size=plan.odd_pages.get(name, plan.page_size),
+            pool_pages=1 + plan.slots * -(-plan.tokens[1] // plan.page_size),
+            aux_slots=plan.slots,
+            config={
+                **self._planned["config"],
+                **_TRANSFER_WORKERS,
+                **SHORT_TIMINGS,
+                **plan.config,
+                "staging_ring_mb": ring,
+            },
+            live=True,
+            faulty=True,
+            faults=faults,
+            verify=plan.verify,
+        )
+
+    def _linked_directory(self) -> Path:
+        """Creates a directory with links to the registries, for a process with its own control socket."""
         directory = Path(tempfile.mkdtemp(prefix="", dir=self.directory))
         for instance in range(len(self.plan.prefill)):
             (directory / f"bootstrap-{instance}").symlink_to(self.directory / f"bootstrap-{instance}")
         return directory
 
     def kill(self, name: str) -> None:
-        """SIGKILL; `running` turns False when `poll` has seen its end."""
+        """Sends SIGKILL; `running` turns False when `poll` has seen the exit."""
         self._signal(name, SIGKILL)
 
     def pause(self, name: str) -> None:
-        """SIGSTOP: it lives and is silent."""
+        """Sends SIGSTOP: the process exists and is silent."""
         self._signal(name, SIGSTOP)
         self.ranks[name].paused = True
 
     def resume(self, name: str) -> None:
-        """SIGCONT."""
+        """Sends SIGCONT."""
         self.ranks[name].paused = False
         self._signal(name, SIGCONT)
 
     def replace(self, name: str) -> None:
-        """Start another process in the place of a paused one, which stays as it is. Returns at once.
+        """Starts another process in place of a paused one, which stays paused. Returns at once.
 
-        The new one has a socket directory and a control endpoint of its own, as on another host.
+        The new process has its own socket directory and control endpoint, as on another host.
 
         Raises:
-            ValueError: the rank is not paused, serves the registry, or its process before is there still.
+            ValueError: the rank is not paused, hosts the registry, or its previous process still exists.
         """
         rank = self.ranks[name]
-        if not replaceable(rank.planned) or not rank.paused or rank.former is not None:
+        if not replaceable(rank.planned) or not rank.paused or rank.replaced is not None:
             raise ValueError(
-                f"{name} cannot be replaced: it has to be paused, to have been replaced by none, and no registry"
+                f"{name} cannot be replaced: it must be paused, without the registry, and not replaced already"
             )
-        rank.former, rank.process = rank.process, None
+        rank.replaced, rank.process = rank.process, None
         self.restart(name)
 
-    def thaw(self, name: str) -> None:
-        """SIGCONT to the process that was replaced."""
-        if (former := self.ranks[name].former) is not None:
-            former.signal(SIGCONT)
+    def resume_replaced(self, name: str) -> None:
+        """Sends SIGCONT to the process that was replaced."""
+        if (process := self.ranks[name].replaced) is not None:
+            process.signal(SIGCONT)
 
-    def end_former(self, name: str, *, kill: bool) -> None:
-        """End the process that was replaced, by SIGKILL or by closing its agent."""
-        if (former := self.ranks[name].former) is not None:
-            former.stopping = True
+    def end_replaced(self, name: str, *, kill: bool) -> None:
+        """Ends the process that was replaced, by SIGKILL or by closing its agent."""
+        if (process := self.ranks[name].replaced) is not None:
+            process.stopping = True
             if kill:
-                former.signal(SIGKILL)
+                process.signal(SIGKILL)
             else:
-                former.send(Stop())
+                process.send(Stop())
 
     def _signal(self, name: str, number: Signals) -> None:
         process = self.ranks[name].process
         if process is not None:
             process.signal(number)
 
-    # ---- talk ---------------------------------------------------------------------------------------------------
+    # ---- messages ---------------------------------------------------------------------------------------------------
 
-    def tell(self, name: str, command: Command) -> None:
-        """Hand a command to a rank without waiting; nothing where it is not running."""
+    def send(self, name: str, command: Command) -> None:
+        """Sends a command to a rank without waiting; no effect if it is not running."""
         process = self.ranks[name].process
         if process is not None:
             process.send(command)
 
     def fault(self, name: str, spec: str, seconds: float | None = None) -> None:
-        """Put a fault of `contract.faults` in force at a rank; `clear` ends all."""
-        self.tell(name, SetFault(spec, seconds))
+        """Puts faults in force at a rank; `clear` ends all."""
+        self.send(name, SetFault(spec, seconds))
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """What has happened, waiting for it for so long at most; also what came while `start` or `usage` waited."""
-        waiting, self._waiting = self._waiting, []
-        return waiting or self._listen(timeout_s)
+        """Waits for events, at most for `timeout_s`; includes events that `start` or `usage` received."""
+        pending, self._pending = self._pending, []
+        return pending or self._poll(timeout_s)
 
-    def _listen(self, timeout_s: float) -> list[Event]:
-        """What happens from now on."""
-        return [found for event in self._group.poll(timeout_s) if (found := self._take(event)) is not None]
+    def _poll(self, timeout_s: float) -> list[Event]:
+        return [found for event in self._group.poll(timeout_s) if (found := self._apply(event)) is not None]
 
-    def _take(self, event: Event) -> Event | None:
-        """Note what an event says of its rank; None: it is of no interest to anybody else."""
+    def _apply(self, event: Event) -> Event | None:
+        """Updates the rank; returns the event unless nobody else needs it."""
         rank, process = self.ranks[event.rank], event.process
-        former = process is rank.former
+        replaced = process is rank.replaced
         if event.kind == "exited":
-            if former:
-                rank.former = None
+            if replaced:
+                rank.replaced = None
             else:
                 rank.process, rank.instances, rank.paused = None, [], False
-            if process.stopping and event.data["returncode"] in ((0, -SIGKILL) if former else (0,)):
+            if process.stopping and event.data["returncode"] in ((0, -SIGKILL) if replaced else (0,)):
                 return None
-            return event._replace(kind="former-died" if former else "died")
-        if former:
+            return event._replace(kind="replaced-died" if replaced else "died")
+        if replaced:
             return None
         if event.kind == "serving":
-            met = cast(Serving, event.data)
-            rank.instances, rank.incarnation = met["instances"], met["incarnation"]
-            rank.met_ns = rank.met_ns or event.at_ns
+            serving = cast(Serving, event.data)
+            rank.instances, rank.incarnation = serving["instances"], serving["incarnation"]
+            rank.serving_ns = rank.serving_ns or event.at_ns
         return event
 
     def usage(self, timeout_s: float = 10.0, sweep: bool = False) -> dict[str, Usage]:
-        """What every serving rank holds.
+        """Returns the resources of every serving rank.
 
         Args:
-            sweep: search all free pages for strays, too.
+            sweep: search all free pages for stray bytes as well.
 
         Raises:
-            FleetError: one did not answer in time.
+            FleetError: a rank did not answer in time.
         """
         self._tokens += 1
         token = self._tokens
         asked = {name for name, rank in self.ranks.items() if rank.serving}
         for name in asked:
-            self.tell(name, Tell(token, sweep))
+            self.send(name, Tell(token, sweep))
         found: dict[str, Usage] = {}
         deadline = time.monotonic() + timeout_s
         while missing := {name for name in asked - found.keys() if self.ranks[name].running}:
-            for event in self._listen(TICK_S):
+            for event in self._poll(TICK_S):
                 if event.kind == "usage" and event.data["token"] == token:
                     found[event.rank] = cast(Usage, event.data)
                 else:
-                    self._waiting.append(event)
+                    self._pending.append(event)
             if time.monotonic() > deadline:
-                raise FleetError(f"{', '.join(sorted(missing))} did not say within {timeout_s:g} s what they hold")
+                raise FleetError(f"{', '.join(sorted(missing))} did not report usage within {timeout_s:g} s")
         return found
 
-    # ---- the end ------------------------------------------------------------------------------------------------
+    # ---- end --------------------------------------------------------------------------------------------------------
 
     def close(self) -> dict[str, int]:
-        """End every process and remove every file of the fleet; the exit status of each rank that did not end well."""
+        """Ends every process and removes all files; returns the exit status of each rank that did not exit with 0."""
         running = list(self._group.running)
         try:
             for process in running:
@@ -443,10 +447,10 @@ class SteadyFleet:
         finally:  # a second Ctrl-C must not leave anything behind
             self._group.close()
         for rank in self.ranks.values():
-            rank.process = rank.former = None
+            rank.process = rank.replaced = None
         return {process.name: process.returncode for process in running if process.returncode}
 
-    def __enter__(self) -> SteadyFleet:
+    def __enter__(self) -> LiveFleet:
         return self
 
     def __exit__(
@@ -455,16 +459,11 @@ class SteadyFleet:
         self.close()
 
 
-def _complete(rank: SteadyRank, instances: set[int]) -> bool:
+def _complete(rank: LiveRank, instances: set[int]) -> bool:
     return bool(rank.instances) and (rank.planned["role"] == "prefill" or instances.issubset(rank.instances))
 
 
-def _words(event: Event) -> str:
+def _cause(event: Event) -> str:
     if event.kind == "fatal":
         return f"{event.data.get('message')} ({event.data.get('code')})"
-    return f"it ended with status {event.data['returncode']}; its last output:\n{event.data['output']}"
-
-
-def replaceable(rank: PlannedRank) -> bool:
-    """Whether a second process can take a rank's place while the first one is there: one without the registry."""
-    return rank["role"] == "prefill" and rank["unique"] > 0
+    return f"it exited with status {event.data['returncode']}; its last output:\n{event.data['output']}"

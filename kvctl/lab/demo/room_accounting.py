@@ -1,8 +1,8 @@
-"""What became of every room at every rank that had to do with it, and whether something explains it.
+"""Results of every room at every rank, and whether a disturbance explains a failure.
 
-A room has a deadline at every rank that lives: one that has not ended there by then hangs. Time in which a rank of the
-room was paused does not count. A failure is expected where something was done to one of the room's ranks, or to the
-room, within its life; anything else is a finding.
+A room has a deadline at every rank that lives; a room that has not ended there by then hangs. Time in which one of its
+ranks was paused does not count. A failure is expected if one of the room's ranks, or the room, was disturbed within the
+room's life; any other failure is a finding.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from kvctl_agent.contract.states import RoomState
 
 SUCCESS = RoomState.SUCCESS.label
 _NS = 1_000_000_000
-# Rooms that are over are kept for questions, so many of them.
+# Number of finished rooms that are kept for queries.
 _KEPT_ROOMS = 2000
 
 
 class End(NamedTuple):
-    """How a room ended at one rank, on the monotonic clock."""
+    """End of a room at one rank, on the monotonic clock."""
 
     state: str
     cause: Failure | None
@@ -33,16 +33,16 @@ class End(NamedTuple):
 
 
 @dataclass(slots=True)
-class Room:
+class LiveRoom:
     """One room, from the router's choice on.
 
     Attributes:
-        ranks: all that take part, those included that owe nothing: the prefill instance and the decode dp group.
+        ranks: all ranks that take part, including those that owe nothing: the prefill instance and the decode dp group.
         expects: ranks from which an end, and then a release, is still expected.
         ends, released: by rank.
-        died: ranks whose process ended before the room did there, and when.
-        aborted: somebody was told to give it up.
-        hung: where and when it was found to hang.
+        died: time of exit of ranks whose process ended before the room ended there.
+        aborted: a rank was told to abort it.
+        hung: ranks at which it was found to hang.
     """
 
     number: int
@@ -68,32 +68,32 @@ class Room:
 
     @property
     def succeeded(self) -> bool:
-        """Every decode rank of it may decode."""
+        """It has succeeded at every decode rank."""
         return all(name in self.ends and self.ends[name].state == SUCCESS for name in self.decode)
 
     @property
     def failed(self) -> bool:
-        """It failed at a rank, or with one."""
+        """It has failed at a rank, or a rank has died."""
         return bool(self.died) or any(end.state != SUCCESS for end in self.ends.values())
 
     @property
     def first_cause(self) -> Failure | None:
-        """The earliest cause that a rank gave."""
+        """The earliest cause reported by a rank."""
         causes = [end.cause for end in self.ends.values() if end.cause is not None]
         return min(causes, key=lambda cause: cause["at_ns"], default=None)
 
     @property
     def ended_ns(self) -> int:
-        """When the last rank so far saw its end, or died of it."""
+        """Time of the last end, or death of a rank, so far."""
         return max([self.opened_ns, *(end.at_ns for end in self.ends.values()), *self.died.values()])
 
 
 @dataclass(slots=True)
 class Disturbance:
-    """Something that was done to a rank's process; `rank` None: to all.
+    """Something done to a rank's process, or to all if `rank` is None.
 
-    `until_ns` is None while it lasts; `codes` are the failures that it explains, all where there are none. It has to do
-    with no room that was opened from `before_ns` on: another process has the rank's place since.
+    `until_ns` is None while it lasts. `codes` are the failures that it explains; all if there are none. Rooms opened
+    from `before_ns` on are not affected, because another process has taken the rank's place.
     """
 
     kind: str
@@ -103,15 +103,15 @@ class Disturbance:
     codes: tuple[str, ...] = ()
     before_ns: int | None = None
 
-    def concerns(self, room: Room) -> bool:
-        """Whether the room has the rank, and the process that it was done to."""
+    def concerns(self, room: LiveRoom) -> bool:
+        """Whether the room has the rank and the disturbed process."""
         return (self.rank is None or self.rank in room.ranks) and (
             self.before_ns is None or room.opened_ns < self.before_ns
         )
 
 
 class Corruption(NamedTuple):
-    """Bytes that are not what they must be, or were written where nobody may write."""
+    """Wrong bytes, or bytes written without permission."""
 
     rank: str
     mismatch: Mismatch
@@ -123,41 +123,41 @@ class RoomAccounting:
 
     Attributes:
         rooms: by number; all that are not over, and the latest of the others.
-        hung, corrupt, unexpected: findings, each once.
+        hung, corrupt, unexpected: findings, each reported once.
         done, failed: counts of rooms that are over; `expected` of the failed ones are explained.
-        verified_bytes, delivered_bytes: compared by decode ranks; of the prompts that arrived, whether compared or not.
+        verified_bytes, delivered_bytes: compared by decode ranks; of all prompts that arrived, compared or not.
         causes: failed rooms by the code of their first cause.
-        in_flight: rooms that have not ended at all their decode ranks, by decode dp group. One that has failed and
-            whose pages a paused rank may still write to is not over, but nobody waits for it.
+        in_flight: rooms by decode dp group that have not ended at all their decode ranks. A failed room whose pages a
+            paused rank may still write to is not over, but is not in flight either.
     """
 
-    def __init__(self, patience_s: float, grace_s: float, bytes_of_token: int) -> None:
-        """A room hangs after `patience_s`; what was done to a rank explains failures for `grace_s` after its end."""
-        self._bytes_of_token = bytes_of_token
+    def __init__(self, patience_s: float, grace_s: float, token_bytes: int) -> None:
+        """A room hangs after `patience_s`; a disturbance explains failures until `grace_s` after its end."""
+        self._token_bytes = token_bytes
         self._patience_ns = round(patience_s * _NS)
         self._grace_ns = round(grace_s * _NS)
-        self.rooms: dict[int, Room] = {}
+        self.rooms: dict[int, LiveRoom] = {}
         self.disturbances: list[Disturbance] = []
-        self.hung: list[Room] = []
+        self.hung: list[LiveRoom] = []
         self.corrupt: list[Corruption] = []
-        self.unexpected: list[Room] = []
+        self.unexpected: list[LiveRoom] = []
         self.opened = self.done = self.failed = self.expected = 0
         self.verified_bytes = self.delivered_bytes = 0
         self.causes: Counter[str] = Counter()
         self.in_flight: Counter[int] = Counter()
-        self._open: dict[int, Room] = {}
+        self._open: dict[int, LiveRoom] = {}
         self._over: deque[int] = deque()
 
     @property
-    def open(self) -> list[Room]:
+    def open(self) -> list[LiveRoom]:
         """Rooms that are not over."""
         return list(self._open.values())
 
-    # ---- what happens -------------------------------------------------------------------------------------------
+    # ---- events -----------------------------------------------------------------------------------------------------
 
-    def opening(self, room: Room, taking_part: Iterable[str]) -> None:
-        """A room is opened; `taking_part` are the ranks that were told of it, the others are down."""
-        room.expects = set(taking_part)
+    def add(self, room: LiveRoom, ranks: Iterable[str]) -> None:
+        """Records a room that is being opened at these ranks; its other ranks are down."""
+        room.expects = set(ranks)
         self.rooms[room.number] = self._open[room.number] = room
         self.in_flight[room.decode_dp] += 1
         self.opened += 1
@@ -165,8 +165,8 @@ class RoomAccounting:
             if rank in room.decode and rank not in room.expects:
                 self._note_end(room, rank, room.opened_ns)
 
-    def ended(self, rank: str, ended: Ended) -> Room | None:
-        """A rank says how a room ended; the room, where it is known."""
+    def ended(self, rank: str, ended: Ended) -> LiveRoom | None:
+        """Records the end of a room at a rank; returns the room if it is known."""
         room = self.rooms.get(ended["room"])
         if room is None or rank in room.ends:
             return None
@@ -177,40 +177,39 @@ class RoomAccounting:
             self.corrupt.append(Corruption(rank, end.mismatch, end.at_ns))
         return room
 
-    def release(self, rank: str, number: int, at_ns: int) -> Room | None:
-        """A rank says that a room's pages are free; the room, where it is known."""
+    def released(self, rank: str, number: int, at_ns: int) -> LiveRoom | None:
+        """Records that a room's pages are free at a rank; returns the room if it is known."""
         room = self.rooms.get(number)
         if room is None:
             return None
         room.released[rank] = at_ns
-        self._forget(room, rank)
+        self._finish(room, rank)
         return room
 
     def died(self, rank: str, at_ns: int) -> None:
-        """A rank's process is gone, and with it whatever it had."""
+        """Records the exit of a rank's process, which ends all its rooms there."""
         for room in self.open:
             if rank in room.ranks:
                 if rank not in room.ends:
                     self._note_end(room, rank, at_ns)
-                self._forget(room, rank)
+                self._finish(room, rank)
 
     def disturb(self, disturbance: Disturbance) -> Disturbance:
-        """Something is done to a rank."""
+        """Records a disturbance."""
         self.disturbances.append(disturbance)
         return disturbance
 
     def stray(self, rank: str, mismatch: Mismatch, at_ns: int) -> None:
-        """Something was written to a free page."""
+        """Records a write to a free page."""
         self.corrupt.append(Corruption(rank, mismatch, at_ns))
 
-    # ---- findings -----------------------------------------------------------------------------------------------
+    # ---- findings ---------------------------------------------------------------------------------------------------
 
-    def overdue(self, now_ns: int) -> list[Room]:
-        """Rooms newly found to hang at a rank: it lives, was not paused, and should have ended or released them."""
+    def find_overdue(self, now_ns: int) -> list[LiveRoom]:
+        """Records and returns the rooms newly found to hang at a rank that lives and was not paused."""
         found = []
         for room in self.open:
-            held = self._held_up_ns(room, now_ns)
-            if now_ns - room.opened_ns - held <= self._patience_ns:
+            if now_ns - room.opened_ns - self._paused_ns(room, now_ns) <= self._patience_ns:
                 continue
             hanging = room.expects - room.hung
             if hanging and not self._paused_now(room):
@@ -220,8 +219,8 @@ class RoomAccounting:
                 found.append(room)
         return found
 
-    def explains(self, room: Room) -> bool:
-        """Whether something that was done explains that a room failed."""
+    def explains(self, room: LiveRoom) -> bool:
+        """Whether an abort or a disturbance explains that a room failed."""
         if room.aborted:
             return True
         cause = room.first_cause
@@ -234,19 +233,19 @@ class RoomAccounting:
             for each in self.disturbances
         )
 
-    def _held_up_ns(self, room: Room, now_ns: int) -> int:
-        """Time of a room's life in which one of its ranks was paused."""
-        held = 0
+    def _paused_ns(self, room: LiveRoom, now_ns: int) -> int:
+        """Returns the time in a room's life in which one of its ranks was paused."""
+        paused = 0
         for each in self.disturbances:
             if each.kind == "pause" and each.concerns(room):
-                held += max(0, (each.until_ns or now_ns) - max(each.from_ns, room.opened_ns))
-        return held
+                paused += max(0, (each.until_ns or now_ns) - max(each.from_ns, room.opened_ns))
+        return paused
 
-    def _paused_now(self, room: Room) -> bool:
+    def _paused_now(self, room: LiveRoom) -> bool:
         return any(each.kind == "pause" and each.until_ns is None and each.concerns(room) for each in self.disturbances)
 
-    def _note_end(self, room: Room, rank: str, end: End | int) -> None:
-        """A room has ended at a rank, or the rank has."""
+    def _note_end(self, room: LiveRoom, rank: str, end: End | int) -> None:
+        """Records the end of a room at a rank, or the time of the rank's death."""
         if isinstance(end, End):
             room.ends[rank] = end
         else:
@@ -255,10 +254,8 @@ class RoomAccounting:
         if rank in room.decode and over.issuperset(room.decode):
             self.in_flight[room.decode_dp] -= 1
 
-    # ---- the end of a room --------------------------------------------------------------------------------------
-
-    def _forget(self, room: Room, rank: str) -> None:
-        """A rank has nothing of a room any more."""
+    def _finish(self, room: LiveRoom, rank: str) -> None:
+        """Removes a rank from those that a room expects; classifies the room after the last one."""
         if rank not in room.expects:
             return
         room.expects.discard(rank)
@@ -267,7 +264,7 @@ class RoomAccounting:
         del self._open[room.number]
         if room.succeeded:
             self.done += 1
-            self.delivered_bytes += (room.tokens - room.prefix_tokens) * self._bytes_of_token
+            self.delivered_bytes += (room.tokens - room.prefix_tokens) * self._token_bytes
         else:
             self.failed += 1
             cause = room.first_cause
@@ -281,8 +278,8 @@ class RoomAccounting:
             del self.rooms[self._over.popleft()]
 
 
-def names(rooms: Collection[Room], most: int = 8) -> str:
-    """Numbers of rooms and who still has them, in words."""
+def describe(rooms: Collection[LiveRoom], most: int = 8) -> str:
+    """Returns the numbers of rooms and the ranks that still have them, in words."""
     listed = sorted(rooms, key=lambda room: room.number)[:most]
     words = [f"{room.number} ({', '.join(sorted(room.expects)) or 'nobody'})" for room in listed]
     more = f" and {len(rooms) - most} more" if len(rooms) > most else ""

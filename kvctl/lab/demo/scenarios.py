@@ -1,4 +1,8 @@
-"""What a play has at hand: the fleet, its traffic, a voice, and what an operator could see."""
+"""Named faults of `kvctl demo`: a small fleet to which something real happens, and the health code that reports it.
+
+A scenario is data and a script. The script runs beside the traffic, on its thread: a generator that acts on real
+processes and connections and then yields the seconds until it continues. It lasts until the demo ends.
+"""
 
 from __future__ import annotations
 
@@ -12,38 +16,52 @@ from typing import Any
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Fleet
 from kvctl.errors import CliError
-from kvctl.lab.demo.room_accounting import Disturbance, Room
+from kvctl.lab.demo.room_accounting import Disturbance, LiveRoom
 from kvctl.lab.demo.traffic import Traffic
 from kvctl.lab.faults.specification import FAULTS
 from kvctl.lab.ranks.request import Sizes
 
-# Agents of one machine, asked on the thread that opens rooms.
+# The agents are on this machine and are asked on the thread that opens rooms.
 _ANSWER_NS = 500_000_000
 _BEGIN_S = 2.0
+_FOREVER_S = 1e9
+_LATE_WRITES = "slow-lane=200ms"
+_WRONG_BYTES = "corrupt-write=5%"
+_NO_GRANTS = "message-loss=staging-grants"
+_NO_FAILURES = "message-loss=room-failed"
+_NO_WATERMARKS = "message-loss=watermark+room-abort"
+_NO_SCATTERS = "slow-scatter=10m"
+_TRIES = 20
+_ROOMS_BEHIND = 4
+_POLL_S = 0.05
+_PAUSE_S = 0.5
+_ROOM_INTERVAL_S = 2.0
+_JOINED_S = 1.0
+_SPARE_FILES = 4
 
 
 class ScenarioContext:
-    """One demo's.
+    """The fleet, its traffic, and an operator's queries and commands, for a script.
 
     Attributes:
-        traffic: to open rooms of one's own, and to hurt ranks.
+        traffic: opens rooms and disturbs ranks.
         prefill, decode: names of the ranks.
+        say: prints a line about an action.
     """
 
     def __init__(self, traffic: Traffic, say: Callable[[str], None]) -> None:
-        """`say` gets a line whenever something was done."""
         self.traffic = traffic
         self.prefill = traffic.fleet.of_role("prefill")
         self.decode = traffic.fleet.of_role("decode")
         self.say = say
 
     def holds(self, rank: str, room: int) -> bool:
-        """Whether a room has a region of a decode rank's ring that nothing has landed in."""
+        """Whether a room has a region of a decode rank's ring in which nothing has landed."""
         wanted = str(room)
         return any(each["room"] == wanted and each["state"] in ("granted", "revoking") for each in self.regions(rank))
 
     def regions(self, rank: str) -> list[dict[str, Any]]:
-        """What is granted of a decode rank's ring, the oldest first."""
+        """Returns the granted regions of a decode rank's ring, the oldest first."""
         return [
             each for data in self._ask(rank, Call("staging")) if data["ring"] for each in data["ring"]["allocations"]
         ]
@@ -54,21 +72,21 @@ class ScenarioContext:
         return any(part["waiting_for"].startswith("watermark") for part in parts)
 
     def misses(self, rank: str, peer: str) -> bool:
-        """Whether a rank says that it has not heard a peer for long."""
+        """Whether a rank reports a peer as suspect or lost."""
         rows = [row for data in self._ask(rank, Call("peers")) for row in data]
         return any(row["peer"] == peer and row["state"] in ("suspect", "lost") for row in rows)
 
-    def force(self, rank: str, serial: int) -> None:
-        """What `kvctl staging release --force` does."""
+    def force_release(self, rank: str, serial: int) -> None:
+        """Does the same as `kvctl staging release --force`."""
         self._ask(rank, Call("release", {"serial": serial, "force": True}))
 
     def drain(self, rank: str) -> bool:
-        """What `kvctl drain` does; False where the rank did not answer in time."""
+        """Does the same as `kvctl drain`; returns False if the rank did not answer in time."""
         return bool(self._ask(rank, Call("drain")))
 
     @staticmethod
     def _ask(rank: str, call: Call) -> list[Any]:
-        """The rank's answer; none where it gives none in time."""
+        """Returns the rank's answers; none if there are none in time."""
         try:
             with Fleet([rank], {}, _ANSWER_NS) as fleet:
                 return [data for _, data in fleet.survey([call]).answers(call.command)]
@@ -76,250 +94,240 @@ class ScenarioContext:
             return []
 
 
-Play = Callable[[ScenarioContext], Iterator[float]]
-"""What a scene does; it yields the seconds until it wants to go on."""
+Script = Callable[[ScenarioContext], Iterator[float]]
+"""Actions of a scenario; yields the seconds until it continues."""
 
 
-class Direction:
-    """Gives a play its turns while traffic runs."""
+class ScriptRunner:
+    """Runs a script on the traffic's turns."""
 
-    def __init__(self, traffic: Traffic, play: Play, say: Callable[[str], None]) -> None:
-        """Time begins now; the play begins when there are rooms to be hurt."""
-        self._moments = play(ScenarioContext(traffic, say))
-        self._next_at = time.monotonic() + _BEGIN_S
+    def __init__(self, traffic: Traffic, script: Script, say: Callable[[str], None]) -> None:
+        """The script begins after a short time, when rooms flow."""
+        self._steps = script(ScenarioContext(traffic, say))
+        self._traffic = traffic
         self._over = False
-        # Whatever fails from now on was meant to, or comes of it.
-        traffic.ledger.disturb(Disturbance("scene", None, time.monotonic_ns()))
-
-    def turn(self) -> None:
-        """Go on with the play when it is time."""
-        if self._over or time.monotonic() < self._next_at:
-            return
-        wait_s = next(self._moments, None)
-        self._over = wait_s is None
-        self._next_at = time.monotonic() + (wait_s or 0.0)
+        traffic.later(_BEGIN_S, self._step)
+        # Every failure from now on is intended or a consequence.
+        traffic.accounting.disturb(Disturbance("scene", None, time.monotonic_ns()))
 
     def end(self) -> None:
-        """Nothing more is done."""
+        """Stops the script."""
         self._over = True
 
-
-_FOR_GOOD_S = 1e9
-_SOON_S = 0.05
-_LATE = "slow-lane=200ms"
-_WRONG = "corrupt-write=5%"
-_NO_GRANTS = "message-loss=staging-grants"
-_NO_FAILURES = "message-loss=room-failed"
-_NO_NEWS_OF_THE_RING = "message-loss=watermark+room-abort"
-_NO_SCATTERS = "slow-scatter=10m"
-_TRIES = 20
-_BEHIND = 4
-_BREATH_S = 0.5
-_SPARE_FILES = 4
-_NOW_AND_THEN_S = 2.0
-_JOINED_S = 1.0
+    def _step(self) -> None:
+        if not self._over and (wait_s := next(self._steps, None)) is not None:
+            self._traffic.later(wait_s, self._step)
 
 
-def stuck_room(stage: ScenarioContext) -> Iterator[float]:
-    """One room after the other, so that one is stuck at any time: each fails at its deadline."""
-    writer, tokens = stage.prefill[-1], stage.traffic.fleet.plan.tokens[1]
-    lasting_s = stage.traffic.fleet.plan.timings["waiting_timeout_s"]
+# ---- scripts --------------------------------------------------------------------------------------------------------
+
+
+def stuck_room(context: ScenarioContext) -> Iterator[float]:
+    """Keeps one room stuck at any time; each fails at its deadline and is followed by the next."""
+    writer, tokens = context.prefill[-1], context.traffic.fleet.plan.tokens[1]
+    timeout_s = context.traffic.fleet.plan.timings["waiting_timeout_s"]
     while True:
-        room = stage.traffic.open(tokens, hangs_at=writer)
+        room = context.traffic.open(tokens, hangs_at=writer)
         waiting = " and ".join(room.decode)
-        stage.say(
-            f"room {room.number}: {writer} never computes its second half; {waiting} waits {lasting_s:g} s for it"
+        context.say(
+            f"room {room.number}: {writer} never computes its second half; {waiting} waits {timeout_s:g} s for it"
         )
-        yield lasting_s * 0.7
+        yield timeout_s * 0.7
 
 
-def pinned_ring(stage: ScenarioContext) -> Iterator[float]:
-    """The writer is stopped between the grant and the write of a room's second forward."""
-    fleet = stage.traffic.fleet
-    writer, reader = stage.prefill[-1], stage.decode[0]
+def pinned_ring(context: ScenarioContext) -> Iterator[float]:
+    """Stops the writer between the grant and the write of a room's second forward."""
+    fleet = context.traffic.fleet
+    writer, reader = context.prefill[-1], context.decode[0]
     instance = fleet.ranks[writer].planned["instance"]
     while True:
-        room = stage.traffic.open(fleet.plan.chunk_tokens * 2, instance=instance, gap_s=5.0)
+        room = context.traffic.open(fleet.plan.chunk_tokens * 2, instance=instance, gap_s=5.0)
         for _ in range(_TRIES):
-            yield _SOON_S
-            if stage.holds(reader, room.number):
-                stage.traffic.pause(writer)
+            yield _POLL_S
+            if context.holds(reader, room.number):
+                context.traffic.pause(writer)
                 break
-        yield _SOON_S
-        if stage.holds(reader, room.number):
+        yield _POLL_S
+        if context.holds(reader, room.number):
             break
-        stage.traffic.resume(writer)  # it had written before it was stopped
+        context.traffic.resume(writer)  # it had written before it was stopped
     pid = fleet.ranks[writer].pid
-    stage.say(f"room {room.number}: {writer} (pid {pid}) is stopped and holds the oldest region of {reader}'s ring")
-    behind: list[Room] = []
+    context.say(f"room {room.number}: {writer} (pid {pid}) is stopped and holds the oldest region of {reader}'s ring")
+    behind: list[LiveRoom] = []
     while True:
-        # Others' rooms that need what is left of the ring, and then what is not.
+        # Rooms of other writers, which use the rest of the ring and then wait.
         behind = [room for room in behind if not room.over]
-        if len(behind) < _BEHIND:
-            behind.append(stage.traffic.open(fleet.plan.tokens[1]))
-        yield _BREATH_S
+        if len(behind) < _ROOMS_BEHIND:
+            behind.append(context.traffic.open(fleet.plan.tokens[1]))
+        yield _PAUSE_S
 
 
-def dead_peer(stage: ScenarioContext) -> Iterator[float]:
-    """Killed, and nobody starts it again."""
-    victim = stage.decode[-1]
-    pid = stage.traffic.fleet.ranks[victim].pid
-    stage.traffic.kill(victim)
-    stage.say(f"{victim} (pid {pid}) is killed and stays dead")
-    yield _FOR_GOOD_S
+def dead_peer(context: ScenarioContext) -> Iterator[float]:
+    """Kills a decode rank for good."""
+    victim = context.decode[-1]
+    pid = context.traffic.fleet.ranks[victim].pid
+    context.traffic.kill(victim)
+    context.say(f"{victim} (pid {pid}) is killed and stays dead")
+    yield _FOREVER_S
 
 
-def slow_layer(stage: ScenarioContext) -> Iterator[float]:
-    """All its lanes; the other writers are as fast as ever."""
-    writer = stage.prefill[-1]
-    stage.traffic.fault(writer, _LATE, _FOR_GOOD_S)
-    stage.say(f"every write of {writer} leaves 0.2 s late")
-    yield _FOR_GOOD_S
+def slow_layer(context: ScenarioContext) -> Iterator[float]:
+    """Delays all writes of one prefill rank; the other writers are not affected."""
+    writer = context.prefill[-1]
+    context.traffic.fault(writer, _LATE_WRITES, _FOREVER_S)
+    context.say(f"every write of {writer} leaves 0.2 s late")
+    yield _FOREVER_S
 
 
-def compat(stage: ScenarioContext) -> Iterator[float]:
-    """It was started so; all there is to do is to say it."""
-    plan = stage.traffic.fleet.plan
+def compat(context: ScenarioContext) -> Iterator[float]:
+    """Only reports the page size with which the plan started a rank."""
+    plan = context.traffic.fleet.plan
     for name, page_size in plan.odd_pages.items():
-        stage.say(f"{name} has pages of {page_size} tokens, all others of {plan.page_size}")
-    yield _FOR_GOOD_S
+        context.say(f"{name} has pages of {page_size} tokens, all others of {plan.page_size}")
+    yield _FOREVER_S
 
 
-def bootstrap(stage: ScenarioContext) -> Iterator[float]:
-    """Its router does not know, and sends the instance a room now and then."""
-    fleet = stage.traffic.fleet
+def bootstrap(context: ScenarioContext) -> Iterator[float]:
+    """Sends rooms to an instance with a missing rank, as a router that does not know it."""
+    fleet = context.traffic.fleet
     (absent,) = fleet.plan.absent
-    stage.say(f"{absent} is not started, and rooms come for its instance all the same")
+    context.say(f"{absent} is not started, but its instance still gets rooms")
     while True:
-        stage.traffic.open(fleet.plan.chunk_tokens, instance=fleet.ranks[absent].planned["instance"])
+        context.traffic.open(fleet.plan.chunk_tokens, instance=fleet.ranks[absent].planned["instance"])
         yield fleet.plan.timings["bootstrap_timeout_s"] * 0.7
 
 
-def fd_low(stage: ScenarioContext) -> Iterator[float]:
-    """From outside, as `prlimit` does."""
-    victim = stage.decode[-1]
-    pid = stage.traffic.fleet.ranks[victim].pid
+def fd_low(context: ScenarioContext) -> Iterator[float]:
+    """Lowers the limit of open files from outside, as `prlimit` does."""
+    victim = context.decode[-1]
+    pid = context.traffic.fleet.ranks[victim].pid
     count = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
     hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (count + _SPARE_FILES, hard))
-    stage.say(f"{victim} (pid {pid}) has {count} files open and may have {count + _SPARE_FILES}")
-    yield _FOR_GOOD_S
+    context.say(f"{victim} (pid {pid}) has {count} files open and may have {count + _SPARE_FILES}")
+    yield _FOREVER_S
 
 
-def corrupt(stage: ScenarioContext) -> Iterator[float]:
-    """Flipped after the checksum was taken, as a bad cable or a bad page of memory would."""
-    writer = stage.prefill[-1]
-    stage.traffic.fault(writer, _WRONG, _FOR_GOOD_S)
-    stage.say(f"one write in twenty of {writer} has a wrong byte")
-    yield _FOR_GOOD_S
+def corrupt(context: ScenarioContext) -> Iterator[float]:
+    """Flips bytes after the checksum was computed, as a faulty cable or memory would."""
+    writer = context.prefill[-1]
+    context.traffic.fault(writer, _WRONG_BYTES, _FOREVER_S)
+    context.say(f"one write in twenty of {writer} has a wrong byte")
+    yield _FOREVER_S
 
 
-def grant_loss(stage: ScenarioContext) -> Iterator[float]:
-    """Heard and not answered, as far as it can tell: everything else gets through."""
-    writer = stage.prefill[-1]
-    stage.traffic.fault(writer, _NO_GRANTS, _FOR_GOOD_S)
-    stage.say(f"{writer} gets no staging grant any more; whatever else it is sent arrives")
-    yield _FOR_GOOD_S
+def grant_loss(context: ScenarioContext) -> Iterator[float]:
+    """Drops the answers to one prefill rank's staging requests; all other messages arrive."""
+    writer = context.prefill[-1]
+    context.traffic.fault(writer, _NO_GRANTS, _FOREVER_S)
+    context.say(f"{writer} gets no staging grants any more; all other messages arrive")
+    yield _FOREVER_S
 
 
-def oversized_chunk(stage: ScenarioContext) -> Iterator[float]:
-    """It was started so; long prompts show it, which come now and then."""
-    fleet = stage.traffic.fleet
+def oversized_chunk(context: ScenarioContext) -> Iterator[float]:
+    """Opens long prompts now and then at the rank that the plan started with a small ring."""
+    fleet = context.traffic.fleet
     ((odd, mib),) = fleet.plan.odd_rings.items()
     dp = fleet.ranks[odd].planned["dp"]
-    stage.say(f"{odd} has a ring of {mib} MiB, all others of {fleet.plan.ring}")
+    context.say(f"{odd} has a ring of {mib} MiB, all others of {fleet.plan.ring}")
     while True:
-        stage.traffic.open(fleet.plan.tokens[1], decode_dp=dp)
-        yield _NOW_AND_THEN_S
+        context.traffic.open(fleet.plan.tokens[1], decode_dp=dp)
+        yield _ROOM_INTERVAL_S
 
 
-def plan_mismatch(stage: ScenarioContext) -> Iterator[float]:
-    """As engines do whose tokenizers or templates are of two versions: one makes a page more of the same prompt."""
-    plan = stage.traffic.fleet.plan
+def plan_mismatch(context: ScenarioContext) -> Iterator[float]:
+    """Lets the two sides disagree on a prompt's length, as engines with different tokenizers or templates do."""
+    plan = context.traffic.fleet.plan
     tokens, more = plan.page_size * 8, plan.page_size
-    stage.say(f"of some prompts the decode side expects {tokens} tokens, and the prefill side makes {tokens + more}")
+    context.say(f"for some prompts the decode side expects {tokens} tokens, and the prefill side makes {tokens + more}")
     while True:
-        stage.traffic.open(tokens, computes=tokens + more)
-        yield _NOW_AND_THEN_S
+        context.traffic.open(tokens, computes=tokens + more)
+        yield _ROOM_INTERVAL_S
 
 
-def stuck_waiting(stage: ScenarioContext) -> Iterator[float]:
-    """Its failure is said again and again, and never heard. One room after the other, as for `stuck_room`."""
-    fleet, writer = stage.traffic.fleet, stage.prefill[-1]
-    lasting_s = fleet.plan.timings["waiting_timeout_s"]
-    stage.traffic.fault(writer, _NO_FAILURES, _FOR_GOOD_S)
+def stuck_waiting(context: ScenarioContext) -> Iterator[float]:
+    """Drops a prefill rank's failure reports; keeps one room waiting at any time, as `stuck_room`."""
+    fleet, writer = context.traffic.fleet, context.prefill[-1]
+    timeout_s = fleet.plan.timings["waiting_timeout_s"]
+    context.traffic.fault(writer, _NO_FAILURES, _FOREVER_S)
     while True:
-        room = stage.traffic.open(fleet.plan.chunk_tokens, hangs_at=writer, chunks=1)
+        room = context.traffic.open(fleet.plan.chunk_tokens, hangs_at=writer, chunks=1)
         yield _JOINED_S  # both ends have joined by then
-        stage.traffic.abort(room, writer, "the engine is out of memory")
+        context.traffic.abort(room, writer, "the engine is out of memory")
         waiting = " and ".join(room.decode)
-        stage.say(f"room {room.number}: {writer} has failed it, which {waiting} is not told: it waits {lasting_s:g} s")
-        yield lasting_s * 0.7
+        context.say(
+            f"room {room.number}: {writer} has failed it, but {waiting} does not hear of it and waits {timeout_s:g} s"
+        )
+        yield timeout_s * 0.7
 
 
-def stuck_scatter(stage: ScenarioContext) -> Iterator[float]:
-    """Everything lands, and stays in the ring."""
-    reader = stage.decode[0]
-    stage.traffic.fault(reader, _NO_SCATTERS, _FOR_GOOD_S)
-    stage.say(f"{reader} copies nothing from its ring to its pages any more")
-    yield _FOR_GOOD_S
+def stuck_scatter(context: ScenarioContext) -> Iterator[float]:
+    """Stops a decode rank's copies out of its ring; everything lands and stays there."""
+    reader = context.decode[0]
+    context.traffic.fault(reader, _NO_SCATTERS, _FOREVER_S)
+    context.say(f"{reader} copies nothing from its ring to its pages any more")
+    yield _FOREVER_S
 
 
-def draining(stage: ScenarioContext) -> Iterator[float]:
-    """An operator drained it and forgot the router, which still sends requests there."""
-    writer = stage.prefill[-1]
-    while not stage.drain(writer):
-        yield _BREATH_S
-    stage.say(f"{writer} was told to take no new rooms, and rooms come for its instance all the same")
-    yield _FOR_GOOD_S
+def draining(context: ScenarioContext) -> Iterator[float]:
+    """Drains a prefill rank without telling the router, which still sends requests there."""
+    writer = context.prefill[-1]
+    while not context.drain(writer):
+        yield _PAUSE_S
+    context.say(f"{writer} was drained, but its instance still gets rooms")
+    yield _FOREVER_S
 
 
-def gated_empty(stage: ScenarioContext) -> Iterator[float]:
-    """Somebody frees by force what a writer that only slept still has, and the line keeps it from the writer.
+def gated_empty(context: ScenarioContext) -> Iterator[float]:
+    """Force-releases the regions of a writer that was only paused, while the ring's news do not reach it.
 
-    Agents alone do not get here: a region is freed when its writer has written it, given it back or ended, and a
-    writer whose region is freed by force is told that its room has failed.
+    Agents alone do not get into this state: a region is freed when its writer has written it, returned it or ended, and
+    a writer whose region is force-released is told that its room has failed.
     """
-    traffic, writer, reader = stage.traffic, stage.prefill[0], stage.decode[0]
-    traffic.shut = True  # what others are granted would make the ring move
-    while sum(traffic.ledger.in_flight.values()):
-        yield _SOON_S
-    traffic.fault(writer, _NO_NEWS_OF_THE_RING, _FOR_GOOD_S)
-    while not stage.gated(writer):  # a room or two are written yet: the watermark that is known lets them
-        if not stage.regions(reader):
+    traffic, writer, reader = context.traffic, context.prefill[0], context.decode[0]
+    traffic.closed = True  # grants to other rooms would advance the ring
+    while sum(traffic.accounting.in_flight.values()):
+        yield _POLL_S
+    traffic.fault(writer, _NO_WATERMARKS, _FOREVER_S)
+    while not context.gated(writer):  # the known watermark still permits a room or two
+        if not context.regions(reader):
             traffic.open(traffic.fleet.plan.chunk_tokens)
-        yield _BREATH_S
+        yield _PAUSE_S
     traffic.pause(writer)
-    while not stage.misses(reader, writer):
-        yield _BREATH_S
-    for region in stage.regions(reader):
-        stage.force(reader, region["serial"])
+    while not context.misses(reader, writer):
+        yield _PAUSE_S
+    for region in context.regions(reader):
+        context.force_release(reader, region["serial"])
     traffic.resume(writer)
-    stage.say(f"what {writer} waits to write into {reader}'s ring was freed by force, and no word of it gets through")
-    yield _FOR_GOOD_S
+    context.say(
+        f"the regions of {reader}'s ring that {writer} waits for were force-released, but it does not hear of it"
+    )
+    yield _FOREVER_S
 
+
+# ---- scenarios ------------------------------------------------------------------------------------------------------
 
 _TWO_INSTANCES = (Sizes(), Sizes())
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One fault, from its cause to what is found.
+    """One named fault.
 
     Attributes:
-        does: what is done to whom, for a list.
-        code: the health code that should come first.
+        does: effect, for a list.
+        code: health code that should come first.
         look: commands that show it, the best one first.
-        options: of `kvctl demo`, where the user gave none.
-        plan: fields of `SteadyPlan` that it needs.
-        config: of every agent.
+        options: of `kvctl demo`, unless the user gave them.
+        plan: fields of `FleetPlan`.
+        config: configuration of every agent.
     """
 
     name: str
     does: str
     code: str
     look: tuple[str, ...]
-    play: Play
+    script: Script
     options: Mapping[str, Any] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -341,8 +349,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         pinned_ring,
         options={"prefill_instances": _TWO_INSTANCES, "ring_mb": 2},
         plan={"chunk_tokens": 128},
-        # An agent leads the others round a silent writer's region, as it should: here it notices late, and gives no
-        # room up before.
+        # An agent routes the others around a silent writer's region; here it notices late and fails no room before.
         config={"path": "staged", "suspect_s": 500.0, "lost_s": 600.0, "waiting_timeout_s": 600.0},
     ),
     Scenario(
@@ -369,7 +376,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "compat",
-        "A decode rank was set up with another page size.",
+        "A decode rank is configured with another page size.",
         "KV_COMPAT_MISMATCH",
         ("kvctl doctor", "kvctl peers diff", "kvctl peers matrix"),
         compat,
@@ -410,7 +417,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "stuck-waiting",
-        "A prefill rank fails rooms, and nobody hears of it.",
+        "A prefill rank's reports of failed rooms are lost.",
         "KV_ROOM_STUCK_WAITING",
         ("kvctl doctor", "kvctl rooms", "kvctl top"),
         stuck_waiting,
@@ -426,7 +433,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "gated-empty",
-        "A region that a deaf writer waits for is freed by force.",
+        "A region that a writer waits for is force-released unnoticed.",
         "KV_RING_GATED_EMPTY",
         ("kvctl doctor", "kvctl staging", "kvctl rooms"),
         gated_empty,
@@ -435,27 +442,26 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "fd-low",
-        "A decode rank may hardly open another file.",
+        "A decode rank has almost no file descriptors left.",
         "KV_FDS_LOW",
         ("kvctl doctor", "kvctl health"),
         fd_low,
     ),
     Scenario(
         "draining",
-        "A prefill rank was told to take no new rooms; its router does not know.",
+        "A prefill rank was drained; its router does not know.",
         "KV_DRAINING",
         ("kvctl status", "kvctl doctor", "kvctl agents"),
         draining,
     ),
 )
 
-SCENARIOS_BY_NAME: dict[str, Scenario] = {scene.name: scene for scene in SCENARIOS}
+SCENARIOS_BY_NAME: dict[str, Scenario] = {scenario.name: scenario for scenario in SCENARIOS}
 
 
 def listed() -> list[dict[str, str | None]]:
-    """All that `kvctl demo --fault` takes: the scenes, then the faults of which one says how much or when."""
-    scenes: list[dict[str, str | None]] = [
-        {"fault": one.name, "kind": "scene", "does": one.does, "code": one.code} for one in SCENARIOS
+    """Returns rows for `kvctl demo --list-faults`: the scenarios, then the faults with a value or time."""
+    scenarios: list[dict[str, str | None]] = [
+        {"fault": each.name, "kind": "scene", "does": each.does, "code": each.code} for each in SCENARIOS
     ]
-    scenes += [{"fault": one.example, "kind": one.level, "does": one.help, "code": None} for one in FAULTS]
-    return scenes
+    return scenarios + [{"fault": each.example, "kind": each.level, "does": each.help, "code": None} for each in FAULTS]

@@ -1,7 +1,6 @@
-"""Decides which room goes where: a small router as every disaggregated fleet has one, with a seed.
+"""Endless random rooms through a live fleet: a router that chooses them, and traffic that drives and accounts for them.
 
-Only ranks that can serve take part. A room needs all ranks of its prefill instance and of its decode dp group, and a
-place at each of them, counting rooms whose pages are not free yet.
+Run the traffic from the thread that started the fleet, because it polls the fleet.
 """
 
 from __future__ import annotations
@@ -15,25 +14,32 @@ from dataclasses import dataclass, replace
 from math import exp, log
 from typing import cast
 
-from kvctl.lab.demo.fleet import SteadyFleet
-from kvctl.lab.demo.room_accounting import SUCCESS, Disturbance, Room, RoomAccounting, names
+from kvctl.lab.demo.fleet import LiveFleet
+from kvctl.lab.demo.room_accounting import SUCCESS, Disturbance, LiveRoom, RoomAccounting, describe
 from kvctl.lab.faults.specification import FAULTS_BY_NAME, parse_faults
 from kvctl.lab.ranks.group import Event, FleetError
 from kvctl.lab.ranks.messages import Abort, Ended, OpenRoom, Released, SendRoom
 from kvctl.lab.ranks.plan import PlannedRank
 
-# Of rooms that have a cached prefix, of those that are computed before they are asked for, of those sent in groups.
+# Shares of rooms with a cached prefix, of rooms computed before they are opened, and of rooms sent in layer groups.
 _WITH_PREFIX = 0.25
 _AT_ONCE = 0.5
 _IN_GROUPS = 0.3
-_MOST_CHUNKS = 3
-_MOST_GROUPS = 3
+_MAX_CHUNKS = 3
+_MAX_GROUPS = 3
 SHORT_GAP_S = 0.05
+_TICK_S = 0.05
+_OVERDUE_INTERVAL_S = 0.5
+# A router notices a silent rank by its own health checks, not at once.
+_NOTICED_AFTER_S = 1.0
+# If this process gets the CPU this much later than requested, the ranks do not get it in time either.
+_STARVED_S = 0.75
+_LOST = FAULTS_BY_NAME["control-loss"].explains
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
-    """How a room is computed and sent: fields of `contract.steady.SendRoom`."""
+class SendOptions:
+    """Computation and sending of a room; the fields of `messages.SendRoom`."""
 
     chunks: int
     groups: int
@@ -42,18 +48,17 @@ class Manner:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RoomChoice:
     """One room to open.
 
     Attributes:
-        manner: how it is computed.
-        aborter: who gives it up after how long; None: nobody.
-        hangs_at: the prefill rank whose last forward never ends; None: none.
-        computes: tokens that its prefill ranks were told of; None: those that it has.
+        aborter: rank that aborts it after `abort_after_s`; None: no abort.
+        hangs_at: prefill rank whose last forward never ends; None: none.
+        computes: number of tokens that its prefill ranks compute; None: the room's.
     """
 
-    room: Room
-    manner: Manner
+    room: LiveRoom
+    options: SendOptions
     aborter: str | None
     abort_after_s: float
     hangs_at: str | None = None
@@ -61,7 +66,11 @@ class Choice:
 
 
 class Router:
-    """Chooses rooms; the same seed and the same answers of the fleet give the same rooms."""
+    """Chooses rooms as the small router of a disaggregated fleet does, reproducibly by seed.
+
+    Only ranks that serve take part. A room needs all ranks of its prefill instance and of its decode dp group, and a
+    free slot at each of them; rooms whose pages are not free yet occupy slots.
+    """
 
     def __init__(
         self,
@@ -77,11 +86,11 @@ class Router:
     ) -> None:
         """Args:
         ranks: by name.
-        tokens: shortest and longest prompt; lengths are log-uniform, as prompts are.
-        slots: rooms that a rank has places for.
-        concurrency: rooms in flight over all decode dp groups, shared evenly, so that a stuck one stops no other.
-        aborts: share of rooms that somebody gives up.
-        longest_gap_s: time between two forwards of a room at most.
+        tokens: minimum and maximum prompt length; lengths are log-uniform, like real prompts.
+        slots: slots of a rank.
+        concurrency: rooms in flight over all decode dp groups, split evenly, so that a stuck group stops no other.
+        aborts: share of rooms that one of their ranks aborts.
+        longest_gap_s: maximum time between two forwards of a room.
         """
         self._ranks = ranks
         self._draw = random.Random(seed)
@@ -91,7 +100,7 @@ class Router:
         self._aborts = aborts
         self._longest_gap_s = longest_gap_s
         self._dps = sorted({rank["dp"] for rank in ranks.values() if rank["role"] == "decode"})
-        self._share = -(-concurrency // len(self._dps))
+        self._limit = -(-concurrency // len(self._dps))
         self._next = self._draw.randrange(1 << 20)
         self._prefill_dp = {
             rank["instance"]: 1 + max(other["dp"] for other in ranks.values() if other["instance"] == rank["instance"])
@@ -102,14 +111,14 @@ class Router:
 
     def choose(
         self, serving: Mapping[str, Collection[int]], in_flight: Mapping[int, int], now_ns: int
-    ) -> Choice | None:
-        """The next room, or None where nobody could serve one now.
+    ) -> RoomChoice | None:
+        """Returns the next room, or None if no ranks can serve one now.
 
         Args:
-            serving: prefill instances that each rank can exchange rooms with; ranks that are down have none.
-            in_flight: rooms of each decode dp group that are not over.
+            serving: prefill instances with which each rank can exchange rooms; none for ranks that are down.
+            in_flight: rooms in flight of each decode dp group.
         """
-        free = [dp for dp in self._dps if in_flight.get(dp, 0) < self._share]
+        free = [dp for dp in self._dps if in_flight.get(dp, 0) < self._limit]
         pairs = [(instance, dp) for instance in self._prefill_dp for dp in self._groups(instance, serving, free)]
         if not pairs:
             return None
@@ -118,18 +127,18 @@ class Router:
 
     def place(
         self, instance: int, decode_dp: int, tokens: int, now_ns: int, prefix_tokens: int | None = None
-    ) -> Choice:
-        """A room for this prefill instance and decode dp group, whoever serves."""
+    ) -> RoomChoice:
+        """Returns a room for this prefill instance and decode dp group, whether or not they serve."""
         draw = self._draw
         number = self._next = self._next + draw.randint(1, 7)
-        everybody = self._instance(instance)
+        members = self._instance(instance)
         group = number % self._prefill_dp[instance]
-        prefill = tuple(name for name in everybody if self._ranks[name]["dp"] == group)
+        prefill = tuple(name for name in members if self._ranks[name]["dp"] == group)
         decode = tuple(self._group(decode_dp))
         if prefix_tokens is None:
             whole = tokens // self._page_size
             prefix_tokens = draw.randint(0, whole) * self._page_size if draw.random() < _WITH_PREFIX else 0
-        room = Room(
+        room = LiveRoom(
             number=number,
             tokens=tokens,
             prefix_tokens=prefix_tokens,
@@ -137,44 +146,44 @@ class Router:
             decode_dp=decode_dp,
             prefill=prefill,
             decode=decode,
-            ranks=(*everybody, *decode),
+            ranks=(*members, *decode),
             opened_ns=now_ns,
         )
-        manner = Manner(
-            chunks=draw.randint(1, _MOST_CHUNKS),
-            groups=draw.randint(2, _MOST_GROUPS) if draw.random() < _IN_GROUPS else 1,
+        options = SendOptions(
+            chunks=draw.randint(1, _MAX_CHUNKS),
+            groups=draw.randint(2, _MAX_GROUPS) if draw.random() < _IN_GROUPS else 1,
             gap_s=round(draw.uniform(0, self._longest_gap_s), 4),
             at_once=draw.random() < _AT_ONCE,
         )
         aborter = draw.choice([*prefill, *decode]) if draw.random() < self._aborts else None
-        # Most within the time that a room takes, some long after.
+        # Most aborts come within the time that a room takes, some long after.
         after_s = draw.expovariate(1 / 0.05)
-        return Choice(room, manner, aborter, after_s)
+        return RoomChoice(room, options, aborter, after_s)
 
     def taken(self, name: str) -> None:
-        """A rank was told of a room."""
+        """Occupies a slot of a rank that was sent a room."""
         self.held[name] += 1
 
     def freed(self, name: str) -> None:
-        """A rank has released one."""
+        """Frees a slot of a rank that has released a room."""
         self.held[name] -= 1
 
     def forget(self, name: str) -> None:
-        """A rank's process is gone."""
+        """Frees all slots of a rank whose process has ended."""
         self.held[name] = 0
 
     def gap_s(self, rate: float, bursty: bool) -> float:
-        """Time to the next arrival at `rate` rooms a second; bursty: most of them close together, then nothing."""
+        """Draws the time to the next arrival at `rate` rooms per second; bursty: most arrive close together."""
         if bursty:
             return self._draw.expovariate(rate * 8) if self._draw.random() < 0.9 else self._draw.expovariate(rate / 9)
         return self._draw.expovariate(rate)
 
     def _groups(self, instance: int, serving: Mapping[str, Collection[int]], free: Sequence[int]) -> list[int]:
-        """Decode dp groups that can take a room of an instance."""
-        if not all(serving[name] and self._has_place(name) for name in self._instance(instance)):
+        """Returns the decode dp groups that can take a room of an instance."""
+        if not all(serving[name] and self._has_slot(name) for name in self._instance(instance)):
             return []
         return [
-            dp for dp in free if all(instance in serving[name] and self._has_place(name) for name in self._group(dp))
+            dp for dp in free if all(instance in serving[name] and self._has_slot(name) for name in self._group(dp))
         ]
 
     def _instance(self, instance: int) -> Sequence[str]:
@@ -183,7 +192,7 @@ class Router:
     def _group(self, dp: int) -> Sequence[str]:
         return [name for name, rank in self._ranks.items() if rank["role"] == "decode" and rank["dp"] == dp]
 
-    def _has_place(self, name: str) -> bool:
+    def _has_slot(self, name: str) -> bool:
         return self.held[name] < self._slots
 
     def _length(self) -> int:
@@ -191,28 +200,19 @@ class Router:
         return min(high, round(low * exp(self._draw.random() * log(high / low)))) if high > low else low
 
 
-_TICK_S = 0.05
-_OVERDUE_EVERY_S = 0.5
-# A router hears of a silent rank from its own health checks, not at once.
-_NOTICED_AFTER_S = 1.0
-# This process waits for a moment and gets the processor so much later: then ranks do not get it either.
-_STARVED_S = 0.75
-_LOST = FAULTS_BY_NAME["control-loss"].explains
-
-
 class DeadlineMissed(FleetError):
-    """Something did not happen in time; says what was waited for."""
+    """A condition was not met in time; the text names it."""
 
 
 @dataclass(frozen=True)
 class TrafficOptions:
-    """How rooms come and go.
+    """Arrival of rooms.
 
     Args:
-        rate: rooms a second; 0: as many at all times as the plan was made for.
-        bursty: with a rate, most rooms come close together.
-        aborts: share of rooms that one of their ranks gives up.
-        longest_gap_s: most time between two forwards of a room.
+        rate: rooms per second; 0: the plan's concurrency at all times.
+        bursty: with a rate, most rooms arrive close together.
+        aborts: share of rooms that one of their ranks aborts.
+        longest_gap_s: maximum time between two forwards of a room.
     """
 
     rate: float = 0.0
@@ -222,36 +222,36 @@ class TrafficOptions:
 
 
 class Traffic:
-    """Keeps rooms in flight, or lets them come at a rate.
+    """Keeps rooms in flight, or opens them at a rate.
 
     Attributes:
-        ledger: what became of them.
-        first_success_ns: by rank, when the first room of its present life succeeded there.
-        struck: how often each fault struck, by rank and life.
-        unasked_deaths: ends of processes that nobody had killed.
-        starved_s: time that this process waited for a processor, in stretches in which ranks may have been lost.
-        shut: no rooms are opened but those that somebody asks for.
+        accounting: results of all rooms.
+        first_success_ns: by rank, the first success of a room in its current process.
+        fired: how often each fault fired, by rank and process.
+        crashes: exits of processes that had not been killed or stopped.
+        starved_s: time that this process waited for a CPU, in periods in which ranks may have been lost.
+        closed: open only rooms that are requested with `open`.
     """
 
     def __init__(
         self,
-        fleet: SteadyFleet,
+        fleet: LiveFleet,
         options: TrafficOptions = TrafficOptions(),
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        """Nothing is opened before `run` or `until`.
+        """Opens nothing before `run` or `until`.
 
         Args:
-            on_event: told of everything that ranks say and of their deaths.
+            on_event: called with every message and exit of the ranks.
         """
         plan = fleet.plan
         self.fleet = fleet
-        self.ledger = RoomAccounting(plan.patience_s, plan.timings["suspect_s"] + 1.0, plan.bytes_of_token)
+        self.accounting = RoomAccounting(plan.patience_s, plan.timings["suspect_s"] + 1.0, plan.token_bytes)
         self.first_success_ns: dict[str, int] = {}
-        self.struck: dict[tuple[str, int], dict[str, int]] = {}
-        self.unasked_deaths: list[Event] = []
+        self.fired: dict[tuple[str, int], dict[str, int]] = {}
+        self.crashes: list[Event] = []
         self.starved_s = 0.0
-        self.shut = False
+        self.closed = False
         self._router = Router(
             {name: rank.planned for name, rank in fleet.ranks.items()},
             seed=plan.seed,
@@ -268,11 +268,11 @@ class Traffic:
         self._overdue_at = 0.0
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._down: dict[str, Disturbance] = {}  # what keeps a rank from serving: killed, or paused
-        self._replaced: dict[str, Disturbance] = {}  # the latest pause in which another process took the rank's place
-        self._deaths: set[str] = set()  # ranks that are being killed, so that their end is no finding
+        self._down: dict[str, Disturbance] = {}  # the kill or pause that keeps a rank from serving
+        self._replaced: dict[str, Disturbance] = {}  # the pause in which a rank was replaced
+        self._killed: set[str] = set()  # ranks that are being killed, so that their exit is expected
 
-    # ---- rooms --------------------------------------------------------------------------------------------------
+    # ---- rooms ------------------------------------------------------------------------------------------------------
 
     def open(
         self,
@@ -285,43 +285,42 @@ class Traffic:
         hangs_at: str | None = None,
         chunks: int = 2,
         computes: int | None = None,
-    ) -> Room:
-        """Open a room of one's own, whoever serves.
+    ) -> LiveRoom:
+        """Opens a specific room, whether or not its ranks serve.
 
         Args:
-            aborter: soon gives it up.
-            gap_s: lies between its two forwards.
-            hangs_at: a prefill rank of it whose last forward, of `chunks`, never ends.
-            computes: tokens that its prefill ranks were told of, where those are not `tokens`.
+            aborter: rank that soon aborts it.
+            gap_s: time between its two forwards.
+            hangs_at: prefill rank whose last forward, of `chunks`, never ends.
+            computes: number of tokens that its prefill ranks compute, if not `tokens`.
         """
         choice = self._router.place(instance, decode_dp, tokens, time.monotonic_ns(), prefix_tokens)
-        manner = choice.manner
+        options = choice.options
         if gap_s is not None:
-            manner = replace(manner, chunks=2, gap_s=gap_s)
+            options = replace(options, chunks=2, gap_s=gap_s)
         if hangs_at is not None:
-            manner = Manner(chunks=chunks, groups=1, gap_s=0.0, at_once=True)
-        choice = Choice(choice.room, manner, aborter, choice.abort_after_s, hangs_at, computes)
-        self._open(choice)
+            options = SendOptions(chunks=chunks, groups=1, gap_s=0.0, at_once=True)
+        self._open(RoomChoice(choice.room, options, aborter, choice.abort_after_s, hangs_at, computes))
         return choice.room
 
-    def abort(self, room: Room, rank: str, reason: str = "the client has gone") -> None:
-        """Have a rank give a room up."""
+    def abort(self, room: LiveRoom, rank: str, reason: str = "the client has gone") -> None:
+        """Tells a rank to abort a room."""
         room.aborted = True
-        self.fleet.tell(rank, Abort(room.number, reason))
+        self.fleet.send(rank, Abort(room.number, reason))
 
-    # ---- time ---------------------------------------------------------------------------------------------------
+    # ---- time -------------------------------------------------------------------------------------------------------
 
     def run(self, seconds: float) -> None:
-        """Serve traffic for so long."""
+        """Runs traffic for some time."""
         deadline = time.monotonic() + seconds
         while (left_s := deadline - time.monotonic()) > 0:
             self.turn(min(left_s, _TICK_S))
 
     def until(self, condition: Callable[[], bool], timeout_s: float, waited_for: str, quiet: bool = False) -> None:
-        """Serve traffic until something is so; `quiet`: open no new rooms meanwhile.
+        """Runs traffic until a condition is met; `quiet`: opens no new rooms meanwhile.
 
         Raises:
-            DeadlineMissed: it is not so in time; names what was waited for.
+            DeadlineMissed: it is not met in time; names `waited_for`.
         """
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -330,23 +329,23 @@ class Traffic:
             self.turn(_TICK_S, quiet)
 
     def drain(self, timeout_s: float) -> None:
-        """Open no new rooms; wait until all have ended and their pages are free, at every rank that lives.
+        """Opens no new rooms and waits until all have ended and their pages are free, at every rank that lives.
 
         Raises:
-            DeadlineMissed: names the rooms, and who has them.
+            DeadlineMissed: names the rooms and the ranks that hold them.
         """
         deadline = time.monotonic() + timeout_s
-        while left := self.ledger.open:
+        while left := self.accounting.open:
             if time.monotonic() > deadline:
-                raise DeadlineMissed(f"{len(left)} rooms have not ended after {timeout_s:g} s: {names(left)}")
+                raise DeadlineMissed(f"{len(left)} rooms have not ended after {timeout_s:g} s: {describe(left)}")
             self.turn(_TICK_S, quiet=True)
 
     def turn(self, timeout_s: float, quiet: bool = False) -> None:
-        """Open what is due, then hear the fleet once, for so long at most."""
+        """Does what is due, then polls the fleet once, for at most `timeout_s`."""
         now = time.monotonic()
         while self._later and self._later[0][0] <= now:
             heapq.heappop(self._later)[2]()
-        if not (quiet or self.shut):
+        if not (quiet or self.closed):
             self._open_due(now)
         if self._later:
             timeout_s = min(timeout_s, max(0.0, self._later[0][0] - now))
@@ -354,86 +353,86 @@ class Traffic:
         events = self.fleet.poll(timeout_s)
         self._note_starvation(before, timeout_s)
         for event in events:
-            self._take(event)
+            self._apply(event)
         if now >= self._overdue_at:
-            self._overdue_at = now + _OVERDUE_EVERY_S
-            self.ledger.overdue(time.monotonic_ns())
+            self._overdue_at = now + _OVERDUE_INTERVAL_S
+            self.accounting.find_overdue(time.monotonic_ns())
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Do something then, on a turn."""
+        """Schedules an action for a later turn."""
         heapq.heappush(self._later, (time.monotonic() + seconds, next(self._order), action))
 
-    # ---- what is done to ranks ----------------------------------------------------------------------------------
+    # ---- disturbances -----------------------------------------------------------------------------------------------
 
     def kill(self, name: str) -> None:
-        """SIGKILL a rank; its rooms' failures are expected."""
-        self._deaths.add(name)
-        self._revive(name)
-        self._down[name] = self.ledger.disturb(Disturbance("kill", name, time.monotonic_ns()))
+        """Kills a rank; failures of its rooms are expected."""
+        self._killed.add(name)
+        self._recovered(name)
+        self._down[name] = self.accounting.disturb(Disturbance("kill", name, time.monotonic_ns()))
         self.fleet.kill(name)
 
     def restart(self, name: str, faults: str = "") -> None:
-        """Start a killed rank again, with faults in force from the beginning; rooms go to it once it serves."""
+        """Restarts a killed rank, with faults in force from the start; it gets rooms once it serves."""
         self.fleet.restart(name, faults)
         self.first_success_ns.pop(name, None)
 
     def pause(self, name: str) -> None:
-        """SIGSTOP a rank; the router notices a little later."""
-        self._down[name] = self.ledger.disturb(Disturbance("pause", name, time.monotonic_ns()))
+        """Pauses a rank; the router notices a little later."""
+        self._down[name] = self.accounting.disturb(Disturbance("pause", name, time.monotonic_ns()))
         self.fleet.pause(name)
 
     def resume(self, name: str) -> None:
-        """SIGCONT it."""
+        """Resumes a paused rank."""
         self.fleet.resume(name)
-        self._revive(name)
+        self._recovered(name)
 
     def replace(self, name: str) -> None:
-        """Start another process in a paused rank's place, and send it rooms once it serves.
+        """Starts another process in a paused rank's place; it gets rooms once it serves.
 
-        The rooms of the paused one end there now, whatever it does later: its engine's requests were given up.
+        The rooms of the paused process count as ended there now: its engine's requests have been given up.
         """
         pause = self._replaced[name] = self._down[name]
         now_ns = pause.before_ns = time.monotonic_ns()
-        self.ledger.died(name, now_ns)
+        self.accounting.died(name, now_ns)
         self._router.forget(name)
         self.first_success_ns.pop(name, None)
-        self._down[name] = self.ledger.disturb(Disturbance("replace", name, now_ns))
+        self._down[name] = self.accounting.disturb(Disturbance("replace", name, now_ns))
         self.fleet.replace(name)
 
-    def thaw(self, name: str) -> None:
-        """SIGCONT the process that was replaced: from now on it has to let go of its rooms."""
-        self.fleet.thaw(name)
+    def resume_replaced(self, name: str) -> None:
+        """Resumes the process that was replaced: from now on it has to release its rooms."""
+        self.fleet.resume_replaced(name)
         self._replaced[name].until_ns = time.monotonic_ns()
 
-    def end_former(self, name: str, *, kill: bool) -> None:
-        """End the process that was replaced, by SIGKILL or in order."""
-        self.fleet.end_former(name, kill=kill)
+    def end_replaced(self, name: str, *, kill: bool) -> None:
+        """Ends the process that was replaced, by SIGKILL or in order."""
+        self.fleet.end_replaced(name, kill=kill)
         pause = self._replaced[name]
         pause.until_ns = pause.until_ns or time.monotonic_ns()
 
     def fault(self, name: str, spec: str, seconds: float) -> None:
-        """Put a fault in force at a rank for so long; it explains what its kind says, and no more."""
+        """Puts faults in force at a rank for some time; they explain only the failures of their kinds."""
         now_ns = time.monotonic_ns()
         codes = {code for fault in parse_faults(spec) for code in fault.kind.explains}
         until_ns = now_ns + round(seconds * 1e9)
-        self.ledger.disturb(Disturbance("fault", name, now_ns, until_ns, tuple(sorted(codes)) or ("-",)))
+        self.accounting.disturb(Disturbance("fault", name, now_ns, until_ns, tuple(sorted(codes)) or ("-",)))
         self.fleet.fault(name, spec, seconds)
 
-    def _revive(self, name: str) -> None:
+    def _recovered(self, name: str) -> None:
         if down := self._down.pop(name, None):
             down.until_ns = time.monotonic_ns()
 
     def _note_starvation(self, since_ns: int, waited_s: float) -> None:
-        """A machine that gives nobody the processor makes ranks silent: that explains why others take them for lost."""
+        """Records a period without CPU time: it makes ranks silent, which explains that others take them for lost."""
         now_ns = time.monotonic_ns()
         late_s = (now_ns - since_ns) / 1e9 - waited_s
         if late_s > _STARVED_S:
             self.starved_s += late_s
-            # Whoever was silent may be heard of, and given up, a little earlier or later than we were late.
+            # A silent rank may be heard, and given up, slightly earlier or later than this process was late.
             lost_ns = round(self.fleet.plan.timings["lost_s"] * 1e9)
-            self.ledger.disturb(Disturbance("starved", None, since_ns - lost_ns, now_ns + lost_ns, _LOST))
+            self.accounting.disturb(Disturbance("starved", None, since_ns - lost_ns, now_ns + lost_ns, _LOST))
 
-    # ---- within -------------------------------------------------------------------------------------------------
+    # ---- internals --------------------------------------------------------------------------------------------------
 
     def _open_due(self, now: float) -> None:
         if self._options.rate:
@@ -446,68 +445,68 @@ class Traffic:
 
     def _open_one(self) -> bool:
         serving = {name: self._instances(name) for name in self.fleet.ranks}
-        choice = self._router.choose(serving, self.ledger.in_flight, time.monotonic_ns())
+        choice = self._router.choose(serving, self.accounting.in_flight, time.monotonic_ns())
         if choice is None:
             return False
         self._open(choice)
         return True
 
     def _instances(self, name: str) -> list[int]:
-        """Prefill instances that a rank can serve, as the router believes."""
+        """Returns the prefill instances that a rank serves in the router's view."""
         rank, down = self.fleet.ranks[name], self._down.get(name)
         if down is None:
             return rank.instances
         unnoticed = down.kind == "pause" and time.monotonic_ns() - down.from_ns < _NOTICED_AFTER_S * 1e9
         return rank.instances if unnoticed else []
 
-    def _open(self, choice: Choice) -> None:
-        room, manner = choice.room, choice.manner
-        told = [*room.prefill, *room.decode]
-        self.ledger.opening(room, [name for name in told if self.fleet.ranks[name].running])
+    def _open(self, choice: RoomChoice) -> None:
+        room, options = choice.room, choice.options
+        members = [*room.prefill, *room.decode]
+        self.accounting.add(room, [name for name in members if self.fleet.ranks[name].running])
         number, prefix = room.number, room.prefix_tokens
         computes = room.tokens if choice.computes is None else choice.computes
-        for name in told:
+        for name in members:
             if name in room.expects:
                 self._router.taken(name)
             if name in room.prefill:
-                how = manner.chunks, manner.groups, manner.gap_s, manner.at_once
+                how = options.chunks, options.groups, options.gap_s, options.at_once
                 hangs = name == choice.hangs_at
-                self.fleet.tell(name, SendRoom(number, number, computes, prefix, *how, hangs=hangs))
+                self.fleet.send(name, SendRoom(number, number, computes, prefix, *how, hangs=hangs))
             else:
-                self.fleet.tell(name, OpenRoom(number, number, room.tokens, prefix, room.instance))
+                self.fleet.send(name, OpenRoom(number, number, room.tokens, prefix, room.instance))
         if (aborter := choice.aborter) is not None:
-            self.later(choice.abort_after_s, lambda: self._give_up(room, aborter))
+            self.later(choice.abort_after_s, lambda: self._abort_unless_ended(room, aborter))
 
-    def _give_up(self, room: Room, rank: str) -> None:
+    def _abort_unless_ended(self, room: LiveRoom, rank: str) -> None:
         if rank in room.expects and rank not in room.ends:
             self.abort(room, rank)
 
-    def _take(self, event: Event) -> None:
+    def _apply(self, event: Event) -> None:
         name = event.rank
         if event.kind == "ended":
-            room = self.ledger.ended(name, cast(Ended, event.data))
+            room = self.accounting.ended(name, cast(Ended, event.data))
             if room is not None and event.data["state"] == SUCCESS:
                 self.first_success_ns.setdefault(name, event.data["at_ns"])
         elif event.kind == "released":
             released = cast(Released, event.data)
-            if self.ledger.release(name, released["room"], released["at_ns"]) is not None:
+            if self.accounting.released(name, released["room"], released["at_ns"]) is not None:
                 self._router.freed(name)
         elif event.kind == "serving":
-            if name not in self._deaths and (down := self._down.get(name)) and down.kind in ("kill", "replace"):
-                self._revive(name)
+            if name not in self._killed and (down := self._down.get(name)) and down.kind in ("kill", "replace"):
+                self._recovered(name)
         elif event.kind == "died":
-            self.ledger.died(name, event.at_ns)
+            self.accounting.died(name, event.at_ns)
             self._router.forget(name)
-            if name in self._deaths:
-                self._deaths.discard(name)
+            if name in self._killed:
+                self._killed.discard(name)
             else:
-                self.unasked_deaths.append(event)
-                self._down[name] = self.ledger.disturb(Disturbance("died", name, event.at_ns))
-        elif event.kind == "former-died":
-            self.unasked_deaths.append(event)
+                self.crashes.append(event)
+                self._down[name] = self.accounting.disturb(Disturbance("died", name, event.at_ns))
+        elif event.kind == "replaced-died":
+            self.crashes.append(event)
         elif event.kind == "usage":
             for stray in event.data["strays"]:
-                self.ledger.stray(name, stray, event.at_ns)
+                self.accounting.stray(name, stray, event.at_ns)
         elif event.kind == "faults":
-            self.struck[name, self.fleet.ranks[name].lives] = event.data["counts"]
+            self.fired[name, self.fleet.ranks[name].lives] = event.data["counts"]
         self._on_event(event)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.demo.fleet import CALM_TIMINGS, SteadyPlan
+from kvctl.lab.demo.fleet import CALM_TIMINGS, FleetPlan
 from kvctl.lab.demo.scenarios import SCENARIOS, Scenario
 from kvctl.lab.faults.specification import FAULTS_BY_NAME
 from kvctl.lab.ranks.group import rank_names
@@ -57,12 +57,12 @@ SUMMARY: dict[str, Any] = {
         (("--faults", "random"), "--faults random needs --minutes"),
         (("--fault", "control-los=5%"), "did you mean control-loss"),
         (("--fault", "stuckroom"), "'stuckroom' is not a fault, did you mean stuck-room"),
-        (("--fault", "dead-peer,corrupt"), "dead-peer and corrupt: one scene at a time"),
+        (("--fault", "dead-peer,corrupt"), "dead-peer and corrupt: only one scene is possible"),
         (("--fault", "mystery"), "'mystery' is not a fault; kvctl demo --list-faults lists them"),
         (("--list-faults", "--columns", "speed"), "speed"),
         (
             ("--fault", "kill=decode-7@5s", "--minutes", "1"),
-            "there is no rank decode-7; there are prefill-0, prefill-1",
+            "there is no rank decode-7; the ranks are prefill-0, prefill-1",
         ),
         (("--fault", "replace=decode-0@5s+9s"), "replace=decode-0@5s+9s: only a prefill rank without"),
         (("--fault", "replace=prefill-0@5s+9s"), "the registry can be replaced: prefill-1"),
@@ -94,10 +94,10 @@ def test_all_that_can_be_done_to_a_fleet_is_listed(kvctl: Any):
 
 @pytest.mark.parametrize("scene", SCENARIOS, ids=lambda scene: scene.name)
 def test_a_scene_s_fleet_can_be(scene: Scenario):
-    prefill = scene.options.get("prefill_instances", SteadyPlan().prefill)
+    prefill = scene.options.get("prefill_instances", FleetPlan().prefill)
     ring_mb = scene.options.get("ring_mb", 0)
-    plan = SteadyPlan(prefill=prefill, ring_mb=ring_mb, config={**CALM_TIMINGS, **scene.config}, **scene.plan)
-    ranks = rank_names(plan.resolve()["ranks"])
+    plan = FleetPlan(prefill=prefill, ring_mb=ring_mb, config={**CALM_TIMINGS, **scene.config}, **scene.plan)
+    ranks = rank_names(plan.resolve()[0]["ranks"])
     assert plan.absent | plan.odd_pages.keys() <= set(ranks)
     assert plan.prefixed("b-").absent == {f"b-{name}" for name in plan.absent}
     assert scene.config.keys() <= KEYS_BY_NAME.keys()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.demo.room_accounting import Disturbance, Room, RoomAccounting, names
+from kvctl.lab.demo.room_accounting import Disturbance, LiveRoom, RoomAccounting, describe
 from kvctl.lab.ranks.messages import Ended, Mismatch
 from kvctl_agent.contract.snapshots import Failure
 
@@ -16,12 +16,12 @@ WRONG = Mismatch(room=1, where="layer 0 k token 3 head 1", expected="aa", found=
 
 @pytest.fixture
 def books() -> RoomAccounting:
-    return RoomAccounting(patience_s=10, grace_s=1, bytes_of_token=64)
+    return RoomAccounting(patience_s=10, grace_s=1, token_bytes=64)
 
 
-def opened(books: RoomAccounting, number: int = 1, at_s: float = 0.0, without: tuple[str, ...] = ()) -> Room:
+def opened(books: RoomAccounting, number: int = 1, at_s: float = 0.0, without: tuple[str, ...] = ()) -> LiveRoom:
     ranks = ("p-0", "p-1", "d-0")
-    room = Room(
+    room = LiveRoom(
         number=number,
         tokens=100,
         prefix_tokens=36,
@@ -32,7 +32,7 @@ def opened(books: RoomAccounting, number: int = 1, at_s: float = 0.0, without: t
         ranks=ranks,
         opened_ns=round(at_s * S),
     )
-    books.opening(room, [rank for rank in ranks if rank not in without])
+    books.add(room, [rank for rank in ranks if rank not in without])
     return room
 
 
@@ -57,7 +57,7 @@ def end(
 def everywhere(books: RoomAccounting, state: str = "Success", at_s: float = 1.0, number: int = 1, **more: Any) -> None:
     for rank in ("p-0", "p-1", "d-0"):
         end(books, rank, state, at_s, number, **more)
-        books.release(rank, number, round(at_s * S))
+        books.released(rank, number, round(at_s * S))
 
 
 def test_a_room_is_over_when_its_pages_are_free_everywhere(books: RoomAccounting):
@@ -67,7 +67,7 @@ def test_a_room_is_over_when_its_pages_are_free_everywhere(books: RoomAccounting
     assert (books.open, room.succeeded, room.over) == ([room], True, False)
     assert books.in_flight[0] == 0  # nobody waits for it
     for rank in room.ranks:
-        books.release(rank, 1, 2 * S)
+        books.released(rank, 1, 2 * S)
     assert (books.open, room.over, books.done, books.failed) == ([], True, 1, 0)
     assert (books.verified_bytes, books.delivered_bytes) == (4096, 64 * 64)
 
@@ -124,12 +124,12 @@ def test_what_is_done_to_a_rank_of_the_room_within_its_life_explains_it(
 def test_a_rank_s_death_ends_its_part_and_explains_the_room(books: RoomAccounting):
     room = opened(books)
     end(books, "p-0", at_s=0.5)
-    books.release("p-0", 1, S)
+    books.released("p-0", 1, S)
     books.disturb(Disturbance("kill", "d-0", 2 * S))
     books.died("d-0", 3 * S)
     assert books.in_flight[0] == 0
     end(books, "p-1", "Failed", at_s=1.9)  # its news is older than the death, and was heard later
-    books.release("p-1", 1, 4 * S)
+    books.released("p-1", 1, 4 * S)
     assert room.over
     assert not room.succeeded
     assert (books.failed, books.expected, books.unexpected) == (1, 1, [])
@@ -141,7 +141,7 @@ def test_a_room_opened_while_a_rank_is_down_expects_nothing_of_it(books: RoomAcc
     assert books.in_flight[0] == 0
     for rank in ("p-0", "p-1"):
         end(books, rank, "Failed")
-        books.release(rank, 1, S)
+        books.released(rank, 1, S)
     assert room.over
     assert books.expected == 1
 
@@ -150,28 +150,28 @@ def test_a_room_that_has_not_ended_in_time_hangs_and_is_found_once(books: RoomAc
     room = opened(books)
     for rank in ("p-0", "d-0"):
         end(books, rank)
-        books.release(rank, 1, S)
-    assert books.overdue(9 * S) == []
-    assert books.overdue(11 * S) == [room]
-    assert books.overdue(12 * S) == []
+        books.released(rank, 1, S)
+    assert books.find_overdue(9 * S) == []
+    assert books.find_overdue(11 * S) == [room]
+    assert books.find_overdue(12 * S) == []
     assert (books.hung, room.hung) == ([room], {"p-1"})
-    assert names([room]) == "1 (p-1)"
+    assert describe([room]) == "1 (p-1)"
 
 
 def test_one_whose_pages_are_never_free_hangs_too(books: RoomAccounting):
     room = opened(books)
     for rank in room.ranks:
         end(books, rank)
-    assert books.overdue(11 * S) == [room]
+    assert books.find_overdue(11 * S) == [room]
 
 
 def test_time_in_which_a_rank_of_it_is_paused_does_not_count(books: RoomAccounting):
     room = opened(books)
     pause = books.disturb(Disturbance("pause", "d-0", 2 * S))
-    assert books.overdue(60 * S) == []
+    assert books.find_overdue(60 * S) == []
     pause.until_ns = 60 * S
-    assert books.overdue(67 * S) == []
-    assert books.overdue(69 * S) == [room]
+    assert books.find_overdue(67 * S) == []
+    assert books.find_overdue(69 * S) == [room]
 
 
 def test_a_paused_process_that_was_replaced_explains_nothing_of_the_rooms_that_came_later(books: RoomAccounting):
@@ -179,7 +179,7 @@ def test_a_paused_process_that_was_replaced_explains_nothing_of_the_rooms_that_c
     books.disturb(Disturbance("pause", "p-1", 2 * S, before_ns=4 * S))
     books.died("p-1", 4 * S)
     after = opened(books, 2, at_s=5.0)
-    assert books.overdue(60 * S) == [after]  # a paused rank may still write to the pages of the other one
+    assert books.find_overdue(60 * S) == [after]  # a paused rank may still write to the pages of the other one
     for number in (1, 2):
         everywhere(books, "Failed", at_s=60.0, number=number)
     assert "p-1" not in before.expects

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.demo.traffic import Choice, Router
+from kvctl.lab.demo.traffic import RoomChoice, Router
 
 Ranks = Callable[..., dict[str, Any]]
 ALL = {"p0-prefill-0": [0], "p0-prefill-1": [0], "p1-prefill-0": [1], "decode-0": [0, 1], "decode-1": [0, 1]}
@@ -19,7 +19,7 @@ def router(ranks: dict[str, Any], **changes: Any) -> Router:
     return Router(ranks, **options)
 
 
-def chosen(router: Router, serving: dict[str, list[int]], count: int = 200, **in_flight: int) -> list[Choice]:
+def chosen(router: Router, serving: dict[str, list[int]], count: int = 200, **in_flight: int) -> list[RoomChoice]:
     found = [router.choose(serving, {int(dp[2:]): many for dp, many in in_flight.items()}, 0) for _ in range(count)]
     assert all(found)
     return found  # type: ignore[return-value]
@@ -34,9 +34,9 @@ def test_rooms_go_everywhere_and_each_is_of_its_own_kind(ranks: Ranks):
     assert max(room.tokens for room in rooms) > 512
     assert all(room.prefix_tokens % 16 == 0 and room.prefix_tokens <= room.tokens for room in rooms)
     assert 20 < sum(room.prefix_tokens > 0 for room in rooms) < 80
-    assert {choice.manner.chunks for choice in choices} == {1, 2, 3}
-    assert {choice.manner.groups for choice in choices} == {1, 2, 3}
-    assert {choice.manner.at_once for choice in choices} == {True, False}
+    assert {choice.options.chunks for choice in choices} == {1, 2, 3}
+    assert {choice.options.groups for choice in choices} == {1, 2, 3}
+    assert {choice.options.at_once for choice in choices} == {True, False}
     aborted = [choice for choice in choices if choice.aborter]
     assert 20 < len(aborted) < 60
     assert all(choice.aborter in (*choice.room.prefill, *choice.room.decode) for choice in aborted)

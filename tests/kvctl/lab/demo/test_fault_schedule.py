@@ -37,7 +37,7 @@ def test_the_same_seed_gives_the_same_schedule_and_another_one_another(ranks: Ra
 def test_every_kind_and_every_rank_has_its_turn(ranks: Ranks):
     here = ranks()
     strikes = draw_schedule(3, 3600, here)
-    assert {strike.kind for strike in strikes} == {"kill", "pause", "replace", "fault", "noise"}
+    assert {strike.kind for strike in strikes} == {"kill", "pause", "replace", "fault"}
     assert {strike.rank for strike in outages(strikes)} == set(here)
     faults = {strike.spec.partition("=")[0] for strike in strikes if strike.kind == "fault"}
     assert len(faults) == 13

@@ -1,6 +1,6 @@
-"""Random bytes to every socket that a rank listens on: control, registry, admin, and whatever its engine opened.
+"""Sends random bytes to every socket on which a process listens: control, registry, admin, and its engine's sockets.
 
-Raw bytes meet a listener's handshake; frames of a ZMQ peer get past it and meet the decoder behind.
+Raw bytes fail in a listener's handshake; frames of a ZMQ peer pass it and reach the decoder.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _MOST_FRAMES = 5
 
 
 class Listener(NamedTuple):
-    """A socket that a process listens on: a path of a Unix socket, or a TCP port of this host."""
+    """A listening socket: the path of a Unix socket, or a TCP port of this host."""
 
     path: str
     port: int
 
     @property
     def address(self) -> str:
-        """As ZMQ calls it."""
+        """The ZMQ address."""
         return f"ipc://{self.path}" if self.path else f"tcp://127.0.0.1:{self.port}"
 
 
 def listeners(pid: int) -> list[Listener]:
-    """Sockets that a process of this machine listens on."""
+    """Returns the listening sockets of a process of this machine."""
     inodes: set[str] = set()
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for entry in Path(f"/proc/{pid}/fd").iterdir():
@@ -46,14 +46,14 @@ def listeners(pid: int) -> list[Listener]:
 
 
 class SocketNoise:
-    """Sends random bytes, never waits for an answer."""
+    """Sends random bytes without waiting for answers."""
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(f"noise {seed}")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def make(self, pid: int) -> int:
-        """Bother each listener of a process in both ways; how many there were."""
+        """Sends raw bytes and ZMQ frames to each listener of a process; returns the number of listeners."""
         found = listeners(pid)
         for listener in found:
             self._raw(listener)
@@ -61,7 +61,7 @@ class SocketNoise:
         return len(found)
 
     def close(self) -> None:
-        """Drop what is still on its way."""
+        """Drops everything that has not been sent."""
         self._context.destroy(linger=0)
 
     def _raw(self, listener: Listener) -> None:
@@ -89,7 +89,7 @@ def _unix(pid: int, inodes: set[str]) -> list[Listener]:
     found = []
     for line in _lines(Path(f"/proc/{pid}/net/unix")):
         fields = line.split(maxsplit=7)
-        # Num RefCount Protocol Flags Type St Inode Path; names that are no paths begin with @.
+        # Num RefCount Protocol Flags Type St Inode Path; abstract names begin with @.
         if len(fields) == 8 and int(fields[3], 16) & _LISTENS_UNIX and fields[6] in inodes and fields[7][0] == "/":
             found.append(Listener(fields[7], 0))
     return found

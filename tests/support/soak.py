@@ -1,0 +1,44 @@
+"""`python -m tests.support.soak ARGS`: runs `kvctl demo ARGS` and sends random bytes to its ranks' sockets."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.support.socket_noise import SocketNoise
+
+_FIRST_S, _MEAN_GAP_S = 20.0, 15.0  # the ranks serve by then; between two processes that are disturbed
+
+
+def children(pid: int) -> list[int]:
+    """Returns the child processes of a process; none if it has ended."""
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit status of `kvctl demo`."""
+    demo = subprocess.Popen([sys.executable, "-m", "kvctl", "demo", *arguments])
+    seed = arguments[arguments.index("--seed") + 1] if "--seed" in arguments else "0"
+    draw, noise = random.Random(f"soak {seed}"), SocketNoise(int(seed))
+    next_at = time.monotonic() + _FIRST_S
+    try:
+        while demo.poll() is None:
+            time.sleep(0.2)
+            if time.monotonic() >= next_at and (pids := children(demo.pid)):
+                next_at = time.monotonic() + draw.expovariate(1 / _MEAN_GAP_S)
+                noise.make(draw.choice(pids))
+    except KeyboardInterrupt:
+        pass  # the terminal has sent it to the demo as well
+    finally:
+        noise.close()
+    return demo.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
