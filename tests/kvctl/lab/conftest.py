@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.kvctl_agent.conftest import make_fleet, model
+from tests.support.agents import make_fleet, model
 
 __all__ = ["make_fleet", "model"]
