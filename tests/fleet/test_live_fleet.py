@@ -138,7 +138,6 @@ def test_a_soak_that_ends_while_a_replaced_process_is_frozen_lets_it_go_on_and_l
         former = fleet.ranks["prefill-1"].replaced
         assert former is not None
         soak.drain()
-        soak.close()
         summary = soak.summary()
         assert soak.sound, summary
         assert summary["faults"]["injected"] == {"replace": 1}
@@ -177,7 +176,6 @@ def test_a_failure_that_nobody_asked_for_is_a_finding_and_what_is_known_of_it_is
         room = soak.traffic.open(64)
         fleet.send("decode-0", Abort(room.number, "behind the ledger's back"))
         soak.drain()
-        soak.close()
         summary = soak.summary()
     assert not soak.sound
     assert (summary["rooms"]["failed_unexpected"], summary["rooms"]["hung"], summary["corrupt"]) == (1, 0, 0)
