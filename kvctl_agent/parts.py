@@ -538,10 +538,10 @@ def machine_of(
             timing,
             telemetry,
             choose=inputs.recording_paths(
-                lambda who, share, n, pages: chooser.choose(who.ring_bytes, share, n, pages, reaches(who.name))
+                lambda peer, share, n, pages: chooser.choose(peer.ring_bytes, share, n, pages, reaches(peer.name))
             ),
             fallback=inputs.recording_paths(
-                lambda who, share, n, pages: chooser.without_ring(share, reaches(who.name))
+                lambda peer, share, n, pages: chooser.without_ring(share, reaches(peer.name))
             ),
             early_send=settings["pp_early_send"],
         )

@@ -100,17 +100,17 @@ def gated_parts(machine: Machine) -> list[GatedPart]:
     if not isinstance(machine, PrefillMachine):
         return []
     now = time.monotonic_ns()
-    return [_gated(machine, leg, part, now) for leg, part in machine.parked()]
+    return [_gated(machine, transfer, part, now) for transfer, part in machine.parked()]
 
 
-def _gated(machine: PrefillMachine, leg: PeerTransfer, part: Part, now_ns: int) -> GatedPart:
+def _gated(machine: PrefillMachine, transfer: PeerTransfer, part: Part, now_ns: int) -> GatedPart:
     grant, asked_ns = part.grant, part.asked_ns
-    waits = machine.waits_for(leg, part).value
+    waits = machine.waits_for(transfer, part).value
     if grant is not None and waits == Wait.WATERMARK.value:
         waits = f"{waits} round {grant.round - 1} tail {grant.end}"
     return {
-        "room": str(leg.room),
-        "peer": leg.peer,
+        "room": str(transfer.room),
+        "peer": transfer.peer,
         "chunk": part.key.chunk,
         "layers": [part.key.lo, part.key.hi],
         "bytes": part.nbytes,
@@ -140,17 +140,17 @@ def add_diagnosis(machine: Machine, row: RoomRow) -> None:
 
 def _awaited_prefill(machine: DecodeMachine, room: RecvRoom, owed: dict[str, int]) -> list[str]:
     """Returns the prefill ranks whose next message a room waits for in its present state."""
-    legs = room.legs.copy()
-    if not legs and room.failure is None:  # it is opened once all ranks of its instance are connected
+    transfers = room.legs.copy()
+    if not transfers and room.failure is None:  # it is opened once all ranks of its instance are connected
         return [name for name in machine.roster(room.instance) if not machine.is_ready(name)]
     if room.failure is not None:
-        return [name for name, leg in legs.items() if not leg.drained]
+        return [name for name, transfer in transfers.items() if not transfer.drained]
     if room.state is RoomState.BOOTSTRAPPING:
-        return [name for name, leg in legs.items() if not leg.accepted]
+        return [name for name, transfer in transfers.items() if not transfer.accepted]
     if room.state is RoomState.SUCCESS:
-        return [name for name, leg in legs.items() if not leg.acked]
+        return [name for name, transfer in transfers.items() if not transfer.acked]
     finals = {room.writers[key.writer] for _, key in room.finals.copy()}
-    return [name for name in legs if name in owed or name in finals]
+    return [name for name in transfers if name in owed or name in finals]
 
 
 def _owed(room: RecvRoom) -> dict[str, int]:
@@ -166,10 +166,10 @@ def _owed(room: RecvRoom) -> dict[str, int]:
 
 def _awaited_decode(room: SendRoom) -> list[str]:
     """Returns the decode ranks that have not confirmed the end of a room that is sent or has failed."""
-    legs = room.legs.copy()
+    transfers = room.legs.copy()
     if room.failure is not None:
-        return [name for name, leg in legs.items() if not leg.failed_acked]
-    return [name for name, leg in legs.items() if not leg.done] if room.released else []
+        return [name for name, transfer in transfers.items() if not transfer.failed_acked]
+    return [name for name, transfer in transfers.items() if not transfer.done] if room.released else []
 
 
 def owed_parts(machine: Machine, row: RoomRow) -> list[OwedParts]:
@@ -181,7 +181,7 @@ def owed_parts(machine: Machine, row: RoomRow) -> list[OwedParts]:
     sending = machine.rooms.get(number) if isinstance(machine, PrefillMachine) else None
     if not isinstance(machine, PrefillMachine) or sending is None or sending.record.nonce != nonce or sending.failure:
         return []
-    return [owed for leg in sending.legs.copy().values() for owed in _not_sent(machine, sending, leg)]
+    return [owed for transfer in sending.legs.copy().values() for owed in _not_sent(machine, sending, transfer)]
 
 
 def _not_arrived(machine: DecodeMachine, room: RecvRoom) -> list[OwedParts]:
@@ -199,7 +199,7 @@ def _not_arrived(machine: DecodeMachine, room: RecvRoom) -> list[OwedParts]:
     ]
 
 
-def _not_sent(machine: PrefillMachine, room: SendRoom, leg: PeerTransfer) -> list[OwedParts]:
+def _not_sent(machine: PrefillMachine, room: SendRoom, transfer: PeerTransfer) -> list[OwedParts]:
     """Returns the parts that a prefill rank has not sent to one decode rank, grouped by what they wait for."""
     now = time.monotonic_ns()
     cells: dict[str, list[tuple[int, int]]] = {}
@@ -211,7 +211,7 @@ def _not_sent(machine: PrefillMachine, room: SendRoom, leg: PeerTransfer) -> lis
         since[waits_for] = min(since_ns, since.get(waits_for, since_ns))
         finals[waits_for] = finals.get(waits_for, 0) + final_parts
 
-    parts = list(leg.parts.values())
+    parts = list(transfer.parts.values())
     cut: dict[int, int] = {}
     for part in parts:
         bits = (1 << part.key.hi) - (1 << part.key.lo)
@@ -219,20 +219,23 @@ def _not_sent(machine: PrefillMachine, room: SendRoom, leg: PeerTransfer) -> lis
         if part.state is PartState.PLANNED:
             add(_pages_wait_for(room), room.since_ns, [(part.key.chunk, bits)])
         elif part.state is not PartState.SENT:
-            add(_part_waits_for(machine, leg, part), part.ready_ns, [(part.key.chunk, bits)])
-    planned = sum((1 << share.layer_hi) - (1 << share.layer_lo) for share in leg.shares)
-    for cell in leg.cells:
+            add(_part_waits_for(machine, transfer, part), part.ready_ns, [(part.key.chunk, bits)])
+    planned = sum((1 << share.layer_hi) - (1 << share.layer_lo) for share in transfer.shares)
+    for cell in transfer.cells:
         if missing := planned & ~cut.get(cell.index, 0):
             add(_pages_wait_for(room), room.since_ns, [(cell.index, missing)])
-    for final in list(leg.finals.values()):
+    for final in list(transfer.finals.values()):
         if final.state is PartState.QUEUED:
             add(_WRITE, room.since_ns, final_parts=1)
         elif final.state is PartState.PLANNED:
-            waits = f"a sign of life from {leg.peer}" if room.finished and not leg.to_queue else _pages_wait_for(room)
-            add("its KV parts to be sent" if leg.to_queue and room.finished else waits, room.since_ns, final_parts=1)
+            if not room.finished:
+                waits = _pages_wait_for(room)
+            else:
+                waits = "its KV parts to be sent" if transfer.to_queue else f"a sign of life from {transfer.peer}"
+            add(waits, room.since_ns, final_parts=1)
     name = machine.local.name
     return [
-        _parts_row(name, leg.peer, cells[waits_for], finals[waits_for], waits_for, max(0, now - since[waits_for]))
+        _parts_row(name, transfer.peer, cells[waits_for], finals[waits_for], waits_for, max(0, now - since[waits_for]))
         for waits_for in cells
     ]
 
@@ -248,16 +251,16 @@ def _pages_wait_for(room: SendRoom) -> str:
     return "finish()" if room.ledger.complete else "its pages from the engine"
 
 
-def _part_waits_for(machine: PrefillMachine, leg: PeerTransfer, part: Part) -> str:
+def _part_waits_for(machine: PrefillMachine, transfer: PeerTransfer, part: Part) -> str:
     """Returns the reason why a part with ready pages is not sent."""
-    match machine.waits_for(leg, part):
+    match machine.waits_for(transfer, part):
         case Wait.WRITE:
             return _WRITE
         case Wait.GRANT:
-            return f"a grant of {leg.peer}'s ring" if part.asks else "its turn to ask for a grant"
+            return f"a grant of {transfer.peer}'s ring" if part.asks else "its turn to ask for a grant"
         case Wait.WATERMARK:
-            return f"the watermark of {leg.peer}'s ring"
-    return f"a sign of life from {leg.peer}"
+            return f"the watermark of {transfer.peer}'s ring"
+    return f"a sign of life from {transfer.peer}"
 
 
 def _parts_row(

@@ -315,10 +315,10 @@ class AdminQueries:
         }
 
     def _peer(self, peer: Peer, rooms: list[Any]) -> PeerRow:
-        parts, gate, who = self._parts, peer.gate, peer.who
-        seen = [gate.position.round, gate.position.tail, gate.sequence] if gate.heard_ns else None
+        parts, gate, info = self._parts, peer.gate, peer.who
+        watermark = [gate.position.round, gate.position.tail, gate.sequence] if gate.heard_ns else None
         measured = parts.connections.measured.get(peer.name)
-        lane = parts.connections.by_peer.get(peer.name)
+        connection = parts.connections.by_peer.get(peer.name)
         kind = kind_of(parts.connections, parts.pool, parts.local, peer)
         role: Role = "decode" if parts.role == "prefill" else "prefill"
         return {
@@ -334,17 +334,19 @@ class AdminQueries:
             "clock_error_ns": None,
             "control_queue": parts.control_channel.waiting(peer.name),
             "watermark_sent": list(peer.watermark_sent) if peer.watermark_sent else None,
-            "watermark_seen": seen if parts.role == "prefill" else None,
-            "lane": who.transport if who else "",
+            "watermark_seen": watermark if parts.role == "prefill" else None,
+            "lane": info.transport if info else "",
             "lane_gb_per_s": measured.cost.write_gb_per_s if measured else None,
             "lane_descriptor_ns": int(measured.cost.descriptor_us(_DESCRIPTOR_BYTES) * 1e3) if measured else None,
             "lane_measured_age_ns": time.monotonic_ns() - measured.at_ns if measured else None,
             "lane_kind": kind.name if kind else None,
             "lane_expected": kind.expected if kind else None,
-            "lane_direct": lane.mapping.lane if lane and lane.mapping else None,
-            "lane_why_not": lane.why_not if lane and parts.pool.device is not None and not lane.mapping else None,
-            "same_host": who.host == parts.local.host if who else None,
-            "process": who.process if who else None,
+            "lane_direct": connection.mapping.lane if connection and connection.mapping else None,
+            "lane_why_not": connection.why_not
+            if connection and parts.pool.device is not None and not connection.mapping
+            else None,
+            "same_host": info.host == parts.local.host if info else None,
+            "process": info.process if info else None,
             "former": [f"{former.who.process} ({life:016x})" for life, former in peer.former.copy().items()],
             "rooms": sum(peer.name in record.peers for record in rooms),
             "errors_total": peer.errors_total,

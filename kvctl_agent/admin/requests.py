@@ -87,17 +87,17 @@ def parse_body(body: bytes, commands: Mapping[str, Command] = COMMANDS_BY_NAME) 
         raise RequestRefused(
             ErrorCode.UNKNOWN_COMMAND, f"unknown command {_shown(name)}{near(name[:_SHOWN], commands)}"
         )
-    given = document.get("args")
-    if given is None:
-        given = {}
-    if not isinstance(given, dict):
+    arguments = document.get("args")
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
         raise RequestRefused(ErrorCode.BAD_ARGUMENT, f"args of {command.name} must be an object")
-    return Request(command, _arguments(command, given))
+    return Request(command, _arguments(command, arguments))
 
 
-def _arguments(command: Command, given: Mapping[str, object]) -> dict[str, Any]:
+def _arguments(command: Command, arguments: Mapping[str, object]) -> dict[str, Any]:
     declared = {arg.name: arg for arg in command.args}
-    for name in given:
+    for name in arguments:
         if name not in declared:
             takes = ", ".join(declared) or "no arguments"
             raise RequestRefused(
@@ -106,7 +106,7 @@ def _arguments(command: Command, given: Mapping[str, object]) -> dict[str, Any]:
             )
     checked = {}
     for arg in command.args:
-        value = given.get(arg.name)
+        value = arguments.get(arg.name)
         if value is not None:
             checked[arg.name] = _value(command, arg, value)
         elif arg.required:

@@ -380,9 +380,9 @@ class ControlLoop:
         if peer is not None and not peer.proven_dead and peer.incarnation != hello.incarnation:
             self._check_ended(peer, peer.incarnation, peer.who)
 
-    def _check_ended(self, peer: Peer, incarnation: int, who: PeerInfo | None) -> None:
-        if who is not None and who.host == self._local.host and is_dead(who.pid):
-            self._feed(ev.PeerDead(peer.name, incarnation, f"process {who.pid} has ended"))
+    def _check_ended(self, peer: Peer, incarnation: int, info: PeerInfo | None) -> None:
+        if info is not None and info.host == self._local.host and is_dead(info.pid):
+            self._feed(ev.PeerDead(peer.name, incarnation, f"process {info.pid} has ended"))
 
     def _send(self, action: ev.Send) -> None:
         peer = self._machine.peers.get(action.peer)

@@ -129,13 +129,13 @@ class PeerConnections:
         self._calibrating = False
         self._compiled: set[Geometry] = set()
 
-    def connect(self, peer: str, who: PeerInfo, held: tuple[LocalShard, ...]) -> None:
-        """Connects `peer`, which has the shards `held` of the model; raises KvctlError if that is impossible."""
-        theirs = PoolAddresses.from_wire(who.pool, held)
-        self._transport.connect(peer, who.metadata)
-        self._scratch[peer] = Region(who.scratch_base, who.scratch_bytes)
+    def connect(self, peer: str, info: PeerInfo, shards: tuple[LocalShard, ...]) -> None:
+        """Connects `peer`, which has `shards` of the model; raises KvctlError if that is impossible."""
+        addresses = PoolAddresses.from_wire(info.pool, shards)
+        self._transport.connect(peer, info.metadata)
+        self._scratch[peer] = Region(info.scratch_base, info.scratch_bytes)
         before = self.by_peer.get(peer)
-        self.by_peer[peer] = self._connection(peer, who, theirs)
+        self.by_peer[peer] = self._connection(peer, info, addresses)
         if before is not None:
             before.close()
         self.calibrate_once()
@@ -159,15 +159,15 @@ class PeerConnections:
         connection = self.by_peer.get(peer)
         return connection is not None and connection.mapping is not None
 
-    def _connection(self, peer: str, who: PeerInfo, theirs: PoolAddresses) -> PeerConnection:
-        mapping, why_not = map_peer_memory(self._pool.device, who)
-        made = self._transport, self._pool, theirs, who.ring_base
+    def _connection(self, peer: str, info: PeerInfo, addresses: PoolAddresses) -> PeerConnection:
+        mapping, why_not = map_peer_memory(self._pool.device, info)
+        common = self._transport, self._pool, addresses, info.ring_base
         try:
-            connection = PeerConnection(peer, *made, mapping, why_not)
+            connection = PeerConnection(peer, *common, mapping, why_not)
         except DeviceError as error:
             if mapping is not None:
                 mapping.close()
-            connection = PeerConnection(peer, *made, why_not=str(error))
+            connection = PeerConnection(peer, *common, why_not=str(error))
         if self._pool.device is not None:
             text = f"direct by {connection.mapping.lane}" if connection.mapping else f"not direct: {connection.why_not}"
             self._recorder.record("direct", f"connection to {peer}: {text}", peer=peer)
@@ -322,7 +322,7 @@ class PeerConnections:
         return Region(*max(*alike, buffers, key=lambda region: region.nbytes))
 
 
-def map_peer_memory(device: Device | None, who: PeerInfo) -> tuple[MappedMemory | None, str]:
+def map_peer_memory(device: Device | None, info: PeerInfo) -> tuple[MappedMemory | None, str]:
     """Maps a peer's memory, which the direct path needs; returns the mapping, or None and the reason.
 
     Args:
@@ -330,14 +330,14 @@ def map_peer_memory(device: Device | None, who: PeerInfo) -> tuple[MappedMemory 
     """
     if device is None:
         return None, "this rank's pool is host memory"
-    if not who.shared:
-        return None, who.unshared or f"{who.name}'s pool is host memory"
-    same_host = who.host == host_identity()
-    if not same_host and any(each.kind != _FABRIC for each in who.shared):
+    if not info.shared:
+        return None, info.unshared or f"{info.name}'s pool is host memory"
+    same_host = info.host == host_identity()
+    if not same_host and any(each.kind != _FABRIC for each in info.shared):
         lacks = "its memory has no fabric handles (engines make pools with them, mem_pool=vmm the ring)"
-        return None, f"{who.name} is on another host, and {lacks}"
-    exports = [Export(each.addr, each.nbytes, each.kind, each.handle, each.device) for each in who.shared]
+        return None, f"{info.name} is on another host, and {lacks}"
+    exports = [Export(each.addr, each.nbytes, each.kind, each.handle, each.device) for each in info.shared]
     try:
-        return MappedMemory(device.open(exports, same_process=same_host and who.pid == os.getpid())), ""
+        return MappedMemory(device.open(exports, same_process=same_host and info.pid == os.getpid())), ""
     except DeviceError as error:
         return None, str(error)

@@ -13,7 +13,7 @@ from benchmarks.leaks.endings import ENDINGS, Ending, Sides, run
 # What is remembered of ended rooms for a while; waited for once, in the last test.
 MEMORY = re.compile(r".*: machine\.state\.(tombstones|ended|aborted).*")
 SETTLED_S = 60.0
-EMPTY = ("machine.rooms", "machine.state.legs", "machine.state.parked[]", "handles._handles", "telemetry.rooms._active")
+EMPTY = ("machine.rooms", "machine.open", "machine.state.parked[]", "handles._handles", "telemetry.rooms._active")
 
 
 @pytest.fixture(autouse=True)
