@@ -291,7 +291,7 @@ def test_export_refuses_what_it_cannot_write(specimen, build, drive, tmp_path: P
             ("rooms.txt", "the suffix determines the format"),
             ("there.tsv", "exists already"),
             ("no/where.tsv", "no directory"),
-            (" ", "a name is needed"),
+            (" ", "enter a name"),
         ):
             pilot.app.screen.query_one(Input).value = name
             await press(pilot, "enter")
