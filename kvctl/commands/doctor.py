@@ -15,7 +15,7 @@ from kvctl.commands.queries import conclude, source
 from kvctl.commands.settings import Settings
 from kvctl.exit_codes import ExitCode
 from kvctl.health.finding import Finding, Severity
-from kvctl.health.host.inspection import NoAnswer, explain_faults, inspect, local_agents
+from kvctl.health.host.inspection import explain_faults, inspect, local_agents
 from kvctl.health.host.view import Fact, HostView
 from kvctl.health.snapshot import HEALTH_CALLS
 from kvctl.render import palette
@@ -50,13 +50,12 @@ DOCTOR = View(
 )
 
 
-def rows(findings: Iterable[Finding], silent: Iterable[NoAnswer], facts: Sequence[Fact]) -> list[dict[str, Any]]:
+def rows(findings: Iterable[Finding], faults: Iterable[Finding], facts: Sequence[Fact]) -> list[dict[str, Any]]:
     """Returns the rows, most severe first; passed host checks come last and have no rank."""
-    unanswered = [_no_answer(each) for each in silent]
-    found = [_finding(finding) for finding in findings]
-    host = [_host_check(fact) for fact in facts if fact.severity > Severity.INFO]
     # A process that hangs explains more than the findings that other agents report about it.
-    problems = sorted([*unanswered, *found, *host], key=lambda each: -Severity[each["severity"].upper()])
+    found = [_finding(finding) for finding in (*faults, *findings)]
+    host = [_host_check(fact) for fact in facts if fact.severity > Severity.INFO]
+    problems = sorted([*found, *host], key=lambda each: -Severity[each["severity"].upper()])
     ranked = [{**each, "rank": number} for number, each in enumerate(problems, 1)]
     return [*ranked, *(_host_check(fact) for fact in facts if fact.severity is Severity.INFO)]
 
@@ -74,11 +73,6 @@ def next_step(remedy: str) -> str | None:
 
 def _finding(finding: Finding) -> dict[str, Any]:
     return {**row(finding), "rank": None, "next": next_step(finding.remedy)}
-
-
-def _no_answer(each: NoAnswer) -> dict[str, Any]:
-    finding = Finding(each.code, Severity.CRITICAL, each.agent or "agents", (), each.text, each.remedy)
-    return {**_finding(finding), "agents": [each.agent] if each.agent else []}
 
 
 def _host_check(fact: Fact) -> dict[str, Any]:

@@ -309,7 +309,7 @@ class TopApp(App[None]):
         self.feed.seek(step)
 
     def action_filter(self) -> None:
-        table = self.panel.main
+        table = self.panel.main if self.panel.MAIN_TABLE else None
         if table is None or table.spec is None:
             return
         view = table.spec.view

@@ -14,10 +14,17 @@ from textual.widgets.option_list import Option
 
 from kvctl.tui.widgets import Draw, Picture
 
-_CANCEL = Binding("escape,ctrl+c", "cancel", show=False, priority=True)
+
+class Dialog(ModalScreen[str | None]):
+    """A dialog that returns a text, None after Esc."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,ctrl+c", "cancel", show=False, priority=True)]
+
+    def action_cancel(self) -> None:
+        self.dismiss(None)
 
 
-class Prompt(ModalScreen[str | None]):
+class Prompt(Dialog):
     """Input line at the bottom; Enter returns the text if it is valid, Esc returns None.
 
     Args:
@@ -34,7 +41,6 @@ class Prompt(ModalScreen[str | None]):
     Prompt Static.wrong { color: $error; }
     Prompt Input, Prompt Input:focus { border: none; height: 1; padding: 0; background: $background; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [_CANCEL]
 
     def __init__(self, title: str, value: str, check: Callable[[str], str], hint: str) -> None:
         super().__init__()
@@ -62,11 +68,8 @@ class Prompt(ModalScreen[str | None]):
         line.update(error or self._label)
         return not error
 
-    def action_cancel(self) -> None:
-        self.dismiss(None)
 
-
-class Choice(ModalScreen[str | None]):
+class Choice(Dialog):
     """List of options; returns the chosen one, None after Esc."""
 
     DEFAULT_CSS = """
@@ -77,7 +80,6 @@ class Choice(ModalScreen[str | None]):
     Choice OptionList { width: 36; height: auto; max-height: 16; background: $panel; scrollbar-size: 0 0; }
     Choice OptionList, Choice OptionList:focus { border: none; padding: 0; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [_CANCEL]
 
     def __init__(self, title: str, options: Sequence[tuple[str, str]], chosen: str) -> None:
         super().__init__()
@@ -96,9 +98,6 @@ class Choice(ModalScreen[str | None]):
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         self.dismiss(event.option_id)
-
-    def action_cancel(self) -> None:
-        self.dismiss(None)
 
 
 class Confirm(ModalScreen[bool]):

@@ -217,14 +217,6 @@ class Table(Canvas):
     class Moved(Message):
         """The cursor moved to another row."""
 
-        def __init__(self, table: Table) -> None:
-            super().__init__()
-            self.table = table
-
-        @property
-        def control(self) -> Table:
-            return self.table
-
     class Opened(Message):
         """Enter was pressed on a row."""
 
@@ -232,10 +224,6 @@ class Table(Canvas):
             super().__init__()
             self.table = table
             self.row = row
-
-        @property
-        def control(self) -> Table:
-            return self.table
 
     def __init__(self, label: str, *, tail: bool = False, id: str | None = None, classes: str | None = None) -> None:
         super().__init__(id=id, classes=classes)
@@ -373,7 +361,7 @@ class Table(Canvas):
         self.cursor = min(max(self.cursor + rows, 0), len(self.listing.rows) - 1)
         self._remember_key()
         self.redraw()
-        self.post_message(self.Moved(self))
+        self.post_message(self.Moved())
 
     def action_page(self, pages: int) -> None:
         self.action_move(pages * max(1, self._visible_rows - 1))

@@ -271,12 +271,11 @@ def decode_rooms(snapshot: Snapshot) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """Time between post and completion of one writer's parts."""
+    """Time between post and completion of parts."""
 
     seconds_a_part: float
     ns_a_byte: float
     parts: int
-    bytes: int
 
     @property
     def gb_per_s(self) -> float:
@@ -308,7 +307,6 @@ def slow_writers(snapshot: Snapshot) -> Mapping[str, SlowWriter]:
             median(other.seconds_a_part for other in rest.values()),
             median(other.ns_a_byte for other in rest.values()),
             sum(other.parts for other in rest.values()),
-            sum(other.bytes for other in rest.values()),
         )
         by_part = wire.seconds_a_part >= _SLOW_FACTOR * others.seconds_a_part
         if by_part and wire.ns_a_byte >= _SLOW_FACTOR * others.ns_a_byte:
@@ -325,4 +323,4 @@ def _wire(snapshot: Snapshot, name: str) -> Wire | None:
         wire, nbytes = agent.histogram("kvctl_stage_seconds", stage="wire"), agent.total("kvctl_part_bytes_total")
     if not nbytes or wire.observations < _MIN_PARTS:
         return None
-    return Wire(wire.mean_s, wire.seconds * 1e9 / nbytes, int(wire.observations), int(nbytes))
+    return Wire(wire.mean_s, wire.seconds * 1e9 / nbytes, int(wire.observations))

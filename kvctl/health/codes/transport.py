@@ -317,7 +317,7 @@ _GAPS = {
     remedy="Check whether one writer or one peer is concerned, and probe that lane; the engine's log has details.",
     alert="sum by (instance) (increase(kvctl_transport_errors_total[10m])) > 0",
 )
-def transport(snapshot: Snapshot) -> Iterator[Finding]:
+def transport_error(snapshot: Snapshot) -> Iterator[Finding]:
     names, silent = snapshot.once(all_names), snapshot.once(absent)
     for rank, all_failures in failed_by_rank(snapshot, "KV_TRANSPORT").items():
         # A write to an absent agent: that agent has a finding of its own.
@@ -325,7 +325,7 @@ def transport(snapshot: Snapshot) -> Iterator[Finding]:
         if failures:
             agent = snapshot.agents.get(rank)
             yield failure_finding(
-                transport,
+                transport_error,
                 failures,
                 f"the engine of {rank} failed {counted(len(failures), 'room')}",
                 f"which part failed and to which peer; then see the engine's own log of {rank}",
@@ -347,10 +347,10 @@ def transport(snapshot: Snapshot) -> Iterator[Finding]:
     "some kernel writes to wrong addresses.",
     alert=failure_alert("KV_DEVICE"),
 )
-def device(snapshot: Snapshot) -> Iterator[Finding]:
+def device_error(snapshot: Snapshot) -> Iterator[Finding]:
     for rank, failures in failed_by_rank(snapshot, "KV_DEVICE").items():
         yield failure_finding(
-            device,
+            device_error,
             failures,
             f"the GPU of {rank} or its driver failed {counted(len(failures), 'room')}",
             f"which copy it was; `dmesg | grep -i xid` on the host of {rank} distinguishes a fault of the GPU from one "

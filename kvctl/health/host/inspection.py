@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import Survey
 from kvctl.health.answers import inner, number, text, texts
-from kvctl.health.finding import Severity
+from kvctl.health.finding import Finding, Severity
 from kvctl.health.host import engines, system
 from kvctl.health.host.view import Fact, HostView, LocalAgent, listener_pid
 from kvctl.health.snapshot import Snapshot
@@ -80,18 +79,8 @@ def _fixed_ports(host: HostView) -> Iterator[tuple[str, int]]:
             yield name, int(port)
 
 
-@dataclass(frozen=True, slots=True)
-class NoAnswer:
-    """An agent that did not answer, or not completely; `code` is the fault's."""
-
-    agent: str
-    code: str
-    text: str
-    remedy: str
-
-
-def explain_faults(survey: Survey, host: HostView | None) -> list[NoAnswer]:
-    """Explains each fault by the state of the agent's process.
+def explain_faults(survey: Survey, host: HostView | None) -> list[Finding]:
+    """Returns a finding for each fault, with the state of the agent's process as the cause; its code is the fault's.
 
     Args:
         survey: the faults.
@@ -106,7 +95,7 @@ def explain_faults(survey: Survey, host: HostView | None) -> list[NoAnswer]:
     return found
 
 
-def _explain(fault: Fault, pid: int | None, state: str | None) -> NoAnswer:
+def _explain(fault: Fault, pid: int | None, state: str | None) -> Finding:
     text, remedy = fault.message, "`kvctl agents` shows which agents answer"
     if fault.code == FaultCode.NOT_PERMITTED:
         remedy = "run kvctl as the user who runs the agents, or with a key that they know (kvctl key new)"
@@ -124,7 +113,8 @@ def _explain(fault: Fault, pid: int | None, state: str | None) -> NoAnswer:
     elif state is not None:
         text = f"{fault.message}; its process {pid} runs"
         remedy = f"`kvctl agents --timeout 10s` shows whether it is only slow; py-spy dump --pid {pid} where it hangs"
-    return NoAnswer(fault.agent, fault.code, text, remedy)
+    agents = (fault.agent,) if fault.agent else ()
+    return Finding(fault.code, Severity.CRITICAL, fault.agent or "agents", agents, text, remedy)
 
 
 def _process_state(host: HostView, pid: int) -> str | None:

@@ -20,12 +20,10 @@ _MAX_TOTAL = 3_200
 class EventsPanel(Panel):
     """Live tail; the cursor follows the end until the user moves it away."""
 
+    MAIN_TABLE = "events-table"
+
     def compose(self) -> ComposeResult:
         yield Table("events", tail=True, id="events-table")
-
-    @property
-    def main(self) -> Table:
-        return self.query_one("#events-table", Table)
 
     def question(self, store: Store) -> Question:
         agents = max(1, len(store.agents))

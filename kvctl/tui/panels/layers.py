@@ -114,15 +114,12 @@ class LayersPanel(Panel):
     LayersPanel #layers-waterfall { max-height: 36vh; }
     LayersPanel #layers-heat { max-height: 32vh; }
     """
+    MAIN_TABLE = "layers-table"
 
     def compose(self) -> ComposeResult:
         yield Picture(id="layers-waterfall")
         yield Picture(id="layers-heat")
         yield Table("layer groups", id="layers-table")
-
-    @property
-    def main(self) -> Table:
-        return self.query_one("#layers-table", Table)
 
     def question(self, store: Store) -> Question:
         return Question("layers", (STATUS, Call("layers")))

@@ -97,6 +97,7 @@ class OverviewPanel(Panel):
     OverviewPanel #overview-health { height: auto; max-height: 30%; }
     OverviewPanel #overview-rings { max-height: 25%; }
     """
+    MAIN_TABLE = "overview-agents"
 
     def __init__(self, *, id: str) -> None:
         super().__init__(id=id)
@@ -108,10 +109,6 @@ class OverviewPanel(Panel):
         yield Picture(id="overview-fleet")
         yield Picture(id="overview-rings")
         yield Table("agents", id="overview-agents")
-
-    @property
-    def main(self) -> Table:
-        return self.query_one("#overview-agents", Table)
 
     def question(self, store: Store) -> Question:
         return Question("overview", (STATUS,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from textual.containers import Vertical
 
@@ -22,6 +23,8 @@ class Panel(Vertical):
     """One view, or one panel that Enter opens; the app asks its question and shows it the store after every reading."""
 
     DEFAULT_CSS = "Panel { height: 1fr; }"
+    MAIN_TABLE: ClassVar[str] = ""
+    """Id of the table to which filters and order apply; "" if there is none."""
 
     def question(self, store: Store) -> Question:
         """Returns the calls to make while this panel is on screen; limits depend on the size of the fleet."""
@@ -32,15 +35,15 @@ class Panel(Vertical):
         raise NotImplementedError
 
     @property
-    def main(self) -> Table | None:
-        """The table to which filters and order apply; None if there is none."""
-        return None
+    def main(self) -> Table:
+        """The table to which filters and order apply."""
+        return self.query_one(f"#{self.MAIN_TABLE}", Table)
 
     @property
     def table(self) -> Table | None:
         """The table that keys act on: the focused one, otherwise the main one."""
         focused = self.screen.focused
-        return focused if isinstance(focused, Table) else self.main
+        return focused if isinstance(focused, Table) else self.main if self.MAIN_TABLE else None
 
     def clipboard(self) -> tuple[str, str]:
         """Returns the text to copy and its description; "" if there is nothing to copy."""
@@ -51,8 +54,7 @@ class Panel(Vertical):
 
     def enter(self) -> None:
         """Sets the focus when the panel comes on screen."""
-        if self.main is not None:
-            self.main.focus()
+        self.main.focus()
 
     def size_changed(self, width: int, height: int) -> None:
         """Adapts the layout to the size of the panel."""

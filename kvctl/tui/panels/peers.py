@@ -134,6 +134,7 @@ class PeersPanel(Panel):
     """Matrix of pairs, and the table of both ends below."""
 
     DEFAULT_CSS = "PeersPanel #peers-matrix { max-height: 60%; }"
+    MAIN_TABLE = "peers-table"
 
     class PairOpened(Message):
         """A pair is to be shown in full, with the rows of both its ends."""
@@ -151,10 +152,6 @@ class PeersPanel(Panel):
     def compose(self) -> ComposeResult:
         yield PairGrid(id="peers-matrix")
         yield Table("peers", id="peers-table")
-
-    @property
-    def main(self) -> Table:
-        return self.query_one("#peers-table", Table)
 
     def question(self, store: Store) -> Question:
         return Question("peers", (STATUS, Call("peers")))

@@ -28,6 +28,7 @@ class RoomPanel(Panel):
     DEFAULT_CSS = """
     RoomPanel #room-picture { max-height: 60%; }
     """
+    MAIN_TABLE = "room-timeline"
 
     def __init__(self, *, id: str) -> None:
         super().__init__(id=id)
@@ -36,10 +37,6 @@ class RoomPanel(Panel):
     def compose(self) -> ComposeResult:
         yield Picture(id="room-picture")
         yield Table("timeline", id="room-timeline")
-
-    @property
-    def main(self) -> Table:
-        return self.query_one("#room-timeline", Table)
 
     def question(self, store: Store) -> Question:
         return Question("room", (STATUS, Call("room", {"room": self.room})), _CLOCK_ROUNDS, subject=self.room)

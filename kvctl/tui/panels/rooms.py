@@ -29,12 +29,10 @@ def _limit(store: Store, total: int, minimum: int) -> int:
 class RoomsPanel(Panel):
     """All active rooms of a small fleet, the oldest of a large one."""
 
+    MAIN_TABLE = "rooms-table"
+
     def compose(self) -> ComposeResult:
         yield Table("rooms", id="rooms-table")
-
-    @property
-    def main(self) -> Table:
-        return self.query_one("#rooms-table", Table)
 
     def question(self, store: Store) -> Question:
         return Question("rooms", (STATUS, Call("rooms", {"limit": _limit(store, _MAX_ROOMS, _MIN_ROOMS)})))
@@ -51,13 +49,11 @@ class RoomsPanel(Panel):
 class FailedPanel(Panel):
     """Failed rooms, and their number by cause."""
 
+    MAIN_TABLE = "failed-table"
+
     def compose(self) -> ComposeResult:
         yield Picture(id="failed-causes")
         yield Table("failed rooms", id="failed-table")
-
-    @property
-    def main(self) -> Table:
-        return self.query_one("#failed-table", Table)
 
     def question(self, store: Store) -> Question:
         return Question("failed", (STATUS, Call("failed", {"limit": _limit(store, _MAX_FAILED, _MIN_FAILED)})))

@@ -30,6 +30,7 @@ class StagingPanel(Panel):
     StagingPanel #staging-below { height: 1fr; layout: vertical; }
     StagingPanel #staging-below.wide { layout: horizontal; }
     """
+    MAIN_TABLE = "staging-table"
 
     def compose(self) -> ComposeResult:
         yield Table("staging", id="staging-table")
@@ -37,10 +38,6 @@ class StagingPanel(Panel):
         with Container(id="staging-below"):
             yield Table("allocations", id="staging-allocations")
             yield Table("gated parts", id="staging-gated")
-
-    @property
-    def main(self) -> Table:
-        return self.query_one("#staging-table", Table)
 
     def question(self, store: Store) -> Question:
         return Question("staging", (STATUS, Call("staging")))

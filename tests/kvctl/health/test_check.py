@@ -1,4 +1,4 @@
-"""What a monitoring system is told: the worst of silence, findings and thresholds, each in its area."""
+"""Verdicts of `kvctl check`: the worst of silent agents, findings and thresholds in each area."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WELL = Judged([], [])
 
 @pytest.fixture
 def snapshot() -> Snapshot:
-    """A fleet that is well and busy."""
+    """A healthy, busy fleet."""
     return Fleet().snapshot()
 
 

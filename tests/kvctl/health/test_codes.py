@@ -1,4 +1,4 @@
-"""All codes: what they are, that a busy fleet which is well raises none, and that nothing an agent says breaks them."""
+"""Properties of all health codes: complete texts, no finding for a healthy fleet, no exception for any answer."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_an_empty_fleet_raises_nothing():
 
 @st.composite
 def busy_fleets(draw: st.DrawFn) -> tuple[Fleet, Fleet]:
-    """Two moments of a fleet that is overloaded and well: everything is slow and nothing is wrong."""
+    """Two moments of an overloaded but healthy fleet: everything is slow, nothing is wrong."""
     before = Fleet(draw(st.integers(1, 4)), draw(st.integers(1, 3)))
     prefill = [name for name in before.names if name.startswith("prefill")]
     decode = [name for name in before.names if name.startswith("decode")]
@@ -125,7 +125,7 @@ _JUNK = st.one_of(
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every place in an answer, the answer itself included."""
+    """Return the path of every value in an answer, the answer itself included."""
     found = [path]
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
@@ -134,7 +134,7 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def _harmed() -> Fleet:
-    """A fleet in which much is wrong, so that the codes read on where one that is well would end them."""
+    """A fleet with many problems, so that every code reads as much data as possible."""
     fleet = Fleet()
     fleet.peer(
         "decode-0", "prefill-1", state="lost", last_error="peer prefill-1 (incarnation 0f) lost: silent for 15 s"
@@ -172,7 +172,7 @@ def test_commands_on_pages_are_there(code):
 
 
 def test_the_order_does_not_hang_on_the_order_of_answers():
-    """Whoever answers first, and in whatever order an agent lists its peers: what is watched must not jump."""
+    """A list on screen must not depend on the order of answers or of their rows."""
 
     def order(seed: int) -> list[tuple[str, str, str]]:
         fleet, before = _HARMED.copy(), _HARMED.copy()
@@ -190,12 +190,12 @@ def test_the_order_does_not_hang_on_the_order_of_answers():
 
 
 def test_the_harmed_fleet_is_harmed():
-    """Else the tests that take pieces out of it would show little."""
+    """Otherwise the tests that damage its answers would prove little."""
     assert len({finding.code for finding in _HARMED.examine(_HARMED)}) > 15
 
 
 def test_only_counters_are_called_totals():
-    """Counts of what is there now fall again, and a total that falls is taken for a fault of the agent."""
+    """Current counts may decrease; a decreasing total counts as a fault of the agent."""
     counters = {"internal_errors_total", "transport_errors_total", "refused_total", "done_rooms_total"}
     names = {name for finding in _HARMED.examine(_HARMED) for name in finding.evidence if name.endswith("_total")}
     assert names <= counters
@@ -213,7 +213,7 @@ def test_no_answer_breaks_a_code(data):
 
 
 def _break(answers: Any, path: tuple[Any, ...], data: st.DataObject) -> None:
-    """Takes out what is at a place, or puts something else there."""
+    """Remove or replace the value at a path."""
     *way, last = path or (data.draw(st.sampled_from(sorted(answers))),) if answers else (None,)
     at = answers
     for key in way:

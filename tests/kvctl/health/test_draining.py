@@ -1,4 +1,4 @@
-"""Agents that drain are named as the cause of what waits or fails because of them, and nobody else is."""
+"""KV_DRAINING: draining agents, and no others, are the cause of the rooms that wait or fail because of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine ranks, and outlives a code that does not."""
+"""Order of findings, and a code that raises an exception."""
 
 from __future__ import annotations
 

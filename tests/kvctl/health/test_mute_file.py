@@ -1,4 +1,4 @@
-"""The file of mutes: private, never half written, and refused in words when it is no file of mutes."""
+"""The file of mutes: private, replaced atomically, rejected with a clear message if it is invalid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutes: what they cover, how long they hold, and that what gets worse is heard."""
+"""Mutes: which findings they cover, and when they end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents that are silent, gone, back, of another life, or of another time."""
+"""Codes about peers: silent, lost, reconnected, stale, with another clock."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_clock_that_is_off():
 
 
 def test_failures_are_told_of_however_many_rooms_succeeded_since():
-    """Successes push failed rooms out of `history`, not out of `failed`; and no count of them is called a total."""
+    """Successful rooms displace failed ones in `history` but not in `failed`; counts of them are not totals."""
     fleet = Fleet()
     fleet.failed(["decode-0", "prefill-0"], "9", "KV_PEER_LOST", "decode-0", DEAD)
     (known,) = fleet.find("KV_PEER_LOST")

@@ -1,4 +1,4 @@
-"""Rings that are pinned, gated though empty, in a circle, too small, or partly lost."""
+"""Codes about rings: pinned, gated although empty, deadlocked, too small, quarantined."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.kvctl.health.fleets import MIB, Fleet, S
 
 
 def paused_writer() -> Fleet:
-    """prefill-1 is stopped and has the oldest grant of decode-0; prefill-0's parts wait behind it."""
+    """prefill-1 is stopped and has the oldest grant of decode-0; parts of prefill-0 wait for it."""
     fleet = Fleet()
     fleet.gone("prefill-1")
     fleet.faults.append(Fault("prefill-1", "timeout", "no answer"))
@@ -52,7 +52,7 @@ def test_what_the_others_are_led_round_still_comes_first():
 
 
 def test_a_stopped_writer_pins_the_ring_where_nobody_minds_silence():
-    """With a long suspect_s the agent demands the region again and again, and each demand begins its age anew."""
+    """With a long suspect_s the agent repeats its revoke request, and each request restarts the region's age."""
     fleet = paused_writer()
     fleet.setting("suspect_s", 500.0)
     for name in ("decode-0", "decode-1"):
@@ -96,7 +96,7 @@ def test_an_empty_ring_gates_nobody():
 
 
 def test_rooms_in_a_circle():
-    """Room 5's part waits behind room 6's unwritten region, whose forward waits for memory that room 5 holds."""
+    """The part of room 5 waits for the unwritten region of room 6, whose forward waits for memory that room 5 holds."""
     fleet = Fleet()
     fleet.room("prefill-0", "6", state="WaitingForInput", state_age_ns=60 * S)
     fleet.oldest("decode-0", 17, room="6", writer="prefill-0", age_ns=50 * S, round=3, offset=0, end=2 * MIB)

@@ -1,4 +1,4 @@
-"""Rooms that do not go on, and rooms that ended badly."""
+"""Codes about rooms that make no progress or have failed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.kvctl.health.fleets import MS, NOW, Fleet, S
 
 
 def left_behind() -> Fleet:
-    """prefill-0 computed and sent its share of room 7, prefill-1's forward never ends."""
+    """prefill-0 computed and sent its share of room 7; the forward of prefill-1 does not end."""
     fleet = Fleet()
     fleet.room("decode-0", "7", state_age_ns=30 * S, opened_at_ns=NOW - 31 * S)
     fleet.room("prefill-0", "7", forward_done_at_ns=NOW - 29 * S, coverage={"sent": 32})
@@ -54,7 +54,7 @@ def test_a_fleet_that_is_slow_as_a_whole_has_more_patience():
 
 
 def test_one_slow_room_at_the_start_does_not_hide_those_that_are_stuck():
-    """Of 22 rooms the slowest is the 99th of a hundred: the lanes were measured while it waited."""
+    """With 22 rooms, p99 is the slowest one, which waited while lanes were measured."""
     fleet = left_behind()
     fleet.room("decode-0", "7", state_age_ns=15 * S)
     fleet.room("prefill-0", "7", forward_done_at_ns=NOW - 14 * S)
@@ -177,7 +177,7 @@ def test_an_instance_that_is_not_complete():
 
 
 def test_rooms_that_ran_into_the_deadline_of_both_ends_before_the_instance_was_complete():
-    """The prefill rank gave up first and knows of no decode rank; the decode rank knows why."""
+    """The prefill rank gave up first and knows no decode rank; the decode rank's report has the reason."""
     waits = "1 of 2 prefill ranks registered, missing tp=1"
     fleet = Fleet()
     stuck = "room 6 was stuck in Bootstrapping for 60.1 s"
@@ -195,7 +195,7 @@ def test_rooms_that_ran_into_the_deadline_of_both_ends_before_the_instance_was_c
 
 
 def test_an_instance_that_never_answered_is_no_stuck_room():
-    """A decode rank with two instances: the first never came, every room of the second is done."""
+    """A decode rank with two instances: the first never started, every room of the second is done."""
     fleet = Fleet()
     waits = "no answer from the registry at tcp://10.0.0.1:7000"
     for name in ("decode-0", "decode-1"):
@@ -237,7 +237,7 @@ def test_rooms_that_ran_into_their_deadline(kind):
 
 
 def over_at_all_ends(fleet: Fleet, room: str, ago_s: float = 20) -> None:
-    """prefill-1 never computed its half: each end gave the room up before it heard of the others."""
+    """prefill-1 never computed its half: each end gave the room up before it heard from the others."""
     stuck = f"room {room} was stuck in Transferring for 60.0 s"
     said = {
         "prefill-0": f"{stuck}: no RoomDone from decode-0",

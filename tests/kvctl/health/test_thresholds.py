@@ -1,4 +1,4 @@
-"""Thresholds: read as people write them, refused in words, reached where they say."""
+"""Thresholds: parsing, error messages, comparison."""
 
 from __future__ import annotations
 

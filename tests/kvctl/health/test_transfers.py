@@ -1,4 +1,4 @@
-"""Bytes that are wrong, slow, or not there; agents that do not fit; limits and numbers."""
+"""Codes about corrupt, slow or missing data, incompatible agents, limits and metrics."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_two_ends_that_do_not_agree_on_a_room():
 
 
 def slow(times: float) -> tuple[Fleet, Fleet]:
-    """prefill-1's parts are so many times longer on the wire than prefill-0's 20 ms."""
+    """Parts of prefill-1 take `times` times as long on the wire as the 20 ms of prefill-0."""
     before, fleet = Fleet(), Fleet()
     for name, mean in (("prefill-0", 0.02), ("prefill-1", 0.02 * times)):
         fleet.spend(name, "wire", 40 * mean, 40)

@@ -1,4 +1,4 @@
-"""The small pieces that pictures are made of."""
+"""Layout of lines, sparklines, gauges, heat map, matrix and SVG."""
 
 from __future__ import annotations
 

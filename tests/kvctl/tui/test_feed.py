@@ -1,4 +1,4 @@
-"""The feed: what it asks when, for how long it waits for the screen, what it makes of a source that fails."""
+"""The feed: order and time of readings, waiting for the app, failing sources."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PEERS = Question("peers", (Call("peers"),))
 
 
 class FakeSource:
-    """Remembers what it was asked."""
+    """A source that stores the calls it gets."""
 
     def __init__(self) -> None:
         self.asked: queue.Queue[Sequence[Call]] = queue.Queue()
@@ -59,7 +59,7 @@ class FakeSource:
 
 
 class FakeRecording(FakeSource):
-    """Three moments."""
+    """A recording with three moments."""
 
     moments = (100, 200, 300)
     moment = 0
@@ -79,7 +79,7 @@ class FakeRecording(FakeSource):
 
 
 class Run:
-    """A feed and what it delivers."""
+    """A feed and the readings it delivers."""
 
     def __init__(self, source: FakeSource, interval_ns: int) -> None:
         self.source = source
@@ -88,7 +88,7 @@ class Run:
         self.feed.start(self._readings.put)
 
     def next(self, view: str | None = None) -> Reading:
-        """The next reading, of that view; says that it was taken."""
+        """Return the next reading, which must be of that view, and acknowledge it."""
         while True:
             reading = self._readings.get(timeout=PATIENCE_S)
             self.feed.acknowledge()

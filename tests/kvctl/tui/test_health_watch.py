@@ -1,4 +1,4 @@
-"""The health codes beside the view: with a past that has an end, without what is muted."""
+"""Findings in the TUI: compared with one earlier snapshot, without muted ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvctl.tui.feed import HealthWatch
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Snapshot]:
-    """Snapshots that the codes were run over; each finds the same."""
+    """The snapshots examined; each examination returns the same finding."""
     seen: list[Snapshot] = []
     finding = Finding("KV_IDLE", Severity.WARNING, "fleet", (), "nobody sends", "look")
 

@@ -1,4 +1,4 @@
-"""Each key on the screen it is for: what it changes, what it says, what it leaves alone."""
+"""Each key on the screens where it is available."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed")
 
 
 def said(pilot: Any) -> list[str]:
-    """Notes on screen."""
+    """Return the notifications on screen."""
     return [note.message for note in pilot.app._notifications]
 
 

@@ -1,4 +1,4 @@
-"""What the overview says where it has nothing to show."""
+"""The overview without agents."""
 
 from __future__ import annotations
 

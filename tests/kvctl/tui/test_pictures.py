@@ -1,4 +1,4 @@
-"""What every view looks like, at three sizes, in four states. `UPDATE_GOLDEN=1` writes the files anew: look at them."""
+"""Appearance of every view at three sizes, in four states; `UPDATE_GOLDEN=1` rewrites the files, to be reviewed."""
 
 from __future__ import annotations
 

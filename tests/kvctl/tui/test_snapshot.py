@@ -1,4 +1,4 @@
-"""`kvctl top --snapshot`: one screen of living agents or of a recording, in a file."""
+"""`kvctl top --snapshot`: one screen of live agents or of a recording in a file."""
 
 from __future__ import annotations
 

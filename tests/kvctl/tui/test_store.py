@@ -1,4 +1,4 @@
-"""The store: what is kept of agents that answer, hang, die, restart; what a recording that is turned back forgets."""
+"""The store: agents that answer, hang, die or restart, and recordings that are moved back."""
 
 from __future__ import annotations
 

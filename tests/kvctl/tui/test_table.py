@@ -1,4 +1,4 @@
-"""The table: the cursor stays on its row, only what is on screen is formatted, stale rows say so."""
+"""The table: cursor, formatting of visible rows only, stale rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real process on a real terminal: agents that die under it, a terminal that is lost, signals."""
+"""The real process on a pseudo-terminal: agents that die, a lost terminal, signals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ threading.Event().wait()
 
 
 class Screen:
-    """`kvctl top` behind a terminal that can be read and taken away."""
+    """`kvctl top` on a pseudo-terminal that tests read and close."""
 
     def __init__(self, *args: str, before: Callable[[], Any] | None = None) -> None:
         self.leader, follower = pty.openpty()
@@ -56,7 +56,7 @@ class Screen:
         self.seen = ""
 
     def until(self, text: str) -> None:
-        """Reads on until the text was written since the last time."""
+        """Read until the text has appeared since the last call."""
         deadline = time.monotonic() + PATIENCE_S
         while text not in self.seen:
             assert time.monotonic() < deadline, f"{text!r} was not shown; last: {self.seen[-2000:]!r}"
@@ -68,12 +68,12 @@ class Screen:
         os.write(self.leader, keys.encode())
 
     def hang_up(self) -> None:
-        """The terminal is gone."""
+        """Close the terminal."""
         os.close(self.leader)
         self.leader = -1
 
     def ended(self) -> int:
-        """Exit code; what is written meanwhile is read, so that nobody waits for us."""
+        """Return the exit code; read the output meanwhile, so that the process does not block."""
         deadline = time.monotonic() + PATIENCE_S
         while self.process.poll() is None:
             assert time.monotonic() < deadline, "kvctl top is still running"
@@ -106,7 +106,7 @@ def screen() -> Iterator[Callable[..., Screen]]:
 
 @pytest.fixture
 def agent(socket_directory: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Agents as processes of their own."""
+    """Agents in processes of their own."""
     started: list[subprocess.Popen[str]] = []
     canned = Path(__file__).parents[1] / "conftest.py"
 

@@ -1,4 +1,4 @@
-"""What is said of a host, given what can be read of it: every sentence on a host made for it."""
+"""Checks of the host, on simulated hosts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Host = Callable[..., HostView]
 
 @pytest.fixture
 def host(tmp_path: Path) -> Host:
-    """Makes a host of files: `host({"/proc/…": "text"}, packages={…})`; no device, no engine, no limit."""
+    """Make a host from files: `host({"/proc/…": "text"}, packages={…})`; no device, no engine, no limit."""
 
     def make(
         files: Mapping[str, str] | None = None, packages: Mapping[str, str] | None = None, **more: Any
@@ -334,10 +334,10 @@ class TestSilence:
     )
     def test_why_it_does_not_answer(self, state: str, words: str, remedy: str, hung: Survey, host: Host) -> None:
         files = {f"/proc/{os.getpid()}/stat": f"{os.getpid()} (a) b) {state} 1 1"} if state else {}
-        (silence,) = explain_faults(hung, host(files))
-        assert words in silence.text
-        assert remedy in silence.remedy
+        (finding,) = explain_faults(hung, host(files))
+        assert words in finding.cause
+        assert remedy in finding.remedy
 
     def test_a_file_knows_no_processes(self, hung: Survey) -> None:
-        (silence,) = explain_faults(hung, None)
-        assert silence.text == "no answer within 2 s"
+        (finding,) = explain_faults(hung, None)
+        assert finding.cause == "no answer within 2 s"
