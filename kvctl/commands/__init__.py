@@ -1,3 +1,3 @@
-"""The commands: each parses, asks the client and hands what came back to a view."""
+"""Commands of `kvctl`, one module each: options, queries to the agents, and the view to print."""
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -277,34 +277,10 @@ def _document(room: RoomTimeline, timeline: Sequence[Row]) -> dict[str, Any]:
         "started_at_ns": room.started_at_ns,
         "first_failing_rank": room.failing_rank,
         "failure": room.failure,
-        "owed_parts": [
-            {
-                "writer": debt.writer,
-                "decode": debt.decode,
-                "cells": debt.cells,
-                "chunks": debt.chunks,
-                "layers": debt.layers,
-                "finals": debt.finals,
-                "waits_for": debt.waits_for,
-                "age_ns": debt.age_ns,
-            }
-            for debt in room.debts
-        ],
+        "owed_parts": [asdict(debt) for debt in room.debts],
         "ranks": ranks,
-        "clocks": [
-            {"agent": agent, "offset_ns": clock.offset_ns, "error_ns": clock.error_ns}
-            for agent, clock in sorted(room.clocks.items())
-        ],
-        "parts": [
-            {
-                "writer": part.writer,
-                "chunk": part.chunk,
-                "layers": list(part.layers),
-                "decode": part.decode,
-                "moments": part.moments,
-            }
-            for part in room.parts
-        ],
+        "clocks": [{"agent": agent, **asdict(clock)} for agent, clock in sorted(room.clocks.items())],
+        "parts": [asdict(part) for part in room.parts],
         "timeline": list(timeline),
     }
 

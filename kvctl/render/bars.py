@@ -17,8 +17,6 @@ STAGE_GLYPHS: dict[str, Span] = {
     "arrive": ("╌", "magenta"),
     "scatter": ("█", "green"),
 }
-
-
 HIDDEN, EXPOSED = "■", "□"
 
 
@@ -79,9 +77,6 @@ def merged(cells: Sequence[Span]) -> list[Span]:
     return spans
 
 
-def legend() -> Line:
-    """Returns the legend of the stages' glyphs."""
-    spans: list[Span] = []
-    for stage, (glyph, style) in STAGE_GLYPHS.items():
-        spans += [(glyph, style), (f" {stage}  ", "dim")]
-    return spans
+def legend(glyphs: Mapping[str, Span] = STAGE_GLYPHS) -> Line:
+    """Returns a legend of glyphs by name."""
+    return [span for name, glyph in glyphs.items() for span in (glyph, (f" {name}  ", "dim"))]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvctl.render import palette, units
-from kvctl.render.bars import merged
+from kvctl.render.bars import legend, merged
 from kvctl.render.report import Line, Span
 from kvctl.render.view import Column, Kind, Row, View, Width
 
@@ -226,20 +226,16 @@ def draw_ring(answer: Mapping[str, Any], width: int) -> list[Line]:
 
 def allocation_legend() -> Line:
     """Returns the legend of the glyphs."""
-    spans: list[Span] = [(_FREE[0], _FREE[1]), (" free  ", "dim")]
-    for state, (glyph, style) in ALLOCATION_GLYPHS.items():
-        spans += [(glyph, style), (f" {state}  ", "dim")]
-    return spans
+    return legend({"free": _FREE, **ALLOCATION_GLYPHS})
 
 
 def _bar(allocations: Sequence[Mapping[str, Any]], size: int, cells: int) -> list[Span]:
     bar = [_FREE] * cells
-    for state in (*_PRECEDENCE, None):
-        for allocation in allocations:
-            if (state is None and allocation["state"] in ALLOCATION_GLYPHS) or state not in {None, allocation["state"]}:
-                continue
-            for first, last in _cells(allocation["offset"], allocation["end"], size, cells):
-                bar[first:last] = [ALLOCATION_GLYPHS.get(allocation["state"], _UNKNOWN_STATE)] * (last - first)
+    precedence = {state: rank for rank, state in enumerate(_PRECEDENCE)}
+    for allocation in sorted(allocations, key=lambda each: precedence.get(each["state"], len(precedence))):
+        glyph = ALLOCATION_GLYPHS.get(allocation["state"], _UNKNOWN_STATE)
+        for first, last in _cells(allocation["offset"], allocation["end"], size, cells):
+            bar[first:last] = [glyph] * (last - first)
     return bar
 
 
