@@ -21,7 +21,7 @@ SMALL = Tile(1024, 1)
 
 
 def row_by_row(batch: Batch, pages: np.ndarray) -> None:
-    """What a launch must do."""
+    """The expected result of a launch, copied row by row."""
     rows, width, src_row, dst_row, src_paged, dst_paged = batch.geometry
     for src, dst, src_at, dst_at, count in batch.blocks.tolist():
         for page, row in product(range(count), range(rows)):
@@ -36,7 +36,7 @@ class Side:
     """Memory of one side: blocks of `slots` pages, or packed pages one after the other.
 
     Attributes:
-        shift: bytes that its first block lies off a multiple of 4,096.
+        shift: distance in bytes of the first block from a multiple of 4,096.
     """
 
     geometry: Geometry
@@ -60,7 +60,7 @@ class Side:
         return self.slots * self.geometry.rows * self.row
 
     def address(self, block: int, page: int = 0) -> int:
-        """Of a paged block's first head, of a packed block's page."""
+        """Address of the first head of a paged block, or of the first page of a packed block."""
         inside = self.start if self.paged else page * self.geometry.rows * self.row
         return int(self.memory.ctypes.data) + block * self.nbytes + inside
 
@@ -75,7 +75,7 @@ def sides(
     shift: int = 0,
     blocks: int = 2,
 ) -> tuple[Geometry, list[Side]]:
-    """A slice of `count` of `heads` heads, from `head` on, where paged."""
+    """Both sides of a copy of heads [head, head + count) of `heads`."""
     width, row = count * head_bytes, heads * head_bytes
     src_row, dst_row = (row if paged else width for paged in way)
     geometry = Geometry(rows, width, src_row, dst_row, *way)
@@ -87,7 +87,7 @@ def sides(
 
 
 def check(geometry: Geometry, source: Side, target: Side, counts: list[int], **how: Any) -> None:
-    """Copies parts with so many pages each, all blocks of all parts in one launch, and compares all memory."""
+    """Copy parts with these page counts, all blocks of all parts in one launch, and compare all memory."""
     random = np.random.default_rng(sum(counts))
     order = [random.permutation(source.slots)[: sum(counts)] for _ in (source, target)]
     pages = np.concatenate(order).astype(np.int32)

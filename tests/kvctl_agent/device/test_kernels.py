@@ -1,4 +1,4 @@
-"""Machine code of the copy kernel for an H200, made without a GPU: accesses are wide, and nothing spills."""
+"""Machine code of the copy kernel for an H200, compiled without a GPU: accesses are wide, and no register spills."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def accesses(code: Program) -> Counter[str]:
 
 
 def registers(code: Program, folder: Path) -> dict[str, int]:
-    """What the assembler says a thread takes."""
+    """Registers per thread, as reported by the assembler."""
     file = folder / "kernel.cubin"
     file.write_bytes(code.cubin)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

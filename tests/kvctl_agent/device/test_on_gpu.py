@@ -1,4 +1,4 @@
-"""The promises of a device, on a real one: what stand-ins for the driver cannot show."""
+"""Guarantees of a device, on a real GPU, where stand-ins for the driver are not sufficient."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_device_that_is_not_there(gpu):
 
 
 class Both:
-    """The same bytes on the GPU and on the stand-in, whose copies are numpy's: afterwards they are the same, too."""
+    """The same memory on the GPU and on the stand-in, which copies with numpy; compared after each copy."""
 
     def __init__(self, gpu: Device, nbytes: int) -> None:
         self.gpu, self.host = gpu, HostDevice(slow=1)
@@ -165,7 +165,7 @@ def _moved(blocks: list[list[int]], base: int) -> np.ndarray:
 def layout(
     way: tuple[bool, bool], shape: tuple[int, int, int, int, int], counts: list[int]
 ) -> tuple[int, Geometry, list[list[int]], np.ndarray]:
-    """Six blocks on each side, parts of so many pages.
+    """Six blocks on each side, and parts with these page counts.
 
     Returns:
         Bytes of memory; geometry; blocks with offsets; pages.
@@ -314,7 +314,7 @@ def test_events_of_torch(gpu, copies):
 
 
 def child(arguments: list[str], given: str = "") -> str:
-    """What a child process says; it must say nothing on stderr."""
+    """The output of a child process, which must write nothing to stderr."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     ended = subprocess.run(
         [sys.executable, *arguments], input=given, capture_output=True, text=True, timeout=120, env=environment

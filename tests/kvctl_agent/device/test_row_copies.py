@@ -30,12 +30,12 @@ def _read(at: int, kind: str) -> int:
 
 
 class Launching(FakeDriver):  # type: ignore[misc]
-    """Runs kernels too.
+    """A stand-in for the driver that also runs kernels.
 
     Attributes:
-        variants: what was compiled, in order.
-        launches: of each launch that had something to do, its grid, threads and arguments.
-        uploads: the stream of each.
+        variants: compiled variants, in order.
+        launches: grid, threads and arguments of each non-empty launch.
+        uploads: stream of each upload.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ def make(tuning: Tuning = SMALL) -> CudaRowCopies:
 
 
 class Pool:
-    """`blocks` blocks of pages, two of whose four heads travel, and packed memory for them."""
+    """Blocks of pages, of which two of four heads are copied, and packed memory for them."""
 
     def __init__(self, width: int = 32, slots: int = 12, blocks: int = 2, rows: int = 2) -> None:
         random = np.random.default_rng(width)
@@ -142,7 +142,7 @@ def test_a_request_is_one_upload_one_launch_for_each_batch_and_one_event(driver:
 
 
 def test_tables_may_be_reused_at_once(driver: Launching) -> None:
-    """What is uploaded later is the slot, not the caller's arrays."""
+    """The slot is uploaded later, not the caller's arrays."""
     copies, pool = make(), Pool()
     batch, pages = pool.gather(5), PAGES.copy()
     copies.begin([batch], pages)
@@ -190,7 +190,7 @@ def test_tables_are_uploaded_ahead_of_kernels_that_are_still_to_run(driver: Laun
 
 
 def ranges(pool: Pool, *counts: int) -> BlockRanges:
-    """As `pool.gather`, but for parts with so many pages each, which are packed one after the other."""
+    """As `pool.gather`, for parts with these page counts, packed one after the other."""
     geometry = pool.gather(1).geometry
     page_bytes = pool.rows * pool.width
     first = int(pool.pages.ctypes.data)
@@ -205,7 +205,7 @@ def ranges(pool: Pool, *counts: int) -> BlockRanges:
 
 
 def check_strips(pool: Pool, *counts: int, pages: np.ndarray) -> None:
-    """Part by part, block by block."""
+    """Compare the copies part by part and block by block."""
     wanted, listed = [], 0
     for count in counts:
         wanted.append(pool.pages[:, pages[listed : listed + count]][:, :, :, 1].reshape(-1))

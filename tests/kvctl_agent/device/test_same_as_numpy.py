@@ -49,7 +49,7 @@ def no_leaks() -> None:
 
 
 class Interpreted:
-    """`Copies` that happen at once."""
+    """Row copies that are complete immediately."""
 
     def begin(self, batches: Sequence[Batch | BlockRanges], pages: PageIds, **_: Any) -> SimpleNamespace:
         for batch in batches:

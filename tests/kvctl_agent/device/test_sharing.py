@@ -86,7 +86,7 @@ def test_an_address_outside_is_an_error(here, there):
 
 
 def test_bytes_of_two_allocations_are_not_one_stretch(driver, here, there):
-    """However alike their addresses are: what lies between them here is nobody's."""
+    """Even if their addresses are adjacent at the peer: the memory between their mappings belongs to no allocation."""
     memories = [there.allocate(MIB) for _ in range(2)]
     one, two = there.export([(memory.addr, MIB) for memory in memories])
     first, second = (here.open([export]).translate(export.addr) for export in (one, two))

@@ -38,7 +38,7 @@ LAYERS, SLOTS, HEADS = 6, 12, 8
 
 @contextmanager
 def filled(planes: Planes, device: HostDevice | None, seed: int = 1) -> Iterator[SegmentMemory]:
-    """Layers 2 to 7 of a segment, of random bytes."""
+    """Layers 2 to 7 of a segment, filled with random bytes."""
     held = LocalShard(Segment(0, "kv", 0, 10, HEADS, planes), 2, 2 + LAYERS, 0, HEADS)
     pool = KVPool.allocate((held,), planes[0].rows, SLOTS, device=device)
     (memory,) = pool.segments

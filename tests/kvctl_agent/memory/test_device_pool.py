@@ -24,7 +24,7 @@ HELD = local_shards(SHAPE, 4, ParallelConfig(tp=2), RankCoord(0, 0, 0, 1))
 
 
 class Cuda:
-    """Looks like a tensor on a GPU; its memory is a CPU tensor's."""
+    """Resembles a tensor on a GPU; its memory is that of a CPU tensor."""
 
     def __init__(self, shape: tuple[int, ...], index: int = 0, dtype: torch.dtype = torch.float16) -> None:
         self.memory = torch.zeros(shape, dtype=dtype)

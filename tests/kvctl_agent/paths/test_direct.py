@@ -1,4 +1,4 @@
-"""`direct` on the stand-in device: a kernel's copies, its event, its tag, and the mapping that it writes through."""
+"""Path direct on the stand-in device: copies, event and tag of a kernel, and the mapping through which it writes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def exports(pool: KVPool) -> list[Export]:
 
 
 def connection(made: Any, share: Any) -> tuple[PeerConnection, HostMapping]:
-    """A connection whose peer's memory is mapped, as the stand-in does it."""
+    """A connection with a mapping of the peer's memory on the stand-in device."""
     reader = made.readers[share.reader]
     mapping = HostMapping(exports(reader), "nvlink")
     return PeerConnection(
@@ -70,7 +70,7 @@ def moved(made: Any, share: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def send_all(made: Any, device: HostDevice) -> None:
-    """Every share of the plan, the first layer alone and then the rest, and the whole picture compared."""
+    """Send every slice of the plan, first one layer and then the others, and compare all bytes."""
     path = DirectPath(device.copies())
     for share in made.geometry.shares() + made.geometry.state_shares():
         src, dst = moved(made, share)
@@ -273,7 +273,7 @@ class TestRefusals:
 
 
 def test_building_a_launch_costs_microseconds(ends: Any, geometry: Any, engine: str) -> None:
-    """Far above what it takes, far below what a table for each part would: 80 layers of 64 pages."""
+    """The limit is far above the usual time, and far below that of building a table per part: 80 layers of 64 pages."""
 
     class Never:
         def done(self) -> bool:

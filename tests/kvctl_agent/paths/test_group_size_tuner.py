@@ -1,7 +1,7 @@
-"""Mode measured: it finds about the best number of groups, and costs next to nothing where the formula is right.
+"""Mode measured finds nearly the best number of groups, and costs almost nothing if the formula is right.
 
-Forwards are simulated: compute C and transfer T overlap as `pacing` says or otherwise, every group has an overhead,
-and whatever is observed is noisy. What counts are the true costs of the chosen N.
+Forwards are simulated: compute C and transfer T overlap as in the model or differently, every group has an overhead,
+and observations are noisy. The tests compare the true costs of the chosen N.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def flow_shop(ratio: float, overhead_ms: float) -> Truth:
 
 
 def contended(ratio: float, overhead_ms: float) -> Truth:
-    """Another world than the model's: transfers slow the compute that they run beside, and the reader scatters."""
+    """Conditions that the model lacks: transfers slow concurrent compute, and the reader scatters."""
 
     def costs(n: int) -> tuple[float, float, float]:
         compute, transfer, exposed = flow_shop(ratio, overhead_ms)(n)
@@ -48,7 +48,7 @@ def whole(truth: Truth, n: int) -> float:
 
 
 def run(pacer: GroupSizeTuner, truth: Truth, layers: int, forwards: int, noise: float, late: int = 4) -> list[int]:
-    """What the pacer chooses; observations come `late` forwards after the choice, as with rooms in flight."""
+    """The tuner's choices; each is observed `late` forwards after it was made, as with rooms in flight."""
     noisy = Random(1)
     formula = formula_groups(TOKENS, layers, GroupingOptions("on"))
     chosen: list[int] = []
@@ -185,7 +185,7 @@ def test_it_follows_a_lane_that_changes() -> None:
 
 
 def test_what_another_pace_of_compute_has_taught_is_forgotten() -> None:
-    """An engine whose forwards take another time: what groups cost before would mislead."""
+    """The costs of groups measured at one pace of compute do not apply at another."""
     pacer = GroupSizeTuner(Random(7))
     run(pacer, flow_shop(4, 5), 80, 200, 0.05)
     noisy = Random(3)

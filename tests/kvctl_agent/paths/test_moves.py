@@ -128,7 +128,7 @@ class TestSlice:
     def test_neighbours_reach_the_engine_next_to_each_other(
         self, ends: Any, geometry: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Engines merge rows that follow each other on both sides, and only if they are told so in that order."""
+        """Engines merge rows that are adjacent on both sides only if they are listed in that order."""
         made = ends(geometry(prefill_tp=1, decode_tp=1))
         seen: list[tuple[Any, Any]] = []
         real = made.here.write_prepared

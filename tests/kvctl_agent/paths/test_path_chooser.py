@@ -1,4 +1,4 @@
-"""Which path a part takes: what is fixed, what cannot be, and the cheapest one by costs that the test makes up."""
+"""The path of a part: configured paths, impossible paths, and the cheapest path for given costs."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class TestAuto:
 
 
 class TestDirect:
-    """To a peer whose memory is mapped here."""
+    """Parts for a peer whose memory is mapped."""
 
     def made(
         self, path: str = "auto", staging: str = "auto", cost: DirectCost | None = None, **costs: Any
@@ -178,7 +178,7 @@ class TestDirect:
 
 
 class TestState:
-    """It is small, its items lie anywhere, and it has no room in the ring."""
+    """State is small and scattered, and gets no ring region."""
 
     SAME = TransferSlice(0, 0, 1, 0, 0, 2, 0, 2, 2, 2, CONV.page_head_bytes)
     CUT = TransferSlice(0, 0, 1, 0, 2, 2, 0, 2, 2, 8, CONV.page_head_bytes)
@@ -195,7 +195,7 @@ class TestState:
 
 
 class TestGeometries:
-    """Costs follow from what lies in a page, not from a token of K and V."""
+    """Costs depend on the planes of a page, not only on the bytes of a token of K and V."""
 
     def made(self, shape: ModelShape) -> tuple[PathChooser, TransferSlice]:
         made = PathChooser(shape, 16, "auto", "auto")
@@ -233,7 +233,7 @@ class TestCopyCost:
         assert cost.scatter_us(1 << 20, 512) == 40
 
     def test_measured_on_this_machine_it_is_a_rate_of_memory(self) -> None:
-        """Between a thousandth and a thousand times what memory does, and no larger rows dearer than tiny ones."""
+        """Rates lie within a factor of 1,000 of memory's, and large rows do not cost more than tiny ones."""
         with HugePageMemory(16 << 20) as memory:
             cost = measure_copies(memory.array)
         assert list(cost.row_bytes) == sorted(cost.row_bytes)

@@ -1,7 +1,7 @@
 """Latents, scales, K and V of different widths, drafts and state: every path, between any two layouts.
 
-The first half moves bytes between two engines; the second looks at the descriptors, element by element, because bytes
-that are written twice, or read from a neighbour that happens to hold the same, land just as well.
+The first half moves bytes between two engines. The second half checks the descriptors element by element, because
+bytes written twice, or read from a neighbour with the same content, would not be detected.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SIDES = {
 
 
 def moved(made: Any, share: TransferSlice) -> tuple[np.ndarray, np.ndarray]:
-    """Source and destination pages, or items, of a room: several runs and single ones, in no order."""
+    """Source and destination pages (or items) of a room: runs and single pages, unordered."""
     segment = made.geometry.inputs().segments[share.segment]
     random, total = np.random.default_rng(share.segment), made.geometry.slots(segment)
     count = 3 if segment.state else 9
@@ -62,7 +62,7 @@ def moved(made: Any, share: TransferSlice) -> tuple[np.ndarray, np.ndarray]:
 
 
 def groups(share: TransferSlice) -> list[tuple[int, int]]:
-    """Layer groups of a share: the first layer, and the rest."""
+    """Layer groups of a slice: the first layer, and the others."""
     lo, hi = share.layer_lo, share.layer_hi
     return [(lo, hi)] if hi == lo + 1 else [(lo, lo + 1), (lo + 1, hi)]
 
@@ -95,7 +95,7 @@ def test_every_segment_lands_where_the_plan_says_and_nowhere_else(
 
 
 class Recorder:
-    """Stands for a transport: remembers which bytes it was told to copy where."""
+    """Replaces a transport and records the source and destination of every byte."""
 
     def __init__(self) -> None:
         self.copies: list[tuple[int, int, int]] = []
@@ -181,7 +181,7 @@ class TestRefusals:
             path().start(made.connection(share), made.order(share, [1], [1], layers))
 
     def test_a_segment_with_more_rows_than_a_list_can_number(self, ends: Any, geometry: Any) -> None:
-        """A peer says how many pages it has; nothing is built from a number that cannot be right."""
+        """The number of pages comes from the peer, so an impossible number must not cause an allocation."""
         made = ends(geometry())
         share = made.geometry.shares()[0]
         theirs = made.readers[0].addresses()

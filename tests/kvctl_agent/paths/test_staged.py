@@ -80,7 +80,7 @@ class LateTransport:
 
 
 class Bench:
-    """With a device that copies at the first question it is all the same as on the host."""
+    """A writer, a reader and a ring; a device that completes copies at the first query behaves as the host does."""
 
     def __init__(self, device: HostDevice | None = None) -> None:
         self.device = device
@@ -146,14 +146,14 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
 
 @pytest.fixture
 def late() -> Iterator[Bench]:
-    """A device that takes its time."""
+    """A device that completes copies late."""
     bench = Bench(HostDevice(slow=3))
     yield bench
     close(bench)
 
 
 def drive(bench: Bench, flight: Flight, pick: Callable[[list[LateWrite]], LateWrite]) -> list[LateWrite]:
-    """Complete one open write at a time until the part is through; in the order in which that was done."""
+    """Complete one open write at a time until the part has ended, and return the order of completion."""
     order: list[LateWrite] = []
     while not flight.advance():
         assert bench.transport.open, "the flight waits for nothing"
@@ -198,7 +198,7 @@ def test_the_tag_leaves_only_when_all_other_pieces_are_complete(bench: Bench) ->
 
 
 def test_a_buffer_is_not_filled_again_before_its_write_is_complete(bench: Bench) -> None:
-    """With late completion the bytes are read from the buffer at the end: reuse would land another piece's bytes."""
+    """The engine reads the buffer at completion, so that early reuse would send another piece's bytes."""
     path = bench.staging(3)
     first, second = bench.start(path), bench.start(path, offset=1 << 16)
     flights = [first, second]

@@ -1,4 +1,4 @@
-"""What every transport promises, between this process and another one."""
+"""Guarantees of every transport, between this process and another one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ODD_NAME = "prefill/0 #%é\0'\n"
 
 
 class Pair(NamedTuple):
-    """Our agent, and a peer process that knows it as "writer"."""
+    """An agent of this process, and a peer process that has connected it as "writer"."""
 
     agent: Any
     peer: Any

@@ -23,7 +23,7 @@ def test_measuring_is_short_silent_and_predicts(crew: Any, engine: str, at_best:
     costs: list[ConnectionCost] = []
 
     def wrong_by() -> float:
-        """How many times too much or too little is predicted; what is measured on a busy machine is noise."""
+        """The ratio of prediction and truth, at least 1; real measurements on a busy machine would be noisy."""
         costs.append(measure_connection(one.transport, "two", here, there))
         best = 1e9
         for _ in range(10):
@@ -52,7 +52,7 @@ def test_measuring_is_short_silent_and_predicts(crew: Any, engine: str, at_best:
 
 
 class Clock:
-    """Time in which nothing happens but what the test says, and 1 µs for each look at it."""
+    """A clock that only the test advances, except for 1 µs per reading."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -66,7 +66,7 @@ class Clock:
 
 
 class Recorder:
-    """A transport whose writes take the time that their bytes take at a rate."""
+    """A transport whose writes take the time of their bytes at a fixed rate."""
 
     def __init__(self, gb_per_s: float, clock: Clock) -> None:
         self._gb_per_s = gb_per_s

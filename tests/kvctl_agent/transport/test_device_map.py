@@ -1,4 +1,4 @@
-"""Which device an address list is of, here and at a peer."""
+"""The device of an address list, of local memory and of a peer's."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ NAMES = (
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A machine without RDMA devices and an environment without our variables."""
+    """A machine without RDMA devices, and an environment without the variables."""
     for name in NAMES:
         monkeypatch.setenv(name, "")  # so that monkeypatch restores it
         monkeypatch.delenv(name)

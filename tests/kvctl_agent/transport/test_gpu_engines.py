@@ -1,4 +1,4 @@
-"""The benchmark of engines with GPU memory: rehearsed on host memory, and what it says where there is no GPU."""
+"""The benchmark of engines with GPU memory: a rehearsal in host memory, and its message without a GPU."""
 
 from __future__ import annotations
 

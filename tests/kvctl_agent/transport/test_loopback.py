@@ -1,4 +1,4 @@
-"""What is loopback's own: its socket, its memory checks, its queues."""
+"""Properties of the loopback transport alone: its socket, memory checks and queues."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_datagrams_that_are_no_tags_are_dropped(crew: Any) -> None:
 
 
 def test_a_copy_goes_on_where_the_kernel_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel moves at most 2 GiB a call; here it is made to stop at odd places."""
+    """The kernel copies at most 2 GiB per call; a stand-in stops at arbitrary places."""
     source = np.random.default_rng(5).integers(0, 256, 3000, np.uint8)
     target = np.zeros(3000, np.uint8)
     real = loopback._LIBC.process_vm_writev

@@ -1,4 +1,4 @@
-"""Mooncake's traps, each with what would show its return."""
+"""Mooncake's known defects, each with a test that fails if its workaround is lost."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def sizes(nbytes: int, count: int = 1) -> np.ndarray:
 
 
 def told(metadata: bytes) -> dict[str, Any]:
-    """What a peer tells about itself."""
+    """The fields of a peer's metadata."""
     body: dict[str, Any] = json.loads(metadata[HEAD_BYTES:])
     return body
 
 
 def retold(metadata: bytes, **changes: Any) -> bytes:
-    """The same with other fields, as a faulty or hostile peer might send it."""
+    """The metadata with changed fields, as a faulty or hostile peer might send it."""
     body = json.dumps({**told(metadata), **changes}).encode()
     return metadata[: HEAD_BYTES - 4] + zlib.crc32(body).to_bytes(4, "little") + body
 
@@ -174,7 +174,7 @@ def test_it_is_reachable_from_this_host_alone_unless_told_otherwise(crew: Any) -
 
 
 def outside_address() -> str:
-    """An address of this machine that is not its loopback's."""
+    """An address of this machine other than the loopback address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
@@ -351,7 +351,7 @@ def test_the_variable_that_picks_the_protocol_is_the_users_again_afterwards(monk
 
 
 def test_an_engine_that_completes_nothing_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that opens a session has a deadline; writes to that peer fail with what it waited for."""
+    """The thread that opens a session has a deadline, and the error of writes to that peer names the cause."""
 
     class Stuck:
         def send_probe(self, session: str) -> int:
@@ -369,7 +369,7 @@ def test_an_engine_that_completes_nothing_is_not_waited_for_for_ever(monkeypatch
 
 
 def run_agent(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs `code` in a fresh process."""
+    """Run `code` in a new process."""
     prelude = "import numpy as np\nfrom kvctl_agent.transport import *\n"
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("MC_", "GLOG_"))}
     return subprocess.run(

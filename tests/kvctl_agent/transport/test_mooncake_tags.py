@@ -1,4 +1,4 @@
-"""The link for tags: every byte string comes through in order, however the network cuts it."""
+"""The connection for tags delivers every byte string in order, however TCP divides the stream."""
 
 from __future__ import annotations
 

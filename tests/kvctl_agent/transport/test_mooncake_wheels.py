@@ -1,4 +1,4 @@
-"""Three wheels in one folder: each way it can be wrong is named with what to type."""
+"""Errors of Mooncake's three wheels, which share one folder; each has the command that repairs it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CUDA13 = "mooncake-transfer-engine-cuda13"
 
 
 def have(monkeypatch: pytest.MonkeyPatch, **wheels: str) -> None:
-    """Makes it look as if exactly these were installed; names with _ for -."""
+    """Make exactly these wheels appear to be installed; names have _ for -."""
 
     def version(name: str) -> str:
         try:
@@ -30,7 +30,7 @@ def have(monkeypatch: pytest.MonkeyPatch, **wheels: str) -> None:
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch) -> str:
-    """What `open_transport` says."""
+    """The error of `open_transport`."""
     for name in [name for name in sys.modules if name.split(".")[0] == "mooncake"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "mooncake", None)

@@ -1,4 +1,4 @@
-"""NIXL with GPU memory, on a stand-in of its binding: kinds of lists, the device of each thread, refusals."""
+"""NIXL with GPU memory, on a stand-in for its binding: memory kinds of lists, the device of each thread, errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BackendError(Exception):
 
 
 class Agent:
-    """Keeps what it is told; `said` is what UCX writes to stderr when it refuses a kind of memory."""
+    """Records its calls; `said` is the output of UCX on stderr when it rejects a kind of memory."""
 
     def __init__(self, name: str, log: list[str], refused: dict[str, str]) -> None:
         self.name, self._log, self._refused = name, log, refused
@@ -83,7 +83,7 @@ class Agent:
 
 
 class Rig:
-    """Starts transports on the stand-in; `log` has calls of the engine and, before each, of the device."""
+    """Starts transports on the stand-in; `log` has the calls of the engine, each after those of the device."""
 
     def __init__(self) -> None:
         self.log: list[str] = []

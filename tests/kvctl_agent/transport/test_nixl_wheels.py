@@ -1,4 +1,4 @@
-"""Which of NIXL's wheels is loaded, and that torch is not."""
+"""The selection of NIXL's wheel, without importing torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvctl_agent.transport.nixl import binding as nixl_binding
 
 @pytest.fixture
 def wheels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The packages that are installed, as far as the code under test sees; none is loaded."""
+    """The packages that appear to be installed; none is loaded."""
     present: set[str] = set()
     for name in [name for name in sys.modules if name.split(".")[0] in ("nixl", "nixl_cu12", "nixl_cu13", "torch")]:
         monkeypatch.delitem(sys.modules, name)

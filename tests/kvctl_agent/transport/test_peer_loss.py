@@ -1,4 +1,4 @@
-"""A peer that dies, stops or comes back: an error of ours, never a crash, never a call that blocks."""
+"""Peers that die, stop or restart cause an error of kvctl, and neither a crash nor a blocking call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def sizes(nbytes: int) -> np.ndarray:
 
 
 def until_disconnected(attempt: Any) -> None:
-    """Until `attempt` raises PeerDisconnected."""
+    """Repeat `attempt` until it raises PeerDisconnected."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:

@@ -1,4 +1,4 @@
-"""Transports by name, and what one reads when the engine is not there."""
+"""Transports by name, and the errors if an engine is not installed."""
 
 from __future__ import annotations
 

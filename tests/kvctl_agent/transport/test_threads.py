@@ -1,4 +1,4 @@
-"""Two threads post, one collects, one connects and forgets a peer: nothing is lost, nothing crashes."""
+"""Two threads post, one collects, one connects and disconnects a peer; no tag is lost."""
 
 from __future__ import annotations
 
