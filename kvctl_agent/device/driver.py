@@ -110,12 +110,7 @@ class Context:
     """The primary context of one device, which engines use too; retained until the process ends."""
 
     def __init__(self, device: Any, label: str) -> None:
-        """Retain the context.
-
-        Args:
-            device: The driver's handle of the device.
-            label: The device's name in error texts.
-        """
+        """Retain the context of the driver's handle `device`; error texts begin with `label`."""
         self._driver = load()
         self._label = label
         self._handle = checked(self._driver.cuDevicePrimaryCtxRetain(device), f"{label}: no context")

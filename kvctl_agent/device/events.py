@@ -15,13 +15,7 @@ class CudaEvent:
     __slots__ = ("_context", "_done", "_owner", "handle")
 
     def __init__(self, context: Context, handle: Any, owner: Any) -> None:
-        """Wrap a recorded event.
-
-        Args:
-            context: The context of the event.
-            handle: The driver's handle.
-            owner: Object to keep alive as long as this one, for example the engine's own event.
-        """
+        """Wrap a recorded event and keep `owner` alive as long, for example the engine's own event."""
         self.handle = handle
         self._context = context
         self._owner = owner

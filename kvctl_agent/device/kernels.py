@@ -65,13 +65,7 @@ class Variant(NamedTuple):
 
 
 def variant(geometry: Geometry, bits: int, tile: Tile, ranges: bool = False) -> Variant:
-    """Return the variant for blocks of a geometry.
-
-    Args:
-        geometry: Geometry of the blocks.
-        bits: Bitwise or of all addresses.
-        tile: Size of a tile.
-        ranges: Whether the kernel copies block ranges of a table.
+    """Return the variant for blocks of a geometry; `bits` is the bitwise or of all their addresses.
 
     Raises:
         DeviceError: the geometry is invalid.
@@ -152,9 +146,7 @@ _compiling = Lock()
 def program(variant: Variant, capability: int) -> Program:
     """Return the machine code of a variant, compiled (0.1 to 0.5 s) or from the cache of this process or of Triton.
 
-    Args:
-        variant: The variant of the copy kernel.
-        capability: Compute capability of the GPU, for example 90 for 9.0.
+    `capability` is the GPU's compute capability, for example 90 for 9.0.
 
     Raises:
         DeviceUnavailable: Triton is missing or cannot compile for this GPU; the text has a remedy.
@@ -272,12 +264,7 @@ class Kernels:
     """The loaded kernels of one context. They stay loaded as long as the context exists."""
 
     def __init__(self, context: Context, capability: int) -> None:
-        """Start without any kernel loaded.
-
-        Args:
-            context: The context.
-            capability: Compute capability of the GPU, for example 90 for 9.0.
-        """
+        """Load no kernel yet; `capability` is as for `program`."""
         self._context = context
         self._capability = capability
         self._loading = Lock()

@@ -42,15 +42,7 @@ class ExportableMemory:
     def __init__(
         self, context: Context, nbytes: int, label: str, ordinal: int, peers: Sequence[int], fabric: bool
     ) -> None:
-        """Allocate and map memory.
-
-        Args:
-            context: The GPU's context.
-            nbytes: Size of the allocation.
-            label: The GPU's name in error texts.
-            ordinal: The GPU's number.
-            peers: Numbers of the GPUs that may access the memory from this process.
-            fabric: Whether to create a fabric handle.
+        """Allocate memory on GPU `ordinal` and map it for that GPU and the GPUs `peers` of this process.
 
         Raises:
             DeviceError: as for `PlainMemory`.
@@ -112,11 +104,6 @@ def fabric_refusal(context: Context, device: Any, ordinal: int) -> str:
     """Return why other hosts cannot map memory of this GPU, or an empty string if they can.
 
     Makes a trial export, because the device attribute is also set where an export fails.
-
-    Args:
-        context: The GPU's context.
-        device: The driver's handle of the GPU.
-        ordinal: The GPU's number.
     """
     driver = load()
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED

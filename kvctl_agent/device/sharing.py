@@ -103,10 +103,7 @@ _exported: set[Export] = set()
 def exported(context: Context, regions: Sequence[tuple[int, int]], device: str) -> list[Export]:
     """Export the allocations that contain the regions (address, bytes), each once, ordered by address.
 
-    Args:
-        context: Context of the device.
-        regions: Regions in the device's memory.
-        device: UUID of the device.
+    `device` is the UUID of the device that has the memory.
 
     Raises:
         DeviceError: an allocation cannot be exported; the text has the reason.
@@ -172,12 +169,7 @@ class PeerMapping:
     """A `Mapping` of a peer's allocations."""
 
     def __init__(self, cache: MappingCache | None, exports: Sequence[Export], lane: str) -> None:
-        """Map all allocations.
-
-        Args:
-            cache: The device's mappings; None if the peer is another agent of this process.
-            exports: The peer's exports.
-            lane: The interconnect, as in `Mapping`.
+        """Map all allocations; `cache` is None if the peer is another agent of this process.
 
         Raises:
             DeviceError: an allocation cannot be mapped; the others are unmapped again.

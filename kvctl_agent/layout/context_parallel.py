@@ -25,17 +25,9 @@ def sole_cp_sender(mode: str, cp: int, room: int) -> int | None:
 def owned_cells(
     mode: str, cp: int, rank: int, room: int, total_pages: int, prefix_pages: int, chunk_pages: int
 ) -> tuple[Chunk, ...]:
-    """Return the grid's cells, each narrowed to the pages that cp rank `rank` sends; cells without such pages are left
-    out.
+    """Return the grid's cells, narrowed to the pages that rank `rank` of `cp` sends, without cells that become empty.
 
-    Args:
-        mode: One of `CP_MODES`.
-        cp: Context-parallel size of the prefill instance.
-        rank: Context-parallel rank, in [0, cp).
-        room: The bootstrap room, hashed in mode room-hash.
-        total_pages: Pages of the prompt.
-        prefix_pages: Pages at its start that are not sent.
-        chunk_pages: Pages per grid cell.
+    `mode` is one of `CP_MODES`; `room` is hashed in mode room-hash.
 
     Raises:
         LayoutError: as for `grid`.

@@ -178,13 +178,7 @@ class LocalShard(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def local_shards(shape: ModelShape, page_size: int, side: ParallelConfig, coord: RankCoord) -> tuple[LocalShard, ...]:
-    """Return the shards of the rank at `coord`, one for each segment of the model.
-
-    Args:
-        shape: The model.
-        page_size: Tokens per page.
-        side: Parallel sizes of the rank's instance.
-        coord: The rank's coordinates in the instance.
+    """Return the shards of the rank at `coord` of the instance `side`, one for each segment of the model.
 
     Raises:
         LayoutError: the heads of a segment cannot be divided over the instance's tp, or its pipeline stages do not add

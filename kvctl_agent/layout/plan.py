@@ -158,8 +158,7 @@ def aux_writer(inputs: PlanInputs, room: int, reader: int) -> int:
 
 
 def writer_cells(inputs: PlanInputs, room: int, writer: int, total_pages: int, prefix_pages: int) -> tuple[Chunk, ...]:
-    """Return the grid's cells, narrowed to the pages that this writer's cp rank sends; cells without such pages are
-    left out.
+    """Return the grid's cells, narrowed to the pages that this writer's cp rank sends, without cells that become empty.
 
     Raises:
         LayoutError: the prefill instance has no such rank, or the prefix is longer than the prompt.

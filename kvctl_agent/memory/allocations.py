@@ -154,10 +154,7 @@ class DeviceAllocation:
 def allocate(nbytes: int, device: Device | None, mem_pool: str = "default") -> Allocation:
     """Allocate memory on `device`, or huge-page memory on the host if `device` is None.
 
-    Args:
-        nbytes: Size of the allocation.
-        device: The device, or None for the host.
-        mem_pool: The device's memory pool, as for `Device.allocate`; not used on the host.
+    `mem_pool` is the device's memory pool, as for `Device.allocate`; it is not used on the host.
 
     Raises:
         DeviceError, MemoryLayoutError: the memory cannot be allocated; the text has the size.
@@ -189,10 +186,7 @@ class StagingBuffers:
     """
 
     def __init__(self, count: int, buffer_bytes: int, device: Device | None = None, mem_pool: str = "default") -> None:
-        """Allocate `count` buffers of `buffer_bytes`, rounded up to whole 4 KiB pages.
-
-        Args:
-            device, mem_pool: As for `allocate`.
+        """Allocate `count` buffers of `buffer_bytes`, rounded up to whole 4 KiB pages; other arguments as `allocate`.
 
         Raises:
             MemoryLayoutError: a number is not positive, or the memory cannot be allocated.

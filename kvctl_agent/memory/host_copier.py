@@ -278,14 +278,7 @@ class HeadSlice:
     """
 
     def __init__(self, blocks: Sequence[tuple[Bytes, ...]], where: SegmentAddresses, head: int, heads: int) -> None:
-        """Create the views; the caller has checked `head` and `heads`.
-
-        Args:
-            blocks: The bytes of each plane of each layer.
-            where: The addresses of the same blocks.
-            head: First local head.
-            heads: Number of heads.
-        """
+        """Create the views of checked heads; `blocks` has the bytes of each plane of each layer, `where` the addresses."""
         planes = where.shard.segment.planes
         self._where = where
         self._starts = tuple(head * plane.head_bytes for plane in planes)

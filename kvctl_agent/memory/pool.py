@@ -200,8 +200,7 @@ class KVPool:
             page_size: Tokens per page.
             num_pages: Pages of KV and of the draft model.
             state_slots: Items of each state component that has layers on this rank, by name.
-            aux_slots: Number of aux rows.
-            aux_row_bytes: Bytes of an aux row.
+            aux_slots, aux_row_bytes: Number and size of aux rows.
             device: The device for all memory except the aux rows; None for the host.
             mem_pool: The device's memory pool, as for `Device.allocate`.
 

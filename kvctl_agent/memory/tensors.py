@@ -51,12 +51,7 @@ class TensorInfo(NamedTuple):
 def check_layer_tensors(
     tensors: Sequence[Any], names: Iterable[str], inspect: Callable[[Any, str], TensorInfo]
 ) -> list[TensorInfo]:
-    """Inspect one plane's tensor of every layer.
-
-    Args:
-        tensors: One tensor per layer.
-        names: The tensors' names for error texts.
-        inspect: Inspects one tensor.
+    """Inspect one plane's tensor of every layer with `inspect`; `names` are for error texts.
 
     Raises:
         MemoryLayoutError: the tensors differ in shape or dtype, or `inspect` raised it.
@@ -234,12 +229,7 @@ class TensorSpec(NamedTuple):
 
 
 def kv_spec(kv: DraftKV, page_size: int, name: str = "kv") -> TensorSpec:
-    """Check K and V, or latent rows, and their scales.
-
-    Args:
-        kv: The tensors of the target or draft model.
-        page_size: Tokens per page.
-        name: "kv" for the target model, "draft" for the draft model.
+    """Check K and V, or latent rows, and their scales; `name` is "kv" for the target model, "draft" for the draft.
 
     Raises:
         MemoryLayoutError: a tensor is unusable; the text names the layer and the tensor.

@@ -77,9 +77,7 @@ class DirectFlight(Flight):
 class DirectPath:
     """Path direct with the row copies of one worker.
 
-    Args:
-        copies: The worker's stream.
-        programs: Maximum number of thread blocks, and so of multiprocessors, of a kernel; `PROGRAMS` if None.
+    `programs` is the maximum number of thread blocks, and so of multiprocessors, of a kernel; `PROGRAMS` if None.
     """
 
     def __init__(self, copies: RowCopies, programs: int | None = None) -> None:
@@ -139,10 +137,7 @@ class Route:
 def routes(segment: SegmentPair, src_head: int, dst_head: int, heads: int) -> tuple[Route, ...]:
     """Return the routes of one head slice of a mapped segment, one for each geometry of its planes.
 
-    Args:
-        segment: The segment on both sides.
-        src_head, dst_head: First head in the local pool and in the peer's pool.
-        heads: Number of heads.
+    `src_head` and `dst_head` are the first head in the local pool and in the peer's pool.
     """
     lo, hi = segment.common_layers
     here, there = segment.bases(lo, hi)[0], segment.mapped_bases(lo, hi)

@@ -87,11 +87,7 @@ class SegmentPair:
     """
 
     def __init__(self, local: SegmentAddresses, remote: SegmentAddresses, mapping: MappedMemory | None = None) -> None:
-        """Collect the addresses of both sides.
-
-        Args:
-            local, remote: Addresses in the local pool and in the peer's pool.
-            mapping: Mapping of the peer's memory, if there is one.
+        """Collect the addresses of both sides; `mapping` is the mapping of the peer's memory, if there is one.
 
         Raises:
             DeviceError: a page of the peer lies outside the mapped memory.

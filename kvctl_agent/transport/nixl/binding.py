@@ -114,14 +114,9 @@ def start(name: str, backend: str, backend_params: dict[str, str], enter: Callab
 
 
 def translate(engine: Engine, error: Exception, what: str, peer: str, engine_name: str) -> TransportError:
-    """Convert an error of NIXL, whose text is only the name of a status.
+    """Convert one of `engine.errors`, whose text is only the name of a status.
 
-    Args:
-        engine: The engine that raised it.
-        error: One of `engine.errors`.
-        what: The failed operation, for the error text.
-        peer: Local name of the peer.
-        engine_name: NIXL's name of the peer.
+    The text begins with the failed operation `what`. `peer` is the local name of the peer, `engine_name` NIXL's.
     """
     binding = engine.binding
     gone = isinstance(error, binding.nixlRemoteDisconnectError)
