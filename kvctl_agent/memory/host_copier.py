@@ -278,7 +278,7 @@ class HeadSlice:
     """
 
     def __init__(self, blocks: Sequence[tuple[Bytes, ...]], where: SegmentAddresses, head: int, heads: int) -> None:
-        """Create the views of checked heads; `blocks` has the bytes of each plane of each layer, `where` the addresses."""
+        """Create the views of checked heads; `blocks` has the bytes of each layer's planes, `where` their addresses."""
         planes = where.shard.segment.planes
         self._where = where
         self._starts = tuple(head * plane.head_bytes for plane in planes)
