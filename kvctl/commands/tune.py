@@ -95,7 +95,9 @@ def tune(settings: Settings, page_sizes: str | None, **options: Any) -> None:
     ctx = click.get_current_context()
     given = {name for name in options if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT}
     with bench.make_context("tune", []) as defaults:
-        options = {**defaults.params, **options, "seed": options["seed"] or secrets.randbits(48)}
+        options = {**defaults.params, **options}
+    if options["seed"] is None:
+        options["seed"] = secrets.randbits(48)  # all candidates move the same rooms
     search = _Search(options, given, settings, output)
     first = search.resolve({})
     request = first.waves[0].variants[0].request
@@ -197,9 +199,8 @@ def _blocks(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> list
             (f"{'room':<10}", "dim"),
             (f"up to {room['tokens']} tokens, {units.size(room['bytes'])}; {facts['load']}", ""),
         ],
-        [("", "")],
     ]
-    foot: list[Line] = [[("", "")], [("set on every agent", "bold"), (" (KVCTL_… or agent.toml)", "dim")]]
+    foot: list[Line] = [[("set on every agent", "bold"), (" (KVCTL_… or agent.toml)", "dim")]]
     for key, value in facts["settings"].items():
         foot.append([(f'  {key} = "{value}"' if isinstance(value, str) else f"  {key} = {value}", "green")])
     return [Text(head), Grid(TUNE, rows), Text(foot)]

@@ -1,4 +1,4 @@
-"""`kvctl bench` from the outside: real processes, real transports, and everything that can happen to them."""
+"""`kvctl bench` as a process: real ranks, real transports, signals and failures."""
 
 from __future__ import annotations
 

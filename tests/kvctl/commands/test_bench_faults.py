@@ -1,4 +1,4 @@
-"""`kvctl bench --faults` from the outside."""
+"""`kvctl bench --faults` as a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the options of `kvctl bench` mean together, and what is said where they contradict each other."""
+"""Resolution of the options of `kvctl bench`, and errors for contradictory ones."""
 
 from __future__ import annotations
 

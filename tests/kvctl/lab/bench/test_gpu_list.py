@@ -1,4 +1,4 @@
-"""The list of what must show on GPUs: how claims are measured, and what becomes of commands without time."""
+"""The list of GPU measurements: how claims are measured, and commands that run out of time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How bench's option values are written, and what is said to those who write them otherwise."""
+"""Parsing of bench's option values, and the error messages for malformed ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole bench's outcome: what rows say of simulated compute, how fleets are merged, how people see it."""
+"""The outcome of a whole bench: rows with simulated compute, several fleets, the terminal output."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def plan(
     }
 
 
-def lap(case: Case, latency_ms: int = 5, hidden: list[list[int]] | None = None) -> Trial:
+def trial(case: Case, latency_ms: int = 5, hidden: list[list[int]] | None = None) -> Trial:
     """Opened at 0, computed from 10 to 30 ms, decoded from success on, 2 ms a token."""
     success = (30 + latency_ms) * MS
     report: dict[str, Any] = {
@@ -97,7 +97,7 @@ def lap(case: Case, latency_ms: int = 5, hidden: list[list[int]] | None = None) 
     return Trial(case, 0, 0, (room,), reports, {}, shown=0)
 
 
-def measured(*laps: Trial, label: str = "", transport: str = "nixl", fleet: str = "", **planned: Any) -> Measured:
+def measured(*trials: Trial, label: str = "", transport: str = "nixl", fleet: str = "", **planned: Any) -> Measured:
     made = plan(transport, **planned)
     names: Any = {f"{rank['role']}-0": rank for rank in made["ranks"]}
     results = Results(made, names, "off")
@@ -105,7 +105,7 @@ def measured(*laps: Trial, label: str = "", transport: str = "nixl", fleet: str 
     gpu = {"name": "NVIDIA H200", "driver": "580", "cuda": "13.0"}
     ready: Any = {name: {**buffers, **({"gpu": gpu} if rank["device"] >= 0 else {})} for name, rank in names.items()}
     results.ready = ready
-    for each in laps:
+    for each in trials:
         results.add(each)
     request = PlanRequest((Sizes(),), Sizes(), loads=(), memory_bytes=0, seed=0, transport=transport)
     return Measured(Variant(label, request, fleet), SideBySide(0.0, 1), results)
@@ -126,7 +126,7 @@ def shown(whole: Outcome) -> str:
 
 class TestRows:
     def test_times_of_a_simulated_serving_loop(self):
-        (row,) = outcome(measured(lap(Case(0, "staged", "on", 2.5), hidden=[[0, 7 * MS, 5 * MS]]))).rows()
+        (row,) = outcome(measured(trial(Case(0, "staged", "on", 2.5), hidden=[[0, 7 * MS, 5 * MS]]))).rows()
         assert row["compute_ms"]["p50"] == 20
         assert row["total_ms"]["p50"] == 25
         assert row["exposed_ms"]["p50"] == row["latency_ms"]["p50"] == 5
@@ -137,18 +137,18 @@ class TestRows:
         assert row["pipeline_decisions"] == {"formula": 1}
 
     def test_what_decode_had_cached_is_a_part_of_all_prompts(self):
-        (row,) = outcome(measured(lap(Case(0, "staged")), prefix_tokens=16)).rows()
+        (row,) = outcome(measured(trial(Case(0, "staged")), prefix_tokens=16)).rows()
         assert row["prefix_hit_ratio"] == 0.25
 
     def test_requests_with_arrivals_are_an_open_loop(self):
-        rows = [outcome(measured(lap(Case(0, "staged")), arrival_ms=at)).rows()[0] for at in (None, 3.0)]
+        rows = [outcome(measured(trial(Case(0, "staged")), arrival_ms=at)).rows()[0] for at in (None, 3.0)]
         assert [row["arrivals"] for row in rows] == ["closed", "open"]
 
 
 class TestSeveralFleets:
     def test_rows_of_one_load_are_held_against_the_first_fleets(self):
-        slow = measured(lap(Case(0, "slice"), 45), label="nixl")
-        fast = measured(lap(Case(0, "slice"), 5), label="loopback", transport="loopback")
+        slow = measured(trial(Case(0, "slice"), 45), label="nixl")
+        fast = measured(trial(Case(0, "slice"), 5), label="loopback", transport="loopback")
         first, second = outcome(slow, fast).rows()
         assert (first["transport"], first["delta_ratio"]) == ("nixl", None)
         assert (second["transport"], second["delta_ratio"]) == ("loopback", pytest.approx(65 / 25 - 1))
@@ -165,7 +165,7 @@ class TestSeveralFleets:
         assert document["floors"]["memcpy_gb_per_s"] == 20.0
 
     def test_trouble_names_the_fleet(self):
-        broken = lap(Case(0, "staged"))
+        broken = trial(Case(0, "staged"))
         broken.reports["decode-0"]["failures"].append([0, "decode-0: lost its peer"])
         assert outcome(measured(broken)).problems == ["1 room failed: decode-0: lost its peer"]
         both = outcome(measured(broken, label="all", fleet="cp2"), measured(label="rank0", fleet="cp2"))
@@ -174,15 +174,15 @@ class TestSeveralFleets:
 
 def test_the_saved_document_tells_of_real_traffic_and_of_the_preset():
     source = Source({"kind": "trace", "file": "t.jsonl"}, Traffic((Prompt(64),), Fraction(512)), None)
-    document = outcome(measured(lap(Case(0, "staged"))), preset="stress", source=source).document()
+    document = outcome(measured(trial(Case(0, "staged"))), preset="stress", source=source).document()
     assert document["preset"] == "stress"
     assert document["traffic"]["file"] == "t.jsonl"
     assert [(each["tokens"], each["prefix_tokens"]) for each in document["traffic"]["requests"]] == [(64, 0)]
-    assert {"preset", "traffic"}.isdisjoint(outcome(measured(lap(Case(0, "staged")))).document())
+    assert {"preset", "traffic"}.isdisjoint(outcome(measured(trial(Case(0, "staged")))).document())
 
 
 def test_a_report_has_a_room_and_the_rings():
-    data = outcome(measured(lap(Case(0, "staged")))).report("kvctl bench", "now")
+    data = outcome(measured(trial(Case(0, "staged")))).report("kvctl bench", "now")
     assert (data["command"], data["started_at"]) == ("kvctl bench", "now")
     assert [life["path"] for life in data["waterfalls"]] == ["staged"]
     assert [life["size_bytes"] for life in data["rings"]] == [128]
@@ -190,12 +190,12 @@ def test_a_report_has_a_room_and_the_rings():
 
 class TestPicture:
     def test_a_plain_bench_says_nothing_of_what_it_did_not_do(self):
-        text = shown(outcome(measured(replace(lap(Case(0, "staged"))))))
+        text = shown(outcome(measured(replace(trial(Case(0, "staged"))))))
         assert not any(word in text for word in ("compute", "hidden", "layer groups", "prefix hits", "arriving"))
 
     def test_a_simulated_one_does(self):
         case = Case(0, "staged", "on", 2.5)
-        text = shown(outcome(measured(lap(case, hidden=[[0, 7 * MS, 0]]), prefix_tokens=16, arrival_ms=0.0)))
+        text = shown(outcome(measured(trial(case, hidden=[[0, 7 * MS, 0]]), prefix_tokens=16, arrival_ms=0.0)))
         assert "arriving in an open loop" in text
         lines = {
             line.rsplit("  ", 1)[0].strip(): line.rsplit("  ", 1)[1].strip()
@@ -211,7 +211,7 @@ class TestPicture:
 
     def test_many_contestants_have_a_line_each_with_what_sets_them_apart(self):
         fleets = [
-            measured(lap(Case(0, "slice")), lap(Case(0, "staged")), label=each, transport=each)
+            measured(trial(Case(0, "slice")), trial(Case(0, "staged")), label=each, transport=each)
             for each in ("nixl", "loopback", "mooncake")
         ]
         text = shown(outcome(*fleets))
@@ -233,7 +233,7 @@ class TestPicture:
         ],
     )
     def test_the_headline_tells_the_shape(self, shape: dict[str, Any], text: str):
-        assert f"· {text} ·" in shown(outcome(measured(lap(Case(0, "staged")), **shape)))
+        assert f"· {text} ·" in shown(outcome(measured(trial(Case(0, "staged")), **shape)))
 
 
 def test_plans_of_several_instances_name_them():
@@ -249,25 +249,25 @@ def test_plans_of_several_instances_name_them():
 
 
 class TestObserved:
-    """What it costs to be watched: pairs of laps of the same rooms."""
+    """What it costs to be watched: pairs of trials of the same rooms."""
 
     ALONE, WATCHED = Case(0, "staged"), Case(0, "staged", observed=True)
 
     def test_is_the_median_over_pairs(self) -> None:
-        laps = [replace(lap(self.ALONE, 30), repeat=number) for number in range(3)]
-        laps += [replace(lap(self.WATCHED, each), repeat=number) for number, each in enumerate((50, 30, 20))]
-        alone, watched = outcome(measured(*laps)).rows()
+        trials = [replace(trial(self.ALONE, 30), repeat=number) for number in range(3)]
+        trials += [replace(trial(self.WATCHED, each), repeat=number) for number, each in enumerate((50, 30, 20))]
+        alone, watched = outcome(measured(*trials)).rows()
         assert (alone["observed"], alone["observer_cost_ratio"]) == (False, None)
         assert watched["observed"] is True
         assert watched["observer_cost_ratio"] == pytest.approx(0.0)  # the slowest pair and the fastest do not count
 
     def test_is_said_under_the_table(self) -> None:
-        text = shown(outcome(measured(lap(self.ALONE, 30), lap(self.WATCHED, 50))))
+        text = shown(outcome(measured(trial(self.ALONE, 30), trial(self.WATCHED, 50))))
         assert "\nthroughput taken by kvctl top and kvctl status -w 0.1, median of the pairs: staged +28.6%\n" in text
         assert "WATCHED" in text.upper()
 
     def test_is_nothing_where_nobody_watched(self) -> None:
-        assert "status -w" not in shown(outcome(measured(lap(self.ALONE))))
+        assert "status -w" not in shown(outcome(measured(trial(self.ALONE))))
 
 
 class TestOnGpus:
@@ -276,8 +276,8 @@ class TestOnGpus:
     PATHS = ("slice", "staged", "direct", "auto")
 
     def fleet(self, peer: float | None = 2.0, gpus: tuple[int, int] = (0, 1), **planned: Any) -> Measured:
-        laps = [lap(Case(0, path), latency) for path, latency in zip(self.PATHS, (40, 4, 2, 2), strict=True)]
-        fleet = measured(*laps, gpus=gpus, **planned)
+        trials = [trial(Case(0, path), latency) for path, latency in zip(self.PATHS, (40, 4, 2, 2), strict=True)]
+        fleet = measured(*trials, gpus=gpus, **planned)
         floors = {"write": 3.0, "device": 5.0, **({"peer": peer} if peer else {})}
         for kind, figure in floors.items():
             fleet.results.roofline[kind].append(figure)
@@ -323,7 +323,7 @@ class TestOnGpus:
 
     def test_compute_beside_transfers_is_held_against_compute_alone(self):
         case = Case(0, "direct", "on")
-        busy = lap(case)
+        busy = trial(case)
         busy.reports["prefill-0"]["compute_alone"] = [[0, 16 * MS]]
         whole = outcome(measured(busy, gpus=(0, 1), compute="gpu"))
         (row,) = whole.rows()
@@ -334,7 +334,7 @@ class TestOnGpus:
         assert "TTFT mean" in text
 
     def test_rooms_that_there_was_no_time_for_are_told(self):
-        fleet = measured(lap(Case(0, "slice")), gpus=(0, 1))
+        fleet = measured(trial(Case(0, "slice")), gpus=(0, 1))
         fleet.results.plan["loads"][0]["lots"] = [[0, 1], [1, 9]]
         assert "rooms left out because of --point-seconds: slice 1 of 9 in 1 run" in shown(outcome(fleet))
 

@@ -1,4 +1,4 @@
-"""The published tables: what each asks for, and how its columns are made of rows."""
+"""The presets: their options, and the columns of their tables."""
 
 from __future__ import annotations
 

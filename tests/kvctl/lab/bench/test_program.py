@@ -1,4 +1,4 @@
-"""What is measured in which order, and compute that follows the transfer."""
+"""The order of cases, and compute derived from the transfer time."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TestRatios:
         stages = list(self.program.stages(plan(("slice", "staged")), times.get))
         assert {case.layer_ms for case in stages[1].cases} == {0.0, 16.0}
 
-    def test_the_outlook_has_as_many_laps_as_there_will_be(self):
+    def test_the_outlook_has_as_many_trials_as_there_will_be(self):
         ran = list(self.program.stages(plan(), lambda case: 1.0))
         outlook = self.program.outline(plan())
         assert [(len(stage.cases), stage.repeat) for stage in outlook] == [

@@ -1,4 +1,4 @@
-"""From what ranks report to the rows that are printed and saved."""
+"""From the ranks' reports to the rows that are printed and saved."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def received(index: int, opened_ns: int, success_ns: int) -> list[int]:
     return [index, opened_ns, success_ns, success_ns, success_ns]
 
 
-def lap(
+def trial(
     path: str = "staged", batch: int = 0, at_ms: int = 0, took_ms: int = 50, repeat: int = 0, **changes: Any
 ) -> Trial:
     """Two rooms, one for each decode rank; the second starts when the first is half through."""
@@ -130,9 +130,9 @@ def lap(
     return Trial(Case(0, path), batch, repeat, (room(first), room(second)), reports, verdicts, shown=first)
 
 
-def results(*laps: Trial, verify: str = "full", paths: tuple[str, ...] = ("slice", "staged")) -> Results:
+def results(*trials: Trial, verify: str = "full", paths: tuple[str, ...] = ("slice", "staged")) -> Results:
     collected = Results(plan(paths), NAMES, verify)
-    for each in laps:
+    for each in trials:
         collected.add(each)
     return collected
 
@@ -154,17 +154,17 @@ def outcome(*several: Results, **changes: Any) -> Outcome:
 
 
 def test_a_room_starts_with_its_first_writer_and_ends_with_its_last_reader():
-    joined = time_rooms(lap(took_ms=50), NAMES, dict.fromkeys(range(4), 7))
-    passage = joined.timings[0]
-    assert (passage.opened_ns, passage.started_ns) == (-MS, 0)
-    assert passage.forward_done_ns == 2 * MS
-    assert passage.success_ns == 50 * MS
-    assert passage.latency_ns == 48 * MS
-    assert passage.nbytes == 7
+    joined = time_rooms(trial(took_ms=50), NAMES, dict.fromkeys(range(4), 7))
+    timing = joined.timings[0]
+    assert (timing.opened_ns, timing.started_ns) == (-MS, 0)
+    assert timing.forward_done_ns == 2 * MS
+    assert timing.success_ns == 50 * MS
+    assert timing.latency_ns == 48 * MS
+    assert timing.nbytes == 7
 
 
-def test_a_room_that_failed_anywhere_has_no_passage():
-    broken = lap(reports={"decode-1": report([], [[1, "decode-1: lost its peer"]])})
+def test_a_room_that_failed_anywhere_has_no_timing():
+    broken = trial(reports={"decode-1": report([], [[1, "decode-1: lost its peer"]])})
     joined = time_rooms(broken, NAMES, dict.fromkeys(range(4), 7))
     assert list(joined.timings) == [0]
     assert joined.failures == {1: "decode-1: lost its peer"}
@@ -175,7 +175,7 @@ def under_faults(explained: list[list[Any]], failures: list[list[Any]], **more: 
 
 
 def test_a_failure_that_every_rank_explains_is_no_trouble():
-    asked = lap(
+    asked = trial(
         reports={
             "prefill-0": under_faults([[1, "aborted"]], [[1, "decode-1: given up"]]),
             "decode-1": under_faults([[1, "aborted"]], [[1, "decode-1: given up"]]),
@@ -191,7 +191,7 @@ def test_a_failure_that_every_rank_explains_is_no_trouble():
 
 
 def test_a_failure_that_one_rank_cannot_explain_is_trouble():
-    hung = lap(
+    hung = trial(
         reports={
             "prefill-0": report([], [[1, "still waiting on prefill-0 at the run's deadline"]]),
             "decode-1": under_faults([[1, "fault"]], [[1, "decode-1: lost its peer"]]),
@@ -204,17 +204,19 @@ def test_a_failure_that_one_rank_cannot_explain_is_trouble():
 
 
 def test_what_a_rank_still_holds_after_faults_is_trouble():
-    held = lap(reports={"decode-1": under_faults([[1, "fault"]], [[1, "x"]], left=["decode-1 still holds 512 bytes"])})
+    held = trial(
+        reports={"decode-1": under_faults([[1, "fault"]], [[1, "x"]], left=["decode-1 still holds 512 bytes"])}
+    )
     assert "decode-1 still holds 512 bytes" in results(held).problems
 
 
 def test_a_room_that_nobody_reported_did_not_succeed():
-    joined = time_rooms(lap(reports={"decode-1": report([])}), NAMES, dict.fromkeys(range(4), 7))
+    joined = time_rooms(trial(reports={"decode-1": report([])}), NAMES, dict.fromkeys(range(4), 7))
     assert joined.failures == {1: "no rank reported its end"}
 
 
 def test_rates_are_over_the_time_in_which_rooms_were_under_way():
-    rows = results(lap(batch=0, at_ms=0, took_ms=50), lap(batch=1, at_ms=9000, took_ms=50)).rows()
+    rows = results(trial(batch=0, at_ms=0, took_ms=50), trial(batch=1, at_ms=9000, took_ms=50)).rows()
     (row,) = rows
     # Each batch lasts 75 ms; the nine seconds between them are nobody's.
     assert row["seconds"] == pytest.approx(0.150)
@@ -224,7 +226,7 @@ def test_rates_are_over_the_time_in_which_rooms_were_under_way():
 
 
 def test_a_row_has_every_name_that_scripts_rely_on():
-    document = outcome(results(lap())).document()
+    document = outcome(results(trial())).document()
     assert set(document) >= {"schema", "verified", "floors", "runs", "env"}
     assert document["schema"] == "kvctl.bench/1"
     assert set(document["floors"]) >= {
@@ -246,7 +248,7 @@ def test_a_row_has_every_name_that_scripts_rely_on():
 
 
 def test_costs_are_per_room_and_summed_over_ranks():
-    (row,) = results(lap()).rows()
+    (row,) = results(trial()).rows()
     assert row["writes_per_room"] == 2
     assert row["descriptors_per_room"] == 64
     assert row["engine_posts_per_room"] == 6
@@ -261,27 +263,27 @@ def test_the_ring_counts_only_where_something_was_staged():
             [received(0, 0, MS)], ring_high_water_bytes=77, counters={"kvctl_parts_total": {"staged": 1.0}}
         )
     }
-    assert results(lap(reports=full)).rows()[0]["ring_high_water_bytes"] == 77
+    assert results(trial(reports=full)).rows()[0]["ring_high_water_bytes"] == 77
     idle = {"decode-0": report([received(0, 0, MS)], ring_high_water_bytes=77)}
-    assert results(lap("slice", reports=idle)).rows()[0]["ring_high_water_bytes"] == 0
+    assert results(trial("slice", reports=idle)).rows()[0]["ring_high_water_bytes"] == 0
 
 
 def test_memory_beyond_the_ranks_own_buffers_is_shown():
-    collected = results(lap())
+    collected = results(trial())
     ready: Any = {"pool_bytes": 100 << 20, "ring_bytes": 50 << 20, "staging_bytes": 0}
     collected.ready = {"decode-0": ready}
     assert collected.rows()[0]["rss_overhead_bytes"] == 150 << 20
 
 
 def test_the_middle_repeat_is_reported_and_the_best_beside_it():
-    (row,) = results(*(lap(repeat=number, took_ms=ms) for number, ms in enumerate((40, 100, 60)))).rows()
+    (row,) = results(*(trial(repeat=number, took_ms=ms) for number, ms in enumerate((40, 100, 60)))).rows()
     assert row["repeats"] == 3
     assert row["seconds"] == pytest.approx(0.090)
     assert row["best"]["seconds"] == pytest.approx(0.060)
 
 
 def test_ratios_are_to_the_best_floor_seen():
-    collected = results(lap())
+    collected = results(trial())
     collected.roofline["memcpy"] += [5.0, 10.0]
     (row,) = collected.rows()
     assert row["memcpy_ratio"] == pytest.approx(row["gb_per_s"] / 10)
@@ -293,25 +295,25 @@ WRONG = Mismatch(room=901, where="layer 3 V token 17 head 1 dim 5", expected="aa
 
 def test_one_wrong_byte_spoils_the_result_and_is_told():
     spoiled = VerifyReport(rooms=1, bytes=1, mismatches=[WRONG], bad_rooms=[1])
-    collected = results(lap("slice"), lap("staged", verdicts={"decode-1": spoiled}))
+    collected = results(trial("slice"), trial("staged", verdicts={"decode-1": spoiled}))
     assert [row["verified"] for row in collected.rows()] == [True, False]
     assert collected.verified is False
     assert collected.problems == ["room 901 layer 3 V token 17 head 1 dim 5: expected aa, found bb (never written)"]
 
 
 def test_a_failed_room_spoils_the_result_and_is_told():
-    collected = results(lap(reports={"decode-1": report([], [[1, "decode-1: lost its peer"]])}))
+    collected = results(trial(reports={"decode-1": report([], [[1, "decode-1: lost its peer"]])}))
     assert (collected.rows()[0]["failed"], collected.verified) == (1, False)
     assert collected.problems == ["1 room failed: decode-1: lost its peer"]
 
 
 def test_what_nobody_looked_at_is_not_verified():
-    collected = results(lap(), verify="off")
+    collected = results(trial(), verify="off")
     assert collected.verified is None
     assert outcome(collected).document()["verified"] is None
 
 
-def test_a_bench_that_was_cut_short_before_its_first_lap_has_no_rows():
+def test_a_bench_that_was_cut_short_before_its_first_trial_has_no_rows():
     assert results().rows() == []
     assert results().verified is None
     assert outcome(results()).rows() == []
@@ -319,7 +321,7 @@ def test_a_bench_that_was_cut_short_before_its_first_lap_has_no_rows():
 
 
 def test_tsv_has_a_line_per_run_in_machine_units():
-    rows = with_delta(results(lap("slice", took_ms=100), lap("staged", took_ms=50)).rows())
+    rows = with_delta(results(trial("slice", took_ms=100), trial("staged", took_ms=50)).rows())
     header, slow, fast = (line.split("\t") for line in tsv(BENCH.columns, rows).splitlines())
     assert (slow[0], fast[0]) == ("slice", "staged")
     assert fast[header.index("delta_ratio")] == "1.0"
@@ -329,7 +331,7 @@ def test_tsv_has_a_line_per_run_in_machine_units():
 
 
 def test_people_see_a_column_per_path_with_the_difference():
-    collected = results(lap("slice", took_ms=100), lap("staged", took_ms=50))
+    collected = results(trial("slice", took_ms=100), trial("staged", took_ms=50))
     collected.roofline["memcpy"].append(14.6)
     whole = outcome(collected)
     made = blocks(whole.rows(), whole, None)
@@ -344,10 +346,10 @@ def test_people_see_a_column_per_path_with_the_difference():
 
 class TestBaseline:
     def rows(self, took_ms: int) -> list[dict[str, Any]]:
-        return outcome(results(lap("staged", took_ms=took_ms))).rows()
+        return outcome(results(trial("staged", took_ms=took_ms))).rows()
 
     def saved(self, took_ms: int) -> dict[str, Any]:
-        return outcome(results(lap("staged", took_ms=took_ms))).document()
+        return outcome(results(trial("staged", took_ms=took_ms))).document()
 
     def test_within_the_allowance_passes(self):
         rows = compare(self.rows(104), plan()["shape"], self.saved(100), 0.05)
@@ -365,7 +367,7 @@ class TestBaseline:
 
     def test_nothing_in_common_is_no_baseline(self):
         with pytest.raises(ValueError, match="no run with the same path"):
-            compare(results(lap("slice")).rows(), plan()["shape"], self.saved(100), 0.05)
+            compare(results(trial("slice")).rows(), plan()["shape"], self.saved(100), 0.05)
 
     @pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema": "kvctl.rooms/1", "runs": []}'])
     def test_another_file_is_no_baseline(self, content: str, tmp_path: Any):

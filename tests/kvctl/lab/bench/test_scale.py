@@ -1,4 +1,4 @@
-"""Published loads made to fit: what shrinks first, when it stops, and what is said about it."""
+"""Scaling of presets: the order of the sizes, the limits, and the note."""
 
 from __future__ import annotations
 

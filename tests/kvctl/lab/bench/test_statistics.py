@@ -1,4 +1,4 @@
-"""Percentiles and unions of spans, against definitions that are slow and plain."""
+"""Percentiles and unions of spans, compared with slow and simple definitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many rooms a path runs where each point of a sweep may take only so long."""
+"""The number of rooms that a path runs with --point-seconds."""
 
 from __future__ import annotations
 

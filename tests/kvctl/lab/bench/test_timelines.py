@@ -1,4 +1,4 @@
-"""Single rooms and rings for pictures: both ends of a part joined, a typical lap chosen."""
+"""Timelines of rooms and rings: joining both ends of a part, choosing a typical trial."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def finished(
         "prefill-0": {"waterfall": sent or [], "ring_samples": []},
         "decode-0": {"waterfall": received or [], "ring_samples": ring or []},
     }
-    passage = RoomTiming(room, 0, 1, 10, 9, 10 + latency, 10 + latency, 10 + latency, None, 1)
-    return TimedTrial(Trial(CASE, 0, 0, (room,), reports, shown=7), {7: passage}, {})
+    timing = RoomTiming(room, 0, 1, 10, 9, 10 + latency, 10 + latency, 10 + latency, None, 1)
+    return TimedTrial(Trial(CASE, 0, 0, (room,), reports, shown=7), {7: timing}, {})
 
 
 def test_a_part_is_seen_from_both_its_ends_and_drawn_once():
-    lap = finished(
+    trial = finished(
         sent=[part("decode-0", layers=(4, 8), ready=6, wire=9), part("decode-0", ready=2, gather=3, wire=5)],
         received=[part("prefill-0", arrive=6, scatter=7)],
     )
-    (life,) = room_timelines({CASE: [lap]}, NAMES, PLAN)
+    (life,) = room_timelines({CASE: [trial]}, NAMES, PLAN)
     assert (life["forward_start_ns"], life["forward_done_ns"], life["success_ns"]) == (1, 10, 15)
     assert life["title"] == "staged, pipeline on: 64 tokens, concurrency 4"
     first, second = life["parts"]
@@ -74,9 +74,9 @@ def test_rings_are_those_that_were_used():
 
 
 def test_of_many_loads_the_one_in_the_middle_is_shown():
-    laps = {Case(load, "staged", "on", 1.0): [finished(load)] for load in range(1, 6)}
+    trials = {Case(load, "staged", "on", 1.0): [finished(load)] for load in range(1, 6)}
     plan: Any = {"transport": "nixl", "loads": [{"concurrency": 1 << load} for load in range(6)]}
-    (life,) = room_timelines(laps, NAMES, plan)
+    (life,) = room_timelines(trials, NAMES, plan)
     assert life["success_ns"] - life["forward_done_ns"] == 3
     assert life["title"].endswith("concurrency 8")
 

@@ -1,4 +1,4 @@
-"""Reading a request trace: what is accepted, what each wrong line is told, and how it is made to fit a machine."""
+"""Reading request traces: accepted lines, error messages, scaling."""
 
 from __future__ import annotations
 

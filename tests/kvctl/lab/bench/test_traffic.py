@@ -1,4 +1,4 @@
-"""From prompts to requests that a plan can take."""
+"""From prompts to the requests of a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of laps, and the rooms each of them runs."""
+"""The order of trials and the rooms of each."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def plan(
     return {"paths": ["slice", "staged"], "pipelines": list(pipelines), "loads": loads, "room_stride": 4}
 
 
-def laps(fleet: FleetOnPaper, verify: str = "full", repeat: int = 1, **changes: Any) -> list[Trial]:
+def trials(fleet: FleetOnPaper, verify: str = "full", repeat: int = 1, **changes: Any) -> list[Trial]:
     whole = plan(**changes)
     course = TrialRunner(fleet, whole, verify, 0.0, lambda text: None)
     (stage,) = SideBySide(0.0, repeat).outline(whole)
@@ -71,7 +71,7 @@ def laps(fleet: FleetOnPaper, verify: str = "full", repeat: int = 1, **changes: 
 
 
 def test_paths_and_loads_take_turns_batch_by_batch():
-    assert [(lap.batch, lap.case.load, lap.case.path) for lap in laps(FleetOnPaper())] == [
+    assert [(trial.batch, trial.case.load, trial.case.path) for trial in trials(FleetOnPaper())] == [
         (0, 0, "slice"),
         (0, 0, "staged"),
         (0, 1, "slice"),
@@ -82,7 +82,7 @@ def test_paths_and_loads_take_turns_batch_by_batch():
 
 
 def test_everything_is_repeated_as_a_whole():
-    assert [lap.repeat for lap in laps(FleetOnPaper(), repeat=3)] == [0] * 6 + [1] * 6 + [2] * 6
+    assert [trial.repeat for trial in trials(FleetOnPaper(), repeat=3)] == [0] * 6 + [1] * 6 + [2] * 6
 
 
 def test_pipelines_stand_side_by_side_like_paths():
@@ -105,26 +105,26 @@ def test_a_case_is_run_with_its_own_pipeline_and_pace():
 
 def test_a_room_from_the_middle_of_the_batch_is_shown():
     fleet = FleetOnPaper()
-    ran = laps(fleet, batches=([[0, 3]],))
-    assert fleet.shown == [lap.shown for lap in ran] == [1, 1]
+    ran = trials(fleet, batches=([[0, 3]],))
+    assert fleet.shown == [trial.shown for trial in ran] == [1, 1]
 
 
 def test_paths_run_the_same_rooms_under_numbers_of_their_own():
-    slice_lap, staged_lap = laps(FleetOnPaper(), batches=([[0, 3]],))
-    assert [room.index for room in slice_lap.rooms] == [room.index for room in staged_lap.rooms]
-    numbers = [room.number for lap in (slice_lap, staged_lap) for room in lap.rooms]
+    slice_trial, staged_trial = trials(FleetOnPaper(), batches=([[0, 3]],))
+    assert [room.index for room in slice_trial.rooms] == [room.index for room in staged_trial.rooms]
+    numbers = [room.number for trial in (slice_trial, staged_trial) for room in trial.rooms]
     assert len(set(numbers)) == 6
     assert all(0 <= number < 1 << 64 for number in numbers)
 
 
 def test_the_position_in_a_batch_decides_the_prefill_group():
-    for lap in laps(FleetOnPaper()):
-        assert [room.number % 4 for room in lap.rooms] == list(range(len(lap.rooms)))
+    for trial in trials(FleetOnPaper()):
+        assert [room.number % 4 for room in trial.rooms] == list(range(len(trial.rooms)))
 
 
-def test_a_batch_has_one_identity_over_all_its_laps_and_no_other_has_it():
+def test_a_batch_has_one_identity_over_all_its_trials_and_no_other_has_it():
     fleet = FleetOnPaper()
-    laps(fleet, repeat=2)
+    trials(fleet, repeat=2)
     by_content = {}
     for batch, _, rooms in fleet.prepared:
         by_content.setdefault(tuple(room.index for room in rooms), set()).add(batch)
@@ -134,13 +134,13 @@ def test_a_batch_has_one_identity_over_all_its_laps_and_no_other_has_it():
 
 def test_verification_can_be_left_out():
     fleet = FleetOnPaper()
-    laps(fleet, verify="off")
+    trials(fleet, verify="off")
     assert fleet.verified == 0
 
 
 def test_nothing_runs_after_rooms_that_hold_their_pages():
     with pytest.raises(FleetError, match=r"1 rooms still hold pages after slice.*decode-0: peer lost"):
-        laps(FleetOnPaper(held=[0]), batches=([[0, 3]],))
+        trials(FleetOnPaper(held=[0]), batches=([[0, 3]],))
 
 
 class TestLimitedTime:
@@ -172,13 +172,15 @@ class TestLimitedTime:
         )
 
     def test_the_slow_path_runs_the_first_of_the_same_rooms(self, fleet: FleetOnPaper):
-        ran = [(lap.case.path, lap.batch, [room.index for room in lap.rooms]) for lap in self.course(fleet, 2.0)]
+        ran = [
+            (trial.case.path, trial.batch, [room.index for room in trial.rooms]) for trial in self.course(fleet, 2.0)
+        ]
         assert ran == [("slice", 0, [0, 1]), ("staged", 0, [0, 1, 2]), ("staged", 1, [3, 4])]
 
     def test_a_slow_path_that_has_time_runs_all(self, fleet: FleetOnPaper):
-        assert [len(lap.rooms) for lap in self.course(fleet, 5.0)] == [3, 3, 2, 2]
+        assert [len(trial.rooms) for trial in self.course(fleet, 5.0)] == [3, 3, 2, 2]
 
-    def test_trials_are_no_laps_and_are_not_verified(self, fleet: FleetOnPaper):
+    def test_trials_are_no_trials_and_are_not_verified(self, fleet: FleetOnPaper):
         assert len(self.course(fleet, 2.0)) == fleet.verified == 3
         assert [len(rooms) for _, _, rooms in fleet.prepared] == [1, 1, 2, 1, 1, 3, 2]
 

@@ -1,4 +1,4 @@
-"""Which fleets a bench needs, and which of them are alive together."""
+"""The fleets of a bench, and which of them run at the same time."""
 
 from __future__ import annotations
 

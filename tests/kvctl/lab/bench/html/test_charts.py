@@ -1,4 +1,4 @@
-"""Axes hold everything that is drawn on them, and their ticks are round."""
+"""Scales contain all values, and their ticks are round; formatting of numbers."""
 
 from __future__ import annotations
 

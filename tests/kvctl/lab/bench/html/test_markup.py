@@ -1,4 +1,4 @@
-"""Escaping cannot be forgotten, and what comes out is well-formed."""
+"""Text is always escaped, and the result is well-formed."""
 
 from __future__ import annotations
 

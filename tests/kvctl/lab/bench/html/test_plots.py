@@ -1,4 +1,4 @@
-"""Points stand where the axes say, bars are as long as their values, and no label lies on another."""
+"""Points match the axes, bars have the length of their values, and labels do not overlap."""
 
 from __future__ import annotations
 

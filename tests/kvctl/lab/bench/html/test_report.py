@@ -1,4 +1,4 @@
-"""The page as a whole: from a saved document to one file that needs nothing else."""
+"""The whole page: from a saved document to one self-contained file."""
 
 from __future__ import annotations
 

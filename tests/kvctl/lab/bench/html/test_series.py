@@ -1,4 +1,4 @@
-"""Which runs make a series, what it is called, and which plots there are."""
+"""Grouping of runs into series, labels, and the choice of charts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A room's parts on one axis: what is hidden lies left of the end of the forward pass, what is exposed right of it."""
+"""The waterfall: hidden time left of the end of the forward pass, exposed time right of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefix hits on the decode side, against an independent computation; routing; sessions that reuse what was said."""
+"""Prefix hits against an independent computation, routing, and sessions."""
 
 from __future__ import annotations
 

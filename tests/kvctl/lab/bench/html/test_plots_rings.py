@@ -1,4 +1,4 @@
-"""A ring's use over time: steps between samples, on the scale of what the ring holds."""
+"""The charts of rings: steps between samples, on the scale of the ring's size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rows are held against."""
+"""Deltas of rows against the first row of their load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that are stopped and continued while a run goes on."""
+"""The schedule that stops and continues rank processes during a run."""
 
 from __future__ import annotations
 
