@@ -100,7 +100,7 @@ def command_pages() -> dict[str, str]:
     """A page per command, with the help of every command below it, and the page that lists them."""
     pages: dict[str, str] = {}
     rows: list[Sequence[str]] = []
-    for name, entry in CLI_COMMANDS.items():
+    for name, summary in CLI_COMMANDS.items():
         command = load(name)
         assert command is not None
         blocks: list[str] = []
@@ -110,8 +110,8 @@ def command_pages() -> dict[str, str]:
             blocks += [f"## {path}", f"```\n{text}\n```"]
             blocks += [block for block in glossary(shown) if block not in blocks]
         more = "Options of all commands, and exit codes: [commands](../commands.md)."
-        pages[f"commands/{name}.md"] = page(f"kvctl {name}", entry.help, *blocks, more)
-        rows.append((f"[`kvctl {name}`](commands/{name}.md)", entry.help))
+        pages[f"commands/{name}.md"] = page(f"kvctl {name}", summary, *blocks, more)
+        rows.append((f"[`kvctl {name}`](commands/{name}.md)", summary))
     codes = table(("code", "means"), [(str(code.value), code.name.lower().replace("_", " ")) for code in ExitCode])
     listed = table(("command", "description"), rows)
     context = click.Context(cli, terminal_width=HELP_COLUMNS, max_content_width=HELP_COLUMNS)

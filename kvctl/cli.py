@@ -39,16 +39,14 @@ class _Root(KvctlGroup):
 
         if incomplete.startswith("-"):
             return super().shell_complete(ctx, incomplete)
-        return [
-            CompletionItem(name, help=entry.help) for name, entry in COMMANDS.items() if name.startswith(incomplete)
-        ]
+        return [CompletionItem(name, help=text) for name, text in COMMANDS.items() if name.startswith(incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         widest = max(map(len, COMMANDS))
-        for title, names in SECTIONS.items():
+        for title, section in SECTIONS.items():
             with formatter.section(title):
                 # The same width in every section, so that the descriptions are aligned.
-                formatter.write_dl([(name.ljust(widest), COMMANDS[name].help) for name in names])
+                formatter.write_dl([(name.ljust(widest), text) for name, text in section.items()])
 
     def format_global_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         write_options(formatter, "Global options, before or after the command", global_options(), ctx)
