@@ -68,7 +68,7 @@ class Fleet:
         """Returns the first batch's rooms under new numbers."""
         self._laps += 1
         load = self.plan["loads"][0]
-        first, end = load["lots"][0]
+        first, end = load["batches"][0]
         return tuple(
             Room(
                 index=index,

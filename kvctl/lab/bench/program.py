@@ -46,7 +46,7 @@ class Stage:
 
     def trials(self, plan: Plan) -> int:
         """Number of trials of the stage."""
-        return self.repeat * sum(len(plan["loads"][case.load]["lots"]) for case in self.cases)
+        return self.repeat * sum(len(plan["loads"][case.load]["batches"]) for case in self.cases)
 
 
 class Program(Protocol):

@@ -76,7 +76,7 @@ def row_of(
         "arrivals": "open" if any(room["arrival_ms"] is not None for room in prompts) else "closed",
         "rooms": len(timings) + failed + explained.total(),
         # Rooms if every batch had run completely, for the repeats that ran so far.
-        "planned_rooms": len({each.trial.repeat for each in trials}) * sum(end - at for at, end in planned["lots"]),
+        "planned_rooms": len({each.trial.repeat for each in trials}) * sum(end - at for at, end in planned["batches"]),
         "ok": len(timings),
         "aborted": explained["aborted"],
         "failed_by_fault": explained["fault"],

@@ -125,11 +125,11 @@ class TrialRunner:
         Raises:
             FleetError: A rank died, failed or hung, or the pages of a room may still be written to.
         """
-        batches = {case: len(self._plan["loads"][case.load]["lots"]) for case in cases}
+        batches = {case: len(self._plan["loads"][case.load]["batches"]) for case in cases}
         for again in range(repeat):
             for batch in range(max(batches.values(), default=0)):
                 for case in (case for case in cases if batch < batches[case]):
-                    first, end = self._plan["loads"][case.load]["lots"][batch]
+                    first, end = self._plan["loads"][case.load]["batches"][batch]
                     planned = self._plan["loads"][case.load]["rooms"][first:end]
                     if self._budget.unknown(case):
                         self._measure_speed(case, batch)
@@ -144,7 +144,7 @@ class TrialRunner:
             FleetError: As `trials`.
         """
         path = self._plan["paths"][-1]
-        first, end = self._plan["loads"][0]["lots"][0]
+        first, end = self._plan["loads"][0]["batches"][0]
         windows = self._plan["loads"][0]["windows"]
         while True:
             rooms = self._rooms(0, first, min(end, first + _HOLD_ROOMS))
@@ -155,7 +155,7 @@ class TrialRunner:
     def _measure_speed(self, case: Case, batch: int) -> None:
         """Measure the speed of a path with the first room of a batch."""
         planned = self._plan["loads"][case.load]
-        first = planned["lots"][batch][0]
+        first = planned["batches"][batch][0]
         doing = f"trying {case.path}"
         self._on_step(doing)
         for _ in range(_SPEED_ROUNDS):
@@ -171,7 +171,7 @@ class TrialRunner:
     def _trial(self, case: Case, batch: int, repeat: int, count: int) -> Trial:
         """Run the first `count` rooms of a batch."""
         planned = self._plan["loads"][case.load]
-        first, end = planned["lots"][batch]
+        first, end = planned["batches"][batch]
         rooms = self._rooms(case.load, first, first + count)
         doing = self._description(case, batch)
         number = _batch_id(case.load, batch, count if count < end - first else 0)
@@ -195,7 +195,7 @@ class TrialRunner:
         """Describe a trial for the progress display and for error messages."""
         planned = self._plan["loads"][case.load]
         watched = ["watched"] if case.observed else []
-        words = [*watched, f"batch {batch + 1} of {len(planned['lots'])}"]
+        words = [*watched, f"batch {batch + 1} of {len(planned['batches'])}"]
         if len(self._plan["pipelines"]) > 1:
             words.insert(0, f"pipeline {case.pipeline}")
         words.insert(0, case.path)

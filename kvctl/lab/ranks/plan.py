@@ -108,7 +108,7 @@ class PlannedLoad(TypedDict):
     tokens: str
     tokens_mean: float
     rooms: list[PlannedRoom]
-    lots: list[list[int]]  # batches: [first, end) of `rooms`
+    batches: list[list[int]]  # [first, end) of `rooms`
 
 
 class Plan(TypedDict):

@@ -47,7 +47,7 @@ class LoadNeeds:
     @property
     def batch_rooms(self) -> int:
         """Rooms of the largest batch."""
-        return max(end - first for first, end in self.load["lots"])
+        return max(end - first for first, end in self.load["batches"])
 
 
 def resolve_load(request: PlanRequest, volume: TransferVolume, load: Load, budget: Budget) -> LoadNeeds:
@@ -73,14 +73,14 @@ def segment_items(volume: TransferVolume, needs: Sequence[LoadNeeds], instance: 
         rooms = need.load["rooms"]
         items = [volume.items(room["tokens"]) for room in rooms]
         if role == "prefill":
-            starts = [first for first, end in need.load["lots"] for _ in range(first, end)]
+            starts = [first for first, end in need.load["batches"] for _ in range(first, end)]
             group_of = [
                 (index - starts[index]) % groups if room["instance"] == instance else -1
                 for index, room in enumerate(rooms)
             ]
         else:
             group_of = [room["decode_dp"] for room in rooms]
-        batches = [(first, end) for first, end in need.load["lots"]]
+        batches = [(first, end) for first, end in need.load["batches"]]
         held = [
             most_held([each[segment] for each in items], batches, group_of, groups)
             for segment in range(len(inputs.segments))
@@ -135,7 +135,7 @@ def _of_requests(request: PlanRequest, volume: TransferVolume, load: Load, budge
     notes = []
     if len(batches) > 1:
         notes.append(
-            f"{len(requests)} requests run in {len(batches)} lots, because memory does not hold all at once"
+            f"{len(requests)} requests run in {len(batches)} batches, because memory does not hold all at once"
             f"{budget.detail}; arrivals start anew in each"
         )
     groups, sessions = [each.decode_dp for each in placed], [each.session for each in placed]
@@ -196,7 +196,7 @@ def _needs(
         tokens=text,
         tokens_mean=sum(each.tokens for each in requests) / len(requests),
         rooms=rooms,
-        lots=[list(batch) for batch in batches],
+        batches=[list(batch) for batch in batches],
     )
     kinds = {(room["instance"], room["tokens"], room["prefix_tokens"]) for room in rooms}
     return LoadNeeds(

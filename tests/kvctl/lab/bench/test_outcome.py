@@ -51,7 +51,7 @@ def plan(
         "tokens": "64",
         "tokens_mean": 64.0,
         "rooms": [{**room, "arrival_ms": arrival_ms, "session": -1}],
-        "lots": [[0, 1]],
+        "batches": [[0, 1]],
     }
     return {
         "shape": {**SHAPE, **shape},
@@ -335,7 +335,7 @@ class TestOnGpus:
 
     def test_rooms_that_there_was_no_time_for_are_told(self):
         fleet = measured(trial(Case(0, "slice")), gpus=(0, 1))
-        fleet.results.plan["loads"][0]["lots"] = [[0, 1], [1, 9]]
+        fleet.results.plan["loads"][0]["batches"] = [[0, 1], [1, 9]]
         assert "rooms left out because of --point-seconds: slice 1 of 9 in 1 run" in shown(outcome(fleet))
 
 

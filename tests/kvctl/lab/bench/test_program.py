@@ -11,7 +11,7 @@ from kvctl.lab.bench.program import Case, Ratios, SideBySide, exposed_by_model
 
 def plan(paths: tuple[str, ...] = ("staged",), pipelines: tuple[str, ...] = ("off", "on")) -> Any:
     def load(concurrency: int, tokens: int) -> dict[str, Any]:
-        return {"concurrency": concurrency, "tokens": str(tokens), "lots": [[0, 4]]}
+        return {"concurrency": concurrency, "tokens": str(tokens), "batches": [[0, 4]]}
 
     return {
         "paths": list(paths),

@@ -39,7 +39,7 @@ def plan(paths: tuple[str, ...] = ("slice", "staged")) -> Plan:
         "tokens": "64",
         "tokens_mean": 64.0,
         "rooms": [room] * 4,
-        "lots": [[0, 2], [2, 4]],
+        "batches": [[0, 2], [2, 4]],
     }
     shape = {
         "model": "m",

@@ -57,7 +57,7 @@ def plan(
     batches: Sequence[Sequence[Sequence[int]]] = ([[0, 3], [3, 5]], [[0, 2]]), pipelines: Sequence[str] = ("off",)
 ) -> Any:
     rooms = [planned(index) for index in range(5)]
-    loads = [{"concurrency": 2, "tokens": "16", "windows": [1, 1], "rooms": rooms, "lots": cuts} for cuts in batches]
+    loads = [{"concurrency": 2, "tokens": "16", "windows": [1, 1], "rooms": rooms, "batches": cuts} for cuts in batches]
     return {"paths": ["slice", "staged"], "pipelines": list(pipelines), "loads": loads, "room_stride": 4}
 
 

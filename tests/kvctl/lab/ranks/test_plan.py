@@ -69,7 +69,7 @@ def test_pools_hold_every_lot_and_page_zero():
     plan = make_plan(request(decode=Sizes(dp=3), loads=(Load(2, Tokens(low=1, high=300)), Load(5, Tokens((64, 16))))))
     for rank in plan["ranks"]:
         for load in plan["loads"]:
-            for first, end in load["lots"]:
+            for first, end in load["batches"]:
                 mine = [
                     -(-room["tokens"] // 16)
                     for room in load["rooms"][first:end]
@@ -86,7 +86,7 @@ def test_numbers_replace_the_presets_and_drop_its_name():
 def test_room_numbers_leave_space_for_every_prefill_group():
     plan = make_plan(request(prefill=(Sizes(tp=2, dp=3),), rooms=10))
     assert plan["room_stride"] % 3 == 0
-    assert plan["room_stride"] >= max(end - first for first, end in plan["loads"][0]["lots"])
+    assert plan["room_stride"] >= max(end - first for first, end in plan["loads"][0]["batches"])
 
 
 def test_more_rooms_in_flight_than_memory_holds_are_limited_and_said():
@@ -129,7 +129,7 @@ def test_instances_of_different_layouts_take_turns_and_each_holds_only_its_own_r
     assert ranks == [*((0, at) for at in range(4)), *((1, at) for at in range(4)), (2, 0), (2, 1)]
     assert {rank["instance"] for rank in plan["ranks"] if rank["role"] == "decode"} == {-1}
     for rank in plan["ranks"]:
-        for first, end in load["lots"]:
+        for first, end in load["batches"]:
             mine = [
                 room
                 for room in load["rooms"][first:end]
@@ -235,14 +235,14 @@ def test_requests_keep_their_order_arrivals_and_places():
     assert [room["tokens"] for room in load["rooms"]] == list(range(64, 70))
     assert [room["decode_dp"] for room in load["rooms"]] == [0, 1, 0, 1, 0, 1]
     assert {(room["prefix_tokens"], room["output_tokens"]) for room in load["rooms"]} == {(16, 3)}
-    assert load["lots"] == [[0, 6]]
+    assert load["batches"] == [[0, 6]]
 
 
 def test_rooms_at_a_rate_arrive_and_each_lot_starts_anew():
     plan = make_plan(request(rate=50.0, rooms=40))
     (load,) = plan["loads"]
-    assert len(load["lots"]) > 1
-    for first, end in load["lots"]:
+    assert len(load["batches"]) > 1
+    for first, end in load["batches"]:
         arrivals = [room["arrival_ms"] or 0.0 for room in load["rooms"][first:end]]
         assert arrivals[0] == 0
         assert arrivals == sorted(arrivals)
@@ -254,10 +254,10 @@ def test_many_requests_are_cut_into_lots_that_fit_and_said():
     asked = tuple(Request(arrival_ms=10.0 * index, tokens=4096 if index == 7 else 64) for index in range(40))
     plan = make_plan(request(requests=asked, memory_bytes=2 * GIB))
     (load,) = plan["loads"]
-    assert len(load["lots"]) > 1
-    assert all(load["rooms"][first]["arrival_ms"] == 0 for first, _ in load["lots"])
+    assert len(load["batches"]) > 1
+    assert all(load["rooms"][first]["arrival_ms"] == 0 for first, _ in load["batches"])
     assert sum(rank["pool_bytes"] for rank in plan["ranks"]) < 2 * GIB
-    assert f"40 requests run in {len(load['lots'])} lots" in plan["notes"][0]
+    assert f"40 requests run in {len(load['batches'])} batches" in plan["notes"][0]
 
 
 def test_turns_of_a_session_go_to_one_decode_group_and_no_session_waits_for_another():

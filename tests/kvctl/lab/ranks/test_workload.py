@@ -1,4 +1,4 @@
-"""Which rooms a bench runs: the arithmetic of lots, windows and pools."""
+"""Which rooms a bench runs: the arithmetic of batches, windows and pools."""
 
 from __future__ import annotations
 
@@ -76,19 +76,19 @@ def test_with_equal_dp_every_prefill_group_meets_every_decode_group():
 )
 def test_lots_cover_all_rooms_and_fit_in_memory(concurrency: int, rooms: int, room_bytes: int, most: int, dp: int):
     in_flight, batch_rooms = workload.fit_batch(concurrency, rooms, room_bytes, most, dp)
-    lots = workload.cut(rooms, batch_rooms)
-    assert [index for first, end in lots for index in range(first, end)] == list(range(rooms))
-    assert all(0 < end - first <= min(most, rooms) for first, end in lots)
+    batches = workload.cut(rooms, batch_rooms)
+    assert [index for first, end in batches for index in range(first, end)] == list(range(rooms))
+    assert all(0 < end - first <= min(most, rooms) for first, end in batches)
     assert in_flight == min(concurrency, most, rooms)
 
 
 @given(pages=st.lists(st.integers(1, 9), min_size=1, max_size=40), size=st.integers(1, 12), groups=st.integers(1, 4))
 def test_pools_hold_the_largest_lot_of_each_group(pages: list[int], size: int, groups: int):
-    lots = workload.cut(len(pages), size)
+    batches = workload.cut(len(pages), size)
     group_of = [(index % size) % groups for index in range(len(pages))]
-    held = workload.most_held(pages, lots, group_of, groups)
+    held = workload.most_held(pages, batches, group_of, groups)
     for group in range(groups):
-        needs = [sum(pages[first + group : end : groups]) for first, end in lots]
+        needs = [sum(pages[first + group : end : groups]) for first, end in batches]
         assert held[group] == max(needs) + 1  # page 0 is never used
 
 
@@ -98,11 +98,11 @@ def test_rooms_of_another_instance_take_no_pages():
 
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=40), most=st.integers(1, 120))
 def test_requests_are_cut_into_as_many_as_fit(sizes: list[int], most: int):
-    lots = workload.cut_to_fit(sizes, most)
-    assert [index for first, end in lots for index in range(first, end)] == list(range(len(sizes)))
-    for first, end in lots:
+    batches = workload.cut_to_fit(sizes, most)
+    assert [index for first, end in batches for index in range(first, end)] == list(range(len(sizes)))
+    for first, end in batches:
         assert sum(sizes[first:end]) <= most or end - first == 1
-    for (first, end), (after, _) in itertools.pairwise(lots):
+    for (first, end), (after, _) in itertools.pairwise(batches):
         assert sum(sizes[first:end]) + sizes[after] > most
 
 
