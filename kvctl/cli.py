@@ -11,7 +11,7 @@ import click
 
 from kvctl.commands.options import KvctlGroup, global_options, write_options
 from kvctl.commands.registry import COMMANDS, SECTIONS, load
-from kvctl.commands.stdio import complain, open_missing_streams, silence_stdout, tell, unwritable
+from kvctl.commands.stdio import open_missing_streams, print_error, print_stderr, silence_stdout, unwritable
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract import VERSION
@@ -102,7 +102,7 @@ def run(args: list[str]) -> int:
         _explain(error)
         return ExitCode.USAGE if isinstance(error, click.UsageError) else ExitCode.FAILED
     except CliError as error:
-        complain(str(error))
+        print_error(str(error))
         return error.code
     except (KeyboardInterrupt, click.Abort):
         return ExitCode.INTERRUPTED
@@ -113,13 +113,13 @@ def run(args: list[str]) -> int:
     except OSError as error:
         if error.filename is not None or error.errno not in _UNWRITABLE:
             raise
-        complain(unwritable(error))
+        print_error(unwritable(error))
         silence_stdout()
         return ExitCode.FAILED
     return code if isinstance(code, int) else ExitCode.OK
 
 
 def _explain(error: click.ClickException) -> None:
-    complain(" ".join(error.format_message().split()))  # click prints choices on separate lines
+    print_error(" ".join(error.format_message().split()))  # click prints choices on separate lines
     if isinstance(error, click.UsageError) and error.ctx is not None:
-        tell(f"Try '{error.ctx.command_path} --help'.")
+        print_stderr(f"Try '{error.ctx.command_path} --help'.")

@@ -18,7 +18,7 @@ from kvctl.commands.bench_request import BenchRequest, Wave, plan_fleets, resolv
 from kvctl.commands.options import pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
-from kvctl.commands.stdio import complain
+from kvctl.commands.stdio import print_error
 from kvctl.exit_codes import ExitCode
 from kvctl.lab.bench.baseline import compare, failures, load_baseline
 from kvctl.lab.bench.preset_views import PIPELINE, comparison_view, side_by_side
@@ -153,7 +153,7 @@ class BenchRun:
             return ExitCode.INTERRUPTED
         except FleetError as error:
             steps.end()
-            complain(str(error))
+            print_error(str(error))
             return ExitCode.FAILED
         return ExitCode.OK
 
@@ -165,7 +165,7 @@ class BenchRun:
         except KeyboardInterrupt:
             return code
         except FleetError as error:
-            complain(str(error))
+            print_error(str(error))
         return ExitCode.FAILED
 
     def _stop(self, sessions: Sequence[Session]) -> ExitCode:
@@ -179,10 +179,10 @@ class BenchRun:
         except KeyboardInterrupt:
             return ExitCode.INTERRUPTED
         except FleetError as error:
-            complain(str(error))
+            print_error(str(error))
             return ExitCode.FAILED
         for name, status in crashed.items():
-            complain(f'rank "{name}" ended with status {status} after the bench had finished')
+            print_error(f'rank "{name}" ended with status {status} after the bench had finished')
         return ExitCode.FAILED if crashed else ExitCode.OK
 
     def _report(self) -> ExitCode:
@@ -196,7 +196,7 @@ class BenchRun:
                 problems += regressions
             self._output.emit(self._table(rows))
         for line in problems:
-            complain(line)
+            print_error(line)
         return ExitCode.FAILED if problems or self._outcome.verified is False else ExitCode.OK
 
     def _write_files(self) -> None:

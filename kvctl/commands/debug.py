@@ -17,7 +17,7 @@ from kvctl.commands.debug_bundle import HOST, HOST_TEXT, TEXTS, BundleResult, wr
 from kvctl.commands.options import KvctlGroup, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
-from kvctl.commands.stdio import complain
+from kvctl.commands.stdio import print_error
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.render.report import Report
@@ -95,15 +95,15 @@ def bundle(settings: Settings, file: Path | None, redact: bool, listed: bool) ->
 
 def _conclude(output: Output, path: Path, result: BundleResult) -> ExitCode:
     for line in lines(result.faults):
-        complain(line)
+        print_error(line)
     for text in result.failed:
-        complain(f"not in the bundle: {text}")
+        print_error(f"not in the bundle: {text}")
     for text in result.left_out:
         output.note(f"left out: {text}")
     if not result.agents:
-        complain("no agent answered: the bundle has facts about this machine only")
+        print_error("no agent answered: the bundle has facts about this machine only")
     if result.partial:
-        complain(f"interrupted: {path} has the data collected so far")
+        print_error(f"interrupted: {path} has the data collected so far")
         return ExitCode.INTERRUPTED
     output.note(f"saved to {path}: kvctl status --from {path}, kvctl debug show {path}")
     return exit_code(result.agents, result.faults)

@@ -18,7 +18,7 @@ from click.core import ParameterSource
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
-from kvctl.commands.stdio import complain
+from kvctl.commands.stdio import print_error
 from kvctl.exit_codes import ExitCode
 from kvctl.lab.bench.options import parse_instances, parse_tokens
 from kvctl.lab.demo.fault_schedule import Kind, ScheduledFault, draw_schedule
@@ -254,7 +254,7 @@ def _run(output: Output, plan: FleetPlan, options: dict[str, Any], scene: Scenar
             soak = Soak(fleet, _traffic(options, aborts), schedule, everywhere, options["evidence"], script, say)
             return _soak(output, soak, seconds)
     except FleetError as error:
-        complain(str(error))
+        print_error(str(error))
         return ExitCode.FAILED
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED

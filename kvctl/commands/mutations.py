@@ -14,7 +14,7 @@ from kvctl.client.fleet import AgentAnswer, Fleet, Survey
 from kvctl.commands.output import Output
 from kvctl.commands.queries import conclude, live_only, no_agent
 from kvctl.commands.settings import Settings
-from kvctl.commands.stdio import complain, tell
+from kvctl.commands.stdio import print_error, print_stderr
 from kvctl.exit_codes import ExitCode
 from kvctl.render.report import Block, Line, Report, Text
 from kvctl.render.sanitize import printable
@@ -95,13 +95,13 @@ def act(
         if not agents:
             code = _finish(output, settings, survey, report)
             if code is ExitCode.OK:  # agents answered, but none was selected
-                complain(no_agent(settings, survey).message)
+                print_error(no_agent(settings, survey).message)
                 code = ExitCode.NO_AGENT
             raise click.exceptions.Exit(code)
         for line in () if yes else listing():
-            tell(printable(line))
+            print_stderr(printable(line))
         if not yes and not click.confirm(f"{printable(question(agents))}?", default=False, err=True):
-            complain("nothing was done")
+            print_error("nothing was done")
             raise click.exceptions.Exit(ExitCode.FAILED)
         interrupted = _send(fleet, rounds(agents) if rounds else [[(agent, call) for agent in agents]], report)
     code = _finish(output, settings, survey, report)

@@ -16,7 +16,7 @@ import click
 
 from kvctl.client.faults import Fault
 from kvctl.commands.settings import Settings
-from kvctl.commands.stdio import complain, silence_stdout, unwritable
+from kvctl.commands.stdio import print_error, silence_stdout, unwritable
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.render.data import comma_separated, json_document, json_lines, projected, tsv, yaml_document
@@ -195,7 +195,7 @@ class Output:
             text, messages = self._last
             self.write(text)
             for message in (*messages, *self._messages):
-                complain(message)
+                print_error(message)
 
     def write(self, text: str) -> None:
         """Writes data with unprintable characters replaced; exits quietly if the reader has closed the pipe."""
@@ -215,19 +215,19 @@ class Output:
     def note(self, text: str) -> None:
         """Prints a remark on stderr, except with `-q`."""
         if not self._settings.quiet:
-            self.complain(text)
+            self.error(text)
 
     def detail(self, text: str) -> None:
         """Prints a detail on stderr, only with `-v`."""
         if self._settings.verbose:
-            self.complain(text)
+            self.error(text)
 
-    def complain(self, text: str) -> None:
+    def error(self, text: str) -> None:
         """Prints an error on stderr, or below the next drawing of `redraw`."""
         if self._screen is not None and sys.stderr.isatty():
             self._messages.append(text)
         else:
-            complain(text)
+            print_error(text)
 
 
 def to_terminal() -> bool:

@@ -102,15 +102,15 @@ def conclude(output: Output, settings: Settings, survey: Survey, report: Report)
     for endpoint in survey.discovery.stale:
         output.detail(f"{endpoint.name}: stale socket {endpoint.path}")
     for line in lines(report.faults):
-        output.complain(line)
+        output.error(line)
     for note in (*survey.remarks, *report.notes):
         output.note(note)
     if report.failure is not None:
-        output.complain(report.failure)
+        output.error(report.failure)
         return ExitCode.FAILED
     code = exit_code(report.answered, report.faults)
     if code is ExitCode.NO_AGENT and not report.faults:
-        output.complain(no_agent(settings, survey).message)
+        output.error(no_agent(settings, survey).message)
     if report.wrong and code in {ExitCode.OK, ExitCode.PARTIAL}:
         return ExitCode.FAILED
     return code

@@ -27,12 +27,12 @@ def unwritable(error: OSError) -> str:
     return f"cannot write to stdout: {error.strerror}; the output is incomplete"
 
 
-def complain(text: str) -> None:
+def print_error(text: str) -> None:
     """Prints a message on stderr, with the prefix `kvctl: `."""
-    tell(f"kvctl: {text}")
+    print_stderr(f"kvctl: {text}")
 
 
-def tell(text: str) -> None:
+def print_stderr(text: str) -> None:
     """Prints a line on stderr, with unprintable characters replaced; ignores a closed stderr."""
     try:
         sys.stderr.write(f"{printable_lines(text)}\n")

@@ -15,7 +15,7 @@ from kvctl.commands.bench_request import BenchRequest, plan_fleets, resolve
 from kvctl.commands.options import pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
-from kvctl.commands.stdio import complain
+from kvctl.commands.stdio import print_error
 from kvctl.exit_codes import ExitCode
 from kvctl.lab.bench.options import CP_MODES
 from kvctl.lab.bench.session import Steps
@@ -113,7 +113,7 @@ def tune(settings: Settings, page_sizes: str | None, **options: Any) -> None:
     except KeyboardInterrupt:
         raise click.exceptions.Exit(ExitCode.INTERRUPTED) from None
     except (FleetError, TuneFailed) as error:
-        complain(str(error))
+        print_error(str(error))
         raise click.exceptions.Exit(ExitCode.FAILED) from None
     prefill = " + ".join(map(sizes_text, request.prefill))
     facts = {
