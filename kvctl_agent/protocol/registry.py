@@ -46,6 +46,11 @@ class Roster(msgspec.Struct, frozen=True, tag="roster"):
     missing: str
     refused: str = ""
 
+    @property
+    def complete(self) -> bool:
+        """Whether all ranks of the instance are registered."""
+        return bool(self.size) and not self.missing and not self.refused
+
 
 Request = Register | Lookup
 

@@ -83,11 +83,6 @@ class RegistryClient:
         self.socket = control_endpoints.connect(context, endpoint, identity, registry.MAX_REQUEST_BYTES << 8, keys)
         self.due_ns = 0
 
-    @property
-    def complete(self) -> bool:
-        """Whether all ranks of the instance are registered."""
-        return bool(self.roster.size) and not self.roster.missing and not self.roster.refused
-
     def turn(self, now_ns: int) -> bool:
         """Reads answers and sends the request if it is due; returns whether the roster has changed."""
         changed = False
@@ -101,7 +96,7 @@ class RegistryClient:
             changed |= answer != self.roster
             self.roster = answer
         if now_ns >= self.due_ns:
-            self.due_ns = now_ns + (_REPEAT_EVERY_NS if self.complete else _ASK_EVERY_NS)
+            self.due_ns = now_ns + (_REPEAT_EVERY_NS if self.roster.complete else _ASK_EVERY_NS)
             with contextlib.suppress(zmq.ZMQError):
                 self.socket.send(self._request, zmq.NOBLOCK)
         return changed
@@ -133,17 +128,10 @@ class Registries:
             self._clients[endpoint] = RegistryClient(self._context, endpoint, self.request, self._keys)
             self.changes += 1
 
-    def asked(self, endpoint: str) -> bool:
-        """Whether this registry is asked."""
-        return endpoint in self._clients
-
-    def roster(self, endpoint: str) -> registry.Roster:
-        """Returns the last answer of a registry that is asked."""
-        return self._clients[endpoint].roster
-
-    def complete(self, endpoint: str) -> bool:
-        """Whether all ranks of the registry's instance are registered."""
-        return self._clients[endpoint].complete
+    def roster(self, endpoint: str) -> registry.Roster | None:
+        """Returns the last answer of a registry; None if it is not asked."""
+        client = self._clients.get(endpoint)
+        return None if client is None else client.roster
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
         return [client.socket for client in self._clients.values()]

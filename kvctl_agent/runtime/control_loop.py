@@ -344,16 +344,18 @@ class ControlLoop:
     def _find_instance(self, action: ev.FindInstance) -> None:
         self._registries.ask(action.instance)
         self._ask_now = True
-        if self._registries.complete(action.instance):
+        roster = self._registries.roster(action.instance)
+        if roster is not None and roster.complete:
             self._roster_changed(action.instance)
 
     def _roster_changed(self, instance: str) -> None:
         roster = self._registries.roster(instance)
+        assert roster is not None
         if roster.refused:
             self._telemetry.recorder.record("bootstrap", f"the registry refuses us: {roster.refused}", "error")
         if self._machine.local.role != "decode":
             return
-        if not self._registries.complete(instance):
+        if not roster.complete:
             self._feed(ev.RosterMissing(instance, roster.refused or roster.missing))
         else:
             names = tuple(rank.name for rank in roster.ranks)

@@ -100,7 +100,8 @@ class Lifecycle:
 
     def rosters(self) -> list[tuple[str, Roster]]:
         """Returns the endpoint and the last answer of each registry that is asked."""
-        return [(each, self._registries.roster(each)) for each in self.instances if self._registries.asked(each)]
+        rosters = [(instance, self._registries.roster(instance)) for instance in self.instances]
+        return [(instance, roster) for instance, roster in rosters if roster is not None]
 
     def waiting_for(self) -> str | None:
         """Returns the reason why the agent cannot serve yet, as text; None if it can.
@@ -117,7 +118,7 @@ class Lifecycle:
                 return f"the registry refuses {roster.refused}"
             if self._role == "prefill":
                 return None if any(rank.name == name for rank in roster.ranks) else silent
-            if not self._registries.complete(instance):
+            if not roster.complete:
                 at = f" at {instance}" if len(self.instances) > 1 else ""
                 waits.append(f"{roster.missing}{at}" if roster.missing else silent)
             elif not machine.roster(instance):

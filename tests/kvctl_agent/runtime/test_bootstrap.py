@@ -65,13 +65,13 @@ def test_who_waits_is_told_who_is_missing(server: RegistryServer, ask: Ask) -> N
     reader = ask("decode-0")
     assert reader.roster.missing == f"no answer from the registry at {reader.endpoint}"
     turns(server, reader, until=lambda: reader.roster.missing == "no prefill rank has registered")
-    assert not reader.complete
+    assert not reader.roster.complete
     ranks = [ask(f"prefill-{tp}", rank(tp)) for tp in (0, 1, 4, 5, 6, 7)]
     told = "6 of 8 prefill ranks registered, missing tp=2,3"
     turns(server, reader, *ranks, until=lambda: reader.roster.missing == told)
-    assert not reader.complete
+    assert not reader.roster.complete
     ranks += [ask(f"prefill-{tp}", rank(tp)) for tp in (3, 2)]
-    turns(server, reader, *ranks, until=lambda: reader.complete)
+    turns(server, reader, *ranks, until=lambda: reader.roster.complete)
     assert [known.name for known in reader.roster.ranks] == [f"prefill-{tp}" for tp in range(8)]
 
 
@@ -84,7 +84,7 @@ def test_whoever_asks_before_the_registry_exists_is_answered_once_it_does(
         only.turn(time.monotonic_ns())
         time.sleep(0.002)
     server = RegistryServer(zmq_context, endpoint).serve()
-    turns(server, reader, only, until=lambda: reader.complete)
+    turns(server, reader, only, until=lambda: reader.roster.complete)
     server.close()
 
 
@@ -105,15 +105,15 @@ def test_a_rank_that_does_not_fit_is_refused_in_words_and_changes_nothing(
     turns(server, first, until=lambda: bool(first.roster.ranks))
     turns(server, odd, until=lambda: bool(odd.roster.refused))
     assert odd.roster.refused.startswith(text)
-    assert not odd.complete
+    assert not odd.roster.complete
     assert [known.name for known in odd.roster.ranks] == ["prefill-0"]
 
 
 def test_a_restarted_rank_replaces_itself_and_others_see_the_change(server: RegistryServer, ask: Ask) -> None:
     reader, first = ask("decode-0"), ask("prefill-0", rank(0, 1))
-    turns(server, reader, first, until=lambda: reader.complete)
+    turns(server, reader, first, until=lambda: reader.roster.complete)
     again = ask("prefill-0-again", rank(0, 1, incarnation=2))
-    turns(server, again, until=lambda: again.complete)
+    turns(server, again, until=lambda: again.roster.complete)
     changes: list[bool] = []
     reader.due_ns = 0  # else it would ask after seconds, being complete
     turns(server, until=lambda: changes.append(reader.turn(time.monotonic_ns())) or any(changes))
@@ -139,13 +139,13 @@ def test_garbage_at_either_end_is_ignored(
     for frames in ([b""], [b"garbage"], [b"a", b"b"], [bytes(MAX_REQUEST_BYTES + 1)]):
         stranger.send_multipart(frames)
     only = ask("prefill-0", rank(0, 1))
-    turns(server, only, until=lambda: only.complete)
+    turns(server, only, until=lambda: only.roster.complete)
     identity = only.socket.getsockopt(zmq.IDENTITY)
     assert isinstance(identity, bytes)
     server.socket.send_multipart([identity, b"garbage"])
     reader = ask("decode-0")
-    turns(server, only, reader, until=lambda: reader.complete)
-    assert only.complete
+    turns(server, only, reader, until=lambda: reader.roster.complete)
+    assert only.roster.complete
     stranger.close()
 
 
@@ -172,7 +172,7 @@ class TestSeveralInstances:
         assert registries.changes == len(registries.sockets()) == 2
         told: set[str] = set()
         deadline = time.monotonic() + 60
-        while not all(map(registries.complete, endpoints)):
+        while not all(registries.roster(endpoint).complete for endpoint in endpoints):
             assert time.monotonic() < deadline
             for turner in ranks:
                 turner.turn(time.monotonic_ns())

@@ -15,10 +15,8 @@ from kvctl_agent.runtime.lifecycle import Lifecycle
 def wait_for(state: PeerState) -> None:
     """Wait with a peer in this state."""
     peer = SimpleNamespace(name="prefill-0", state=state, differences=("the name decode-0 is in use",))
-    roster = SimpleNamespace(refused="", missing="missing tp=1")
-    registries: Any = SimpleNamespace(
-        asked=lambda instance: True, complete=lambda instance: False, roster=lambda instance: roster
-    )
+    roster = SimpleNamespace(refused="", missing="missing tp=1", complete=False)
+    registries: Any = SimpleNamespace(roster=lambda instance: roster)
     machine: Any = SimpleNamespace(peers={"prefill-0": peer})
     local: Any = SimpleNamespace(name="decode-0", role="decode")
     unused: Any = None
