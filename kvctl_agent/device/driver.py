@@ -73,18 +73,18 @@ def load() -> Any:
     return driver
 
 
-def checked(result: tuple[Any, ...], what: str) -> Any:
+def checked(result: tuple[Any, ...], message: str) -> Any:
     """Check the status of a driver call and return its other results: None, one value, or a tuple of several.
 
     Args:
         result: The tuple that the driver's function returned, status first.
-        what: Start of the error text, for example "GPU 0: cannot allocate 1.5 GiB".
+        message: Start of the error text, for example "GPU 0: cannot allocate 1.5 GiB".
 
     Raises:
-        DeviceError: the status is not success; the text has `what`, the driver's text and a remedy.
+        DeviceError: the status is not success; the text has `message`, the driver's text and a remedy.
     """
     if result[0]:
-        raise DeviceError(f"{what}: {_explained(load(), result[0])}")
+        raise DeviceError(f"{message}: {_explained(load(), result[0])}")
     if len(result) == 2:
         return result[1]
     return result[1:] or None

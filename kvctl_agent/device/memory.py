@@ -48,7 +48,7 @@ class ExportableMemory:
             DeviceError: as for `PlainMemory`.
         """
         driver = load()
-        what = f"{label}: cannot make {_in_words(nbytes)}"
+        message = f"{label}: cannot make {_in_words(nbytes)}"
         kinds = driver.CUmemAllocationHandleType
         # Within a host, engines can pass on file descriptors.
         kind = kinds.CU_MEM_HANDLE_TYPE_FABRIC if fabric else kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -57,11 +57,11 @@ class ExportableMemory:
         self.nbytes = nbytes
         self._context = context
         with context.visit():
-            grain = checked(driver.cuMemGetAllocationGranularity(properties, recommended), what)
+            grain = checked(driver.cuMemGetAllocationGranularity(properties, recommended), message)
             self._size = -(-nbytes // grain) * grain
-            self._handle = checked(driver.cuMemCreate(self._size, properties, 0), what)
+            self._handle = checked(driver.cuMemCreate(self._size, properties, 0), message)
             try:
-                self.addr = mapped(self._handle, self._size, (ordinal, *peers), what)
+                self.addr = mapped(self._handle, self._size, (ordinal, *peers), message)
             except DeviceError:
                 driver.cuMemRelease(self._handle)
                 raise
@@ -75,18 +75,18 @@ class ExportableMemory:
             self.addr = 0
 
 
-def mapped(handle: Any, size: int, ordinals: Sequence[int], what: str) -> int:
+def mapped(handle: Any, size: int, ordinals: Sequence[int], message: str) -> int:
     """Map an allocation, let the GPUs `ordinals` read and write it, and return its address.
 
     Raises:
         DeviceError: the allocation cannot be mapped; nothing remains of the attempt.
     """
     driver = load()
-    addr = checked(driver.cuMemAddressReserve(size, 0, 0, 0), what)
+    addr = checked(driver.cuMemAddressReserve(size, 0, 0, 0), message)
     try:
-        checked(driver.cuMemMap(addr, size, 0, handle, 0), what)
+        checked(driver.cuMemMap(addr, size, 0, handle, 0), message)
         rights = [_right(ordinal) for ordinal in ordinals]
-        checked(driver.cuMemSetAccess(addr, size, rights, len(rights)), what)
+        checked(driver.cuMemSetAccess(addr, size, rights, len(rights)), message)
     except DeviceError:
         unmap(int(addr), size)
         raise
@@ -109,14 +109,14 @@ def fabric_refusal(context: Context, device: Any, ordinal: int) -> str:
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED
     if not checked(driver.cuDeviceGetAttribute(attribute, device), f"GPU {ordinal}"):
         return "the GPU is not in an NVLink domain of several hosts"
-    what = "the driver cannot create a fabric handle"
+    message = "the driver cannot create a fabric handle"
     fabric = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
     properties = _properties(ordinal, fabric)
     try:
         with context.visit():
-            handle = checked(driver.cuMemCreate(_BLOCK, properties, 0), what)
+            handle = checked(driver.cuMemCreate(_BLOCK, properties, 0), message)
             try:
-                checked(driver.cuMemExportToShareableHandle(handle, fabric, 0), what)
+                checked(driver.cuMemExportToShareableHandle(handle, fabric, 0), message)
             finally:
                 driver.cuMemRelease(handle)
     except DeviceError as error:

@@ -83,11 +83,11 @@ class MappingCache:
 
     def _import(self, export: Export) -> int:
         driver = load()
-        what = self._refusal(export)
+        message = self._refusal(export)
         kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
-        handle = checked(driver.cuMemImportFromShareableHandle(export.handle, kind), what)
+        handle = checked(driver.cuMemImportFromShareableHandle(export.handle, kind), message)
         try:
-            return mapped(handle, export.nbytes, (self._ordinal,), what)
+            return mapped(handle, export.nbytes, (self._ordinal,), message)
         finally:
             # The mapping keeps the allocation alive.
             driver.cuMemRelease(handle)
@@ -115,8 +115,8 @@ def exported(context: Context, regions: Sequence[tuple[int, int]], device: str) 
             at = addr
             # A region may span several allocations: an engine's expandable segment consists of `cuMemCreate` pieces.
             while at < addr + nbytes:
-                what = f"{nbytes} bytes at {addr:#x} are no memory of {device}"
-                base, size = map(int, checked(driver.cuMemGetAddressRange(at), what))
+                message = f"{nbytes} bytes at {addr:#x} are no memory of {device}"
+                base, size = map(int, checked(driver.cuMemGetAddressRange(at), message))
                 if base not in found:
                     found[base] = Export(base, size, *_handle(base), device)
                 at = base + size
@@ -128,24 +128,24 @@ def exported(context: Context, regions: Sequence[tuple[int, int]], device: str) 
 def _handle(base: int) -> tuple[str, bytes]:
     """Kind and bytes of the handle with which other processes map an allocation."""
     driver = load()
-    what = "memory of a GPU cannot be exported to another process"
+    message = "memory of a GPU cannot be exported to another process"
     attributes = driver.CUpointer_attribute
     legacy = attributes.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
-    if checked(driver.cuPointerGetAttribute(legacy, base), what):
-        handle = checked(driver.cuIpcGetMemHandle(base), what)
+    if checked(driver.cuPointerGetAttribute(legacy, base), message):
+        handle = checked(driver.cuIpcGetMemHandle(base), message)
         return IPC, ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
     fabric = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
-    allowed = checked(driver.cuPointerGetAttribute(attributes.CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES, base), what)
+    allowed = checked(driver.cuPointerGetAttribute(attributes.CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES, base), message)
     if int(allowed) & int(fabric):
-        allocation = checked(driver.cuMemRetainAllocationHandle(base), what)
+        allocation = checked(driver.cuMemRetainAllocationHandle(base), message)
         try:
-            handle = checked(driver.cuMemExportToShareableHandle(allocation, fabric, 0), what)
+            handle = checked(driver.cuMemExportToShareableHandle(allocation, fabric, 0), message)
         finally:
             # Releases only the reference retained above; the allocation's owner has its own.
             driver.cuMemRelease(allocation)
         return FABRIC, bytes(handle.data)
     raise DeviceError(
-        f"{what}: cuMemCreate made it without a fabric handle; set mem_pool=default, or for an engine's own pool "
+        f"{message}: cuMemCreate made it without a fabric handle; set mem_pool=default, or for an engine's own pool "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
     )
 

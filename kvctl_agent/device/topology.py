@@ -71,9 +71,9 @@ def enable_peer_access(context: Context, own: int, other: int) -> None:
         DeviceError: the driver refuses.
     """
     driver = load()
-    what = f"GPU {own} cannot reach GPU {other}"
-    peer = checked(driver.cuDevicePrimaryCtxRetain(checked(driver.cuDeviceGet(other), what)), what)
+    message = f"GPU {own} cannot reach GPU {other}"
+    peer = checked(driver.cuDevicePrimaryCtxRetain(checked(driver.cuDeviceGet(other), message)), message)
     with context.visit():
         status = driver.cuCtxEnablePeerAccess(peer, 0)
         if status[0] != driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
-            checked(status, what)
+            checked(status, message)

@@ -9,8 +9,6 @@ from kvctl_agent.memory.part_layout import PartLayout, Piece
 from kvctl_agent.memory.region import MemorySpan
 from kvctl_agent.memory.segment import RowIndex, SegmentMemory
 
-__all__ = ["Copier", "LandedPart", "MemorySpan", "PendingCopy"]
-
 
 class PendingCopy(Protocol):
     """A copy that has been started."""

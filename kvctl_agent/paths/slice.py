@@ -61,31 +61,33 @@ class SlicePath:
         )
 
 
-def _rows(where: SegmentAddresses, head: int, heads: int) -> tuple[Addresses, Sizes]:
+def _rows(addresses: SegmentAddresses, head: int, heads: int) -> tuple[Addresses, Sizes]:
     """Addresses and sizes of all rows of a segment, ordered by layer, plane, page and row."""
-    count = where.shard.num_layers * where.num_slots * sum(plane.rows for plane in where.shard.segment.planes)
+    count = (
+        addresses.shard.num_layers * addresses.num_slots * sum(plane.rows for plane in addresses.shard.segment.planes)
+    )
     if count > _MAX_ROWS:
         raise MemoryLayoutError(
-            f"{where.shard.segment.name}: {count} rows cannot be numbered by 32 bits; use the staged path for this pool"
+            f"{addresses.shard.segment.name}: {count} rows cannot be numbered by 32 bits; use path staged for this pool"
         )
-    pages = np.arange(where.num_slots, dtype=np.int64)
+    pages = np.arange(addresses.num_slots, dtype=np.int64)
     addrs: list[npt.NDArray[np.int64]] = []
     sizes: list[npt.NDArray[np.uint64]] = []
-    for layer in range(where.shard.layer_lo, where.shard.layer_hi):
-        for number, plane in enumerate(where.shard.segment.planes):
-            rows = where.row_addrs(layer, number, pages, head)
+    for layer in range(addresses.shard.layer_lo, addresses.shard.layer_hi):
+        for number, plane in enumerate(addresses.shard.segment.planes):
+            rows = addresses.row_addrs(layer, number, pages, head)
             addrs.append(rows)
             sizes.append(np.full(len(rows), heads * plane.head_bytes, np.uint64))
     return np.concatenate(addrs).astype(np.uint64), np.concatenate(sizes)
 
 
-def _numbers(where: SegmentAddresses, pages: Pages, lo: int, hi: int) -> npt.NDArray[np.int32]:
+def _numbers(addresses: SegmentAddresses, pages: Pages, lo: int, hi: int) -> npt.NDArray[np.int32]:
     """Indices into `_rows` of all rows of `pages` in layers [lo, hi). `_rows` has checked that they fit into int32."""
     inside: list[npt.NDArray[np.int32]] = []  # of one layer
     before = 0
-    for plane in where.shard.segment.planes:
+    for plane in addresses.shard.segment.planes:
         rows = np.arange(before, before + plane.rows, dtype=np.int32)
         inside.append((pages[:, None] * np.int32(plane.rows) + rows).reshape(-1))
-        before += where.num_slots * plane.rows
-    layers = np.arange(lo - where.shard.layer_lo, hi - where.shard.layer_lo, dtype=np.int32)[:, None]
+        before += addresses.num_slots * plane.rows
+    layers = np.arange(lo - addresses.shard.layer_lo, hi - addresses.shard.layer_lo, dtype=np.int32)[:, None]
     return (layers * np.int32(before) + np.concatenate(inside)).reshape(-1)

@@ -38,6 +38,7 @@ class Arena:
             slab.array = arena._slab.array[first : first + nbytes]
             slab.array[:] = 0
             slab.addr = arena._slab.addr + first
+            slab.region = Region(slab.addr, nbytes)
             slab._closed = False
 
         def leave(slab: HugePageMemory) -> None:
