@@ -16,7 +16,7 @@ from kvctl_agent.protocol.decode.rooms import RecvRoom
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.prefill.send_room import Part, PartState, PeerTransfer, SendRoom, Wait
-from kvctl_agent.protocol.ring import GrantedRegion, RegionState
+from kvctl_agent.protocol.ring import Allocation, RegionState
 from kvctl_agent.telemetry.hub import Telemetry
 
 GONE = "gone"
@@ -31,7 +31,7 @@ def ring_use(machine: Machine) -> RingUse | None:
         "size_bytes": ring.size_bytes,
         "used_bytes": min(ring.used_bytes, ring.size_bytes),
         "high_water_bytes": ring.high_water_bytes,
-        "live": len(machine.holdings()),
+        "live": len(machine.allocations()),
     }
 
 
@@ -41,7 +41,7 @@ def ring_view(machine: Machine, telemetry: Telemetry) -> RingView | None:
         return None
     now = time.monotonic_ns()
     ring = machine.ring
-    allocations = [_allocation(machine, holding, now) for holding in machine.holdings()]
+    allocations = [_allocation(machine, allocation, now) for allocation in machine.allocations()]
     metrics, watermark = telemetry.metrics, ring.watermark
     pin = next((allocation for allocation in allocations if not allocation["aside"]), None)
     return {
@@ -73,25 +73,25 @@ def since(at_ns: int, now_ns: int) -> int | None:
     return max(0, now_ns - at_ns) if at_ns else None
 
 
-def _allocation(machine: DecodeMachine, holding: GrantedRegion, now_ns: int) -> RingAllocation:
-    region, key = holding.region, holding.key
-    room = machine.rooms.get(holding.room.room)
-    known = room is not None and room.nonce == holding.room.nonce
+def _allocation(machine: DecodeMachine, allocation: Allocation, now_ns: int) -> RingAllocation:
+    region, key = allocation.region, allocation.key
+    room = machine.rooms.get(allocation.room.room)
+    known = room is not None and room.nonce == allocation.room.nonce
     return {
         "serial": region.serial,
-        "room": str(holding.room.room),
-        "nonce": str(holding.room.nonce),
-        "writer": holding.room.peer,
+        "room": str(allocation.room.room),
+        "nonce": str(allocation.room.nonce),
+        "writer": allocation.room.peer,
         "chunk": key.chunk,
         "layers": [key.lo, key.hi],
         "offset": region.offset,
         "end": region.end,
         "round": region.round,
-        "age_ns": now_ns - holding.granted_ns,
-        "state": holding.state.value,
-        "posted": holding.posted,
+        "age_ns": now_ns - allocation.granted_ns,
+        "state": allocation.state.value,
+        "posted": allocation.posted,
         "room_state": room.state.label if room is not None and known else GONE,
-        "aside": machine.ring.is_aside(region.serial),
+        "aside": machine.ring.is_retired(region.serial),
     }
 
 
@@ -140,7 +140,7 @@ def add_diagnosis(machine: Machine, row: RoomRow) -> None:
 
 def _awaited_prefill(machine: DecodeMachine, room: RecvRoom, owed: dict[str, int]) -> list[str]:
     """Returns the prefill ranks whose next message a room waits for in its present state."""
-    transfers = room.legs.copy()
+    transfers = room.transfers.copy()
     if not transfers and room.failure is None:  # it is opened once all ranks of its instance are connected
         return [name for name in machine.roster(room.instance) if not machine.is_ready(name)]
     if room.failure is not None:
@@ -166,7 +166,7 @@ def _owed(room: RecvRoom) -> dict[str, int]:
 
 def _awaited_decode(room: SendRoom) -> list[str]:
     """Returns the decode ranks that have not confirmed the end of a room that is sent or has failed."""
-    transfers = room.legs.copy()
+    transfers = room.transfers.copy()
     if room.failure is not None:
         return [name for name, transfer in transfers.items() if not transfer.failed_acked]
     return [name for name, transfer in transfers.items() if not transfer.done] if room.released else []
@@ -181,7 +181,7 @@ def owed_parts(machine: Machine, row: RoomRow) -> list[OwedParts]:
     sending = machine.rooms.get(number) if isinstance(machine, PrefillMachine) else None
     if not isinstance(machine, PrefillMachine) or sending is None or sending.record.nonce != nonce or sending.failure:
         return []
-    return [owed for transfer in sending.legs.copy().values() for owed in _not_sent(machine, sending, transfer)]
+    return [owed for transfer in sending.transfers.copy().values() for owed in _not_sent(machine, sending, transfer)]
 
 
 def _not_arrived(machine: DecodeMachine, room: RecvRoom) -> list[OwedParts]:
@@ -221,7 +221,7 @@ def _not_sent(machine: PrefillMachine, room: SendRoom, transfer: PeerTransfer) -
         elif part.state is not PartState.SENT:
             add(_part_waits_for(machine, transfer, part), part.ready_ns, [(part.key.chunk, bits)])
     planned = sum((1 << share.layer_hi) - (1 << share.layer_lo) for share in transfer.shares)
-    for cell in transfer.cells:
+    for cell in transfer.chunks:
         if missing := planned & ~cut.get(cell.index, 0):
             add(_pages_wait_for(room), room.since_ns, [(cell.index, missing)])
     for final in list(transfer.finals.values()):
@@ -246,9 +246,9 @@ def _pages_wait_for(room: SendRoom) -> str:
         return "its engine to begin the room"
     if room.launched:
         return "the event of its forward"
-    if room.held:
+    if room.deferred:
         return "finish(): until then this pipeline stage holds its pages back (pp_early_send is off)"
-    return "finish()" if room.ledger.complete else "its pages from the engine"
+    return "finish()" if room.computed.complete else "its pages from the engine"
 
 
 def _part_waits_for(machine: PrefillMachine, transfer: PeerTransfer, part: Part) -> str:

@@ -190,7 +190,7 @@ class AdminQueries:
                 "page_size": pool.page_size,
                 "bytes": pool.nbytes,
                 "layers": len(parts.local.layers),
-                "heads": parts.local.held[0].heads,
+                "heads": parts.local.shards[0].heads,
             },
             "waiting_for": parts.lifecycle.waiting_for(),
             "accepting": parts.lifecycle.accepting,
@@ -315,7 +315,7 @@ class AdminQueries:
         }
 
     def _peer(self, peer: Peer, rooms: list[Any]) -> PeerRow:
-        parts, gate, info = self._parts, peer.gate, peer.who
+        parts, gate, info = self._parts, peer.gate, peer.info
         watermark = [gate.position.round, gate.position.tail, gate.sequence] if gate.heard_ns else None
         measured = parts.connections.measured.get(peer.name)
         connection = parts.connections.by_peer.get(peer.name)
@@ -347,7 +347,7 @@ class AdminQueries:
             else None,
             "same_host": info.host == parts.local.host if info else None,
             "process": info.process if info else None,
-            "former": [f"{former.who.process} ({life:016x})" for life, former in peer.former.copy().items()],
+            "former": [f"{former.info.process} ({life:016x})" for life, former in peer.former.copy().items()],
             "rooms": sum(peer.name in record.peers for record in rooms),
             "errors_total": peer.errors_total,
             "last_error": peer.last_error,
@@ -358,9 +358,9 @@ class AdminQueries:
 def kind_of(connections: PeerConnections, pool: KVPool, local: LocalInfo, peer: Peer) -> Interconnect | None:
     """Returns the interconnect between this rank's pool and a peer's; None without a GPU or a measurement."""
     measured = connections.measured.get(peer.name)
-    if measured is None or peer.who is None or pool.device is None or pool.device.index == HOST:
+    if measured is None or peer.info is None or pool.device is None or pool.device.index == HOST:
         return None
-    return interconnect_of(measured.cost.write_gb_per_s, peer.who.host == local.host, has_infiniband())
+    return interconnect_of(measured.cost.write_gb_per_s, peer.info.host == local.host, has_infiniband())
 
 
 def kinds_in_use(connections: PeerConnections, pool: KVPool, local: LocalInfo, peers: Iterable[Peer]) -> list[str]:

@@ -1,7 +1,8 @@
-"""Common frame of the prefill and the decode machine: events go in, actions come out.
+"""Common frame of the prefill and the decode machine: context, tombstones, peer liveness, dispatch of events.
 
-A machine is composed of parts, each of which owns some state and handles some events and messages. Its tables say
-which handler gets what. `handle` never raises for anything a peer sent; what it cannot use is counted and dropped.
+A machine is composed of parts, each of which owns some state and handles some events and messages. Its tables map each
+event and message to the handler. `handle` never raises for anything that a peer sent: unusable input is counted and
+dropped.
 """
 
 from __future__ import annotations
@@ -25,47 +26,46 @@ T = TypeVar("T")
 
 
 class Tombstones(Generic[T]):
-    """Bounded, expiring memory of ended rooms: each lives at least `lifetime_ns`, unless `capacity` is exceeded."""
+    """Outcomes of ended rooms, for late messages; each is kept for `lifetime_ns`, at most `capacity` of them."""
 
     def __init__(self, lifetime_ns: int, capacity: int = 1 << 18) -> None:
         self._lifetime_ns = lifetime_ns
         self._capacity = capacity
-        self._graves: OrderedDict[RoomKey, tuple[int, T]] = OrderedDict()
+        self._entries: OrderedDict[RoomKey, tuple[int, T]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._graves)
+        return len(self._entries)
 
-    def keep_for(self, lifetime_ns: int) -> None:
-        """How long each lives from now on."""
+    def __contains__(self, key: RoomKey) -> bool:
+        return key in self._entries
+
+    def set_lifetime(self, lifetime_ns: int) -> None:
         self._lifetime_ns = lifetime_ns
 
-    def bury(self, key: RoomKey, epitaph: T, now_ns: int) -> None:
-        self._graves[key] = (now_ns, epitaph)
-        self._graves.move_to_end(key)
-        if len(self._graves) > self._capacity:
-            self._graves.popitem(last=False)
-
-    def holds(self, key: RoomKey) -> bool:
-        return key in self._graves
+    def add(self, key: RoomKey, outcome: T, now_ns: int) -> None:
+        self._entries[key] = (now_ns, outcome)
+        self._entries.move_to_end(key)
+        if len(self._entries) > self._capacity:
+            self._entries.popitem(last=False)
 
     def find(self, key: RoomKey) -> T | None:
-        grave = self._graves.get(key)
-        return grave[1] if grave else None
+        entry = self._entries.get(key)
+        return entry[1] if entry else None
 
     def expire(self, now_ns: int) -> None:
-        while self._graves:
-            key, (at, _) = next(iter(self._graves.items()))
-            if now_ns - at < self._lifetime_ns:
+        while self._entries:
+            key, (added_ns, _) = next(iter(self._entries.items()))
+            if now_ns - added_ns < self._lifetime_ns:
                 return
-            del self._graves[key]
+            del self._entries[key]
 
 
 class MachineContext:
-    """Handed to every part of one machine by its constructor.
+    """What all parts of a machine share.
 
     Attributes:
-        now_ns: monotonic time of the event that is being handled.
-        actions: what the event has led to so far.
+        now_ns: monotonic time of the event being handled.
+        actions: actions that the event has caused so far.
         peers: by name; owned by `PeerSessions` and the part that does the handshake.
         telemetry: written to, never read.
     """
@@ -79,18 +79,15 @@ class MachineContext:
         self.now_ns = 0
         self.actions: list[ev.Action] = []
 
-    def act(self, action: ev.Action) -> None:
-        self.actions.append(action)
-
     def send(self, peer: str, message: msg.Message, route: bytes = b"") -> None:
         self.actions.append(ev.Send(peer, message, route))
 
     def answer(
         self, ticket: int, result: str, text: str, freed: tuple[int, ...] = (), drained: tuple[str, ...] = ()
     ) -> None:
-        """Result of an operator's request; an engine's request has no ticket, and gets no answer."""
+        """Answer an operator's request. A request of the engine has ticket 0 and gets no answer."""
         if ticket:
-            self.act(ev.Answered(ticket, result, text, freed, drained))
+            self.actions.append(ev.Answered(ticket, result, text, freed, drained))
 
     def note(
         self, kind: str, text: str, severity: Severity = "info", *, room: int | None = None, peer: str | None = None
@@ -99,11 +96,11 @@ class MachineContext:
         self.telemetry.recorder.record(kind, text, severity, room, peer)
 
     def drop(self, reason: str) -> None:
-        """Count a message that changed nothing."""
+        """Count a message that is dropped."""
         self.telemetry.metrics.add("kvctl_control_dropped_total", 1, reason)
 
     def failure(self, code: str, text: str) -> Failure:
-        """A first cause that was found on this rank."""
+        """A first cause found on this rank."""
         return {
             "rank": self.local.name,
             "code": code,
@@ -112,15 +109,9 @@ class MachineContext:
         }
 
     def is_ready(self, name: str) -> bool:
-        """Whether the peer of this name may be spoken to. Safe to ask from any thread."""
+        """Whether messages of rooms may be sent to this peer. Safe to call from any thread."""
         peer = self.peers.get(name)
         return peer is not None and peer.usable
-
-    def introduction(self, peer: str) -> msg.PeerInfo:
-        """What a peer that was met said of itself."""
-        who = self.peers[peer].who
-        assert who is not None
-        return who
 
 
 def failure_of(message: msg.RoomFailure) -> Failure:
@@ -129,12 +120,12 @@ def failure_of(message: msg.RoomFailure) -> Failure:
 
 
 class PeerSessions:
-    """Follows what is heard of each peer.
+    """Liveness of the peers: marks them suspect or lost, and sends heartbeats.
 
     Args:
-        on_lost: fails the rooms of a peer that was lost; gets the peer and the cause in words.
+        on_lost: called with a peer that was lost and the cause; fails its rooms.
         on_former_ended: called when an earlier incarnation of a peer is proven to have ended.
-        watermark: the watermark to put into heartbeats; empty on a rank that has no ring.
+        watermark: returns the watermark to put into heartbeats; empty on a rank without a ring.
     """
 
     def __init__(
@@ -176,27 +167,29 @@ class PeerSessions:
             self._context.drop("incarnation")
 
     def check(self) -> None:
-        """Let time pass: suspect and lose silent peers, send the heartbeats that are due."""
+        """Mark silent peers as suspect or lost, and send the heartbeats that are due."""
         context = self._context
         for peer in list(context.peers.values()):
             changed = peer.check(context.now_ns)
             silent = (context.now_ns - peer.heard_ns) / 1e9
             if changed is PeerState.SUSPECT:
-                context.note(
-                    "peer-suspect", f"{peer.name} has been silent for {silent:.1f} s", "warning", peer=peer.name
-                )
+                text = f"{peer.name} has been silent for {silent:.1f} s"
+                context.note("peer-suspect", text, "warning", peer=peer.name)
             elif changed is PeerState.LOST:
                 self.lose(peer, proven=False, text=f"silent for {silent:.1f} s")
             heartbeat = peer.due_heartbeat(context.now_ns, self._watermark())
             if heartbeat is not None:
                 context.send(peer.name, heartbeat)
 
-    def hear(self, peer: Peer) -> None:
-        if peer.heard(self._context.now_ns):
+    def hear(self, peer: Peer) -> bool:
+        """A usable peer sent a message; returns whether its lease had run out."""
+        lapsed, was_suspect = peer.hear(self._context.now_ns)
+        if was_suspect:
             self._context.note("peer-back", f"{peer.name} is heard again", peer=peer.name)
+        return lapsed
 
     def lose(self, peer: Peer, *, proven: bool, text: str) -> None:
-        """Take a peer for lost; `proven`: nothing of its incarnation is in flight, nor will be."""
+        """Mark a peer as lost. `proven`: nothing of its incarnation is in flight, nor ever will be."""
         context = self._context
         lost = f"peer {peer.name} (incarnation {peer.incarnation:016x}) lost: {text}"
         if proven:
@@ -206,24 +199,24 @@ class PeerSessions:
         context.telemetry.metrics.add("kvctl_peer_lost_total", 1)
         context.note("peer-lost", lost, "error", peer=peer.name)
         self._on_lost(peer, lost)
-        context.act(ev.DropPeer(peer.name))
+        context.actions.append(ev.DropPeer(peer.name))
 
-    def late(self, peer: Peer, incarnation: int) -> bool:
-        """Whether a Hello or its answer comes from an incarnation that is over, or from none; counted then.
+    def is_stale(self, peer: Peer, incarnation: int) -> bool:
+        """Whether a Hello or HelloAck comes from an incarnation that has ended, or from none; counts it then.
 
-        A peer that is not lost is replaced by the incarnation that the registry names; where there is none, by a higher
-        one, since incarnations grow with time. The next process may run on a host whose clock is behind: once the peer
-        is lost, any incarnation that is not over is believed.
+        A usable peer is replaced only by the incarnation that the registry names; without one, by a higher incarnation,
+        since incarnations grow with time. Once the peer is lost, any incarnation that has not ended is accepted,
+        because the next process may run on a host whose clock is behind.
         """
-        late = incarnation == 0 or incarnation in peer.past
+        stale = incarnation == 0 or incarnation in peer.ended_incarnations
         if peer.usable and incarnation != peer.incarnation:
-            late = late or (incarnation != peer.registered if peer.registered else incarnation < peer.incarnation)
-        if late:
+            stale = stale or (incarnation != peer.registered if peer.registered else incarnation < peer.incarnation)
+        if stale:
             self._context.drop("incarnation")
-        return late
+        return stale
 
     def replace(self, peer: Peer, incarnation: int) -> None:
-        """A new incarnation takes the peer's name, which proves nothing about the one before."""
+        """A new incarnation takes the peer's name; that proves nothing about the one before."""
         if peer.incarnation not in (0, incarnation) and peer.usable:
             self.lose(peer, proven=False, text=f"incarnation {incarnation:016x} took its name")
 
@@ -231,26 +224,26 @@ class PeerSessions:
 class Machine:
     """Dispatches events and messages to the parts; subclasses build the parts and fill the tables.
 
-    Other threads may read the attributes and views below; mappings are copied in one step before they are walked.
+    Other threads may read the attributes and views below: mappings are copied in one step before they are walked.
 
     Attributes:
         local, telemetry: as given.
         peers: by name.
-        rooms: by number, those that have not ended everywhere.
+        rooms: by number, without those that have ended on all ranks.
         open: rooms that are open with a peer; on a prefill rank one item for each peer of a room.
-        state: everything that is remembered between two events; a checkpoint is a copy of it.
+        state: all state kept between two events; a checkpoint is a copy of it.
 
     Args:
-        find: the room and its side towards a peer that a message is about.
+        find: returns the room that a message is about, and its transfer with a peer.
         fail: fails a room for a cause.
-        on_lease_renewed: called when a peer is heard again whose lease had run out.
+        on_lease_renewed: called when a peer whose lease had run out is heard again.
     """
 
     _events: dict[type[ev.Event], Callable[[Any], None]]
-    _handshake: dict[type[msg.Message], Callable[[ev.Received, Any], None]]  # from anybody
+    _handshake: dict[type[msg.Message], Callable[[ev.Received, Any], None]]  # from any sender
     _messages: dict[type[msg.Message], Callable[[Peer, Any], None]]  # from the present incarnation of a peer
-    _former_messages: dict[type[msg.Message], Callable[[Peer, ev.Received, Any], None]]  # from an earlier one
-    _lost_messages: dict[type[msg.Message], Callable[[Peer, Any], None]]  # from a peer that was taken for lost
+    _former_messages: dict[type[msg.Message], Callable[[Peer, ev.Received, Any], None]]  # from an earlier incarnation
+    _lost_messages: dict[type[msg.Message], Callable[[Peer, Any], None]]  # from a lost peer
 
     def __init__(
         self,
@@ -274,10 +267,10 @@ class Machine:
         self._on_lease_renewed = on_lease_renewed
 
     def handle(self, event: ev.Event, now_ns: int) -> list[ev.Action]:
-        """Take one event at one moment; returns what is to be done, in order.
+        """Handle one event; returns the actions to execute, in order.
 
         Raises:
-            LocalProtocolError: our own engine broke the order of calls; nothing has changed.
+            LocalProtocolError: the local engine made calls in a wrong order; nothing has changed.
         """
         context = self._context
         context.now_ns = now_ns
@@ -295,7 +288,7 @@ class Machine:
         return len(self.open)
 
     def knows(self, room: int) -> bool:
-        """Whether a room is open here, be it by a peer alone. Safe to ask from any thread."""
+        """Whether a room is open here, by the local engine or by a peer. Safe to call from any thread."""
         return room in self.rooms
 
     def roster(self, instance: str) -> tuple[str, ...]:
@@ -328,8 +321,7 @@ class Machine:
         elif peer.route != event.route:
             self._context.drop("stranger")
         elif peer.usable:
-            lapsed = not peer.may_post(self._context.now_ns)
-            self._sessions.hear(peer)
+            lapsed = self._sessions.hear(peer)
             if (handler := self._messages.get(kind)) is not None:
                 handler(peer, message)
             else:
@@ -353,7 +345,7 @@ class Machine:
             self._context.answer(event.ticket, "aborted", text)
 
     def on_unsendable(self, event: ev.Unsendable) -> None:
-        """Resending would not help, so the room fails instead of waiting for its deadline."""
+        """Fail the room instead of waiting for its deadline: resending would not help."""
         peer = self.peers.get(event.peer)
         found = self._find(peer, event.room, event.nonce) if peer is not None else None
         if found is not None:
@@ -367,4 +359,4 @@ class Machine:
         self._context.timing = timing
         for peer in self.peers.values():
             peer.timing = timing
-        self.state.tombstones.keep_for(event.bootstrap_ns)
+        self.state.tombstones.set_lifetime(event.bootstrap_ns)

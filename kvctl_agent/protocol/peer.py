@@ -1,11 +1,11 @@
-"""Who is alive: one machine per peer, fed by what is heard and by the clock.
+"""This agent and its peers: identity, whether two layouts fit each other, and the liveness of each peer.
 
-`connecting → ready ⇄ suspect → lost`, or `refused` when the layouts differ. Silence makes a peer suspect (no new
-grants) and later lost (its rooms fail); proof of death or a new incarnation makes it lost at once. A lost peer that
-says Hello again starts over.
+`connecting → ready ⇄ suspect → lost`, or `refused` when the layouts differ. Silence makes a peer suspect (it gets no
+new grants) and later lost (its rooms fail); proof of death or a new incarnation makes it lost at once. A lost peer that
+sends Hello again starts over.
 
-A new incarnation proves nothing about the one before: that may be a frozen process, which goes on one day. Only the end
-of its process, seen on this host, and its own word that it has drained are proof.
+A new incarnation proves nothing about the one before: that process may be frozen and continue one day. Proof is only
+the end of the process, observed on this host, or its own statement that it has drained.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from kvctl_agent.protocol.ring import RingGate
 
 
 class LocalInfo(msgspec.Struct, frozen=True):
-    """Identity and geometry of this agent, fixed for its life.
+    """Identity and geometry of this agent, fixed for its lifetime.
 
-    `shape` is the whole model's. On a decode rank `cp_mode` means nothing: each prefill instance has its own.
+    `shape` is that of the whole model. On a decode rank `cp_mode` has no meaning: each prefill instance has its own.
     """
 
     name: str
@@ -59,17 +59,17 @@ class LocalInfo(msgspec.Struct, frozen=True):
         return self.side.unique_rank(self.coord)
 
     @property
-    def held(self) -> tuple[LocalShard, ...]:
-        """What this rank's pool holds of each segment."""
+    def shards(self) -> tuple[LocalShard, ...]:
+        """The layers and heads of each segment that this rank's pool holds."""
         return local_shards(self.shape, self.page_size, self.side, self.coord)
 
     @property
     def layers(self) -> range:
-        """The KV and draft layers of this rank; they are neighbours, since a draft follows the last stage's."""
-        own = [part for part in self.held if not part.segment.state and part.num_layers]
+        """KV and draft layers of this rank; they are adjacent, since draft layers follow those of the last stage."""
+        own = [shard for shard in self.shards if not shard.segment.state and shard.num_layers]
         return range(own[0].layer_lo, own[-1].layer_hi)
 
-    def introduction(self) -> PeerInfo:
+    def peer_info(self) -> PeerInfo:
         return PeerInfo(
             name=self.name,
             role=self.role,
@@ -94,7 +94,7 @@ class LocalInfo(msgspec.Struct, frozen=True):
         )
 
     def _plan(self) -> Wire:
-        """What must be the same on both sides."""
+        """The inputs of the plan that must be equal on both sides."""
         return {
             "plan_version": PLAN_VERSION,
             **shape_to_wire(self.shape),
@@ -104,7 +104,7 @@ class LocalInfo(msgspec.Struct, frozen=True):
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """Every period and deadline of the machines, in nanoseconds."""
+    """Periods and deadlines of the machines, in nanoseconds."""
 
     heartbeat_ns: int
     suspect_ns: int
@@ -112,41 +112,40 @@ class Timing(msgspec.Struct, frozen=True):
     resend_ns: int
     bootstrap_ns: int
     waiting_ns: int
-    revoke_ns: int = 5_000_000_000  # an unwritten grant this old, with others waiting behind it, is taken back
+    revoke_ns: int = 5_000_000_000  # age at which an unwritten grant that blocks others is revoked
 
     @property
     def lease_ns(self) -> int:
-        """No post unless the peer was heard from within this time."""
+        """A writer posts to a peer only if it heard from it within this time."""
         return self.suspect_ns // 2
 
 
 class PeerPlan(NamedTuple):
-    """How a peer fits us: the plan inputs of the pair, or the factors in which it differs."""
+    """The plan inputs of this agent and a peer, or the factors in which they differ."""
 
     inputs: PlanInputs | None
     differences: tuple[str, ...]
 
 
-def plan_with_peer(local: LocalInfo, theirs: PeerInfo) -> PeerPlan:
-    """Compare a peer's introduction with our own side.
+def plan_with_peer(local: LocalInfo, info: PeerInfo) -> PeerPlan:
+    """Compare a peer's layout with that of this agent, field by field, so that a mismatch names the factor.
 
-    Factors read "page_size 64 ≠ 32": ours first, then theirs.
+    Factors read "page_size 64 ≠ 32": the value of this agent first.
     """
-    if theirs.role == local.role or theirs.role not in ("prefill", "decode"):
-        return PeerPlan(None, (f"role {local.role} fits no {theirs.role}: a prefill and a decode agent are needed",))
-    if len(theirs.sizes) != 4 or len(theirs.coord) != 4:
+    if info.role == local.role or info.role not in ("prefill", "decode"):
+        return PeerPlan(None, (f"role {local.role} fits no {info.role}: a prefill and a decode agent are needed",))
+    if len(info.sizes) != 4 or len(info.coord) != 4:
         return PeerPlan(None, ("sizes and coordinates need the four axes dp, pp, cp, tp",))
-    if theirs.transport != local.transport:
-        return PeerPlan(None, (f"transport {local.transport} ≠ {theirs.transport}",))
-    mine = local.introduction()
-    factors = differences(mine.plan, theirs.plan)
+    if info.transport != local.transport:
+        return PeerPlan(None, (f"transport {local.transport} ≠ {info.transport}",))
+    factors = differences(local.peer_info().plan, info.plan)
     if factors:
         return PeerPlan(None, tuple(map(str, factors)))
     try:
-        dp, pp, cp, tp = theirs.sizes
-        side = ParallelConfig(dp, pp, cp, tp, tuple(theirs.stages))
-        if side.unique_rank(RankCoord(*theirs.coord)) != theirs.unique_rank:
-            return PeerPlan(None, (f"unique rank {theirs.unique_rank} does not fit coordinates {theirs.coord}",))
+        dp, pp, cp, tp = info.sizes
+        side = ParallelConfig(dp, pp, cp, tp, tuple(info.stages))
+        if side.unique_rank(RankCoord(*info.coord)) != info.unique_rank:
+            return PeerPlan(None, (f"unique rank {info.unique_rank} does not fit coordinates {info.coord}",))
         prefill, decode = (local.side, side) if local.role == "prefill" else (side, local.side)
         inputs = PlanInputs(
             shape=local.shape,
@@ -154,17 +153,17 @@ def plan_with_peer(local: LocalInfo, theirs: PeerInfo) -> PeerPlan:
             chunk_pages=local.chunk_pages,
             prefill=prefill,
             decode=decode,
-            cp_mode=local.cp_mode if local.role == "prefill" else theirs.cp_mode,
+            cp_mode=local.cp_mode if local.role == "prefill" else info.cp_mode,
         )
     except LayoutError as error:
         return PeerPlan(None, (str(error),))
-    if theirs.role == "decode" and (missing := _unsaid(theirs.pool, len(inputs.segments))):
+    if info.role == "decode" and (missing := _missing_count(info.pool, len(inputs.segments))):
         return PeerPlan(None, (f"its pool does not say {missing}",))
     return PeerPlan(inputs, ())
 
 
-def _unsaid(pool: WireDict, segments: int) -> str:
-    """What a writer must know of a reader's pool to check openings against it, where that is missing."""
+def _missing_count(pool: WireDict, segments: int) -> str:
+    """The first field missing from a decode rank's pool that a writer needs to check openings; "" if there is none."""
     for count in ("num_pages", "aux_slots"):
         value = pool.get(count)
         if not isinstance(value, int) or value < 0:
@@ -176,11 +175,11 @@ def _unsaid(pool: WireDict, segments: int) -> str:
 
 
 class Lease:
-    """A writer's permission to post to one life of a peer; it ends when the peer has been silent for too long.
+    """A writer's permission to post to one incarnation of a peer; it expires when the peer is silent for too long.
 
-    The control loop renews it, workers ask it before each post. So a process that was frozen (stopped, or its machine
-    paused) and whose peers have long replaced it does not post what it had queued. It is no proof for the other side: a
-    process can be frozen between the question and the post.
+    The control loop renews it, and workers check it before each post. So a process that was frozen (stopped, or its
+    machine paused), and which its peers have replaced long ago, does not post the writes it had queued. It proves
+    nothing to the other side: a process can be frozen between the check and the post.
     """
 
     __slots__ = ("length_ns", "renewed_ns")
@@ -194,7 +193,7 @@ class Lease:
 
 
 class CancelToken:
-    """Raised when a room fails: work that is queued but not begun is dropped, work that is in flight drains."""
+    """Cancelled when its room fails: writes that are queued are dropped, writes that are in flight finish."""
 
     __slots__ = ("cancelled", "lease")
 
@@ -203,7 +202,6 @@ class CancelToken:
         self.cancelled = False
 
     def may_post(self, now_ns: int) -> bool:
-        """Whether work behind this cancel may be posted now."""
         return not self.cancelled and self.lease.valid(now_ns)
 
 
@@ -216,9 +214,9 @@ class PeerState(StrEnum):
 
 
 class FormerIncarnation(NamedTuple):
-    """An earlier incarnation that may still be there: what it said of itself, and its return address."""
+    """An earlier incarnation whose process may still run: the info it sent, and its return address."""
 
-    who: PeerInfo
+    info: PeerInfo
     route: bytes
 
 
@@ -227,39 +225,39 @@ class Peer:
     """One peer in one incarnation at a time.
 
     Attributes:
-        proven_dead: the process has ended, so nothing of it can be in flight.
-        past: incarnations proven to have ended; what still comes from one is late, never a return.
-        former: earlier incarnations that nothing has proven to have ended, and that may still write here.
-        route: return address of this incarnation.
-        registered: the incarnation that the registry names; 0 where none has.
+        coord, wire: its place in its instance, and the plan inputs in their wire form; set by the handshake.
+        gate: on a writer, the watermark of this decode rank's ring.
         lease: the permission to post to this incarnation.
-        name_asked_by: the incarnation that was last refused this name, which is noted once.
-        hello_due_ns: when to say Hello again; 0 when none is unanswered.
-        unlike_since_ns: since when it says that its layout is not that of its instance's other ranks; 0: it does not.
-        at, wire: its place in its instance and the plan inputs as they travel, once it has been met.
-        gate: on a writer, the view of this reader's ring.
+        route: return address of this incarnation.
+        registered: the incarnation that the registry names; 0 if it names none.
+        hello_due_ns: when to send Hello again; 0 when no Hello is unanswered.
+        mismatch_since_ns: since when its layout differs from that of its instance's other ranks; 0: it does not.
+        proven_dead: the process has ended, so nothing of it can be in flight.
+        ended_incarnations: proven to have ended; their messages are late.
+        former: earlier incarnations that are not proven to have ended, and may still write here.
+        name_refused_to: the incarnation that was last refused this name, which is noted once.
     """
 
     name: str
     timing: Timing
     state: PeerState = PeerState.CONNECTING
     incarnation: int = 0
-    who: PeerInfo | None = None
+    info: PeerInfo | None = None
     inputs: PlanInputs | None = None
     wire: dict[str, int | str] = field(default_factory=dict)
-    at: RankCoord = field(default=RankCoord(0, 0, 0, 0))
+    coord: RankCoord = field(default=RankCoord(0, 0, 0, 0))
     gate: RingGate = field(default_factory=RingGate)
     lease: Lease = field(init=False)
     route: bytes = b""
     registered: int = 0
     hello_due_ns: int = 0
-    unlike_since_ns: int = 0
+    mismatch_since_ns: int = 0
     rtt_ns: int | None = None
     differences: tuple[str, ...] = ()
     proven_dead: bool = False
-    past: deque[int] = field(default_factory=partial(deque, maxlen=64))
+    ended_incarnations: deque[int] = field(default_factory=partial(deque, maxlen=64))
     former: dict[int, FormerIncarnation] = field(default_factory=dict)
-    name_asked_by: int = 0
+    name_refused_to: int = 0
     errors_total: int = 0
     last_error: str | None = None
     watermark_sent: tuple[int, int, int] | None = None
@@ -272,12 +270,12 @@ class Peer:
 
     @property
     def usable(self) -> bool:
-        """Whether messages of rooms may be exchanged."""
+        """Whether messages of rooms may be exchanged with it."""
         return self.state in (PeerState.READY, PeerState.SUSPECT)
 
     @property
     def heard_ns(self) -> int:
-        """When this incarnation was last heard from, monotonic; 0: never."""
+        """Monotonic time of the last message of this incarnation; 0: none yet."""
         return self.lease.renewed_ns
 
     @heard_ns.setter
@@ -285,30 +283,30 @@ class Peer:
         self.lease.renewed_ns = now_ns
 
     def may_post(self, now_ns: int) -> bool:
-        """The writer's lease: a post needs a peer that was heard from lately."""
+        """Whether a writer may post to it: it is usable and was heard from within the lease."""
         return self.usable and self.lease.valid(now_ns)
 
-    def meet(
+    def begin_incarnation(
         self,
         incarnation: int,
-        who: PeerInfo,
+        info: PeerInfo,
         inputs: PlanInputs | None,
         differences: tuple[str, ...],
         route: bytes = b"",
     ) -> None:
-        """Start over with this incarnation; ready follows when the transport has connected."""
+        """Start over with this incarnation; it is ready once the transport has connected."""
         if incarnation != self.incarnation:
-            if self.who is not None and not self.proven_dead:
-                self.former[self.incarnation] = FormerIncarnation(self.who, self.route)
+            if self.info is not None and not self.proven_dead:
+                self.former[self.incarnation] = FormerIncarnation(self.info, self.route)
             self.former.pop(incarnation, None)
             self.lease = Lease(self.timing.lease_ns)
         self.incarnation = incarnation
         self.route = route
-        self.who = who
+        self.info = info
         self.inputs = inputs
         if inputs is not None:
             self.wire = inputs.to_wire()
-            self.at = RankCoord(*who.coord)
+            self.coord = RankCoord(*info.coord)
         self.differences = differences
         self.gate = RingGate()
         self.proven_dead = False
@@ -316,31 +314,32 @@ class Peer:
         self.state = PeerState.CONNECTING if inputs is not None else PeerState.REFUSED
 
     def end(self, incarnation: int) -> None:
-        """This incarnation, the present one or a former, has ended for certain."""
+        """This incarnation, the present one or a former one, is proven to have ended."""
         if incarnation == self.incarnation:
             self.proven_dead = True
         self.former.pop(incarnation, None)
-        self.past.append(incarnation)
+        self.ended_incarnations.append(incarnation)
 
-    def introduced(self, incarnation: int) -> PeerInfo | None:
-        """What an incarnation that may still be there said of itself."""
+    def info_of(self, incarnation: int) -> PeerInfo | None:
+        """The info that the present incarnation, or a former one that may still run, has sent."""
         if incarnation == self.incarnation:
-            return self.who
+            return self.info
         former = self.former.get(incarnation)
-        return former.who if former is not None else None
+        return former.info if former is not None else None
 
     @property
     def refusal(self) -> str:
-        """Why it does not fit us, in words."""
+        """Why it was refused, as a text."""
         return f"{self.name} refused: {'; '.join(self.differences)}"
 
-    def heard(self, now_ns: int) -> bool:
-        """Anything came from this incarnation; True when that ended a suspicion."""
+    def hear(self, now_ns: int) -> tuple[bool, bool]:
+        """Record a message of this incarnation; returns whether its lease had run out, and whether it was suspect."""
+        lapsed = not self.lease.valid(now_ns)
+        was_suspect = self.state is PeerState.SUSPECT
         self.heard_ns = now_ns
-        if self.state is PeerState.SUSPECT:
+        if was_suspect:
             self.state = PeerState.READY
-            return True
-        return False
+        return lapsed, was_suspect
 
     def heartbeat(self, message: Heartbeat, now_ns: int) -> None:
         self._echo_ns, self._echo_since_ns = message.sent_ns, now_ns
@@ -350,7 +349,7 @@ class Peer:
                 self.rtt_ns = rtt
 
     def due_heartbeat(self, now_ns: int, watermark: list[int]) -> Heartbeat | None:
-        """The next heartbeat to send, when it is time."""
+        """The heartbeat to send, if one is due."""
         if not self.usable or now_ns < self._heartbeat_due_ns:
             return None
         self._heartbeat_due_ns = now_ns + self.timing.heartbeat_ns
@@ -358,7 +357,7 @@ class Peer:
         return Heartbeat(sent_ns=now_ns, echo_ns=self._echo_ns, held_ns=held, watermark=watermark)
 
     def check(self, now_ns: int) -> PeerState | None:
-        """Let time pass; the new state when silence changed it."""
+        """Apply the silence so far; returns the new state if it changed."""
         silence = now_ns - self.heard_ns
         if self.usable and silence >= self.timing.lost_ns:
             self.state = PeerState.LOST

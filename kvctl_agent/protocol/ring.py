@@ -1,14 +1,15 @@
-"""The decode rank's ring allocator: an endless log over a fixed region, freed from its oldest end.
+"""The staging ring of a decode rank: its allocator, the grants in it, and a writer's gate in front of it.
 
-A request that fits the ring at all is granted at once, possibly in a round whose bytes are still in use; the *writer*
-waits until the watermark has passed (see `gate`). So allocation never blocks and never fails for want of space.
+The ring is an endless log over a fixed region, freed from its oldest end. A request that fits the ring at all is
+granted at once, possibly in a round whose bytes are still in use; the *writer* waits until the watermark has passed the
+region. So allocation never blocks and never fails for lack of space.
 
 The watermark is (round, tail) of the oldest allocation not yet freed. Freeing the last one starts a new round at
 offset 0, so an empty ring gates nobody.
 
-An allocation whose owner is silent must not hold up all others for as long. It can be set aside: it leaves the order,
-so that the watermark passes it, but keeps its bytes, which no new allocation gets until it is freed. Before that,
-whoever was given the same bytes in a later round must give them back (`heirs`), since the watermark would let them in.
+An allocation whose writer is silent must not block all others for as long. It can be retired: it leaves the order, so
+that the watermark passes it, but no new allocation gets its bytes until it is freed. Before that, allocations of later
+rounds that overlap it must be given back, since the watermark would admit their writers.
 """
 
 from __future__ import annotations
@@ -49,23 +50,21 @@ def may_write(round_: int, end: int, watermark: Position) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Ring:
-    """Who owns which bytes of the ring; knows nothing of rooms.
+    """Allocator of the ring's bytes; independent of rooms.
 
     Args:
-        size_bytes: size of the ring; 0 means that there is none.
+        size_bytes: size of the ring; 0 if there is none.
     """
 
     size_bytes: int
     high_water_bytes: int = 0
-    sequence: int = 0  # grows with each move of the watermark, so that a late one is told from a new one
+    sequence: int = 0  # grows with each move of the watermark, to detect late ones
     _head: int = 0
     _round: int = 0
     _serial: int = 0
     _used: int = 0
     _live: dict[int, Region] = field(default_factory=dict)  # in order of allocation: the first is the oldest
-    _avoided: dict[int, Region] = field(
-        default_factory=dict
-    )  # no new allocation gets these bytes: aside, or about to be
+    _excluded: dict[int, Region] = field(default_factory=dict)  # retired or about to be: their bytes are not allocated
 
     @property
     def head(self) -> int:
@@ -77,17 +76,17 @@ class Ring:
 
     @property
     def last_serial(self) -> int:
-        """Of the allocation that was given last; 0 before the first."""
+        """Serial of the latest allocation; 0 before the first."""
         return self._serial
 
     @property
     def used_bytes(self) -> int:
-        """Bytes with a live owner; may exceed the size, since later rounds are granted ahead."""
+        """Allocated bytes; may exceed the size, since later rounds are granted ahead."""
         return self._used
 
     @property
     def live(self) -> tuple[Region, ...]:
-        """Allocations that the watermark waits for, oldest first."""
+        """Allocations that the watermark has not passed, oldest first."""
         return tuple(self._live.values())
 
     @property
@@ -98,16 +97,16 @@ class Ring:
 
     @property
     def oldest(self) -> Region | None:
-        """The allocation that the watermark waits for first."""
+        """The allocation at the watermark."""
         return next(iter(self._live.values()), None)
 
     @property
     def largest_bytes(self) -> int:
-        """The largest allocation possible: the whole ring, or what lies between the avoided bytes."""
-        if not self._avoided:
+        """Size of the largest possible allocation: the whole ring, or the largest gap between excluded bytes."""
+        if not self._excluded:
             return self.size_bytes
         largest = start = 0
-        for region in (*sorted(self._avoided.values(), key=_offset), Region(0, self.size_bytes, self.size_bytes, 0)):
+        for region in (*sorted(self._excluded.values(), key=_offset), Region(0, self.size_bytes, self.size_bytes, 0)):
             largest = max(largest, region.offset - start)
             start = max(start, region.end)
         return largest
@@ -116,15 +115,15 @@ class Ring:
         return 0 < _aligned(nbytes) <= self.largest_bytes
 
     def allocate(self, nbytes: int) -> Region:
-        """Grant the next `nbytes` of the log.
+        """Allocate the next `nbytes` of the log.
 
         Raises:
-            LocalProtocolError: the request can never fit; ask `fits` first.
+            LocalProtocolError: the request can never fit; check `fits` first.
         """
         size = _aligned(nbytes)
         if not self.fits(nbytes):
             raise LocalProtocolError(f"a part of {nbytes} bytes cannot fit a staging ring of {self.size_bytes} bytes")
-        while (start := self._free_from(self._head, size)) is None:
+        while (start := self._find_space(self._head, size)) is None:
             self._round += 1
             self._head = 0
         self._head = start
@@ -137,26 +136,26 @@ class Ring:
         return region
 
     def free(self, serial: int) -> bool:
-        """Give a region back; True when that moved the watermark. Freeing twice changes nothing."""
-        aside = self._avoided.pop(serial, None)
+        """Free a region; returns whether that moved the watermark. Freeing twice changes nothing."""
+        excluded = self._excluded.pop(serial, None)
         region = self._live.get(serial)
         if region is None:
-            if aside is not None:
-                self._used -= aside.end - aside.offset
+            if excluded is not None:
+                self._used -= excluded.end - excluded.offset
             return False
         self._used -= region.end - region.offset
-        return self._leave_order(serial)
+        return self._remove_from_order(serial)
 
-    def avoid(self, serial: int) -> None:
-        """From now on no new allocation gets the bytes of this one, whatever the round."""
+    def exclude(self, serial: int) -> None:
+        """From now on no new allocation of any round gets the bytes of this one."""
         if region := self._live.get(serial):
-            self._avoided[serial] = region
+            self._excluded[serial] = region
 
-    def is_aside(self, serial: int) -> bool:
-        """Whether the watermark has passed this allocation although it is not freed. Safe to ask from any thread."""
-        return serial in self._avoided and serial not in self._live
+    def is_retired(self, serial: int) -> bool:
+        """Whether the watermark has passed this allocation before it was freed. Safe to call from any thread."""
+        return serial in self._excluded and serial not in self._live
 
-    def heirs(self, serial: int) -> list[int]:
+    def overlapping(self, serial: int) -> list[int]:
         """Serials of later rounds that were given some of the bytes of a live allocation."""
         mine = self._live[serial]
         return [
@@ -165,12 +164,12 @@ class Ring:
             if other.round > mine.round and other.offset < mine.end and mine.offset < other.end
         ]
 
-    def set_aside(self, serial: int) -> bool:
-        """Let the watermark pass a live allocation, whose bytes stay its own; True when the watermark moved."""
-        self.avoid(serial)
-        return self._leave_order(serial)
+    def retire(self, serial: int) -> bool:
+        """Let the watermark pass a live allocation, which keeps its bytes; returns whether the watermark moved."""
+        self.exclude(serial)
+        return self._remove_from_order(serial)
 
-    def _leave_order(self, serial: int) -> bool:
+    def _remove_from_order(self, serial: int) -> bool:
         oldest = next(iter(self._live)) == serial
         del self._live[serial]
         if not self._live:
@@ -180,9 +179,9 @@ class Ring:
             self.sequence += 1
         return oldest
 
-    def _free_from(self, start: int, size: int) -> int | None:
-        """The first place at or after `start` for so many bytes in this round; None where there is none."""
-        for region in sorted(self._avoided.values(), key=_offset):
+    def _find_space(self, start: int, size: int) -> int | None:
+        """The first offset from `start` on with `size` free bytes in this round; None if there is none."""
+        for region in sorted(self._excluded.values(), key=_offset):
             if region.offset >= start + size:
                 break
             start = max(start, region.end)
@@ -198,10 +197,10 @@ def _aligned(nbytes: int) -> int:
 
 
 class RingGate:
-    """The latest watermark heard from one incarnation of one reader.
+    """A writer's view of one decode rank's ring: the latest watermark received from one incarnation of it.
 
-    A watermark of another incarnation must not open new grants, nor an old high sequence mask new ones: a new
-    incarnation gets a new Gate.
+    A new incarnation gets a new gate: watermarks of another incarnation must not open its grants, and their higher
+    sequence numbers must not hide its watermarks.
     """
 
     __slots__ = ("heard_ns", "position", "sequence")
@@ -212,7 +211,7 @@ class RingGate:
         self.heard_ns = 0
 
     def hear(self, watermark: Sequence[int], now_ns: int) -> bool:
-        """Take a (round, tail, sequence) from the reader; True when it moved. Late or malformed ones change nothing."""
+        """Take a (round, tail, sequence); returns whether the watermark moved. Late and malformed ones are ignored."""
         if len(watermark) != 3:
             return False
         round_, tail, sequence = watermark
@@ -223,10 +222,14 @@ class RingGate:
         return True
 
     def open(self, round_: int, end: int) -> bool:
+        """Whether the watermark has passed a granted region, so that it may be written."""
         return may_write(round_, end, self.position)
 
 
 class RegionState(StrEnum):
+    """Granted → landed (its tag came; it is being scattered) → freed; or granted → revoking → freed; or quarantined,
+    where a write may be in flight and nothing proves otherwise."""
+
     GRANTED = "granted"
     REVOKING = "revoking"
     LANDED = "landed"
@@ -234,18 +237,18 @@ class RegionState(StrEnum):
 
 
 @dataclass(slots=True, eq=False)
-class GrantedRegion:
-    """One region and its owner."""
+class Allocation:
+    """A granted region and the part it belongs to."""
 
     region: Region
     room: RoomKey
     key: PartKey
     nbytes: int  # payload; the region is aligned up
     granted_ns: int
-    at_ns: int  # of its state, and of the latest revoke
+    at_ns: int  # time of the latest state change or revoke
     state: RegionState = RegionState.GRANTED
-    posted: bool = False  # its writer has said that it was too late to give it back
-    yields: bool = False  # an operator wants the watermark to pass it, as soon as nobody was given its bytes too
+    posted: bool = False  # the writer has answered a revoke with TooLate
+    retire_requested: bool = False  # by an operator; done as soon as no other allocation overlaps it
 
     def grant(self) -> Grant:
         region, key = self.region, self.key
@@ -253,113 +256,110 @@ class GrantedRegion:
 
 
 class GrantTable:
-    """Grants by serial and by part; at most one live grant for a part."""
+    """The live allocations of the ring by serial, part and room; a part has at most one."""
 
     def __init__(self, size_bytes: int) -> None:
         self.ring = Ring(size_bytes)
         self.quarantined_bytes = 0
-        self.refused_largest_bytes = 0  # of the parts that no place could be found for
-        self._by_serial: dict[int, GrantedRegion] = {}
-        self._by_part: dict[tuple[RoomKey, PartKey], GrantedRegion] = {}
+        self.refused_largest_bytes = 0  # size of the largest part that could not fit
+        self._by_serial: dict[int, Allocation] = {}
+        self._by_part: dict[tuple[RoomKey, PartKey], Allocation] = {}
         self._by_room: dict[RoomKey, set[int]] = {}
-        self._gated: dict[str, dict[int, Region]] = {}  # per peer, oldest first: live grants not opened yet
+        self._gated: dict[
+            str, dict[int, Region]
+        ] = {}  # by peer, oldest first: grants that the watermark has not passed
 
     def __len__(self) -> int:
         return len(self._by_serial)
 
-    def find(self, serial: int) -> GrantedRegion | None:
+    def find(self, serial: int) -> Allocation | None:
         return self._by_serial.get(serial)
 
-    def of_part(self, room: RoomKey, key: PartKey) -> GrantedRegion | None:
+    def of_part(self, room: RoomKey, key: PartKey) -> Allocation | None:
         return self._by_part.get((room, key))
 
-    def of_room(self, room: RoomKey) -> list[GrantedRegion]:
+    def of_room(self, room: RoomKey) -> list[Allocation]:
         return [self._by_serial[serial] for serial in self._by_room.get(room, ())]
 
-    def unread(self, room: RoomKey) -> list[GrantedRegion]:
-        """What a writer holds for a room, but for what is being scattered."""
-        return [holding for holding in self.of_room(room) if holding.state is not RegionState.LANDED]
+    def unlanded(self, room: RoomKey) -> list[Allocation]:
+        """Allocations of a writer for a room, except those being scattered."""
+        return [allocation for allocation in self.of_room(room) if allocation.state is not RegionState.LANDED]
 
-    def holdings(self) -> list[GrantedRegion]:
-        """All live grants, oldest first. Safe to read from another thread."""
+    def allocations(self) -> list[Allocation]:
+        """All live allocations, oldest first. Safe to call from any thread."""
         return list(self._by_serial.copy().values())
 
-    def oldest(self) -> GrantedRegion | None:
-        """The holding that the watermark waits for."""
+    def oldest(self) -> Allocation | None:
+        """The allocation at the watermark."""
         region = self.ring.oldest
         return self._by_serial[region.serial] if region is not None else None
 
-    def heirs(self, holding: GrantedRegion) -> list[GrantedRegion]:
-        """Holdings of later rounds that were given some of its bytes."""
-        return [self._by_serial[serial] for serial in self.ring.heirs(holding.region.serial)]
+    def overlapping(self, allocation: Allocation) -> list[Allocation]:
+        """Allocations of later rounds that were given some of its bytes."""
+        return [self._by_serial[serial] for serial in self.ring.overlapping(allocation.region.serial)]
 
-    def grant(self, room: RoomKey, key: PartKey, nbytes: int, now_ns: int) -> GrantedRegion:
-        """Give a region to a part that has none; the caller has asked `ring.fits`."""
-        holding = GrantedRegion(self.ring.allocate(nbytes), room, key, nbytes, now_ns, now_ns)
-        region = holding.region
-        self._by_serial[region.serial] = holding
-        self._by_part[room, key] = holding
+    def grant(self, room: RoomKey, key: PartKey, nbytes: int, now_ns: int) -> Allocation:
+        """Allocate a region for a part that has none; the caller has checked `ring.fits`."""
+        allocation = Allocation(self.ring.allocate(nbytes), room, key, nbytes, now_ns, now_ns)
+        region = allocation.region
+        self._by_serial[region.serial] = allocation
+        self._by_part[room, key] = allocation
         self._by_room.setdefault(room, set()).add(region.serial)
         if not may_write(region.round, region.end, self.ring.watermark):
             self._gated.setdefault(room.peer, {})[region.serial] = region
-        return holding
+        return allocation
 
     def free(self, serial: int) -> bool:
-        """Give a region back to the ring; True when the watermark moved."""
-        holding = self._by_serial.pop(serial, None)
-        if holding is None:
+        """Free an allocation; returns whether the watermark moved."""
+        allocation = self._by_serial.pop(serial, None)
+        if allocation is None:
             return False
-        if holding.state is RegionState.QUARANTINED:
-            self.quarantined_bytes -= holding.region.end - holding.region.offset
-        del self._by_part[holding.room, holding.key]
-        self._ungate(holding)
-        serials = self._by_room[holding.room]
+        if allocation.state is RegionState.QUARANTINED:
+            self.quarantined_bytes -= allocation.region.end - allocation.region.offset
+        del self._by_part[allocation.room, allocation.key]
+        self._ungate(allocation)
+        serials = self._by_room[allocation.room]
         serials.discard(serial)
         if not serials:
-            del self._by_room[holding.room]
+            del self._by_room[allocation.room]
         return self.ring.free(serial)
 
-    def land(self, holding: GrantedRegion, at_ns: int) -> None:
-        """Its write is over: it is being scattered, and then free."""
-        holding.state = RegionState.LANDED
-        holding.at_ns = at_ns
-
-    def quarantine(self, holding: GrantedRegion) -> None:
-        """A write to this region may be in flight for ever: keep it, count it, show it."""
-        if holding.state is not RegionState.QUARANTINED:
-            holding.state = RegionState.QUARANTINED
-            self.quarantined_bytes += holding.region.end - holding.region.offset
-            self.ring.avoid(holding.region.serial)
-            self._ungate(holding)  # its writer waits for nothing that we could tell
+    def quarantine(self, allocation: Allocation) -> None:
+        """A write to this region may be in flight for ever: keep the region and count its bytes."""
+        if allocation.state is not RegionState.QUARANTINED:
+            allocation.state = RegionState.QUARANTINED
+            self.quarantined_bytes += allocation.region.end - allocation.region.offset
+            self.ring.exclude(allocation.region.serial)
+            self._ungate(allocation)  # its writer is not notified any more
 
     def quarantine_room(self, room: RoomKey) -> None:
-        """The writer may write to what it holds for this room for ever."""
-        for holding in self.unread(room):
-            self.quarantine(holding)
+        """Quarantine all regions that a writer may still write for a room."""
+        for allocation in self.unlanded(room):
+            self.quarantine(allocation)
 
-    def _ungate(self, holding: GrantedRegion) -> None:
-        gated = self._gated.get(holding.room.peer)
-        if gated is not None and gated.pop(holding.region.serial, None) is not None and not gated:
-            del self._gated[holding.room.peer]
+    def _ungate(self, allocation: Allocation) -> None:
+        gated = self._gated.get(allocation.room.peer)
+        if gated is not None and gated.pop(allocation.region.serial, None) is not None and not gated:
+            del self._gated[allocation.room.peer]
 
-    def opened(self) -> list[str]:
-        """Peers that hold a grant which the watermark has passed since they were last told."""
+    def take_opened(self) -> list[str]:
+        """Peers with a grant that the watermark has passed since the last call."""
         watermark = self.ring.watermark
-        told: list[str] = []
+        peers: list[str] = []
         for peer, gated in list(self._gated.items()):
             open_now: list[int] = []
             for serial, region in gated.items():
                 if not may_write(region.round, region.end, watermark):
-                    break  # regions open in the order in which they were given
+                    break  # the watermark passes regions in the order of allocation
                 open_now.append(serial)
             if open_now:
-                told.append(peer)
+                peers.append(peer)
                 for serial in open_now:
                     del gated[serial]
                 if not gated:
                     del self._gated[peer]
-        return told
+        return peers
 
     @property
-    def gates_somebody(self) -> bool:
+    def gates_any_peer(self) -> bool:
         return bool(self._gated)

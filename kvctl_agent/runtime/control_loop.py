@@ -371,16 +371,16 @@ class ControlLoop:
         self._liveness_ns = now_ns + _LIVENESS_NS
         for peer in list(self._machine.peers.values()):
             if not peer.proven_dead and peer.state is not PeerState.REFUSED:
-                self._check_ended(peer, peer.incarnation, peer.who)
+                self._check_ended(peer, peer.incarnation, peer.info)
             for incarnation, former in list(peer.former.items()):
-                self._check_ended(peer, incarnation, former.who)
+                self._check_ended(peer, incarnation, former.info)
             self._channel.keep(peer.name, {peer.route, *(former.route for former in peer.former.values())})
 
     def _check_replaced(self, hello: ev.Received) -> None:
         """Checks, when another incarnation says Hello under a peer's name, whether the earlier process has ended."""
         peer = self._machine.peers.get(hello.peer)
         if peer is not None and not peer.proven_dead and peer.incarnation != hello.incarnation:
-            self._check_ended(peer, peer.incarnation, peer.who)
+            self._check_ended(peer, peer.incarnation, peer.info)
 
     def _check_ended(self, peer: Peer, incarnation: int, info: PeerInfo | None) -> None:
         if info is not None and info.host == self._local.host and is_dead(info.pid):
@@ -401,7 +401,7 @@ class ControlLoop:
 
     def _connect_peer(self, action: ev.ConnectPeer) -> None:
         try:
-            self._connections.connect(action.peer, action.who, action.held)
+            self._connections.connect(action.peer, action.info, action.shards)
         except Exception as error:
             self._feed(ev.PeerUnusable(action.peer, str(error)))
         else:

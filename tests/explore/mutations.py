@@ -21,7 +21,7 @@ from kvctl_agent.protocol.peer import Peer
 from kvctl_agent.protocol.prefill.dispatch import Dispatch
 from kvctl_agent.protocol.prefill.rooms import SendRooms, StagingRequests
 from kvctl_agent.protocol.prefill.send_room import Part, PartState, PeerTransfer
-from kvctl_agent.protocol.ring import GrantedRegion, GrantTable, Region, RegionState, Ring
+from kvctl_agent.protocol.ring import Allocation, GrantTable, Region, RegionState, Ring
 from tests.explore.configurations import P0, Configuration, D
 from tests.explore.explorer.flow import Budget
 from tests.explore.explorer.scene import Scene
@@ -49,14 +49,14 @@ class Mutation(NamedTuple):
 
 
 def _no_tombstones(patch: Patch) -> None:
-    patch.setattr(Tombstones, "bury", lambda graves, key, epitaph, now_ns: None)
+    patch.setattr(Tombstones, "add", lambda tombstones, key, outcome, now_ns: None)
 
 
 def _serials_again(patch: Patch) -> None:
     allocate = Ring.allocate
 
     def again(ring: Ring, nbytes: int) -> Region:
-        ring._serial = max((*ring._live, *ring._avoided), default=0)
+        ring._serial = max((*ring._live, *ring._excluded), default=0)
         return allocate(ring, nbytes)
 
     patch.setattr(Ring, "allocate", again)
@@ -78,15 +78,15 @@ def _finals_counted(patch: Patch) -> None:
 
 
 def _not_freed_on_abort(patch: Patch) -> None:
-    def drained(reclaim: Any, room: RecvRoom, leg: WriterTransfer) -> None:
-        leg.drained = True
+    def drained(reclaim: Any, room: RecvRoom, transfer: WriterTransfer) -> None:
+        transfer.drained = True
         reclaim.rooms.settle(room)
 
     patch.setattr(Reclaim, "drained", drained)
 
 
 def _gate_of_an_earlier_life(patch: Patch) -> None:
-    meet = Peer.meet
+    meet = Peer.begin_incarnation
 
     def keep(peer: Peer, *introduced: Any) -> None:
         gate = peer.gate
@@ -104,20 +104,20 @@ def _gate_holds_a_worker(patch: Patch) -> None:
         queues: dict[str, list[Any]] = vars(dispatch.state).setdefault("held", {})
         return queues.setdefault(peer, [])
 
-    def take(dispatch: Any, room: Any, leg: PeerTransfer, part: Part) -> None:
+    def take(dispatch: Any, room: Any, transfer: PeerTransfer, part: Part) -> None:
         part.state = PartState.QUEUED
-        held(dispatch, leg.peer).append((leg, part))
-        go_on(dispatch, dispatch.context.peers[leg.peer])
+        held(dispatch, transfer.peer).append((transfer, part))
+        go_on(dispatch, dispatch.context.peers[transfer.peer])
 
     def go_on(dispatch: Any, peer: Peer) -> None:
         queue, rooms = held(dispatch, peer.name), dispatch.state.rooms
         while queue and rooms.get(queue[0][0].room) is not None:
-            leg, part = queue[0]
+            transfer, part = queue[0]
             if part.grant is None or not peer.gate.open(part.grant.round, part.grant.end):
                 return
             queue.pop(0)
             part.state = PartState.READY
-            dispatch_(dispatch, rooms[leg.room], leg, part)
+            dispatch_(dispatch, rooms[transfer.room], transfer, part)
 
     def on_staging_grants(dispatch: Any, peer: Peer, message: Any) -> None:
         grants_(dispatch, peer, message)
@@ -133,9 +133,9 @@ def _gate_open(patch: Patch) -> None:
 
 
 def _freed_under_a_scatter(patch: Patch) -> None:
-    def drained(reclaim: Any, room: RecvRoom, leg: WriterTransfer) -> None:
-        leg.drained = True
-        reclaim.grants.free(reclaim.state.book.of_room(room.key_of(leg.peer)))
+    def drained(reclaim: Any, room: RecvRoom, transfer: WriterTransfer) -> None:
+        transfer.drained = True
+        reclaim.grants.free(reclaim.state.grant_table.of_room(room.key_of(transfer.peer)))
         if room.room in reclaim.state.rooms:
             reclaim.rooms.settle(room)
 
@@ -145,15 +145,15 @@ def _freed_under_a_scatter(patch: Patch) -> None:
 def _released_before_drained(patch: Patch) -> None:
     init = WriterTransfer.__init__
 
-    def drained(leg: WriterTransfer, peer: str, incarnation: int) -> None:
-        init(leg, peer, incarnation)
-        leg.drained = True
+    def drained(transfer: WriterTransfer, peer: str, incarnation: int) -> None:
+        init(transfer, peer, incarnation)
+        transfer.drained = True
 
     patch.setattr(WriterTransfer, "__init__", drained)
 
 
 def _drained_said_too_early(patch: Patch) -> None:
-    patch.setattr(PeerTransfer, "drained", property(lambda leg: True))
+    patch.setattr(PeerTransfer, "drained", property(lambda transfer: True))
 
 
 def _revoked_serial_forgotten(patch: Patch) -> None:
@@ -163,10 +163,10 @@ def _revoked_serial_forgotten(patch: Patch) -> None:
 def _request_said_once(patch: Patch) -> None:
     resend = SendRooms.resend
 
-    def without_requests(rooms: Any, room: Any, leg: PeerTransfer) -> None:
+    def without_requests(rooms: Any, room: Any, transfer: PeerTransfer) -> None:
         with pytest.MonkeyPatch.context() as meanwhile:
-            meanwhile.setattr(StagingRequests, "send", lambda staging, leg, parts: None)
-            resend(rooms, room, leg)
+            meanwhile.setattr(StagingRequests, "send", lambda staging, transfer, parts: None)
+            resend(rooms, room, transfer)
 
     patch.setattr(SendRooms, "resend", without_requests)
 
@@ -196,9 +196,9 @@ def _success_on_the_last_chunk(patch: Patch) -> None:
 def _quarantine_for_ever(patch: Patch) -> None:
     free = GrantTable.free
 
-    def kept(book: GrantTable, serial: int) -> bool:
-        holding: GrantedRegion | None = book.find(serial)
-        return holding is not None and holding.state is not RegionState.QUARANTINED and free(book, serial)
+    def kept(table: GrantTable, serial: int) -> bool:
+        allocation: Allocation | None = table.find(serial)
+        return allocation is not None and allocation.state is not RegionState.QUARANTINED and free(table, serial)
 
     patch.setattr(GrantTable, "free", kept)
 
@@ -215,15 +215,15 @@ def _replaced_is_taken_for_dead(patch: Patch) -> None:
 
 
 def _replacement_answers_for_the_replaced(patch: Patch) -> None:
-    def answers(rooms: Any, leg: WriterTransfer) -> bool:
-        return bool(rooms.context.is_ready(leg.peer))
+    def answers(rooms: Any, transfer: WriterTransfer) -> bool:
+        return bool(rooms.context.is_ready(transfer.peer))
 
     def find(rooms: Any, peer: Peer, number: int, nonce: int) -> Any:
         room = rooms.state.rooms.get(number)
         if room is None or room.nonce != nonce:
             return None
-        leg = room.legs.get(peer.name)
-        return None if leg is None else (room, leg)
+        transfer = room.transfers.get(peer.name)
+        return None if transfer is None else (room, transfer)
 
     patch.setattr(RecvRooms, "answers", answers)
     patch.setattr(RecvRooms, "find", find)

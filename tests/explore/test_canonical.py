@@ -72,17 +72,17 @@ def test_a_field_that_is_new_counts(objects: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda objects: setattr(objects["PeerTransfer"], "drained_said", True),
+        lambda objects: setattr(objects["PeerTransfer"], "drained_sent", True),
         lambda objects: setattr(objects["PeerTransfer"], "in_flight", 7),
         lambda objects: setattr(objects["CancelToken"], "cancelled", True),
         lambda objects: setattr(objects["RingGate"], "sequence", 7),
         lambda objects: setattr(objects["Peer"], "heard_ns", 1),
-        lambda objects: objects["Peer"].past.append(7),
+        lambda objects: objects["Peer"].ended_incarnations.append(7),
         lambda objects: setattr(objects["Part"], "revoked", 7),
         lambda objects: setattr(objects["Ring"], "_serial", 7),
-        lambda objects: setattr(objects["GrantedRegion"], "state", RegionState.REVOKING),
+        lambda objects: setattr(objects["Allocation"], "state", RegionState.REVOKING),
         lambda objects: setattr(objects["RecvRoom"], "missing", 7),
-        lambda objects: objects["Tombstones"].bury(RoomKey("decode-0", 1, 2), None, 0),
+        lambda objects: objects["Tombstones"].add(RoomKey("decode-0", 1, 2), None, 0),
     ],
 )
 def test_what_the_protocol_knows_makes_another_state(change: Callable[[Any], object]) -> None:

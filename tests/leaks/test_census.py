@@ -36,14 +36,14 @@ def test_a_structure_of_any_kind_and_name_is_counted(container: Any) -> None:
 
 def test_slots_are_counted_and_sizes_at_one_path_are_added_up() -> None:
     one, other = Tombstones[bool](1), Tombstones[bool](1)
-    one.bury(RoomKey("", 1, 1), True, 0)
-    other.bury(RoomKey("", 2, 1), True, 0)
-    other.bury(RoomKey("", 3, 1), True, 0)
+    one.add(RoomKey("", 1, 1), True, 0)
+    other.add(RoomKey("", 2, 1), True, 0)
+    other.add(RoomKey("", 3, 1), True, 0)
     spans = BusyTime()
     spans.add(1, 2)
-    sizes = census(make("Root", graves={"a": one, "b": other}, moved=spans))
-    assert sizes["graves"] == 2
-    assert sizes["graves[]._graves"] == 3
+    sizes = census(make("Root", tombstones={"a": one, "b": other}, moved=spans))
+    assert sizes["tombstones"] == 2
+    assert sizes["tombstones[]._entries"] == 3
     assert sizes["moved._spans"] == 1
 
 
@@ -68,7 +68,7 @@ def test_a_ring_of_references_ends() -> None:
 def test_objects_that_only_a_closure_holds_are_counted() -> None:
     kind = "kvctl_agent.protocol.decode.rooms.WriterTransfer"
     before = instances().get(kind, 0)
-    hidden = (lambda leg: lambda: leg)(WriterTransfer("peer", 1))
+    hidden = (lambda transfer: lambda: transfer)(WriterTransfer("peer", 1))
     assert instances()[kind] == before + 1
     assert hidden().peer == "peer"
 

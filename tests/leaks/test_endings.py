@@ -11,7 +11,7 @@ from benchmarks.leaks.census import Sizes, grown
 from benchmarks.leaks.endings import ENDINGS, Ending, Sides, run
 
 # What is remembered of ended rooms for a while; waited for once, in the last test.
-MEMORY = re.compile(r".*: machine\.state\.(tombstones|ended|aborted).*")
+MEMORY = re.compile(r".*: machine\.state\.(tombstones|ended|pending_aborts).*")
 SETTLED_S = 60.0
 EMPTY = ("machine.rooms", "machine.open", "machine.state.parked[]", "handles._handles", "telemetry.rooms._active")
 

@@ -48,8 +48,8 @@ class DecodeInvariants:
         self._checksums: set[tuple[int, int, PartKind, PartKey]] = set()  # being computed
         for name, peer in machine.peers.items():
             self._incarnations[name] = peer.incarnation
-            if peer.who is not None:
-                self._peer_infos[name] = peer.who
+            if peer.info is not None:
+                self._peer_infos[name] = peer.info
             if not peer.usable:
                 self._lost.add(name)
         self._unknown_serials = machine.ring.last_serial  # up to this one
@@ -351,7 +351,7 @@ class DecodeInvariants:
             del self._rooms[number]
             nonce = room.opening.nonce
             left = self._machine.rooms.get(number)
-            regions = [self._machine.state.book.of_room(RoomKey(name, number, nonce)) for name in room.writers]
+            regions = [self._machine.state.grant_table.of_room(RoomKey(name, number, nonce)) for name in room.writers]
             if (left is not None and left.nonce == nonce) or any(regions):
                 raise Violation("left-behind", f"room {number} is finished everywhere and is still stored", number)
 

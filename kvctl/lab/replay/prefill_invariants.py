@@ -291,7 +291,7 @@ class PrefillInvariants:
             if not failed and not all(each.done and each.released and not each.failed for _, each in transfers):
                 continue
             for key, _ in transfers:
-                if key in self._machine.state.legs:
+                if key in self._machine.state.transfers:
                     raise Violation("left-behind", f"room {number} is finished everywhere and is still stored", number)
                 del self._transfers[key]
             del self._by_room[number]

@@ -1,7 +1,9 @@
-"""From the arrival of a part at a decode rank to its place in the pages.
+"""Parts on a decode rank: the ring regions granted for them, their arrival, and their way into the pages.
 
-- An arrival is believed only if it fits the plan, the nonce and, for a staged part, the very grant it names.
-- A ring region is freed when its scatter is done, or when its tag comes too late to matter.
+- A staging request is answered at once, unless the part can never fit. The same request gets the same grant; a part
+  whose grant is being revoked gets none.
+- An arrival is accepted only if it fits the plan, the nonce and, for a staged part, the very grant that it names.
+- A ring region is freed when its scatter is done, or when its tag arrives too late to matter.
 """
 
 from __future__ import annotations
@@ -17,22 +19,22 @@ from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.decode.rooms import DecodeState, PartChecksum, RecvRoom, RecvRooms
 from kvctl_agent.protocol.machine import MachineContext
 from kvctl_agent.protocol.peer import Peer, PeerState
-from kvctl_agent.protocol.ring import GrantedRegion, RegionState
-from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
+from kvctl_agent.protocol.ring import Allocation, RegionState
+from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey, Tag
 
 
 @dataclass(eq=False)
 class Grants:
-    """Owns the book of regions and tells writers what may be written."""
+    """Grants regions of the ring, revokes them, and tells the writers which regions they may write."""
 
     context: MachineContext
     state: DecodeState
     rooms: RecvRooms
 
     def watermark(self) -> list[int]:
-        """Round, tail and sequence, as they travel."""
-        position = self.state.book.ring.watermark
-        return [position.round, position.tail, self.state.book.ring.sequence]
+        """Round, tail and sequence, in wire form."""
+        position = self.state.grant_table.ring.watermark
+        return [position.round, position.tail, self.state.grant_table.ring.sequence]
 
     # ---- messages ---------------------------------------------------------------------------------------------
 
@@ -45,65 +47,63 @@ class Grants:
         room, _ = found
         if room.failure is not None or peer.state is not PeerState.READY:
             return  # the abort is on its way
-        assert peer.who is not None
+        assert peer.info is not None
         owner = room.key_of(peer.name)
         grants: list[msg.Grant] = []
         for spec in message.parts:
-            key = PartKey(peer.who.unique_rank, spec.chunk, spec.lo, spec.hi)
-            if spec.lo >= spec.hi or not room.owes(key) or not self._size_fits(room, key, spec.nbytes):
+            key = PartKey(peer.info.unique_rank, spec.chunk, spec.lo, spec.hi)
+            part = room.planned_part(key)
+            # The plan, not the writer, decides how large a part is.
+            if part is None or spec.nbytes != part.share.part_bytes(len(part.pages), spec.hi - spec.lo):
                 context.drop("unknown-part")
                 continue
-            holding = self.state.book.of_part(owner, key)
-            if holding is None:
+            allocation = self.state.grant_table.of_part(owner, key)
+            if allocation is None:
                 if not room.grantable(key):
                     context.drop("late")
                     continue
-                if not self.state.book.ring.fits(spec.nbytes):
+                if not self.state.grant_table.ring.fits(spec.nbytes):
                     self._refuse(peer, message, spec)
                     continue
-                holding = self.state.book.grant(owner, key, spec.nbytes, context.now_ns)
+                allocation = self.state.grant_table.grant(owner, key, spec.nbytes, context.now_ns)
                 room.grant(key)
                 context.telemetry.metrics.add("kvctl_ring_grants_total", 1)
-            if holding.state is RegionState.GRANTED:
-                grants.append(holding.grant())
-            elif holding.state is RegionState.REVOKING:
-                self.revoke(holding, 0)  # the answer was lost, and whoever waited behind it may wait no more
+            if allocation.state is RegionState.GRANTED:
+                grants.append(allocation.grant())
+            elif allocation.state is RegionState.REVOKING:
+                self.revoke(allocation, 0)  # the answer was lost: ask again, even if nobody waits for the region now
         if grants:
             mark = self.watermark()
             peer.watermark_sent = (mark[0], mark[1], mark[2])
-            room.record.event("grant", context.now_ns, writer=peer.who.unique_rank, peer=peer.name)
+            room.record.event("grant", context.now_ns, writer=peer.info.unique_rank, peer=peer.name)
             context.send(peer.name, msg.StagingGrants(room.room, room.nonce, grants, mark))
 
     def on_staging_revoked(self, peer: Peer, message: msg.StagingRevoked) -> None:
-        holding = self._revoking(peer, message.serial)
-        if holding is not None:
+        allocation = self._revoking(peer, message.serial)
+        if allocation is not None:
             self.context.telemetry.metrics.add("kvctl_ring_revokes_total", 1)
-            self.free([holding])
-            self.unpin()  # it may have been the last heir of a region that is to be set aside
+            self.free([allocation])
+            self.unblock()  # it may have been the last allocation that overlaps a region to be retired
 
     def on_too_late(self, peer: Peer, message: msg.TooLate) -> None:
-        holding = self._revoking(peer, message.serial)
-        if holding is not None:
-            holding.state = RegionState.GRANTED
-            holding.at_ns = self.context.now_ns
-            holding.posted = True
+        allocation = self._revoking(peer, message.serial)
+        if allocation is not None:
+            allocation.state = RegionState.GRANTED
+            allocation.at_ns = self.context.now_ns
+            allocation.posted = True
 
-    def _revoking(self, peer: Peer, serial: int) -> GrantedRegion | None:
-        """The allocation that this peer was asked to give back; where there is none, that is counted."""
-        holding = self.state.book.find(serial)
-        if holding is None or holding.state is not RegionState.REVOKING or holding.room.peer != peer.name:
+    def _revoking(self, peer: Peer, serial: int) -> Allocation | None:
+        """The allocation that this peer was asked to give back; if there is none, the message is counted as dropped."""
+        allocation = self.state.grant_table.find(serial)
+        if allocation is None or allocation.state is not RegionState.REVOKING or allocation.room.peer != peer.name:
             self.context.drop("late")
             return None
-        return holding
-
-    def _size_fits(self, room: RecvRoom, key: PartKey, nbytes: int) -> bool:
-        """The plan, not the writer, says how large a part is."""
-        return nbytes == room.share_of(key).part_bytes(len(room.pages_at(key)), key.hi - key.lo)
+        return allocation
 
     def _refuse(self, peer: Peer, message: msg.StagingRequest, spec: msg.PartSpec) -> None:
         self.context.telemetry.metrics.add("kvctl_ring_refusals_total", 1)
-        self.state.book.refused_largest_bytes = max(self.state.book.refused_largest_bytes, spec.nbytes)
-        ring, size = self.state.book.ring.largest_bytes, self.state.book.ring.size_bytes
+        self.state.grant_table.refused_largest_bytes = max(self.state.grant_table.refused_largest_bytes, spec.nbytes)
+        ring, size = self.state.grant_table.ring.largest_bytes, self.state.grant_table.ring.size_bytes
         why = "can never fit" if ring == size else "fits between no two of the quarantined bytes of"
         text = f"a part of {spec.nbytes} bytes {why} the ring of {size} bytes: raise staging_ring_mb"
         self.context.note("staging-refused", text, "warning", room=message.room, peer=peer.name)
@@ -112,79 +112,83 @@ class Grants:
 
     # ---- for the other parts ----------------------------------------------------------------------------------
 
-    def free(self, holdings: Iterable[GrantedRegion]) -> None:
-        """Give regions back, then tell the writers whose grants that has opened."""
+    def free(self, allocations: Iterable[Allocation]) -> None:
+        """Free regions, then notify the writers whose grants the watermark has passed."""
         moved = False
-        for holding in holdings:
-            room = self.state.rooms.get(holding.room.room)
-            if room is not None and room.nonce == holding.room.nonce:
-                room.ungrant(holding.key)
-            moved |= self.state.book.free(holding.region.serial)
+        for allocation in allocations:
+            room = self.state.rooms.get(allocation.room.room)
+            if room is not None and room.nonce == allocation.room.nonce:
+                room.ungrant(allocation.key)
+            moved |= self.state.grant_table.free(allocation.region.serial)
         if moved:
-            self._tell_opened()
+            self._send_watermarks()
 
-    def unpin(self) -> None:
-        """No holding may pin the ring for ever while others wait behind it.
+    def unblock(self) -> None:
+        """Keep the oldest allocation from blocking others for ever.
 
-        One that its writer has not written for long is taken back; one that is being written for long, or whose writer
-        is silent and may be writing, is set aside.
+        One that its writer has not written for long is revoked. One that has been in flight for long, or whose writer
+        is silent and may be writing, is retired: the watermark passes it, and its bytes stay excluded.
         """
-        book, revoke_ns = self.state.book, self.context.timing.revoke_ns
+        table, revoke_ns = self.state.grant_table, self.context.timing.revoke_ns
         moved = False
-        while book.gates_somebody and (oldest := book.oldest()) is not None:
+        while table.gates_any_peer and (oldest := table.oldest()) is not None:
             if oldest.state is RegionState.LANDED:
                 break
-            stuck = oldest.yields or (oldest.posted and self.context.now_ns - oldest.at_ns >= revoke_ns)
-            if not stuck and oldest.state is not RegionState.QUARANTINED and self.is_fresh(oldest.room.peer):
+            stuck = oldest.retire_requested or (oldest.posted and self.context.now_ns - oldest.at_ns >= revoke_ns)
+            if not stuck and oldest.state is not RegionState.QUARANTINED and self.is_heard(oldest.room.peer):
                 if not oldest.posted:
                     self.revoke(oldest, revoke_ns)
                 break
-            # The watermark must not let in who was given these bytes in a later round. (Two of lost writers may
-            # overlap: neither is read.)
-            heirs = [heir for heir in book.heirs(oldest) if not oldest.state is heir.state is RegionState.QUARANTINED]
-            book.ring.avoid(oldest.region.serial)
-            if heirs:
-                for heir in heirs:
-                    self.revoke(heir, 0)
+            # The watermark must not admit a writer that was given these bytes in a later round. (Two regions of lost
+            # writers may overlap: neither is read.)
+            overlapping = [
+                other
+                for other in table.overlapping(oldest)
+                if not oldest.state is other.state is RegionState.QUARANTINED
+            ]
+            table.ring.exclude(oldest.region.serial)
+            if overlapping:
+                for other in overlapping:
+                    self.revoke(other, 0)
                 break
-            moved |= book.ring.set_aside(oldest.region.serial)
+            moved |= table.ring.retire(oldest.region.serial)
         if moved:
-            self._tell_opened()
+            self._send_watermarks()
 
-    def is_fresh(self, name: str) -> bool:
-        """Whether a peer was heard lately."""
+    def is_heard(self, name: str) -> bool:
+        """Whether a peer is ready, and not suspect."""
         peer = self.context.peers.get(name)
         return peer is not None and peer.state is PeerState.READY
 
-    def revoke(self, holding: GrantedRegion, patience_ns: int) -> None:
-        """Ask for an unwritten grant back that is `patience_ns` old, or again where no answer came."""
+    def revoke(self, allocation: Allocation, patience_ns: int) -> None:
+        """Revoke an unwritten grant that is `patience_ns` old; send the revoke again if no answer came."""
         now_ns = self.context.now_ns
-        if holding.state is RegionState.REVOKING:
+        if allocation.state is RegionState.REVOKING:
             patience_ns = self.context.timing.resend_ns  # the revoke or its answer was lost
-        elif holding.state is not RegionState.GRANTED:
+        elif allocation.state is not RegionState.GRANTED:
             return
-        if now_ns - holding.at_ns < patience_ns or not self.context.is_ready(holding.room.peer):
+        if now_ns - allocation.at_ns < patience_ns or not self.context.is_ready(allocation.room.peer):
             return
-        holding.state = RegionState.REVOKING
-        holding.at_ns = now_ns
-        key, room = holding.key, holding.room
-        revoke = msg.StagingRevoke(room.room, room.nonce, key.chunk, key.lo, key.hi, holding.region.serial)
+        allocation.state = RegionState.REVOKING
+        allocation.at_ns = now_ns
+        key, room = allocation.key, allocation.room
+        revoke = msg.StagingRevoke(room.room, room.nonce, key.chunk, key.lo, key.hi, allocation.region.serial)
         self.context.send(room.peer, revoke)
 
-    def _tell_opened(self) -> None:
-        opened = self.state.book.opened()
+    def _send_watermarks(self) -> None:
+        opened = self.state.grant_table.take_opened()
         if not opened:
             return
         round_, tail, sequence = self.watermark()
         for name in opened:
-            if self.context.is_ready(name):  # heartbeats repair what is lost
+            if self.context.is_ready(name):  # a lost watermark is repaired by the next heartbeat
                 self.context.peers[name].watermark_sent = (round_, tail, sequence)
                 self.context.send(name, msg.Watermark(round_, tail, sequence))
 
 
 CHECKSUM = "KV_CHECKSUM_MISMATCH"
 IN_PLACE = "in-place"
-"""What parts are shown by that went straight to their pages: by which path is their writer's affair alone."""
+"""Shown as the path of parts written straight to their pages: the decode rank does not know the writer's path."""
 
 
 @dataclass(eq=False)
@@ -226,7 +230,7 @@ class Landing:
             self.context.telemetry.metrics.add("kvctl_tags_dropped_total", 1, reason)
 
     def _take(self, tag: Tag, at_ns: int) -> str | None:
-        """Believe a tag, or say why not."""
+        """Accept a tag, or return why it is dropped."""
         if tag.incarnation != self.context.local.incarnation:
             return "incarnation"
         room = self.state.rooms.get(tag.room)
@@ -235,32 +239,43 @@ class Landing:
         key = tag.key
         if tag.kind is not PartKind.KV:
             return self._take_final(room, tag, at_ns)
-        if not room.owes(key):
+        part = room.planned_part(key)
+        if part is None:
             return "unplanned"
-        holding = self.state.book.of_part(room.key_of(room.writers[key.writer]), key)
+        allocation = self.state.grant_table.of_part(RoomKey(room.writers[key.writer], tag.room, tag.nonce), key)
         if tag.serial:
-            if holding is None or holding.region.serial != tag.serial:
+            if allocation is None or allocation.region.serial != tag.serial:
                 return "stale-grant"
-            if holding.state is RegionState.LANDED:
+            if allocation.state is RegionState.LANDED:
                 return "duplicate"
             if room.failure is not None:
-                self.grants.free([holding])  # the write is over and nobody wants it
+                self.grants.free([allocation])  # the write is over and nobody needs the data
                 self.rooms.settle(room)
                 return "late"
-        elif not room.grantable(key) if holding is None else holding.state is RegionState.LANDED:
+        elif not room.grantable(key) if allocation is None else allocation.state is RegionState.LANDED:
             return "duplicate"
         room.land(key)
         if tag.checksum is not None:
             room.checks[tag.kind, key] = PartChecksum(tag.checksum, {}, IN_PLACE)
         self._begin(room)
-        if holding is not None and tag.serial:
-            self.state.book.land(holding, at_ns)
-            pages, share = room.pages_at(key), room.share_of(key)
-            offset = holding.region.offset
-            self.context.act(ev.Scatter(tag.serial, offset, key, share, pages, room.room, room.nonce, at_ns))
+        if allocation is not None and tag.serial:
+            allocation.state = RegionState.LANDED
+            allocation.at_ns = at_ns
+            self.context.actions.append(
+                ev.Scatter(
+                    serial=tag.serial,
+                    offset=allocation.region.offset,
+                    key=key,
+                    share=part.share,
+                    pages=part.pages,
+                    room=room.room,
+                    nonce=room.nonce,
+                    arrived_ns=at_ns,
+                )
+            )
             return None
-        if holding is not None:
-            self.grants.free([holding])  # the writer took another path after it was granted, and says that it is done
+        if allocation is not None:
+            self.grants.free([allocation])  # the writer chose another path after the grant
         self._in_pages(room, key, {"arrive": at_ns}, IN_PLACE)
         return None
 
@@ -273,12 +288,12 @@ class Landing:
         if tag.checksum is not None and room.failure is None:
             room.checks[final] = PartChecksum(tag.checksum, {}, IN_PLACE)
             share, pages = room.final_parts[final]
-            self.context.act(ev.Check(room.room, room.nonce, *final, share, pages))
+            self.context.actions.append(ev.Check(room.room, room.nonce, *final, share, pages))
         self.rooms.complete(room)
         return None
 
     def _begin(self, room: RecvRoom) -> None:
-        """Something of the room has arrived."""
+        """A part of the room has arrived."""
         room.since_ns = self.context.now_ns
         if room.state is RoomState.WAITING_FOR_INPUT:
             self.rooms.enter(room, RoomState.TRANSFERRING)
@@ -286,28 +301,30 @@ class Landing:
     # ---- scatter and checksum -----------------------------------------------------------------------------------
 
     def on_scattered(self, event: ev.Scattered) -> None:
-        if (holding := self._scattering(event.serial)) is None:
+        if (allocation := self._scattering(event.serial)) is None:
             return
-        self.grants.free([holding])
-        room = self.state.rooms[holding.room.room]  # a room outlives the regions it holds
-        self._in_pages(room, holding.key, {"arrive": holding.at_ns, "scatter": event.at_ns}, STAGED)
+        self.grants.free([allocation])
+        room = self.state.rooms[allocation.room.room]  # a room outlives the regions it holds
+        self._in_pages(room, allocation.key, {"arrive": allocation.at_ns, "scatter": event.at_ns}, STAGED)
         if room.failure is not None:
             self.rooms.settle(room)
 
     def on_scatter_failed(self, event: ev.ScatterFailed) -> None:
-        if (holding := self._scattering(event.serial)) is None:
+        if (allocation := self._scattering(event.serial)) is None:
             return
-        self.grants.free([holding])
-        room = self.state.rooms[holding.room.room]
+        self.grants.free([allocation])
+        room = self.state.rooms[allocation.room.room]
         if room.failure is not None:
             self.rooms.settle(room)
             return
-        text = f"{holding.key} from {holding.room.peer} landed, but could not be copied to its pages: {event.text}"
+        text = (
+            f"{allocation.key} from {allocation.room.peer} landed, but could not be copied to its pages: {event.text}"
+        )
         self.rooms.fail(room, self.context.failure("KV_DEVICE", text))
 
-    def _scattering(self, serial: int) -> GrantedRegion | None:
-        holding = self.state.book.find(serial)
-        return holding if holding is not None and holding.state is RegionState.LANDED else None
+    def _scattering(self, serial: int) -> Allocation | None:
+        allocation = self.state.grant_table.find(serial)
+        return allocation if allocation is not None and allocation.state is RegionState.LANDED else None
 
     def on_checked(self, event: ev.Checked) -> None:
         room = self.state.rooms.get(event.room)
@@ -328,7 +345,7 @@ class Landing:
             self.rooms.complete(room)
 
     def _in_pages(self, room: RecvRoom, key: PartKey, moments: dict[str, int], path: str) -> None:
-        """A part is in its pages; where its writer sent a checksum of it, that is compared first."""
+        """A part is in its pages; if its writer sent a checksum, verify that before the part counts."""
         final = PartKind.KV, key
         check = room.checks.get(final)
         if check is None or room.failure is not None:
@@ -336,12 +353,16 @@ class Landing:
             self._settle_part(room, key, moments, path)
             return
         room.checks[final] = PartChecksum(check.checksum, moments, path)
-        self.context.act(ev.Check(room.room, room.nonce, *final, room.share_of(key), room.pages_at(key)))
+        part = room.planned_part(key)
+        assert part is not None
+        self.context.actions.append(ev.Check(room.room, room.nonce, *final, part.share, part.pages))
 
     def _settle_part(self, room: RecvRoom, key: PartKey, moments: dict[str, int], path: str) -> None:
-        """A part is in its pages, as it was sent."""
+        """A part is in its pages, and verified if it had a checksum."""
         room.settle(key)
         room.since_ns = self.context.now_ns
-        nbytes = room.share_of(key).payload_bytes(len(room.pages_at(key)), key.hi - key.lo)
+        part = room.planned_part(key)
+        assert part is not None
+        nbytes = part.share.payload_bytes(len(part.pages), key.hi - key.lo)
         self.context.telemetry.part(room.record, key.place, room.writers[key.writer], path, nbytes, moments)
         self.rooms.complete(room)

@@ -1,4 +1,4 @@
-"""The decode rank's machine: its parts, and which of them handles what. Events in, actions out, no I/O."""
+"""The decode rank's machine: builds its parts, and maps each event and message to a handler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvctl_agent.protocol.decode.reclaim import Reclaim
 from kvctl_agent.protocol.decode.rooms import DecodeState, RecvRooms
 from kvctl_agent.protocol.machine import Machine, MachineContext, PeerSessions
 from kvctl_agent.protocol.peer import LocalInfo, Peer, Timing
-from kvctl_agent.protocol.ring import GrantedRegion, Ring
+from kvctl_agent.protocol.ring import Allocation, Ring
 from kvctl_agent.telemetry.hub import Telemetry
 
 
@@ -79,15 +79,15 @@ class DecodeMachine(Machine):
     def on_tick(self, event: ev.Tick) -> None:
         self._sessions.check()
         self.state.tombstones.expire(self._context.now_ns)
-        self._instances.say_hello()
+        self._instances.send_hello()
         self._reclaim.forget_former()
         self._instances.forget_departed()
         self._rooms.check()
-        self._grants.unpin()
+        self._grants.unblock()
 
     def _on_peer_lost(self, peer: Peer, text: str) -> None:
         self._reclaim.on_peer_lost(peer, text)
-        self._instances.find_clashing()
+        self._instances.retry_clashes()
 
     # ---- views: safe from any thread --------------------------------------------------------------------------
 
@@ -95,30 +95,30 @@ class DecodeMachine(Machine):
         return self.state.rosters.get(instance, ())
 
     def is_ready(self, name: str) -> bool:
-        """Whether the peer of this name may be spoken to."""
+        """Whether messages of rooms may be sent to this peer."""
         return self._context.is_ready(name)
 
     @property
     def missing_peers(self) -> list[str]:
-        """Ranks of the known instances that have not said hello."""
+        """Ranks of the known instances that are not ready."""
         known = list(self.state.rosters.values())
         return [name for roster in known for name in roster if not self.is_ready(name)]
 
     @property
     def quarantined_bytes(self) -> int:
-        """Ring and page bytes of failed rooms that may still be written; see `Reclaim`."""
+        """Ring and page bytes of failed rooms that may still be written."""
         return self._reclaim.quarantined_bytes
 
     @property
     def ring(self) -> Ring:
-        """The ring's allocator, to be read only."""
-        return self.state.book.ring
+        """The ring's allocator; read only."""
+        return self.state.grant_table.ring
 
-    def holdings(self) -> list[GrantedRegion]:
-        """Live grants, oldest first."""
-        return self.state.book.holdings()
+    def allocations(self) -> list[Allocation]:
+        """Live allocations of the ring, oldest first."""
+        return self.state.grant_table.allocations()
 
     @property
     def refused_largest_bytes(self) -> int:
-        """Size of the largest part that no place in the ring could be found for; 0: of none."""
-        return self.state.book.refused_largest_bytes
+        """Size of the largest part that could not fit into the ring; 0 if all could."""
+        return self.state.grant_table.refused_largest_bytes

@@ -1,10 +1,9 @@
-"""Rooms of a decode rank: which one a message is about, and their states from the opening to the tombstone.
+"""Rooms of a decode rank: coverage of each room, and its states from the opening to the tombstone.
 
-Rules it keeps (design: one room, end to end):
-
-- Success when every rank has accepted, all planned cells are in their pages and all final parts are there; never
-  by counting.
-- A failed room is released and forgotten when all ranks have drained; one that succeeded, when all know it.
+- A room succeeds when every prefill rank has accepted it, all planned chunks are in their pages and all final parts
+  have landed. Coverage is a set, not a count: a bit per layer for each (writer, chunk), so that a duplicate arrival
+  changes nothing and cannot hide a gap. FinalKey parts, which are never cut, are a separate set.
+- A failed room is released and forgotten once all prefill ranks have drained; a successful one, once all know it.
 """
 
 from __future__ import annotations
@@ -30,12 +29,19 @@ from kvctl_agent.protocol.ring import GrantTable
 from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey
 from kvctl_agent.telemetry.room_records import RoomRecord
 
-Cell = tuple[int, int]  # (writer, chunk)
-Final = tuple[PartKind, PartKey]
+ChunkKey = tuple[int, int]  # (writer, chunk)
+FinalKey = tuple[PartKind, PartKey]
+
+
+class PlannedPart(NamedTuple):
+    """The share that a part belongs to, and its destination pages."""
+
+    share: TransferSlice
+    pages: Pages
 
 
 class PartChecksum(NamedTuple):
-    """What a part's writer says of its bytes, and what is to be said of the part once it is found to be true."""
+    """Checksum sent by a part's writer, and what telemetry gets once the checksum has been verified."""
 
     checksum: int
     moments: dict[str, int]  # stage → when it ended, monotonic ns
@@ -44,16 +50,16 @@ class PartChecksum(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class WriterTransfer:
-    """What passes between this room and one prefill rank, whether it owes anything or not.
+    """State of a room towards one incarnation of one prefill rank, whether that owes anything or not.
 
-    It is between the room and one incarnation of that rank: what a later one says is no answer.
+    Messages of a later incarnation do not count as answers.
     """
 
     peer: str
     incarnation: int
     accepted: bool = False
-    acked: bool = False  # RoomDone has reached it, or it is gone; what a room that succeeded waits for
-    drained: bool = False  # nothing of it is in flight, nor will be; what a room that failed waits for
+    acked: bool = False  # RoomDone has reached it, or it is gone; a successful room waits for this
+    drained: bool = False  # nothing of it is in flight, nor will be; a failed room waits for this
 
 
 def mask(lo: int, hi: int) -> int:
@@ -69,7 +75,7 @@ class RecvRoom:
     instance: str
     pages: Pages
     record: RoomRecord
-    since_ns: int  # when the wait that a deadline ends began: the state's start, or the last progress
+    since_ns: int  # start of the current deadline: when the state was entered, or the last progress
     room: int = field(init=False)
     nonce: int = field(init=False)
     prefix_pages: int = field(init=False)
@@ -77,26 +83,21 @@ class RecvRoom:
     resend_ns: int = 0
     failure: Failure | None = None
     released: bool = False
-    overdue: bool = False  # it failed long ago, and what may still be written of it is quarantined
-    legs: dict[str, WriterTransfer] = field(default_factory=dict)
-    unaccepted: int = 0  # legs
-    writers: tuple[str, ...] = ()  # names of the instance's ranks, as they were when it was opened
-    shares: dict[int, list[TransferSlice]] = field(default_factory=dict)  # by writer, one for each of its segments
-    cells: dict[Cell, Chunk] = field(default_factory=dict)  # narrowed to what the writer owes
-    wanted: dict[Cell, int] = field(default_factory=dict)
-    # Layers with a live grant, so that no two grants cover the same bytes.
-    granted: dict[Cell, int] = field(default_factory=dict)
-    landed: dict[Cell, int] = field(default_factory=dict)
-    scattered: dict[Cell, int] = field(default_factory=dict)
-    missing: int = 0  # cells whose layers are not all scattered
-    finals: set[Final] = field(default_factory=set)  # that have not landed
-    finals_landed: set[Final] = field(default_factory=set)
-    final_parts: dict[Final, tuple[TransferSlice | None, Pages]] = field(
-        default_factory=dict
-    )  # ours of the final parts
-    checks: dict[Final, PartChecksum] = field(
-        default_factory=dict
-    )  # parts in their pages whose checksum is being taken
+    overdue: bool = False  # it failed long ago; memory that may still be written is quarantined
+    transfers: dict[str, WriterTransfer] = field(default_factory=dict)
+    unaccepted: int = 0  # number of transfers
+    writers: tuple[str, ...] = ()  # names of the instance's ranks when the room was opened
+    shares: dict[int, list[TransferSlice]] = field(default_factory=dict)  # by writer, one per segment
+    chunks: dict[ChunkKey, Chunk] = field(default_factory=dict)  # narrowed to the pages that the writer owes
+    wanted: dict[ChunkKey, int] = field(default_factory=dict)
+    granted: dict[ChunkKey, int] = field(default_factory=dict)  # layers with a live grant: no two grants overlap
+    landed: dict[ChunkKey, int] = field(default_factory=dict)
+    scattered: dict[ChunkKey, int] = field(default_factory=dict)
+    missing: int = 0  # chunks whose layers are not all scattered
+    finals: set[FinalKey] = field(default_factory=set)  # not landed yet
+    finals_landed: set[FinalKey] = field(default_factory=set)
+    final_parts: dict[FinalKey, tuple[TransferSlice | None, Pages]] = field(default_factory=dict)
+    checks: dict[FinalKey, PartChecksum] = field(default_factory=dict)  # parts in their pages, not verified yet
 
     def __post_init__(self) -> None:
         self.room = self.opening.room
@@ -106,82 +107,83 @@ class RecvRoom:
     def plan(
         self,
         shares: Sequence[TransferSlice],
-        cells_of: Callable[[int], Sequence[Chunk]],
-        finals: dict[Final, tuple[TransferSlice | None, Pages]],
+        chunks_of: Callable[[int], Sequence[Chunk]],
+        finals: dict[FinalKey, tuple[TransferSlice | None, Pages]],
         writers: dict[str, int],
     ) -> None:
-        """Take the plan: from now on coverage is known.
+        """Set the plan; from here on the coverage is known.
 
         Args:
-            shares: the KV that this rank is owed.
-            cells_of: the cells that a writer owes of it.
-            finals: the final parts that this rank is owed, and where they go: pages are items of state, or one row.
-            writers: names of the instance's ranks, in their order, and the incarnation of each.
+            shares: KV owed to this rank.
+            chunks_of: returns the chunks that a writer owes.
+            finals: final parts owed to this rank, each with its items of a state or its row of aux.
+            writers: names of the instance's ranks, in order, with their incarnations.
         """
         self.writers = tuple(writers)
-        self.legs = {name: WriterTransfer(name, incarnation) for name, incarnation in writers.items()}
-        self.unaccepted = len(self.legs)
+        self.transfers = {name: WriterTransfer(name, incarnation) for name, incarnation in writers.items()}
+        self.unaccepted = len(self.transfers)
         self.finals = set(finals)
         self.final_parts = finals
         for share in shares:
             known = self.shares.setdefault(share.writer, [])
             known.append(share)
-            for cell in cells_of(share.writer):
-                at = share.writer, cell.index
-                self.cells[at] = cell
-                self.wanted[at] = self.wanted.get(at, 0) | mask(share.layer_lo, share.layer_hi)
+            for chunk in chunks_of(share.writer):
+                place = share.writer, chunk.index
+                self.chunks[place] = chunk
+                self.wanted[place] = self.wanted.get(place, 0) | mask(share.layer_lo, share.layer_hi)
         self.missing = len(self.wanted)
         self.record.planned = sum(wanted.bit_count() for wanted in self.wanted.values())
 
-    def share_of(self, key: PartKey) -> TransferSlice:
-        """The share that a planned part belongs to."""
-        return next(share for share in self.shares[key.writer] if share.layer_lo <= key.lo < share.layer_hi)
+    def planned_part(self, key: PartKey) -> PlannedPart | None:
+        """The part that the plan has under this key; None unless its chunk is known and its layers lie in one share."""
+        chunk = self.chunks.get((key.writer, key.chunk))
+        if chunk is None:
+            return None
+        for share in self.shares[key.writer]:
+            if share.layer_lo <= key.lo < key.hi <= share.layer_hi:
+                first = chunk.first - self.prefix_pages
+                return PlannedPart(share, self.pages[first : first + chunk.count])
+        return None
 
     def owed_bytes(self, peer: str) -> int:
         """KV bytes that one rank owes this room."""
         return sum(
-            share.payload_bytes(cell.count)
-            for (writer, _), cell in self.cells.items()
+            share.payload_bytes(chunk.count)
+            for (writer, _), chunk in self.chunks.items()
             if self.writers[writer] == peer
             for share in self.shares[writer]
         )
 
-    def owes(self, key: PartKey) -> bool:
-        """Whether the plan has such a part: a known cell and layers inside one share."""
-        if (key.writer, key.chunk) not in self.cells:
-            return False
-        return any(share.layer_lo <= key.lo < key.hi <= share.layer_hi for share in self.shares[key.writer])
-
     def land(self, key: PartKey) -> None:
-        """Mark a part as landed, none of which had landed before."""
-        cell = (key.writer, key.chunk)
-        self.landed[cell] = self.landed.get(cell, 0) | mask(key.lo, key.hi)
+        """Mark a part as landed; none of its layers had landed before."""
+        place = (key.writer, key.chunk)
+        self.landed[place] = self.landed.get(place, 0) | mask(key.lo, key.hi)
         self.record.landed = (self.record.landed or 0) + key.hi - key.lo
 
     def settle(self, key: PartKey) -> None:
         """Mark a landed part as being in its pages."""
-        cell = (key.writer, key.chunk)
-        covered = self.scattered.get(cell, 0) | mask(key.lo, key.hi)
-        self.scattered[cell] = covered
+        place = (key.writer, key.chunk)
+        covered = self.scattered.get(place, 0) | mask(key.lo, key.hi)
+        self.scattered[place] = covered
         self.record.scattered = (self.record.scattered or 0) + key.hi - key.lo
-        if covered == self.wanted[cell]:
+        if covered == self.wanted[place]:
             self.missing -= 1
 
     def grantable(self, key: PartKey) -> bool:
         """Whether none of its layers has landed or has a live grant."""
-        cell = (key.writer, key.chunk)
-        return not (self.landed.get(cell, 0) | self.granted.get(cell, 0)) & mask(key.lo, key.hi)
+        place = (key.writer, key.chunk)
+        return not (self.landed.get(place, 0) | self.granted.get(place, 0)) & mask(key.lo, key.hi)
 
     def grant(self, key: PartKey) -> None:
-        cell = (key.writer, key.chunk)
-        self.granted[cell] = self.granted.get(cell, 0) | mask(key.lo, key.hi)
+        place = (key.writer, key.chunk)
+        self.granted[place] = self.granted.get(place, 0) | mask(key.lo, key.hi)
 
     def ungrant(self, key: PartKey) -> None:
-        """Its region is free again: landed and scattered, or given back."""
+        """The part's region is free again: scattered, or given back."""
         self.granted[key.writer, key.chunk] &= ~mask(key.lo, key.hi)
 
-    def land_final(self, final: Final) -> bool:
-        """Mark a final part as landed; False where it had landed before."""
+    def land_final(self, final: FinalKey) -> bool:
+        """Mark a final part as landed; returns False if it is not planned or had landed before."""
         if final not in self.finals:
             return False
         self.finals.remove(final)
@@ -189,7 +191,7 @@ class RecvRoom:
         return True
 
     def key_of(self, peer: str) -> RoomKey:
-        """Under which one writer's regions are kept."""
+        """Key of one writer's regions in the grant table."""
         return RoomKey(peer, self.room, self.nonce)
 
     @property
@@ -206,14 +208,8 @@ class RecvRoom:
     def complete(self) -> bool:
         return self.missing == 0 and not self.finals and not self.checks
 
-    def pages_at(self, key: PartKey) -> Pages:
-        """This rank's pages of a planned part."""
-        cell = self.cells[key.writer, key.chunk]
-        first = cell.first - self.prefix_pages
-        return self.pages[first : first + cell.count]
-
-    def gaps(self) -> str:
-        """What has not arrived, for the text of a deadline."""
+    def describe_missing(self) -> str:
+        """What has not arrived or is not in its pages, for the text of a deadline."""
         for (writer, chunk), wanted in self.wanted.items():
             landed = self.landed.get((writer, chunk), 0)
             if landed != wanted:
@@ -232,16 +228,16 @@ class RecvRoom:
 
 
 class DecodeState:
-    """Everything that a decode machine remembers between two events.
+    """All state that a decode machine keeps between two events.
 
     Attributes:
-        peers: by name; see `instances`.
-        rosters: by instance, the names of its ranks; see `instances`.
-        absent_ranks: by instance that is not complete, what its registry says; see `instances`.
-        clashes: instances of which a rank has a name that another's has, in words; see `instances`.
-        rooms: by number; `admission` adds, `RecvRooms` removes.
-        tombstones: ended rooms, and whether each had succeeded; see `RecvRooms`.
-        book: who holds which region of the ring; see `grants`.
+        peers: by name.
+        rosters: by instance, the names of its ranks.
+        absent_ranks: by incomplete instance, the ranks that are missing according to its registry, as a text.
+        clashes: by instance, a rank name that another instance uses, as a text.
+        rooms: by number.
+        tombstones: ended rooms, and whether each was successful.
+        grant_table: owner and state of each region of the ring.
     """
 
     def __init__(self, local: LocalInfo, timing: Timing) -> None:
@@ -251,36 +247,36 @@ class DecodeState:
         self.clashes: dict[str, str] = {}
         self.rooms: dict[int, RecvRoom] = {}
         self.tombstones: Tombstones[bool] = Tombstones(timing.bootstrap_ns)
-        self.book = GrantTable(local.ring_bytes)
+        self.grant_table = GrantTable(local.ring_bytes)
 
 
 @dataclass(eq=False)
 class RecvRooms:
-    """Moves rooms from state to state, and tells the prefill ranks until each has answered."""
+    """Moves rooms from state to state, and resends messages until the prefill ranks have answered."""
 
     context: MachineContext
     state: DecodeState
 
     def find(self, peer: Peer, number: int, nonce: int) -> tuple[RecvRoom, WriterTransfer] | None:
-        """The room that a message is about; where there is none, that is counted."""
+        """The room and transfer that a message is about; a message about neither is counted as dropped."""
         room = self.state.rooms.get(number)
         if room is None or room.nonce != nonce:
             known = self.state.tombstones.find(RoomKey("", number, nonce)) is not None
             self.context.drop("tombstone" if known else "unknown-room")
             return None
-        leg = room.legs.get(peer.name)
-        if leg is None or leg.incarnation != peer.incarnation:
+        transfer = room.transfers.get(peer.name)
+        if transfer is None or transfer.incarnation != peer.incarnation:
             self.context.drop("unexpected")
             return None
-        return room, leg
+        return room, transfer
 
-    def answers(self, leg: WriterTransfer) -> bool:
-        """Whether the very process that a room was opened at may be spoken to."""
-        peer = self.context.peers.get(leg.peer)
-        return peer is not None and peer.usable and peer.incarnation == leg.incarnation
+    def answers(self, transfer: WriterTransfer) -> bool:
+        """Whether the process at which the room was opened is the present one and usable."""
+        peer = self.context.peers.get(transfer.peer)
+        return peer is not None and peer.usable and peer.incarnation == transfer.incarnation
 
     def answer_unknown(self, peer: Peer, number: int, nonce: int) -> None:
-        """A writer speaks of a room that is over or was never here: it must not wait for ever."""
+        """Answer a writer that asks about an ended or unknown room, so that it does not wait for ever."""
         if self.state.tombstones.find(RoomKey("", number, nonce)):
             self.context.send(peer.name, msg.RoomDone(number, nonce))
             return
@@ -294,8 +290,8 @@ class RecvRooms:
         found = self.find(peer, message.room, message.nonce)
         if found is None or found[1].accepted:
             return
-        room, leg = found
-        leg.accepted = True
+        room, transfer = found
+        transfer.accepted = True
         room.unaccepted -= 1
         if room.unaccepted == 0 and room.state is RoomState.BOOTSTRAPPING:
             self.enter(room, RoomState.TRANSFERRING if room.begun else RoomState.WAITING_FOR_INPUT)
@@ -321,22 +317,22 @@ class RecvRooms:
         room.record.state(state, now_ns)
         if state.finished:
             room.record.finish(now_ns)
-        self.context.act(ev.StateChanged(room.room, state, room.failure))
+        self.context.actions.append(ev.StateChanged(room.room, state, room.failure))
 
     def complete(self, room: RecvRoom) -> None:
-        """Let a room succeed to which nothing is missing any more."""
+        """End a room as successful, if nothing is missing."""
         if not room.complete or room.state.finished:
             return
         if room.state is RoomState.BOOTSTRAPPING:
-            return  # a rank that has not accepted would never learn how the room ended
+            return  # a rank that has not accepted would never learn the outcome
         room.record.event("success", self.context.now_ns)
         self.enter(room, RoomState.SUCCESS)
         room.released = True
-        self.context.act(ev.Released(room.room))
-        self._say_end(room)
+        self.context.actions.append(ev.Released(room.room))
+        self._send_outcome(room)
 
     def fail(self, room: RecvRoom, failure: Failure) -> None:
-        """End a room for this cause, unless it has ended."""
+        """Fail a room that has not ended, with this cause."""
         if room.state.finished:
             return
         room.failure = failure
@@ -344,67 +340,67 @@ class RecvRooms:
         self.context.telemetry.metrics.add("kvctl_room_failures_total", 1, failure["code"])
         self.context.note("room-failed", f"{failure['rank']}: {failure['text']}", "error", room=room.room)
         self.enter(room, RoomState.FAILED)
-        self._say_end(room)
+        self._send_outcome(room)
         self.settle(room)
 
     def settle(self, room: RecvRoom) -> None:
-        """Forget a room that has ended everywhere; the pages of a failed one are released only then."""
+        """Forget a room that has ended on all ranks; the pages of a failed room are released only then."""
         if room.failure is not None:
-            if not all(leg.drained for leg in room.legs.values()):
+            if not all(transfer.drained for transfer in room.transfers.values()):
                 return
-            if any(self.state.book.of_room(room.key_of(name)) for name in room.legs):
-                return  # a scatter is still out
+            if any(self.state.grant_table.of_room(room.key_of(name)) for name in room.transfers):
+                return  # a scatter still reads a region
             room.released = True
-            self.context.act(ev.Released(room.room))
-        elif room.state is not RoomState.SUCCESS or not all(leg.acked for leg in room.legs.values()):
+            self.context.actions.append(ev.Released(room.room))
+        elif room.state is not RoomState.SUCCESS or not all(transfer.acked for transfer in room.transfers.values()):
             return
         self.forget(room)
 
     def forget(self, room: RecvRoom) -> None:
-        """Leave a tombstone in the place of a room."""
+        """Replace a room by a tombstone."""
         del self.state.rooms[room.room]
         key = RoomKey("", room.room, room.nonce)
-        self.state.tombstones.bury(key, room.failure is None, self.context.now_ns)
+        self.state.tombstones.add(key, room.failure is None, self.context.now_ns)
         self.context.telemetry.finish(room.record, self.context.now_ns)
 
-    # ---- what the prefill ranks are told ----------------------------------------------------------------------
+    # ---- messages to the prefill ranks -------------------------------------------------------------------------
 
-    def _say_end(self, room: RecvRoom) -> None:
-        """Tell every prefill rank how the room ended; said again until each has answered."""
+    def _send_outcome(self, room: RecvRoom) -> None:
+        """Send the outcome to every prefill rank; it is resent until each has answered."""
         room.resend_ns = self.context.now_ns + self.context.timing.resend_ns
-        for leg in room.legs.values():
-            self.remind(room, leg)
+        for transfer in room.transfers.values():
+            self.send_unanswered(room, transfer)
 
-    def remind(self, room: RecvRoom, leg: WriterTransfer) -> bool:
-        """Say what this rank has not answered yet; False when there is nothing."""
+    def send_unanswered(self, room: RecvRoom, transfer: WriterTransfer) -> bool:
+        """Send a rank the message that it has not answered; returns whether its present incarnation was sent one."""
         if room.failure is not None:
-            if leg.drained:
+            if transfer.drained:
                 return False
             message: msg.Message = msg.RoomAbort(room.room, room.nonce, **room.failure)
         elif room.state is RoomState.SUCCESS:
-            if leg.acked:
+            if transfer.acked:
                 return False
             message = msg.RoomDone(room.room, room.nonce)
         else:
-            if leg.accepted:
+            if transfer.accepted:
                 return False
-            message = msgspec.structs.replace(room.opening, to=leg.incarnation)
-        if self.answers(leg):
-            self.context.send(leg.peer, message)
+            message = msgspec.structs.replace(room.opening, to=transfer.incarnation)
+        if self.answers(transfer):
+            self.context.send(transfer.peer, message)
             return True
-        if room.failure is not None and (former := self._former(leg)) is not None:
-            self.context.send(leg.peer, message, former.route)
+        if room.failure is not None and (former := self._former(transfer)) is not None:
+            self.context.send(transfer.peer, message, former.route)
         return False
 
-    def _former(self, leg: WriterTransfer) -> FormerIncarnation | None:
-        """The process that a room was opened at, where another one has taken its place since."""
-        peer = self.context.peers.get(leg.peer)
-        return peer.former.get(leg.incarnation) if peer is not None else None
+    def _former(self, transfer: WriterTransfer) -> FormerIncarnation | None:
+        """The process at which the room was opened, if another has replaced it since."""
+        peer = self.context.peers.get(transfer.peer)
+        return peer.former.get(transfer.incarnation) if peer is not None else None
 
     # ---- time -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Deadlines and resends."""
+        """Carry out the deadlines and resends that are due."""
         now_ns = self.context.now_ns
         for room in list(self.state.rooms.values()):
             if not room.state.finished:
@@ -416,12 +412,12 @@ class RecvRooms:
 
     def _resend(self, room: RecvRoom) -> None:
         kind = "room-end" if room.state.finished else "room-open"
-        reminded = sum(self.remind(room, leg) for leg in room.legs.values())
-        if reminded:
-            self.context.telemetry.metrics.add("kvctl_control_resends_total", reminded, kind)
-        # A process that was replaced, or is lost, may never answer, and is asked seldom.
+        resent = sum(self.send_unanswered(room, transfer) for transfer in room.transfers.values())
+        if resent:
+            self.context.telemetry.metrics.add("kvctl_control_resends_total", resent, kind)
+        # A process that was replaced, or is lost, may never answer: it is asked seldom.
         timing = self.context.timing
-        room.resend_ns = self.context.now_ns + (timing.resend_ns if reminded else timing.lost_ns)
+        room.resend_ns = self.context.now_ns + (timing.resend_ns if resent else timing.lost_ns)
 
     def _check_deadline(self, room: RecvRoom) -> None:
         timing, failure = self.context.timing, self.context.failure
@@ -429,10 +425,10 @@ class RecvRooms:
         stuck = f"room {room.room} was stuck in {room.state.label} for {waited / 1e9:.1f} s"
         if room.state is RoomState.BOOTSTRAPPING:
             roster = self.state.rosters.get(room.instance, ())
-            if not room.legs and waited > timing.suspect_ns and (gone := self._gone(roster)):
+            if not room.transfers and waited > timing.suspect_ns and (gone := self._gone(roster)):
                 self.fail(room, failure("KV_PEER_LOST", f"{stuck}: {gone}"))
             elif waited > timing.bootstrap_ns:
-                silent = [leg.peer for leg in room.legs.values() if not leg.accepted]
+                silent = [transfer.peer for transfer in room.transfers.values() if not transfer.accepted]
                 silent = silent or [self._absent(name) for name in roster if not self.context.is_ready(name)]
                 why = f"not accepted by {', '.join(silent)}"
                 if not silent:
@@ -443,25 +439,25 @@ class RecvRooms:
             code = "KV_ROOM_STUCK_SCATTER" if room.missing and room.all_landed else "KV_ROOM_STUCK_TRANSFER"
             if room.state is RoomState.WAITING_FOR_INPUT:
                 code = "KV_ROOM_STUCK_WAITING"
-            self.fail(room, failure(code, f"{stuck}: {room.gaps()}"))
+            self.fail(room, failure(code, f"{stuck}: {room.describe_missing()}"))
 
     def _check_drained(self, room: RecvRoom) -> None:
-        """A rank that is heard well and yet never drains keeps pages and ring from us: said once, counted from then."""
+        """Quarantine, and note once, the memory of a failed room that a live rank has not drained for long."""
         waited = self.context.now_ns - room.since_ns
         if room.overdue or waited <= self.context.timing.waiting_ns:
             return
         room.overdue = True
-        undrained = [name for name, leg in room.legs.items() if not leg.drained]
+        undrained = [name for name, transfer in room.transfers.items() if not transfer.drained]
         for name in undrained:
-            self.state.book.quarantine_room(room.key_of(name))
-        who = ", ".join(undrained) or f"a scatter here ({room.gaps()})"
+            self.state.grant_table.quarantine_room(room.key_of(name))
+        who = ", ".join(undrained) or f"a scatter here ({room.describe_missing()})"
         text = f"room {room.room} failed {waited / 1e9:.1f} s ago and its memory is still held: not drained by {who}"
         self.context.note("room-undrained", text, "warning", room=room.room)
 
     def _gone(self, roster: tuple[str, ...]) -> str:
-        """A rank of a room's instance that was lost and has not come back soon; "" where there is none.
+        """The error of a rank of the instance that was lost and has not come back soon; "" if there is none.
 
-        Nobody waits for its next life: that will not have heard of the room, which its router sent to this one.
+        Its next incarnation is not waited for: the router sent the room to the lost one, so the next will not have it.
         """
         for name in roster:
             peer = self.context.peers.get(name)
@@ -472,6 +468,6 @@ class RecvRooms:
         return ""
 
     def _absent(self, name: str) -> str:
-        """A rank that is not ready, and why where that is known."""
+        """The name of a rank that is not ready, with the reason if that is known."""
         peer = self.context.peers.get(name)
         return f"{name} ({'; '.join(peer.differences)})" if peer is not None and peer.differences else name

@@ -1,7 +1,7 @@
-"""A prefill rank's answer to an opening: what it owes for the room, or why it cannot take it.
+"""Admission on a prefill rank: Hello of decode ranks, and RoomOpen, which is accepted or refused.
 
-The plan is made here, once per room and decode rank, from the inputs both sides agreed on at Hello; nothing that a
-peer sends is believed before it was checked against them and against the pool it told of.
+The plan of a room is made here, once per decode rank, from the inputs that both sides agreed on at Hello. Nothing that
+a peer sends is used before it was checked against them and against the pool that the peer described.
 """
 
 from __future__ import annotations
@@ -24,8 +24,15 @@ from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.machine import MachineContext, PeerSessions
 from kvctl_agent.protocol.peer import CancelToken, Peer, PeerState, plan_with_peer
 from kvctl_agent.protocol.prefill.dispatch import Dispatch
-from kvctl_agent.protocol.prefill.rooms import MAX_LEGS, PrefillState, SendRooms, StagingRequests
-from kvctl_agent.protocol.prefill.send_room import Final, PeerTransfer, SendRoom, StagingCredits, writer_quota
+from kvctl_agent.protocol.prefill.rooms import (
+    MAX_TRANSFERS,
+    PrefillState,
+    SendRooms,
+    StagingCredits,
+    StagingRequests,
+    writer_quota,
+)
+from kvctl_agent.protocol.prefill.send_room import Final, PeerTransfer, SendRoom
 from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey
 
 MAX_CHUNKS = 1 << 16  # of one room
@@ -34,7 +41,7 @@ DRAINING = "KV_DRAINING"
 
 @dataclass(eq=False)
 class SendAdmission:
-    """Takes rooms in, or refuses them."""
+    """Accepts or refuses the rooms that decode ranks open."""
 
     context: MachineContext
     state: PrefillState
@@ -48,93 +55,93 @@ class SendAdmission:
             return
         key = RoomKey(peer.name, message.room, message.nonce)
         room = self.state.rooms.get(message.room)
-        if known := self.state.legs.get(key):
+        if known := self.state.transfers.get(key):
             active = self.state.rooms[message.room]
             if active.failure is None:
                 self.context.send(peer.name, msg.RoomAccepted(message.room, message.nonce))
             else:
-                self.rooms.say_failed(known, active.failure)
+                self.rooms.send_failed(known, active.failure)
             return
-        if room is not None and peer.name in room.legs and not self.state.tombstones.holds(key):
-            self.context.drop(
-                "early"
-            )  # the number's last life is over there and about to be here: it will be asked again
+        if room is not None and peer.name in room.transfers and key not in self.state.tombstones:
+            # The previous room of this number has ended there and is about to end here: the peer will resend.
+            self.context.drop("early")
             return
         assert peer.inputs is not None
-        failure = self._obstacle(key, room, peer.inputs)
+        failure = self._reason_to_refuse(key, room, peer.inputs)
         if failure is not None:
             self._refuse(key, failure)
             return
         try:
-            leg = self._leg_of(peer, peer.inputs, message)
+            transfer = self._transfer_of(peer, peer.inputs, message)
         except LayoutError as error:
             failure = self.context.failure("KV_PLAN_MISMATCH", str(error))
             self._refuse(key, failure)
-            self.rooms.never_opened(message.room, failure)
+            self.rooms.abort_unopened(message.room, failure)
             return
         if room is None:
             room = self.rooms.begin(message.room)
         room.expected = peer.inputs.decode.tp * peer.inputs.decode.pp
-        room.legs[peer.name] = leg
-        self.state.legs[key] = leg
+        room.transfers[peer.name] = transfer
+        self.state.transfers[key] = transfer
         record = room.record
-        record.nonce = record.nonce or message.nonce  # of several decode ranks, the first one's stands for all
+        record.nonce = record.nonce or message.nonce  # with several decode ranks, the first nonce is shown
         record.nonces.append(message.nonce)
         record.pages = message.total_pages - message.prefix_pages
-        record.planned += leg.planned
+        record.planned += transfer.planned
         record.peers.append(peer.name)
         record.event("accept", self.context.now_ns, peer=peer.name)
         self.context.send(peer.name, msg.RoomAccepted(message.room, message.nonce))
         if room.opened and room.state is RoomState.BOOTSTRAPPING:
             self.rooms.enter(room, RoomState.WAITING_FOR_INPUT)
-        self.staging.request(room, leg)
-        if room.ledger.given or room.ledger.total is not None:
-            self.dispatch.advance(room, leg, room.ledger.steps(), self.context.now_ns)
-            self.dispatch.queue_finals(room, leg)
+        self.staging.request(room, transfer)
+        if room.computed.given or room.computed.total is not None:
+            self.dispatch.advance(room, transfer, room.computed.sendable(), self.context.now_ns)
+            self.dispatch.queue_finals(room, transfer)
             self.rooms.progress(room)
 
-    def _leg_of(self, peer: Peer, inputs: PlanInputs, message: msg.RoomOpen) -> PeerTransfer:
-        """What we owe for this opening; raises LayoutError where the two sides do not agree on it."""
+    def _transfer_of(self, peer: Peer, inputs: PlanInputs, message: msg.RoomOpen) -> PeerTransfer:
+        """The parts owed for this opening; raises LayoutError if the two sides do not agree on them."""
         if message.inputs != peer.wire:
             raise LayoutError("; ".join(map(str, differences(peer.wire, message.inputs))))
         wanted = message.total_pages - message.prefix_pages
         if wanted > MAX_CHUNKS * inputs.chunk_pages:
             raise LayoutError(f"{wanted} pages are more than {MAX_CHUNKS} chunks of {inputs.chunk_pages} pages")
-        if len(self.state.legs) >= MAX_LEGS:
-            raise LayoutError(f"{self.context.local.name} has {len(self.state.legs)} open rooms and takes no more")
-        pool = peer.who.pool if peer.who is not None else {}
+        if len(self.state.transfers) >= MAX_TRANSFERS:
+            raise LayoutError(f"{self.context.local.name} has {len(self.state.transfers)} open rooms and takes no more")
+        pool = peer.info.pool if peer.info is not None else {}
         span = f"pages {message.prefix_pages}..{message.total_pages}"
         pages = _indices(message.pages, wanted, int(pool["num_pages"]), span, peer.name)  # type: ignore[arg-type]
         if message.aux_index >= int(pool["aux_slots"]):  # type: ignore[arg-type]
             raise LayoutError(f"aux row {message.aux_index} is outside {peer.name}'s pool")
-        reader = peer.who.unique_rank if peer.who is not None else 0
+        reader = peer.info.unique_rank if peer.info is not None else 0
         owed = [
             share
-            for share in slices_of_writer(inputs, message.room, peer.at.dp, self.context.rank)
+            for share in slices_of_writer(inputs, message.room, peer.coord.dp, self.context.rank)
             if share.reader == reader and not message.prefill_only
         ]
-        cells: Sequence[Chunk] = ()
+        chunks: Sequence[Chunk] = ()
         if owed:
-            cells = writer_cells(inputs, message.room, self.context.rank, message.total_pages, message.prefix_pages)
+            chunks = writer_cells(inputs, message.room, self.context.rank, message.total_pages, message.prefix_pages)
         return PeerTransfer(
-            message.room,
-            peer.name,
-            peer.at,
-            message.nonce,
-            owed,
-            cells,
-            pages,
-            message.prefix_pages,
-            message.total_pages,
-            self._finals_of(peer.name, reader, inputs, message, pool["slots"]),  # type: ignore[arg-type]
-            message.prefill_only,
-            CancelToken(peer.lease),
+            writer=self.context.rank,
+            room=message.room,
+            peer=peer.name,
+            reader=peer.coord,
+            nonce=message.nonce,
+            shares=owed,
+            chunks=chunks,
+            dst_pages=pages,
+            prefix_pages=message.prefix_pages,
+            total_pages=message.total_pages,
+            finals=self._finals_of(peer.name, reader, inputs, message, pool["slots"]),  # type: ignore[arg-type]
+            prefill_only=message.prefill_only,
+            cancel=CancelToken(peer.lease),
         )
 
     def _finals_of(
         self, name: str, reader: int, inputs: PlanInputs, message: msg.RoomOpen, slots: list[int]
     ) -> dict[tuple[PartKind, PartKey], Final]:
-        """The aux row and the state components that this rank was elected to write."""
+        """The aux row and the state components that this rank is elected to write."""
         finals: list[Final] = []
         if message.aux_index >= 0 and aux_writer(inputs, message.room, reader) == self.context.rank:
             row = np.array([message.aux_index], np.int32)
@@ -152,46 +159,46 @@ class SendAdmission:
                     finals.append(Final(PartKind.STATE, key, share, items))
         return {(final.kind, final.key): final for final in finals}
 
-    def _obstacle(self, key: RoomKey, room: SendRoom | None, inputs: PlanInputs) -> Failure | None:
-        """Why this opening cannot be taken, before looking at its pages."""
-        if self.state.tombstones.holds(key):
+    def _reason_to_refuse(self, key: RoomKey, room: SendRoom | None, inputs: PlanInputs) -> Failure | None:
+        """Why this opening is refused, regardless of its pages."""
+        if key in self.state.tombstones:
             self.context.drop("tombstone")
             over = self.context.failure("KV_ROOM_UNKNOWN", f"room {key.room} is over at {self.context.local.name}")
             return self.state.tombstones.find(key) or over
         if room is None:
             ended = self.state.ended.get(key.room)
             if ended is not None and ended.failure is not None and ended.failure["code"] == DRAINING:
-                ended = None  # what was refused then may be asked for again, under another nonce
-            if ended is None or key.peer in ended.openers:  # with another nonce it is another life of the number
-                return self._shut(key.room) if self.state.draining else None
+                ended = None  # a room refused while draining may be opened again, under another nonce
+            if ended is None or key.peer in ended.openers:  # with another nonce it is a new room of the same number
+                return self._refuse_draining(key.room) if self.state.draining else None
             self.state.ended[key.room] = ended._replace(openers=ended.openers | {key.peer})
             return ended.failure
         if room.failure is not None:
             return room.failure
-        at = self.context.peers[key.peer].at
-        for leg in room.legs.values():
-            theirs = self.context.peers[leg.peer].inputs
-            if leg.reader == at or leg.reader.dp != at.dp or theirs != inputs:
-                text = f"room {key.room} is active for {leg.peer} with nonce {leg.nonce:016x}"
+        coord = self.context.peers[key.peer].coord
+        for transfer in room.transfers.values():
+            theirs = self.context.peers[transfer.peer].inputs
+            if transfer.reader == coord or transfer.reader.dp != coord.dp or theirs != inputs:
+                text = f"room {key.room} is active for {transfer.peer} with nonce {transfer.nonce:016x}"
                 return self.context.failure("KV_ROOM_DUPLICATE", text)
         return None
 
-    def _shut(self, number: int) -> Failure:
-        """Nobody may wait for a room that our engine will not be given."""
+    def _refuse_draining(self, number: int) -> Failure:
+        """While draining, the local engine is given no new rooms: nobody may wait for one."""
         failure = self.context.failure(DRAINING, f"{self.context.local.name} is draining and takes no new rooms")
-        self.rooms.never_opened(number, failure)
+        self.rooms.abort_unopened(number, failure)
         return failure
 
     def _refuse(self, key: RoomKey, failure: Failure) -> None:
-        """Answer with the first cause; the grave gives the same answer to the same opening if it is said again."""
+        """Answer with the first cause; the tombstone keeps it for the same opening if that is resent."""
         peer, number, nonce = key
-        self.state.tombstones.bury(key, failure, self.context.now_ns)
+        self.state.tombstones.add(key, failure, self.context.now_ns)
         self.context.note("room-refused", failure["text"], "warning", room=number, peer=peer)
         self.context.send(peer, msg.RoomRefused(number, nonce, **failure))
 
 
 def _indices(data: bytes, count: int, limit: int, what: str, peer: str) -> ev.Pages:
-    """A peer's page or item numbers, as many as it must have sent and inside its pool."""
+    """Decode a peer's page or item indices; raises LayoutError if their count is wrong or one is outside its pool."""
     if len(data) != 4 * count:
         raise LayoutError(f"{len(data)} bytes of numbers for {what}")
     numbers = np.frombuffer(data, dtype="<i4")
@@ -205,7 +212,7 @@ MAX_PEERS = 4096
 
 @dataclass(eq=False)
 class Readers:
-    """Meets every decode rank that says Hello."""
+    """Handshake with the decode ranks that this prefill rank writes to."""
 
     context: MachineContext
     state: PrefillState
@@ -227,56 +234,52 @@ class Readers:
         if peer.incarnation != incarnation and peer.state is PeerState.READY:
             self._refuse_name(peer, event)
             return
-        if self.sessions.late(peer, incarnation):
+        if self.sessions.is_stale(peer, incarnation):
             return
         if peer.incarnation == incarnation and peer.state is not PeerState.LOST:
-            if peer.usable:
-                lapsed = not peer.may_post(self.context.now_ns)
-                self.sessions.hear(peer)
-                if lapsed:
-                    self.dispatch.on_lease_renewed(peer)
-            if peer.state is not PeerState.CONNECTING:  # else the answer follows when the transport has connected
-                self._say_hello(peer)  # our answer was lost
+            if peer.usable and self.sessions.hear(peer):
+                self.dispatch.on_lease_renewed(peer)
+            if peer.state is not PeerState.CONNECTING:  # otherwise the answer follows once the transport has connected
+                self._send_hello_ack(peer)  # the answer was lost
             return
         self.sessions.replace(peer, incarnation)
         inputs, differences = plan_with_peer(self.context.local, message.who)
         if message.version != msg.PROTOCOL_VERSION:
             differences = (f"protocol version {msg.PROTOCOL_VERSION} ≠ {message.version}",)
             inputs = None
-        peer.meet(incarnation, message.who, inputs, differences, event.route)
-        peer.former.clear()  # what an earlier one wrote is its own affair: here it can only have read
+        peer.begin_incarnation(incarnation, message.who, inputs, differences, event.route)
+        peer.former.clear()  # an earlier incarnation of a decode rank writes nothing here
         peer.heard_ns = self.context.now_ns
         self.state.parked.setdefault(peer_name, {})
         if inputs is None:
             self.context.note("peer-refused", peer.refusal, "error", peer=peer_name)
-            self._say_hello(peer)
+            self._send_hello_ack(peer)
         else:
-            share = writer_quota(inputs, message.who.ring_bytes)
-            self.state.allowances[peer_name] = StagingCredits(share)
-            theirs = local_shards(inputs.shape, inputs.page_size, inputs.decode, peer.at)
-            self.context.act(ev.ConnectPeer(peer_name, incarnation, message.who, theirs))
+            self.state.credits[peer_name] = StagingCredits(writer_quota(inputs, message.who.ring_bytes))
+            shards = local_shards(inputs.shape, inputs.page_size, inputs.decode, peer.coord)
+            self.context.actions.append(ev.ConnectPeer(peer_name, incarnation, message.who, shards))
 
     def _refuse_name(self, peer: Peer, event: ev.Received) -> None:
-        """Another process says Hello under the name of a peer that is well.
+        """Another process sends Hello under the name of a peer that is ready.
 
-        Either two agents were given one name, and the first keeps it; or it is the next life of a process that ended
-        just now, which is let in as soon as the end is proven or the silence has grown.
+        Either two agents were given the same name, and the first keeps it; or this is the successor of a process that
+        has just ended, which is accepted once that end is proven or the old process has been silent for long enough.
         """
         self.context.drop("name-taken")
-        if event.incarnation in peer.past:
+        if event.incarnation in peer.ended_incarnations:
             return
-        assert peer.who is not None
+        assert peer.info is not None
         heard_s = (self.context.now_ns - peer.heard_ns) / 1e9
         text = (
-            f"the name {peer.name} is in use at {self.context.local.name} by {peer.who.process} (incarnation "
+            f"the name {peer.name} is in use at {self.context.local.name} by {peer.info.process} (incarnation "
             f"{peer.incarnation:016x}, heard {heard_s:.1f} s ago): give every agent its own name"
         )
-        if peer.name_asked_by != event.incarnation:
-            peer.name_asked_by = event.incarnation
+        if peer.name_refused_to != event.incarnation:
+            peer.name_refused_to = event.incarnation
             self.context.note(
                 "name-taken", f"incarnation {event.incarnation:016x} is refused: {text}", "error", peer=peer.name
             )
-        ack = msg.HelloAck(msg.PROTOCOL_VERSION, self.context.local.introduction(), event.incarnation, taken=text)
+        ack = msg.HelloAck(msg.PROTOCOL_VERSION, self.context.local.peer_info(), event.incarnation, taken=text)
         self.context.send(peer.name, ack, event.route)
 
     def on_peer_connected(self, event: ev.PeerConnected) -> None:
@@ -285,7 +288,7 @@ class Readers:
             return
         peer.state = PeerState.READY
         self.context.note("peer-ready", f"{peer.name} is ready (incarnation {peer.incarnation:016x})", peer=peer.name)
-        self._say_hello(peer)
+        self._send_hello_ack(peer)
 
     def on_peer_unusable(self, event: ev.PeerUnusable) -> None:
         peer = self.context.peers.get(event.peer)
@@ -295,23 +298,23 @@ class Readers:
         peer.state = PeerState.REFUSED
         peer.fail(event.text)
         self.context.note("peer-refused", f"{peer.name} cannot be written to: {event.text}", "error", peer=peer.name)
-        self._say_hello(peer)
+        self._send_hello_ack(peer)
 
-    def _say_hello(self, peer: Peer) -> None:
+    def _send_hello_ack(self, peer: Peer) -> None:
         differences = [encodable(text)[: msg.MAX_TEXT] for text in peer.differences]
-        ack = msg.HelloAck(msg.PROTOCOL_VERSION, self.context.local.introduction(), peer.incarnation, differences)
+        ack = msg.HelloAck(msg.PROTOCOL_VERSION, self.context.local.peer_info(), peer.incarnation, differences)
         self.context.send(peer.name, ack)
 
     def _new_peer(self, name: str) -> Peer | None:
-        """A peer we have not met; when there are very many, in the place of one that is gone and has nothing here."""
+        """Add a peer; at the limit it replaces the peer that is gone for longest and has no open transfer."""
         if len(self.context.peers) >= MAX_PEERS:
-            busy = {leg.peer for leg in self.state.legs.values()}
+            busy = {transfer.peer for transfer in self.state.transfers.values()}
             gone = (peer for peer in self.context.peers.values() if not peer.usable and peer.name not in busy)
             oldest = min(gone, key=lambda peer: peer.heard_ns, default=None)
             if oldest is None:
                 return None
             del self.context.peers[oldest.name]
             self.state.parked.pop(oldest.name, None)
-            self.state.allowances.pop(oldest.name, None)
+            self.state.credits.pop(oldest.name, None)
         peer = self.context.peers[name] = Peer(name, self.context.timing)
         return peer

@@ -1,8 +1,8 @@
-"""Parts of a prefill rank: granted regions, handed to the transfer workers, or parked until they may go.
+"""Parts of a prefill rank, from the engine's calls to the transfer workers.
 
-- A ready part goes to a worker when its path needs no ring, or when it has a grant, the watermark has passed it and
-  the peer was heard from lately. Otherwise it is parked and holds nothing.
-- The final parts, aux row and state, are queued only after all KV parts of their leg.
+- A ready part goes to a worker if its path needs no ring, or if it has a grant and the watermark has passed its region;
+  in both cases the peer must have been heard from within the lease. Otherwise it is parked and holds no resources.
+- The final parts, aux row and state, are queued only after all KV parts of their transfer.
 """
 
 from __future__ import annotations
@@ -27,73 +27,72 @@ from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey
 
 @dataclass(eq=False)
 class Dispatch:
-    """Takes grants and what the workers say, and orders transfers."""
+    """Gives ready parts to the transfer workers, and handles grants, watermarks and the workers' results."""
 
     context: MachineContext
     state: PrefillState
     rooms: SendRooms
     staging: StagingRequests
 
-    # ---- the workers ------------------------------------------------------------------------------------------
+    # ---- results of the workers -------------------------------------------------------------------------------
 
     def on_part_sent(self, event: ev.PartSent) -> None:
-        leg = self.state.legs.get(RoomKey(event.peer, event.room, event.nonce))
-        if leg is None:
+        transfer = self.state.transfers.get(RoomKey(event.peer, event.room, event.nonce))
+        if transfer is None:
             return
         room = self.state.rooms[event.room]
-        leg.in_flight -= 1
+        transfer.in_flight -= 1
         room.since_ns = self.context.now_ns
         if not event.dropped:
             if event.kind is PartKind.KV:
-                part = leg.parts[event.key]
+                part = transfer.parts[event.key]
                 part.checksum = event.checksum
-                self._part_sent(room, leg, part, event.moments)
+                self._part_sent(room, transfer, part, event.moments)
             else:
-                leg.to_send -= 1
-                final = leg.finals[event.kind, event.key]
+                transfer.to_send -= 1
+                final = transfer.finals[event.kind, event.key]
                 final.checksum = event.checksum
                 final.state = PartState.SENT
-            if not leg.resend_ns:
-                leg.resend_ns = self.context.now_ns + 2 * self.context.timing.resend_ns
+            if not transfer.resend_ns:
+                transfer.resend_ns = self.context.now_ns + 2 * self.context.timing.resend_ns
         self.rooms.progress(room)
 
-    def _part_sent(self, room: SendRoom, leg: PeerTransfer, part: Part, moments: dict[str, int]) -> None:
-        leg.to_send -= part.layers
+    def _part_sent(self, room: SendRoom, transfer: PeerTransfer, part: Part, moments: dict[str, int]) -> None:
+        transfer.to_send -= part.layers
         part.state = PartState.SENT
         if part.path == STAGED:
-            self.staging.allowances[leg.peer].end(part)
-            self.staging.request_next(leg.peer)
+            self.staging.refund(transfer.peer, part)
         record = room.record
         record.sent = (record.sent or 0) + part.layers
         if room.groups and moments:
             room.spans.add(moments["queue"], moments["wire"])
-        # What was sent while the forward still ran is hidden behind it, wherever it will end.
+        # A part sent while the forward still runs is hidden behind it, whenever the forward ends.
         done_ns = room.computed_ns or self.context.now_ns
         nbytes = part.share.payload_bytes(part.chunk.count, part.layers)  # without the region's alignment
-        self.context.telemetry.part(record, part.key.place, leg.peer, part.path, nbytes, moments, done_ns)
+        self.context.telemetry.part(record, part.key.place, transfer.peer, part.path, nbytes, moments, done_ns)
 
     def on_part_failed(self, event: ev.PartFailed) -> None:
-        leg = self.state.legs.get(RoomKey(event.peer, event.room, event.nonce))
-        if leg is None:
+        transfer = self.state.transfers.get(RoomKey(event.peer, event.room, event.nonce))
+        if transfer is None:
             return
         room = self.state.rooms[event.room]
         if not event.in_flight:
-            leg.in_flight -= 1  # else the worker says PartSent(dropped) once the engine lets go
+            transfer.in_flight -= 1  # otherwise PartSent(dropped) follows when the transport has finished with it
         self.rooms.fail(room, self.context.failure(event.code, event.text))
         self.rooms.progress(room)
 
-    # ---- the reader's ring ------------------------------------------------------------------------------------
+    # ---- the decode rank's ring -------------------------------------------------------------------------------
 
     def on_staging_grants(self, peer: Peer, message: msg.StagingGrants) -> None:
-        self._hear_watermark(peer, message.watermark)
+        self._take_watermark(peer, message.watermark)
         found = self.rooms.find(peer, message.room, message.nonce)
         if found is None:
             return
-        room, leg = found
-        assert peer.who is not None
+        room, transfer = found
+        assert peer.info is not None
         for grant in message.grants:
-            part = leg.parts.get(PartKey(self.context.rank, grant.chunk, grant.lo, grant.hi))
-            if part is None or grant.offset + part.nbytes > grant.end or grant.end > peer.who.ring_bytes:
+            part = transfer.parts.get(PartKey(self.context.rank, grant.chunk, grant.lo, grant.hi))
+            if part is None or grant.offset + part.nbytes > grant.end or grant.end > peer.info.ring_bytes:
                 self.context.drop("unknown-part")
             elif part.path != STAGED or part.grant is not None or grant.serial <= part.revoked:
                 self.context.drop("late")
@@ -101,200 +100,193 @@ class Dispatch:
                 part.grant = grant
                 room.record.event("grant", self.context.now_ns, *part.key.place, peer=peer.name)
                 if part.state is PartState.READY:
-                    self.dispatch(room, leg, part)
+                    self.dispatch(room, transfer, part)
         self.rooms.progress(room)
 
     def on_staging_refused(self, peer: Peer, message: msg.StagingRefused) -> None:
+        """Send the part on a path that needs no ring."""
         found = self.rooms.find(peer, message.room, message.nonce)
         if found is None:
             return
-        room, leg = found
-        part = leg.parts.get(PartKey(self.context.rank, message.chunk, message.lo, message.hi))
+        room, transfer = found
+        part = transfer.parts.get(PartKey(self.context.rank, message.chunk, message.lo, message.hi))
         if part is None or part.path != STAGED or part.grant is not None or room.failure is not None:
             self.context.drop("late")
             return
-        text = f"{part.key} needs {message.needs} bytes, the ring of {peer.name} has {message.ring}"
-        self._fall_back(room, leg, part, "ring-too-small", text)
+        assert peer.info is not None
+        self.rooms.unpark(room, transfer, part)
+        self.state.credits[peer.name].refund(part)
+        part.path = self.staging.fallback(peer.info, part.share, part.layers, transfer.pages_at(part.chunk))
+        self.context.telemetry.metrics.add("kvctl_fallbacks_total", 1, "ring-too-small")
+        text = (
+            f"{part.key} needs {message.needs} bytes, the ring of {peer.name} has {message.ring}: sent by {part.path}"
+        )
+        self.context.note("fallback", text, "warning", room=room.room, peer=peer.name)
+        if part.state is PartState.READY:
+            self.dispatch(room, transfer, part)
+        self.staging.request_next(peer.name)
         self.rooms.progress(room)
 
     def on_staging_revoke(self, peer: Peer, message: msg.StagingRevoke) -> None:
         revoked = msg.StagingRevoked(message.room, message.nonce, message.serial)
         found = self.rooms.find(peer, message.room, message.nonce)
         if found is None:
-            self.context.send(peer.name, revoked)  # of a room that is over nothing is in flight, nor will be
+            self.context.send(peer.name, revoked)  # nothing of an ended room is in flight, nor will be
             return
-        room, leg = found
-        part = leg.parts.get(PartKey(self.context.rank, message.chunk, message.lo, message.hi))
+        room, transfer = found
+        part = transfer.parts.get(PartKey(self.context.rank, message.chunk, message.lo, message.hi))
         if part is None:
             self.context.drop("unknown-part")
             return
-        held = part.grant.serial if part.grant else 0
-        if held == message.serial and part.state >= PartState.QUEUED:
+        serial = part.grant.serial if part.grant else 0
+        if serial == message.serial and part.state >= PartState.QUEUED:
             self.context.send(peer.name, msg.TooLate(message.room, message.nonce, message.serial))
             if part.state is PartState.SENT:  # its tag was lost, or is about to arrive
-                self.context.send(peer.name, msg.PartReady(leg.room, leg.nonce, [self.rooms.tag(leg, part)]))
+                tags = [transfer.tag(part, peer.incarnation)]
+                self.context.send(peer.name, msg.PartReady(transfer.room, transfer.nonce, tags))
             return
         part.revoked = max(part.revoked, message.serial)
         self.context.send(peer.name, revoked)
-        if held == message.serial:
+        if serial == message.serial:
             part.grant = None
             part.requested = False
             part.asks = part.asked_ns = 0
-            self.staging.allowances[leg.peer].end(part)
+            self.state.credits[peer.name].refund(part)
             if room.failure is None:
-                self.staging.request(room, leg)
-            self.staging.request_next(leg.peer)
+                self.staging.request(room, transfer)
+            self.staging.request_next(peer.name)
 
     def on_watermark(self, peer: Peer, message: msg.Watermark) -> None:
-        self._hear_watermark(peer, [message.round, message.tail, message.sequence])
+        self._take_watermark(peer, [message.round, message.tail, message.sequence])
 
     def on_heartbeat(self, peer: Peer, message: msg.Heartbeat) -> None:
         peer.heartbeat(message, self.context.now_ns)
         if message.watermark:
-            self._hear_watermark(peer, message.watermark)
+            self._take_watermark(peer, message.watermark)
 
-    def _hear_watermark(self, peer: Peer, watermark: list[int]) -> None:
+    def _take_watermark(self, peer: Peer, watermark: list[int]) -> None:
         if peer.gate.hear(watermark, self.context.now_ns):
             self.retry_parked(peer)
 
-    def _fall_back(self, room: SendRoom, leg: PeerTransfer, part: Part, reason: str, text: str) -> None:
-        who = self.context.introduction(leg.peer)
-        self.rooms.unpark(room, leg, part)
-        self.staging.allowances[leg.peer].end(part)
-        part.path = self.staging.fallback(who, part.share, part.layers, leg.pages_at(part.chunk))
-        self.context.telemetry.metrics.add("kvctl_fallbacks_total", 1, reason)
-        self.context.note("fallback", f"{text}: sent by {part.path}", "warning", room=room.room, peer=leg.peer)
-        if part.state is PartState.READY:
-            self.dispatch(room, leg, part)
-        self.staging.request_next(leg.peer)
-
     # ---- parts ------------------------------------------------------------------------------------------------
 
-    def advance(self, room: SendRoom, leg: PeerTransfer, steps: Sequence[SendableChunk], at_ns: int) -> None:
-        """Some layers of some pages are computed: hand over the parts that this makes ready."""
-        given, total = room.ledger.given, room.ledger.total
-        if not leg.prefill_only and (given > leg.total_pages or total not in (None, leg.total_pages)):
-            text = f"room {room.room}: this side computed {given} pages, {leg.peer} expects {leg.total_pages}"
+    def advance(self, room: SendRoom, transfer: PeerTransfer, chunks: Sequence[SendableChunk], at_ns: int) -> None:
+        """Some layers of some pages are computed: dispatch the parts that are ready now."""
+        given, total = room.computed.given, room.computed.total
+        if not transfer.prefill_only and (given > transfer.total_pages or total not in (None, transfer.total_pages)):
+            expected = f"{transfer.peer} expects {transfer.total_pages}"
+            text = f"room {room.room}: this side computed {given} pages, {expected}"
             self.rooms.fail(room, self.context.failure("KV_PLAN_MISMATCH", text))
             return
         room.since_ns = self.context.now_ns
         if room.state is RoomState.WAITING_FOR_INPUT:
             self.rooms.enter(room, RoomState.TRANSFERRING)
-        ready: list[Part] = []
-        for lo, hi, old, new in steps:
-            for part in leg.between(self.context.rank, lo, hi, old, new):
-                cell = part.chunk
-                if part.state is PartState.PLANNED and room.ledger.ready(
-                    part.key.lo, part.key.hi, cell.first + cell.count
-                ):
-                    part.src_pages = room.ledger.source(cell)
-                    part.ready_ns = at_ns
-                    part.state = PartState.READY
-                    ready.append(part)
-        if room.ledger.complete or any(not part.path for part in ready):  # they were cut just now
-            self.staging.request(room, leg)
+        ready = room.mark_ready(transfer, chunks, at_ns)
+        if room.computed.complete or any(not part.path for part in ready):  # the latter were cut just now
+            self.staging.request(room, transfer)
         for part in ready:
-            self.dispatch(room, leg, part)
+            self.dispatch(room, transfer, part)
 
-    def dispatch(self, room: SendRoom, leg: PeerTransfer, part: Part) -> None:
-        """Hand a ready part to a worker, or park it."""
+    def dispatch(self, room: SendRoom, transfer: PeerTransfer, part: Part) -> None:
+        """Give a ready part to a worker, or park it."""
         if room.failure is not None:
             return
-        peer = self.context.peers[leg.peer]
-        grant = part.grant
+        peer = self.context.peers[transfer.peer]
+        grant = part.grant if part.path == STAGED else None
         gated = part.path == STAGED and (grant is None or not peer.gate.open(grant.round, grant.end))
         if gated or not peer.may_post(self.context.now_ns):
-            self.rooms.park(room, leg, part)
+            self.rooms.park(room, transfer, part)
             return
-        self.rooms.unpark(room, leg, part)
-        part.state = PartState.QUEUED
-        leg.in_flight += 1
-        leg.to_queue -= part.layers
+        self.rooms.unpark(room, transfer, part)
         assert part.src_pages is not None
-        granted = grant if part.path == STAGED else None
-        self._order(leg, part, part.path, part.src_pages, leg.pages_at(part.chunk), part.ready_ns, granted)
-        self.queue_finals(room, leg)
+        transfer.to_queue -= part.layers
+        dst_pages = transfer.pages_at(part.chunk)
+        self._queue(transfer, part, part.path, part.src_pages, dst_pages, part.ready_ns, peer.incarnation, grant)
+        self.queue_finals(room, transfer)
 
-    def queue_finals(self, room: SendRoom, leg: PeerTransfer) -> None:
-        """Once all KV parts of the leg are with a worker: the aux row and the state, if the lease allows it."""
-        if room.failure is not None or not room.finished or leg.to_queue:
+    def queue_finals(self, room: SendRoom, transfer: PeerTransfer) -> None:
+        """Queue the aux row and the state, if all KV parts of the transfer are queued and the lease allows it."""
+        if room.failure is not None or not room.finished or transfer.to_queue:
             return
-        if not self.context.peers[leg.peer].may_post(self.context.now_ns):
-            return  # called again when it is renewed
-        for final in leg.finals.values():
-            if final.state is PartState.PLANNED and room.failure is None:  # one of them may fail it
-                self._queue_final(room, leg, final)
+        if not self.context.peers[transfer.peer].may_post(self.context.now_ns):
+            return  # called again when the lease is renewed
+        for final in transfer.finals.values():
+            if final.state is PartState.PLANNED and room.failure is None:  # the one before may have failed the room
+                self._queue_final(room, transfer, final)
 
-    def _queue_final(self, room: SendRoom, leg: PeerTransfer, final: Final) -> None:
+    def _queue_final(self, room: SendRoom, transfer: PeerTransfer, final: Final) -> None:
         aux = final.kind is PartKind.AUX
         source = np.array([room.aux_src], np.int32) if aux else self._items(room, final)
         if len(source) != len(final.dst) or (aux and room.aux_src < 0):
             what = "an aux row" if aux else f"{len(final.dst)} items of state {self.rooms.component(final).name}"
             given = "none" if aux else str(len(source))
-            text = f"room {room.room}: {leg.peer} expects {what}, finish() gave {given}"
+            text = f"room {room.room}: {transfer.peer} expects {what}, finish() gave {given}"
             self.rooms.fail(room, self.context.failure("KV_PLAN_MISMATCH", text))
             return
-        final.state = PartState.QUEUED
-        leg.in_flight += 1
+        peer = self.context.peers[transfer.peer]
         path = BULK
         if final.share is not None:
-            who = self.context.introduction(leg.peer)
-            path = self.staging.fallback(who, final.share, final.share.num_layers, final.dst)
-        self._order(leg, final, path, source, final.dst, room.forward_done_ns)
+            assert peer.info is not None
+            path = self.staging.fallback(peer.info, final.share, final.share.num_layers, final.dst)
+        self._queue(transfer, final, path, source, final.dst, room.forward_done_ns, peer.incarnation)
 
     def _items(self, room: SendRoom, final: Final) -> ev.Pages:
-        """Our items of a state component."""
+        """This rank's items of a state component."""
         place = self.rooms.components.index(self.rooms.component(final))
         return room.state_src[place] if place < len(room.state_src) else np.empty(0, np.int32)
 
-    def _order(
+    def _queue(
         self,
-        leg: PeerTransfer,
+        transfer: PeerTransfer,
         part: Part | Final,
         path: str,
-        source: ev.Pages,
-        target: ev.Pages,
+        src_pages: ev.Pages,
+        dst_pages: ev.Pages,
         ready_ns: int,
+        incarnation: int,
         grant: msg.Grant | None = None,
     ) -> None:
-        transfer = ev.Transfer(
-            peer=leg.peer,
-            room=leg.room,
-            nonce=leg.nonce,
-            kind=part.kind,
-            key=part.key,
-            path=path,
-            share=part.share,
-            src_pages=source,
-            dst_pages=target,
-            grant=grant,
-            tag=self.rooms.tag(leg, part),
-            cancel=leg.cancel,
-            ready_ns=ready_ns,
-            opened_ns=self.context.now_ns,
+        part.state = PartState.QUEUED
+        transfer.in_flight += 1
+        self.context.actions.append(
+            ev.Transfer(
+                peer=transfer.peer,
+                room=transfer.room,
+                nonce=transfer.nonce,
+                kind=part.kind,
+                key=part.key,
+                path=path,
+                share=part.share,
+                src_pages=src_pages,
+                dst_pages=dst_pages,
+                grant=grant,
+                tag=transfer.tag(part, incarnation),
+                cancel=transfer.cancel,
+                ready_ns=ready_ns,
+                opened_ns=self.context.now_ns,
+            )
         )
-        self.context.act(transfer)
 
     def retry_parked(self, peer: Peer) -> None:
-        """See which of the parked parts may go now: called when the watermark moved or the lease was renewed."""
+        """Dispatch the parked parts that may go now, after the watermark moved or the lease was renewed."""
         gate = peer.gate
-        for leg, part in list(self.state.parked[peer.name].values()):
+        for transfer, part in list(self.state.parked[peer.name].values()):
             grant = part.grant
             if part.path != STAGED or (grant is not None and gate.open(grant.round, grant.end)):
-                room = self.state.rooms.get(leg.room)
-                if room is not None:  # else one of those before it has ended this room
-                    self.dispatch(room, leg, part)
+                room = self.state.rooms.get(transfer.room)
+                if room is not None:  # otherwise a part before this one has ended the room
+                    self.dispatch(room, transfer, part)
 
     def on_lease_renewed(self, peer: Peer) -> None:
         self.retry_parked(peer)
-        for leg in list(self.state.legs.values()):
-            if leg.peer == peer.name and (room := self.state.rooms.get(leg.room)) is not None:
-                self.queue_finals(room, leg)
+        for transfer in list(self.state.transfers.values()):
+            if transfer.peer == peer.name and (room := self.state.rooms.get(transfer.room)) is not None:
+                self.queue_finals(room, transfer)
 
 
 @dataclass(eq=False)
 class Forwards:
-    """Takes what the engine computes into the rooms' ledgers."""
+    """Handles the calls of the prefill engine: send, prefetch, pages and finish."""
 
     context: MachineContext
     state: PrefillState
@@ -307,16 +299,16 @@ class Forwards:
         ended = self.state.ended.get(event.room)
         if ended is not None and not ended.claimed:
             self.state.ended[event.room] = ended._replace(claimed=True)
-            self.context.act(ev.StateChanged(event.room, ended.state, ended.failure))
-            self.context.act(ev.Released(event.room))
+            self.context.actions.append(ev.StateChanged(event.room, ended.state, ended.failure))
+            self.context.actions.append(ev.Released(event.room))
             return
         room = self.state.rooms.get(event.room) or self.rooms.begin(event.room)
         if room.claimed:
             raise LocalProtocolError(f"room {event.room} is being sent already; a room number is used once at a time")
         room.claimed = True
-        self.context.act(ev.StateChanged(room.room, room.state, room.failure))
-        if room.released:  # it failed before our engine came
-            self.context.act(ev.Released(room.room))
+        self.context.actions.append(ev.StateChanged(room.room, room.state, room.failure))
+        if room.released:  # it failed before the engine called send()
+            self.context.actions.append(ev.Released(room.room))
 
     def on_prefetch(self, event: ev.Prefetch) -> None:
         room = self._claimed(event.room)
@@ -331,7 +323,7 @@ class Forwards:
             return
         room.groups = event.groups
         room.prefetched = True
-        if not room.ledger.given and not room.launched:  # else it is the next chunk's forward that begins
+        if not room.computed.given and not room.launched:  # otherwise it is the forward of the next chunk that begins
             room.forward_begun_ns = room.record.forward_begun_at = event.at_ns or self.context.now_ns
         self.staging.request_all(room)
 
@@ -348,11 +340,11 @@ class Forwards:
     def on_send_pages(self, event: ev.SendPages) -> None:
         room = self._claimed(event.room)
         if room is None or room.failure is not None:
-            return  # failed meanwhile; the handle says why
+            return  # the handle has the cause of the failure
         if event.launched:
             room.launched -= 1
-        if self.state.holds_back and not room.finished:
-            room.held.append(event)
+        if self.state.sends_at_finish and not room.finished:
+            room.deferred.append(event)
             room.since_ns = self.context.now_ns
         else:
             self._take_pages(room, event)
@@ -363,17 +355,17 @@ class Forwards:
         if room.failure is not None:
             return
         try:
-            steps = room.ledger.take(event.layers, event.pages, event.last)
+            chunks = room.computed.take(event.layers, event.pages, event.last)
         except LayoutError as error:
             self.rooms.fail(room, self.context.failure("KV_PLAN_MISMATCH", f"room {room.room}: {error}"))
             return
-        if room.ledger.complete:
+        if room.computed.complete:
             room.forward_done_ns = room.computed_ns = room.record.forward_done_at = event.at_ns
         if event.layers is None and not room.prefetched:
-            room.prefetched = True  # cells go whole from here on
+            room.prefetched = True  # from here on a chunk is one part per share
             self.staging.request_all(room)
-        for leg in room.legs.values():
-            self.dispatch.advance(room, leg, steps, event.at_ns)
+        for transfer in room.transfers.values():
+            self.dispatch.advance(room, transfer, chunks, event.at_ns)
             if room.failure is not None:
                 return
 
@@ -383,26 +375,26 @@ class Forwards:
             return
         room.finished = True
         room.aux_src, room.state_src = event.aux_index, event.states
-        kept, room.held = room.held, []
-        for pages in kept:
+        deferred, room.deferred = room.deferred, []
+        for pages in deferred:
             self._take_pages(room, pages)
-        if not room.ledger.complete:
+        if not room.computed.complete:
             self._take_pages(room, ev.SendPages(event.room, np.empty(0, np.int32), True, event.at_ns))
         if room.failure is not None:
             return
-        room.forward_done_ns = event.at_ns  # of what goes last; the forward's own end was told with its last pages
+        room.forward_done_ns = event.at_ns  # of the final parts; `computed_ns` keeps the end of the forward
         room.record.event("finish", self.context.now_ns)
-        for leg in room.legs.values():
-            self.dispatch.queue_finals(room, leg)
+        for transfer in room.transfers.values():
+            self.dispatch.queue_finals(room, transfer)
         self.rooms.progress(room)
 
     def _claimed(self, number: int) -> SendRoom | None:
-        """The room that our engine computes; one that it has not come for is a later life of the number."""
+        """The room that the engine is sending. One for which it has not called send() is a later use of the number."""
         room = self.state.rooms.get(number)
         return room if room is not None and room.claimed else None
 
 
 def _tiles(groups: tuple[tuple[int, int], ...], lo: int, hi: int) -> bool:
-    """Whether the groups lie one after the other from `lo` to `hi`."""
+    """Whether the groups follow each other from `lo` to `hi` without a gap."""
     edges = [lo, *(edge for group in groups for edge in group), hi]
     return edges[::2] == edges[1::2] and all(first < end for first, end in groups)

@@ -1,4 +1,4 @@
-"""The prefill rank's machine: its parts, and which of them handles what. Events in, actions out, no I/O."""
+"""The prefill rank's machine: builds its parts, and maps each event and message to a handler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvctl_agent.protocol.machine import Machine, MachineContext, PeerSessions
 from kvctl_agent.protocol.peer import LocalInfo, Timing
 from kvctl_agent.protocol.prefill.admission import Readers, SendAdmission
 from kvctl_agent.protocol.prefill.dispatch import Dispatch, Forwards
-from kvctl_agent.protocol.prefill.rooms import Choose, PrefillState, SendRooms, StagingRequests
+from kvctl_agent.protocol.prefill.rooms import ChoosePath, PrefillState, SendRooms, StagingRequests
 from kvctl_agent.protocol.prefill.send_room import Part, PeerTransfer, Wait
 from kvctl_agent.telemetry.hub import Telemetry
 
@@ -17,9 +17,9 @@ class PrefillMachine(Machine):
     """All rooms of one prefill rank.
 
     Args:
-        choose, fallback: the path of a part, and that of a part which can never have a ring region.
-        early_send: a pipeline stage before the last one sends as soon as its own forward is done.
-        state: what an earlier machine of this rank remembered; `early_send` is part of it.
+        choose, fallback: choose the path of a part; `fallback` for a part that can never have a ring region.
+        early_send: pipeline stages before the last one send as soon as their own forward is done.
+        state: state to continue from, which includes `early_send`.
     """
 
     state: PrefillState
@@ -29,14 +29,14 @@ class PrefillMachine(Machine):
         local: LocalInfo,
         timing: Timing,
         telemetry: Telemetry,
-        choose: Choose,
-        fallback: Choose,
+        choose: ChoosePath,
+        fallback: ChoosePath,
         early_send: bool = True,
         state: PrefillState | None = None,
     ) -> None:
         state = state or PrefillState(local, timing, early_send=early_send)
         context = MachineContext(local, timing, telemetry, state.peers)
-        staging = StagingRequests(context, state.rooms, state.allowances, choose, fallback)
+        staging = StagingRequests(context, state, choose, fallback)
         rooms = self._rooms = SendRooms(context, state, staging)
         dispatch = Dispatch(context, state, rooms, staging)
         admission = SendAdmission(context, state, rooms, staging, dispatch)
@@ -44,7 +44,7 @@ class PrefillMachine(Machine):
         sessions = PeerSessions(context, rooms.on_peer_lost)
         readers = Readers(context, state, dispatch, sessions)
         super().__init__(context, state, sessions, rooms.find, rooms.fail, dispatch.on_lease_renewed)
-        self.open = state.legs
+        self.open = state.transfers
         self._events = {
             # the engine
             ev.SendRoom: forwards.on_send_room,
@@ -104,9 +104,9 @@ class PrefillMachine(Machine):
     # ---- views: safe from any thread --------------------------------------------------------------------------
 
     def parked(self) -> list[tuple[PeerTransfer, Part]]:
-        """Parts that are ready and may not go yet."""
+        """Parts that are ready and may not be sent yet."""
         return [entry for parked in list(self.state.parked.values()) for entry in list(parked.values())]
 
-    def waits_for(self, leg: PeerTransfer, part: Part) -> Wait:
-        """What a part that is not sent waits for."""
-        return self._rooms.waits_for(leg, part)
+    def waits_for(self, transfer: PeerTransfer, part: Part) -> Wait:
+        """Why a part is not sent yet."""
+        return self._rooms.waits_for(transfer, part)

@@ -1,12 +1,12 @@
-"""Rooms of a prefill rank: which one a message is about, their states, and what is said again until it is answered.
+"""Rooms of a prefill rank: staging requests, room states, and messages resent until they are answered.
 
-The first cause of a failure goes to every decode rank of the room; queued parts are dropped behind the cancel;
-"drained" is said only when nothing is in flight, nor ever will be.
+The first cause of a failure is sent to every decode rank of the room, and its queued parts are dropped. RoomDrained is
+sent only when nothing of the room is in flight, nor ever will be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import RemoteProtocolError
 from kvctl_agent.layout.plan import TransferSlice
+from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.layout.shape import Segment
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
@@ -27,124 +28,221 @@ from kvctl_agent.protocol.prefill.send_room import (
     PartState,
     PeerTransfer,
     SendRoom,
-    StagingCredits,
     Wait,
 )
 from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey, Tag
 
-# Which path a part takes: (peer's introduction, share, layers, the reader's pages) → path. The second one is asked
-# for parts that can never have a ring region.
-Choose = Callable[[msg.PeerInfo, TransferSlice, int, ev.Pages], str]
-
-
-@dataclass(eq=False)
-class StagingRequests:
-    """Chooses paths, and asks for the regions that they need.
-
-    Attributes:
-        fallback: chooses a path that needs no ring.
-        allowances: by peer.
-    """
-
-    context: MachineContext
-    rooms: dict[int, SendRoom]
-    allowances: dict[str, StagingCredits]
-    choose: Choose
-    fallback: Choose
-
-    def request(self, room: SendRoom, leg: PeerTransfer) -> None:
-        """Choose paths, and ask for staging for all staged parts of the leg that have not been asked for."""
-        if room.prefetched:
-            leg.cut_all(self.context.rank, room.groups)
-        who = self.context.introduction(leg.peer)
-        wanted: list[Part] = []
-        for part in leg.parts.values():
-            if not part.path:
-                part.path = self.choose(who, part.share, part.layers, leg.pages_at(part.chunk))
-            if part.path == STAGED and not part.requested and part.grant is None:
-                wanted.append(part)
-        if not wanted or not self.allowances[leg.peer].take(leg, wanted, computed=room.ledger.complete):
-            return
-        for part in wanted:
-            part.requested = True
-        leg.resend_ns = self.context.now_ns + self.context.timing.resend_ns
-        room.record.event("request", self.context.now_ns, peer=leg.peer)
-        self.send(leg, wanted)
-
-    def request_all(self, room: SendRoom) -> None:
-        for leg in room.legs.values():
-            self.request(room, leg)
-
-    def request_next(self, peer: str) -> None:
-        """Something that was asked for is sent, or has come to nothing: others may ask."""
-        allowance = self.allowances[peer]
-        while (leg := allowance.next()) is not None:
-            self.request(self.rooms[leg.room], leg)
-
-    def send(self, leg: PeerTransfer, parts: list[Part]) -> None:
-        for part in parts:
-            part.asks += 1
-            part.asked_ns = part.asked_ns or self.context.now_ns
-        specs = [msg.PartSpec(part.key.chunk, part.key.lo, part.key.hi, part.nbytes) for part in parts]
-        self.context.send(leg.peer, msg.StagingRequest(leg.room, leg.nonce, specs))
-
-
-# What one peer, broken or hostile, can make us remember.
-MAX_LEGS = 1 << 17
+# Bound on the memory that one peer, broken or hostile, can make this rank allocate.
+MAX_TRANSFERS = 1 << 17
 _DEADLINES_EVERY_NS = 1_000_000_000
 
+# (peer's info, share, layers, destination pages) → path
+ChoosePath = Callable[[msg.PeerInfo, TransferSlice, int, ev.Pages], str]
 Parked = dict[tuple[int, int, PartKey], tuple[PeerTransfer, Part]]
 
 
-class Ended(NamedTuple):
-    """A room that ended before our engine, or some decode rank, had come; those who come late are told how."""
+class EndedRoom(NamedTuple):
+    """A room that ended before the local engine, or some decode rank, had opened it; late openers get its outcome."""
 
     at_ns: int
     state: RoomState
     failure: Failure | None
-    claimed: bool  # our engine had come
-    openers: frozenset[str]  # decode ranks that had come
+    claimed: bool  # the local engine had called send()
+    openers: frozenset[str]  # decode ranks that had opened it
+
+
+def writer_quota(inputs: PlanInputs, ring_bytes: int) -> int:
+    """One writer's share of a decode rank's ring, given the number of ranks that write to it for one room."""
+    prefill, decode = inputs.prefill, inputs.decode
+    writers = prefill.tp * prefill.pp * prefill.cp // (decode.tp * decode.pp)
+    return ring_bytes // max(1, writers)
+
+
+class StagingCredits:
+    """Limits the staging requested from one decode rank and not sent yet.
+
+    A decode rank grants regions in the order of requests. If all parts of a thousand rooms were requested at once, the
+    ring would go to all parts of the first writer, then to all parts of the second, and no room would be complete
+    before the last round. With each writer requesting little more than its share of the ring, in the order of its
+    rooms, the writers' parts of a room lie close together.
+
+    Computed rooms have credits of their own, which rooms that request ahead of their forward cannot use up: such a
+    forward may be waiting for the very pages that a computed room frees once it is sent. A room requests all of its
+    parts at once, as soon as earlier requests leave credits for it.
+    """
+
+    __slots__ = ("_ahead", "_asked", "_computed", "_refilling", "_share_bytes")
+
+    def __init__(self, share_bytes: int) -> None:
+        self._share_bytes = share_bytes
+        self._refilling = False
+        self._asked = {False: 0, True: 0}  # bytes, by whether the room was computed when it requested them
+        self._computed: dict[RoomKey, PeerTransfer] = {}  # waiting transfers of computed rooms, oldest first
+        self._ahead: dict[RoomKey, PeerTransfer] = {}  # waiting transfers of rooms not computed yet
+
+    @property
+    def asked_bytes(self) -> int:
+        return sum(self._asked.values())
+
+    def __len__(self) -> int:
+        return len(self._computed) + len(self._ahead)
+
+    def charge(self, transfer: PeerTransfer, parts: Iterable[Part], *, computed: bool) -> bool:
+        """Charge these parts if the credits allow it; otherwise the transfer waits for `next_waiting`."""
+        key = transfer.key
+        if self._allows(computed=computed):
+            self._computed.pop(key, None)
+            self._ahead.pop(key, None)
+            for part in parts:
+                part.counted = computed
+                self._asked[computed] += part.nbytes
+            return True
+        if computed:
+            self._ahead.pop(key, None)
+            self._computed.setdefault(key, transfer)
+        elif key not in self._computed:
+            self._ahead.setdefault(key, transfer)
+        return False
+
+    def next_waiting(self) -> PeerTransfer | None:
+        """Return a waiting transfer that `charge` will accept now.
+
+        Transfers are released in batches, once half of the credits of computed rooms is free: if they were released one
+        by one, each would cost both sides a turn of their control loops.
+        """
+        if not self._refilling:
+            self._refilling = len(self) > 0 and (self._load <= self._share_bytes or not self._asked[True])
+        if self._refilling:
+            for waiting, computed in ((self._computed, True), (self._ahead, False)):
+                if waiting and self._allows(computed=computed):
+                    return waiting.pop(next(iter(waiting)))
+            self._refilling = False
+        return None
+
+    def refund(self, part: Part) -> None:
+        """The part is sent, or will not be sent through the ring after all."""
+        if part.counted is not None:
+            self._asked[part.counted] -= part.nbytes
+            part.counted = None
+
+    def forget(self, transfer: PeerTransfer) -> None:
+        """The transfer will request nothing any more."""
+        self._computed.pop(transfer.key, None)
+        self._ahead.pop(transfer.key, None)
+        for part in transfer.parts.values():
+            self.refund(part)
+
+    def _allows(self, *, computed: bool) -> bool:
+        if not computed:
+            return self.asked_bytes < self._share_bytes or self.asked_bytes == 0
+        return self._load < 2 * self._share_bytes or not self._asked[True]
+
+    @property
+    def _load(self) -> int:
+        """Bytes counted against computed rooms. Requests ahead count as one share at most, however large they are, so
+        that computed rooms do not wait for another room's forward."""
+        return self._asked[True] + min(self._asked[False], self._share_bytes)
 
 
 class PrefillState:
-    """Everything that a prefill machine remembers between two events.
+    """All state that a prefill machine keeps between two events.
 
     Attributes:
-        peers: by name; see `readers`.
-        holds_back: this pipeline stage sends nothing before `finish`; fixed.
-        draining: told to take no new rooms; see `machine`.
-        rooms, legs: by number, and by peer, number and nonce; `forwards` and `admission` add, `SendRooms` removes.
-        parked: by peer, parts that are ready and may not go yet; see `dispatch`.
-        allowances: by peer, how much staging may be asked for; see `staging`.
-        tombstones: legs that have ended, and how the room failed, if it did.
-        aborted: rooms aborted before they were opened: when to believe it, and why; in the order of their coming.
-        ended: rooms that ended before all who take part had come, oldest first.
-        deadlines_due_ns: when to look for rooms that have waited for too long; see `SendRooms`.
+        peers: by name.
+        sends_at_finish: this pipeline stage sends nothing before `finish`; fixed.
+        draining: takes no new rooms.
+        rooms, transfers: by number; by peer, number and nonce.
+        parked: by peer, parts that are ready and may not be sent yet.
+        credits: by peer, the limit on requested staging.
+        tombstones: transfers that have ended, with the failure of their room.
+        pending_aborts: rooms aborted before they were opened, by number: when the abort takes effect, and its cause.
+            Oldest first.
+        ended: rooms that ended before all participants had opened them, oldest first.
+        deadlines_due_ns: next check for rooms past their deadline.
 
     Args:
-        early_send: a pipeline stage before the last one sends as soon as its own forward is done.
+        early_send: pipeline stages before the last one send as soon as their own forward is done.
     """
 
     def __init__(self, local: LocalInfo, timing: Timing, *, early_send: bool = True) -> None:
-        self.holds_back = not early_send and local.coord.pp < local.side.pp - 1
+        self.sends_at_finish = not early_send and local.coord.pp < local.side.pp - 1
         self.peers: dict[str, Peer] = {}
         self.draining = False
         self.rooms: dict[int, SendRoom] = {}
-        self.legs: dict[RoomKey, PeerTransfer] = {}
+        self.transfers: dict[RoomKey, PeerTransfer] = {}
         self.parked: dict[str, Parked] = {}
-        self.allowances: dict[str, StagingCredits] = {}
+        self.credits: dict[str, StagingCredits] = {}
         self.tombstones: Tombstones[Failure | None] = Tombstones(timing.bootstrap_ns)
-        self.aborted: dict[int, tuple[int, Failure]] = {}
-        self.ended: dict[int, Ended] = {}
+        self.pending_aborts: dict[int, tuple[int, Failure]] = {}
+        self.ended: dict[int, EndedRoom] = {}
         self.deadlines_due_ns = 0
 
 
+@dataclass(eq=False)
+class StagingRequests:
+    """Chooses the paths of parts, and requests ring regions for the staged ones, within the credits of each peer.
+
+    Attributes:
+        choose: chooses the path of a part.
+        fallback: chooses a path that needs no ring, for a part that can never have a region.
+    """
+
+    context: MachineContext
+    state: PrefillState
+    choose: ChoosePath
+    fallback: ChoosePath
+
+    def request(self, room: SendRoom, transfer: PeerTransfer) -> None:
+        """Choose missing paths, and request regions for all staged parts in one message, unless the credits forbid."""
+        if room.prefetched:
+            transfer.plan_parts(room.groups)
+        info = self.context.peers[transfer.peer].info
+        assert info is not None
+        wanted: list[Part] = []
+        for part in transfer.parts.values():
+            if not part.path:
+                part.path = self.choose(info, part.share, part.layers, transfer.pages_at(part.chunk))
+            if part.path == STAGED and not part.requested and part.grant is None:
+                wanted.append(part)
+        if not wanted or not self.state.credits[transfer.peer].charge(
+            transfer, wanted, computed=room.computed.complete
+        ):
+            return
+        for part in wanted:
+            part.requested = True
+        transfer.resend_ns = self.context.now_ns + self.context.timing.resend_ns
+        room.record.event("request", self.context.now_ns, peer=transfer.peer)
+        self.send(transfer, wanted)
+
+    def request_all(self, room: SendRoom) -> None:
+        for transfer in room.transfers.values():
+            self.request(room, transfer)
+
+    def request_next(self, peer: str) -> None:
+        """Credits were refunded: let waiting transfers request."""
+        credits = self.state.credits[peer]
+        while (transfer := credits.next_waiting()) is not None:
+            self.request(self.state.rooms[transfer.room], transfer)
+
+    def refund(self, peer: str, part: Part) -> None:
+        """The part needs no credits any more: let waiting transfers request."""
+        self.state.credits[peer].refund(part)
+        self.request_next(peer)
+
+    def send(self, transfer: PeerTransfer, parts: list[Part]) -> None:
+        for part in parts:
+            part.asks += 1
+            part.asked_ns = part.asked_ns or self.context.now_ns
+        specs = [msg.PartSpec(part.key.chunk, part.key.lo, part.key.hi, part.nbytes) for part in parts]
+        self.context.send(transfer.peer, msg.StagingRequest(transfer.room, transfer.nonce, specs))
+
+
 class SendRooms:
-    """Moves rooms from state to state, and tells the decode ranks until each has answered.
+    """Moves rooms from state to state, and resends messages until the decode ranks have answered.
 
     Attributes:
         layers: KV and draft layers of this rank.
-        components: its state components, the last segments of its pool.
+        components: state components of this rank; they are the last segments of its pool.
     """
 
     def __init__(self, context: MachineContext, state: PrefillState, staging: StagingRequests) -> None:
@@ -152,75 +250,70 @@ class SendRooms:
         self.state = state
         self.staging = staging
         self.layers = context.local.layers
-        self.components: list[Segment] = [held.segment for held in context.local.held if held.segment.state]
+        self.components: list[Segment] = [shard.segment for shard in context.local.shards if shard.segment.state]
 
     def begin(self, number: int) -> SendRoom:
-        """A new room, be it the engine's or a peer's."""
+        """Create a room, for the local engine or for a decode rank, whichever comes first."""
         self.state.ended.pop(number, None)
         record = self.context.telemetry.rooms.open(number, 0)
-        ledger = ComputedPages(self.layers, self.context.local.chunk_pages)
-        room = self.state.rooms[number] = SendRoom(number, record, ledger, self.context.now_ns)
+        computed = ComputedPages(self.layers, self.context.local.chunk_pages)
+        room = self.state.rooms[number] = SendRoom(number, record, computed, self.context.now_ns)
         return room
 
     def find(self, peer: Peer, number: int, nonce: int) -> tuple[SendRoom, PeerTransfer] | None:
-        """The room and leg that a message is about; where there is none, that is counted."""
-        leg = self.state.legs.get(RoomKey(peer.name, number, nonce))
-        if leg is None:
+        """The room and transfer that a message is about; a message about neither is counted as dropped."""
+        transfer = self.state.transfers.get(RoomKey(peer.name, number, nonce))
+        if transfer is None:
             self.context.drop("tombstone")
             return None
-        return self.state.rooms[number], leg
+        return self.state.rooms[number], transfer
 
     def forget(self, room: SendRoom) -> None:
-        """Leave tombstones in the place of a room."""
+        """Replace a room by tombstones."""
         if self.state.rooms.pop(room.room, None) is None:
             return
         now_ns = self.context.now_ns
-        for leg in room.legs.values():
-            self.state.legs.pop(leg.room_key, None)
-            self.state.tombstones.bury(leg.room_key, room.failure, now_ns)
+        for transfer in room.transfers.values():
+            self.state.transfers.pop(transfer.key, None)
+            self.state.tombstones.add(transfer.key, room.failure, now_ns)
         if not room.claimed or (room.failure is not None and not room.opened):
-            openers = frozenset(room.legs)
-            self.state.ended[room.room] = Ended(now_ns, room.state, room.failure, room.claimed, openers)
+            openers = frozenset(room.transfers)
+            self.state.ended[room.room] = EndedRoom(now_ns, room.state, room.failure, room.claimed, openers)
         self.context.telemetry.finish(room.record, now_ns)
 
     def expire(self) -> None:
-        """Forget what late messages cannot be about any more."""
+        """Drop tombstones and ended rooms that are too old for a late message."""
         now_ns = self.context.now_ns
         self.state.tombstones.expire(now_ns)
         while self.state.ended:
             number, ended = next(iter(self.state.ended.items()))
-            if now_ns - ended.at_ns < self.context.timing.bootstrap_ns and len(self.state.ended) < MAX_LEGS:
+            if now_ns - ended.at_ns < self.context.timing.bootstrap_ns and len(self.state.ended) < MAX_TRANSFERS:
                 break
             del self.state.ended[number]
 
-    def never_opened(self, number: int, failure: Failure) -> None:
-        """Its opening was lost or refused: our engine, which waits for it or is yet to come, must not wait for ever.
+    def abort_unopened(self, number: int, failure: Failure) -> None:
+        """The room's opening was lost or refused: fail the room soon, so that the local engine does not wait for it.
 
-        Not at once, though: the number may be that of another dp group's room, whose opening is on its way.
+        The failure is delayed because another dp group's room may have the same number, with its opening on the way.
         """
-        if number not in self.state.ended and len(self.state.aborted) < MAX_LEGS:
+        if number not in self.state.ended and len(self.state.pending_aborts) < MAX_TRANSFERS:
             due_ns = self.context.now_ns + self.context.timing.resend_ns
-            self.state.aborted.setdefault(number, (due_ns, failure))
+            self.state.pending_aborts.setdefault(number, (due_ns, failure))
 
-    def park(self, room: SendRoom, leg: PeerTransfer, part: Part) -> None:
-        parked = self.state.parked[leg.peer]
-        key = (leg.room, leg.nonce, part.key)
+    def park(self, room: SendRoom, transfer: PeerTransfer, part: Part) -> None:
+        parked = self.state.parked[transfer.peer]
+        key = (transfer.room, transfer.nonce, part.key)
         if key not in parked:
-            parked[key] = (leg, part)
+            parked[key] = (transfer, part)
             room.record.parked += 1
 
-    def unpark(self, room: SendRoom, leg: PeerTransfer, part: Part) -> None:
-        parked = self.state.parked.get(leg.peer)
-        if parked and parked.pop((leg.room, leg.nonce, part.key), None):
+    def unpark(self, room: SendRoom, transfer: PeerTransfer, part: Part) -> None:
+        parked = self.state.parked.get(transfer.peer)
+        if parked and parked.pop((transfer.room, transfer.nonce, part.key), None):
             room.record.parked -= 1
 
-    def tag(self, leg: PeerTransfer, part: Part | Final) -> bytes:
-        """What the write of a part carries."""
-        incarnation = self.context.peers[leg.peer].incarnation
-        return Tag(part.kind, incarnation, leg.room, leg.nonce, part.serial, part.key, part.checksum).pack()
-
     def component(self, final: Final) -> Segment:
-        """The state component that a final part is of; the components are the last segments."""
+        """The state component of a final part."""
         return self.components[final.key.chunk - self.components[0].index]
 
     # ---- messages ---------------------------------------------------------------------------------------------
@@ -229,14 +322,14 @@ class SendRooms:
         found = self.find(peer, message.room, message.nonce)
         if found is None:
             return
-        _, leg = found
+        _, transfer = found
         for data in message.tags:
             try:
                 tag = Tag.unpack(data)
             except RemoteProtocolError:
                 self.context.drop("bad-tag")
                 continue
-            part = leg.parts.get(tag.key) if tag.kind is PartKind.KV else None
+            part = transfer.parts.get(tag.key) if tag.kind is PartKind.KV else None
             if part is not None and part.state is PartState.SENT:
                 part.confirmed = True
 
@@ -245,33 +338,33 @@ class SendRooms:
         found = self.find(peer, message.room, message.nonce)
         if found is None or found[1].done:
             return
-        room, leg = found
-        leg.done = True
+        room, transfer = found
+        transfer.done = True
         room.record.event("done", self.context.now_ns, peer=peer.name)
         self.progress(room)
 
     def on_room_failed(self, peer: Peer, message: msg.RoomFailed) -> None:
         self.context.send(peer.name, msg.Ack(message.room, message.nonce, "room-failed"))
         if found := self.find(peer, message.room, message.nonce):
-            room, leg = found
-            leg.failed_acked = True  # it is he who says so
+            room, transfer = found
+            transfer.failed_acked = True  # the peer knows, since the failure came from it
             self.fail(room, failure_of(message))
             self.progress(room)
 
     def on_room_abort(self, peer: Peer, message: msg.RoomAbort) -> None:
-        """Also from a peer that is lost: it has replaced us, say, and asks whether anything of ours is in flight."""
+        """Also from a lost peer, which may have replaced this process and ask whether its writes are in flight."""
         found = self.find(peer, message.room, message.nonce)
         if found is None:
-            # Unknown or gone: nothing of it is in flight, and the grave keeps a late RoomOpen from raising it.
+            # Nothing of an unknown or ended room is in flight; the tombstone keeps a late RoomOpen from starting it.
             key = RoomKey(peer.name, message.room, message.nonce)
-            if not self.state.tombstones.holds(key):
-                self.state.tombstones.bury(key, failure_of(message), self.context.now_ns)
-                self.never_opened(message.room, failure_of(message))
+            if key not in self.state.tombstones:
+                self.state.tombstones.add(key, failure_of(message), self.context.now_ns)
+                self.abort_unopened(message.room, failure_of(message))
             self.context.send(peer.name, msg.RoomDrained(message.room, message.nonce))
             return
-        room, leg = found
-        leg.abort_asked = leg.failed_acked = True
-        leg.drained_said = False  # it asks again, so our answer was lost
+        room, transfer = found
+        transfer.abort_received = transfer.failed_acked = True
+        transfer.drained_sent = False  # it asks again, so the answer was lost
         self.fail(room, failure_of(message))
         self.progress(room)
 
@@ -282,12 +375,12 @@ class SendRooms:
             self.progress(found[0])
 
     def on_peer_lost(self, peer: Peer, text: str) -> None:
-        """Fail its rooms."""
+        """Fail the peer's rooms."""
         for room in list(self.state.rooms.values()):
-            leg = room.legs.get(peer.name)
-            if leg is None:
+            transfer = room.transfers.get(peer.name)
+            if transfer is None:
                 continue
-            leg.failed_acked = True
+            transfer.failed_acked = True
             self.fail(room, self.context.failure("KV_PEER_LOST", text))
             self.progress(room)
 
@@ -298,38 +391,38 @@ class SendRooms:
         room.since_ns = self.context.now_ns
         room.record.state(state, self.context.now_ns)
         if room.claimed:
-            self.context.act(ev.StateChanged(room.room, state, room.failure))
+            self.context.actions.append(ev.StateChanged(room.room, state, room.failure))
 
     def progress(self, room: SendRoom) -> None:
-        """See whether the room has come to an end of some kind."""
+        """Release the room's pages, or end the room, if that is due."""
         if room.failure is not None:
             self._settle(room)
             return
-        if room.sent and not room.released:
+        if not room.released and room.sent:
             self._release(room)
-            for leg in room.legs.values():  # ask then how the room has ended
-                leg.resend_ns = self.context.now_ns + 2 * self.context.timing.resend_ns
-        if room.done and (room.released or not room.claimed):
+            for transfer in room.transfers.values():  # time to ask how the room ended, in case RoomDone is lost
+                transfer.resend_ns = self.context.now_ns + 2 * self.context.timing.resend_ns
+        if (room.released or not room.claimed) and room.done:
             self.enter(room, RoomState.SUCCESS)
             self.forget(room)
 
     def _release(self, room: SendRoom) -> None:
-        """Nothing of it will be read again."""
+        """The room's pages will not be read again."""
         room.released = True
         room.record.event("sent", self.context.now_ns)
-        self._tell_overlap(room)
+        self._report_overlap(room)
         if room.claimed:
-            self.context.act(ev.Released(room.room))
+            self.context.actions.append(ev.Released(room.room))
 
-    def _tell_overlap(self, room: SendRoom) -> None:
+    def _report_overlap(self, room: SendRoom) -> None:
         begun, done = room.forward_begun_ns, room.computed_ns
-        if not room.spans or begun is None or done is None:
+        if not room.groups or not room.spans or begun is None or done is None:
             return
         hidden, exposed = room.spans.split(done)
-        forwards = max(1, room.ledger.forwards)
-        self.context.act(
+        forwards = max(1, room.computed.forwards)
+        self.context.actions.append(
             ev.Overlapped(
-                pages=room.ledger.given // forwards,
+                pages=room.computed.given // forwards,
                 groups=len(room.groups),
                 compute_ns=(done - begun) // forwards,
                 transfer_ns=(hidden + exposed) // forwards,
@@ -338,7 +431,7 @@ class SendRooms:
         )
 
     def fail(self, room: SendRoom, failure: Failure) -> None:
-        """End a room for this cause, unless it has ended."""
+        """Fail a room that has not ended, with this cause."""
         if room.failure is not None or room.state is RoomState.SUCCESS:
             return
         context = self.context
@@ -346,48 +439,48 @@ class SendRooms:
         room.record.fail(failure, context.now_ns)
         context.telemetry.metrics.add("kvctl_room_failures_total", 1, failure["code"])
         context.note("room-failed", f"{failure['rank']}: {failure['text']}", "error", room=room.room)
-        for leg in room.legs.values():
-            leg.cancel.cancelled = True
-            leg.resend_ns = context.now_ns + context.timing.resend_ns
-            for part in leg.parts.values():
-                self.unpark(room, leg, part)
-            self.staging.allowances[leg.peer].forget(leg)
-            if not leg.failed_acked:
-                self.say_failed(leg, failure)
+        for transfer in room.transfers.values():
+            transfer.cancel.cancelled = True
+            transfer.resend_ns = context.now_ns + context.timing.resend_ns
+            for part in transfer.parts.values():
+                self.unpark(room, transfer, part)
+            self.state.credits[transfer.peer].forget(transfer)
+            if not transfer.failed_acked:
+                self.send_failed(transfer, failure)
         self.enter(room, RoomState.FAILED)
         self._settle(room)
-        for leg in room.legs.values():
-            self.staging.request_next(leg.peer)
+        for transfer in room.transfers.values():
+            self.staging.request_next(transfer.peer)
 
-    def say_failed(self, leg: PeerTransfer, failure: Failure) -> None:
-        self.context.send(leg.peer, msg.RoomFailed(leg.room, leg.nonce, **failure))
+    def send_failed(self, transfer: PeerTransfer, failure: Failure) -> None:
+        self.context.send(transfer.peer, msg.RoomFailed(transfer.room, transfer.nonce, **failure))
 
     def _settle(self, room: SendRoom) -> None:
-        """A failed room: say drained to those who ask, release and forget it when nothing is in flight."""
-        for leg in room.legs.values():
-            if leg.abort_asked and leg.drained and not leg.drained_said:
-                leg.drained_said = True
-                self.context.send(leg.peer, msg.RoomDrained(leg.room, leg.nonce))
+        """Of a failed room: send RoomDrained where asked for; release and forget it once nothing is in flight."""
+        for transfer in room.transfers.values():
+            if transfer.abort_received and transfer.drained and not transfer.drained_sent:
+                transfer.drained_sent = True
+                self.context.send(transfer.peer, msg.RoomDrained(transfer.room, transfer.nonce))
         if not room.drained:
             return
         if not room.released:
             room.released = True
             if room.claimed:
-                self.context.act(ev.Released(room.room))
-        if all(leg.failed_acked for leg in room.legs.values()):
+                self.context.actions.append(ev.Released(room.room))
+        if all(transfer.failed_acked for transfer in room.transfers.values()):
             self.forget(room)
 
     # ---- time -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Aborts that are to be believed, resends and deadlines."""
+        """Carry out the aborts, resends and deadlines that are due."""
         now_ns, timing = self.context.now_ns, self.context.timing
-        self._end_aborted()
-        for leg in list(self.state.legs.values()):
-            if now_ns >= leg.resend_ns > 0 and (room := self.state.rooms.get(leg.room)) is not None:
-                self.resend(room, leg)
+        self._apply_aborts()
+        for transfer in list(self.state.transfers.values()):
+            if now_ns >= transfer.resend_ns > 0 and (room := self.state.rooms.get(transfer.room)) is not None:
+                self.resend(room, transfer)
         if now_ns >= self.state.deadlines_due_ns:
-            # Engines may announce thousands of rooms long before they are opened: look at those seldom.
+            # Engines may announce thousands of rooms long before they are opened: check those seldom.
             shortest = min(timing.bootstrap_ns, timing.waiting_ns)
             self.state.deadlines_due_ns = now_ns + min(_DEADLINES_EVERY_NS, shortest // 4)
             for room in list(self.state.rooms.values()):
@@ -396,11 +489,11 @@ class SendRooms:
                 elif not room.drained:
                     self._check_drained(room)
 
-    def _end_aborted(self) -> None:
-        for number, (due_ns, failure) in list(self.state.aborted.items()):
+    def _apply_aborts(self) -> None:
+        for number, (due_ns, failure) in list(self.state.pending_aborts.items()):
             if self.context.now_ns < due_ns:
-                return  # in the order of their coming
-            del self.state.aborted[number]
+                return  # the others are due later
+            del self.state.pending_aborts[number]
             room = self.state.rooms.get(number)
             if room is None and number not in self.state.ended:
                 room = self.begin(number)
@@ -411,39 +504,42 @@ class SendRooms:
         waited = self.context.now_ns - room.since_ns
         stuck = f"room {room.room} was stuck in {room.state.label} for {waited / 1e9:.1f} s"
         if room.state is RoomState.BOOTSTRAPPING and waited > self.context.timing.bootstrap_ns:
-            opened = f"{len(room.legs)} of {room.expected or '?'} decode ranks opened it"
+            opened = f"{len(room.transfers)} of {room.expected or '?'} decode ranks opened it"
             self.fail(room, self.context.failure("KV_ROOM_STUCK_BOOTSTRAP", f"{stuck}: {opened}"))
         elif room.state is not RoomState.BOOTSTRAPPING and waited > self.context.timing.waiting_ns:
             if room.done and room.drained:
-                # The decode ranks have all that they wanted: failing now would end the room in two ways.
+                # The decode ranks have all that they wanted: a failure here would give the room two different ends.
                 text = f"room {room.room} is received by every decode rank, but for {waited / 1e9:.1f} s"
-                self.context.note("room-unfinished", f"{text} {self._missing(room)}", "warning", room=room.room)
+                self.context.note("room-unfinished", f"{text} {self._describe_wait(room)}", "warning", room=room.room)
                 self._release(room)
                 self.progress(room)
                 return
-            self.fail(room, self.context.failure("KV_ROOM_STUCK_TRANSFER", f"{stuck}: {self._missing(room)}"))
+            self.fail(room, self.context.failure("KV_ROOM_STUCK_TRANSFER", f"{stuck}: {self._describe_wait(room)}"))
 
     def _check_drained(self, room: SendRoom) -> None:
-        """A write that the engine never ends keeps the room's pages: said once."""
+        """Note once that a write which never ends keeps the room's pages."""
         waited = self.context.now_ns - room.since_ns
         if room.overdue or waited <= self.context.timing.waiting_ns:
             return
         room.overdue = True
-        parts = ", ".join(f"{leg.in_flight} to {leg.peer}" for leg in room.legs.values() if leg.in_flight)
+        parts = ", ".join(
+            f"{transfer.in_flight} to {transfer.peer}" for transfer in room.transfers.values() if transfer.in_flight
+        )
         text = (
             f"room {room.room} failed {waited / 1e9:.1f} s ago and its pages are still held: writes in flight: {parts}"
         )
         self.context.note("room-undrained", text, "warning", room=room.room)
 
-    def _missing(self, room: SendRoom) -> str:
+    def _describe_wait(self, room: SendRoom) -> str:
+        """What the room waits for, for the text of a deadline."""
         if room.launched:
             return "the event of its forward is not done"
-        if room.held:
+        if room.deferred:
             return "finish() was not called, and until then this stage keeps its pages back (pp_early_send is off)"
-        if not room.ledger.complete:
-            return f"the engine gave no last pages: {room.ledger.behind()}"
-        for leg in room.legs.values():
-            for part in leg.parts.values():
+        if not room.computed.complete:
+            return f"the engine gave no last pages: {room.computed.describe_missing()}"
+        for transfer in room.transfers.values():
+            for part in transfer.parts.values():
                 if part.state is not PartState.SENT:
                     reasons = {
                         Wait.WRITE: "its write to end",
@@ -452,19 +548,19 @@ class SendRooms:
                         Wait.WATERMARK: "the watermark",
                         Wait.LEASE: "a sign of life from it",
                     }
-                    return f"{part.key} to {leg.peer} waits for {reasons[self.waits_for(leg, part)]}"
+                    return f"{part.key} to {transfer.peer} waits for {reasons[self.waits_for(transfer, part)]}"
         if not room.finished:
             return "finish() was not called"
-        for leg in room.legs.values():
-            for final in leg.finals.values():
+        for transfer in room.transfers.values():
+            for final in transfer.finals.values():
                 if final.state is not PartState.SENT:
                     what = "the aux row" if final.kind is PartKind.AUX else f"state {self.component(final).name}"
                     waits = "its write to end" if final.state is PartState.QUEUED else "a sign of life from it"
-                    return f"{what} to {leg.peer} waits for {waits}"
-        return f"no RoomDone from {', '.join(leg.peer for leg in room.legs.values() if not leg.done)}"
+                    return f"{what} to {transfer.peer} waits for {waits}"
+        return f"no RoomDone from {', '.join(peer for peer, transfer in room.transfers.items() if not transfer.done)}"
 
-    def waits_for(self, leg: PeerTransfer, part: Part) -> Wait:
-        """What a part that is not sent waits for. Safe to ask from any thread."""
+    def waits_for(self, transfer: PeerTransfer, part: Part) -> Wait:
+        """Why a part is not sent yet. Safe to call from any thread."""
         grant = part.grant
         if part.state is PartState.QUEUED:
             return Wait.WRITE
@@ -472,33 +568,34 @@ class SendRooms:
             return Wait.PAGES
         if part.path == STAGED and grant is None:
             return Wait.GRANT
-        if grant is not None and not self.context.peers[leg.peer].gate.open(grant.round, grant.end):
+        if grant is not None and not self.context.peers[transfer.peer].gate.open(grant.round, grant.end):
             return Wait.WATERMARK
         return Wait.LEASE
 
-    def resend(self, room: SendRoom, leg: PeerTransfer) -> None:
-        """Say again what was not answered: requests without grants, tags without RoomDone, failures without Ack."""
-        leg.resend_ns = self.context.now_ns + self.context.timing.resend_ns
-        if not self.context.peers[leg.peer].usable:
+    def resend(self, room: SendRoom, transfer: PeerTransfer) -> None:
+        """Resend unanswered messages: requests without grants, tags without RoomDone, failures without Ack."""
+        transfer.resend_ns = self.context.now_ns + self.context.timing.resend_ns
+        peer = self.context.peers[transfer.peer]
+        if not peer.usable:
             return
         if room.failure is not None:
-            if not leg.failed_acked:
-                self.say_failed(leg, room.failure)
+            if not transfer.failed_acked:
+                self.send_failed(transfer, room.failure)
             return
-        if leg.done:
+        if transfer.done:
             return
-        # A part whose tag was lost keeps its ring region, and so may keep others waiting: told before all are sent.
+        # A part whose tag was lost keeps its ring region, and others may wait for that: do not wait until all are sent.
         sent: list[Part | Final] = [
-            part for part in leg.parts.values() if part.state is PartState.SENT and not part.confirmed
+            part for part in transfer.parts.values() if part.state is PartState.SENT and not part.confirmed
         ]
-        sent += [final for final in leg.finals.values() if final.state is PartState.SENT]
-        tags = [self.tag(leg, part) for part in sent]
-        if tags or leg.sent:
+        sent += [final for final in transfer.finals.values() if final.state is PartState.SENT]
+        tags = [transfer.tag(part, peer.incarnation) for part in sent]
+        if tags or transfer.sent:
             self.context.telemetry.metrics.add("kvctl_control_resends_total", 1, "part-ready")
-            self.context.send(leg.peer, msg.PartReady(leg.room, leg.nonce, tags))
+            self.context.send(transfer.peer, msg.PartReady(transfer.room, transfer.nonce, tags))
         unanswered = [
-            part for part in leg.parts.values() if part.path == STAGED and part.requested and part.grant is None
+            part for part in transfer.parts.values() if part.path == STAGED and part.requested and part.grant is None
         ]
         if unanswered:
             self.context.telemetry.metrics.add("kvctl_control_resends_total", 1, "staging-request")
-            self.staging.send(leg, unanswered)
+            self.staging.send(transfer, unanswered)

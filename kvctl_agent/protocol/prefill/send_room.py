@@ -1,15 +1,12 @@
-"""What an engine has computed of one room, layer by layer: which pages of the prompt are there, and what may be sent.
-
-A plain forward computes the next pages in all layers at once, a pipelined one in one layer group after the other. The
-layers that stand at the same page are kept together, so a plain room is one span however many layers there are.
-"""
+"""Data of one room on a prefill rank: the pages computed so far, and the parts owed to each decode rank."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -22,16 +19,15 @@ from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.chunks import Chunk
 from kvctl_agent.layout.parallel import RankCoord
 from kvctl_agent.layout.plan import TransferSlice
-from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.protocol.events import Pages, SendPages
 from kvctl_agent.protocol.messages import Grant
 from kvctl_agent.protocol.peer import CancelToken
-from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey
+from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey, Tag
 from kvctl_agent.telemetry.room_records import BusyTime, RoomRecord
 
 
 class SendableChunk(NamedTuple):
-    """Layers [lo, hi) may now be sent up to page `new`; they could be up to page `old` before."""
+    """Layers [lo, hi) may now be sent up to page `new`; before, they could be sent up to page `old`."""
 
     lo: int
     hi: int
@@ -40,162 +36,128 @@ class SendableChunk(NamedTuple):
 
 
 class ComputedPages:
-    """The pages of one room on a prefill rank.
+    """Pages of one room that the engine has computed, counted for each layer.
+
+    A plain forward computes the next pages in all layers at once; a pipelined forward computes them in one layer group
+    after the other. Only whole chunks may be sent until the last pages of the prompt are computed.
 
     Attributes:
-        total: pages of the prompt; None until the last ones were given.
-        forwards: how often new pages were computed, however many layer groups they came in.
+        given: pages that at least one layer has.
+        total: pages of the prompt; None until its last pages are computed.
+        complete: every layer has every page.
+        forwards: how many times new pages were computed, regardless of the number of layer groups.
     """
 
-    __slots__ = ("_chunk_pages", "_given", "_pages", "_spans", "forwards", "total")
+    __slots__ = ("_chunk_pages", "_counts", "_first_layer", "_pages", "complete", "forwards", "given", "total")
 
     def __init__(self, layers: range, chunk_pages: int) -> None:
         self._chunk_pages = chunk_pages
-        self._spans: list[tuple[int, int, int]] = [(layers.start, layers.stop, 0)]  # lo, hi, pages computed
+        self._first_layer = layers.start
+        self._counts = [0] * len(layers)  # pages computed in each layer
         self._pages: list[Pages] = []
-        self._given = 0
+        self.given = 0
         self.total: int | None = None
+        self.complete = False
         self.forwards = 0
 
-    @property
-    def given(self) -> int:
-        """Pages that at least one layer has."""
-        return self._given
-
-    @property
-    def complete(self) -> bool:
-        """Every layer of every page is computed."""
-        return len(self._spans) == 1 and self._spans[0][2] == self.total
-
     def take(self, layers: tuple[int, int] | None, pages: Pages, last: bool) -> list[SendableChunk]:
-        """The next pages of these layers (None: of all) are computed; what may be sent now.
+        """Add the next pages of these layers (None: all layers); returns the chunks that may be sent now.
 
         Raises:
-            LayoutError: they do not follow what was given before; nothing has changed.
+            LayoutError: the pages do not follow those given before; nothing has changed.
         """
-        if layers is None and len(self._spans) == 1:  # every plain room: what follows, without the other layers
-            lo, hi, first = self._spans[0]
-            end = first + len(pages)
-            self._check_end(end, last)
-            self._keep(first, pages)
-            if last:
-                self.total = end
-            self._spans = [(lo, hi, end)]
-            return [SendableChunk(lo, hi, self._full(first, last=False), self._full(end, last=end == self.total))]
-        lo, hi = layers or (self._spans[0][0], self._spans[-1][1])
-        met = [span for span in self._spans if span[0] < hi and span[1] > lo]
-        starts = {span[2] for span in met}
-        if not met or lo < self._spans[0][0] or hi > self._spans[-1][1] or lo >= hi:
-            own = layer_range(self._spans[0][0], self._spans[-1][1])
-            raise LayoutError(f"layers {layer_range(lo, hi)} are not among this rank's {own}")
-        if len(starts) != 1:
-            at = ", ".join(f"{layer_range(span[0], span[1])} at page {span[2]}" for span in met)
+        own_lo, own_hi = self._first_layer, self._first_layer + len(self._counts)
+        lo, hi = layers or (own_lo, own_hi)
+        if not own_lo <= lo < hi <= own_hi:
+            raise LayoutError(f"layers {layer_range(lo, hi)} are not among this rank's {layer_range(own_lo, own_hi)}")
+        before, counts, after = (
+            self._counts[: lo - own_lo],
+            self._counts[lo - own_lo : hi - own_lo],
+            self._counts[hi - own_lo :],
+        )
+        first = counts[0]
+        if counts.count(first) != len(counts):
+            spans = [span for span in self._spans(own_lo, self._counts) if span[0] < hi and span[1] > lo]
+            at = ", ".join(f"{layer_range(start, stop)} at page {count}" for start, stop, count in spans)
             raise LayoutError(f"layers {layer_range(lo, hi)} do not stand at one page: {at}")
-        (first,) = starts
         end = first + len(pages)
-        self._check_end(end, last)
+        if self.total is not None and (end > self.total or (last and end != self.total)):
+            raise LayoutError(f"pages up to {end} after the last ones, which ended at {self.total}")
+        if last and end < self.given:
+            raise LayoutError(f"the last pages end at {end}, but other layers were given {self.given}")
         self._keep(first, pages)
-        others = self._outside(lo, hi)
-        ended = [span for span in others if last and self.total is None and span[2] == end]
+        # Layers that reached the last page earlier could not know that it was the last and kept back their tail.
+        waiting: list[tuple[int, int, int]] = []
+        if last and self.total is None:
+            others = (*self._spans(own_lo, before), *self._spans(hi, after))
+            waiting = [span for span in others if span[2] == end]
         if last:
             self.total = end
-        self._spans = _merged([*others, (lo, hi, end)])
-        steps = [SendableChunk(lo, hi, self._full(first, last=False), self._full(end, last=end == self.total))]
-        # Layers that had come this far did not know that it was the end, and held their tail back.
-        return steps + [SendableChunk(start, stop, self._full(end, last=False), end) for start, stop, _ in ended]
+        self._counts = [*before, *[end] * len(counts), *after]
+        self.complete = self._counts.count(end) == len(self._counts) and end == self.total
+        chunks = [SendableChunk(lo, hi, self._whole_chunks(first), self._sendable(end))]
+        return chunks + [SendableChunk(start, stop, self._whole_chunks(end), end) for start, stop, _ in waiting]
 
-    def steps(self) -> list[SendableChunk]:
-        """Everything that may be sent so far."""
-        found = [SendableChunk(lo, hi, 0, self._full(end, last=end == self.total)) for lo, hi, end in self._spans]
-        return [step for step in found if step.new]
+    def sendable(self) -> list[SendableChunk]:
+        """All that may be sent so far."""
+        chunks = [
+            SendableChunk(lo, hi, 0, self._sendable(count))
+            for lo, hi, count in self._spans(self._first_layer, self._counts)
+        ]
+        return [chunk for chunk in chunks if chunk.new]
 
     def ready(self, lo: int, hi: int, page: int) -> bool:
         """Whether layers [lo, hi) may be sent up to `page`."""
-        return all(
-            self._full(end, last=end == self.total) >= page
-            for first, stop, end in self._spans
-            if first < hi and stop > lo
-        )
+        return self._sendable(min(self._counts[lo - self._first_layer : hi - self._first_layer])) >= page
 
-    def source(self, cell: Chunk) -> Pages:
-        """Our pages of one cell."""
+    def source(self, chunk: Chunk) -> Pages:
+        """This rank's pages of one chunk."""
         if len(self._pages) > 1:
             self._pages = [np.concatenate(self._pages)]
-        return self._pages[0][cell.first : cell.first + cell.count]
+        return self._pages[0][chunk.first : chunk.first + chunk.count]
 
-    def behind(self) -> str:
-        """Which layers lack which pages, for the text of a failure; how many all have where none is behind."""
-        most = self._given if self.total is None else self.total
-        short = [
-            f"layers {layer_range(lo, hi)} were given {end} of {most} pages"
-            for lo, hi, end in self._spans
-            if end < most
-        ]
+    def describe_missing(self) -> str:
+        """Which layers lack which pages, for the text of a failure."""
+        most = self.given if self.total is None else self.total
+        spans = self._spans(self._first_layer, self._counts)
+        short = [f"layers {layer_range(lo, hi)} were given {n} of {most} pages" for lo, hi, n in spans if n < most]
         return ", ".join(short) or f"all layers have {most}, and more were to come"
 
-    def _check_end(self, end: int, last: bool) -> None:
-        if self.total is not None and (end > self.total or (last and end != self.total)):
-            raise LayoutError(f"pages up to {end} after the last ones, which ended at {self.total}")
-        if last and end < self._given:
-            raise LayoutError(f"the last pages end at {end}, but other layers were given {self._given}")
-
     def _keep(self, first: int, pages: Pages) -> None:
-        if first == self._given:
+        if first == self.given:
             self._pages.append(pages)
-            self._given += len(pages)
+            self.given += len(pages)
             self.forwards += bool(len(pages))
             return
         known = self.source(Chunk(0, first, len(pages)))
         if len(known) != len(pages) or not np.array_equal(known, pages):
             raise LayoutError(f"pages {first}-{first + len(pages)} are others than those given for other layers")
 
-    def _outside(self, lo: int, hi: int) -> list[tuple[int, int, int]]:
-        spans: list[tuple[int, int, int]] = []
-        for first, stop, end in self._spans:
-            if first < lo:
-                spans.append((first, min(stop, lo), end))
-            if stop > hi:
-                spans.append((max(first, hi), stop, end))
-        return spans
+    def _sendable(self, count: int) -> int:
+        return count if count == self.total else self._whole_chunks(count)
 
-    def _full(self, end: int, *, last: bool) -> int:
-        return sendable_pages(end, last, self._chunk_pages)
+    def _whole_chunks(self, count: int) -> int:
+        return count - count % self._chunk_pages
 
-
-def sendable_pages(computed: int, last: bool, chunk_pages: int) -> int:
-    """Return how many pages from the start of a prompt may be sent once the first `computed` pages are computed.
-
-    Only whole cells are sent, so that no cell is split: pages after the last cell boundary wait for the next chunk of
-    the prompt.
-
-    Args:
-        computed: Pages computed so far.
-        last: Whether `computed` is the whole prompt; then all of it may be sent.
-        chunk_pages: Pages per grid cell.
-    """
-    return computed if last else computed - computed % chunk_pages
-
-
-def _merged(spans: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    spans.sort()
-    merged = [spans[0]]
-    for lo, hi, end in spans[1:]:
-        if merged[-1][2] == end:
-            merged[-1] = (merged[-1][0], hi, end)
-        else:
-            merged.append((lo, hi, end))
-    return merged
+    @staticmethod
+    def _spans(first_layer: int, counts: list[int]) -> Iterator[tuple[int, int, int]]:
+        """Runs of layers with equal counts: first layer, end, count."""
+        lo = first_layer
+        for count, run in groupby(counts):
+            hi = lo + len(list(run))
+            yield lo, hi, count
+            lo = hi
 
 
 class PartState(IntEnum):
     PLANNED = 0  # its pages are not computed yet
     READY = 1  # computed; parked while it has no grant, is gated, or the peer is silent
-    QUEUED = 2  # handed to a transfer worker: from here on it may be in flight
+    QUEUED = 2  # given to a transfer worker: from here on it may be in flight
     SENT = 3
 
 
 class Wait(StrEnum):
-    """What a part that is not sent waits for."""
+    """Reason why a part is not sent yet."""
 
     PAGES = "pages"
     WRITE = "write"
@@ -206,76 +168,75 @@ class Wait(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """One part owed to one decode rank."""
+    """One KV part owed to one decode rank."""
 
     key: PartKey
     chunk: Chunk
     share: TransferSlice
-    path: str = ""  # chosen when staging is asked for or when its pages are ready
+    path: str = ""  # chosen when staging is requested or the pages are ready
     state: PartState = PartState.PLANNED
-    confirmed: bool = False  # the reader has said that it knows of it
-    checksum: int | None = None  # of its bytes, once it is sent by a writer that takes one
+    confirmed: bool = False  # the decode rank has acknowledged its tag
+    checksum: int | None = None  # of its bytes, once sent by a writer that computes checksums
     grant: Grant | None = None
     requested: bool = False
-    asks: int = 0  # how often a grant was asked for, and since when: for people, as long as none has come
+    asks: int = 0  # number of requests without a grant, and the time of the first; for diagnosis
     asked_ns: int = 0
-    counted: bool | None = None  # by the allowance towards its reader: as one of a computed room, or ahead
+    counted: bool | None = None  # in the staging credits, as part of a computed room (True) or ahead of its forward
     revoked: int = 0  # highest serial given back; grants up to it are ignored
     src_pages: Pages | None = None
     ready_ns: int = 0
+    layers: int = field(init=False)
     nbytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.nbytes = self.share.part_bytes(self.chunk.count, self.layers)
 
     kind = PartKind.KV
 
-    @property
-    def layers(self) -> int:
-        """Number of layers."""
-        return self.key.hi - self.key.lo
+    def __post_init__(self) -> None:
+        self.layers = self.key.hi - self.key.lo
+        self.nbytes = self.share.part_bytes(self.chunk.count, self.layers)
 
     @property
     def serial(self) -> int:
-        """Of the ring region that it is written to; 0 where it goes straight to its pages."""
+        """Serial of the ring region it is written to; 0 if it is written straight to its pages."""
         return self.grant.serial if self.grant is not None and self.path == STAGED else 0
 
 
 @dataclass(slots=True, eq=False)
 class Final:
-    """What follows a leg's KV: the aux row (`share` None), or one state component's items."""
+    """A final part, sent after all KV parts: the aux row (`share` is None) or the items of one state component."""
 
     kind: PartKind
     key: PartKey
     share: TransferSlice | None
-    dst: Pages  # of aux one row, of a state its items
-    checksum: int | None = None  # as of a part
+    dst: Pages  # one row of aux, or items of a state
+    checksum: int | None = None
     state: PartState = PartState.PLANNED
 
-    serial = 0  # it never goes through the ring
+    serial = 0  # final parts never go through the ring
     confirmed = False
 
 
 @dataclass(slots=True, eq=False)
 class PeerTransfer:
-    """A room's part list towards one decode rank, under the nonce that this decode rank minted.
+    """The parts of a room that this rank owes to one decode rank, under the nonce minted by that decode rank.
 
-    A cell is cut into parts once, when staging is asked for it or when the first of its layers are ready: all layers
-    of a share at once, or one part for each layer group. A part goes when all of its layers are ready.
+    A chunk is cut into parts once: when staging is requested for it or when the first of its layers are ready. It
+    becomes one part per share, or one part per layer group. A part is sent when all of its layers are ready.
 
     Attributes:
-        shares: what this rank owes of each segment; they differ in their layers.
-        cells: the grid's cells, narrowed to the pages that this rank owes.
-        planned: layers of cells that are owed.
-        to_queue, to_send: layers of cells that are not yet with a worker, or not yet sent; `to_send` counts finals too.
+        shares: KV shares owed by this rank, one per segment; their layers are disjoint.
+        chunks: chunks of the grid, narrowed to the pages that this rank owes.
+        planned: number of (chunk, layer) cells owed.
+        to_queue, to_send: cells that are not queued yet, not sent yet; `to_send` counts final parts, too.
+        in_flight: parts given to a transfer worker that has not reported them as over.
     """
 
+    writer: int
     room: int
     peer: str
     reader: RankCoord
     nonce: int
     shares: Sequence[TransferSlice]
-    cells: Sequence[Chunk]
+    chunks: Sequence[Chunk]
     dst_pages: Pages
     prefix_pages: int
     total_pages: int
@@ -283,26 +244,24 @@ class PeerTransfer:
     prefill_only: bool
     cancel: CancelToken
     parts: dict[PartKey, Part] = field(default_factory=dict)
-    in_flight: int = 0  # parts with a worker
+    in_flight: int = 0
     done: bool = False
-    abort_asked: bool = False
-    drained_said: bool = False
+    abort_received: bool = False
+    drained_sent: bool = False
     failed_acked: bool = False
     resend_ns: int = 0
+    key: RoomKey = field(init=False)
     planned: int = field(init=False)
     to_queue: int = field(init=False)
     to_send: int = field(init=False)
-    _firsts: list[int] = field(init=False)
-    _cut: dict[int, list[Part]] = field(default_factory=dict)  # by cell: the parts it was cut into
+    _first_pages: list[int] = field(init=False)
+    _parts_of_chunk: dict[int, list[Part]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._firsts = [cell.first for cell in self.cells]
-        self.planned = self.to_queue = len(self.cells) * sum(share.num_layers for share in self.shares)
+        self.key = RoomKey(self.peer, self.room, self.nonce)
+        self._first_pages = [chunk.first for chunk in self.chunks]
+        self.planned = self.to_queue = len(self.chunks) * sum(share.num_layers for share in self.shares)
         self.to_send = self.planned + len(self.finals)
-
-    @property
-    def room_key(self) -> RoomKey:
-        return RoomKey(self.peer, self.room, self.nonce)
 
     @property
     def sent(self) -> bool:
@@ -310,167 +269,103 @@ class PeerTransfer:
 
     @property
     def drained(self) -> bool:
-        """Nothing is in flight, nor will be."""
+        """Nothing is in flight; once the room has failed, nothing will be."""
         return self.in_flight == 0
 
     def pages_at(self, chunk: Chunk) -> Pages:
-        """Destination pages of one cell."""
+        """Destination pages of one chunk."""
         first = chunk.first - self.prefix_pages
         return self.dst_pages[first : first + chunk.count]
 
-    def cut_all(self, writer: int, groups: Sequence[tuple[int, int]]) -> None:
-        """Cut every cell that is still whole into one part for each of `groups`; none: one for each share."""
-        for cell in self.cells:
-            if cell.index not in self._cut:
+    def plan_parts(self, groups: Sequence[tuple[int, int]]) -> None:
+        """Cut every chunk that is still whole into one part per layer group; without groups, one part per share."""
+        for chunk in self.chunks:
+            if chunk.index not in self._parts_of_chunk:
                 for lo, hi in groups or [(share.layer_lo, share.layer_hi) for share in self.shares]:
-                    self._add(writer, cell, lo, hi)
+                    self._cut(chunk, lo, hi)
 
-    def between(self, writer: int, lo: int, hi: int, old: int, new: int) -> Iterator[Part]:
-        """The parts with some of the layers [lo, hi) in the cells that end within pages (old, new].
+    def parts_between(self, lo: int, hi: int, old: int, new: int) -> list[Part]:
+        """Parts with layers of [lo, hi) in the chunks that start within pages [old, new).
 
-        What no part covers yet is cut by these layers.
+        Layers that belong to no part yet are cut as [lo, hi).
         """
-        for place in range(bisect_left(self._firsts, old), bisect_left(self._firsts, new)):
-            cell = self.cells[place]
-            known = self._cut.get(cell.index, [])
-            if not any(part.key.lo < hi and part.key.hi > lo for part in known):
-                known = self._add(writer, cell, lo, hi)
-            yield from [part for part in known if part.key.lo < hi and part.key.hi > lo]
+        found: list[Part] = []
+        for place in range(bisect_left(self._first_pages, old), bisect_left(self._first_pages, new)):
+            chunk = self.chunks[place]
+            parts = self._parts_of_chunk.get(chunk.index, [])
+            if not any(part.key.lo < hi and part.key.hi > lo for part in parts):
+                parts = self._cut(chunk, lo, hi)
+            found += [part for part in parts if part.key.lo < hi and part.key.hi > lo]
+        return found
 
-    def _add(self, writer: int, cell: Chunk, lo: int, hi: int) -> list[Part]:
-        cut = self._cut.setdefault(cell.index, [])
+    def _cut(self, chunk: Chunk, lo: int, hi: int) -> list[Part]:
+        parts = self._parts_of_chunk.setdefault(chunk.index, [])
         for share in self.shares:
             first, end = max(lo, share.layer_lo), min(hi, share.layer_hi)
             if first < end:
-                key = PartKey(writer, cell.index, first, end)
-                part = self.parts[key] = Part(key, cell, share)
-                cut.append(part)
-        return cut
+                key = PartKey(self.writer, chunk.index, first, end)
+                part = self.parts[key] = Part(key, chunk, share)
+                parts.append(part)
+        return parts
+
+    def tag(self, part: Part | Final, incarnation: int) -> bytes:
+        """The tag that the write of a part carries to this incarnation of the decode rank."""
+        return Tag(part.kind, incarnation, self.room, self.nonce, part.serial, part.key, part.checksum).pack()
 
 
 @dataclass(slots=True, eq=False)
 class SendRoom:
-    """One room as this prefill rank sees it, towards all decode ranks that expect it."""
+    """One room on this prefill rank, with its transfers to all decode ranks that expect it."""
 
     room: int
     record: RoomRecord
-    ledger: ComputedPages
-    since_ns: int  # when the wait that a deadline ends began: the state's start, or the last progress
+    computed: ComputedPages
+    since_ns: int  # start of the current deadline: when the state was entered, or the last progress
     state: RoomState = RoomState.BOOTSTRAPPING
-    claimed: bool = False  # our own engine knows of it
-    prefetched: bool = False  # cells may be cut and staging asked for before their pages are ready
-    groups: tuple[tuple[int, int], ...] = ()  # layer groups, where the engine has told them
-    held: list[SendPages] = field(default_factory=list)  # an early stage's pages, where they are not to be sent early
-    launched: int = 0  # forwards that run on the device, whose pages follow
-    expected: int = 0  # decode ranks that must open it; 0: none has yet
-    legs: dict[str, PeerTransfer] = field(default_factory=dict)
+    claimed: bool = False  # the local engine has called send() for it
+    prefetched: bool = False  # chunks may be cut and staging requested before their pages are ready
+    groups: tuple[tuple[int, int], ...] = ()  # layer groups announced by the engine
+    deferred: list[SendPages] = field(default_factory=list)  # pages of an early stage that sends only at finish()
+    launched: int = 0  # forwards running on the device, with pages to follow
+    expected: int = 0  # decode ranks that must open it; 0: unknown until the first has
+    transfers: dict[str, PeerTransfer] = field(default_factory=dict)
     finished: bool = False
     released: bool = False
-    overdue: bool = False  # it failed long ago, and the engine still has parts of it
+    overdue: bool = False  # it failed long ago and still has writes in flight
     aux_src: int = -1
     state_src: tuple[Pages, ...] = ()
-    forward_begun_ns: int | None = None  # monotonic; None where the engine did not say
-    computed_ns: int | None = None  # when its last pages were
-    forward_done_ns: int = 0  # when what goes last was ready: the last pages, then the final parts
-    spans: BusyTime = field(default_factory=BusyTime)  # of a pipelined room: when some part was with a worker
+    forward_begun_ns: int | None = None  # monotonic; None if the engine did not report it
+    computed_ns: int | None = None  # when the last pages were computed
+    forward_done_ns: int = 0  # when the last data was ready: the last pages, then the final parts
+    spans: BusyTime = field(default_factory=BusyTime)  # times with a part in a worker, where layer groups are sent
     failure: Failure | None = None
 
     @property
     def opened(self) -> bool:
-        return self.expected > 0 and len(self.legs) >= self.expected
+        return self.expected > 0 and len(self.transfers) >= self.expected
 
     @property
     def sent(self) -> bool:
-        """Nothing of it will be read again: all pages are given and sent, and the final parts that anybody wants."""
-        return self.opened and self.ledger.complete and all(leg.sent for leg in self.legs.values())
+        """All pages are computed and sent, and so are all final parts: the pages will not be read again."""
+        return self.opened and self.computed.complete and all(transfer.sent for transfer in self.transfers.values())
 
     @property
     def done(self) -> bool:
-        return self.opened and all(leg.done for leg in self.legs.values())
+        return self.opened and all(transfer.done for transfer in self.transfers.values())
 
     @property
     def drained(self) -> bool:
-        return all(leg.drained for leg in self.legs.values())
+        return all(transfer.drained for transfer in self.transfers.values())
 
-
-def writer_quota(inputs: PlanInputs, ring_bytes: int) -> int:
-    """One writer's share of a reader's ring, by how many ranks write to it for one room."""
-    prefill, decode = inputs.prefill, inputs.decode
-    writers = prefill.tp * prefill.pp * prefill.cp // (decode.tp * decode.pp)
-    return ring_bytes // max(1, writers)
-
-
-class StagingCredits:
-    """Towards one reader. A room asks for all of its parts at once, when what was asked for before it allows it."""
-
-    __slots__ = ("_ahead", "_asked", "_computed", "_refilling", "_share_bytes")
-
-    def __init__(self, share_bytes: int) -> None:
-        self._share_bytes = share_bytes
-        self._refilling = False
-        self._asked = {False: 0, True: 0}  # bytes, by whether the room was computed when it asked
-        self._computed: dict[RoomKey, PeerTransfer] = {}  # legs of computed rooms that must wait, oldest first
-        self._ahead: dict[RoomKey, PeerTransfer] = {}  # likewise, of rooms that are not computed yet
-
-    @property
-    def asked_bytes(self) -> int:
-        return sum(self._asked.values())
-
-    def __len__(self) -> int:
-        return len(self._computed) + len(self._ahead)
-
-    def take(self, leg: PeerTransfer, parts: Iterable[Part], *, computed: bool) -> bool:
-        """Whether these parts of a leg may be asked for now; else the leg is one of those that `next` gives."""
-        key = leg.room_key
-        if self._allows(computed=computed):
-            self._computed.pop(key, None)
-            self._ahead.pop(key, None)
-            for part in parts:
-                part.counted = computed
-                self._asked[computed] += part.nbytes
-            return True
-        if computed:
-            self._ahead.pop(key, None)
-            self._computed.setdefault(key, leg)
-        elif key not in self._computed:
-            self._ahead.setdefault(key, leg)
-        return False
-
-    def next(self) -> PeerTransfer | None:
-        """A leg that had to wait and may ask now: `take` lets it through.
-
-        Legs are let go in batches, when half of what computed rooms may ask for is sent: asked for one by one, each
-        would cost both sides a turn of their control loops.
-        """
-        if not self._refilling:
-            self._refilling = len(self) > 0 and (self._load <= self._share_bytes or not self._asked[True])
-        if self._refilling:
-            for waiting, computed in ((self._computed, True), (self._ahead, False)):
-                if waiting and self._allows(computed=computed):
-                    return waiting.pop(next(iter(waiting)))
-            self._refilling = False
-        return None
-
-    def end(self, part: Part) -> None:
-        """This part is sent, or will not be sent through the ring after all."""
-        if part.counted is not None:
-            self._asked[part.counted] -= part.nbytes
-            part.counted = None
-
-    def forget(self, leg: PeerTransfer) -> None:
-        """This leg will ask for nothing any more."""
-        self._computed.pop(leg.room_key, None)
-        self._ahead.pop(leg.room_key, None)
-        for part in leg.parts.values():
-            self.end(part)
-
-    def _allows(self, *, computed: bool) -> bool:
-        if not computed:
-            return self.asked_bytes < self._share_bytes or self.asked_bytes == 0
-        return self._load < 2 * self._share_bytes or not self._asked[True]
-
-    @property
-    def _load(self) -> int:
-        """What computed rooms must be sparing with. However large a room is that asked ahead, it counts as one share:
-        what is computed must not wait for its forward."""
-        return self._asked[True] + min(self._asked[False], self._share_bytes)
+    def mark_ready(self, transfer: PeerTransfer, chunks: Sequence[SendableChunk], at_ns: int) -> list[Part]:
+        """Mark the planned parts of a transfer that these chunks complete as ready, and return them."""
+        ready: list[Part] = []
+        for lo, hi, old, new in chunks:
+            for part in transfer.parts_between(lo, hi, old, new):
+                end = part.chunk.first + part.chunk.count
+                if part.state is PartState.PLANNED and self.computed.ready(part.key.lo, part.key.hi, end):
+                    part.src_pages = self.computed.source(part.chunk)
+                    part.ready_ns = at_ns
+                    part.state = PartState.READY
+                    ready.append(part)
+        return ready

@@ -110,8 +110,8 @@ class Machines:
     def _compute(self, state: int, events: tuple[ev.Event | Age, ...]) -> Done | None:
         machine = self.machine(state)
         name = machine.local.name
-        legs = list(machine.state.legs.values()) if isinstance(machine, FrozenPrefill) else []
-        down = [leg for leg in legs if not leg.cancel.cancelled]
+        transfers = list(machine.state.transfers.values()) if isinstance(machine, FrozenPrefill) else []
+        down = [transfer for transfer in transfers if not transfer.cancel.cancelled]
         actions: list[ev.Action] = []
         seen: list[Seen] = []
         for event in events:
@@ -140,7 +140,7 @@ class Machines:
                 if isinstance(action, ev.Transfer)
             ),
             tuple(self._scatter(action) for action in actions if isinstance(action, ev.Scatter)),
-            frozenset((leg.peer, leg.room, leg.nonce) for leg in down if leg.cancel.cancelled),
+            frozenset((transfer.peer, transfer.room, transfer.nonce) for transfer in down if transfer.cancel.cancelled),
             self.see(tuple(seen)),
         )
 
@@ -199,9 +199,9 @@ def _name(value: object) -> Hashable | None:
 
 def _knows(machine: Machine) -> Knows:
     if isinstance(machine, FrozenDecode):
-        book = machine.state.book
-        idle = not (machine.rooms or len(book) or book.ring.used_bytes or book.quarantined_bytes)
-        idle = idle and not book.gates_somebody
+        table = machine.state.grant_table
+        idle = not (machine.rooms or len(table) or table.ring.used_bytes or table.quarantined_bytes)
+        idle = idle and not table.gates_any_peer
     else:
         idle = not (machine.open_rooms or machine.rooms or machine.parked())
     peers = {
@@ -210,7 +210,7 @@ def _knows(machine: Machine) -> Knows:
     }
     serials: tuple[int, ...] = ()
     if isinstance(machine, FrozenDecode):
-        serials = tuple(holding.region.serial for holding in machine.state.book.holdings())
+        serials = tuple(allocation.region.serial for allocation in machine.state.grant_table.allocations())
     return Knows(machine.local.incarnation, idle, peers, serials)
 
 

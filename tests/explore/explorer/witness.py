@@ -88,8 +88,8 @@ class Witness(Oracle):  # type: ignore[misc]
         self.forget(name)
         self.flying = flying
         del self.lives[name]
-        for leg in [leg for leg in self.queued if leg[0] == name]:
-            del self.queued[leg]
+        for transfer in [transfer for transfer in self.queued if transfer[0] == name]:
+            del self.queued[transfer]
 
     def proven(self, name: str, life: int) -> None:
         """Nothing of this incarnation is in flight any more."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.chunks import Chunk
-from kvctl_agent.protocol.prefill.send_room import ComputedPages, SendableChunk, sendable_pages
+from kvctl_agent.protocol.prefill.send_room import ComputedPages, SendableChunk
 
 LAYERS = range(3, 8)
 PROMPT = np.arange(100, 140, dtype=np.int32)
@@ -50,7 +50,7 @@ class Model:
 
     def sendable(self, layer: int) -> int:
         count = self.counts[layer]
-        return sendable_pages(count, count == self.total, self.chunk_pages)
+        return count if count == self.total else count - count % self.chunk_pages
 
 
 calls = st.lists(
@@ -64,60 +64,64 @@ calls = st.lists(
 )
 
 
+def state_of(computed: ComputedPages) -> tuple[object, ...]:
+    return computed.given, computed.total, computed.complete, computed.sendable(), computed.describe_missing()
+
+
 @given(calls, st.integers(1, 4))
-def test_a_ledger_says_what_a_count_for_each_layer_says(
+def test_it_says_what_a_count_for_each_layer_says(
     calls: list[tuple[tuple[int, int] | None, int, bool, bool]], chunk_pages: int
 ) -> None:
-    ledger, model = ComputedPages(LAYERS, chunk_pages), Model(chunk_pages)
+    computed, model = ComputedPages(LAYERS, chunk_pages), Model(chunk_pages)
     told = dict.fromkeys(LAYERS, 0)
     for layers, count, last, wrong in calls:
         lo, hi = layers or (LAYERS.start, LAYERS.stop)
         first = model.counts.get(lo, 0)
         pages = PROMPT[first : first + count] + int(wrong)
-        before = (ledger.given, ledger.total, ledger.complete, ledger.steps(), ledger.behind())
+        before = state_of(computed)
         if not model.take(lo, hi, pages.tolist(), last):
             with pytest.raises(LayoutError):
-                ledger.take(layers, pages, last)
-            assert (ledger.given, ledger.total, ledger.complete, ledger.steps(), ledger.behind()) == before
+                computed.take(layers, pages, last)
+            assert state_of(computed) == before
             continue
-        for step in ledger.take(layers, pages, last):
+        for step in computed.take(layers, pages, last):
             for layer in range(step.lo, step.hi):
                 assert step.old <= told[layer], "nothing is skipped"
                 told[layer] = max(told[layer], step.new)
         wanted = {layer: model.sendable(layer) for layer in LAYERS}
         assert told == wanted
-        assert {layer: s.new for s in ledger.steps() for layer in range(s.lo, s.hi)} == {
+        assert {layer: s.new for s in computed.sendable() for layer in range(s.lo, s.hi)} == {
             layer: page for layer, page in wanted.items() if page
         }
-        assert (ledger.given, ledger.total) == (len(model.pages), model.total)
-        assert ledger.complete == (set(model.counts.values()) == {model.total})
+        assert (computed.given, computed.total) == (len(model.pages), model.total)
+        assert computed.complete == (set(model.counts.values()) == {model.total})
         for page in range(len(model.pages) + 1):
-            assert ledger.ready(4, 6, page) == (min(wanted[4], wanted[5]) >= page)
-        assert not model.pages or ledger.source(Chunk(0, 0, len(model.pages))).tolist() == model.pages
+            assert computed.ready(4, 6, page) == (min(wanted[4], wanted[5]) >= page)
+        assert not model.pages or computed.source(Chunk(0, 0, len(model.pages))).tolist() == model.pages
 
 
 def test_layers_that_stand_at_one_page_are_one_span() -> None:
-    ledger = ComputedPages(LAYERS, 1)
+    computed = ComputedPages(LAYERS, 1)
     for layer in LAYERS:
-        ledger.take((layer, layer + 1), PROMPT[:4], last=False)
-    assert ledger.steps() == [SendableChunk(3, 8, 0, 4)]
-    assert ledger.behind() == "all layers have 4, and more were to come"
-    ledger.take((3, 5), PROMPT[4:6], last=True)
-    assert ledger.behind() == "layers 5-7 were given 4 of 6 pages"
+        computed.take((layer, layer + 1), PROMPT[:4], last=False)
+    assert computed.sendable() == [SendableChunk(3, 8, 0, 4)]
+    assert computed.describe_missing() == "all layers have 4, and more were to come"
+    computed.take((3, 5), PROMPT[4:6], last=True)
+    assert computed.describe_missing() == "layers 5-7 were given 4 of 6 pages"
 
 
 def test_a_tail_rides_with_what_follows() -> None:
-    ledger = ComputedPages(LAYERS, 4)
-    assert ledger.take(None, PROMPT[:6], last=False) == [SendableChunk(3, 8, 0, 4)]
-    assert ledger.take(None, PROMPT[6:7], last=True) == [SendableChunk(3, 8, 4, 7)]
+    computed = ComputedPages(LAYERS, 4)
+    assert computed.take(None, PROMPT[:6], last=False) == [SendableChunk(3, 8, 0, 4)]
+    assert computed.take(None, PROMPT[6:7], last=True) == [SendableChunk(3, 8, 4, 7)]
 
 
 def test_one_group_that_knows_the_end_tells_it_for_those_before() -> None:
     """Else the tail of the first group would be held back for ever."""
-    ledger = ComputedPages(LAYERS, 4)
-    assert ledger.take((3, 5), PROMPT[:6], last=False) == [SendableChunk(3, 5, 0, 4)]
-    assert ledger.take((5, 8), PROMPT[:6], last=True) == [SendableChunk(5, 8, 0, 6), SendableChunk(3, 5, 4, 6)]
-    assert ledger.complete
+    computed = ComputedPages(LAYERS, 4)
+    assert computed.take((3, 5), PROMPT[:6], last=False) == [SendableChunk(3, 5, 0, 4)]
+    assert computed.take((5, 8), PROMPT[:6], last=True) == [SendableChunk(5, 8, 0, 6), SendableChunk(3, 5, 4, 6)]
+    assert computed.complete
 
 
 @pytest.mark.parametrize(
@@ -134,16 +138,16 @@ def test_one_group_that_knows_the_end_tells_it_for_those_before() -> None:
 def test_what_does_not_follow_is_refused_in_words(
     layers: tuple[int, int], pages: np.ndarray, last: bool, text: str
 ) -> None:
-    ledger = ComputedPages(LAYERS, 2)
-    ledger.take((3, 5), PROMPT[:4], last=False)
+    computed = ComputedPages(LAYERS, 2)
+    computed.take((3, 5), PROMPT[:4], last=False)
     with pytest.raises(LayoutError, match=re.escape(text)):
-        ledger.take(layers, pages, last)
+        computed.take(layers, pages, last)
 
 
 def test_nothing_follows_the_last_pages() -> None:
-    ledger = ComputedPages(LAYERS, 2)
-    ledger.take((3, 5), PROMPT[:4], last=True)
+    computed = ComputedPages(LAYERS, 2)
+    computed.take((3, 5), PROMPT[:4], last=True)
     with pytest.raises(LayoutError, match="pages up to 6 after the last ones, which ended at 4"):
-        ledger.take((5, 8), PROMPT[:6], last=False)
+        computed.take((5, 8), PROMPT[:6], last=False)
     with pytest.raises(LayoutError, match="pages up to 3 after the last ones, which ended at 4"):
-        ledger.take((5, 8), PROMPT[:3], last=True)
+        computed.take((5, 8), PROMPT[:3], last=True)

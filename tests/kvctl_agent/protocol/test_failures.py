@@ -321,7 +321,7 @@ def test_a_stopped_writer_does_not_keep_the_ring_from_others() -> None:
     assert not world.rooms["decode-0", 7, 1000].released
     world.paused.clear()
     world.settle()
-    assert world.d().state.book.ring.used_bytes == 0
+    assert world.d().state.grant_table.ring.used_bytes == 0
 
 
 class FailingDevice(World):  # type: ignore[misc]

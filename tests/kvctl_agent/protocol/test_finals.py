@@ -36,8 +36,8 @@ def finals(world: World, room: int = 7) -> dict[str, list[tuple[str, str, int, i
     return {
         name: sorted(
             (peer, names[key.chunk] if kind is PartKind.STATE else "aux", key.lo, key.hi)
-            for peer, leg in machine.rooms[room].legs.items()
-            for kind, key in leg.finals
+            for peer, transfer in machine.rooms[room].transfers.items()
+            for kind, key in transfer.finals
         )
         for name, machine in world.machines.items()
         if name in world.prefill_names
@@ -225,9 +225,9 @@ def test_an_acknowledged_state_does_not_stand_for_a_part_of_the_same_key() -> No
         world.happen(world.pool.pop(places[0]))
     world.pool.clear()
     key = PartKey(0, 1, 0, 2)
-    leg = world.p().state.legs["decode-0", 7, 1000]
-    assert key in leg.parts
-    assert (PartKind.STATE, key) in leg.finals
+    transfer = world.p().state.transfers["decode-0", 7, 1000]
+    assert key in transfer.parts
+    assert (PartKind.STATE, key) in transfer.finals
     state = Tag(PartKind.STATE, world.d().local.incarnation, 7, 1000, 0, key).pack()
     world.feed("prefill-0", ev.Received("decode-0", world.d().local.incarnation, msg.PartAck(7, 1000, [state])))
     world.tick(2 * TIMING.resend_ns)

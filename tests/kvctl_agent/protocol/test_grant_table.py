@@ -35,7 +35,7 @@ def test_the_same_request_gets_the_same_grant() -> None:
     first, second = said(world, "prefill-0")
     assert isinstance(first, msg.StagingGrants)
     assert first == second
-    assert len(world.d().state.book) == 3
+    assert len(world.d().state.grant_table) == 3
 
 
 def test_a_request_for_what_the_plan_does_not_know_changes_only_a_counter() -> None:
@@ -44,7 +44,7 @@ def test_a_request_for_what_the_plan_does_not_know_changes_only_a_counter() -> N
     odd = [(0, 0, 3, UNIT * 2), (2, 0, 2, 2 * UNIT), (0, 1, 1, UNIT), (0, 0, 2, UNIT), (0, 0, 2, 0), (0, 0, 2, 1 << 61)]
     give(world, msg.StagingRequest(7, 1000, [msg.PartSpec(*spec) for spec in odd]), to="decode-0", by="prefill-0")
     assert said(world, "prefill-0") == []
-    assert len(world.d().state.book) == 0
+    assert len(world.d().state.grant_table) == 0
     assert world.d().telemetry.metrics.total("kvctl_control_dropped_total", "unknown-part") == len(odd)
 
 
@@ -54,7 +54,7 @@ def test_no_two_grants_cover_the_same_layers() -> None:
     for lo, hi in [(0, 2), (0, 1), (1, 2)]:
         spec = msg.PartSpec(0, lo, hi, UNIT * (hi - lo))
         give(world, msg.StagingRequest(7, 1000, [spec]), to="decode-0", by="prefill-0")
-    assert [holding.key[2:] for holding in world.d().state.book.holdings()] == [(0, 2)]
+    assert [allocation.key[2:] for allocation in world.d().state.grant_table.allocations()] == [(0, 2)]
 
 
 def test_layer_groups_of_one_cell_are_granted_and_landed_one_by_one() -> None:
@@ -65,7 +65,7 @@ def test_layer_groups_of_one_cell_are_granted_and_landed_one_by_one() -> None:
     room = world.d().rooms[7]
     room.land(PartKey(0, 0, 0, 1))
     give(world, msg.StagingRequest(7, 1000, specs), to="decode-0", by="prefill-0")
-    assert [holding.key[2:] for holding in world.d().state.book.holdings()] == [(0, 1), (1, 2)]
+    assert [allocation.key[2:] for allocation in world.d().state.grant_table.allocations()] == [(0, 1), (1, 2)]
 
 
 def test_a_request_for_a_room_that_is_over_is_answered_so_that_nobody_waits() -> None:
@@ -83,7 +83,7 @@ def test_no_grants_while_the_room_has_failed() -> None:
     said(world, "prefill-0")
     give(world, request, to="decode-0", by="prefill-0")
     assert said(world, "prefill-0") == []
-    assert len(world.d().state.book) == 0
+    assert len(world.d().state.grant_table) == 0
 
 
 def test_parked_parts_of_two_rooms_with_one_nonce_are_told_apart() -> None:
@@ -97,24 +97,24 @@ def test_parked_parts_of_two_rooms_with_one_nonce_are_told_apart() -> None:
 
 
 def test_the_watermark_is_told_to_those_whose_grants_it_opens() -> None:
-    book = GrantTable(2 * UNIT)
+    table = GrantTable(2 * UNIT)
     keys = [PartKey(0, 0, 0, 2), PartKey(0, 1, 0, 2), PartKey(1, 0, 0, 2)]
     peers = ["prefill-0", "prefill-0", "prefill-1"]
-    held = [book.grant(ROOM._replace(peer=peer), key, UNIT, 0) for peer, key in zip(peers, keys, strict=True)]
-    assert book.gates_somebody
-    assert not book.free(held[1].region.serial)
-    assert book.opened() == []
-    assert book.free(held[0].region.serial)
-    assert book.opened() == ["prefill-1"]
-    assert book.opened() == []
-    assert not book.gates_somebody
+    held = [table.grant(ROOM._replace(peer=peer), key, UNIT, 0) for peer, key in zip(peers, keys, strict=True)]
+    assert table.gates_any_peer
+    assert not table.free(held[1].region.serial)
+    assert table.take_opened() == []
+    assert table.free(held[0].region.serial)
+    assert table.take_opened() == ["prefill-1"]
+    assert table.take_opened() == []
+    assert not table.gates_any_peer
 
 
 def test_a_gated_grant_that_is_given_back_gates_nobody() -> None:
-    book = GrantTable(UNIT)
-    book.grant(ROOM, PartKey(0, 0, 0, 2), UNIT, 0)
-    book.free(book.grant(ROOM, PartKey(0, 1, 0, 2), UNIT, 0).region.serial)
-    assert not book.gates_somebody
+    table = GrantTable(UNIT)
+    table.grant(ROOM, PartKey(0, 0, 0, 2), UNIT, 0)
+    table.free(table.grant(ROOM, PartKey(0, 1, 0, 2), UNIT, 0).region.serial)
+    assert not table.gates_any_peer
 
 
 def test_a_revoked_part_is_asked_for_again() -> None:
@@ -130,7 +130,7 @@ def test_a_request_for_a_part_whose_revoke_is_open_is_answered_with_the_revoke()
     """The writer's answer was lost, and whoever waited behind its region may wait no more."""
     world = asked(1)
     grants = granted(world)
-    world.d().state.book.holdings()[0].state = RegionState.REVOKING
+    world.d().state.grant_table.allocations()[0].state = RegionState.REVOKING
     world.tick(SECOND)
     said(world, "prefill-0")
     give(world, msg.StagingRequest(7, 1000, [msg.PartSpec(0, 0, 2, 2 * UNIT)]), to="decode-0", by="prefill-0")
@@ -162,8 +162,8 @@ def test_a_tag_of_a_grant_that_was_given_back_changes_nothing() -> None:
     compute(world, 1)
     world.feed("prefill-0", ev.Finish(7, 1, 1))
     (begin,) = [item for item in world.pool if item.kind == "begin"]
-    (holding,) = world.d().state.book.holdings()
-    world.d()._grants.free([holding])
+    (allocation,) = world.d().state.grant_table.allocations()
+    world.d()._grants.free([allocation])
     world.pool.remove(begin)
     tag = begin.what.order.tag
     world.feed("decode-0", ev.Arrived(Tag.unpack(tag), 1))
@@ -188,7 +188,7 @@ def test_a_tag_without_a_grant_that_covers_half_of_a_granted_part_changes_nothin
         "decode-0", ev.Arrived(Tag(PartKind.KV, world.d().local.incarnation, 7, 1000, 0, PartKey(0, 0, 0, 1)), 1)
     )
     assert not world.d().rooms[7].landed
-    assert len(world.d().state.book) == 1
+    assert len(world.d().state.grant_table) == 1
 
 
 def test_a_tag_without_a_grant_does_not_free_a_region_that_is_being_scattered() -> None:
@@ -199,7 +199,7 @@ def test_a_tag_without_a_grant_does_not_free_a_region_that_is_being_scattered() 
     world.feed("decode-0", ev.Arrived(Tag(PartKind.KV, here, 7, 1000, serial, PartKey(0, 0, 0, 2)), 1))
     world.feed("decode-0", ev.Arrived(Tag(PartKind.KV, here, 7, 1000, 0, PartKey(0, 0, 0, 2)), 1))
     assert world.d().telemetry.metrics.total("kvctl_tags_dropped_total", "duplicate") == 1
-    assert [holding.state for holding in world.d().state.book.holdings()] == [RegionState.LANDED]
+    assert [allocation.state for allocation in world.d().state.grant_table.allocations()] == [RegionState.LANDED]
 
 
 def test_a_grant_outside_the_ring_is_not_written() -> None:
@@ -218,40 +218,40 @@ def test_with_the_direct_path_no_ring_is_asked_for() -> None:
     world.send(7, 4)
     world.settle()
     assert set(world.counts) == {"Hello", "HelloAck", "RoomOpen", "RoomAccepted", "RoomDone", "Ack"}
-    assert world.d().state.book.ring.high_water_bytes == 0
+    assert world.d().state.grant_table.ring.high_water_bytes == 0
 
 
 def test_the_book_forgets_everything_of_a_region_that_is_free() -> None:
     dice = random.Random(3)
-    book, ring = GrantTable(3 * UNIT), Ring(3 * UNIT)
+    table, ring = GrantTable(3 * UNIT), Ring(3 * UNIT)
     live: list[int] = []
     for step in range(300):
         if dice.random() < 0.55:
-            live.append(book.grant(ROOM, PartKey(0, step, 0, 2), UNIT, 0).region.serial)
+            live.append(table.grant(ROOM, PartKey(0, step, 0, 2), UNIT, 0).region.serial)
             ring.allocate(UNIT)
         elif live:
             serial = live.pop(dice.randrange(len(live)))
             if dice.random() < 0.5:
-                book.quarantine(book.find(serial))  # type: ignore[arg-type]
-            assert book.free(serial) == ring.free(serial)
-            book.opened()
-        assert book.ring.watermark == ring.watermark
+                table.quarantine(table.find(serial))  # type: ignore[arg-type]
+            assert table.free(serial) == ring.free(serial)
+            table.take_opened()
+        assert table.ring.watermark == ring.watermark
     for serial in live:
-        book.free(serial)
-    assert [*book._by_serial, *book._by_part, *book._by_room, *book._gated] == []
-    assert book.quarantined_bytes == 0
-    assert book.ring.watermark == Position(book.ring.round, 0)
+        table.free(serial)
+    assert [*table._by_serial, *table._by_part, *table._by_room, *table._gated] == []
+    assert table.quarantined_bytes == 0
+    assert table.ring.watermark == Position(table.ring.round, 0)
 
 
 def test_tombstones_expire_and_are_bounded() -> None:
-    graves: Tombstones[bool] = Tombstones(lifetime_ns=10, capacity=3)
+    tombstones: Tombstones[bool] = Tombstones(lifetime_ns=10, capacity=3)
     for number in range(5):
-        graves.bury(RoomKey("p", number, 1), True, number)
-    assert len(graves) == 3
-    assert not graves.holds(RoomKey("p", 1, 1))
-    graves.bury(RoomKey("p", 2, 1), True, 9)
-    graves.expire(13)
-    assert graves.holds(RoomKey("p", 2, 1)), "buried again, so it lives longer"
-    assert not graves.holds(RoomKey("p", 3, 1))
-    graves.expire(100)
-    assert len(graves) == 0
+        tombstones.add(RoomKey("p", number, 1), True, number)
+    assert len(tombstones) == 3
+    assert RoomKey("p", 1, 1) not in tombstones
+    tombstones.add(RoomKey("p", 2, 1), True, 9)
+    tombstones.expire(13)
+    assert RoomKey("p", 2, 1) in tombstones, "buried again, so it lives longer"
+    assert RoomKey("p", 3, 1) not in tombstones
+    tombstones.expire(100)
+    assert len(tombstones) == 0

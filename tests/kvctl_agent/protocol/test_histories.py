@@ -67,7 +67,7 @@ def test_the_histories_cover_what_a_room_can_hold() -> None:
             seen[found.instances[room.instance].cp_mode] += found.instances[room.instance].side.cp > 1
         seen.update(found.paths)
         for name in found.machines:
-            seen["kept back"] += getattr(found.machines[name].state, "holds_back", False)
+            seen["kept back"] += getattr(found.machines[name].state, "sends_at_finish", False)
         seen["uneven"] += bool(found.prefill.stages) + bool(found.decode.stages)
         seen["layer groups"] += found.cut[True]
     wanted = {"kv", "draft", "conv", "ssm", "index", "aux", "prefill only", "other instance", "prefix", "no pages"}
@@ -138,7 +138,7 @@ def test_many_rooms_through_a_ring_that_holds_two_parts(seed: int) -> None:
     found.stir(dice, 500, loss=0.02)
     found.settle()
     assert {room.state for room in found.rooms.values()} == {RoomState.SUCCESS}
-    assert found.d().state.book.ring.round > 5
+    assert found.d().state.grant_table.ring.round > 5
     found.check_empty()
 
 
@@ -149,7 +149,7 @@ def test_many_rooms_through_a_ring_that_holds_two_parts(seed: int) -> None:
         (
             PeerTransfer,
             "drained",
-            property(lambda leg: True),
+            property(lambda transfer: True),
             "after the room was released|after it was released|while writer",
         ),
         (CancelToken, "cancelled", property(lambda cancel: False, lambda cancel, raised: None), "to be dropped"),

@@ -56,9 +56,9 @@ def test_pages_that_an_early_stage_holds_back_are_counted_once() -> None:
     world = launched(stages=2, early_send=False)
     world.feed("prefill-0", done(0, 2, last=True))
     room = world.p().rooms[7]
-    assert (room.launched, len(room.held)) == (0, 1)
+    assert (room.launched, len(room.deferred)) == (0, 1)
     world.feed("prefill-0", ev.Finish(7, -1, 2))
-    assert (room.launched, room.ledger.complete) == (0, True)
+    assert (room.launched, room.computed.complete) == (0, True)
 
 
 def test_the_first_forward_began_when_it_was_told() -> None:

@@ -16,7 +16,7 @@ TWIN = 77
 
 
 def hello(world: World) -> msg.Hello:
-    who = msgspec.structs.replace(world.d().local.introduction(), pid=4711, hostname="node-2")
+    who = msgspec.structs.replace(world.d().local.peer_info(), pid=4711, hostname="node-2")
     return msg.Hello(msg.PROTOCOL_VERSION, who)
 
 
@@ -70,7 +70,7 @@ def test_the_next_process_is_let_in_at_once_when_the_end_of_the_one_before_is_pr
 
 def refusal(world: World) -> ev.Received:
     prefill = world.p().local
-    ack = msg.HelloAck(1, prefill.introduction(), world.d().local.incarnation, taken="the name decode-0 is in use")
+    ack = msg.HelloAck(1, prefill.peer_info(), world.d().local.incarnation, taken="the name decode-0 is in use")
     return ev.Received("prefill-0", prefill.incarnation, ack)
 
 

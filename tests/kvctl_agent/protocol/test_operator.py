@@ -33,8 +33,8 @@ def release(world: World, **of: Any) -> ev.Answered:
 
 
 def serial(world: World) -> int:
-    (holding,) = world.d().state.book.holdings()
-    return holding.region.serial
+    (allocation,) = world.d().state.grant_table.allocations()
+    return allocation.region.serial
 
 
 def pass_time(world: World, seconds: int) -> None:
@@ -65,8 +65,8 @@ def lost(*, dead: bool) -> World:
     for _ in range(20):
         world.tick(SECOND)
         world.flush()
-    (holding,) = world.d().state.book.holdings()
-    assert holding.state is RegionState.QUARANTINED
+    (allocation,) = world.d().state.grant_table.allocations()
+    assert allocation.state is RegionState.QUARANTINED
     return world
 
 
@@ -100,7 +100,7 @@ class TestReleaseOfAnAllocation:
         answer = release(world, serial=first)
         assert (answer.result, answer.freed) == ("revoking", ())
         assert "prefill-0 was asked to give it back" in answer.text
-        assert [holding.region.serial for holding in world.d().state.book.holdings()] == [first]
+        assert [allocation.region.serial for allocation in world.d().state.grant_table.allocations()] == [first]
         pass_time(world, 2)
         assert serial(world) > first
         assert release(world, serial=first).text == f"allocation {first} is free already"
@@ -151,7 +151,7 @@ class TestReleaseOfAnAllocation:
         assert release(world, serial=held, force=force).result == "aside"
         pass_time(world, 1)
         assert second.state is RoomState.SUCCESS
-        assert [holding.region.serial for holding in world.d().state.book.holdings()] == [held]
+        assert [allocation.region.serial for allocation in world.d().state.grant_table.allocations()] == [held]
         world.paused.clear()
         world.feed("prefill-0", ev.AbortRoom(7, "enough"))
         world.settle()
@@ -168,7 +168,7 @@ class TestReleaseOfAnAllocation:
         answer = release(world, serial=held, force=True)
         assert (answer.result, answer.freed) == ("released", (held,))
         assert answer.text.startswith(f"allocation {held} of room 7 is freed by force; its room still holds its pages")
-        assert world.d().state.book.ring.used_bytes == 0
+        assert world.d().state.grant_table.ring.used_bytes == 0
         # Its writer may come back and write there: the room is given up.
         failure = world.d().rooms[7].failure
         assert failure is not None
@@ -197,13 +197,13 @@ class TestReleaseOfAnAllocation:
         answer = release(world, serial=held)
         assert (answer.result, answer.freed) == ("refused", ())
         peer = world.d().peers["prefill-0"]
-        assert peer.who is not None
-        assert f"prefill-0 (process {peer.who.pid} on its host) may still write to it" in answer.text
+        assert peer.info is not None
+        assert f"prefill-0 (process {peer.info.pid} on its host) may still write to it" in answer.text
         assert serial(world) == held
         answer = release(world, serial=held, force=True)
         assert (answer.result, answer.freed) == ("released", (held,))
         assert "kvctl staging release --room 7" in answer.text
-        assert world.d().state.book.ring.used_bytes == world.d().state.book.quarantined_bytes == 0
+        assert world.d().state.grant_table.ring.used_bytes == world.d().state.grant_table.quarantined_bytes == 0
         (room,) = world.rooms.values()
         assert not room.released, "its pages may be written just as well"
         assert release(world, room=7, force=True).result == "released"
@@ -275,9 +275,9 @@ def test_a_region_released_by_force_lets_those_behind_it_go_on() -> None:
         world.happen(world.pool.pop(world.ready()[0]))
     world.kill("prefill-0", proven=False)
     pass_time(world, 20)
-    assert world.d().state.book.ring.largest_bytes == 0
+    assert world.d().state.grant_table.ring.largest_bytes == 0
     release(world, serial=serial(world), force=True)
-    assert world.d().state.book.ring.largest_bytes == 2 * UNIT
+    assert world.d().state.grant_table.ring.largest_bytes == 2 * UNIT
     opened = world.receive(20, 2, instance=1)
     world.flush()
     world.send(20, 2, instance=1)
@@ -288,8 +288,8 @@ def test_a_region_released_by_force_lets_those_behind_it_go_on() -> None:
 
 def meddle(world: World, dice: random.Random) -> None:
     """An operator releases whatever there is, without force."""
-    book = world.d().state.book
-    serials = [holding.region.serial for holding in book.holdings()] or [1]
+    book = world.d().state.grant_table
+    serials = [allocation.region.serial for allocation in book.allocations()] or [1]
     ask(world, "decode-0", ev.ReleaseHeld(9, serial=dice.choice(serials)))
     ask(world, "decode-0", ev.ReleaseHeld(9, room=dice.choice([10, 11, 12, 13])))
     if dice.random() < 0.3:
@@ -378,7 +378,7 @@ class TestRetime:
         world.settle()
         world.check_empty()
 
-    def test_other_periods_and_those_of_peers_stay_and_graves_keep_as_long(self) -> None:
+    def test_other_periods_and_those_of_peers_stay_and_tombstones_keep_as_long(self) -> None:
         world = begun()
         for name, machine in world.machines.items():
             world.feed(name, ev.SetTimeouts(50 * SECOND, 60 * SECOND))

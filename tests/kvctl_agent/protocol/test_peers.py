@@ -37,8 +37,8 @@ class TestStates:
     def test_anything_heard_ends_a_suspicion(self) -> None:
         peer = self.peer()
         peer.check(TIMING.suspect_ns)
-        assert peer.heard(TIMING.suspect_ns)
-        assert not peer.heard(TIMING.suspect_ns)
+        assert peer.hear(TIMING.suspect_ns) == (True, True), "its lease had run out, and it was suspect"
+        assert peer.hear(TIMING.suspect_ns) == (False, False)
         assert peer.state is PeerState.READY
 
     def test_the_lease_ends_after_half_the_suspect_time(self) -> None:
@@ -98,7 +98,7 @@ def test_a_parked_part_goes_on_when_a_hello_is_what_renews_the_lease() -> None:
     world.send(7, 2)
     world.flush()
     assert len(world.p().parked()) == 1
-    hello = msg.Hello(msg.PROTOCOL_VERSION, world.d().local.introduction())
+    hello = msg.Hello(msg.PROTOCOL_VERSION, world.d().local.peer_info())
     world.feed("prefill-0", ev.Received("decode-0", world.d().local.incarnation, hello))
     assert world.p().parked() == []
     world.flush()
@@ -135,8 +135,10 @@ def test_lost_but_not_proven_dead_is_quarantined_until_it_says_that_it_has_drain
     assert room.state is RoomState.FAILED
     assert not room.released
     assert world.d().quarantined_bytes > 0
-    held = sum(holding.region.end - holding.region.offset for holding in world.d().state.book.holdings())
-    assert world.d().state.book.quarantined_bytes == (0 if choose else held)
+    held = sum(
+        allocation.region.end - allocation.region.offset for allocation in world.d().state.grant_table.allocations()
+    )
+    assert world.d().state.grant_table.quarantined_bytes == (0 if choose else held)
     world.settle()
     assert room.released
     assert world.d().quarantined_bytes == 0
@@ -161,13 +163,13 @@ def test_a_tag_of_a_quarantined_region_ends_its_quarantine() -> None:
     for _ in range(20):
         world.tick(SECOND)
         world.flush()
-    held = world.d().state.book.quarantined_bytes
+    held = world.d().state.grant_table.quarantined_bytes
     assert held
     complete = next(item for item in world.pool if item.kind == "complete" and item.to == "prefill-0")
     world.pool.remove(complete)
     world.happen(complete)
     world.flush()
-    assert world.d().state.book.quarantined_bytes < held
+    assert world.d().state.grant_table.quarantined_bytes < held
     world.paused.clear()
     world.settle()
     world.check_empty()
@@ -222,7 +224,7 @@ def test_what_comes_late_from_an_old_life_does_not_bring_it_back() -> None:
     world = World(ParallelConfig(), ParallelConfig())
     old = {item.to: item for item in world.pool if item.kind == "message"}["prefill-0"]
     world.connect()
-    answer = msg.HelloAck(1, world.p().local.introduction(), world.d().local.incarnation)
+    answer = msg.HelloAck(1, world.p().local.peer_info(), world.d().local.incarnation)
     first = world.p().local.incarnation
     world.restart("prefill-0", proven=False)
     for _ in range(6):
@@ -241,7 +243,7 @@ def test_what_comes_late_from_an_old_life_does_not_bring_it_back() -> None:
 def test_an_answer_to_the_hello_of_a_life_before_is_no_answer() -> None:
     """Else decode would take for ready a rank that has not met it."""
     world = World(ParallelConfig(), ParallelConfig())
-    stale = msg.HelloAck(1, world.p().local.introduction(), world.d().local.incarnation)
+    stale = msg.HelloAck(1, world.p().local.peer_info(), world.d().local.incarnation)
     world.restart("decode-0", proven=False)
     world.feed("decode-0", ev.Received("prefill-0", world.p().local.incarnation, stale))
     assert world.d().peers["prefill-0"].state is PeerState.CONNECTING
@@ -353,7 +355,7 @@ def test_a_layout_that_cannot_work_is_refused_at_hello_with_the_arithmetic(
     changes: dict[str, object], text: str
 ) -> None:
     world = World(ParallelConfig(), ParallelConfig(), shape=HEADS_8)
-    who = msgspec.structs.replace(world.d().local.introduction(), **changes)
+    who = msgspec.structs.replace(world.d().local.peer_info(), **changes)
     world.pool.clear()
     world.feed("prefill-0", ev.Received("decode-0", 77, msg.Hello(msg.PROTOCOL_VERSION, who)))
     answer = codec.decode(world.pool[0].what)[1][0]
@@ -374,7 +376,7 @@ def test_a_layout_that_cannot_work_is_refused_at_hello_with_the_arithmetic(
 def test_a_prefill_rank_that_cannot_work_is_refused_by_decode(changes: dict[str, object], text: str) -> None:
     world = World(ParallelConfig(), ParallelConfig(), shape=HEADS_8)
     room = world.receive(7, 2)
-    who = msgspec.structs.replace(world.p().local.introduction(), **changes)
+    who = msgspec.structs.replace(world.p().local.peer_info(), **changes)
     world.feed("decode-0", ev.Received("prefill-0", 77, msg.HelloAck(1, who, world.d().local.incarnation)))
     assert room.failure["code"] == "KV_COMPAT_MISMATCH"
     assert text in room.failure["text"]
@@ -383,7 +385,7 @@ def test_a_prefill_rank_that_cannot_work_is_refused_by_decode(changes: dict[str,
 def test_heads_that_a_draft_or_a_state_has_too_few_of_are_named() -> None:
     shape = replace(HEADS_8, states=(StateShape("ssm", (0,), 1, 3, 8),))
     world = World(ParallelConfig(), ParallelConfig(), shape=shape)
-    who = msgspec.structs.replace(world.d().local.introduction(), sizes=[1, 1, 1, 2])
+    who = msgspec.structs.replace(world.d().local.peer_info(), sizes=[1, 1, 1, 2])
     world.pool.clear()
     world.feed("prefill-0", ev.Received("decode-0", 77, msg.Hello(msg.PROTOCOL_VERSION, who)))
     answer = codec.decode(world.pool[0].what)[1][0]
@@ -411,7 +413,7 @@ def test_a_refused_peer_is_asked_again_so_that_its_restart_is_seen() -> None:
 
 def test_another_version_is_refused_with_both_numbers() -> None:
     world = World(ParallelConfig(), ParallelConfig())
-    hello = msg.Hello(9, world.d().local.introduction())
+    hello = msg.Hello(9, world.d().local.peer_info())
     world.pool.clear()
     world.feed("prefill-0", ev.Received("decode-0", world.d().local.incarnation, hello))
     answer = codec.decode(world.pool[0].what)[1][0]
@@ -423,11 +425,11 @@ def test_a_rank_that_does_not_fit_the_roster_waits_for_the_registry_to_agree() -
     """A restart with another layout: hello comes first, and no room fails for that."""
     world = World(ParallelConfig(tp=2), ParallelConfig())
     me = world.d().local.incarnation
-    wrong = world.p(1).local.introduction()
+    wrong = world.p(1).local.peer_info()
     world.feed("decode-0", ev.Received("prefill-0", 77, msg.HelloAck(1, wrong, me)))
     peer = world.d().peers["prefill-0"]
     assert peer.differences == ("it says that it is rank 1, the roster says otherwise",)
-    right = World(ParallelConfig(), ParallelConfig()).p(0).local.introduction()
+    right = World(ParallelConfig(), ParallelConfig()).p(0).local.peer_info()
     for _ in range(2):
         world.feed("decode-0", ev.Received("prefill-0", 78, msg.HelloAck(1, right, me)))
     assert peer.differences == ("2 ranks on the roster ≠ 1 by its sizes",)
@@ -439,7 +441,7 @@ def test_a_rank_that_does_not_fit_the_roster_waits_for_the_registry_to_agree() -
     world.feed("decode-0", ev.RosterKnown(registry(0), ("prefill-0",)))
     world.feed("decode-0", ev.Received("prefill-0", 78, msg.HelloAck(1, right, me)))
     assert peer.state is PeerState.READY
-    assert world.d().rooms[7].legs
+    assert world.d().rooms[7].transfers
 
 
 def test_a_life_that_was_never_met_is_no_end_of_a_later_one() -> None:
@@ -450,8 +452,8 @@ def test_a_life_that_was_never_met_is_no_end_of_a_later_one() -> None:
     world.restart("prefill-0")
     world.settle(ticks=5, until=lambda: peer.usable)
     met = peer.incarnation
-    peer.past.clear()
-    world.feed("decode-0", ev.Received("prefill-0", 1, msg.HelloAck(1, world.p().local.introduction(), me)))
+    peer.ended_incarnations.clear()
+    world.feed("decode-0", ev.Received("prefill-0", 1, msg.HelloAck(1, world.p().local.peer_info(), me)))
     assert (peer.incarnation, peer.state) == (met, PeerState.READY)
 
 
@@ -459,7 +461,7 @@ def test_a_registry_that_never_agrees_is_named_at_the_deadline() -> None:
     world = World(ParallelConfig(tp=2), ParallelConfig())
     world.pool.clear()
     room = world.receive(7, 2)
-    wrong = world.p(1).local.introduction()
+    wrong = world.p(1).local.peer_info()
     world.feed("decode-0", ev.Received("prefill-0", 77, msg.HelloAck(1, wrong, world.d().local.incarnation)))
     world.now_ns += TIMING.bootstrap_ns + SECOND
     world.feed("decode-0", ev.Tick())
@@ -471,7 +473,7 @@ def test_a_registry_that_never_agrees_is_named_at_the_deadline() -> None:
 def test_peers_that_nobody_needs_do_not_grow_without_bound() -> None:
     world = World(ParallelConfig(), ParallelConfig())
     world.connect()
-    who = world.d().local.introduction()
+    who = world.d().local.peer_info()
     for number in range(MAX_PEERS + 10):
         world.feed("prefill-0", ev.Received(f"stranger-{number}", 500, msg.Hello(9, who)))
         world.pool.clear()

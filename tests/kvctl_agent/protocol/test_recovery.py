@@ -163,7 +163,7 @@ def test_pages_with_a_lost_writer_come_back_when_that_is_safe_and_not_before(end
         world.prove()
     assert room.released
     assert world.d().quarantined_bytes == 0
-    assert len(world.d().state.book) == 0
+    assert len(world.d().state.grant_table) == 0
 
 
 def test_a_writer_keeps_the_pages_it_sends_from_until_its_engine_lets_go_of_a_lost_reader() -> None:

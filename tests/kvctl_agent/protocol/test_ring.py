@@ -135,18 +135,18 @@ steps = st.lists(st.one_of(st.integers(1, 4), st.integers(-6, -1), st.just(ASIDE
 @given(units=st.integers(1, 5), script=steps)
 def test_no_two_writers_that_obey_the_watermark_meet(units: int, script: list[int]) -> None:
     """A positive step asks for so many units, a negative one frees one of the regions, `ASIDE` sets the oldest aside
-    when its heirs have given theirs back; any open one may write, one set aside at any time."""
+    when its overlapping have given theirs back; any open one may write, one set aside at any time."""
     log = ring(units)
     live: list[Region] = []
     begun: set[int] = set()
     for step in script:
         if step == ASIDE:
             if (oldest := log.oldest) is not None:
-                for serial in log.heirs(oldest.serial):
+                for serial in log.overlapping(oldest.serial):
                     assert serial not in begun, "an heir waits behind whom it inherits from"
                     live = [region for region in live if region.serial != serial]
                     log.free(serial)
-                assert log.set_aside(oldest.serial)
+                assert log.retire(oldest.serial)
         elif step > 0:
             if log.fits(step * UNIT):
                 live.append(log.allocate(step * UNIT))
@@ -178,7 +178,7 @@ class TestSetAside:
     def test_the_watermark_passes_it_and_new_allocations_skip_it(self) -> None:
         log = ring(4)
         silent, other = log.allocate(UNIT), log.allocate(3 * UNIT)
-        assert log.set_aside(silent.serial)
+        assert log.retire(silent.serial)
         assert log.watermark == Position(0, UNIT)
         log.free(other.serial)
         assert [log.allocate(UNIT).offset // UNIT for _ in range(4)] == [1, 2, 3, 1]
@@ -187,7 +187,7 @@ class TestSetAside:
     def test_its_bytes_are_used_again_once_it_is_freed(self) -> None:
         log = ring(2)
         silent = log.allocate(UNIT)
-        log.set_aside(silent.serial)
+        log.retire(silent.serial)
         assert not log.free(silent.serial), "the watermark had passed it"
         assert log.used_bytes == 0
         assert log.fits(2 * UNIT)
@@ -196,18 +196,18 @@ class TestSetAside:
     def test_whoever_was_given_its_bytes_in_a_later_round_is_its_heir(self) -> None:
         log = ring(4)
         first, second, heir, distant = (log.allocate(2 * UNIT) for _ in range(4))
-        assert log.heirs(first.serial) == [heir.serial]
-        assert log.heirs(second.serial) == [distant.serial]
-        log.avoid(first.serial)
+        assert log.overlapping(first.serial) == [heir.serial]
+        assert log.overlapping(second.serial) == [distant.serial]
+        log.exclude(first.serial)
         log.free(heir.serial)
-        assert log.heirs(first.serial) == []
+        assert log.overlapping(first.serial) == []
         assert log.allocate(2 * UNIT).offset == 2 * UNIT, "it is avoided before it is set aside, too"
 
     def test_what_fits_between_no_two_avoided_regions_is_refused(self) -> None:
         log = ring(5)
         regions = [log.allocate(UNIT) for _ in range(5)]
         for place in (1, 3):
-            log.avoid(regions[place].serial)
+            log.exclude(regions[place].serial)
         assert log.largest_bytes == UNIT
         assert not log.fits(2 * UNIT)
         log.free(regions[3].serial)
@@ -215,6 +215,6 @@ class TestSetAside:
 
     def test_setting_the_last_one_aside_starts_a_new_round(self) -> None:
         log = ring(2)
-        log.set_aside(log.allocate(UNIT).serial)
+        log.retire(log.allocate(UNIT).serial)
         assert log.watermark == Position(1, 0)
         assert open_now(log, log.allocate(UNIT)), "an empty ring gates nobody"

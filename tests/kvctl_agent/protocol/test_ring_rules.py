@@ -33,11 +33,11 @@ class TestSerials:
         (request,) = said(world, "decode-0")
         give(world, request, to="decode-0", by="prefill-0")
         said(world, "prefill-0")
-        (holding,) = world.d().state.book.holdings()
-        holding.state = RegionState.REVOKING
+        (allocation,) = world.d().state.grant_table.allocations()
+        allocation.state = RegionState.REVOKING
         give(world, request, to="decode-0", by="prefill-0")
         assert said(world, "prefill-0") == []
-        serial = holding.region.serial
+        serial = allocation.region.serial
         give(world, msg.StagingRevoked(7, 1000, serial), request, to="decode-0", by="prefill-0")
         (grants,) = said(world, "prefill-0")
         assert isinstance(grants, msg.StagingGrants)
@@ -47,13 +47,13 @@ class TestSerials:
     def test_answers_to_a_revoke_that_name_another_serial_are_ignored(self, answer: type[msg.StagingRevoked]) -> None:
         world = asked(1)
         granted(world)
-        (holding,) = world.d().state.book.holdings()
-        give(world, answer(7, 1000, holding.region.serial), to="decode-0", by="prefill-0")
-        assert holding.state is RegionState.GRANTED
-        holding.state = RegionState.REVOKING
-        give(world, answer(7, 1000, holding.region.serial + 1), to="decode-0", by="prefill-0")
-        assert holding.state is RegionState.REVOKING
-        assert len(world.d().state.book) == 1
+        (allocation,) = world.d().state.grant_table.allocations()
+        give(world, answer(7, 1000, allocation.region.serial), to="decode-0", by="prefill-0")
+        assert allocation.state is RegionState.GRANTED
+        allocation.state = RegionState.REVOKING
+        give(world, answer(7, 1000, allocation.region.serial + 1), to="decode-0", by="prefill-0")
+        assert allocation.state is RegionState.REVOKING
+        assert len(world.d().state.grant_table) == 1
 
     def test_a_writer_whose_tombstone_has_it_says_that_it_is_revoked(self) -> None:
         """Also of a room that it has buried, and of a revoke that comes again."""
@@ -101,8 +101,8 @@ class TestIncarnations:
         before = dropped(world, "prefill-0", "incarnation")
         world.feed("prefill-0", ev.Received("decode-0", old, stale))
         assert dropped(world, "prefill-0", "incarnation") == before + 1
-        legs = [leg for key, leg in world.p().state.legs.items() if key.peer == "decode-0"]
-        assert all(one.grant is None for leg in legs for one in leg.parts.values())
+        transfers = [transfer for key, transfer in world.p().state.transfers.items() if key.peer == "decode-0"]
+        assert all(one.grant is None for transfer in transfers for one in transfer.parts.values())
 
 
 class TestParkedParts:
@@ -115,7 +115,7 @@ class TestParkedParts:
         orders = [item for item in world.pool if item.kind == "begin"]
         assert [order.what.order.key.chunk for order in orders] == [0, 1]
         assert [parked.key.chunk for _, parked in world.p().parked()] == [2, 3]
-        assert world.p().state.legs["decode-0", 7, 1000].in_flight == 2
+        assert world.p().state.transfers["decode-0", 7, 1000].in_flight == 2
 
     def test_writers_with_different_queue_orders_do_not_lock_each_other_out(self) -> None:
         """Each would wait with one room's part in its only worker for the ring bytes of the other's."""

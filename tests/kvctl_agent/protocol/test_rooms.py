@@ -59,7 +59,7 @@ def test_a_room_is_opened_at_every_rank_and_one_that_owes_nothing_reports_at_onc
     for reader in range(4):
         owing = {share.writer for share in world.owed(7, reader)}
         for rank in range(4):
-            assert bool(world.p(rank).state.legs[f"decode-{reader}", 7, 1000 + reader].planned) == (rank in owing)
+            assert bool(world.p(rank).state.transfers[f"decode-{reader}", 7, 1000 + reader].planned) == (rank in owing)
     world.send(7, 2)
     world.settle()
     assert set(world.sent.values()) == {RoomState.SUCCESS}
@@ -95,7 +95,7 @@ def test_decode_does_not_succeed_before_every_rank_has_accepted() -> None:
 def test_rooms_opened_before_the_instance_is_there_are_opened_when_it_is() -> None:
     world = World(ParallelConfig(tp=2), ParallelConfig())
     world.receive(7, 2)
-    assert not world.d().rooms[7].legs
+    assert not world.d().rooms[7].transfers
     world.send(7, 2)
     world.settle()
     assert world.sent["prefill-1", 7] is RoomState.SUCCESS

@@ -42,7 +42,7 @@ def held_up(made: World, *, posted: bool) -> list[Item]:
         made.pool.append(engine._replace(what=engine.what[:2]))  # asks for staging, its forward is not done
         later.append(engine._replace(what=engine.what[2:]))
         made.flush()
-    assert len(made.d().state.book) == 1
+    assert len(made.d().state.grant_table) == 1
     made.paused.add(SILENT)
     return later
 
@@ -67,16 +67,16 @@ def test_the_others_go_on_and_what_it_had_in_flight_lands_where_nobody_is(posted
     pass_time(made, silence_s)
     assert run(made, range(20, 30)) == [RoomState.SUCCESS] * 10
     lost = silence_s > 15
-    (held,) = made.d().state.book.holdings()
+    (held,) = made.d().state.grant_table.allocations()
     assert held.state is (RegionState.QUARANTINED if lost else RegionState.GRANTED)
-    assert made.d().state.book.quarantined_bytes == (2 * UNIT if lost else 0)
+    assert made.d().state.grant_table.quarantined_bytes == (2 * UNIT if lost else 0)
     made.paused.clear()
     made.pool += later
     pass_time(made, 8)
     room = next(room for room in made.rooms.values() if room.room == 7)
     assert room.state is (RoomState.FAILED if lost else RoomState.SUCCESS)
     assert room.released
-    assert made.d().state.book.ring.used_bytes == made.d().state.book.quarantined_bytes == 0
+    assert made.d().state.grant_table.ring.used_bytes == made.d().state.grant_table.quarantined_bytes == 0
 
 
 def test_heirs_that_wait_behind_it_get_other_bytes() -> None:
@@ -125,8 +125,8 @@ def test_a_failed_room_whose_writer_never_drains_is_counted_and_said_on_both_end
     pass_time(made, 100)
     assert made.d().quarantined_bytes == 0, "it may still come"
     pass_time(made, 30)
-    assert made.d().state.book.quarantined_bytes == 2 * UNIT
-    assert made.d().quarantined_bytes > made.d().state.book.quarantined_bytes, "its pages count too"
+    assert made.d().state.grant_table.quarantined_bytes == 2 * UNIT
+    assert made.d().quarantined_bytes > made.d().state.grant_table.quarantined_bytes, "its pages count too"
     said = {
         name: [event["text"] for event in made.machines[name].telemetry.recorder.since(0, 999)["events"]]
         for name in ("decode-0", SILENT)
@@ -142,7 +142,7 @@ def test_a_ring_that_is_all_quarantined_makes_parts_take_another_path() -> None:
     made = world(ring=2)
     held_up(made, posted=True)
     pass_time(made, 20)
-    assert made.d().state.book.ring.largest_bytes == 0
+    assert made.d().state.grant_table.ring.largest_bytes == 0
     assert run(made, range(20, 22)) == [RoomState.SUCCESS] * 2
     assert made.counts["StagingRefused"] >= 1
 

@@ -16,8 +16,10 @@ DEEP = ModelShape(4, 2, 32, 32, 2)
 
 def cells(world: World, rank: int, reader: int = 0, room: int = 7) -> list[tuple[int, ...]]:
     """(chunk, first page, pages) that a rank owes."""
-    leg = next(leg for leg in world.p(rank).rooms[room].legs.values() if leg.peer == f"decode-{reader}")
-    return [tuple(cell) for cell in leg.cells]
+    transfer = next(
+        transfer for transfer in world.p(rank).rooms[room].transfers.values() if transfer.peer == f"decode-{reader}"
+    )
+    return [tuple(cell) for cell in transfer.chunks]
 
 
 def opened(
@@ -62,7 +64,7 @@ class TestContextParallel:
         senders = set()
         for room in range(12):
             world = opened(ParallelConfig(cp=2), ParallelConfig(), cp_mode="room-hash", room=room)
-            owed = [bool(world.p(rank).rooms[room].legs["decode-0"].planned) for rank in (0, 1)]
+            owed = [bool(world.p(rank).rooms[room].transfers["decode-0"].planned) for rank in (0, 1)]
             assert sorted(owed) == [False, True]
             senders.add(owed.index(True))
         assert senders == {0, 1}
@@ -81,23 +83,23 @@ class TestContextParallel:
     def test_the_aux_row_has_one_writer_even_where_another_rank_sends_the_pages(self) -> None:
         room = next(r for r in range(12) if not self.first_sends(r))
         world = opened(ParallelConfig(cp=2), ParallelConfig(), cp_mode="room-hash", room=room)
-        assert [bool(world.p(rank).rooms[room].legs["decode-0"].finals) for rank in (0, 1)] == [True, False]
+        assert [bool(world.p(rank).rooms[room].transfers["decode-0"].finals) for rank in (0, 1)] == [True, False]
         world.send(room, 5)
         world.settle()
         assert world.rooms["decode-0", room, 1000].aux_written == 1
 
     def first_sends(self, room: int) -> bool:
         world = opened(ParallelConfig(cp=2), ParallelConfig(), cp_mode="room-hash", room=room)
-        return bool(world.p(0).rooms[room].legs["decode-0"].planned)
+        return bool(world.p(0).rooms[room].transfers["decode-0"].planned)
 
 
 class TestPipelineParallel:
     def test_uneven_stages_on_both_sides_meet_layer_by_layer(self) -> None:
         world = opened(ParallelConfig(pp=2, stages=(1, 3)), ParallelConfig(pp=2, stages=(2, 2)))
         owed = {
-            (rank, peer): [(share.layer_lo, share.layer_hi) for share in leg.shares]
+            (rank, peer): [(share.layer_lo, share.layer_hi) for share in transfer.shares]
             for rank in (0, 1)
-            for peer, leg in world.p(rank).rooms[7].legs.items()
+            for peer, transfer in world.p(rank).rooms[7].transfers.items()
         }
         assert owed == {
             (0, "decode-0"): [(0, 1)],
@@ -111,7 +113,12 @@ class TestPipelineParallel:
 
     def test_the_last_stage_writes_the_aux_row(self) -> None:
         world = opened(ParallelConfig(pp=2), ParallelConfig(pp=2))
-        assert [len(leg.finals) for rank in (0, 1) for leg in world.p(rank).rooms[7].legs.values()] == [0, 0, 1, 1]
+        assert [len(transfer.finals) for rank in (0, 1) for transfer in world.p(rank).rooms[7].transfers.values()] == [
+            0,
+            0,
+            1,
+            1,
+        ]
 
     def compute(self, world: World, rank: int, first: int, end: int, *, last: bool) -> None:
         name = world.prefill_names[rank]

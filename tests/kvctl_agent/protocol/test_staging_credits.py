@@ -11,7 +11,7 @@ from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.prefill.send_room import writer_quota
+from kvctl_agent.protocol.prefill.rooms import writer_quota
 from tests.support.protocol.simulation import World
 
 ROOMS = range(7, 17)
@@ -85,8 +85,8 @@ def test_every_room_has_its_turn() -> None:
     world.settle()
     assert {room.state for room in world.rooms.values()} == {RoomState.SUCCESS}
     for machine in (world.p(0), world.p(1)):
-        (allowance,) = machine.state.allowances.values()
-        assert (allowance.asked_bytes, len(allowance)) == (0, 0)
+        (credits,) = machine.state.credits.values()
+        assert (credits.asked_bytes, len(credits)) == (0, 0)
     world.check_empty()
 
 
@@ -95,8 +95,8 @@ def test_an_abort_gives_back_what_was_asked_for() -> None:
     for room in ROOMS:
         world.feed("decode-0", ev.AbortRoom(room, "enough"))
     world.settle()
-    (allowance,) = world.p(0).state.allowances.values()
-    assert (allowance.asked_bytes, len(allowance)) == (0, 0)
+    (credits,) = world.p(0).state.credits.values()
+    assert (credits.asked_bytes, len(credits)) == (0, 0)
 
 
 def test_what_is_computed_does_not_wait_for_the_forward_of_a_large_room_that_asked_ahead() -> None:

@@ -53,7 +53,7 @@ def held_up() -> World:
     world.source["prefill-0", 0] = (8, 0)
     world.feed("prefill-0", ev.SendPages(8, np.zeros(1, np.int32), True, 1))
     world.feed("prefill-0", ev.Finish(8, 1, 1))
-    assert [leg.room for leg, _ in world.p().parked()] == [8]
+    assert [transfer.room for transfer, _ in world.p().parked()] == [8]
     return world
 
 
@@ -80,7 +80,7 @@ def test_head_left_mid_ring_with_nothing_live() -> None:
         world.send(10 + number, pages)
         world.flush()
         assert room.state is RoomState.SUCCESS
-        assert world.d().state.book.ring.head == 0
+        assert world.d().state.grant_table.ring.head == 0
     assert world.paths == {"staged": 4}
     assert world.counts["Watermark"] == 0, "an empty ring gates nobody"
     assert world.now_ns == SECOND
@@ -110,7 +110,7 @@ def test_a_restarted_subscriber_never_hears_the_watermark() -> None:
         world.receive(room, 3)
         world.send(room, 3)
     world.settle()
-    assert world.d().state.book.ring.round > 2
+    assert world.d().state.grant_table.ring.round > 2
     world.restart("prefill-0")
     world.tick(SECOND)
     world.flush()

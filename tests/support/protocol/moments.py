@@ -101,7 +101,7 @@ def compute(world: World, count: int, *, last: bool = True, rank: int = 0) -> No
 
 
 def part(world: World, chunk: int = 0) -> Part:
-    return world.p().state.legs["decode-0", 7, 1000].parts[PartKey(0, chunk, 0, 2)]
+    return world.p().state.transfers["decode-0", 7, 1000].parts[PartKey(0, chunk, 0, 2)]
 
 
 def take(world: World, kind: str, to: str | None = None) -> Item:

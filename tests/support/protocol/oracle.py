@@ -109,7 +109,7 @@ class Oracle:
         self.ring_bytes: dict[str, dict[int, tuple[int, int, Any]]] = {}  # reader → unit → who wrote it last
         self.source: dict[tuple[str, int], tuple[int, int]] = {}  # (prefill rank, page) → (room, position)
         self.items: dict[tuple[str, int, int], tuple[int, int]] = {}  # (prefill rank, segment, item) → likewise
-        self.queued: Counter[tuple[str, int, str, int, int]] = Counter()  # layers of pages ordered, by leg
+        self.queued: Counter[tuple[str, int, str, int, int]] = Counter()  # layers of pages ordered, by transfer
         self.computed: set[tuple[str, int, int, int]] = set()  # (prefill rank, room, layer, page) that its engine has
         self.finished: set[tuple[str, int]] = set()  # (prefill rank, room) whose engine is done
         self.paths: Counter[str] = Counter()  # of parts that were ordered
@@ -166,16 +166,16 @@ class Oracle:
         """Check an ordered part: none of a failed room, and final parts only after all others."""
         if self.sent.get((name, order.room)) is RoomState.FAILED:
             raise Broken(f"{name} orders {order.key} of room {order.room} after its engine was told that it has failed")
-        leg = (name, self.life(name) or 0, order.peer, order.room, order.nonce)
+        transfer = (name, self.life(name) or 0, order.peer, order.room, order.nonce)
         if order.kind is PartKind.KV:
             self._check_computed(name, order)
             assert order.share is not None
             self.paths[order.path] += 1
             self.cut[order.key.hi - order.key.lo < order.share.num_layers] += 1
-            self.queued[leg] += (order.key.hi - order.key.lo) * len(order.src_pages)
+            self.queued[transfer] += (order.key.hi - order.key.lo) * len(order.src_pages)
             return
         room = self.rooms.get((order.peer, order.room, order.nonce))
-        if room is not None and self.queued[leg] != self._owed(name, room):
+        if room is not None and self.queued[transfer] != self._owed(name, room):
             raise Broken(f"{order.kind.name} of room {order.room} is ordered before all of its KV parts")
 
     def _owed(self, name: str, room: Expected) -> int:

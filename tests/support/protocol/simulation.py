@@ -478,16 +478,16 @@ class World(Oracle):  # type: ignore[misc]
         for name, machine in self.machines.items():
             if isinstance(machine, DecodeMachine):
                 assert not machine.rooms, name
-                assert len(machine.state.book) == 0, name
-                assert machine.state.book.ring.used_bytes == 0, name
-                assert machine.state.book.ring.live == (), name
-                assert machine.state.book.quarantined_bytes == 0, name
-                assert not machine.state.book.gates_somebody, name
-                assert not machine.state.book._by_part, name
-                assert not machine.state.book._by_room, name
+                assert len(machine.state.grant_table) == 0, name
+                assert machine.state.grant_table.ring.used_bytes == 0, name
+                assert machine.state.grant_table.ring.live == (), name
+                assert machine.state.grant_table.quarantined_bytes == 0, name
+                assert not machine.state.grant_table.gates_any_peer, name
+                assert not machine.state.grant_table._by_part, name
+                assert not machine.state.grant_table._by_room, name
             else:
                 assert not machine.rooms, name
-                assert not machine.state.legs, name
+                assert not machine.state.transfers, name
                 assert machine.parked() == [], name
         self.paused.clear()
         for _ in range(5):  # in strides in which peers lose sight of each other, for this is long

@@ -84,7 +84,7 @@ MUTANTS: dict[str, tuple[type, str, Any, set[str]]] = {
     "drained without waiting": (
         PeerTransfer,
         "drained",
-        property(lambda leg: True),
+        property(lambda transfer: True),
         {"drained-in-flight", "released-early"},
     ),
     "gates stand open": (RingGate, "open", lambda gate, round_, end: True, {"transfer-gated"}),
@@ -100,7 +100,7 @@ MUTANTS: dict[str, tuple[type, str, Any, set[str]]] = {
     "a machine that raises": (
         PeerTransfer,
         "pages_at",
-        lambda leg, chunk: leg.dst_pages[chunk.first - leg.prefix_pages :][: {0: 1}[chunk.index]],
+        lambda transfer, chunk: transfer.dst_pages[chunk.first - transfer.prefix_pages :][: {0: 1}[chunk.index]],
         {"exception"},
     ),
 }

@@ -46,7 +46,9 @@ def operate(found: RecordedWorld, dice: random.Random, rooms: list[int]) -> None
         found.feed(name, ev.SetTimeouts(100 * SECOND, 110 * SECOND))
         found.stir(dice, 10)
         if name.startswith("decode"):
-            serials = [holding.region.serial for holding in found.machines[name].state.book.holdings()] or [1]
+            serials = [
+                allocation.region.serial for allocation in found.machines[name].state.grant_table.allocations()
+            ] or [1]
             for ticket in (1, 2):
                 found.feed(name, ev.ReleaseHeld(ticket, dice.choice(serials)))
             found.feed(name, ev.ReleaseHeld(3, room=dice.choice(rooms)))
