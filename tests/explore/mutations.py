@@ -86,14 +86,14 @@ def _not_freed_on_abort(patch: Patch) -> None:
 
 
 def _gate_of_an_earlier_life(patch: Patch) -> None:
-    meet = Peer.begin_incarnation
+    begin = Peer.begin_incarnation
 
     def keep(peer: Peer, *introduced: Any) -> None:
         gate = peer.gate
-        meet(peer, *introduced)
+        begin(peer, *introduced)
         peer.gate = gate
 
-    patch.setattr(Peer, "meet", keep)
+    patch.setattr(Peer, "begin_incarnation", keep)
 
 
 def _gate_holds_a_worker(patch: Patch) -> None:

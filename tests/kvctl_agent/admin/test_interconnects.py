@@ -23,7 +23,7 @@ def a_pool(device: int | None) -> Any:
 
 
 def a_peer(name: str, host: str = "here") -> Any:
-    return SimpleNamespace(name=name, who=SimpleNamespace(host=host))
+    return SimpleNamespace(name=name, info=SimpleNamespace(host=host))
 
 
 def measured(**rates: float) -> Any:

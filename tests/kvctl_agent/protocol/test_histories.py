@@ -153,7 +153,7 @@ def test_many_rooms_through_a_ring_that_holds_two_parts(seed: int) -> None:
             "after the room was released|after it was released|while writer",
         ),
         (CancelToken, "cancelled", property(lambda cancel: False, lambda cancel, raised: None), "to be dropped"),
-        (ComputedPages, "ready", lambda ledger, lo, hi, page: True, "before page .* is computed there"),
+        (ComputedPages, "ready", lambda computed, lo, hi, page: True, "before page .* is computed there"),
     ],
 )
 def test_the_oracle_sees_a_machine_that_forgets_a_rule(

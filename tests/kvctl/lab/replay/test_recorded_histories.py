@@ -124,7 +124,7 @@ def test_time_alone_is_recorded_too() -> None:
     assert [type(item.event).__name__ for item in segment.inputs()][-5:] == ["Tick"] * 5
 
 
-@pytest.mark.parametrize("place", ["book", "peers", "rooms"])
+@pytest.mark.parametrize("place", ["grant_table", "peers", "rooms"])
 def test_a_checkpoint_that_is_of_no_machine_is_refused_in_words(place: str) -> None:
     found = RecordedWorld()
     found.tick(SECOND)
