@@ -30,7 +30,7 @@ BOUNDS = {
     r"telemetry\.rate\._rooms": 100_000,  # rooms of ten seconds
     r"telemetry\.stages\._groups": 1024,
     r"telemetry\.metrics\._.*": 1024,  # label sets, in a shard for each thread
-    r"machine\.peers\[\]\.past": 64 * 64,  # ended lives of each peer
+    r"machine\.peers\[\]\.ended_incarnations": 64 * 64,  # ended lives of each peer
     r"machine\._context\.actions": 1024,  # of the last event
     r"inputs\._(generations|batch)": 1 << 16,  # record_inputs
     r"transport\._sessions": 4096,  # Mooncake's engine forgets no port it ever wrote to
