@@ -1,8 +1,8 @@
-"""The agent-to-agent protocol as machines that do no I/O.
+"""The agent-to-agent protocol as state machines that do no I/O.
 
-`messages` and `codec` say what travels, `tag` what a landed write carries, `ring` and `gate` who may write where,
-`peer` and `sessions` who is alive; `prefill` and `decode` compose them, around a `context` that their parts share:
-events go in, actions come out, `runtime/` performs them.
+Events go in, actions come out, and `runtime/` executes them. `messages` and `codec` define the control channel, `tag`
+the tag of a write, `ring` the staging ring, `peer` the peers and their liveness. `prefill` and `decode` are the two
+machines, each composed of parts around the context and the dispatch tables of `machine`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Frames on the control channel: several messages to one peer travel in one frame.
+"""Frames of the control channel: several messages to one peer are sent in one frame.
 
-Layout: `MAGIC` (5 bytes, the last one the major version), the sender's incarnation (8 bytes, little-endian), then a
-MessagePack list of messages. A frame that is malformed, oversized or of another version raises
-`RemoteProtocolError`; the caller counts it and drops it. One bad message spoils only itself.
+Layout: `MAGIC` (5 bytes, the last one the protocol version), the sender's incarnation (8 bytes, little-endian), then a
+MessagePack list of messages. A frame that is malformed, oversized or of another version raises `RemoteProtocolError`,
+and the caller counts and drops it. A malformed message does not affect the others of its frame.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvctl_agent.protocol.messages import PROTOCOL_VERSION, AnyMessage, Message
 MAGIC = b"KVPM" + bytes([PROTOCOL_VERSION])
 HEADER_BYTES = len(MAGIC) + 8
 MAX_FRAME_BYTES = 16 << 20
-# A frame of the smallest messages would otherwise become gigabytes of objects and minutes of work.
+# Without it, a frame of the smallest messages would decode to gigabytes of objects and take minutes.
 MAX_MESSAGES = 1 << 16
 
 _encoder = msgspec.msgpack.Encoder()
@@ -29,15 +29,15 @@ _one: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def encode(incarnation: int, messages: Sequence[Message]) -> bytes:
-    """One frame with all `messages`."""
+    """Encode all messages as one frame."""
     return MAGIC + incarnation.to_bytes(8, "little") + _encoder.encode(messages)
 
 
 def decode(frame: bytes) -> tuple[int, list[AnyMessage], int]:
-    """Read one frame.
+    """Decode one frame.
 
     Returns:
-        the sender's incarnation, the messages understood, and how many were not (unknown type or wrong fields).
+        the sender's incarnation, the valid messages, and the number of others (unknown type or wrong fields).
 
     Raises:
         RemoteProtocolError: the frame as a whole is oversized, malformed or of another protocol version.

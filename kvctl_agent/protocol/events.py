@@ -1,7 +1,7 @@
-"""What goes into the machines and what comes out; nothing else does.
+"""Events that go into the machines, and actions that come out.
 
-Events are facts (a message came, a write completed, the engine called us, time passed); actions are orders that
-`runtime/` carries out. Both are immutable, so they may cross threads and be recorded.
+Events are facts: a message arrived, a write completed, the engine made a call, time passed. Actions are orders that
+`runtime/` executes. Both are immutable, so that they may cross threads and be recorded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Pages = npt.NDArray[np.int32]
 
 
 def check_room(number: int) -> None:
-    """Raises LocalProtocolError for what is no room number (or nonce): those are unsigned and have 64 bits."""
+    """Raises LocalProtocolError unless the number, a room number or nonce, is an unsigned 64-bit integer."""
     if not 0 <= number < 1 << 64:
         raise LocalProtocolError(f"{number} is no room number: it must fit 64 bits, unsigned")
 
@@ -33,9 +33,9 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Received(Event, frozen=True):
-    """A control message from the peer called `peer`, in its life `incarnation`.
+    """A control message from one incarnation of a peer.
 
-    `route` is the return address: of a decode rank's connection, or a prefill rank's endpoint.
+    `route` is the return address: the connection of a decode rank, or the endpoint of a prefill rank.
     """
 
     peer: str
@@ -45,20 +45,20 @@ class Received(Event, frozen=True):
 
 
 class PeerConnected(Event, frozen=True):
-    """The transport can write to this peer."""
+    """The transport is connected to this peer."""
 
     peer: str
 
 
 class PeerUnusable(Event, frozen=True):
-    """The transport refused this peer."""
+    """The transport cannot connect to this peer."""
 
     peer: str
     text: str
 
 
 class Unsendable(Event, frozen=True):
-    """A control message of this room to this peer can never be sent: it cannot be encoded, or no frame can hold it."""
+    """A control message of this room to this peer can never be sent: it cannot be encoded or exceeds a frame."""
 
     peer: str
     room: int
@@ -67,7 +67,7 @@ class Unsendable(Event, frozen=True):
 
 
 class PeerDead(Event, frozen=True):
-    """Proof, not suspicion: that process has ended."""
+    """The process of this incarnation is proven to have ended."""
 
     peer: str
     incarnation: int
@@ -75,9 +75,9 @@ class PeerDead(Event, frozen=True):
 
 
 class RosterKnown(Event, frozen=True):
-    """Decode: a prefill instance is complete; these are its rank names, in the order of unique ranks.
+    """Decode: a prefill instance is complete; `names` are its ranks in the order of unique ranks.
 
-    `instance` is where its registry is; `incarnations` are those that are registered, where that is known.
+    `instance` is the address of its registry; `incarnations` are the registered ones, if known.
     """
 
     instance: str
@@ -86,22 +86,22 @@ class RosterKnown(Event, frozen=True):
 
 
 class RosterMissing(Event, frozen=True):
-    """Decode: what the registry of an instance that is not complete says is missing."""
+    """Decode: a prefill instance is incomplete; `text` names the missing ranks."""
 
     instance: str
     text: str
 
 
 class SendRoom(Event, frozen=True):
-    """Prefill engine: this room will be sent from here."""
+    """Prefill engine: send() was called for this room."""
 
     room: int
 
 
 class Prefetch(Event, frozen=True):
-    """Prefill engine: its forward is about to start, ask for staging now.
+    """Prefill engine: the forward is about to start, so staging can be requested now.
 
-    `groups` are the layer groups [lo, hi) that will be sent one by one; empty: all layers at once.
+    `groups` are the layer groups [lo, hi) that will be sent one by one; empty: all layers together.
     """
 
     room: int
@@ -116,7 +116,7 @@ class Launched(Event, frozen=True):
 
 
 class ForwardFailed(Event, frozen=True):
-    """Prefill: the device failed the forward that was launched, so that no pages of it will come."""
+    """Prefill: the device failed a launched forward, so its pages will not follow."""
 
     room: int
     text: str
@@ -125,8 +125,8 @@ class ForwardFailed(Event, frozen=True):
 class SendPages(Event, frozen=True):
     """Prefill engine: the next pages of the prompt, in order from position 0, are computed.
 
-    `layers` is the layer group [lo, hi) they are computed in; None: all layers of this rank. `launched`: it was told
-    before, by Launched, that they would be.
+    `layers` is the layer group [lo, hi) in which they are computed; None: all layers of this rank. `launched`: Launched
+    has announced them.
     """
 
     room: int
@@ -138,7 +138,7 @@ class SendPages(Event, frozen=True):
 
 
 class Finish(Event, frozen=True):
-    """Prefill engine: nothing follows but the aux row and, for each state component, these items."""
+    """Prefill engine: all pages are given; the aux row and, for each state component, these items follow."""
 
     room: int
     aux_index: int
@@ -147,7 +147,7 @@ class Finish(Event, frozen=True):
 
 
 class AbortRoom(Event, frozen=True):
-    """Either engine gives the room up, or an operator does, who wants an answer (`ticket`)."""
+    """An engine aborts the room, or an operator does, whose request has a `ticket` to answer."""
 
     room: int
     text: str
@@ -155,9 +155,9 @@ class AbortRoom(Event, frozen=True):
 
 
 class ReleaseHeld(Event, frozen=True):
-    """Decode operator: free one allocation of the ring, or all that a failed room holds for writers that are gone.
+    """Decode operator: free one allocation of the ring, or all memory of a failed room kept for writers that are gone.
 
-    `force`: also where nothing proves that no write can land there any more.
+    `force`: even if a write may still land there.
     """
 
     ticket: int
@@ -167,20 +167,20 @@ class ReleaseHeld(Event, frozen=True):
 
 
 class Drain(Event, frozen=True):
-    """Operator or engine: take no new rooms from now on, or take them again."""
+    """Operator or engine: stop accepting new rooms, or accept them again."""
 
     on: bool
 
 
 class SetTimeouts(Event, frozen=True):
-    """Operator: rooms may wait so long from now on."""
+    """Operator: change the deadlines of rooms."""
 
     bootstrap_ns: int
     waiting_ns: int
 
 
 class PartSent(Event, frozen=True):
-    """A transfer worker is done with a part: written, with the checksum that its tag has, or dropped as cancelled."""
+    """A transfer worker has finished a part: written, with the checksum in its tag, or dropped as cancelled."""
 
     peer: str
     room: int
@@ -193,7 +193,7 @@ class PartSent(Event, frozen=True):
 
 
 class PartFailed(Event, frozen=True):
-    """The engine failed a part. `in_flight`: bytes may still land; PartSent(dropped) follows when none can."""
+    """The transport failed a part. `in_flight`: bytes may still land; PartSent(dropped) follows once none can."""
 
     peer: str
     room: int
@@ -208,7 +208,7 @@ class PartFailed(Event, frozen=True):
 class OpenRoom(Event, frozen=True):
     """Decode engine: receive this room into these pages (positions prefix_pages..total_pages).
 
-    `instance` is where the registry of its prefill instance is; `states` has the item indices of each state component.
+    `instance` is the address of its prefill instance's registry; `states` has the item indices per state component.
     """
 
     room: int
@@ -223,7 +223,7 @@ class OpenRoom(Event, frozen=True):
 
 
 class Arrived(Event, frozen=True):
-    """A tag arrived: that part's bytes are visible."""
+    """A tag arrived: the bytes of its part are visible."""
 
     tag: Tag
     at_ns: int
@@ -237,15 +237,14 @@ class Scattered(Event, frozen=True):
 
 
 class ScatterFailed(Event, frozen=True):
-    """A landed part is not in its pages, and nothing copies it any more: the device failed."""
+    """The device failed to copy a landed part into its pages; nothing reads the region any more."""
 
     serial: int
     text: str
 
 
 class Checked(Event, frozen=True):
-    """A part in its pages was compared with its checksum; `found` is that of its bytes, None where they are on
-    a device and were not read."""
+    """The checksum of a part in its pages was computed; `found` is None if the bytes are on a device and not read."""
 
     room: int
     nonce: int
@@ -256,7 +255,7 @@ class Checked(Event, frozen=True):
 
 
 class Shutdown(Event, frozen=True):
-    """This agent is closing: nobody need wait for its silence. `drained`: no write of ours is in flight."""
+    """This agent is closing, and says so to its peers. `drained`: none of its writes is in flight."""
 
     drained: bool
 
@@ -270,7 +269,7 @@ class Action(msgspec.Struct, frozen=True):
 
 
 class Send(Action, frozen=True):
-    """Send a message to a peer; with `route` over that connection, although it is not the one of the peer's life."""
+    """Send a message to a peer; with `route` over that connection instead of the present incarnation's."""
 
     peer: str
     message: Message
@@ -278,34 +277,34 @@ class Send(Action, frozen=True):
 
 
 class ConnectPeer(Action, frozen=True):
-    """Make the peer, which holds `held` of the model, writable; answered by PeerConnected or PeerUnusable."""
+    """Connect the transport to a peer, whose pool holds `shards`; answered by PeerConnected or PeerUnusable."""
 
     peer: str
     incarnation: int
-    who: PeerInfo
-    held: tuple[LocalShard, ...]
+    info: PeerInfo
+    shards: tuple[LocalShard, ...]
 
 
 class DropPeer(Action, frozen=True):
-    """Forget the transport's side of a peer."""
+    """Disconnect the transport from a peer."""
 
     peer: str
 
 
 class ForgetPeer(Action, frozen=True):
-    """Nothing will be said to this peer again: its instance has no such rank any more."""
+    """Close the control channel to a peer: it is on no roster any more."""
 
     peer: str
 
 
 class FindInstance(Action, frozen=True):
-    """Ask this registry for the ranks of its prefill instance; once it is complete, RosterKnown answers, each time."""
+    """Look up the ranks of a prefill instance at its registry; RosterKnown follows once it is complete."""
 
     instance: str
 
 
 class Transfer(Action, frozen=True):
-    """Move one part; answered by PartSent or PartFailed. Of a state the pages are items, of aux one row."""
+    """Move one part; answered by PartSent or PartFailed. The pages of a state are its items, those of aux one row."""
 
     peer: str
     room: int
@@ -320,7 +319,7 @@ class Transfer(Action, frozen=True):
     tag: bytes
     cancel: CancelToken
     ready_ns: int
-    opened_ns: int  # when the last gate opened and it went to the worker
+    opened_ns: int  # when it was given to the worker
 
 
 class Scatter(Action, frozen=True):
@@ -337,7 +336,7 @@ class Scatter(Action, frozen=True):
 
 
 class Check(Action, frozen=True):
-    """Take the checksum of a part that is in its pages; answered by Checked. Pages and share are as in Transfer."""
+    """Compute the checksum of a part in its pages; answered by Checked. Pages and share are as in Transfer."""
 
     room: int
     nonce: int
@@ -348,7 +347,7 @@ class Check(Action, frozen=True):
 
 
 class StateChanged(Action, frozen=True):
-    """Tell the engine's handle."""
+    """A room has a new state; updates the engine's handle."""
 
     room: int
     state: RoomState
@@ -356,9 +355,9 @@ class StateChanged(Action, frozen=True):
 
 
 class Overlapped(Action, frozen=True):
-    """A room whose layers went in groups is sent: how its compute and its transfer overlapped, per forward.
+    """A room sent in layer groups: how its compute and its transfer overlapped, per forward.
 
-    `transfer_ns` is the time in which some part was with a worker, `exposed_ns` what was left after the last forward.
+    `transfer_ns` is the time with a part in a worker, `exposed_ns` the part of it after the last forward.
     """
 
     pages: int
@@ -369,10 +368,10 @@ class Overlapped(Action, frozen=True):
 
 
 class Answered(Action, frozen=True):
-    """What an operator's request led to.
+    """Result of an operator's request.
 
-    `result` is one of `contract.operations.RESULTS`, or "unknown" for a room that is not here; `freed` are the serials
-    that were freed, `drained` the writers that are taken for gone, at once and for the operator's word alone.
+    `result` is one of `contract.operations.RESULTS`, or "unknown" for an unknown room; `freed` are the serials freed,
+    `drained` the writers that count as gone because the operator forced it.
     """
 
     ticket: int
@@ -383,6 +382,6 @@ class Answered(Action, frozen=True):
 
 
 class Released(Action, frozen=True):
-    """The room's pages may be reused: nothing of it is in flight any more."""
+    """The room's pages may be reused: none of its writes is in flight any more."""
 
     room: int

@@ -1,9 +1,9 @@
-"""Control messages between agents: typed, named fields, additive only.
+"""Control messages between agents: typed structs with named fields; new fields must be optional.
 
-The sender's incarnation travels once per frame (see `codec`) and covers every message in it; every room message
-carries the nonce. Page lists are raw little-endian int32.
+The sender's incarnation is sent once per frame (see `codec`) and covers every message in it; every room message has the
+nonce. Page lists are raw little-endian int32.
 
-The bounds are part of the types: what a handler gets is in range already, and what is not spoils that message alone.
+The bounds are part of the types: handlers get values in range, and a value out of range invalidates only its message.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import msgspec
 
 from kvctl_agent.contract.choices import RANK0
 
-# Minor additions keep this number; a frame of another major version is refused at Hello with both numbers.
+# Optional additions keep this number; a frame of another version is refused.
 PROTOCOL_VERSION = 1
 
 U64 = Annotated[int, msgspec.Meta(ge=0)]  # MessagePack has no larger integers
 U32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
-Layer = Annotated[int, msgspec.Meta(ge=0, le=(1 << 16) - 1)]  # the tag's width
+Layer = Annotated[int, msgspec.Meta(ge=0, le=(1 << 16) - 1)]  # the width in a tag
 Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
 PageCount = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 AuxIndex = Annotated[int, msgspec.Meta(ge=-1, le=(1 << 31) - 1)]
@@ -43,9 +43,9 @@ class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
 
 
 class SharedMemory(msgspec.Struct, frozen=True):
-    """One allocation of a device that a writer may map; see `device.base.Export`."""
+    """One device allocation that a writer may map; see `device.base.Export`."""
 
-    addr: Size  # so that its end is below 2⁶³, too
+    addr: Size  # so that its end is below 2⁶³
     nbytes: Size
     kind: Name
     handle: Annotated[bytes, msgspec.Meta(max_length=256)]
@@ -53,32 +53,32 @@ class SharedMemory(msgspec.Struct, frozen=True):
 
 
 class PeerInfo(msgspec.Struct, frozen=True):
-    """Who an agent is and what a peer needs to plan against it and write to it."""
+    """Identity of an agent, and all that a peer needs to plan transfers and write to it."""
 
     name: Name
     role: Name
     coord: Axes
     sizes: Axes  # of its instance
     unique_rank: U32
-    plan: Inputs  # its own half of the plan inputs; see `layout.inputs`
+    plan: Inputs  # its half of the plan inputs; see `layout.plan_inputs`
     pool: WireDict  # addresses of its pool; see `memory.addresses`
     transport: Name
     metadata: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
-    host: Name  # equal where processes see each other's pids
+    host: Name  # equal for processes that see each other's pids
     pid: Size
     ring_base: U64 = 0
     ring_bytes: Size = 0
-    scratch_base: U64 = 0  # where a writer may write anything, to measure the lane
+    scratch_base: U64 = 0  # where a writer may write anything, to measure the connection
     scratch_bytes: Size = 0
     stages: Stages = []  # layers of each pipeline stage; empty: even
-    cp_mode: Name = RANK0  # of a prefill instance: the decode side takes it over
-    shared: Annotated[list[SharedMemory], msgspec.Meta(max_length=MAX_SHARED)] = []  # pool and ring, where on a device
-    unshared: Text = ""  # why they are not shared, although they are on one
-    hostname: Name = ""  # for people
+    cp_mode: Name = RANK0  # of a prefill instance; the decode side adopts it
+    shared: Annotated[list[SharedMemory], msgspec.Meta(max_length=MAX_SHARED)] = []  # pool and ring, if on a device
+    unshared: Text = ""  # why they are not shared, although on a device
+    hostname: Name = ""  # for display
 
     @property
     def process(self) -> str:
-        """Its process, in words: "process 4711 on node-3"."""
+        """For example "process 4711 on node-3"."""
         return f"process {self.pid} on {self.hostname or 'its host'}"
 
 
@@ -108,8 +108,8 @@ class Hello(Message, frozen=True, tag="hello"):
 class HelloAck(Message, frozen=True, tag="hello-ack"):
     """Prefill → decode: accepted, or refused with the differing factors.
 
-    `to` is the incarnation that said Hello: an answer to the one before it is no answer. `taken` says which other life
-    holds the name of the one that said Hello; that may pass.
+    `to` is the incarnation that sent Hello, since its predecessor may have sent one, too. `taken` is set when another
+    process has the name of the sender of Hello, which may be temporary.
     """
 
     version: int
@@ -120,19 +120,19 @@ class HelloAck(Message, frozen=True, tag="hello-ack"):
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
-    """Both ways. `echo_ns` returns the peer's last `sent_ns`, `held_ns` how long it lay here: hence the round trip."""
+    """Both ways. `echo_ns` is the peer's last `sent_ns`, `held_ns` the time since its arrival; gives the round trip."""
 
     sent_ns: U64
     echo_ns: U64 = 0
     held_ns: U64 = 0
-    watermark: Mark = []  # from decode: round, tail, sequence; the only repair a lost Watermark needs
+    watermark: Mark = []  # from decode: round, tail, sequence; repairs a lost Watermark
 
 
 class RoomOpen(RoomMessage, frozen=True, tag="room-open"):
     """Decode → every prefill rank of the instance.
 
-    `to` is the incarnation that it is meant for: a process that has just taken that one's place must not write for a
-    room of which decode does not know that it has reached it.
+    `to` is the incarnation that it is meant for: a process that has just replaced that one must not write for a room
+    that the decode rank has not opened there.
     """
 
     pages: bytes  # int32 little-endian page indices for positions prefix_pages..total_pages
@@ -140,21 +140,21 @@ class RoomOpen(RoomMessage, frozen=True, tag="room-open"):
     total_pages: PageCount
     inputs: Inputs  # all plan inputs, so that a mismatch names the factor
     aux_index: AuxIndex = -1  # row of the decode rank's aux pool; -1: this room has none
-    states: States = []  # for each state component int32 little-endian item indices; none: not wanted
-    prefill_only: bool = False  # no KV is wanted, whatever the prompt's length
+    states: States = []  # for each state component its item indices as int32 little-endian; empty: not wanted
+    prefill_only: bool = False  # no KV is wanted, regardless of the prompt's length
     to: U64 = 0
 
 
 class RoomAccepted(RoomMessage, frozen=True, tag="room-accepted"):
-    """Prefill → decode: the room is open here, with what is owed for it."""
+    """Prefill → decode: the room is open, and its parts are planned."""
 
 
 class RoomRefused(RoomFailure, frozen=True, tag="room-refused"):
-    """Prefill → decode: nothing of this room is here, nor will be; carries the first cause."""
+    """Prefill → decode: the room is not open here and will not be; carries the first cause."""
 
 
 class PartSpec(msgspec.Struct, frozen=True):
-    """One part that wants a ring region."""
+    """One part that needs a ring region."""
 
     chunk: U32
     lo: Layer
@@ -163,7 +163,7 @@ class PartSpec(msgspec.Struct, frozen=True):
 
 
 class StagingRequest(RoomMessage, frozen=True, tag="staging-request"):
-    """Writer → decode: all parts of a room that will be staged, so that grants are there when data is."""
+    """Writer → decode: all parts of a room that will be staged, so that grants are there before the data."""
 
     parts: Annotated[list[PartSpec], msgspec.Meta(max_length=1 << 18)]
 
@@ -196,7 +196,7 @@ class StagingRefused(RoomMessage, frozen=True, tag="staging-refused"):
 
 
 class StagingRevoke(RoomMessage, frozen=True, tag="staging-revoke"):
-    """Decode → writer: give an unwritten grant back."""
+    """Decode → writer: give back an unwritten grant."""
 
     chunk: U32
     lo: Layer
@@ -211,7 +211,7 @@ class StagingRevoked(RoomMessage, frozen=True, tag="staging-revoked"):
 
 
 class TooLate(RoomMessage, frozen=True, tag="too-late"):
-    """Writer → decode: this serial has been posted already; its tag will come."""
+    """Writer → decode: the write to this serial is posted already; its tag will follow."""
 
     serial: U64
 
@@ -223,16 +223,16 @@ class Watermark(Message, frozen=True, tag="watermark"):
 
 
 class PartReady(RoomMessage, frozen=True, tag="part-ready"):
-    """Writer → decode: these parts of a room are written; sent where the room was not confirmed in time.
+    """Writer → decode: these parts of a room are written; sent if the room was not confirmed in time.
 
-    A rank that owed nothing has no tags, and asks with it how the room has ended.
+    A rank that owes nothing sends it without tags, to ask for the outcome of the room.
     """
 
     tags: Tags
 
 
 class PartAck(RoomMessage, frozen=True, tag="part-ack"):
-    """Decode → writer: the room is still open, and these tags are known."""
+    """Decode → writer: the room is still open, and these tags have arrived."""
 
     tags: Tags
 
@@ -252,15 +252,15 @@ class Ack(RoomMessage, frozen=True, tag="ack"):
 
 
 class RoomAbort(RoomFailure, frozen=True, tag="room-abort"):
-    """Decode → prefill: stop, and say when nothing of yours is in flight; carries the first cause."""
+    """Decode → prefill: stop, and answer RoomDrained when nothing is in flight; carries the first cause."""
 
 
 class RoomDrained(RoomMessage, frozen=True, tag="room-drained"):
-    """Prefill → decode: nothing of this room is in flight from here, nor ever will be."""
+    """Prefill → decode: none of this rank's writes for the room is in flight, nor ever will be."""
 
 
 class Bye(Message, frozen=True, tag="bye"):
-    """Both ways, the last message of a life; `drained`: no write is in flight, so it is as good as proof of death."""
+    """Both ways, the last message of an incarnation; with `drained`, no write is in flight: it proves the end."""
 
     drained: bool
 

@@ -1,6 +1,6 @@
-"""The bootstrap registry's knowledge: which ranks of one prefill instance are there, and who is missing.
+"""The bootstrap registry of one prefill instance: which ranks have registered, and which are missing. Does no I/O.
 
-Sans-I/O. Prefill ranks register, decode ranks look up until the instance is complete.
+Prefill ranks register; decode ranks look up the roster until the instance is complete.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from kvctl_agent.errors import LayoutError, RemoteProtocolError
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
 
 MAX_REQUEST_BYTES = 1 << 16
-_SHOWN = 32  # missing ranks that are named
-_HOLDS_NS = 5_000_000_000  # a holder that has not registered for so long may be replaced by any process of its name
+_SHOWN = 32  # missing ranks that are listed by name
+_HOLDS_NS = 5_000_000_000  # a holder that has not registered for this long may be replaced by any process of its name
 _REPLACED_KEPT = 16
 
 
 class Rank(msgspec.Struct, frozen=True):
-    """One prefill rank, as it registers itself."""
+    """One prefill rank, as it registers."""
 
     name: str
     endpoint: str
@@ -33,13 +33,13 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
 
 
 class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
-    """Asks for the roster; `name` is for the registry's log."""
+    """Request for the roster; `name` is that of the sender, for the log."""
 
     name: str
 
 
 class Roster(msgspec.Struct, frozen=True, tag="roster"):
-    """Answer to both: who is registered, in order of unique rank, and what is missing in words."""
+    """Answer to both requests: the registered ranks in order of unique rank, and the missing ones as a text."""
 
     ranks: list[Rank]
     size: int  # 0 while nobody has registered
@@ -60,7 +60,7 @@ _roster = msgspec.msgpack.Decoder(Roster)
 
 
 def decode_request(frame: bytes) -> Request:
-    """Raises RemoteProtocolError on anything that is no request."""
+    """Decode a request; raises RemoteProtocolError if it is invalid."""
     try:
         return _request.decode(frame)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -68,7 +68,7 @@ def decode_request(frame: bytes) -> Request:
 
 
 def decode_roster(frame: bytes) -> Roster:
-    """Raises RemoteProtocolError on anything that is no roster."""
+    """Decode a roster; raises RemoteProtocolError if it is invalid."""
     try:
         return _roster.decode(frame)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -76,10 +76,10 @@ def decode_roster(frame: bytes) -> Roster:
 
 
 class Registry:
-    """One prefill instance; the first rank to register fixes its sizes.
+    """Registered ranks of one prefill instance; the first rank to register determines its sizes.
 
-    A rank's latest process is its holder. One that it has replaced, and that goes on after having been frozen, does not
-    take the place back while the holder registers again and again.
+    The latest process of a rank is its holder. A process that it has replaced, and that continues after having been
+    frozen, does not take the place back while the holder keeps registering.
     """
 
     def __init__(self) -> None:
@@ -87,10 +87,10 @@ class Registry:
         self._since_ns = 0  # when the first rank registered
         self._ranks: dict[int, Rank] = {}
         self._heard_ns: dict[int, int] = {}
-        self._replaced: dict[int, deque[int]] = {}  # by rank, incarnations that were its holder before
+        self._replaced: dict[int, deque[int]] = {}  # by rank, earlier incarnations of its holder
 
     def answer(self, request: Request, now_ns: int) -> Roster:
-        """Serve one request; never raises."""
+        """Answer one request; never raises."""
         refused = self._register(request.rank, now_ns) if isinstance(request, Register) else ""
         ranks = [self._ranks[unique] for unique in sorted(self._ranks)]
         return Roster(ranks, self._side.size if self._side else 0, self._missing(), refused)
@@ -115,7 +115,7 @@ class Registry:
         if holder is not None and holder.incarnation != rank.incarnation:
             replaced = self._replaced.setdefault(unique, deque(maxlen=_REPLACED_KEPT))
             if rank.incarnation < holder.incarnation and now_ns - self._since_ns < _HOLDS_NS:
-                replaced.append(rank.incarnation)  # a registry that has just started remembers nobody
+                replaced.append(rank.incarnation)  # a registry that has just started does not know who was replaced
             if rank.incarnation in replaced and now_ns - self._heard_ns[unique] < _HOLDS_NS:
                 return (
                     f"{rank.name} (incarnation {rank.incarnation:016x}) was replaced by incarnation "
@@ -127,7 +127,7 @@ class Registry:
         return ""
 
     def _missing(self) -> str:
-        """ "6 of 8 prefill ranks registered, missing tp=2,3"; empty when complete."""
+        """For example "6 of 8 prefill ranks registered, missing tp=2,3"; empty when complete."""
         side = self._side
         if side is None:
             return "no prefill rank has registered"

@@ -1,6 +1,7 @@
-"""The tag that a write carries to its reader: which part of which room has landed, and where.
+"""Keys of rooms and parts, and the tag that a write carries to its decode rank.
 
-A fixed binary struct, so that it costs nothing to make and survives any transport that carries bytes.
+A tag names the part that has landed and its region. It is a fixed binary struct, so that it is cheap to make and passes
+through any transport that carries bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ CHECKSUM_BYTES = _CHECKSUM.size
 
 
 class RoomKey(NamedTuple):
-    """One life of a room number at one peer."""
+    """One room at one peer; the nonce tells a reused number from its predecessor."""
 
     peer: str
     room: int
@@ -28,7 +29,7 @@ class RoomKey(NamedTuple):
 
 
 class PartKind(IntEnum):
-    """KV goes part by part; the final parts are the aux row and one for each state component, stage and writer."""
+    """KV parts; the final parts are the aux row, and one part per state component, stage and writer."""
 
     KV = 0
     AUX = 1
@@ -36,9 +37,9 @@ class PartKind(IntEnum):
 
 
 class PartKey(NamedTuple):
-    """A part within a room: what one writer sends at once to one decode rank; layers are global, half open.
+    """A part of a room, sent at once by one writer to one decode rank; layers [lo, hi) are global.
 
-    In the place of the chunk a state's part has the index of its segment, and its layers are the segment's own.
+    A state's part has the index of its segment as its chunk, and its layers are numbered within the segment.
     """
 
     writer: int
@@ -48,7 +49,7 @@ class PartKey(NamedTuple):
 
     @property
     def place(self) -> tuple[int, int, tuple[int, int]]:
-        """As telemetry has it: writer, chunk and layers."""
+        """Writer, chunk and layers, as telemetry records them."""
         return self.writer, self.chunk, (self.lo, self.hi)
 
     def __str__(self) -> str:
@@ -56,10 +57,10 @@ class PartKey(NamedTuple):
 
 
 class Tag(NamedTuple):
-    """`incarnation` is the reader's; `serial` is 0 for a part that went straight to its pages.
+    """`incarnation` is the decode rank's; `serial` is 0 for a part written straight to its pages.
 
-    `checksum` is that of the bytes as the writer had them (see `memory.checksum`), None where it takes none; a tag
-    without one is that much shorter.
+    `checksum` is that of the writer's bytes (see `memory.checksum`), or None if it computes none; the tag is shorter
+    then.
     """
 
     kind: PartKind
@@ -95,5 +96,5 @@ class Tag(NamedTuple):
 
 
 def with_checksum(packed: bytes, checksum: int) -> bytes:
-    """A packed tag that has none, with one."""
+    """Add a checksum to a packed tag that has none."""
     return packed + _CHECKSUM.pack(checksum)

@@ -1,7 +1,7 @@
-"""The decode rank's machine and the parts that it is composed of.
+"""The state machine of a decode rank.
 
-`machine` has the tables; `rooms`, `grants`, `landing`, `reclaim`, `admission` and `instances` are the parts, each of
-which knows some of those before it.
+`machine` builds the parts; `rooms` has the coverage and states of rooms, `landing` grants and arrivals, `reclaim` the
+memory of failed rooms, `admission` the opening of rooms and the handshake.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The prefill rank's machine and the parts that it is composed of.
+"""The state machine of a prefill rank.
 
-`machine` has the tables; `staging`, `rooms`, `dispatch`, `admission`, `forwards` and `readers` are the parts, each of
-which knows some of those before it.
+`machine` builds the parts; `send_room` has the data of a room, `rooms` its states, `dispatch` the engine's calls and
+the ready parts, `admission` the handshake and the opening of rooms.
 """
 
 from __future__ import annotations
