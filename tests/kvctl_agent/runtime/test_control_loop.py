@@ -33,7 +33,7 @@ AtBest = Callable[[Callable[[], float], float], None]
 class StandInPeer:
     def __init__(self, pid: int, host: str = "host") -> None:
         self.name, self.incarnation, self.proven_dead, self.state = "peer", 5, False, PeerState.READY
-        self.who = type("Who", (), {"pid": pid, "host": host})()
+        self.info = type("Who", (), {"pid": pid, "host": host})()
         self.route = b""
         self.former: dict[int, FormerIncarnation] = {}
 
@@ -276,7 +276,7 @@ class TestLiveness:
         with subprocess.Popen([sys.executable, "-c", ""]) as process:
             process.wait()
         peer = StandInPeer(os.getpid())
-        peer.former[3] = FormerIncarnation(StandInPeer(process.pid).who, b"")  # type: ignore[arg-type]
+        peer.former[3] = FormerIncarnation(StandInPeer(process.pid).info, b"")  # type: ignore[arg-type]
         rig.machine.peers["peer"] = peer
         until(lambda: ev.PeerDead("peer", 3, f"process {process.pid} has ended") in rig.machine.handled)
         assert not any(isinstance(event, ev.PeerDead) and event.incarnation == 5 for event in rig.machine.handled)
