@@ -40,13 +40,13 @@ from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.contract.states import STATE_LABELS
 
 _CLOCK_ROUNDS = 3
-_ALL = 1000
-_FEW = 20
-_FAILED = 100
-_EVERY = 20_000  # rows; fits well into one answer, and by default agents keep fewer finished rooms
+_ACTIVE_LIMIT = 1000
+_FINISHED_LIMIT = 20
+_FAILED_LIMIT = 100
+_MAX_ROWS = 20_000  # rows; fits well into one answer, and by default agents keep fewer finished rooms
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_LONGEST_REASON = 500
-Found = dict[str, dict[str, dict[str, Any]]]
+_MAX_REASON = 500
+Aborts = dict[str, dict[str, dict[str, Any]]]
 """Rooms to abort: row of each agent, by room number and agent name."""
 
 
@@ -77,7 +77,7 @@ def _limit(default: int) -> Callable[[_Function], _Function]:
     ],
 )
 @click.option("--state", type=click.Choice(STATE_LABELS, case_sensitive=False), help="Only rooms in this state.")
-@_limit(_ALL)
+@_limit(_ACTIVE_LIMIT)
 @pass_settings
 def list_rooms(settings: Settings, state: str | None, limit: int) -> None:
     """List active rooms, the oldest first.
@@ -95,7 +95,7 @@ def list_rooms(settings: Settings, state: str | None, limit: int) -> None:
         ("All finished rooms that the agents keep, as CSV", "kvctl rooms history -n 1000 -o csv > rooms.csv"),
     ],
 )
-@_limit(_FEW)
+@_limit(_FINISHED_LIMIT)
 @pass_settings
 def history(settings: Settings, limit: int) -> None:
     """List finished rooms, the latest first."""
@@ -107,7 +107,7 @@ def history(settings: Settings, limit: int) -> None:
     short_help="List the slowest finished rooms.",
     examples=[("The five slowest rooms of each decode rank", "kvctl rooms slow -n 5 -l role=decode")],
 )
-@_limit(_FEW)
+@_limit(_FINISHED_LIMIT)
 @pass_settings
 def slow(settings: Settings, limit: int) -> None:
     """List finished rooms, the slowest first."""
@@ -124,7 +124,12 @@ def slow(settings: Settings, limit: int) -> None:
     ],
 )
 @click.option(
-    "-n", "--limit", type=click.IntRange(min=1), default=_FAILED, show_default=True, help="Maximum number of rooms."
+    "-n",
+    "--limit",
+    type=click.IntRange(min=1),
+    default=_FAILED_LIMIT,
+    show_default=True,
+    help="Maximum number of rooms.",
 )
 @pass_settings
 def failed(settings: Settings, limit: int) -> None:
@@ -153,7 +158,7 @@ def failed(settings: Settings, limit: int) -> None:
             notes=notes,
         )
 
-    run(settings, FAILED, (Call("failed", {"limit": _EVERY}),), read)
+    run(settings, FAILED, (Call("failed", {"limit": _MAX_ROWS}),), read)
 
 
 def _table(settings: Settings, view: View, call: Call) -> None:
@@ -163,7 +168,7 @@ def _table(settings: Settings, view: View, call: Call) -> None:
     selected = bool(settings.filters or settings.sort_by)
     if selected:
         state = _filtered_state(selection) if call.command == "rooms" else None
-        call = Call(call.command, {"state": state, **call.args, "limit": max(limit, _EVERY)})
+        call = Call(call.command, {"state": state, **call.args, "limit": max(limit, _MAX_ROWS)})
     requested = call.args["limit"]
 
     def read(survey: Survey) -> Report:
@@ -220,14 +225,14 @@ def show(settings: Settings, room: str, perfetto: Path | None) -> None:
         joined = most_informative_first(join(details, {agent.name: agent.clock for agent in survey.agents}))
         report = _room_report(room, joined, answered, survey.faults)
         if perfetto is not None and joined:
-            _export(perfetto, joined[0])
+            _write_trace(perfetto, joined[0])
             report.notes.append(f"wrote {perfetto}: open it in ui.perfetto.dev")
         return report
 
     run(settings, TIMELINE, (Call("room", {"room": room}),), read, clock_rounds=_CLOCK_ROUNDS)
 
 
-def _export(path: Path, room: RoomTimeline) -> None:
+def _write_trace(path: Path, room: RoomTimeline) -> None:
     from kvctl.render.perfetto import trace
 
     try:
@@ -305,8 +310,8 @@ def abort(settings: Settings, room: tuple[str, ...], reason: str, yes: bool) -> 
     the row of one rank matches, the room is aborted on all ranks. The rooms are listed before the confirmation. The
     exit code is 0 even if no room matches. Level: operate.
     """
-    if len(reason) > _LONGEST_REASON:
-        raise click.UsageError(f"--reason has {len(reason)} characters; at most {_LONGEST_REASON} are allowed")
+    if len(reason) > _MAX_REASON:
+        raise click.UsageError(f"--reason has {len(reason)} characters; at most {_MAX_REASON} are allowed")
     if bool(room) == bool(settings.filters):
         raise click.UsageError("name rooms, or select them with --filter 'age>5s', but not both")
     try:
@@ -314,7 +319,7 @@ def abort(settings: Settings, room: tuple[str, ...], reason: str, yes: bool) -> 
     except ExpressionError as error:
         raise click.UsageError(str(error)) from error
     wanted = tuple(dict.fromkeys(room))
-    found: Found = {}
+    found: Aborts = {}
 
     def named(fleet: Fleet, survey: Survey) -> Sequence[AgentAnswer] | str:
         by_endpoint = {agent.endpoint: agent for agent in survey.agents}
@@ -337,9 +342,11 @@ def abort(settings: Settings, room: tuple[str, ...], reason: str, yes: bool) -> 
             for row in data:
                 if row["room"] in selected:
                     found.setdefault(row["room"], {})[agent.name] = row
-        cut = [agent.name for agent, data in answers if len(data) >= _ALL]
+        cut = [agent.name for agent, data in answers if len(data) >= _ACTIVE_LIMIT]
         if cut:
-            survey.remarks.append(f"{', '.join(cut)}: only {_ALL} rooms were read; repeat the command for the others")
+            survey.remarks.append(
+                f"{', '.join(cut)}: only {_ACTIVE_LIMIT} rooms were read; repeat the command for the others"
+            )
         if not found and answers:
             survey.remarks.append("no rooms match --filter: nothing was aborted")
             return ""
@@ -355,7 +362,7 @@ def abort(settings: Settings, room: tuple[str, ...], reason: str, yes: bool) -> 
         _abort("0", reason),
         lambda agents: _question(found),
         yes=yes,
-        look=() if room else (Call("rooms", {"limit": _ALL}),),
+        look=() if room else (Call("rooms", {"limit": _ACTIVE_LIMIT}),),
         select=named if room else filtered,
         rounds=rounds,
         listing=lambda: _listing(found),
@@ -366,17 +373,17 @@ def _abort(room: str, reason: str) -> Call:
     return Call("abort", {"room": room, "reason": reason or None})
 
 
-def _agents(survey: Survey, found: Found) -> list[AgentAnswer]:
+def _agents(survey: Survey, found: Aborts) -> list[AgentAnswer]:
     return [agent for agent in survey.agents if any(agent.name in ranks for ranks in found.values())]
 
 
-def _question(found: Found) -> str:
+def _question(found: Aborts) -> str:
     if len(found) == 1:
         return "".join(f"Abort room {room} ({_states(ranks)})" for room, ranks in found.items())
     return f"Abort these {len(found)} rooms"
 
 
-def _listing(found: Found) -> list[str]:
+def _listing(found: Aborts) -> list[str]:
     """Returns one line per room if there are several; the question itself describes a single room."""
     ages = {room: duration(max(row["age_ns"] for row in ranks.values())) for room, ranks in found.items()}
     width = max(map(len, found))

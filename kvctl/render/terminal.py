@@ -16,8 +16,8 @@ from kvctl.render.view import Column, Kind, Row, Width
 
 GAP = 2
 # Minimum width of a shortened text, and the width above which a text is shortened before a column is hidden.
-_LEAST = 6
-_ENOUGH = 24
+_MIN_TEXT = 6
+_FULL_TEXT = 24
 
 
 def render(blocks: Sequence[Block], columns: Sequence[Sequence[Column]], width: int | None, colour: bool) -> str:
@@ -123,12 +123,12 @@ def fitted(
     if width is None:
         return widths, []
     hidden: list[Column] = []
-    while _needed(widths, _ENOUGH) > width and (column := _least_important(widths, rows)) is not None:
+    while _needed(widths, _FULL_TEXT) > width and (column := _least_important(widths, rows)) is not None:
         del widths[column]
         hidden.append(column)
     while (excess := _needed(widths) - width) > 0:
         longest = max(widths, key=lambda column: widths[column] if _elastic(column) else 0)
-        room = widths[longest] - _LEAST
+        room = widths[longest] - _MIN_TEXT
         if not _elastic(longest) or room <= 0:
             break
         # Shorten to the length of the next longest, so that texts of similar length are shortened alike.
