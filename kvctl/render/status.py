@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from statistics import median_low
 from typing import Any
 
 from kvctl.render import palette, units
@@ -383,7 +382,7 @@ def summarise(statuses: Iterable[Status]) -> FleetSummary:
         ring_used_bytes=sum(ring["used_bytes"] for ring in rings),
         ring_high_water_bytes=sum(ring["high_water_bytes"] for ring in rings),
         ring_size_bytes=sum(ring["size_bytes"] for ring in rings),
-        p50_ns=median_low(p50s) if p50s else None,
+        p50_ns=sorted(p50s)[(len(p50s) - 1) // 2] if p50s else None,
         p99_ns=max(p99s, default=None),
         latencies=sum(rank["latency"]["count"] for rank in counted),
         waiting=[(rank["name"], rank["waiting_for"]) for rank in ranks if rank["waiting_for"]],
