@@ -144,7 +144,7 @@ def test_a_rank_that_is_short_of_files(demo: Start) -> None:
 
 def test_a_rank_that_was_drained_and_forgotten(demo: Start) -> None:
     fleet = demo("--fault", "draining", "--transport", "loopback")
-    fleet.said("prefill-1 was told to take no new rooms")
+    fleet.said("prefill-1 was drained, but its instance still gets rooms")
     found = fleet.diagnosed("KV_DRAINING")
     assert (found["subject"], found["severity"]) == ("prefill-1", "warning")
     assert "draining prefill-1 for" in fleet.kvctl("status", "-o", "table").stdout
@@ -165,7 +165,7 @@ def test_an_instance_of_which_a_rank_never_came(begun: Begun) -> None:
 
 def test_a_writer_whose_requests_are_not_answered(begun: Begun) -> None:
     fleet = begun["grant-loss"]
-    fleet.said("prefill-0 gets no staging grant any more")
+    fleet.said("prefill-0 gets no staging grants any more")
     found = fleet.diagnosed("KV_GRANT_UNANSWERED")
     assert found["subject"] == "prefill-0 → decode-0"
     assert found["evidence"]["requests"] >= 5
@@ -175,7 +175,7 @@ def test_a_writer_whose_requests_are_not_answered(begun: Begun) -> None:
 
 def test_a_failure_that_the_other_side_never_hears_of(begun: Begun) -> None:
     fleet = begun["stuck-waiting"]
-    fleet.said("prefill-0 has failed it, which decode-0 is not told")
+    fleet.said("prefill-0 has failed it, but decode-0 does not hear of it")
     found = fleet.diagnosed("KV_ROOM_STUCK_WAITING")
     assert re.fullmatch(r"room \d+", found["subject"])
     assert (found["evidence"]["state"], found["evidence"]["waits_for"]) == ("WaitingForInput", ["prefill-0"])
@@ -200,7 +200,7 @@ def test_a_ring_that_gates_although_it_is_empty(begun: Begun) -> None:
     """Agents alone do not get here, so two things go wrong at once: a region that a writer still has is freed by
     force, while it only sleeps, and the line loses what would tell it so: watermarks, and that its room has failed."""
     fleet = begun["gated-empty"]
-    fleet.said("what prefill-0 waits to write into decode-0's ring was freed by force")
+    fleet.said("the regions of decode-0's ring that prefill-0 waits for were force-released")
     found = fleet.diagnosed("KV_RING_GATED_EMPTY")
     assert found["subject"] == "decode-0 ring"
     assert found["evidence"]["gated_writers"] == ["prefill-0"]
