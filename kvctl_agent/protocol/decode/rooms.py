@@ -450,8 +450,10 @@ class RecvRooms:
         undrained = [name for name, transfer in room.transfers.items() if not transfer.drained]
         for name in undrained:
             self.state.grant_table.quarantine_room(room.key_of(name))
-        who = ", ".join(undrained) or f"a scatter here ({room.describe_missing()})"
-        text = f"room {room.room} failed {waited / 1e9:.1f} s ago and its memory is still held: not drained by {who}"
+        waits_for = ", ".join(undrained) or f"a scatter here ({room.describe_missing()})"
+        text = (
+            f"room {room.room} failed {waited / 1e9:.1f} s ago and its memory is still held: not drained by {waits_for}"
+        )
         self.context.note("room-undrained", text, "warning", room=room.room)
 
     def _gone(self, roster: tuple[str, ...]) -> str:

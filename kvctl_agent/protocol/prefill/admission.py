@@ -177,8 +177,8 @@ class SendAdmission:
             return room.failure
         coord = self.context.peers[key.peer].coord
         for transfer in room.transfers.values():
-            theirs = self.context.peers[transfer.peer].inputs
-            if transfer.reader == coord or transfer.reader.dp != coord.dp or theirs != inputs:
+            known = self.context.peers[transfer.peer].inputs
+            if transfer.reader == coord or transfer.reader.dp != coord.dp or known != inputs:
                 text = f"room {key.room} is active for {transfer.peer} with nonce {transfer.nonce:016x}"
                 return self.context.failure("KV_ROOM_DUPLICATE", text)
         return None

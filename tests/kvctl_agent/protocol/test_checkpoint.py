@@ -1,4 +1,4 @@
-"""Checkpoints: a machine's state is the same after a round trip, whatever it held, and a foreign one is refused."""
+"""Checkpoints: a round trip preserves a machine's state; a checkpoint of another build is refused."""
 
 from __future__ import annotations
 

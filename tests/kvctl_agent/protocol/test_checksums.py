@@ -1,4 +1,4 @@
-"""Parts with checksums: a room succeeds when its pages hold what was sent, and fails by name otherwise."""
+"""Parts with checksums: a room succeeds if its pages hold the bytes that were sent, and fails with a code otherwise."""
 
 from __future__ import annotations
 

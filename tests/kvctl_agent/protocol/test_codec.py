@@ -1,4 +1,4 @@
-"""Frames and tags: whatever bytes come, the worst is a RemoteProtocolError; one bad message spoils only itself."""
+"""Frames and tags: no input raises more than RemoteProtocolError; a malformed message does not affect its frame."""
 
 from __future__ import annotations
 

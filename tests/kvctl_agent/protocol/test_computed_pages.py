@@ -1,4 +1,4 @@
-"""What an engine has computed, against a model that keeps one count for each layer."""
+"""Computed pages, compared with a model that counts the pages of each layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that no roster names any more: a decode rank that outlives many prefill instances does not collect them."""
+"""Ranks that are on no roster any more: a decode rank does not accumulate them."""
 
 from __future__ import annotations
 

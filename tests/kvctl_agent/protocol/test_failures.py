@@ -1,4 +1,4 @@
-"""Rooms that fail: the first cause everywhere, queued parts dropped, nothing reused before all have drained."""
+"""Failed rooms: all ranks get the first cause, queued parts are dropped, memory is reused only after the drain."""
 
 from __future__ import annotations
 

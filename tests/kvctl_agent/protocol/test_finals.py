@@ -1,4 +1,4 @@
-"""What follows the pages: aux rows and per-request state, who writes them, and what they may not be."""
+"""Final parts: aux rows and state components, their elected writers, and invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grants between a writer and a ring: asked for, given once, gated, taken back, refused."""
+"""Grants: requested, granted once, gated, revoked, refused."""
 
 from __future__ import annotations
 

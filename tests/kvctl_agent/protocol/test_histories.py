@@ -1,7 +1,7 @@
-"""Random histories of the composed machines: whatever the network and the processes do, the oracle holds.
+"""Random histories of the composed machines, with faults of network and processes, checked by the oracle.
 
-A history is its seed. The rings are tiny, so that gating, wrapping and revoking happen in most of them; what else a
-history may hold is in `scenarios`.
+A history is determined by its seed. The rings are tiny, so that gating, wrapping and revoking happen in most of them;
+`scenarios` has the other events of a history.
 """
 
 from __future__ import annotations

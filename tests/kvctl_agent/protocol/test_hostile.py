@@ -1,4 +1,4 @@
-"""A peer that says anything that the codec lets through: nothing raises, nothing grows, nobody else is harmed."""
+"""Messages that are valid but hostile: nothing raises, memory stays bounded, other peers are not affected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One decode instance, several prefill instances of different layouts: what is common, and what is not."""
+"""One decode instance with several prefill instances of different layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forwards that run on a device: waited for with a deadline that says so, and their failure is their room's alone."""
+"""Forwards that run on a device: their deadline, and their failure, which fails only their room."""
 
 from __future__ import annotations
 

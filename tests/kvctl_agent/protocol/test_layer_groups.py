@@ -1,4 +1,4 @@
-"""Layers sent group by group: what is asked for, what goes when, and what groups cannot be."""
+"""Layers sent group by group: staging requests, order of parts, invalid groups."""
 
 from __future__ import annotations
 

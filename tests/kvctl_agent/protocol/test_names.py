@@ -1,4 +1,4 @@
-"""Names and identities: two processes under one name, and strangers who use a peer's name."""
+"""Names and identities: two processes with one name, and strangers that use the name of a peer."""
 
 from __future__ import annotations
 

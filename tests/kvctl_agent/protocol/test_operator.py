@@ -1,4 +1,4 @@
-"""What an operator tells a machine: every answer says what was done, and nothing that may be written is given away."""
+"""Requests of an operator: abort, release and drain, their answers, and memory that must not be freed."""
 
 from __future__ import annotations
 

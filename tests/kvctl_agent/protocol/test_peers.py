@@ -1,4 +1,4 @@
-"""Peers that fall silent, come back, die, or are of another make."""
+"""Peers that fall silent, come back, end, or have another layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The input log: what is kept, what makes room, and what it never does to the machine's thread."""
+"""The input log: retention, rotation, and its cost on the machine's thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank's silence, death and return cost the others: the rules of peers and recovery, one after the other."""
+"""Recovery of peers: effects of the silence, end and return of a rank."""
 
 from __future__ import annotations
 

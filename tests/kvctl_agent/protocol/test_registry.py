@@ -1,4 +1,4 @@
-"""The registry's book: who has registered, who is missing, and what it refuses."""
+"""The registry: registered and missing ranks, and refused registrations."""
 
 from __future__ import annotations
 

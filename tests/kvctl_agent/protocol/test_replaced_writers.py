@@ -1,4 +1,4 @@
-"""Processes that were replaced: what they may still write stays theirs until they are known to have ended."""
+"""Replaced processes: memory that they may still write is kept until they are known to have ended."""
 
 from __future__ import annotations
 

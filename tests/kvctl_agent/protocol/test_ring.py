@@ -1,4 +1,4 @@
-"""The ring: an endless log over a fixed region, and the watermark that says what of it may be written."""
+"""The ring: allocation, rounds, retirement, the watermark, and the gate of a writer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvctl_agent.errors import LocalProtocolError
-from kvctl_agent.protocol.ring import ALIGNMENT, Position, Region, Ring, may_write
+from kvctl_agent.protocol.ring import ALIGNMENT, Position, Region, Ring, RingGate, may_write
 
 UNIT = ALIGNMENT
 
@@ -218,3 +218,46 @@ class TestSetAside:
         log.retire(log.allocate(UNIT).serial)
         assert log.watermark == Position(1, 0)
         assert open_now(log, log.allocate(UNIT)), "an empty ring gates nobody"
+
+
+def test_a_new_gate_opens_round_0_only() -> None:
+    gate = RingGate()
+    assert gate.open(0, 1000)
+    assert not gate.open(1, 1)
+
+
+def test_a_watermark_opens_the_regions_it_has_passed() -> None:
+    gate = RingGate()
+    assert gate.hear([0, 512, 1], 5)
+    assert gate.open(1, 512)
+    assert not gate.open(1, 513)
+    assert gate.heard_ns == 5
+
+
+def test_an_older_sequence_changes_nothing() -> None:
+    gate = RingGate()
+    gate.hear([3, 0, 7], 0)
+    assert not gate.hear([2, 512, 6], 1)
+    assert gate.position == (3, 0)
+
+
+def test_the_same_sequence_again_changes_nothing() -> None:
+    gate = RingGate()
+    gate.hear([3, 0, 7], 0)
+    assert not gate.hear([3, 0, 7], 1)
+    assert gate.heard_ns == 0
+
+
+@pytest.mark.parametrize("watermark", [[], [1], [1, 2], [1, 2, 3, 4]])
+def test_malformed_news_change_nothing(watermark: list[int]) -> None:
+    gate = RingGate()
+    assert not gate.hear(watermark, 1)
+    assert gate.sequence == -1
+
+
+def test_every_sequence_of_a_ring_moves_the_gate_forward() -> None:
+    ring, gate = Ring(3 * ALIGNMENT), RingGate()
+    live = [ring.allocate(ALIGNMENT) for _ in range(8)]
+    for region in live:
+        ring.free(region.serial)
+        assert gate.hear([*ring.watermark, ring.sequence], 0)

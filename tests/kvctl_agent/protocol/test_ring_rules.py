@@ -1,4 +1,4 @@
-"""The three rules of grants and watermarks that an explicit-state search showed to be necessary."""
+"""Three rules of grants and watermarks that an explicit-state search showed to be necessary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One room, end to end, when nothing goes wrong but the network: opened, granted, sent, landed, ended, forgotten."""
+"""One room end to end over an unreliable network: opened, granted, sent, landed, ended, forgotten."""
 
 from __future__ import annotations
 

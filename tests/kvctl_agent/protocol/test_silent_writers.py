@@ -1,4 +1,4 @@
-"""Writers that fall silent with ring regions in their hands must not hold up the others, nor be written over."""
+"""Silent writers with ring regions: they must not block others, and their regions must not be reused."""
 
 from __future__ import annotations
 

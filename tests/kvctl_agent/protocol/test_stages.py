@@ -1,4 +1,4 @@
-"""Context and pipeline parallel instances: who owes what, who owes nothing, and who waits."""
+"""Context-parallel and pipeline-parallel instances: which ranks owe parts, and which wait."""
 
 from __future__ import annotations
 

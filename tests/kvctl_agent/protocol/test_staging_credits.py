@@ -1,4 +1,4 @@
-"""A writer asks for little more than its share of a reader's ring, room by room, and what is computed goes first."""
+"""Staging credits: a writer requests little more than its share of a ring, and computed rooms come first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every event and every message is handled by each machine, or is refused here by name."""
+"""Every event and message has a handler in each machine, or is listed here as refused."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rooms whose prefill engine never calls finish(), or never says which pages are the last: both ends end alike.
-
-And rooms of which a message can never be sent.
-"""
+"""Rooms that the prefill engine never finishes, and rooms with a message that can never be sent: both sides fail."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The ways in which KV transfer has gone wrong elsewhere, one test each.
+"""Failures of KV transfer known from other systems, one test each.
 
-A test is named after its way; its docstring is what an operator saw. Most run the shipped machines in a simulated
-world, whose oracle complains by itself; where the way goes through a thread or a socket, the real ones are used.
+A test is named after the failure, and its docstring is the symptom that an operator saw. Most run the shipped machines
+in a simulated world with its oracle; failures that involve a thread or a socket use the real ones.
 """
 
 from __future__ import annotations
