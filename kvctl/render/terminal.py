@@ -54,8 +54,8 @@ def _table(grid: Grid, columns: Sequence[Column], width: int | None) -> list[Lin
     lines: list[Line] = [[(grid.title, "bold")]] if grid.title else []
     if not grid.rows:
         return [*lines, [(grid.view.empty, "dim")]]
-    whole = natural(columns, grid.rows)
-    widths, hidden = fitted(whole, grid.rows, width)
+    whole = natural_widths(columns, grid.rows)
+    widths, hidden = fit_widths(whole, grid.rows, width)
     lines += [table_header(widths), *(table_row(row, widths) for row in grid.rows)]
     cut = [column for column, cells in widths.items() if cells < whole[column]]
     notes = [
@@ -103,7 +103,7 @@ def style_of(column: Column, row: Row) -> str:
     return styles.get(str(value), styles.get("", "")) if value is not None else "dim"
 
 
-def natural(columns: Sequence[Column], rows: Sequence[Row]) -> dict[Column, int]:
+def natural_widths(columns: Sequence[Column], rows: Sequence[Row]) -> dict[Column, int]:
     """Returns the width of each column without a limit."""
     return {
         column: max([cell_len(column.title), *(cell_len(one_line(column.human(row))) for row in rows)])
@@ -111,7 +111,7 @@ def natural(columns: Sequence[Column], rows: Sequence[Row]) -> dict[Column, int]
     }
 
 
-def fitted(
+def fit_widths(
     widths: Mapping[Column, int], rows: Sequence[Row], width: int | None
 ) -> tuple[dict[Column, int], list[Column]]:
     """Chooses columns and widths that fit the terminal: returns (width by column, hidden columns).

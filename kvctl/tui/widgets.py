@@ -20,7 +20,7 @@ from textual.widget import Widget
 from kvctl.render import units
 from kvctl.render.report import Line, Span
 from kvctl.render.sanitize import one_line, printable
-from kvctl.render.terminal import GAP, fitted, natural, table_header, table_row
+from kvctl.render.terminal import GAP, fit_widths, natural_widths, table_header, table_row
 from kvctl.render.view import Column, Row, Width
 from kvctl.tui.drawing import rule, spread
 from kvctl.tui.palette import BY_NAME, DARK, Palette
@@ -290,7 +290,7 @@ class Table(Canvas):
         order = self.listing.query.selection(self.listing.spec.view).order
         marks = {column: _MARKS[descending] for column, descending in order[:1]}
         self._grow(self.listing.spec, shown, marks)
-        widths, _ = fitted(self._chosen_columns(width - _GUTTER), shown, width - _GUTTER)
+        widths, _ = fit_widths(self._chosen_columns(width - _GUTTER), shown, width - _GUTTER)
         lines: list[Line] = [[(" " * _GUTTER, ""), *table_header(widths, marks)]]
         lines += [self._line(self.listing.spec, self.top + number, row, widths) for number, row in enumerate(shown)]
         return lines
@@ -308,7 +308,7 @@ class Table(Canvas):
 
     def _grow(self, spec: TableSpec, shown: Sequence[Row], marks: dict[Column, str]) -> None:
         """Raises the natural widths of the columns to those of the rows shown."""
-        for column, size in natural(spec.view.columns, shown).items():
+        for column, size in natural_widths(spec.view.columns, shown).items():
             size = max(size, cell_len(column.title) + len(marks.get(column, "")))
             if column.name == _AGENT:
                 agents = (_agent_text(column, row, self._stale_ns(spec.agent(row))) for row in shown)

@@ -10,7 +10,7 @@ from kvctl.client.calls import Call
 from kvctl.client.room_timeline import RoomTimeline
 from kvctl.render.report import Grid, Line, Text
 from kvctl.render.rooms import room_blocks
-from kvctl.render.terminal import fitted, natural, table_header, table_row
+from kvctl.render.terminal import fit_widths, natural_widths, table_header, table_row
 from kvctl.render.view import Row, View, Width
 from kvctl.tui.feed import Question
 from kvctl.tui.panels.panel import STATUS, Panel, show
@@ -69,5 +69,5 @@ def _draw_grid(view: View, rows: Sequence[Row], width: int) -> list[Line]:
     if not rows:
         return [[(view.empty, "dim")]]
     columns = [column for column in view.columns if column.width is not Width.WIDE]
-    widths, _ = fitted(natural(columns, rows), rows, width)
+    widths, _ = fit_widths(natural_widths(columns, rows), rows, width)
     return [table_header(widths), *(table_row(row, widths) for row in rows)]

@@ -14,7 +14,7 @@ from kvctl.render.layers import draw_waterfall
 from kvctl.render.report import Grid, Line
 from kvctl.render.rooms import ROOMS
 from kvctl.render.staging import draw_ring
-from kvctl.render.terminal import fitted, natural, render
+from kvctl.render.terminal import fit_widths, natural_widths, render
 
 
 def text(line: Line) -> str:
@@ -149,7 +149,7 @@ def test_tables_fit_and_numbers_are_never_cut(width: int) -> None:
         | {"age_ns": 123_456_789, "bytes": 16 << 20, "coverage": {"planned": 9, "scattered": 1, "sent": 1}}
     ]
     columns = [column for column in ROOMS.columns if column.width.value != "wide"]
-    widths, hidden = fitted(natural(columns, rows), rows, width)
+    widths, hidden = fit_widths(natural_widths(columns, rows), rows, width)
     assert set(widths) | set(hidden) == set(columns)
     for column, cells in widths.items():
         if column.kind.value.numeric or column.name == "room":
