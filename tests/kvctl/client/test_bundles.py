@@ -1,4 +1,4 @@
-"""Bundles as a stranger may send them: nothing in one is believed, and nothing of it reaches the disk."""
+"""Untrusted bundles: every limit and checksum is enforced, and nothing is written to disk."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def info(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.Ta
 
 
 def with_attributes(name: str, nbytes: int) -> tarfile.TarInfo:
-    """tarfile takes a minute for 600 MB of them, which zstd makes of 20 kB."""
+    """Extended headers: tarfile takes a minute for 600 MB of them, which zstd compresses to 20 kB."""
     made = info(name)
     made.pax_headers = {"comment": "A" * nbytes}
     return made
@@ -154,7 +154,7 @@ PLAIN = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(whole())).read()
 @settings(max_examples=300)
 @given(st.lists(st.tuples(st.integers(0, len(PLAIN) - 1), st.integers(0, 255)), min_size=1, max_size=4))
 def test_whatever_happens_to_the_archive_inside_is_told(changes: list[tuple[int, int]]) -> None:
-    """The packing has a checksum of its own in real life; a stranger's has whatever he likes."""
+    """zstd normally has its own checksum; an untrusted bundle may have a matching one."""
     changed = bytearray(PLAIN)
     for place, value in changes:
         changed[place] = value

@@ -1,4 +1,4 @@
-"""A request that the contract does not declare cannot be made."""
+"""Requests that the contract does not declare are refused."""
 
 from __future__ import annotations
 

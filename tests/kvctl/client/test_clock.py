@@ -1,4 +1,4 @@
-"""The clock offset: right within its bound, and never a correction out of noise."""
+"""Clock offsets: correct within their error, and no correction for noise."""
 
 from __future__ import annotations
 

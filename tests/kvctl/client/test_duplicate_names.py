@@ -1,4 +1,4 @@
-"""Agents of one name in one answer."""
+"""Agents with equal names are renamed in their answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Discovery: who is there, who is gone, and what `-e` may say."""
+"""Discovery of live and stale sockets, and the values of `-e`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvctl.exit_codes import ExitCode
 
 
 def leave_socket(directory: Path, name: str) -> Path:
-    """A socket as a killed process leaves it: the file is there, nobody listens."""
+    """Creates a stale socket, as a killed process leaves it."""
     path = directory / f"{name}.sock"
     with socket.socket(socket.AF_UNIX) as gone:
         gone.bind(os.fspath(path))
@@ -85,7 +85,7 @@ def test_tcp_is_believed_until_it_is_asked_and_other_schemes_are_unknown(surroun
 
 
 def test_a_foreign_directory_is_not_permitted(socket_directory: Path) -> None:
-    """In a process that gives up root first, where it has it: root may read every directory."""
+    """Runs in a process without root privileges, because root may read every directory."""
     code = (
         "import os; from kvctl.client.endpoints import discover; from kvctl.errors import CliError\n"
         "if os.geteuid() == 0: os.setuid(65534)\n"

@@ -1,4 +1,4 @@
-"""Asking many at once: partial answers, silence, other protocols, and nothing left behind."""
+"""Queries to many agents: partial answers, timeouts, other protocols, and no leaked sockets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONG_NS = 60_000_000_000
 
 @contextmanager
 def router(path: Path, answer: Any) -> Iterator[Endpoint]:
-    """A ROUTER that sends what `answer(frames)` returns; None keeps silent."""
+    """A ROUTER that sends the result of `answer(frames)`, or nothing if it is None."""
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.linger = 0
@@ -145,7 +145,7 @@ def test_no_descriptor_and_no_thread_is_left(start: Any, socket_directory: Path)
 
 
 def test_256_agents_answer_in_one_go(socket_directory: Path) -> None:
-    """One ROUTER under 256 names: the client cannot tell, and keeps a socket for each."""
+    """One ROUTER with 256 names, for each of which the client opens a socket."""
 
     def hello(frames: list[bytes]) -> list[bytes]:
         return [b"KVA1", frames[1], b'{"ok": true, "data": {}}']

@@ -1,4 +1,4 @@
-"""Exit codes of every mixture of answers and faults, and faults in words."""
+"""Exit codes for combinations of answers and faults, and the text of faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Surveys: protocol check, labels, partial answers, sharpened clocks."""
+"""Surveys: protocol check, labels, partial answers, refined clocks."""
 
 from __future__ import annotations
 

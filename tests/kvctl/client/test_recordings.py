@@ -1,4 +1,4 @@
-"""Files in place of a fleet: what a moment holds, what a series does not repeat, what a stranger's file can do."""
+"""Queries answered from files: contents of snapshots, data that a series does not repeat, untrusted files."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_an_agent_that_says_too_much_loses_timelines_first_then_its_largest_answ
 def test_events_of_a_series_are_those_of_the_recorder(
     canned: Any, steps: list[int], capacity: int, since: int | None, limit: int, tmp_path: Path
 ) -> None:
-    """Whatever was new at each moment: the file answers at each as the recorder did then, of what it has ever seen."""
+    """For any distribution of new events over snapshots, the file answers as the recorder did at each of them."""
     recorder = FlightRecorder(Clock(), "decode-0", max(capacity, sum(steps)))
     following, moments, expected = None, [], []
     for count in steps:
@@ -279,7 +279,7 @@ def test_stale_and_addressed_agents(canned: Any, tmp_path: Path) -> None:
 
 
 def look(path: Path) -> None:
-    """Everything a command could ask of every moment; whatever is in the file, only a CliError may come of it."""
+    """Sends every request for every snapshot; whatever the file contains, only a CliError may be raised."""
     try:
         file = RecordingSource(path, labels={"role": "decode"} if path.name.startswith("b") else {}, at=0)
         while True:

@@ -1,4 +1,4 @@
-"""Redaction: what names a machine, a person, a place or a key is gone, wherever it stood."""
+"""Redaction removes names of hosts and users, addresses, paths and keys from every field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One room over its ranks: one time axis, one state, the first failure, the life of each part."""
+"""Rooms joined over ranks: common timeline, state, first failure, and stages of each part."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_reused_number_is_two_rooms_the_newest_first(canned: Any) -> None:
 
 
 def test_ranks_of_one_room_are_joined_whatever_their_nonces(canned: Any) -> None:
-    """Each decode rank mints its own nonce."""
+    """Each decode rank generates its own nonce."""
     apart = details(canned)
     for number, detail in enumerate(apart):
         detail["nonce"] = str(number)
@@ -100,7 +100,7 @@ def test_a_number_used_again_is_another_life(canned: Any) -> None:
 
 
 def paused(canned: Any) -> list[Any]:
-    """A room that failed while prefill-0 was stopped, which learnt of the room and of its end 8 s later."""
+    """A room that failed while prefill-0 was stopped; it learned of the room and its failure 8 s later."""
     cause = {"rank": "decode-0", "code": "KV_PEER_LOST", "at_ns": canned.NOW + 13 * canned.S, "text": "silent for 15 s"}
     ranks = details(canned)
     for detail in ranks:
@@ -120,7 +120,7 @@ def test_a_rank_that_was_stopped_joins_the_room_it_missed(canned: Any) -> None:
 
 
 def test_ranks_are_joined_by_any_nonce_of_theirs(canned: Any) -> None:
-    """A prefill rank has a nonce of each decode rank; of those it shows the first."""
+    """A prefill rank has a nonce of each decode rank and shows the first."""
     ranks = paused(canned)
     for detail in ranks:
         detail["failure"] = None
@@ -145,7 +145,7 @@ def test_records_of_no_common_mark_are_still_two_uses(canned: Any) -> None:
 
 
 def test_the_clock_of_the_rank_that_failed_is_known_where_it_answered(canned: Any) -> None:
-    """It answers, and has forgotten the room."""
+    """The rank answers although it no longer knows the room."""
     only = [detail for detail in paused(canned) if detail["agent"] == "prefill-0"]
     (room,) = join(only, clocks())
     assert "decode-0" in room.clocks
@@ -162,7 +162,7 @@ def test_a_failure_within_the_error_of_the_clocks_is_not_before_the_room(canned:
 
 
 def test_what_most_is_known_of_comes_first(canned: Any) -> None:
-    """A newer use that one rank alone knows tells less than an older one of both ends; an active one matters most."""
+    """Active rooms come first, then rooms known to both prefill and decode ranks, even if they are older."""
     whole, alone, active = paused(canned), canned.room_detail("prefill-0"), canned.room_detail("prefill-0")
     for newer in (alone, active):
         newer |= {"nonce": "2", "timeline": [], "opened_at_ns": canned.NOW + 60 * canned.S}

@@ -1,4 +1,4 @@
-"""Agents whose process is stopped or has ended: what is said of them, and that looking changes nothing."""
+"""Agents whose process is stopped or has ended: their faults, and that the check has no side effects."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MORE_THAN_THE_BACKLOG = 150
 
 @pytest.fixture
 def other(socket_directory: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The agent decode-9 in a process of its own."""
+    """Runs the agent decode-9 in a separate process."""
     command = [sys.executable, "-c", AGENT, "decode-9", str(socket_directory)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

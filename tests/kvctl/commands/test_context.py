@@ -1,4 +1,4 @@
-"""`kvctl context`: fleets under names, in a file that stays its owner's."""
+"""`kvctl context`: named fleets in the user file, whose other contents are preserved."""
 
 from __future__ import annotations
 

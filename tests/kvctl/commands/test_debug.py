@@ -1,4 +1,4 @@
-"""kvctl debug: what a bundle holds, what redaction leaves of it, and what is left when something goes wrong."""
+"""kvctl debug: contents of bundles, redaction, interrupts and failures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEY = "0123456789abcdef" * 4
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two moments of a bundle need not be a second apart here."""
+    """Takes the two snapshots of a bundle without the pause of one second."""
     monkeypatch.setattr(debug_bundle, "_APART_NS", 1_000_000)
 
 
@@ -114,7 +114,7 @@ SECRETS = ("node7.rack", "lovelace", "/homes/lovelace", "10.9.8.7", "gpu-b12", "
 
 @pytest.fixture
 def telling(start: Any, canned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Agents that name all sorts of things in all sorts of places."""
+    """Agents with names, addresses, paths and keys in all kinds of fields."""
     monkeypatch.setattr(redaction, "_hosts", lambda: ["node7.rack", "node7"])
     monkeypatch.setattr(redaction, "_users", lambda: ["lovelace"])
 
@@ -154,7 +154,7 @@ def telling(start: Any, canned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def everything(path: Path) -> str:
-    """All of a bundle as text, what is compressed inside it included."""
+    """Returns all contents of a bundle as text, decompressed."""
     moments = load(path)
     inside = "".join(json.dumps(moments[index].document(), ensure_ascii=False) for index in range(len(moments)))
     rest = "".join(data.decode() for name, data in unpacked(path).items() if name != RECORDING)

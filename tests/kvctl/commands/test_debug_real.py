@@ -1,4 +1,4 @@
-"""A real fleet, recorded, bundled and redacted: what the file shows, and what it must not tell."""
+"""A real fleet, recorded, bundled and redacted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATIENCE_S = 90.0
 
 @pytest.fixture
 def busy(socket_directory: Path, tmp_path: Path) -> Iterator[Path]:
-    """A fleet of two ranks that has moved some rooms."""
+    """A fleet of two ranks that has transferred some rooms."""
     command = [sys.executable, "-m", "kvctl", "demo", "--transport", "loopback", "--prefill-tp", "1"]
     command += ["--decode-dp", "1", "--tokens", "16..64", "--rate", "20", "--evidence", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as demo:
@@ -49,7 +49,7 @@ def until_rooms_are_done(kvctl: Any) -> None:
 
 
 def everything(path: Path) -> str:
-    """All of a bundle as text, what is compressed inside it included."""
+    """Returns all contents of a bundle as text, decompressed."""
     moments = load(path)
     told = [json.dumps(moments[index].document(), ensure_ascii=False) for index in range(len(moments))]
     plain = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(path.read_bytes())).read()

@@ -1,4 +1,4 @@
-"""kvctl record and kvctl replay: what is saved, from whom, what is left when it fails; verdicts and exit codes."""
+"""kvctl record and kvctl replay: contents of files, failures, verdicts and exit codes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_nobody_there_leaves_no_file(kvctl: Any, tmp_path: Path) -> None:
 
 
 def test_part_of_a_fleet_is_saved_and_exits_7(start: Any, kvctl: Any, canned: Any, tmp_path: Path) -> None:
-    """One refuses at once; one has told half of it: what there is can be replayed."""
+    """One agent refuses at once, another after half of its inputs; the saved inputs can be replayed."""
 
     def refuse(_: Any) -> Any:
         raise RequestRefused(ErrorCode.NOT_PERMITTED, "inputs needs level operate")

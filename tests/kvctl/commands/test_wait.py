@@ -1,4 +1,4 @@
-"""`kvctl wait`: scripts go on when it is so, and learn what was missing when it is not."""
+"""`kvctl wait`: exit codes, and texts about missing conditions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvctl_agent.errors import RequestRefused
 
 
 def changing(canned: Any, name: str, *answers: dict[str, Any]) -> Any:
-    """A handler of `status` that gives these one after the other, and the last one for ever."""
+    """A handler of `status` that returns these answers in turn, and then the last one repeatedly."""
     rest = itertools.chain(answers, itertools.repeat(answers[-1]))
     return {"status": lambda _: {**canned.status(name), **next(rest)}}
 

@@ -1,4 +1,4 @@
-"""Goals of a wait, over the surveys of one fleet."""
+"""Conditions of `kvctl wait`, evaluated on surveys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract is consistent in itself, and light to import."""
+"""The declarations of the contract are consistent, and it imports only the standard library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How faults are written: what is read back is what was meant, and a refusal says what would have been right."""
+"""Fault specifications: parsing, formatting, and error texts that name the valid values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Key files: what is written is read back; what others could read, change or mistake is refused, without its secret."""
+"""Key files: round trip, and refusal of unsafe or malformed files without revealing secrets."""
 
 from __future__ import annotations
 

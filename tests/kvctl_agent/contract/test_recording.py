@@ -1,4 +1,4 @@
-"""Recordings as files: frames come back as they were written, and nothing else is believed."""
+"""Recording files: round trip of frames, and refusal of damaged files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration: weakest source first, every value with its origin, every mistake named where it was made."""
+"""Configuration: precedence of sources, origins of values, and errors that name their source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said where descriptors are short."""
+"""Error texts for missing file descriptors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvctl_agent.contract.sockets import shortage
 
 @pytest.fixture
 def limit() -> Iterator[int]:
-    """This process may open ten more descriptors, and those between the ones that it has."""
+    """Limits this process to about ten more descriptors."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir()) + 11
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))

@@ -1,4 +1,4 @@
-"""What callers hand over: integers whatever their type, values as errors repeat them, text that can be encoded."""
+"""Conversion of integers of any type, and formatting of values, text and layer ranges."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Slot(IntEnum):
 
 
 class Broken:
-    """An object that cannot even be printed."""
+    """An object without a working repr."""
 
     def __repr__(self) -> str:
         raise RuntimeError("no")

@@ -1,4 +1,4 @@
-"""A simulated world whose machines' inputs are recorded as an agent's control loop records them."""
+"""A simulated world that records the inputs of its machines as an agent's control loop does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.protocol.simulation import World
 
 
 class Recorded:
-    """Stands in for a machine in a `World`: what it is told goes into a log first."""
+    """Machine of a `World` that records its inputs."""
 
     def __init__(self, machine: Any, log: InputLog) -> None:
         self.machine = log.begin(machine)
@@ -30,7 +30,7 @@ class Recorded:
 
 
 class RecordedWorld(World):  # type: ignore[misc]
-    """A world in which everything is recorded: `logs` has, by agent, one log for each life."""
+    """A world that records all inputs: `logs` has a log for each incarnation, by agent."""
 
     def __init__(self, *args: Any, capacity: int = 1 << 16, **kwargs: Any) -> None:
         self.capacity = capacity
@@ -62,7 +62,7 @@ def header(name: str, role: str = "decode", **changes: Any) -> InputHeader:
 
 
 def recording_of(log: InputLog, name: str = "agent", page_bytes: int = 1 << 20) -> AgentRecording:
-    """What a client makes of a log, fetched page by page."""
+    """Fetches a log page by page, as a client does."""
     since = until = None
     found = AgentRecording(header(name), 0)
     while True:

@@ -1,4 +1,4 @@
-"""A live NIXL fleet, recorded over its admin sockets and replayed in a process of its own, as a person would."""
+"""Live fleets, recorded over their admin sockets with `kvctl record` and replayed with `kvctl replay`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_what_a_live_fleet_did_is_clean_and_happens_again(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With few inputs kept, the recordings begin in the midst of a life, at a checkpoint."""
+    """With few inputs kept, the recordings begin at a later checkpoint."""
     monkeypatch.setattr(recording, "BUDGET_NS", 1_000_000_000)  # a busy machine must not make a gap here
     wide = model(heads=4, k_dim=128, v_dim=128, page_size=8, pages=700, layers=2)
     fleet = make_fleet(
@@ -72,7 +72,7 @@ def test_so_it_is_with_devices_that_fail(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Forwards that end late or never well, and copies that fail on either side."""
+    """Forwards that end late or fail, and copies that fail on either side."""
     monkeypatch.setattr(recording, "BUDGET_NS", 1_000_000_000)
     devices = {"prefill": HostDevice(), "decode": HostDevice()}
     fleet = make_fleet("loopback", device=devices, path=path, record_inputs=record_inputs).start()

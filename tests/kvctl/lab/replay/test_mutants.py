@@ -1,4 +1,4 @@
-"""A machine that forgets a rule: the recording of what it did names the rule, in few inputs, as a test that fails."""
+"""Machines with seeded bugs: a replay names the violated invariant, shortens the inputs and writes a failing test."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST = 20  # inputs that are enough for any of these
 
 
 def history(seed: int) -> list[InputLog]:
-    """Rooms through a ring of two parts, with loss, copies, aborts and a pause; up to the first complaint."""
+    """Runs rooms through a ring of two parts, with loss, duplicates, aborts and a pause, up to the first violation."""
     dice = random.Random(seed)
     found = recorded.RecordedWorld(ParallelConfig(tp=2), ParallelConfig(), ring=2, chunk_pages=1, choose=mixed)
     try:
@@ -55,7 +55,7 @@ def history(seed: int) -> list[InputLog]:
 
 
 def _unfree(ring: Ring, serial: int) -> bool:
-    """Also forgets the next oldest one, whoever writes it."""
+    """Also frees the next oldest region, which may be in use."""
     moved = _free(ring, serial)
     if len(ring._live) > 1:
         ring._live.pop(next(iter(ring._live)))
@@ -114,7 +114,7 @@ def judged(log: InputLog, test: Path | None = None, shrink_s: float = 30.0) -> A
 
 
 def broken(seeds: range) -> InputLog | None:
-    """The first log in which a replay finds a breach."""
+    """Returns the first log in which a replay finds a violation."""
     for seed in seeds:
         for log in history(seed):
             segment = recorded.recording_of(log).segments()[0]
@@ -158,7 +158,7 @@ def test_without_a_bug_all_of_it_is_clean() -> None:
 
 
 def test_a_written_test_runs_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a person would run it: pytest, in a process of its own, with the machines as they are."""
+    """Runs the written test with pytest in a separate process, without the bug."""
     kind, name, instead, _ = MUTANTS["gates stand open"]
     test = tmp_path / "test_written.py"
     with monkeypatch.context() as patch:

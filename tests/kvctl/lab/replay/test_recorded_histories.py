@@ -1,4 +1,4 @@
-"""Recordings of random histories: replayed they are clean, do what they did, and whatever was recorded is enough."""
+"""Replays of random histories are clean and repeat the recorded outcomes, from any checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.protocol.simulation import SECOND, mixed
 
 
 def harm(found: RecordedWorld, dice: random.Random, rooms: list[int]) -> None:
-    """Something goes wrong."""
+    """Injects one failure."""
     name = dice.choice(list(found.machines))
     match dice.choice(["abort", "restart", "lost", "stopped", "operator"]):
         case "abort":
@@ -40,7 +40,7 @@ def harm(found: RecordedWorld, dice: random.Random, rooms: list[int]) -> None:
 
 
 def operate(found: RecordedWorld, dice: random.Random, rooms: list[int]) -> None:
-    """Somebody drains, resumes, changes deadlines, and takes back what can be taken without proof."""
+    """Drains, resumes, changes timeouts, and releases regions as an operator may without proof."""
     for name in found.machines:
         found.feed(name, ev.Drain(dice.random() < 0.5))
         found.feed(name, ev.SetTimeouts(100 * SECOND, 110 * SECOND))
@@ -58,7 +58,7 @@ def operate(found: RecordedWorld, dice: random.Random, rooms: list[int]) -> None
 
 
 def history(seed: int, **more: Any) -> list[InputLog]:
-    """Rooms of any kind over two prefill layouts, with loss, copies, aborts, restarts and pauses."""
+    """Runs rooms of all kinds with loss, duplicates, aborts, restarts and pauses."""
     dice = random.Random(seed)
     prefill, decode = dice.choice(
         [
@@ -102,7 +102,7 @@ def test_a_whole_recording_is_clean_and_does_what_was_done(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_so_is_what_is_left_of_a_long_one(seed: int) -> None:
-    """The oldest inputs are gone, so it begins in the midst of things, from a checkpoint."""
+    """The oldest inputs were dropped, so the recording begins at a later checkpoint."""
     late = 0
     for log in history(seed, capacity=64):
         agent = recording_of(log)
