@@ -268,7 +268,7 @@ def others(rooms: Iterable[LiveRoom], victim: str, from_ns: int, until_ns: int) 
     took = []
     for room in rooms:
         if victim not in room.ranks and room.succeeded:
-            ended_ns = max(room.ends[name].at_ns for name in room.decode)
+            ended_ns = max(room.ends[name]["at_ns"] for name in room.decode)
             if from_ns <= ended_ns < until_ns:
                 took.append((ended_ns - room.opened_ns) / 1e6)
     return Window(len(took) / ((until_ns - from_ns) / 1e9), percentile(sorted(took), 0.99) if took else 0.0)
@@ -283,7 +283,9 @@ def failures(found: Finding, rooms: Iterable[LiveRoom], begun_ns: int) -> None:
     victim = found.outage.victim
     ends = []
     for room in rooms:
-        causes = [(end.at_ns, end.cause["text"]) for name, end in room.ends.items() if name != victim and end.cause]
+        causes = [
+            (end["at_ns"], end["cause"]["text"]) for name, end in room.ends.items() if name != victim and end["cause"]
+        ]
         named = [(at_ns, text) for at_ns, text in causes if at_ns >= begun_ns and victim in text]
         found.failed += bool(named)
         found.unopened += bool(causes and not named and victim in room.ranks)

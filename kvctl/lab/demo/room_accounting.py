@@ -22,16 +22,6 @@ _NS = 1_000_000_000
 _KEPT_ROOMS = 2000
 
 
-class End(NamedTuple):
-    """End of a room at one rank, on the monotonic clock."""
-
-    state: str
-    cause: Failure | None
-    at_ns: int
-    verified_bytes: int
-    mismatch: Mismatch | None
-
-
 @dataclass(slots=True)
 class LiveRoom:
     """One room, from the router's choice on.
@@ -56,7 +46,7 @@ class LiveRoom:
     opened_ns: int
     aborted: bool = False
     expects: set[str] = field(default_factory=set)
-    ends: dict[str, End] = field(default_factory=dict)
+    ends: dict[str, Ended] = field(default_factory=dict)
     released: dict[str, int] = field(default_factory=dict)
     died: dict[str, int] = field(default_factory=dict)
     hung: set[str] = field(default_factory=set)
@@ -69,23 +59,23 @@ class LiveRoom:
     @property
     def succeeded(self) -> bool:
         """It has succeeded at every decode rank."""
-        return all(name in self.ends and self.ends[name].state == SUCCESS for name in self.decode)
+        return all(name in self.ends and self.ends[name]["state"] == SUCCESS for name in self.decode)
 
     @property
     def failed(self) -> bool:
         """It has failed at a rank, or a rank has died."""
-        return bool(self.died) or any(end.state != SUCCESS for end in self.ends.values())
+        return bool(self.died) or any(end["state"] != SUCCESS for end in self.ends.values())
 
     @property
     def first_cause(self) -> Failure | None:
         """The earliest cause reported by a rank."""
-        causes = [end.cause for end in self.ends.values() if end.cause is not None]
+        causes = [end["cause"] for end in self.ends.values() if end["cause"] is not None]
         return min(causes, key=lambda cause: cause["at_ns"], default=None)
 
     @property
     def ended_ns(self) -> int:
         """Time of the last end, or death of a rank, so far."""
-        return max([self.opened_ns, *(end.at_ns for end in self.ends.values()), *self.died.values()])
+        return max([self.opened_ns, *(end["at_ns"] for end in self.ends.values()), *self.died.values()])
 
 
 @dataclass(slots=True)
@@ -170,11 +160,10 @@ class RoomAccounting:
         room = self.rooms.get(ended["room"])
         if room is None or rank in room.ends:
             return None
-        end = End(ended["state"], ended["cause"], ended["at_ns"], ended["verified_bytes"], ended["mismatch"])
-        self._note_end(room, rank, end)
-        self.verified_bytes += end.verified_bytes
-        if end.mismatch is not None:
-            self.corrupt.append(Corruption(rank, end.mismatch, end.at_ns))
+        self._note_end(room, rank, ended)
+        self.verified_bytes += ended["verified_bytes"]
+        if ended["mismatch"] is not None:
+            self.corrupt.append(Corruption(rank, ended["mismatch"], ended["at_ns"]))
         return room
 
     def released(self, rank: str, number: int, at_ns: int) -> LiveRoom | None:
@@ -244,12 +233,12 @@ class RoomAccounting:
     def _paused_now(self, room: LiveRoom) -> bool:
         return any(each.kind == "pause" and each.until_ns is None and each.concerns(room) for each in self.disturbances)
 
-    def _note_end(self, room: LiveRoom, rank: str, end: End | int) -> None:
+    def _note_end(self, room: LiveRoom, rank: str, end: Ended | int) -> None:
         """Records the end of a room at a rank, or the time of the rank's death."""
-        if isinstance(end, End):
-            room.ends[rank] = end
-        else:
+        if isinstance(end, int):
             room.died[rank] = end
+        else:
+            room.ends[rank] = end
         over = room.ends.keys() | room.died.keys()
         if rank in room.decode and over.issuperset(room.decode):
             self.in_flight[room.decode_dp] -= 1

@@ -111,7 +111,7 @@ class Soak:
         """
         self.fleet = fleet
         self.watch = LeakWatch(fleet)
-        self.traffic = Traffic(fleet, options, self._handle)
+        self.traffic = Traffic(fleet, options, self._handle, self._turn)
         self._everywhere = everywhere
         self._faulty: set[tuple[str, int]] = set()
         self.faults = FaultRunner(self.traffic, faults)
@@ -130,7 +130,7 @@ class Soak:
         deadline = None if seconds is None else self.began + seconds
         line_at = self.began + LINE_INTERVAL_S
         while deadline is None or time.monotonic() < deadline:
-            self._turn()
+            self.traffic.run(_TURN_S)
             if time.monotonic() >= line_at:
                 line_at += LINE_INTERVAL_S
                 on_line(self.line())
@@ -143,9 +143,9 @@ class Soak:
         ranks = self.fleet.ranks.values()
         try:
             # Rooms flow until all serve: a rank without rooms would never show that it can.
-            self._until(lambda: all(rank.serving for rank in ranks), _SERVE_S, "every rank serves again")
+            self.traffic.until(lambda: all(rank.serving for rank in ranks), _SERVE_S, "every rank serves again")
             self.traffic.drain(self.fleet.plan.patience_s)
-            self._until(self._clean, self.fleet.plan.patience_s, "nothing of any room is left", quiet=True)
+            self.traffic.until(self._clean, self.fleet.plan.patience_s, "nothing of any room is left", quiet=True)
         except DeadlineMissed as missed:
             self._not_drained = str(missed)
         with suppress(FleetError):
@@ -154,18 +154,10 @@ class Soak:
                 for stray in usage["strays"]:
                     self.traffic.accounting.stray(name, stray, usage["at_ns"])
 
-    def _turn(self, quiet: bool = False) -> None:
+    def _turn(self) -> None:
         self.faults.turn()
         self.watch.turn()
-        self.traffic.turn(_TURN_S, quiet)
         self._artifacts.save_new(self.traffic.accounting)
-
-    def _until(self, condition: Callable[[], bool], timeout_s: float, waited_for: str, quiet: bool = False) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            if time.monotonic() > deadline:
-                raise DeadlineMissed(f"waited {timeout_s:g} s for this: {waited_for}")
-            self._turn(quiet)
 
     def _clean(self) -> bool:
         asked_ns = time.monotonic_ns() - 5_000_000_000
@@ -302,6 +294,6 @@ def _describe(room: LiveRoom) -> str:
     """Returns the result of a room in one line."""
     cause = room.first_cause
     why = f"{cause['rank']}: {cause['text']} ({cause['code']})" if cause else "no cause given"
-    ends = ", ".join(f"{name} {end.state}" for name, end in room.ends.items() if end.state != SUCCESS)
+    ends = ", ".join(f"{name} {end['state']}" for name, end in room.ends.items() if end["state"] != SUCCESS)
     took_s = (room.ended_ns - room.opened_ns) / 1e9
     return f"room {room.number} of {room.tokens} tokens, {took_s:.2f} s: {why}; {ends or 'no rank saw it fail'}"

@@ -38,31 +38,20 @@ _LOST = FAULTS_BY_NAME["control-loss"].explains
 
 
 @dataclass(frozen=True, slots=True)
-class SendOptions:
-    """Computation and sending of a room; the fields of `messages.SendRoom`."""
-
-    chunks: int
-    groups: int
-    gap_s: float
-    at_once: bool
-
-
-@dataclass(frozen=True, slots=True)
 class RoomChoice:
     """One room to open.
 
     Attributes:
+        send: command for its prefill ranks.
         aborter: rank that aborts it after `abort_after_s`; None: no abort.
         hangs_at: prefill rank whose last forward never ends; None: none.
-        computes: number of tokens that its prefill ranks compute; None: the room's.
     """
 
     room: LiveRoom
-    options: SendOptions
+    send: SendRoom
     aborter: str | None
     abort_after_s: float
     hangs_at: str | None = None
-    computes: int | None = None
 
 
 class Router:
@@ -149,7 +138,11 @@ class Router:
             ranks=(*members, *decode),
             opened_ns=now_ns,
         )
-        options = SendOptions(
+        send = SendRoom(
+            room=number,
+            index=number,
+            tokens=tokens,
+            prefix_tokens=prefix_tokens,
             chunks=draw.randint(1, _MAX_CHUNKS),
             groups=draw.randint(2, _MAX_GROUPS) if draw.random() < _IN_GROUPS else 1,
             gap_s=round(draw.uniform(0, self._longest_gap_s), 4),
@@ -158,7 +151,7 @@ class Router:
         aborter = draw.choice([*prefill, *decode]) if draw.random() < self._aborts else None
         # Most aborts come within the time that a room takes, some long after.
         after_s = draw.expovariate(1 / 0.05)
-        return RoomChoice(room, options, aborter, after_s)
+        return RoomChoice(room, send, aborter, after_s)
 
     def taken(self, name: str) -> None:
         """Occupies a slot of a rank that was sent a room."""
@@ -238,11 +231,13 @@ class Traffic:
         fleet: LiveFleet,
         options: TrafficOptions = TrafficOptions(),
         on_event: Callable[[Event], None] = lambda event: None,
+        on_turn: Callable[[], None] = lambda: None,
     ) -> None:
         """Opens nothing before `run` or `until`.
 
         Args:
             on_event: called with every message and exit of the ranks.
+            on_turn: called after every turn.
         """
         plan = fleet.plan
         self.fleet = fleet
@@ -264,6 +259,7 @@ class Traffic:
         )
         self._options = options
         self._on_event = on_event
+        self._on_turn = on_turn
         self._next_at = time.monotonic()
         self._overdue_at = 0.0
         self._later: list[tuple[float, int, Callable[[], None]]] = []
@@ -295,12 +291,12 @@ class Traffic:
             computes: number of tokens that its prefill ranks compute, if not `tokens`.
         """
         choice = self._router.place(instance, decode_dp, tokens, time.monotonic_ns(), prefix_tokens)
-        options = choice.options
+        send = replace(choice.send, tokens=tokens if computes is None else computes)
         if gap_s is not None:
-            options = replace(options, chunks=2, gap_s=gap_s)
+            send = replace(send, chunks=2, gap_s=gap_s)
         if hangs_at is not None:
-            options = SendOptions(chunks=chunks, groups=1, gap_s=0.0, at_once=True)
-        self._open(RoomChoice(choice.room, options, aborter, choice.abort_after_s, hangs_at, computes))
+            send = replace(send, chunks=chunks, groups=1, gap_s=0.0, at_once=True)
+        self._open(RoomChoice(choice.room, send, aborter, choice.abort_after_s, hangs_at))
         return choice.room
 
     def abort(self, room: LiveRoom, rank: str, reason: str = "the client has gone") -> None:
@@ -357,6 +353,7 @@ class Traffic:
         if now >= self._overdue_at:
             self._overdue_at = now + _OVERDUE_INTERVAL_S
             self.accounting.find_overdue(time.monotonic_ns())
+        self._on_turn()
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
         """Schedules an action for a later turn."""
@@ -460,20 +457,15 @@ class Traffic:
         return rank.instances if unnoticed else []
 
     def _open(self, choice: RoomChoice) -> None:
-        room, options = choice.room, choice.options
+        room = choice.room
         members = [*room.prefill, *room.decode]
         self.accounting.add(room, [name for name in members if self.fleet.ranks[name].running])
-        number, prefix = room.number, room.prefix_tokens
-        computes = room.tokens if choice.computes is None else choice.computes
+        receive = OpenRoom(room.number, room.number, room.tokens, room.prefix_tokens, room.instance)
         for name in members:
             if name in room.expects:
                 self._router.taken(name)
-            if name in room.prefill:
-                how = options.chunks, options.groups, options.gap_s, options.at_once
-                hangs = name == choice.hangs_at
-                self.fleet.send(name, SendRoom(number, number, computes, prefix, *how, hangs=hangs))
-            else:
-                self.fleet.send(name, OpenRoom(number, number, room.tokens, prefix, room.instance))
+            prefill = name in room.prefill
+            self.fleet.send(name, replace(choice.send, hangs=name == choice.hangs_at) if prefill else receive)
         if (aborter := choice.aborter) is not None:
             self.later(choice.abort_after_s, lambda: self._abort_unless_ended(room, aborter))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
 from statistics import median
@@ -145,47 +144,27 @@ class TorchLayer:
         )
 
 
-class Timeline(ABC):
-    """A stream's events, and their times on the monotonic clock."""
+class Timeline:
+    """Events of a device and their times on the monotonic clock; here of a device that computes synchronously."""
 
-    @abstractmethod
     def mark(self) -> Any:
         """Returns a mark after everything that has been submitted so far."""
-
-    @abstractmethod
-    def event(self, mark: Any) -> Any:
-        """Returns the event to pass to the agent; None if the work is done when it is submitted."""
-
-    @abstractmethod
-    def passed(self, mark: Any) -> bool:
-        """Whether the stream has reached the mark; never waits."""
-
-    @abstractmethod
-    def at_ns(self, mark: Any) -> int:
-        """Returns the time of a passed mark."""
-
-    @abstractmethod
-    def anchor(self) -> None:
-        """Waits until all work is done and synchronises the clocks; once before a run."""
-
-
-class HostTimeline(Timeline):
-    """A device that computes synchronously."""
-
-    def mark(self) -> int:
         return time.monotonic_ns()
 
-    def event(self, mark: Any) -> None:
+    def event(self, mark: Any) -> Any:
+        """Returns the event to pass to the agent; None if the work is done when it is submitted."""
         return None
 
     def passed(self, mark: Any) -> bool:
+        """Whether the device has reached the mark; never waits."""
         return True
 
     def at_ns(self, mark: Any) -> int:
+        """Returns the time of a passed mark."""
         return int(mark)
 
     def anchor(self) -> None:
-        """There is only one clock."""
+        """Waits until all work is done and synchronises the clocks; once before a run."""
 
 
 class CudaTimeline(Timeline):
@@ -222,7 +201,7 @@ class CudaTimeline(Timeline):
 
 def timeline_of(torch: Any, device: str) -> Timeline:
     """Returns the timeline of a device given by torch's name."""
-    return CudaTimeline(torch, device) if device.startswith("cuda") else HostTimeline()
+    return CudaTimeline(torch, device) if device.startswith("cuda") else Timeline()
 
 
 class GpuEngine:

@@ -34,9 +34,9 @@ def test_rooms_go_everywhere_and_each_is_of_its_own_kind(ranks: Ranks):
     assert max(room.tokens for room in rooms) > 512
     assert all(room.prefix_tokens % 16 == 0 and room.prefix_tokens <= room.tokens for room in rooms)
     assert 20 < sum(room.prefix_tokens > 0 for room in rooms) < 80
-    assert {choice.options.chunks for choice in choices} == {1, 2, 3}
-    assert {choice.options.groups for choice in choices} == {1, 2, 3}
-    assert {choice.options.at_once for choice in choices} == {True, False}
+    assert {choice.send.chunks for choice in choices} == {1, 2, 3}
+    assert {choice.send.groups for choice in choices} == {1, 2, 3}
+    assert {choice.send.at_once for choice in choices} == {True, False}
     aborted = [choice for choice in choices if choice.aborter]
     assert 20 < len(aborted) < 60
     assert all(choice.aborter in (*choice.room.prefill, *choice.room.decode) for choice in aborted)

@@ -6,7 +6,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from kvctl.lab.ranks.gpu_engine import CudaTimeline, HostTimeline, timeline_of
+from kvctl.lab.ranks.gpu_engine import CudaTimeline, Timeline, timeline_of
 
 
 class Cuda:
@@ -51,7 +51,7 @@ def test_a_gpu_s_moments_are_on_our_clock():
 
 def test_a_processor_s_moments_come_at_once():
     timeline = timeline_of(None, "cpu")
-    assert isinstance(timeline, HostTimeline)
+    assert isinstance(timeline, Timeline)
     before = time.monotonic_ns()
     mark = timeline.mark()
     timeline.anchor()
