@@ -135,6 +135,7 @@ def run_fleets(program: Program, fleets: Fleets, steps: Steps, point_s: float | 
 
     Raises:
         FleetError: A rank died, failed or hung.
+        TuneFailed: Rooms failed, or received bytes were wrong.
     """
     with ExitStack() as stack:
         sessions = [

@@ -187,8 +187,10 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._observers.close()
-        self.fleet.close()
+        try:
+            self._observers.close()
+        finally:
+            self.fleet.close()
 
 
 def trials_of(program: Program, plan: Plan) -> int:
