@@ -88,7 +88,7 @@ def running(bench: subprocess.Popen[str]) -> None:
     seen = []
     for line in bench.stderr:
         seen.append(line)
-        if "kvctl: staged, lot 1" in line:
+        if "kvctl: staged, batch 1" in line:
             time.sleep(0.3)
             return
     raise AssertionError("".join(seen))
@@ -261,7 +261,7 @@ def test_a_rank_that_is_killed_ends_the_bench_and_is_named(
     os.kill(pid, signal.SIGKILL)
     code, _, err = finish(bench)
     assert code == 1
-    assert f'rank "{victim}" (pid {pid}) was killed by SIGKILL during staged, lot 1 of' in err
+    assert f'rank "{victim}" (pid {pid}) was killed by SIGKILL during staged, batch 1 of' in err
     assert "Traceback" not in err
 
 
