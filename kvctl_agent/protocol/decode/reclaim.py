@@ -50,7 +50,7 @@ class Reclaim:
         self.drained(room, transfer)
 
     def on_former_drained(self, peer: Peer, event: ev.Received, message: msg.RoomDrained) -> None:
-        """A process that was replaced (it may have been frozen) answers the RoomAbort."""
+        """Handle the answer of a replaced process, which may have been frozen, to RoomAbort."""
         room = self.state.rooms.get(message.room)
         if room is not None and room.nonce == message.nonce and room.failure is not None:
             self._drained_by(room, peer, event.incarnation)

@@ -50,7 +50,7 @@ class PartChecksum(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class WriterTransfer:
-    """State of a room towards one incarnation of one prefill rank, whether that owes anything or not.
+    """State of a room towards one incarnation of a prefill rank, including ranks that owe nothing.
 
     Messages of a later incarnation do not count as answers.
     """

@@ -260,7 +260,7 @@ class Readers:
             self.context.actions.append(ev.ConnectPeer(peer_name, incarnation, message.who, shards))
 
     def _refuse_name(self, peer: Peer, event: ev.Received) -> None:
-        """Another process sends Hello under the name of a peer that is ready.
+        """Refuse a Hello that another process sends under the name of a peer that is ready.
 
         Either two agents were given the same name, and the first keeps it; or this is the successor of a process that
         has just ended, which is accepted once that end is proven or the old process has been silent for long enough.

@@ -352,7 +352,7 @@ class SendRooms:
             self.progress(room)
 
     def on_room_abort(self, peer: Peer, message: msg.RoomAbort) -> None:
-        """Also from a lost peer, which may have replaced this process and ask whether its writes are in flight."""
+        """Fail the room and answer RoomDrained once nothing is in flight; also sent by a peer that is lost here."""
         found = self.find(peer, message.room, message.nonce)
         if found is None:
             # Nothing of an unknown or ended room is in flight; the tombstone keeps a late RoomOpen from starting it.

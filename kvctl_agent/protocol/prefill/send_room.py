@@ -141,7 +141,7 @@ class ComputedPages:
 
     @staticmethod
     def _spans(first_layer: int, counts: list[int]) -> Iterator[tuple[int, int, int]]:
-        """Runs of layers with equal counts: first layer, end, count."""
+        """Runs of layers with equal counts, each as (first layer, end, count)."""
         lo = first_layer
         for count, run in groupby(counts):
             hi = lo + len(list(run))
