@@ -16,7 +16,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any, NamedTuple, NoReturn
@@ -126,9 +126,10 @@ class RankGroup:
             environment: variables in addition to this process's.
         """
         inherited = {**os.environ, "TMPDIR": str(self.directory), "PYTHONUNBUFFERED": "1"}
-        process = self.ranks[name] = RankProcess(name, {**inherited, **(environment or {})}, program)
-        self.running.append(process)
-        self._register(process)
+        with _signals_deferred():
+            process = self.ranks[name] = RankProcess(name, {**inherited, **(environment or {})}, program)
+            self.running.append(process)
+            self._register(process)
         return process
 
     def poll(self, timeout_s: float) -> list[Event]:
@@ -198,8 +199,6 @@ class RankGroup:
         deadline = time.monotonic() + CLOSE_S
         try:
             for process in self.running:
-                if process.exit_fd not in self._selector.get_map():
-                    self._register(process)  # Ctrl-C arrived within `start`
                 if not process.stopping:
                     process.hang_up()
             while self.running and (left_s := deadline - time.monotonic()) > 0:
@@ -212,8 +211,7 @@ class RankGroup:
 
     def _register(self, process: RankProcess) -> None:
         for file in (process.channel, process.output, process.exit_fd):
-            if file not in self._selector.get_map():
-                self._selector.register(file, selectors.EVENT_READ, process)
+            self._selector.register(file, selectors.EVENT_READ, process)
 
     def _read(self, process: RankProcess) -> list[Event]:
         messages = process.read()
@@ -268,6 +266,23 @@ def rank_names(ranks: Sequence[PlannedRank]) -> list[str]:
         instance = f"p{rank['instance']}-" if several and rank["role"] == "prefill" else ""
         names.append(f"{instance}{rank['role']}-{rank['unique']}")
     return names
+
+
+@contextlib.contextmanager
+def _signals_deferred() -> Iterator[None]:
+    """Defers SIGINT and SIGTERM to the end of the block, so that `close` knows every process that was started."""
+    received: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    replaced = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in replaced:
+        signal.signal(number, lambda number, _: received.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in replaced.items():
+            signal.signal(number, handler)
+        for number in received:
+            signal.raise_signal(number)
 
 
 def _free_prefix(names: Sequence[str]) -> str:

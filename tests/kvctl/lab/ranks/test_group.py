@@ -10,6 +10,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -133,15 +134,18 @@ def test_close_hangs_up_and_ranks_leave_in_order(group: RankGroup, start: Start,
 def test_a_rank_whose_start_was_interrupted_is_ended_too(
     group: RankGroup, start: Start, patient: None, monkeypatch: pytest.MonkeyPatch
 ):
+    popen = subprocess.Popen
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        process = popen(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGINT)
+        return process
+
     with monkeypatch.context() as patch:
-        patch.setattr(group, "_register", raise_interrupt)
+        patch.setattr(subprocess, "Popen", interrupted)
         with pytest.raises(KeyboardInterrupt):
             start("a")
     assert group.close() == {"a": 0}
-
-
-def raise_interrupt(*arguments: object) -> None:
-    raise KeyboardInterrupt
 
 
 def test_a_rank_told_to_stop_may_be_gone_before_the_others_have_answered(group: RankGroup, start: Start, patient: None):
