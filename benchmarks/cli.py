@@ -35,7 +35,7 @@ PATIENT = ("--timeout", "20s")  # a busy machine makes the numbers larger, not t
 
 
 def median_ms(times: int, code: int, *args: str, **environment: str) -> tuple[float, float]:
-    """Return the median wall time and the median processor time of one call; a busy machine affects the latter less.
+    """Returns the median wall time and the median processor time of one call; a busy machine affects the latter less.
 
     Raises:
         SystemExit: the call ended with an exit code other than `code`.
@@ -61,7 +61,7 @@ def _children_s() -> float:
 
 @contextlib.contextmanager
 def fleet(agents: int, dead: int = 0, hung: int = 0) -> Iterator[dict[str, str]]:
-    """Run `agents` admin servers; yields the environment in which `kvctl` finds them."""
+    """Runs `agents` admin servers; yields the environment in which `kvctl` finds them."""
     with tempfile.TemporaryDirectory(prefix="kv-", dir="/tmp") as directory, contextlib.ExitStack() as stack:
         Path(directory).chmod(0o700)
         living = Agents(agents - dead - hung, ROOMS, directory)

@@ -60,7 +60,7 @@ CASES = (
 
 
 def case_pool(shape: ModelShape) -> KVPool:
-    """Allocate a pool of `POOL_BYTES` for a case."""
+    """Allocates a pool of `POOL_BYTES` for a case."""
     whole = local_shards(shape, PAGE_SIZE, ParallelConfig(), RankCoord(0, 0, 0, 0))
     page_bytes = shape.num_layers * shape.num_kv_heads * whole[0].segment.page_head_bytes
     return KVPool.allocate(whole, PAGE_SIZE, POOL_BYTES // page_bytes)
@@ -78,7 +78,7 @@ def gb_per_s(nbytes: int, work: Callable[[], None]) -> float:
 
 
 def measure(pool: KVPool, case: Case, piece_bytes: int, threads: int) -> tuple[float, float, float]:
-    """Return the GB/s of payload of gather, of scatter, and of gather, copy to the ring and scatter together."""
+    """Returns the GB/s of payload of gather, of scatter, and of gather, copy to the ring and scatter together."""
     (memory,) = pool.segments
     layers, total, heads = memory.shard.num_layers, memory.num_slots, case.heads
     each = layers * heads * memory.shard.segment.page_head_bytes
@@ -129,7 +129,7 @@ def measure(pool: KVPool, case: Case, piece_bytes: int, threads: int) -> tuple[f
 
 
 def main() -> None:
-    """Print the table; takes a few seconds."""
+    """Prints the table; takes a few seconds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--piece-kib", type=int, nargs="+", default=[1024])
     options = parser.parse_args()

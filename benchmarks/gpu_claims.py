@@ -56,19 +56,19 @@ class Bench:
 
 
 def runs(document: Document, **wanted: object) -> list[Mapping[str, Any]]:
-    """Return the runs of a result that have these values."""
+    """Returns the runs of a result that have these values."""
     return [run for run in document["runs"] if all(run.get(name) == value for name, value in wanted.items())]
 
 
 def figure(document: Document, name: str, **wanted: object) -> float | None:
-    """Return a figure of the only run that has these values; None if there is no such run."""
+    """Returns a figure of the only run that has these values; None if there is no such run."""
     found = runs(document, **wanted)
     value: float | None = found[0].get(name) if len(found) == 1 else None
     return value
 
 
 def over(name: str, path: str, base: str) -> Callable[[Document], float | None]:
-    """Return the ratio of a figure on one path to the same figure on another."""
+    """Returns the ratio of a figure on one path to the same figure on another."""
 
     def measure(document: Document) -> float | None:
         value, against = figure(document, name, path=path), figure(document, name, path=base)
@@ -78,7 +78,7 @@ def over(name: str, path: str, base: str) -> Callable[[Document], float | None]:
 
 
 def of(name: str, **wanted: object) -> Callable[[Document], float | None]:
-    """Return a function that reads a figure of the run with these values."""
+    """Returns a function that reads a figure of the run with these values."""
     return lambda document: figure(document, name, **wanted)
 
 
@@ -103,7 +103,7 @@ def ttft_at(concurrency: int, path: str, base: str) -> Callable[[Document], floa
 
 
 def pipelined(document: Document) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield pairs of runs that differ only in layer pipelining: off, then on."""
+    """Yields pairs of runs that differ only in layer pipelining: off, then on."""
     for off in runs(document, pipeline="off"):
         on = runs(document, pipeline="on", path=off["path"], tokens=off["tokens"], concurrency=off["concurrency"])
         if len(on) == 1 and all(each["ttft_ms"]["mean"] for each in (off, on[0])):
@@ -191,7 +191,7 @@ def _pipelined(name: str, transport: str, paths: str, *claims: Claim, **environm
 
 
 def benches(slow: str) -> Sequence[Bench]:
-    """Return the benches, the most important first.
+    """Returns the benches, the most important first.
 
     Args:
         slow: the slow transport: "mooncake" (over TCP) or "ucx-tcp" (NIXL without cuda_ipc, through the host).

@@ -85,7 +85,7 @@ class Timed(NamedTuple):
 
 
 def timed(begin: Callable[[int], Callable[[], bool]], repeats: int, warm: int = 5) -> Timed:
-    """Time `begin(turn)`, which starts a copy and returns a function that tells whether the copy has completed."""
+    """Times `begin(turn)`, which starts a copy and returns a function that tells whether the copy has completed."""
     hosts, walls = [], []
     for turn in range(-warm, repeats):
         since = time.perf_counter_ns()
@@ -148,7 +148,7 @@ class Bench:
         return self.parts * self.layout.nbytes
 
     def verify(self) -> None:
-        """Move random bytes once and compare some blocks with the layout; raises AssertionError."""
+        """Moves random bytes once and compares some blocks with the layout; raises AssertionError."""
         # A length that is no multiple of anything here, so that no two rows are alike.
         noise = np.random.default_rng(1).integers(0, 256, 49_999_991, np.uint8)
         source = self.pool.regions()[0] if self.case.kind == "gather" else self.ring.region()
@@ -177,7 +177,7 @@ class Bench:
 
 
 def copies(device: Device, repeats: int) -> Iterator[dict[str, Any]]:
-    """Measure every gather and scatter; returns one row per case."""
+    """Measures every gather and scatter; returns one row per case."""
     for case in CASES:
         with closing(Bench(device, case)) as bench:
             bench.verify()
@@ -188,7 +188,7 @@ def copies(device: Device, repeats: int) -> Iterator[dict[str, Any]]:
 
 
 def directs(here: Device, there: Device, repeats: int, name: str) -> Iterator[dict[str, Any]]:
-    """Measure copies from pages of one device to pages of another by one kernel, with fewer and fewer thread blocks."""
+    """Measures copies from pages of one device to pages of another by one kernel, with ever fewer thread blocks."""
     layers, own, theirs = 80, 512, 2048  # 2 heads there, 8 here, of 128 bf16
     with ExitStack() as stack:
         source = stack.enter_context(closing(here.allocate(POOL_BYTES)))

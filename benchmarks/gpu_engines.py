@@ -99,12 +99,12 @@ class GpuMemory:
 
 
 def slots(case: Case, side: int) -> npt.NDArray[np.int64]:
-    """Return the order in which a write uses the slots of one process."""
+    """Returns the order in which a write uses the slots of one process."""
     return np.random.default_rng((case.seed, side)).permutation(case.descriptors)
 
 
 def noise(nbytes: int) -> Bytes:
-    """Return the bytes that the source pool contains."""
+    """Returns the bytes that the source pool contains."""
     return np.random.default_rng(7).integers(0, 256, nbytes, np.uint8)
 
 
@@ -112,7 +112,7 @@ def noise(nbytes: int) -> Bytes:
 
 
 def serve(wire: Connection, engine: str, index: int, nbytes: int) -> None:
-    """Run one process: execute requests, and progress the engine between them."""
+    """Runs one process: execute requests, and progress the engine between them."""
     try:
         prepare_environment()
         memory: Memory = HostMemory(nbytes) if index == HOST else GpuMemory(index, nbytes)
@@ -144,7 +144,7 @@ class Side:
         self._memory.put(noise(self._memory.region.nbytes))
 
     def write(self, case: Case, repeats: int) -> float:
-        """Return the duration of the fastest of several writes in seconds."""
+        """Returns the duration of the fastest of several writes in seconds."""
         bases = self._memory.region.addr, self._there
         here, there = (
             slots(case, side).astype(np.uint64) * np.uint64(case.nbytes) + np.uint64(base)
@@ -174,7 +174,7 @@ class Side:
 
 
 def measure(cell: Cell, total: int, repeats: int) -> Iterator[dict[str, Any]]:
-    """Return one row per case; a case that cannot run has a row with the reason."""
+    """Returns one row per case; a case that cannot run has a row with the reason."""
     spawn = multiprocessing.get_context("spawn")
     wires, processes = [], []
     for index in (cell.source, cell.target):
@@ -219,7 +219,7 @@ def ask(wire: Connection, *order: Any) -> Any:
 
 
 def answer(wire: Connection) -> Any:
-    """Wait for a process's answer; raises KvctlError if it reports an error, dies or exceeds the deadline."""
+    """Waits for a process's answer; raises KvctlError if it reports an error, dies or exceeds the deadline."""
     try:
         if not wire.poll(ANSWER_S):
             raise KvctlError(f"no answer within {ANSWER_S:g} s")
@@ -268,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def gpus(source: int, target: int | None) -> tuple[list[tuple[int, int]], list[dict[str, Any]]]:
-    """Return the GPU pairs to measure, and the description of their GPUs."""
+    """Returns the GPU pairs to measure, and the description of their GPUs."""
     first = open_device(source)
     if target is not None:
         return [(source, target)], [first.describe(), open_device(target).describe()]

@@ -47,7 +47,7 @@ class Ran:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the list; returns 0 if every measured claim holds, every byte was verified and no bench failed."""
+    """Runs the list; returns 0 if every measured claim holds, every byte was verified and no bench failed."""
     asked = _options().parse_args(arguments)
     asked.out.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + asked.seconds
@@ -104,7 +104,7 @@ def _command(bench: Bench, asked: argparse.Namespace, save: Path) -> list[str]:
 
 
 def _run(bench: Bench, asked: argparse.Namespace, ends: float) -> Ran:
-    """Run one command with a time limit."""
+    """Runs one command with a time limit."""
     save = asked.out / f"{bench.name}.json"
     save.unlink(missing_ok=True)
     ran = Ran(bench, _command(bench, asked, save))
@@ -144,7 +144,7 @@ def _python_path() -> str:
 
 
 def _lines(ran: Ran, rehearsal: bool) -> list[dict[str, Any]]:
-    """Return the table's lines for one bench."""
+    """Returns the table's lines for one bench."""
     lines = [_line(ran, claim) for claim in ran.bench.claims]
     if ran.document is not None:
         verified = ran.document["verified"]

@@ -29,14 +29,14 @@ ACCESSES = (2, 16)  # of one lane, fewest and most
 
 
 def tunings() -> Iterator[Tuning]:
-    """Yield every combination worth measuring."""
+    """Yields every combination worth measuring."""
     for kib, warps in product(KIB, WARPS):
         if ACCESSES[0] <= (kib << 10) // (warps * 32 * 16) <= ACCESSES[1]:
             yield Tuning(tile=Tile(kib << 10, warps))
 
 
 def measure(device: CudaDevice, bench: Bench, tuning: Tuning, repeats: int) -> tuple[float, float]:
-    """Return (wall, host) durations in µs."""
+    """Returns (wall, host) durations in µs."""
     bench.copier.close()
     bench.copier = DeviceCopier(CudaRowCopies(device.context, device.kernels, device.events, tuning))
     bench.copier.prepare(bench.memory, 0, bench.case.heads)

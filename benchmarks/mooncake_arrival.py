@@ -42,7 +42,7 @@ class Way(Protocol):
     """One way to notify, between two processes."""
 
     def hello(self) -> list[Any]:
-        """Return the argument for the other process's `meet`."""
+        """Returns the argument for the other process's `meet`."""
         ...
 
     def meet(self, hello: list[Any]) -> None: ...
@@ -52,7 +52,7 @@ class Way(Protocol):
         ...
 
     def arrived(self) -> int:
-        """Return the number of arrivals since the last call."""
+        """Returns the number of arrivals since the last call."""
         ...
 
     def close(self) -> None: ...
@@ -133,7 +133,7 @@ WAYS: dict[str, Callable[[], Way]] = {
 
 
 def wait(way: Way) -> None:
-    """Wait for an arrival with short sleeps, as the users of the transport do."""
+    """Waits for an arrival with short sleeps, as the users of the transport do."""
     until = time.monotonic() + GIVE_UP_S
     while not way.arrived():
         if time.monotonic() > until:
@@ -142,7 +142,7 @@ def wait(way: Way) -> None:
 
 
 def echo() -> None:
-    """Answer as many writes as requested, in the other process."""
+    """Answers as many writes as requested, in the other process."""
     ways: dict[str, Way] = {name: kind() for name, kind in WAYS.items()}
     print(json.dumps({name: way.hello() for name, way in ways.items()}), flush=True)
     for name, hello in json.loads(sys.stdin.readline()).items():
@@ -159,7 +159,7 @@ def echo() -> None:
 
 
 def main() -> None:
-    """Start the other process, measure the ways in turn, print the table."""
+    """Starts the other process, measure the ways in turn, print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--count", type=int, default=2000, help="round trips per row (default: %(default)s)")
     parser.add_argument("--echo", action="store_true", help=argparse.SUPPRESS)

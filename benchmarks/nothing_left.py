@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def measure(sides: list[SideProcess], directory: Path, options: argparse.Namespace) -> list[Check]:
-    """Run the rooms and return the checks."""
+    """Runs the rooms and returns the checks."""
     first, step = 0, options.step
     run(sides, first, options.warm_up, options)
     first += options.warm_up
@@ -102,7 +102,7 @@ def measure(sides: list[SideProcess], directory: Path, options: argparse.Namespa
 
 
 def run(sides: list[SideProcess], first: int, count: int, options: argparse.Namespace) -> Counter[str]:
-    """Run the rooms in both processes at once; returns the outcomes on the decode rank."""
+    """Runs the rooms in both processes at once; returns the outcomes on the decode rank."""
     timeout = 60.0 + count / 10
     plan = {"first": first, "count": count, "window": options.window, "aborts": options.aborts, "seed": options.seed}
     for side in sides:
@@ -111,7 +111,7 @@ def run(sides: list[SideProcess], first: int, count: int, options: argparse.Name
 
 
 def rest(sides: list[SideProcess], before: dict[str, Held] | None = None) -> dict[str, Held]:
-    """Count what is held once the tombstones have expired; counts again for a while if it is more than before."""
+    """Counts what is held once the tombstones have expired; counts again for a while if it is more than before."""
     time.sleep(TOMBSTONES_S + 1)
     deadline = time.monotonic() + TOMBSTONES_S
     while True:
@@ -145,7 +145,7 @@ def compare(side: SideProcess, before: dict[str, Held], after: dict[str, Held]) 
 
 
 def more(before: Sizes, after: Sizes) -> list[str]:
-    """Return one line for each class with many more live objects than before."""
+    """Returns one line for each class with many more live objects than before."""
     return [
         f"{kind}: {count} (were {before.get(kind, 0)})"
         for kind, count in after.items()
@@ -154,7 +154,7 @@ def more(before: Sizes, after: Sizes) -> list[str]:
 
 
 def memory(samples: dict[str, list[int]], rooms: list[int], options: argparse.Namespace) -> list[Check]:
-    """Return the growth of resident memory over the second half of the run, after the heaps have grown, and the whole
+    """Returns the growth of resident memory over the second half of the run, after the heaps have grown, and the whole
     series.
     """
     checks: list[Check] = []
@@ -189,7 +189,7 @@ def workplace() -> Iterator[Path]:
 
 
 def launch(role: str, transport: str, directory: Path, **config: Any) -> SideProcess:
-    """Start one process; `ready` waits for the other."""
+    """Starts one process; `ready` waits for the other."""
     side = SideProcess(
         role, SIZES, directory, **{"transport": transport, "bootstrap_timeout_s": TOMBSTONES_S, **config}
     )
@@ -203,7 +203,7 @@ def launch(role: str, transport: str, directory: Path, **config: Any) -> SidePro
 
 @contextlib.contextmanager
 def fleet(transport: str, **config: Any) -> Iterator[tuple[list[SideProcess], Path]]:
-    """Start both processes and wait until they are ready; kills them at the end if they have not ended."""
+    """Starts both processes and waits until they are ready; kills them at the end if they have not ended."""
     with workplace() as directory, contextlib.ExitStack() as stack:
         sides: list[SideProcess] = []
         for role in SIZES:

@@ -58,7 +58,7 @@ class Side:
         self.transport.register([Region(self.pool.ctypes.data, POOL_BYTES)])
 
     def wait(self, how: Waiting) -> list[Arrival]:
-        """Wait for arrivals and return them."""
+        """Waits for arrivals and returns them."""
         started = time.perf_counter()
         while True:
             landed = self.transport.arrivals()
@@ -72,7 +72,7 @@ class Side:
 
 
 def echo(engine: str) -> None:
-    """Answer every tag with the same tag, in the other process."""
+    """Answers every tag with the same tag, in the other process."""
     side = Side(engine, "echo")
     print(json.dumps([side.transport.metadata().hex(), side.pool.ctypes.data]), flush=True)
     side.transport.connect("near", bytes.fromhex(sys.stdin.readline()))
@@ -101,7 +101,7 @@ def idle_share(transport: Transport, seconds: float, poll_s: float) -> float:
 
 
 def round_trips(side: Side, target: int, how: Waiting, with_write: bool, count: int, limit_s: float) -> list[float]:
-    """Return the durations of up to `count` round trips in µs, sorted; stops after `limit_s`."""
+    """Returns the durations of up to `count` round trips in µs, sorted; stops after `limit_s`."""
     here, there = (np.array([addr], np.uint64) for addr in (side.pool.ctypes.data, target))
     sizes = np.array([WRITE_BYTES], np.uint64)
     took: list[float] = []
@@ -120,7 +120,7 @@ def round_trips(side: Side, target: int, how: Waiting, with_write: bool, count: 
 
 
 def main() -> None:
-    """Start the other process and print the table."""
+    """Starts the other process and prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--transport", default="nixl", help="nixl, mooncake or loopback (default: %(default)s)")
     parser.add_argument("--count", type=int, default=500, help="round trips per row at most (default: %(default)s)")

@@ -126,12 +126,12 @@ class OpenLoop:
         return [room for rooms in self._rooms.values() for room in rooms]
 
     def forget(self) -> None:
-        """Drop rooms that are over."""
+        """Drops rooms that are over."""
         for rooms in self._rooms.values():
             rooms[:] = [room for room in rooms if not room.over]
 
     def burst(self, victim: str) -> None:
-        """Open several rooms of the victim at once, so that some are in flight."""
+        """Opens several rooms of the victim at once, so that some are in flight."""
         rank = self.traffic.fleet.ranks[victim].planned
         mine = rank["dp"] if rank["role"] == "decode" else rank["instance"]
         for instance, dp in PAIRS:
@@ -142,7 +142,7 @@ class OpenLoop:
         self.until(lambda: False, seconds, sample)
 
     def until(self, condition: Callable[[], bool], seconds: float, sample: Callable[[], None] = lambda: None) -> bool:
-        """Serve until a condition holds, at most for the given time; returns whether it holds."""
+        """Serves until a condition holds, at most for the given time; returns whether it holds."""
         now = time.monotonic()
         deadline, sample_at = now + seconds, now
         while not (met := condition()) and (now := time.monotonic()) < deadline:
@@ -213,7 +213,7 @@ def main() -> int:
 
 
 def defaults() -> dict[str, str | int | float | bool]:
-    """Use an agent's default timeouts instead of the fleet's short ones."""
+    """Uses an agent's default timeouts instead of the fleet's short ones."""
     return {key.name: key.default for key in KEYS if key.name in SHORT_TIMINGS and key.default is not None}
 
 
@@ -264,7 +264,7 @@ def measure(load: OpenLoop, outage: Outage, window_s: float, traffic: Traffic) -
 
 
 def others(rooms: Iterable[LiveRoom], victim: str, from_ns: int, until_ns: int) -> Window:
-    """Return the rooms without the victim that ended within a time range."""
+    """Returns the rooms without the victim that ended within a time range."""
     took = []
     for room in rooms:
         if victim not in room.ranks and room.succeeded:
@@ -275,7 +275,7 @@ def others(rooms: Iterable[LiveRoom], victim: str, from_ns: int, until_ns: int) 
 
 
 def failures(found: Finding, rooms: Iterable[LiveRoom], begun_ns: int) -> None:
-    """Return the times at which the victim's rooms failed on the remaining ranks.
+    """Returns the times at which the victim's rooms failed on the remaining ranks.
 
     Rooms that the victim had not opened are counted separately: the other ranks never heard of them, and they end with
     the bootstrap deadline.

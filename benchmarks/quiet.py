@@ -81,7 +81,7 @@ class Onlooker(threading.Thread):
         return (self._waited[0] - before[0]) / turns if turns else 0.0
 
     def end(self) -> None:
-        """Stop checking."""
+        """Stops checking."""
         self._over.set()
         self.join()
 
@@ -98,7 +98,7 @@ def _waited() -> tuple[float, int]:
 
 
 def main() -> int:
-    """Run the check; returns 1 if a code was raised."""
+    """Runs the check; returns 1 if a code was raised."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--transport", default="nixl")

@@ -238,7 +238,7 @@ class Rank:
 
 
 def serve(agents: int, rooms: int) -> None:
-    """Run the agents until stdin ends; answers every line with the number of requests served."""
+    """Runs the agents until stdin ends; answers every line with the number of requests served."""
     ranks = [Rank(number, agents, rooms) for number in range(agents)]
     with contextlib.ExitStack() as stack:
         for rank in ranks:
@@ -288,7 +288,7 @@ def cpu_s(pid: int) -> float:
 
 
 def measure(view: str, seconds: float, agents: Agents, directory: str) -> tuple[float, float]:
-    """Return the share of a core and the readings per second of `kvctl top` in one view."""
+    """Returns the share of a core and the readings per second of `kvctl top` in one view."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", SIZE[1], SIZE[0], 0, 0))
     environment = {**os.environ, "KVCTL_SOCKET_DIR": directory, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
@@ -313,7 +313,7 @@ def measure(view: str, seconds: float, agents: Agents, directory: str) -> tuple[
 
 
 def _swallow(leader: int, done: threading.Event) -> None:
-    """Discard everything that is written to the terminal."""
+    """Discards everything that is written to the terminal."""
     while not done.is_set():
         if select.select([leader], [], [], 0.1)[0]:
             try:

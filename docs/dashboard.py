@@ -230,7 +230,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
 
 
 def dashboard() -> dict[str, Any]:
-    """Return the dashboard in Grafana's import format."""
+    """Returns the dashboard in Grafana's import format."""
     panels: list[dict[str, Any]] = []
     y = 0
     for title, row in ROWS:
@@ -261,7 +261,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def expressions() -> list[str]:
-    """Yield every query of the dashboard."""
+    """Yields every query of the dashboard."""
     return [query for _, row in ROWS for panel in row for query, _ in panel.queries]
 
 

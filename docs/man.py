@@ -42,7 +42,7 @@ def write(folder: Path) -> list[Path]:
 
 
 def _examples(name: str, command: click.Command) -> Iterator[tuple[str, str]]:
-    """Yield (page name, sections that click-man does not write) for a command and every command below it."""
+    """Yields (page name, sections that click-man does not write) for a command and every command below it."""
     lines = []
     if isinstance(command, GlobalOptions):
         for does, line in command.shown_examples():
@@ -57,7 +57,7 @@ def _examples(name: str, command: click.Command) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def _without_global_options(command: click.Command) -> Iterator[None]:
-    """Hide the global options in the commands below this one: only the page of kvctl lists them."""
+    """Hides the global options in the commands below this one: only the page of kvctl lists them."""
     below = [leaf for leaf in _below(command) if isinstance(leaf, GlobalOptions)]
     options = [option for leaf in below for option in leaf.global_options]
     for option in options:

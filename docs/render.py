@@ -192,7 +192,7 @@ def glossary(command: click.Command) -> list[str]:
 
 
 def helps(command: click.Command, context: click.Context) -> Iterator[tuple[str, str, click.Command]]:
-    """Yield (command path, help text, command) for a command and every command below it."""
+    """Yields (command path, help text, command) for a command and every command below it."""
     context.terminal_width = context.max_content_width = HELP_COLUMNS
     text = "\n".join(line.rstrip() for line in command.get_help(context).splitlines())
     yield context.command_path, text, command
@@ -213,7 +213,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def pages() -> dict[str, str]:
-    """Return every generated file by its path below docs/."""
+    """Returns every generated file by its path below docs/."""
     return {
         "configuration.md": configuration(),
         "admin.md": admin(),

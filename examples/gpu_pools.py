@@ -56,15 +56,15 @@ class Side:
         return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def recorded(self) -> Any:
-        """Record an event behind everything on the stream; None on the CPU, where calls are synchronous."""
+        """Records an event behind everything on the stream; None on the CPU, where calls are synchronous."""
         return None if self.stream is None else self.stream.record_event()
 
     def take(self, count: int) -> list[int]:
-        """Allocate page indices as a list in host memory: reading them from a CUDA tensor would synchronise."""
+        """Allocates page indices as a list in host memory: reading them from a CUDA tensor would synchronise."""
         return [self.free.pop() for _ in range(count)]
 
     def rows(self, tensor: torch.Tensor, pages: Sequence[int]) -> torch.Tensor:
-        """Return a copy of the pages as `[pages, page size, heads, head dim]`."""
+        """Returns a copy of the pages as `[pages, page size, heads, head dim]`."""
         where = torch.tensor(pages).to(self.device, non_blocking=True)
         return tensor.view(PAGES, PAGE_SIZE, HEADS, HEAD_DIM)[where]
 
@@ -79,7 +79,7 @@ class Toy:
             self._hidden = torch.randn(HIDDEN, HIDDEN, device=side.device)
 
     def forward(self, layers: range, pages: Sequence[int]) -> None:
-        """Launch the work of some layers; on a GPU it has not completed when this returns."""
+        """Launches the work of some layers; on a GPU it has not completed when this returns."""
         side = self._side
         with side.working():
             where = torch.tensor(pages).to(side.device, non_blocking=True)
@@ -91,7 +91,7 @@ class Toy:
 
 
 def run(prefill: Side, decode: Side, toy: Toy, room: int) -> float:
-    """Run one request; returns the seconds from its first launch until decode may read."""
+    """Runs one request; returns the seconds from its first launch until decode may read."""
     count = PAGES_OF_A_CHUNK * CHUNKS
     ours, theirs = prefill.take(count), decode.take(count)
     slot = room % len(decode.aux)

@@ -116,7 +116,7 @@ class Options:
 
 
 def build_model(name: str) -> Any:
-    """Build the model in fp32, identical in every process."""
+    """Builds the model in fp32, identical in every process."""
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     common: dict[str, Any] = {
@@ -143,7 +143,7 @@ def build_model(name: str) -> Any:
 
 
 def make_prompts(options: Options) -> list[torch.Tensor]:
-    """Draw random tokens."""
+    """Draws random tokens."""
     generator = torch.Generator().manual_seed(SEED + 1)
     return [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in options.lengths()]
 
@@ -164,13 +164,13 @@ def generate_undivided(model: Any, prompt: torch.Tensor, new_tokens: int) -> lis
 
 @torch.inference_mode()
 def forward(model: Any, tokens: torch.Tensor, cache: DynamicCache) -> int:
-    """Run `tokens` and append their KV to `cache`; returns the greedy next token."""
+    """Runs `tokens` and appends their KV to `cache`; returns the greedy next token."""
     logits = model(tokens[None], past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     return int(logits[0, -1].argmax())
 
 
 def continue_greedily(model: Any, cache: DynamicCache, first: int, new_tokens: int) -> list[int]:
-    """Decode from a filled cache; returns `first` and the following tokens, `new_tokens` in total."""
+    """Decodes from a filled cache; returns `first` and the following tokens, `new_tokens` in total."""
     tokens = [first]
     while len(tokens) < new_tokens:
         tokens.append(forward(model, torch.tensor(tokens[-1:]), cache))
@@ -200,7 +200,7 @@ class PagedKV:
         self.free = random.Random(seed).sample(range(num_pages), num_pages)
 
     def pool(self) -> KVPool:
-        """Return the pool for the agent; the aux row of a slot is its first token, 8 bytes."""
+        """Returns the pool for the agent; the aux row of a slot is its first token, 8 bytes."""
         aux = self.first_tokens.view(torch.uint8).view(-1, 8)
         planes = [list(plane) for plane in zip(*self.tensors, strict=True)]
         if self.latent:
@@ -218,14 +218,14 @@ class PagedKV:
         self.free.extend(pages)
 
     def store(self, cache: DynamicCache, layer: int, pages: Sequence[int], start: int, stop: int) -> None:
-        """Copy tokens [start, stop) of one layer and this rank's heads from the model's cache into pages."""
+        """Copies tokens [start, stop) of one layer and this rank's heads from the model's cache into pages."""
         rows = self._rows(pages)[start:stop]
         entry: Any = cache.layers[layer]
         for target, source in zip(self._pair(layer), (entry.keys, entry.values), strict=True):
             target[rows] = source[0, self.heads, start:stop].transpose(0, 1)
 
     def load(self, pages: Sequence[int], tokens: int) -> DynamicCache:
-        """Return a transformers cache of the first `tokens` tokens in `pages`; this rank must hold the whole model."""
+        """Returns a transformers cache of the first `tokens` tokens in `pages`; this rank must hold the whole model."""
         rows = self._rows(pages)[:tokens]
         cache = DynamicCache()
         for layer in self.layers:
@@ -234,7 +234,7 @@ class PagedKV:
         return cache
 
     def _pair(self, layer: int) -> Sequence[torch.Tensor]:
-        """Return the two tensors of a layer in the shape that transformers uses."""
+        """Returns the two tensors of a layer in the shape that transformers uses."""
         mine = self.tensors[layer - self.layers.start]
         return torch.split(mine[0], [LATENT_DIM, ROPE_DIM], dim=-1) if self.latent else mine
 
@@ -257,7 +257,7 @@ class Prefill:
             model.model.layers[layer].register_forward_hook(partial(self._hook, layer))
 
     def run(self, prompt: torch.Tensor, pages: Sequence[int], start: int, stop: int) -> int:
-        """Compute tokens [start, stop) of a prompt; returns the greedy next token."""
+        """Computes tokens [start, stop) of a prompt; returns the greedy next token."""
         if start == 0:
             self._cache = DynamicCache()
         self._pages, self._span = pages, (start, stop)
@@ -274,7 +274,7 @@ class Prefill:
 def prefill_rank(
     place: int, options: Options, report: Callable[[str, Any], None], until_told: Callable[[], None]
 ) -> None:
-    """Run one rank of the prefill instance: prefill every prompt and send this rank's pages."""
+    """Runs one rank of the prefill instance: prefill every prompt and send this rank's pages."""
     model, prompts = build_model(options.model), make_prompts(options)
     rank = options.prefill_ranks[place]
     # Room for the two longest prompts only: later prompts reuse the pages of earlier ones, once those are sent.
@@ -323,13 +323,13 @@ def prefill_rank(
 
 
 def _send_group(send: Any, by_last_layer: dict[int, range], pages: Sequence[int], last: bool, layer: int) -> None:
-    """Send a layer group's KV once its last layer is computed."""
+    """Sends a layer group's KV once its last layer is computed."""
     if (group := by_last_layer.get(layer)) is not None:
         send.layers(group, pages, last=last)
 
 
 def decode_rank(dp: int, options: Options, report: Callable[[str, Any], None], until_told: Callable[[], None]) -> None:
-    """Run one data-parallel rank: receive the whole cache of each of its prompts, and generate."""
+    """Runs one data-parallel rank: receive the whole cache of each of its prompts, and generate."""
     model, lengths = build_model(options.model), options.lengths()
     mine = range(dp, len(lengths), options.decode_dp)
     num_pages = max(1, sum(-(-lengths[i] // options.page_size) for i in mine))
@@ -353,7 +353,7 @@ def decode_rank(dp: int, options: Options, report: Callable[[str, Any], None], u
 
 
 def succeed(transfer: Any, timeout_s: float) -> None:
-    """Wait until a Send or Receive has succeeded."""
+    """Waits until a Send or Receive has succeeded."""
     state = transfer.wait(timeout_s)
     if state.name != "SUCCESS":
         raise RuntimeError(f"room {transfer.room} ended as {state.name}: {transfer.error}")
@@ -368,7 +368,7 @@ def worker(role: Callable[..., None], rank: int, options: Options, parent: Conne
     threading.Thread(target=_die_with_parent, name="die-with-parent", daemon=True).start()
 
     def until_told() -> None:
-        """Wait for the parent's signal that all ranks are done: peers may still need this rank."""
+        """Waits for the parent's signal that all ranks are done: peers may still need this rank."""
         parent.send(("through", None))
         if not parent.poll(options.timeout_s):
             raise TimeoutError(f"no word from the parent within {options.timeout_s} s")
@@ -430,7 +430,7 @@ class Ranks:
             pipe.close()
 
     def gather(self) -> tuple[dict[int, tuple[int, list[int]]], int]:
-        """Return (decode rank, tokens) of every prompt and the number of pipelined forwards, once all ranks have
+        """Returns (decode rank, tokens) of every prompt and the number of pipelined forwards, once all ranks have
         succeeded.
 
         Raises:

@@ -54,7 +54,7 @@ class Held:
         return cls(frozenset(threading.enumerate()), frozenset(_children()), frozenset(_descriptors()))
 
     def gained(self, later: Held) -> list[str]:
-        """Return one line for each resource in `later` that is not in this one."""
+        """Returns one line for each resource in `later` that is not in this one."""
         lines = [f"thread {thread.name}" for thread in later.threads - self.threads]
         lines += [f"child process {pid}: {_command(pid)}" for pid in later.children - self.children]
         lines += [f"file descriptor {fd}: {target}" for fd, target in later.descriptors - self.descriptors]
@@ -66,7 +66,7 @@ LONGEST = ("matrix", "scenes", "leaks", "explore", "fleet", "recovery")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the tests so that the folders with the longest files run first."""
+    """Orders the tests so that the folders with the longest files run first."""
     place = {folder: number for number, folder in enumerate(LONGEST)}
     here = Path(__file__).parent
     items.sort(key=lambda item: place.get(item.path.relative_to(here).parts[0], len(place)))
@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
-    """Fail a test that leaves a thread, a child process or a file descriptor behind."""
+    """Fails a test that leaves a thread, a child process or a file descriptor behind."""
     before = Held.now()
     yield
     left = before.gained(Held.now())

@@ -39,7 +39,7 @@ _BOUNDED = re.compile("|".join(f"({pattern})" for pattern in BOUNDS))
 
 
 def census(root: object) -> Sizes:
-    """Return container sizes by path from `root`; elements of one container share a path, and their sizes are added."""
+    """Returns container sizes by path from `root`; elements of one container share a path, and their sizes add up."""
     sizes: Counter[str] = Counter()
     for path, thing in _walk(root):
         if isinstance(thing, SimpleQueue):
@@ -64,7 +64,7 @@ def instances(*roots: object) -> Sizes:
 
 
 def grown(before: Sizes, after: Sizes) -> list[str]:
-    """Return one line for each container that is larger than before, or above its bound if it is a history.
+    """Returns one line for each container that is larger than before, or above its bound if it is a history.
 
     Paths may begin with the name of their agent, as in "decode-0: ".
     """
@@ -80,7 +80,7 @@ def grown(before: Sizes, after: Sizes) -> list[str]:
 
 
 def _walk(root: object) -> Iterator[tuple[str, Any]]:
-    """Yield every reachable object once, with its path; histories are yielded, but their contents are not."""
+    """Yields every reachable object once, with its path; histories are yielded, but their contents are not."""
     seen = {id(root)}
     queue: deque[tuple[str, Any]] = deque([("", root)])
     while queue:
@@ -98,7 +98,7 @@ def _walk(root: object) -> Iterator[tuple[str, Any]]:
 
 
 def _below(thing: object) -> set[int]:
-    """Return the identities of a history and of everything in it, keys included."""
+    """Returns the identities of a history and of everything in it, keys included."""
     found = {id(thing)}
     queue = [thing]
     while queue:

@@ -102,7 +102,7 @@ class Late(RuntimeError):
 
 
 def finish(sides: Sides, ending: Ending, room: int) -> None:
-    """Wait until a started room has ended on both sides.
+    """Waits until a started room has ended on both sides.
 
     Raises:
         Late: the room ended by a deadline, unexpectedly.
@@ -124,7 +124,7 @@ def finish(sides: Sides, ending: Ending, room: int) -> None:
 
 
 def run(sides: Sides, ending: Ending, room: int) -> None:
-    """Run one room from begin to end, and a new one if it was late."""
+    """Runs one room from begin to end, and a new one if it was late."""
     for attempt in range(TRIES):
         number = room + 100_000 * attempt
         ending(*sides, number)

@@ -57,7 +57,7 @@ class SideProcess:
         )
 
     def tell(self, do: str, **fields: Any) -> None:
-        """Send a request without waiting for its answer, which `hear` returns."""
+        """Sends a request without waiting for its answer, which `hear` returns."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
         self.process.stdin.flush()
@@ -80,12 +80,12 @@ class SideProcess:
         return self._stderr.read().decode(errors="replace")
 
     def kill(self) -> None:
-        """Kill the process; does nothing if it has ended."""
+        """Kills the process; does nothing if it has ended."""
         self.process.kill()
         self.end()
 
     def end(self, timeout: float = 15.0) -> int:
-        """Close its input and wait until it exits; returns the exit status."""
+        """Closes its input and waits until it exits; returns the exit status."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -122,13 +122,13 @@ class SideProcess:
         return dict(kinds)
 
     def shared_memory(self) -> set[str]:
-        """Return the names of its mappings in /dev/shm; these files must be gone when it has ended."""
+        """Returns the names of its mappings in /dev/shm; these files must be gone when it has ended."""
         lines = Path(f"/proc/{self.process.pid}/maps").read_text().splitlines()
         return {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line and not line.endswith("(deleted)")}
 
 
 def files(directory: Path) -> Sizes:
-    """Count the files in the fleet's directory by kind: sockets, locks, temporary files."""
+    """Counts the files in the fleet's directory by kind: sockets, locks, temporary files."""
     kinds = Counter(
         "sockets" if path.is_socket() else f"files in {path.parent.name}"
         for path in directory.rglob("*")

@@ -44,7 +44,7 @@ class Abort(NamedTuple):
 
 
 def planned_abort(seed: int, room: int, share: float, ranks: dict[str, int]) -> Abort | None:
-    """Return the abort of a room, the same in both processes; None for a room that may succeed."""
+    """Returns the abort of a room, the same in both processes; None for a room that may succeed."""
     dice = random.Random(f"{seed}/{room}")
     if dice.random() >= share:
         return None
@@ -109,7 +109,7 @@ class Side:
         self._handles[room][rank].abort("given up by the test")
 
     def known(self, room: int, timeout: float) -> None:
-        """Wait until the peers know the room."""
+        """Waits until the peers know the room."""
         deadline = time.monotonic() + timeout
         while any(handle.state < RoomState.WAITING_FOR_INPUT for handle in self._handles[room]):
             if time.monotonic() > deadline:
@@ -117,7 +117,7 @@ class Side:
             time.sleep(0.002)
 
     def wait(self, room: int, timeout: float) -> list[Answer]:
-        """Return the room's outcome on each rank and forget the room."""
+        """Returns the room's outcome on each rank and forgets the room."""
         deadline = time.monotonic() + timeout
         handles = self._handles[room]
         for handle in handles:
@@ -130,7 +130,7 @@ class Side:
     # ---- many rooms -------------------------------------------------------------------------------------------
 
     def run(self, first: int, count: int, window: int, aborts: float, seed: int, timeout: float) -> Answer:
-        """Run rooms `first` to `first + count`, at most `window` at a time; returns the number of rooms by outcome on
+        """Runs rooms `first` to `first + count`, at most `window` at a time; returns the number of rooms by outcome on
         this role.
 
         Raises:

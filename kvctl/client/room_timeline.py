@@ -82,7 +82,7 @@ class RoomTimeline:
 
     @property
     def failed_after_ns(self) -> int | None:
-        """Time from the first event to the failure; negative if the ranks that answered opened the room later."""
+        """Times from the first event to the failure; negative if the ranks that answered opened the room later."""
         if self.failure is None:
             return None
         after = self.failure["at_ns"] - self.started_at_ns

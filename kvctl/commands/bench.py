@@ -74,7 +74,7 @@ def bench(settings: Settings, plan_only: bool, **options: Any) -> None:
 
 
 def _check_columns(output: Output, request: BenchRequest, plan_only: bool) -> None:
-    """Check `--columns` and the like before anything is started, if the columns are known by then.
+    """Checks `--columns` and the like before anything is started, if the columns are known by then.
 
     Raises:
         click.UsageError: They do not match the table that will be printed.
@@ -130,7 +130,7 @@ class BenchRun:
     def _session(
         self, wave: Wave, variant: Variant, plan: Plan, together: bool, stack: ExitStack, steps: Steps
     ) -> Session:
-        """Create a session, closed with `stack`; `together`: other fleets with the same ranks run at the same time."""
+        """Creates a session, closed with `stack`; `together`: other fleets with the same ranks run at the same time."""
         session = stack.enter_context(
             Session(
                 variant,
@@ -169,7 +169,7 @@ class BenchRun:
         return ExitCode.FAILED
 
     def _stop(self, sessions: Sequence[Session]) -> ExitCode:
-        """Stop the fleets; a rank that does not exit properly is a failure, although everything was measured."""
+        """Stops the fleets; a rank that does not exit properly is a failure, although everything was measured."""
         crashed: dict[str, int] = {}
         try:
             for session in sessions:
@@ -186,7 +186,7 @@ class BenchRun:
         return ExitCode.FAILED if crashed else ExitCode.OK
 
     def _report(self) -> ExitCode:
-        """Print and save the results; FAILED if rooms failed, bytes were wrong, or a run regressed."""
+        """Prints and saves the results; FAILED if rooms failed, bytes were wrong, or a run regressed."""
         rows = self._outcome.rows()
         problems = self._outcome.problems
         if rows:
@@ -200,7 +200,7 @@ class BenchRun:
         return ExitCode.FAILED if problems or self._outcome.verified is False else ExitCode.OK
 
     def _write_files(self) -> None:
-        """Write the files of --save and --html."""
+        """Writes the files of --save and --html."""
         save, html = self._options["save"], self._options["html"]
         if save is not None:
             save.write_bytes(orjson.dumps(self._outcome.document(), option=orjson.OPT_INDENT_2) + b"\n")
@@ -214,7 +214,7 @@ class BenchRun:
     def _compared(
         self, rows: list[dict[str, Any]], baseline: Mapping[str, Any]
     ) -> tuple[list[dict[str, Any]], list[str]]:
-        """Return the rows compared with the baseline, and the regressions."""
+        """Returns the rows compared with the baseline, and the regressions."""
         file, allowed = self._options["baseline"], self._options["max_regress"]
         shape = self._outcome.measured[0].results.plan["shape"]
         try:
@@ -227,7 +227,7 @@ class BenchRun:
         return rows, regressed
 
     def _table(self, rows: list[dict[str, Any]]) -> Report:
-        """Return the published table of the preset, or the comparison of the paths."""
+        """Returns the published table of the preset, or the comparison of the paths."""
         preset = self._request.preset
         terminal = partial(blocks, outcome=self._outcome)
         if preset is None:

@@ -68,7 +68,7 @@ def grouped_option(
     parse: Callable[[str], Any] | None = None,
     **more: Any,
 ) -> click.Option:
-    """Return an option of a group.
+    """Returns an option of a group.
 
     Args:
         flags: The option's flag, and the parameter's name if it is another.
@@ -82,7 +82,7 @@ def grouped_option(
 
 
 def bench_options() -> list[click.Parameter]:
-    """Return new parameters in the order of the help."""
+    """Returns new parameters in the order of the help."""
     return [*_layout(), *_model(), *_load(), *_traffic(), *_engine(), *_gpus(), *_compute(), *_result()]
 
 

@@ -62,7 +62,7 @@ class BenchRequest:
 
 
 def resolve(options: Mapping[str, Any], given: Collection[str]) -> BenchRequest:
-    """Resolve the options.
+    """Resolves the options.
 
     Args:
         options: Values by parameter name.
@@ -114,7 +114,7 @@ def resolve(options: Mapping[str, Any], given: Collection[str]) -> BenchRequest:
 
 
 def plan_fleets(request: BenchRequest, output: Output) -> list[tuple[Wave, list[tuple[Variant, Plan]]]]:
-    """Plan every fleet before any is started, and print the notes of the plans.
+    """Plans every fleet before any is started, and prints the notes of the plans.
 
     Raises:
         CliError: A fleet cannot be planned.
@@ -146,7 +146,7 @@ def _check_fault_ranks(faults: Sequence[Fault], names: Sequence[str]) -> None:
 
 
 def _check(options: Mapping[str, Any], given: Collection[str]) -> None:
-    """Refuse contradictory options."""
+    """Refuses contradictory options."""
     if not options["transports"]:
         raise _refused("--transport", f"no value is given; allowed: {', '.join(TRANSPORTS)}")
     if options["trace"] is not None and options["sessions"] is not None:
@@ -182,7 +182,7 @@ def _check(options: Mapping[str, Any], given: Collection[str]) -> None:
 
 
 def _check_device(options: Mapping[str, Any], given: Collection[str]) -> None:
-    """Refuse options that require GPUs without --device cuda, and two kinds of compute at once."""
+    """Refuses options that require GPUs without --device cuda, and two kinds of compute at once."""
     requires_cuda = (
         ("compute", options["compute"] == "gpu"),
         ("prefill_gpus", options["prefill_gpus"]),
@@ -198,7 +198,7 @@ def _check_device(options: Mapping[str, Any], given: Collection[str]) -> None:
 
 
 def _with_defaults(options: Mapping[str, Any], given: Collection[str], source: Source | None) -> dict[str, Any]:
-    """Return the options with the defaults that depend on other options."""
+    """Returns the options with the defaults that depend on other options."""
     settled = dict(options)
     if "concurrency" not in given:
         if options["sessions"] is not None:
@@ -211,7 +211,7 @@ def _with_defaults(options: Mapping[str, Any], given: Collection[str], source: S
 
 
 def _source(options: Mapping[str, Any], seed: int) -> tuple[Source | None, list[str]]:
-    """Return the trace or the sessions, if any, and notes about them."""
+    """Returns the trace or the sessions, if any, and notes about them."""
     notes: list[str] = []
     facts: dict[str, Any]
     if options["trace"] is not None:
@@ -255,7 +255,7 @@ def _loads(preset: Preset | None, part: Part, options: Mapping[str, Any], source
 
 
 def _filled(preset: Preset, options: Mapping[str, Any], loads: Sequence[Load]) -> tuple[Load, ...]:
-    """Return a preset's loads with the number of rooms of the command line or of the published table."""
+    """Returns a preset's loads with the number of rooms of the command line or of the published table."""
     return tuple(
         replace(load, rooms=options["rooms"] or load.rooms or preset.rooms(load.concurrency)) for load in loads
     )
@@ -264,7 +264,7 @@ def _filled(preset: Preset, options: Mapping[str, Any], loads: Sequence[Load]) -
 def _scaled(
     preset: Preset, part: Part, options: Mapping[str, Any], given: Collection[str]
 ) -> tuple[Mapping[str, Any], str]:
-    """Return the options with the load of one of a preset's parts scaled to this machine, and a note on it."""
+    """Returns the options with the load of one of a preset's parts scaled to this machine, and a note on it."""
     geometry = ("layers", "kv_heads", "head_dim")
     requested = scale.published(options["model"], {name: options[name] for name in geometry})
     if requested is None:
@@ -293,13 +293,13 @@ def _scaled(
 
 
 def _memory(preset: Preset | None) -> int:
-    """Return the memory for all pools and rings."""
+    """Returns the memory for all pools and rings."""
     budget = memory_budget_bytes()
     return min(budget, cores() * scale.MEMORY_PER_CORE_BYTES) if preset else budget
 
 
 def _shortened(options: Mapping[str, Any], divisor: int) -> Mapping[str, Any]:
-    """Return the options with every prompt length divided."""
+    """Returns the options with every prompt length divided."""
     tokens: Tokens = options["tokens"]
     sweep = tuple(
         (axis, list(dict.fromkeys(max(1, value // divisor) for value in values)) if axis == "tokens" else values)
@@ -310,7 +310,7 @@ def _shortened(options: Mapping[str, Any], divisor: int) -> Mapping[str, Any]:
 
 
 def _plan_request(options: Mapping[str, Any], loads: tuple[Load, ...], seed: int, memory_bytes: int) -> PlanRequest:
-    """Return the planner's request for the first transport and CP mode."""
+    """Returns the planner's request for the first transport and CP mode."""
     prefill = options["prefill_instances"] or (_sizes(options, "prefill"),)
     k_scale_bytes, v_scale_bytes = options["scale_bytes"]
     decodes = options["decode_ms"] > 0

@@ -146,7 +146,7 @@ class _Search:
         return resolve({**self._options, **changes}, {*self._given, *changes})
 
     def measure(self, name: str, changes: Mapping[str, Any]) -> Iterator[Candidate]:
-        """Run the benches of some options and yield their candidates."""
+        """Runs the benches of some options and yields their candidates."""
         for wave, fleets in plan_fleets(self.resolve(changes), self._quiet):
             yield from run_fleets(wave.program, fleets, self.steps, self._options["point_seconds"], name)
 
@@ -191,7 +191,7 @@ def _load_text(load: PlannedLoad) -> str:
 
 
 def _blocks(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> list[Block]:
-    """Return the terminal output: the workload, the candidates, and the settings to paste into agent.toml."""
+    """Returns the terminal output: the workload, the candidates, and the settings to paste into agent.toml."""
     room = facts["room"]
     head: list[Line] = [
         [(f"{'measured':<10}", "dim"), (facts["layout"], "")],

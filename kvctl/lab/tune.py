@@ -71,7 +71,7 @@ class Candidate:
         return self.rooms_per_s * margin > other.rooms_per_s and self.p50_ms * margin < other.p50_ms
 
     def settings(self) -> dict[str, str | int]:
-        """Return the settings as keys of the agent's configuration."""
+        """Returns the settings as keys of the agent's configuration."""
         found: dict[str, str | int] = {"path": self.path, "chunk_tokens": self.chunk_tokens}
         if self.ring_bytes:
             found["staging_ring_mb"] = -(-self.ring_bytes // _MIB)
@@ -131,7 +131,7 @@ def tune(
 
 
 def run_fleets(program: Program, fleets: Fleets, steps: Steps, point_s: float | None, label: str) -> list[Candidate]:
-    """Measure fleets in turns.
+    """Measures fleets in turns.
 
     Raises:
         FleetError: A rank died, failed or hung.
@@ -182,7 +182,7 @@ def _candidate(variant: Variant, plan: Plan, row: Mapping[str, Any]) -> Candidat
 
 
 def _best(candidates: Sequence[Candidate], margin: float) -> Candidate:
-    """Return the best candidate; an earlier one wins unless a later one is better by `margin`."""
+    """Returns the best candidate; an earlier one wins unless a later one is better by `margin`."""
     best = candidates[0]
     for each in candidates[1:]:
         if each.better_than(best, margin):

@@ -166,7 +166,7 @@ def find_column(view: View, name: str) -> Column:
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:
-    """Sort key that orders `decode-2` before `decode-10`."""
+    """Sorts key that orders `decode-2` before `decode-10`."""
     pieces: list[tuple[int, int, str]] = []
     for each in name.replace("-", " - ").replace("_", " _ ").split():
         digits = each.lstrip("0") if each.isdecimal() else ""  # int() rejects numbers with thousands of digits

@@ -45,7 +45,7 @@ class Event(Protocol):
     """An event on a stream; it is done when all work enqueued before it has ended."""
 
     def done(self) -> bool:
-        """Return whether the event is done, without waiting. Once true, it stays true.
+        """Returns whether the event is done, without waiting. Once true, it stays true.
 
         Raises:
             DeviceError: a kernel failed; all later calls on this device will fail too.
@@ -53,7 +53,7 @@ class Event(Protocol):
         ...
 
     def wait(self, stream: Any) -> None:
-        """Make a stream wait for this event. The caller does not wait.
+        """Makes a stream wait for this event. The caller does not wait.
 
         `torch.cuda.Stream.wait_event(event)` calls this method as well.
 
@@ -147,7 +147,7 @@ class BlockRanges(NamedTuple):
     ranges: Sequence[Packed]
 
     def batch(self) -> Batch:
-        """Return the equivalent batch, with one row per block."""
+        """Returns the equivalent batch, with one row per block."""
         paged, packed = (0, 1) if self.table.geometry.src_paged else (1, 0)
         tables = []
         for lo, hi, shift, base, pages, first_page in self.ranges:
@@ -164,7 +164,7 @@ class RowCopies(Protocol):
     """Copies rows, in order, on a stream of its own."""
 
     def prepare(self, geometries: Sequence[Geometry]) -> None:
-        """Compile and load the kernels for these geometries and wait; about one second each, once per machine."""
+        """Compiles and loads the kernels for these geometries and wait; about one second each, once per machine."""
         ...
 
     def begin(
@@ -192,7 +192,7 @@ class RowCopies(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait for the enqueued copies and free all resources; idempotent.
+        """Waits for the enqueued copies and frees all resources; idempotent.
 
         Raises:
             DeadlineExceeded: a kernel does not end; the memory that it may still read is not freed.
@@ -210,7 +210,7 @@ class DeviceMemory(Protocol):
     def nbytes(self) -> int: ...
 
     def close(self) -> None:
-        """Free the memory; idempotent. All peers must have drained."""
+        """Frees the memory; idempotent. All peers must have drained."""
         ...
 
 
@@ -242,7 +242,7 @@ class Mapping(Protocol):
     def lane(self) -> str: ...
 
     def translate(self, addr: int, nbytes: int = 1) -> int:
-        """Return the local address of `nbytes` bytes at address `addr` of the peer.
+        """Returns the local address of `nbytes` bytes at address `addr` of the peer.
 
         Raises:
             DeviceError: the bytes are not inside one allocation that the peer exported.
@@ -250,11 +250,11 @@ class Mapping(Protocol):
         ...
 
     def translate_all(self, addrs: Blocks, nbytes: Blocks | int = 1) -> Blocks:
-        """Translate an int64 array of addresses; `nbytes` has its shape or broadcasts to it. Raises as `translate`."""
+        """Translates an int64 array of addresses; `nbytes` has its shape or broadcasts to it. Raises as `translate`."""
         ...
 
     def close(self) -> None:
-        """Unmap the memory; idempotent. Does not wait: no kernel may use the mapping any more."""
+        """Unmaps the memory; idempotent. Does not wait: no kernel may use the mapping any more."""
         ...
 
 
@@ -273,7 +273,7 @@ class Device(Protocol):
     def name(self) -> str: ...
 
     def allocate(self, nbytes: int, pool: str = "default") -> DeviceMemory:
-        """Allocate memory, aligned to at least 256 bytes, not zeroed.
+        """Allocates memory, aligned to at least 256 bytes, not zeroed.
 
         Args:
             nbytes: Size of the allocation.
@@ -285,19 +285,19 @@ class Device(Protocol):
         ...
 
     def enter(self) -> None:
-        """Make this device current on the calling thread, for engines that query the driver. Cheap if it already is."""
+        """Makes this device current on the calling thread, for engines that ask the driver. Cheap if it is already."""
         ...
 
     def visit(self) -> AbstractContextManager[None]:
-        """Return a context manager that makes this device current, for engine threads that may use another device."""
+        """Returns a context manager that makes this device current, for engine threads that may use another device."""
         ...
 
     def now(self) -> Event:
-        """Return an event on an idle stream, which stands for work that has already ended."""
+        """Returns an event on an idle stream, which stands for work that has already ended."""
         ...
 
     def copy(self, target: int, source: int, nbytes: int) -> Event:
-        """Copy contiguous bytes with the driver's memcpy on a stream of its own; the baseline for all copies.
+        """Copies contiguous bytes with the driver's memcpy on a stream of its own; the baseline for all copies.
 
         Args:
             target, source: Addresses in this device's memory or in a mapped peer's memory.
@@ -306,11 +306,11 @@ class Device(Protocol):
         ...
 
     def copies(self) -> RowCopies:
-        """Create a stream of row copies for one thread."""
+        """Creates a stream of row copies for one thread."""
         ...
 
     def event_of(self, event: Any) -> Event:
-        """Wrap an engine's event: a `torch.cuda.Event`, an object with `cuda_event`, or a handle.
+        """Wraps an engine's event: a `torch.cuda.Event`, an object with `cuda_event`, or a handle.
 
         The result keeps the engine's event alive.
 
@@ -320,7 +320,7 @@ class Device(Protocol):
         ...
 
     def export(self, regions: Sequence[tuple[int, int]]) -> list[Export]:
-        """Return an export of each allocation that contains one of the regions (address, bytes).
+        """Returns an export of each allocation that contains one of the regions (address, bytes).
 
         Raises:
             DeviceError: an allocation cannot be exported; the text has the reason and a remedy.
@@ -328,7 +328,7 @@ class Device(Protocol):
         ...
 
     def open(self, exports: Sequence[Export], same_process: bool = False) -> Mapping:
-        """Map a peer's allocations.
+        """Maps a peer's allocations.
 
         Args:
             exports: The peer's exports.
@@ -340,17 +340,17 @@ class Device(Protocol):
         ...
 
     def fill(self, addr: int, nbytes: int, value: int) -> None:
-        """Set every byte to `value`, and wait until done."""
+        """Sets every byte to `value`, and wait until done."""
         ...
 
     def upload(self, addr: int, data: npt.NDArray[np.uint8]) -> None:
-        """Copy from host memory, and wait until done."""
+        """Copies from host memory, and waits until done."""
         ...
 
     def download(self, addr: int, out: npt.NDArray[np.uint8]) -> None:
-        """Copy to host memory, and wait until done."""
+        """Copies to host memory, and wait until done."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Return name, driver version, memory sizes and capabilities, for display."""
+        """Returns name, driver version, memory sizes and capabilities, for display."""
         ...

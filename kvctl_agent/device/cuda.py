@@ -132,7 +132,7 @@ class CudaDevice:
     # ---- for people ---------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
-        """Return properties of the GPU.
+        """Returns properties of the GPU.
 
         `peers` maps the number of each reachable GPU to its interconnect; `fabric` is true or the reason why other
         hosts cannot map the GPU's memory.
@@ -155,7 +155,7 @@ class CudaDevice:
 
     @cached_property
     def capability(self) -> int:
-        """Compute capability, for example 90 for 9.0."""
+        """Computes capability, for example 90 for 9.0."""
         return 10 * self._attribute("COMPUTE_CAPABILITY_MAJOR") + self._attribute("COMPUTE_CAPABILITY_MINOR")
 
     @cached_property
@@ -186,7 +186,7 @@ _opened: dict[int, CudaDevice] = {}
 
 
 def open_device(index: int) -> CudaDevice:
-    """Return the GPU with this number, as in the engine's tensors; always the same object.
+    """Returns the GPU with this number, as in the engine's tensors; always the same object.
 
     Raises:
         DeviceUnavailable: there is no GPU of this number, or the packages for GPUs are not installed.

@@ -50,7 +50,7 @@ _REMEDIES = {
 
 @cache
 def load() -> Any:
-    """Return the module `cuda.bindings.driver`, initialised.
+    """Returns the module `cuda.bindings.driver`, initialised.
 
     Raises:
         DeviceUnavailable: the package, the driver or a GPU is missing; the text says which.
@@ -74,7 +74,7 @@ def load() -> Any:
 
 
 def checked(result: tuple[Any, ...], message: str) -> Any:
-    """Check the status of a driver call and return its other results: None, one value, or a tuple of several.
+    """Checks the status of a driver call and returns its other results: None, one value, or a tuple of several.
 
     Args:
         result: The tuple that the driver's function returned, status first.
@@ -116,7 +116,7 @@ class Context:
         self._handle = checked(self._driver.cuDevicePrimaryCtxRetain(device), f"{label}: no context")
 
     def enter(self) -> None:
-        """Make the context current on the calling thread.
+        """Makes the context current on the calling thread.
 
         Calls the driver every time (a fraction of a microsecond), because an engine may have changed the thread's
         current context.
@@ -125,7 +125,7 @@ class Context:
 
     @contextmanager
     def visit(self) -> Iterator[None]:
-        """Make the context current within a block and restore the previous one after; for threads of the engine."""
+        """Makes the context current within a block and restores the previous one after; for threads of the engine."""
         checked(self._driver.cuCtxPushCurrent(self._handle), self._label)
         try:
             yield

@@ -15,7 +15,7 @@ class CudaEvent:
     __slots__ = ("_context", "_done", "_owner", "handle")
 
     def __init__(self, context: Context, handle: Any, owner: Any) -> None:
-        """Wrap a recorded event and keep `owner` alive as long, for example the engine's own event."""
+        """Wraps a recorded event and keeps `owner` alive as long, for example the engine's own event."""
         self.handle = handle
         self._context = context
         self._owner = owner
@@ -66,7 +66,7 @@ class EventPool:
         self._flags = self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
 
     def record(self, stream: Any) -> CudaEvent:
-        """Record an event on a stream of this context, with a handle from the pool or a new one.
+        """Records an event on a stream of this context, with a handle from the pool or a new one.
 
         Raises:
             DeviceError: the driver failed.
@@ -82,7 +82,7 @@ class EventPool:
 
 
 def event_of(context: Context, event: Any) -> CudaEvent:
-    """Wrap an engine's event: a `torch.cuda.Event`, an object with `cuda_event`, a handle, or a `CudaEvent`.
+    """Wraps an engine's event: a `torch.cuda.Event`, an object with `cuda_event`, a handle, or a `CudaEvent`.
 
     Raises:
         DeviceError: the object is not an event, or the event has not been recorded.

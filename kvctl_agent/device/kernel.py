@@ -30,7 +30,7 @@ def copy_rows(
     TILE_UNITS: tl.constexpr,
     RANGES: tl.constexpr,
 ):
-    """Copy all units of all blocks. Programs take tiles in turn, so any number of programs copies all of them.
+    """Copies all units of all blocks. Programs take tiles in turn, so any number of programs copies all of them.
 
     Args:
         blocks_at: Address of `Batch.blocks`; for a table, of pairs of `paged` and `before`, int64.

@@ -65,7 +65,7 @@ class Variant(NamedTuple):
 
 
 def variant(geometry: Geometry, bits: int, tile: Tile, ranges: bool = False) -> Variant:
-    """Return the variant for blocks of a geometry; `bits` is the bitwise or of all their addresses.
+    """Returns the variant for blocks of a geometry; `bits` is the bitwise or of all their addresses.
 
     Raises:
         DeviceError: the geometry is invalid.
@@ -98,7 +98,7 @@ def variant(geometry: Geometry, bits: int, tile: Tile, ranges: bool = False) -> 
 
 
 def alignment(bits: int) -> int:
-    """Return the largest power of two up to 16 that divides all numbers whose bitwise or is `bits`."""
+    """Returns the largest power of two up to 16 that divides all numbers whose bitwise or is `bits`."""
     bits |= _ACCESS
     return bits & -bits
 
@@ -144,7 +144,7 @@ _compiling = Lock()
 
 
 def program(variant: Variant, capability: int) -> Program:
-    """Return the machine code of a variant, compiled (0.1 to 0.5 s) or from the cache of this process or of Triton.
+    """Returns the machine code of a variant, compiled (0.1 to 0.5 s) or from the cache of this process or of Triton.
 
     `capability` is the GPU's compute capability, for example 90 for 9.0.
 
@@ -169,7 +169,7 @@ def _program(variant: Variant, capability: int) -> Program:
 def assemble(
     function: Callable[..., None], arguments: Mapping[str, str], values: Mapping[str, Any], warps: int, capability: int
 ) -> Program:
-    """Compile a kernel, or load it from Triton's cache.
+    """Compiles a kernel, or loads it from Triton's cache.
 
     Args:
         function: The kernel's Python function, which may refer only to `triton.language`.
@@ -203,7 +203,7 @@ def assemble(
 
 
 def constants(variant: Variant) -> dict[str, Any]:
-    """Return the values of the kernel's compile-time constants by name."""
+    """Returns the values of the kernel's compile-time constants by name."""
     from triton import language
 
     return {
@@ -240,7 +240,7 @@ def _compile(
 
 
 def _parameters(ptx: str, name: str) -> int:
-    """Count the parameters of the compiled kernel; versions of Triton append different numbers of scratch pointers."""
+    """Counts the parameters of the compiled kernel; versions of Triton append different numbers of scratch pointers."""
     entry = re.search(rf"\.entry\s+{name}\s*\(([^)]*)\)", ptx)
     assert entry is not None
     return entry[1].count(".param")
@@ -264,14 +264,14 @@ class Kernels:
     """The loaded kernels of one context. They stay loaded as long as the context exists."""
 
     def __init__(self, context: Context, capability: int) -> None:
-        """Load no kernel yet; `capability` is as for `program`."""
+        """Loads no kernel yet; `capability` is as for `program`."""
         self._context = context
         self._capability = capability
         self._loading = Lock()
         self._loaded: dict[Variant, Kernel] = {}
 
     def get(self, variant: Variant) -> Kernel:
-        """Return the kernel of a variant, compiled and loaded on first use.
+        """Returns the kernel of a variant, compiled and loaded on first use.
 
         Raises:
             DeviceUnavailable: Triton is missing or cannot compile the kernel.

@@ -41,7 +41,7 @@ class UploadSlots:
     """
 
     def __init__(self, context: Context, count: int, nbytes: int) -> None:
-        """Allocate `count` slots of `nbytes` bytes each.
+        """Allocates `count` slots of `nbytes` bytes each.
 
         Raises:
             DeviceError: the memory cannot be allocated.
@@ -64,7 +64,7 @@ class UploadSlots:
         self._next = 0
 
     def take(self) -> UploadSlot:
-        """Return the least recently used slot, after waiting until the device no longer reads it.
+        """Returns the least recently used slot, after waiting until the device no longer reads it.
 
         The caller sets `until`.
         """
@@ -75,7 +75,7 @@ class UploadSlots:
         return slot
 
     def close(self) -> None:
-        """Free the memory; idempotent. All work on the stream must have ended."""
+        """Frees the memory; idempotent. All work on the stream must have ended."""
         self._slots = []
         with self._context.visit():
             # Not checked: memory of a lost device cannot be freed, and events have reported the loss.
@@ -100,7 +100,7 @@ class TableCache:
         self._memory: list[Any] = []
 
     def address(self, table: Table) -> int:
-        """Return the device address of the table's pairs (`paged`, `before`). The first call waits for the stream.
+        """Returns the device address of the table's pairs (`paged`, `before`). The first call waits for the stream.
 
         Raises:
             DeviceError: the memory cannot be allocated.
@@ -123,7 +123,7 @@ class TableCache:
         return address
 
     def close(self) -> None:
-        """Free the memory; idempotent. All work on the stream must have ended."""
+        """Frees the memory; idempotent. All work on the stream must have ended."""
         memory, self._memory = self._memory, []
         self._addresses.clear()
         with self._context.visit():
@@ -137,7 +137,7 @@ _PAGE_ID_BYTES = 4
 
 
 def table_bytes(batches: Sequence[Batch | BlockRanges], pages: PageIds) -> int:
-    """Return the bytes to upload for these launches."""
+    """Returns the bytes to upload for these launches."""
     nbytes = len(pages) * _PAGE_ID_BYTES
     for each in batches:
         nbytes += len(each[1]) * (RANGE_BYTES if isinstance(each, BlockRanges) else _BLOCK_BYTES)
@@ -145,7 +145,7 @@ def table_bytes(batches: Sequence[Batch | BlockRanges], pages: PageIds) -> int:
 
 
 def split(batches: Sequence[Batch | BlockRanges], pages: PageIds, nbytes: int) -> Iterator[tuple[Batch, PageIds]]:
-    """Split a request whose tables are too large for one upload, for example thousands of pages of one token each.
+    """Splits a request whose tables are too large for one upload, for example thousands of pages of one token each.
 
     Yields batches with page lists of their own that together make the same copies.
 

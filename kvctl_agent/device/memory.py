@@ -16,7 +16,7 @@ class PlainMemory:
     """Memory from `cuMemAlloc`, which can be exported to other processes of this host."""
 
     def __init__(self, context: Context, nbytes: int, label: str) -> None:
-        """Allocate `nbytes`; `label` is the device's name in error texts.
+        """Allocates `nbytes`; `label` is the device's name in error texts.
 
         Raises:
             DeviceError: not enough memory is free; the text has the free size.
@@ -42,7 +42,7 @@ class ExportableMemory:
     def __init__(
         self, context: Context, nbytes: int, label: str, ordinal: int, peers: Sequence[int], fabric: bool
     ) -> None:
-        """Allocate memory on GPU `ordinal` and map it for that GPU and the GPUs `peers` of this process.
+        """Allocates memory on GPU `ordinal` and maps it for that GPU and the GPUs `peers` of this process.
 
         Raises:
             DeviceError: as for `PlainMemory`.
@@ -76,7 +76,7 @@ class ExportableMemory:
 
 
 def mapped(handle: Any, size: int, ordinals: Sequence[int], message: str) -> int:
-    """Map an allocation, let the GPUs `ordinals` read and write it, and return its address.
+    """Maps an allocation, let the GPUs `ordinals` read and write it, and return its address.
 
     Raises:
         DeviceError: the allocation cannot be mapped; nothing remains of the attempt.
@@ -94,14 +94,14 @@ def mapped(handle: Any, size: int, ordinals: Sequence[int], message: str) -> int
 
 
 def unmap(addr: int, size: int) -> None:
-    """Undo `mapped`, also if it was only partly done."""
+    """Undoes `mapped`, also if it was only partly done."""
     driver = load()
     driver.cuMemUnmap(addr, size)
     driver.cuMemAddressFree(addr, size)
 
 
 def fabric_refusal(context: Context, device: Any, ordinal: int) -> str:
-    """Return why other hosts cannot map memory of this GPU, or an empty string if they can.
+    """Returns why other hosts cannot map memory of this GPU, or an empty string if they can.
 
     Makes a trial export, because the device attribute is also set where an export fails.
     """

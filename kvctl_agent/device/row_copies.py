@@ -71,7 +71,7 @@ class _Launch:
         self.parameters = ctypes.addressof(self._pointers)
 
     def tiles(self, pages: int, blocks: int) -> int:
-        """Return the tiles of a block of `pages` pages.
+        """Returns the tiles of a block of `pages` pages.
 
         Raises:
             DeviceError: the units or tiles of all blocks exceed the 32 bits in which the kernel counts them.
@@ -87,7 +87,7 @@ class CudaRowCopies:
     """`RowCopies` of a CUDA device, used by one thread except for `close`."""
 
     def __init__(self, context: Context, kernels: Kernels, events: EventPool, tuning: Tuning = DEFAULT) -> None:
-        """Create the streams and the memory for tables.
+        """Creates the streams and the memory for tables.
 
         Raises:
             DeviceError: the memory cannot be allocated.
@@ -163,7 +163,7 @@ class CudaRowCopies:
         self._slots.close()
 
     def _await_end(self) -> None:
-        """Wait until all requests have ended, or the device is lost and nothing runs any more."""
+        """Waits until all requests have ended, or the device is lost and nothing runs any more."""
         deadline = time.monotonic() + _END_S
         with contextlib.suppress(DeviceError):
             while self._last is not None and not self._last.done():
@@ -252,7 +252,7 @@ class CudaRowCopies:
         most: int,
         programs: int | None,
     ) -> None:
-        """Launch the kernel with these arguments, on at most `programs` thread blocks if it is not None."""
+        """Launches the kernel with these arguments, on at most `programs` thread blocks if it is not None."""
         _ARGUMENTS.pack_into(launch.arguments, 0, blocks_at, ranges_at, pages_at, items, tiles, most)
         grid = items if programs is None or items < programs else programs
         kernel, stream = launch.kernel, self._stream

@@ -34,7 +34,7 @@ class MappingCache:
         self._users: dict[Export, int] = {}
 
     def open(self, export: Export) -> int:
-        """Map an allocation and return the local address of its first byte. Each call needs one call of `close`.
+        """Maps an allocation and returns the local address of its first byte. Each call needs one call of `close`.
 
         Raises:
             DeviceError: the export is malformed, or the driver cannot map it; the text has the reason.
@@ -54,7 +54,7 @@ class MappingCache:
             return self._at[export]
 
     def close(self, export: Export) -> None:
-        """Release one use of a mapping; the last one unmaps it."""
+        """Releases one use of a mapping; the last one unmaps it."""
         with self._lock:
             self._users[export] -= 1
             if self._users[export]:
@@ -101,7 +101,7 @@ _exported: set[Export] = set()
 
 
 def exported(context: Context, regions: Sequence[tuple[int, int]], device: str) -> list[Export]:
-    """Export the allocations that contain the regions (address, bytes), each once, ordered by address.
+    """Exports the allocations that contain the regions (address, bytes), each once, ordered by address.
 
     `device` is the UUID of the device that has the memory.
 
@@ -162,14 +162,14 @@ class _SameProcess:
         return export.addr
 
     def close(self, export: Export) -> None:
-        """Do nothing, because `open` mapped nothing."""
+        """Does nothing, because `open` mapped nothing."""
 
 
 class PeerMapping:
     """A `Mapping` of a peer's allocations."""
 
     def __init__(self, cache: MappingCache | None, exports: Sequence[Export], lane: str) -> None:
-        """Map all allocations; `cache` is None if the peer is another agent of this process.
+        """Maps all allocations; `cache` is None if the peer is another agent of this process.
 
         Raises:
             DeviceError: an allocation cannot be mapped; the others are unmapped again.

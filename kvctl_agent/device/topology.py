@@ -12,19 +12,19 @@ SAME, NVLINK, PCIE, FABRIC = "same device", "nvlink", "pcie", "fabric"
 
 
 def uuid_of(device: Any) -> str:
-    """Return a device's UUID as nvidia-smi -L shows it."""
+    """Returns a device's UUID as nvidia-smi -L shows it."""
     return f"GPU-{uuid.UUID(bytes=bytes(checked(load().cuDeviceGetUuid(device), 'no UUID').bytes))}"
 
 
 def ordinals() -> dict[str, int]:
-    """Return the numbers of the GPUs that are visible to this process, by UUID."""
+    """Returns the numbers of the GPUs that are visible to this process, by UUID."""
     driver = load()
     count = checked(driver.cuDeviceGetCount(), "cannot count GPUs")
     return {uuid_of(checked(driver.cuDeviceGet(number), f"GPU {number}")): number for number in range(count)}
 
 
 def interconnect(own: int, other: int) -> str:
-    """Return the interconnect from GPU `own` to memory of GPU `other`; empty if there is no peer access.
+    """Returns the interconnect from GPU `own` to memory of GPU `other`; empty if there is no peer access.
 
     NVLink is recognised by native atomics, which PCIe lacks.
     """
@@ -39,13 +39,13 @@ def interconnect(own: int, other: int) -> str:
 
 
 def interconnects(own: int) -> dict[int, str]:
-    """Return the interconnect to each GPU of this process that GPU `own` can access, by number."""
+    """Returns the interconnect to each GPU of this process that GPU `own` can access, by number."""
     found = {number: interconnect(own, number) for number in ordinals().values() if number != own}
     return {number: name for number, name in found.items() if name}
 
 
 def interconnect_to(own: int, name: str) -> str:
-    """Return the interconnect from GPU `own` to the GPU with UUID `name`.
+    """Returns the interconnect from GPU `own` to the GPU with UUID `name`.
 
     Raises:
         DeviceError: there is no peer access; the text has the reason.
@@ -65,7 +65,7 @@ def interconnect_to(own: int, name: str) -> str:
 
 
 def enable_peer_access(context: Context, own: int, other: int) -> None:
-    """Let kernels of GPU `own` access the plain memory that this process has on GPU `other`.
+    """Lets kernels of GPU `own` access the plain memory that this process has on GPU `other`.
 
     Raises:
         DeviceError: the driver refuses.

@@ -24,7 +24,7 @@ class Chunk(NamedTuple):
 
 
 def page_count(tokens: int, page_size: int) -> int:
-    """Return the number of pages needed for `tokens` tokens; the last page may be partly filled.
+    """Returns the number of pages needed for `tokens` tokens; the last page may be partly filled.
 
     Raises:
         LayoutError: `tokens` is negative or `page_size` is below 1.
@@ -34,7 +34,7 @@ def page_count(tokens: int, page_size: int) -> int:
 
 
 def prefix_pages(prefix_tokens: int, page_size: int) -> int:
-    """Return the number of pages in a prefix of `prefix_tokens` tokens that the decode side already has.
+    """Returns the number of pages in a prefix of `prefix_tokens` tokens that the decode side already has.
 
     Raises:
         LayoutError: the prefix ends inside a page. Only this room fails.
@@ -51,7 +51,7 @@ def prefix_pages(prefix_tokens: int, page_size: int) -> int:
 
 
 def chunk_pages(chunk_tokens: int, page_size: int) -> int:
-    """Return the pages per grid cell: the whole pages that fit into `chunk_tokens`, at least one.
+    """Returns the pages per grid cell: the whole pages that fit into `chunk_tokens`, at least one.
 
     Raises:
         LayoutError: a size is below 1.
@@ -61,7 +61,7 @@ def chunk_pages(chunk_tokens: int, page_size: int) -> int:
 
 
 def grid(total_pages: int, prefix_pages: int, chunk_pages: int) -> tuple[Chunk, ...]:
-    """Return the cells of a room in page order; empty if the prefix covers the whole prompt.
+    """Returns the cells of a room in page order; empty if the prefix covers the whole prompt.
 
     A cell that lies wholly inside the prefix is absent and its number is not reused. The cell in which the prefix ends
     starts at the end of the prefix.

@@ -13,7 +13,7 @@ from kvctl_agent.layout.parallel import mix64
 
 
 def sole_cp_sender(mode: str, cp: int, room: int) -> int | None:
-    """Return the cp rank that sends the whole room, or None if all cp ranks share it."""
+    """Returns the cp rank that sends the whole room, or None if all cp ranks share it."""
     if mode == RANK0:
         return 0
     if mode == ROOM_HASH:
@@ -25,7 +25,7 @@ def sole_cp_sender(mode: str, cp: int, room: int) -> int | None:
 def owned_cells(
     mode: str, cp: int, rank: int, room: int, total_pages: int, prefix_pages: int, chunk_pages: int
 ) -> tuple[Chunk, ...]:
-    """Return the grid's cells, narrowed to the pages that rank `rank` of `cp` sends, without cells that become empty.
+    """Returns the grid's cells, narrowed to the pages that rank `rank` of `cp` sends, without cells that become empty.
 
     `mode` is one of `CP_MODES`; `room` is hashed in mode room-hash.
 

@@ -121,7 +121,7 @@ def group_layers(
     options: GroupingOptions,
     choose: ChooseGroupCount | None = None,
 ) -> Grouping:
-    """Divide a rank's layers into groups for one forward, or return no groups and the reason.
+    """Divides a rank's layers into groups for one forward, or returns no groups and the reason.
 
     If `options.group_size` is set, it replaces the token threshold and the formula, in mode measured too. The other
     checks still apply: each names a forward that cannot be divided or whose KV is not sent.
@@ -155,7 +155,7 @@ def group_layers(
 
 
 def formula_size(average_tokens: float, num_layers: int, options: GroupingOptions) -> int:
-    """Return the layers per group by the formula: longer prompts get fewer groups, from `max_iters` to `min_iters`.
+    """Returns the layers per group by the formula: longer prompts get fewer groups, from `max_iters` to `min_iters`.
 
     Floor division may give more groups than `iters`, with a smaller last group. SGLang does the same.
     """
@@ -168,7 +168,7 @@ def formula_size(average_tokens: float, num_layers: int, options: GroupingOption
 
 
 def formula_groups(average_tokens: float, num_layers: int, options: GroupingOptions) -> int:
-    """Return the number of groups that result from `formula_size`."""
+    """Returns the number of groups that result from `formula_size`."""
     return -(-num_layers // formula_size(average_tokens, num_layers, options))
 
 

@@ -56,7 +56,7 @@ class ParallelConfig:
             raise LayoutError(f"stages={sizes} has {len(self.stages)} stages, but pp={self.pp}")
 
     def stage_range(self, num_layers: int, stage: int) -> tuple[int, int]:
-        """Return the layers [lo, hi) that a pipeline stage holds of a model with `num_layers` layers.
+        """Returns the layers [lo, hi) that a pipeline stage holds of a model with `num_layers` layers.
 
         Raises:
             LayoutError: the stages do not add up to `num_layers`, or there are fewer layers than stages.
@@ -81,7 +81,7 @@ class ParallelConfig:
         return self.dp * self.pp * self.cp * self.tp
 
     def coord(self, unique_rank: int) -> RankCoord:
-        """Return the coordinates of a rank.
+        """Returns the coordinates of a rank.
 
         Raises:
             LayoutError: the instance has no such rank.
@@ -94,7 +94,7 @@ class ParallelConfig:
         return RankCoord(dp=dp, pp=pp, cp=cp, tp=tp)
 
     def unique_rank(self, coord: RankCoord) -> int:
-        """Return the number of the rank at `coord`; the inverse of `coord()`.
+        """Returns the number of the rank at `coord`; the inverse of `coord()`.
 
         Raises:
             LayoutError: a coordinate is outside this instance.
@@ -105,7 +105,7 @@ class ParallelConfig:
         return ((coord.pp * self.dp + coord.dp) * self.cp + coord.cp) * self.tp + coord.tp
 
     def label(self, coord: RankCoord) -> str:
-        """Return a rank's short name for messages, for example "dp=1,tp=0": only axes with more than one rank.
+        """Returns a rank's short name for messages, for example "dp=1,tp=0": only axes with more than one rank.
 
         The label of the only rank of an instance is "tp=0", so a label is never empty.
         """
@@ -124,7 +124,7 @@ class HeadRange(NamedTuple):
 
 
 def head_range(num_heads: int, tp: int, rank: int) -> HeadRange:
-    """Return the heads that one tensor-parallel rank holds.
+    """Returns the heads that one tensor-parallel rank holds.
 
     With tp <= num_heads a rank holds a block of num_heads / tp heads. With tp > num_heads it holds one head, and
     tp / num_heads neighbouring ranks hold the same head.
@@ -148,7 +148,7 @@ def head_range(num_heads: int, tp: int, rank: int) -> HeadRange:
 
 
 def replicas(num_heads: int, tp: int) -> int:
-    """Return the number of tp ranks that hold the same head; 1 unless tp > num_heads."""
+    """Returns the number of tp ranks that hold the same head; 1 unless tp > num_heads."""
     return max(1, tp // num_heads)
 
 
@@ -178,7 +178,7 @@ class LocalShard(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def local_shards(shape: ModelShape, page_size: int, side: ParallelConfig, coord: RankCoord) -> tuple[LocalShard, ...]:
-    """Return the shards of the rank at `coord` of the instance `side`, one for each segment of the model.
+    """Returns the shards of the rank at `coord` of the instance `side`, one for each segment of the model.
 
     Raises:
         LayoutError: the heads of a segment cannot be divided over the instance's tp, or its pipeline stages do not add
@@ -193,7 +193,7 @@ def local_shards(shape: ModelShape, page_size: int, side: ParallelConfig, coord:
 
 
 def stage_layers(segment: Segment, shape: ModelShape, side: ParallelConfig, stage: int) -> tuple[int, int]:
-    """Return the layers [lo, hi) of a segment that a pipeline stage holds, in the segment's numbering.
+    """Returns the layers [lo, hi) of a segment that a pipeline stage holds, in the segment's numbering.
 
     Draft layers are on the last stage. A layer of a state component is on the stage of the KV layer it belongs to.
     """

@@ -63,11 +63,11 @@ class TransferSlice:
         return self.heads == self.src_pool_heads == self.dst_pool_heads
 
     def payload_bytes(self, pages: int, layers: int | None = None) -> int:
-        """Return the bytes of a part of `pages` pages and `layers` layers (all layers of the slice if None)."""
+        """Returns the bytes of a part of `pages` pages and `layers` layers (all layers of the slice if None)."""
         return (self.num_layers if layers is None else layers) * pages * self.heads * self.page_head_bytes
 
     def part_bytes(self, pages: int, layers: int | None = None) -> int:
-        """Return the staging bytes of the same part: its payload rounded up to `STAGING_ALIGN_BYTES`."""
+        """Returns the staging bytes of the same part: its payload rounded up to `STAGING_ALIGN_BYTES`."""
         return -(-self.payload_bytes(pages, layers) // STAGING_ALIGN_BYTES) * STAGING_ALIGN_BYTES
 
 
@@ -94,12 +94,12 @@ class _RoomPlan:
 
 
 def prefill_dp(inputs: PlanInputs, room: int) -> int:
-    """Return the prefill dp rank that computes a room: room % dp, as SGLang routes by `bootstrap_room`."""
+    """Returns the prefill dp rank that computes a room: room % dp, as SGLang routes by `bootstrap_room`."""
     return room % inputs.prefill.dp
 
 
 def transfer_slices(inputs: PlanInputs, room: int, decode_dp: int) -> TransferSlices:
-    """Return all KV slices of a room that is sent to `decode_dp`, ordered by reader, segment, layer, cp rank and head.
+    """Returns all KV slices of a room that is sent to `decode_dp`, ordered by reader, segment, layer, cp rank and head.
 
     A writer sends a decode rank the intersection of their heads and of their layers. Among writers that hold the same
     head, number (mix64(room) + reader) % replicas writes, which spreads rooms and decode ranks over the replicas.
@@ -113,7 +113,7 @@ def transfer_slices(inputs: PlanInputs, room: int, decode_dp: int) -> TransferSl
 
 
 def slices_of_writer(inputs: PlanInputs, room: int, decode_dp: int, writer: int) -> TransferSlices:
-    """Return the KV slices that one prefill rank sends for a room; empty if it sends nothing.
+    """Returns the KV slices that one prefill rank sends for a room; empty if it sends nothing.
 
     Raises:
         LayoutError: the prefill instance has no such rank.
@@ -125,7 +125,7 @@ def slices_of_writer(inputs: PlanInputs, room: int, decode_dp: int, writer: int)
 
 
 def slices_to_reader(inputs: PlanInputs, room: int, reader: int) -> TransferSlices:
-    """Return the KV slices that one decode rank of the room's dp group receives.
+    """Returns the KV slices that one decode rank of the room's dp group receives.
 
     Raises:
         LayoutError: the decode instance has no such rank.
@@ -134,7 +134,7 @@ def slices_to_reader(inputs: PlanInputs, room: int, reader: int) -> TransferSlic
 
 
 def state_slices_to_reader(inputs: PlanInputs, room: int, reader: int) -> TransferSlices:
-    """Return the slices of per-request state that one decode rank receives, one per (component, stage, writer).
+    """Returns the slices of per-request state that one decode rank receives, one per (component, stage, writer).
 
     State is always sent by cp rank 0.
 
@@ -145,7 +145,7 @@ def state_slices_to_reader(inputs: PlanInputs, room: int, reader: int) -> Transf
 
 
 def aux_writer(inputs: PlanInputs, room: int, reader: int) -> int:
-    """Return the prefill rank that writes the aux row of a decode rank.
+    """Returns the prefill rank that writes the aux row of a decode rank.
 
     Candidates are the ranks of the last pipeline stage with cp 0 and the tp rank of a writer that sends this decode
     rank KV. The hash of the room elects one of them.
@@ -158,7 +158,8 @@ def aux_writer(inputs: PlanInputs, room: int, reader: int) -> int:
 
 
 def writer_cells(inputs: PlanInputs, room: int, writer: int, total_pages: int, prefix_pages: int) -> tuple[Chunk, ...]:
-    """Return the grid's cells, narrowed to the pages that this writer's cp rank sends, without cells that become empty.
+    """Returns the grid's cells, narrowed to the pages that this writer's cp rank sends, without cells that become
+    empty.
 
     Raises:
         LayoutError: the prefill instance has no such rank, or the prefix is longer than the prompt.

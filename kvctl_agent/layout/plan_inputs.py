@@ -83,7 +83,7 @@ class PlanInputs:
         return segments(self.shape, self.page_size)
 
     def to_wire(self) -> Wire:
-        """Return the inputs as a flat mapping, with names such as "prefill.tp"."""
+        """Returns the inputs as a flat mapping, with names such as "prefill.tp"."""
         return {
             "plan_version": self.plan_version,
             **shape_to_wire(self.shape),
@@ -96,7 +96,7 @@ class PlanInputs:
 
 
 def differences(local: Mapping[str, int | str], remote: Mapping[str, object]) -> tuple[Factor, ...]:
-    """Return the fields on which a peer's inputs differ from the local ones; empty if the plans are the same.
+    """Returns the fields on which a peer's inputs differ from the local ones; empty if the plans are the same.
 
     A field that only one side has is "absent" on the other; a newer release may compare more fields.
     """
@@ -108,7 +108,7 @@ def differences(local: Mapping[str, int | str], remote: Mapping[str, object]) ->
 
 
 def shape_to_wire(shape: ModelShape) -> Wire:
-    """Return a model's shape as a flat mapping, without fields for a draft or state that the model does not have."""
+    """Returns a model's shape as a flat mapping, without fields for a draft or state that the model does not have."""
     wire: Wire = _kv_to_wire("shape", shape)
     if shape.draft is not None:
         wire |= _kv_to_wire("draft", shape.draft)

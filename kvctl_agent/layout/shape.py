@@ -136,7 +136,7 @@ class ModelShape:
         return self.num_layers * self.num_kv_heads * (self.k_dim + self.v_dim) * self.dtype_bytes
 
     def planes(self, page_size: int) -> tuple[Plane, ...]:
-        """Return the arrays of one layer, in the order in which a part contains them."""
+        """Returns the arrays of one layer, in the order in which a part contains them."""
         k_head_bytes, v_head_bytes = self.k_dim * self.dtype_bytes, self.v_dim * self.dtype_bytes
         if self.kind == "mla":
             planes = [Plane("latent", page_size, k_head_bytes), Plane("scale", 1, self.k_scale_bytes)]
@@ -186,7 +186,7 @@ class Segment:
 
 @lru_cache(maxsize=256)
 def segments(shape: ModelShape, page_size: int) -> tuple[Segment, ...]:
-    """Return the segments of a model: KV, then the draft model if there is one, then each state component."""
+    """Returns the segments of a model: KV, then the draft model if there is one, then each state component."""
     check_size("page_size", page_size)
     result = [Segment(0, "kv", 0, shape.num_layers, shape.num_kv_heads, shape.planes(page_size))]
     if shape.draft is not None:

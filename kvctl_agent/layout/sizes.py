@@ -17,7 +17,7 @@ MAX_SIZE = 2**31 - 1
 def check_size(
     name: str, value: object, minimum: int = 1, maximum: int = MAX_SIZE, error: type[KvctlError] = LayoutError
 ) -> int:
-    """Return `value` as an int if it is a whole number from `minimum` to `maximum`. A bool is not accepted.
+    """Returns `value` as an int if it is a whole number from `minimum` to `maximum`. A bool is not accepted.
 
     Args:
         name: The name of the size for the error text.
@@ -33,7 +33,7 @@ def check_size(
 
 
 def set_sizes(instance: object, *names: str, minimum: int = 1) -> None:
-    """Check the named attributes of a frozen dataclass instance and convert each to int.
+    """Checks the named attributes of a frozen dataclass instance and converts each to int.
 
     Raises:
         LayoutError: as for `check_size`.
@@ -43,7 +43,7 @@ def set_sizes(instance: object, *names: str, minimum: int = 1) -> None:
 
 
 def check_sizes(name: str, values: object, minimum: int = 1) -> tuple[int, ...]:
-    """Return a list of whole numbers as a tuple of ints.
+    """Returns a list of whole numbers as a tuple of ints.
 
     Raises:
         LayoutError: `values` is not a list, or an element is not a whole number of at least `minimum`.
@@ -55,7 +55,7 @@ def check_sizes(name: str, values: object, minimum: int = 1) -> tuple[int, ...]:
 
 
 def as_list(values: object) -> Sequence[Any] | None:
-    """Return `values` if it is a sequence, a list of the elements of an array, or None for anything else.
+    """Returns `values` if it is a sequence, a list of the elements of an array, or None for anything else.
 
     An iterator and an array without dimensions have no length and give None.
     """

@@ -39,15 +39,15 @@ class SegmentAddresses:
     bases: tuple[tuple[int, ...], ...]
 
     def row_bytes(self, plane: int) -> int:
-        """Return the bytes of one row with all local heads."""
+        """Returns the bytes of one row with all local heads."""
         return self.shard.heads * self.shard.segment.planes[plane].head_bytes
 
     def page_bytes(self, plane: int) -> int:
-        """Return the bytes of one page in one layer."""
+        """Returns the bytes of one page in one layer."""
         return self.shard.segment.planes[plane].rows * self.row_bytes(plane)
 
     def row_addrs(self, layer: int, plane: int, pages: Indices, head: int = 0) -> Indices:
-        """Return the address of local head `head` in every row of `pages`, int64 `[len(pages) * rows]`."""
+        """Returns the address of local head `head` in every row of `pages`, int64 `[len(pages) * rows]`."""
         _, rows, head_bytes = self.shard.segment.planes[plane]
         row_indices = (pages[:, None] * rows + np.arange(rows, dtype=np.int64)).reshape(-1)
         start = self.bases[layer - self.shard.layer_lo][plane] + head * head_bytes
@@ -76,11 +76,11 @@ class PoolAddresses:
         return self.segments[0].num_slots
 
     def aux_addr(self, slot: int) -> int:
-        """Return the address of one aux row."""
+        """Returns the address of one aux row."""
         return self.aux_base + slot * self.aux_row_bytes
 
     def to_wire(self) -> dict[str, Any]:
-        """Return the addresses as ints and lists of ints, for the codec.
+        """Returns the addresses as ints and lists of ints, for the codec.
 
         `slots` has the pages or items of each segment. `bases` has the bases of all segments, ordered by segment, layer
         and plane.
@@ -96,7 +96,7 @@ class PoolAddresses:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any], shards: tuple[LocalShard, ...]) -> PoolAddresses:
-        """Check and convert the addresses that a peer sent.
+        """Checks and converts the addresses that a peer sent.
 
         Args:
             wire: The mapping that the peer's `to_wire` returned.

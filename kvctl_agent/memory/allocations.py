@@ -69,16 +69,16 @@ class HugePageMemory:
         self._closed = False
 
     def view(self, region: Region) -> Bytes:
-        """Return the bytes of a region inside this memory. Unlike `Region.array` the view stays valid after `close`."""
+        """Returns the bytes of a region inside this memory. Unlike `Region.array`, it stays valid after `close`."""
         start = region.addr - self.addr
         return self.array[start : start + region.nbytes]
 
     def span(self, offset: int, nbytes: int) -> MemorySpan:
-        """Return bytes [offset, offset + nbytes) as a span for copies."""
+        """Returns bytes [offset, offset + nbytes) as a span for copies."""
         return MemorySpan(self.addr + offset, nbytes, self.array[offset : offset + nbytes])
 
     def close(self) -> None:
-        """Return the memory to the kernel; idempotent. Regions must be deregistered and writes drained before.
+        """Returns the memory to the kernel; idempotent. Regions must be deregistered and writes drained before.
 
         The pages are freed immediately even if views still exist: a late reader sees zeros instead of crashing the
         process. The address range is unmapped with the last view.
@@ -124,11 +124,11 @@ class Allocation(Protocol):
     """The region to register with a transport."""
 
     def span(self, offset: int, nbytes: int) -> MemorySpan:
-        """Return bytes [offset, offset + nbytes) as a span for copies."""
+        """Returns bytes [offset, offset + nbytes) as a span for copies."""
         ...
 
     def close(self) -> None:
-        """Free the memory; idempotent. Its regions must be deregistered and all writes drained before."""
+        """Frees the memory; idempotent. Its regions must be deregistered and all writes drained before."""
         ...
 
 
@@ -136,7 +136,7 @@ class DeviceAllocation:
     """An allocation in a device's memory, not zeroed."""
 
     def __init__(self, device: Device, nbytes: int, mem_pool: str = "default") -> None:
-        """Allocate `nbytes` on `device`.
+        """Allocates `nbytes` on `device`.
 
         Raises:
             DeviceError: the memory cannot be allocated.
@@ -152,7 +152,7 @@ class DeviceAllocation:
 
 
 def allocate(nbytes: int, device: Device | None, mem_pool: str = "default") -> Allocation:
-    """Allocate memory on `device`, or huge-page memory on the host if `device` is None.
+    """Allocates memory on `device`, or huge-page memory on the host if `device` is None.
 
     `mem_pool` is the device's memory pool, as for `Device.allocate`; it is not used on the host.
 
@@ -186,7 +186,7 @@ class StagingBuffers:
     """
 
     def __init__(self, count: int, buffer_bytes: int, device: Device | None = None, mem_pool: str = "default") -> None:
-        """Allocate `count` buffers of `buffer_bytes`, rounded up to whole 4 KiB pages; other arguments as `allocate`.
+        """Allocates `count` buffers of `buffer_bytes`, rounded up to whole 4 KiB pages; other arguments as `allocate`.
 
         Raises:
             MemoryLayoutError: a number is not positive, or the memory cannot be allocated.
@@ -203,7 +203,7 @@ class StagingBuffers:
         self.high_water = 0
 
     def acquire(self) -> Buffer | None:
-        """Return a free buffer, or None if all are in use. Does not wait."""
+        """Returns a free buffer, or None if all are in use. Does not wait."""
         with self._lock:
             if not self._free:
                 return None
@@ -213,7 +213,7 @@ class StagingBuffers:
             return buffer
 
     def release(self, buffer: Buffer) -> None:
-        """Return a buffer to the free list.
+        """Returns a buffer to the free list.
 
         Raises:
             LocalProtocolError: the buffer is not in use.
@@ -230,11 +230,11 @@ class StagingBuffers:
         return len(self._acquired)
 
     def region(self) -> Region:
-        """Return the region of all buffers, to register with the transport."""
+        """Returns the region of all buffers, to register with the transport."""
         return self._memory.region
 
     def close(self) -> None:
-        """Free the memory; idempotent. Copies into it and writes from it must have ended."""
+        """Frees the memory; idempotent. Copies into it and writes from it must have ended."""
         with self._lock:
             self._free.clear()
         self._memory.close()
@@ -252,14 +252,14 @@ class RingMemory:
     """
 
     def __init__(self, nbytes: int, device: Device | None = None, mem_pool: str = "default") -> None:
-        """Allocate a ring of `nbytes`; the arguments are those of `allocate`."""
+        """Allocates a ring of `nbytes`; the arguments are those of `allocate`."""
         self._memory = allocate(nbytes, device, mem_pool)
         self._open_bytes = nbytes  # 0 after close
         self.nbytes = nbytes
         self.addr = self._memory.region.addr
 
     def view(self, offset: int, nbytes: int) -> MemorySpan:
-        """Return ring region [offset, offset + nbytes).
+        """Returns ring region [offset, offset + nbytes).
 
         Raises:
             MemoryLayoutError: the region is not inside the ring, or the ring is closed.
@@ -271,10 +271,10 @@ class RingMemory:
         return self._memory.span(offset, nbytes)
 
     def region(self) -> Region:
-        """Return the region of the ring, to register with the transport."""
+        """Returns the region of the ring, to register with the transport."""
         return self._memory.region
 
     def close(self) -> None:
-        """Free the memory; idempotent. All writers must have drained."""
+        """Frees the memory; idempotent. All writers must have drained."""
         self._open_bytes = 0
         self._memory.close()

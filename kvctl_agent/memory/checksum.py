@@ -24,7 +24,7 @@ _PIECE_BYTES = 256 << 10
 def part_checksum(
     pool: KVPool, transfer_slice: TransferSlice, pages: npt.ArrayLike, head: int, lo: int, hi: int
 ) -> int:
-    """Return the 32-bit checksum of a part of KV or state.
+    """Returns the 32-bit checksum of a part of KV or state.
 
     Args:
         pool: The pool of this rank.
@@ -47,7 +47,7 @@ def part_checksum(
 
 
 def aux_checksum(pool: KVPool, row: int) -> int:
-    """Return the 32-bit checksum of an aux row.
+    """Returns the 32-bit checksum of an aux row.
 
     Raises:
         MemoryLayoutError: the pool has no such row.

@@ -14,7 +14,7 @@ class PendingCopy(Protocol):
     """A copy that has been started."""
 
     def done(self) -> bool:
-        """Return whether the copy has ended, without waiting. Once true, it stays true.
+        """Returns whether the copy has ended, without waiting. Once true, it stays true.
 
         Raises:
             KvctlError: the copy failed; it no longer reads or writes any memory.
@@ -57,7 +57,7 @@ class Copier(Protocol):
         ...
 
     def prepare(self, memory: SegmentMemory, head: int, heads: int) -> None:
-        """Compile the kernels for scatters to local heads [head, head + heads) and wait for them; no-op on the host.
+        """Compiles the kernels for scatters to local heads [head, head + heads) and waits for them; no-op on the host.
 
         Raises:
             DeviceError: a kernel does not compile.
@@ -65,5 +65,5 @@ class Copier(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait for the copies that were started, and free the copier's resources; idempotent."""
+        """Waits for the copies that were started, and free the copier's resources; idempotent."""
         ...

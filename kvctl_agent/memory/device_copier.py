@@ -113,7 +113,7 @@ class BlockTable:
     """
 
     def __init__(self, addresses: SegmentAddresses, heads: int) -> None:
-        """Build the tables; the caller has checked `heads`."""
+        """Builds the tables; the caller has checked `heads`."""
         planes, layers = addresses.shard.segment.planes, len(addresses.bases)
         self.planes = len(planes)
         self.table_ranges = lru_cache(_CACHED_SPANS)(self._table_ranges)
@@ -139,7 +139,7 @@ class BlockTable:
     def _table_ranges(
         self, lo: int, hi: int, page_lo: int, page_hi: int, num_pages: int, nbytes: int, head: int
     ) -> tuple[TableRange, ...]:
-        """Divide a contiguous span of a part into block ranges of each table.
+        """Divides a contiguous span of a part into block ranges of each table.
 
         The span has blocks [lo, hi), from page `page_lo` of the first block to page `page_hi` of the last.
 
@@ -190,7 +190,7 @@ class BlockTable:
         return tuple(BlockRanges(self.gathers[table], ranges) for table, ranges in launches.items())
 
     def _check(self, lo: int, hi: int, page_lo: int, page_hi: int, num_pages: int, nbytes: int) -> int:
-        """Check a span and return its offset in the part."""
+        """Checks a span and returns its offset in the part."""
         blocks = len(self._offsets) - 1
         if not 0 <= lo < hi <= blocks or not 0 <= page_lo < num_pages or not 0 < page_hi <= num_pages:
             raise MemoryLayoutError(
@@ -207,7 +207,7 @@ class BlockTable:
 
 
 def block_table(memory: SegmentMemory, heads: int) -> BlockTable:
-    """Return the block table for any `heads` local heads, kept while the pool is open.
+    """Returns the block table for any `heads` local heads, kept while the pool is open.
 
     Raises:
         MemoryLayoutError: the rank has fewer heads.
@@ -221,7 +221,7 @@ def block_table(memory: SegmentMemory, heads: int) -> BlockTable:
 
 
 def gather_geometries(local: LocalShard, remote: LocalShard) -> set[Geometry]:
-    """Return the geometries of all gathers that parts for a peer can need, to compile their kernels in advance."""
+    """Returns the geometries of all gathers that parts for a peer can need, to compile their kernels in advance."""
     heads = min(local.head_hi, remote.head_hi) - max(local.head_lo, remote.head_lo)
     return {_gather_geometry(plane, heads, local.heads) for plane in local.segment.planes} if heads > 0 else set()
 

@@ -64,10 +64,10 @@ class HostCopier:
         return _CompletedCopy()
 
     def prepare(self, memory: SegmentMemory, head: int, heads: int) -> None:
-        """Do nothing: host copies need no compilation."""
+        """Does nothing: host copies need no compilation."""
 
     def close(self) -> None:
-        """Do nothing: the owner of the copy pool closes it."""
+        """Does nothing: the owner of the copy pool closes it."""
 
 
 def _array(span: MemorySpan) -> Bytes:
@@ -80,7 +80,7 @@ Stack = npt.NDArray[np.uint8]
 
 
 def gather_piece(piece: Piece, rows: RowIndex, out: Bytes) -> int:
-    """Gather all spans of `piece` into `out[:piece.nbytes]` and return the number of bytes written."""
+    """Gathers all spans of `piece` into `out[:piece.nbytes]` and returns the number of bytes written."""
     index = host_rows(rows)
     if _by_page(piece, index):
         blocks, staged = _stacks(piece, index, out, "out")
@@ -94,7 +94,7 @@ def gather_piece(piece: Piece, rows: RowIndex, out: Bytes) -> int:
 
 
 def scatter_piece(piece: Piece, rows: RowIndex, src: Bytes) -> int:
-    """Scatter `src[:piece.nbytes]` to all spans of `piece` and return the number of bytes read."""
+    """Scatters `src[:piece.nbytes]` to all spans of `piece` and return the number of bytes read."""
     index = host_rows(rows)
     if _by_page(piece, index):
         blocks, staged = _stacks(piece, index, src, "src")
@@ -129,7 +129,7 @@ def _stacks(piece: Piece, rows: HostRows, array: Bytes, name: str) -> tuple[Stac
 
 
 def gather(span: Span, rows: HostRows, out: Bytes) -> int:
-    """Copy the rows of one span into `out`, ordered by page, row and head.
+    """Copies the rows of one span into `out`, ordered by page, row and head.
 
     Args:
         span: Layer, plane, and positions in `rows.pages`.
@@ -154,7 +154,7 @@ def gather(span: Span, rows: HostRows, out: Bytes) -> int:
 
 
 def scatter(span: Span, rows: HostRows, src: Bytes) -> int:
-    """Copy `src`, ordered by page, row and head, to the rows of one span; the inverse of `gather`.
+    """Copies `src`, ordered by page, row and head, to the rows of one span; the inverse of `gather`.
 
     Returns:
         The number of bytes read.
@@ -206,7 +206,7 @@ class HostRows:
     """
 
     def __init__(self, rows: RowIndex) -> None:
-        """Convert the pages; raises MemoryLayoutError if the memory is on a device."""
+        """Converts the pages; raises MemoryLayoutError if the memory is on a device."""
         self.pages: Indices = np.ascontiguousarray(rows.raw_pages, dtype=np.int64)
         self.slice = head_slice(rows.memory, rows.head, rows.heads)
         steps = self.pages[1:] - self.pages[:-1]
@@ -219,7 +219,7 @@ class HostRows:
         self._units: dict[int, Indices] = {}
 
     def takes(self, plane: int, page_lo: int, page_hi: int) -> Indices:
-        """Return the indices into the plane's `slice.takes` for positions [page_lo, page_hi), in staging order."""
+        """Returns the indices into the plane's `slice.takes` for positions [page_lo, page_hi), in staging order."""
         if self.slice.whole:
             return self.pages[page_lo:page_hi]
         rows = self.slice.rows[plane]
@@ -232,7 +232,7 @@ class HostRows:
         return units[page_lo * per_page : page_hi * per_page]
 
     def runs(self, page_lo: int, page_hi: int) -> Iterator[tuple[int, int, int]]:
-        """Split positions [page_lo, page_hi) into runs (first page, lo, hi), with lo and hi relative to `page_lo`."""
+        """Splits positions [page_lo, page_hi) into runs (first page, lo, hi), with lo and hi relative to `page_lo`."""
         if self.run_count == 1:
             yield int(self.pages[page_lo]), 0, page_hi - page_lo
             return
@@ -242,7 +242,7 @@ class HostRows:
 
 
 def host_rows(rows: RowIndex) -> HostRows:
-    """Return the index arrays of the rows, made on first use."""
+    """Returns the index arrays of the rows, made on first use."""
     if rows.host_rows is None:
         rows.host_rows = HostRows(rows)
     index: HostRows = rows.host_rows
@@ -278,7 +278,7 @@ class HeadSlice:
     """
 
     def __init__(self, blocks: Sequence[tuple[Bytes, ...]], where: SegmentAddresses, head: int, heads: int) -> None:
-        """Create the views of checked heads; `blocks` has the bytes of each layer's planes, `where` their addresses."""
+        """Creates the views of checked heads; `blocks` has bytes of each layer's planes, `where` their addresses."""
         planes = where.shard.segment.planes
         self._where = where
         self._starts = tuple(head * plane.head_bytes for plane in planes)
@@ -335,7 +335,7 @@ class HeadSlice:
 
 
 def head_slice(memory: SegmentMemory, head: int, heads: int) -> HeadSlice:
-    """Return the views of local heads [head, head + heads); raises MemoryLayoutError if the rank lacks a head."""
+    """Returns the views of local heads [head, head + heads); raises MemoryLayoutError if the rank lacks a head."""
     key = "head slice", head, heads
     views: HeadSlice | None = memory.derived.get(key)
     if views is None:
@@ -350,7 +350,7 @@ def _row(nbytes: int) -> np.dtype[np.void]:
 
 
 def copy_threads() -> int:
-    """Return the number of threads for a copy on this machine: two if the process may use two cores, else one."""
+    """Returns the number of threads for a copy on this machine: two if the process may use two cores, else one."""
     return min(2, len(os.sched_getaffinity(0)))
 
 
@@ -376,13 +376,13 @@ class CopyPool:
         ]
 
     def start(self) -> CopyPool:
-        """Start the helpers."""
+        """Starts the helpers."""
         for helper in self._helpers:
             helper.start()
         return self
 
     def run(self, jobs: Sequence[Callable[[], object]]) -> None:
-        """Run all jobs, in any order and on any thread of the pool, and return when all have ended.
+        """Runs all jobs, in any order and on any thread of the pool, and returns when all have ended.
 
         Once a job has raised an exception, no further job is started; the exception is raised here after the running
         jobs have ended.
@@ -396,7 +396,7 @@ class CopyPool:
         batch.wait()
 
     def close(self) -> None:
-        """Stop and join the helper threads; idempotent. Batches that are already queued are finished first."""
+        """Stops and joins the helper threads; idempotent. Batches that are already queued are finished first."""
         if self._closed:
             return
         self._closed = True
@@ -421,7 +421,7 @@ class _Batch:
         self._changed = threading.Condition()
 
     def work(self) -> None:
-        """Take and run jobs until no job is left."""
+        """Takes and runs jobs until no job is left."""
         while (job := self._take()) is not None:
             error = None
             try:
@@ -434,7 +434,7 @@ class _Batch:
                 self._changed.notify_all()
 
     def wait(self) -> None:
-        """Wait for jobs that still run on other threads, and raise the first exception."""
+        """Waits for jobs that still run on other threads, and raise the first exception."""
         with self._changed:
             self._changed.wait_for(lambda: self._running == 0)
         if self._error is not None:

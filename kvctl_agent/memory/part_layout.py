@@ -61,7 +61,7 @@ class PartLayout:
     region_bytes: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Compute the sizes; raise MemoryLayoutError if a size is not positive."""
+        """Computes the sizes; raise MemoryLayoutError if a size is not positive."""
         if min(self.num_layers, self.num_pages, *self.page_bytes) <= 0 or self.first_layer < 0:
             raise MemoryLayoutError(f"a part needs positive sizes, got {self}")
         nbytes = self.num_layers * self.num_pages * sum(self.page_bytes)
@@ -69,7 +69,7 @@ class PartLayout:
         object.__setattr__(self, "region_bytes", -(-nbytes // STAGING_ALIGN_BYTES) * STAGING_ALIGN_BYTES)
 
     def block(self, layer: int, plane: int) -> tuple[int, int]:
-        """Return (offset, nbytes) of one plane of one layer in the region; `layer` is counted as `first_layer` is."""
+        """Returns (offset, nbytes) of one plane of one layer in the region; `layer` is counted as `first_layer` is."""
         index = layer - self.first_layer
         if not 0 <= index < self.num_layers:
             raise MemoryLayoutError(
@@ -81,7 +81,7 @@ class PartLayout:
 
     @lru_cache(maxsize=256)  # noqa: B019 - layouts are small, and most parts share one
     def pieces(self, target_bytes: int = PIECE_BYTES) -> tuple[Piece, ...]:
-        """Divide the region into pieces of at most `target_bytes`, or of one page if a page is larger.
+        """Divides the region into pieces of at most `target_bytes`, or of one page if a page is larger.
 
         Smaller blocks are grouped whole and in order. Larger blocks are divided evenly by pages, so that no piece is
         much smaller than the others.

@@ -68,7 +68,7 @@ class KVPool:
         allocations: Sequence[Allocation] = (),
         shapes: tuple[ModelShape | StateShape, ...] = (),
     ) -> None:
-        """Wrap checked memory. Use `from_tensors`, `mla` or `allocate` instead.
+        """Wraps checked memory. Use `from_tensors`, `mla` or `allocate` instead.
 
         Args:
             owner: Object whose reference keeps the memory of tensors alive.
@@ -100,7 +100,7 @@ class KVPool:
         draft: DraftKV | None = None,
         state: Sequence[StateTensors] = (),
     ) -> KVPool:
-        """Wrap an engine's tensors. The pool references them until it is closed.
+        """Wraps an engine's tensors. The pool references them until it is closed.
 
         Args:
             k: K of each layer, torch or numpy, `[tokens, heads_local, k_dim]`, contiguous, all on the CPU or all on
@@ -130,7 +130,7 @@ class KVPool:
         draft: DraftKV | None = None,
         state: Sequence[StateTensors] = (),
     ) -> KVPool:
-        """Wrap the tensors of a model with multi-head latent attention, which every tensor-parallel rank holds whole.
+        """Wraps the tensors of a model with multi-head latent attention, which every tensor-parallel rank holds whole.
 
         Args:
             latent: Latent rows of each layer, `[tokens, dim]` or `[tokens, 1, dim]`, contiguous, all on one device.
@@ -193,7 +193,7 @@ class KVPool:
         device: Device | None = None,
         mem_pool: str = "default",
     ) -> KVPool:
-        """Allocate a zeroed pool in one allocation, ordered by segment, layer and plane, with the aux rows last.
+        """Allocates a zeroed pool in one allocation, ordered by segment, layer and plane, with the aux rows last.
 
         Args:
             shards: The rank's shards, from `layout.local_shard.local_shards` for this `page_size`.
@@ -254,7 +254,7 @@ class KVPool:
         return self.segments[0].num_slots
 
     def shape(self) -> ModelShape:
-        """Return the model's shape, assuming that this pool has all of its layers.
+        """Returns the model's shape, assuming that this pool has all of its layers.
 
         Raises:
             MemoryLayoutError: the pool was allocated, so it does not know the model.
@@ -269,7 +269,7 @@ class KVPool:
         return replace(kv, draft=drafts[0] if drafts else None, states=states)
 
     def assign_shards(self, shards: tuple[LocalShard, ...]) -> None:
-        """Set the layers and heads of the model that this memory holds. Must precede registration and transfers.
+        """Sets the layers and heads of the model that this memory holds. Must precede registration and transfers.
 
         Raises:
             MemoryLayoutError: the pool does not fit the shards; the text has the segment and the numbers.
@@ -281,13 +281,13 @@ class KVPool:
         self.segments = tuple(segments)
 
     def addresses(self) -> PoolAddresses:
-        """Return base addresses and sizes, for peers and for descriptors."""
+        """Returns base addresses and sizes, for peers and for descriptors."""
         segments = tuple(segment.addresses for segment in self.segments)
         base = 0 if self.aux is None else self.aux.ctypes.data
         return PoolAddresses(segments, base, self.aux_row_bytes, self.aux_slots)
 
     def regions(self) -> list[Region]:
-        """Return the regions to register with a transport: one per allocation, or per group of adjacent tensors."""
+        """Returns the regions to register with a transport: one per allocation, or per group of adjacent tensors."""
         if self._allocations:
             return [allocation.region for allocation in self._allocations]
         regions = [block for segment in self.segments for layer in segment.blocks for block in layer]
@@ -296,7 +296,7 @@ class KVPool:
         return merge_adjacent(regions)
 
     def close(self) -> None:
-        """Free the pool's own allocations and drop its references to tensors; idempotent."""
+        """Frees the pool's own allocations and drops its references to tensors; idempotent."""
         self._owner = None
         self.aux = None
         for segment in self.segments:
@@ -309,7 +309,7 @@ class KVPool:
 def _allocations(
     blocks_bytes: int, aux_bytes: int, device: Device | None, mem_pool: str
 ) -> tuple[list[Allocation], Callable[[Region], Bytes], Bytes | None]:
-    """Allocate zeroed memory for the blocks and the aux rows.
+    """Allocates zeroed memory for the blocks and the aux rows.
 
     Aux rows follow the blocks in one allocation on the host, and have an allocation of their own with a device.
 

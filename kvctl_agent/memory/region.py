@@ -24,7 +24,7 @@ class Region(NamedTuple):
     device: int = HOST
 
     def array(self) -> npt.NDArray[np.uint8]:
-        """Return the bytes as an array without a copy. The memory must outlive the array.
+        """Returns the bytes as an array without a copy. The memory must outlive the array.
 
         Raises:
             MemoryLayoutError: the region is on a device.
@@ -43,7 +43,7 @@ class MemorySpan(NamedTuple):
 
 
 def merge_adjacent(regions: Iterable[Region]) -> list[Region]:
-    """Sort regions by address and join adjacent ones, because each registration takes a table entry in the engine."""
+    """Sorts regions by address and joins adjacent ones, because each registration takes a table entry in the engine."""
     merged: list[Region] = []
     for region in sorted(regions):
         last = merged[-1] if merged else None

@@ -42,7 +42,7 @@ class SegmentMemory:
         blocks: Sequence[tuple[Region, ...]],
         view: Callable[[Region], Bytes] = Region.array,
     ) -> None:
-        """Wrap memory that the caller has checked; each block has `num_slots` pages of its plane."""
+        """Wraps memory that the caller has checked; each block has `num_slots` pages of its plane."""
         self.shard = shard
         self.num_slots = num_slots
         self._heads = shard.heads
@@ -60,7 +60,7 @@ class SegmentMemory:
         return self.shard.segment.name
 
     def block(self, layer: int, plane: int) -> Bytes:
-        """Return all bytes of one plane of one layer, flat, in page order.
+        """Returns all bytes of one plane of one layer, flat, in page order.
 
         Raises:
             MemoryLayoutError: the rank does not have the layer, or the memory is on a device.
@@ -69,7 +69,7 @@ class SegmentMemory:
         return self.view(self.blocks[layer - self.shard.layer_lo][plane])
 
     def check_heads(self, head: int, heads: int) -> None:
-        """Raise MemoryLayoutError unless this rank has local heads [head, head + heads)."""
+        """Raises MemoryLayoutError unless this rank has local heads [head, head + heads)."""
         if not self.blocks:
             raise MemoryLayoutError(f"{self.name}: heads [{head}, {head + heads}) requested, but {self._available()}")
         if head < 0 or heads <= 0 or head + heads > self._heads:
@@ -78,7 +78,7 @@ class SegmentMemory:
             )
 
     def part_layout(self, layer_lo: int, layer_hi: int, num_pages: int, heads: int) -> PartLayout:
-        """Return the layout of a part of layers [layer_lo, layer_hi), `num_pages` pages and `heads` heads.
+        """Returns the layout of a part of layers [layer_lo, layer_hi), `num_pages` pages and `heads` heads.
 
         Raises:
             MemoryLayoutError: this rank does not have the layers.
@@ -91,7 +91,7 @@ class SegmentMemory:
         return part_layout(layer_lo - self.shard.layer_lo, layer_hi - layer_lo, num_pages, page_bytes)
 
     def close(self) -> None:
-        """Drop the references to the memory."""
+        """Drops the references to the memory."""
         self.blocks = ()
         self.derived.clear()
 
@@ -123,7 +123,7 @@ class RowIndex:
     __slots__ = ("head", "heads", "host_rows", "memory", "raw_pages")
 
     def __init__(self, memory: SegmentMemory, pages: npt.ArrayLike, head: int, heads: int) -> None:
-        """Check the pages, a non-empty list of integers, and the heads.
+        """Checks the pages, a non-empty list of integers, and the heads.
 
         Raises:
             MemoryLayoutError: a page or head is outside the segment's memory; the text names it.

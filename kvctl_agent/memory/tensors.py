@@ -41,7 +41,7 @@ class TensorInfo(NamedTuple):
         return "the CPU" if self.device == HOST else f"cuda:{self.device}"
 
     def expect(self, shape: tuple[int, ...], like: TensorInfo) -> None:
-        """Raise MemoryLayoutError unless the tensor has this shape and the dtype of `like`."""
+        """Raises MemoryLayoutError unless the tensor has this shape and the dtype of `like`."""
         if self.shape != shape:
             raise MemoryLayoutError(f"{self.name}: shape {self.shape}, expected {shape}")
         if self.dtype != like.dtype:
@@ -51,7 +51,7 @@ class TensorInfo(NamedTuple):
 def check_layer_tensors(
     tensors: Sequence[Any], names: Iterable[str], inspect: Callable[[Any, str], TensorInfo]
 ) -> list[TensorInfo]:
-    """Inspect one plane's tensor of every layer with `inspect`; `names` are for error texts.
+    """Inspects one plane's tensor of every layer with `inspect`; `names` are for error texts.
 
     Raises:
         MemoryLayoutError: the tensors differ in shape or dtype, or `inspect` raised it.
@@ -63,7 +63,7 @@ def check_layer_tensors(
 
 
 def inspect_rows(tensor: Any, name: str, page_size: int) -> TensorInfo:
-    """Inspect K or V of a layer, `[tokens, heads, head_dim]` (NHD).
+    """Inspects K or V of a layer, `[tokens, heads, head_dim]` (NHD).
 
     Raises:
         MemoryLayoutError: the tensor has another layout, or its tokens are not whole pages.
@@ -87,7 +87,7 @@ def inspect_rows(tensor: Any, name: str, page_size: int) -> TensorInfo:
 
 
 def inspect_latent(tensor: Any, name: str, page_size: int) -> TensorInfo:
-    """Inspect the latent rows of a layer, `[tokens, dim]` or `[tokens, 1, dim]`.
+    """Inspects the latent rows of a layer, `[tokens, dim]` or `[tokens, 1, dim]`.
 
     Raises:
         MemoryLayoutError: the tensor has another shape, or its tokens are not whole pages.
@@ -102,7 +102,7 @@ def inspect_latent(tensor: Any, name: str, page_size: int) -> TensorInfo:
 
 
 def inspect_tensor(tensor: Any, name: str) -> TensorInfo:
-    """Return address, shape and dtype of a tensor.
+    """Returns address, shape and dtype of a tensor.
 
     Raises:
         MemoryLayoutError: the tensor is empty, read-only or not contiguous, or is on an unsupported device.
@@ -127,7 +127,7 @@ def inspect_tensor(tensor: Any, name: str) -> TensorInfo:
 
 
 def common_device(infos: Iterable[TensorInfo]) -> int:
-    """Return the device of all tensors, or HOST.
+    """Returns the device of all tensors, or HOST.
 
     Raises:
         MemoryLayoutError: the tensors are on different devices; the text names two of them.
@@ -143,7 +143,7 @@ def common_device(infos: Iterable[TensorInfo]) -> int:
 
 
 def check_no_overlap(infos: Iterable[TensorInfo]) -> None:
-    """Raise MemoryLayoutError if two tensors share memory, because transfers would overwrite one with the other."""
+    """Raises MemoryLayoutError if two tensors share memory, because transfers would overwrite one with the other."""
     for before, after in pairwise(sorted(infos, key=lambda info: info.addr)):
         if before.addr + before.nbytes > after.addr:
             first, second = sorted((before.name, after.name))
@@ -293,7 +293,7 @@ def kv_spec(kv: DraftKV, page_size: int, name: str = "kv") -> TensorSpec:
 
 
 def state_spec(state: StateTensors) -> TensorSpec:
-    """Check the tensors of a state component.
+    """Checks the tensors of a state component.
 
     Raises:
         MemoryLayoutError: a tensor is unusable; the text names the layer.
@@ -336,7 +336,7 @@ def state_spec(state: StateTensors) -> TensorSpec:
 
 
 def check_layers(name: str, tensors: object) -> None:
-    """Raise MemoryLayoutError if `tensors` is not a list."""
+    """Raises MemoryLayoutError if `tensors` is not a list."""
     if not isinstance(tensors, Sequence):
         raise MemoryLayoutError(f"{name} is {shown(tensors)}: it must be a list of tensors, one for each layer")
 

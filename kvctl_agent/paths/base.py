@@ -40,7 +40,7 @@ class Flight(ABC):
 
     @abstractmethod
     def advance(self) -> bool:
-        """Make progress without waiting.
+        """Makes progress without waiting.
 
         Returns:
             True when the transfer is complete, or has stopped after cancellation.
@@ -51,20 +51,20 @@ class Flight(ABC):
 
     @abstractmethod
     def give_up(self) -> bool:
-        """Abandon the transfer and let the transport drain its writes.
+        """Abandons the transfer and lets the transport drain its writes.
 
         Returns:
             True when no bytes of it can land any more.
         """
 
     def count(self, write: Write, since_ns: int) -> None:
-        """Add a write whose submission began at `since_ns` to the counts."""
+        """Adds a write whose submission began at `since_ns` to the counts."""
         self.post_ns += time.monotonic_ns() - since_ns
         self.posts += 1
         self.descriptors += write.descriptors
 
     def moments(self) -> dict[str, int]:
-        """Return the end time of each stage in ns.
+        """Returns the end time of each stage in ns.
 
         Pieces overlap, so the ends of gather and post are computed from their total durations.
         """
@@ -96,7 +96,7 @@ class Path(Protocol):
     """One way to transfer a part."""
 
     def start(self, connection: PeerConnection, order: Transfer) -> Flight:
-        """Start the transfer of a part. The worker then advances the returned flight.
+        """Starts the transfer of a part. The worker then advances the returned flight.
 
         Raises:
             MemoryLayoutError: the part cannot use this path, or does not fit the pools.

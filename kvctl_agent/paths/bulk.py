@@ -27,7 +27,7 @@ class PageRuns(NamedTuple):
 
 
 def page_run_arrays(src_pages: npt.ArrayLike, dst_pages: npt.ArrayLike) -> PageRuns:
-    """Return the fewest runs that move src_pages[i] to dst_pages[i] for every i, ordered by source page.
+    """Returns the fewest runs that move src_pages[i] to dst_pages[i] for every i, ordered by source page.
 
     Unsorted pages are sorted first: allocators return pages in descending order after a free, and the order in which
     the pages of a part are written does not matter.

@@ -31,7 +31,7 @@ _MIN_COPIES = 3
 
 
 def memcpy_gb_per_s(nbytes: int = 128 << 20, seconds: float = 0.5) -> float:
-    """Return the memcpy rate of one thread in GB/s (1e9 bytes per second), the median of copies made over `seconds`.
+    """Returns the memcpy rate of one thread in GB/s (1e9 bytes per second), the median of copies made over `seconds`.
 
     Source and target are huge pages that are faulted in before.
 
@@ -50,7 +50,7 @@ def memcpy_gb_per_s(nbytes: int = 128 << 20, seconds: float = 0.5) -> float:
 
 
 def memcpy_gb_per_s_within(memory: Bytes) -> float:
-    """Return the memcpy rate of one thread in GB/s from one half of `memory` to the other, the best of three copies.
+    """Returns the memcpy rate of one thread in GB/s from one half of `memory` to the other, the best of three copies.
 
     Takes a few milliseconds.
 
@@ -68,7 +68,7 @@ def memcpy_gb_per_s_within(memory: Bytes) -> float:
 
 
 def measure_copies(memory: Bytes) -> CopyCost:
-    """Measure gathers of random rows into a piece that stays in cache, and scatters from it.
+    """Measures gathers of random rows into a piece that stays in cache, and scatters from it.
 
     Each row size is measured once per round, and the best round counts.
 
@@ -95,7 +95,7 @@ def measure_copies(memory: Bytes) -> CopyCost:
 
 
 def measure_device_copies(copies: RowCopies, source: Region, target: Region) -> CopyCost:
-    """Measure gathers. Scatters, which copy the same rows in reverse, are assumed to cost the same.
+    """Measures gathers. Scatters, which copy the same rows in reverse, are assumed to cost the same.
 
     Args:
         copies: The stream to measure with.
@@ -120,7 +120,7 @@ def measure_device_copies(copies: RowCopies, source: Region, target: Region) -> 
 
 
 def measure_direct(copies: RowCopies, source: Region, target: Region, programs: int) -> DirectCost:
-    """Measure the cost of parts on path direct.
+    """Measures the cost of parts on path direct.
 
     Args:
         copies: The stream to measure with.

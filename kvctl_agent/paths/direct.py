@@ -114,7 +114,7 @@ class Route:
     """
 
     def __init__(self, geometry: Geometry, layer_lo: int, addrs: Numbers) -> None:
-        """Create a route.
+        """Creates a route.
 
         Args:
             geometry: Geometry of every block.
@@ -135,7 +135,7 @@ class Route:
 
 
 def routes(segment: SegmentPair, src_head: int, dst_head: int, heads: int) -> tuple[Route, ...]:
-    """Return the routes of one head slice of a mapped segment, one for each geometry of its planes.
+    """Returns the routes of one head slice of a mapped segment, one for each geometry of its planes.
 
     `src_head` and `dst_head` are the first head in the local pool and in the peer's pool.
     """
@@ -148,7 +148,7 @@ def routes(segment: SegmentPair, src_head: int, dst_head: int, heads: int) -> tu
 
 
 def geometries(segments: Iterable[SegmentPair]) -> set[Geometry]:
-    """Return all geometries that parts on a connection can have, to compile their kernels in advance."""
+    """Returns all geometries that parts on a connection can have, to compile their kernels in advance."""
     found: set[Geometry] = set()
     for segment in segments:
         local, remote = segment.local.shard, segment.remote.shard
@@ -160,7 +160,7 @@ def geometries(segments: Iterable[SegmentPair]) -> set[Geometry]:
 
 
 def check_pages(segment: SegmentPair, src: Pages, dst: Pages) -> None:
-    """Raise MemoryLayoutError for a page outside its pool; a kernel with a wrong address would lose the device."""
+    """Raises MemoryLayoutError for a page outside its pool; a kernel with a wrong address would lose the device."""
     for pages, side in ((src, segment.local), (dst, segment.remote)):
         # As in `RowIndex`: `min` and `max` take four times as long.
         if pages.item(pages.argmin()) < 0 or pages.item(pages.argmax()) >= side.num_slots:

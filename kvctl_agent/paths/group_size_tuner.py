@@ -43,7 +43,7 @@ class GroupSizeTuner:
         self._sizes: dict[int, _Size] = {}  # by the logarithm of the tokens, hence few
 
     def observe(self, tokens: float, groups: int, compute_ns: int, transfer_ns: int, exposed_ns: int) -> None:
-        """Record a forward whose layers were grouped.
+        """Records a forward whose layers were grouped.
 
         Args:
             tokens: Average tokens per request, as passed to `choose`.
@@ -65,7 +65,7 @@ class GroupSizeTuner:
             size.add(groups, compute_ns / tokens, transfer_ns / tokens, exposed_ns / tokens)
 
     def choose(self, tokens: float, num_layers: int, formula: int) -> int:
-        """Return the number of groups for a forward.
+        """Returns the number of groups for a forward.
 
         Args:
             tokens: Average tokens per request.
@@ -100,7 +100,7 @@ class _Arm:
         self.tried = 0  # trials started; some may not have been observed yet
 
     def add(self, exposed: float) -> float:
-        """Add a forward and return its difference from the mean before."""
+        """Adds a forward and returns its difference from the mean before."""
         residual = exposed - self.mean if self.count else 0.0
         self.count += 1
         self.mean += (exposed - self.mean) / min(self.count, _MEMORY)
@@ -125,14 +125,14 @@ class _Line:
         self._yy = self._yy * keep + y * y
 
     def likely(self, n: int) -> float:
-        """Estimate y at N. The slope is reduced according to its standard error, since noise does not depend on N."""
+        """Estimates y at N. The slope is reduced according to its standard error, since noise does not depend on N."""
         _, slope, error = self._fit()
         squared = slope * slope
         reduced = slope * squared / (squared + error * error) if squared else 0.0
         return (self._y + reduced * (n * self._w - self._n)) / self._w
 
     def possible(self, n: int) -> tuple[float, ...]:
-        """Estimate y at N by the fit, or by the flattest and steepest possible line if only one N was observed."""
+        """Estimates y at N by the fit, or by the flattest and steepest possible line if only one N was observed."""
         base, slope, error = self._fit()
         if error == inf:
             mean_n, mean = self._n / self._w, self._y / self._w
@@ -165,7 +165,7 @@ class _Size:
         self._variance = 0.0  # of the exposed time around the mean of its N
 
     def differs_in_pace(self, compute: float) -> bool:
-        """Record and return whether a forward computed at another pace than the forwards before it."""
+        """Records and returns whether a forward computed at another pace than the forwards before it."""
         differs = bool(self._pace) and not self._pace / _PACE < compute < self._pace * _PACE
         self._other_pace = self._other_pace + 1 if differs else 0
         return differs
@@ -196,7 +196,7 @@ class _Size:
         return arm is not None and arm.count >= _ENOUGH and self._count - arm.last <= _STALE
 
     def best(self, formula: int) -> int:
-        """Return the fastest measured N. Another one than the formula's must be faster by its standard error."""
+        """Returns the fastest measured N. Another one than the formula's must be faster by its standard error."""
 
         def score(groups: int) -> float:
             arm = self._arms[groups]
@@ -209,7 +209,7 @@ class _Size:
         return self._trials < _HEAD_START + self.choices / _SHARE
 
     def trial(self, best: int, num_layers: int, formula: int) -> int | None:
-        """Return an N to try that may be faster than `best`, or None."""
+        """Returns an N to try that may be faster than `best`, or None."""
         now = min(self._predicted(best))
         predicted = {
             groups: min(self._predicted(groups))

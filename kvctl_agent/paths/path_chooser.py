@@ -39,11 +39,11 @@ class CopyCost:
     scatter_us_per_mib: tuple[float, ...]
 
     def gather_us(self, nbytes: int, row_bytes: int) -> float:
-        """Return the µs for a gather of `nbytes` bytes in rows of `row_bytes`."""
+        """Returns the µs for a gather of `nbytes` bytes in rows of `row_bytes`."""
         return nbytes / (1 << 20) * self.gather_us_per_mib[self._place(row_bytes)]
 
     def scatter_us(self, nbytes: int, row_bytes: int) -> float:
-        """Return the µs for a scatter of `nbytes` bytes in rows of `row_bytes`."""
+        """Returns the µs for a scatter of `nbytes` bytes in rows of `row_bytes`."""
         return nbytes / (1 << 20) * self.scatter_us_per_mib[self._place(row_bytes)]
 
     def _place(self, row_bytes: int) -> int:
@@ -63,7 +63,7 @@ class DirectCost:
     us_per_mib: float
 
     def us(self, nbytes: int) -> float:
-        """Return the µs for a part of `nbytes` bytes."""
+        """Returns the µs for a part of `nbytes` bytes."""
         return self.us_per_part + nbytes / (1 << 20) * self.us_per_mib
 
 
@@ -94,7 +94,7 @@ class PathChooser:
     def choose(
         self, ring_bytes: int, share: TransferSlice, layers: int, dst_pages: npt.NDArray[np.int32], direct: bool = False
     ) -> str:
-        """Return the path of a part of KV.
+        """Returns the path of a part of KV.
 
         The cost model uses the reader's page runs for both sides, because the local pages are not known yet.
 
@@ -122,7 +122,7 @@ class PathChooser:
         return min(costs, key=lambda path: costs[path])
 
     def without_ring(self, share: TransferSlice, direct: bool = False) -> str:
-        """Return the path of a part without a ring region. State never has one, because it is small and scattered."""
+        """Returns the path of a part without a ring region. State never has one, because it is small and scattered."""
         if self.path == DIRECT or (self.path == AUTO and direct):
             return DIRECT
         return BULK if share.whole_rows and self.path != SLICE else SLICE
@@ -130,7 +130,7 @@ class PathChooser:
     def costs(
         self, share: TransferSlice, layers: int, dst_pages: npt.NDArray[np.int32], direct: bool = False
     ) -> dict[str, float]:
-        """Return the predicted cost of a part on each path, in µs; the arguments are those of `choose`."""
+        """Returns the predicted cost of a part on each path, in µs; the arguments are those of `choose`."""
         assert self.connection is not None
         assert self.copy is not None
         pages, cells = len(dst_pages), layers * len(dst_pages)

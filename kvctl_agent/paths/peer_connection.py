@@ -47,7 +47,7 @@ class MappedMemory:
         return self._users
 
     def acquire(self) -> None:
-        """Count one more user; call before launching a kernel.
+        """Counts one more user; call before launching a kernel.
 
         Raises:
             PeerDisconnected: the connection was dropped; no kernel may be launched on the mapping any more.
@@ -58,7 +58,7 @@ class MappedMemory:
             self._users += 1
 
     def release(self) -> None:
-        """Count one user less; call once for each `acquire`, after the kernel has ended."""
+        """Counts one user less; call once for each `acquire`, after the kernel has ended."""
         with self._lock:
             self._users -= 1
             last = self._dropped and not self._users
@@ -66,7 +66,7 @@ class MappedMemory:
             self._unmap()
 
     def close(self) -> None:
-        """Unmap the memory now, or when the last kernel has ended; idempotent."""
+        """Unmaps the memory now, or when the last kernel has ended; idempotent."""
         with self._lock:
             idle = not self._dropped and not self._users
             self._dropped = True
@@ -87,7 +87,7 @@ class SegmentPair:
     """
 
     def __init__(self, local: SegmentAddresses, remote: SegmentAddresses, mapping: MappedMemory | None = None) -> None:
-        """Collect the addresses of both sides; `mapping` is the mapping of the peer's memory, if there is one.
+        """Collects the addresses of both sides; `mapping` is the mapping of the peer's memory, if there is one.
 
         Raises:
             DeviceError: a page of the peer lies outside the mapped memory.
@@ -107,7 +107,7 @@ class SegmentPair:
         return max(local.layer_lo, remote.layer_lo), min(local.layer_hi, remote.layer_hi)
 
     def bases(self, lo: int, hi: int) -> tuple[Numbers, Numbers]:
-        """Return the local and the peer's addresses of page 0 in layers [lo, hi), each int64 `[hi - lo, planes]`.
+        """Returns the local and the peer's addresses of page 0 in layers [lo, hi), each int64 `[hi - lo, planes]`.
 
         Raises:
             MemoryLayoutError: as for `check_layers`.
@@ -117,13 +117,13 @@ class SegmentPair:
         return self._local[lo - local : hi - local], self._remote[lo - remote : hi - remote]
 
     def mapped_bases(self, lo: int, hi: int) -> Numbers:
-        """Return the peer's addresses of `bases` in the mapping; the peer's memory must be mapped."""
+        """Returns the peer's addresses of `bases` in the mapping; the peer's memory must be mapped."""
         assert self._mapped is not None
         first = self.remote.shard.layer_lo
         return self._mapped[lo - first : hi - first]
 
     def check_layers(self, lo: int, hi: int) -> None:
-        """Raise MemoryLayoutError unless both sides hold layers [lo, hi)."""
+        """Raises MemoryLayoutError unless both sides hold layers [lo, hi)."""
         for shard in (self.local.shard, self.remote.shard):
             if not shard.layer_lo <= lo < hi <= shard.layer_hi:
                 raise MemoryLayoutError(
@@ -183,6 +183,6 @@ class PeerConnection:
         self.routes: dict[tuple[int, int, int, int], tuple[Route, ...]] = {}
 
     def close(self) -> None:
-        """Close the connection for new parts. The peer's memory is unmapped when the last kernel using it has ended."""
+        """Closes the connection for new parts. The peer's memory is unmapped after the last kernel that uses it."""
         if self.mapping is not None:
             self.mapping.close()

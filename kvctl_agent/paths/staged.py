@@ -85,7 +85,7 @@ class StagedFlight(Flight):
         return not self._writes and self._gather is None
 
     def _begin(self) -> bool:
-        """Start the gather of the next pieces if none is running; return whether a gather is running."""
+        """Starts the gather of the next pieces if none is running; return whether a gather is running."""
         if self._gather is not None:
             return True
         if len(self._writes) >= _IN_FLIGHT:
@@ -129,14 +129,14 @@ class StagedFlight(Flight):
         self._next += 1
 
     def _reap(self) -> None:
-        """Release the buffers of complete writes."""
+        """Releases the buffers of complete writes."""
         for write, buffer in self._writes[:]:
             if write.poll():
                 self._writes.remove((write, buffer))
                 self._buffers.release(buffer)
 
     def _drop(self) -> None:
-        """Release the buffers without a write, except those of a gather that still runs."""
+        """Releases the buffers without a write, except those of a gather that still runs."""
         if self._gather is not None:
             with contextlib.suppress(KvctlError):  # the part has already failed or been cancelled
                 self._gathered()

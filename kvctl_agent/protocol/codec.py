@@ -29,12 +29,12 @@ _one: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def encode(incarnation: int, messages: Sequence[Message]) -> bytes:
-    """Encode all messages as one frame."""
+    """Encodes all messages as one frame."""
     return MAGIC + incarnation.to_bytes(8, "little") + _encoder.encode(messages)
 
 
 def decode(frame: bytes) -> tuple[int, list[AnyMessage], int]:
-    """Decode one frame.
+    """Decodes one frame.
 
     Returns:
         the sender's incarnation, the valid messages, and the number of others (unknown type or wrong fields).

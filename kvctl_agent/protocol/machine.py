@@ -85,18 +85,18 @@ class MachineContext:
     def answer(
         self, ticket: int, result: str, text: str, freed: tuple[int, ...] = (), drained: tuple[str, ...] = ()
     ) -> None:
-        """Answer an operator's request. A request of the engine has ticket 0 and gets no answer."""
+        """Answers an operator's request. A request of the engine has ticket 0 and gets no answer."""
         if ticket:
             self.actions.append(ev.Answered(ticket, result, text, freed, drained))
 
     def note(
         self, kind: str, text: str, severity: Severity = "info", *, room: int | None = None, peer: str | None = None
     ) -> None:
-        """Add an entry to the flight recorder."""
+        """Adds an entry to the flight recorder."""
         self.telemetry.recorder.record(kind, text, severity, room, peer)
 
     def drop(self, reason: str) -> None:
-        """Count a message that is dropped."""
+        """Counts a message that is dropped."""
         self.telemetry.metrics.add("kvctl_control_dropped_total", 1, reason)
 
     def failure(self, code: str, text: str) -> Failure:
@@ -189,7 +189,7 @@ class PeerSessions:
         return lapsed
 
     def lose(self, peer: Peer, *, proven: bool, text: str) -> None:
-        """Mark a peer as lost. `proven`: nothing of its incarnation is in flight, nor ever will be."""
+        """Marks a peer as lost. `proven`: nothing of its incarnation is in flight, nor ever will be."""
         context = self._context
         lost = f"peer {peer.name} (incarnation {peer.incarnation:016x}) lost: {text}"
         if proven:
@@ -267,7 +267,7 @@ class Machine:
         self._on_lease_renewed = on_lease_renewed
 
     def handle(self, event: ev.Event, now_ns: int) -> list[ev.Action]:
-        """Handle one event; returns the actions to execute, in order.
+        """Handles one event; returns the actions to execute, in order.
 
         Raises:
             LocalProtocolError: the local engine made calls in a wrong order; nothing has changed.
@@ -345,7 +345,7 @@ class Machine:
             self._context.answer(event.ticket, "aborted", text)
 
     def on_unsendable(self, event: ev.Unsendable) -> None:
-        """Fail the room instead of waiting for its deadline: resending would not help."""
+        """Fails the room instead of waiting for its deadline: resending would not help."""
         peer = self.peers.get(event.peer)
         found = self._find(peer, event.room, event.nonce) if peer is not None else None
         if found is not None:

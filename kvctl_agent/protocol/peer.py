@@ -128,7 +128,7 @@ class PeerPlan(NamedTuple):
 
 
 def plan_with_peer(local: LocalInfo, info: PeerInfo) -> PeerPlan:
-    """Compare a peer's layout with that of this agent, field by field, so that a mismatch names the factor.
+    """Compares a peer's layout with that of this agent, field by field, so that a mismatch names the factor.
 
     Factors read "page_size 64 ≠ 32": the value of this agent first.
     """
@@ -333,7 +333,7 @@ class Peer:
         return f"{self.name} refused: {'; '.join(self.differences)}"
 
     def hear(self, now_ns: int) -> tuple[bool, bool]:
-        """Record a message of this incarnation; returns whether its lease had run out, and whether it was suspect."""
+        """Records a message of this incarnation; returns whether its lease had run out, and whether it was suspect."""
         lapsed = not self.lease.valid(now_ns)
         was_suspect = self.state is PeerState.SUSPECT
         self.heard_ns = now_ns
@@ -357,7 +357,7 @@ class Peer:
         return Heartbeat(sent_ns=now_ns, echo_ns=self._echo_ns, held_ns=held, watermark=watermark)
 
     def check(self, now_ns: int) -> PeerState | None:
-        """Apply the silence so far; returns the new state if it changed."""
+        """Applies the silence so far; returns the new state if it changed."""
         silence = now_ns - self.heard_ns
         if self.usable and silence >= self.timing.lost_ns:
             self.state = PeerState.LOST

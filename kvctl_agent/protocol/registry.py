@@ -60,7 +60,7 @@ _roster = msgspec.msgpack.Decoder(Roster)
 
 
 def decode_request(frame: bytes) -> Request:
-    """Decode a request; raises RemoteProtocolError if it is invalid."""
+    """Decodes a request; raises RemoteProtocolError if it is invalid."""
     try:
         return _request.decode(frame)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -68,7 +68,7 @@ def decode_request(frame: bytes) -> Request:
 
 
 def decode_roster(frame: bytes) -> Roster:
-    """Decode a roster; raises RemoteProtocolError if it is invalid."""
+    """Decodes a roster; raises RemoteProtocolError if it is invalid."""
     try:
         return _roster.decode(frame)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -90,7 +90,7 @@ class Registry:
         self._replaced: dict[int, deque[int]] = {}  # by rank, earlier incarnations of its holder
 
     def answer(self, request: Request, now_ns: int) -> Roster:
-        """Answer one request; never raises."""
+        """Answers one request; never raises."""
         refused = self._register(request.rank, now_ns) if isinstance(request, Register) else ""
         ranks = [self._ranks[unique] for unique in sorted(self._ranks)]
         return Roster(ranks, self._side.size if self._side else 0, self._missing(), refused)

@@ -115,7 +115,7 @@ class Ring:
         return 0 < _aligned(nbytes) <= self.largest_bytes
 
     def allocate(self, nbytes: int) -> Region:
-        """Allocate the next `nbytes` of the log.
+        """Allocates the next `nbytes` of the log.
 
         Raises:
             LocalProtocolError: the request can never fit; check `fits` first.
@@ -136,7 +136,7 @@ class Ring:
         return region
 
     def free(self, serial: int) -> bool:
-        """Free a region; returns whether that moved the watermark. Freeing twice changes nothing."""
+        """Frees a region; returns whether that moved the watermark. Freeing twice changes nothing."""
         excluded = self._excluded.pop(serial, None)
         region = self._live.get(serial)
         if region is None:
@@ -165,7 +165,7 @@ class Ring:
         ]
 
     def retire(self, serial: int) -> bool:
-        """Let the watermark pass a live allocation, which keeps its bytes; returns whether the watermark moved."""
+        """Lets the watermark pass a live allocation, which keeps its bytes; returns whether the watermark moved."""
         self.exclude(serial)
         return self._remove_from_order(serial)
 
@@ -211,7 +211,7 @@ class RingGate:
         self.heard_ns = 0
 
     def hear(self, watermark: Sequence[int], now_ns: int) -> bool:
-        """Take a (round, tail, sequence); returns whether the watermark moved. Late and malformed ones are ignored."""
+        """Takes a (round, tail, sequence); returns whether the watermark moved. Late and malformed ones are ignored."""
         if len(watermark) != 3:
             return False
         round_, tail, sequence = watermark
@@ -299,7 +299,7 @@ class GrantTable:
         return [self._by_serial[serial] for serial in self.ring.overlapping(allocation.region.serial)]
 
     def grant(self, room: RoomKey, key: PartKey, nbytes: int, now_ns: int) -> Allocation:
-        """Allocate a region for a part that has none; the caller has checked `ring.fits`."""
+        """Allocates a region for a part that has none; the caller has checked `ring.fits`."""
         allocation = Allocation(self.ring.allocate(nbytes), room, key, nbytes, now_ns, now_ns)
         region = allocation.region
         self._by_serial[region.serial] = allocation
@@ -310,7 +310,7 @@ class GrantTable:
         return allocation
 
     def free(self, serial: int) -> bool:
-        """Free an allocation; returns whether the watermark moved."""
+        """Frees an allocation; returns whether the watermark moved."""
         allocation = self._by_serial.pop(serial, None)
         if allocation is None:
             return False

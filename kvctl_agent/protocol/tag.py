@@ -77,7 +77,7 @@ class Tag(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> Tag:
-        """Read a tag.
+        """Reads a tag.
 
         Raises:
             RemoteProtocolError: wrong length, magic, kind or an empty layer range.
@@ -96,5 +96,5 @@ class Tag(NamedTuple):
 
 
 def with_checksum(packed: bytes, checksum: int) -> bytes:
-    """Add a checksum to a packed tag that has none."""
+    """Adds a checksum to a packed tag that has none."""
     return packed + _CHECKSUM.pack(checksum)

@@ -77,7 +77,7 @@ class Write(Protocol):
     def descriptors(self) -> int: ...
 
     def poll(self) -> bool:
-        """Make progress; return True once the write is complete on this side.
+        """Makes progress; return True once the write is complete on this side.
 
         Complete means that the source may be overwritten, that the bytes are visible at the target (over a network:
         will be before the tag), and that the tag is being sent. Once true, it stays true. Frees the engine's handle.
@@ -89,7 +89,7 @@ class Write(Protocol):
         ...
 
     def release(self) -> bool:
-        """Abandon the write without waiting for it; idempotent, never raises.
+        """Abandons the write without waiting for it; idempotent, never raises.
 
         Returns:
             True when the engine has finished the write (complete or failed). False while it is still in flight: the
@@ -108,15 +108,15 @@ class Transport(Protocol):
         ...
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Register memory that the engine reads and peers write. Must be called before `metadata()`."""
+        """Registers memory that the engine reads and peers write. Must be called before `metadata()`."""
         ...
 
     def metadata(self) -> bytes:
-        """Return the opaque data that peers need to write to this agent; different for every incarnation."""
+        """Returns the opaque data that peers need to write to this agent; different for every incarnation."""
         ...
 
     def connect(self, peer: str, metadata: bytes) -> None:
-        """Connect a peer under the name `peer`, so that it can be written to.
+        """Connects a peer under the name `peer`, so that it can be written to.
 
         The same metadata again changes nothing. Metadata of a new incarnation replaces the old connection and
         invalidates all descriptor lists prepared for it.
@@ -128,18 +128,18 @@ class Transport(Protocol):
         ...
 
     def disconnect(self, peer: str) -> None:
-        """Disconnect `peer` and drop the descriptor lists prepared for it; an unknown name is ignored.
+        """Disconnects `peer` and drops the descriptor lists prepared for it; an unknown name is ignored.
 
         Writes in flight to it end with an error, but their bytes may still land.
         """
         ...
 
     def prepare_local(self, addrs: Addresses, sizes: Sizes) -> Prepared:
-        """Check descriptors of locally registered memory once, for many calls of `write_prepared`."""
+        """Checks descriptors of locally registered memory once, for many calls of `write_prepared`."""
         ...
 
     def prepare_remote(self, peer: str, addrs: Addresses, sizes: Sizes) -> Prepared:
-        """Check descriptors of `peer`'s registered memory once; valid for the current incarnation of the peer."""
+        """Checks descriptors of `peer`'s registered memory once; valid for the current incarnation of the peer."""
         ...
 
     def write(
@@ -175,7 +175,7 @@ class Transport(Protocol):
         ...
 
     def tell(self, peer: str, tag: bytes) -> None:
-        """Send a tag without bytes. A tag that cannot be sent at once is sent in later calls.
+        """Sends a tag without bytes. A tag that cannot be sent at once is sent in later calls.
 
         Raises:
             PeerDisconnected, TransportError: as `write`.
@@ -183,7 +183,7 @@ class Transport(Protocol):
         ...
 
     def progress(self) -> None:
-        """Let the engine work without returning arrivals: accept connecting peers, send queued tags, poll abandoned
+        """Lets the engine work without returning arrivals: accept connecting peers, send queued tags, poll abandoned
         writes.
 
         Raises:
@@ -192,18 +192,18 @@ class Transport(Protocol):
         ...
 
     def arrivals(self) -> list[Arrival]:
-        """Return the tags that arrived since the last call, without waiting; the bytes of their writes are visible.
+        """Returns the tags that arrived since the last call, without waiting; the bytes of their writes are visible.
 
         A tag has 1 to `MAX_TAG_BYTES` bytes of any value. Also does what `progress` does.
         """
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Return engine, version, backend and lanes in use, for display."""
+        """Returns engine, version, backend and lanes in use, for display."""
         ...
 
     def close(self) -> None:
-        """Free all resources within about half a second, also if writes to a stopped peer are in flight; idempotent.
+        """Frees all resources within about half a second, also if writes to a stopped peer are in flight; idempotent.
 
         Tags sent just before are still delivered if the peer accepts them. All threads that use the transport must have
         ended before; later calls raise TransportError.
@@ -227,10 +227,10 @@ class AbandonedWrites(ABC, Generic[W]):
 
     @abstractmethod
     def advance(self, write: W) -> bool:
-        """Poll a write; return True when the engine has finished it, with any failure in the write's `error`."""
+        """Polls a write; return True when the engine has finished it, with any failure in the write's `error`."""
 
     def drain(self, write: W) -> bool:
-        """Poll a write as `advance` does, and let `drain_on` poll it from now on until it is finished."""
+        """Polls a write as `advance` does, and lets `drain_on` poll it from now on until it is finished."""
         with self._drain_lock:
             if self.advance(write):
                 return True
@@ -239,7 +239,7 @@ class AbandonedWrites(ABC, Generic[W]):
             return False
 
     def drain_on(self) -> None:
-        """Poll all abandoned writes."""
+        """Polls all abandoned writes."""
         if self._draining:
             with self._drain_lock:
                 self._draining = [write for write in self._draining if not self.advance(write)]

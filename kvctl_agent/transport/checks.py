@@ -18,7 +18,7 @@ from kvctl_agent.transport.base import MAX_TAG_BYTES, Addresses, Indices, Prepar
 
 
 def check_tag(tag: bytes) -> bytes:
-    """Return the tag if its length is valid.
+    """Returns the tag if its length is valid.
 
     Raises:
         TransportError: the tag is empty or too long.
@@ -39,7 +39,7 @@ class Ranges:
         self._bounds = self._starts.tolist(), self._ends.tolist()
 
     def check(self, addrs: Addresses, sizes: Sizes, whose: str) -> None:
-        """Raise TransportError unless every descriptor lies inside a registered region."""
+        """Raises TransportError unless every descriptor lies inside a registered region."""
         if len(addrs) == 0 or len(addrs) != len(sizes):
             raise TransportError(f"{self._engine}: {len(addrs)} addresses, {len(sizes)} sizes; at least one of each")
         if len(addrs) == 1 and self._holds(int(addrs[0]), int(sizes[0])):
@@ -73,7 +73,7 @@ class CheckedList:
         self._sizes = sizes.copy()
 
     def at(self, engine: str, index: Indices) -> tuple[Addresses, Sizes]:
-        """Return addresses and sizes of the descriptors at `index`; raises TransportError for an invalid index."""
+        """Returns addresses and sizes of the descriptors at `index`; raises TransportError for an invalid index."""
         if len(index) == 0 or not 0 <= int(index.min()) <= int(index.max()) < self.count:
             raise TransportError(f"{engine}: no index, or one outside a prepared list of {self.count}")
         return self._addrs[index], self._sizes[index]
@@ -110,7 +110,7 @@ class CheckedTransport(ABC, Generic[P, W]):
     def _post(
         self, peer: P, descriptors: int, local: Addresses, remote: Addresses, sizes: Sizes, tag: bytes | None
     ) -> W:
-        """Start a write of checked and merged descriptors; `descriptors` is their number before the merge."""
+        """Starts a write of checked and merged descriptors; `descriptors` is their number before the merge."""
 
     def prepare_local(self, addrs: Addresses, sizes: Sizes) -> CheckedList:
         self._check_open()
@@ -165,7 +165,7 @@ class CheckedTransport(ABC, Generic[P, W]):
 
 
 def merge(local: Addresses, remote: Addresses, sizes: Sizes) -> tuple[Addresses, Addresses, Sizes]:
-    """Merge consecutive descriptors that are adjacent in memory on both sides."""
+    """Merges consecutive descriptors that are adjacent in memory on both sides."""
     follows = (local[1:] == local[:-1] + sizes[:-1]) & (remote[1:] == remote[:-1] + sizes[:-1])
     first = np.flatnonzero(np.concatenate(([True], ~follows)))
     return local[first], remote[first], np.add.reduceat(sizes, first)

@@ -39,7 +39,7 @@ def measure_connection(
     big_bytes: int | None = None,
     least_rounds: int = LEAST_ROUNDS,
 ) -> ConnectionCost:
-    """Write `local` over `remote` for about 0.15 s, or longer if `least_rounds` writes of each kind take longer.
+    """Writes `local` over `remote` for about 0.15 s, or longer if `least_rounds` writes of each kind take longer.
 
     Each round measures every kind of write once, and the best round of each kind counts, so that other load on the
     machine affects all kinds alike. Descriptors have random places in the two regions, new in each round, as pages do:
@@ -141,7 +141,7 @@ class Interconnect(NamedTuple):
 
 
 def interconnect_of(gb_per_s: float, same_host: bool, network: bool) -> Interconnect:
-    """Return the interconnect between two GPUs by the rate of a large write.
+    """Returns the interconnect between two GPUs by the rate of a large write.
 
     Args:
         gb_per_s: Rate in 10⁹ bytes per second.

@@ -38,7 +38,7 @@ class DeviceMap:
         self._only = devices[0] if len(devices) == 1 else None
 
     def of(self, addrs: Addresses, whose: str) -> int:
-        """Return the device of all `addrs`, or HOST.
+        """Returns the device of all `addrs`, or HOST.
 
         Args:
             addrs: Addresses, at least one.
@@ -65,7 +65,7 @@ class DeviceMap:
         return found.pop()
 
     def pack(self) -> bytes:
-        """Return the map as bytes for a peer's `unpack`."""
+        """Returns the map as bytes for a peer's `unpack`."""
         rows = np.empty(len(self._addrs), _ROW)
         rows["addr"], rows["device"] = self._addrs, self._devices
         if len(rows) > MAX_ROWS:
@@ -74,7 +74,7 @@ class DeviceMap:
 
     @classmethod
     def unpack(cls, packed: bytes) -> tuple[DeviceMap, bytes]:
-        """Return the map that a peer packed, and the bytes after it.
+        """Returns the map that a peer packed, and the bytes after it.
 
         Raises:
             ValueError: the bytes are not a packed map.
@@ -95,7 +95,7 @@ class DeviceMap:
 
 
 def device_name(device: int) -> str:
-    """Return the display name of a device."""
+    """Returns the display name of a device."""
     return "the host" if device == HOST else f"GPU {device}"
 
 

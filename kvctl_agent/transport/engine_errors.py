@@ -29,7 +29,7 @@ _NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 
 
 def unavailable(engine: str, error: ImportError, others: Sequence[str] = ()) -> TransportUnavailable:
-    """Return the error to raise when importing `engine` failed with `error`.
+    """Returns the error to raise when importing `engine` failed with `error`.
 
     Args:
         engine: Name of the transport.
@@ -105,7 +105,7 @@ _CAUSES: tuple[tuple[str, bool | None, str], ...] = (
 
 
 def explain_refusal(output: str, device: int) -> str:
-    """Return the cause and its remedy, with a leading colon to append to a sentence; "" if the cause is unknown.
+    """Returns the cause and its remedy, with a leading colon to append to a sentence; "" if the cause is unknown.
 
     Args:
         output: The engine's output on stderr.

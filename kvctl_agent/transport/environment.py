@@ -16,7 +16,7 @@ _INFINIBAND = Path("/sys/class/infiniband")
 
 
 def prepare_environment() -> dict[str, str]:
-    """Set the variables that are missing. Imports no engine and may be called repeatedly.
+    """Sets the variables that are missing. Imports no engine and may be called repeatedly.
 
     Returns:
         The variables that this call set.
@@ -46,7 +46,7 @@ def prepare_environment() -> dict[str, str]:
 
 
 def has_infiniband() -> bool:
-    """Return whether this machine has an RDMA device."""
+    """Returns whether this machine has an RDMA device."""
     return _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
 
 

@@ -16,7 +16,7 @@ _engines: set[weakref.ref[Any]] = set()
 
 
 def disown_in_children(engine: Any) -> None:
-    """Make sure that no child forked from now on runs the destructor of `engine`."""
+    """Makes sure that no child forked from now on runs the destructor of `engine`."""
     _engines.add(weakref.ref(engine, _engines.discard))
 
 

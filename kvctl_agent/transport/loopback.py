@@ -84,7 +84,7 @@ class Peer:
             raise PeerDisconnected(f"loopback: peer {key!r} (process {self.pid}) is gone: {error}") from error
 
     def check_alive(self) -> None:
-        """Raise PeerDisconnected if the peer's process or its transport has ended.
+        """Raises PeerDisconnected if the peer's process or its transport has ended.
 
         Without this check a write by process number could hit another process with the same number, or freed memory.
         """
@@ -93,7 +93,7 @@ class Peer:
             raise PeerDisconnected(f"loopback: peer {self.key!r} (process {self.pid}) is gone")
 
     def enqueue(self, datagram: bytes) -> int:
-        """Send a tag or queue it; return its number, which `sent` reaches when the tag has been sent."""
+        """Sends a tag or queues it; return its number, which `sent` reaches when the tag has been sent."""
         with self._lock:
             if len(self._outbox) >= _OUTBOX_MAX:
                 raise TransportError(f"loopback: peer {self.key!r} leaves {_OUTBOX_MAX} tags uncollected")
@@ -104,7 +104,7 @@ class Peer:
         return number
 
     def flush(self) -> bool:
-        """Send queued tags as far as the peer's socket accepts them; return True when none is left."""
+        """Sends queued tags as far as the peer's socket accepts them; return True when none is left."""
         with self._lock:
             while self._outbox:
                 try:
@@ -268,7 +268,7 @@ class LoopbackTransport(CheckedTransport[Peer, LoopbackWrite]):
 
 
 def _private(directory: Path) -> Path:
-    """Return the directory, created if missing; raise ConfigError unless only this user has access."""
+    """Returns the directory, created if missing; raise ConfigError unless only this user has access."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
@@ -280,7 +280,7 @@ def _private(directory: Path) -> Path:
 
 
 def _sweep(directory: Path) -> None:
-    """Remove the sockets of processes that were killed and could not remove them."""
+    """Removes the sockets of processes that were killed and could not remove them."""
     for path in directory.iterdir():
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as probe:
             try:
@@ -292,7 +292,7 @@ def _sweep(directory: Path) -> None:
 
 
 def allow_siblings() -> None:
-    """Let processes other than ancestors write to this one, and check that the kernel allows such writes.
+    """Lets processes other than ancestors write to this one, and check that the kernel allows such writes.
 
     Raises:
         TransportUnavailable: `process_vm_writev` is missing or forbidden.

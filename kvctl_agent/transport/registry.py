@@ -41,7 +41,7 @@ TRANSPORTS: dict[str, Callable[[str, Mapping[str, str], Device | None], Transpor
 def open_transport(
     name: str, agent_name: str, params: Mapping[str, str] | None = None, device: Device | None = None
 ) -> Transport:
-    """Start a transport for an agent.
+    """Starts a transport for an agent.
 
     Args:
         name: A key of `TRANSPORTS`.
@@ -65,7 +65,7 @@ def open_transport(
 
 
 def parse_params(text: str) -> dict[str, str]:
-    """Parse the value of `transport_params`: name=value pairs separated by commas.
+    """Parses the value of `transport_params`: name=value pairs separated by commas.
 
     Raises:
         ConfigError: an element is not a name=value pair.

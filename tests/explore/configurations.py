@@ -26,7 +26,7 @@ class Configuration(NamedTuple):
     budget: Budget
 
     def explore(self, bounds: Bounds) -> Explored:
-        """Walk the world.
+        """Walks the world.
 
         Raises:
             Broken: with the name of this configuration and the history.

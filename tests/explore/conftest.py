@@ -15,7 +15,7 @@ BOUND = 200_000  # states of one configuration; none comes near it
 
 @pytest.fixture(scope="session")
 def explored() -> Iterator[Callable[[Any], Any]]:
-    """Return the result of a configuration. The first call begins the walks of all configurations on all processors."""
+    """Returns the result of a configuration. The first call begins the walks of all configurations on all cores."""
     from tests.explore.configurations import SMALL
     from tests.explore.explorer.search import Bounds
     from tests.explore.mutations import MUTATIONS

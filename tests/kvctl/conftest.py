@@ -549,7 +549,7 @@ Start = Callable[..., AdminServer]
 
 @pytest.fixture(autouse=True)
 def surroundings(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the machine's agents, configuration and colour settings; fix the time zone."""
+    """Hides the machine's agents, configuration and colour settings; fix the time zone."""
     for name in list(os.environ):
         if name.startswith("KVCTL_") or name in {"NO_COLOR", "COLUMNS", "LINES", "FORCE_COLOR"}:
             monkeypatch.delenv(name)
@@ -611,7 +611,7 @@ Kvctl = Callable[..., Outcome]
 
 @pytest.fixture
 def kvctl(capsys: pytest.CaptureFixture[str]) -> Kvctl:
-    """Run `kvctl` in this process: `kvctl("rooms", "-o", "json")`."""
+    """Runs `kvctl` in this process: `kvctl("rooms", "-o", "json")`."""
 
     def call(*args: str) -> Outcome:
         capsys.readouterr()

@@ -64,7 +64,7 @@ def test_several_prefill_instances_serve_one_decode_instance(
 
 
 def check(pair: Pair, case: Case) -> None:
-    """Run it; what was verified and what the agents counted is what the plan says."""
+    """Runs it; what was verified and what the agents counted is what the plan says."""
     outcome = pair.run(case)
     wanted = expected(case)
     assert outcome.nbytes == wanted.kv_bytes + wanted.state_bytes, "other bytes were verified than are owed"

@@ -65,7 +65,7 @@ def traffic(request: pytest.FixtureRequest, socket_dir: Path) -> Iterator[Traffi
 
 
 def kept(traffic: Traffic) -> list[str]:
-    """Return the ranks that still hold something of a room, after allowing for answers that are under way."""
+    """Returns the ranks that still hold something of a room, after allowing for answers that are under way."""
     return [
         name
         for name, usage in traffic.fleet.usage(PATIENCE_S).items()
@@ -74,7 +74,7 @@ def kept(traffic: Traffic) -> list[str]:
 
 
 def findings(traffic: Traffic) -> list[object]:
-    """Return wrong bytes, hanging rooms, and failures and deaths that no injected fault explains."""
+    """Returns wrong bytes, hanging rooms, and failures and deaths that no injected fault explains."""
     books = traffic.accounting
     return [*books.corrupt, *books.hung, *books.unexpected, *traffic.crashes]
 

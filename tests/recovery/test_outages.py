@@ -114,7 +114,7 @@ def ended_everywhere(traffic: Traffic, rooms: list[LiveRoom], victim: str) -> No
 
 
 def kill(traffic: Traffic, victim: str) -> None:
-    """Kill it under load, see what becomes of its rooms, start it again, and see it serve."""
+    """Kills it under load, see what becomes of its rooms, start it again, and see it serve."""
     pid, incarnation = traffic.fleet.ranks[victim].pid, traffic.fleet.ranks[victim].incarnation
     rooms = rooms_in_flight(traffic, victim)
     since_ns = time.monotonic_ns()

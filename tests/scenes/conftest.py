@@ -64,13 +64,13 @@ class Demo:
         self.lines.extend(self._process.stderr)  # line by line, as they come
 
     def kvctl(self, *args: str) -> subprocess.CompletedProcess[str]:
-        """Run another command against this fleet."""
+        """Runs another command against this fleet."""
         return subprocess.run(
             [*KVCTL, *args], env=self._environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
 
     def said(self, text: str) -> str:
-        """Wait for a line of stderr that contains this text, and return it."""
+        """Waits for a line of stderr that contains this text, and return it."""
         deadline = time.monotonic() + PATIENCE_S
         while not (found := [line for line in self.lines if text in line]):
             assert self._process.poll() is None, f"the demo has ended: {''.join(self.lines)}"
@@ -79,7 +79,7 @@ class Demo:
         return found[0]
 
     def diagnosed(self, code: str, of: str = ".*") -> Finding:
-        """Wait until the first finding of `kvctl doctor` has this code and a matching subject, and return it."""
+        """Waits until the first finding of `kvctl doctor` has this code and a matching subject, and return it."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             done = self.kvctl("doctor", "-o", "json")
@@ -93,7 +93,7 @@ class Demo:
             assert time.monotonic() < deadline, f"doctor never said {code} first, but {[row['code'] for row in rows]}"
 
     def until_status_names(self, code: str, agent: str) -> None:
-        """Wait until `kvctl status` shows this code for an agent."""
+        """Waits until `kvctl status` shows this code for an agent."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             rows = json.loads(self.kvctl("status", "-o", "json").stdout)["data"]
@@ -103,7 +103,7 @@ class Demo:
             assert time.monotonic() < deadline, f"status never said {code} of {agent}, but {health}"
 
     def shows(self, found: Finding, *patterns: str, rc: int = 0) -> str:
-        """Run the command that a finding recommends, and check that its output matches each of the patterns.
+        """Runs the command that a finding recommends, and check that its output matches each of the patterns.
 
         There is no terminal here: a command that asks for confirmation gets `--yes`, one that displays data gets `-o
         table`.
@@ -152,7 +152,7 @@ def begun() -> Iterator[dict[str, Demo]]:
 
 @pytest.fixture
 def demo() -> Iterator[Callable[..., Demo]]:
-    """Start a demo that ends with the test."""
+    """Starts a demo that ends with the test."""
     made: list[Demo] = []
 
     def start(*options: str) -> Demo:

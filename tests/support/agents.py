@@ -208,7 +208,7 @@ class Fleet:
         return room
 
     def feed(self, room: Room, cuts: tuple[int, ...] = ()) -> Room:
-        """Compute the whole prompt, in sends that end at the given pages."""
+        """Computes the whole prompt, in sends that end at the given pages."""
         for send in room.sends:
             send.prefetch()
             at = 0

@@ -71,7 +71,7 @@ class HostEvent:
         self.finish()
 
     def finish(self) -> None:
-        """Execute everything up to this event."""
+        """Executes everything up to this event."""
         if self._stream is not None:
             self._stream.run_to(self)
 
@@ -101,7 +101,7 @@ class HostStream:
         return event
 
     def run_to(self, event: HostEvent | None) -> None:
-        """Execute everything up to an event; None: everything."""
+        """Executes everything up to an event; None: everything."""
         with self._lock:
             while self._queue and (event is None or not event.finished):
                 self._queue.popleft().run()
@@ -230,7 +230,7 @@ class HostDevice:
         raise DeviceError(f"{type(given).__name__} is no event of this device")
 
     def engine_event(self, work: Callable[[], None] = lambda: None, slow: int | None = None) -> HostEvent:
-        """Return an event as an engine records it: `work` has happened when it completes."""
+        """Returns an event as an engine records it: `work` has happened when it completes."""
         event = HostStream(self).put(work)
         event._left = self.slow if slow is None else slow
         return event

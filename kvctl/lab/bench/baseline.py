@@ -32,7 +32,7 @@ _KEY = (
 
 
 def load_baseline(path: Path) -> dict[str, Any]:
-    """Read a result of `kvctl bench --save`.
+    """Reads a result of `kvctl bench --save`.
 
     Raises:
         ValueError: The file cannot be read, or is not such a result.
@@ -51,7 +51,7 @@ def load_baseline(path: Path) -> dict[str, Any]:
 def compare(
     rows: Sequence[dict[str, Any]], shape: Mapping[str, Any], baseline: Mapping[str, Any], max_regress: float
 ) -> list[dict[str, Any]]:
-    """Return the rows, each with a `baseline` if the saved result has the same measurement, else None.
+    """Returns the rows, each with a `baseline` if the saved result has the same measurement, else None.
 
     Args:
         max_regress: Allowed loss of GB/s against the saved result, as a ratio.
@@ -73,7 +73,7 @@ def compare(
 
 
 def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describe each run that regressed in a line."""
+    """Describes each run that regressed in a line."""
     return [
         f"{row['path']} at concurrency {row['concurrency']}, {row['tokens']} tokens: {row['gb_per_s']:.3g} GB/s, "
         f"baseline {row['baseline']['gb_per_s']:.3g} ({row['baseline']['change_ratio']:+.1%})"

@@ -75,11 +75,11 @@ class Fleet:
         return len(self.names)
 
     def of_role(self, role: str) -> list[str]:
-        """Return the names of the ranks of a role, in rank order."""
+        """Returns the names of the ranks of a role, in rank order."""
         return [name for name, rank in self.names.items() if rank["role"] == role]
 
     def start(self) -> dict[str, Ready]:
-        """Start every rank and wait until all are connected.
+        """Starts every rank and waits until all are connected.
 
         Raises:
             FleetError: A rank did not start.
@@ -94,7 +94,7 @@ class Fleet:
         return cast(dict[str, Ready], self._group.ask(commands, timeout_s + _MARGIN_S, "start"))
 
     def roofline(self, kind: FloorKind) -> float | None:
-        """Measure one limit of this machine, in GB/s, on the first prefill rank; nothing else may run meanwhile."""
+        """Measures one limit of this machine, in GB/s, on the first prefill rank; nothing else may run meanwhile."""
         name = self.of_role("prefill")[0]
         answer = self._group.ask({name: Floors(kind)}, _ROOFLINE_S, f"{kind} roofline")[name]
         return cast(FloorMeasured, answer)["gb_per_s"]
@@ -102,7 +102,7 @@ class Fleet:
     def prepare(
         self, batch: int, path: str, rooms: Sequence[Room], poison: bool, doing: str, pipeline: str = "off"
     ) -> None:
-        """Fill the prefill pages and poison the decode pages; not timed."""
+        """Fills the prefill pages and poison the decode pages; not timed."""
         command = Prepare(batch, path, tuple(rooms), poison, pipeline)
         self._all(command, self._limit_s(rooms) + self._sweep_s, f"filling for {doing}")
 
@@ -115,7 +115,7 @@ class Fleet:
         decode_ms: float = 0.0,
         show: int = -1,
     ) -> dict[str, RunReport]:
-        """Run the prepared rooms; every rank drives its own."""
+        """Runs the prepared rooms; every rank drives its own."""
         timeout_s = self._limit_s(rooms) + self._simulated_s(rooms, layer_ms, decode_ms)
         if self._faults:
             timeout_s += _FAULTS_S + last_ns(self._faults) / 1e9
@@ -128,7 +128,7 @@ class Fleet:
         return cast(dict[str, RunReport], answers)
 
     def verify(self, mode: str, rooms: Sequence[Room], doing: str) -> dict[str, VerifyReport]:
-        """Compare the received bytes with the expected ones, on every decode rank."""
+        """Compares the received bytes with the expected ones, on every decode rank."""
         commands: dict[str, Command] = {name: Verify(mode) for name in self.of_role("decode")}
         answers = self._group.ask(commands, self._limit_s(rooms) + self._sweep_s, f"verifying {doing}")
         return cast(dict[str, VerifyReport], answers)
@@ -142,7 +142,7 @@ class Fleet:
         self._group.wait(seconds, "hold")
 
     def stop(self) -> dict[str, Stopped]:
-        """Have every rank close its agent and exit."""
+        """Has every rank close its agent and exit."""
         return cast(dict[str, Stopped], self._all(Stop(), _STOP_S, "stop"))
 
     def close(self) -> dict[str, int]:
@@ -168,12 +168,12 @@ class Fleet:
         self._group.ranks[self._by_label[label]].signal(number)
 
     def _limit_s(self, rooms: Sequence[Room]) -> float:
-        """Return a deadline for these rooms, in seconds, far above the time they need."""
+        """Returns a deadline for these rooms, in seconds, far above the time they need."""
         nbytes = sum(self._bytes_of_token * room.tokens for room in rooms)
         return _MIN_RUN_S + nbytes / _SLOWEST_BYTES_PER_S
 
     def _simulated_s(self, rooms: Sequence[Room], layer_ms: float, decode_ms: float) -> float:
-        """Return the total seconds of arrivals, compute and decoding of these rooms, without any overlap."""
+        """Returns the total seconds of arrivals, compute and decoding of these rooms, without any overlap."""
         chunks = sum(-(-room.tokens // self._plan["chunk_tokens"]) for room in rooms)
         layer_ms = _SLOWEST_LAYER_MS if self._plan["compute"] == "gpu" else layer_ms
         compute_ms = chunks * self._plan["shape"]["layers"] * layer_ms
@@ -196,7 +196,7 @@ class StopSchedule:
         self._stopped: list[Fault] = []
 
     def tick(self) -> None:
-        """Send the signals that are due; call several times a second."""
+        """Sends the signals that are due; call several times a second."""
         ran_ns = time.monotonic_ns() - self._started_ns
         for fault in [each for each in self._waiting if each.at_ns <= ran_ns]:
             self._waiting.remove(fault)
@@ -217,5 +217,5 @@ class StopSchedule:
 
 
 def last_ns(faults: Sequence[Fault]) -> int:
-    """Return the time after the start of a run at which the last pause ends."""
+    """Returns the time after the start of a run at which the last pause ends."""
     return max((fault.at_ns + (fault.for_ns or 0) for fault in faults if fault.name == "pause"), default=0)

@@ -29,12 +29,12 @@ _PACKAGES = {
 
 
 def rooflines_of(plan: Plan) -> tuple[FloorKind, ...]:
-    """Return the kinds of limits that apply to a plan."""
+    """Returns the kinds of limits that apply to a plan."""
     return ("memcpy", "write") if plan["device"] == "cpu" else ("write", "device", "peer")
 
 
 def copy_roofline(plan: Plan, roofline: Mapping[FloorKind, float | None]) -> float | None:
-    """Return the GB/s of the fastest copy from a prefill rank's GPU to a decode rank's; None in host memory.
+    """Returns the GB/s of the fastest copy from a prefill rank's GPU to a decode rank's; None in host memory.
 
     If all ranks share one GPU, that is a copy within it, whether or not they can map each other's memory.
     """
@@ -45,17 +45,17 @@ def copy_roofline(plan: Plan, roofline: Mapping[FloorKind, float | None]) -> flo
 
 
 def memory_budget_bytes() -> int:
-    """Return the memory that all pools and rings of a bench may take together."""
+    """Returns the memory that all pools and rings of a bench may take together."""
     return min(_available_bytes() // _POOL_SHARE, _MAX_POOL_BYTES)
 
 
 def cores() -> int:
-    """Return the number of processor cores that this process may use."""
+    """Returns the number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def fingerprint(device: str, lanes: list[str], gpus: Mapping[int, Gpu]) -> dict[str, object]:
-    """Return the `env` of a saved result; the version of a missing package is "".
+    """Returns the `env` of a saved result; the version of a missing package is "".
 
     Args:
         device: Kind of memory, if no GPU is used.
@@ -78,7 +78,7 @@ def fingerprint(device: str, lanes: list[str], gpus: Mapping[int, Gpu]) -> dict[
 
 
 def _available_bytes() -> int:
-    """Return the free memory of the machine or of the control group, whichever is less."""
+    """Returns the free memory of the machine or of the control group, whichever is less."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(meminfo["MemAvailable"].split()[0]) << 10
     group = Path("/sys/fs/cgroup")

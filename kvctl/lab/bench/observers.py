@@ -93,7 +93,7 @@ class Observers:
 
 
 def _drain(terminal: int) -> None:
-    """Read and discard the output until the other side is closed."""
+    """Reads and discards the output until the other side is closed."""
     with contextlib.suppress(OSError):
         while os.read(terminal, 1 << 16):
             pass

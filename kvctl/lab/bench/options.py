@@ -25,7 +25,7 @@ _STATE = re.compile(r"([a-z][a-z0-9_-]*):(\d{1,9})x(\d{1,9})x(\d{1,9})(?::(pages
 
 
 def parse_tokens(text: str) -> Tokens:
-    """Parse prompt lengths: `1024`, `16,4096` (in turn) or `256..2048` (uniform)."""
+    """Parses prompt lengths: `1024`, `16,4096` (in turn) or `256..2048` (uniform)."""
     low, separator, high = text.partition("..")
     if separator:
         return Tokens(low=_positive(low, text), high=_positive(high, text))
@@ -33,7 +33,7 @@ def parse_tokens(text: str) -> Tokens:
 
 
 def parse_sweep(text: str) -> tuple[str, list[int]]:
-    """Parse `concurrency=1,4,16` or `tokens=256..16384` (powers of two from the first to the last)."""
+    """Parses `concurrency=1,4,16` or `tokens=256..16384` (powers of two from the first to the last)."""
     axis, separator, values = text.partition("=")
     if not separator or axis not in AXES:
         raise ValueError(f"{text!r}: write {' or '.join(f'{axis}=1,4,16' for axis in AXES)}, or =1..1024")
@@ -55,7 +55,7 @@ def parse_sweep(text: str) -> tuple[str, list[int]]:
 
 
 def parse_percent(text: str) -> float:
-    """Parse `5%` or `5` as 0.05."""
+    """Parses `5%` or `5` as 0.05."""
     try:
         value = float(text.removesuffix("%"))
     except ValueError:
@@ -66,7 +66,7 @@ def parse_percent(text: str) -> float:
 
 
 def parse_bench_faults(text: str) -> tuple[Fault, ...]:
-    """Parse faults that do not end a rank; "" means none."""
+    """Parses faults that do not end a rank; "" means none."""
     faults = parse_faults(text) if text else ()
     for fault in faults:
         if fault.name in ("kill", "replace"):
@@ -75,12 +75,12 @@ def parse_bench_faults(text: str) -> tuple[Fault, ...]:
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """Split a comma list; empty words are dropped."""
+    """Splits a comma list; empty words are dropped."""
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 def parse_gpus(text: str) -> tuple[int, ...]:
-    """Parse the numbers of GPUs, such as `0,1`; "" means none."""
+    """Parses the numbers of GPUs, such as `0,1`; "" means none."""
     words = parse_names(text)
     if not all(word.isascii() and word.isdecimal() for word in words):
         raise ValueError(f"{text!r} is not a list of GPU numbers: write 0,1 (nvidia-smi -L lists them)")
@@ -88,7 +88,7 @@ def parse_gpus(text: str) -> tuple[int, ...]:
 
 
 def sweep_loads(concurrency: int, tokens: Tokens, sweeps: list[tuple[str, list[int]]]) -> tuple[Load, ...]:
-    """Return a load for every combination of the sweeps' points; axes that are not swept keep their option's value."""
+    """Returns a load for every combination of the sweeps' points; axes that are not swept keep their option's value."""
     axes = dict(sweeps)
     if len(axes) < len(sweeps):
         raise ValueError("each axis can be swept once")
@@ -104,7 +104,7 @@ def _positive(word: str, whole: str) -> int:
 
 
 def parse_instances(text: str) -> tuple[Sizes, ...]:
-    """Parse prefill instances, such as `tp4,tp2:pp2,cp2`; `pp10+22` gives the layers of each stage."""
+    """Parses prefill instances, such as `tp4,tp2:pp2,cp2`; `pp10+22` gives the layers of each stage."""
     instances = tuple(_instance(word.strip(), text) for word in text.split(","))
     if len(instances) > _MAX_INSTANCES:
         raise ValueError(f"{text!r}: {len(instances)} instances, at most {_MAX_INSTANCES}")
@@ -112,22 +112,22 @@ def parse_instances(text: str) -> tuple[Sizes, ...]:
 
 
 def parse_stages(text: str) -> tuple[int, ...]:
-    """Parse the layers of each pipeline stage, such as `10,22`; "" means none."""
+    """Parses the layers of each pipeline stage, such as `10,22`; "" means none."""
     return tuple(_positive(word, text) for word in text.split(",")) if text else ()
 
 
 def parse_cp_modes(text: str) -> tuple[str, ...]:
-    """Parse a comma list of CP modes."""
+    """Parses a comma list of CP modes."""
     return _choices(text, CP_MODES, lambda word: word in CP_MODES)
 
 
 def parse_pipelines(text: str) -> tuple[str, ...]:
-    """Parse a comma list of `PIPELINES` and numbers of layers per group."""
+    """Parses a comma list of `PIPELINES` and numbers of layers per group."""
     return _choices(text, (*PIPELINES, "4"), lambda word: word in PIPELINES or (word.isdecimal() and int(word) > 0))
 
 
 def parse_scale(text: str) -> Fraction:
-    """Parse a factor of lengths, exactly."""
+    """Parses a factor of lengths, exactly."""
     try:
         value = Fraction(text)
     except (ValueError, ZeroDivisionError):
@@ -138,7 +138,7 @@ def parse_scale(text: str) -> Fraction:
 
 
 def parse_scale_bytes(text: str) -> tuple[int | None, int | None]:
-    """Parse `4` for K and V or `4,2` for each; "" leaves it to the element type."""
+    """Parses `4` for K and V or `4,2` for each; "" leaves it to the element type."""
     if not text:
         return None, None
     words = text.split(",")
@@ -148,7 +148,7 @@ def parse_scale_bytes(text: str) -> tuple[int | None, int | None]:
 
 
 def parse_state(text: str) -> State:
-    """Parse `NAME:ROWSxHEADSxBYTES`, with `:pages` or `:window=TOKENS` if items are pages."""
+    """Parses `NAME:ROWSxHEADSxBYTES`, with `:pages` or `:window=TOKENS` if items are pages."""
     found = _STATE.fullmatch(text)
     if found is None:
         raise ValueError(f"{text!r}: write NAME:ROWSxHEADSxBYTES, such as conv:4x1x256, swa:1x8x256:window=512")

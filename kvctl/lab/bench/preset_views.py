@@ -61,7 +61,7 @@ _PRESET_COLUMNS = {
 
 
 def _table(name: str, columns: str, normal: Collection[str] = (), wide: Collection[str] = (), **headers: str) -> View:
-    """Return a view of columns of these tables and of `kvctl bench`, given by name.
+    """Returns a view of columns of these tables and of `kvctl bench`, given by name.
 
     Args:
         normal, wide: Columns of that width; all others are shown at any width.
@@ -132,7 +132,7 @@ def comparison_view(
     names: Sequence[str],
     cut_short: Collection[str] = (),
 ) -> View:
-    """Return the columns of lines from `side_by_side`: each measure of each contestant, with Δ against the first.
+    """Returns the columns of lines from `side_by_side`: each measure of each contestant, with Δ against the first.
 
     Args:
         by: Name of the load's field and its header.
@@ -164,7 +164,7 @@ def comparison_view(
 
 
 def side_by_side(rows: Sequence[Row], by: str) -> list[dict[str, Any]]:
-    """Return a line per load, with its rows by contestant."""
+    """Returns a line per load, with its rows by contestant."""
     lines: dict[Any, dict[str, Any]] = {}
     for row, name in zip(rows, contestants(rows), strict=True):
         load = (row["concurrency"], row["tokens_drawn"])

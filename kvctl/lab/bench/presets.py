@@ -119,14 +119,14 @@ def _lengths(options: Options) -> list[Tokens]:
 
 
 def _ratio_load(options: Options) -> tuple[Load, ...]:
-    """Return the longest prompt that is a single chunk."""
+    """Returns the longest prompt that is a single chunk."""
     lengths = sorted(max(length.values) for length in _lengths(options))
     most = max((length for length in lengths if length <= _RATIO_TOKENS), default=lengths[0])
     return (Load(1, Tokens(values=(most,)), _RATIO_ROOMS),)
 
 
 def _length_loads(options: Options) -> tuple[Load, ...]:
-    """Return for each prompt length a load with one room at a time and one with many."""
+    """Returns for each prompt length a load with one room at a time and one with many."""
     lengths = _lengths(options)
     lone = [Load(1, length, _LONE_ROOMS) for length in lengths]
     return (*lone, *(Load(options["concurrency"], length) for length in lengths))
@@ -138,7 +138,7 @@ def _length_program(options: Options) -> Program:
 
 
 def _session_load(options: Options) -> tuple[Load, ...]:
-    """Return a load of the longest prompts that moves as many bytes as all turns, which move their new tokens."""
+    """Returns a load of the longest prompts that moves as many bytes as all turns, which move their new tokens."""
     turn = max(options["tokens"].values) + options["output_tokens"]
     longest = Tokens(values=(turn * options["turns"],))
     return (Load(options["sessions"], longest, options["sessions"]),)
@@ -281,7 +281,7 @@ _PIPELINE_SWEEP_COMPUTED = Preset(
 
 
 def on_gpus(name: str, compute: str) -> Preset:
-    """Return the preset for KV pools on GPUs: path direct is added to comparisons with staged.
+    """Returns the preset for KV pools on GPUs: path direct is added to comparisons with staged.
 
     Args:
         compute: One of `COMPUTES`.

@@ -171,7 +171,7 @@ def exposed_by_model(compute_ms: float, transfer_ms: float, whole_ms: float, gro
 
 
 def _lone(plan: Plan, load: int) -> int:
-    """Return the load with the same prompts and the lowest concurrency."""
+    """Returns the load with the same prompts and the lowest concurrency."""
     loads = plan["loads"]
     same = (at for at, other in enumerate(loads) if other["tokens"] == loads[load]["tokens"])
     return min(same, key=lambda at: loads[at]["concurrency"])

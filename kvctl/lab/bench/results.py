@@ -178,7 +178,7 @@ class Outcome:
         return {number: gpu for each in self.measured for number, gpu in each.results.gpus().items()}
 
     def document(self) -> dict[str, Any]:
-        """Return the saved result (`--save`)."""
+        """Returns the saved result (`--save`)."""
         plan = self.measured[0].results.plan
         roofline = self.roofline()
         lanes = sorted({lane for each in self.measured for lane in each.results.lanes()})
@@ -203,7 +203,7 @@ class Outcome:
         return document
 
     def report(self, command: str, started_at: str) -> ReportData:
-        """Return the data of the HTML report."""
+        """Returns the data of the HTML report."""
         data = ReportData(document=self.document(), command=command, started_at=started_at)
         every = [each.results for each in self.measured]
         data["waterfalls"] = [room for each in every for room in room_timelines(each.trials(), each.names, each.plan)]

@@ -43,7 +43,7 @@ class RoomTiming:
 
     @property
     def latency_ns(self) -> int:
-        """Time from the end of the forward to success; 0 if a rank without parts reported its forward later."""
+        """Times from the end of the forward to success; 0 if a rank without parts reported its forward later."""
         return max(0, self.success_ns - self.forward_done_ns)
 
     @property
@@ -79,7 +79,7 @@ class TimedTrial:
 
 
 def time_rooms(trial: Trial, names: Mapping[str, PlannedRank], nbytes: Mapping[int, int]) -> TimedTrial:
-    """Join the reports of a trial.
+    """Joins the reports of a trial.
 
     Args:
         names: Every rank of the fleet.
@@ -129,7 +129,7 @@ def time_rooms(trial: Trial, names: Mapping[str, PlannedRank], nbytes: Mapping[i
 
 
 def rate(trials: Iterable[TimedTrial]) -> Rate:
-    """Return the rates over several trials; trials do not overlap, so the unions of their spans add up."""
+    """Returns the rates over several trials; trials do not overlap, so the unions of their spans add up."""
     ns = rooms = nbytes = 0
     for trial in trials:
         timings = trial.timings.values()
@@ -140,7 +140,7 @@ def rate(trials: Iterable[TimedTrial]) -> Rate:
 
 
 def observer_cost(alone: Sequence[TimedTrial], watched: Sequence[TimedTrial]) -> float | None:
-    """Return the share of throughput lost while observed: the median over pairs of trials of the same rooms."""
+    """Returns the share of throughput lost while observed: the median over pairs of trials of the same rooms."""
     alone_gb_per_s = {(each.trial.repeat, each.trial.batch): rate([each]).gb_per_s for each in alone}
     pairs = [(alone_gb_per_s.get((each.trial.repeat, each.trial.batch)), rate([each]).gb_per_s) for each in watched]
     costs = [1 - after / before for before, after in pairs if before]
@@ -148,7 +148,7 @@ def observer_cost(alone: Sequence[TimedTrial], watched: Sequence[TimedTrial]) ->
 
 
 def _merged(rows: Iterable[Sequence[int]]) -> dict[int, list[int]]:
-    """Merge the reports of several ranks by index: the minimum of the first figure, the maximum of all others."""
+    """Merges the reports of several ranks by index: the minimum of the first figure, the maximum of all others."""
     merged: dict[int, list[int]] = {}
     for index, *figures in rows:
         known = merged.setdefault(index, figures)

@@ -32,7 +32,7 @@ def row_of(
     roofline: Mapping[FloorKind, float | None],
     verified: bool,
 ) -> dict[str, Any]:
-    """Return the row of one case.
+    """Returns the row of one case.
 
     Args:
         trials: All trials of the case, at least one.
@@ -106,12 +106,12 @@ def row_of(
 
 
 def mismatches(trial: TimedTrial) -> list[Mismatch]:
-    """Return the wrong bytes that the decode ranks found after a trial."""
+    """Returns the wrong bytes that the decode ranks found after a trial."""
     return [mismatch for verdict in trial.trial.verdicts.values() for mismatch in verdict["mismatches"]]
 
 
 def with_delta(rows: Sequence[dict[str, Any]], within: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return the rows with `delta_ratio` (GB/s) and `ttft_delta_ratio` against the first row of the same load.
+    """Returns the rows with `delta_ratio` (GB/s) and `ttft_delta_ratio` against the first row of the same load.
 
     Both are None in that first row. Rows of one load are adjacent in the result.
 
@@ -154,7 +154,7 @@ class _Reports:
         return ((name, report) for name, report in self._all if self._names[name]["role"] == role)
 
     def by_label(self, metric: str, role: str) -> dict[str, int]:
-        """Return the growth of a counter over all ranks of a role, by label."""
+        """Returns the growth of a counter over all ranks of a role, by label."""
         sums: Counter[str] = Counter()
         for _, report in self.of(role):
             for label, value in report["counters"].get(metric, {}).items():
@@ -165,7 +165,7 @@ class _Reports:
 def _rates(
     trials: Sequence[TimedTrial], planned: PlannedLoad, roofline: Mapping[FloorKind, float | None], decode_ranks: int
 ) -> dict[str, Any]:
-    """Return the throughput of the median repeat, and of the best one."""
+    """Returns the throughput of the median repeat, and of the best one."""
     repeats: dict[int, list[TimedTrial]] = {}
     for each in trials:
         repeats.setdefault(each.trial.repeat, []).append(each)
@@ -209,14 +209,14 @@ def _ttft(timings: Sequence[RoomTiming]) -> dict[str, float | None]:
 
 
 def _latency_over_copy(timings: Sequence[RoomTiming], gb_per_s: float | None) -> float | None:
-    """Return the median over rooms of the latency divided by the time of one copy of the same bytes."""
+    """Returns the median over rooms of the latency divided by the time of one copy of the same bytes."""
     if not gb_per_s or not timings:
         return None
     return median([each.latency_ns * gb_per_s / max(1, each.nbytes) for each in timings])
 
 
 def _faults_struck(reports: _Reports) -> dict[str, int]:
-    """Count how often each kind of fault struck, over all ranks."""
+    """Counts how often each kind of fault struck, over all ranks."""
     struck: Counter[str] = Counter()
     for _, report in reports:
         struck.update(report["faults"]["struck"] if "faults" in report else {})
@@ -224,7 +224,7 @@ def _faults_struck(reports: _Reports) -> dict[str, int]:
 
 
 def _rss_overhead(reports: _Reports, names: Mapping[str, PlannedRank], ready: Mapping[str, Ready]) -> int | None:
-    """Return the largest memory of a rank beyond its own pool, ring and staging buffers; None on GPUs."""
+    """Returns the largest memory of a rank beyond its own pool, ring and staging buffers; None on GPUs."""
     beyond = [
         report["peak_rss_bytes"] - start["pool_bytes"] - start["ring_bytes"] - start["staging_bytes"]
         for name, report in reports

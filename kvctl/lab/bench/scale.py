@@ -54,7 +54,7 @@ class Limits:
 
 
 def published(model: str | None, overrides: Mapping[str, int | None]) -> Geometry | None:
-    """Return the requested geometry; None if the model is unknown or has no separate KV heads (MLA)."""
+    """Returns the requested geometry; None if the model is unknown or has no separate KV heads (MLA)."""
     preset = MODELS.get(model or DEFAULT_MODEL)
     if preset is None or preset.kind != "mha":
         return None
@@ -97,7 +97,7 @@ def fit(
 
 
 def scaling_note(preset: str, requested: Geometry, scaled: Geometry) -> str:
-    """Describe what was scaled; "" if nothing was."""
+    """Describes what was scaled; "" if nothing was."""
     names = {"layers": "layers", "kv_heads": "KV heads", "head_dim": "head dim"}
     words = [
         f"{getattr(scaled, name)} of {getattr(requested, name)} {text}"

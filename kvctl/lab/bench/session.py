@@ -62,21 +62,21 @@ class Steps:
             self._task = self._bar.add_task("planning", total=None)
 
     def step(self, text: str) -> None:
-        """Show the next step."""
+        """Shows the next step."""
         if self._bar is not None:
             self._bar.update(self._task, description=text)
         else:
             self._detail(text)
 
     def expect(self, trials: int) -> None:
-        """Set the total number of trials."""
+        """Sets the total number of trials."""
         self._total = trials
         self._done = 0
         if self._bar is not None:
             self._bar.update(self._task, total=trials, completed=0)
 
     def finished_trial(self) -> None:
-        """Count a trial as done."""
+        """Counts a trial as done."""
         now = time.monotonic()
         self._done += 1
         if self._bar is not None:
@@ -89,7 +89,7 @@ class Steps:
             self._detail(f"{self._done} of {self._total} trials, about {left_s:.0f} s left")
 
     def end(self) -> None:
-        """Remove the bar, so that other text can be printed."""
+        """Removes the bar, so that other text can be printed."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -142,7 +142,7 @@ class Session:
         self._runner = TrialRunner(self.fleet, plan, verify, decode_ms, self.step, self._observers.watch, point_s)
 
     def start(self) -> None:
-        """Start the fleet.
+        """Starts the fleet.
 
         Raises:
             FleetError: A rank did not start.
@@ -151,7 +151,7 @@ class Session:
         self.results.ready = self.fleet.start()
 
     def trials(self) -> Iterator[Trial]:
-        """Run the program; each trial is in the results before it is yielded.
+        """Runs the program; each trial is in the results before it is yielded.
 
         Raises:
             FleetError: A rank died, failed or hung.
@@ -165,7 +165,7 @@ class Session:
             self._observers.close()
 
     def measure_roofline(self) -> None:
-        """Measure the machine's limits; nothing else may run meanwhile."""
+        """Measures the machine's limits; nothing else may run meanwhile."""
         for kind in rooflines_of(self._plan):
             self.step(f"measuring the {kind} roofline")
             figure = self.fleet.roofline(kind)
@@ -173,12 +173,12 @@ class Session:
                 self.results.roofline[kind].append(figure)
 
     def hold(self) -> None:
-        """Keep the fleet up under light traffic until interrupted."""
+        """Keeps the fleet up under light traffic until interrupted."""
         self.step("holding")
         self._runner.hold()
 
     def step(self, text: str) -> None:
-        """Show the next step of this fleet."""
+        """Shows the next step of this fleet."""
         self._steps.step(f"{self._label}: {text}" if self._label else text)
 
     def __enter__(self) -> Session:
@@ -194,12 +194,12 @@ class Session:
 
 
 def trials_of(program: Program, plan: Plan) -> int:
-    """Return the number of trials of a program."""
+    """Returns the number of trials of a program."""
     return sum(stage.trials(plan) for stage in program.outline(plan))
 
 
 def measure(sessions: Sequence[Session], steps: Steps, roofline: bool = True) -> None:
-    """Start every fleet, run all trials in turns, and measure the roofline before and after.
+    """Starts every fleet, runs all trials in turns, and measures the roofline before and after.
 
     Raises:
         FleetError: A rank died, failed or hung.

@@ -16,7 +16,7 @@ def percentile(ordered: Sequence[float], quantile: float) -> float:
 
 
 def summary_ms(values_ns: Iterable[float]) -> dict[str, float | None]:
-    """Return mean, percentiles and maximum of nanoseconds, in milliseconds; each is None without values."""
+    """Returns mean, percentiles and maximum of nanoseconds, in milliseconds; each is None without values."""
     ordered = sorted(value / 1e6 for value in values_ns)
     if not ordered:
         return dict.fromkeys(("mean", *QUANTILES, "max"))
@@ -28,7 +28,7 @@ def summary_ms(values_ns: Iterable[float]) -> dict[str, float | None]:
 
 
 def stage_us(values_ns: Iterable[float]) -> dict[str, float | None]:
-    """Return p50 and p99 of nanoseconds, in microseconds; both are None without values."""
+    """Returns p50 and p99 of nanoseconds, in microseconds; both are None without values."""
     ordered = sorted(value / 1e3 for value in values_ns)
     if not ordered:
         return {"p50": None, "p99": None}
@@ -36,7 +36,7 @@ def stage_us(values_ns: Iterable[float]) -> dict[str, float | None]:
 
 
 def union(spans: Iterable[tuple[int, int]]) -> int:
-    """Return the length of the union of [start, end) spans."""
+    """Returns the length of the union of [start, end) spans."""
     total = 0
     reached: int | None = None
     for start, end in sorted(spans):
@@ -50,5 +50,5 @@ def union(spans: Iterable[tuple[int, int]]) -> int:
 
 
 def median(values: Sequence[float]) -> float:
-    """Return the median of `values`, which is not empty."""
+    """Returns the median of `values`, which is not empty."""
     return percentile(sorted(values), 0.5)

@@ -74,7 +74,7 @@ class ReportData(TypedDict):
 
 
 def layer_groups(trial: Trial, names: Mapping[str, PlannedRank], layers: int) -> int | None:
-    """Return the number of layer groups of the shown room, at the writer with most of them; None if no part is known.
+    """Returns the number of layer groups of the shown room, at the writer with most of them; None if no part is known.
 
     Args:
         layers: Layers of the model. A draft model's layers have higher numbers and are not counted.
@@ -91,7 +91,7 @@ def layer_groups(trial: Trial, names: Mapping[str, PlannedRank], layers: int) ->
 def room_timelines(
     trials: Mapping[Case, Sequence[TimedTrial]], names: Mapping[str, PlannedRank], plan: Plan
 ) -> list[RoomTimeline]:
-    """Return the timeline of a typical room of each path and pipeline setting."""
+    """Returns the timeline of a typical room of each path and pipeline setting."""
     timelines = []
     for case in _shown_cases(trials):
         trial = typical(trials[case])
@@ -119,7 +119,7 @@ def room_timelines(
 def ring_timelines(
     trials: Mapping[Case, Sequence[TimedTrial]], names: Mapping[str, PlannedRank], ready: Mapping[str, Ready]
 ) -> list[RingTimeline]:
-    """Return the timeline of every decode rank's ring in a typical trial of each path and pipeline that used it."""
+    """Returns the timeline of every decode rank's ring in a typical trial of each path and pipeline that used it."""
     return [
         RingTimeline(agent=name, path=case.path, size_bytes=ready[name]["ring_bytes"], points=report["ring_samples"])
         for case in _shown_cases(trials)
@@ -130,7 +130,7 @@ def ring_timelines(
 
 
 def typical(trials: Sequence[TimedTrial]) -> TimedTrial | None:
-    """Return the trial whose shown room has about median latency; None if no shown room succeeded."""
+    """Returns the trial whose shown room has about median latency; None if no shown room succeeded."""
     shown = [trial for trial in trials if trial.trial.shown in trial.timings]
     if not shown:
         return None
@@ -140,7 +140,7 @@ def typical(trials: Sequence[TimedTrial]) -> TimedTrial | None:
 
 
 def _shown_cases(trials: Mapping[Case, Sequence[TimedTrial]]) -> list[Case]:
-    """Return the middle one of the loads and layer times of each path and pipeline setting."""
+    """Returns the middle one of the loads and layer times of each path and pipeline setting."""
     groups: dict[tuple[str, str], list[Case]] = {}
     for case in trials:
         groups.setdefault((case.path, case.pipeline), []).append(case)
@@ -148,7 +148,7 @@ def _shown_cases(trials: Mapping[Case, Sequence[TimedTrial]]) -> list[Case]:
 
 
 def _parts(trial: Trial, names: Mapping[str, PlannedRank]) -> list[PartTimeline]:
-    """Join both ends of each part of the shown room, in the order in which the parts began."""
+    """Joins both ends of each part of the shown room, in the order in which the parts began."""
     parts: dict[tuple[str, str, int, tuple[int, ...]], PartTimeline] = {}
     for name, report in trial.reports.items():
         for part in report["waterfall"]:

@@ -55,7 +55,7 @@ class Trace:
 
 
 def read(path: Path, most: int, strict: bool) -> Trace:
-    """Read up to `most` requests.
+    """Reads up to `most` requests.
 
     Raises:
         TraceError: The file cannot be read, has no request, has a line longer than `MAX_LINE_BYTES`, or has more than
@@ -153,5 +153,5 @@ def _whole(row: Mapping[str, Any], name: str, low: int, high: int) -> int:
 
 
 def _kind(value: Any) -> str:
-    """Describe a value in an error message: short and safe to print."""
+    """Describes a value in an error message: short and safe to print."""
     return "missing" if value is None else f"{value!r:.40}" if isinstance(value, int | float) else type(value).__name__

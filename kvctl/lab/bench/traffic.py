@@ -67,7 +67,7 @@ class Source:
 
 
 def poisson(prompts: Sequence[Prompt], rate_per_s: float, seed: int) -> tuple[Prompt, ...]:
-    """Return the prompts with arrival times of a Poisson process, reproducible by `seed`."""
+    """Returns the prompts with arrival times of a Poisson process, reproducible by `seed`."""
     source = random.Random(seed)
     at_ms = 0.0
     arriving = []
@@ -78,7 +78,7 @@ def poisson(prompts: Sequence[Prompt], rate_per_s: float, seed: int) -> tuple[Pr
 
 
 def sessions(count: int, turns: int, new_tokens: Sequence[int], output_tokens: int, block_tokens: int) -> Traffic:
-    """Create conversations in which each turn's prompt is the whole conversation so far and some new tokens.
+    """Creates conversations in which each turn's prompt is the whole conversation so far and some new tokens.
 
     All first turns come before any second turn.
 
@@ -116,11 +116,11 @@ class PrefixCache:
         return len(self._blocks)
 
     def leading(self, blocks: Sequence[int]) -> int:
-        """Return how many of a prompt's first blocks are cached without a gap."""
+        """Returns how many of a prompt's first blocks are cached without a gap."""
         return next((at for at, block in enumerate(blocks) if block not in self._blocks), len(blocks))
 
     def keep(self, blocks: Sequence[int]) -> None:
-        """Add a prompt's blocks. The last one is evicted first, because it is useless without the others."""
+        """Adds a prompt's blocks. The last one is evicted first, because it is useless without the others."""
         for block in reversed(blocks):
             self._blocks[block] = None
             self._blocks.move_to_end(block)
@@ -129,7 +129,7 @@ class PrefixCache:
 
 
 def route(traffic: Traffic, decode_dp: int, page_size: int, capacity_tokens: int) -> list[tuple[int, int]]:
-    """Return the decode dp rank of every prompt and the number of tokens cached there.
+    """Returns the decode dp rank of every prompt and the number of tokens cached there.
 
     A prompt goes to the rank with the fewest bytes moved so far, its own included: a long hit attracts it, but no rank
     stays idle because another one has the system prompt. A session stays on the rank of its first turn.
@@ -157,13 +157,13 @@ def route(traffic: Traffic, decode_dp: int, page_size: int, capacity_tokens: int
 
 
 def hit_tokens(blocks: int, block_tokens: Fraction, tokens: int, page_size: int) -> int:
-    """Return the tokens of a hit of leading blocks: whole pages, and never the prompt's last page."""
+    """Returns the tokens of a hit of leading blocks: whole pages, and never the prompt's last page."""
     pages = min(int(blocks * block_tokens), tokens) // page_size
     return min(pages, (tokens - 1) // page_size) * page_size
 
 
 def with_requests(request: PlanRequest, source: Source, shape: PlannedShape) -> PlanRequest:
-    """Return the request with the source's prompts in place of drawn ones, each with its prefix hit.
+    """Returns the request with the source's prompts in place of drawn ones, each with its prefix hit.
 
     Without simulated decoding, outputs matter for the prefix caches only.
 
@@ -190,19 +190,19 @@ def with_requests(request: PlanRequest, source: Source, shape: PlannedShape) -> 
 
 
 def token_bytes(shape: PlannedShape) -> int:
-    """Return the bytes of one token's K and V over the whole model."""
+    """Returns the bytes of one token's K and V over the whole model."""
     return max(
         1, shape["layers"] * shape["kv_heads"] * (shape["head_dim"] + shape["v_head_dim"]) * shape["dtype_bytes"]
     )
 
 
 def planned_requests(plan: Plan) -> list[dict[str, Any]]:
-    """Return every request of a plan as it runs, for the saved result."""
+    """Returns every request of a plan as it runs, for the saved result."""
     names = ("tokens", "prefix_tokens", "output_tokens", "arrival_ms", "decode_dp", "session")
     rooms: Sequence[Mapping[str, Any]] = plan["loads"][0]["rooms"]
     return [{name: room[name] for name in names} for room in rooms]
 
 
 def _blocks(session: int, sessions: int, count: int) -> tuple[int, ...]:
-    """Return the ids of a session's first blocks; no two sessions share any."""
+    """Returns the ids of a session's first blocks; no two sessions share any."""
     return tuple(range(session, session + count * sessions, sessions))

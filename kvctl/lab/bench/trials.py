@@ -65,7 +65,7 @@ class TimeBudget:
         return self._point_s is not None and (case.path, case.pipeline) not in self._s_per_token
 
     def rooms(self, case: Case, repeat: int, batch: Sequence[PlannedRoom]) -> int:
-        """Return how many rooms of a batch fit into the remaining time; at least one of a case's first batch."""
+        """Returns how many rooms of a batch fit into the remaining time; at least one of a case's first batch."""
         if self._point_s is None:
             return len(batch)
         used = self._used_s.get((case, repeat))
@@ -80,12 +80,12 @@ class TimeBudget:
         return max(fitting, used is None)
 
     def ran(self, case: Case, repeat: int, rooms: Sequence[PlannedRoom], seconds: float) -> None:
-        """Record the time that rooms of a batch took."""
+        """Records the time that rooms of a batch took."""
         self.measured(case, rooms, seconds)
         self._used_s[case, repeat] = self._used_s.get((case, repeat), 0.0) + seconds
 
     def measured(self, case: Case, rooms: Sequence[PlannedRoom], seconds: float) -> None:
-        """Record the speed of rooms that belong to no trial."""
+        """Records the speed of rooms that belong to no trial."""
         self._s_per_token[case.path, case.pipeline] = seconds / max(1, sum(room["tokens"] for room in rooms))
 
 
@@ -120,7 +120,7 @@ class TrialRunner:
         self._next_room = (secrets.randbelow(1 << 30) + 1) * plan["room_stride"] << 10
 
     def trials(self, cases: Sequence[Case], repeat: int) -> Iterator[Trial]:
-        """Run the cases in turns.
+        """Runs the cases in turns.
 
         Raises:
             FleetError: A rank died, failed or hung, or the pages of a room may still be written to.
@@ -153,7 +153,7 @@ class TrialRunner:
             self._fleet.idle(_HOLD_PAUSE_S)
 
     def _measure_speed(self, case: Case, batch: int) -> None:
-        """Measure the speed of a path with the first room of a batch."""
+        """Measures the speed of a path with the first room of a batch."""
         planned = self._plan["loads"][case.load]
         first = planned["batches"][batch][0]
         doing = f"trying {case.path}"
@@ -169,7 +169,7 @@ class TrialRunner:
             self._budget.measured(case, planned["rooms"][first : first + 1], time.monotonic() - started)
 
     def _trial(self, case: Case, batch: int, repeat: int, count: int) -> Trial:
-        """Run the first `count` rooms of a batch."""
+        """Runs the first `count` rooms of a batch."""
         planned = self._plan["loads"][case.load]
         first, end = planned["batches"][batch]
         rooms = self._rooms(case.load, first, first + count)
@@ -192,7 +192,7 @@ class TrialRunner:
         return Trial(case, batch, repeat, rooms, reports, verdicts, shown)
 
     def _description(self, case: Case, batch: int) -> str:
-        """Describe a trial for the progress display and for error messages."""
+        """Describes a trial for the progress display and for error messages."""
         planned = self._plan["loads"][case.load]
         watched = ["watched"] if case.observed else []
         words = [*watched, f"batch {batch + 1} of {len(planned['batches'])}"]
@@ -204,7 +204,7 @@ class TrialRunner:
         return ", ".join(words)
 
     def _rooms(self, load: int, first: int, end: int) -> tuple[Room, ...]:
-        """Create rooms [first, end) of a load under numbers that were not used before."""
+        """Creates rooms [first, end) of a load under numbers that were not used before."""
         base = self._next_room
         self._next_room += self._plan["room_stride"]
         planned = self._plan["loads"][load]["rooms"]
@@ -225,7 +225,7 @@ class TrialRunner:
 
 
 def _batch_id(load: int, batch: int, count: int) -> int:
-    """Return a unique number for the first `count` rooms of a batch, 0 for all: other rooms are on other pages."""
+    """Returns a unique number for the first `count` rooms of a batch, 0 for all: other rooms are on other pages."""
     return count << 48 | load << 16 | batch
 
 

@@ -38,7 +38,7 @@ class Variant:
 
 
 def expand(request: PlanRequest, transports: Sequence[str], cp_modes: Sequence[str]) -> list[Variant]:
-    """Return a variant of the request for each transport in each CP mode."""
+    """Returns a variant of the request for each transport in each CP mode."""
     variants = []
     for transport, mode in product(transports, cp_modes):
         words = [transport] * (len(transports) > 1) + [mode] * (len(cp_modes) > 1)
@@ -47,7 +47,7 @@ def expand(request: PlanRequest, transports: Sequence[str], cp_modes: Sequence[s
 
 
 def waves(groups: Iterable[Sequence[Variant]]) -> list[list[Variant]]:
-    """Return lists of fleets that run at the same time and share the memory.
+    """Returns lists of fleets that run at the same time and share the memory.
 
     A group is one list if it has at most `MAX_RANKS` ranks; otherwise each of its fleets runs alone.
     """
@@ -66,12 +66,12 @@ def waves(groups: Iterable[Sequence[Variant]]) -> list[list[Variant]]:
 
 
 def size(sizes: Sizes) -> int:
-    """Return the number of ranks of an instance."""
+    """Returns the number of ranks of an instance."""
     return sizes.dp * sizes.pp * sizes.cp * sizes.tp
 
 
 def sizes_text(sizes: Sizes) -> str:
-    """Format sizes as `dp2 tp4`; a single rank is `tp1`."""
+    """Formats sizes as `dp2 tp4`; a single rank is `tp1`."""
     axes = {"dp": sizes.dp, "pp": sizes.pp, "cp": sizes.cp, "tp": sizes.tp}
     stages = "+".join(map(str, sizes.layers))
     words = [f"{axis}{stages if axis == 'pp' and stages else number}" for axis, number in axes.items() if number > 1]

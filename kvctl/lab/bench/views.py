@@ -22,7 +22,7 @@ _VERDICT_STYLES = {"PASS": "green", "FAIL": "bold red", "False": "bold red", "Tr
 
 
 def nanoseconds(*keys: str, per: float = 1e6) -> Callable[[Row], int | None]:
-    """Return a getter of the figure at `row[key][key]…` in nanoseconds; `per` nanoseconds are its unit."""
+    """Returns a getter of the figure at `row[key][key]…` in nanoseconds; `per` nanoseconds are its unit."""
 
     def value(row: Row) -> int | None:
         number: Any = row
@@ -131,7 +131,7 @@ def contestants(rows: Sequence[Row]) -> list[str]:
 
 
 def blocks(rows: Sequence[Row], outcome: Outcome, view: View | None) -> list[Block]:
-    """Return the terminal output: the setup, the results and the roofline.
+    """Returns the terminal output: the setup, the results and the roofline.
 
     Args:
         rows: Rows of `view`, or of `BENCH` if `view` is None.
@@ -151,7 +151,7 @@ def blocks(rows: Sequence[Row], outcome: Outcome, view: View | None) -> list[Blo
 
 
 def plan_rows(plan: Plan, fleet: str) -> list[dict[str, Any]]:
-    """Return what each writer sends to each reader, with the ranks' names."""
+    """Returns what each writer sends to each reader, with the ranks' names."""
     several = any(rank["instance"] > 0 for rank in plan["ranks"])
     devices = {(rank["instance"], rank["unique"]): rank["device"] for rank in plan["ranks"]}
 
@@ -172,7 +172,7 @@ def plan_rows(plan: Plan, fleet: str) -> list[dict[str, Any]]:
 
 
 def plan_table(rows: Sequence[Row]) -> View:
-    """Return `PLAN`, with the GPU columns if there are GPUs."""
+    """Returns `PLAN`, with the GPU columns if there are GPUs."""
     on_gpus = any(row["writer_gpu"] is not None for row in rows)
     return _with_core(PLAN, {"writer_gpu", "reader_gpu", "direct"} if on_gpus else set())
 
@@ -260,13 +260,13 @@ _LINES: tuple[tuple[Callable[[Row], bool], Sequence[tuple[str, Column, bool]]], 
 
 
 def _with_core(view: View, names: Collection[str]) -> View:
-    """Return the view with these columns shown at any width."""
+    """Returns the view with these columns shown at any width."""
     columns = (replace(each, width=Width.CORE) if each.name in names else each for each in view.columns)
     return replace(view, columns=tuple(columns))
 
 
 def _table(rows: Sequence[Row]) -> Grid:
-    """Return a column per row if there are few of one load, otherwise a line per row with what tells them apart."""
+    """Returns a column per row if there are few of one load, otherwise a line per row with what tells them apart."""
     loads = {(row["concurrency"], row["tokens_drawn"]) for row in rows}
     if len(loads) == 1 and len(rows) <= _MAX_PATH_COLUMNS:
         return Grid(_side_by_side(rows), _lines(rows))
@@ -313,7 +313,7 @@ def _verdict(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def layouts_text(outcome: Outcome) -> str:
-    """Format layouts and transports: `prefill tp4 → decode dp4 over nixl`."""
+    """Formats layouts and transports: `prefill tp4 → decode dp4 over nixl`."""
     requests = [each.variant.request for each in outcome.measured]
     layouts = dict.fromkeys(
         f"prefill {' + '.join(map(sizes_text, request.prefill))} → decode {sizes_text(request.decode)}"
@@ -323,7 +323,7 @@ def layouts_text(outcome: Outcome) -> str:
 
 
 def shape_text(shape: PlannedShape) -> str:
-    """Format a model's shape: `llama-3.1-8b: 32 layers, 8 KV heads of 128 bf16`."""
+    """Formats a model's shape: `llama-3.1-8b: 32 layers, 8 KV heads of 128 bf16`."""
     words = [f"{shape['layers']} layers"]
     if shape["kind"] == "mla":
         words.append(f"latents of {shape['head_dim']} {shape['dtype']}")
@@ -340,7 +340,7 @@ def shape_text(shape: PlannedShape) -> str:
 
 
 def _setup(outcome: Outcome) -> list[str]:
-    """Describe layouts, transports, shape, and the GPUs if there are any."""
+    """Describes layouts, transports, shape, and the GPUs if there are any."""
     plans: list[Plan] = [each.results.plan for each in outcome.measured]
     shapes = dict.fromkeys(shape_text(plan["shape"]) for plan in plans)
     plan = plans[0]
@@ -357,7 +357,7 @@ def _setup(outcome: Outcome) -> list[str]:
 
 
 def _load(rows: Sequence[Row]) -> list[str]:
-    """Describe the load, if it is the same for all rows."""
+    """Describes the load, if it is the same for all rows."""
     if not rows or len({(row["concurrency"], row["tokens_drawn"]) for row in rows}) > 1:
         return []
     row = rows[0]
@@ -369,7 +369,7 @@ def _load(rows: Sequence[Row]) -> list[str]:
 
 
 def _faults(outcome: Outcome, rows: Sequence[Row]) -> list[str]:
-    """Describe the injected faults, the seed that repeats them, and how often each struck."""
+    """Describes the injected faults, the seed that repeats them, and how often each struck."""
     request = outcome.measured[0].variant.request
     if not request.faults:
         return []
@@ -381,7 +381,7 @@ def _faults(outcome: Outcome, rows: Sequence[Row]) -> list[str]:
 
 
 def _roofline(outcome: Outcome) -> str:
-    """Describe the limits of the machine and its transports."""
+    """Describes the limits of the machine and its transports."""
 
     def rate(value: float | None) -> str:
         return units.UNKNOWN if value is None else units.three_digits(value)
@@ -395,7 +395,7 @@ def _roofline(outcome: Outcome) -> str:
 
 
 def _cut_short(rows: Sequence[Row]) -> list[str]:
-    """Describe the paths that ran fewer rooms than planned because of --point-seconds."""
+    """Describes the paths that ran fewer rooms than planned because of --point-seconds."""
     cut: dict[str, list[Row]] = {}
     for row in rows:
         if row["rooms"] < row["planned_rooms"]:
@@ -409,7 +409,7 @@ def _cut_short(rows: Sequence[Row]) -> list[str]:
 
 
 def _observer_costs(rows: Sequence[Row]) -> list[str]:
-    """Describe the cost of observing, if it was measured."""
+    """Describes the cost of observing, if it was measured."""
     costs = [
         f"{row['path']} {row['observer_cost_ratio']:+.1%}" for row in rows if row["observer_cost_ratio"] is not None
     ]

@@ -186,7 +186,7 @@ class FaultRunner:
     """
 
     def __init__(self, traffic: Traffic, faults: Sequence[ScheduledFault]) -> None:
-        """Time starts now."""
+        """Times starts now."""
         self._traffic = traffic
         self._began = time.monotonic()
         self._ended = False

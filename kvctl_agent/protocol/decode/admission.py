@@ -74,19 +74,19 @@ class RecvAdmission:
         self._open(room)
 
     def open_waiting(self) -> None:
-        """Open the rooms for which the instance is complete now."""
+        """Opens the rooms for which the instance is complete now."""
         for room in list(self.state.rooms.values()):
             if room.failure is None:
                 self._open(room)
 
     def fail_waiting(self, instance: str, failure: Failure) -> None:
-        """Fail the rooms that wait for an instance which does not fit this rank."""
+        """Fails the rooms that wait for an instance which does not fit this rank."""
         for room in list(self.state.rooms.values()):
             if not room.transfers and room.instance == instance:
                 self.rooms.fail(room, failure)
 
     def _open(self, room: RecvRoom) -> None:
-        """Plan the room and open it at all ranks of its instance, if all of them are ready."""
+        """Plans the room and opens it at all ranks of its instance, if all of them are ready."""
         context = self.context
         roster = self.state.rosters[room.instance]
         if room.transfers or not roster or not all(map(context.is_ready, roster)):
@@ -175,7 +175,7 @@ class Instances:
         return next((instance for instance, roster in self.state.rosters.items() if name in roster), "")
 
     def forget_departed(self) -> None:
-        """Forget ranks that are on no roster any more, once no room waits for their writes."""
+        """Forgets ranks that are on no roster any more, once no room waits for their writes."""
         departed = self.context.peers.keys() - {name for roster in self.state.rosters.values() for name in roster}
         if not departed:
             return
@@ -184,7 +184,7 @@ class Instances:
             self.context.actions.append(ev.ForgetPeer(name))
 
     def send_hello(self) -> None:
-        """Send Hello to every rank that is not known to be ready, so that a restarted rank is noticed early."""
+        """Sends Hello to every rank that is not known to be ready, so that a restarted rank is noticed early."""
         context, timing = self.context, self.context.timing
         for name in [name for roster in self.state.rosters.values() for name in roster]:
             peer = context.peers[name]
@@ -285,7 +285,7 @@ class Instances:
         return self.context.now_ns - peer.mismatch_since_ns < patience_ns
 
     def _resynchronise(self, peer: Peer) -> None:
-        """Open the rooms again at a peer that was silent: it may have given them up, and its message may be lost."""
+        """Opens the rooms again at a peer that was silent: it may have given them up, and its message may be lost."""
         for room in list(self.state.rooms.values()):
             transfer = room.transfers.get(peer.name)
             if transfer is None or transfer.incarnation != peer.incarnation:

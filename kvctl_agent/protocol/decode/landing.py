@@ -113,7 +113,7 @@ class Grants:
     # ---- for the other parts ----------------------------------------------------------------------------------
 
     def free(self, allocations: Iterable[Allocation]) -> None:
-        """Free regions, then notify the writers whose grants the watermark has passed."""
+        """Frees regions, then notifies the writers whose grants the watermark has passed."""
         moved = False
         for allocation in allocations:
             room = self.state.rooms.get(allocation.room.room)
@@ -124,7 +124,7 @@ class Grants:
             self._send_watermarks()
 
     def unblock(self) -> None:
-        """Keep the oldest allocation from blocking others for ever.
+        """Keeps the oldest allocation from blocking others for ever.
 
         One that its writer has not written for long is revoked. One that has been in flight for long, or whose writer
         is silent and may be writing, is retired: the watermark passes it, and its bytes stay excluded.
@@ -230,7 +230,7 @@ class Landing:
             self.context.telemetry.metrics.add("kvctl_tags_dropped_total", 1, reason)
 
     def _take(self, tag: Tag, at_ns: int) -> str | None:
-        """Accept a tag, or return why it is dropped."""
+        """Accepts a tag, or returns why it is dropped."""
         if tag.incarnation != self.context.local.incarnation:
             return "incarnation"
         room = self.state.rooms.get(tag.room)

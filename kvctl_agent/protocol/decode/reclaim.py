@@ -50,7 +50,7 @@ class Reclaim:
         self.drained(room, transfer)
 
     def on_former_drained(self, peer: Peer, event: ev.Received, message: msg.RoomDrained) -> None:
-        """Handle the answer of a replaced process, which may have been frozen, to RoomAbort."""
+        """Handles the answer of a replaced process, which may have been frozen, to RoomAbort."""
         room = self.state.rooms.get(message.room)
         if room is not None and room.nonce == message.nonce and room.failure is not None:
             self._drained_by(room, peer, event.incarnation)
@@ -60,7 +60,7 @@ class Reclaim:
             self._drained_by(room, peer, incarnation)
 
     def on_peer_lost(self, peer: Peer, text: str) -> None:
-        """Fail the peer's rooms; quarantine the regions it may still write, unless its end is proven."""
+        """Fails the peer's rooms; quarantine the regions it may still write, unless its end is proven."""
         for room in list(self.state.rooms.values()):
             transfer = room.transfers.get(peer.name)
             if transfer is None or transfer.incarnation != peer.incarnation:
@@ -75,7 +75,7 @@ class Reclaim:
                 self.rooms.settle(room)
 
     def forget_former(self) -> None:
-        """Forget earlier incarnations that no failed room waits for: nobody uses memory that they may write."""
+        """Forgets earlier incarnations that no failed room waits for: nobody uses memory that they may write."""
         for peer in self.context.peers.values():
             if peer.former:
                 transfers = [room.transfers.get(peer.name) for room in self.state.rooms.values()]
@@ -207,7 +207,7 @@ class Reclaim:
         self.context.answer(ticket, "released", text, freed=freed, drained=tuple(transfer.peer for transfer in stuck))
 
     def _free_by_force(self, room: RecvRoom, transfers: list[WriterTransfer]) -> tuple[int, ...]:
-        """Free the regions of writers that the operator declares gone; returns the serials."""
+        """Frees the regions of writers that the operator declares gone; returns the serials."""
         allocations: list[Allocation] = []
         for transfer in transfers:
             transfer.acked = transfer.drained = True

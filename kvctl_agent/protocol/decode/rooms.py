@@ -111,7 +111,7 @@ class RecvRoom:
         finals: dict[FinalKey, tuple[TransferSlice | None, Pages]],
         writers: dict[str, int],
     ) -> None:
-        """Set the plan; from here on the coverage is known.
+        """Sets the plan; from here on the coverage is known.
 
         Args:
             shares: KV owed to this rank.
@@ -155,13 +155,13 @@ class RecvRoom:
         )
 
     def land(self, key: PartKey) -> None:
-        """Mark a part as landed; none of its layers had landed before."""
+        """Marks a part as landed; none of its layers had landed before."""
         place = (key.writer, key.chunk)
         self.landed[place] = self.landed.get(place, 0) | mask(key.lo, key.hi)
         self.record.landed = (self.record.landed or 0) + key.hi - key.lo
 
     def settle(self, key: PartKey) -> None:
-        """Mark a landed part as being in its pages."""
+        """Marks a landed part as being in its pages."""
         place = (key.writer, key.chunk)
         covered = self.scattered.get(place, 0) | mask(key.lo, key.hi)
         self.scattered[place] = covered
@@ -183,7 +183,7 @@ class RecvRoom:
         self.granted[key.writer, key.chunk] &= ~mask(key.lo, key.hi)
 
     def land_final(self, final: FinalKey) -> bool:
-        """Mark a final part as landed; returns False if it is not planned or had landed before."""
+        """Marks a final part as landed; returns False if it is not planned or had landed before."""
         if final not in self.finals:
             return False
         self.finals.remove(final)
@@ -276,7 +276,7 @@ class RecvRooms:
         return peer is not None and peer.usable and peer.incarnation == transfer.incarnation
 
     def answer_unknown(self, peer: Peer, number: int, nonce: int) -> None:
-        """Answer a writer that asks about an ended or unknown room, so that it does not wait for ever."""
+        """Answers a writer that asks about an ended or unknown room, so that it does not wait for ever."""
         if self.state.tombstones.find(RoomKey("", number, nonce)):
             self.context.send(peer.name, msg.RoomDone(number, nonce))
             return
@@ -332,7 +332,7 @@ class RecvRooms:
         self._send_outcome(room)
 
     def fail(self, room: RecvRoom, failure: Failure) -> None:
-        """Fail a room that has not ended, with this cause."""
+        """Fails a room that has not ended, with this cause."""
         if room.state.finished:
             return
         room.failure = failure
@@ -344,7 +344,7 @@ class RecvRooms:
         self.settle(room)
 
     def settle(self, room: RecvRoom) -> None:
-        """Forget a room that has ended on all ranks; the pages of a failed room are released only then."""
+        """Forgets a room that has ended on all ranks; the pages of a failed room are released only then."""
         if room.failure is not None:
             if not all(transfer.drained for transfer in room.transfers.values()):
                 return
@@ -357,7 +357,7 @@ class RecvRooms:
         self.forget(room)
 
     def forget(self, room: RecvRoom) -> None:
-        """Replace a room by a tombstone."""
+        """Replaces a room by a tombstone."""
         del self.state.rooms[room.room]
         key = RoomKey("", room.room, room.nonce)
         self.state.tombstones.add(key, room.failure is None, self.context.now_ns)
@@ -366,13 +366,13 @@ class RecvRooms:
     # ---- messages to the prefill ranks -------------------------------------------------------------------------
 
     def _send_outcome(self, room: RecvRoom) -> None:
-        """Send the outcome to every prefill rank; it is resent until each has answered."""
+        """Sends the outcome to every prefill rank; it is resent until each has answered."""
         room.resend_ns = self.context.now_ns + self.context.timing.resend_ns
         for transfer in room.transfers.values():
             self.send_unanswered(room, transfer)
 
     def send_unanswered(self, room: RecvRoom, transfer: WriterTransfer) -> bool:
-        """Send a rank the message that it has not answered; returns whether its present incarnation was sent one."""
+        """Sends a rank the message that it has not answered; returns whether its present incarnation was sent one."""
         if room.failure is not None:
             if transfer.drained:
                 return False

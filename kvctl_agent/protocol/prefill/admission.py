@@ -190,7 +190,7 @@ class SendAdmission:
         return failure
 
     def _refuse(self, key: RoomKey, failure: Failure) -> None:
-        """Answer with the first cause; the tombstone keeps it for the same opening if that is resent."""
+        """Answers with the first cause; the tombstone keeps it for the same opening if that is resent."""
         peer, number, nonce = key
         self.state.tombstones.add(key, failure, self.context.now_ns)
         self.context.note("room-refused", failure["text"], "warning", room=number, peer=peer)
@@ -198,7 +198,7 @@ class SendAdmission:
 
 
 def _indices(data: bytes, count: int, limit: int, what: str, peer: str) -> ev.Pages:
-    """Decode a peer's page or item indices; raises LayoutError if their count is wrong or one is outside its pool."""
+    """Decodes a peer's page or item indices; raises LayoutError if their count is wrong or one is outside its pool."""
     if len(data) != 4 * count:
         raise LayoutError(f"{len(data)} bytes of numbers for {what}")
     numbers = np.frombuffer(data, dtype="<i4")
@@ -260,7 +260,7 @@ class Readers:
             self.context.actions.append(ev.ConnectPeer(peer_name, incarnation, message.who, shards))
 
     def _refuse_name(self, peer: Peer, event: ev.Received) -> None:
-        """Refuse a Hello that another process sends under the name of a peer that is ready.
+        """Refuses a Hello that another process sends under the name of a peer that is ready.
 
         Either two agents were given the same name, and the first keeps it; or this is the successor of a process that
         has just ended, which is accepted once that end is proven or the old process has been silent for long enough.
@@ -306,7 +306,7 @@ class Readers:
         self.context.send(peer.name, ack)
 
     def _new_peer(self, name: str) -> Peer | None:
-        """Add a peer; at the limit it replaces the peer that is gone for longest and has no open transfer."""
+        """Adds a peer; at the limit it replaces the peer that is gone for longest and has no open transfer."""
         if len(self.context.peers) >= MAX_PEERS:
             busy = {transfer.peer for transfer in self.state.transfers.values()}
             gone = (peer for peer in self.context.peers.values() if not peer.usable and peer.name not in busy)

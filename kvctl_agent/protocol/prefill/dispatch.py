@@ -104,7 +104,7 @@ class Dispatch:
         self.rooms.progress(room)
 
     def on_staging_refused(self, peer: Peer, message: msg.StagingRefused) -> None:
-        """Send the part on a path that needs no ring."""
+        """Sends the part on a path that needs no ring."""
         found = self.rooms.find(peer, message.room, message.nonce)
         if found is None:
             return
@@ -188,7 +188,7 @@ class Dispatch:
             self.dispatch(room, transfer, part)
 
     def dispatch(self, room: SendRoom, transfer: PeerTransfer, part: Part) -> None:
-        """Give a ready part to a worker, or park it."""
+        """Gives a ready part to a worker, or park it."""
         if room.failure is not None:
             return
         peer = self.context.peers[transfer.peer]
@@ -205,7 +205,7 @@ class Dispatch:
         self.queue_finals(room, transfer)
 
     def queue_finals(self, room: SendRoom, transfer: PeerTransfer) -> None:
-        """Queue the aux row and the state, if all KV parts of the transfer are queued and the lease allows it."""
+        """Queues the aux row and the state, if all KV parts of the transfer are queued and the lease allows it."""
         if room.failure is not None or not room.finished or transfer.to_queue:
             return
         if not self.context.peers[transfer.peer].may_post(self.context.now_ns):

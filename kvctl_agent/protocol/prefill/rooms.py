@@ -105,7 +105,7 @@ class StagingCredits:
         return False
 
     def next_waiting(self) -> PeerTransfer | None:
-        """Return a waiting transfer that `charge` will accept now.
+        """Returns a waiting transfer that `charge` will accept now.
 
         Transfers are released in batches, once half of the credits of computed rooms is free: if they were released one
         by one, each would cost both sides a turn of their control loops.
@@ -193,7 +193,7 @@ class StagingRequests:
     fallback: ChoosePath
 
     def request(self, room: SendRoom, transfer: PeerTransfer) -> None:
-        """Choose missing paths, and request regions for all staged parts in one message, unless the credits forbid."""
+        """Chooses missing paths, and request regions for all staged parts in one message, unless the credits forbid."""
         if room.prefetched:
             transfer.plan_parts(room.groups)
         info = self.context.peers[transfer.peer].info
@@ -253,7 +253,7 @@ class SendRooms:
         self.components: list[Segment] = [shard.segment for shard in context.local.shards if shard.segment.state]
 
     def begin(self, number: int) -> SendRoom:
-        """Create a room, for the local engine or for a decode rank, whichever comes first."""
+        """Creates a room, for the local engine or for a decode rank, whichever comes first."""
         self.state.ended.pop(number, None)
         record = self.context.telemetry.rooms.open(number, 0)
         computed = ComputedPages(self.layers, self.context.local.chunk_pages)
@@ -269,7 +269,7 @@ class SendRooms:
         return self.state.rooms[number], transfer
 
     def forget(self, room: SendRoom) -> None:
-        """Replace a room by tombstones."""
+        """Replaces a room by tombstones."""
         if self.state.rooms.pop(room.room, None) is None:
             return
         now_ns = self.context.now_ns
@@ -282,7 +282,7 @@ class SendRooms:
         self.context.telemetry.finish(room.record, now_ns)
 
     def expire(self) -> None:
-        """Drop tombstones and ended rooms that are too old for a late message."""
+        """Drops tombstones and ended rooms that are too old for a late message."""
         now_ns = self.context.now_ns
         self.state.tombstones.expire(now_ns)
         while self.state.ended:
@@ -352,7 +352,7 @@ class SendRooms:
             self.progress(room)
 
     def on_room_abort(self, peer: Peer, message: msg.RoomAbort) -> None:
-        """Fail the room and answer RoomDrained once nothing is in flight; also sent by a peer that is lost here."""
+        """Fails the room and answers RoomDrained once nothing is in flight; also sent by a peer that is lost here."""
         found = self.find(peer, message.room, message.nonce)
         if found is None:
             # Nothing of an unknown or ended room is in flight; the tombstone keeps a late RoomOpen from starting it.
@@ -375,7 +375,7 @@ class SendRooms:
             self.progress(found[0])
 
     def on_peer_lost(self, peer: Peer, text: str) -> None:
-        """Fail the peer's rooms."""
+        """Fails the peer's rooms."""
         for room in list(self.state.rooms.values()):
             transfer = room.transfers.get(peer.name)
             if transfer is None:
@@ -394,7 +394,7 @@ class SendRooms:
             self.context.actions.append(ev.StateChanged(room.room, state, room.failure))
 
     def progress(self, room: SendRoom) -> None:
-        """Release the room's pages, or end the room, if that is due."""
+        """Releases the room's pages, or end the room, if that is due."""
         if room.failure is not None:
             self._settle(room)
             return
@@ -431,7 +431,7 @@ class SendRooms:
         )
 
     def fail(self, room: SendRoom, failure: Failure) -> None:
-        """Fail a room that has not ended, with this cause."""
+        """Fails a room that has not ended, with this cause."""
         if room.failure is not None or room.state is RoomState.SUCCESS:
             return
         context = self.context

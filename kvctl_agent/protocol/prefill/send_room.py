@@ -61,7 +61,7 @@ class ComputedPages:
         self.forwards = 0
 
     def take(self, layers: tuple[int, int] | None, pages: Pages, last: bool) -> list[SendableChunk]:
-        """Add the next pages of these layers (None: all layers); returns the chunks that may be sent now.
+        """Adds the next pages of these layers (None: all layers); returns the chunks that may be sent now.
 
         Raises:
             LayoutError: the pages do not follow those given before; nothing has changed.
@@ -278,7 +278,7 @@ class PeerTransfer:
         return self.dst_pages[first : first + chunk.count]
 
     def plan_parts(self, groups: Sequence[tuple[int, int]]) -> None:
-        """Cut every chunk that is still whole into one part per layer group; without groups, one part per share."""
+        """Cuts every chunk that is still whole into one part per layer group; without groups, one part per share."""
         for chunk in self.chunks:
             if chunk.index not in self._parts_of_chunk:
                 for lo, hi in groups or [(share.layer_lo, share.layer_hi) for share in self.shares]:
@@ -358,7 +358,7 @@ class SendRoom:
         return all(transfer.drained for transfer in self.transfers.values())
 
     def mark_ready(self, transfer: PeerTransfer, chunks: Sequence[SendableChunk], at_ns: int) -> list[Part]:
-        """Mark the planned parts of a transfer that these chunks complete as ready, and return them."""
+        """Marks the planned parts of a transfer that these chunks complete as ready, and return them."""
         ready: list[Part] = []
         for lo, hi, old, new in chunks:
             for part in transfer.parts_between(lo, hi, old, new):

@@ -84,7 +84,7 @@ class Engine:
         self._registered: list[int] = []
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Register regions, of which no two are adjacent.
+        """Registers regions, of which no two are adjacent.
 
         Raises:
             TransportUnavailable: the memory is a GPU's, and this build would treat it as the host's.
@@ -108,7 +108,7 @@ class Engine:
         self._registered += addrs
 
     def open(self, session: str) -> str:
-        """Open a session. The call waits for the peer's engine, so it needs a thread of its own.
+        """Opens a session. The call waits for the peer's engine, so it needs a thread of its own.
 
         Returns:
             "", or the reason of the failure.
@@ -128,7 +128,7 @@ class Engine:
         return ""
 
     def stop(self) -> None:
-        """Unregister all memory and stop the engine within milliseconds; entries in flight are abandoned."""
+        """Unregisters all memory and stops the engine within milliseconds; entries in flight are abandoned."""
         if self._registered:
             self._engine.batch_unregister_memory(self._registered)
         for number in self._listeners:
@@ -145,7 +145,7 @@ class Engine:
 
 
 def start(protocol: str, device: str, host: str) -> Engine:
-    """Start an engine that peers reach at `host`.
+    """Starts an engine that peers reach at `host`.
 
     Raises:
         ConfigError: the protocol or a device is unknown.
@@ -269,7 +269,7 @@ _NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 
 
 def import_engine() -> tuple[ModuleType, str]:
-    """Import Mooncake's engine (25 ms).
+    """Imports Mooncake's engine (25 ms).
 
     Three wheels install into one folder: the last one installed is used, and removing one removes the files of all. Two
     of them load CUDA during import. `import mooncake` may succeed where `mooncake.engine` lacks a library.
@@ -307,7 +307,7 @@ def import_engine() -> tuple[ModuleType, str]:
 
 
 def installed() -> dict[str, str]:
-    """Return the version of each of the three wheels that is recorded as installed."""
+    """Returns the version of each of the three wheels that is recorded as installed."""
     found = {}
     for wheel in (CPU_WHEEL, *CUDA_WHEELS):
         try:
@@ -318,7 +318,7 @@ def installed() -> dict[str, str]:
 
 
 def explain(error: ImportError, wheels: dict[str, str]) -> TransportUnavailable:
-    """Return the error to raise when `mooncake.engine` cannot be imported although `wheels` are installed."""
+    """Returns the error to raise when `mooncake.engine` cannot be imported although `wheels` are installed."""
     library = _CUDA.search(str(error))
     if library is not None:
         present = [wheel for wheel in CUDA_WHEELS if wheel in wheels] or list(wheels)

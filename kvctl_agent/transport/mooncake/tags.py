@@ -46,7 +46,7 @@ class Sender:
         self._pending = bytearray()
 
     def take(self, secret: bytes, more: bytes) -> list[bytes]:
-        """Append received bytes and return the tags that are now complete.
+        """Appends received bytes and returns the tags that are now complete.
 
         Raises:
             ValueError: the bytes are not a greeting and tags.
@@ -109,7 +109,7 @@ class TagListener:
         self._epoll.register(self._listener, select.EPOLLIN)
 
     def collect(self, landed: deque[tuple[Sender, bytes]]) -> None:
-        """Append the tags that have arrived, in each sender's order, without waiting."""
+        """Appends the tags that have arrived, in each sender's order, without waiting."""
         with self._lock:
             for number, _ in self._epoll.poll(0):
                 if number == self._listener.fileno():
@@ -118,7 +118,7 @@ class TagListener:
                     self._receive(self._senders[number], landed)
 
     def close(self) -> None:
-        """Close all connections."""
+        """Closes all connections."""
         with self._lock:
             for sender in self._senders.values():
                 sender.connection.close()
@@ -197,13 +197,13 @@ class TagLink:
         return bool(self._rest or self._outbox)
 
     def check_alive(self) -> None:
-        """Raise PeerDisconnected if the kernel reports that the reader has closed the connection."""
+        """Raises PeerDisconnected if the kernel reports that the reader has closed the connection."""
         with self._lock:
             self._look()
             self._check()
 
     def enqueue(self, tag: bytes) -> int:
-        """Send a tag or queue it; return its number, which `sent` reaches when the tag has been sent."""
+        """Sends a tag or queues it; return its number, which `sent` reaches when the tag has been sent."""
         with self._lock:
             self._look()
             self._check()
@@ -218,7 +218,7 @@ class TagLink:
         return number
 
     def flush(self) -> None:
-        """Send queued tags as far as the socket accepts them.
+        """Sends queued tags as far as the socket accepts them.
 
         Raises:
             PeerDisconnected: the reader is gone.
@@ -275,7 +275,7 @@ class TagLink:
 
 
 def greeting(secret: bytes, ident: str, name: str) -> bytes:
-    """Return the greeting with which a writer's connection begins.
+    """Returns the greeting with which a writer's connection begins.
 
     Args:
         secret: The secret from the reader's metadata.

@@ -231,7 +231,7 @@ _openers: set[threading.Thread] = set()
 
 
 def _open(engine: engine.Engine, peer: Peer) -> None:
-    """Open the peer's session; runs on a thread of its own, because it may take a minute."""
+    """Opens the peer's session; runs on a thread of its own, because it may take a minute."""
     try:
         peer.refused = engine.open(peer.session)
     except AttributeError:  # the engine was stopped in the meantime
@@ -243,7 +243,7 @@ def _open(engine: engine.Engine, peer: Peer) -> None:
 
 @atexit.register
 def _let_openers_end() -> None:
-    """Wait for the opener threads: one that returns from the engine while Python exits aborts the process (SIGABRT)."""
+    """Waits for the opener threads: one returning from the engine while Python exits aborts the process (SIGABRT)."""
     deadline = time.monotonic() + _EXIT_S
     for thread in list(_openers):
         thread.join(max(0.0, deadline - time.monotonic()))

@@ -57,7 +57,7 @@ class Peer:
         self._lock = threading.Lock()
 
     def take_room(self, wanted: int) -> int:
-        """Reserve up to `wanted` entries of the peer's window and return their number; `give_room` frees them."""
+        """Reserves up to `wanted` entries of the peer's window and return their number; `give_room` frees them."""
         with self._lock:
             granted = max(0, min(wanted, PEER_WINDOW - self._in_flight))
             self._in_flight += granted
@@ -112,12 +112,12 @@ class InFlight(AbandonedWrites[MooncakeWrite]):
         self._open: set[MooncakeWrite] = set()
 
     def post(self, write: MooncakeWrite) -> None:
-        """Start a write and post as many entries as the windows allow."""
+        """Starts a write and posts as many entries as the windows allow."""
         self._open.add(write)
         self.advance(write)
 
     def advance(self, write: MooncakeWrite) -> bool:
-        """Poll a write without waiting; return True when it has ended, with any failure in its `error`."""
+        """Polls a write without waiting; return True when it has ended, with any failure in its `error`."""
         if write.done:
             return True
         self._reap(write)
@@ -134,7 +134,7 @@ class InFlight(AbandonedWrites[MooncakeWrite]):
         return True
 
     def close(self) -> None:
-        """Wait briefly for the writes in flight, then abandon them."""
+        """Waits briefly for the writes in flight, then abandons them."""
         deadline = time.monotonic() + _DRAIN_S
         while [write for write in list(self._open) if not self.advance(write)] and time.monotonic() < deadline:
             time.sleep(0.0005)
@@ -147,7 +147,7 @@ class InFlight(AbandonedWrites[MooncakeWrite]):
         self._draining.clear()
 
     def _fill(self, write: MooncakeWrite) -> None:
-        """Post entries while both windows have room."""
+        """Posts entries while both windows have room."""
         peer = write.peer
         if not peer.opened:
             if peer.refused:
@@ -175,7 +175,7 @@ class InFlight(AbandonedWrites[MooncakeWrite]):
             peer.give_room(room - posted)
 
     def _reap(self, write: MooncakeWrite) -> None:
-        """Remove ended entries in the order in which they were posted, which is nearly the order in which they end."""
+        """Removes ended entries in the order in which they were posted, which is nearly the order in which they end."""
         check, entries = self._engine.check, write.entries
         before = len(entries)
         while entries:
@@ -198,7 +198,7 @@ class InFlight(AbandonedWrites[MooncakeWrite]):
 
     @staticmethod
     def _diagnosed(write: MooncakeWrite) -> bool:
-        """Set the error of a failed write; return False to check again, because a dying process closes sockets late."""
+        """Sets the error of a failed write; returns False to check again: a dying process closes sockets late."""
         try:
             write.peer.link.check_alive()
         except PeerDisconnected as error:
@@ -214,7 +214,7 @@ class InFlight(AbandonedWrites[MooncakeWrite]):
 
     @staticmethod
     def _tag_sent(write: MooncakeWrite) -> bool:
-        """Send the tag if the write has one; return True once it is sent or has failed."""
+        """Sends the tag if the write has one; return True once it is sent or has failed."""
         if write.tag is None:
             return True
         link = write.peer.link
@@ -230,7 +230,7 @@ class InFlight(AbandonedWrites[MooncakeWrite]):
 
 
 def flush(link: TagLink) -> None:
-    """Send queued tags; a peer that is gone is reported to the threads that write to it."""
+    """Sends queued tags; a peer that is gone is reported to the threads that write to it."""
     if link.pending:
         with contextlib.suppress(PeerDisconnected):
             link.flush()

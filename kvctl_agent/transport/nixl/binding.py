@@ -55,7 +55,7 @@ class Engine(NamedTuple):
 
 
 def load() -> tuple[Any, str]:
-    """Import NIXL (0.2 s the first time).
+    """Imports NIXL (0.2 s the first time).
 
     Returns:
         The binding and NIXL's version.
@@ -81,7 +81,7 @@ def load() -> tuple[Any, str]:
 
 
 def start(name: str, backend: str, backend_params: dict[str, str], enter: Callable[[], None]) -> Engine:
-    """Create an agent called `name` with one backend; `enter` is as in `Engine`.
+    """Creates an agent called `name` with one backend; `enter` is as in `Engine`.
 
     Raises:
         TransportUnavailable: NIXL is missing or does not have the backend.
@@ -114,7 +114,7 @@ def start(name: str, backend: str, backend_params: dict[str, str], enter: Callab
 
 
 def translate(engine: Engine, error: Exception, what: str, peer: str, engine_name: str) -> TransportError:
-    """Convert one of `engine.errors`, whose text is only the name of a status.
+    """Converts one of `engine.errors`, whose text is only the name of a status.
 
     The text begins with the failed operation `what`. `peer` is the local name of the peer, `engine_name` NIXL's.
     """
@@ -140,7 +140,7 @@ _WHEELS = {13: "nixl_cu13", 12: "nixl_cu12"}
 
 
 def import_binding() -> tuple[Any, str]:
-    """Import NIXL's compiled binding from the wheel for the CUDA driver, without importing torch.
+    """Imports NIXL's compiled binding from the wheel for the CUDA driver, without importing torch.
 
     There is one wheel per major version of CUDA. NIXL's own package selects the wheel by the version of PyTorch. It may
     import torch for this, which costs 2 s and 200 MB, and may select a build for which the driver is too old. This
@@ -176,7 +176,7 @@ def import_binding() -> tuple[Any, str]:
 
 
 def driver_cuda() -> int | None:
-    """Return the major version of CUDA that the NVIDIA driver supports; None without a driver."""
+    """Returns the major version of CUDA that the NVIDIA driver supports; None without a driver."""
     version = ctypes.c_int()
     with contextlib.suppress(OSError, AttributeError):
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0:

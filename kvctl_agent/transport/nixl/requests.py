@@ -54,13 +54,13 @@ class NixlPrepared:
         self._uniform_bytes = int(sizes[0]) if bool((sizes == sizes[0]).all()) else None
 
     def bytes_of(self, index: Indices) -> int:
-        """Return the total bytes of the descriptors at `index`."""
+        """Returns the total bytes of the descriptors at `index`."""
         if self._uniform_bytes is not None:
             return self._uniform_bytes * len(index)
         return int(self._sizes[index].sum())
 
     def release(self, engine: Engine) -> None:
-        """Free the list in the engine; idempotent."""
+        """Frees the list in the engine; idempotent."""
         if self.handle is not None:
             handle, self.handle = self.handle, None
             engine.agent.releasedDlistH(handle)
@@ -99,7 +99,7 @@ class InFlight(AbandonedWrites[NixlWrite]):
         self._open: set[NixlWrite] = set()
 
     def post(self, peer: Peer, handle: int, nbytes: int, descriptors: int) -> NixlWrite:
-        """Post a request. Between host memories of one host, this call copies the bytes, with the GIL released.
+        """Posts a request. Between host memories of one host, this call copies the bytes, with the GIL released.
 
         Raises:
             PeerDisconnected, TransportError: the post failed; the request is freed.
@@ -119,7 +119,7 @@ class InFlight(AbandonedWrites[NixlWrite]):
         return write
 
     def advance(self, write: NixlWrite) -> bool:
-        """Poll a request; return True when the engine has finished it, with any failure in its `error`."""
+        """Polls a request; return True when the engine has finished it, with any failure in its `error`."""
         if write.handle is None:
             return True
         self._engine.enter()
@@ -132,7 +132,7 @@ class InFlight(AbandonedWrites[NixlWrite]):
         return True
 
     def close(self) -> None:
-        """Wait briefly for the requests in flight, then abandon them."""
+        """Waits briefly for the requests in flight, then abandons them."""
         deadline = time.monotonic() + _DRAIN_S
         while [write for write in list(self._open) if not self.drain(write)] and time.monotonic() < deadline:
             time.sleep(0.0005)

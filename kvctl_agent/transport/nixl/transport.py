@@ -257,7 +257,7 @@ class NixlTransport:
         del self._agent
 
     def _notified(self) -> list[Arrival]:
-        """Let the engine and abandoned writes make progress, and return the engine's notifications."""
+        """Lets the engine and abandoned writes make progress, and returns the engine's notifications."""
         self._begin()
         self._in_flight.drain_on()
         try:

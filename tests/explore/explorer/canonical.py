@@ -172,7 +172,7 @@ class Walk:
 
 
 def plan_of(kind: type, value: object) -> tuple[tuple[str, bool], ...]:
-    """Return the relevant fields of a class, and whether the order within each is relevant."""
+    """Returns the relevant fields of a class, and whether the order within each is relevant."""
     slots = {name for base in kind.__mro__ for name in getattr(base, "__slots__", ())}
     fields = sorted(slots | vars(value).keys() if hasattr(value, "__dict__") else slots)
     if not fields:

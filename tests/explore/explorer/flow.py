@@ -151,7 +151,7 @@ class Flow:
         return number
 
     def _spend(self, number: int, what: str, entry: Any = None) -> int:
-        """Return the budget after one fault."""
+        """Returns the budget after one fault."""
         place = number, what, entry
         after = self._budget_after.get(place)
         if after is None:
@@ -264,5 +264,5 @@ class Flow:
             self._put_event(state, agent, done)
 
     def calls_of(self, item: int) -> tuple[ev.Event, ...]:
-        """Return the calls that an entry of an engine's channel represents."""
+        """Returns the calls that an entry of an engine's channel represents."""
         return self._events[item]  # type: ignore[return-value]

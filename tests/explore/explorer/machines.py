@@ -80,7 +80,7 @@ class Machines:
         self.see(())
 
     def number(self, machine: Machine) -> int:
-        """Return the number of a machine's state."""
+        """Returns the number of a machine's state."""
         key = machine.local.name, machine.local.incarnation, self._walk.of(machine.state)
         number = self._numbers.get(key)
         if number is None:
@@ -90,7 +90,7 @@ class Machines:
         return number
 
     def machine(self, state: int) -> Machine:
-        """Return a new machine in a state; the caller may change it."""
+        """Returns a new machine in a state; the caller may change it."""
         machine: Machine = thaw(self._frozen[state])
         return machine
 
@@ -145,7 +145,7 @@ class Machines:
         )
 
     def see(self, seen: tuple[Seen, ...]) -> int:
-        """Return the number of an input of the oracle."""
+        """Returns the number of an input of the oracle."""
         key = tuple((*entry[:-1], id(entry[-1])) if isinstance(entry[-1], ev.Event) else entry for entry in seen)
         number = self._seen_numbers.get(key)
         if number is None:
@@ -168,7 +168,7 @@ class Machines:
         return told
 
     def order(self, name: str, life: int, order: ev.Transfer) -> int:
-        """Return the number of a write that this incarnation of an agent ordered."""
+        """Returns the number of a write that this incarnation of an agent ordered."""
         pages = order.src_pages.tobytes(), order.dst_pages.tobytes()
         key = name, life, order.peer, order.path, order.tag, order.grant, pages
         number = self._write_numbers.get(key)

@@ -73,7 +73,7 @@ class Scene:
     finished: bool = True
 
     def start(self) -> Start:
-        """Return the world at rest with the remaining calls of its engines."""
+        """Returns the world at rest with the remaining calls of its engines."""
         shape = replace(SHAPE, states=tuple(StateShape(f"s{n}", (0, 1), 1, 1, 64) for n in range(len(self.states))))
         world = _World(
             prefill=ParallelConfig(tp=self.writers, cp=self.cp),
@@ -124,7 +124,7 @@ class Scene:
         return "decode-0", (ev.OpenRoom(room, nonce, pages, 0, self.pages, self.aux, registry(0), items),)
 
     def _forwards(self, world: _World, room: int) -> list[Calls]:
-        """Return the calls of each prefill engine for a room."""
+        """Returns the calls of each prefill engine for a room."""
         world.send(room, self.pages, groups=self.groups, states=self.states)
         found = [item for item in world.pool if item.kind == "engine"]
         world.pool = [item for item in world.pool if item.kind != "engine"]

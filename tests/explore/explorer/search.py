@@ -71,7 +71,7 @@ class _Graph:
 
 
 def explore(start: Start, budget: Budget, bounds: Bounds) -> Explored:
-    """Walk every history from a start.
+    """Walks every history from a start.
 
     Raises:
         Broken: a forbidden step, or a state from which the rooms cannot all end, with a shortest history.

@@ -59,7 +59,7 @@ class Space(Lives):  # type: ignore[misc]
         )
 
     def after(self, state: State) -> Iterator[tuple[Step, bool, State]]:
-        """Yield every possible step, whether it is a fault, and the state after it.
+        """Yields every possible step, whether it is a fault, and the state after it.
 
         Raises:
             Broken, or any exception of a machine: the last step of `steps` must not be possible.
@@ -71,7 +71,7 @@ class Space(Lives):  # type: ignore[misc]
                 yield step, fault, there
 
     def steps(self, state: State) -> Iterator[tuple[Step, bool]]:
-        """Yield the steps that may be possible; an engine may find that its call is not possible yet."""
+        """Yields the steps that may be possible; an engine may find that its call is not possible yet."""
         names, paused = self.names, state[self._paused]
         budget = self.budgets[state[self._budget]]
         quiet = True
@@ -191,7 +191,7 @@ class Space(Lives):  # type: ignore[misc]
                 yield Step("restart", agent=self._at[name]), True
 
     def perform(self, before: State, step: Step) -> State | None:
-        """Return the state after a step; None if an engine may not make its call."""
+        """Returns the state after a step; None if an engine may not make its call."""
         state = list(before)
         what = step.what
         if what in ("do", "overtake", "lose", "copy", "fail"):

@@ -32,7 +32,7 @@ class Witness(Oracle):  # type: ignore[misc]
         return self.lives.get(name)
 
     def see(self, writes: list[Write], scatters: list[ev.Scatter], seen: Seen) -> bool:
-        """Process one observation; of a write that landed, returns whether its reader was present."""
+        """Processes one observation; of a write that landed, returns whether its reader was present."""
         kind, *what = seen
         if kind == "called":
             self.called(*what)
@@ -142,12 +142,12 @@ class Witnesses:
         return number
 
     def witness(self, state: int) -> Witness:
-        """Return a new oracle in a state; the caller may change it."""
+        """Returns a new oracle in a state; the caller may change it."""
         witness: Witness = thaw(self._frozen[state])
         return witness
 
     def step(self, state: int, seen: int) -> tuple[int, bool]:
-        """Process one or several observations; returns the result of `Witness.see` for the last one.
+        """Processes one or several observations; returns the result of `Witness.see` for the last one.
 
         Raises:
             Broken: an observation is forbidden.

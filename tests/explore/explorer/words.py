@@ -16,7 +16,7 @@ _TOLD = ("room", "nonce", "serial", "chunk", "round", "tail", "of", "drained", "
 
 
 def history(space: Space, steps: list[Step]) -> str:
-    """Describe the steps from the space's start; their meaning depends on the states between them."""
+    """Describes the steps from the space's start; their meaning depends on the states between them."""
     state = space.first(space.budgets[0] if space.budgets else Budget())
     lines: list[str] = []
     for number, step in enumerate(steps, 1):
@@ -29,7 +29,7 @@ def history(space: Space, steps: list[Step]) -> str:
 
 
 def describe(space: Space, state: tuple[int, ...], step: Step) -> str:
-    """Describe one step from a state."""
+    """Describes one step from a state."""
     names = space.names
     if step.channel < 0:
         who = names[step.agent] if step.agent >= 0 else ""

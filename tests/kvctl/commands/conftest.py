@@ -60,7 +60,7 @@ CODES = (
 
 @pytest.fixture
 def toy_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the codes: a full ring on each decode rank, and one note; no pause between readings."""
+    """Replaces the codes: a full ring on each decode rank, and one note; no pause between readings."""
     by_name = {code.name: code for code in CODES}
     monkeypatch.setattr("kvctl.commands.health_query.CODES", CODES)
     monkeypatch.setattr("kvctl.commands.health_query.PAUSE_S", 0.0)
@@ -71,7 +71,7 @@ def toy_codes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def golden() -> Callable[[str, str], None]:
-    """Compare with a file, byte for byte; `UPDATE_GOLDEN=1` rewrites it."""
+    """Compares with a file, byte for byte; `UPDATE_GOLDEN=1` rewrites it."""
 
     def check(name: str, text: str) -> None:
         path = GOLDEN / name

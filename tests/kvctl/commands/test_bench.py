@@ -83,7 +83,7 @@ def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
 
 
 def running(bench: subprocess.Popen[str]) -> None:
-    """Wait until rooms move: `-v` says so on stderr."""
+    """Waits until rooms move: `-v` says so on stderr."""
     assert bench.stderr is not None
     seen = []
     for line in bench.stderr:
@@ -95,7 +95,7 @@ def running(bench: subprocess.Popen[str]) -> None:
 
 
 def after(bench: subprocess.Popen[str], step: str) -> None:
-    """Wait until a step is over: until the next one begins."""
+    """Waits until a step is over: until the next one begins."""
     assert bench.stderr is not None
     seen = []
     for line in bench.stderr:

@@ -72,7 +72,7 @@ class Fleet:
     # ---- what codes are asked -----------------------------------------------------------------------------------
 
     def snapshot(self, before: Fleet | None = None, apart_s: float = 5.0) -> Snapshot:
-        """Return a snapshot of this fleet; `before` is an earlier one, taken `apart_s` ago."""
+        """Returns a snapshot of this fleet; `before` is an earlier one, taken `apart_s` ago."""
         earlier = None if before is None else before.snapshot()
         taken = 1000 * S + (round(apart_s * S) if earlier else 0)
         return Snapshot(self.survey(), taken, earlier)
@@ -92,29 +92,29 @@ class Fleet:
         return Survey(discovery, agents, list(self.faults))
 
     def find(self, code: str, before: Fleet | None = None, apart_s: float = 5.0) -> list[Finding]:
-        """Return the findings of one code."""
+        """Returns the findings of one code."""
         return checked(examine(self.snapshot(before, apart_s), [CODES_BY_NAME[code]]))
 
     def examine(self, before: Fleet | None = None, apart_s: float = 5.0) -> list[Finding]:
-        """Return the findings of all codes, the most severe first."""
+        """Returns the findings of all codes, the most severe first."""
         return checked(examine(self.snapshot(before, apart_s), CODES))
 
     def copy(self) -> Fleet:
-        """Copy the fleet, faster than `deepcopy`."""
+        """Copies the fleet, faster than `deepcopy`."""
         copied: Fleet = pickle.loads(pickle.dumps(self))
         return copied
 
     # ---- words to harm it with ----------------------------------------------------------------------------------
 
     def gone(self, name: str) -> None:
-        """Let an agent's process be gone."""
+        """Lets an agent's process be gone."""
         del self.answers[name]
 
     def status(self, name: str, **changes: Any) -> None:
         self.answers[name]["status"].update(changes)
 
     def peer(self, name: str, other: str, **changes: Any) -> None:
-        """Return the row that `name` reports of its peer `other`."""
+        """Returns the row that `name` reports of its peer `other`."""
         next(row for row in self.answers[name]["peers"] if row["peer"] == other).update(changes)
 
     def setting(self, key: str, value: Any) -> None:
@@ -123,7 +123,7 @@ class Fleet:
             next(row for row in answers["config"] if row["key"] == key)["value"] = value
 
     def room(self, name: str, room: str, **changes: Any) -> dict[str, Any]:
-        """Return a room of this agent, a new one or an existing one."""
+        """Returns a room of this agent, a new one or an existing one."""
         rows = self.answers[name]["rooms"]
         row = next((row for row in rows if row["room"] == room), None)
         if row is None:
@@ -134,7 +134,7 @@ class Fleet:
         return row
 
     def failed(self, names: Iterable[str], room: str, code: str, rank: str, text: str, ago_s: float = 20) -> None:
-        """Add a room that all of these agents report as failed, first failed by `rank`."""
+        """Adds a room that all of these agents report as failed, first failed by `rank`."""
         at_ns = NOW - round(ago_s * S)
         failure = {"rank": rank, "code": code, "at_ns": at_ns, "text": text}
         self.failures += 1
@@ -147,7 +147,7 @@ class Fleet:
             self.answers[name]["failed"]["rooms"].insert(0, row)
 
     def allocation(self, name: str, serial: int, **changes: Any) -> dict[str, Any]:
-        """Return an allocation of this decode rank's ring, the newest or an existing one."""
+        """Returns an allocation of this decode rank's ring, the newest or an existing one."""
         rows = self.answers[name]["staging"]["ring"]["allocations"]
         row = next((row for row in rows if row["serial"] == serial), None)
         if row is None:
@@ -157,12 +157,12 @@ class Fleet:
         return row
 
     def oldest(self, name: str, serial: int, **changes: Any) -> None:
-        """Add an allocation older than all others."""
+        """Adds an allocation older than all others."""
         self.allocation(name, serial, **changes)
         self.answers[name]["staging"]["ring"]["allocations"].sort(key=lambda row: row["serial"] != serial)
 
     def gated(self, name: str, peer: str, room: str, **changes: Any) -> None:
-        """Add a part of this prefill rank that may not be written yet."""
+        """Adds a part of this prefill rank that may not be written yet."""
         part = {
             "room": room,
             "peer": peer,
@@ -177,7 +177,7 @@ class Fleet:
         self.answers[name]["staging"]["gated"].append({**part, **changes})
 
     def metric(self, name: str, metric: str, value: float, **labels: str) -> None:
-        """Set one sample of a counter or gauge."""
+        """Sets one sample of a counter or gauge."""
         samples = self._family(name, metric)["samples"]
         sample = next((sample for sample in samples if sample["labels"] == labels), None)
         if sample is None:
@@ -186,7 +186,7 @@ class Fleet:
         sample["value"] = value
 
     def spend(self, name: str, stage: str, seconds: float, parts: int) -> None:
-        """Add to the time that parts have spent in a stage."""
+        """Adds to the time that parts have spent in a stage."""
         samples = self._family(name, "kvctl_stage_seconds")["samples"]
         sample = next(sample for sample in samples if sample["labels"] == {"stage": stage})
         sample["sum"] += seconds
@@ -370,7 +370,7 @@ class Fleet:
 
 
 def checked(findings: list[Finding]) -> list[Finding]:
-    """Return the findings after checking that each has a next command and that every command in them parses."""
+    """Returns the findings after checking that each has a next command and that every command in them parses."""
     for each in findings:
         commands = COMMANDS.findall(each.remedy)
         assert each.remedy.startswith("`"), f"{each.code}: the remedy does not begin with a command: {each.remedy}"
@@ -380,7 +380,7 @@ def checked(findings: list[Finding]) -> list[Finding]:
 
 
 def parse(command: str) -> None:
-    """Parse a command as the shell and the command line do, without running it.
+    """Parses a command as the shell and the command line do, without running it.
 
     Raises:
         click.UsageError: kvctl has no such command, option or value.

@@ -125,7 +125,7 @@ _JUNK = st.one_of(
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the path of every value in an answer, the answer itself included."""
+    """Returns the path of every value in an answer, the answer itself included."""
     found = [path]
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
@@ -213,7 +213,7 @@ def test_no_answer_breaks_a_code(data):
 
 
 def _break(answers: Any, path: tuple[Any, ...], data: st.DataObject) -> None:
-    """Remove or replace the value at a path."""
+    """Removes or replaces the value at a path."""
     *way, last = path or (data.draw(st.sampled_from(sorted(answers))),) if answers else (None,)
     at = answers
     for key in way:

@@ -29,7 +29,7 @@ def candidate(rooms_per_s: float = 10.0, p50_ms: float = 5.0, **changes: Any) ->
 
 
 def search(speed: Speed, **changes: Any) -> tuple[list[Candidate], list[str]]:
-    """Run a search in which `speed` decides the rooms per second from the settings."""
+    """Runs a search in which `speed` decides the rooms per second from the settings."""
     ran: list[str] = []
 
     def measured(name: str, options: Mapping[str, Any]) -> Iterator[Candidate]:

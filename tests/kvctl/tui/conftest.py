@@ -58,7 +58,7 @@ class Specimen:
         return [*self.decode, *self.prefill]
 
     def survey(self, calls: Sequence[Call], beat: int) -> Survey:
-        """Return the fleet's answers at a beat; beats are one second apart."""
+        """Returns the fleet's answers at a beat; beats are one second apart."""
         found = Survey(Discovery(Path("/run/kvctl")), at_ns=NOW + beat * S, tick_ns=beat * S)
         for name in sorted(self.names):
             endpoint = Endpoint(name, Path(f"/run/kvctl/{name}.sock"))
@@ -304,7 +304,7 @@ class StillFeed:
         self._read(question, self.beats)
 
     def beat(self) -> None:
-        """Advance the time by a second."""
+        """Advances the time by a second."""
         self.beats += 1
         if not self.paused:
             self._read(self.wanted[-1], self.beats)
@@ -377,7 +377,7 @@ def large(canned: ModuleType) -> Specimen:
 
 @pytest.fixture
 def build() -> Build:
-    """Build an app that reads a specimen: `build(specimen, view, recorded=…, readonly=…)`."""
+    """Builds an app that reads a specimen: `build(specimen, view, recorded=…, readonly=…)`."""
 
     def make(
         specimen: Specimen,
@@ -404,7 +404,7 @@ def ill() -> Judged:
 
 @pytest.fixture
 def drive() -> Drive:
-    """Run a script against an app without a terminal: `drive(app, script, size)`; `script(pilot)` is a coroutine."""
+    """Runs a script against an app without a terminal: `drive(app, script, size)`; `script(pilot)` is a coroutine."""
 
     def run(app: TopApp, script: Callable[[Any], Awaitable[None]], size: tuple[int, int] = (120, 40)) -> None:
         async def inner() -> None:

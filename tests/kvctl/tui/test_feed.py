@@ -88,7 +88,7 @@ class Run:
         self.feed.start(self._readings.put)
 
     def next(self, view: str | None = None) -> Reading:
-        """Return the next reading, which must be of that view, and acknowledge it."""
+        """Returns the next reading, which must be of that view, and acknowledge it."""
         while True:
             reading = self._readings.get(timeout=PATIENCE_S)
             self.feed.acknowledge()

@@ -18,7 +18,7 @@ VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed")
 
 
 def said(pilot: Any) -> list[str]:
-    """Return the notifications on screen."""
+    """Returns the notifications on screen."""
     return [note.message for note in pilot.app._notifications]
 
 

@@ -56,7 +56,7 @@ class Screen:
         self.seen = ""
 
     def until(self, text: str) -> None:
-        """Read until the text has appeared since the last call."""
+        """Reads until the text has appeared since the last call."""
         deadline = time.monotonic() + PATIENCE_S
         while text not in self.seen:
             assert time.monotonic() < deadline, f"{text!r} was not shown; last: {self.seen[-2000:]!r}"
@@ -68,12 +68,12 @@ class Screen:
         os.write(self.leader, keys.encode())
 
     def hang_up(self) -> None:
-        """Close the terminal."""
+        """Closes the terminal."""
         os.close(self.leader)
         self.leader = -1
 
     def ended(self) -> int:
-        """Return the exit code; read the output meanwhile, so that the process does not block."""
+        """Returns the exit code; read the output meanwhile, so that the process does not block."""
         deadline = time.monotonic() + PATIENCE_S
         while self.process.poll() is None:
             assert time.monotonic() < deadline, "kvctl top is still running"

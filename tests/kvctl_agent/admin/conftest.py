@@ -66,7 +66,7 @@ def hello(name: str = "decode-0") -> Hello:
 
 
 def handlers(**own: Handler) -> dict[str, Handler]:
-    """Return handlers in which every command answers its own name and arguments, except the given ones."""
+    """Returns handlers in which every command answers its own name and arguments, except the given ones."""
 
     def echo(name: str) -> Handler:
         return lambda args: {"command": name, "args": args}
@@ -82,7 +82,7 @@ def directory(socket_dir: Path) -> Path:
 
 @pytest.fixture
 def serve(directory: Path) -> Iterator[Callable[..., AdminServer]]:
-    """Start servers and stop them after the test."""
+    """Starts servers and stops them after the test."""
     servers: list[AdminServer] = []
 
     def start(name: str = "decode-0", own: dict[str, Handler] | None = None, **options: Any) -> AdminServer:
@@ -97,7 +97,7 @@ def serve(directory: Path) -> Iterator[Callable[..., AdminServer]]:
 
 @pytest.fixture
 def connect() -> Iterator[Callable[..., Client]]:
-    """Open clients and close them after the test."""
+    """Opens clients and closes them after the test."""
     clients: list[Client] = []
 
     def to(server: AdminServer | Path, **options: int) -> Client:

@@ -47,7 +47,7 @@ class RankProcess:
         self._greeted = False
 
     def tell(self, do: str, **fields: Any) -> None:
-        """Send a request without waiting for its answer, which `hear` returns."""
+        """Sends a request without waiting for its answer, which `hear` returns."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": do, **fields}).encode() + b"\n")
         self.process.stdin.flush()
@@ -70,7 +70,7 @@ class RankProcess:
         self.process.wait()
 
     def end(self, timeout: float = 60.0) -> tuple[int, str, str]:
-        """Close its input; returns its exit code and output."""
+        """Closes its input; returns its exit code and output."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -109,7 +109,7 @@ class Cluster:
         self.ranks: dict[str, RankProcess] = {}
 
     def launch(self, role: str, number: int, **config: Any) -> RankProcess:
-        """Start a rank's process, or start it again after it was killed."""
+        """Starts a rank's process, or starts it again after it was killed."""
         if (old := self.ranks.pop(f"{role}-{number}", None)) is not None:
             old.close()
         logs = self._logs / str(len(list(self._logs.iterdir())))
@@ -131,14 +131,14 @@ class Cluster:
         return [rank for name, rank in self.ranks.items() if name.startswith(role)]
 
     def all(self, do: str, role: str = "", **fields: Any) -> dict[str, Any]:
-        """Send a request to all ranks of a role at the same time."""
+        """Sends a request to all ranks of a role at the same time."""
         ranks = self.of(role)
         for rank in ranks:
             rank.tell(do, **fields)
         return {rank.name: rank.hear() for rank in ranks}
 
     def receive(self, rooms: list[int]) -> None:
-        """Open a room on the decode rank given by the room number modulo the ranks."""
+        """Opens a room on the decode rank given by the room number modulo the ranks."""
         decode = self.of("decode")
         for rank in decode:
             rank.ask("receive", rooms=[room for room in rooms if rank.name == self.target(room)])
@@ -185,7 +185,7 @@ def make_cluster(no_leaks: None, socket_dir: Path, tmp_path: Path) -> Iterator[C
 
 @pytest.fixture(scope="module")
 def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Cluster]]:
-    """Create clusters of one prefill and one decode rank, not launched, shared by a module's tests."""
+    """Creates clusters of one prefill and one decode rank, not launched, shared by a module's tests."""
     directories: list[Path] = []
 
     def make(transport: str) -> Cluster:
@@ -199,7 +199,7 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[st
 
 @pytest.fixture
 def launch(tmp_path: Path, short_directory: Path) -> Iterator[Callable[..., RankProcess]]:
-    """Start ranks that find each other over TCP, each with its own socket directory, as on separate hosts.
+    """Starts ranks that find each other over TCP, each with its own socket directory, as on separate hosts.
 
     There are two prefill ranks and one decode rank; a peer is lost after three seconds of silence.
     """

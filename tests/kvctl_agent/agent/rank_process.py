@@ -71,7 +71,7 @@ class Worker:
         self.agent.wait_ready(timeout)
 
     def receive(self, rooms: list[int]) -> None:
-        """Open rooms; each room number has its own pages in the pool."""
+        """Opens rooms; each room number has its own pages in the pool."""
         for room in rooms:
             slot = room % (PAGES // ROOM_PAGES) * ROOM_PAGES
             self.pages[room] = np.arange(slot, slot + ROOM_PAGES)[::-1]
@@ -82,7 +82,7 @@ class Worker:
             self.rooms[room] = self.agent.send(room)
 
     def known(self, rooms: list[int]) -> None:
-        """Wait until decode has opened all of these rooms."""
+        """Waits until decode has opened all of these rooms."""
         deadline = time.monotonic() + 60
         while any(self.rooms[room].state < RoomState.WAITING_FOR_INPUT for room in rooms):
             assert time.monotonic() < deadline
@@ -94,7 +94,7 @@ class Worker:
             self.rooms[room].finish()
 
     def wait(self, rooms: list[int], timeout: float) -> dict[str, Any]:
-        """Return state, first cause, and whether pages are free, by room, and the duration of the slowest."""
+        """Returns state, first cause, and whether pages are free, by room, and the duration of the slowest."""
         since = time.monotonic()
         states = {}
         for room in rooms:
@@ -104,7 +104,7 @@ class Worker:
         return {"rooms": states, "seconds": time.monotonic() - since}
 
     def verify(self, rooms: list[int]) -> list[int]:
-        """Return the rooms whose bytes are wrong."""
+        """Returns the rooms whose bytes are wrong."""
         wrong = set()
         for layer in range(LAYERS):
             for kv in (0, 1):
@@ -142,13 +142,13 @@ class Worker:
         self.agent.close()
 
     def exit_thread(self, code: int) -> None:
-        """Let a thread of the engine call exit, as one ends a process."""
+        """Lets a thread of the engine call exit, as one ends a process."""
         thread = threading.Thread(target=sys.exit, args=(code,))
         thread.start()
         thread.join()
 
     def fork(self, code: int) -> int:
-        """Fork a child that exits in the ordinary way, with all atexit handlers; returns its exit status."""
+        """Forks a child that exits in the ordinary way, with all atexit handlers; returns its exit status."""
         child = os.fork()
         if not child:
             sys.exit(code)

@@ -31,7 +31,7 @@ def finish(cluster: Any, rooms: list[int]) -> None:
 
 
 def peers(cluster: Any, wanted: dict[str, str]) -> None:
-    """Wait until the first prefill rank sees its peers so."""
+    """Waits until the first prefill rank sees its peers so."""
     deadline = time.monotonic() + 60
     while (seen := cluster.ranks["prefill-0"].ask("peers")) != wanted:
         assert time.monotonic() < deadline, seen

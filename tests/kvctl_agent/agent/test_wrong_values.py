@@ -189,7 +189,7 @@ def test_a_handle_of_a_room_that_has_ended_says_nothing_to_the_next_one_of_its_n
 
 @TRANSPORTS
 def test_a_prefill_engine_that_never_calls_finish(make_fleet: Any, transport: str) -> None:
-    """Decode had all that it wanted and succeeded, while the prefill rank kept its pages and then failed."""
+    """Decodes had all that it wanted and succeeded, while the prefill rank kept its pages and then failed."""
     fleet = make_fleet(transport, prefill=(1, 1)).start()
     room = fleet.claim(fleet.receive(fleet.room(1, 3)))
     room.sends[0].pages(room.src, last=True)

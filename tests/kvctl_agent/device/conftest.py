@@ -15,7 +15,7 @@ from tests.kvctl_agent.device.fake_driver import FakeDriver
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    """Replace cuda-bindings' driver; the test's devices and mappings are separate from those of other tests."""
+    """Replaces cuda-bindings' driver; the test's devices and mappings are separate from those of other tests."""
     fake = FakeDriver()
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", fake)
     monkeypatch.setattr(cuda, "_opened", {})

@@ -26,7 +26,7 @@ def content(rows: int, width: int) -> np.ndarray:
 
 
 def serve(device: int, exports: list[list[Any]], target: int, width: int, pages: list[int]) -> str:
-    """Write one row into each of the pages at the exporter's address `target`.
+    """Writes one row into each of the pages at the exporter's address `target`.
 
     Returns:
         The interconnect.

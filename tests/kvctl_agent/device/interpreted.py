@@ -15,7 +15,7 @@ interpreter = pytest.importorskip("triton.runtime.interpreter")
 
 
 def interpret(variant: Variant, programs: int, arguments: Sequence[int]) -> None:
-    """Run one launch."""
+    """Runs one launch."""
     from kvctl_agent.device.kernel import copy_rows
 
     original = interpreter._patch_lang_tensor
@@ -32,7 +32,7 @@ def interpret(variant: Variant, programs: int, arguments: Sequence[int]) -> None
 
 
 def launch(batch: Batch | BlockRanges, pages: np.ndarray, tile: Tile, programs: int = 3) -> None:
-    """Run one batch, as `CudaCopies` does."""
+    """Runs one batch, as `CudaCopies` does."""
     if isinstance(batch, BlockRanges):
         table = batch.table
         tables = np.stack((table.paged, table.before), axis=1)

@@ -87,7 +87,7 @@ def sides(
 
 
 def check(geometry: Geometry, source: Side, target: Side, counts: list[int], **how: Any) -> None:
-    """Copy parts with these page counts, all blocks of all parts in one launch, and compare all memory."""
+    """Copies parts with these page counts, all blocks of all parts in one launch, and compares all memory."""
     random = np.random.default_rng(sum(counts))
     order = [random.permutation(source.slots)[: sum(counts)] for _ in (source, target)]
     pages = np.concatenate(order).astype(np.int32)

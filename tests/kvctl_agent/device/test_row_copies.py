@@ -205,7 +205,7 @@ def ranges(pool: Pool, *counts: int) -> BlockRanges:
 
 
 def check_strips(pool: Pool, *counts: int, pages: np.ndarray) -> None:
-    """Compare the copies part by part and block by block."""
+    """Compares the copies part by part and block by block."""
     wanted, listed = [], 0
     for count in counts:
         wanted.append(pool.pages[:, pages[listed : listed + count]][:, :, :, 1].reshape(-1))

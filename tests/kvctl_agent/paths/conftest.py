@@ -118,7 +118,7 @@ class Ends:
     image: dict[tuple[int, int, int, int], np.ndarray] = field(default_factory=dict)
 
     def fill(self) -> None:
-        """Fill every writer with its part of the truth."""
+        """Fills every writer with its part of the truth."""
         for pool in self.writers:
             for memory in pool.segments:
                 heads = slice(memory.shard.head_lo, memory.shard.head_hi)
@@ -129,7 +129,7 @@ class Ends:
             pool.aux[:] = np.random.default_rng(1).integers(0, 256, pool.aux.shape, np.uint8)
 
     def poison(self) -> None:
-        """Fill the readers with poison and expect nothing else."""
+        """Fills the readers with poison and expects nothing else."""
         for number, pool in enumerate(self.readers):
             for index, memory in enumerate(pool.segments):
                 for layer, plane in planes_of(memory.shard):
@@ -170,14 +170,14 @@ class Ends:
     def grant(
         self, share: TransferSlice, pages: int, layers: tuple[int, int] | None = None, offset: int = 4096
     ) -> Grant:
-        """Grant a region as the reader does: from the plan alone."""
+        """Grants a region as the reader does: from the plan alone."""
         lo, hi = layers or (share.layer_lo, share.layer_hi)
         return Grant(0, lo, hi, 1, offset, offset + share.part_bytes(pages, hi - lo), 0)
 
     def scatter(
         self, share: TransferSlice, dst: Any, layers: tuple[int, int] | None = None, offset: int = 4096
     ) -> None:
-        """Scatter a landed part, as the reader does."""
+        """Scatters a landed part, as the reader does."""
         part = self.layout(share, len(dst), layers or (share.layer_lo, share.layer_hi))
         memory = self.readers[share.reader].segments[share.segment]
         rows = RowIndex(memory, np.asarray(dst, np.int32), share.dst_head, share.heads)
@@ -187,7 +187,7 @@ class Ends:
             scatter_piece(piece, rows, region[piece.offset :])
 
     def expect(self, share: TransferSlice, src: Any, dst: Any, layers: tuple[int, int] | None = None) -> None:
-        """Expect these elements of the model at the readers from now on."""
+        """Expects these elements of the model at the readers from now on."""
         held = self.readers[share.reader].segments[share.segment].shard
         theirs = slice(share.dst_head, share.dst_head + share.heads)
         heads = slice(held.head_lo + theirs.start, held.head_lo + theirs.stop)
@@ -197,13 +197,13 @@ class Ends:
                 image[dst, :, theirs] = self.geometry.truth(held.segment, layer, plane)[src][:, :, heads]
 
     def check(self) -> None:
-        """Check every byte of every reader's pool: the expected ones, and poison elsewhere."""
+        """Checks every byte of every reader's pool: the expected ones, and poison elsewhere."""
         for (reader, segment, layer, plane), image in self.image.items():
             got = self.readers[reader].segments[segment].block(layer, plane)
             assert np.array_equal(got, image), (reader, segment, layer, plane)
 
     def tags(self, count: int, timeout_s: float = 60.0) -> list[bytes]:
-        """Return the tags that arrive at the reader within a short time."""
+        """Returns the tags that arrive at the reader within a short time."""
         got: list[bytes] = []
         deadline = time.monotonic() + timeout_s
         while len(got) < count and time.monotonic() < deadline:
@@ -212,7 +212,7 @@ class Ends:
         return got
 
     def fly(self, path: Path, share: TransferSlice, src: Any, dst: Any, **more: Any) -> Flight:
-        """Transfer one part and return its tag."""
+        """Transfers one part and returns its tag."""
         flight = path.start(more.pop("connection", None) or self.connection(share), self.order(share, src, dst, **more))
         land(flight, self.there)
         assert self.tags(1) == [b"tag"]

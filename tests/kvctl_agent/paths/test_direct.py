@@ -70,7 +70,7 @@ def moved(made: Any, share: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def send_all(made: Any, device: HostDevice) -> None:
-    """Send every slice of the plan, first one layer and then the others, and compare all bytes."""
+    """Sends every slice of the plan, first one layer and then the others, and compares all bytes."""
     path = DirectPath(device.copies())
     for share in made.geometry.shares() + made.geometry.state_shares():
         src, dst = moved(made, share)

@@ -121,7 +121,7 @@ def test_a_stranger_cannot_say_hello_for_a_peer() -> None:
 
 
 def test_an_opening_that_was_meant_for_the_process_before_is_not_taken() -> None:
-    """Decode does not know yet that it has reached another one, and would not wait for it to drain."""
+    """Decodes does not know yet that it has reached another one, and would not wait for it to drain."""
     world = connected()
     opening = msg.RoomOpen(7, 1000, b"", 0, 0, world.p().peers["decode-0"].wire, to=world.p().local.incarnation + 1)
     event = ev.Received("decode-0", world.d().local.incarnation, opening)

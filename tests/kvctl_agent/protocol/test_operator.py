@@ -19,7 +19,7 @@ from tests.support.protocol.simulation import SECOND, TIMING, UNIT, Broken, Inst
 
 
 def ask(world: World, name: str, event: ev.Event) -> ev.Answered:
-    """Tell one machine; its answer."""
+    """Tells one machine; its answer."""
     actions = world.machines[name].handle(event, world.now_ns)
     for action in actions:
         world._act(name, action)

@@ -85,7 +85,7 @@ def test_also_where_decode_opens_it_last() -> None:
     ids=["whole chunks", "nothing owed"],
 )
 def test_a_room_that_is_received_succeeds_at_the_deadline(pages: int, prefix: int, given: int, text: str) -> None:
-    """Decode has begun to use it; a failure now would end the room in two ways. Until then its pages are kept."""
+    """Decodes has begun to use it; a failure now would end the room in two ways. Until then its pages are kept."""
     world, room = opened(pages, prefix=prefix)
     if given:
         give(world, range(given), last=False)

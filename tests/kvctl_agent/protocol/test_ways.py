@@ -257,7 +257,7 @@ def test_a_zero_page_last_chunk_skipped_takes_aux_with_it(prefix: int, split: tu
 
 
 def test_success_with_a_scatter_still_out_and_no_deadline_on_that_state() -> None:
-    """Decode read pages that were still being filled; and where the scatter died, the room stayed open for ever."""
+    """Decodes read pages that were still being filled; and where the scatter died, the room stayed open for ever."""
     world = World(ParallelConfig(), ParallelConfig())
     world.connect()
     room = world.receive(7, 2)

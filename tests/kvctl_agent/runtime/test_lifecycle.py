@@ -13,7 +13,7 @@ from kvctl_agent.runtime.lifecycle import Lifecycle
 
 
 def wait_for(state: PeerState) -> None:
-    """Wait with a peer in this state."""
+    """Waits with a peer in this state."""
     peer = SimpleNamespace(name="prefill-0", state=state, differences=("the name decode-0 is in use",))
     roster = SimpleNamespace(refused="", missing="missing tp=1", complete=False)
     registries: Any = SimpleNamespace(roster=lambda instance: roster)

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def switching() -> Iterator[None]:
-    """Let the interpreter switch threads as often as possible."""
+    """Lets the interpreter switch threads as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield

@@ -45,7 +45,7 @@ class Agent:
         return np.array(offsets, np.uint64) + np.uint64(self.addr)
 
     def collect(self, count: int, timeout_s: float = 60.0) -> list[Arrival]:
-        """Wait for `count` arrivals."""
+        """Waits for `count` arrivals."""
         until = time.monotonic() + timeout_s
         landed: list[Arrival] = []
         while len(landed) < count and time.monotonic() < until:
@@ -54,20 +54,20 @@ class Agent:
         return landed
 
     def finish(self, write: Write, timeout_s: float = 60.0) -> None:
-        """Poll a write until it is complete."""
+        """Polls a write until it is complete."""
         until = time.monotonic() + timeout_s
         while not write.poll():
             assert time.monotonic() < until, "the write does not complete"
             self.wait()
 
     def wait(self) -> None:
-        """Progress the engines between two polls."""
+        """Progresses the engines between two polls."""
         do_duty(self._neighbours)
         time.sleep(0.0002)
 
 
 def do_duty(agents: list[Agent]) -> None:
-    """Progress the engines of agents that are not being polled."""
+    """Progresses the engines of agents that are not being polled."""
     for agent in agents:
         agent.transport.progress()
 
@@ -106,7 +106,7 @@ class PeerProcess:
         return np.array(offsets, np.uint64) + np.uint64(self.addr)
 
     def ask(self, do: str, **fields: Any) -> dict[str, Any]:
-        """Run one command there and return the answer."""
+        """Runs one command there and returns the answer."""
         self.send(do, **fields)
         return self.answer()
 
@@ -116,7 +116,7 @@ class PeerProcess:
         self.process.stdin.flush()
 
     def collect(self, count: int, timeout_s: float = 60.0) -> list[dict[str, Any]]:
-        """Wait there for `count` arrivals; returns peer, tag and the pool's first byte at that moment."""
+        """Waits there for `count` arrivals; returns peer, tag and the pool's first byte at that moment."""
         landed: list[dict[str, Any]] = self.ask("collect", count=count, timeout_s=timeout_s)["arrivals"]
         return landed
 
@@ -144,7 +144,7 @@ class PeerProcess:
         assert self._stdout.read_text() == ""
 
     def answer(self) -> dict[str, Any]:
-        """Return the answer to the last command sent."""
+        """Returns the answer to the last command sent."""
         line = b""
         while not line.endswith(b"\n"):
             while not select.select([self._answers], [], [], DUTY_S)[0]:
@@ -181,7 +181,7 @@ def _sockets() -> set[str]:
 
 @pytest.fixture(scope="module", params=["nixl", "mooncake", "loopback"])
 def engine(request: pytest.FixtureRequest) -> str:
-    """Run each test that uses it on every transport."""
+    """Runs each test that uses it on every transport."""
     name: str = request.param
     if name == "mooncake":
         request.getfixturevalue("mooncake_started")
@@ -197,20 +197,20 @@ class Crew:
         self._peers: list[PeerProcess] = []
 
     def agent(self, engine: str, name: str = "here") -> Agent:
-        """Start an agent in this process."""
+        """Starts an agent in this process."""
         agent = Agent(engine, name, self._agents)
         self._agents.append(agent)
         return agent
 
     def peer(self, engine: str, name: str = "peer", **env: str) -> PeerProcess:
-        """Start an agent in a separate process."""
+        """Starts an agent in a separate process."""
         logs = self._logs / str(len(self._peers))
         logs.mkdir()
         self._peers.append(PeerProcess(engine, name, logs, self._agents, env))
         return self._peers[-1]
 
     def forget(self, agent: Agent) -> None:
-        """Forget an agent that the test has closed."""
+        """Forgets an agent that the test has closed."""
         self._agents.remove(agent)
 
     def close(self) -> None:

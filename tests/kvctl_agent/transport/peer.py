@@ -23,7 +23,7 @@ DUTY_S = 0.005
 
 
 def commands(transport: Transport) -> Iterator[dict[str, Any]]:
-    """Yield the commands from stdin, progressing the engine meanwhile."""
+    """Yields the commands from stdin, progressing the engine meanwhile."""
     stdin = sys.stdin.fileno()
     pending = b""
     while True:
@@ -39,7 +39,7 @@ def commands(transport: Transport) -> Iterator[dict[str, Any]]:
 
 
 def collect(transport: Transport, pool: np.ndarray, count: int, timeout_s: float) -> list[dict[str, Any]]:
-    """Wait for `count` arrivals; each with the first byte of the pool at that moment."""
+    """Waits for `count` arrivals; each with the first byte of the pool at that moment."""
     until = time.monotonic() + timeout_s
     landed: list[dict[str, Any]] = []
     while len(landed) < count and time.monotonic() < until:

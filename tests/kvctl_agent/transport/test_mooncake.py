@@ -369,7 +369,7 @@ def test_an_engine_that_completes_nothing_is_not_waited_for_for_ever(monkeypatch
 
 
 def run_agent(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run `code` in a new process."""
+    """Runs `code` in a new process."""
     prelude = "import numpy as np\nfrom kvctl_agent.transport import *\n"
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("MC_", "GLOG_"))}
     return subprocess.run(

@@ -18,7 +18,7 @@ CUDA13 = "mooncake-transfer-engine-cuda13"
 
 
 def have(monkeypatch: pytest.MonkeyPatch, **wheels: str) -> None:
-    """Make exactly these wheels appear to be installed; names have _ for -."""
+    """Makes exactly these wheels appear to be installed; names have _ for -."""
 
     def version(name: str) -> str:
         try:

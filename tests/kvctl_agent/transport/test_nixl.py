@@ -98,7 +98,7 @@ def test_neighbours_merge_in_prepared_writes(crew: Any) -> None:
 
 
 def run_agent(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run `code` in a new process that has imported `np`, `Region` and `open_transport`."""
+    """Runs `code` in a new process that has imported `np`, `Region` and `open_transport`."""
     prelude = "import numpy as np\nfrom kvctl_agent.transport import *\n"
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("UCX_", "NIXL_"))}
     return subprocess.run(

@@ -29,7 +29,7 @@ class Arena:
         return self._slab.region
 
     def install(self) -> None:
-        """Take every slab of this process from this arena from now on."""
+        """Takes every slab of this process from this arena from now on."""
         arena = self
 
         def take(slab: HugePageMemory, nbytes: int) -> None:
@@ -48,7 +48,7 @@ class Arena:
         HugePageMemory.close = leave  # type: ignore[method-assign, assignment]
 
     def reset(self) -> None:
-        """Release everything; no write to it may be in flight."""
+        """Releases everything; no write to it may be in flight."""
         self._most = max(self._most, self._used)
         self._slab.array[: self._used] = UNUSED
         self._used = 0

@@ -151,7 +151,7 @@ class Coverage(NamedTuple):
 
 @cache
 def combinations() -> tuple[Combination, ...]:
-    """Return the matrix, alternating between the transports where possible."""
+    """Returns the matrix, alternating between the transports where possible."""
     source = random.Random(_SEED)
     missing = dict.fromkeys(possible_pairs())
     fixed: Mapping[str, object]
@@ -169,7 +169,7 @@ def combinations() -> tuple[Combination, ...]:
 
 
 def coverage(chosen: tuple[Combination, ...]) -> Coverage:
-    """Return the coverage of a choice of combinations."""
+    """Returns the coverage of a choice of combinations."""
     pairs = {pair for one in chosen for pair in _pairs(one)}
     meetings = {meeting for one in chosen for meeting in _meetings(one)}
     return Coverage(len(pairs), len(possible_pairs()), len(meetings - pairs))

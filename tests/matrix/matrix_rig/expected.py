@@ -31,7 +31,7 @@ class Expected(NamedTuple):
 
 
 def expected(case: Case) -> Expected:
-    """Sum the transfers from every writer to every reader."""
+    """Sums the transfers from every writer to every reader."""
     page = case.page_size
     parts = kv_bytes = state_bytes = largest = 0
     for room in rooms_of(case):

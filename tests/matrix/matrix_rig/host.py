@@ -56,7 +56,7 @@ class Host:
         threading.excepthook = self._note
 
     def build(self, case: Case) -> None:
-        """Create this role's pools and agents."""
+        """Creates this role's pools and agents."""
         self._use_engine(case.transport)
         self._arena.reset()
         self._ranks = ranks_of(case, self._role, self._directory)
@@ -113,7 +113,7 @@ class Host:
 
 
 def serve(connection: Connection, role: Role) -> None:
-    """Execute commands until told to stop, or until the test has ended."""
+    """Executes commands until told to stop, or until the test has ended."""
     directory = Path(os.environ["MATRIX_DIRECTORY"])
     host = Host(role, directory)
     while True:
@@ -137,7 +137,7 @@ def _answer(step: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]
 
 
 def _settle_in() -> None:
-    """Reduce polling: dozens of ranks share a core here."""
+    """Reduces polling: dozens of ranks share a core here."""
     parts._SCRATCH_BYTES = _MIB
     peer_connections._COPIES_BYTES = 2 * _MIB
     calibration._ROUNDS = 1

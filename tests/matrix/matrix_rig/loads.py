@@ -53,7 +53,7 @@ def rooms_of(case: Case) -> list[Room]:
 
 
 def starts_of(case: Case, role: Role, directory: Path) -> Iterator[Start]:
-    """Start parameters of each rank of a role."""
+    """Starts parameters of each rank of a role."""
     shape = MODELS[case.model]
     config = _CONFIG | {
         "transport": case.transport,

@@ -54,13 +54,13 @@ class Pair:
         self.moved: list[Outcome] = []
 
     def ensure(self) -> None:
-        """Start the processes that are not running."""
+        """Starts the processes that are not running."""
         if not self._processes:
             directory = Path(tempfile.mkdtemp(prefix="kv-", dir="/tmp"))
             self._processes = {role: _Process(role, directory) for role in ("prefill", "decode")}
 
     def run(self, case: Case) -> Outcome:
-        """Run one case.
+        """Runs one case.
 
         Raises:
             Failed: a step exceeded its deadline or failed, or bytes are wrong.
@@ -97,13 +97,13 @@ class Pair:
             self.kill()
 
     def kill(self) -> None:
-        """Kill both processes."""
+        """Kills both processes."""
         for process in self._processes.values():
             process.kill()
         self._processes = {}
 
     def _both(self, step: str, *args: Any) -> dict[str, Any]:
-        """Run a step in both processes at the same time."""
+        """Runs a step in both processes at the same time."""
         deadlines = {role: process.begin(step, *args) for role, process in self._processes.items()}
         answers: dict[str, Any] = {}
         errors = []
@@ -143,13 +143,13 @@ class _Process:
         self._connection = Connection(ours.detach())
 
     def begin(self, step: str, *args: Any) -> float:
-        """Send a step; returns its deadline."""
+        """Sends a step; returns its deadline."""
         self._step = step
         self._send((step, args))
         return time.monotonic() + STEP_S
 
     def finish(self, deadline: float) -> Any:
-        """Wait for the answer and return it."""
+        """Waits for the answer and returns it."""
         try:
             if not self._connection.poll(max(0.0, deadline - time.monotonic())):
                 self._child.send_signal(signal.SIGUSR1)  # all stacks go into the log

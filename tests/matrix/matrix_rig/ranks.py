@@ -95,7 +95,7 @@ class Ranks(ABC):
             raise
 
     def meet(self) -> None:
-        """Start all agents and wait until they know their peers."""
+        """Starts all agents and waits until they know their peers."""
         for rank in self.ranks:
             rank.agent.start()
         deadline = time.monotonic() + READY_S
@@ -108,7 +108,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def run(self) -> Counts:
-        """Transfer all rooms.
+        """Transfers all rooms.
 
         Returns:
             The agents' counters, summed over the ranks.
@@ -118,7 +118,7 @@ class Ranks(ABC):
         """
 
     def settle(self, handles: Sequence[tuple[RankOf, Handle]]) -> Counts:
-        """Wait until all rooms have ended on all ranks."""
+        """Waits until all rooms have ended on all ranks."""
         deadline = time.monotonic() + ROOMS_S
         wrong = []
         for rank, handle in handles:
@@ -154,7 +154,7 @@ class Ranks(ABC):
         return total
 
     def close(self) -> None:
-        """Close all agents."""
+        """Closes all agents."""
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(RankOf.close, self.ranks))
         self.ranks = []
@@ -224,7 +224,7 @@ class DecodeRanks(Ranks):
         )
 
     def check(self) -> Checked:
-        """Compare every pool with the expected contents and poison elsewhere."""
+        """Compares every pool with the expected contents and poison elsewhere."""
         nbytes, problems = 0, []
         for rank in self.ranks:
             report = verify(rank.content, "full")
@@ -238,11 +238,11 @@ class DecodeRanks(Ranks):
 
 
 def ranks_of(case: Case, role: Role, directory: Path) -> Ranks:
-    """Create the ranks of one role of a case."""
+    """Creates the ranks of one role of a case."""
     return PrefillRanks(case, directory) if role == "prefill" else DecodeRanks(case, directory)
 
 
 def _rings_of(nbytes: int) -> Callable[..., RingMemory]:
-    """Use rings smaller than the configuration allows."""
+    """Uses rings smaller than the configuration allows."""
     whole = -(-nbytes // _RING_ALIGN_BYTES) * _RING_ALIGN_BYTES
     return lambda asked, *more: RingMemory(asked - (RING_MIB << 20) + whole, *more)

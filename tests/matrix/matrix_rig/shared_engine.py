@@ -55,14 +55,14 @@ class SharedEngine:
         self.metadata = transport.metadata()
 
     def open(self, agent_name: str, params: Mapping[str, str], device: Any = None) -> Facade:
-        """Create a facade for one rank; registered as a transport."""
+        """Creates a facade for one rank; registered as a transport."""
         with self._lock:
             number = next(self._numbers)
             facade = self._facades[number] = Facade(self, number, agent_name)
         return facade
 
     def close(self) -> None:
-        """Close the engine; all facades have been closed."""
+        """Closes the engine; all facades have been closed."""
         self.transport.close()
 
     def covers(self, region: Region) -> bool:
@@ -73,14 +73,14 @@ class SharedEngine:
         )
 
     def join(self, address: Address) -> None:
-        """Count one more facade connected to a rank of that engine."""
+        """Counts one more facade connected to a rank of that engine."""
         with self._lock:
             if not self._users.get(address.engine):
                 self.transport.connect(address.engine, address.metadata)
             self._users[address.engine] = self._users.get(address.engine, 0) + 1
 
     def part(self, address: Address) -> None:
-        """Count one facade less; the last one frees what the engine holds for that peer."""
+        """Counts one facade less; the last one frees what the engine holds for that peer."""
         with self._lock:
             self._users[address.engine] -= 1
             if not self._users[address.engine]:
@@ -91,7 +91,7 @@ class SharedEngine:
             self._facades.pop(number, None)
 
     def sort_arrivals(self) -> None:
-        """Poll the engine for tags and pass each to its rank; tags for a rank that is gone are dropped."""
+        """Polls the engine for tags and passes each to its rank; tags for a rank that is gone are dropped."""
         if not self._asking.acquire(blocking=False):
             return
         try:
@@ -200,7 +200,7 @@ class Facade:
         self._engine.forget(self._number)
 
     def known_as(self, engine: str, number: int) -> str | None:
-        """Return the name under which this rank is connected to a rank of another engine."""
+        """Returns the name under which this rank is connected to a rank of another engine."""
         for peer, (_, address) in list(self._peers.items()):
             if (address.engine, address.number) == (engine, number):
                 return peer

@@ -29,7 +29,7 @@ def forwards(
     finish: ev.Finish,
     dice: random.Random | None = None,
 ) -> tuple[ev.Event, ...]:
-    """Return the calls for one room on one rank.
+    """Returns the calls for one room on one rank.
 
     Args:
         layers: of this rank.

@@ -60,7 +60,7 @@ def in_flight(*, choose: object = None) -> World:
 
 
 def silence(world: World, name: str, seconds: float) -> None:
-    """Stop an agent for some time while the others continue."""
+    """Stops an agent for some time while the others continue."""
     world.paused.add(name)
     for _ in range(round(seconds)):
         world.tick(SECOND)
@@ -69,7 +69,7 @@ def silence(world: World, name: str, seconds: float) -> None:
 
 
 def messages_to(world: World, name: str, kind: type[msg.Message]) -> list[Item]:
-    """Return the undelivered messages of one type."""
+    """Returns the undelivered messages of one type."""
     return [
         item
         for item in world.pool
@@ -78,20 +78,20 @@ def messages_to(world: World, name: str, kind: type[msg.Message]) -> list[Item]:
 
 
 def said(world: World, to: str) -> list[msg.Message]:
-    """Remove and return the messages in flight to one agent."""
+    """Removes and returns the messages in flight to one agent."""
     found = [item for item in world.pool if item.kind == "message" and item.to == to]
     world.pool = [item for item in world.pool if item not in found]
     return [message for item in found for message in codec.decode(item.what)[1]]
 
 
 def give(world: World, *messages: msg.Message, to: str = "prefill-0", by: str = "decode-0") -> None:
-    """Deliver messages from one agent's current incarnation to another."""
+    """Delivers messages from one agent's current incarnation to another."""
     for message in messages:
         world.feed(to, ev.Received(by, world.machines[by].local.incarnation, message))
 
 
 def compute(world: World, count: int, *, last: bool = True, rank: int = 0) -> None:
-    """Let the engine of one rank compute the next pages of room 7."""
+    """Lets the engine of one rank compute the next pages of room 7."""
     name = f"prefill-{rank}"
     first = len(world.source)
     indices = np.arange(first, first + count, dtype=np.int32)
@@ -105,13 +105,13 @@ def part(world: World, chunk: int = 0) -> Part:
 
 
 def take(world: World, kind: str, to: str | None = None) -> Item:
-    """Remove and return the first item of a kind from the pool."""
+    """Removes and returns the first item of a kind from the pool."""
     place = next(n for n, item in enumerate(world.pool) if item.kind == kind and to in (None, item.to))
     return world.pool.pop(place)
 
 
 def run_until(world: World, kind: str) -> None:
-    """Let everything else happen until only items of this kind are left."""
+    """Lets everything else happen until only items of this kind are left."""
     while places := [place for place in world.ready() if world.pool[place].kind != kind]:
         world.happen(world.pool.pop(places[0]))
 

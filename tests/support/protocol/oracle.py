@@ -84,7 +84,7 @@ class Expected:
 
 
 def place_of(name: str) -> Place:
-    """Parse an agent's name: `prefill-<rank>` belongs to instance 0, `p<i>-prefill-<rank>` to instance i."""
+    """Parses an agent's name: `prefill-<rank>` belongs to instance 0, `p<i>-prefill-<rank>` to instance i."""
     head, role, rank = name.rpartition("-")[0].rpartition("prefill")
     if role:
         return Place(role, int(head[1:-1] or 0), int(name.rpartition("-")[2]))
@@ -116,7 +116,7 @@ class Oracle:
         self.cut: Counter[bool] = Counter()  # parts ordered, by whether they hold only some layers of their share
 
     def life(self, name: str) -> int | None:
-        """Return the incarnation of a present agent."""
+        """Returns the incarnation of a present agent."""
         raise NotImplementedError
 
     def forget(self, name: str) -> None:
@@ -140,7 +140,7 @@ class Oracle:
     # ---- the engines' calls ---------------------------------------------------------------------------------------
 
     def called(self, name: str, event: ev.Event) -> None:
-        """Record an engine's call."""
+        """Records an engine's call."""
         if isinstance(event, ev.Finish):
             self.finished.add((name, event.room))
         elif isinstance(event, ev.SendPages):
@@ -163,7 +163,7 @@ class Oracle:
     # ---- writes -------------------------------------------------------------------------------------------------
 
     def ordered(self, name: str, order: ev.Transfer) -> None:
-        """Check an ordered part: none of a failed room, and final parts only after all others."""
+        """Checks an ordered part: none of a failed room, and final parts only after all others."""
         if self.sent.get((name, order.room)) is RoomState.FAILED:
             raise Broken(f"{name} orders {order.key} of room {order.room} after its engine was told that it has failed")
         transfer = (name, self.life(name) or 0, order.peer, order.room, order.nonce)
@@ -179,7 +179,7 @@ class Oracle:
             raise Broken(f"{order.kind.name} of room {order.room} is ordered before all of its KV parts")
 
     def _owed(self, name: str, room: Expected) -> int:
-        """Return the layers of pages that one prefill rank must send for this room."""
+        """Returns the layers of pages that one prefill rank must send for this room."""
         if room.prefill_only:
             return 0
         inputs, rank, reader = self.inputs_of(room.instance), place_of(name).rank, place_of(room.reader).rank
@@ -227,7 +227,7 @@ class Oracle:
         return True
 
     def target(self, write: Write) -> Expected | None:
-        """Return the room at the reader for which this write was meant; None if that process has ended."""
+        """Returns the room at the reader for which this write was meant; None if that process has ended."""
         if Tag.unpack(write.order.tag).incarnation != self.life(write.order.peer):
             return None
         return self.rooms[write.order.peer, write.order.room, write.order.nonce]
@@ -312,7 +312,7 @@ class Oracle:
             raise Broken(f"room {room.room} succeeds with {room.aux_written} aux rows")
 
     def wanted(self, room: Expected) -> dict[Cell, Value]:
-        """Return the expected final contents of a decode rank's pages and items."""
+        """Returns the expected final contents of a decode rank's pages and items."""
         coord: RankCoord = self.decode.coord(place_of(room.reader).rank)
         wanted: dict[Cell, Value] = {}
         lists = iter(room.items)
@@ -345,12 +345,12 @@ class Oracle:
                 raise Broken(f"{name} releases room {number} while {write.order.key} is in flight")
 
     def _latest(self, name: str, number: int) -> Expected:
-        """Return the latest use of a room's number at one decode rank."""
+        """Returns the latest use of a room's number at one decode rank."""
         return [room for room in self.rooms.values() if room.reader == name and room.room == number][-1]
 
 
 def _reader(write: Write) -> tuple[str, int]:
-    """Return the process that a write targets: a later incarnation of the agent has other memory."""
+    """Returns the process that a write targets: a later incarnation of the agent has other memory."""
     return write.order.peer, Tag.unpack(write.order.tag).incarnation
 
 

@@ -34,7 +34,7 @@ COMPONENTS = {name: len(shape.states) for name, shape in SHAPES.items()}
 
 
 def side(dice: random.Random, layers: int, most: int, *, cp: Sequence[int]) -> ParallelConfig:
-    """Draw a parallel config with a limited number of ranks; half of those with several stages have uneven ones."""
+    """Draws a parallel config with a limited number of ranks; half of those with several stages have uneven ones."""
     while True:
         dp, pp, of_cp, tp = dice.choice([1, 1, 2]), dice.choice([1, 1, 2, 3]), dice.choice(cp), dice.choice([1, 2, 4])
         if dp * pp * of_cp * tp <= most and pp <= layers:
@@ -57,7 +57,7 @@ def instance(dice: random.Random, layers: int, most: int, *, answers: float) -> 
 
 
 def world(dice: random.Random, *, answers: float = 1.0) -> World:
-    """Draw a decode instance and one or two prefill instances of any layouts.
+    """Draws a decode instance and one or two prefill instances of any layouts.
 
     Args:
         answers: the probability that the registry of the second instance answers.
@@ -83,7 +83,7 @@ def world(dice: random.Random, *, answers: float = 1.0) -> World:
 
 
 def sizes(dice: random.Random, layers: int, sends: int) -> list[int]:
-    """Draw the layers per group of each forward; 0: all, without layer groups."""
+    """Draws the layers per group of each forward; 0: all, without layer groups."""
     style = dice.choice(["plain", "groups", "groups", "mixed"])
     if style == "plain":
         return []
@@ -93,7 +93,7 @@ def sizes(dice: random.Random, layers: int, sends: int) -> list[int]:
 
 
 def forward(world: World, dice: random.Random, room: int, pages: int, number: int, **given: Any) -> None:
-    """Let the prefill engines compute a room, each in its own way; the last send may have no pages."""
+    """Lets the prefill engines compute a room, each in its own way; the last send may have no pages."""
     ranks = range(world.instances[number].side.size) if dice.random() < 0.3 else world.prefill_ranks(room, number)
     for rank in ranks:
         split = [dice.randrange(pages + 1)] if pages and dice.random() < 0.6 else []
@@ -118,7 +118,7 @@ def forward(world: World, dice: random.Random, room: int, pages: int, number: in
 
 
 def open_and_compute(world: World, dice: random.Random, room: int, *, late: float = 0.0) -> None:
-    """Open one room at the ranks of one dp group and let one prefill instance compute it."""
+    """Opens one room at the ranks of one dp group and lets one prefill instance compute it."""
     number = dice.randrange(len(world.instances))
     pages = dice.randrange(7)
     prefix = dice.randrange(pages + 1) if dice.random() < 0.4 else 0

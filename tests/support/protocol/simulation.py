@@ -181,7 +181,7 @@ class World(Oracle):  # type: ignore[misc]
                     self.feed(name, ev.RosterKnown(registry(number), self.names_of(number)))
 
     def _machine(self, local: LocalInfo) -> Any:
-        """Create the machine of a starting rank; subclasses wrap or replace it."""
+        """Creates the machine of a starting rank; subclasses wrap or replace it."""
         return self._build(local)
 
     def _build(
@@ -219,7 +219,7 @@ class World(Oracle):  # type: ignore[misc]
                 self.feed(other, ev.PeerDead(name, life, "process has ended"))
 
     def prove(self) -> None:
-        """Let every agent check, as it does twice a second, which processes have ended."""
+        """Lets every agent check, as it does twice a second, which processes have ended."""
         for name, life in self.ended:
             for other in list(self.machines):
                 self.feed(other, ev.PeerDead(name, life, "process has ended"))
@@ -246,7 +246,7 @@ class World(Oracle):  # type: ignore[misc]
         states: Sequence[int] = (),
         prefill_only: bool = False,
     ) -> Expected:
-        """Let the decode engine open a room of `pages` pages, of which `prefix` are cached; `extra` pages are its
+        """Lets the decode engine open a room of `pages` pages, of which `prefix` are cached; `extra` pages are its
         mistake.
 
         `states` is the number of items of each state component.
@@ -287,7 +287,7 @@ class World(Oracle):  # type: ignore[misc]
         states: Sequence[int] = (),
         dice: random.Random | None = None,
     ) -> None:
-        """Give the prefill engines a room: their calls happen one by one, as the scheduler picks.
+        """Gives the prefill engines a room: their calls happen one by one, as the scheduler picks.
 
         `states` is the number of items of each component; the other parameters are those of `forwards`.
         """
@@ -304,7 +304,7 @@ class World(Oracle):  # type: ignore[misc]
             self.pool.append(Item("engine", name, name, calls))
 
     def compute_states(self, name: str, room: int, counts: Sequence[int]) -> tuple[ev.Pages, ...]:
-        """Return the items that hold a room's state on a prefill rank."""
+        """Returns the items that hold a room's state on a prefill rank."""
         components = [segment.index for segment in segments(self.shape, PAGE_SIZE) if segment.state]
         base = 500 * (1 + len({number for number, _ in self.items.values()} - {room}))
         found = tuple(np.arange(base, base + count, dtype=np.int32)[::-1].copy() for count in counts)
@@ -335,7 +335,7 @@ class World(Oracle):  # type: ignore[misc]
                 self.feed(name, ev.Tick())
 
     def happen(self, item: Item) -> None:
-        """Execute one item; the caller has removed it from the pool."""
+        """Executes one item; the caller has removed it from the pool."""
         if item.kind == "message":
             incarnation, messages, unknown = codec.decode(item.what)
             assert not unknown
@@ -419,7 +419,7 @@ class World(Oracle):  # type: ignore[misc]
         ]
 
     def settle(self, *, ticks: int = 400, until: Callable[[], bool] | None = None) -> None:
-        """Execute everything in order, and let time pass when nothing else can happen, until nothing changes."""
+        """Executes everything in order, and lets time pass when nothing else can happen, until nothing changes."""
         until = until or self.over
         for _ in range(ticks):
             while places := self.ready():
@@ -430,14 +430,14 @@ class World(Oracle):  # type: ignore[misc]
         raise Broken(f"not over after {ticks} ticks: {self.unfinished()}")
 
     def flush(self) -> None:
-        """Execute everything that is possible without letting time pass."""
+        """Executes everything that is possible without letting time pass."""
         while places := self.ready():
             self.happen(self.pool.pop(places[0]))
 
     def stir(
         self, dice: random.Random, steps: int, *, loss: float = 0.0, copies: float = 0.0, delay: float = 0.02
     ) -> None:
-        """Execute `steps` items in random order; messages and tags may be lost or duplicated."""
+        """Executes `steps` items in random order; messages and tags may be lost or duplicated."""
         for _ in range(steps):
             places = self.ready()
             if not places or dice.random() < delay:
@@ -459,7 +459,7 @@ class World(Oracle):  # type: ignore[misc]
         return not self.unfinished()
 
     def unfinished(self) -> list[str]:
-        """Describe everything that has not ended."""
+        """Describes everything that has not ended."""
         left = [
             f"{room.reader} room {room.room}: {room.state.label}"
             for room in self.rooms.values()

@@ -43,7 +43,7 @@ class Scale:
     log: bool = False
 
     def position(self, value: float) -> float:
-        """Return 0 at `lo` and 1 at `hi`; values outside are clamped."""
+        """Returns 0 at `lo` and 1 at `hi`; values outside are clamped."""
         lo, hi = self.lo, self.hi
         if self.log:
             lo, hi, value = math.log(lo), math.log(hi), math.log(max(value, self.lo))
@@ -51,7 +51,7 @@ class Scale:
 
 
 def from_zero(most: float, title: str, label: Callable[[float], str], binary: bool = False) -> Scale:
-    """Return a linear axis from 0 to the first tick not below `most`; `binary` makes the steps powers of two."""
+    """Returns a linear axis from 0 to the first tick not below `most`; `binary` makes the steps powers of two."""
     step = (2.0 ** math.ceil(math.log2(most / _TICKS)) if most > 0 else 1.0) if binary else _step(most)
     count = max(1, math.ceil(most / step - 1e-9))
     ticks = tuple(step * number for number in range(count + 1))
@@ -59,7 +59,7 @@ def from_zero(most: float, title: str, label: Callable[[float], str], binary: bo
 
 
 def spanning(lo: float, hi: float, title: str, label: Callable[[float], str], ticks: int = _TICKS) -> Scale:
-    """Return a linear axis from exactly `lo` to `hi`."""
+    """Returns a linear axis from exactly `lo` to `hi`."""
     hi = hi if hi > lo else lo + 1.0
     step = _step(hi - lo, ticks)
     first, last = math.ceil(lo / step - 1e-9), math.floor(hi / step + 1e-9)
@@ -68,13 +68,13 @@ def spanning(lo: float, hi: float, title: str, label: Callable[[float], str], ti
 
 
 def shares(title: str) -> Scale:
-    """Return a linear axis from 0 % to 100 %."""
+    """Returns a linear axis from 0 % to 100 %."""
     ticks = (0.0, 0.25, 0.5, 0.75, 1.0)
     return Scale(0.0, 1.0, ticks, tuple(f"{tick * 100:.0f} %" for tick in ticks), title)
 
 
 def logarithmic(values: Sequence[float], title: str, label: Callable[[float], str]) -> Scale:
-    """Return a logarithmic axis around positive `values` that starts and ends at a 1, 2 or 5 of a decade."""
+    """Returns a logarithmic axis around positive `values` that starts and ends at a 1, 2 or 5 of a decade."""
     rounds = [digit * 10.0**power for power in range(-12, 16) for digit in (1, 2, 5)]
     low, high = min(values), max(values)
     lo = max(each for each in rounds if each <= low * (1 + 1e-9))
@@ -87,13 +87,13 @@ def logarithmic(values: Sequence[float], title: str, label: Callable[[float], st
 
 
 def stops(values: Sequence[float], title: str, label: Callable[[float], str]) -> Scale:
-    """Return a logarithmic axis with a tick at each of several positive `values`."""
+    """Returns a logarithmic axis with a tick at each of several positive `values`."""
     ticks = tuple(sorted(set(values)))
     return Scale(ticks[0], ticks[-1], ticks, tuple(label(tick) for tick in ticks), title, log=True)
 
 
 def _step(most: float, ticks: int = _TICKS) -> float:
-    """Return a 1, 2 or 5 of a decade that fits into `most` at most `ticks` times."""
+    """Returns a 1, 2 or 5 of a decade that fits into `most` at most `ticks` times."""
     if most <= 0:
         return 1.0
     raw = most / ticks
@@ -128,7 +128,7 @@ class Frame:
         return self.bottom - position * (self.bottom - self.top)
 
     def axes(self) -> Markup:
-        """Draw gridlines, ticks, their labels and the titles; labels of x that would overlap are left out."""
+        """Draws gridlines, ticks, their labels and the titles; labels of x that would overlap are left out."""
         middle = (self.left + self.right) / 2
         pieces = []
         places = [self.at_x(tick) for tick in self.x.ticks]
@@ -154,23 +154,23 @@ class Frame:
 
 
 def plane(x: Scale, y: Scale, width: float, height: float, right: float = 16.0, inset: float = 0.0) -> Frame:
-    """Return a frame with both axes that fills a drawing, except for `right` units on its right."""
+    """Returns a frame with both axes that fills a drawing, except for `right` units on its right."""
     left = 30 + max(text_width(label) for label in y.labels)
     return Frame(x, y, left, width - right, 14.0, height - _BELOW_AXIS - 4, inset)
 
 
 def svg(name: str, width: float, height: float, *children: Markup | None) -> Markup:
-    """Return a drawing that scales with its column; `name` describes it to screen readers."""
+    """Returns a drawing that scales with its column; `name` describes it to screen readers."""
     return tag("svg", *children, viewBox=f"0 0 {width:g} {height:g}", role="img", aria_label=name)
 
 
 def drawing(name: str, frame: Frame, width: float, *children: Markup | None) -> Markup:
-    """Return a drawing of a frame's axes and its contents."""
+    """Returns a drawing of a frame's axes and its contents."""
     return svg(name, width, frame.bottom + _BELOW_AXIS, frame.axes(), *children)
 
 
 def _readable(labels: Sequence[tuple[float, str]]) -> Sequence[tuple[float, str]]:
-    """Return those of an axis' labels (position, text) that do not overlap: all, or every second, … before the last."""
+    """Returns those of an axis' labels (position, text) that do not overlap: all, or every second, …."""
     for stride in range(1, len(labels)):
         kept = labels[(len(labels) - 1) % stride :: stride]
         half = [text_width(text) / 2 + 3 for _, text in kept]
@@ -203,7 +203,7 @@ class Level:
 def line_chart(
     name: str, lines: Sequence[Line], x: Scale, y: Scale, levels: Sequence[Level] = (), width: float = _WIDTH
 ) -> Markup:
-    """Draw lines; text keeps its size in a narrow drawing."""
+    """Draws lines; text keeps its size in a narrow drawing."""
     labelled = (
         width > 400
         and len(lines) <= _MAX_END_LABELS
@@ -223,7 +223,7 @@ def line_chart(
 
 
 def area(frame: Frame, points: Sequence[tuple[float, float]], tip: str) -> Markup:
-    """Draw the area under steps: a value holds until the next one, the last to the end of the axis."""
+    """Draws the area under steps: a value holds until the next one, the last to the end of the axis."""
     steps = [f"M{frame.at_x(points[0][0]):.2f},{frame.bottom:.2f}"]
     steps += [f"H{frame.at_x(x):.2f}V{frame.at_y(y):.2f}" for x, y in points]
     outline = "".join([*steps, f"H{frame.at_x(frame.x.hi):.2f}V{frame.bottom:.2f}Z"])
@@ -231,7 +231,7 @@ def area(frame: Frame, points: Sequence[tuple[float, float]], tip: str) -> Marku
 
 
 def marker(x: float, y: float, variant: int, size: float = 3.6) -> Markup:
-    """Draw a point whose shape depends on `variant`."""
+    """Draws a point whose shape depends on `variant`."""
     match _MARKERS[variant % len(_MARKERS)]:
         case "circle":
             return tag("circle", cx=x, cy=y, r=size, class_="point")
@@ -284,7 +284,7 @@ def _line(frame: Frame, line: Line) -> Markup:
 
 
 def _end_labels(frame: Frame, lines: Sequence[Line]) -> Markup:
-    """Draw each line's name at its last point; names of lines that end close together are moved apart."""
+    """Draws each line's name at its last point; names of lines that end close together are moved apart."""
     ends = sorted((frame.at_y(line.points[-1][1]), number) for number, line in enumerate(lines))
     placed: list[float] = []
     for wanted, _ in ends:
@@ -331,7 +331,7 @@ Group = tuple[str, Sequence[Bar]]
 
 
 def bar_chart(name: str, groups: Sequence[Group], x: Scale, levels: Sequence[Level] = ()) -> Markup:
-    """Draw groups of horizontal bars on one scale."""
+    """Draws groups of horizontal bars on one scale."""
     bars = [bar for _, members in groups for bar in members]
     widest = max((text_width(bar.label) for bar in bars), default=0)
     label_room = FONT_SIZE + 4 if widest > MAX_BAR_LABEL else 0.0  # above each bar
@@ -384,7 +384,7 @@ def _bar(bar: Bar, frame: Frame, top: float, label_above: bool) -> Markup:
 
 
 def _bar_level(level: Level, row: int, frame: Frame) -> Markup:
-    """Draw a level with its name in a row of its own above the bars."""
+    """Draws a level with its name in a row of its own above the bars."""
     at = frame.at_x(level.value)
     text_at = FONT_SIZE + row * (FONT_SIZE + 3)
     line = tag("line", x1=at, x2=at, y1=text_at - FONT_SIZE + 2, y2=frame.bottom)
@@ -396,23 +396,23 @@ def _bar_level(level: Level, row: int, frame: Frame) -> Markup:
 
 
 def section(title: str, lead: str, *children: Markup | None) -> Markup:
-    """Return a heading, a sentence on how to read the figures, and the figures."""
+    """Returns a heading, a sentence on how to read the figures, and the figures."""
     return tag("section", tag("h2", title), tag("p", lead, class_="lead") if lead else None, *children)
 
 
 def figures(*children: Markup, kind: str = "two") -> Markup:
-    """Return figures side by side, as far as they fit; `kind` is the number per row: "one", "two" or "three"."""
+    """Returns figures side by side, as far as they fit; `kind` is the number per row: "one", "two" or "three"."""
     return tag("div", *children, class_=f"figures {kind}")
 
 
 def figure(title: str, remark: str, chart: Markup) -> Markup:
-    """Return a chart under its title and an optional remark."""
+    """Returns a chart under its title and an optional remark."""
     caption = tag("figcaption", tag("strong", title), " " if remark else None, tag("span", remark) if remark else None)
     return tag("figure", caption, chart)
 
 
 def line_legend(series: Sequence[tuple[str, int, int]]) -> Markup | None:
-    """Return a legend of lines (label, colour, variant); None for a single line."""
+    """Returns a legend of lines (label, colour, variant); None for a single line."""
     if len(series) < 2:
         return None
 
@@ -425,7 +425,7 @@ def line_legend(series: Sequence[tuple[str, int, int]]) -> Markup | None:
 
 
 def piece_legend(entries: Sequence[tuple[str, str]]) -> Markup:
-    """Return a legend of bar pieces: (class in the style sheet, text)."""
+    """Returns a legend of bar pieces: (class in the style sheet, text)."""
 
     def sample(style: str) -> Markup:
         return tag("svg", tag("g", tag("rect", x=0, y=0, width=14, height=12), class_=style), viewBox="0 0 14 12")

@@ -35,7 +35,7 @@ def escape(text: str) -> Markup:
 
 
 def tag(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
-    """Return one element that is also well-formed XML.
+    """Returns one element that is also well-formed XML.
 
     Args:
         children: Text or markup, in order; None is left out.
@@ -65,14 +65,14 @@ def _attribute(value: str | float) -> str:
 
 
 def number(value: object) -> float | None:
-    """Return a finite number, or None for anything else."""
+    """Returns a finite number, or None for anything else."""
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     return None
 
 
 def lookup(run: Mapping[str, Any], *keys: str) -> float | None:
-    """Return the number at `run[key][key]…`, or None."""
+    """Returns the number at `run[key][key]…`, or None."""
     value: Any = run
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -80,7 +80,7 @@ def lookup(run: Mapping[str, Any], *keys: str) -> float | None:
 
 
 def significant(value: float | None) -> str:
-    """Format up to three significant digits: `0.0042`, `0.34`, `2.99`, `12.3`, `1,234`."""
+    """Formats up to three significant digits: `0.0042`, `0.34`, `2.99`, `12.3`, `1,234`."""
     if value is None:
         return units.UNKNOWN
     if abs(value) >= 999.5:
@@ -89,29 +89,29 @@ def significant(value: float | None) -> str:
 
 
 def grouped(value: float) -> str:
-    """Format a count `1,024`, or a mean `1,024.5`."""
+    """Formats a count `1,024`, or a mean `1,024.5`."""
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"
 
 
 def milliseconds(value: float | None) -> str:
-    """Format milliseconds in a suitable unit: `78 µs`, `20.4 ms`, `1.2 s`."""
+    """Formats milliseconds in a suitable unit: `78 µs`, `20.4 ms`, `1.2 s`."""
     return units.duration(None if value is None else value * 1e6)
 
 
 def times(value: float) -> str:
-    """Format a factor: `5.2 x`, `180 x`, with a multiplication sign."""
+    """Formats a factor: `5.2 x`, `180 x`, with a multiplication sign."""
     return f"{value:.1f} \N{MULTIPLICATION SIGN}" if value < 9.95 else f"{value:,.0f} \N{MULTIPLICATION SIGN}"
 
 
 def time_unit(max_ms: float) -> tuple[str, float]:
-    """Return the unit of an axis up to `max_ms`, and its number per millisecond."""
+    """Returns the unit of an axis up to `max_ms`, and its number per millisecond."""
     if max_ms < 1:
         return "µs", 1e3
     return ("s", 1e-3) if max_ms >= 10_000 else ("ms", 1.0)
 
 
 def text_width(text: str, size: float = FONT_SIZE) -> float:
-    """Estimate the width of a text in a chart's units; the estimate is not too small for ordinary words."""
+    """Estimates the width of a text in a chart's units; the estimate is not too small for ordinary words."""
     return len(text) * size * _CHARACTER
 
 

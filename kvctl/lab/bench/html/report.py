@@ -24,7 +24,7 @@ _VERDICT_CLASSES = {"True": "good", "False": "bad", "PASS": "good", "FAIL": "bad
 
 
 def render(report: ReportData) -> str:
-    """Return the page, an HTML document to be written as UTF-8; sections without data are left out.
+    """Returns the page, an HTML document to be written as UTF-8; sections without data are left out.
 
     Args:
         report: `{"document": json.load(file)}` is enough.
@@ -61,7 +61,7 @@ def render(report: ReportData) -> str:
 
 
 def _header(title: str, report: ReportData, runs: Sequence[Run], levels: Sequence[Level]) -> Markup:
-    """Return title, setup, verdict and key figures."""
+    """Returns title, setup, verdict and key figures."""
     document = report["document"]
     lines = [tag("p", text, class_="what") for text in (_setup(document, runs), report.get("started_at", "")) if text]
     top = tag("div", tag("h1", title), _verdict(document, runs), class_="top")
@@ -99,7 +99,7 @@ def _setup(document: Mapping[str, Any], runs: Sequence[Run]) -> str:
 
 
 def _geometry(shape: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the model's shape, as far as the document has it."""
+    """Yields the model's shape, as far as the document has it."""
     if "layers" in shape:
         yield f"{shape['layers']} layers"
     if shape.get("kind") == "mla":
@@ -121,7 +121,7 @@ def _verdict(document: Mapping[str, Any], runs: Sequence[Run]) -> Markup:
 
 
 def _cards(runs: Sequence[Run], levels: Sequence[Level]) -> Markup | None:
-    """Return the key figures: best throughput, its share of the limits, best speedup, lowest latency."""
+    """Returns the key figures: best throughput, its share of the limits, best speedup, lowest latency."""
     moving = [(each, run) for each in series_of(runs) for run in each.runs if lookup(run, "gb_per_s")]
     if not moving:
         return None
@@ -144,7 +144,7 @@ def _cards(runs: Sequence[Run], levels: Sequence[Level]) -> Markup | None:
 
 
 def _speedup(runs: Sequence[tuple[Series, Run]]) -> Markup | None:
-    """Return the largest factor over the first run of the same load, to which Δ in the table refers, too."""
+    """Returns the largest factor over the first run of the same load, to which Δ in the table refers, too."""
     found: list[tuple[float, Series, Series, Run]] = []
     for series, run in runs:
         first, base = next(each for each in runs if load_of(each[1]) == load_of(run))
@@ -168,7 +168,7 @@ def _distinct(runs: Sequence[Run], name: str) -> list[str]:
 
 
 def _results(runs: Sequence[Run]) -> Markup | None:
-    """Return the table of all runs with the terminal's columns, without columns that are unknown in all runs."""
+    """Returns the table of all runs with the terminal's columns, without columns that are unknown in all runs."""
     if not runs:
         return None
     columns = [
@@ -181,7 +181,7 @@ def _results(runs: Sequence[Run]) -> Markup | None:
 
 
 def _columns(runs: Sequence[Run]) -> Iterator[Column]:
-    """Yield the terminal's columns, with the fields that tell runs apart after the path."""
+    """Yields the terminal's columns, with the fields that tell runs apart after the path."""
     declared = {column.name: column for column in BENCH.columns}
     for column in BENCH.columns:
         if column.name not in DIMENSIONS or column.name == "path":
@@ -225,7 +225,7 @@ def _class(column: Column) -> str:
 
 
 def _provenance(report: ReportData) -> Markup | None:
-    """Return the command, the traffic and the environment; None if none of them is known."""
+    """Returns the command, the traffic and the environment; None if none of them is known."""
     found = (report["document"].get(name) for name in ("traffic", "env"))
     facts = [(str(key), _fact(value)) for known in found if isinstance(known, Mapping) for key, value in known.items()]
     listed = joined(*(tag("div", tag("dt", key), tag("dd", value)) for key, value in facts if value))

@@ -58,12 +58,12 @@ class Axis:
     words: str
 
     def value(self, run: Run) -> float | None:
-        """Return the run's value; ratios are rounded to two digits, because they are not met more exactly."""
+        """Returns the run's value; ratios are rounded to two digits, because they are not met more exactly."""
         found = lookup(run, self.key)
         return float(f"{found:.2g}") if found is not None and self.key == "ratio" else found
 
     def text(self, value: float) -> str:
-        """Format a value: `concurrency 4`, `1,024 tokens`, `transfer : compute 0.5`."""
+        """Formats a value: `concurrency 4`, `1,024 tokens`, `transfer : compute 0.5`."""
         return self.words.format(self.label(value))
 
 
@@ -75,17 +75,17 @@ AXES = (
 
 
 def load_of(run: Run, axes: Iterable[Axis] = AXES) -> tuple[float | None, ...]:
-    """Return the run's value on each axis."""
+    """Returns the run's value on each axis."""
     return tuple(axis.value(run) for axis in axes)
 
 
 def load_text(run: Run, axes: Iterable[Axis] = AXES) -> str:
-    """Format the known part of a load: `concurrency 4 · 1,024 tokens`."""
+    """Formats the known part of a load: `concurrency 4 · 1,024 tokens`."""
     return " · ".join(axis.text(value) for axis in axes if (value := axis.value(run)) is not None)
 
 
 def common_load(runs: Sequence[Run]) -> str:
-    """Format the part of the load that all runs share."""
+    """Formats the part of the load that all runs share."""
     varied = _varied_axes(runs)
     return load_text(runs[0], [axis for axis in AXES if axis not in varied])
 
@@ -123,7 +123,7 @@ class Facet:
     series: tuple[Series, ...]
 
     def at(self, run: Run) -> float:
-        """Return the run's value on the axis."""
+        """Returns the run's value on the axis."""
         return self.axis.value(run) or 0.0
 
 
@@ -137,7 +137,7 @@ class Entry:
 
 
 def varied_dimensions(runs: Sequence[Run]) -> list[str]:
-    """Return the fields besides the load in which runs differ, without fields that follow from earlier ones."""
+    """Returns the fields besides the load in which runs differ, without fields that follow from earlier ones."""
     varied: list[str] = []
     distinct = 1
     for name in DIMENSIONS:
@@ -149,7 +149,7 @@ def varied_dimensions(runs: Sequence[Run]) -> list[str]:
 
 
 def series_of(runs: Sequence[Run]) -> list[Series]:
-    """Group runs into series, in the order of their first run."""
+    """Groups runs into series, in the order of their first run."""
     varied = varied_dimensions(runs)
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
@@ -172,7 +172,7 @@ def series_of(runs: Sequence[Run]) -> list[Series]:
 
 
 def facets(runs: Sequence[Run], axes: Sequence[Axis] = AXES) -> tuple[list[Facet], int]:
-    """Return the charts over each axis that was swept, and the number of charts left out for lack of room."""
+    """Returns the charts over each axis that was swept, and the number of charts left out for lack of room."""
     found: list[Facet] = []
     left_out = 0
     for axis in axes:
@@ -187,7 +187,7 @@ def facets(runs: Sequence[Run], axes: Sequence[Axis] = AXES) -> tuple[list[Facet
 
 
 def arranged(runs: Sequence[Run], max_label: float = MAX_BAR_LABEL) -> list[tuple[str, list[Entry]]]:
-    """Group runs for bars: the series of each load side by side under a heading; a single group has no heading.
+    """Groups runs for bars: the series of each load side by side under a heading; a single group has no heading.
 
     If the series' labels are wider than `max_label`, they become the headings and the loads the bars' labels.
     """
@@ -205,7 +205,7 @@ def arranged(runs: Sequence[Run], max_label: float = MAX_BAR_LABEL) -> list[tupl
 
 
 def _facets(runs: Sequence[Run], axis: Axis) -> list[Facet]:
-    """Return the charts over one axis, each with at least two points on it."""
+    """Returns the charts over one axis, each with at least two points on it."""
     others = [each for each in AXES if each is not axis]
     groups: dict[tuple[float, ...], list[Run]] = {}
     for run in runs:
@@ -221,7 +221,7 @@ def _facets(runs: Sequence[Run], axis: Axis) -> list[Facet]:
 
 
 def _narrowed(series: Sequence[Series], chosen: Sequence[Run], axis: Axis) -> tuple[Series, ...]:
-    """Return the series with only the chosen runs, in the axis' order."""
+    """Returns the series with only the chosen runs, in the axis' order."""
     wanted = {id(run) for run in chosen}
     narrowed = []
     for each in series:

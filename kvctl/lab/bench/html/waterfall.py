@@ -39,7 +39,7 @@ _LEGEND = {
 
 
 def waterfalls(rooms: Sequence[RoomTimeline]) -> Markup | None:
-    """Return the section; None if no room moved a part."""
+    """Returns the section; None if no room moved a part."""
     moved = [room for room in rooms if any(part["moments"] for part in room["parts"])]
     if not moved:
         return None
@@ -61,7 +61,7 @@ def waterfalls(rooms: Sequence[RoomTimeline]) -> Markup | None:
 
 
 def intervals(moments: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
-    """Yield (stage, start, end) of each stage of positive length; a stage starts at the latest end before its own."""
+    """Yields (stage, start, end) of each stage of positive length; a stage starts at the latest end before its own."""
     before: int | None = None
     for stage in STAGES:
         at = moments.get(stage)
@@ -73,7 +73,7 @@ def intervals(moments: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
 
 
 def _selected(rooms: Sequence[RoomTimeline]) -> list[RoomTimeline]:
-    """Return `_MAX_ROOMS` of the rooms: the last of each path, transport and pipeline, then the last of all."""
+    """Returns `_MAX_ROOMS` of the rooms: the last of each path, transport and pipeline, then the last of all."""
     kinds = {(room["path"], room["transport"], room["pipeline"]): at for at, room in enumerate(rooms)}
     wanted = [*kinds.values(), *(at for at in reversed(range(len(rooms))) if at not in kinds.values())]
     return [rooms[at] for at in sorted(wanted[:_MAX_ROOMS])]
@@ -99,7 +99,7 @@ def _plane(start: int, end: int, left: float, bottom: float) -> _Plane:
 
 
 def _span(room: RoomTimeline) -> tuple[int, int]:
-    """Return the drawn time of a room, in nanoseconds after the end of its forward pass."""
+    """Returns the drawn time of a room, in nanoseconds after the end of its forward pass."""
     known = [at for part in room["parts"] for at in part["moments"].values()]
     zero = room["forward_done_ns"]
     first, end = min(*known, zero), max(*known, room["success_ns"], zero)
@@ -108,7 +108,7 @@ def _span(room: RoomTimeline) -> tuple[int, int]:
 
 
 def _lanes(room: RoomTimeline) -> tuple[list[PartTimeline], float]:
-    """Return the drawn parts in order, and the height of a lane."""
+    """Returns the drawn parts in order, and the height of a lane."""
 
     def order(part: PartTimeline) -> tuple[object, ...]:
         return part["agent"], part["peer"], part["writer"], part["chunk"], *part["layers"]
@@ -118,7 +118,7 @@ def _lanes(room: RoomTimeline) -> tuple[list[PartTimeline], float]:
 
 
 def _margin(room: RoomTimeline) -> float:
-    """Return the width of the lanes' labels."""
+    """Returns the width of the lanes' labels."""
     return 14 + min(_MAX_LABEL, max(text_width(text) for _, text in _labels(*_lanes(room))))
 
 
@@ -156,7 +156,7 @@ def _remark(room: RoomTimeline, left_out: int) -> str:
 
 
 def _labels(parts: Sequence[PartTimeline], pitch: float) -> list[tuple[int, str]]:
-    """Return (lane, text) of every lane if the lanes are high enough, otherwise of one per writer and reader.
+    """Returns (lane, text) of every lane if the lanes are high enough, otherwise of one per writer and reader.
 
     The common prefix of all agents' names (`b4601-`) is left out.
     """
@@ -194,7 +194,7 @@ def _lane(part: PartTimeline, plane: _Plane, zero: int, top: float, pitch: float
 
 
 def _exposed(plane: _Plane, room: RoomTimeline) -> Markup:
-    """Draw the exposed time: shaded behind the lanes, and as a bar above them."""
+    """Draws the exposed time: shaded behind the lanes, and as a bar above them."""
     exposed = max(0, room["success_ns"] - room["forward_done_ns"])
     start = plane.at(0)
     width = plane.at(exposed) - start

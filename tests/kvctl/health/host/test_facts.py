@@ -33,7 +33,7 @@ Host = Callable[..., HostView]
 
 @pytest.fixture
 def host(tmp_path: Path) -> Host:
-    """Make a host from files: `host({"/proc/…": "text"}, packages={…})`; no device, no engine, no limit."""
+    """Makes a host from files: `host({"/proc/…": "text"}, packages={…})`; no device, no engine, no limit."""
 
     def make(
         files: Mapping[str, str] | None = None, packages: Mapping[str, str] | None = None, **more: Any

@@ -90,7 +90,7 @@ def both(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def burst(pair: Pair, outgoing: bool) -> ControlChannel:
-    """Send frames from one to the other; who hears them."""
+    """Sends frames from one to the other; who hears them."""
     if outgoing:
         pair.out()
         return pair.good
