@@ -281,8 +281,8 @@ def _signals_deferred() -> Iterator[None]:
     finally:
         for number, handler in replaced.items():
             signal.signal(number, handler)
-        for number in received:
-            signal.raise_signal(number)
+        for each in received:
+            signal.raise_signal(each)
 
 
 def _free_prefix(names: Sequence[str]) -> str:
