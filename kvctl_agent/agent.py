@@ -45,8 +45,8 @@ from kvctl_agent.runtime.handles import (
     check_flag,
     check_room,
     check_timeout,
-    written,
 )
+from kvctl_agent.runtime.page_owners import written
 from kvctl_agent.security.curve import load_fleet_key
 from kvctl_agent.telemetry.hub import Telemetry
 

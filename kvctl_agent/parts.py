@@ -42,21 +42,22 @@ from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.paths.slice import SlicePath
 from kvctl_agent.paths.staged import StagedPath
 from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol.bootstrap_registry import Lookup
 from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.messages import MAX_SHARED, MAX_TEXT, SharedMemory
 from kvctl_agent.protocol.peer import LocalInfo, Timing
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.recording import InputLog
-from kvctl_agent.protocol.registry import Lookup
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime.arrival_loop import ArrivalLoop
 from kvctl_agent.runtime.bootstrap import Registries, RegistryServer
 from kvctl_agent.runtime.control_channel import ControlChannel
 from kvctl_agent.runtime.control_loop import ControlLoop, Mailbox
 from kvctl_agent.runtime.event_poller import EventPoller
-from kvctl_agent.runtime.handles import HandleRegistry, OnState, PageOwners
+from kvctl_agent.runtime.handles import HandleRegistry, OnState
 from kvctl_agent.runtime.lifecycle import Lifecycle
 from kvctl_agent.runtime.liveness import host_identity
+from kvctl_agent.runtime.page_owners import PageOwners
 from kvctl_agent.runtime.peer_connections import PeerConnections
 from kvctl_agent.runtime.pipelining import Pipelining
 from kvctl_agent.runtime.transfer_worker import TransferWorker
@@ -347,7 +348,7 @@ def instances_of(role: str, bootstrap: object) -> tuple[str, ...]:
 
 
 def page_owners_of(pool: KVPool) -> PageOwners:
-    """Returns the owners of a decode rank's memory, with the kinds in the order of `runtime.handles.written`."""
+    """Returns the owners of a decode rank's memory, with the kinds in the order of `runtime.page_owners.written`."""
     states = [memory for memory in pool.segments if memory.shard.segment.state]
     kinds = [(f"item of state {memory.shard.segment.name}", memory.num_slots) for memory in states]
     return PageOwners([("page", pool.num_pages), ("aux row", pool.aux_slots), *kinds])

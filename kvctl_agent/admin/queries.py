@@ -45,11 +45,11 @@ from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
 from kvctl_agent.layout.plan_inputs import PLAN_VERSION
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.parts import AgentParts
+from kvctl_agent.protocol.bootstrap_registry import Rank, Roster
 from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.messages import PROTOCOL_VERSION
 from kvctl_agent.protocol.peer import LocalInfo, Peer, PeerState
 from kvctl_agent.protocol.prefill import PrefillMachine
-from kvctl_agent.protocol.registry import Rank, Roster
 from kvctl_agent.runtime.peer_connections import PeerConnections
 from kvctl_agent.telemetry.hub import room_rows
 from kvctl_agent.transport.cost_probe import Interconnect, interconnect_of

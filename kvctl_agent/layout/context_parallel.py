@@ -7,7 +7,8 @@ ranks send nothing.
 
 from __future__ import annotations
 
-from kvctl_agent.contract.choices import ALL_CHUNK, RANK0, ROOM_HASH
+from kvctl_agent.contract.choices import ALL, ALL_CHUNK, CP_MODES, RANK0, ROOM_HASH
+from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.chunks import Chunk, grid
 from kvctl_agent.layout.parallel import mix64
 
@@ -30,7 +31,7 @@ def owned_cells(
     `mode` is one of `CP_MODES`; `room` is hashed in mode room-hash.
 
     Raises:
-        LayoutError: as for `grid`.
+        LayoutError: an unknown mode, or as for `grid`.
     """
     cells = grid(total_pages, prefix_pages, chunk_pages)
     sender = sole_cp_sender(mode, cp, room)
@@ -40,9 +41,11 @@ def owned_cells(
         return cells
     if mode == ALL_CHUNK:
         narrowed = [_narrowed(cell, *_split(cell.first, cell.count, cp, rank)) for cell in cells]
-    else:
+    elif mode == ALL:
         lo, hi = _split(prefix_pages, total_pages - prefix_pages, cp, rank)
         narrowed = [_narrowed(cell, lo, hi) for cell in cells]
+    else:
+        raise LayoutError(f"cp_mode {mode!r} is not one of {', '.join(CP_MODES)}")
     return tuple(cell for cell in narrowed if cell.count > 0)
 
 

@@ -15,7 +15,7 @@ import zmq
 
 from kvctl_agent.contract.keys import KeyPair
 from kvctl_agent.errors import RemoteProtocolError
-from kvctl_agent.protocol import registry
+from kvctl_agent.protocol import bootstrap_registry as registry
 from kvctl_agent.runtime import control_endpoints
 
 _REQUESTS_A_TURN = 64

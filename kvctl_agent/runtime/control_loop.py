@@ -20,11 +20,11 @@ import zmq
 
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol.bootstrap_registry import Rank, Register
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.messages import Hello, PeerInfo
 from kvctl_agent.protocol.peer import LocalInfo, Peer, PeerState
 from kvctl_agent.protocol.recording import InputLog
-from kvctl_agent.protocol.registry import Rank, Register
 from kvctl_agent.runtime import control_endpoints
 from kvctl_agent.runtime.arrival_loop import ArrivalLoop
 from kvctl_agent.runtime.bootstrap import Registries, RegistryServer

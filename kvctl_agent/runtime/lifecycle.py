@@ -9,10 +9,10 @@ from typing import Literal
 
 from kvctl_agent.errors import ConfigError, DeadlineExceeded, LocalProtocolError
 from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol.bootstrap_registry import Roster
 from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.peer import LocalInfo, PeerState
-from kvctl_agent.protocol.registry import Roster
 from kvctl_agent.runtime.bootstrap import Registries
 from kvctl_agent.runtime.control_loop import Mailbox
 from kvctl_agent.telemetry.hub import Telemetry

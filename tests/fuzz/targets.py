@@ -15,8 +15,7 @@ from kvctl_agent.admin.requests import parse_body, parse_frames, request_id
 from kvctl_agent.contract import recording
 from kvctl_agent.contract.admin import MAGIC
 from kvctl_agent.errors import RecordingError, RecordingVersionError, RemoteProtocolError, RequestRefused
-from kvctl_agent.protocol import codec
-from kvctl_agent.protocol import registry as bootstrap_registry
+from kvctl_agent.protocol import bootstrap_registry, codec
 from kvctl_agent.protocol.checkpoint import unpack
 from kvctl_agent.protocol.tag import Tag
 from kvctl_agent.security import unix_router

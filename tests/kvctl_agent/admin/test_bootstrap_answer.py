@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvctl_agent.admin.queries import bootstrap_rows
-from kvctl_agent.protocol.registry import Rank, Register, Registry, Roster
+from kvctl_agent.protocol.bootstrap_registry import Rank, Register, Registry, Roster
 
 
 def rank(*coord: int, sizes: tuple[int, int, int, int] = (1, 2, 1, 2)) -> Rank:

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from kvctl_agent.errors import ConfigError
-from kvctl_agent.protocol.registry import MAX_REQUEST_BYTES, Lookup, Rank, Register, Request
+from kvctl_agent.protocol.bootstrap_registry import MAX_REQUEST_BYTES, Lookup, Rank, Register, Request
 from kvctl_agent.runtime.bootstrap import Registries, RegistryClient, RegistryServer
 from kvctl_agent.runtime.control_endpoints import connect
 

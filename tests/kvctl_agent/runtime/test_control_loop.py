@@ -19,8 +19,8 @@ import zmq
 from kvctl_agent.errors import LocalProtocolError, TransportError
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.bootstrap_registry import Lookup, Rank, Register
 from kvctl_agent.protocol.peer import FormerIncarnation, PeerState
-from kvctl_agent.protocol.registry import Lookup, Rank, Register
 from kvctl_agent.runtime.bootstrap import Registries, RegistryClient, RegistryServer
 from kvctl_agent.runtime.control_channel import ControlChannel
 from kvctl_agent.runtime.control_loop import ControlLoop, Mailbox

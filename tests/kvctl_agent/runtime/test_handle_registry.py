@@ -11,7 +11,8 @@ from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol.events import Released, StateChanged
-from kvctl_agent.runtime.handles import HandleRegistry, PageOwners, Receive
+from kvctl_agent.runtime.handles import HandleRegistry, Receive
+from kvctl_agent.runtime.page_owners import PageOwners
 
 CAUSE: Failure = {"rank": "prefill-0", "code": "ABORTED", "at_ns": 1, "text": "enough"}
 

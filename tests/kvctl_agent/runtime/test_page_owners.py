@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol.events import Pages
-from kvctl_agent.runtime.handles import PageOwners
+from kvctl_agent.runtime.page_owners import PageOwners
 
 KINDS = [("page", 12), ("aux row", 4), ("item of state conv", 3)]
 

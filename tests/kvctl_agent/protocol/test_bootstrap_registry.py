@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvctl_agent.errors import RemoteProtocolError
-from kvctl_agent.protocol import registry
-from kvctl_agent.protocol.registry import Lookup, Rank, Register, Registry
+from kvctl_agent.protocol import bootstrap_registry as registry
+from kvctl_agent.protocol.bootstrap_registry import Lookup, Rank, Register, Registry
 
 
 def rank(tp: int, *, tp_size: int = 4, dp: int = 0, dp_size: int = 1, name: str = "", life: int = 1) -> Rank:

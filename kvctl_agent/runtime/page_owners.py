@@ -1,0 +1,92 @@
+"""Ownership of the pages, aux rows and state items of a decode rank's pool: which room's writers may write where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvctl_agent.errors import LocalProtocolError
+from kvctl_agent.protocol import events as ev
+
+_Claim = tuple[str, ev.Pages, npt.NDArray[np.intp]]
+"""Kind of memory, index of each of its places in the owning room's list, and the numbers that the room owns."""
+
+
+class PageOwners:
+    """Assigns pages, aux rows and state items of a decode rank's pool to rooms whose writers may still write to them.
+
+    Two rooms that receive into one page would overwrite each other, and both would end in SUCCESS. So a page belongs to
+    one room from `Agent.receive` until the room has succeeded or is released. Pages of a prefill rank are only read, so
+    rooms may share them. Not thread-safe.
+
+    Args:
+        kinds: name and number of each kind of memory ("page", "aux row", "item of state conv").
+    """
+
+    def __init__(self, kinds: Sequence[tuple[str, int]]) -> None:
+        self._names = [name for name, _ in kinds]
+        # 0 if free, else 1 + index in the list that the room passed.
+        self._places: list[ev.Pages] = [np.zeros(count, np.int32) for _, count in kinds]
+        self._rooms: dict[int, list[_Claim]] = {}
+
+    def claim(self, room: int, wanted: tuple[ev.Pages, ...]) -> None:
+        """Assigns memory to a room.
+
+        Args:
+            wanted: numbers of each kind, in the order of `kinds`; the last kinds may be omitted.
+
+        Raises:
+            LocalProtocolError: a number appears twice, or belongs to another room; nothing has changed.
+        """
+        # The cost depends on these numbers only, not on the size of the pool. numpy would convert indices of another
+        # type than intp in every step.
+        found = [
+            (name, places, numbers.astype(np.intp))
+            for name, places, numbers in zip(self._names, self._places, wanted, strict=False)
+            if len(numbers)
+        ]
+        for name, places, numbers in found:
+            taken = places.take(numbers)
+            if taken.any():
+                number = int(numbers[taken.argmax()])
+                raise LocalProtocolError(
+                    f"room {room}: {name} {number} belongs to room {self._owner(name, number)}, which may still be "
+                    "written to: give it to another room when that one has succeeded or is released"
+                )
+        for name, places, numbers in found:
+            order = np.arange(1, len(numbers) + 1, dtype=np.int32)
+            places[numbers] = order
+            again = places.take(numbers) != order  # of a repeated number the last index was stored
+            if again.any():
+                self._free(found)
+                raise LocalProtocolError(f"room {room}: {name} {numbers[again.argmax()]} is given twice")
+        self._rooms[room] = found
+
+    @property
+    def rooms(self) -> list[int]:
+        """Rooms that own memory."""
+        return list(self._rooms)
+
+    def release(self, room: int) -> None:
+        """Frees a room's memory, once nothing can be written for it any more; unknown rooms are ignored."""
+        self._free(self._rooms.pop(room, ()))
+
+    def _free(self, claims: Iterable[_Claim]) -> None:
+        for _, places, numbers in claims:
+            places[numbers] = 0
+
+    def _owner(self, name: str, number: int) -> int:
+        return next(
+            room
+            for room, claims in self._rooms.items()
+            for kind, _, numbers in claims
+            if kind == name and number in numbers
+        )
+
+
+def written(opening: ev.OpenRoom) -> tuple[ev.Pages, ...]:
+    """Returns the memory that a room receives into: pages, aux row, and the items of each state component."""
+    aux = [opening.aux_index] if opening.aux_index >= 0 else []
+    return opening.pages, np.array(aux, np.int32), *opening.states
