@@ -10,7 +10,8 @@ import orjson
 from kvctl_agent.contract import recording
 from kvctl_agent.contract.admin import MAGIC
 from kvctl_agent.contract.commands import COMMANDS
-from kvctl_agent.protocol import codec, registry
+from kvctl_agent.protocol import bootstrap_registry as registry
+from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.security import unix_router

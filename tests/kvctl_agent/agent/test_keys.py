@@ -17,7 +17,8 @@ from zmq.utils import z85
 
 from kvctl_agent.contract.keys import KeyPair, secret_text
 from kvctl_agent.errors import AdminError, ConfigError
-from kvctl_agent.protocol import codec, registry
+from kvctl_agent.protocol import bootstrap_registry as registry
+from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.security.curve import load_fleet_key
 
