@@ -1,3 +1,3 @@
-"""`kvctl bench`: programs of trials on fleets of rank processes, their results, tables and HTML report."""
+"""Implements `kvctl bench`: measures transfers between rank processes, and prints, saves and plots the results."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compares a result with a saved one, so that scripts can detect a regression."""
+"""Compares a bench result with a saved one, so that scripts can detect a regression."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import orjson
 
 from kvctl.lab.bench.results import SCHEMA
 
-# Written for some weeks before the first release.
+# Schema of results saved in the weeks before the first release.
 _OLD_SCHEMA = "kvctl.lab.bench/1"
 PASS = "PASS"
 FAIL = "FAIL"
@@ -32,10 +32,10 @@ _KEY = (
 
 
 def load_baseline(path: Path) -> dict[str, Any]:
-    """Reads a result of `kvctl bench --save`.
+    """Reads a file written by `kvctl bench --save`.
 
     Raises:
-        ValueError: The file cannot be read, or is not such a result.
+        ValueError: The file cannot be read, or is not a saved result.
     """
     try:
         document = orjson.loads(path.read_bytes())
@@ -51,13 +51,18 @@ def load_baseline(path: Path) -> dict[str, Any]:
 def compare(
     rows: Sequence[dict[str, Any]], shape: Mapping[str, Any], baseline: Mapping[str, Any], max_regress: float
 ) -> list[dict[str, Any]]:
-    """Returns the rows, each with a `baseline` if the saved result has the same measurement, else None.
+    """Adds a field `baseline` to each row: the saved rate, its change and the verdict.
+
+    The field is None if the saved result lacks the same measurement or has no rate for it.
 
     Args:
+        rows: Rows of the new result.
+        shape: The model's shape in the new result.
+        baseline: The saved result, from `load_baseline`.
         max_regress: Allowed loss of GB/s against the saved result, as a ratio.
 
     Raises:
-        ValueError: The shapes differ, or no run is in both results.
+        ValueError: The shapes differ, or the results have no measurement in common.
     """
     # An older saved shape may have fewer fields.
     if not isinstance(before := baseline.get("shape"), dict) or any(shape.get(name) != before[name] for name in before):
@@ -73,7 +78,7 @@ def compare(
 
 
 def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describes each run that regressed in a line."""
+    """Returns one line of text for each row whose verdict is FAIL."""
     return [
         f"{row['path']} at concurrency {row['concurrency']}, {row['tokens']} tokens: {row['gb_per_s']:.3g} GB/s, "
         f"baseline {row['baseline']['gb_per_s']:.3g} ({row['baseline']['change_ratio']:+.1%})"
@@ -91,5 +96,5 @@ def _compared(row: dict[str, Any], before: Mapping[str, Any] | None, max_regress
 
 
 def _same(saved: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    """Whether both are the same measurement; fields that the saved run lacks are not compared."""
+    """Returns whether two runs are the same measurement; key fields that the saved run lacks are ignored."""
     return all(saved[name] == row.get(name) for name in _KEY if name in saved)

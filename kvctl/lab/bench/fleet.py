@@ -1,4 +1,4 @@
-"""One fleet on this machine: its rank processes, and the phases that all ranks go through together."""
+"""Starts the rank processes of a fleet on this machine and leads them through the phases of a trial."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class Fleet:
     """The rank processes of one plan.
 
     Args:
-        label: Prefix of the ranks' names, if another fleet of the same bench has the same ranks.
+        request: The request that the plan was made from.
+        label: Prefix of the ranks' names, to tell them from another fleet's ranks of the same bench; "" for none.
         on_tick: Called several times a second while the fleet waits for its ranks.
     """
 
@@ -75,7 +76,7 @@ class Fleet:
         return len(self.names)
 
     def of_role(self, role: str) -> list[str]:
-        """Returns the names of the ranks of a role, in rank order."""
+        """Returns the names of all prefill or all decode ranks, in rank order."""
         return [name for name, rank in self.names.items() if rank["role"] == role]
 
     def start(self) -> dict[str, Ready]:
@@ -94,7 +95,11 @@ class Fleet:
         return cast(dict[str, Ready], self._group.ask(commands, timeout_s + _MARGIN_S, "start"))
 
     def roofline(self, kind: FloorKind) -> float | None:
-        """Measures one limit of this machine, in GB/s, on the first prefill rank; nothing else may run meanwhile."""
+        """Measures one limit of this machine on the first prefill rank; nothing else may run meanwhile.
+
+        Returns:
+            The limit in GB/s, or None if it cannot be measured.
+        """
         name = self.of_role("prefill")[0]
         answer = self._group.ask({name: Floors(kind)}, _ROOFLINE_S, f"{kind} roofline")[name]
         return cast(FloorMeasured, answer)["gb_per_s"]
@@ -102,7 +107,14 @@ class Fleet:
     def prepare(
         self, batch: int, path: str, rooms: Sequence[Room], poison: bool, doing: str, pipeline: str = "off"
     ) -> None:
-        """Fills the prefill pages and poison the decode pages; not timed."""
+        """Has the prefill ranks fill the rooms' pages, and the decode ranks poison theirs; not timed.
+
+        Args:
+            batch: Number of the batch's content: prefill ranks skip the filling if they filled this number last.
+            poison: Overwrites the decode pages, so that bytes that never arrive are detected.
+            doing: Description of the trial, for error messages.
+            pipeline: Pipeline setting that the following run uses.
+        """
         command = Prepare(batch, path, tuple(rooms), poison, pipeline)
         self._all(command, self._limit_s(rooms) + self._sweep_s, f"filling for {doing}")
 
@@ -115,7 +127,15 @@ class Fleet:
         decode_ms: float = 0.0,
         show: int = -1,
     ) -> dict[str, RunReport]:
-        """Runs the prepared rooms; every rank drives its own."""
+        """Transfers the prepared rooms and returns each rank's report; the ranks drive the rooms themselves.
+
+        Args:
+            windows: Most rooms in flight, for each decode dp rank.
+            doing: Description of the trial, for error messages.
+            layer_ms: Simulated compute time of one layer for one chunk.
+            decode_ms: Simulated time of one decode step.
+            show: Index of the room whose parts the reports list; -1 for none.
+        """
         timeout_s = self._limit_s(rooms) + self._simulated_s(rooms, layer_ms, decode_ms)
         if self._faults:
             timeout_s += _FAULTS_S + last_ns(self._faults) / 1e9
@@ -128,13 +148,13 @@ class Fleet:
         return cast(dict[str, RunReport], answers)
 
     def verify(self, mode: str, rooms: Sequence[Room], doing: str) -> dict[str, VerifyReport]:
-        """Compares the received bytes with the expected ones, on every decode rank."""
+        """Has every decode rank compare the received bytes with the expected ones; `mode` is one of `VERIFY_MODES`."""
         commands: dict[str, Command] = {name: Verify(mode) for name in self.of_role("decode")}
         answers = self._group.ask(commands, self._limit_s(rooms) + self._sweep_s, f"verifying {doing}")
         return cast(dict[str, VerifyReport], answers)
 
     def idle(self, seconds: float) -> None:
-        """Wait.
+        """Waits while the ranks do nothing.
 
         Raises:
             FleetError: A rank died meanwhile.
@@ -142,11 +162,11 @@ class Fleet:
         self._group.wait(seconds, "hold")
 
     def stop(self) -> dict[str, Stopped]:
-        """Has every rank close its agent and exit."""
+        """Tells every rank to close its agent and exit, and returns their answers."""
         return cast(dict[str, Stopped], self._all(Stop(), _STOP_S, "stop"))
 
     def close(self) -> dict[str, int]:
-        """End every process and remove every file of the fleet; return the exit status of each rank."""
+        """Ends every process and removes every file of the fleet; returns the exit status of each rank by name."""
         return self._group.close()
 
     def __enter__(self) -> Fleet:
@@ -168,12 +188,12 @@ class Fleet:
         self._group.ranks[self._by_label[label]].signal(number)
 
     def _limit_s(self, rooms: Sequence[Room]) -> float:
-        """Returns a deadline for these rooms, in seconds, far above the time they need."""
+        """Returns a time limit for transferring these rooms, in seconds, far above the time they need."""
         nbytes = sum(self._bytes_of_token * room.tokens for room in rooms)
         return _MIN_RUN_S + nbytes / _SLOWEST_BYTES_PER_S
 
     def _simulated_s(self, rooms: Sequence[Room], layer_ms: float, decode_ms: float) -> float:
-        """Returns the total seconds of arrivals, compute and decoding of these rooms, without any overlap."""
+        """Returns an upper bound of the seconds that arrivals, compute and decoding add to a run of these rooms."""
         chunks = sum(-(-room.tokens // self._plan["chunk_tokens"]) for room in rooms)
         layer_ms = _SLOWEST_LAYER_MS if self._plan["compute"] == "gpu" else layer_ms
         compute_ms = chunks * self._plan["shape"]["layers"] * layer_ms
@@ -182,11 +202,13 @@ class Fleet:
 
 
 class StopSchedule:
-    """Stops and continues rank processes with signals, as the faults of kind `pause` say; starts when created.
+    """Stops and continues rank processes with signals, at the times given by `pause` faults.
+
+    Times count from the creation of the schedule.
 
     Args:
-        faults: Those of other kinds are ignored.
-        send: Sends a signal to a rank, by name.
+        faults: Faults of a run; kinds other than `pause` are ignored.
+        send: Sends a signal to the rank with this name.
     """
 
     def __init__(self, faults: Sequence[Fault], send: Callable[[str, signal.Signals], None]) -> None:
@@ -196,7 +218,7 @@ class StopSchedule:
         self._stopped: list[Fault] = []
 
     def tick(self) -> None:
-        """Sends the signals that are due; call several times a second."""
+        """Sends the signals that are due; must be called several times a second."""
         ran_ns = time.monotonic_ns() - self._started_ns
         for fault in [each for each in self._waiting if each.at_ns <= ran_ns]:
             self._waiting.remove(fault)
@@ -205,7 +227,7 @@ class StopSchedule:
         self._continue([each for each in self._stopped if each.at_ns + (each.for_ns or 0) <= ran_ns])
 
     def end(self) -> None:
-        """Continue all stopped ranks and drop the remaining stops."""
+        """Continues all stopped ranks and drops the stops that are not yet due."""
         self._waiting.clear()
         self._continue(self._stopped[:])
 
@@ -217,5 +239,5 @@ class StopSchedule:
 
 
 def last_ns(faults: Sequence[Fault]) -> int:
-    """Returns the time after the start of a run at which the last pause ends."""
+    """Returns when the last `pause` fault ends, in nanoseconds after the start of the run; 0 without such a fault."""
     return max((fault.at_ns + (fault.for_ns or 0) for fault in faults if fault.name == "pause"), default=0)

@@ -1,4 +1,4 @@
-"""This machine: memory and cores for a bench, its roofline, and a fingerprint for saved results."""
+"""Facts about this machine for a bench: usable memory and cores, kinds of roofline, and software versions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvctl.lab.ranks.request import FloorKind
 from kvctl_agent.contract import VERSION
 
 ROOFLINES: tuple[FloorKind, ...] = ("memcpy", "write", "device", "peer")
-"""All kinds of upper limits of the transfer rate."""
+"""All kinds of roofline: measured upper limits of the transfer rate."""
 
 # Pools and rings take a third of the free memory, at most 12 GiB; ranks and other programs need the rest.
 _POOL_SHARE = 3
@@ -29,14 +29,18 @@ _PACKAGES = {
 
 
 def rooflines_of(plan: Plan) -> tuple[FloorKind, ...]:
-    """Returns the kinds of limits that apply to a plan."""
+    """Returns the kinds of roofline that apply to a plan: copies on the host, or copies on and between GPUs."""
     return ("memcpy", "write") if plan["device"] == "cpu" else ("write", "device", "peer")
 
 
 def copy_roofline(plan: Plan, roofline: Mapping[FloorKind, float | None]) -> float | None:
-    """Returns the GB/s of the fastest copy from a prefill rank's GPU to a decode rank's; None in host memory.
+    """Returns the measured rate of a copy from a prefill rank's GPU to a decode rank's GPU, in GB/s.
 
-    If all ranks share one GPU, that is a copy within it, whether or not they can map each other's memory.
+    If all ranks share one GPU and cannot map each other's memory, the rate of a copy within that GPU is used. None if
+    the pools are in host memory or the rate was not measured.
+
+    Args:
+        roofline: GB/s of each kind in `ROOFLINES`.
     """
     if plan["device"] == "cpu":
         return None
@@ -45,7 +49,7 @@ def copy_roofline(plan: Plan, roofline: Mapping[FloorKind, float | None]) -> flo
 
 
 def memory_budget_bytes() -> int:
-    """Returns the memory that all pools and rings of a bench may take together."""
+    """Returns the number of bytes that all pools and rings of a bench may take together."""
     return min(_available_bytes() // _POOL_SHARE, _MAX_POOL_BYTES)
 
 
@@ -55,11 +59,11 @@ def cores() -> int:
 
 
 def fingerprint(device: str, lanes: list[str], gpus: Mapping[int, Gpu]) -> dict[str, object]:
-    """Returns the `env` of a saved result; the version of a missing package is "".
+    """Returns hardware and software versions for the `env` of a saved result; a missing package has the version "".
 
     Args:
-        device: Kind of memory, if no GPU is used.
-        lanes: Lanes of the transport.
+        device: Device to report if no GPU is used, such as `cpu`.
+        lanes: How the transports move bytes, as the ranks describe it, such as the value of `UCX_TLS`.
         gpus: GPUs in use, by number.
     """
     any_gpu = next(iter(gpus.values()), Gpu(name="", driver="", cuda=""))
@@ -78,7 +82,7 @@ def fingerprint(device: str, lanes: list[str], gpus: Mapping[int, Gpu]) -> dict[
 
 
 def _available_bytes() -> int:
-    """Returns the free memory of the machine or of the control group, whichever is less."""
+    """Returns the free bytes of the machine or of the control group, whichever is less."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(meminfo["MemAvailable"].split()[0]) << 10
     group = Path("/sys/fs/cgroup")

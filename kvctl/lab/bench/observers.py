@@ -1,4 +1,4 @@
-"""Runs `kvctl top` on a terminal and `kvctl status -w 0.1`, to measure what observing costs a fleet."""
+"""Runs `kvctl top` and `kvctl status -w 0.1` against a fleet, to measure how much throughput observing costs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _EXIT_S = 5.0
 
 
 class Observers:
-    """The observer processes. Between trials they are stopped, not ended, so that none has to start again.
+    """The processes `kvctl top`, on a pseudo-terminal, and `kvctl status`, which observe a fleet.
+
+    Between observed trials they are stopped with a signal instead of ended, because starting takes seconds.
 
     Args:
         agents: Names of the agents to observe.
@@ -37,7 +39,7 @@ class Observers:
         self._watching = False
 
     def watch(self, wanted: bool) -> None:
-        """Start or continue observing, or stop the observers."""
+        """Starts or continues the observers if `wanted`, otherwise stops them with SIGSTOP."""
         if wanted and not self._processes:
             self._start()
             time.sleep(_START_S)
@@ -47,7 +49,7 @@ class Observers:
         self._watching = wanted
 
     def close(self) -> None:
-        """End the processes; idempotent."""
+        """Ends the observer processes; idempotent."""
         for process in self._processes:
             process.send_signal(signal.SIGCONT)
             process.send_signal(signal.SIGTERM)
@@ -93,7 +95,7 @@ class Observers:
 
 
 def _drain(terminal: int) -> None:
-    """Reads and discards the output until the other side is closed."""
+    """Reads and discards the output of a pseudo-terminal until the process on it has exited."""
     with contextlib.suppress(OSError):
         while os.read(terminal, 1 << 16):
             pass

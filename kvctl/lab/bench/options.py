@@ -1,4 +1,4 @@
-"""Parses the values of bench's options: lists, ranges, sweeps, percentages.
+"""Parses the values of the options of `kvctl bench`: lists, ranges, sweeps, percentages.
 
 Every function raises ValueError for a malformed value, with an example of a correct one.
 """
@@ -25,7 +25,7 @@ _STATE = re.compile(r"([a-z][a-z0-9_-]*):(\d{1,9})x(\d{1,9})x(\d{1,9})(?::(pages
 
 
 def parse_tokens(text: str) -> Tokens:
-    """Parses prompt lengths: `1024`, `16,4096` (in turn) or `256..2048` (uniform)."""
+    """Parses prompt lengths: `1024`, `16,4096` (rooms alternate) or `256..2048` (uniformly distributed)."""
     low, separator, high = text.partition("..")
     if separator:
         return Tokens(low=_positive(low, text), high=_positive(high, text))
@@ -33,7 +33,7 @@ def parse_tokens(text: str) -> Tokens:
 
 
 def parse_sweep(text: str) -> tuple[str, list[int]]:
-    """Parses `concurrency=1,4,16` or `tokens=256..16384` (powers of two from the first to the last)."""
+    """Parses a sweep into its axis and values: `concurrency=1,4,16`, or `tokens=256..16384`, doubling at each step."""
     axis, separator, values = text.partition("=")
     if not separator or axis not in AXES:
         raise ValueError(f"{text!r}: write {' or '.join(f'{axis}=1,4,16' for axis in AXES)}, or =1..1024")
@@ -66,7 +66,7 @@ def parse_percent(text: str) -> float:
 
 
 def parse_bench_faults(text: str) -> tuple[Fault, ...]:
-    """Parses faults that do not end a rank; "" means none."""
+    """Parses fault specifications, and rejects faults that end a rank; "" means none."""
     faults = parse_faults(text) if text else ()
     for fault in faults:
         if fault.name in ("kill", "replace"):
@@ -75,12 +75,12 @@ def parse_bench_faults(text: str) -> tuple[Fault, ...]:
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """Splits a comma list; empty words are dropped."""
+    """Splits a comma-separated list; empty words are dropped."""
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 def parse_gpus(text: str) -> tuple[int, ...]:
-    """Parses the numbers of GPUs, such as `0,1`; "" means none."""
+    """Parses a list of GPU numbers, such as `0,1`; "" means none."""
     words = parse_names(text)
     if not all(word.isascii() and word.isdecimal() for word in words):
         raise ValueError(f"{text!r} is not a list of GPU numbers: write 0,1 (nvidia-smi -L lists them)")
@@ -88,7 +88,12 @@ def parse_gpus(text: str) -> tuple[int, ...]:
 
 
 def sweep_loads(concurrency: int, tokens: Tokens, sweeps: list[tuple[str, list[int]]]) -> tuple[Load, ...]:
-    """Returns a load for every combination of the sweeps' points; axes that are not swept keep their option's value."""
+    """Returns a load for every combination of swept values; an axis without a sweep keeps the value of its option.
+
+    Args:
+        concurrency, tokens: Values of the options.
+        sweeps: Axis and values of each sweep, from `parse_sweep`.
+    """
     axes = dict(sweeps)
     if len(axes) < len(sweeps):
         raise ValueError("each axis can be swept once")
@@ -104,7 +109,7 @@ def _positive(word: str, whole: str) -> int:
 
 
 def parse_instances(text: str) -> tuple[Sizes, ...]:
-    """Parses prefill instances, such as `tp4,tp2:pp2,cp2`; `pp10+22` gives the layers of each stage."""
+    """Parses sizes of prefill instances: `tp4,tp2:pp2` are two; `pp10+22` gives the layers of each pipeline stage."""
     instances = tuple(_instance(word.strip(), text) for word in text.split(","))
     if len(instances) > _MAX_INSTANCES:
         raise ValueError(f"{text!r}: {len(instances)} instances, at most {_MAX_INSTANCES}")
@@ -112,22 +117,22 @@ def parse_instances(text: str) -> tuple[Sizes, ...]:
 
 
 def parse_stages(text: str) -> tuple[int, ...]:
-    """Parses the layers of each pipeline stage, such as `10,22`; "" means none."""
+    """Parses the number of layers of each pipeline stage, such as `10,22`; "" means none."""
     return tuple(_positive(word, text) for word in text.split(",")) if text else ()
 
 
 def parse_cp_modes(text: str) -> tuple[str, ...]:
-    """Parses a comma list of CP modes."""
+    """Parses a comma-separated list of CP modes (`CP_MODES`)."""
     return _choices(text, CP_MODES, lambda word: word in CP_MODES)
 
 
 def parse_pipelines(text: str) -> tuple[str, ...]:
-    """Parses a comma list of `PIPELINES` and numbers of layers per group."""
+    """Parses a comma-separated list of pipeline settings, each one of `PIPELINES` or a number of layers per group."""
     return _choices(text, (*PIPELINES, "4"), lambda word: word in PIPELINES or (word.isdecimal() and int(word) > 0))
 
 
 def parse_scale(text: str) -> Fraction:
-    """Parses a factor of lengths, exactly."""
+    """Parses the factor of a trace's prompt lengths as an exact fraction."""
     try:
         value = Fraction(text)
     except (ValueError, ZeroDivisionError):
@@ -138,7 +143,10 @@ def parse_scale(text: str) -> Fraction:
 
 
 def parse_scale_bytes(text: str) -> tuple[int | None, int | None]:
-    """Parses `4` for K and V or `4,2` for each; "" leaves it to the element type."""
+    """Parses the bytes of quantization scales per page and head of K and of V: `4` for both, or `4,2`.
+
+    "" returns None for both, which leaves them to the element type.
+    """
     if not text:
         return None, None
     words = text.split(",")
@@ -148,7 +156,10 @@ def parse_scale_bytes(text: str) -> tuple[int | None, int | None]:
 
 
 def parse_state(text: str) -> State:
-    """Parses `NAME:ROWSxHEADSxBYTES`, with `:pages` or `:window=TOKENS` if items are pages."""
+    """Parses a state component: `NAME:ROWSxHEADSxBYTES`.
+
+    `:pages` or `:window=TOKENS` is appended if its items are pages, of the whole prompt or of its last tokens.
+    """
     found = _STATE.fullmatch(text)
     if found is None:
         raise ValueError(f"{text!r}: write NAME:ROWSxHEADSxBYTES, such as conv:4x1x256, swa:1x8x256:window=512")

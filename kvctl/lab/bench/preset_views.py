@@ -1,4 +1,7 @@
-"""Tables of the presets: a line per run, or a line per load with the contestants side by side."""
+"""Tables that the presets print: a line per run, or a line per load that compares the contestants in columns.
+
+A contestant is one of the settings that a preset compares, such as a path or a fleet.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ Value = Callable[[Row], float | None]
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A figure by which contestants are compared."""
+    """A figure by which contestants are compared: its name, its value in a row, and whether more or less is better."""
 
     name: str
     value: Value
@@ -26,12 +29,12 @@ class Measure:
 
 
 def tokens_per_s(row: Row) -> float | None:
-    """Prompt tokens per second."""
+    """Returns the prompt tokens per second of the median repeat."""
     return float(row["tokens_per_s"])
 
 
 def best_tokens_per_s(row: Row) -> float | None:
-    """Prompt tokens per second of the best repeat."""
+    """Returns the prompt tokens per second of the best repeat."""
     return float(row["best"]["tokens_per_s"])
 
 
@@ -61,11 +64,12 @@ _PRESET_COLUMNS = {
 
 
 def _table(name: str, columns: str, normal: Collection[str] = (), wide: Collection[str] = (), **headers: str) -> View:
-    """Returns a view of columns of these tables and of `kvctl bench`, given by name.
+    """Returns a view of the named columns of the presets' tables and of `kvctl bench`.
 
     Args:
-        normal, wide: Columns of that width; all others are shown at any width.
-        headers: Headers by column name.
+        columns: Names of the columns, separated by spaces.
+        normal, wide: Columns shown only on terminals of at least that width; all others are always shown.
+        headers: Headers that replace the columns' own, by column name.
     """
     chosen = []
     for each in columns.split():
@@ -132,12 +136,13 @@ def comparison_view(
     names: Sequence[str],
     cut_short: Collection[str] = (),
 ) -> View:
-    """Returns the columns of lines from `side_by_side`: each measure of each contestant, with Δ against the first.
+    """Returns the view of lines from `side_by_side`: each measure of each contestant, with Δ against the first.
 
     Args:
-        by: Name of the load's field and its header.
+        name: Name of the preset.
+        by: Field of a line that identifies its load, and the field's header.
         names: The contestants.
-        cut_short: Contestants that did not run all rooms; their number of rooms is shown at any width.
+        cut_short: Contestants that did not run all rooms; their number of rooms is always shown.
     """
     field, header = by
     columns = [Column(field, kind=Kind.COUNT, header=header)]
@@ -164,7 +169,11 @@ def comparison_view(
 
 
 def side_by_side(rows: Sequence[Row], by: str) -> list[dict[str, Any]]:
-    """Returns a line per load, with its rows by contestant."""
+    """Returns a line per load; its `runs` maps each contestant to its row.
+
+    Args:
+        by: Field of the line that is set to the load's concurrency.
+    """
     lines: dict[Any, dict[str, Any]] = {}
     for row, name in zip(rows, contestants(rows), strict=True):
         load = (row["concurrency"], row["tokens_drawn"])

@@ -38,7 +38,8 @@ class Comparison:
     """A table with a line per load, and for each measure a column per contestant with Δ against the first.
 
     Attributes:
-        by: name of the load's field, and its header.
+        by: field that identifies a line's load, and its header.
+        measures: figures by which contestants are compared.
     """
 
     by: tuple[str, str]
@@ -47,7 +48,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    """Name and options of one of several fleets that are compared."""
+    """Name and options of one of the fleets that a part of a preset compares."""
 
     label: str
     options: Options
@@ -62,8 +63,8 @@ class Part:
         fleets: fleets that are compared with each other.
         loads: returns the loads for the options.
         program: returns the program for the options.
-        runs: number of runs of each case, if it is more than `repeat`.
-        weight: factor of the bytes that may be transferred.
+        runs: factor of the number of trials of each load, besides `repeat` and the compared settings.
+        weight: factor of the limit of transferred bytes when the part is scaled to this machine.
     """
 
     name: str = ""
@@ -83,7 +84,7 @@ class Preset:
     """One published table.
 
     Attributes:
-        title: what the table shows.
+        title: description of the table.
         options: values that replace the options' defaults.
         table: columns of the output.
         parts: parts that run one after another. If sessions define the requests, the loads only determine the scaling.
@@ -126,7 +127,7 @@ def _ratio_load(options: Options) -> tuple[Load, ...]:
 
 
 def _length_loads(options: Options) -> tuple[Load, ...]:
-    """Returns for each prompt length a load with one room at a time and one with many."""
+    """Returns two loads for each prompt length: one room at a time, and as many as the option `concurrency` allows."""
     lengths = _lengths(options)
     lone = [Load(1, length, _LONE_ROOMS) for length in lengths]
     return (*lone, *(Load(options["concurrency"], length) for length in lengths))
@@ -138,7 +139,10 @@ def _length_program(options: Options) -> Program:
 
 
 def _session_load(options: Options) -> tuple[Load, ...]:
-    """Returns a load of the longest prompts that moves as many bytes as all turns, which move their new tokens."""
+    """Returns a load that transfers as many bytes as all turns of all sessions.
+
+    Each turn transfers only its new tokens, so a session transfers as much as one room of its last turn's length.
+    """
     turn = max(options["tokens"].values) + options["output_tokens"]
     longest = Tokens(values=(turn * options["turns"],))
     return (Load(options["sessions"], longest, options["sessions"]),)
@@ -260,7 +264,7 @@ PRESETS: dict[str, Preset] = {
 }
 
 POINT_SECONDS = 5.0
-"""Time limit per load and path on GPUs: a path with a descriptor per row takes a second per room of a large model."""
+"""Time limit per load and path on GPUs: path slice, with a descriptor per row, takes 1 s per room of a large model."""
 
 # Rooms one at a time: a GPU computes one forward at a time, so a second room in flight would measure the queue.
 _PIPELINE_SWEEP_COMPUTED = Preset(
@@ -281,10 +285,11 @@ _PIPELINE_SWEEP_COMPUTED = Preset(
 
 
 def on_gpus(name: str, compute: str) -> Preset:
-    """Returns the preset for KV pools on GPUs: path direct is added to comparisons with staged.
+    """Returns the preset for KV pools on GPUs; where it compares paths, path direct is added.
 
     Args:
-        compute: One of `COMPUTES`.
+        name: Name of the preset.
+        compute: One of `COMPUTES`; `gpu` selects a pipeline sweep with forwards computed on the GPU.
     """
     preset = PRESETS[name]
     if name == _PIPELINE_SWEEP_COMPUTED.name and compute == "gpu":

@@ -20,9 +20,8 @@ class Case:
     Attributes:
         load: index into the plan's loads.
         layer_ms: simulated compute time of one layer for one chunk.
-        turn: number shared by cases that run in turns, so that machine drift does not look like a difference between
-            them.
-        observed: whether `kvctl top` and `kvctl status` watch the fleet meanwhile.
+        turn: number of the stage for cases that belong to a point of `Ratios`, counted from 1; otherwise 0.
+        observed: whether `kvctl top` and `kvctl status` observe the fleet meanwhile.
     """
 
     load: int
@@ -34,39 +33,39 @@ class Case:
 
 
 Latency = Callable[[Case], float | None]
-"""Median latency of a measured case, in milliseconds."""
+"""Returns the median latency of a case in milliseconds; None if the case has not been measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Cases that run in turns, `repeat` times."""
+    """Cases that run in turns, `repeat` times each, so that machine drift does not look like a difference of cases."""
 
     cases: tuple[Case, ...]
     repeat: int
 
     def trials(self, plan: Plan) -> int:
-        """Number of trials of the stage."""
+        """Returns the number of trials: one per case, batch and repeat."""
         return self.repeat * sum(len(plan["loads"][case.load]["batches"]) for case in self.cases)
 
 
 class Program(Protocol):
-    """The cases to measure on one fleet."""
+    """Determines which cases are measured on one fleet, and in which order."""
 
     def outline(self, plan: Plan) -> list[Stage]:
-        """All stages, for the progress bar: only the number of cases of each load is meaningful."""
+        """Returns all stages for the progress bar; only the number of cases of each load is meaningful."""
 
     def stages(self, plan: Plan, latency: Latency) -> Iterator[Stage]:
-        """The stages, each created after the previous one has been measured."""
+        """Yields the stages; each is created after the previous stage has been measured."""
 
     def derived(self, plan: Plan, case: Case, latency: Latency, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of a case's row that depend on other cases of the program."""
+        """Returns additional fields of a case's `row` that depend on other cases of the program."""
 
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """Every load on every path with every pipeline setting, in turns.
+    """Compares every path with every pipeline setting on every load, in turns.
 
-    With `observe` each case runs twice, alone and watched.
+    With `observe` each case runs twice: without observers, and observed by `kvctl top` and `kvctl status`.
     """
 
     layer_ms: float
@@ -92,15 +91,15 @@ class SideBySide:
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """Rooms with simulated compute that takes a fixed multiple of the plain transfer time.
+    """Measures rooms whose simulated compute time has a fixed ratio to their transfer time.
 
-    The plain transfer is measured first: same prompt length, lowest concurrency, no compute, same fleet. It sets the
-    compute time per layer of each ratio. Rooms that run one at a time are also compared with the model of pipelining
-    (`exposed_by_model`); its inputs, the transfer time in groups and in one piece, come from cases without compute that
-    run in turns with the others.
+    The transfer without compute is measured first, with the same prompt length at the lowest concurrency; the compute
+    time per layer of each ratio is derived from it. Rooms that run one at a time are also compared with the model of
+    pipelining (`exposed_by_model`); its inputs, the transfer time in groups and in one piece, come from cases without
+    compute that run in turns with the others.
 
     Attributes:
-        points: (load, transfer : compute), in the order of measurement.
+        points: index of a load and its ratio of transfer to compute time, in the order of measurement.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -117,9 +116,9 @@ class Ratios:
             yield self._at(plan, turn, slowest / ratio / plan["shape"]["layers"])
 
     def derived(self, plan: Plan, case: Case, latency: Latency, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The requested `ratio` and `transfer_ms`; for rooms that run one at a time also the model's prediction.
+        """Returns `ratio` and `transfer_ms`; for rooms that run one at a time also the prediction of the model.
 
-        Empty for cases without compute.
+        A case without compute has no such fields.
         """
         plain_ms = latency(Case(_lone(plan, case.load), case.path))
         if not case.layer_ms or not plain_ms:
@@ -156,22 +155,24 @@ class Ratios:
 
 
 def exposed_by_model(compute_ms: float, transfer_ms: float, whole_ms: float, groups: int) -> float:
-    """Predict the exposed transfer time of a room whose layers are sent in `groups` equal groups.
+    """Predicts the exposed transfer time of a room whose layers are sent in `groups` equal groups, in milliseconds.
 
-    With compute C, transfer T and N groups a room takes C + T/N if T < C (the last group's transfer remains), and
-    C/N + T otherwise (the transfer starts after the first group): the longer of the two, C of which is compute. The two
-    T differ slightly: the last group goes alone, an Nth of a room sent in one piece, while groups in a row overlap,
-    because one is gathered while the previous one is scattered.
+    With compute time C, transfer time T and N groups, a room takes C + T/N if T < C (only the transfer of the last
+    group remains after the forward), and C/N + T otherwise (the transfer starts after the first group). The longer of
+    the two applies, and C of it is compute. T is measured differently in the two terms: the last group is sent alone
+    and takes an Nth of a room sent in one piece, while consecutive groups overlap, because one group is gathered while
+    the previous one is scattered.
 
     Args:
-        transfer_ms: Transfer of all groups, one after the other.
-        whole_ms: Transfer of the same room in one piece.
+        compute_ms: Compute time of all layers.
+        transfer_ms: Transfer time of all groups in a row.
+        whole_ms: Transfer time of the same room in one piece.
     """
     return max(whole_ms / groups, compute_ms / groups + transfer_ms - compute_ms)
 
 
 def _lone(plan: Plan, load: int) -> int:
-    """Returns the load with the same prompts and the lowest concurrency."""
+    """Returns the index of the load with the same prompt lengths and the lowest concurrency."""
     loads = plan["loads"]
     same = (at for at, other in enumerate(loads) if other["tokens"] == loads[load]["tokens"])
     return min(same, key=lambda at: loads[at]["concurrency"])

@@ -1,6 +1,6 @@
-"""Results of a bench: of one fleet, and of all its fleets together.
+"""Collects the results of one fleet (`Results`) and of all fleets of a bench (`Outcome`).
 
-Both can be read at any time, also after a bench was interrupted: they contain what was measured so far.
+Both can be read at any time, even after an interrupted bench: they contain everything measured so far.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ _MAX_PROBLEMS = 3
 
 
 class Results:
-    """Everything measured on one fleet.
+    """All measurements of one fleet.
+
+    Args:
+        verify: One of `VERIFY_MODES`.
 
     Attributes:
         plan: The plan of the fleet.
-        names: Its ranks.
-        ready: What each rank reported at start.
-        roofline: Every measured figure in GB/s, by kind.
+        names: The planned ranks by rank name.
+        ready: Each rank's answer to the start command; empty until the fleet has started.
+        roofline: All measured limits in GB/s, by kind.
     """
 
     def __init__(self, plan: Plan, names: Mapping[str, PlannedRank], verify: str) -> None:
@@ -54,14 +57,14 @@ class Results:
 
     @property
     def verified(self) -> bool | None:
-        """Whether every received byte was correct; None if nothing was compared."""
+        """Whether all rooms succeeded and every compared byte was correct; None if nothing was compared."""
         if not self._trials or self._verify == "off":
             return None
         return not any(trial.failures or mismatches(trial) for trials in self._trials.values() for trial in trials)
 
     @property
     def problems(self) -> list[str]:
-        """Failed rooms, leftovers of faults and wrong bytes, in a few lines."""
+        """Lines on failed rooms, resources still held after injected faults, and wrong bytes; a few lines of each."""
         every = [trial for trials in self._trials.values() for trial in trials]
         causes = [text for trial in every for text in trial.failures.values()]
         counts = {text: causes.count(text) for text in dict.fromkeys(causes)}
@@ -72,18 +75,21 @@ class Results:
         return lines + [_mismatch_text(mismatch) for mismatch in wrong[:_MAX_PROBLEMS]]
 
     def best_roofline(self, kind: FloorKind) -> float | None:
-        """The best figure of a kind: the machine's limit, not what other load left of it at one moment."""
+        """Returns the highest measured limit of a kind in GB/s, because other load only lowers a measurement.
+
+        None if this kind was not measured.
+        """
         return max(self.roofline[kind], default=None)
 
     def latency_ms(self, case: Case) -> float | None:
-        """Median latency of a case's rooms so far."""
+        """Returns the median latency of the rooms of a case measured so far; None if there are none."""
         ordered = sorted(
             timing.latency_ns / 1e6 for trial in self._trials.get(case, ()) for timing in trial.timings.values()
         )
         return percentile(ordered, 0.5) if ordered else None
 
     def trials(self) -> Mapping[Case, Sequence[TimedTrial]]:
-        """All trials by case, in the plan's order."""
+        """Returns the trials of each case, with the cases in the plan's order of loads, paths and pipelines."""
         paths, pipelines = self.plan["paths"], self.plan["pipelines"]
 
         def order(case: Case) -> tuple[int, int, float, int, int, bool]:
@@ -93,7 +99,7 @@ class Results:
         return {case: self._trials[case] for case in sorted(self._trials, key=order)}
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per case that ran, in the plan's order."""
+        """Returns a row for each case that ran, in the order of `trials`."""
         roofline = {kind: self.best_roofline(kind) for kind in ROOFLINES}
         verify = self._verify != "off"
         every = self.trials()
@@ -108,18 +114,18 @@ class Results:
         ]
 
     def lanes(self) -> list[str]:
-        """The transport's lanes, as the ranks describe them."""
+        """Returns how the transport moves bytes, as the ranks describe it, such as the value of `UCX_TLS`."""
         described = [start.get("transport", {}).get("lanes", []) for start in self.ready.values()]
         return sorted({str(lane) for lanes in described for lane in ([lanes] if isinstance(lanes, str) else lanes)})
 
     def gpus(self) -> dict[int, Gpu]:
-        """GPUs in use, by number."""
+        """Returns the GPUs in use, by number."""
         found = {self.names[name]["device"]: start.get("gpu") for name, start in self.ready.items()}
         return {number: gpu for number, gpu in sorted(found.items()) if gpu is not None}
 
 
 class Measured(NamedTuple):
-    """One fleet of a bench with its results."""
+    """One fleet of a bench: the variant that it runs, its program and its results."""
 
     variant: Variant
     program: Program
@@ -141,13 +147,13 @@ class Outcome:
 
     @property
     def verified(self) -> bool | None:
-        """Whether every received byte was correct; None if nothing was compared."""
+        """Whether all rooms succeeded and every compared byte was correct; None if a fleet compared nothing."""
         verdicts = [each.results.verified for each in self.measured if each.results.trials()]
         return None if None in verdicts or not verdicts else all(verdicts)
 
     @property
     def problems(self) -> list[str]:
-        """The problems of every fleet, in a few lines each."""
+        """The lines of `Results.problems` of all fleets, with the fleet's name if there are several fleets."""
         several = len(self.measured) > 1
         return [
             f"{each.variant.fleet} {each.variant.label}".strip() + f": {line}" if several else line
@@ -156,11 +162,11 @@ class Outcome:
         ]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per case of every fleet; rows of one load are adjacent, with deltas against the first of them."""
+        """Returns a row per case of every fleet; rows of one load are adjacent, with deltas against the first row."""
         return with_delta([row for each in self.measured for row in self._rows(each)])
 
     def roofline(self) -> dict[str, dict[FloorKind, float | None]]:
-        """The best figure of each kind on any fleet, by transport."""
+        """Returns the highest measured limit of each kind in GB/s, by transport; None for kinds not measured."""
         found: dict[str, dict[FloorKind, float | None]] = {}
         for each in self.measured:
             best = found.setdefault(each.variant.request.transport, dict.fromkeys(ROOFLINES))
@@ -170,15 +176,15 @@ class Outcome:
         return found
 
     def best_roofline(self, kind: FloorKind) -> float | None:
-        """The best figure of a kind that does not depend on the transport."""
+        """Returns the highest measured limit of a kind over all transports, in GB/s; None if it was not measured."""
         return max((figure for each in self.roofline().values() if (figure := each[kind]) is not None), default=None)
 
     def gpus(self) -> dict[int, Gpu]:
-        """GPUs in use, by number; empty before the fleets have started."""
+        """Returns the GPUs in use, by number; empty before the fleets have started."""
         return {number: gpu for each in self.measured for number, gpu in each.results.gpus().items()}
 
     def document(self) -> dict[str, Any]:
-        """Returns the saved result (`--save`)."""
+        """Returns the result as a JSON document with schema `SCHEMA`, as written by `--save`."""
         plan = self.measured[0].results.plan
         roofline = self.roofline()
         lanes = sorted({lane for each in self.measured for lane in each.results.lanes()})
@@ -203,7 +209,7 @@ class Outcome:
         return document
 
     def report(self, command: str, started_at: str) -> ReportData:
-        """Returns the data of the HTML report."""
+        """Returns the data of the HTML report; `command` and `started_at` are those of `ReportData`."""
         data = ReportData(document=self.document(), command=command, started_at=started_at)
         every = [each.results for each in self.measured]
         data["waterfalls"] = [room for each in every for room in room_timelines(each.trials(), each.names, each.plan)]

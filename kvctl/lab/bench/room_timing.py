@@ -1,4 +1,4 @@
-"""Joins the reports of all ranks on each room: when it was opened, computed and received, or why it failed."""
+"""Combines the reports of all ranks into the times of each room, or the cause of its failure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ class RoomTiming:
 
     Attributes:
         opened_ns: arrival of the request, or the room's opening if requests have no arrival times.
-        compute_ns: compute time of its layers on the slowest rank, without waiting.
+        compute_ns: compute time of the room's layers on the slowest rank, without waiting.
         first_token_ns, last_token_ns: equal to `success_ns` if no decoding is simulated.
-        hidden_ns: transfer time before the forward ended, on the rank with most; None for rooms outside the sample.
+        hidden_ns: transfer time before the forward ended, the longest of all prefill ranks; None for rooms outside the
+            sample that the ranks report.
         nbytes: bytes transferred.
-        alone_ns: compute time of its layers while nothing is sent; None without real compute.
+        alone_ns: compute time of the room's layers while nothing is sent; None without compute on a GPU.
     """
 
     room: Room
@@ -38,24 +39,27 @@ class RoomTiming:
 
     @property
     def slowdown_ratio(self) -> float | None:
-        """Relative increase of the compute time by concurrent transfers; None if unknown."""
+        """Relative increase of the compute time caused by concurrent transfers; None if unknown."""
         return self.compute_ns / self.alone_ns - 1 if self.alone_ns else None
 
     @property
     def latency_ns(self) -> int:
-        """Times from the end of the forward to success; 0 if a rank without parts reported its forward later."""
+        """Time from the end of the forward to success.
+
+        0 if a prefill rank that sends no parts of this room ended its forward after success.
+        """
         return max(0, self.success_ns - self.forward_done_ns)
 
     @property
     def token_ns(self) -> float | None:
-        """Time per output token after the first; None without output tokens."""
+        """Nanoseconds per output token after the first; None for rooms with fewer than two output tokens."""
         more = self.room.output_tokens - 1
         return (self.last_token_ns - self.first_token_ns) / more if more > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Throughput over the time in which at least one room was in flight."""
+    """Throughput over the `seconds` in which at least one room was in flight."""
 
     seconds: float
     rooms_per_s: float
@@ -64,12 +68,12 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class TimedTrial:
-    """A trial with the outcome of each room, by room index.
+    """A trial with the outcome of its rooms; each room index is in one of the three mappings.
 
     Attributes:
-        timings: rooms that succeeded.
-        failures: rooms that failed, with the cause.
-        explained: rooms that failed because of an injected fault: "aborted" or "fault".
+        timings: times of rooms that succeeded.
+        failures: causes of rooms that failed for other reasons than an injected fault.
+        explained: "aborted" or "fault" for rooms that failed because of an injected fault.
     """
 
     trial: Trial
@@ -79,11 +83,11 @@ class TimedTrial:
 
 
 def time_rooms(trial: Trial, names: Mapping[str, PlannedRank], nbytes: Mapping[int, int]) -> TimedTrial:
-    """Joins the reports of a trial.
+    """Combines the ranks' reports of a trial into the outcome of each room.
 
     Args:
-        names: Every rank of the fleet.
-        nbytes: Bytes to transfer for each room index.
+        names: The planned ranks of the fleet, by rank name.
+        nbytes: Bytes to transfer, by room index.
     """
     prefill = [trial.reports[name] for name, rank in names.items() if rank["role"] == "prefill"]
     decode = [trial.reports[name] for name, rank in names.items() if rank["role"] == "decode"]
@@ -129,7 +133,7 @@ def time_rooms(trial: Trial, names: Mapping[str, PlannedRank], nbytes: Mapping[i
 
 
 def rate(trials: Iterable[TimedTrial]) -> Rate:
-    """Returns the rates over several trials; trials do not overlap, so the unions of their spans add up."""
+    """Returns the throughput over several trials, which must not overlap in time."""
     ns = rooms = nbytes = 0
     for trial in trials:
         timings = trial.timings.values()
@@ -140,7 +144,14 @@ def rate(trials: Iterable[TimedTrial]) -> Rate:
 
 
 def observer_cost(alone: Sequence[TimedTrial], watched: Sequence[TimedTrial]) -> float | None:
-    """Returns the share of throughput lost while observed: the median over pairs of trials of the same rooms."""
+    """Returns the share of throughput lost to observers: the median over pairs of trials of the same rooms.
+
+    None if there are no pairs.
+
+    Args:
+        alone: Trials without observers.
+        watched: Trials observed by `kvctl top` and `kvctl status`.
+    """
     alone_gb_per_s = {(each.trial.repeat, each.trial.batch): rate([each]).gb_per_s for each in alone}
     pairs = [(alone_gb_per_s.get((each.trial.repeat, each.trial.batch)), rate([each]).gb_per_s) for each in watched]
     costs = [1 - after / before for before, after in pairs if before]
@@ -148,7 +159,7 @@ def observer_cost(alone: Sequence[TimedTrial], watched: Sequence[TimedTrial]) ->
 
 
 def _merged(rows: Iterable[Sequence[int]]) -> dict[int, list[int]]:
-    """Merges the reports of several ranks by index: the minimum of the first figure, the maximum of all others."""
+    """Merges rows [room index, times …] of several ranks by room: minimum of the first time, maximum of the others."""
     merged: dict[int, list[int]] = {}
     for index, *figures in rows:
         known = merged.setdefault(index, figures)

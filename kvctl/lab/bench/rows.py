@@ -1,8 +1,8 @@
-"""Builds the row of each measured case, as in the saved result (`kvctl.bench/1`: fields are added, never changed).
+"""Builds the row of each measured case in the saved result (`kvctl.bench/1`: fields may be added, never changed).
 
-A room's latency runs from the end of its forward on the last prefill rank to success on the last decode rank: the part
-of the transfer that compute did not hide. Rates are over the union of all spans from forward start to success, so that
-pauses between batches do not count, but waiting within a batch does.
+A room's latency is the time from the end of its forward on the last prefill rank to success on the last decode rank:
+the part of the transfer that compute did not hide. Rates are over the union of all spans from forward start to success,
+so that pauses between batches do not count, but waiting within a batch does.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ def row_of(
 
     Args:
         trials: All trials of the case, at least one.
-        names, ready: The ranks of the fleet, and what each reported at start.
-        roofline: GB/s of each kind in `machine.ROOFLINES`.
+        names: The planned ranks of the fleet, by rank name.
+        ready: Each rank's answer to the start command.
+        roofline: GB/s of each kind in `machine.ROOFLINES`; None for kinds that were not measured.
         verified: Whether received bytes were compared.
     """
     case = trials[0].trial.case
@@ -106,14 +107,14 @@ def row_of(
 
 
 def mismatches(trial: TimedTrial) -> list[Mismatch]:
-    """Returns the wrong bytes that the decode ranks found after a trial."""
+    """Returns the mismatches that the decode ranks found when they compared the bytes received in a trial."""
     return [mismatch for verdict in trial.trial.verdicts.values() for mismatch in verdict["mismatches"]]
 
 
 def with_delta(rows: Sequence[dict[str, Any]], within: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Returns the rows with `delta_ratio` (GB/s) and `ttft_delta_ratio` against the first row of the same load.
+    """Adds `delta_ratio` (of GB/s) and `ttft_delta_ratio` to each row, against the first row of the same load.
 
-    Both are None in that first row. Rows of one load are adjacent in the result.
+    Both are None in the first row of a load. Rows of one load are adjacent in the result.
 
     Args:
         within: Fields that compared rows must have in common besides the load.
@@ -141,7 +142,7 @@ def with_delta(rows: Sequence[dict[str, Any]], within: Sequence[str] = ()) -> li
 
 
 class _Reports:
-    """The reports of all ranks in all trials of a case, with each rank's name."""
+    """The reports of all ranks in all trials of a case; iterates over pairs of rank name and report."""
 
     def __init__(self, trials: Sequence[TimedTrial], names: Mapping[str, PlannedRank]) -> None:
         self._all = [each for trial in trials for each in trial.trial.reports.items()]
@@ -154,7 +155,7 @@ class _Reports:
         return ((name, report) for name, report in self._all if self._names[name]["role"] == role)
 
     def by_label(self, metric: str, role: str) -> dict[str, int]:
-        """Returns the growth of a counter over all ranks of a role, by label."""
+        """Returns the growth of a counter during the trials, summed over all ranks of a role, by label value."""
         sums: Counter[str] = Counter()
         for _, report in self.of(role):
             for label, value in report["counters"].get(metric, {}).items():
@@ -165,7 +166,7 @@ class _Reports:
 def _rates(
     trials: Sequence[TimedTrial], planned: PlannedLoad, roofline: Mapping[FloorKind, float | None], decode_ranks: int
 ) -> dict[str, Any]:
-    """Returns the throughput of the median repeat, and of the best one."""
+    """Returns the fields on throughput: of the median repeat, of the best repeat, and relative to the roofline."""
     repeats: dict[int, list[TimedTrial]] = {}
     for each in trials:
         repeats.setdefault(each.trial.repeat, []).append(each)
@@ -209,14 +210,18 @@ def _ttft(timings: Sequence[RoomTiming]) -> dict[str, float | None]:
 
 
 def _latency_over_copy(timings: Sequence[RoomTiming], gb_per_s: float | None) -> float | None:
-    """Returns the median over rooms of the latency divided by the time of one copy of the same bytes."""
+    """Returns the median over rooms of the latency divided by the time of one copy of the same bytes.
+
+    Args:
+        gb_per_s: Rate of the copy; None, if it is unknown, makes the result None.
+    """
     if not gb_per_s or not timings:
         return None
     return median([each.latency_ns * gb_per_s / max(1, each.nbytes) for each in timings])
 
 
 def _faults_struck(reports: _Reports) -> dict[str, int]:
-    """Counts how often each kind of fault struck, over all ranks."""
+    """Counts how often each kind of injected fault fired, over all ranks."""
     struck: Counter[str] = Counter()
     for _, report in reports:
         struck.update(report["faults"]["struck"] if "faults" in report else {})
@@ -224,7 +229,7 @@ def _faults_struck(reports: _Reports) -> dict[str, int]:
 
 
 def _rss_overhead(reports: _Reports, names: Mapping[str, PlannedRank], ready: Mapping[str, Ready]) -> int | None:
-    """Returns the largest memory of a rank beyond its own pool, ring and staging buffers; None on GPUs."""
+    """Returns the largest peak RSS of a rank, less its pool, ring and staging buffers, in bytes; None on GPUs."""
     beyond = [
         report["peak_rss_bytes"] - start["pool_bytes"] - start["ring_bytes"] - start["staging_bytes"]
         for name, report in reports

@@ -13,7 +13,7 @@ from kvctl.lab.ranks.request import DTYPE_BYTES, Load
 
 DEFAULT_MODEL = "llama-3.1-8b"
 MEMORY_PER_CORE_BYTES = 2 << 30
-"""Memory for pools per core. Larger pools take longer to fill and to verify than to transfer."""
+"""Bytes of pools and rings per core. Larger pools take longer to fill and to verify than to transfer."""
 
 MOVED_PER_CORE_BYTES = 8 << 30
 """Bytes per core that are filled, transferred and verified in a minute or two."""
@@ -24,7 +24,7 @@ _POOLS = 0.7
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The sizes that are scaled; `tokens` is a divisor of every prompt length."""
+    """The sizes of a model that are scaled, and `tokens`, the divisor of all prompt lengths."""
 
     layers: int
     kv_heads: int
@@ -32,19 +32,19 @@ class Geometry:
     tokens: int = 1
 
     def token_bytes(self, dtype_bytes: int) -> int:
-        """Bytes of one token's K and V."""
+        """Returns the bytes of one token's K and V in all layers."""
         return self.layers * self.kv_heads * 2 * self.head_dim * dtype_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of this machine.
+    """Limits to which a preset is scaled.
 
     Attributes:
-        memory_bytes: memory of all pools and rings.
+        memory_bytes: bytes that all pools and rings may take.
         moved_bytes: bytes that the whole bench may transfer.
-        in_flight: rooms that must fit in memory at once; the plan limits loads with more.
-        copies: copies of a room in the pools: one per side, more if ranks replicate.
+        in_flight: rooms that must fit in memory at once; loads of higher concurrency run with fewer rooms in flight.
+        copies: copies of a room in the pools: one on each side, more if every context-parallel rank has all of it.
     """
 
     memory_bytes: int
@@ -54,7 +54,12 @@ class Limits:
 
 
 def published(model: str | None, overrides: Mapping[str, int | None]) -> Geometry | None:
-    """Returns the requested geometry; None if the model is unknown or has no separate KV heads (MLA)."""
+    """Returns the geometry of a model before scaling; None if the model is unknown or has no separate KV heads (MLA).
+
+    Args:
+        model: Name in `MODELS`; None for `DEFAULT_MODEL`.
+        overrides: Values of the options `layers`, `kv_heads` and `head_dim`, which replace the model's.
+    """
     preset = MODELS.get(model or DEFAULT_MODEL)
     if preset is None or preset.kind != "mha":
         return None
@@ -73,12 +78,16 @@ def fit(
     dtype: str | None,
     limits: Limits,
 ) -> Geometry:
-    """Halve one size after another until the loads fit; return the smallest geometry if none does.
+    """Halves one size after another until the loads fit into the limits.
 
     Args:
-        least: Minimum of each size; sizes that are not in it stay.
-        loads: Returns the loads with prompt lengths divided by a number, and with `rooms`.
+        requested: The geometry before scaling.
+        least: Minimum of each size; sizes without a minimum are not scaled.
+        loads: Returns the loads with all prompt lengths divided by its argument, and with `rooms` set.
         cases: Number of times that each load runs.
+
+    Returns:
+        The first geometry that fits, or the smallest allowed geometry if none fits.
     """
     dtype_bytes = DTYPE_BYTES.get(dtype or "bf16", 2)
     last = requested
@@ -97,7 +106,7 @@ def fit(
 
 
 def scaling_note(preset: str, requested: Geometry, scaled: Geometry) -> str:
-    """Describes what was scaled; "" if nothing was."""
+    """Returns a note for the user on the sizes that were scaled; "" if none was."""
     names = {"layers": "layers", "kv_heads": "KV heads", "head_dim": "head dim"}
     words = [
         f"{getattr(scaled, name)} of {getattr(requested, name)} {text}"

@@ -1,7 +1,7 @@
-"""Measures one fleet from start to roofline, or several in turns, and shows the progress on stderr.
+"""Runs the programs of one or several fleets in turns, measures the roofline, and shows the progress on stderr.
 
-What cannot be compared within one fleet (transports, CP modes, layouts) runs on several fleets that are alive at the
-same time. They take turns trial by trial, so that a drifting machine affects all of them alike.
+Transports, CP modes and layouts cannot be compared within one fleet, so they run on several fleets at the same time.
+The fleets take turns trial by trial, so that a drifting machine affects all of them alike.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _DETAIL_INTERVAL_S = 10.0
 
 
 class Steps:
-    """Progress display: a bar on a terminal, otherwise lines for `-v`.
+    """Progress display on stderr: a bar on a terminal, otherwise lines that `-v` prints.
 
     Args:
         quiet: Shows no bar.
-        detail: Prints a line if `-v` is given.
+        detail: Called with each line; prints it if `-v` is given.
     """
 
     def __init__(self, quiet: bool, detail: Callable[[str], None]) -> None:
@@ -62,21 +62,21 @@ class Steps:
             self._task = self._bar.add_task("planning", total=None)
 
     def step(self, text: str) -> None:
-        """Shows the next step."""
+        """Shows the description of the next step."""
         if self._bar is not None:
             self._bar.update(self._task, description=text)
         else:
             self._detail(text)
 
     def expect(self, trials: int) -> None:
-        """Sets the total number of trials."""
+        """Sets the total number of trials and restarts the count at 0."""
         self._total = trials
         self._done = 0
         if self._bar is not None:
             self._bar.update(self._task, total=trials, completed=0)
 
     def finished_trial(self) -> None:
-        """Counts a trial as done."""
+        """Counts one trial as done and updates the display."""
         now = time.monotonic()
         self._done += 1
         if self._bar is not None:
@@ -105,18 +105,19 @@ class Steps:
 
 
 class Session:
-    """One fleet being measured; a context manager that ends the fleet.
+    """The measurement of one fleet; a context manager that ends the fleet.
 
     Args:
         variant: The fleet's request and its name.
-        program: What to measure.
+        program: Determines the cases that are measured.
         verify: One of `VERIFY_MODES`.
-        point_s: Seconds of one case and repeat; None for no limit.
-        label: Prefix of the steps; "" if there is only one fleet.
-        rank_prefix: Prefix of the ranks' names, if other fleets have the same ranks.
+        point_s: Time limit of one case and repeat, as in `TimeBudget`; None for no limit.
+        label: Prefix of the descriptions of steps; "" if there is only one fleet.
+        rank_prefix: Prefix of the ranks' names, to tell them from other fleets' ranks; "" for none.
 
     Attributes:
-        results: Everything measured so far.
+        results: All measurements so far.
+        measured: The results with the variant and the program.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class Session:
         self.results.ready = self.fleet.start()
 
     def trials(self) -> Iterator[Trial]:
-        """Runs the program; each trial is in the results before it is yielded.
+        """Runs the program; each trial is added to the results before it is yielded.
 
         Raises:
             FleetError: A rank died, failed or hung.
@@ -165,7 +166,7 @@ class Session:
             self._observers.close()
 
     def measure_roofline(self) -> None:
-        """Measures the machine's limits; nothing else may run meanwhile."""
+        """Measures each roofline of the plan once and adds it to the results; nothing else may run meanwhile."""
         for kind in rooflines_of(self._plan):
             self.step(f"measuring the {kind} roofline")
             figure = self.fleet.roofline(kind)
@@ -173,12 +174,12 @@ class Session:
                 self.results.roofline[kind].append(figure)
 
     def hold(self) -> None:
-        """Keeps the fleet up under light traffic until interrupted."""
+        """Keeps the fleet running under light traffic until interrupted."""
         self.step("holding")
         self._runner.hold()
 
     def step(self, text: str) -> None:
-        """Shows the next step of this fleet."""
+        """Shows the description of this fleet's next step."""
         self._steps.step(f"{self._label}: {text}" if self._label else text)
 
     def __enter__(self) -> Session:

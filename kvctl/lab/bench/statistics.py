@@ -8,7 +8,7 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 
 
 def percentile(ordered: Sequence[float], quantile: float) -> float:
-    """Interpolate linearly between the two nearest values of `ordered`, which is ascending and not empty."""
+    """Returns a quantile (0 to 1) of `ordered`, interpolated linearly; `ordered` is ascending and not empty."""
     at = quantile * (len(ordered) - 1)
     low = int(at)
     high = min(low + 1, len(ordered) - 1)
@@ -16,7 +16,7 @@ def percentile(ordered: Sequence[float], quantile: float) -> float:
 
 
 def summary_ms(values_ns: Iterable[float]) -> dict[str, float | None]:
-    """Returns mean, percentiles and maximum of nanoseconds, in milliseconds; each is None without values."""
+    """Returns the mean, the `QUANTILES` and the maximum in milliseconds; all are None without values."""
     ordered = sorted(value / 1e6 for value in values_ns)
     if not ordered:
         return dict.fromkeys(("mean", *QUANTILES, "max"))
@@ -28,7 +28,7 @@ def summary_ms(values_ns: Iterable[float]) -> dict[str, float | None]:
 
 
 def stage_us(values_ns: Iterable[float]) -> dict[str, float | None]:
-    """Returns p50 and p99 of nanoseconds, in microseconds; both are None without values."""
+    """Returns p50 and p99 in microseconds; both are None without values."""
     ordered = sorted(value / 1e3 for value in values_ns)
     if not ordered:
         return {"p50": None, "p99": None}

@@ -1,6 +1,6 @@
 """Timelines of single rooms and rings for the HTML report, and the type of the report's data.
 
-Each end of a part knows only some of its stages; a part's timeline joins both ends.
+The prefill rank and the decode rank each record only some stages of a part; a part's timeline joins both records.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from kvctl.lab.ranks.plan import Plan, PlannedRank
 
 
 class PartTimeline(TypedDict):
-    """One part of a room.
+    """Times of one part of a room.
 
-    `layers` is [lo, hi). `moments` has the end of each stage (`contract.states.STAGES`) in nanoseconds, on one clock
-    for all parts of the room; stages that the part's path does not have are absent.
+    `agent` is the prefill rank, `peer` the decode rank, and `layers` is [lo, hi). `moments` maps each stage
+    (`contract.states.STAGES`) to its end in nanoseconds, on one clock for all parts of the room; stages that the part's
+    path does not have are absent.
     """
 
     agent: str
@@ -33,7 +34,7 @@ class PartTimeline(TypedDict):
 
 
 class RoomTimeline(TypedDict):
-    """One room: its forward pass, its success and its parts, on one clock."""
+    """Times of one room: its forward pass, its success and its parts, in nanoseconds on one clock."""
 
     title: str
     room: str
@@ -47,7 +48,7 @@ class RoomTimeline(TypedDict):
 
 
 class RingTimeline(TypedDict):
-    """Use of one decode rank's ring during a trial: points are [time in ns, bytes in use], by time."""
+    """Use of one decode rank's staging ring during a trial; `points`: [time in ns, bytes in use], ordered by time."""
 
     agent: str
     path: str
@@ -63,7 +64,7 @@ class ReportData(TypedDict):
         command: The command line that was run.
         started_at: Start time as text, such as `2026-11-20 12:49:42 UTC`.
         waterfalls: A typical room of each path and pipeline setting.
-        rings: Every sampled ring, all on one clock.
+        rings: Staging rings of the decode ranks, all on one clock.
     """
 
     document: Mapping[str, Any]
@@ -74,10 +75,13 @@ class ReportData(TypedDict):
 
 
 def layer_groups(trial: Trial, names: Mapping[str, PlannedRank], layers: int) -> int | None:
-    """Returns the number of layer groups of the shown room, at the writer with most of them; None if no part is known.
+    """Returns the number of layer groups in which the shown room (`Trial.shown`) was sent; None if no part is known.
+
+    If writers or chunks differ, the largest number is returned.
 
     Args:
-        layers: Layers of the model. A draft model's layers have higher numbers and are not counted.
+        names: The planned ranks, by rank name.
+        layers: Number of the model's layers. A draft model's layers have higher numbers and are not counted.
     """
     groups: dict[tuple[str, str, int], set[tuple[int, ...]]] = {}
     for name, report in trial.reports.items():
@@ -91,7 +95,7 @@ def layer_groups(trial: Trial, names: Mapping[str, PlannedRank], layers: int) ->
 def room_timelines(
     trials: Mapping[Case, Sequence[TimedTrial]], names: Mapping[str, PlannedRank], plan: Plan
 ) -> list[RoomTimeline]:
-    """Returns the timeline of a typical room of each path and pipeline setting."""
+    """Returns the timeline of a room of about median latency, for each path and pipeline setting."""
     timelines = []
     for case in _shown_cases(trials):
         trial = typical(trials[case])
@@ -119,7 +123,10 @@ def room_timelines(
 def ring_timelines(
     trials: Mapping[Case, Sequence[TimedTrial]], names: Mapping[str, PlannedRank], ready: Mapping[str, Ready]
 ) -> list[RingTimeline]:
-    """Returns the timeline of every decode rank's ring in a typical trial of each path and pipeline that used it."""
+    """Returns the timelines of the decode ranks' rings in a typical trial of each path and pipeline setting.
+
+    Rings without any use are left out.
+    """
     return [
         RingTimeline(agent=name, path=case.path, size_bytes=ready[name]["ring_bytes"], points=report["ring_samples"])
         for case in _shown_cases(trials)
@@ -130,7 +137,7 @@ def ring_timelines(
 
 
 def typical(trials: Sequence[TimedTrial]) -> TimedTrial | None:
-    """Returns the trial whose shown room has about median latency; None if no shown room succeeded."""
+    """Returns the trial whose shown room (`Trial.shown`) is nearest to the median latency; None if none succeeded."""
     shown = [trial for trial in trials if trial.trial.shown in trial.timings]
     if not shown:
         return None
@@ -140,7 +147,7 @@ def typical(trials: Sequence[TimedTrial]) -> TimedTrial | None:
 
 
 def _shown_cases(trials: Mapping[Case, Sequence[TimedTrial]]) -> list[Case]:
-    """Returns the middle one of the loads and layer times of each path and pipeline setting."""
+    """Returns one case of each path and pipeline setting: the middle one in the order of loads and layer times."""
     groups: dict[tuple[str, str], list[Case]] = {}
     for case in trials:
         groups.setdefault((case.path, case.pipeline), []).append(case)
@@ -148,7 +155,7 @@ def _shown_cases(trials: Mapping[Case, Sequence[TimedTrial]]) -> list[Case]:
 
 
 def _parts(trial: Trial, names: Mapping[str, PlannedRank]) -> list[PartTimeline]:
-    """Joins both ends of each part of the shown room, in the order in which the parts began."""
+    """Joins the records of the prefill and the decode rank on each part of the shown room, ordered by first record."""
     parts: dict[tuple[str, str, int, tuple[int, ...]], PartTimeline] = {}
     for name, report in trial.reports.items():
         for part in report["waterfall"]:

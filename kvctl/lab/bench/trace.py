@@ -1,4 +1,4 @@
-"""Reads a request trace in Mooncake's format: a JSON object per line, with the ids of the prompt's 512-token blocks.
+"""Reads request traces in Mooncake's format: a JSON object per line, with the ids of the prompt's 512-token blocks.
 
 Traces are untrusted input: every length is bounded, and a line that does not parse is reported with its number and
 skipped, or ends the reading with `--strict`.
@@ -28,7 +28,7 @@ _SHOWN = 3
 
 
 class TraceError(ValueError):
-    """The trace cannot be used; the text names the file and, if it is about one, the line."""
+    """The trace cannot be used; the text names the file and, where possible, the line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Trace:
     """The first requests of a trace, as recorded.
 
     Attributes:
-        requests: in the order of their arrival.
-        skipped: number of each line that did not parse, and the reason.
+        requests: prompts in the order of their arrival.
+        skipped: reason for each line that did not parse, by line number.
     """
 
     file: str
@@ -46,7 +46,7 @@ class Trace:
 
     @property
     def notes(self) -> list[str]:
-        """Remarks on skipped lines."""
+        """Messages about skipped lines: one for each of the first few, and one with the number of further lines."""
         lines = [f"{self.file} line {number} is skipped: {why}" for number, why in self.skipped.items()]
         more = len(lines) - _SHOWN
         return lines[:_SHOWN] + (
@@ -55,7 +55,7 @@ class Trace:
 
 
 def read(path: Path, most: int, strict: bool) -> Trace:
-    """Reads up to `most` requests.
+    """Reads up to `most` requests of a trace file.
 
     Raises:
         TraceError: The file cannot be read, has no request, has a line longer than `MAX_LINE_BYTES`, or has more than
@@ -95,10 +95,10 @@ def read(path: Path, most: int, strict: bool) -> Trace:
 
 
 def parse(line: bytes) -> Prompt:
-    """One line: `{"timestamp": ms, "input_length": …, "output_length": …, "hash_ids": […]}`; other keys are ignored.
+    """Parses a line `{"timestamp": ms, "input_length": …, "output_length": …, "hash_ids": […]}`; ignores other keys.
 
     Raises:
-        ValueError: The line has another form.
+        ValueError: The line is not such an object, or a value is out of range.
     """
     try:
         row = orjson.loads(line)
@@ -123,11 +123,11 @@ def parse(line: bytes) -> Prompt:
 
 
 def scaled(trace: Trace, tokens_scale: Fraction, speedup: float) -> Traffic:
-    """Scale lengths and arrival times of a trace.
+    """Scales the lengths and arrival times of a trace; arrivals count from the first request.
 
     Args:
         tokens_scale: Factor of all lengths; no prompt becomes shorter than one token.
-        speedup: Divisor of the arrival times; infinite for a closed loop.
+        speedup: Divisor of the arrival times; infinity removes them, which makes a closed loop.
     """
     first_ms = trace.requests[0].arrival_ms or 0.0
     return Traffic(
@@ -153,5 +153,5 @@ def _whole(row: Mapping[str, Any], name: str, low: int, high: int) -> int:
 
 
 def _kind(value: Any) -> str:
-    """Describes a value in an error message: short and safe to print."""
+    """Describes a value for an error message: numbers by at most 40 characters, anything else by its type."""
     return "missing" if value is None else f"{value!r:.40}" if isinstance(value, int | float) else type(value).__name__

@@ -1,4 +1,4 @@
-"""Real traffic: requests of a trace or of sessions, and what the decode side's prefix caches have of each.
+"""Traffic from a trace or from sessions, and the prefix that a decode rank's cache already has of each prompt.
 
 A prompt's content is a list of block ids: prompts that begin with the same ids begin with the same tokens. Prefix hits
 are computed before the bench runs, so that all compared paths move the same bytes, and so that the hits can be checked
@@ -25,9 +25,9 @@ class Prompt:
     Attributes:
         tokens: length of the prompt.
         output_tokens: number of tokens that decode generates.
-        arrival_ms: arrival after the first request; None in a closed loop.
+        arrival_ms: arrival time after the first request; None in a closed loop.
         blocks: ids of the prompt's blocks; the last block may be partly filled.
-        kept: ids of the blocks that are cached afterwards, which may include the answer.
+        kept: ids of the blocks that the prefix cache keeps afterwards, which may include the answer.
         session: session of the turn, or -1. Turns of a session run one after the other on the same decode dp rank.
     """
 
@@ -41,7 +41,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Prompts in the order of their arrival; a scaled block need not have a whole number of tokens."""
+    """Prompts in the order of their arrival, and the size of their blocks, a fraction if a trace was scaled."""
 
     prompts: tuple[Prompt, ...]
     block_tokens: Fraction
@@ -53,7 +53,7 @@ class Source:
 
     Attributes:
         facts: origin, scale and skipped lines, for the saved result.
-        cache_tokens: capacity of each decode dp rank's prefix cache; None for half of its memory.
+        cache_tokens: capacity of each decode dp rank's prefix cache; None for half of the memory, shared equally.
     """
 
     facts: Mapping[str, Any]
@@ -67,7 +67,7 @@ class Source:
 
 
 def poisson(prompts: Sequence[Prompt], rate_per_s: float, seed: int) -> tuple[Prompt, ...]:
-    """Returns the prompts with arrival times of a Poisson process, reproducible by `seed`."""
+    """Returns the prompts with arrival times of a Poisson process; the same `seed` gives the same times."""
     source = random.Random(seed)
     at_ms = 0.0
     arriving = []
@@ -83,9 +83,11 @@ def sessions(count: int, turns: int, new_tokens: Sequence[int], output_tokens: i
     All first turns come before any second turn.
 
     Args:
-        new_tokens: Tokens that a turn adds, in turn over all requests.
+        count: Number of sessions.
+        turns: Turns of each session.
+        new_tokens: Numbers of tokens that turns add, used cyclically over all requests.
         output_tokens: Length of each answer, which becomes part of the next prompt.
-        block_tokens: Unit of reuse; a page.
+        block_tokens: Tokens of a block, the unit of reuse; the page size.
     """
     lengths = [0] * count
     prompts: list[Prompt] = []
@@ -116,11 +118,11 @@ class PrefixCache:
         return len(self._blocks)
 
     def leading(self, blocks: Sequence[int]) -> int:
-        """Returns how many of a prompt's first blocks are cached without a gap."""
+        """Returns the length of the longest cached prefix of a prompt, in blocks."""
         return next((at for at, block in enumerate(blocks) if block not in self._blocks), len(blocks))
 
     def keep(self, blocks: Sequence[int]) -> None:
-        """Adds a prompt's blocks. The last one is evicted first, because it is useless without the others."""
+        """Adds a prompt's blocks. The last block is evicted first, because it is useless without the ones before it."""
         for block in reversed(blocks):
             self._blocks[block] = None
             self._blocks.move_to_end(block)
@@ -129,13 +131,18 @@ class PrefixCache:
 
 
 def route(traffic: Traffic, decode_dp: int, page_size: int, capacity_tokens: int) -> list[tuple[int, int]]:
-    """Returns the decode dp rank of every prompt and the number of tokens cached there.
+    """Assigns every prompt to a decode dp rank.
 
-    A prompt goes to the rank with the fewest bytes moved so far, its own included: a long hit attracts it, but no rank
-    stays idle because another one has the system prompt. A session stays on the rank of its first turn.
+    A prompt is assigned to the rank for which the fewest tokens have been transferred so far, including the prompt's
+    own. A long prefix hit therefore attracts a prompt, but no rank stays idle because another one has the system prompt
+    cached. A session stays on the rank of its first turn.
 
     Args:
-        capacity_tokens: Capacity of each rank's cache.
+        decode_dp: Number of decode dp ranks.
+        capacity_tokens: Capacity of each rank's prefix cache.
+
+    Returns:
+        The decode dp rank of each prompt, and the length of its prefix hit there in tokens.
     """
     capacity_blocks = int(capacity_tokens / traffic.block_tokens)
     caches = [PrefixCache(capacity_blocks) for _ in range(decode_dp)]
@@ -157,18 +164,24 @@ def route(traffic: Traffic, decode_dp: int, page_size: int, capacity_tokens: int
 
 
 def hit_tokens(blocks: int, block_tokens: Fraction, tokens: int, page_size: int) -> int:
-    """Returns the tokens of a hit of leading blocks: whole pages, and never the prompt's last page."""
+    """Returns the length of a prefix hit in tokens: whole pages only, and never the prompt's last page.
+
+    Args:
+        blocks: Number of the prompt's leading blocks that are cached.
+        block_tokens: Tokens of a block.
+        tokens: Length of the prompt.
+    """
     pages = min(int(blocks * block_tokens), tokens) // page_size
     return min(pages, (tokens - 1) // page_size) * page_size
 
 
 def with_requests(request: PlanRequest, source: Source, shape: PlannedShape) -> PlanRequest:
-    """Returns the request with the source's prompts in place of drawn ones, each with its prefix hit.
+    """Returns the plan request with the source's prompts and their prefix hits instead of generated prompts.
 
-    Without simulated decoding, outputs matter for the prefix caches only.
+    Without simulated decoding, the outputs of prompts matter for the prefix caches only.
 
     Args:
-        shape: The planned shape, which determines the capacity of a cache.
+        shape: The planned shape, which determines how many tokens fit into a cache.
     """
     capacity = source.cache_tokens
     if capacity is None:
@@ -190,19 +203,19 @@ def with_requests(request: PlanRequest, source: Source, shape: PlannedShape) -> 
 
 
 def token_bytes(shape: PlannedShape) -> int:
-    """Returns the bytes of one token's K and V over the whole model."""
+    """Returns the bytes of one token's K and V in all layers."""
     return max(
         1, shape["layers"] * shape["kv_heads"] * (shape["head_dim"] + shape["v_head_dim"]) * shape["dtype_bytes"]
     )
 
 
 def planned_requests(plan: Plan) -> list[dict[str, Any]]:
-    """Returns every request of a plan as it runs, for the saved result."""
+    """Returns the lengths, arrival and placement of every request of a plan, for the saved result."""
     names = ("tokens", "prefix_tokens", "output_tokens", "arrival_ms", "decode_dp", "session")
     rooms: Sequence[Mapping[str, Any]] = plan["loads"][0]["rooms"]
     return [{name: room[name] for name in names} for room in rooms]
 
 
 def _blocks(session: int, sessions: int, count: int) -> tuple[int, ...]:
-    """Returns the ids of a session's first blocks; no two sessions share any."""
+    """Returns the ids of the first `count` blocks of a session; no two sessions share an id."""
     return tuple(range(session, session + count * sessions, sessions))

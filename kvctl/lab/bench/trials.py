@@ -1,7 +1,7 @@
-"""Runs trials: a trial fills, runs and verifies one batch of one case.
+"""Runs trials: a trial fills, transfers and verifies one batch of rooms for one case.
 
-A batch is a set of a load's rooms that fits in memory at once. Every case runs its first batch before any runs its
-second, so that compared cases run in turns, on the same rooms, while the machine drifts.
+A batch is a set of a load's rooms that fits in memory at once. Every case runs its first batch before any case runs its
+second, so that drift of the machine affects all compared cases alike, and all of them run the same rooms.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from kvctl.lab.ranks.messages import Room, RunReport, VerifyReport
 from kvctl.lab.ranks.plan import Plan, PlannedRoom
 
 LOAD_STRIDE = 1 << 24
-"""Distance between the room indices of two loads: an index decides a room's content, and no two loads share any."""
+"""Distance between the first room indices of two loads. An index determines a room's content, so loads share none."""
 
-# Agents keep all events of about so many rooms before the end of a trial.
+# At the end of a trial, agents still have all events of about this many rooms.
 _EVENTS_KEPT_ROOMS = 32
 _HOLD_ROOMS = 4
 _HOLD_PAUSE_S = 0.5
@@ -30,9 +30,13 @@ _SPEED_ROUNDS = 2
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One batch of one case, run once.
+    """One run of one batch of a case.
 
     Attributes:
+        batch: index into the load's batches.
+        repeat: number of the repeat, from 0.
+        reports: report of each rank on the run, by rank name.
+        verdicts: report of each decode rank on the verification, by rank name; empty if nothing was verified.
         shown: index of the room whose parts the reports list; -1 for none.
     """
 
@@ -48,11 +52,11 @@ class Trial:
 class TimeBudget:
     """Limits how many rooms of a batch a case runs, so that each case takes about `point_s` seconds per repeat.
 
-    Paths differ by factors of a hundred: what one moves in a second takes another minutes. The slow one runs the first
-    rooms of each batch, as many as its measured speed predicts; a running batch is never cut short.
+    Paths differ in speed by factors of up to a hundred. On a slow path only the first rooms of each batch run, as many
+    as its measured speed predicts to fit; a running batch is never interrupted.
 
     Args:
-        point_s: Seconds of one case and repeat; None for no limit.
+        point_s: Time limit of one case and repeat in seconds; None for no limit.
     """
 
     def __init__(self, point_s: float | None) -> None:
@@ -61,11 +65,11 @@ class TimeBudget:
         self._used_s: dict[tuple[Case, int], float] = {}
 
     def unknown(self, case: Case) -> bool:
-        """Whether the speed of the case's path has to be measured first."""
+        """Returns whether the speed of the case's path has to be measured before `rooms` can be called."""
         return self._point_s is not None and (case.path, case.pipeline) not in self._s_per_token
 
     def rooms(self, case: Case, repeat: int, batch: Sequence[PlannedRoom]) -> int:
-        """Returns how many rooms of a batch fit into the remaining time; at least one of a case's first batch."""
+        """Returns how many rooms of a batch fit into the case's remaining time; at least 1 for its first batch."""
         if self._point_s is None:
             return len(batch)
         used = self._used_s.get((case, repeat))
@@ -80,12 +84,12 @@ class TimeBudget:
         return max(fitting, used is None)
 
     def ran(self, case: Case, repeat: int, rooms: Sequence[PlannedRoom], seconds: float) -> None:
-        """Records the time that rooms of a batch took."""
+        """Records the time that rooms of a trial took, which counts against the case's time limit."""
         self.measured(case, rooms, seconds)
         self._used_s[case, repeat] = self._used_s.get((case, repeat), 0.0) + seconds
 
     def measured(self, case: Case, rooms: Sequence[PlannedRoom], seconds: float) -> None:
-        """Records the speed of rooms that belong to no trial."""
+        """Records the speed of a case's path without using up its time limit."""
         self._s_per_token[case.path, case.pipeline] = seconds / max(1, sum(room["tokens"] for room in rooms))
 
 
@@ -94,9 +98,10 @@ class TrialRunner:
 
     Args:
         verify: One of `VERIFY_MODES`.
+        decode_ms: Simulated time of one decode step.
         on_step: Called with a short description of the next step.
-        watch: Called with whether observers should watch from now on.
-        point_s: As in `TimeBudget`.
+        watch: Called with True to start the observers and with False to stop them.
+        point_s: Time limit of one case and repeat, as in `TimeBudget`; None for no limit.
     """
 
     def __init__(
@@ -120,7 +125,7 @@ class TrialRunner:
         self._next_room = (secrets.randbelow(1 << 30) + 1) * plan["room_stride"] << 10
 
     def trials(self, cases: Sequence[Case], repeat: int) -> Iterator[Trial]:
-        """Runs the cases in turns.
+        """Runs all batches of the cases in turns, `repeat` times.
 
         Raises:
             FleetError: A rank died, failed or hung, or the pages of a room may still be written to.
@@ -138,10 +143,10 @@ class TrialRunner:
                         yield self._trial(case, batch, again, count)
 
     def hold(self) -> None:
-        """Run light traffic over a few rooms of the first batch until interrupted.
+        """Repeatedly transfers a few rooms of the first batch until interrupted.
 
         Raises:
-            FleetError: As `trials`.
+            FleetError: A rank died, failed or hung.
         """
         path = self._plan["paths"][-1]
         first, end = self._plan["loads"][0]["batches"][0]
@@ -153,7 +158,7 @@ class TrialRunner:
             self._fleet.idle(_HOLD_PAUSE_S)
 
     def _measure_speed(self, case: Case, batch: int) -> None:
-        """Measures the speed of a path with the first room of a batch."""
+        """Measures the speed of a case's path with the first room of a batch, for the time budget."""
         planned = self._plan["loads"][case.load]
         first = planned["batches"][batch][0]
         doing = f"trying {case.path}"
@@ -169,7 +174,7 @@ class TrialRunner:
             self._budget.measured(case, planned["rooms"][first : first + 1], time.monotonic() - started)
 
     def _trial(self, case: Case, batch: int, repeat: int, count: int) -> Trial:
-        """Runs the first `count` rooms of a batch."""
+        """Runs one trial with the first `count` rooms of a batch."""
         planned = self._plan["loads"][case.load]
         first, end = planned["batches"][batch]
         rooms = self._rooms(case.load, first, first + count)
@@ -192,7 +197,7 @@ class TrialRunner:
         return Trial(case, batch, repeat, rooms, reports, verdicts, shown)
 
     def _description(self, case: Case, batch: int) -> str:
-        """Describes a trial for the progress display and for error messages."""
+        """Returns a description of a trial for the progress display and for error messages."""
         planned = self._plan["loads"][case.load]
         watched = ["watched"] if case.observed else []
         words = [*watched, f"batch {batch + 1} of {len(planned['batches'])}"]
@@ -204,7 +209,7 @@ class TrialRunner:
         return ", ".join(words)
 
     def _rooms(self, load: int, first: int, end: int) -> tuple[Room, ...]:
-        """Creates rooms [first, end) of a load under numbers that were not used before."""
+        """Creates rooms [first, end) of a load with bootstrap_room numbers that were not used before."""
         base = self._next_room
         self._next_room += self._plan["room_stride"]
         planned = self._plan["loads"][load]["rooms"]
@@ -225,7 +230,10 @@ class TrialRunner:
 
 
 def _batch_id(load: int, batch: int, count: int) -> int:
-    """Returns a unique number for the first `count` rooms of a batch, 0 for all: other rooms are on other pages."""
+    """Returns a unique number for the first `count` rooms of a batch; a `count` of 0 stands for all rooms.
+
+    Prefill ranks refill their pages when the number changes, because a different set of rooms uses different pages.
+    """
     return count << 48 | load << 16 | batch
 
 

@@ -1,4 +1,4 @@
-"""The fleets of a bench: more than one if it compares what one fleet cannot run (transports, CP modes, layouts)."""
+"""Determines the fleets of a bench: several if it compares transports, CP modes or layouts."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from itertools import product
 from kvctl.lab.ranks.request import PlanRequest, Sizes
 
 MAX_RANKS = 24
-"""Limit of ranks, each a process, that run at the same time; fleets that exceed it run one after another."""
+"""Maximum number of rank processes that run at the same time; fleets that exceed it run one after another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One fleet.
+    """One fleet of a bench.
 
     Attributes:
-        label: transport and CP mode, as far as they differ between the fleets; "" if there is only one.
-        fleet: name in the preset, or "".
+        label: transport and CP mode, as far as they differ between the fleets; "" if neither differs.
+        request: the request from which the fleet is planned.
+        fleet: name of the fleet in the preset, or "".
     """
 
     label: str
@@ -28,12 +29,12 @@ class Variant:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """Number of prefill and decode ranks."""
         return sum(map(size, self.request.prefill)) + size(self.request.decode)
 
     @property
     def name(self) -> str:
-        """Name as part of an agent's name; "" if there is only one fleet."""
+        """Name of the fleet as used within agents' names: lower case, digits and hyphens; "" if there is one fleet."""
         return re.sub(r"[^a-z0-9]+", "-", f"{self.fleet} {self.label}".lower()).strip("-")
 
 
@@ -47,9 +48,10 @@ def expand(request: PlanRequest, transports: Sequence[str], cp_modes: Sequence[s
 
 
 def waves(groups: Iterable[Sequence[Variant]]) -> list[list[Variant]]:
-    """Returns lists of fleets that run at the same time and share the memory.
+    """Divides the fleets into lists that run one after another; fleets in one list run at the same time.
 
-    A group is one list if it has at most `MAX_RANKS` ranks; otherwise each of its fleets runs alone.
+    A group becomes one list, whose fleets share the memory equally, if it has at most `MAX_RANKS` ranks; otherwise each
+    of its fleets runs alone.
     """
     together: list[list[Variant]] = []
     for group in groups:

@@ -1,4 +1,4 @@
-"""Tables of results and plans: columns for scripts; for a terminal a column per path, with captions."""
+"""Tables of bench results and plans for scripts, and the terminal output with a column per path and captions."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvctl.render.report import Block, Grid, Text
 from kvctl.render.view import Column, Kind, Row, View, Width
 from kvctl_agent.contract.choices import HOST
 
-# Fields besides the path that may tell the rows of one load apart; a terminal shows those that do.
+# Fields besides the path in which rows of one load may differ; a terminal shows only the fields that do differ.
 _DISTINGUISHING = ("fleet", "transport", "cp_mode", "pipeline", "observed")
 _MAX_PATH_COLUMNS = 4
 _VERDICT_STYLES = {"PASS": "green", "FAIL": "bold red", "False": "bold red", "True": "green"}
 
 
 def nanoseconds(*keys: str, per: float = 1e6) -> Callable[[Row], int | None]:
-    """Returns a getter of the figure at `row[key][key]…` in nanoseconds; `per` nanoseconds are its unit."""
+    """Returns a function that gets `row[key][key]…` in nanoseconds, or None; the row has it in units of `per` ns."""
 
     def value(row: Row) -> int | None:
         number: Any = row
@@ -117,7 +117,7 @@ COLUMNS = {column.name: column for column in BENCH.columns}
 
 
 def contestants(rows: Sequence[Row]) -> list[str]:
-    """Name each row by the fields in which it differs from the rows it is compared with."""
+    """Returns a name for each row, composed of the values of the fields in which the rows differ."""
     chosen: list[str] = []
     for field in ("fleet", "transport", "cp_mode", "path", "pipeline", "observed"):
         known = {tuple(row.get(each) for each in chosen) for row in rows}
@@ -135,6 +135,8 @@ def blocks(rows: Sequence[Row], outcome: Outcome, view: View | None) -> list[Blo
 
     Args:
         rows: Rows of `view`, or of `BENCH` if `view` is None.
+        outcome: Results of all fleets.
+        view: The preset's table; None without a preset.
     """
     every = outcome.rows()
     head = _setup(outcome)
@@ -151,7 +153,11 @@ def blocks(rows: Sequence[Row], outcome: Outcome, view: View | None) -> list[Blo
 
 
 def plan_rows(plan: Plan, fleet: str) -> list[dict[str, Any]]:
-    """Returns what each writer sends to each reader, with the ranks' names."""
+    """Returns a row for each writer and each decode rank that it sends to, with ranks, GPUs, layers and bytes.
+
+    Args:
+        fleet: Name of the fleet, or "".
+    """
     several = any(rank["instance"] > 0 for rank in plan["ranks"])
     devices = {(rank["instance"], rank["unique"]): rank["device"] for rank in plan["ranks"]}
 
@@ -172,7 +178,7 @@ def plan_rows(plan: Plan, fleet: str) -> list[dict[str, Any]]:
 
 
 def plan_table(rows: Sequence[Row]) -> View:
-    """Returns `PLAN`, with the GPU columns if there are GPUs."""
+    """Returns `PLAN`, with the GPU columns and path direct always shown if the ranks are on GPUs."""
     on_gpus = any(row["writer_gpu"] is not None for row in rows)
     return _with_core(PLAN, {"writer_gpu", "reader_gpu", "direct"} if on_gpus else set())
 
@@ -197,7 +203,8 @@ def _words(name: str) -> Column:
 
 _WITHOUT_DELTA = ("compute", "hidden behind it,")
 
-# Groups of lines of the table with a column per path: (label, value, whether a Δ is shown), and for which rows.
+# Lines of the table with a column per path: (condition, lines). The lines are shown if the condition is true of any
+# row; a line is (label, column, whether a Δ is shown).
 _LINES: tuple[tuple[Callable[[Row], bool], Sequence[tuple[str, Column, bool]]], ...] = (
     (
         lambda row: bool(row["faults"]),
@@ -260,13 +267,13 @@ _LINES: tuple[tuple[Callable[[Row], bool], Sequence[tuple[str, Column, bool]]], 
 
 
 def _with_core(view: View, names: Collection[str]) -> View:
-    """Returns the view with these columns shown at any width."""
+    """Returns the view with the named columns shown at any width."""
     columns = (replace(each, width=Width.CORE) if each.name in names else each for each in view.columns)
     return replace(view, columns=tuple(columns))
 
 
 def _table(rows: Sequence[Row]) -> Grid:
-    """Returns a column per row if there are few of one load, otherwise a line per row with what tells them apart."""
+    """Returns a table with a column per row if there are few rows, all of one load; otherwise with a line per row."""
     loads = {(row["concurrency"], row["tokens_drawn"]) for row in rows}
     if len(loads) == 1 and len(rows) <= _MAX_PATH_COLUMNS:
         return Grid(_side_by_side(rows), _lines(rows))
@@ -340,7 +347,7 @@ def shape_text(shape: PlannedShape) -> str:
 
 
 def _setup(outcome: Outcome) -> list[str]:
-    """Describes layouts, transports, shape, and the GPUs if there are any."""
+    """Returns lines that describe layouts, transports, shape, and the GPUs if there are any."""
     plans: list[Plan] = [each.results.plan for each in outcome.measured]
     shapes = dict.fromkeys(shape_text(plan["shape"]) for plan in plans)
     plan = plans[0]
@@ -357,7 +364,7 @@ def _setup(outcome: Outcome) -> list[str]:
 
 
 def _load(rows: Sequence[Row]) -> list[str]:
-    """Describes the load, if it is the same for all rows."""
+    """Returns a line that describes the load; empty if the rows have different loads."""
     if not rows or len({(row["concurrency"], row["tokens_drawn"]) for row in rows}) > 1:
         return []
     row = rows[0]
@@ -369,7 +376,7 @@ def _load(rows: Sequence[Row]) -> list[str]:
 
 
 def _faults(outcome: Outcome, rows: Sequence[Row]) -> list[str]:
-    """Describes the injected faults, the seed that repeats them, and how often each struck."""
+    """Returns a line with the injected faults, the seed that reproduces them, and how often each kind fired."""
     request = outcome.measured[0].variant.request
     if not request.faults:
         return []
@@ -381,7 +388,7 @@ def _faults(outcome: Outcome, rows: Sequence[Row]) -> list[str]:
 
 
 def _roofline(outcome: Outcome) -> str:
-    """Describes the limits of the machine and its transports."""
+    """Returns a line with the measured limits of the machine and its transports."""
 
     def rate(value: float | None) -> str:
         return units.UNKNOWN if value is None else units.three_digits(value)
@@ -395,7 +402,7 @@ def _roofline(outcome: Outcome) -> str:
 
 
 def _cut_short(rows: Sequence[Row]) -> list[str]:
-    """Describes the paths that ran fewer rooms than planned because of --point-seconds."""
+    """Returns a line on the paths that ran fewer rooms than planned because of --point-seconds; empty without any."""
     cut: dict[str, list[Row]] = {}
     for row in rows:
         if row["rooms"] < row["planned_rooms"]:
@@ -409,7 +416,7 @@ def _cut_short(rows: Sequence[Row]) -> list[str]:
 
 
 def _observer_costs(rows: Sequence[Row]) -> list[str]:
-    """Describes the cost of observing, if it was measured."""
+    """Returns a line with the throughput lost to observers on each path; empty if it was not measured."""
     costs = [
         f"{row['path']} {row['observer_cost_ratio']:+.1%}" for row in rows if row["observer_cost_ratio"] is not None
     ]

@@ -1,4 +1,4 @@
-"""Chart primitives as SVG: scales, axes, lines, bars made of pieces, areas, and figures with legends."""
+"""Draws charts as SVG: scales, axes, lines, stacked bars, areas, and figures with legends."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _BELOW_AXIS = 42.0  # room for tick labels and the axis title
 _LINE_HEIGHT = 13.5
 _BAR_HEIGHT, _BAR_PITCH = 15.0, 23.0
 MAX_BAR_LABEL = 120.0
-"""Width of bar labels above which they stand above their bars instead of beside them."""
+"""Maximum width of labels beside their bars; if a label is wider, all labels are drawn above their bars."""
 
-# Labels at the lines' ends must not leave too little room for the lines; the legend has all of them.
+# Longer or more labels at the ends of lines would leave too little room for the lines; the legend has all labels.
 _MAX_END_LABEL, _MAX_END_LABELS = 18, 8
 _MARKERS = ("circle", "square", "triangle", "diamond", "cross")
 
@@ -26,7 +26,7 @@ _MARKERS = ("circle", "square", "triangle", "diamond", "cross")
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """One axis.
+    """The scale of one axis.
 
     Attributes:
         lo, hi: values at the ends; positive on a logarithmic axis.
@@ -43,7 +43,7 @@ class Scale:
     log: bool = False
 
     def position(self, value: float) -> float:
-        """Returns 0 at `lo` and 1 at `hi`; values outside are clamped."""
+        """Returns the position of a value on the axis: 0 at `lo`, 1 at `hi`; values outside are clamped."""
         lo, hi = self.lo, self.hi
         if self.log:
             lo, hi, value = math.log(lo), math.log(hi), math.log(max(value, self.lo))
@@ -51,7 +51,12 @@ class Scale:
 
 
 def from_zero(most: float, title: str, label: Callable[[float], str], binary: bool = False) -> Scale:
-    """Returns a linear axis from 0 to the first tick not below `most`; `binary` makes the steps powers of two."""
+    """Returns a linear axis from 0 to the first tick not below `most`.
+
+    Args:
+        label: Formats the value of a tick.
+        binary: Makes the distance of ticks a power of two instead of a 1, 2 or 5 of a decade.
+    """
     step = (2.0 ** math.ceil(math.log2(most / _TICKS)) if most > 0 else 1.0) if binary else _step(most)
     count = max(1, math.ceil(most / step - 1e-9))
     ticks = tuple(step * number for number in range(count + 1))
@@ -59,7 +64,7 @@ def from_zero(most: float, title: str, label: Callable[[float], str], binary: bo
 
 
 def spanning(lo: float, hi: float, title: str, label: Callable[[float], str], ticks: int = _TICKS) -> Scale:
-    """Returns a linear axis from exactly `lo` to `hi`."""
+    """Returns a linear axis from exactly `lo` to exactly `hi`, with at most about `ticks` ticks at round values."""
     hi = hi if hi > lo else lo + 1.0
     step = _step(hi - lo, ticks)
     first, last = math.ceil(lo / step - 1e-9), math.floor(hi / step + 1e-9)
@@ -74,26 +79,26 @@ def shares(title: str) -> Scale:
 
 
 def logarithmic(values: Sequence[float], title: str, label: Callable[[float], str]) -> Scale:
-    """Returns a logarithmic axis around positive `values` that starts and ends at a 1, 2 or 5 of a decade."""
+    """Returns a logarithmic axis that contains all positive `values` and starts and ends at a 1, 2 or 5 of a decade."""
     rounds = [digit * 10.0**power for power in range(-12, 16) for digit in (1, 2, 5)]
     low, high = min(values), max(values)
     lo = max(each for each in rounds if each <= low * (1 + 1e-9))
     hi = min(each for each in rounds if each >= high * (1 - 1e-9) and each > lo)
     inside = [each for each in rounds if lo <= each <= hi]
     decades = [each for each in inside if abs(math.log10(each) - round(math.log10(each))) < 1e-9]
-    # With several decades only these get a tick, and both ends, so that the axis shows where it starts.
+    # On an axis over several decades only the decades and both ends get a tick.
     ticks = sorted({lo, *decades, hi}) if len(inside) > 8 else inside
     return Scale(lo, hi, tuple(ticks), tuple(label(tick) for tick in ticks), title, log=True)
 
 
 def stops(values: Sequence[float], title: str, label: Callable[[float], str]) -> Scale:
-    """Returns a logarithmic axis with a tick at each of several positive `values`."""
+    """Returns a logarithmic axis from the lowest to the highest of positive `values`, with a tick at each value."""
     ticks = tuple(sorted(set(values)))
     return Scale(ticks[0], ticks[-1], ticks, tuple(label(tick) for tick in ticks), title, log=True)
 
 
 def _step(most: float, ticks: int = _TICKS) -> float:
-    """Returns a 1, 2 or 5 of a decade that fits into `most` at most `ticks` times."""
+    """Returns the smallest 1, 2 or 5 of a decade that divides a length of `most` into at most `ticks` steps."""
     if most <= 0:
         return 1.0
     raw = most / ticks
@@ -106,10 +111,11 @@ def _step(most: float, ticks: int = _TICKS) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The area of a chart between its axes, in the drawing's units; without `y` only the x axis is drawn.
+    """The area of a chart between its axes, in the drawing's units.
 
     Attributes:
-        inset: distance of the x axis' ends from the frame, so that no marker is cut off.
+        y: None for a chart with an x axis only.
+        inset: distance of the x axis' ends from the frame's left and right side, so that markers are not clipped.
     """
 
     x: Scale
@@ -128,7 +134,7 @@ class Frame:
         return self.bottom - position * (self.bottom - self.top)
 
     def axes(self) -> Markup:
-        """Draws gridlines, ticks, their labels and the titles; labels of x that would overlap are left out."""
+        """Draws gridlines, ticks with their labels, and titles; x labels that would overlap are left out."""
         middle = (self.left + self.right) / 2
         pieces = []
         places = [self.at_x(tick) for tick in self.x.ticks]
@@ -154,23 +160,23 @@ class Frame:
 
 
 def plane(x: Scale, y: Scale, width: float, height: float, right: float = 16.0, inset: float = 0.0) -> Frame:
-    """Returns a frame with both axes that fills a drawing, except for `right` units on its right."""
+    """Returns a frame with both axes that fills a drawing of this size, except for `right` units at its right side."""
     left = 30 + max(text_width(label) for label in y.labels)
     return Frame(x, y, left, width - right, 14.0, height - _BELOW_AXIS - 4, inset)
 
 
 def svg(name: str, width: float, height: float, *children: Markup | None) -> Markup:
-    """Returns a drawing that scales with its column; `name` describes it to screen readers."""
+    """Returns an SVG element that scales with its column; screen readers read out `name`."""
     return tag("svg", *children, viewBox=f"0 0 {width:g} {height:g}", role="img", aria_label=name)
 
 
 def drawing(name: str, frame: Frame, width: float, *children: Markup | None) -> Markup:
-    """Returns a drawing of a frame's axes and its contents."""
+    """Returns an SVG element with a frame's axes and `children`, the contents of the frame."""
     return svg(name, width, frame.bottom + _BELOW_AXIS, frame.axes(), *children)
 
 
 def _readable(labels: Sequence[tuple[float, str]]) -> Sequence[tuple[float, str]]:
-    """Returns those of an axis' labels (position, text) that do not overlap: all, or every second, …."""
+    """Returns the labels (position, text) of an axis that can be drawn without overlap: every n-th, n minimal."""
     for stride in range(1, len(labels)):
         kept = labels[(len(labels) - 1) % stride :: stride]
         half = [text_width(text) / 2 + 3 for _, text in kept]
@@ -184,7 +190,7 @@ def _readable(labels: Sequence[tuple[float, str]]) -> Sequence[tuple[float, str]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One series: (x, y, tooltip) by x."""
+    """One series: points (x, y, tooltip) in order of x; `colour` and `variant` are those of `series.Series`."""
 
     label: str
     points: tuple[tuple[float, float, str], ...]
@@ -194,7 +200,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A limit: one value that holds over the whole axis."""
+    """A limit, drawn as a dashed line across the chart at `value`."""
 
     label: str
     value: float
@@ -203,7 +209,7 @@ class Level:
 def line_chart(
     name: str, lines: Sequence[Line], x: Scale, y: Scale, levels: Sequence[Level] = (), width: float = _WIDTH
 ) -> Markup:
-    """Draws lines; text keeps its size in a narrow drawing."""
+    """Draws a line chart; wide charts with few lines also have labels at the lines' ends."""
     labelled = (
         width > 400
         and len(lines) <= _MAX_END_LABELS
@@ -223,7 +229,7 @@ def line_chart(
 
 
 def area(frame: Frame, points: Sequence[tuple[float, float]], tip: str) -> Markup:
-    """Draws the area under steps: a value holds until the next one, the last to the end of the axis."""
+    """Draws the area under a step function: each point's value holds until the next point or the end of the axis."""
     steps = [f"M{frame.at_x(points[0][0]):.2f},{frame.bottom:.2f}"]
     steps += [f"H{frame.at_x(x):.2f}V{frame.at_y(y):.2f}" for x, y in points]
     outline = "".join([*steps, f"H{frame.at_x(frame.x.hi):.2f}V{frame.bottom:.2f}Z"])
@@ -231,7 +237,7 @@ def area(frame: Frame, points: Sequence[tuple[float, float]], tip: str) -> Marku
 
 
 def marker(x: float, y: float, variant: int, size: float = 3.6) -> Markup:
-    """Draws a point whose shape depends on `variant`."""
+    """Draws the marker of a data point; its shape depends on `variant`."""
     match _MARKERS[variant % len(_MARKERS)]:
         case "circle":
             return tag("circle", cx=x, cy=y, r=size, class_="point")
@@ -250,7 +256,7 @@ def marker(x: float, y: float, variant: int, size: float = 3.6) -> Markup:
 
 def _level(frame: Frame, level: Level, levels: Sequence[Level], lines: Sequence[Line]) -> Markup:
     at = frame.at_y(level.value)
-    # Of two levels close to each other, the lower one has its name below its line.
+    # If two levels are close to each other, the name of the lower one is below its line.
     crowded = any(0 < at - frame.at_y(other.value) < 2 * _LINE_HEIGHT for other in levels)
     text_at = at + FONT_SIZE + 1 if crowded else at - 5
     width = text_width(level.label) + 8
@@ -284,12 +290,12 @@ def _line(frame: Frame, line: Line) -> Markup:
 
 
 def _end_labels(frame: Frame, lines: Sequence[Line]) -> Markup:
-    """Draws each line's name at its last point; names of lines that end close together are moved apart."""
+    """Draws each line's label at its last point; labels of lines that end close together are moved apart."""
     ends = sorted((frame.at_y(line.points[-1][1]), number) for number, line in enumerate(lines))
     placed: list[float] = []
     for wanted, _ in ends:
         placed.append(max(wanted, placed[-1] + _LINE_HEIGHT) if placed else wanted)
-    # Names that were moved below the frame move up again.
+    # Labels that were moved below the frame are moved up again.
     limit = frame.bottom
     for number in reversed(range(len(placed))):
         placed[number] = min(placed[number], limit)
@@ -310,7 +316,7 @@ def _end_labels(frame: Frame, lines: Sequence[Line]) -> Markup:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of a bar; `style` is its class in the style sheet."""
+    """A piece of a stacked bar; `value` is its length, `style` its class in the style sheet, `tip` its tooltip."""
 
     value: float
     style: str
@@ -319,7 +325,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar: label, pieces end to end, and the text after them."""
+    """One stacked bar: its label, its pieces from left to right, and the text after them."""
 
     label: str
     pieces: tuple[Piece, ...]
@@ -331,7 +337,7 @@ Group = tuple[str, Sequence[Bar]]
 
 
 def bar_chart(name: str, groups: Sequence[Group], x: Scale, levels: Sequence[Level] = ()) -> Markup:
-    """Draws groups of horizontal bars on one scale."""
+    """Draws groups of horizontal bars on one scale, with the `levels` as vertical lines."""
     bars = [bar for _, members in groups for bar in members]
     widest = max((text_width(bar.label) for bar in bars), default=0)
     label_room = FONT_SIZE + 4 if widest > MAX_BAR_LABEL else 0.0  # above each bar
@@ -384,7 +390,7 @@ def _bar(bar: Bar, frame: Frame, top: float, label_above: bool) -> Markup:
 
 
 def _bar_level(level: Level, row: int, frame: Frame) -> Markup:
-    """Draws a level with its name in a row of its own above the bars."""
+    """Draws a level as a vertical line, with its label in text row `row` above the bars."""
     at = frame.at_x(level.value)
     text_at = FONT_SIZE + row * (FONT_SIZE + 3)
     line = tag("line", x1=at, x2=at, y1=text_at - FONT_SIZE + 2, y2=frame.bottom)
@@ -396,12 +402,12 @@ def _bar_level(level: Level, row: int, frame: Frame) -> Markup:
 
 
 def section(title: str, lead: str, *children: Markup | None) -> Markup:
-    """Returns a heading, a sentence on how to read the figures, and the figures."""
+    """Returns a section of the page: a heading, `lead` (how to read the figures) and the figures."""
     return tag("section", tag("h2", title), tag("p", lead, class_="lead") if lead else None, *children)
 
 
 def figures(*children: Markup, kind: str = "two") -> Markup:
-    """Returns figures side by side, as far as they fit; `kind` is the number per row: "one", "two" or "three"."""
+    """Returns figures side by side; `kind` is the most figures in a row: "one", "two" or "three"."""
     return tag("div", *children, class_=f"figures {kind}")
 
 
@@ -412,7 +418,7 @@ def figure(title: str, remark: str, chart: Markup) -> Markup:
 
 
 def line_legend(series: Sequence[tuple[str, int, int]]) -> Markup | None:
-    """Returns a legend of lines (label, colour, variant); None for a single line."""
+    """Returns a legend of series (label, colour, variant); None for fewer than two series."""
     if len(series) < 2:
         return None
 
@@ -425,7 +431,7 @@ def line_legend(series: Sequence[tuple[str, int, int]]) -> Markup | None:
 
 
 def piece_legend(entries: Sequence[tuple[str, str]]) -> Markup:
-    """Returns a legend of bar pieces: (class in the style sheet, text)."""
+    """Returns a legend of bar pieces; an entry is (class in the style sheet, text)."""
 
     def sample(style: str) -> Markup:
         return tag("svg", tag("g", tag("rect", x=0, y=0, width=14, height=12), class_=style), viewBox="0 0 14 12")

@@ -1,4 +1,4 @@
-"""Sections of the report with charts: throughput, latency, exposed transfer, stages of a part, and rings."""
+"""Sections of the report with charts: throughput, latency, exposed transfer, stages of a part, and staging rings."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _MIN_RING_USE = 0.25
 
 
 def rooflines(document: Mapping[str, Any]) -> list[Level]:
-    """Returns the machine's limits measured in the same run, lowest first."""
+    """Returns the machine's transfer limits from the saved result, lowest first."""
     found = document.get("floors")
     if not isinstance(found, Mapping):
         return []
@@ -80,7 +80,7 @@ def rooflines(document: Mapping[str, Any]) -> list[Level]:
 
 
 def throughput(runs: Sequence[Run], levels: Sequence[Level]) -> Markup | None:
-    """Returns the section on throughput; None if no run moved anything."""
+    """Returns the section on throughput; None if no run transferred anything."""
     moving = [run for run in runs if all(lookup(run, name) for name in _RATES)]
     if not moving:
         return None
@@ -127,7 +127,10 @@ def _rate_bars(runs: Sequence[Run], name: str, levels: Sequence[Level]) -> Marku
 
 
 def latencies(runs: Sequence[Run]) -> Markup:
-    """Returns a section on each kind of time over the swept axes, or one section with bars if nothing was swept."""
+    """Returns a section for each kind of time (latency, TTFT, TPOT), plotted over the swept axes.
+
+    Kinds of time without a swept axis share one section with bars.
+    """
     sections: list[Markup] = []
     bars: list[Markup] = []
     for kind, (title, lead) in _TIMES.items():
@@ -148,7 +151,7 @@ def latencies(runs: Sequence[Run]) -> Markup:
 
 
 def _quantile_lines(facet: Facet, kind: str, title: str) -> list[Markup]:
-    """Returns a chart per quantile, all on one scale."""
+    """Returns a chart of the facet for each quantile, all on one scale."""
     known = {
         quantile: [value for each in facet.series for run in each.runs if (value := lookup(run, kind, quantile))]
         for quantile in _QUANTILES
@@ -172,7 +175,7 @@ def _quantile_lines(facet: Facet, kind: str, title: str) -> list[Markup]:
 
 
 def _quantile_bars(runs: Sequence[Run], kind: str, title: str) -> Markup:
-    """Returns a bar per run with a piece up to each quantile."""
+    """Returns a bar chart with a bar per run, stacked so that pieces end at p50, p95 and p99."""
 
     def known(run: Run) -> dict[str, float]:
         return {quantile: value for quantile in _QUANTILES if (value := lookup(run, kind, quantile)) is not None}
@@ -199,7 +202,10 @@ _Parts = list[tuple[str, float, str]]  # style, length, tooltip
 
 
 def exposed(runs: Sequence[Run]) -> Markup | None:
-    """Returns the section on exposed and hidden transfer; None if nothing was hidden, as latency then shows it all."""
+    """Returns the section on exposed and hidden transfer.
+
+    None if no transfer was hidden, because the section on latency then shows the same.
+    """
     known = [
         run
         for run in runs
@@ -224,7 +230,7 @@ def exposed(runs: Sequence[Run]) -> Markup | None:
 
 
 def stages(runs: Sequence[Run]) -> Markup | None:
-    """Returns the section on stages; None if no run has stage times."""
+    """Returns the section on the time that parts spend in each stage; None if no run has stage times."""
     known = [run for run in runs if any(lookup(run, "stages_us", stage, "p50") for stage in _STAGES)]
     if not known:
         return None
@@ -243,7 +249,7 @@ def stages(runs: Sequence[Run]) -> Markup | None:
 
 
 def _stacked(title: str, runs: Sequence[Run], parts: Callable[[Run], tuple[_Parts, str]], unit_ms: float) -> Markup:
-    """Returns stacked bars of all runs: times, or shares where the times are too different.
+    """Returns figures with a stacked bar per run, of times, or of shares if the runs' times differ too much.
 
     Args:
         parts: Returns the pieces of a run's bar and the text after it.
@@ -276,7 +282,10 @@ _Groups = Sequence[tuple[str, Sequence[Entry]]]
 
 
 def _columns(groups: _Groups) -> list[_Groups]:
-    """Divides the groups among figures: pairs with about `_BARS_PER_FIGURE` bars each; no group is divided."""
+    """Divides groups of bars among an even number of figures, with about `_BARS_PER_FIGURE` bars in each.
+
+    A group is never split, so there are at most as many figures as groups.
+    """
     total = sum(len(members) for _, members in groups)
     wanted = min(len(groups), 2 * math.ceil(total / (2 * _BARS_PER_FIGURE)))
     columns: list[list[tuple[str, Sequence[Entry]]]] = [[]]
@@ -293,7 +302,7 @@ def _columns(groups: _Groups) -> list[_Groups]:
 
 
 def rings(timelines: Sequence[RingTimeline]) -> Markup | None:
-    """Returns the section on rings; None if no ring has two samples."""
+    """Returns the section on the occupancy of staging rings; None if no ring has at least two samples."""
     sampled = [ring for ring in timelines if len(ring["points"]) > 1]
     if not sampled:
         return None
@@ -306,7 +315,7 @@ def rings(timelines: Sequence[RingTimeline]) -> Markup | None:
 
 
 def _span(ring: RingTimeline, rings: Sequence[RingTimeline]) -> tuple[int, int]:
-    """Returns the first and the last sample of all rings sampled on the same path at the same time."""
+    """Returns the times of the first and the last sample of all rings that were sampled together with this ring."""
     first, last = ring["points"][0][0], ring["points"][-1][0]
     together = [
         (points[0][0], points[-1][0])
@@ -350,7 +359,7 @@ def _ring(ring: RingTimeline, begin: int, end: int) -> Markup:
 
 
 def _swept_scale(facet: Facet) -> Scale:
-    """Returns the swept axis, with a tick at every measured value."""
+    """Returns the scale of the facet's swept axis, with a tick at every measured value."""
     values = [facet.at(run) for each in facet.series for run in each.runs]
     return charts.stops(values, facet.axis.title, facet.axis.label)
 
@@ -362,7 +371,12 @@ def _value_scale(values: Sequence[float], unit: str, logarithmic: bool) -> Scale
 
 
 def _lines(facet: Facet, value: Callable[[Run], float | None], unit: str) -> list[Line]:
-    """Returns the facet's series as lines through `value` of each run; runs without a value have no point."""
+    """Returns a line for each series of the facet.
+
+    Args:
+        value: Returns the y value of a run; None leaves the run out.
+        unit: Unit of the values, for tooltips.
+    """
     lines = []
     for each in facet.series:
         known = [(facet.at(run), found, run) for run in each.runs if (found := value(run)) is not None]
@@ -377,7 +391,7 @@ def _bars(groups: _Groups, bar: Callable[[Entry], Bar]) -> list[Group]:
 
 
 def _tip(label: str, run: Run, value: str) -> str:
-    """Returns a tooltip: the series, the load, the value, and the run's main figures."""
+    """Returns the tooltip of a data point: series, load, value, and the run's rates, latency and verdict."""
     verdict = run.get("verified")
     verified = "verified" if verdict is True else "NOT VERIFIED" if verdict is False else "not compared"
     p50 = milliseconds(lookup(run, "latency_ms", "p50"))

@@ -24,10 +24,10 @@ _VERDICT_CLASSES = {"True": "good", "False": "bad", "PASS": "good", "FAIL": "bad
 
 
 def render(report: ReportData) -> str:
-    """Returns the page, an HTML document to be written as UTF-8; sections without data are left out.
+    """Returns the report as an HTML page, to be written as UTF-8; sections without data are left out.
 
     Args:
-        report: `{"document": json.load(file)}` is enough.
+        report: Data of the report; `{"document": json.load(file)}` suffices for a saved result.
     """
     document = report["document"]
     found = document.get("runs")
@@ -61,7 +61,7 @@ def render(report: ReportData) -> str:
 
 
 def _header(title: str, report: ReportData, runs: Sequence[Run], levels: Sequence[Level]) -> Markup:
-    """Returns title, setup, verdict and key figures."""
+    """Returns the head of the page: title, setup, verdict and key figures."""
     document = report["document"]
     lines = [tag("p", text, class_="what") for text in (_setup(document, runs), report.get("started_at", "")) if text]
     top = tag("div", tag("h1", title), _verdict(document, runs), class_="top")
@@ -99,7 +99,7 @@ def _setup(document: Mapping[str, Any], runs: Sequence[Run]) -> str:
 
 
 def _geometry(shape: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the model's shape, as far as the document has it."""
+    """Yields descriptions of the model's layers and heads, as far as the document has them."""
     if "layers" in shape:
         yield f"{shape['layers']} layers"
     if shape.get("kind") == "mla":
@@ -121,7 +121,10 @@ def _verdict(document: Mapping[str, Any], runs: Sequence[Run]) -> Markup:
 
 
 def _cards(runs: Sequence[Run], levels: Sequence[Level]) -> Markup | None:
-    """Returns the key figures: best throughput, its share of the limits, best speedup, lowest latency."""
+    """Returns cards with the best throughput, its share of the limits, the best speedup and the lowest latency.
+
+    None if no run has a throughput.
+    """
     moving = [(each, run) for each in series_of(runs) for run in each.runs if lookup(run, "gb_per_s")]
     if not moving:
         return None
@@ -144,7 +147,10 @@ def _cards(runs: Sequence[Run], levels: Sequence[Level]) -> Markup | None:
 
 
 def _speedup(runs: Sequence[tuple[Series, Run]]) -> Markup | None:
-    """Returns the largest factor over the first run of the same load, to which Δ in the table refers, too."""
+    """Returns a card with the largest speedup over the first run of the same load; None without runs to compare.
+
+    The table's Δ columns refer to the same first run.
+    """
     found: list[tuple[float, Series, Series, Run]] = []
     for series, run in runs:
         first, base = next(each for each in runs if load_of(each[1]) == load_of(run))
@@ -168,7 +174,7 @@ def _distinct(runs: Sequence[Run], name: str) -> list[str]:
 
 
 def _results(runs: Sequence[Run]) -> Markup | None:
-    """Returns the table of all runs with the terminal's columns, without columns that are unknown in all runs."""
+    """Returns the table of all runs with the columns of the terminal's table; columns without values are left out."""
     if not runs:
         return None
     columns = [
@@ -181,7 +187,7 @@ def _results(runs: Sequence[Run]) -> Markup | None:
 
 
 def _columns(runs: Sequence[Run]) -> Iterator[Column]:
-    """Yields the terminal's columns, with the fields that tell runs apart after the path."""
+    """Yields the columns of the terminal's table, with the fields in which the runs differ after the path."""
     declared = {column.name: column for column in BENCH.columns}
     for column in BENCH.columns:
         if column.name not in DIMENSIONS or column.name == "path":
@@ -211,7 +217,7 @@ def _cell(column: Column, run: Run, runs: Sequence[Run]) -> Markup:
 
 
 def _fastest(run: Run, runs: Sequence[Run]) -> bool:
-    """Whether the run has the highest rate of at least two runs of its load."""
+    """Returns whether the run has the highest throughput of all runs of its load; False if it is the only one."""
     rates = [lookup(other, "gb_per_s") or 0.0 for other in runs if load_of(other) == load_of(run)]
     return len(rates) > 1 and (lookup(run, "gb_per_s") or 0.0) == max(rates)
 
@@ -225,7 +231,7 @@ def _class(column: Column) -> str:
 
 
 def _provenance(report: ReportData) -> Markup | None:
-    """Returns the command, the traffic and the environment; None if none of them is known."""
+    """Returns the section with the command line, the traffic and the environment; None if none of them is known."""
     found = (report["document"].get(name) for name in ("traffic", "env"))
     facts = [(str(key), _fact(value)) for known in found if isinstance(known, Mapping) for key, value in known.items()]
     listed = joined(*(tag("div", tag("dt", key), tag("dd", value)) for key, value in facts if value))

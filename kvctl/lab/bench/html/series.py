@@ -1,8 +1,8 @@
-"""Groups runs for charts: a series per compared thing, along an axis that was swept.
+"""Groups runs for charts into series that differ in path, transport, pipeline setting and so on.
 
-Runs are compared by path, transport, pipeline setting and so on; a label contains only what differs. Colour stands for
-the first field that differs, dashes and marker shapes for the others, so `staged` keeps its colour whether pipelined or
-not, and nothing depends on colour alone.
+A series' label contains only the fields in which the series differ. The first such field determines the colour, the
+others the dashes and the marker, so `staged` keeps its colour whether pipelined or not, and no information depends on
+colour alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Run = Mapping[str, Any]
 """A row of the saved result; fields that an older result lacks are absent."""
 
 COLOURS = 7
-"""Number of colours in the style sheet; later series reuse them with other dashes."""
+"""Number of colours in the style sheet; further series reuse the colours with other dashes."""
 
 _PATH_COLOURS = {"staged": 0, "slice": 1, "auto": 2, "bulk": 3, "direct": 4}
 DIMENSIONS: dict[str, Callable[[Any], str]] = {
@@ -34,21 +34,21 @@ DIMENSIONS: dict[str, Callable[[Any], str]] = {
     "page_size": lambda value: f"pages of {value}",
     "page_order": str,
 }
-"""Fields besides the load in which runs may differ, most important first, with the text of a value in a label."""
+"""Fields besides the load in which runs may differ, most important first, each with the format of its values."""
 
 _MAX_FACETS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One field of a load, which can be swept.
+    """A field of a load that a bench can sweep, used as the x axis of charts.
 
     Attributes:
-        key: field of a run.
-        over: name in a chart's title.
+        key: name of the field in a run.
+        over: name of the axis in a chart's title.
         title: title of the axis, with the unit.
-        label: formats a value as a tick.
-        words: formats a label in a sentence.
+        label: formats a value as the label of a tick.
+        words: format string that turns a tick's label into words, such as `{} tokens`.
     """
 
     key: str
@@ -58,7 +58,10 @@ class Axis:
     words: str
 
     def value(self, run: Run) -> float | None:
-        """Returns the run's value; ratios are rounded to two digits, because they are not met more exactly."""
+        """Returns the run's value on this axis, or None.
+
+        Ratios of transfer to compute are rounded to two digits, because runs do not reach them more exactly.
+        """
         found = lookup(run, self.key)
         return float(f"{found:.2g}") if found is not None and self.key == "ratio" else found
 
@@ -75,17 +78,17 @@ AXES = (
 
 
 def load_of(run: Run, axes: Iterable[Axis] = AXES) -> tuple[float | None, ...]:
-    """Returns the run's value on each axis."""
+    """Returns the run's value on each axis, None where it is unknown."""
     return tuple(axis.value(run) for axis in axes)
 
 
 def load_text(run: Run, axes: Iterable[Axis] = AXES) -> str:
-    """Formats the known part of a load: `concurrency 4 · 1,024 tokens`."""
+    """Formats the known values of a run's load: `concurrency 4 · 1,024 tokens`."""
     return " · ".join(axis.text(value) for axis in axes if (value := axis.value(run)) is not None)
 
 
 def common_load(runs: Sequence[Run]) -> str:
-    """Formats the part of the load that all runs share."""
+    """Formats the values of the load that are the same in all runs; "" if there are none."""
     varied = _varied_axes(runs)
     return load_text(runs[0], [axis for axis in AXES if axis not in varied])
 
@@ -95,8 +98,8 @@ class Series:
     """Runs that differ only in their load.
 
     Attributes:
-        colour: number of the colour.
-        variant: number of the dashes and the marker.
+        colour: number of the colour in the style sheet.
+        variant: number that selects the dashes and the marker.
     """
 
     label: str
@@ -112,10 +115,11 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Facet:
-    """Content of one chart: series along `axis`, with the rest of the load fixed.
+    """Content of one chart: series over one swept axis, with the load's other values fixed.
 
     Attributes:
-        fixed: the rest of the load as text.
+        axis: the swept axis.
+        fixed: the load's other values as text.
     """
 
     axis: Axis
@@ -123,13 +127,13 @@ class Facet:
     series: tuple[Series, ...]
 
     def at(self, run: Run) -> float:
-        """Returns the run's value on the axis."""
+        """Returns the run's value on the swept axis; 0 if it is unknown."""
         return self.axis.value(run) or 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A run with a bar of its own, and the bar's label within its group."""
+    """The bar of one run in a bar chart: its label within its group, the run, and the run's series."""
 
     label: str
     series: Series
@@ -137,7 +141,7 @@ class Entry:
 
 
 def varied_dimensions(runs: Sequence[Run]) -> list[str]:
-    """Returns the fields besides the load in which runs differ, without fields that follow from earlier ones."""
+    """Returns the fields of `DIMENSIONS` in which runs differ, without fields that add no further distinction."""
     varied: list[str] = []
     distinct = 1
     for name in DIMENSIONS:
@@ -149,12 +153,12 @@ def varied_dimensions(runs: Sequence[Run]) -> list[str]:
 
 
 def series_of(runs: Sequence[Run]) -> list[Series]:
-    """Groups runs into series, in the order of their first run."""
+    """Groups runs into series, in the order of the series' first runs."""
     varied = varied_dimensions(runs)
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
         key = tuple(str(run.get(name)) for name in varied)
-        # A second run of the same load starts another series instead of making a line jump back.
+        # A second run of the same load starts another series, because a line can have only one value per load.
         keys = (key if repeat == 1 else (*key, str(repeat)) for repeat in count(1))
         own = next(each for each in keys if all(load_of(run) != load_of(other) for other in groups.get(each, ())))
         groups.setdefault(own, []).append(run)
@@ -172,7 +176,7 @@ def series_of(runs: Sequence[Run]) -> list[Series]:
 
 
 def facets(runs: Sequence[Run], axes: Sequence[Axis] = AXES) -> tuple[list[Facet], int]:
-    """Returns the charts over each axis that was swept, and the number of charts left out for lack of room."""
+    """Returns the facets of each swept axis, at most `_MAX_FACETS` per axis, and the number of facets left out."""
     found: list[Facet] = []
     left_out = 0
     for axis in axes:
@@ -187,9 +191,10 @@ def facets(runs: Sequence[Run], axes: Sequence[Axis] = AXES) -> tuple[list[Facet
 
 
 def arranged(runs: Sequence[Run], max_label: float = MAX_BAR_LABEL) -> list[tuple[str, list[Entry]]]:
-    """Groups runs for bars: the series of each load side by side under a heading; a single group has no heading.
+    """Groups runs for bar charts: pairs of a heading, which is a load, and a bar for each series with that load.
 
-    If the series' labels are wider than `max_label`, they become the headings and the loads the bars' labels.
+    If a series' label is wider than `max_label`, series become the headings and loads the labels of bars. The heading
+    is "" if all runs have the same load.
     """
     series = series_of(runs)
     owners = [(each, run) for each in series for run in each.runs]
@@ -205,7 +210,7 @@ def arranged(runs: Sequence[Run], max_label: float = MAX_BAR_LABEL) -> list[tupl
 
 
 def _facets(runs: Sequence[Run], axis: Axis) -> list[Facet]:
-    """Returns the charts over one axis, each with at least two points on it."""
+    """Returns the facets of one axis; each has at least two different values on the axis."""
     others = [each for each in AXES if each is not axis]
     groups: dict[tuple[float, ...], list[Run]] = {}
     for run in runs:
@@ -221,7 +226,7 @@ def _facets(runs: Sequence[Run], axis: Axis) -> list[Facet]:
 
 
 def _narrowed(series: Sequence[Series], chosen: Sequence[Run], axis: Axis) -> tuple[Series, ...]:
-    """Returns the series with only the chosen runs, in the axis' order."""
+    """Returns the series reduced to the chosen runs, in ascending order of the axis; empty series are left out."""
     wanted = {id(run) for run in chosen}
     narrowed = []
     for each in series:

@@ -1,6 +1,6 @@
-"""Section with the waterfall of single rooms: the stages of every part on an axis whose 0 is the end of the forward.
+"""Section with the waterfall of single rooms: the stages of every part on a time axis; 0 is the end of the forward.
 
-Time left of 0 is hidden by compute; the request waits for the time right of it.
+Transfer left of 0 is hidden by compute; transfer right of 0 delays the request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _WIDTH, _TOP = 1000.0, 42.0
 _MAX_LABEL = 230.0
 _MAX_LANES = 240
 _MAX_ROOMS = 6
-# The start of a forward that takes this many times as long as the transfer is cut off: parts would be invisible.
+# Of the forward before the first part, at most this many times the length of the transfer is drawn; otherwise the parts
+# would be too narrow to see.
 _MAX_LEAD = 5.0
 # Rooms whose spans differ by at most this factor share an axis, so that they can be compared.
 _MAX_SPREAD = 4.0
@@ -39,7 +40,7 @@ _LEGEND = {
 
 
 def waterfalls(rooms: Sequence[RoomTimeline]) -> Markup | None:
-    """Returns the section; None if no room moved a part."""
+    """Returns the section with waterfalls of up to `_MAX_ROOMS` rooms; None if no room has a part with known times."""
     moved = [room for room in rooms if any(part["moments"] for part in room["parts"])]
     if not moved:
         return None
@@ -61,7 +62,13 @@ def waterfalls(rooms: Sequence[RoomTimeline]) -> Markup | None:
 
 
 def intervals(moments: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
-    """Yields (stage, start, end) of each stage of positive length; a stage starts at the latest end before its own."""
+    """Yields (stage, start, end) for each stage of a part that has a positive length.
+
+    A stage starts when the previous stages have ended.
+
+    Args:
+        moments: End of each stage in nanoseconds.
+    """
     before: int | None = None
     for stage in STAGES:
         at = moments.get(stage)
@@ -73,7 +80,7 @@ def intervals(moments: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
 
 
 def _selected(rooms: Sequence[RoomTimeline]) -> list[RoomTimeline]:
-    """Returns `_MAX_ROOMS` of the rooms: the last of each path, transport and pipeline, then the last of all."""
+    """Selects `_MAX_ROOMS` rooms: the last room of each path, transport and pipeline, then the last of the others."""
     kinds = {(room["path"], room["transport"], room["pipeline"]): at for at, room in enumerate(rooms)}
     wanted = [*kinds.values(), *(at for at in reversed(range(len(rooms))) if at not in kinds.values())]
     return [rooms[at] for at in sorted(wanted[:_MAX_ROOMS])]
@@ -81,7 +88,7 @@ def _selected(rooms: Sequence[RoomTimeline]) -> list[RoomTimeline]:
 
 @dataclass(frozen=True, slots=True)
 class _Plane:
-    """The frame of a waterfall, for times in nanoseconds after the end of the forward pass."""
+    """The frame of a waterfall; converts nanoseconds after the end of the forward pass to positions."""
 
     frame: Frame
     ns_per_unit: float
@@ -99,7 +106,7 @@ def _plane(start: int, end: int, left: float, bottom: float) -> _Plane:
 
 
 def _span(room: RoomTimeline) -> tuple[int, int]:
-    """Returns the drawn time of a room, in nanoseconds after the end of its forward pass."""
+    """Returns start and end of the time axis of a room, in nanoseconds after the end of its forward pass."""
     known = [at for part in room["parts"] for at in part["moments"].values()]
     zero = room["forward_done_ns"]
     first, end = min(*known, zero), max(*known, room["success_ns"], zero)
@@ -108,7 +115,7 @@ def _span(room: RoomTimeline) -> tuple[int, int]:
 
 
 def _lanes(room: RoomTimeline) -> tuple[list[PartTimeline], float]:
-    """Returns the drawn parts in order, and the height of a lane."""
+    """Returns the parts that are drawn, a lane (row) for each in this order, and the height of a lane."""
 
     def order(part: PartTimeline) -> tuple[object, ...]:
         return part["agent"], part["peer"], part["writer"], part["chunk"], *part["layers"]
@@ -118,7 +125,7 @@ def _lanes(room: RoomTimeline) -> tuple[list[PartTimeline], float]:
 
 
 def _margin(room: RoomTimeline) -> float:
-    """Returns the width of the lanes' labels."""
+    """Returns the width of the left margin, which has the lanes' labels."""
     return 14 + min(_MAX_LABEL, max(text_width(text) for _, text in _labels(*_lanes(room))))
 
 
@@ -156,9 +163,9 @@ def _remark(room: RoomTimeline, left_out: int) -> str:
 
 
 def _labels(parts: Sequence[PartTimeline], pitch: float) -> list[tuple[int, str]]:
-    """Returns (lane, text) of every lane if the lanes are high enough, otherwise of one per writer and reader.
+    """Returns the labels of lanes as (lane, text): of all lanes if they are high enough, otherwise one per rank pair.
 
-    The common prefix of all agents' names (`b4601-`) is left out.
+    The common prefix of all agents' names (such as `b4601-`) is left out.
     """
     names = [name for part in parts for name in (part["agent"], part["peer"])]
     alike = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
@@ -194,7 +201,7 @@ def _lane(part: PartTimeline, plane: _Plane, zero: int, top: float, pitch: float
 
 
 def _exposed(plane: _Plane, room: RoomTimeline) -> Markup:
-    """Draws the exposed time: shaded behind the lanes, and as a bar above them."""
+    """Draws the exposed transfer time as a shaded area behind the lanes and as a bar above them."""
     exposed = max(0, room["success_ns"] - room["forward_done_ns"])
     start = plane.at(0)
     width = plane.at(exposed) - start
