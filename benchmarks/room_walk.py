@@ -49,14 +49,19 @@ class Tracer:
     def __init__(self) -> None:
         self.on = False
         self.calls: Counter[Call] = Counter()
-        self._polls = threading.local()  # `running`: one counter for each running poll of the thread
+        self._polls: dict[int, list[Counter[Call]]] = {}  # by thread: a counter for each of its running polls
         threading.setprofile(self._profile)
         sys.setprofile(self._profile)
+
+    def start(self) -> None:
+        """Starts counting at zero; polls that were running when counting stopped are forgotten."""
+        self.calls, self._polls = Counter(), {}
+        self.on = True
 
     def _profile(self, frame: FrameType, event: str, result: Any) -> None:
         if not self.on or not (called := _module(frame)).startswith(_PACKAGE):
             return
-        running: list[Counter[Call]] = self._polls.__dict__.setdefault("running", [])
+        running = self._polls.setdefault(threading.get_ident(), [])
         poll = (called, frame.f_code.co_name) in _POLLS
         if event == "return" and poll and running:
             found = running.pop()
@@ -95,8 +100,7 @@ def walk(tracer: Tracer, writers: list[Agent], reader: Agent, room: int) -> Coun
     for send in sends:
         send.prefetch()
     time.sleep(_SETTLE_S)
-    tracer.calls = Counter()
-    tracer.on = True
+    tracer.start()
     for send in sends:
         send.pages(pages, last=True)
         send.finish()

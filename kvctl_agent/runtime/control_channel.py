@@ -12,6 +12,7 @@ them again.
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Container, Iterator, Sequence, Set
 from typing import NamedTuple
 
@@ -238,22 +239,23 @@ class ControlChannel:
                 self._unsent[peer] = self._unsent.get(peer, 0) + messages
             self._telemetry.metrics.add("kvctl_control_dropped_total", messages, "unsent")
 
-    def receive(self, ready: Container[object]) -> list[Received]:
-        """Returns the messages received from the sockets in `ready`; at most a few hundred frames from each socket, so
-        that no peer can starve the loop."""
-        received: list[Received] = []
+    def receive(self, ready: Container[object]) -> Iterator[Received]:
+        """Yields the messages received from the sockets in `ready`; at most a few hundred frames from each socket, so
+        that no peer can starve the loop.
+
+        One frame is decoded at a time: all frames of a hostile peer would decode to gigabytes of objects.
+        """
         if self._router is not None and self._router_key in ready:
             for route, *frames in _frames(self._router):
                 name, _, token = route.partition(b"\0")
                 if name and len(token) == _TOKEN_BYTES:
-                    received += self._read(PeerAddress(name.decode(errors="replace"), route), frames)
+                    yield from self._read(PeerAddress(name.decode(errors="replace"), route), frames)
                 else:  # not an agent, or a connection that another one has replaced
                     self._telemetry.metrics.add("kvctl_control_dropped_total", 1, "stranger")
         for address, dealer in list(self._dealers.items()):
             if dealer in ready:
                 for frames in _frames(dealer):
-                    received += self._read(address, frames)
-        return received
+                    yield from self._read(address, frames)
 
     def _read(self, source: PeerAddress, frames: list[bytes]) -> list[Received]:
         metrics, peer = self._telemetry.metrics, source.peer
@@ -272,7 +274,8 @@ class ControlChannel:
         return [Received(peer, incarnation, message, source.route) for message in messages]
 
     def _count(self, direction: str, messages: Sequence[Message]) -> None:
-        counts = [("kvctl_control_messages_total", 1.0, (direction, type(message).__name__)) for message in messages]
+        by_type = Counter(type(message).__name__ for message in messages)
+        counts = [("kvctl_control_messages_total", float(count), (direction, name)) for name, count in by_type.items()]
         self._telemetry.metrics.update(counts)
 
     def _log(self, peer: str, text: str) -> None:

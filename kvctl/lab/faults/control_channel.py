@@ -7,7 +7,7 @@ loop runs next after their time, which is part of `due_ns`. A frame between two 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import count
 from random import Random
 from typing import Any, NamedTuple
@@ -53,14 +53,12 @@ class FaultyControlChannel(ControlChannel):
         self._update_due()
         return dropped
 
-    def receive(self, ready: Container[object]) -> list[Received]:
-        received: list[Received] = []
+    def receive(self, ready: Container[object]) -> Iterator[Received]:
         while self._arriving and self._arriving[0].due_ns <= self._now_ns():
             held = heapq.heappop(self._arriving)
-            received += super()._read(held.address, [held.frame])
-        received += super().receive(ready)
+            yield from super()._read(held.address, [held.frame])
+        yield from super().receive(ready)
         self._update_due()
-        return received
 
     def _update_due(self) -> None:
         due = [heap[0].due_ns for heap in (self._leaving, self._arriving) if heap]

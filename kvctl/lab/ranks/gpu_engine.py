@@ -48,12 +48,6 @@ class LayerWork(NamedTuple):
     kv_heads: int
     head_dim: int
 
-    def flops(self, tokens: int, before: int) -> int:
-        """Returns the floating-point operations for `tokens` that follow `before` others."""
-        weights = sum(width * out for width, out in self.products)
-        attended = tokens * before + tokens * (tokens + 1) // 2
-        return 2 * tokens * weights + 4 * self.q_heads * self.head_dim * attended
-
 
 def layer_work(shape: PlannedShape, side: ParallelConfig) -> LayerWork:
     """Returns the work of a rank of an instance of these sizes; `shape` has widths."""

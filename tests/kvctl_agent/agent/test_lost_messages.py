@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from itertools import count
 from typing import Any
 
@@ -25,7 +25,7 @@ class BadLine(ControlChannel):
         self._held: list[Received] = []
         self.lost = self.doubled = self.late = 0
 
-    def receive(self, ready: Container[object]) -> list[Received]:
+    def receive(self, ready: Container[object]) -> Iterator[Received]:
         passed: list[Received] = []
         held, self._held = self._held, []
         for received in super().receive(ready):
@@ -47,7 +47,7 @@ class BadLine(ControlChannel):
                 passed.append(late)
             else:
                 self._held.append(late)
-        return passed
+        yield from passed
 
 
 def bad_lines(seed: int, hurt: float) -> PartFactories:

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.chunks import Chunk, chunk_pages, grid, page_count, prefix_pages
-from kvctl_agent.protocol.prefill.send_room import sendable_pages
 
 
 def test_a_partly_filled_page_counts() -> None:
@@ -64,14 +63,6 @@ def test_a_prefix_longer_than_the_prompt_is_refused() -> None:
         grid(4, 5, 4)
 
 
-def test_only_whole_cells_are_sent_before_the_last_chunk() -> None:
-    assert [sendable_pages(computed, last=False, chunk_pages=4) for computed in (0, 3, 4, 9)] == [0, 0, 4, 8]
-    assert [sendable_pages(computed, last=True, chunk_pages=4) for computed in (0, 3, 4, 9)] == [0, 3, 4, 9]
-
-
-sends = st.lists(st.integers(0, 40), min_size=1, max_size=12)
-
-
 @settings(deadline=None)
 @given(total=st.integers(0, 200), data=st.data(), chunk=st.integers(1, 50))
 def test_the_grid_covers_every_page_after_the_prefix_once_and_no_cell_crosses_a_line(
@@ -82,23 +73,3 @@ def test_the_grid_covers_every_page_after_the_prefix_once_and_no_cell_crosses_a_
     assert [page for cell in cells for page in range(cell.first, cell.first + cell.count)] == list(range(prefix, total))
     assert all({page // chunk for page in range(c.first, c.first + c.count)} == {c.index} for c in cells)
     assert len({cell.index for cell in cells}) == len(cells)
-
-
-@settings(deadline=None)
-@given(sends=sends, data=st.data(), chunk=st.integers(1, 50))
-def test_for_any_split_of_a_prompt_each_cell_is_sent_whole_and_as_early_as_possible(
-    sends: list[int], data: st.DataObject, chunk: int
-) -> None:
-    total = sum(sends)
-    prefix = data.draw(st.integers(0, total))
-    cells = grid(total, prefix, chunk)
-    fed = sent = 0
-    for i, pages in enumerate(sends):
-        fed += pages
-        may = sendable_pages(fed, i == len(sends) - 1, chunk)
-        # Only computed pages may leave, none is taken back, and nothing that could leave whole is held back.
-        assert sent <= may <= fed
-        assert all(cell.first + cell.count <= may or cell.first >= may for cell in cells)
-        assert all(cell.first + cell.count <= may for cell in cells if (cell.index + 1) * chunk <= fed)
-        sent = may
-    assert sent == total

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.chunks import Chunk
+from kvctl_agent.layout.chunks import Chunk, grid
 from kvctl_agent.protocol.prefill.send_room import ComputedPages, SendableChunk
 
 LAYERS = range(3, 8)
@@ -151,3 +151,23 @@ def test_nothing_follows_the_last_pages() -> None:
         computed.take((5, 8), PROMPT[:6], last=False)
     with pytest.raises(LayoutError, match="pages up to 3 after the last ones, which ended at 4"):
         computed.take((5, 8), PROMPT[:3], last=True)
+
+
+@given(sends=st.lists(st.integers(0, 40), min_size=1, max_size=12), data=st.data(), chunk_pages=st.integers(1, 50))
+def test_for_any_split_of_a_prompt_each_cell_is_sent_whole_and_as_early_as_possible(
+    sends: list[int], data: st.DataObject, chunk_pages: int
+) -> None:
+    total = sum(sends)
+    cells = grid(total, data.draw(st.integers(0, total)), chunk_pages)
+    computed = ComputedPages(range(1), chunk_pages)
+    fed = sent = 0
+    for number, count in enumerate(sends):
+        pages = np.arange(fed, fed + count, dtype=np.int32)
+        fed += count
+        (chunk,) = computed.take(None, pages, number == len(sends) - 1)
+        # Only computed pages are sent, none is taken back, and no whole cell is held back.
+        assert sent <= chunk.new <= fed
+        assert all(cell.first + cell.count <= chunk.new or cell.first >= chunk.new for cell in cells)
+        assert all(cell.first + cell.count <= chunk.new for cell in cells if (cell.index + 1) * chunk_pages <= fed)
+        sent = chunk.new
+    assert sent == total

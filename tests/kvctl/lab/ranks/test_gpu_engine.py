@@ -72,10 +72,6 @@ def test_every_model_divides(model: str):
         assert all(size > 0 for product in found.products for size in product)
 
 
-def test_flops_are_those_of_products_and_of_a_triangle():
-    assert LayerWork(((2, 3),), 1, 1, 5).flops(tokens=4, before=7) == 2 * 4 * 6 + 4 * 5 * (4 * 7 + 10)
-
-
 def engine(**changes: Any) -> GpuEngine:
     return GpuEngine(**{"work": TINY, "device": "cpu", "layers": 3, "chunk_tokens": 8, **changes})
 
