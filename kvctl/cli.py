@@ -25,7 +25,7 @@ _COMPLETE = "_KVCTL_COMPLETE"  # set by the scripts of `kvctl completion`
 
 
 class _Root(KvctlGroup):
-    """Group of the registry's commands; imports only the one that is called."""
+    """Root command group: lists commands from the registry, and imports only the command that is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -34,7 +34,7 @@ class _Root(KvctlGroup):
         return load(cmd_name)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Completes from the registry, since reading the help from the commands would import all of them."""
+        """Completes command names from the registry; reading the help from the commands would import all of them."""
         from click.shell_completion import CompletionItem
 
         if incomplete.startswith("-"):

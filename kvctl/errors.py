@@ -10,7 +10,7 @@ from kvctl.exit_codes import ExitCode
 
 
 class CliError(Exception):
-    """The command failed.
+    """Failure of a command, with the error message to print and the exit code.
 
     Args:
         message: one line with the problem, the object, and the next step.

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit status of every command except `kvctl check`, which follows the monitoring-plugin rule."""
+    """Exit codes of all commands except `kvctl check`, which uses `CheckState`."""
 
     OK = 0
     FAILED = 1
@@ -20,7 +20,7 @@ class ExitCode(IntEnum):
 
 
 class CheckState(IntEnum):
-    """Exit status of `kvctl check`, according to the monitoring-plugin guidelines."""
+    """States and exit codes of `kvctl check`, as defined by the monitoring-plugin guidelines."""
 
     OK = 0
     WARNING = 1
@@ -29,12 +29,12 @@ class CheckState(IntEnum):
 
     @property
     def label(self) -> str:
-        """Name in output and JSON."""
+        """Lower-case name of the state, for tables and JSON."""
         return self.name.lower()
 
     @property
     def gravity(self) -> int:
-        """Rank for comparison, larger is worse; UNKNOWN ranks between WARNING and CRITICAL."""
+        """Severity rank for comparison: larger is worse, and UNKNOWN ranks between WARNING and CRITICAL."""
         return (CheckState.OK, CheckState.WARNING, CheckState.UNKNOWN, CheckState.CRITICAL).index(self)
 
 

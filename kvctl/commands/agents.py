@@ -1,4 +1,4 @@
-"""`kvctl agents`: the agents that answer and the sockets that killed agents left, with round trips and clocks."""
+"""`kvctl agents`: lists agents with round trip and clock offset, and the stale sockets of killed agents."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def agents(settings: Settings, prune: bool) -> None:
 
 
 def _prune(directory: Path) -> list[str]:
-    """Removes stale sockets and returns the names of their agents; none if there is no directory.
+    """Removes the stale sockets in `directory`, and returns the names of their agents.
+
+    Returns no names if the directory does not exist.
 
     Raises:
         CliError: the directory cannot be opened, or another process keeps it locked.

@@ -1,4 +1,4 @@
-"""`kvctl bench`: starts fleets on this machine, moves real KV between them, verifies every byte and prints a table."""
+"""`kvctl bench`: starts ranks on this machine, moves real KV between them, verifies every byte and prints a table."""
 
 from __future__ import annotations
 
@@ -74,10 +74,12 @@ def bench(settings: Settings, plan_only: bool, **options: Any) -> None:
 
 
 def _check_columns(output: Output, request: BenchRequest, plan_only: bool) -> None:
-    """Checks `--columns` and the like before anything is started, if the columns are known by then.
+    """Checks --columns, --sort-by and --filter against the table to be printed, before any process is started.
+
+    The columns of a preset that compares variants depend on its results, so they are not checked here.
 
     Raises:
-        click.UsageError: They do not match the table that will be printed.
+        click.UsageError: an option names a column that the table does not have, or is otherwise invalid.
     """
     if plan_only:
         output.selection(PLAN)
@@ -88,7 +90,7 @@ def _check_columns(output: Output, request: BenchRequest, plan_only: bool) -> No
 
 
 class BenchRun:
-    """One run of the command after planning."""
+    """Runs the planned fleets and reports their results."""
 
     def __init__(
         self,
@@ -111,7 +113,10 @@ class BenchRun:
         return self._request.options
 
     def run(self) -> ExitCode:
-        """Measure, print, and hold if requested; after a failure or Ctrl-C what was measured so far is printed."""
+        """Measures all fleets, prints the results and returns the exit code.
+
+        With --hold the fleet then keeps running until Ctrl-C. After a failure or Ctrl-C the results so far are printed.
+        """
         code = ExitCode.OK
         with Steps(self._settings.quiet, self._output.detail) as steps:
             steps.expect(sum(trials_of(wave.program, plan) for wave, pairs in self._planned for _, plan in pairs))
@@ -130,7 +135,11 @@ class BenchRun:
     def _session(
         self, wave: Wave, variant: Variant, plan: Plan, together: bool, stack: ExitStack, steps: Steps
     ) -> Session:
-        """Creates a session, closed with `stack`; `together`: other fleets with the same ranks run at the same time."""
+        """Creates a session and lets `stack` close it.
+
+        Args:
+            together: whether other fleets run at the same time; rank names are then prefixed with the variant's name.
+        """
         session = stack.enter_context(
             Session(
                 variant,
@@ -169,7 +178,7 @@ class BenchRun:
         return ExitCode.FAILED
 
     def _stop(self, sessions: Sequence[Session]) -> ExitCode:
-        """Stops the fleets; a rank that does not exit properly is a failure, although everything was measured."""
+        """Stops the fleets; returns FAILED if a rank exits with an error, although the measurements are complete."""
         crashed: dict[str, int] = {}
         try:
             for session in sessions:
@@ -186,7 +195,7 @@ class BenchRun:
         return ExitCode.FAILED if crashed else ExitCode.OK
 
     def _report(self) -> ExitCode:
-        """Prints and saves the results; FAILED if rooms failed, bytes were wrong, or a run regressed."""
+        """Prints and saves the results; returns FAILED if rooms failed, bytes were wrong, or a result regressed."""
         rows = self._outcome.rows()
         problems = self._outcome.problems
         if rows:
@@ -200,7 +209,7 @@ class BenchRun:
         return ExitCode.FAILED if problems or self._outcome.verified is False else ExitCode.OK
 
     def _write_files(self) -> None:
-        """Writes the files of --save and --html."""
+        """Writes the results to the files of --save and --html."""
         save, html = self._options["save"], self._options["html"]
         if save is not None:
             save.write_bytes(orjson.dumps(self._outcome.document(), option=orjson.OPT_INDENT_2) + b"\n")
@@ -214,7 +223,12 @@ class BenchRun:
     def _compared(
         self, rows: list[dict[str, Any]], baseline: Mapping[str, Any]
     ) -> tuple[list[dict[str, Any]], list[str]]:
-        """Returns the rows compared with the baseline, and the regressions."""
+        """Compares the rows with the baseline.
+
+        Returns:
+            The rows with the baseline's values, and an error line for each regression. If the baseline does not fit the
+            bench, the unchanged rows and one error line.
+        """
         file, allowed = self._options["baseline"], self._options["max_regress"]
         shape = self._outcome.measured[0].results.plan["shape"]
         try:
@@ -227,7 +241,7 @@ class BenchRun:
         return rows, regressed
 
     def _table(self, rows: list[dict[str, Any]]) -> Report:
-        """Returns the published table of the preset, or the comparison of the paths."""
+        """Returns the report to print: the preset's table or, without a preset, the comparison of the paths."""
         preset = self._request.preset
         terminal = partial(blocks, outcome=self._outcome)
         if preset is None:

@@ -1,4 +1,4 @@
-"""The options of `kvctl bench`, in groups."""
+"""Declares the options of `kvctl bench`, grouped for the help."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _MILLISECONDS = click.FloatRange(min=0)
 
 
 class GroupedOption(click.Option):
-    """An option that is listed under the title of its group."""
+    """Option that the help lists under the title of its group."""
 
     def __init__(self, *args: Any, group: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -49,7 +49,7 @@ class GroupedOption(click.Option):
 
 
 class GroupedCommand(KvctlCommand):
-    """A command that lists its options by group."""
+    """Command whose help lists the options by group."""
 
     def sections(self, ctx: click.Context) -> list[tuple[str, list[click.Parameter]]]:
         groups: dict[str, list[click.Parameter]] = {}
@@ -71,7 +71,8 @@ def grouped_option(
     """Returns an option of a group.
 
     Args:
-        flags: The option's flag, and the parameter's name if it is another.
+        group: Title of the group in the help.
+        flags: The option's flag, followed by the parameter's name if that differs.
         text: The help text; defaults that are computed are part of it.
         parse: Parses a value; ValueError becomes a usage error that names the option.
     """
@@ -82,7 +83,7 @@ def grouped_option(
 
 
 def bench_options() -> list[click.Parameter]:
-    """Returns new parameters in the order of the help."""
+    """Creates the options of `kvctl bench`, in the order of the help."""
     return [*_layout(), *_model(), *_load(), *_traffic(), *_engine(), *_gpus(), *_compute(), *_result()]
 
 

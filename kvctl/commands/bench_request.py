@@ -1,4 +1,4 @@
-"""Resolves the options of `kvctl bench` into plans of its fleets; contradictory options are refused by name."""
+"""Resolves the options of `kvctl bench` into plans of its fleets, and rejects contradictory options."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OUTPUT_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class Wave:
-    """Fleets that run at the same time, and the program of each."""
+    """Fleets that run at the same time, and the program that each of them runs."""
 
     variants: tuple[Variant, ...]
     program: Program
@@ -42,10 +42,12 @@ class Wave:
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """A resolved bench.
+    """Options of one bench after presets and defaults were applied, and the fleets that result from them.
 
     Attributes:
-        options: values by parameter name; the preset's replace defaults.
+        options: values by parameter name; values of the preset replace defaults.
+        source: requests of --trace or --sessions; None if the requests are generated from --tokens.
+        waves: the fleets to run, one wave after the other.
         notes: remarks for the user, such as what was scaled down.
     """
 
@@ -62,7 +64,7 @@ class BenchRequest:
 
 
 def resolve(options: Mapping[str, Any], given: Collection[str]) -> BenchRequest:
-    """Resolves the options.
+    """Applies presets and defaults to the options, and expands them into fleets.
 
     Args:
         options: Values by parameter name.
@@ -146,7 +148,7 @@ def _check_fault_ranks(faults: Sequence[Fault], names: Sequence[str]) -> None:
 
 
 def _check(options: Mapping[str, Any], given: Collection[str]) -> None:
-    """Refuses contradictory options."""
+    """Raises click.BadParameter if options contradict each other."""
     if not options["transports"]:
         raise _refused("--transport", f"no value is given; allowed: {', '.join(TRANSPORTS)}")
     if options["trace"] is not None and options["sessions"] is not None:
@@ -182,7 +184,7 @@ def _check(options: Mapping[str, Any], given: Collection[str]) -> None:
 
 
 def _check_device(options: Mapping[str, Any], given: Collection[str]) -> None:
-    """Refuses options that require GPUs without --device cuda, and two kinds of compute at once."""
+    """Raises click.BadParameter for GPU options without --device cuda, and for --layer-ms with --compute gpu."""
     requires_cuda = (
         ("compute", options["compute"] == "gpu"),
         ("prefill_gpus", options["prefill_gpus"]),
@@ -198,7 +200,7 @@ def _check_device(options: Mapping[str, Any], given: Collection[str]) -> None:
 
 
 def _with_defaults(options: Mapping[str, Any], given: Collection[str], source: Source | None) -> dict[str, Any]:
-    """Returns the options with the defaults that depend on other options."""
+    """Returns the options, completed with the defaults that depend on other options or on the requests of `source`."""
     settled = dict(options)
     if "concurrency" not in given:
         if options["sessions"] is not None:
@@ -211,7 +213,7 @@ def _with_defaults(options: Mapping[str, Any], given: Collection[str], source: S
 
 
 def _source(options: Mapping[str, Any], seed: int) -> tuple[Source | None, list[str]]:
-    """Returns the trace or the sessions, if any, and notes about them."""
+    """Returns the requests of --trace or --sessions, or None without these options, and notes for the user."""
     notes: list[str] = []
     facts: dict[str, Any]
     if options["trace"] is not None:
@@ -255,7 +257,7 @@ def _loads(preset: Preset | None, part: Part, options: Mapping[str, Any], source
 
 
 def _filled(preset: Preset, options: Mapping[str, Any], loads: Sequence[Load]) -> tuple[Load, ...]:
-    """Returns a preset's loads with the number of rooms of the command line or of the published table."""
+    """Returns a preset's loads with the number of rooms from --rooms or, by default, of the published table."""
     return tuple(
         replace(load, rooms=options["rooms"] or load.rooms or preset.rooms(load.concurrency)) for load in loads
     )
@@ -264,7 +266,7 @@ def _filled(preset: Preset, options: Mapping[str, Any], loads: Sequence[Load]) -
 def _scaled(
     preset: Preset, part: Part, options: Mapping[str, Any], given: Collection[str]
 ) -> tuple[Mapping[str, Any], str]:
-    """Returns the options with the load of one of a preset's parts scaled to this machine, and a note on it."""
+    """Scales the load of one part of a preset to this machine; returns the changed options and a note about it."""
     geometry = ("layers", "kv_heads", "head_dim")
     requested = scale.published(options["model"], {name: options[name] for name in geometry})
     if requested is None:
@@ -293,13 +295,13 @@ def _scaled(
 
 
 def _memory(preset: Preset | None) -> int:
-    """Returns the memory for all pools and rings."""
+    """Returns how many bytes all KV pools and rings together may use; for presets, also limited per core."""
     budget = memory_budget_bytes()
     return min(budget, cores() * scale.MEMORY_PER_CORE_BYTES) if preset else budget
 
 
 def _shortened(options: Mapping[str, Any], divisor: int) -> Mapping[str, Any]:
-    """Returns the options with every prompt length divided."""
+    """Returns the options with every prompt length divided by `divisor`."""
     tokens: Tokens = options["tokens"]
     sweep = tuple(
         (axis, list(dict.fromkeys(max(1, value // divisor) for value in values)) if axis == "tokens" else values)
@@ -310,7 +312,7 @@ def _shortened(options: Mapping[str, Any], divisor: int) -> Mapping[str, Any]:
 
 
 def _plan_request(options: Mapping[str, Any], loads: tuple[Load, ...], seed: int, memory_bytes: int) -> PlanRequest:
-    """Returns the planner's request for the first transport and CP mode."""
+    """Builds the request to the planner; `expand` adds the transports and CP modes."""
     prefill = options["prefill_instances"] or (_sizes(options, "prefill"),)
     k_scale_bytes, v_scale_bytes = options["scale_bytes"]
     decodes = options["decode_ms"] > 0

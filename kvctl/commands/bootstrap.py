@@ -1,4 +1,4 @@
-"""`kvctl bootstrap`: the ranks that each bootstrap registry expects, and those that are missing or not connected."""
+"""`kvctl bootstrap`: lists the prefill ranks that each bootstrap registry expects, and those missing or unconnected."""
 
 from __future__ import annotations
 
@@ -90,11 +90,13 @@ def _read(survey: Survey) -> Report:
 def instances(
     answers: Iterable[Mapping[str, Any]], peers: Iterable[Mapping[str, Any]], roles: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Returns one row per registry, from the most recent state that any agent reports: the one with the most ranks.
+    """Returns one row per registry.
+
+    Agents may report different states of a registry: the report with the most registered ranks is the latest.
 
     Args:
-        answers: rows of `bootstrap`.
-        peers: rows of `peers`.
+        answers: rows of the admin command `bootstrap`.
+        peers: rows of the admin command `peers`.
         roles: roles of the agents that answered, by name.
     """
     by_registry: dict[str, list[Mapping[str, Any]]] = {}

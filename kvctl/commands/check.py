@@ -64,7 +64,7 @@ _FORMATS = (_NAGIOS, *OUTPUTS, PROMETHEUS)
 
 
 def rows(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """Returns one row per area; values are in seconds, ratios, bytes and counts."""
+    """Returns one row of CHECK per area; values are in seconds, ratios, bytes and counts."""
     return [
         {
             "check": verdict.area,
@@ -81,9 +81,9 @@ def plugin(name: str, verdicts: Sequence[Verdict], thresholds: Mapping[str, Thre
     """Formats the output of a monitoring plugin: one line with performance data, then the remaining problems.
 
     Args:
-        name: of the check; "all" is left out of the text.
+        name: name of the check, printed before the state unless it is "all".
         verdicts: verdict of each area.
-        thresholds: by name of the measure.
+        thresholds: thresholds by name of the measure.
     """
     state = worst(verdict.state for verdict in verdicts)
     problems = _each_once(verdicts)
@@ -101,12 +101,12 @@ def plugin(name: str, verdicts: Sequence[Verdict], thresholds: Mapping[str, Thre
 
 
 def unknown(text: str) -> str:
-    """Returns the output of a check that could not be carried out."""
+    """Returns the plugin output of a check that could not be carried out."""
     return f"KVCTL {CheckState.UNKNOWN.name} - {_plain(text)}\n"
 
 
 def _each_once(verdicts: Sequence[Verdict]) -> list[Problem]:
-    """Returns the problems, worst first; an agent that does not answer is a problem of every area but listed once."""
+    """Returns the distinct problems, worst first: an agent that does not answer is the same problem in every area."""
     found = dict.fromkeys(problem for verdict in verdicts for problem in verdict.problems)
     return sorted(found, key=lambda problem: -problem.state.gravity)
 
@@ -120,7 +120,7 @@ def _summary(values: Mapping[str, float | None]) -> str:
 
 
 def _performance(measure: Measure, value: float | None, thresholds: Mapping[str, Threshold]) -> str:
-    """Formats performance data as the plugin guidelines require: `'ring'=24.4%;80;95;0;`; U is unknown.
+    """Formats one measure as performance data of the plugin guidelines: `'ring'=24.4%;80;95;0;`, or U if unknown.
 
     There is no maximum, because ring use can exceed 100 % while regions are granted ahead.
     """
@@ -181,7 +181,7 @@ def _gauge(name: str, text: str, samples: Sequence[tuple[str, float]]) -> list[s
 
 
 class _CheckGroup(KvctlGroup):
-    """Turns every error into a line on stdout and exit status 3: any other status would be taken for a result."""
+    """Group that turns every error into a line on stdout and exit status 3, since other statuses are check results."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         return _guarded(lambda: super(_CheckGroup, self).make_context(*args, **kwargs))
@@ -264,7 +264,7 @@ def _example(name: str) -> str:
 def _run(
     name: str, areas: Sequence[str], thresholds: Mapping[str, Threshold], settings: Settings, form: str | None
 ) -> NoReturn:
-    """Checks once, or repeatedly with `-w`, and exits with the state."""
+    """Checks once, or repeatedly with `-w`, and exits with the worst state of the last check."""
     chosen = form or click.get_current_context().ensure_object(dict).get("output") or _NAGIOS
     output = Output(replace(settings, output=chosen))
     query = HealthQuery(settings, earlier(settings))

@@ -172,21 +172,21 @@ def _help(item: CompletionItem[str]) -> str:
 
 
 def agents(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    """Completes the live agents of this machine."""
+    """Completes the names of live agents on this machine."""
     from kvctl.client.endpoints import discover
 
     return _matching(((endpoint.name, "") for endpoint in discover().live), incomplete)
 
 
 def contexts(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    """Completes the contexts in the user file."""
+    """Completes the names of contexts in the user file."""
     from kvctl.commands.settings import user_file
 
     return _matching(((name, "") for name in user_file().contexts), incomplete)
 
 
 def columns(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    """Completes the last of a list of column names, with those that the list does not contain yet."""
+    """Completes the last name in a list of columns, leaving out the columns that are already in the list."""
     view = ctx.command.shown_view(ctx) if isinstance(ctx.command, GlobalOptions) else None
     if view is None:
         return []
@@ -198,7 +198,7 @@ def columns(ctx: click.Context, param: click.Parameter, incomplete: str) -> Item
 
 
 def rooms(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    """Completes active and recently finished rooms, the latest first."""
+    """Completes the numbers of active and recently finished rooms, the latest first."""
     from kvctl.client.calls import Call
 
     found: dict[str, tuple[int, str]] = {}

@@ -98,7 +98,7 @@ def show(settings: Settings, origin: bool) -> None:
 
 
 def _rows(survey: Survey) -> list[dict[str, Any]]:
-    """Returns one row per key, value and origin, with the agents that have it."""
+    """Returns one row per key, value and origin, with the names of the agents that have this value."""
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     for agent, values in survey.answers("config"):
         for row in values:
@@ -114,7 +114,7 @@ def _complete(names: Sequence[Key], incomplete: str) -> list[CompletionItem[str]
 
 
 class KeyName(click.ParamType[Key]):
-    """A configuration key, by the name in files, of its environment variable, or in SGLang."""
+    """Parameter type of a configuration key, given by its name in files, environment variable or SGLang name."""
 
     name = "key"
 
@@ -173,7 +173,7 @@ def explain(settings: Settings, wanted: Key) -> None:
 
 
 def _declaration(key: Key) -> dict[str, Any]:
-    """Returns the declaration of a key as a row of EXPLAINED."""
+    """Returns the declaration of a key as a row of EXPLAINED, without a value."""
     return {
         "key": key.name,
         "value": None,
@@ -193,7 +193,7 @@ def _declaration(key: Key) -> dict[str, Any]:
 
 
 def _description(key: Key, allowed: str) -> list[Line]:
-    """Formats meaning, allowed values, default and ways to set a key, for a terminal."""
+    """Formats the meaning, allowed values and default of a key, and how to set it, for a terminal."""
     default = "automatic" if key.default is None else f"{str(key.default) or 'empty'} {key.unit}".strip()
     facts: Mapping[str, str] = {
         "takes": allowed,
@@ -207,7 +207,7 @@ def _description(key: Key, allowed: str) -> list[Line]:
 
 
 class RuntimeKey(click.ParamType[str]):
-    """A configuration key that can change while an agent runs.
+    """Parameter type of the name of a configuration key that can change while an agent runs.
 
     An unknown name that is not similar to a known one is accepted, since a newer agent may have that key.
     """

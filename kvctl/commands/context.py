@@ -155,7 +155,7 @@ def _print(settings: Settings, named: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts endpoints and labels, which flags and files may join with commas, to lists."""
+    """Returns the values with endpoints and labels as lists; flags and files may join them with commas."""
     values = dict(given)
     for key in ("endpoint", "labels"):
         if key in values:
@@ -164,7 +164,7 @@ def _values(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
-    """Makes the paths of key files absolute: a context is used in any directory."""
+    """Returns the values with absolute paths of key files, because a context is used from any directory."""
     return values | {
         key: str(Path(values[key]).absolute()) for key in ("key", "server_key") if Path(values.get(key, "")).is_file()
     }

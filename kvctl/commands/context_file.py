@@ -39,7 +39,7 @@ def put(path: Path, name: str, context: Mapping[str, Any]) -> None:
 
 
 def remove(path: Path, name: str) -> None:
-    """Removes the context `name`, and the line that selects it; raises as `put`."""
+    """Removes the context `name`, and the line that selects it; raises the same errors as `put`."""
     lines = _lines(path)
     wanted = _parsed(lines)
     wanted[CONTEXTS] = {key: value for key, value in wanted.get(CONTEXTS, {}).items() if key != name}
@@ -52,7 +52,7 @@ def remove(path: Path, name: str) -> None:
 
 
 def use(path: Path, name: str | None) -> None:
-    """Selects the context `name`, or none; raises as `put`."""
+    """Selects the context `name`, or no context if it is None; raises the same errors as `put`."""
     lines = _lines(path)
     wanted = _parsed(lines)
     wanted.pop(CONTEXT, None)
@@ -83,9 +83,10 @@ def _header(name: str) -> str:
 
 
 def _table(lines: Sequence[str], name: str) -> tuple[int, int]:
-    """Returns the range of lines of a context's table; an empty range at the end of the file if there is none.
+    """Returns the first line of a context's table and the line after its last.
 
-    Blank lines and comments before the next table belong to that table.
+    Both are the number of lines of the file if it has no such table. Blank lines and comments before the next table
+    belong to that table.
     """
     spelled = rf"""(?:{re.escape(name)}|"{re.escape(name)}"|'{re.escape(name)}')"""
     header = re.compile(rf"\s*\[\s*{CONTEXTS}\s*\.\s*{spelled}\s*\]\s*(#.*)?")
@@ -98,7 +99,7 @@ def _table(lines: Sequence[str], name: str) -> tuple[int, int]:
 
 
 def _ends(lines: Sequence[str], index: int) -> bool:
-    """Whether the lines before this one are valid TOML; a `[` within a multi-line list does not begin a table."""
+    """Returns whether the lines before `index` are valid TOML; a `[` within a multi-line list begins no table."""
     try:
         _parsed(lines[:index])
     except tomllib.TOMLDecodeError:
@@ -126,7 +127,14 @@ def _value(value: Any) -> str:
 
 
 def _replace(path: Path, lines: Sequence[str], wanted: Mapping[str, Any]) -> None:
-    """Replaces the file atomically with mode 0600, because contexts name keys and addresses."""
+    """Replaces the file atomically with mode 0600, because contexts name keys and addresses.
+
+    Args:
+        wanted: contents that `lines` must have when they are parsed.
+
+    Raises:
+        CliError: `lines` have other contents, or the file cannot be written.
+    """
     try:
         same = _without_empty(_parsed(lines)) == _without_empty(wanted)
     except tomllib.TOMLDecodeError:

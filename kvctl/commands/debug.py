@@ -1,4 +1,4 @@
-"""`kvctl debug`: saves everything about a fleet in one file, for somebody else to diagnose."""
+"""`kvctl debug`: saves everything about a fleet in one file (a bundle), and lists the files of a bundle."""
 
 from __future__ import annotations
 

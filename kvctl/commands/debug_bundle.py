@@ -39,7 +39,7 @@ _WIDTH = "160"
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A file with the output of a command, and a description of it."""
+    """Text file of a bundle: its name, the command whose output it contains, and a description."""
 
     name: str
     args: tuple[str, ...]
@@ -72,15 +72,15 @@ HOST_TEXT = Text("host.txt", ("doctor", "--host-only"), "what this machine means
 
 @dataclass(slots=True)
 class BundleResult:
-    """Contents of a written bundle, and what it lacks.
+    """Contents of a written bundle, and the data missing from it.
 
     Attributes:
         entries: files in the bundle.
         agents: number of agents that answered.
-        faults: agents that did not answer, or not everything.
+        faults: agents that answered no query or not all of them.
         left_out: descriptions of omitted data.
-        failed: files that could not be made, with the reason.
-        partial: Ctrl-C ended it early.
+        failed: files that could not be created, with the reason.
+        partial: whether Ctrl-C ended the writing early.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -94,10 +94,10 @@ class BundleResult:
 def write_bundle(
     file: IO[bytes], directory: Path, source: Fleet | Path, redact: bool, report: Callable[[str], None]
 ) -> BundleResult:
-    """Writes a bundle into an empty file.
+    """Writes a bundle to `file`, which must be empty.
 
     Args:
-        directory: directory of a temporary copy of the recording.
+        directory: directory for a temporary copy of the recording.
         source: the fleet to record, or a recording or bundle whose snapshots are used.
         redact: whether to replace names, addresses, paths and keys.
         report: called with the name of each step.
@@ -106,7 +106,7 @@ def write_bundle(
 
 
 class _Bundle:
-    """A bundle that is being written."""
+    """Writer of one bundle; collects the result while it adds files."""
 
     def __init__(
         self, file: IO[bytes], directory: Path, source: Fleet | Path, redact: bool, report: Callable[[str], None]
@@ -161,7 +161,7 @@ class _Bundle:
             self._archive.add(HOST, orjson.dumps(known, option=orjson.OPT_INDENT_2), "the same machine in numbers")
 
     def _record(self, file: IO[bytes]) -> str:
-        """Writes the recording; returns a description of its contents."""
+        """Writes the recording to `file`, and returns a description of its contents."""
         result = self._result
         if not isinstance(self._source, Path) and self._redaction is None:
             saving = Saving(self._source.survey())
@@ -179,7 +179,7 @@ class _Bundle:
         return "snapshots of the fleet, for --from"
 
     def _snapshots(self) -> Iterator[RecordedSnapshot]:
-        """Yields the snapshots of the source, and counts its agents and faults."""
+        """Yields the snapshots of the source, and sets agents, faults and omissions in the result."""
         result = self._result
         for snapshot in load(self._source) if isinstance(self._source, Path) else _taken(self._source):
             result.agents = max(result.agents, len(snapshot.agents) - len(snapshot.silent))
@@ -193,7 +193,7 @@ class _Bundle:
             self._archive.add(text.name, self._redact(output).encode(), text.what)
 
     def _output_of(self, text: Text, options: tuple[str, ...]) -> str:
-        """Runs the command in this process; returns its stdout."""
+        """Runs the command in this process and returns its stdout; if it prints none, the result records the error."""
         command = command_named(text.args[0])
         assert command is not None, text.name
         out, err = io.StringIO(), io.StringIO()
@@ -225,7 +225,7 @@ def _taken(fleet: Fleet) -> Iterator[RecordedSnapshot]:
 
 @contextlib.contextmanager
 def _fixed_width() -> Iterator[None]:
-    """Sets the width of pictures, which is otherwise the terminal's."""
+    """Sets COLUMNS for the time of the context, so that the output does not depend on the terminal's width."""
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = _WIDTH
     try:
@@ -248,7 +248,7 @@ _LIMITS = {
 
 
 def host_facts() -> dict[str, Any]:
-    """Returns facts about this machine as JSON values; unknown ones are None."""
+    """Returns facts about this machine as JSON values; unknown facts are None or missing."""
     host, system = HostView(), platform.uname()
     memory = dict(line.split(":", 1) for line in (host.text("/proc/meminfo") or "").splitlines() if ":" in line)
     packages = host.packages()

@@ -79,7 +79,7 @@ def _tokens(ctx: click.Context, param: click.Parameter, text: str) -> Tokens:
 
 
 def _directory(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
-    """Made at once: a finding must not be lost because its place cannot be written."""
+    """Creates the directory of --evidence at once: found unwritable later, it would cost the evidence of a run."""
     if path is not None:
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -187,7 +187,7 @@ def demo(settings: Settings, **options: Any) -> None:
 
 @contextlib.contextmanager
 def _sigterm_unwinds() -> Iterator[None]:
-    """Makes SIGTERM end the ranks in order, as Ctrl-C does; killed ranks would leave their sockets."""
+    """Makes SIGTERM stop the ranks in order, as Ctrl-C does; ranks that are killed would leave their sockets behind."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -201,12 +201,12 @@ def _sigterm_unwinds() -> Iterator[None]:
 
 
 def _chosen(name: str) -> bool:
-    """Whether the user set an option."""
+    """Returns whether the user set the option."""
     return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
 
 
 def _calm(options: dict[str, Any]) -> bool:
-    """Whether the fleet is for watching rather than for endurance."""
+    """Returns whether the fleet is for watching, with light traffic, rather than a run of --minutes at full load."""
     return options["minutes"] is None
 
 
@@ -263,7 +263,12 @@ def _run(output: Output, plan: FleetPlan, options: dict[str, Any], scene: Scenar
 def _requested_faults(
     fleet: LiveFleet, options: dict[str, Any], seconds: float | None
 ) -> tuple[list[ScheduledFault], str, float]:
-    """Returns scheduled faults, faults in force at every rank all the time, and the share of aborted rooms."""
+    """Reads the requested faults from the options.
+
+    Returns:
+        The scheduled faults; the comma-separated faults that are in force at every rank all the time; and the share of
+        rooms to abort, from 0 to 1.
+    """
     given = [fault for fault in options["given"] if isinstance(fault, Fault)]
     schedule: list[ScheduledFault] = []
     for fault in (fault for fault in given if fault.kind.unit == "rank"):

@@ -1,4 +1,4 @@
-"""`kvctl doctor`: findings about the fleet and this host, with cause and next command."""
+"""`kvctl doctor`: ranks findings about the fleet and this host, with cause and next command."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def rows(findings: Iterable[Finding], faults: Iterable[Finding], facts: Sequence
 
 
 def is_problem(each: Row) -> bool:
-    """Returns whether the row is more severe than info."""
+    """Returns whether the row is ranked and more severe than info."""
     return each["rank"] is not None and Severity[each["severity"].upper()] > Severity.INFO
 
 
@@ -89,12 +89,12 @@ def _host_check(fact: Fact) -> dict[str, Any]:
 
 
 def blocks(kept: Sequence[Row], width: int, examined: str, muted: int) -> list[Block]:
-    """Formats a paragraph per ranked row, a table of the host checks, and the command to continue with.
+    """Formats the ranked rows as paragraphs, the host checks as a table, and the next command to run.
 
     Args:
-        kept: the rows.
-        width: of the terminal.
-        examined: names the agents and hosts examined.
+        kept: rows of DOCTOR to print.
+        width: width of the terminal, in columns.
+        examined: text that names the agents and hosts examined.
         muted: number of muted findings.
     """
     problems = [each for each in kept if each["rank"] is not None]
@@ -118,7 +118,7 @@ def _fact(each: Row, width: int) -> list[Line]:
 
 
 def _without_summary(each: Row) -> Row:
-    """Leaves out the summary of a host check, whose cause already contains it."""
+    """Returns a host check without its evidence, which the cause already contains; returns other rows unchanged."""
     return {**each, "evidence": {}} if set(each["evidence"]) == {"found", "means"} else each
 
 
@@ -163,11 +163,11 @@ def doctor(settings: Settings, host_only: bool) -> None:
 
 
 def _report(reading: HealthReading | None, host: HostView | None) -> Report:
-    """Returns the report of the fleet, of the host, or of both.
+    """Returns the report on the fleet, on this host, or on both.
 
     Args:
-        reading: None for the host only.
-        host: None for a fleet from a file.
+        reading: the fleet's health; None to report on this host only.
+        host: the host to inspect; None if the fleet was read from a file.
     """
     facts = [] if host is None else inspect(host, socket_dir(), None if reading is None else reading.snapshot)
     if reading is None:

@@ -73,7 +73,7 @@ def _check_selected(settings: Settings, agents: tuple[str, ...], everyone: bool,
     Endpoints of a context or of the environment name the fleet, so they do not count as a selection.
 
     Args:
-        draining: whether the error lists the agents that drain, or those that do not.
+        draining: whether the error lists the agents that are draining, or those that are not.
     """
     if agents and everyone:
         raise click.UsageError("name agents or use --all, not both")

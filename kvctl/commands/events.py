@@ -1,4 +1,4 @@
-"""`kvctl events`: the flight recorders of all agents, merged by time; with `-w` also new events."""
+"""`kvctl events`: prints the flight-recorder events of all agents, merged by time; with `-w` also new events."""
 
 from __future__ import annotations
 
@@ -82,7 +82,11 @@ def _span(text: str) -> int:
 
 
 def _events(survey: Survey, back_ns: int | None) -> tuple[list[list[dict[str, Any]]], list[str]]:
-    """Returns the events of each agent, oldest first, and remarks."""
+    """Returns the events of each agent that answered, oldest first, and remarks about events no longer recorded.
+
+    Args:
+        back_ns: largest age of an event; None for all events.
+    """
     earliest = 0 if back_ns is None else survey.at_ns - back_ns
     found, notes = [], []
     for agent, data in survey.answers("events"):
@@ -97,15 +101,15 @@ _Process = tuple[str, str]  # name and incarnation of an agent
 
 
 class Follower:
-    """Prints new events; remembers the position in the recorder of each agent.
+    """Prints new events, and remembers how far each agent's flight recorder was read.
 
     All agents get the same request, from the lowest position of all, and events that were printed already are omitted.
-    An agent below the requested position, because it restarted or did not answer, is read from its own position the
-    next time.
+    If an agent's position is below the requested one, because it restarted or did not answer, its answer is skipped and
+    the next request starts at its position.
 
     Args:
         keep: whether to print an event.
-        back_ns: age of the oldest events in the first reading; None: all that the recorders have.
+        back_ns: largest age of the events in the first reading; None: all that the recorders have.
         limit: maximum number of events per agent and reading.
     """
 
@@ -117,7 +121,7 @@ class Follower:
         self._answered: set[_Process] = set()
 
     def calls(self) -> list[Call]:
-        """Returns the next request to all agents."""
+        """Returns the next request, which is the same for all agents."""
         since = min((self._next[process] for process in self._answered), default=None)
         return [Call("events", {"limit": self._limit, "since": since})]
 

@@ -1,4 +1,4 @@
-"""`kvctl health`: findings, health codes and mutes."""
+"""`kvctl health`: lists findings and health codes, and manages mutes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ MUTES = View(
 
 
 def code_row(code: Code) -> dict[str, Any]:
-    """Returns the row of one health code."""
+    """Returns the row of CODES_VIEW for one health code."""
     return {
         "code": code.name,
         "severity": code.severity.label,
@@ -76,7 +76,7 @@ def code_row(code: Code) -> dict[str, Any]:
 
 
 def page(rows: Sequence[Row], width: int) -> list[Block]:
-    """Formats the page of a code."""
+    """Formats the full description of each health code for a terminal; a `Report`'s `blocks`."""
     return [
         Text(
             [
@@ -100,7 +100,7 @@ def page(rows: Sequence[Row], width: int) -> list[Block]:
 
 
 def mute_row(mute: Mute, now_ns: int) -> dict[str, Any]:
-    """Returns the row of one mute."""
+    """Returns the row of MUTES for one mute."""
     worst = mute.baseline
     return {
         "target": mute.target,
@@ -313,7 +313,11 @@ def _muted_rows(reading: HealthReading) -> list[dict[str, Any]]:
 
 
 def _code(text: str) -> Code:
-    """Finds a code as typed by the user."""
+    """Returns the health code that the user typed, in upper or lower case, with or without KV_.
+
+    Raises:
+        click.UsageError: there is no such code.
+    """
     name = text.upper()
     for each in (name, _PREFIX + name):
         if each in CODES_BY_NAME:
@@ -339,7 +343,7 @@ def _lifetime(text: str) -> int:
 
 
 def _current_findings(settings: Settings) -> list[Finding] | None:
-    """Returns the findings, for the baseline of a mute; None if no agent answers."""
+    """Returns the current findings of the fleet, for the baseline of a mute; None if no agent answers."""
     before = earlier(settings)
     if before is None:
         return None

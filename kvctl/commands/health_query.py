@@ -1,4 +1,4 @@
-"""Reads a fleet's health for a command: compares it with the reading before, and applies the user's mutes."""
+"""Reads a fleet's health for a command: compares each reading with the previous one, and applies the user's mutes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FIRST_TIMEOUT_NS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class HealthReading:
-    """Result of one reading; `remarks` are for stderr."""
+    """Result of one reading: the snapshot, its findings with muted ones separate, and remarks for stderr."""
 
     snapshot: Snapshot
     judged: Judged
@@ -30,7 +30,7 @@ class HealthReading:
 
 
 class HealthQuery:
-    """Examines each survey and compares it with the one before."""
+    """Examines each survey that it is called with, and compares it with the previous one."""
 
     def __init__(self, settings: Settings, before: Snapshot | None = None) -> None:
         self._before = before
@@ -45,9 +45,10 @@ class HealthQuery:
 
 
 def earlier(settings: Settings, calls: Sequence[Call] = HEALTH_CALLS) -> Snapshot | None:
-    """Returns a snapshot to compare the next one with: taken now, or the previous moment of a file.
+    """Returns a snapshot to compare the next reading with: one taken now, or the previous one in a file.
 
-    With `-w` there is none, because the next reading follows anyway.
+    Returns None if there is none: with `-w`, where the next reading follows anyway, if no agent answers, and at the
+    beginning of a file.
 
     Raises:
         CliError: the source of the data cannot be used.

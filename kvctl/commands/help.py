@@ -1,4 +1,4 @@
-"""`kvctl help`: the help of a command, the global options, and the columns that a command prints."""
+"""`kvctl help`: prints the help of a command, the global options, or the columns that a command prints."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ def help_command(ctx: click.Context, command: tuple[str, ...]) -> None:
 
 
 def global_options_text(ctx: click.Context) -> str:
-    """Formats the help of the global options."""
+    """Returns the help of the global options."""
     formatter = ctx.make_formatter()
     write_options(formatter, "Global options, before or after the command", global_options(), ctx)
     return formatter.getvalue().strip("\n")
 
 
 def columns_text(ctx: click.Context, context: click.Context) -> str:
-    """Formats the descriptions of the columns that the command of `context` prints.
+    """Returns the descriptions of the columns that the command of `context` prints.
 
     Raises:
-        click.UsageError: it prints no table.
+        click.UsageError: the command prints no table.
     """
     from kvctl.render.glossary import entries, tables
     from kvctl.render.view import folded
@@ -90,7 +90,7 @@ def columns_text(ctx: click.Context, context: click.Context) -> str:
 
 
 def _context(root: click.Context, words: tuple[str, ...]) -> click.Context:
-    """Returns the context of a command.
+    """Returns the context of the command that `words` name, such as ("rooms", "show").
 
     Raises:
         click.UsageError: there is no such command.

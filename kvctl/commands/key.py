@@ -1,4 +1,4 @@
-"""`kvctl key`: key pairs (CURVE) for fleets and for operators who query agents over the network."""
+"""`kvctl key`: creates CURVE key pairs for fleets and for operators who query agents over the network."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def new(settings: Settings, name: str) -> None:
 
 
 def _create(path: Path, mode: int, text: str) -> None:
-    """Creates a file with exactly this mode, and returns when it is on disk."""
+    """Creates a file with exactly this mode, and returns after it is synced to disk."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     with os.fdopen(descriptor, "w") as file:
         os.fchmod(descriptor, mode)  # independent of the umask

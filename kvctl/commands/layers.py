@@ -1,4 +1,4 @@
-"""`kvctl layers`: stage times by layer group, the share that compute hid, and the decisions to pipeline forwards."""
+"""`kvctl layers`: shows stage times by layer group, the share that compute hid, and why forwards were not pipelined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvctl metrics`: counters, gauges and histograms of the agents, also in the Prometheus text format."""
+"""`kvctl metrics`: lists counters, gauges and histograms of the agents, also in the Prometheus text format."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def sample_rows(agent: str, families: Iterable[Mapping[str, Any]]) -> list[dict[
 
 
 def exposition(rows: Sequence[Row]) -> str:
-    """Formats rows as Prometheus text format 0.0.4: each family once, with an `agent` label on every sample."""
+    """Formats rows as Prometheus text format 0.0.4, with an `agent` label on every sample."""
     families: dict[str, list[Row]] = {}
     for row in rows:
         families.setdefault(_INVALID_IN_NAMES.sub("_", row["name"]), []).append(row)

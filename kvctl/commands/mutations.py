@@ -1,4 +1,4 @@
-"""Runs commands that change agents: selects them, asks for confirmation, sends the calls, reports each result."""
+"""Runs commands that change agents: selects the agents, asks for confirmation, sends the calls, reports each result."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def yes_option(function: _Function) -> _Function:
-    """Adds the option `--yes`."""
+    """Decorator that adds the option `--yes` to a command."""
     return click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation; needed in scripts.")(function)
 
 
@@ -59,15 +59,15 @@ def act(
     rounds: Callable[[Sequence[AgentAnswer]], Rounds] | None = None,
     listing: Callable[[], Sequence[str]] = tuple,
 ) -> NoReturn:
-    """Sends `call` to the selected agents and prints the result of each.
+    """Sends `call` to the selected agents and prints each agent's result.
 
     Args:
         settings: the global options.
         call: the command; its level determines whether the user may run it.
         question: builds the question for the user, without a question mark.
-        yes: do not ask.
+        yes: whether to skip the confirmation.
         names: further agents, in the form that `-e` accepts.
-        look: queries sent first, for `question` and `select`.
+        look: queries sent first; `question` and `select` use the answers.
         select: selects the agents.
         rounds: builds the calls if they differ by agent; an agent that times out gets no further calls.
         listing: builds the lines above the question.
@@ -115,7 +115,7 @@ def _finish(output: Output, settings: Settings, survey: Survey, report: Report) 
 
 
 def _send(fleet: Fleet, rounds: Rounds, report: Report) -> bool:
-    """Sends the calls round by round and adds the answers to the report; returns whether Ctrl-C ended it early."""
+    """Sends the calls round by round and stores rows and faults in the report; returns whether Ctrl-C ended this."""
     faults = list(report.faults)
     rows: list[dict[str, Any]] = []
     silent: set[str] = set()
@@ -144,7 +144,7 @@ def once_and_live(settings: Settings) -> None:
 
 
 def permitted(agents: Sequence[AgentAnswer], call: Call, faults: list[Fault]) -> list[AgentAnswer]:
-    """Returns the agents that permit the call; adds a fault for each of the others, before any call is sent."""
+    """Returns the agents that permit the call, and adds a fault for every other agent to `faults`."""
     needed = COMMANDS_BY_NAME[call.command].level
     able: list[AgentAnswer] = []
     for agent in agents:
@@ -158,13 +158,13 @@ def permitted(agents: Sequence[AgentAnswer], call: Call, faults: list[Fault]) ->
 
 
 def named(agents: Sequence[AgentAnswer]) -> str:
-    """Lists agents in a question, at most eight of them."""
+    """Formats agent names for a question; of more than eight agents, names seven and counts the others."""
     names = [agent.name for agent in agents]
     return ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:7])} and {len(names) - 7} more"
 
 
 def _result_lines(rows: Sequence[Row]) -> list[Block]:
-    """Formats the results, one per line and never truncated."""
+    """Formats the results of an action without truncating them, one line per result."""
     widths = {name: max((len(row[name]) for row in rows), default=0) for name in ("agent", "subject", "result")}
     lines: list[Line] = [
         [

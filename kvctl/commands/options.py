@@ -1,4 +1,4 @@
-"""Global options, accepted before and after the command's name, and the base classes of all commands."""
+"""Global options, accepted before and after the name of a command, and the base classes of all commands."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from kvctl.render.view import View
-if TYPE_CHECKING:
-    from click.shell_completion import CompletionItem
 
 Example = tuple[str, str]
 """(description, command line)"""
@@ -28,7 +26,10 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> None:
-    """Stores a flag in the dictionary that all contexts of one call share; inner flags override, lists are joined."""
+    """Stores a flag in the dictionary that all click contexts of one call share.
+
+    Repeated flags are joined; a single flag after the subcommand overrides the same flag before it.
+    """
     flags = ctx.ensure_object(dict)
     name = str(param.name)
     if isinstance(value, tuple):
@@ -42,7 +43,11 @@ def _option(*names: str, help: str, **more: Any) -> click.Option:
 
 
 def completed_by(kind: str) -> Callable[[click.Context, click.Parameter, str], Any]:
-    """Returns a completion function: `agents`, `contexts`, `columns` or `rooms` of the module `completion`."""
+    """Returns a shell-completion function, which imports the module `completion` only when it is called.
+
+    Args:
+        kind: function of that module: agents, contexts, columns or rooms.
+    """
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> Any:
         from kvctl.commands import completion
@@ -53,7 +58,7 @@ def completed_by(kind: str) -> Callable[[click.Context, click.Parameter, str], A
 
 
 class _Format(click.Choice[str]):
-    """An output format; the error for a file name explains where the command expects the file."""
+    """Parameter type of an output format; if the value is a file name, the error shows where the file belongs."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         try:
@@ -66,7 +71,7 @@ class _Format(click.Choice[str]):
 
 
 def global_options() -> list[click.Option]:
-    """Returns new parameters, because click binds each to one command."""
+    """Returns new option objects for the global options, since each command needs its own."""
     return [
         _option(
             "-e",
@@ -152,11 +157,11 @@ def global_options() -> list[click.Option]:
 
 
 class GlobalOptions(click.Command):
-    """A command that accepts the global options. Its own option takes precedence over a global one of the same name.
+    """Command that accepts the global options; an option of its own replaces a global one with the same flag.
 
     Args:
         view: view of the output, for the completion of column names.
-        examples: command lines for the help.
+        examples: descriptions and command lines for the help.
     """
 
     def __init__(self, *args: Any, view: View | None = None, examples: Sequence[Example] = (), **kwargs: Any) -> None:
@@ -173,7 +178,7 @@ class GlobalOptions(click.Command):
         return self.view
 
     def sections(self, ctx: click.Context) -> list[tuple[str, list[click.Parameter]]]:
-        """Returns the command's own options, by section of the help: (title, options)."""
+        """Returns the command's own options by section of the help, as (title, options)."""
         own = [
             param
             for param in self.get_params(ctx)
@@ -197,14 +202,14 @@ class GlobalOptions(click.Command):
         self.format_global_options(ctx, formatter)
 
     def format_global_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Refers to the list of global options, which the help of the root command contains."""
+        """Writes a line that refers to the global options; the root command overrides it and lists them."""
         formatter.write("\nGlobal options (-e, -l, -o, --filter, -w, --from, ...): kvctl help options\n")
 
 
 def write_options(
     formatter: click.HelpFormatter, title: str, params: Sequence[click.Parameter], ctx: click.Context
 ) -> None:
-    """Writes a section of options in a help text."""
+    """Writes a section of options to a help text, unless it would be empty."""
     records = [record for param in params if (record := param.get_help_record(ctx)) is not None]
     if records:
         with formatter.section(title):
@@ -212,14 +217,14 @@ def write_options(
 
 
 class KvctlCommand(GlobalOptions):
-    """A command without subcommands."""
+    """Command without subcommands."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, spell_out_watch(args))
 
 
 class KvctlGroup(GlobalOptions, click.Group):
-    """A command with subcommands; `default` runs if none is named. Its help shows an example of each."""
+    """Command with subcommands; `default` runs if none is named. Its help shows one example per subcommand."""
 
     command_class = KvctlCommand
 
@@ -247,7 +252,10 @@ class KvctlGroup(GlobalOptions, click.Group):
         return super().parse_args(ctx, args)
 
     def _wants_default(self, ctx: click.Context, args: Sequence[str]) -> bool:
-        """Whether the arguments contain no subcommand, no unknown word in its place, and no --help."""
+        """Returns whether to run the default subcommand.
+
+        That is the case if no argument names a subcommand or is --help, and the first one is not an unknown word.
+        """
         named = any(arg in self.list_commands(ctx) for arg in args)
         mistyped = bool(args) and not args[0].startswith("-")
         return not (named or mistyped or {"-h", "--help"} & set(args))
@@ -257,12 +265,12 @@ class KvctlGroup(GlobalOptions, click.Group):
         return default.view if isinstance(default, GlobalOptions) else None
 
     def _has_foreign_option(self, args: Sequence[str]) -> bool:
-        """Whether an option is used that this command lacks, so that it must be one of the default subcommand."""
+        """Returns whether an option is used that this group lacks, and that must be one of the default subcommand."""
         own = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
         return any(arg.startswith("-") and arg.partition("=")[0] not in own for arg in args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Completes subcommands, options, and the options of the default subcommand."""
+        """Completes subcommands, the group's options, and the options of the default subcommand."""
         items = super().shell_complete(ctx, incomplete)
         default = self.get_command(ctx, self._default) if self._default is not None else None
         if default is not None and incomplete.startswith("-"):
@@ -280,14 +288,14 @@ class KvctlGroup(GlobalOptions, click.Group):
 
 
 def unknown_command(name: str, known: Sequence[str], ctx: click.Context) -> click.UsageError:
-    """Returns the error for an unknown command, with the most similar one."""
+    """Returns the error for an unknown command; it suggests the most similar command, or lists all."""
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean '{ctx.command_path} {near[0]}'?" if near else f"there are: {', '.join(known)}"
     return click.UsageError(f"no command '{name}'; {hint}", ctx)
 
 
 def spell_out_watch(args: Sequence[str]) -> list[str]:
-    """Makes the optional value of `-w` explicit, so that `-w status` does not take "status" for a time."""
+    """Replaces `-w [SECONDS]` by `--watch=SECONDS`, so that `-w status` does not take "status" for a time."""
     spelled: list[str] = []
     rest = list(args)
     while rest:
@@ -312,7 +320,7 @@ def _is_time(text: str) -> bool:
 
 
 def pass_settings(function: _Command) -> _Command:
-    """Passes the resolved `Settings` to the command as the first argument."""
+    """Decorator that passes the resolved `Settings` to the command as the first argument."""
 
     @click.pass_context
     def wrapper(ctx: click.Context, /, *args: Any, **kwargs: Any) -> Any:
@@ -329,7 +337,7 @@ _LARGEST_ROOM = (1 << 64) - 1
 
 
 class RoomNumber(click.ParamType[str]):
-    """A room number, an unsigned 64-bit integer; kept as text, as in the admin protocol."""
+    """Parameter type of a room number: an unsigned 64-bit integer, kept as text as in the admin protocol."""
 
     name = "room"
 

@@ -38,7 +38,7 @@ _HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 class Output:
-    """Output of one command, with its format, colour and width."""
+    """Output of one command: data on stdout in the selected format, messages on stderr."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -56,7 +56,7 @@ class Output:
 
     @property
     def document(self) -> bool:
-        """Whether the format contains the errors and is therefore printed even if there are no rows."""
+        """Whether the format (JSON, YAML) contains the errors, and is therefore printed even if there are no rows."""
         return self.format in _DOCUMENTS
 
     @property
@@ -69,7 +69,7 @@ class Output:
         return shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns
 
     def selection(self, view: View) -> Selection:
-        """Returns the columns, filters and order that the user selected.
+        """Returns the columns, filters and order that the user selected for a view.
 
         Raises:
             click.UsageError: they are not valid for this view.
@@ -106,7 +106,11 @@ class Output:
         compact: bool = True,
         header: bool = True,
     ) -> str:
-        """Formats rows for programs."""
+        """Formats rows for programs: TSV, CSV, JSON, JSON lines or YAML.
+
+        Raises:
+            click.UsageError: the format is `prom`, which needs a report with metrics.
+        """
         match self.format:
             case "tsv":
                 return tsv(data_columns(view, selection), rows, header)
@@ -141,7 +145,7 @@ class Output:
         return render(blocks, columns, self.width, self.colour)
 
     def stream(self, view: View, rows: Sequence[Row], at_ns: int | None = None) -> None:
-        """Prints further rows of a stream; the header is printed once, on terminals every 20 lines.
+        """Prints further rows of a stream; prints the header once, or on a terminal every 20 lines.
 
         Args:
             view: view of the rows.
@@ -165,7 +169,7 @@ class Output:
         self.write(f"{header}{stream_line(columns, row, self.colour, gap)}\n")
 
     def redraw(self, report: Report, title: str) -> None:
-        """Prints the report, in place of the previous one if the terminal supports it."""
+        """Prints the report; on a terminal that supports it, in place of the previous report."""
         text = self.text(report, compact=True)
         if not self.human:
             if self._printed and self.format in {"tsv", "csv"}:
@@ -182,7 +186,7 @@ class Output:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Lets `redraw` use the terminal's alternate screen; at the end prints the last drawing on the normal one."""
+        """Lets `redraw` use the terminal's alternate screen; at the end prints the last report on the normal screen."""
         if not (self.human and self._terminal and os.environ.get("TERM") not in {None, "", "dumb"}):
             yield
             return
@@ -223,7 +227,7 @@ class Output:
             self.error(text)
 
     def error(self, text: str) -> None:
-        """Prints an error on stderr, or below the next drawing of `redraw`."""
+        """Prints an error on stderr; while `redraw` uses the alternate screen, prints it below the next report."""
         if self._screen is not None and sys.stderr.isatty():
             self._messages.append(text)
         else:
@@ -231,7 +235,7 @@ class Output:
 
 
 def to_terminal() -> bool:
-    """Whether stdout is a terminal."""
+    """Returns whether stdout is a terminal."""
     return sys.stdout.isatty()
 
 
@@ -252,7 +256,7 @@ class Screen:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Restores the terminal at the end, also on Ctrl-C, SIGTERM and SIGHUP, and while stopped by Ctrl-Z.
+        """Allows `draw`, and restores the terminal at the end, also on Ctrl-C, SIGTERM, SIGHUP and Ctrl-Z.
 
         The first drawing enters the alternate screen. A signal ends the process with exit code 128 + its number.
         """
@@ -269,7 +273,7 @@ class Screen:
                 signal.signal(number, signal.SIG_DFL)
 
     def draw(self, text: str, messages: Sequence[str]) -> None:
-        """Draws text from the top and messages below it; truncates the text to the height of the terminal."""
+        """Draws text from the top of the screen and messages below it; truncates the text to the terminal's height."""
         lines = text.rstrip("\n").split("\n")
         height = shutil.get_terminal_size().lines - len(messages)
         if len(lines) > height:
@@ -287,7 +291,7 @@ class Screen:
         raise SystemExit(128 + number)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        """Stops the process on the normal screen; draws again when it continues."""
+        """Restores the normal screen and stops the process; draws again when the process continues."""
         self._leave()
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
@@ -297,6 +301,9 @@ class Screen:
 
 
 def _write_unbuffered(text: str) -> None:
-    """Writes past the buffer of stdout, which a signal may have interrupted; the terminal may no longer exist."""
+    """Writes to the descriptor of stdout, past its buffer, which a signal may have interrupted.
+
+    Ignores errors, since the terminal may no longer exist.
+    """
     with contextlib.suppress(OSError):
         os.write(sys.stdout.fileno(), text.encode())

@@ -1,4 +1,4 @@
-"""`kvctl peers`: connections between agents, as a list, a matrix or a comparison of two agents; lane measurements."""
+"""`kvctl peers`: lists connections between agents, compares two agents, and measures lanes."""
 
 from __future__ import annotations
 
@@ -171,20 +171,20 @@ def _compare(survey: Survey, a: str, b: str, everything: bool) -> Report:
 
 
 def _row_about(peer: AgentAnswer, agent: AgentAnswer) -> dict[str, Any] | None:
-    """Returns the agent's row about a peer; None if it does not know the peer."""
+    """Returns the row in which `agent` describes `peer`; None if it does not know the peer."""
     return next((row for row in agent.data["peers"] if row["peer"] == peer.name), None)
 
 
 def refusals(
     by_prefill: Mapping[str, Any] | None, by_decode: Mapping[str, Any] | None, swapped: bool
 ) -> list[dict[str, Any]]:
-    """Returns the incompatible settings of a prefill and a decode agent.
+    """Returns one row of DIFF per setting that makes a prefill and a decode agent incompatible.
 
     Args:
         by_prefill: the prefill agent's row about the decode agent.
         by_decode: the decode agent's row about the prefill agent. It mostly repeats what the prefill agent sent, so it
             counts only if the prefill agent reports nothing.
-        swapped: `a` is the decode agent.
+        swapped: whether column `a` is for the decode agent.
     """
     differences = list(by_prefill["differences"]) if by_prefill else []
     decode_first = bool(by_prefill) and not differences
@@ -201,7 +201,7 @@ def refusals(
 
 
 def _comparisons(kind: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns one row per setting with the values of both agents."""
+    """Returns one row of DIFF per setting, with the values of both agents."""
     rows = []
     for key in {**a, **b}:
         first, second = a.get(key), b.get(key)
@@ -223,7 +223,7 @@ def _build(status: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Size(click.ParamType[int]):
-    """A number of bytes with a unit."""
+    """Parameter type of a size such as 16MiB, converted to bytes."""
 
     name = "size"
 
@@ -281,7 +281,10 @@ def _probe_all(
     *,
     quiet: bool,
 ) -> None:
-    """Measures one lane after the other, since simultaneous measurements would disturb each other."""
+    """Measures the lanes and stores the results in the report.
+
+    Measures one lane after the other, since simultaneous measurements would disturb each other.
+    """
     faults, rows, answered = list(survey.faults), [], set()
     able = permitted(list({agent.name: agent for agent, _ in connections}.values()), Call("probe"), faults)
     show_progress = sys.stderr.isatty() and not quiet
@@ -316,7 +319,12 @@ def _probe(fleet: Fleet, agent: AgentAnswer, call: Call) -> list[dict[str, Any]]
 
 
 def _connections(survey: Survey, prefill: str | None, decode: str | None) -> Iterator[tuple[AgentAnswer, str]]:
-    """Yields prefill agents and the names of the decode agents to which they are connected."""
+    """Yields pairs of a prefill agent and the name of a decode agent that is connected to it.
+
+    Args:
+        prefill: name of the only prefill agent to include; None for all.
+        decode: name of the only decode agent to include; None for all.
+    """
     for agent, rows in survey.answers("peers"):
         if agent.hello["role"] != "prefill" or prefill not in (None, agent.name):
             continue

@@ -71,10 +71,14 @@ def run(settings: Settings, view: View, calls: Sequence[Call], read: Read, clock
 
 
 def follow(settings: Settings, calls: Callable[[], Sequence[Call]], step: Callable[[Output, Survey], None]) -> NoReturn:
-    """Queries the agents repeatedly and passes each survey to `step`, which prints it; ends with Ctrl-C or the file.
+    """Queries the agents repeatedly and passes each survey to `step`, until Ctrl-C or the end of the file.
+
+    Args:
+        calls: returns the queries of the next survey.
+        step: prints the survey.
 
     Raises:
-        click.exceptions.Exit: the file has no more moments.
+        click.exceptions.Exit: the file has no more snapshots.
     """
     output = Output(settings)
     pause_ns = settings.watch_ns or 0
@@ -96,7 +100,7 @@ def follow(settings: Settings, calls: Callable[[], Sequence[Call]], step: Callab
 
 
 def conclude(output: Output, settings: Settings, survey: Survey, report: Report) -> ExitCode:
-    """Prints errors and notes on stderr; returns the exit code."""
+    """Prints the errors and notes of a report on stderr, and returns the exit code."""
     for agent in survey.agents:
         output.detail(f"{agent.name}: answered in {agent.rtt_ns / 1e6:.2f} ms ({agent.endpoint.address})")
     for endpoint in survey.discovery.stale:
@@ -117,7 +121,7 @@ def conclude(output: Output, settings: Settings, survey: Survey, report: Report)
 
 
 def no_agent(settings: Settings, survey: Survey) -> Fault:
-    """Returns the error for a survey without agents, with the reason and the next step."""
+    """Returns the error for a survey that found no agents, with the reason and the next step."""
     if survey.filtered:
         labels = ",".join(f"{key}={value}" for key, value in settings.labels.items())
         text = f"no agent has the labels {labels}; {survey.filtered} others answered: kvctl agents lists them"
@@ -133,7 +137,10 @@ def no_agent(settings: Settings, survey: Survey) -> Fault:
 
 
 def _missing_data_explained(settings: Settings) -> AbstractContextManager[None]:
-    """Reports a value that a file lacks as an error of the file; with live agents such a value is a bug and raises."""
+    """Returns a context in which a value that is missing in the file of `--from` is reported as an error of the file.
+
+    With live agents a missing value is a bug, and the exception propagates.
+    """
     if settings.from_file is None:
         return nullcontext()
     from kvctl.client.recordings import content_errors

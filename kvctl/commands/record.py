@@ -39,7 +39,7 @@ RECORDED = View(
 
 
 class Span(click.ParamType[int]):
-    """Duration such as 500ms or 2m, converted to ns."""
+    """Parameter type of a duration such as 500ms or 2m, converted to ns."""
 
     name = "time"
 
@@ -111,7 +111,7 @@ def _notes(saving: Saving) -> list[str]:
 
 
 def _missing_inputs(saved: Saved) -> str:
-    """Explains which inputs are missing in the file; "" if none are."""
+    """Returns a note about the inputs of an agent that the file lacks; "" if it has all."""
     if saved.fault:
         return f"{saved.agent}: {saved.missed} inputs were not recorded, recording stopped: {saved.fault}"
     if saved.missed:

@@ -60,7 +60,7 @@ _LOCATIONS = {"resume": ("drain", "resume"), "help": ("help", "help_command")}
 
 
 def load(name: str) -> click.Command | None:
-    """Imports a command; returns None if there is none with this name."""
+    """Imports a top-level command; returns None if no command has this name."""
     if name not in COMMANDS:
         return None
     module, attribute = _LOCATIONS.get(name, (name, name))

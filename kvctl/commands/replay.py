@@ -120,7 +120,7 @@ def replay(
 
 
 class _Progress:
-    """Prints a remark every two seconds; short replays print none."""
+    """Prints progress as a remark at most every two seconds; shorter replays print none."""
 
     def __init__(self, output: Output) -> None:
         self._output = output
@@ -135,7 +135,7 @@ class _Progress:
 
 @contextmanager
 def _recording(file: Path) -> Iterator[Path]:
-    """The path of the recording: the file itself, or a copy of the recording in a bundle."""
+    """Yields the path of the recording: the file itself, or a temporary copy of the recording in a bundle."""
     with file_errors(file), file.open("rb") as opened:
         bundled = bundles.recording(opened) if bundles.is_bundle(opened) else None
     if bundled is None:
@@ -151,7 +151,7 @@ def _recording(file: Path) -> Iterator[Path]:
 
 
 def _blocks(rows: Sequence[Row]) -> list[Block]:
-    """The table, followed by the history of each breach."""
+    """Returns the table of agents, followed by the breached invariant of each agent and the inputs that led to it."""
     return [Grid(REPLAYED, rows), *(Text(_story(row)) for row in rows if row["breach"] is not None)]
 
 

@@ -1,4 +1,4 @@
-"""`kvctl rooms`: active, finished and failed rooms; the timeline of one room on all its ranks; abort."""
+"""`kvctl rooms`: lists rooms, shows the timeline of one room on all its ranks, and aborts rooms."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def failed(settings: Settings, limit: int) -> None:
 
 
 def _table(settings: Settings, view: View, call: Call) -> None:
-    """Prints rooms of all agents: of each the first `limit` rows that pass the filters, in the selected order."""
+    """Prints up to `limit` rooms of each agent: the first ones that pass the filters, in the selected order."""
     limit = call.args["limit"]
     selection = Output(settings).selection(view)
     selected = bool(settings.filters or settings.sort_by)
@@ -194,7 +194,10 @@ def _table(settings: Settings, view: View, call: Call) -> None:
 
 
 def _filtered_state(selection: Selection) -> str | None:
-    """Returns the state that a filter requires, so that the agents select the rooms; None if there is none."""
+    """Returns the state required by a filter such as `state=Failed`, so that agents send only rooms in this state.
+
+    Returns None if no filter requires a state.
+    """
     named = {each.text.casefold() for each in selection.filters if each.column.name == "state" and each.operator == "="}
     return next((label for label in STATE_LABELS if label.casefold() in named), None)
 
@@ -384,7 +387,7 @@ def _question(found: Aborts) -> str:
 
 
 def _listing(found: Aborts) -> list[str]:
-    """Returns one line per room if there are several; the question itself describes a single room."""
+    """Returns a line per room to print above the question; none for a single room, which the question describes."""
     ages = {room: duration(max(row["age_ns"] for row in ranks.values())) for room, ranks in found.items()}
     width = max(map(len, found))
     lines = [f"  {room:>{width}}  {ages[room]:>7}  {_states(ranks)}" for room, ranks in found.items()]

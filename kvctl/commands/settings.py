@@ -1,9 +1,9 @@
 """Values of the global options, merged from flags, environment, project file and user file, in this order.
 
-The files also select a context: a named fleet, `[contexts.NAME]` in the user file. The context takes precedence over
-the source that selected it if that is a file, and directly follows it otherwise: a flag or variable beside the one that
-selected the context overrides it. An error names the source of the value, since an old line in a file is easily
-forgotten.
+Flags, environment and files also select a context: a named fleet, `[contexts.NAME]` in the user file. If a file selects
+it, the context takes precedence over that file. If a flag or an environment variable selects it, the context ranks
+directly below all flags or all variables, which can therefore override its values. An error names the source of the
+value, since an old line in a file is easily forgotten.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CONTEXT_KEYS = ("endpoint", "key", "server_key", "timeout", "labels")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Global options of one call.
+    """Global options of one call of `kvctl`.
 
     Attributes:
         output: one of OUTPUTS, "prom" or "nagios".
@@ -61,7 +61,7 @@ class Settings:
 
 
 def resolve(flags: Mapping[str, Any]) -> Settings:
-    """Merges the sources.
+    """Merges flags, environment and files into the settings of one call.
 
     Raises:
         click.UsageError: a value is not allowed; the message names its source.
@@ -87,10 +87,10 @@ def resolve(flags: Mapping[str, Any]) -> Settings:
 
 
 def chosen_context(flags: Mapping[str, Any]) -> str | None:
-    """Returns the name of the selected context, which may not exist.
+    """Returns the name of the selected context, which may not exist; None if none is selected.
 
     Raises:
-        click.UsageError: one of the files cannot be read.
+        click.UsageError: the user file or the project file cannot be read.
     """
     return next((str(layer.values[CONTEXT]) for layer in _layers(flags, user_file()) if CONTEXT in layer.values), None)
 
@@ -109,7 +109,7 @@ def check_context(flags: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Values of one source.
+    """Option values from one source: flags, environment, a file or a context.
 
     Attributes:
         origin: formats a key and this source for an error message.
@@ -124,7 +124,13 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
-    """All sources, in order of precedence."""
+    """All sources of option values, in order of precedence.
+
+    Attributes:
+        flags: the values of the flags, which are also the first layer.
+        context: the selected context, which is also one of the layers; None if none is selected.
+        layers: the sources, highest precedence first.
+    """
 
     flags: Mapping[str, Any]
     context: _Layer | None
@@ -155,7 +161,7 @@ class _Sources:
         return default
 
     def labels(self) -> dict[str, str]:
-        """Returns the labels of the context, and those of the flags, which take precedence."""
+        """Merges the labels of the context with those of the flags, which take precedence."""
         labels = {}
         if self.context is not None and (value := self.context.values.get("labels")):
             origin = self.context.origin("labels")
@@ -167,7 +173,7 @@ class _Sources:
 
 
 def _layers(flags: Mapping[str, Any], user: File) -> list[_Layer]:
-    """Returns all sources other than the context."""
+    """Returns all sources except the context, highest precedence first."""
     environment = {key: value for key in (*FILE_KEYS, CONTEXT) if (value := os.environ.get(_variable(key)))}
     files = [file for file in (project_file(), user) if file is not None]
     return [
@@ -201,7 +207,7 @@ def _text(value: Any) -> str:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    """Converts the tuple of a flag, the words or comma list of a variable, or the string or list of a file."""
+    """Converts agent names: a tuple (flags), words or a comma list (variables), or a string or list (files)."""
     names = value.replace(",", " ").split() if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{value!r} is not a list of agent names")
@@ -253,7 +259,7 @@ def user_file() -> File:
     """Reads the user file.
 
     Raises:
-        click.UsageError: it cannot be read, or has an unknown key.
+        click.UsageError: the file cannot be read, or has an unknown key.
     """
     return _read(user_path(), (*FILE_KEYS, CONTEXT, CONTEXTS))
 
@@ -262,10 +268,10 @@ def project_file() -> File | None:
     """Reads the nearest `.kvctl.toml` between the working directory and the root of its git repository.
 
     Outside of a repository only the working directory is searched. A file that belongs to another user than the current
-    one and root is ignored, since anyone can write to /tmp.
+    one and root is ignored, since anyone can write to /tmp. Returns None if there is no file.
 
     Raises:
-        click.UsageError: it cannot be read, or has an unknown key.
+        click.UsageError: the file cannot be read, or has an unknown key.
     """
     try:
         here = Path.cwd()
@@ -283,7 +289,7 @@ def context_of(user: File, name: object, origin: str) -> Mapping[str, Any]:
     """Returns the values of a context.
 
     Raises:
-        click.UsageError: it does not exist; the message begins with `origin`, the source of its name.
+        click.UsageError: the context does not exist; the message begins with `origin`, the source of its name.
     """
     found = user.contexts.get(str(name))
     if found is None:

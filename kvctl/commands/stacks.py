@@ -1,4 +1,4 @@
-"""`kvctl stacks`: the Python stack of every thread of the agents, to diagnose one that hangs."""
+"""`kvctl stacks`: prints the Python stack of every thread of the agents, to diagnose an agent that hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvctl staging`: staging rings and buffers, gated parts, a map of each ring, and the release of ring memory."""
+"""`kvctl staging`: lists rings, buffers and gated parts, draws a map of each ring, and releases ring memory."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class _Allocation(NamedTuple):
 
 
 class AllocationName(click.ParamType[_Allocation]):
-    """An allocation in the notation of the map and the health codes: AGENT:SERIAL."""
+    """Parameter type of an allocation, written AGENT:SERIAL as in the map and in the health codes."""
 
     name = "allocation"
 

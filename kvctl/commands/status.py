@@ -1,4 +1,4 @@
-"""`kvctl status`: health, rooms, rings, rate and latency of the fleet, on one screen or as one line per interval."""
+"""`kvctl status`: prints health, rooms, rings, rate and latency on one screen, or as one line per interval."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages on stderr, and standard streams that the caller has closed."""
+"""Prints messages on stderr, and handles standard streams that the caller has closed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def print_stderr(text: str) -> None:
 
 
 def progress(text: str) -> None:
-    """Replaces the last line on a terminal's stderr; "" clears it."""
+    """Replaces the last line on a terminal's stderr by a progress text; "" clears the line."""
     sys.stderr.write(f"\r\x1b[K{printable(text)}")
     sys.stderr.flush()
 

@@ -1,4 +1,4 @@
-"""`kvctl top`: live view of the fleet in a terminal, or one screen of it in a file."""
+"""`kvctl top`: shows a live view of the fleet in a terminal, or writes one screen of it to a file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MIN_INTERVAL_NS = 100_000_000
 
 
 class Size(click.ParamType[tuple[int, int]]):
-    """Size of a screen, `120x40`."""
+    """Parameter type of a screen size such as 120x40, converted to (columns, rows)."""
 
     name = "size"
 
@@ -45,7 +45,7 @@ class Size(click.ParamType[tuple[int, int]]):
 
 
 class Interval(click.ParamType[int]):
-    """Time between readings, ns."""
+    """Parameter type of the time between readings, converted to ns; at least 100 ms."""
 
     name = "interval"
 

@@ -134,7 +134,7 @@ def tune(settings: Settings, page_sizes: str | None, **options: Any) -> None:
 
 
 class _Search:
-    """Runs the benches of one search, each with some of the options changed."""
+    """Runs the benches of one search; each bench changes some of the options."""
 
     def __init__(self, options: Mapping[str, Any], given: set[str], settings: Settings, output: Output) -> None:
         self._options = options
@@ -146,7 +146,7 @@ class _Search:
         return resolve({**self._options, **changes}, {*self._given, *changes})
 
     def measure(self, name: str, changes: Mapping[str, Any]) -> Iterator[Candidate]:
-        """Runs the benches of some options and yields their candidates."""
+        """Runs the fleets that result from the changed options, and yields a candidate for each combination."""
         for wave, fleets in plan_fleets(self.resolve(changes), self._quiet):
             yield from run_fleets(wave.program, fleets, self.steps, self._options["point_seconds"], name)
 

@@ -1,4 +1,4 @@
-"""`kvctl version`: versions of this tool and, with `--agents`, of the running agents."""
+"""`kvctl version`: prints the versions of this tool and, with `--agents`, of the running agents."""
 
 from __future__ import annotations
 

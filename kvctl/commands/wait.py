@@ -32,12 +32,12 @@ _STATES = {label.lower(): label for label in STATE_LABELS}
 
 
 class WaitConditionError(ValueError):
-    """The text of a condition is not valid."""
+    """Error for the text of a condition that is not valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """State of a condition.
+    """Progress towards a condition.
 
     Attributes:
         reached: describes the condition that holds; "" while it does not.
@@ -51,7 +51,11 @@ class Progress:
 
 
 class WaitCondition(Protocol):
-    """A condition of `kvctl wait`."""
+    """Condition that `kvctl wait` waits for.
+
+    Attributes:
+        calls: queries whose answers `progress` needs.
+    """
 
     calls: tuple[Call, ...]
 
@@ -67,7 +71,7 @@ def parse(text: str, agents: int = 1) -> WaitCondition:
         agents: number of agents that must answer for `ready`.
 
     Raises:
-        WaitConditionError: the text is none of them.
+        WaitConditionError: the text is none of these conditions.
     """
     if text == "ready":
         return Ready(agents)
@@ -85,7 +89,7 @@ def parse(text: str, agents: int = 1) -> WaitCondition:
 
 
 class Ready:
-    """Enough agents answer, and each is connected to all the ranks that it needs."""
+    """Condition that enough agents answer, each connected to all the ranks that it needs."""
 
     calls: tuple[Call, ...] = (Call("status"),)
 
@@ -104,7 +108,7 @@ class Ready:
 
 
 class Drained:
-    """Every agent is draining and has no active room; an agent that has ended meanwhile counts as drained."""
+    """Condition that every agent is draining and has no active room; agents that ended meanwhile count as drained."""
 
     calls: tuple[Call, ...] = (Call("status"),)
 
@@ -136,7 +140,10 @@ class Drained:
 
 
 class RoomReached:
-    """A room has reached a state on all ranks that know it; the newest room counts if its number is reused."""
+    """Condition that a room has reached a state on all ranks that know it.
+
+    If its number was reused, the newest room counts.
+    """
 
     def __init__(self, number: str, state: str) -> None:
         self._number = number
@@ -255,7 +262,7 @@ def _few(missing: Sequence[str]) -> str:
 
 
 class _Line:
-    """Line of progress on stderr, overwritten in place and finally erased; nothing if stderr is not a terminal."""
+    """Progress line on stderr, overwritten in place and erased at the end; not shown if stderr is not a terminal."""
 
     def __init__(self, quiet: bool) -> None:
         self._shown = not quiet and sys.stderr.isatty()

@@ -1,3 +1,3 @@
-"""Views: the columns of each kind of data, from which tables, TSV, CSV, JSON and YAML are rendered."""
+"""Declares views (the columns of each kind of data) and renders them as tables, TSV, CSV, JSON and YAML."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bars drawn with glyphs that differ in shape and not only in colour, so that they are readable without colour."""
+"""Draws bars with glyphs that differ in shape and not only in colour, so that they are readable without colour."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ HIDDEN, EXPOSED = "■", "□"
 
 
 def stage_intervals(moments: Mapping[str, int], start: int) -> list[tuple[float, float, Span]]:
-    """Returns one interval per stage of a part, from the end of the previous stage to its own."""
+    """Returns the stages of a part as intervals (start, stop, glyph), in ns after `start`.
+
+    Args:
+        moments: time at which each stage ended, by stage; unmeasured stages are missing.
+        start: origin of the intervals.
+    """
     pieces: list[tuple[float, float, Span]] = []
     before: int | None = None
     for stage in STAGES:
@@ -35,7 +40,12 @@ def stage_intervals(moments: Mapping[str, int], start: int) -> list[tuple[float,
 
 
 def split(share: float, width: int) -> list[Span]:
-    """Draws hidden and exposed time side by side, `■■■■■□□□`; every share above zero gets at least one cell."""
+    """Draws a bar of the hidden share and the exposed rest, `■■■■■□□□`; each gets at least one cell unless it is zero.
+
+    Args:
+        share: hidden share, from 0 to 1.
+        width: width of the bar, in cells.
+    """
     hidden = round(share * width)
     hidden = max(hidden, 1) if share > 0 else 0
     hidden = min(hidden, width - 1) if share < 1 else width
@@ -43,7 +53,7 @@ def split(share: float, width: int) -> list[Span]:
 
 
 def filled(ratio: float, width: int) -> str:
-    """Draws a gauge: `█████░░░░░`."""
+    """Draws a gauge such as `█████░░░░░`, for a ratio from 0 to 1."""
     full = round(max(0.0, min(1.0, ratio)) * width)
     return "█" * full + "░" * (width - full)
 
@@ -54,7 +64,7 @@ def segments(pieces: Sequence[tuple[float, float, Span]], end: float, width: int
     Args:
         pieces: (start, stop, glyph); later ones cover earlier ones; a non-empty one gets at least one cell.
         end: length of the axis.
-        width: of the bar, in cells.
+        width: width of the axis, in cells.
     """
     cells: list[Span] = [(" ", "")] * width
     for start, stop, glyph in pieces:
@@ -78,5 +88,5 @@ def merged(cells: Sequence[Span]) -> list[Span]:
 
 
 def legend(glyphs: Mapping[str, Span] = STAGE_GLYPHS) -> Line:
-    """Returns a legend of glyphs by name."""
+    """Returns a line that lists each glyph with its name."""
     return [span for name, glyph in glyphs.items() for span in (glyph, (f" {name}  ", "dim"))]

@@ -18,9 +18,7 @@ _NUMBER_STARTS = frozenset("0123456789+-.")
 
 
 def tsv(columns: Sequence[Column], rows: Iterable[Row], header: bool = True) -> str:
-    """Formats rows as tab-separated lines; backslashes and unprintable characters are escaped, as in `\\t` and
-    `\\u202e`.
-    """
+    r"""Formats rows as tab-separated lines; escapes backslashes and unprintable characters (`\t`, `\u202e`)."""
     lines = ["\t".join(column.machine for column in columns)] if header else []
     lines += ["\t".join(escaped(column.raw(row)) for column in columns) for row in rows]
     return "".join(f"{line}\n" for line in lines)
@@ -37,19 +35,19 @@ def comma_separated(columns: Sequence[Column], rows: Iterable[Row], header: bool
 
 
 def projected(columns: Sequence[Column] | None, rows: Iterable[Row]) -> list[Any]:
-    """Returns whole rows, or only the named columns of them."""
+    """Returns the rows for JSON and YAML: whole, or with `columns` only the values of these columns."""
     if columns is None:
         return list(rows)
     return [{column.machine: column.value(row) for column in columns} for row in rows]
 
 
 def json_document(view: View, data: Sequence[Any], faults: Iterable[Fault], now_ns: int, indent: bool) -> str:
-    """Formats the JSON envelope that all commands share."""
+    """Formats the JSON document that all commands print: schema, time, data and errors."""
     return _json(_envelope(view, data, faults, now_ns), orjson.OPT_INDENT_2 if indent else 0)
 
 
 def yaml_document(view: View, data: Sequence[Any], faults: Iterable[Fault], now_ns: int) -> str:
-    """Formats the same envelope as a YAML document; it begins with `---`, so that documents can be concatenated."""
+    """Formats the same document as YAML; it begins with `---`, so that documents can be concatenated."""
     # Converted to JSON and back, so that both formats have the same types.
     document = orjson.loads(orjson.dumps(_envelope(view, data, faults, now_ns)))
     text = _yaml(document, allow_unicode=True)
@@ -59,7 +57,7 @@ def yaml_document(view: View, data: Sequence[Any], faults: Iterable[Fault], now_
 def _yaml(document: Any, allow_unicode: bool) -> str:
     """Formats YAML that readers of YAML 1.1 and 1.2 interpret alike: quotes every text that begins like a number.
 
-    For example `12e4`, an incarnation, is a number in YAML 1.2 only.
+    For example the incarnation `12e4` is a number in YAML 1.2 only.
     """
     import yaml  # takes 30 ms to import
 

@@ -61,7 +61,7 @@ FAULTS = View(
 
 
 def blocks(summary: Mapping[str, Any]) -> list[Block]:
-    """Formats the summary: injected faults, results of the rooms and remaining resources of each rank."""
+    """Formats the summary: injected faults, results of the rooms, and the resources that each rank holds at the end."""
     rooms, restarts = summary["rooms"], summary["restarts"]
     serving = restarts["serving_s"]
     lines: list[Line] = [
@@ -112,7 +112,7 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 
 def totals(summary: Mapping[str, Any]) -> Sequence[str]:
-    """Returns the fleet-wide figures, which the rows of TSV do not contain."""
+    """Returns lines with the results of the whole fleet, which the table of ranks does not contain."""
     rooms = summary["rooms"]
     return [
         f"{rooms['done']} rooms done, {rooms['failed_expected']} failed as expected, {rooms['failed_unexpected']} "

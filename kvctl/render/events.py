@@ -1,4 +1,4 @@
-"""View of the flight recorder."""
+"""View of flight-recorder events."""
 
 from __future__ import annotations
 

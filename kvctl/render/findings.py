@@ -41,7 +41,7 @@ HEALTH = View(
 
 
 def row(finding: Finding, muted_ns: int | None = None) -> dict[str, Any]:
-    """Returns the row of one finding.
+    """Returns the row of HEALTH for one finding.
 
     Args:
         finding: the finding.
@@ -61,7 +61,14 @@ def row(finding: Finding, muted_ns: int | None = None) -> dict[str, Any]:
 
 
 def overview(rows: Sequence[Row], agents: int, codes: int, muted: int) -> list[Block]:
-    """Formats the headline and one line per finding."""
+    """Formats the headline and a table of the findings.
+
+    Args:
+        rows: rows of HEALTH to print.
+        agents: number of agents examined.
+        codes: number of health codes examined.
+        muted: number of muted findings.
+    """
     head = [headline(rows), (f"   {_many(agents, 'agent')}, {_many(codes, 'code')} examined", "dim")]
     if muted:
         head.append((f", {muted} muted", "yellow"))
@@ -72,7 +79,7 @@ def overview(rows: Sequence[Row], agents: int, codes: int, muted: int) -> list[B
 
 
 def headline(rows: Iterable[Row]) -> Span:
-    """Formats `✗ 1 critical, 2 warnings` in the style of the highest severity."""
+    """Counts the findings by severity, as in `✗ 1 critical, 2 warnings`, in the style of the highest severity."""
     counts = Counter(str(each["severity"]) for each in rows)
     if not counts:
         return ("✓ healthy", palette.VERDICTS["ok"])
@@ -87,7 +94,7 @@ def headline(rows: Iterable[Row]) -> Span:
 
 
 def in_short(findings: Sequence[Finding], muted: int) -> list[Span]:
-    """Formats the first few findings by code, for a line that also contains other information."""
+    """Formats the first two problems and the number of further ones, for a line with other information."""
     bad = [each for each in findings if each.severity > Severity.INFO]
     spans: list[Span] = [] if bad else [("✓ no problem in one reading", palette.VERDICTS["ok"])]
     if not bad and findings:
@@ -109,7 +116,7 @@ def paragraphs(rows: Iterable[Row], width: int) -> list[Block]:
 
 
 def paragraph(row: Row, width: int, number: int | None = None) -> list[Line]:
-    """Formats one finding in full."""
+    """Formats one finding in full, preceded by `number` if it is given."""
     style = palette.VERDICTS.get(row["severity"], "")
     title: list[Span] = [
         (f"{number}. " if number else "", "bold"),
@@ -143,7 +150,7 @@ def labelled(label: str, text: str, width: int, indent: int = _LABEL) -> list[Li
 
 
 def figures(evidence: Mapping[str, Any]) -> list[str]:
-    """Formats evidence for people: `age 41 s`, `held 2 MiB`."""
+    """Formats the evidence of a finding for people, as in `age 41 s`, `held 2 MiB`; omits empty values."""
     return [_figure(name, value) for name, value in evidence.items() if value not in (None, "", [], (), {})]
 
 

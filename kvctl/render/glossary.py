@@ -1,4 +1,4 @@
-"""Descriptions of columns: those that mean the same in all views, and the glossary of a command's tables."""
+"""Descriptions of columns that many views share, and the glossary of a command's tables."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ COMMON = {
 
 
 def tables(view: View) -> list[tuple[str, View]]:
-    """Returns the tables that a command with this view prints: (heading, view); the heading of the first is ""."""
+    """Returns the tables that a command with this view prints, as (heading, view); the first heading is ""."""
     return [("", view), *([view.also] if view.also else [])]
 
 

@@ -1,6 +1,7 @@
 """View of layer groups and its waterfall: durations of the stages, and the share of transfer time hidden by compute.
 
-`ready` is the time since the first layer group of the chunk was ready; each other stage follows the one before it.
+`ready` is the time since the first layer group of the chunk was ready; every other stage begins when the previous one
+ends.
 """
 
 from __future__ import annotations
@@ -81,9 +82,10 @@ _ROOMY = 52  # with fewer cells for the bars, only the percentage is printed aft
 
 
 def draw_waterfall(rows: Sequence[Row], width: int) -> list[Line]:
-    """Draws one bar per row on a common axis: consecutive median durations, or the actual times if the rows have them.
+    """Draws one bar per row on a common axis, followed by its hidden and exposed share of transfer time.
 
-    A bar begins at the time at which its layer group was ready, and is followed by hidden and exposed transfer time.
+    The bar shows the actual times of the row's parts or, if the row has none, the median durations of the stages one
+    after another. It begins when the layer group was ready.
     """
     shown = _most_used(rows)
     labels = [_label(row, max(8, width // 2)) for row in shown]
@@ -111,7 +113,7 @@ def draw_waterfall(rows: Sequence[Row], width: int) -> list[Line]:
 
 
 def _most_used(rows: Sequence[Row]) -> Sequence[Row]:
-    """Selects the rows with the most parts, prefill ranks first; keeps their order."""
+    """Returns the rows with the most parts in their given order; prefers rows of prefill ranks."""
     ranking = sorted(range(len(rows)), key=lambda index: (hidden_share(rows[index]) is None, -rows[index]["parts"]))
     return [rows[index] for index in sorted(ranking[:_MOST_BARS])]
 
@@ -163,7 +165,7 @@ class PipelineDecisions:
         return self.modes in ([], ["off"]) and not any(self.by_reason[reason] for reason in PIPELINED)
 
     def summary(self) -> list[Span]:
-        """Formats `on from 3,072 tokens   120 of 132 forwards (on 2 ranks) pipelined, else mostly few-tokens`."""
+        """Formats mode and counts: `on from 3,072 tokens   120 of 132 forwards pipelined, else mostly few-tokens`."""
         spans: list[Span] = [(" or ".join(self.modes), "bold")]
         total = sum(self.by_reason.values())
         if not total:

@@ -1,7 +1,7 @@
 """Views of connections: one row per agent and peer, and the matrix of prefill and decode agents.
 
-The two ends of a connection can report different states, which often is the fault to be found. The state of a pair in
-the matrix is therefore the worse of the two, and a connection that only one end knows has a state of its own.
+The two ends of a connection can report different states, and this difference is often the fault. The matrix therefore
+shows the worse of the two states, and has a state of its own for a connection that only one end knows.
 """
 
 from __future__ import annotations
@@ -136,11 +136,11 @@ MATRIX = View(
 
 
 def pairs(roles: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns every pair of a prefill and a decode agent.
+    """Returns one row of MATRIX for every pair of a prefill and a decode agent.
 
     Args:
         roles: roles of the agents that answered, by name; agents known only as a peer are added.
-        rows: answers to `peers`.
+        rows: rows of the admin command `peers`, of all agents.
     """
     by_pair: dict[tuple[str, str], Mapping[str, Any]] = {}
     known = dict(roles)
@@ -178,7 +178,7 @@ def _pair(
 
 
 def draw_matrix(rows: Sequence[Row], width: int) -> list[Line]:
-    """Draws the pairs as a grid, a line per prefill and a column per decode rank; splits a grid that is too wide."""
+    """Draws the pairs as a grid: a line per prefill rank, a column per decode rank; splits a grid that is too wide."""
     if not rows:
         return [[(MATRIX.empty, "dim")]]
     cells = {(row["prefill"], row["decode"]): row for row in rows}
@@ -210,7 +210,7 @@ def pair_glyph(state: str) -> Span:
 
 
 def pair_legend() -> Line:
-    """Returns the legend of the states of a pair."""
+    """Returns the legend of all states of a pair."""
     spans: list[Span] = []
     for state in reversed(_RANKING):
         spans += [_GLYPHS[state], (f" {'no link' if state == NO_LINK else state}  ", "dim")]
@@ -225,7 +225,7 @@ def _matrix_cell(row: Row | None, lanes: Mapping[str, str], size: int) -> list[S
 
 
 def _letters(lanes: Iterable[str | None]) -> dict[str, str]:
-    """Assigns each lane a letter of its name, or a digit if its letters are taken."""
+    """Assigns each lane a letter of its name, or a digit if all its letters are taken."""
     letters: dict[str, str] = {}
     for lane in sorted({lane for lane in lanes if lane}):
         free = (each for each in (*lane, *"0123456789") if each.isalnum() and each not in letters.values())
@@ -234,7 +234,7 @@ def _letters(lanes: Iterable[str | None]) -> dict[str, str]:
 
 
 def _headings(names: Sequence[str]) -> tuple[list[str], str]:
-    """Returns the column headings without the prefix that all names share, and that prefix."""
+    """Returns the names without the prefix that all share, as column headings, and that prefix."""
     size = next((i for i, each in enumerate(zip(*names, strict=False)) if len(set(each)) > 1), 0)
     prefix = names[0][:size].rstrip("0123456789")
     return [name[len(prefix) :] or name for name in names], prefix

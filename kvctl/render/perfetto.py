@@ -23,7 +23,7 @@ Event = dict[str, Any]
 
 
 def trace(room: RoomTimeline) -> dict[str, Any]:
-    """Returns the whole document: `traceEvents` in order of time, metadata first."""
+    """Returns the trace document: `traceEvents` in order of time, metadata first."""
     agents = {rank["agent"]: number for number, rank in enumerate(room.ranks, 1)}
     roles = {rank["agent"]: rank["role"] for rank in room.ranks}
     writers = _writers(room)
@@ -49,7 +49,7 @@ def trace(room: RoomTimeline) -> dict[str, Any]:
 
 
 class _Tracks:
-    """Assigns each part a track that is free for the part's duration."""
+    """Tracks of a trace; assigns each part a track that is free for the part's duration."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, int], list[float]] = {}  # by process and writer: time at which each track is free
@@ -65,7 +65,7 @@ class _Tracks:
 
 
 def _writers(room: RoomTimeline) -> dict[int, str]:
-    """Returns the agent of each writer, identified by events that only a writer records."""
+    """Returns the agent of each writer, found in events that only writers record."""
     return {
         event["writer"]: event["agent"]
         for event in room.timeline
@@ -134,7 +134,7 @@ def _instant(event: Mapping[str, Any], pid: int) -> Event:
 
 
 def _names(agents: Mapping[str, int], roles: Mapping[str, str], tracks: _Tracks) -> Iterable[Event]:
-    """Names processes and tracks; prefill ranks come first."""
+    """Yields metadata events with the names and the order of processes and tracks."""
     for agent, pid in agents.items():
         yield _meta("process_name", pid, 0, name=agent)
         yield _meta("process_labels", pid, 0, labels=roles[agent])

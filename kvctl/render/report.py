@@ -15,14 +15,14 @@ Line = Sequence[Span]
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Lines of a picture or a summary."""
+    """Styled lines in a report, such as a picture or a summary."""
 
     lines: Sequence[Line]
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A table with its own view; `title` is printed above it."""
+    """Table in a report, with its own view; `title` is printed above it."""
 
     view: View
     rows: Sequence[Row]
@@ -40,12 +40,12 @@ class Report:
         view: view of the rows.
         rows: rows for TSV, CSV and tables, before filters.
         answered: number of agents that answered.
-        faults: errors of agents that did not.
+        faults: errors of agents that did not answer.
         objects: builds the JSON data from the filtered rows, if JSON contains more than the rows.
         blocks: builds the terminal output from the filtered rows and the width in columns, instead of a plain table.
         prometheus: builds Prometheus text, for commands that support it.
         failure: error text if the command failed although agents answered.
-        wrong: a problem was found, as by doctor and health: exit code 1 without a message.
+        wrong: whether a problem was found, as by doctor and health: exit code 1 without a message.
         notes: remarks for stderr.
         at_ns: wall clock of the answers; None means now.
     """

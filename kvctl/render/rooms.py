@@ -17,7 +17,7 @@ from kvctl_agent.contract.values import layer_range
 
 
 def _progress(row: Row) -> str | None:
-    """Returns cells done of cells planned: scattered on a decode rank, sent on a prefill rank."""
+    """Formats cells done of cells planned, `3/8`: scattered on a decode rank, sent on a prefill rank."""
     coverage = row.get("coverage")
     if not coverage:
         return None
@@ -31,7 +31,7 @@ def _failure(row: Row) -> str | None:
 
 
 def _state_age(row: Row) -> Any:
-    """Returns the time in the state of an active room; None for a finished one, whose state no longer changes."""
+    """Returns how long an active room has been in its state; None for a finished room, whose state is final."""
     return None if row.get("finished_at_ns") is not None else row.get("state_age_ns")
 
 
@@ -152,12 +152,12 @@ FAILED = View(
 
 
 def failed_rows(answers: Iterable[Row], clocks: Mapping[str, ClockOffset], now_ns: int) -> list[Row]:
-    """Combines the ranks' reports to one row per failed room, with its first cause and times by this machine's clock.
+    """Returns one row per failed room, with its first cause on any rank and times by this machine's clock.
 
     Args:
         answers: rows of all agents' answers to `failed`.
         clocks: clock offsets by agent name.
-        now_ns: this machine's wall clock when they answered.
+        now_ns: this machine's wall clock when the agents answered.
     """
     by_number: dict[str, list[RoomDetail]] = {}
     for row in answers:
@@ -195,10 +195,10 @@ def failure_counts(rows: Sequence[Row]) -> Line:
 
 
 def dropped_note(answers: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """Returns a note on the agents that have dropped failed rooms; "" if none has.
+    """Returns a note about failed rooms that agents no longer keep; "" if there are none.
 
     Args:
-        answers: (agent name, its answer to `failed`).
+        answers: pairs of an agent's name and its answer to `failed`.
     """
     dropped = [f"{data['dropped_total']:,} of {name}" for name, data in answers if data["dropped_total"]]
     more = f" and {len(dropped) - _NAMED} more agents" if len(dropped) > _NAMED else ""
@@ -268,7 +268,7 @@ def _verdict(room: RoomTimeline) -> list[Line]:
 
 
 def _debts(room: RoomTimeline) -> list[Line]:
-    """Formats the parts that are owed: writer, decode rank, age, and what they wait for."""
+    """Formats the parts that are missing, by writer and decode rank, with their age and what they wait for."""
     lines: list[Line] = []
     for debt in room.debts[:_MOST_DEBTS]:
         owed = []
@@ -296,7 +296,7 @@ def _range(noun: str, span: tuple[int, int]) -> str:
 
 
 def _waits(room: RoomTimeline) -> list[Line]:
-    """Formats what ranks wait for other than parts."""
+    """Formats a line for each rank that waits for something other than parts."""
     lines: list[Line] = []
     for rank in room.ranks:
         names, active = ", ".join(rank["missing"]), rank["finished_at_ns"] is None

@@ -25,7 +25,7 @@ def printable_lines(text: str, styled: bool = False) -> str:
 
     Args:
         text: several lines.
-        styled: keep SGR colour sequences, because kvctl itself made the text.
+        styled: whether to keep SGR colour sequences, for text that kvctl itself formatted.
     """
     if styled:
         pieces = _STYLED.split(text)  # the sequences have odd indices
@@ -34,7 +34,7 @@ def printable_lines(text: str, styled: bool = False) -> str:
 
 
 def one_line(text: str) -> str:
-    """Joins lines, collapses white space, and replaces unprintable characters."""
+    """Formats text as one line: joins lines, collapses white space, and replaces unprintable characters."""
     return printable(" ".join(text.split()))
 
 
@@ -47,7 +47,7 @@ def escaped(text: str) -> str:
 
 
 def json_escaped(document: str) -> str:
-    """Replaces unprintable characters of a JSON document with JSON escapes; it decodes to the same data."""
+    """Replaces unprintable characters of a JSON document with JSON escapes, so that it decodes to the same data."""
     return _NOT_ASCII_TEXT.sub(
         lambda found: found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1], document
     )

@@ -30,12 +30,19 @@ _EQUAL = frozenset({"=", "=="})
 
 
 class ExpressionError(ValueError):
-    """A filter, column or sort order is invalid; the message names valid ones."""
+    """Error for an invalid filter, column or sort order; the message names valid ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """One parsed comparison."""
+    """One parsed comparison of `--filter`.
+
+    Attributes:
+        column: column whose values are compared.
+        operator: operator as typed, such as `>=`.
+        text: value as typed.
+        number: value in the unit of the column; None if values are compared as text.
+    """
 
     column: Column
     operator: str
@@ -43,7 +50,7 @@ class Filter:
     number: float | None
 
     def matches(self, row: Row) -> bool:
-        """Whether the row passes the filter."""
+        """Returns whether the row passes the filter."""
         value = self.column.value(row)
         unknown = value is None or value == ""
         if self.text == UNKNOWN and self.operator in _EQUAL | {"!="}:
@@ -89,7 +96,7 @@ def sort_key(column: Column, value: Any) -> tuple[int, Any]:
 
 
 def _span(value: Any) -> tuple[int, int] | None:
-    """Parses a range, [lo, hi) in rows and `0-3` in tables, to (lo, hi); None for other values."""
+    """Parses a range of layers, a pair [lo, hi) or text such as `0-3`, to (lo, hi); returns None for other text."""
     if not isinstance(value, str):
         return (value[0], value[1])
     found = _RANGE.fullmatch(value)
@@ -100,7 +107,7 @@ def parse_filter(view: View, text: str) -> Filter:
     """Parses one filter for the rows of `view`.
 
     Raises:
-        ExpressionError: the text is not a comparison, the column is unknown, or it cannot have the value.
+        ExpressionError: the text is not a comparison, the column is unknown, or the value does not fit the column.
     """
     found = _GRAMMAR.fullmatch(text)
     if found is None or not found[3]:
@@ -135,12 +142,12 @@ def _names_unit(column: Column, name: str) -> bool:
 
 
 def is_comparison(text: str) -> bool:
-    """Whether the text is meant as a filter: it contains an operator after some text."""
+    """Returns whether the text is meant as a filter, that is, contains an operator after some text."""
     return _COMPARISON_START.match(text) is not None
 
 
 def contains(view: View, row: Row, text: str) -> bool:
-    """Whether any column of the row contains the text, in its human or its machine form; ignores case."""
+    """Returns whether a column of the row contains the text, as printed in tables or in TSV; ignores case."""
     wanted = text.casefold()
     for column in view.columns:
         value = column.value(row)
@@ -153,7 +160,7 @@ def find_column(view: View, name: str) -> Column:
     """Returns the column with this name.
 
     Raises:
-        ExpressionError: there is none; the message lists similar names and all columns.
+        ExpressionError: no column has this name; the message lists similar names and all columns.
     """
     column = view.column(name)
     if column is None:
@@ -166,7 +173,7 @@ def find_column(view: View, name: str) -> Column:
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:
-    """Sorts key that orders `decode-2` before `decode-10`."""
+    """Returns a sort key that orders `decode-2` before `decode-10`."""
     pieces: list[tuple[int, int, str]] = []
     for each in name.replace("-", " - ").replace("_", " _ ").split():
         digits = each.lstrip("0") if each.isdecimal() else ""  # int() rejects numbers with thousands of digits
@@ -181,6 +188,7 @@ class Selection:
     Attributes:
         columns: selected columns in order; None means the columns of the view.
         order: (column, descending), most significant first.
+        filters: comparisons that a row must all pass.
     """
 
     columns: tuple[Column, ...] | None
@@ -188,11 +196,11 @@ class Selection:
     filters: tuple[Filter, ...]
 
     def passes(self, row: Row) -> bool:
-        """Whether a row passes all filters."""
+        """Returns whether a row passes all filters."""
         return all(each.matches(row) for each in self.filters)
 
     def rows(self, rows: Iterable[Row]) -> list[Row]:
-        """Returns the rows that pass, in order."""
+        """Returns the rows that pass all filters, in the selected order; rows with unknown values come last."""
         kept = [row for row in rows if self.passes(row)]
         for column, descending in reversed(self.order):
             known = [row for row in kept if column.value(row) is not None]
@@ -205,7 +213,7 @@ class Selection:
 def select(
     view: View, columns: str | None = None, sort_by: str | None = None, filters: Sequence[str] = ()
 ) -> Selection:
-    """Parses the three options for a view.
+    """Parses the values of `--columns`, `--sort-by` and `--filter` for a view.
 
     Raises:
         ExpressionError: an option is invalid or names an unknown column.
@@ -231,5 +239,5 @@ def table_columns(view: View, selection: Selection, wide: bool) -> tuple[Column,
 
 
 def data_columns(view: View, selection: Selection) -> tuple[Column, ...]:
-    """Returns the columns of TSV and CSV: all of them, because scripts have no terminal width."""
+    """Returns the columns of TSV and CSV: the selected ones or all, because scripts have no terminal width."""
     return selection.columns or view.columns

@@ -12,7 +12,7 @@ from kvctl.render.view import Column, Kind, Row, View, Width
 
 
 def oldest(row: Row) -> Mapping[str, Any] | None:
-    """Returns the oldest allocation, which holds back the watermark; None if there is none."""
+    """Returns the oldest allocation, which holds back the watermark; None if there is none, or no ring."""
     ring = row.get("ring")
     allocations = ring["allocations"] if ring else []
     return next((allocation for allocation in allocations if not allocation["aside"]), None)
@@ -37,7 +37,7 @@ def _used(row: Row) -> float | None:
 
 
 def _ahead(row: Row) -> int | None:
-    """Returns the bytes granted for later rounds of the ring, whose writers must wait."""
+    """Returns the number of bytes granted for later rounds of the ring, which writers cannot use yet."""
     ring = row.get("ring")
     return max(0, ring["used_bytes"] - ring["size_bytes"]) if ring else None
 
@@ -181,7 +181,7 @@ def draw_ring(answer: Mapping[str, Any], width: int) -> list[Line]:
 
     Args:
         answer: the agent's answer to `staging`, whose `ring` is not None.
-        width: of the terminal.
+        width: width of the terminal, in columns.
     """
     ring = answer["ring"]
     cells = max(10, width - _LABELS - 1)
@@ -225,7 +225,7 @@ def draw_ring(answer: Mapping[str, Any], width: int) -> list[Line]:
 
 
 def allocation_legend() -> Line:
-    """Returns the legend of the glyphs."""
+    """Returns the legend of the glyphs in the drawing of a ring."""
     return legend({"free": _FREE, **ALLOCATION_GLYPHS})
 
 
@@ -240,7 +240,10 @@ def _bar(allocations: Sequence[Mapping[str, Any]], size: int, cells: int) -> lis
 
 
 def _cells(offset: int, end: int, size: int, cells: int) -> list[tuple[int, int]]:
-    """Returns the cells that [offset, end) covers, at least one; two ranges if it crosses the end of the ring."""
+    """Returns the ranges of cells that the bytes [offset, end) cover: two ranges if they cross the end of the ring.
+
+    Each range has at least one cell.
+    """
     if size <= 0 or end <= offset:
         return []
     start = offset % size

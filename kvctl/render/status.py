@@ -34,14 +34,14 @@ def _active(row: Row) -> int | None:
 
 
 def _rank(row: Row) -> str:
-    """Formats the coordinates on the axes of size 2 or more: `tp2`, `dp1 tp0`."""
+    """Formats a rank's coordinates on the axes of size 2 or more: `tp2`, `dp1 tp0`."""
     sizes = row.get("sizes", {})
     split = [f"{axis}{row['rank'][axis]}" for axis in ("dp", "pp", "cp", "tp") if sizes.get(axis, 1) > 1]
     return " ".join(split)
 
 
 def _health(row: Row) -> str:
-    """Formats the health codes that the caller added to the row; an agent that drains is never "ok"."""
+    """Formats the health codes that the caller added to an agent's row; for a draining agent never "ok"."""
     codes = [*row["health"]]
     if row.get("draining") and _DRAINING not in codes:
         codes.append("draining")
@@ -151,7 +151,7 @@ STATUS = View(
 
 
 def status_line(summary: FleetSummary, change: Rates, now_ns: int, problems: int) -> dict[str, Any]:
-    """Returns one line of `status -w`; `problems` is the number of warnings and critical findings."""
+    """Returns the row of STATUS_LINES for one reading; `problems` is the number of warnings and critical findings."""
     return {
         "at_ns": now_ns,
         "agents": summary.agents,
@@ -172,7 +172,7 @@ def screen(rows: Sequence[Row], silent: int, health: Sequence[Span]) -> list[Blo
     """Formats the summary of the fleet and the table of agents.
 
     Args:
-        rows: answers to `status`.
+        rows: rows of STATUS; rows of agents that did not answer have only name and health.
         silent: number of agents that did not answer.
         health: short text about the findings.
     """
@@ -205,7 +205,7 @@ def outline(rows: Sequence[Row]) -> list[Line]:
 
 
 def _unavailable(summary: FleetSummary) -> list[Line]:
-    """Formats the agents that accept no new rooms: those that drain, and those that wait for other agents."""
+    """Formats the agents that accept no new rooms: draining ones, and ones that wait for other agents."""
     lines = []
     if summary.draining:
         names = ", ".join(name for name, _ in summary.draining)
@@ -351,7 +351,7 @@ class FleetSummary:
 
 
 def summarise(statuses: Iterable[Status]) -> FleetSummary:
-    """Totals the answers to `status`."""
+    """Sums up the answers of all ranks to `status`."""
     ranks = list(statuses)
     decode = [rank for rank in ranks if rank["role"] == "decode"]
     counted = decode or ranks
@@ -391,7 +391,7 @@ def summarise(statuses: Iterable[Status]) -> FleetSummary:
 
 
 def _leads(ranks: Sequence[Status]) -> Sequence[Status]:
-    """Returns one rank of each instance and dp group; all ranks if none of these answered."""
+    """Returns the ranks with tp, pp and cp 0, one per instance and dp group; all ranks if none of these answered."""
     return [rank for rank in ranks if not any(rank["rank"].get(axis) for axis in ("tp", "pp", "cp"))] or ranks
 
 
@@ -402,7 +402,7 @@ def _sum(values: Iterable[float | None]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Changes between two summaries per second of wall clock; None if the counters cannot tell."""
+    """Changes between two summaries per second of wall clock; None if unknown."""
 
     gb_per_s: float | None = None
     succeeded_per_s: float | None = None
@@ -410,7 +410,10 @@ class Rates:
 
 
 def rates(before: FleetSummary, after: FleetSummary, elapsed_ns: int) -> Rates:
-    """Computes rates from the differences of counters; None if a counter decreased, because ranks joined or left."""
+    """Computes rates from the differences of counters.
+
+    All rates are None if a counter decreased or the number of agents changed, because ranks joined or left.
+    """
     moved = after.bytes_total - before.bytes_total
     succeeded = after.succeeded_total - before.succeeded_total
     failed = after.failed_total - before.failed_total

@@ -26,7 +26,7 @@ def render(blocks: Sequence[Block], columns: Sequence[Sequence[Column]], width: 
     Args:
         blocks: texts and tables.
         columns: for each block, the columns of its table; ignored for texts.
-        width: of the terminal; None for unlimited.
+        width: width of the terminal, in columns; None for unlimited.
         colour: whether to use colours.
     """
     lines: list[Line] = []
@@ -104,7 +104,7 @@ def style_of(column: Column, row: Row) -> str:
 
 
 def natural_widths(columns: Sequence[Column], rows: Sequence[Row]) -> dict[Column, int]:
-    """Returns the width of each column without a limit."""
+    """Returns the width that each column needs to show all its values in full."""
     return {
         column: max([cell_len(column.title), *(cell_len(one_line(column.human(row))) for row in rows)])
         for column in columns
@@ -150,7 +150,7 @@ def _elastic(column: Column) -> bool:
 
 
 def _needed(widths: Mapping[Column, int], most: int | None = None) -> int:
-    """Returns the width of a whole row; `most` limits the width that an elastic column counts for."""
+    """Returns the width of a whole row; a text column counts for at most `most` cells."""
     cells = (min(size, most) if most and _elastic(column) else size for column, size in widths.items())
     return sum(cells) + GAP * (len(widths) - 1)
 

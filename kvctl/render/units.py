@@ -29,7 +29,7 @@ _SIZE = re.compile(rf"({_NUMBER})\s*([A-Za-z]+)")
 
 
 def duration(value: float | None) -> str:
-    """Formats nanoseconds: `812 ns`, `12.3 µs`, `1.24 ms`, `12.3 s`, `2m03s`, `5h07m`, `3d04h`."""
+    """Formats a duration in ns: `812 ns`, `12.3 µs`, `1.24 ms`, `12.3 s`, `2m03s`, `5h07m`, `3d04h`."""
     if value is None:
         return UNKNOWN
     if value == 0:
@@ -54,7 +54,7 @@ def milliseconds(value: float | None) -> str:
 
 
 def size(value: float | None) -> str:
-    """Formats bytes: `512 B`, `1.5 KiB`, `64 MiB`, `2.25 GiB`."""
+    """Formats a number of bytes: `512 B`, `1.5 KiB`, `64 MiB`, `2.25 GiB`."""
     if value is None:
         return UNKNOWN
     amount = float(value)
@@ -84,12 +84,12 @@ def percent(value: float | None) -> str:
 
 
 def clock_seconds(value: int | None) -> str:
-    """Formats the local time of day."""
+    """Formats a wall clock in ns as the local time of day, `14:03:59`."""
     return UNKNOWN if value is None else time.strftime("%H:%M:%S", time.localtime(value // 1_000_000_000))
 
 
 def clock_time(value: int | None) -> str:
-    """Formats the local time of day with milliseconds."""
+    """Formats a wall clock in ns as the local time of day with milliseconds, `14:03:59.120`."""
     return UNKNOWN if value is None else f"{clock_seconds(value)}.{value // 1_000_000 % 1000:03d}"
 
 

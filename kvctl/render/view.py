@@ -75,7 +75,7 @@ def _parse_ratio(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class KindRules:
-    """Formatting rules of one kind.
+    """Rules to format and parse values of one kind.
 
     Attributes:
         human: formats a value for tables.
@@ -97,7 +97,7 @@ class KindRules:
 
 
 class Kind(Enum):
-    """Kind of a column's values."""
+    """Kind of a column's values, with the rules to format them."""
 
     TEXT = KindRules(_text)
     ID = KindRules(lambda value: _text(value))  # a number too large for JSON, kept as text, ordered as a number
@@ -129,13 +129,13 @@ class Width(Enum):
 
 
 def folded(name: str) -> str:
-    """Normalises a column name for comparison."""
+    """Normalises a column name for comparison: `Waits-For` becomes `waits_for`."""
     return "_".join(name.casefold().replace("-", " ").split())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Column:
-    """One column.
+    """Column of a view.
 
     Attributes:
         name: name in `--columns`, `--sort-by` and `--filter`, which also accept the other `spellings`.
@@ -163,7 +163,7 @@ class Column:
 
     @property
     def machine(self) -> str:
-        """Name in machine-readable output; ends in the unit."""
+        """Name in machine-readable output; ends in the unit, such as `age_ns`."""
         suffix = self.kind.value.suffix
         return self.name if self.name.endswith(suffix) or self.name == suffix[1:] else self.name + suffix
 
@@ -175,7 +175,7 @@ class Column:
         return frozenset(names | {self.machine} | {name if name.endswith(suffix) else name + suffix for name in names})
 
     def value(self, row: Row) -> Any:
-        """Returns the raw value, or None."""
+        """Returns the unformatted value of the column in a row; None if the row lacks it."""
         if callable(self.path):
             return self.path(row)
         value: Any = row
@@ -195,7 +195,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Columns of one kind of data.
+    """Columns of one kind of data, with their sort order.
 
     Attributes:
         name: name of the JSON schema, `kvctl.<name>/1`.
