@@ -1,4 +1,4 @@
-"""Measures the wall time of one `kvctl` call: without agents, and with 8, 256, and 256 partly failed agents to ask.
+"""Measures the wall time of `kvctl` calls: without agents, with 8 and 256 agents, and with 256 of which some failed.
 
 The agents are real admin servers with fixed answers. They are threads of one other process and share one core, so with
 many agents their time is part of the result. A dead agent is a socket file without a process; a hung agent accepts
@@ -35,10 +35,16 @@ PATIENT = ("--timeout", "20s")  # a busy machine makes the numbers larger, not t
 
 
 def median_ms(times: int, code: int, *args: str, **environment: str) -> tuple[float, float]:
-    """Returns the median wall time and the median processor time of one call; a busy machine affects the latter less.
+    """Returns the median wall time and processor time of a `kvctl` call, in ms; load affects the latter less.
+
+    Args:
+        times: number of calls.
+        code: expected exit code.
+        args: arguments of `kvctl`.
+        environment: additional environment variables.
 
     Raises:
-        SystemExit: the call ended with an exit code other than `code`.
+        SystemExit: a call ended with another exit code.
     """
     taken, used = [], []
     for _ in range(times):
@@ -54,14 +60,20 @@ def median_ms(times: int, code: int, *args: str, **environment: str) -> tuple[fl
 
 
 def _children_s() -> float:
-    """Processor time of all child processes that were waited for."""
+    """Returns the processor time of all child processes that have been waited for, in seconds."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 @contextlib.contextmanager
 def fleet(agents: int, dead: int = 0, hung: int = 0) -> Iterator[dict[str, str]]:
-    """Runs `agents` admin servers; yields the environment in which `kvctl` finds them."""
+    """Runs admin servers, and yields the environment in which `kvctl` finds them.
+
+    Args:
+        agents: number of agents in all.
+        dead: how many of them are sockets without a process.
+        hung: how many of them accept connections and never answer.
+    """
     with tempfile.TemporaryDirectory(prefix="kv-", dir="/tmp") as directory, contextlib.ExitStack() as stack:
         Path(directory).chmod(0o700)
         living = Agents(agents - dead - hung, ROOMS, directory)

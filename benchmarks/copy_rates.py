@@ -34,7 +34,15 @@ DEEP = replace(PLAIN, num_layers=32)
 
 
 class Case(NamedTuple):
-    """One line of the table: a range of heads of some pages of a model's KV cache."""
+    """Case of the benchmark: copies of a range of heads of some pages.
+
+    Attributes:
+        name: label in the table.
+        shape: model whose KV cache is copied.
+        heads: number of heads copied.
+        contiguous: whether the pages are consecutive instead of random.
+        pages: number of pages; None for as many as `ROUND_BYTES` contain.
+    """
 
     name: str
     shape: ModelShape
@@ -60,14 +68,19 @@ CASES = (
 
 
 def case_pool(shape: ModelShape) -> KVPool:
-    """Allocates a pool of `POOL_BYTES` for a case."""
+    """Allocates a pool of about `POOL_BYTES` for a model."""
     whole = local_shards(shape, PAGE_SIZE, ParallelConfig(), RankCoord(0, 0, 0, 0))
     page_bytes = shape.num_layers * shape.num_kv_heads * whole[0].segment.page_head_bytes
     return KVPool.allocate(whole, PAGE_SIZE, POOL_BYTES // page_bytes)
 
 
 def gb_per_s(nbytes: int, work: Callable[[], None]) -> float:
-    """Median rate of `REPEATS` calls, after one that is not counted."""
+    """Returns the median rate of `REPEATS` calls of `work` in GB/s, after one call that is not counted.
+
+    Args:
+        nbytes: bytes that one call copies.
+        work: copies them.
+    """
     work()
     rates = []
     for _ in range(REPEATS):
@@ -78,7 +91,7 @@ def gb_per_s(nbytes: int, work: Callable[[], None]) -> float:
 
 
 def measure(pool: KVPool, case: Case, piece_bytes: int, threads: int) -> tuple[float, float, float]:
-    """Returns the GB/s of payload of gather, of scatter, and of gather, copy to the ring and scatter together."""
+    """Returns three rates in GB/s of payload: gather, scatter, and gather, copy to the ring and scatter together."""
     (memory,) = pool.segments
     layers, total, heads = memory.shard.num_layers, memory.num_slots, case.heads
     each = layers * heads * memory.shard.segment.page_head_bytes
@@ -129,7 +142,7 @@ def measure(pool: KVPool, case: Case, piece_bytes: int, threads: int) -> tuple[f
 
 
 def main() -> None:
-    """Prints the table; takes a few seconds."""
+    """Measures all cases and prints the table; takes a few seconds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--piece-kib", type=int, nargs="+", default=[1024])
     options = parser.parse_args()

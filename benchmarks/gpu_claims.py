@@ -1,4 +1,4 @@
-"""Claims about `kvctl bench` on GPUs: the commands that measure them, and the bound of each figure of a result."""
+"""Declares the claims about `kvctl bench` on GPUs: the commands that measure them, and the bound of each figure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ Document = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Claim:
-    """One figure and its bound; a figure without a bound is only printed.
+    """Claim about a result: a figure and its bound; a figure without a bound is only printed.
 
     Attributes:
+        text: the claim, for the table.
         measure: computes the figure; returns None if the result does not contain it.
-        show: formats the figure.
+        at_least: smallest value for which the claim holds.
+        at_most: largest value for which the claim holds.
+        show: format string of the figure.
     """
 
     text: str
@@ -27,24 +30,25 @@ class Claim:
 
     @property
     def target(self) -> str:
-        """The bound as text."""
+        """The bound as text; "shown" if there is none."""
         if self.at_least is not None:
             return f"at least {self.show.format(self.at_least)}"
         return "shown" if self.at_most is None else f"at most {self.show.format(self.at_most)}"
 
     def holds(self, value: float) -> bool:
-        """Whether a figure is within the bound."""
+        """Returns whether a figure is within the bound."""
         return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
 
 
 @dataclass(frozen=True)
 class Bench:
-    """One call of `kvctl bench`.
+    """One call of `kvctl bench`, and the claims about its result.
 
     Attributes:
         options: command-line options, without those that select the devices.
         tiny: sizes that replace those of `options` in a rehearsal on a machine without GPUs.
         least_s: seconds that must remain for the call to be started.
+        environment: additional environment variables of the call.
     """
 
     name: str
@@ -56,19 +60,19 @@ class Bench:
 
 
 def runs(document: Document, **wanted: object) -> list[Mapping[str, Any]]:
-    """Returns the runs of a result that have these values."""
+    """Returns the runs of a result whose fields have the values `wanted`."""
     return [run for run in document["runs"] if all(run.get(name) == value for name, value in wanted.items())]
 
 
 def figure(document: Document, name: str, **wanted: object) -> float | None:
-    """Returns a figure of the only run that has these values; None if there is no such run."""
+    """Returns a figure of the only run whose fields have the values `wanted`; None if there is not exactly one."""
     found = runs(document, **wanted)
     value: float | None = found[0].get(name) if len(found) == 1 else None
     return value
 
 
 def over(name: str, path: str, base: str) -> Callable[[Document], float | None]:
-    """Returns the ratio of a figure on one path to the same figure on another."""
+    """Returns a function that computes the ratio of a figure on path `path` to the same figure on path `base`."""
 
     def measure(document: Document) -> float | None:
         value, against = figure(document, name, path=path), figure(document, name, path=base)
@@ -78,19 +82,25 @@ def over(name: str, path: str, base: str) -> Callable[[Document], float | None]:
 
 
 def of(name: str, **wanted: object) -> Callable[[Document], float | None]:
-    """Returns a function that reads a figure of the run with these values."""
+    """Returns a function that reads a figure of the run whose fields have the values `wanted`."""
     return lambda document: figure(document, name, **wanted)
 
 
 def auto_of_best(document: Document) -> float | None:
-    """Throughput of the path `auto` divided by that of the best fixed path."""
+    """Returns the throughput of path `auto` divided by that of the best fixed path; None if either was not measured."""
     auto = figure(document, "gb_per_s", path="auto")
     fixed = [run["gb_per_s"] for run in document["runs"] if run["path"] != "auto"]
     return auto / max(fixed) if auto is not None and fixed else None
 
 
 def ttft_at(concurrency: int, path: str, base: str) -> Callable[[Document], float | None]:
-    """Ratio of the mean time to first token on one path to that on another, at this number of rooms in flight."""
+    """Returns a function that computes the ratio of the mean time to first token (TTFT) on one path to that on another.
+
+    Args:
+        concurrency: number of rooms in flight of the compared runs.
+        path: path of the numerator.
+        base: path of the denominator.
+    """
 
     def measure(document: Document) -> float | None:
         means = [
@@ -115,8 +125,9 @@ def _gain(off: Mapping[str, Any], on: Mapping[str, Any]) -> float:
 
 
 def ttft_where_even(document: Document) -> float | None:
-    """Ratio of TTFT with and without pipelining, for prompts that are pipelined and whose transfer takes about as long
-    as compute.
+    """Returns the relative change of TTFT through pipelining (-0.4: 40 % less) where transfer takes as long as compute.
+
+    Of the pipelined runs, the one whose transfer time is closest to its compute time counts; None without such runs.
     """
     pairs = [
         (off, on)
@@ -134,12 +145,12 @@ def ttft_where_even(document: Document) -> float | None:
 
 
 def worst_ttft(document: Document) -> float | None:
-    """Largest ratio of TTFT with pipelining to TTFT without, over all lengths and paths."""
+    """Returns the largest relative change of TTFT through pipelining (0.01: 1 % more), over all lengths and paths."""
     return max((_gain(*pair) for pair in pipelined(document)), default=None)
 
 
 def slowdown(path: str, pipeline: str) -> Callable[[Document], float | None]:
-    """Largest slowdown of compute during transfers, over all lengths."""
+    """Returns a function that reads the largest slowdown of compute during transfers, over all lengths."""
 
     def measure(document: Document) -> float | None:
         found = (run.get("compute_slowdown_ratio") for run in runs(document, path=path, pipeline=pipeline))

@@ -2,10 +2,10 @@
 
 Usage: python benchmarks/gpu_copies.py [--save FILE] [--repeats N]
 
-A duration is that seen by a transfer worker: from page numbers in host memory until the worker sees the copy completed.
-"Host" is the duration of the call that starts the copy. The floor is the time for the same bytes at the rate of one
-large copy within the GPU (each byte is read and written) or to the other GPU. Every case is verified before it is
-timed.
+A duration is measured as by a transfer worker: from page numbers in host memory until the worker sees that the copy has
+completed. "Host" is the duration of the call that starts the copy. The floor is the time for the same bytes at the rate
+of one large copy within the GPU (each byte is read and written) or to the other GPU. Every case is verified before it
+is timed.
 """
 
 from __future__ import annotations
@@ -41,14 +41,18 @@ FLOOR_BYTES = 1 << 30
 
 
 class Case(NamedTuple):
-    """One line of the table.
+    """Case of the benchmark, one line of the table.
 
     Attributes:
         name: name used by the claims.
         kind: "gather", or "scatter" of as many parts as make up the pool's heads.
-        layers, tokens: of the part.
-        heads: of a part, out of `pool_heads` of the pool.
-        most: the largest ratio to the floor that is allowed; None: only printed.
+        layers: layers of a part.
+        tokens: tokens of a part.
+        heads: heads of a part.
+        pool_heads: heads of the pool.
+        most: largest allowed ratio to the floor; None if the ratio is only printed.
+        dtype: element type of the pool.
+        latent: whether the pool holds MLA latents, one row per token.
     """
 
     name: str
@@ -77,7 +81,13 @@ CASES = (
 
 
 class Timed(NamedTuple):
-    """Median durations in µs."""
+    """Durations of a copy in µs.
+
+    Attributes:
+        host_us: median duration of the call that starts the copy.
+        wall_us: median duration until the copy has completed.
+        p99_us: 99th percentile of the duration until the copy has completed.
+    """
 
     host_us: float
     wall_us: float
@@ -85,7 +95,13 @@ class Timed(NamedTuple):
 
 
 def timed(begin: Callable[[int], Callable[[], bool]], repeats: int, warm: int = 5) -> Timed:
-    """Times `begin(turn)`, which starts a copy and returns a function that tells whether the copy has completed."""
+    """Measures the durations of a copy.
+
+    Args:
+        begin: starts a copy with the page list of the given number; returns a function that polls its completion.
+        repeats: number of measured copies.
+        warm: number of copies before them that are not measured.
+    """
     hosts, walls = [], []
     for turn in range(-warm, repeats):
         since = time.perf_counter_ns()
@@ -100,13 +116,13 @@ def timed(begin: Callable[[int], Callable[[], bool]], repeats: int, warm: int = 
 
 
 def copy_gb_per_s(device: Device, target: int, source: int, repeats: int) -> float:
-    """Rate of one large driver copy in 1e9 bytes of payload per second."""
+    """Returns the rate of one large driver copy in 1e9 bytes of payload per second."""
     took = timed(lambda _: device.copy(target, source, FLOOR_BYTES).done, max(5, repeats // 20))
     return FLOOR_BYTES / took.wall_us / 1e3
 
 
 class Bench:
-    """A pool, a ring and a copier on one device."""
+    """Pool, staging ring and copier of one case on one device."""
 
     def __init__(self, device: Device, case: Case) -> None:
         self.device, self.case = device, case
@@ -148,7 +164,7 @@ class Bench:
         return self.parts * self.layout.nbytes
 
     def verify(self) -> None:
-        """Moves random bytes once and compares some blocks with the layout; raises AssertionError."""
+        """Moves random bytes once, and raises AssertionError if they differ from the expected bytes in three layers."""
         # A length that is no multiple of anything here, so that no two rows are alike.
         noise = np.random.default_rng(1).integers(0, 256, 49_999_991, np.uint8)
         source = self.pool.regions()[0] if self.case.kind == "gather" else self.ring.region()
@@ -177,7 +193,7 @@ class Bench:
 
 
 def copies(device: Device, repeats: int) -> Iterator[dict[str, Any]]:
-    """Measures every gather and scatter; returns one row per case."""
+    """Measures every gather and scatter, and yields one row per case."""
     for case in CASES:
         with closing(Bench(device, case)) as bench:
             bench.verify()
@@ -188,7 +204,10 @@ def copies(device: Device, repeats: int) -> Iterator[dict[str, Any]]:
 
 
 def directs(here: Device, there: Device, repeats: int, name: str) -> Iterator[dict[str, Any]]:
-    """Measures copies from pages of one device to pages of another by one kernel, with ever fewer thread blocks."""
+    """Measures copies by one kernel from pages of one device to pages of another, with fewer and fewer thread blocks.
+
+    Yields one row per case; `name` describes the pair of devices.
+    """
     layers, own, theirs = 80, 512, 2048  # 2 heads there, 8 here, of 128 bf16
     with ExitStack() as stack:
         source = stack.enter_context(closing(here.allocate(POOL_BYTES)))

@@ -42,7 +42,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Cell(NamedTuple):
-    """The results of one pair of processes."""
+    """Engine and pair of devices (GPU numbers or HOST) that one pair of processes measures."""
 
     engine: str
     source: int
@@ -50,7 +50,7 @@ class Cell(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One write; `seed` determines the order of the slots on both sides."""
+    """One write: number and size of its descriptors; `seed` determines the order of the slots on both sides."""
 
     descriptors: int
     nbytes: int
@@ -58,7 +58,7 @@ class Case(NamedTuple):
 
 
 class Memory(Protocol):
-    """The pool of one process."""
+    """Registered memory of one process, which writes read or fill."""
 
     region: Region
 
@@ -68,7 +68,7 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """A pool in host memory, for rehearsals."""
+    """Host memory, for rehearsals."""
 
     def __init__(self, nbytes: int) -> None:
         self._array = np.zeros(nbytes, np.uint8)
@@ -82,7 +82,7 @@ class HostMemory:
 
 
 class GpuMemory:
-    """A pool in one allocation of GPU memory."""
+    """One allocation of GPU memory."""
 
     def __init__(self, index: int, nbytes: int) -> None:
         self._device = open_device(index)
@@ -99,12 +99,12 @@ class GpuMemory:
 
 
 def slots(case: Case, side: int) -> npt.NDArray[np.int64]:
-    """Returns the order in which a write uses the slots of one process."""
+    """Returns the order in which the descriptors of a write use the slots of one process (0: source, 1: target)."""
     return np.random.default_rng((case.seed, side)).permutation(case.descriptors)
 
 
 def noise(nbytes: int) -> Bytes:
-    """Returns the bytes that the source pool contains."""
+    """Returns the bytes that the source contains."""
     return np.random.default_rng(7).integers(0, 256, nbytes, np.uint8)
 
 
@@ -112,7 +112,7 @@ def noise(nbytes: int) -> Bytes:
 
 
 def serve(wire: Connection, engine: str, index: int, nbytes: int) -> None:
-    """Runs one process: execute requests, and progress the engine between them."""
+    """Main function of each process: executes the requests from `wire`, and drives the engine between them."""
     try:
         prepare_environment()
         memory: Memory = HostMemory(nbytes) if index == HOST else GpuMemory(index, nbytes)
@@ -133,7 +133,7 @@ def serve(wire: Connection, engine: str, index: int, nbytes: int) -> None:
 
 
 class Side:
-    """The operations of either process."""
+    """Requests that a process executes; the name of a request is that of the method."""
 
     def __init__(self, transport: Transport, memory: Memory) -> None:
         self._transport, self._memory = transport, memory
@@ -164,7 +164,7 @@ class Side:
         self._memory.put(np.zeros(self._memory.region.nbytes, np.uint8))
 
     def holds(self, case: Case) -> bool:
-        """Whether every byte is at its target."""
+        """Returns whether every byte of the write is in its target slot."""
         shape = case.descriptors, case.nbytes
         wanted = noise(self._memory.region.nbytes).reshape(shape)[slots(case, 0)]
         return bool(np.array_equal(self._memory.get().reshape(shape)[slots(case, 1)], wanted))
@@ -174,7 +174,7 @@ class Side:
 
 
 def measure(cell: Cell, total: int, repeats: int) -> Iterator[dict[str, Any]]:
-    """Returns one row per case; a case that cannot run has a row with the reason."""
+    """Starts two processes and yields one row per case; if they cannot run, yields a row with the reason."""
     spawn = multiprocessing.get_context("spawn")
     wires, processes = [], []
     for index in (cell.source, cell.target):
@@ -268,7 +268,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def gpus(source: int, target: int | None) -> tuple[list[tuple[int, int]], list[dict[str, Any]]]:
-    """Returns the GPU pairs to measure, and the description of their GPUs."""
+    """Returns the pairs of GPU numbers to measure, and descriptions of the GPUs.
+
+    Args:
+        source: GPU that writes.
+        target: GPU that is written to; None measures the source itself and another GPU, if there is one.
+    """
     first = open_device(source)
     if target is not None:
         return [(source, target)], [first.describe(), open_device(target).describe()]

@@ -104,7 +104,11 @@ def _command(bench: Bench, asked: argparse.Namespace, save: Path) -> list[str]:
 
 
 def _run(bench: Bench, asked: argparse.Namespace, ends: float) -> Ran:
-    """Runs one command with a time limit."""
+    """Runs one command until it ends or the time is up, and saves its output.
+
+    Args:
+        ends: end of the time for all commands, on the monotonic clock in seconds.
+    """
     save = asked.out / f"{bench.name}.json"
     save.unlink(missing_ok=True)
     ran = Ran(bench, _command(bench, asked, save))
@@ -144,7 +148,7 @@ def _python_path() -> str:
 
 
 def _lines(ran: Ran, rehearsal: bool) -> list[dict[str, Any]]:
-    """Returns the table's lines for one bench."""
+    """Returns the lines of the table for one bench: one per claim, and one for the verification of all bytes."""
     lines = [_line(ran, claim) for claim in ran.bench.claims]
     if ran.document is not None:
         verified = ran.document["verified"]

@@ -29,14 +29,14 @@ ACCESSES = (2, 16)  # of one lane, fewest and most
 
 
 def tunings() -> Iterator[Tuning]:
-    """Yields every combination worth measuring."""
+    """Yields every combination of tile size and warps for which a lane makes from 2 to 16 accesses."""
     for kib, warps in product(KIB, WARPS):
         if ACCESSES[0] <= (kib << 10) // (warps * 32 * 16) <= ACCESSES[1]:
             yield Tuning(tile=Tile(kib << 10, warps))
 
 
 def measure(device: CudaDevice, bench: Bench, tuning: Tuning, repeats: int) -> tuple[float, float]:
-    """Returns (wall, host) durations in µs."""
+    """Returns the median (wall, host) durations of a copy with this tuning, in µs."""
     bench.copier.close()
     bench.copier = DeviceCopier(CudaRowCopies(device.context, device.kernels, device.events, tuning))
     bench.copier.prepare(bench.memory, 0, bench.case.heads)

@@ -1,11 +1,10 @@
-"""Compares two ways to notify a Mooncake reader of a write: the engine's notification, and a tag on a separate
-connection.
+"""Compares two ways to notify a Mooncake reader of a write: the engine's notification, and a tag on a connection.
 
 `TransferNotify` requires the engine's blocking call, which spins until the bytes are written; it then opens a new TCP
 connection per notification, and one thread of the reader's engine reads them one at a time, as JSON. The `mooncake`
-transport instead posts the write, polls for its completion and sends a tag on a connection that stays open; its caller
-may spin, or poll every 50 µs. Each way is measured in use: a write of this process, seen by another process that
-answers with a write of the same size and kind. The ways take turns, so that other load on the machine affects all
+transport instead posts the write, polls for its completion and sends a tag on a separate connection that stays open;
+its caller may spin, or poll every 50 µs. Each way is measured in use: a write of this process, seen by another process
+that answers with a write of the same size and kind. The ways take turns, so that other load on the machine affects all
 alike.
 
     python benchmarks/mooncake_arrival.py
@@ -39,16 +38,16 @@ GIVE_UP_S = 10.0
 
 
 class Way(Protocol):
-    """One way to notify, between two processes."""
+    """Way to notify another process of a write."""
 
     def hello(self) -> list[Any]:
-        """Returns the argument for the other process's `meet`."""
+        """Returns the address of this process, as JSON values for the other process's `meet`."""
         ...
 
     def meet(self, hello: list[Any]) -> None: ...
 
     def send(self, nbytes: int) -> None:
-        """Write into the other process's pool with a notification; only a tag if there is nothing to write."""
+        """Writes `nbytes` into the other process's pool and notifies it; 0 bytes only notify."""
         ...
 
     def arrived(self) -> int:
@@ -59,7 +58,7 @@ class Way(Protocol):
 
 
 class Notification:
-    """Mooncake's notification: `transfer_sync` with a `TransferNotify`."""
+    """Notification by Mooncake: `transfer_sync` with a `TransferNotify`."""
 
     def __init__(self) -> None:
         self._pool = np.ones(POOL_BYTES, np.uint8)
@@ -94,7 +93,11 @@ class Notification:
 
 
 class Link:
-    """The `mooncake` transport; polls for the completion of a write every `sleep_s`."""
+    """Notification by the `mooncake` transport, a tag on a separate connection.
+
+    Args:
+        sleep_s: pause between polls for the completion of a write; 0 spins.
+    """
 
     def __init__(self, sleep_s: float) -> None:
         self._sleep_s = sleep_s
@@ -133,7 +136,7 @@ WAYS: dict[str, Callable[[], Way]] = {
 
 
 def wait(way: Way) -> None:
-    """Waits for an arrival with short sleeps, as the users of the transport do."""
+    """Waits for an arrival with short sleeps, as the users of the transport do; exits if nothing arrives in time."""
     until = time.monotonic() + GIVE_UP_S
     while not way.arrived():
         if time.monotonic() > until:
@@ -142,7 +145,7 @@ def wait(way: Way) -> None:
 
 
 def echo() -> None:
-    """Answers as many writes as requested, in the other process."""
+    """Runs in the other process: answers as many writes as requested, and prints the processor time used for them."""
     ways: dict[str, Way] = {name: kind() for name, kind in WAYS.items()}
     print(json.dumps({name: way.hello() for name, way in ways.items()}), flush=True)
     for name, hello in json.loads(sys.stdin.readline()).items():
@@ -159,7 +162,7 @@ def echo() -> None:
 
 
 def main() -> None:
-    """Starts the other process, measure the ways in turn, print the table."""
+    """Starts the other process, measures the ways in turns and prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--count", type=int, default=2000, help="round trips per row (default: %(default)s)")
     parser.add_argument("--echo", action="store_true", help=argparse.SUPPRESS)

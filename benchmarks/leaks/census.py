@@ -1,4 +1,4 @@
-"""Counts what an agent holds: the size of every container reachable from it.
+"""Counts what an agent holds in memory: the size of every container reachable from it.
 
 No container is listed by name, so a structure added later is counted as well. Only bounded histories, which fill up
 with time, are named in `BOUNDS`, each with its bound.
@@ -50,8 +50,9 @@ def census(root: object) -> Sizes:
 
 
 def instances(*roots: object) -> Sizes:
-    """Count live objects by class of kvctl_agent, including objects held only by closures or frames, excluding the
-    histories of `roots`.
+    """Counts live objects by class of kvctl_agent, including objects held only by closures or frames.
+
+    The contents of bounded histories that are reachable from `roots` are excluded.
     """
     history: set[int] = set()
     for root in roots:

@@ -98,7 +98,7 @@ ABSENT: dict[Ending, str] = {deadline_never_opened: "decode", deadline_never_cla
 
 
 class Late(RuntimeError):
-    """The room's short deadline passed first, because other processes had the processors."""
+    """Error for a room that reached its short deadline before its expected end, because the machine was busy."""
 
 
 def finish(sides: Sides, ending: Ending, room: int) -> None:
@@ -124,7 +124,7 @@ def finish(sides: Sides, ending: Ending, room: int) -> None:
 
 
 def run(sides: Sides, ending: Ending, room: int) -> None:
-    """Runs one room from begin to end, and a new one if it was late."""
+    """Runs one room from its beginning to its end; repeats this with a new room number if the room was late."""
     for attempt in range(TRIES):
         number = room + 100_000 * attempt
         ending(*sides, number)

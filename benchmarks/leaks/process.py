@@ -1,4 +1,4 @@
-"""A process with the agents of one role: requests, answers, and the resources that the kernel reports for it."""
+"""Child process with the agents of one role: requests, answers, and the resources that the kernel reports for it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {
 
 
 class SideProcess:
-    """A child process that runs `side.py`; requests are names of methods of `Side`."""
+    """Child process that runs `side.py`; a request is the name of a method of `Side`."""
 
     def __init__(self, role: str, sizes: dict[str, int], directory: Path, **config: Any) -> None:
         self.role = role
@@ -75,7 +75,7 @@ class SideProcess:
         return self.hear()
 
     def said(self) -> str:
-        """Its stderr so far."""
+        """Returns the stderr of the process so far."""
         self._stderr.seek(0)
         return self._stderr.read().decode(errors="replace")
 
@@ -85,7 +85,11 @@ class SideProcess:
         self.end()
 
     def end(self, timeout: float = 15.0) -> int:
-        """Closes its input and waits until it exits; returns the exit status."""
+        """Closes the stdin of the process, waits until it exits, and returns its exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: the process did not exit in time and was killed.
+        """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -111,7 +115,7 @@ class SideProcess:
         return len(list(Path(f"/proc/{self.process.pid}/task").iterdir()))
 
     def descriptors(self) -> Sizes:
-        """Count open file descriptors by kind: sockets, pipes, files by path."""
+        """Counts open file descriptors by kind: sockets, pipes, files by path."""
         kinds: Counter[str] = Counter()
         for link in Path(f"/proc/{self.process.pid}/fd").iterdir():
             try:
@@ -122,7 +126,7 @@ class SideProcess:
         return dict(kinds)
 
     def shared_memory(self) -> set[str]:
-        """Returns the names of its mappings in /dev/shm; these files must be gone when it has ended."""
+        """Returns the names of the process's files in /dev/shm, which must be gone when the process has ended."""
         lines = Path(f"/proc/{self.process.pid}/maps").read_text().splitlines()
         return {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line and not line.endswith("(deleted)")}
 

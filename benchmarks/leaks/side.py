@@ -1,4 +1,4 @@
-"""The agents of one role of a small fleet, in a process controlled by JSON lines; answers go to stdout.
+"""Runs the agents of one role of a small fleet, controlled by JSON lines on stdin; answers go to stdout.
 
 Prefill and decode run the same numbered rooms independently, several at a time. The room's number and the seed
 determine which rooms are aborted, by which rank and when, so neither process needs to ask the other.
@@ -36,7 +36,7 @@ Answer = dict[str, Any]
 
 
 class Abort(NamedTuple):
-    """An abort: the role, the rank, and the delay after the rank joined the room."""
+    """Planned abort of a room: the role and rank that abort it, and the delay after the rank joined the room."""
 
     role: str
     rank: int
@@ -44,7 +44,14 @@ class Abort(NamedTuple):
 
 
 def planned_abort(seed: int, room: int, share: float, ranks: dict[str, int]) -> Abort | None:
-    """Returns the abort of a room, the same in both processes; None for a room that may succeed."""
+    """Returns the abort of a room, the same in both processes; None for a room that may succeed.
+
+    Args:
+        seed: seed of the run.
+        room: number of the room.
+        share: share of rooms to abort, from 0 to 1.
+        ranks: number of ranks by role.
+    """
     dice = random.Random(f"{seed}/{room}")
     if dice.random() >= share:
         return None
@@ -109,7 +116,11 @@ class Side:
         self._handles[room][rank].abort("given up by the test")
 
     def known(self, room: int, timeout: float) -> None:
-        """Waits until the peers know the room."""
+        """Waits until the room has left Bootstrapping on every rank, so that its peers know it.
+
+        Raises:
+            TimeoutError: a rank still has the room in Bootstrapping.
+        """
         deadline = time.monotonic() + timeout
         while any(handle.state < RoomState.WAITING_FOR_INPUT for handle in self._handles[room]):
             if time.monotonic() > deadline:
@@ -117,7 +128,7 @@ class Side:
             time.sleep(0.002)
 
     def wait(self, room: int, timeout: float) -> list[Answer]:
-        """Returns the room's outcome on each rank and forgets the room."""
+        """Waits for the end of the room, returns its outcome on each rank, and forgets a room that has ended."""
         deadline = time.monotonic() + timeout
         handles = self._handles[room]
         for handle in handles:
@@ -130,11 +141,10 @@ class Side:
     # ---- many rooms -------------------------------------------------------------------------------------------
 
     def run(self, first: int, count: int, window: int, aborts: float, seed: int, timeout: float) -> Answer:
-        """Runs rooms `first` to `first + count`, at most `window` at a time; returns the number of rooms by outcome on
-        this role.
+        """Runs rooms `first` to `first + count`, at most `window` at a time, and counts them by outcome on this role.
 
         Raises:
-            TimeoutError: names the rooms that have not ended.
+            TimeoutError: rooms have not ended; the message names them.
         """
         ends: Counter[str] = Counter()
         due: list[tuple[float, int, int]] = []
@@ -171,7 +181,7 @@ class Side:
             self.feed(room)
 
     def _end_of(self, room: int) -> str:
-        """The final state, or the code of the first cause."""
+        """Returns the final state of a room, or the code of its first cause of failure."""
         for handle in self._handles[room]:
             if handle.state is not RoomState.SUCCESS:
                 return str(handle.error["code"])
@@ -186,14 +196,14 @@ class Side:
     # ---- what is left -----------------------------------------------------------------------------------------
 
     def census(self) -> Sizes:
-        """Container sizes of each agent, by agent name."""
+        """Returns the container sizes of all agents; paths begin with the agent's name."""
         return {f"{agent.name}: {path}": size for agent in self.agents for path, size in census(agent.parts).items()}
 
     def instances(self) -> Sizes:
         return instances(*(agent.parts for agent in self.agents))
 
     def errors(self) -> list[str]:
-        """Exceptions caught by control, arrival and transfer threads: bugs."""
+        """Returns the texts of exceptions that control, arrival and transfer threads caught, which are bugs."""
         rows = [row for agent in self.agents for row in agent.observe.events()["events"]]
         return [row["text"] for row in rows if row["kind"] in ("control", "scatter", "transport", "engine")]
 

@@ -1,4 +1,4 @@
-"""Trend of a series of memory sizes: least-squares slope and sparkline."""
+"""Computes the trend of a series of memory sizes: least-squares slope and sparkline."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Least-squares slope of y over x; 0 for fewer than two points."""
+    """Returns the least-squares slope of y over x; 0 for fewer than two points."""
     if len(xs) < 2:
         return 0.0
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
