@@ -1,8 +1,8 @@
-"""The fixed chunk grid over a prompt's pages, and token-to-page arithmetic.
+"""Division of a prompt's pages into numbered chunks of fixed size, and token-to-page arithmetic.
 
-A cell is numbered by its position on a grid that starts at page 0 of the prompt, never by order of arrival. A prefix
-hit, or a prompt sent in other portions, changes which cells exist but not the number of any cell, so both sides always
-use the same numbers.
+A chunk is one cell of a grid that starts at page 0 of the prompt. It is numbered by its position on the grid, never by
+order of arrival. A prefix hit, or a prompt sent in other portions, changes which cells exist but not the number of any
+cell, so both sides always use the same numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from kvctl_agent.layout.sizes import check_size
 
 
 class Chunk(NamedTuple):
-    """One cell of the grid: `count` pages starting at page `first` of the prompt; cached prefix pages count too."""
+    """`count` pages of a prompt from page `first` on, in cell `index` of the grid.
+
+    Pages are numbered from the start of the prompt, including a cached prefix.
+    """
 
     # The fields hide tuple.index and tuple.count, which have no use on three numbers.
     index: int  # type: ignore[assignment]

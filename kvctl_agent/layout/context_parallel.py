@@ -26,9 +26,16 @@ def sole_cp_sender(mode: str, cp: int, room: int) -> int | None:
 def owned_cells(
     mode: str, cp: int, rank: int, room: int, total_pages: int, prefix_pages: int, chunk_pages: int
 ) -> tuple[Chunk, ...]:
-    """Returns the grid's cells, narrowed to the pages that rank `rank` of `cp` sends, without cells that become empty.
+    """Returns the chunks of a room that one cp rank sends, clipped to its own pages; empty if it sends nothing.
 
-    `mode` is one of `CP_MODES`; `room` is hashed in mode room-hash.
+    Args:
+        mode: One of `CP_MODES`.
+        cp: Number of cp ranks of the prefill instance.
+        rank: The cp rank.
+        room: The room's number, which selects the sender in mode room-hash.
+        total_pages: Pages of the prompt.
+        prefix_pages: Leading pages that the decode side already has.
+        chunk_pages: Pages per chunk.
 
     Raises:
         LayoutError: an unknown mode, or as for `grid`.
@@ -50,7 +57,7 @@ def owned_cells(
 
 
 def _split(first: int, count: int, cp: int, rank: int) -> tuple[int, int]:
-    """Positions [lo, hi) of `rank` when `count` positions from `first` are split over `cp` ranks.
+    """Returns positions [lo, hi) of `rank` when `count` positions from `first` are split over `cp` ranks.
 
     The first `count % cp` ranks get one position more.
     """
@@ -60,6 +67,6 @@ def _split(first: int, count: int, cp: int, rank: int) -> tuple[int, int]:
 
 
 def _narrowed(cell: Chunk, lo: int, hi: int) -> Chunk:
-    """The intersection of a cell with pages [lo, hi); its count is 0 if they do not overlap."""
+    """Returns the part of a chunk that lies in pages [lo, hi); its count is 0 if they do not overlap."""
     first = max(cell.first, lo)
     return Chunk(cell.index, first, max(0, min(cell.first + cell.count, hi) - first))

@@ -1,9 +1,9 @@
 """Divides a forward pass into layer groups, so that the KV of one group is sent while the next group is computed.
 
 With compute time C, transfer time T and N groups a forward takes about C + T/N if T < C, and C/N + T if T > C: each
-further group hides more of the transfer, and adds the cost of one more group. Short prompts gain nothing, and some
-forwards cannot be divided; their KV is sent after the whole forward, and the reason is counted and shown. The options
-and their defaults are SGLang's and mean the same here.
+further group hides more of the transfer but adds a fixed cost. Short prompts gain nothing, and some forwards cannot be
+divided; their KV is sent after the whole forward, and the reason is counted and shown. The options have the names,
+meanings and defaults of SGLang's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MIN_SATURATION = 1.01  # keeps the slope finite
 
 @dataclass(frozen=True, slots=True)
 class ForwardInfo:
-    """The properties of a forward batch that decide whether its layers are grouped.
+    """Properties of a forward batch that determine whether its layers are grouped.
 
     Attributes:
         tokens: New tokens of each request in the batch.
@@ -103,7 +103,7 @@ class Grouping:
     Attributes:
         groups: Global layer ids of each group, ascending; together all layers of the rank. Empty if the layers are not
             grouped.
-        reason: Why the layers are grouped so, or not grouped: a key of `contract.choices.REASONS`.
+        reason: Why the layers are or are not grouped: a key of `contract.choices.REASONS`.
     """
 
     groups: tuple[range, ...]
@@ -124,7 +124,7 @@ def group_layers(
     """Divides a rank's layers into groups for one forward, or returns no groups and the reason.
 
     If `options.group_size` is set, it replaces the token threshold and the formula, in mode measured too. The other
-    checks still apply: each names a forward that cannot be divided or whose KV is not sent.
+    checks still apply, because they exclude forwards that cannot be divided or whose KV is not sent.
 
     Args:
         first_layer: Global id of the first layer that this rank's pipeline stage computes.
@@ -173,7 +173,7 @@ def formula_groups(average_tokens: float, num_layers: int, options: GroupingOpti
 
 
 def _obstacle(num_layers: int, forward: ForwardInfo, options: GroupingOptions) -> str | None:
-    """The first reason not to group the layers, or None."""
+    """Returns the first reason not to group the layers, a key of `contract.choices.REASONS`, or None."""
     if options.mode == "off":
         return "off"
     # An empty batch has no average; the reason for it is "empty-batch".

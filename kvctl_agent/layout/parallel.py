@@ -12,7 +12,7 @@ from kvctl_agent.layout.shape import ModelShape, Segment, segments
 from kvctl_agent.layout.sizes import check_sizes, set_sizes
 
 MAX_RANKS = 65_536
-"""Largest number of ranks in an instance. A peer sends its own sizes, and this limits the work they can cause here."""
+"""Largest number of ranks in an instance; bounds the work that the sizes sent by a peer can cause."""
 
 
 class RankCoord(NamedTuple):
@@ -77,7 +77,7 @@ class ParallelConfig:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks in the instance."""
         return self.dp * self.pp * self.cp * self.tp
 
     def coord(self, unique_rank: int) -> RankCoord:
@@ -105,7 +105,7 @@ class ParallelConfig:
         return ((coord.pp * self.dp + coord.dp) * self.cp + coord.cp) * self.tp + coord.tp
 
     def label(self, coord: RankCoord) -> str:
-        """Returns a rank's short name for messages, for example "dp=1,tp=0": only axes with more than one rank.
+        """Returns a rank's short name for messages, such as "dp=1,tp=0", with only the axes that have several ranks.
 
         The label of the only rank of an instance is "tp=0", so a label is never empty.
         """
@@ -167,12 +167,12 @@ class LocalShard(NamedTuple):
 
     @property
     def num_layers(self) -> int:
-        """Layers of the segment on this rank."""
+        """Number of the segment's layers on this rank."""
         return self.layer_hi - self.layer_lo
 
     @property
     def heads(self) -> int:
-        """Heads of the segment on this rank."""
+        """Number of the segment's heads on this rank."""
         return self.head_hi - self.head_lo
 
 
@@ -206,7 +206,7 @@ def stage_layers(segment: Segment, shape: ModelShape, side: ParallelConfig, stag
 
 
 def mix64(x: int) -> int:
-    """Hash a 64-bit number with splitmix64's finaliser, a bijection that maps consecutive rooms to unrelated numbers.
+    """Hashes a 64-bit number with splitmix64's finaliser, a bijection that maps consecutive rooms to unrelated numbers.
 
     Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014), variant 13.
     """

@@ -1,4 +1,4 @@
-"""The transfer plan: the heads and layers of each segment that each writer sends to each decode rank.
+"""Computes the transfer plan: which heads and layers of a segment each writer sends to each decode rank.
 
 Both sides compute the plan from the same `PlanInputs`. Layer grouping and the path of a part are chosen by the writer
 at run time and are not part of the plan.
@@ -54,7 +54,7 @@ class TransferSlice:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers."""
+        """Number of layers in the slice."""
         return self.layer_hi - self.layer_lo
 
     @property
@@ -67,7 +67,7 @@ class TransferSlice:
         return (self.num_layers if layers is None else layers) * pages * self.heads * self.page_head_bytes
 
     def part_bytes(self, pages: int, layers: int | None = None) -> int:
-        """Returns the staging bytes of the same part: its payload rounded up to `STAGING_ALIGN_BYTES`."""
+        """Returns the bytes of a part in the staging ring: `payload_bytes` rounded up to `STAGING_ALIGN_BYTES`."""
         return -(-self.payload_bytes(pages, layers) // STAGING_ALIGN_BYTES) * STAGING_ALIGN_BYTES
 
 
@@ -76,12 +76,12 @@ TransferSlices = tuple[TransferSlice, ...]
 
 @dataclass(frozen=True, slots=True)
 class _RoomPlan:
-    """The transfer slices of a room, indexed for the lookups that each room makes.
+    """The transfer slices of a room, indexed by writer and by reader.
 
     Attributes:
         kv: KV and draft slices, ordered by reader, then by segment.
-        by_writer: The same by writer.
-        to_reader: The same by reader.
+        by_writer: KV and draft slices by writer.
+        to_reader: KV and draft slices by reader.
         states_to_reader: Slices of per-request state by reader.
         aux_candidates: By reader, the writers that may be elected to write its aux row.
     """
@@ -101,8 +101,8 @@ def prefill_dp(inputs: PlanInputs, room: int) -> int:
 def transfer_slices(inputs: PlanInputs, room: int, decode_dp: int) -> TransferSlices:
     """Returns all KV slices of a room that is sent to `decode_dp`, ordered by reader, segment, layer, cp rank and head.
 
-    A writer sends a decode rank the intersection of their heads and of their layers. Among writers that hold the same
-    head, number (mix64(room) + reader) % replicas writes, which spreads rooms and decode ranks over the replicas.
+    A writer sends a decode rank the heads and layers that both hold. Among writers that hold the same head, number
+    (mix64(room) + reader) % replicas is chosen, which spreads rooms and decode ranks over the replicas.
     Decode ranks that hold the same head each get their own copy. If cp ranks share a room, their slices have the same
     heads and layers, and `writer_cells` returns the pages of each.
 
@@ -158,8 +158,7 @@ def aux_writer(inputs: PlanInputs, room: int, reader: int) -> int:
 
 
 def writer_cells(inputs: PlanInputs, room: int, writer: int, total_pages: int, prefix_pages: int) -> tuple[Chunk, ...]:
-    """Returns the grid's cells, narrowed to the pages that this writer's cp rank sends, without cells that become
-    empty.
+    """Returns the chunks of a room that a writer sends, clipped to the pages of its cp rank; empty if it sends none.
 
     Raises:
         LayoutError: the prefill instance has no such rank, or the prefix is longer than the prompt.
@@ -176,7 +175,10 @@ def _coord(side: ParallelConfig, rank: int) -> RankCoord:
 
 @lru_cache(maxsize=64)
 def _replica_period(inputs: PlanInputs) -> int:
-    """The least common multiple of the segments' replica counts: one remainder by it chooses a replica of each."""
+    """Returns the least common multiple of the segments' replica counts.
+
+    The remainder of a room's hash by this number chooses a replica in every segment.
+    """
     return lcm(*(replicas(segment.heads, inputs.prefill.tp) for segment in inputs.segments))
 
 
@@ -225,7 +227,10 @@ def _plan(inputs: PlanInputs, prefill_dp: int, decode_dp: int, replica: int, cp:
 def _segment_slices(
     inputs: PlanInputs, segment: Segment, prefill_dp: int, coord: RankCoord, replica: int, senders: tuple[int, ...]
 ) -> Iterator[TransferSlice]:
-    """The slices of one segment for the decode rank at `coord`, from every prefill stage and cp rank of `senders`."""
+    """Yields the slices of one segment that the decode rank at `coord` receives.
+
+    Slices come from every prefill stage and the cp ranks `senders`. `replica` selects among tp ranks with equal heads.
+    """
     prefill, decode = inputs.prefill, inputs.decode
     reader = decode.unique_rank(coord)
     dst_heads = head_range(segment.heads, decode.tp, coord.tp)

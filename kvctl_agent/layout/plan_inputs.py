@@ -1,4 +1,4 @@
-"""Inputs of the transfer plan, which both sides build and compare field by field before the first transfer.
+"""Inputs of the transfer plan, which the prefill and the decode side compare field by field before the first transfer.
 
 The inputs are compared rather than the plans, so that a mismatch names the field ("page_size 64 ≠ 32").
 """
@@ -23,7 +23,7 @@ Wire = dict[str, int | str]
 
 
 class Factor(NamedTuple):
-    """One plan input on which the two sides differ."""
+    """A plan input whose values on the two sides differ; formatted as "page_size 64 ≠ 32"."""
 
     name: str
     local: int | str
@@ -79,11 +79,11 @@ class PlanInputs:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The segments of a room of this model."""
+        """The segments of the model: KV, draft and state components."""
         return segments(self.shape, self.page_size)
 
     def to_wire(self) -> Wire:
-        """Returns the inputs as a flat mapping, with names such as "prefill.tp"."""
+        """Returns the inputs as a flat mapping from names such as "prefill.tp" to values, to compare with a peer's."""
         return {
             "plan_version": self.plan_version,
             **shape_to_wire(self.shape),
@@ -96,9 +96,9 @@ class PlanInputs:
 
 
 def differences(local: Mapping[str, int | str], remote: Mapping[str, object]) -> tuple[Factor, ...]:
-    """Returns the fields on which a peer's inputs differ from the local ones; empty if the plans are the same.
+    """Returns the fields whose values differ between the local inputs and a peer's; empty if the plans are equal.
 
-    A field that only one side has is "absent" on the other; a newer release may compare more fields.
+    A field that only one side has gets the value "absent" for the other side; a newer release may have more fields.
     """
     return tuple(
         Factor(name, local.get(name, "absent"), str(remote.get(name, "absent")))
@@ -108,7 +108,7 @@ def differences(local: Mapping[str, int | str], remote: Mapping[str, object]) ->
 
 
 def shape_to_wire(shape: ModelShape) -> Wire:
-    """Returns a model's shape as a flat mapping, without fields for a draft or state that the model does not have."""
+    """Returns a model's shape as a flat mapping; a draft model and state have fields only if the model has them."""
     wire: Wire = _kv_to_wire("shape", shape)
     if shape.draft is not None:
         wire |= _kv_to_wire("draft", shape.draft)

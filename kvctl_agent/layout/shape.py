@@ -1,10 +1,10 @@
 """Geometry of a model's KV cache and per-request state, on which both sides must agree.
 
-The shape on each rank is derived from it, never the reverse. All data of a room is in *segments*: consecutive layers of
-one geometry. The target model's layers are one segment, a draft model's layers another, and each component of
-per-request state one more. Every segment has the same structure: a layer consists of planes, a plane of pages (for
-state: items), a page of rows, a row of heads. An MLA latent is one head that every rank holds, and so is a replicated
-state component, so the same arithmetic serves all of them.
+The shape on each rank is derived from the shape of the model, never the reverse. All data of a room is in *segments*:
+consecutive layers of one geometry. The target model's layers are one segment, a draft model's layers another, and each
+component of per-request state one more. Every segment has the same structure: a layer consists of planes, a plane of
+pages (for state: items), a page of rows, a row of heads. An MLA latent is one head that every rank holds, and so is a
+replicated state component, so the same arithmetic serves all of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StateShape:
         name: An identifier, the same on both sides.
         layers: For each layer of the component the KV layer whose pipeline stage holds it, ascending. A KV layer may
             occur several times.
-        rows: Rows of an item. In each layer an item is `[rows, heads, head_bytes]`.
+        rows: Number of rows of an item. In each layer an item is `[rows, heads, head_bytes]`.
         heads: Size of the axis that is divided over tensor-parallel ranks as KV heads are. 1 if every rank holds the
             whole component; then one elected rank writes it.
         head_bytes: Bytes of one head in one row.
@@ -159,7 +159,7 @@ class Segment:
         name: "kv", "draft", or the name of a state component.
         layer_lo, layer_hi: Layers [layer_lo, layer_hi). KV and draft layers share one numbering; the layers of each
             state component are numbered from 0.
-        heads: Heads over the whole model.
+        heads: Number of heads in the whole model.
         planes: The arrays of each layer.
         kv_layers: For each layer of a state component, the KV layer whose pipeline stage holds it; empty for KV and
             draft.
@@ -180,7 +180,7 @@ class Segment:
 
     @property
     def page_head_bytes(self) -> int:
-        """Bytes of one head of one page (for state: one item) in one layer."""
+        """Bytes of one head of one page (for state: one item) in one layer, over all planes."""
         return sum(plane.rows * plane.head_bytes for plane in self.planes)
 
 

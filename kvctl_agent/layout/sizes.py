@@ -1,4 +1,4 @@
-"""Validation of sizes and lists of sizes, with one error text for all."""
+"""Validates sizes and lists of sizes, with the same error text everywhere."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def check_size(
     """Returns `value` as an int if it is a whole number from `minimum` to `maximum`. A bool is not accepted.
 
     Args:
-        name: The name of the size for the error text.
+        name: Name of the size, for the error text.
         error: The exception to raise.
 
     Raises:
-        LayoutError, or `error`: any other value; the text has the name, the value and the allowed range.
+        LayoutError, or `error`: `value` is anything else; the text has the name, the value and the allowed range.
     """
     number = integer(value)
     if number is None or not minimum <= number <= maximum:
@@ -55,9 +55,9 @@ def check_sizes(name: str, values: object, minimum: int = 1) -> tuple[int, ...]:
 
 
 def as_list(values: object) -> Sequence[Any] | None:
-    """Returns `values` if it is a sequence, a list of the elements of an array, or None for anything else.
+    """Returns `values` as a sequence, or None if it is neither a sequence nor an array.
 
-    An iterator and an array without dimensions have no length and give None.
+    An array without dimensions and an iterator have no length, so the result for them is None, too.
     """
     if isinstance(values, np.ndarray):
         return list(values) if values.ndim else None
