@@ -24,9 +24,9 @@ _LISTS = ("slots", "bases")
 
 @dataclass(frozen=True, slots=True)
 class SegmentAddresses:
-    """Base addresses of one segment on one rank. Layers have the segment's numbers.
+    """Base addresses of one segment on one rank; layers are numbered as in the segment.
 
-    A page (for state: an item) of a plane is `rows` contiguous rows of all local heads, at base + page * page bytes.
+    Page p (for state: item p) of a plane is at base + p * `page_bytes` and has contiguous rows of all local heads.
 
     Attributes:
         shard: The rank's layers and heads of the segment.
@@ -39,11 +39,11 @@ class SegmentAddresses:
     bases: tuple[tuple[int, ...], ...]
 
     def row_bytes(self, plane: int) -> int:
-        """Returns the bytes of one row with all local heads."""
+        """Returns the bytes of one row of a plane, with all local heads."""
         return self.shard.heads * self.shard.segment.planes[plane].head_bytes
 
     def page_bytes(self, plane: int) -> int:
-        """Returns the bytes of one page in one layer."""
+        """Returns the bytes of one page of a plane in one layer, with all local heads."""
         return self.shard.segment.planes[plane].rows * self.row_bytes(plane)
 
     def row_addrs(self, layer: int, plane: int, pages: Indices, head: int = 0) -> Indices:
@@ -72,7 +72,7 @@ class PoolAddresses:
 
     @property
     def num_pages(self) -> int:
-        """KV pages of the pool."""
+        """Number of KV pages in the pool."""
         return self.segments[0].num_slots
 
     def aux_addr(self, slot: int) -> int:
@@ -140,7 +140,11 @@ class PoolAddresses:
 
 
 def _checked(segment: SegmentAddresses) -> SegmentAddresses:
-    """The segment itself; raises RemoteProtocolError if addresses exceed 64 bits or the slots do not fit the layers."""
+    """Returns the segment unchanged if its addresses fit into 64 bits and its slots fit its layers.
+
+    Raises:
+        RemoteProtocolError: they do not; the text names the segment.
+    """
     name, layers = segment.shard.segment.name, segment.shard.num_layers
     if bool(segment.num_slots) != bool(layers):
         raise RemoteProtocolError(

@@ -41,7 +41,7 @@ class HugePageMemory:
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Map memory of `nbytes` bytes, advise the kernel to use huge pages and fault all pages in.
+        """Maps `nbytes` bytes, advises the kernel to use huge pages and faults all pages in.
 
         Raises:
             MemoryLayoutError: `nbytes` is not positive, or the memory cannot be mapped.
@@ -102,7 +102,7 @@ class HugePageMemory:
 
 
 def _touch(array: Bytes) -> None:
-    """Fault every page in, on two threads if there are two cores, because the kernel zeroes pages in parallel."""
+    """Faults every page in, on two threads if there are two cores, because the kernel zeroes pages in parallel."""
     half = array.nbytes // 2 // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     if array.nbytes < _TWO_THREADS_FROM_BYTES or len(os.sched_getaffinity(0)) < 2:
         array[::_SMALL_PAGE_BYTES] = 0
@@ -118,7 +118,7 @@ def _touch_part(array: Bytes) -> None:
 
 
 class Allocation(Protocol):
-    """An allocation; implemented by `HugePageMemory` for the host and by `DeviceAllocation` for devices."""
+    """Interface of an allocation: `HugePageMemory` for the host, `DeviceAllocation` for devices."""
 
     region: Region
     """The region to register with a transport."""
@@ -167,7 +167,7 @@ _BUFFER_ALIGN_BYTES = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
-    """One staging buffer."""
+    """One staging buffer: its number in `StagingBuffers`, and its memory."""
 
     index: int
     span: MemorySpan
@@ -181,12 +181,14 @@ class StagingBuffers:
 
     Attributes:
         count: Number of buffers.
-        buffer_bytes: Bytes of each.
+        buffer_bytes: Bytes of each buffer.
         high_water: Largest number of buffers in use at one time so far.
     """
 
     def __init__(self, count: int, buffer_bytes: int, device: Device | None = None, mem_pool: str = "default") -> None:
-        """Allocates `count` buffers of `buffer_bytes`, rounded up to whole 4 KiB pages; other arguments as `allocate`.
+        """Allocates `count` buffers of `buffer_bytes` bytes each, rounded up to whole 4 KiB pages.
+
+        `device` and `mem_pool` are as for `allocate`.
 
         Raises:
             MemoryLayoutError: a number is not positive, or the memory cannot be allocated.
@@ -244,22 +246,22 @@ class StagingBuffers:
 
 
 class RingMemory:
-    """The memory of a decode rank's ring. The protocol keeps the grants; this class knows none.
+    """The memory of a decode rank's ring. Grants of its regions are recorded by the protocol, not here.
 
     Attributes:
         nbytes: Size of the ring.
-        addr: Address of its first byte.
+        addr: Address of the first byte.
     """
 
     def __init__(self, nbytes: int, device: Device | None = None, mem_pool: str = "default") -> None:
-        """Allocates a ring of `nbytes`; the arguments are those of `allocate`."""
+        """Allocates a ring of `nbytes` bytes; the arguments and exceptions are those of `allocate`."""
         self._memory = allocate(nbytes, device, mem_pool)
         self._open_bytes = nbytes  # 0 after close
         self.nbytes = nbytes
         self.addr = self._memory.region.addr
 
     def view(self, offset: int, nbytes: int) -> MemorySpan:
-        """Returns ring region [offset, offset + nbytes).
+        """Returns the ring region [offset, offset + nbytes) as a span for copies.
 
         Raises:
             MemoryLayoutError: the region is not inside the ring, or the ring is closed.

@@ -1,7 +1,7 @@
-"""Checksum of a part: CRC-32 of its bytes in staging order, on every path.
+"""Computes the checksum of a part: the CRC-32 of its bytes in staging order, whichever path it takes.
 
-Each side computes it from its own pages. A mismatch shows bytes corrupted on the wire, in staging or in either copy,
-and also a part that was written to another part's pages.
+The prefill and the decode side each compute it from their own pages. A mismatch means that bytes were corrupted on the
+wire, in staging or in one of the copies, or that the part was written to another part's pages.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ from kvctl_agent.memory.segment import RowIndex, SegmentMemory
 
 
 class PendingCopy(Protocol):
-    """A copy that has been started."""
+    """Handle of a copy that has been started."""
 
     def done(self) -> bool:
-        """Returns whether the copy has ended, without waiting. Once true, it stays true.
+        """Returns whether the copy has ended, without waiting. Once True, the result stays True.
 
         Raises:
             KvctlError: the copy failed; it no longer reads or writes any memory.
@@ -44,7 +44,7 @@ class Copier(Protocol):
     parts_at_once: int
 
     def gather(self, rows: RowIndex, pieces: Sequence[Piece], into: Sequence[MemorySpan]) -> PendingCopy:
-        """Start copying pieces of one part, each to the start of its span in `into`.
+        """Starts to copy pieces of one part from the pool, piece i to the start of span `into[i]`.
 
         Raises:
             MemoryLayoutError: a piece lies outside the rank's layers or is larger than its span.
@@ -53,11 +53,18 @@ class Copier(Protocol):
         ...
 
     def scatter(self, landed: Sequence[LandedPart]) -> PendingCopy:
-        """Start copying landed parts to their pages; raises as `gather` does."""
+        """Starts to copy landed parts to their pages in the pool.
+
+        Raises:
+            MemoryLayoutError: a part lies outside the rank's layers or is larger than its region.
+            DeviceError: the copy could not be started.
+        """
         ...
 
     def prepare(self, memory: SegmentMemory, head: int, heads: int) -> None:
-        """Compiles the kernels for scatters to local heads [head, head + heads) and waits for them; no-op on the host.
+        """Compiles the kernels that scatter to local heads [head, head + heads) and waits for the compiler.
+
+        Does nothing on the host.
 
         Raises:
             DeviceError: a kernel does not compile.
@@ -65,5 +72,5 @@ class Copier(Protocol):
         ...
 
     def close(self) -> None:
-        """Waits for the copies that were started, and free the copier's resources; idempotent."""
+        """Waits for all started copies and frees the copier's resources; idempotent."""
         ...

@@ -1,7 +1,7 @@
-"""Copier for a device's memory: one launch copies all layers of K and V, and several landed parts together.
+"""Copier for GPU memory: one kernel launch copies all layers of K and V, or several landed parts together.
 
-Launches refer to block tables, which have the addresses of all blocks of a segment; a part selects block ranges of
-them.
+A kernel reads the addresses of a segment's blocks (one plane of one layer each) from a block table; a launch has the
+ranges of that table to copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvctl_agent.memory.segment import RowIndex, SegmentMemory
 
 
 class DeviceCopier:
-    """Converts pieces and parts to kernel launches on one stream, which the copier owns.
+    """Converts pieces and parts to kernel launches on one stream, which the copier owns and closes.
 
     Pieces are large, because writes saturate NVLink only if they are large (H200, cuda_ipc: 64 writes of 4 MiB reach
     107 GB/s, one of 256 MiB 373 GB/s).
@@ -94,20 +94,23 @@ _CACHED_SPANS = 1024
 
 
 class TableRange(NamedTuple):
-    """A block range of one table, for a span at address 0 whose pages are the first of the launch's page list."""
+    """A block range and the number of its table.
+
+    The range is relative: its span is at address 0, and its pages are the first in the launch's page list.
+    """
 
     table: int
     block_range: BlockRange
 
 
 class BlockTable:
-    """All blocks of one segment, for parts of any `heads` consecutive heads.
+    """Addresses of all blocks of one segment, for copying parts of `heads` consecutive heads.
 
     Blocks are numbered by layer, then by plane, from the first local layer. Planes of equal geometry share a table.
 
     Attributes:
-        gathers, scatters: Tables for gathering and for scattering.
-        planes: Planes of a layer.
+        gathers, scatters: The tables for gathers and for scatters, one for each geometry.
+        planes: Number of planes of a layer.
         table_ranges: `_table_ranges` with a cache.
         gather_launches: `_gather_launches` with a cache.
     """
@@ -181,7 +184,10 @@ class BlockTable:
     def _gather_launches(
         self, lo: int, hi: int, page_lo: int, page_hi: int, num_pages: int, nbytes: int, head: int, addr: int
     ) -> tuple[BlockRanges, ...]:
-        """The launches that gather a span to `addr`. They recur, because there are few staging buffers."""
+        """Returns the launches that gather a span to address `addr`; the other arguments are those of `_table_ranges`.
+
+        The result is cached: there are few staging buffers, so the same launches recur.
+        """
         launches: dict[int, list[Packed]] = {}
         for table, (first, end, shift, packed, pages, first_page) in self.table_ranges(
             lo, hi, page_lo, page_hi, num_pages, nbytes, head
@@ -190,7 +196,7 @@ class BlockTable:
         return tuple(BlockRanges(self.gathers[table], ranges) for table, ranges in launches.items())
 
     def _check(self, lo: int, hi: int, page_lo: int, page_hi: int, num_pages: int, nbytes: int) -> int:
-        """Checks a span and returns its offset in the part."""
+        """Checks a span and returns its offset in the part, in bytes; arguments and errors as for `_table_ranges`."""
         blocks = len(self._offsets) - 1
         if not 0 <= lo < hi <= blocks or not 0 <= page_lo < num_pages or not 0 < page_hi <= num_pages:
             raise MemoryLayoutError(
@@ -207,10 +213,10 @@ class BlockTable:
 
 
 def block_table(memory: SegmentMemory, heads: int) -> BlockTable:
-    """Returns the block table for any `heads` local heads, kept while the pool is open.
+    """Returns the segment's block table for `heads` local heads, cached while the pool is open.
 
     Raises:
-        MemoryLayoutError: the rank has fewer heads.
+        MemoryLayoutError: the rank has fewer heads than that.
     """
     key = "block table", heads
     table: BlockTable | None = memory.derived.get(key)
@@ -221,13 +227,13 @@ def block_table(memory: SegmentMemory, heads: int) -> BlockTable:
 
 
 def gather_geometries(local: LocalShard, remote: LocalShard) -> set[Geometry]:
-    """Returns the geometries of all gathers that parts for a peer can need, to compile their kernels in advance."""
+    """Returns the geometries of all gathers for a peer with shard `remote`, to compile their kernels in advance."""
     heads = min(local.head_hi, remote.head_hi) - max(local.head_lo, remote.head_lo)
     return {_gather_geometry(plane, heads, local.heads) for plane in local.segment.planes} if heads > 0 else set()
 
 
 def _gather_geometry(plane: Plane, heads: int, pool_heads: int) -> Geometry:
-    """The geometry of a gather of `heads` of `pool_heads` heads. A page of all heads is treated as one wide row."""
+    """Returns the geometry for gathering `heads` of `pool_heads` heads; a page of all heads is one wide row."""
     rows, width, distance = plane.rows, heads * plane.head_bytes, pool_heads * plane.head_bytes
     if heads == pool_heads:
         rows, width, distance = 1, rows * width, rows * width
@@ -235,6 +241,6 @@ def _gather_geometry(plane: Plane, heads: int, pool_heads: int) -> Geometry:
 
 
 def _reversed(geometry: Geometry) -> Geometry:
-    """The geometry with source and destination exchanged."""
+    """Returns the geometry with source and destination exchanged."""
     rows, width, src_row, dst_row, src_paged, dst_paged = geometry
     return Geometry(rows, width, dst_row, src_row, dst_paged, src_paged)

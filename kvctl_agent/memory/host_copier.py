@@ -32,14 +32,14 @@ from kvctl_agent.memory.segment import RowIndex, SegmentMemory
 
 
 class _CompletedCopy:
-    """A copy that has already ended."""
+    """Handle of a copy that has already ended."""
 
     def done(self) -> bool:
         return True
 
 
 class HostCopier:
-    """Copies with the threads of a copy pool, which may be shared and is closed by its owner."""
+    """Copies parts in host memory on the threads of a copy pool, which may be shared and is closed by its owner."""
 
     piece_bytes = PIECE_BYTES
     parts_at_once = 1  # so that a part is complete as soon as its own copy has ended
@@ -94,7 +94,7 @@ def gather_piece(piece: Piece, rows: RowIndex, out: Bytes) -> int:
 
 
 def scatter_piece(piece: Piece, rows: RowIndex, src: Bytes) -> int:
-    """Scatters `src[:piece.nbytes]` to all spans of `piece` and return the number of bytes read."""
+    """Scatters `src[:piece.nbytes]` to all spans of `piece` and returns the number of bytes read."""
     index = host_rows(rows)
     if _by_page(piece, index):
         blocks, staged = _stacks(piece, index, src, "src")
@@ -108,16 +108,22 @@ def scatter_piece(piece: Piece, rows: RowIndex, src: Bytes) -> int:
 
 
 def _by_page(piece: Piece, rows: HostRows) -> bool:
-    """Whether one call per page run, across all layers of the piece, takes fewer calls than one per block.
+    """Returns whether one call per page run, across all layers of the piece, takes fewer calls than one per block.
 
-    This is so for short rooms: a page of 32 layers is one call instead of 64. A piece of several spans consists of
-    consecutive whole blocks, except that the first may be the remainder of a larger block (see `PartLayout.pieces`).
+    That is the case for short rooms: a page of 32 layers is one call instead of 64. A piece of several spans consists
+    of consecutive whole blocks, except that the first may be the remainder of a larger block (see `PartLayout.pieces`).
     """
     return rows.slice.stack is not None and len(piece.spans) > rows.run_count and not piece.spans[0].page_lo
 
 
 def _stacks(piece: Piece, rows: HostRows, array: Bytes, name: str) -> tuple[Stack, Stack]:
-    """The piece's blocks in the pool, and the staging bytes, both as `[blocks, pages, rows, slice bytes]`."""
+    """Returns the piece's blocks `[blocks, num_slots, rows, slice bytes]` and its staging bytes as such an array.
+
+    The second dimension of the staging bytes is the pages of the part. `name` is for error texts.
+
+    Raises:
+        MemoryLayoutError: `array` is too small, or the piece lies outside the pool.
+    """
     stack = rows.slice.stack
     assert stack is not None
     first, last, planes = piece.spans[0], piece.spans[-1], len(rows.slice.rows)
@@ -175,7 +181,11 @@ def scatter(span: Span, rows: HostRows, src: Bytes) -> int:
 
 
 def _staged(span: Span, rows: HostRows, array: Bytes, name: str) -> Bytes:
-    """The bytes of `array` for the span; raises MemoryLayoutError if they do not fit. The numpy calls do not check."""
+    """Returns the bytes of `array` that the span fills. The numpy calls make no checks, so this function does.
+
+    Raises:
+        MemoryLayoutError: the span lies outside the part or the rank, or `array` is too small or not contiguous.
+    """
     if not 0 <= span.page_lo < span.page_hi <= len(rows.pages):
         raise MemoryLayoutError(f"{span} lies outside the {len(rows.pages)} pages of the part")
     if not 0 <= span.layer < len(rows.slice.takes):
@@ -196,7 +206,7 @@ _ZERO = np.zeros(1, np.int64)
 
 
 class HostRows:
-    """The rows of one part as index arrays for numpy.
+    """The pages of one part as index arrays for numpy, with views of its heads.
 
     Attributes:
         pages: The pages, int64 `[num_pages]`.
@@ -219,7 +229,7 @@ class HostRows:
         self._units: dict[int, Indices] = {}
 
     def takes(self, plane: int, page_lo: int, page_hi: int) -> Indices:
-        """Returns the indices into the plane's `slice.takes` for positions [page_lo, page_hi), in staging order."""
+        """Returns the indices into the plane's `slice.takes` of `pages[page_lo:page_hi]`, in staging order."""
         if self.slice.whole:
             return self.pages[page_lo:page_hi]
         rows = self.slice.rows[plane]
@@ -232,7 +242,7 @@ class HostRows:
         return units[page_lo * per_page : page_hi * per_page]
 
     def runs(self, page_lo: int, page_hi: int) -> Iterator[tuple[int, int, int]]:
-        """Splits positions [page_lo, page_hi) into runs (first page, lo, hi), with lo and hi relative to `page_lo`."""
+        """Yields the runs of `pages[page_lo:page_hi]` as (first page, lo, hi), with lo and hi relative to `page_lo`."""
         if self.run_count == 1:
             yield int(self.pages[page_lo]), 0, page_hi - page_lo
             return
@@ -242,7 +252,7 @@ class HostRows:
 
 
 def host_rows(rows: RowIndex) -> HostRows:
-    """Returns the index arrays of the rows, made on first use."""
+    """Returns the index arrays of the rows, which are created on first use and kept in `rows`."""
     if rows.host_rows is None:
         rows.host_rows = HostRows(rows)
     index: HostRows = rows.host_rows
@@ -278,7 +288,14 @@ class HeadSlice:
     """
 
     def __init__(self, blocks: Sequence[tuple[Bytes, ...]], where: SegmentAddresses, head: int, heads: int) -> None:
-        """Creates the views of checked heads; `blocks` has bytes of each layer's planes, `where` their addresses."""
+        """Creates the views; the caller has checked the heads.
+
+        Args:
+            blocks: For each layer, the bytes of each plane.
+            where: Addresses of the blocks.
+            head: First local head.
+            heads: Number of heads.
+        """
         planes = where.shard.segment.planes
         self._where = where
         self._starts = tuple(head * plane.head_bytes for plane in planes)
@@ -335,7 +352,11 @@ class HeadSlice:
 
 
 def head_slice(memory: SegmentMemory, head: int, heads: int) -> HeadSlice:
-    """Returns the views of local heads [head, head + heads); raises MemoryLayoutError if the rank lacks a head."""
+    """Returns the cached views of local heads [head, head + heads).
+
+    Raises:
+        MemoryLayoutError: the rank lacks one of these heads, or the memory is on a device.
+    """
     key = "head slice", head, heads
     views: HeadSlice | None = memory.derived.get(key)
     if views is None:
@@ -350,7 +371,7 @@ def _row(nbytes: int) -> np.dtype[np.void]:
 
 
 def copy_threads() -> int:
-    """Returns the number of threads for a copy on this machine: two if the process may use two cores, else one."""
+    """Returns the number of threads to copy with: two if the process may use at least two cores, else one."""
     return min(2, len(os.sched_getaffinity(0)))
 
 
@@ -361,7 +382,7 @@ class CopyPool:
     """
 
     def __init__(self, threads: int | None = None, name: str = "kvctl-copy") -> None:
-        """The helper threads run after `start`.
+        """Creates a pool whose helper threads are started by `start`.
 
         Args:
             threads: Threads including the caller; `copy_threads()` if None.
@@ -376,7 +397,7 @@ class CopyPool:
         ]
 
     def start(self) -> CopyPool:
-        """Starts the helpers."""
+        """Starts the helper threads; returns the pool itself."""
         for helper in self._helpers:
             helper.start()
         return self
@@ -386,6 +407,9 @@ class CopyPool:
 
         Once a job has raised an exception, no further job is started; the exception is raised here after the running
         jobs have ended.
+
+        Raises:
+            LocalProtocolError: the pool is closed.
         """
         if self._closed:
             raise LocalProtocolError("the copy pool is closed; its owner must stop copying before closing it")
@@ -412,7 +436,7 @@ class CopyPool:
 
 
 class _Batch:
-    """The jobs of one `run`. Threads take jobs one at a time, so a slower core takes fewer of them."""
+    """The jobs of one `CopyPool.run`. Threads take one job at a time, so a slower core runs fewer jobs."""
 
     def __init__(self, jobs: Sequence[Callable[[], object]]) -> None:
         self._jobs: Iterator[Callable[[], object]] = iter(jobs)
@@ -421,7 +445,7 @@ class _Batch:
         self._changed = threading.Condition()
 
     def work(self) -> None:
-        """Takes and runs jobs until no job is left."""
+        """Runs jobs until none is left or one has failed."""
         while (job := self._take()) is not None:
             error = None
             try:
@@ -434,7 +458,7 @@ class _Batch:
                 self._changed.notify_all()
 
     def wait(self) -> None:
-        """Waits for jobs that still run on other threads, and raise the first exception."""
+        """Waits for jobs that still run on other threads and raises the first exception of a job."""
         with self._changed:
             self._changed.wait_for(lambda: self._running == 0)
         if self._error is not None:

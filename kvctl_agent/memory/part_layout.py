@@ -1,4 +1,4 @@
-"""Layout of a part in its contiguous region, and its division into pieces that stay in cache.
+"""Layout of a part in its contiguous staging region, and its division into pieces that stay in cache.
 
 The order inside the region is layer, plane (K before V), page, row, head. Both sides derive the same offsets from the
 part alone, so the region has no header.
@@ -21,7 +21,7 @@ PIECE_BYTES = 2 << 20
 
 
 class Span(NamedTuple):
-    """Positions [page_lo, page_hi) in the part's page list, of one plane of one layer.
+    """Pages of one plane of one layer: positions [page_lo, page_hi) of the part's page list.
 
     `layer` is counted from the rank's first layer of the segment.
     """
@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A contiguous range of the region that consists of consecutive spans."""
+    """A contiguous range of a part's staging region: `nbytes` bytes at `offset`, which consist of whole `spans`."""
 
     offset: int
     nbytes: int
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartLayout:
-    """Layout of the region of one part.
+    """Layout of one part in its staging region.
 
     Attributes:
         first_layer: First layer of the part, counted from the rank's first layer; it may differ between the two sides.
@@ -61,7 +61,7 @@ class PartLayout:
     region_bytes: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Computes the sizes; raise MemoryLayoutError if a size is not positive."""
+        """Computes the sizes; raises MemoryLayoutError if a given size is not positive."""
         if min(self.num_layers, self.num_pages, *self.page_bytes) <= 0 or self.first_layer < 0:
             raise MemoryLayoutError(f"a part needs positive sizes, got {self}")
         nbytes = self.num_layers * self.num_pages * sum(self.page_bytes)
@@ -69,7 +69,11 @@ class PartLayout:
         object.__setattr__(self, "region_bytes", -(-nbytes // STAGING_ALIGN_BYTES) * STAGING_ALIGN_BYTES)
 
     def block(self, layer: int, plane: int) -> tuple[int, int]:
-        """Returns (offset, nbytes) of one plane of one layer in the region; `layer` is counted as `first_layer` is."""
+        """Returns (offset, nbytes) of one plane of one layer in the region; `layer` is counted like `first_layer`.
+
+        Raises:
+            MemoryLayoutError: the part does not have the layer.
+        """
         index = layer - self.first_layer
         if not 0 <= index < self.num_layers:
             raise MemoryLayoutError(
@@ -83,8 +87,8 @@ class PartLayout:
     def pieces(self, target_bytes: int = PIECE_BYTES) -> tuple[Piece, ...]:
         """Divides the region into pieces of at most `target_bytes`, or of one page if a page is larger.
 
-        Smaller blocks are grouped whole and in order. Larger blocks are divided evenly by pages, so that no piece is
-        much smaller than the others.
+        A block (one plane of one layer) that is smaller is grouped whole with its neighbours; a larger block is divided
+        evenly by pages, so that no piece is much smaller than the others.
         """
         if self.nbytes <= target_bytes:  # the usual case on a device, where targets are large
             layers, planes = range(self.first_layer, self.first_layer + self.num_layers), range(len(self.page_bytes))
@@ -119,6 +123,6 @@ part_layout = lru_cache(maxsize=1024)(PartLayout)
 
 
 def _even_ranges(total: int, maximum: int) -> list[tuple[int, int]]:
-    """Split [0, total) into the fewest ranges of at most `maximum`, whose sizes differ by at most one."""
+    """Splits [0, total) into the fewest ranges of at most `maximum`, whose sizes differ by at most one."""
     count = -(-total // maximum)
     return [(total * i // count, total * (i + 1) // count) for i in range(count)]

@@ -1,4 +1,4 @@
-"""The KV pool of one rank: all memory that transfers read or write.
+"""The KV pool of one rank: all memory of the engine that transfers read or write.
 
 A pool has KV, the KV of a draft model, per-request state and aux rows. It is in the memory of the host or of one
 device, except for aux rows, which are always in host memory. A pool either wraps an engine's tensors (`from_tensors`,
@@ -196,10 +196,10 @@ class KVPool:
         """Allocates a zeroed pool in one allocation, ordered by segment, layer and plane, with the aux rows last.
 
         Args:
-            shards: The rank's shards, from `layout.local_shard.local_shards` for this `page_size`.
+            shards: The rank's shards, from `layout.parallel.local_shards` for this `page_size`.
             page_size: Tokens per page.
-            num_pages: Pages of KV and of the draft model.
-            state_slots: Items of each state component that has layers on this rank, by name.
+            num_pages: Number of pages of the KV, and of the draft model's KV.
+            state_slots: Number of items of each state component that has layers on this rank, by name.
             aux_slots, aux_row_bytes: Number and size of aux rows.
             device: The device for all memory except the aux rows; None for the host.
             mem_pool: The device's memory pool, as for `Device.allocate`.
@@ -254,10 +254,10 @@ class KVPool:
         return self.segments[0].num_slots
 
     def shape(self) -> ModelShape:
-        """Returns the model's shape, assuming that this pool has all of its layers.
+        """Returns the shape of the model, which is assumed to have exactly the layers of this pool.
 
         Raises:
-            MemoryLayoutError: the pool was allocated, so it does not know the model.
+            MemoryLayoutError: the pool was created by `allocate`, so the model is unknown.
             LayoutError: a state component has KV layers that this pool does not have.
         """
         if not self._shapes:
@@ -269,7 +269,7 @@ class KVPool:
         return replace(kv, draft=drafts[0] if drafts else None, states=states)
 
     def assign_shards(self, shards: tuple[LocalShard, ...]) -> None:
-        """Sets the layers and heads of the model that this memory holds. Must precede registration and transfers.
+        """Sets which layers and heads of the model this memory holds; call before registration and transfers.
 
         Raises:
             MemoryLayoutError: the pool does not fit the shards; the text has the segment and the numbers.
@@ -281,7 +281,7 @@ class KVPool:
         self.segments = tuple(segments)
 
     def addresses(self) -> PoolAddresses:
-        """Returns base addresses and sizes, for peers and for descriptors."""
+        """Returns the addresses and sizes of the pool, which are sent to peers and used to build descriptors."""
         segments = tuple(segment.addresses for segment in self.segments)
         base = 0 if self.aux is None else self.aux.ctypes.data
         return PoolAddresses(segments, base, self.aux_row_bytes, self.aux_slots)
@@ -296,7 +296,7 @@ class KVPool:
         return merge_adjacent(regions)
 
     def close(self) -> None:
-        """Frees the pool's own allocations and drops its references to tensors; idempotent."""
+        """Frees the memory that the pool allocated, and drops its references to the engine's tensors; idempotent."""
         self._owner = None
         self.aux = None
         for segment in self.segments:
@@ -336,7 +336,14 @@ def _open(index: int) -> Device:
 
 
 def _whole_segment(index: int, spec: TensorSpec, page_size: int, target: TensorSpec) -> SegmentMemory:
-    """The memory of a segment, assuming that this rank has all of its layers, and its first heads."""
+    """Returns the memory of a segment, assuming that this rank has all layers and the first heads of it.
+
+    Args:
+        index: Position of the segment in the model.
+        spec: The segment's tensors.
+        page_size: Tokens per page.
+        target: The target model's tensors, whose layer count is the number of the first draft layer.
+    """
     count = len(spec.layers)
     if isinstance(spec.shape, StateShape):
         plane = Plane(spec.name, spec.shape.rows, spec.shape.head_bytes)
@@ -350,7 +357,11 @@ def _whole_segment(index: int, spec: TensorSpec, page_size: int, target: TensorS
 
 
 def _with_shard(memory: SegmentMemory | None, shard: LocalShard) -> SegmentMemory:
-    """The same memory with the layers and heads of the plan; raises MemoryLayoutError if it does not fit them."""
+    """Returns the segment's memory with the layers and heads of `shard`; empty if the rank has none of its layers.
+
+    Raises:
+        MemoryLayoutError: the memory does not fit the shard, or is missing.
+    """
     name = shard.segment.name
     if memory is None:
         if shard.num_layers:

@@ -1,7 +1,4 @@
-"""Memory regions, which transports register, and memory spans, which copies read and write.
-
-Both are plain tuples that any transport can use.
-"""
+"""Memory regions, which transports register, and memory spans, which copies read and write."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ class Region(NamedTuple):
     device: int = HOST
 
     def array(self) -> npt.NDArray[np.uint8]:
-        """Returns the bytes as an array without a copy. The memory must outlive the array.
+        """Returns an array that views the bytes. The memory must outlive the array.
 
         Raises:
             MemoryLayoutError: the region is on a device.

@@ -1,7 +1,7 @@
-"""Memory of one segment on one rank, and the checked rows of a part in it.
+"""Memory of one segment on one rank, and the checked pages and heads of a part in it.
 
-A segment has a flat block of bytes for each plane of each local layer. Layers have the segment's numbers, as in
-transfers, so that ranks of different pipeline stages number layers alike.
+A segment has a flat block of bytes for each plane of each local layer. Layers are numbered over the whole segment, so
+ranks of different pipeline stages use the same numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SegmentMemory:
         blocks: For each local layer, the memory of each plane, in page order.
         view: Returns the bytes of a block in host memory.
         addresses: Addresses of the blocks.
-        nbytes: Bytes of all blocks.
+        nbytes: Total bytes of the blocks.
         derived: Views and tables that copiers derive from the blocks by (kind, heads), kept while the pool is open.
     """
 
@@ -91,7 +91,7 @@ class SegmentMemory:
         return part_layout(layer_lo - self.shard.layer_lo, layer_hi - layer_lo, num_pages, page_bytes)
 
     def close(self) -> None:
-        """Drops the references to the memory."""
+        """Drops the references to the memory and everything derived from it."""
         self.blocks = ()
         self.derived.clear()
 
@@ -100,7 +100,7 @@ class SegmentMemory:
             raise MemoryLayoutError(f"{self.name}: layers {layer_range(lo, hi)} requested, but {self._available()}")
 
     def _available(self) -> str:
-        """The layers of this rank, or why it has none, for error texts."""
+        """Returns a clause for error texts: which layers this rank has, or why it has none."""
         lo, hi = self.shard.layer_lo, self.shard.layer_hi
         if self.blocks:
             return f"this rank has layers {layer_range(lo, hi)}"
@@ -110,14 +110,14 @@ class SegmentMemory:
 class RowIndex:
     """The pages (for state: items) of one part and its heads in one segment, checked once for all copies.
 
-    The copies do not check pages or clip them. A gather may list a page more than once. If a scatter does, it is
-    undefined which copy remains.
+    Copies neither check nor clip the pages. A gather may list a page more than once. If a scatter lists a page more
+    than once, it is undefined which of the copies remains.
 
     Attributes:
         memory: The segment's memory.
         head, heads: Local heads [head, head + heads).
         raw_pages: The pages in the part's order, as the caller passed them; the caller must not modify them.
-        host_rows: The host copier's own index of the same rows, which it makes on first use.
+        host_rows: The host copier's index arrays for these pages, created on first use.
     """
 
     __slots__ = ("head", "heads", "host_rows", "memory", "raw_pages")
@@ -148,7 +148,7 @@ class RowIndex:
         self.host_rows: Any = None
 
     def __len__(self) -> int:
-        """Number of pages."""
+        """Returns the number of pages."""
         return len(self.raw_pages)
 
     @property

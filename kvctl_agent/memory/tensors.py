@@ -1,4 +1,4 @@
-"""Checks of an engine's tensors, and their conversion to planes of rows of heads. Does not import torch."""
+"""Checks an engine's tensors and describes them as planes of rows of heads, without importing torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TensorInfo(NamedTuple):
 
     @property
     def region(self) -> Region:
-        """The tensor's memory. Access by address needs no torch and supports dtypes that numpy lacks (bf16, fp8)."""
+        """The tensor's memory by address, which needs no torch and supports dtypes that numpy lacks (bf16, fp8)."""
         return Region(self.addr, self.nbytes, self.device)
 
     @property
@@ -51,7 +51,7 @@ class TensorInfo(NamedTuple):
 def check_layer_tensors(
     tensors: Sequence[Any], names: Iterable[str], inspect: Callable[[Any, str], TensorInfo]
 ) -> list[TensorInfo]:
-    """Inspects one plane's tensor of every layer with `inspect`; `names` are for error texts.
+    """Returns `inspect(tensor, name)` for the tensor of every layer of one plane; `names` are for error texts.
 
     Raises:
         MemoryLayoutError: the tensors differ in shape or dtype, or `inspect` raised it.
@@ -63,7 +63,7 @@ def check_layer_tensors(
 
 
 def inspect_rows(tensor: Any, name: str, page_size: int) -> TensorInfo:
-    """Inspects K or V of a layer, `[tokens, heads, head_dim]` (NHD).
+    """Checks and describes K or V of a layer, `[tokens, heads, head_dim]` (NHD).
 
     Raises:
         MemoryLayoutError: the tensor has another layout, or its tokens are not whole pages.
@@ -87,7 +87,7 @@ def inspect_rows(tensor: Any, name: str, page_size: int) -> TensorInfo:
 
 
 def inspect_latent(tensor: Any, name: str, page_size: int) -> TensorInfo:
-    """Inspects the latent rows of a layer, `[tokens, dim]` or `[tokens, 1, dim]`.
+    """Checks and describes the latent rows of a layer, `[tokens, dim]` or `[tokens, 1, dim]`.
 
     Raises:
         MemoryLayoutError: the tensor has another shape, or its tokens are not whole pages.
@@ -127,7 +127,7 @@ def inspect_tensor(tensor: Any, name: str) -> TensorInfo:
 
 
 def common_device(infos: Iterable[TensorInfo]) -> int:
-    """Returns the device of all tensors, or HOST.
+    """Returns the number of the GPU that has all tensors, or HOST.
 
     Raises:
         MemoryLayoutError: the tensors are on different devices; the text names two of them.
@@ -151,14 +151,18 @@ def check_no_overlap(infos: Iterable[TensorInfo]) -> None:
 
 
 def _shape(tensor: Any, name: str) -> tuple[int, ...]:
-    """The shape of a numpy array or a torch tensor; the latter is recognised by its `data_ptr` method."""
+    """Returns the shape of a numpy array or a torch tensor, which is recognised by its `data_ptr` method.
+
+    Raises:
+        MemoryLayoutError: `tensor` is neither.
+    """
     if not isinstance(tensor, np.ndarray) and not hasattr(tensor, "data_ptr"):
         raise MemoryLayoutError(f"{name}: {type(tensor).__name__} is neither a torch tensor nor a numpy array")
     return tuple(int(size) for size in tensor.shape)
 
 
 def _is_hnd(tensor: Any, shape: tuple[int, ...]) -> bool:
-    """Whether the tensor is a [tokens, heads, dim] view of [heads, tokens, dim] memory."""
+    """Returns whether the tensor is a [tokens, heads, dim] view of [heads, tokens, dim] memory."""
     if isinstance(tensor, np.ndarray):
         strides = tuple(stride // tensor.itemsize for stride in tensor.strides)
     else:
@@ -217,7 +221,7 @@ class TensorSpec(NamedTuple):
         name: Name of the segment.
         shape: Shape of the model or state component, with the number of layers of this rank.
         heads: Heads on this rank.
-        num_slots: Pages or items.
+        num_slots: Number of pages (for state: items).
         layers: For each layer, the tensor of each plane.
     """
 
@@ -229,7 +233,7 @@ class TensorSpec(NamedTuple):
 
 
 def kv_spec(kv: DraftKV, page_size: int, name: str = "kv") -> TensorSpec:
-    """Check K and V, or latent rows, and their scales; `name` is "kv" for the target model, "draft" for the draft.
+    """Checks K and V, or latent rows, and their scales; `name` is "kv" for the target model, "draft" for the draft.
 
     Raises:
         MemoryLayoutError: a tensor is unusable; the text names the layer and the tensor.
@@ -293,7 +297,7 @@ def kv_spec(kv: DraftKV, page_size: int, name: str = "kv") -> TensorSpec:
 
 
 def state_spec(state: StateTensors) -> TensorSpec:
-    """Checks the tensors of a state component.
+    """Checks the tensors of a state component and returns their description.
 
     Raises:
         MemoryLayoutError: a tensor is unusable; the text names the layer.
@@ -336,13 +340,23 @@ def state_spec(state: StateTensors) -> TensorSpec:
 
 
 def check_layers(name: str, tensors: object) -> None:
-    """Raises MemoryLayoutError if `tensors` is not a list."""
+    """Raises MemoryLayoutError unless `tensors` is a sequence, one tensor for each layer; `name` is for the text."""
     if not isinstance(tensors, Sequence):
         raise MemoryLayoutError(f"{name} is {shown(tensors)}: it must be a list of tensors, one for each layer")
 
 
 def _scale_bytes(scale: TensorInfo, num_pages: int, heads: int, latent: bool) -> int:
-    """Bytes of the scales of one page and head."""
+    """Returns the bytes of the scales of one page and head.
+
+    Args:
+        scale: Scales of one layer.
+        num_pages: Pages of the pool.
+        heads: Heads on this rank.
+        latent: Whether the scales belong to a latent, which has no dimension for heads.
+
+    Raises:
+        MemoryLayoutError: the tensor has another shape.
+    """
     expected = (num_pages,) if latent else (num_pages, heads)
     if scale.shape[: len(expected)] != expected:
         layout = "[pages, ...]" if latent else "[pages, heads, ...]"
