@@ -1,7 +1,7 @@
 """Interface of the transfer paths: a path starts a flight for each part, and a worker advances the flights.
 
-A path uses memory and one transport. It has no access to rooms, the ring or a peer's state; when it gets an order, the
-part's gate is already open.
+A path uses the pool's memory and one transport. It has no access to rooms, ring grants or a peer's state: a part is
+passed to it only when the watermark permits the write.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Flight(ABC):
 
     Attributes:
         connection: The connection to the reader.
-        order: The part to transfer.
+        order: The part to transfer, as ordered by the state machine.
         began_ns: Time at which a worker took the part.
         gather_ns: Time spent gathering.
         post_ns: Time spent in the engine's post call; includes the copy if the engine copies in that call.
@@ -54,17 +54,17 @@ class Flight(ABC):
         """Abandons the transfer and lets the transport drain its writes.
 
         Returns:
-            True when no bytes of it can land any more.
+            True when no bytes of the part can land any more.
         """
 
     def count(self, write: Write, since_ns: int) -> None:
-        """Adds a write whose submission began at `since_ns` to the counts."""
+        """Adds a write to the counts and durations; `since_ns` is the time at which its submission began."""
         self.post_ns += time.monotonic_ns() - since_ns
         self.posts += 1
         self.descriptors += write.descriptors
 
     def moments(self) -> dict[str, int]:
-        """Returns the end time of each stage in ns.
+        """Returns the end time of each stage (ready, gate, queue, gather, post, wire) in ns of the monotonic clock.
 
         Pieces overlap, so the ends of gather and post are computed from their total durations.
         """
@@ -93,7 +93,7 @@ class WriteFlight(Flight):
 
 
 class Path(Protocol):
-    """One way to transfer a part."""
+    """Interface of a transfer path."""
 
     def start(self, connection: PeerConnection, order: Transfer) -> Flight:
         """Starts the transfer of a part. The worker then advances the returned flight.

@@ -1,7 +1,7 @@
 """Path bulk: writes whole pages directly into the reader's pages, with one descriptor per page run.
 
-It requires the same heads on both sides. State items are treated as pages. The aux row, one small write, is sent the
-same way.
+The path requires the same heads on both sides. Items of state are treated as pages. The aux row, one small write, is
+sent in the same way.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def page_run_arrays(src_pages: npt.ArrayLike, dst_pages: npt.ArrayLike) -> PageR
 
 
 class BulkPath:
-    """One write with one descriptor per page run, layer and plane."""
+    """Path bulk: sends a part in one write with one descriptor per page run, layer and plane."""
 
     def start(self, connection: PeerConnection, order: Transfer) -> Flight:
         share = order.share

@@ -1,4 +1,4 @@
-"""Measures copies on this machine: the memcpy rate, and the cost of row copies for the cost model.
+"""Measures copies on this machine: the memcpy rate, and the cost of row copies for the path cost model.
 
 Row copies are measured in host memory, on a device, and to a peer's device. Host copies take a few milliseconds to
 measure. Copies on a device resemble those of a part: rows cover half of the pool's row, as in a head slice, pages are
@@ -70,7 +70,7 @@ def memcpy_gb_per_s_within(memory: Bytes) -> float:
 def measure_copies(memory: Bytes) -> CopyCost:
     """Measures gathers of random rows into a piece that stays in cache, and scatters from it.
 
-    Each row size is measured once per round, and the best round counts.
+    Each row size is measured once per round; the result is the fastest round.
 
     Args:
         memory: uint8 array, faulted in before and overwritten here. It must be larger than the caches, so that its rows
@@ -95,11 +95,11 @@ def measure_copies(memory: Bytes) -> CopyCost:
 
 
 def measure_device_copies(copies: RowCopies, source: Region, target: Region) -> CopyCost:
-    """Measures gathers. Scatters, which copy the same rows in reverse, are assumed to cost the same.
+    """Measures gathers on a device. Scatters, which copy the same rows in reverse, are assumed to cost the same.
 
     Args:
         copies: The stream to measure with.
-        source: Region to read: the pool, or memory as cold.
+        source: Region to read: the pool, or other memory that is not in cache.
         target: Region of the same device; overwritten.
 
     Raises:
@@ -124,7 +124,7 @@ def measure_direct(copies: RowCopies, source: Region, target: Region, programs: 
 
     Args:
         copies: The stream to measure with.
-        source: Region to read: the pool, or memory as cold.
+        source: Region to read: the pool, or other memory that is not in cache.
         target: A peer's scratch memory, mapped into the local address space; overwritten.
         programs: Maximum number of thread blocks, as for `RowCopies.begin`.
 
@@ -143,7 +143,10 @@ def measure_direct(copies: RowCopies, source: Region, target: Region, programs: 
 
 
 def _usable(geometry: Geometry, source: Region, target: Region, nbytes: int) -> int:
-    """Largest payload up to `nbytes` that fits both regions and has the same number of whole pages in each block."""
+    """Returns the bytes of the largest payload up to `nbytes` that fits both regions; 0 if none does.
+
+    A payload has the same number of whole pages in each block.
+    """
     if source.nbytes < geometry.rows * geometry.src_row:
         return 0
     rows = min(nbytes // geometry.width, target.nbytes // geometry.dst_row)

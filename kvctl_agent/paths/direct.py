@@ -1,6 +1,6 @@
 """Path direct: a kernel copies rows from the local pages to the reader's pages, over NVLink or within one GPU.
 
-It needs no staging, ring or grant: one row copy replaces the gather, write and scatter of path staged. The kernel
+The path needs no staging, ring or grant: one row copy replaces the gather, write and scatter of path staged. The kernel
 writes through a mapping of the reader's memory. When its event is done, all bytes have landed and the tag is sent.
 """
 
@@ -67,7 +67,11 @@ class DirectFlight(Flight):
             return False  # The kernel may still run, so the mapping and the pages are kept until the process ends.
 
     def _landed(self) -> bool:
-        """Whether the kernel has ended; if so, release the mapping."""
+        """Returns whether the kernel has ended; if so, releases the mapping.
+
+        Raises:
+            DeviceError: the kernel failed.
+        """
         if self._mapping is not None and self._event.done():
             self._mapping.release()
             self._mapping = None
@@ -107,7 +111,7 @@ _BATCHES = 256
 
 
 class Route:
-    """Addresses of the planes of one geometry, in the layers that both sides hold.
+    """Source and destination addresses of the planes of one geometry, in the layers that both sides hold.
 
     Attributes:
         batch: `_batch` with a cache; callers must not modify the result.
@@ -126,7 +130,10 @@ class Route:
         self.batch = lru_cache(_BATCHES)(self._batch)
 
     def _batch(self, lo: int, hi: int, pages: int) -> Batch:
-        """The batch of layers [lo, hi), for a list of `pages` source pages followed by as many destination pages."""
+        """Returns the batch that copies layers [lo, hi) of `pages` pages.
+
+        The launch's page list must have the source pages first, then as many destination pages.
+        """
         addrs = self._addrs[lo - self._layer_lo : hi - self._layer_lo].reshape(-1, 2)
         blocks = np.empty((len(addrs), 5), np.int64)
         blocks[:, :2] = addrs
@@ -148,7 +155,7 @@ def routes(segment: SegmentPair, src_head: int, dst_head: int, heads: int) -> tu
 
 
 def geometries(segments: Iterable[SegmentPair]) -> set[Geometry]:
-    """Returns all geometries that parts on a connection can have, to compile their kernels in advance."""
+    """Returns all geometries that parts with these segments can have, to compile their kernels in advance."""
     found: set[Geometry] = set()
     for segment in segments:
         local, remote = segment.local.shard, segment.remote.shard
@@ -160,7 +167,7 @@ def geometries(segments: Iterable[SegmentPair]) -> set[Geometry]:
 
 
 def check_pages(segment: SegmentPair, src: Pages, dst: Pages) -> None:
-    """Raises MemoryLayoutError for a page outside its pool; a kernel with a wrong address would lose the device."""
+    """Raises MemoryLayoutError for a page outside its pool; a kernel that writes to a wrong address faults the GPU."""
     for pages, side in ((src, segment.local), (dst, segment.remote)):
         # As in `RowIndex`: `min` and `max` take four times as long.
         if pages.item(pages.argmin()) < 0 or pages.item(pages.argmax()) >= side.num_slots:
@@ -172,7 +179,7 @@ def check_pages(segment: SegmentPair, src: Pages, dst: Pages) -> None:
 
 
 def _planes(segment: SegmentPair, heads: int) -> dict[Geometry, list[int]]:
-    """The planes of each geometry, for a slice of `heads` heads."""
+    """Returns the indices of the planes of each geometry, for a slice of `heads` heads."""
     found: dict[Geometry, list[int]] = {}
     for number, plane in enumerate(segment.local.shard.segment.planes):
         width = heads * plane.head_bytes

@@ -5,9 +5,9 @@ groups, the two stages overlap like two machines in a flow shop:
 
     total(N) = C + max(T/N, C/N + T - C),   where T and C grow a little with every group
 
-The model only proposes values of N to try. The N that measured fastest is used, and the formula's N until another one
-has measured faster. A bounded share of forwards is used for trials, so a wrong model loses the possible gain but is not
-slower than the formula.
+The model only proposes values of N to try. The tuner uses the N with the lowest measured time, and the formula's N
+until another N was measured to be faster. A bounded share of forwards is used for trials, so a wrong model loses the
+possible gain but is not slower than the formula.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GroupSizeTuner:
     """Chooses the number of layer groups; thread-safe.
 
     Args:
-        random: Random numbers that decide when a trial is made; tests pass a seeded one.
+        random: Random number generator that decides when a trial is made; tests pass a seeded one.
     """
 
     def __init__(self, random: Random) -> None:
@@ -70,7 +70,7 @@ class GroupSizeTuner:
         Args:
             tokens: Average tokens per request.
             num_layers: Layers to divide into groups.
-            formula: The formula's number of groups, which is returned until there are enough measurements.
+            formula: The formula's number of groups, which is returned until it has been measured often enough.
         """
         with self._lock:
             size = self._sizes.get(_size_class(tokens))
@@ -89,7 +89,10 @@ def _size_class(tokens: float) -> int:
 
 
 class _Arm:
-    """Exposed transfer time of forwards with one number of groups, in ns per token."""
+    """Statistics of the exposed transfer time of forwards with one number of groups, in ns per token.
+
+    Exposed time is the time from the end of the forward until all its bytes have landed.
+    """
 
     __slots__ = ("count", "last", "mean", "tried")
 
@@ -100,7 +103,7 @@ class _Arm:
         self.tried = 0  # trials started; some may not have been observed yet
 
     def add(self, exposed: float) -> float:
-        """Adds a forward and returns its difference from the mean before."""
+        """Adds the exposed time of a forward and returns its difference from the previous mean."""
         residual = exposed - self.mean if self.count else 0.0
         self.count += 1
         self.mean += (exposed - self.mean) / min(self.count, _MEMORY)
@@ -125,14 +128,17 @@ class _Line:
         self._yy = self._yy * keep + y * y
 
     def likely(self, n: int) -> float:
-        """Estimates y at N. The slope is reduced according to its standard error, since noise does not depend on N."""
+        """Estimates y at `n`; the slope is reduced according to its standard error, so that noise does not count."""
         _, slope, error = self._fit()
         squared = slope * slope
         reduced = slope * squared / (squared + error * error) if squared else 0.0
         return (self._y + reduced * (n * self._w - self._n)) / self._w
 
     def possible(self, n: int) -> tuple[float, ...]:
-        """Estimates y at N by the fit, or by the flattest and steepest possible line if only one N was observed."""
+        """Estimates y at `n` by the fit.
+
+        If only one N was observed, returns two estimates: by the flattest and by the steepest possible line.
+        """
         base, slope, error = self._fit()
         if error == inf:
             mean_n, mean = self._n / self._w, self._y / self._w
@@ -140,7 +146,7 @@ class _Line:
         return (base + slope * n,)
 
     def _fit(self) -> tuple[float, float, float]:
-        """Base, slope, and the slope's standard error."""
+        """Returns the base, the slope and the slope's standard error, which is inf if only one N was observed."""
         n, y = self._n / self._w, self._y / self._w
         spread = self._nn / self._w - n * n
         if spread < 1e-3 * n * n:
@@ -165,14 +171,17 @@ class _Size:
         self._variance = 0.0  # of the exposed time around the mean of its N
 
     def differs_in_pace(self, compute: float) -> bool:
-        """Records and returns whether a forward computed at another pace than the forwards before it."""
+        """Returns whether a forward's compute time per token deviates from that of recent forwards.
+
+        Counts consecutive deviating forwards for `pace_changed`.
+        """
         differs = bool(self._pace) and not self._pace / _PACE < compute < self._pace * _PACE
         self._other_pace = self._other_pace + 1 if differs else 0
         return differs
 
     @property
     def pace_changed(self) -> bool:
-        """Whether several forwards in a row computed at another pace, so that the change is not noise."""
+        """Whether several consecutive forwards deviated in compute time per token, so that the change is not noise."""
         return self._other_pace >= _ENOUGH
 
     def add(self, groups: int, compute: float, transfer: float, exposed: float) -> None:
@@ -196,7 +205,7 @@ class _Size:
         return arm is not None and arm.count >= _ENOUGH and self._count - arm.last <= _STALE
 
     def best(self, formula: int) -> int:
-        """Returns the fastest measured N. Another one than the formula's must be faster by its standard error."""
+        """Returns the N with the lowest measured time; an N other than `formula` must win by its standard error."""
 
         def score(groups: int) -> float:
             arm = self._arms[groups]
@@ -209,7 +218,7 @@ class _Size:
         return self._trials < _HEAD_START + self.choices / _SHARE
 
     def trial(self, best: int, num_layers: int, formula: int) -> int | None:
-        """Returns an N to try that may be faster than `best`, or None."""
+        """Returns an N to try in the next forward, which may be faster than `best`, or None."""
         now = min(self._predicted(best))
         predicted = {
             groups: min(self._predicted(groups))
@@ -226,7 +235,11 @@ class _Size:
         return chosen
 
     def _open(self, groups: int, best: int) -> bool:
-        """Whether it is undecided if `groups` is faster than `best`, and not too many trials await observation."""
+        """Returns whether a trial of `groups` is useful.
+
+        It is if the measurements do not decide whether `groups` is faster than `best`, and the results of earlier
+        trials are known.
+        """
         arm = self._arms.get(groups)
         if arm is None:
             return True
@@ -237,15 +250,18 @@ class _Size:
         )
 
     def _standard_error(self, arm: _Arm) -> float:
-        """Standard error of the mean exposed time of one number of groups."""
+        """Returns the standard error of the mean exposed time of one number of groups."""
         return sqrt(self._variance / min(arm.count, _MEMORY))
 
     def _whole(self, groups: int) -> float:
-        """Estimated total time of forwards with this number of groups, in ns per token."""
+        """Returns the estimated total time of forwards with this number of groups, in ns per token."""
         return self._compute.likely(groups) + self._arms[groups].mean
 
     def _predicted(self, groups: int) -> list[float]:
-        """The total time by the model, for each overhead per group that is consistent with the observations."""
+        """Returns the total time predicted by the model, in ns per token.
+
+        There are two predictions if only one N was observed, as in `_Line.possible`.
+        """
         compute = self._compute.likely(groups)
         return [
             compute + max(transfer / groups, compute / groups + transfer - compute)
@@ -254,5 +270,5 @@ class _Size:
 
 
 def _ladder(num_layers: int) -> set[int]:
-    """Numbers of groups to consider that equal groups of whole layers can have."""
+    """Returns the numbers of groups to consider: those that division into equal groups of whole layers can yield."""
     return {-(-num_layers // -(-num_layers // groups)) for groups in _LADDER if groups <= num_layers} - {1}

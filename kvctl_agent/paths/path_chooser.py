@@ -1,4 +1,4 @@
-"""Chooses the path of a part: a configured one, or the cheapest by a cost model calibrated on this machine.
+"""Chooses the path of a part: the configured path, or the cheapest by a cost model calibrated on this machine.
 
 The model adds up the costs of a part at both ends, in µs:
 
@@ -31,7 +31,7 @@ _STAGED_FIXED_US = 250.0
 class CopyCost:
     """Cost of row copies on this machine, in µs per MiB for ascending row sizes.
 
-    The rate of the next smaller measured row size applies.
+    A row size that was not measured has the cost of the next smaller measured one.
     """
 
     row_bytes: tuple[int, ...]
@@ -39,11 +39,11 @@ class CopyCost:
     scatter_us_per_mib: tuple[float, ...]
 
     def gather_us(self, nbytes: int, row_bytes: int) -> float:
-        """Returns the µs for a gather of `nbytes` bytes in rows of `row_bytes`."""
+        """Returns the predicted time of a gather of `nbytes` bytes in rows of `row_bytes` bytes, in µs."""
         return nbytes / (1 << 20) * self.gather_us_per_mib[self._place(row_bytes)]
 
     def scatter_us(self, nbytes: int, row_bytes: int) -> float:
-        """Returns the µs for a scatter of `nbytes` bytes in rows of `row_bytes`."""
+        """Returns the predicted time of a scatter of `nbytes` bytes in rows of `row_bytes` bytes, in µs."""
         return nbytes / (1 << 20) * self.scatter_us_per_mib[self._place(row_bytes)]
 
     def _place(self, row_bytes: int) -> int:
@@ -52,18 +52,18 @@ class CopyCost:
 
 @dataclass(frozen=True, slots=True)
 class DirectCost:
-    """Cost of a part on path direct.
+    """Cost of sending a part on path direct.
 
     Attributes:
         us_per_part: µs to launch the kernels and to detect that they have ended.
-        us_per_mib: µs per MiB, with the multiprocessors that these kernels may use.
+        us_per_mib: µs per MiB, when the kernels use as many multiprocessors as they may.
     """
 
     us_per_part: float
     us_per_mib: float
 
     def us(self, nbytes: int) -> float:
-        """Returns the µs for a part of `nbytes` bytes."""
+        """Returns the predicted time for a part of `nbytes` bytes, in µs."""
         return self.us_per_part + nbytes / (1 << 20) * self.us_per_mib
 
 
@@ -122,7 +122,10 @@ class PathChooser:
         return min(costs, key=lambda path: costs[path])
 
     def without_ring(self, share: TransferSlice, direct: bool = False) -> str:
-        """Returns the path of a part without a ring region. State never has one, because it is small and scattered."""
+        """Returns the path of a part that has no ring region, such as state, which is small and scattered.
+
+        `direct` says whether the peer's memory is mapped.
+        """
         if self.path == DIRECT or (self.path == AUTO and direct):
             return DIRECT
         return BULK if share.whole_rows and self.path != SLICE else SLICE

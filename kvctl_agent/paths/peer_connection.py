@@ -1,4 +1,4 @@
-"""Connections to peers: addresses of both pools, and mappings of peers' memory."""
+"""Connection to a peer as the paths use it: addresses of both pools, and the mapping of the peer's memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 class MappedMemory:
-    """The mapping of a peer's memory with a count of the kernels that use it; thread-safe.
+    """Reference-counted mapping of a peer's memory, used by the kernels of path direct; thread-safe.
 
     The control loop drops a connection when its peer is lost, was replaced or has sent Bye. Workers may have kernels
     running on the mapping at that time, so the memory is unmapped only after the last of them has ended.
@@ -43,11 +43,11 @@ class MappedMemory:
 
     @property
     def users(self) -> int:
-        """Number of kernels that use the mapping."""
+        """Number of running kernels that use the mapping."""
         return self._users
 
     def acquire(self) -> None:
-        """Counts one more user; call before launching a kernel.
+        """Increments the number of users; call before launching a kernel.
 
         Raises:
             PeerDisconnected: the connection was dropped; no kernel may be launched on the mapping any more.
@@ -58,7 +58,7 @@ class MappedMemory:
             self._users += 1
 
     def release(self) -> None:
-        """Counts one user less; call once for each `acquire`, after the kernel has ended."""
+        """Decrements the number of users; call once for each `acquire`, after the kernel has ended."""
         with self._lock:
             self._users -= 1
             last = self._dropped and not self._users
@@ -66,7 +66,7 @@ class MappedMemory:
             self._unmap()
 
     def close(self) -> None:
-        """Unmaps the memory now, or when the last kernel has ended; idempotent."""
+        """Unmaps the memory at once, or after the last kernel that uses it; idempotent."""
         with self._lock:
             idle = not self._dropped and not self._users
             self._dropped = True
@@ -87,7 +87,7 @@ class SegmentPair:
     """
 
     def __init__(self, local: SegmentAddresses, remote: SegmentAddresses, mapping: MappedMemory | None = None) -> None:
-        """Collects the addresses of both sides; `mapping` is the mapping of the peer's memory, if there is one.
+        """Computes the address arrays; `mapping` is the mapping of the peer's memory, or None.
 
         Raises:
             DeviceError: a page of the peer lies outside the mapped memory.
@@ -117,7 +117,7 @@ class SegmentPair:
         return self._local[lo - local : hi - local], self._remote[lo - remote : hi - remote]
 
     def mapped_bases(self, lo: int, hi: int) -> Numbers:
-        """Returns the peer's addresses of `bases` in the mapping; the peer's memory must be mapped."""
+        """Returns the peer's addresses of page 0 as mapped here, int64 `[hi - lo, planes]`; requires a mapping."""
         assert self._mapped is not None
         first = self.remote.shard.layer_lo
         return self._mapped[lo - first : hi - first]
@@ -138,10 +138,10 @@ class SegmentPair:
 
 
 class PeerConnection:
-    """A connection to one peer, with all that paths need to write to it.
+    """A connection to one peer, with the addresses and caches that paths need to write to it.
 
     Attributes:
-        peer: Name of the peer at the transport.
+        peer: Name under which the transport knows the peer.
         transport: The transport.
         pool: The local pool, which is the source.
         local, remote: Addresses of the local pool, and of the peer's pool, which is the destination.
@@ -149,7 +149,7 @@ class PeerConnection:
         segments: The addresses of each segment on both sides, in the model's order.
         prepared: Descriptor lists of the peer's pool by (segment, first head, heads), created on first use.
         mapping: Mapping of the peer's memory for path direct; None if there is none.
-        why_not: Why there is no mapping, as text.
+        why_not: Why there is no mapping, as text; "" if there is one.
         routes: Routes of path direct by (segment, first source head, first destination head, heads), created on first
             use.
     """
@@ -164,7 +164,7 @@ class PeerConnection:
         mapping: MappedMemory | None = None,
         why_not: str = "",
     ) -> None:
-        """Pair the segments of both sides.
+        """Pairs the segments of the local pool with those of the peer's pool.
 
         Raises:
             DeviceError: `mapping` does not cover the peer's pages.
@@ -183,6 +183,6 @@ class PeerConnection:
         self.routes: dict[tuple[int, int, int, int], tuple[Route, ...]] = {}
 
     def close(self) -> None:
-        """Closes the connection for new parts. The peer's memory is unmapped after the last kernel that uses it."""
+        """Rejects new parts on path direct, and unmaps the peer's memory after the last kernel that uses it."""
         if self.mapping is not None:
             self.mapping.close()

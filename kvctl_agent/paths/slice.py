@@ -1,8 +1,8 @@
 """Path slice: one descriptor per row (the heads of a token), layer and plane, for any two layouts.
 
 A room of 1,024 tokens and 32 layers takes 65,536 descriptors per writer, which path staged avoids. Descriptor lists of
-both pools are prepared once per peer, segment and head slice, and a part is then two index arrays. They are sorted by
-source, so that the engine merges rows that are adjacent on both sides.
+both pools are prepared once per peer, segment and head slice; a part is then sent as two index arrays into them. The
+arrays are sorted by source row, so that the engine merges rows that are adjacent on both sides.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_ROWS = (1 << 31) - 1  # a prepared list is indexed by int32
 
 
 class SlicePath:
-    """Path slice, with the prepared descriptor lists of the local pool; those of peers belong to their connections."""
+    """Path slice. Caches descriptor lists of the local pool; lists of peers' pools are kept in their connections."""
 
     def __init__(self) -> None:
         self._prepared: dict[tuple[int, int, int], Prepared] = {}
@@ -62,7 +62,13 @@ class SlicePath:
 
 
 def _rows(addresses: SegmentAddresses, head: int, heads: int) -> tuple[Addresses, Sizes]:
-    """Addresses and sizes of all rows of a segment, ordered by layer, plane, page and row."""
+    """Returns addresses and sizes of `heads` heads from `head` in all rows of a segment.
+
+    The order is layer, plane, page, row.
+
+    Raises:
+        MemoryLayoutError: the rows cannot be numbered by int32.
+    """
     count = (
         addresses.shard.num_layers * addresses.num_slots * sum(plane.rows for plane in addresses.shard.segment.planes)
     )
@@ -82,7 +88,10 @@ def _rows(addresses: SegmentAddresses, head: int, heads: int) -> tuple[Addresses
 
 
 def _numbers(addresses: SegmentAddresses, pages: Pages, lo: int, hi: int) -> npt.NDArray[np.int32]:
-    """Indices into `_rows` of all rows of `pages` in layers [lo, hi). `_rows` has checked that they fit into int32."""
+    """Returns the indices in the arrays of `_rows` of all rows of `pages` in layers [lo, hi).
+
+    They fit into int32, which `_rows` has checked.
+    """
     inside: list[npt.NDArray[np.int32]] = []  # of one layer
     before = 0
     for plane in addresses.shard.segment.planes:

@@ -3,7 +3,7 @@
 A part has one contiguous region of the ring, so it takes one descriptor per piece however scattered its pages are. It
 is divided into pieces that stay in cache (on a device, pieces large enough for the full write rate), and the next piece
 is gathered while the previous one is on the wire. The tag is sent with the last piece, after all others are complete,
-because tags of different writes may overtake each other.
+because tags of different writes may be delivered out of order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _IN_FLIGHT = 4
 
 
 class StagedFlight(Flight):
-    """The transfer of a part in pieces. If all staging buffers are in use, it continues when one is free."""
+    """The transfer of a part in pieces; pauses while all staging buffers are in use."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class StagedFlight(Flight):
         return not self._writes and self._gather is None
 
     def _begin(self) -> bool:
-        """Starts the gather of the next pieces if none is running; return whether a gather is running."""
+        """Starts the gather of the next pieces if none is running; returns whether a gather is now running."""
         if self._gather is not None:
             return True
         if len(self._writes) >= _IN_FLIGHT:
@@ -104,7 +104,11 @@ class StagedFlight(Flight):
         return True
 
     def _gathered(self) -> bool:
-        """Whether the running gather is done; if so, move its buffers to `_gathered_buffers`."""
+        """Returns whether the running gather is done; if so, moves its buffers to `_gathered_buffers`.
+
+        Raises:
+            KvctlError: the gather failed.
+        """
         assert self._gather is not None
         try:
             if not self._gather.done():
@@ -136,7 +140,7 @@ class StagedFlight(Flight):
                 self._buffers.release(buffer)
 
     def _drop(self) -> None:
-        """Releases the buffers without a write, except those of a gather that still runs."""
+        """Releases all buffers that have not been posted, except those of a gather that is still running."""
         if self._gather is not None:
             with contextlib.suppress(KvctlError):  # the part has already failed or been cancelled
                 self._gathered()
@@ -148,7 +152,7 @@ class StagedFlight(Flight):
 
 
 class StagedPath:
-    """Path staged with the staging buffers and the copier of one worker."""
+    """Path staged, with the staging buffers and the copier of one worker thread."""
 
     def __init__(self, buffers: StagingBuffers, copier: Copier) -> None:
         self._buffers = buffers
