@@ -1,4 +1,4 @@
-"""Transports, which write bytes into the memory of peers: one interface (`base`), and one implementation per engine.
+"""Transports, which write bytes into the memory of peers: the interface (`base`), and one implementation per engine.
 
 Importing this package does not load an engine; `open_transport` loads the one it opens.
 """

@@ -4,7 +4,7 @@ Paths and runtime use only this interface. Differences between engines (how arri
 progress, how handles are freed) are hidden behind these guarantees and duties:
 
 - **Order.** When `arrivals()` returns a tag, all bytes of the write that carried it are visible to this CPU.
-  Tags of one peer's *different* writes may overtake each other.
+  Tags of *different* writes of one peer may be delivered out of order.
 - **Duty to poll.** A posted write makes progress only inside calls of the side that posted it: call
   `Write.poll()` until it is True, or abandon the write with `Write.release()`, after which `arrivals()` and
   `close()` of the same transport poll it. In addition, both sides must call `arrivals()` or `progress()` every few
@@ -54,7 +54,7 @@ class Arrival(NamedTuple):
 
 
 class Prepared(Protocol):
-    """Opaque list of descriptors that the engine has checked; valid until disconnect or close."""
+    """Opaque list of checked descriptors; valid until its peer is disconnected or the transport is closed."""
 
     @property
     def count(self) -> int:
@@ -63,7 +63,7 @@ class Prepared(Protocol):
 
 
 class Write(Protocol):
-    """One posted write.
+    """Handle of one posted write.
 
     Attributes:
         bytes: Payload of all descriptors together.
@@ -77,10 +77,11 @@ class Write(Protocol):
     def descriptors(self) -> int: ...
 
     def poll(self) -> bool:
-        """Makes progress; return True once the write is complete on this side.
+        """Makes progress and returns whether the write is complete on this side.
 
         Complete means that the source may be overwritten, that the bytes are visible at the target (over a network:
-        will be before the tag), and that the tag is being sent. Once true, it stays true. Frees the engine's handle.
+        before the tag is), and that the tag is being sent. Once True, the result stays True. Completion frees the
+        engine's handle.
 
         Raises:
             PeerDisconnected: the engine reports that the peer is gone. It is unknown whether bytes landed.
@@ -108,18 +109,18 @@ class Transport(Protocol):
         ...
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Registers memory that the engine reads and peers write. Must be called before `metadata()`."""
+        """Registers memory that the engine reads and peers write; call before `metadata()`."""
         ...
 
     def metadata(self) -> bytes:
-        """Returns the opaque data that peers need to write to this agent; different for every incarnation."""
+        """Returns the opaque data that peers pass to `connect` to write to this agent; unique to each incarnation."""
         ...
 
     def connect(self, peer: str, metadata: bytes) -> None:
         """Connects a peer under the name `peer`, so that it can be written to.
 
-        The same metadata again changes nothing. Metadata of a new incarnation replaces the old connection and
-        invalidates all descriptor lists prepared for it.
+        If the peer is already connected with the same metadata, nothing changes. Metadata of a new incarnation
+        replaces the connection and invalidates all descriptor lists prepared for it.
 
         Raises:
             PeerDisconnected: the process that created `metadata` is gone.
@@ -135,19 +136,27 @@ class Transport(Protocol):
         ...
 
     def prepare_local(self, addrs: Addresses, sizes: Sizes) -> Prepared:
-        """Checks descriptors of locally registered memory once, for many calls of `write_prepared`."""
+        """Checks descriptors of local memory and returns a list of them for many calls of `write_prepared`.
+
+        Raises:
+            TransportError: there are no descriptors, or memory is not registered.
+        """
         ...
 
     def prepare_remote(self, peer: str, addrs: Addresses, sizes: Sizes) -> Prepared:
-        """Checks descriptors of `peer`'s registered memory once; valid for the current incarnation of the peer."""
+        """Checks descriptors of `peer`'s memory and returns a list of them, valid for the current incarnation.
+
+        Raises:
+            TransportError: as for `prepare_local`, or the peer is not connected.
+        """
         ...
 
     def write(
         self, peer: str, local_addrs: Addresses, remote_addrs: Addresses, sizes: Sizes, tag: bytes | None
     ) -> Write:
-        """Write sizes[i] bytes from local_addrs[i] to remote_addrs[i] for all i, and send `tag` after them if not None.
+        """Writes sizes[i] bytes from local_addrs[i] to remote_addrs[i] for all i, and sends `tag` after them.
 
-        Suited to few large descriptors; an engine need not merge adjacent ones.
+        No tag is sent if `tag` is None. Suited to few large descriptors; an engine need not merge adjacent ones.
 
         Raises:
             PeerDisconnected: the engine reports that the peer is gone.
@@ -165,9 +174,10 @@ class Transport(Protocol):
         remote_index: Indices,
         tag: bytes | None,
     ) -> Write:
-        """Write local[local_index[i]] to remote[remote_index[i]] for all i, and send `tag` after them if not None.
+        """Writes local[local_index[i]] to remote[remote_index[i]] for all i, and sends `tag` after them.
 
-        Suited to many small descriptors: those adjacent on both sides are merged if the index arrays are sorted.
+        No tag is sent if `tag` is None. Suited to many small descriptors: those adjacent on both sides are merged if
+        the index arrays are sorted.
 
         Raises:
             PeerDisconnected, TransportError: as `write`.
@@ -183,8 +193,7 @@ class Transport(Protocol):
         ...
 
     def progress(self) -> None:
-        """Lets the engine work without returning arrivals: accept connecting peers, send queued tags, poll abandoned
-        writes.
+        """Accepts connecting peers, sends queued tags and polls abandoned writes, without returning arrivals.
 
         Raises:
             TransportError: the engine failed, or the transport is closed.
@@ -199,11 +208,11 @@ class Transport(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Returns engine, version, backend and lanes in use, for display."""
+        """Returns the engine, its version, the backend and the lanes in use, as JSON values for display."""
         ...
 
     def close(self) -> None:
-        """Frees all resources within about half a second, also if writes to a stopped peer are in flight; idempotent.
+        """Frees all resources within about half a second, even if writes to a stopped peer are in flight; idempotent.
 
         Tags sent just before are still delivered if the peer accepts them. All threads that use the transport must have
         ended before; later calls raise TransportError.
@@ -215,7 +224,7 @@ W = TypeVar("W")
 
 
 class AbandonedWrites(ABC, Generic[W]):
-    """Base class for the abandoned writes of an engine, which are polled until the engine has finished them.
+    """Base class that polls the abandoned writes of an engine until the engine has finished them.
 
     `advance` is a method and not a callback, because a stored bound method would be a reference cycle that delays the
     destruction of a closed transport.
@@ -227,10 +236,10 @@ class AbandonedWrites(ABC, Generic[W]):
 
     @abstractmethod
     def advance(self, write: W) -> bool:
-        """Polls a write; return True when the engine has finished it, with any failure in the write's `error`."""
+        """Polls a write and returns whether the engine has finished it; a failure is stored in the write's `error`."""
 
     def drain(self, write: W) -> bool:
-        """Polls a write as `advance` does, and lets `drain_on` poll it from now on until it is finished."""
+        """Polls a write as `advance` does; if the write is not finished, `drain_on` polls it from now on."""
         with self._drain_lock:
             if self.advance(write):
                 return True
@@ -239,7 +248,7 @@ class AbandonedWrites(ABC, Generic[W]):
             return False
 
     def drain_on(self) -> None:
-        """Polls all abandoned writes."""
+        """Polls all abandoned writes and forgets those that are finished."""
         if self._draining:
             with self._drain_lock:
                 self._draining = [write for write in self._draining if not self.advance(write)]

@@ -1,4 +1,4 @@
-"""Checks of descriptors and tags, and the base class of transports whose engine makes no checks.
+"""Checks descriptors and tags, and provides the base class of transports whose engine makes no checks.
 
 The checks are vectorised, because a write may have tens of thousands of descriptors.
 """
@@ -29,7 +29,7 @@ def check_tag(tag: bytes) -> bytes:
 
 
 class Ranges:
-    """Registered regions, for checking many descriptors at once; error texts begin with `engine`."""
+    """Registered regions of one agent, against which descriptors are checked; error texts begin with `engine`."""
 
     def __init__(self, engine: str, regions: Sequence[Region]) -> None:
         self._engine = engine
@@ -39,7 +39,7 @@ class Ranges:
         self._bounds = self._starts.tolist(), self._ends.tolist()
 
     def check(self, addrs: Addresses, sizes: Sizes, whose: str) -> None:
-        """Raises TransportError unless every descriptor lies inside a registered region."""
+        """Raises TransportError unless every descriptor lies inside a registered region; `whose` names their owner."""
         if len(addrs) == 0 or len(addrs) != len(sizes):
             raise TransportError(f"{self._engine}: {len(addrs)} addresses, {len(sizes)} sizes; at least one of each")
         if len(addrs) == 1 and self._holds(int(addrs[0]), int(sizes[0])):
@@ -57,14 +57,17 @@ class Ranges:
             )
 
     def _holds(self, addr: int, nbytes: int) -> bool:
-        """Whether one descriptor lies inside a registered region; takes a fifth of the time of the array check."""
+        """Returns whether one descriptor lies inside a registered region, in a fifth of the time of the array check."""
         starts, ends = self._bounds
         place = bisect_right(starts, addr) - 1
         return place >= 0 and addr + nbytes <= ends[place]
 
 
 class CheckedList:
-    """A prepared list kept in this process; `owner` is the peer that it belongs to, None for local memory."""
+    """A prepared descriptor list kept in this process; `owner` is the peer whose memory it describes, or None.
+
+    Lists of local memory have no owner.
+    """
 
     def __init__(self, addrs: Addresses, sizes: Sizes, owner: object | None) -> None:
         self.owner = owner

@@ -1,9 +1,9 @@
 """Measures the cost of writes on a connection, for the cost model that chooses a path, and infers the interconnect.
 
-A write has a cost for its post and completion, and one for each descriptor, which depends on its size. On connections
-that copy with one system call per descriptor, a small descriptor costs far more than its bytes, and the curve bends
-between 4 and 64 KiB. Therefore a few sizes are measured on the live connection, and sizes between are interpolated. An
-earlier model had two constants, and noise in one of them made thousands of descriptors look free.
+A write has a fixed cost for post and completion, and a cost for each descriptor, which depends on the descriptor's
+size. On connections that copy with one system call per descriptor, a small descriptor costs far more than its bytes,
+and the curve bends between 4 and 64 KiB. Therefore a few sizes are measured on the live connection, and sizes between
+are interpolated. An earlier model had two constants, and noise in one of them made thousands of descriptors look free.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ def measure_connection(
     big_bytes: int | None = None,
     least_rounds: int = LEAST_ROUNDS,
 ) -> ConnectionCost:
-    """Writes `local` over `remote` for about 0.15 s, or longer if `least_rounds` writes of each kind take longer.
+    """Measures the cost of writes to a peer by writing `local` over `remote` for about 0.15 s.
 
-    Each round measures every kind of write once, and the best round of each kind counts, so that other load on the
+    The measurement takes longer if `least_rounds` rounds do. Each round measures every kind of write (descriptor count
+    and size) once, and the fastest round of each kind counts, so that other load on the
     machine affects all kinds alike. Descriptors have random places in the two regions, new in each round, as pages do:
     a descriptor whose memory is in no cache costs two to three times as much as one that is. No tags are sent, so the
     peer detects nothing.
@@ -92,7 +93,14 @@ def measure_connection(
 
 
 def _scattered(random: np.random.Generator, region: Region, count: int, size: int) -> Addresses:
-    """`count` addresses in `region`, no two of them adjacent, because an engine would merge adjacent descriptors."""
+    """Returns random addresses in `region`, no two adjacent, because an engine would merge adjacent descriptors.
+
+    Args:
+        random: Random number generator.
+        region: The region.
+        count: Number of addresses.
+        size: Bytes of a descriptor at each address.
+    """
     places = region.nbytes // (2 * size) or 1
     slots = random.choice(places, count, replace=False, shuffle=False) if count > 1 else random.integers(places, size=1)
     return slots.astype(np.uint64) * np.uint64(2 * size) + np.uint64(region.addr)

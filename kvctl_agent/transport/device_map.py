@@ -1,4 +1,4 @@
-"""Map from addresses to devices, for engines that need the device of every local and remote descriptor list.
+"""Maps addresses to devices, for engines that need the device of every local and remote descriptor list.
 
 The map has no sizes, because engines check addresses themselves: it has only the first address of each range of one
 device. An address outside registered memory gets the device of the range below it, and the engine rejects it.
@@ -24,7 +24,7 @@ _ROW = np.dtype([("addr", "<u8"), ("device", "<i8")])
 
 
 class DeviceMap:
-    """Devices of the registered regions of one process."""
+    """Maps addresses in the registered regions of one process to their device."""
 
     def __init__(self, regions: Iterable[Region]) -> None:
         addrs: list[int] = []
@@ -38,7 +38,7 @@ class DeviceMap:
         self._only = devices[0] if len(devices) == 1 else None
 
     def of(self, addrs: Addresses, whose: str) -> int:
-        """Returns the device of all `addrs`, or HOST.
+        """Returns the number of the device that has all `addrs`, or HOST.
 
         Args:
             addrs: Addresses, at least one.
@@ -65,7 +65,11 @@ class DeviceMap:
         return found.pop()
 
     def pack(self) -> bytes:
-        """Returns the map as bytes for a peer's `unpack`."""
+        """Returns the map as bytes for a peer's `unpack`.
+
+        Raises:
+            TransportError: the map has more than `MAX_ROWS` rows.
+        """
         rows = np.empty(len(self._addrs), _ROW)
         rows["addr"], rows["device"] = self._addrs, self._devices
         if len(rows) > MAX_ROWS:
@@ -74,7 +78,7 @@ class DeviceMap:
 
     @classmethod
     def unpack(cls, packed: bytes) -> tuple[DeviceMap, bytes]:
-        """Returns the map that a peer packed, and the bytes after it.
+        """Returns the map at the start of `packed`, which a peer created with `pack`, and the bytes after it.
 
         Raises:
             ValueError: the bytes are not a packed map.
@@ -95,7 +99,7 @@ class DeviceMap:
 
 
 def device_name(device: int) -> str:
-    """Returns the display name of a device."""
+    """Returns the display name of a device: "the host" or "GPU 0"."""
     return "the host" if device == HOST else f"GPU {device}"
 
 

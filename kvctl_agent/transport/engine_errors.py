@@ -1,4 +1,4 @@
-"""Errors of engines that cannot be imported or cannot register memory, with a remedy each.
+"""Explains why an engine cannot be imported or cannot register memory, and how to fix it.
 
 Engines return only an error code. The error of the kernel or driver is in a line on stderr, as the text of an errno, so
 stderr is captured during such a call.
@@ -52,7 +52,7 @@ def unavailable(engine: str, error: ImportError, others: Sequence[str] = ()) -> 
 
 
 def _extra(engine: str) -> str:
-    """The pip extra of an engine; Mooncake has a separate wheel for machines without CUDA."""
+    """Returns the pip extra of an engine; Mooncake has a separate wheel for machines without CUDA."""
     return "mooncake-cpu" if engine == "mooncake" and not _NVIDIA_DRIVER.exists() else engine
 
 
@@ -105,7 +105,7 @@ _CAUSES: tuple[tuple[str, bool | None, str], ...] = (
 
 
 def explain_refusal(output: str, device: int) -> str:
-    """Returns the cause and its remedy, with a leading colon to append to a sentence; "" if the cause is unknown.
+    """Returns the cause of a failed registration and its remedy, as a clause beginning with a colon; "" if unknown.
 
     Args:
         output: The engine's output on stderr.
@@ -123,7 +123,7 @@ def explain_refusal(output: str, device: int) -> str:
 
 
 def _expandable() -> str:
-    """The environment variable that enables PyTorch's expandable segments, which cannot be shared; "" if none does."""
+    """Returns the environment variable that enables PyTorch's expandable segments; "" if none does."""
     for name in _ALLOCATOR:
         if re.search(r"expandable_segments\s*:\s*true", os.environ.get(name, ""), re.IGNORECASE):
             return name
@@ -135,11 +135,13 @@ _capturing = threading.Lock()
 
 @contextlib.contextmanager
 def captured_stderr(drop: Sequence[bytes] = (), quiet: bool = False) -> Iterator[bytearray]:
-    """Capture the output of this process to stderr within the block, and write it to stderr at the end.
+    """Captures what this process writes to stderr within the block, and writes it to stderr at the end.
+
+    The context value is filled with the captured bytes at the end of the block.
 
     Args:
         drop: Lines that contain one of these strings are dropped.
-        quiet: Write nothing to stderr at the end, because the same text was written before.
+        quiet: Do not write to stderr at the end, because the same text was written before.
     """
     captured = bytearray()
     with _capturing, tempfile.TemporaryFile() as file:

@@ -1,7 +1,7 @@
-"""Environment variables that must be set before torch or an engine is imported.
+"""Sets environment variables that torch and the engines read once, while their libraries load.
 
-Engines and torch read these variables once, while their libraries load. Therefore a process sets them first (in the
-lab's rank processes, or in the plugin of an embedding worker). Every transport sets them again before it imports its
+A process therefore calls `prepare_environment` before it imports them (the lab's rank processes do, and so does the
+plugin of an embedding worker). Every transport sets them again before it imports its
 engine, which is early enough for the engine but too late for torch. Variables that are already set are not changed.
 """
 
@@ -16,10 +16,10 @@ _INFINIBAND = Path("/sys/class/infiniband")
 
 
 def prepare_environment() -> dict[str, str]:
-    """Sets the variables that are missing. Imports no engine and may be called repeatedly.
+    """Sets the variables that are not set yet. Imports no engine and may be called repeatedly.
 
     Returns:
-        The variables that this call set.
+        The variables that this call set, by name.
     """
     wanted = {
         # Copies between processes run at 15 GB/s on huge pages and at 6 GB/s without. numpy requests huge pages by
@@ -51,7 +51,7 @@ def has_infiniband() -> bool:
 
 
 def require_cuda_transports() -> None:
-    """Check that UCX may access GPU memory; NIXL would report this only as an error code.
+    """Checks that UCX_TLS lets UCX access GPU memory, because NIXL reports a violation only as an error code.
 
     Raises:
         ConfigError: UCX_TLS excludes all UCX transports that copy to and from a GPU.

@@ -1,8 +1,8 @@
 """Keeps forked child processes from destroying the engines of their parent.
 
-A child shares its parent's descriptors but has none of its threads. If the child destroys an engine, even only because
-its interpreter ends, the engine's connections are removed from the parent's epoll sets and shut down, and UCX aborts
-the parent. A child therefore keeps every engine until the child's process ends.
+A child shares its parent's file descriptors but has none of its threads. If the child destroys an engine, even only
+because its interpreter ends, the engine's connections are removed from the parent's epoll sets and shut down, and UCX
+aborts the parent. A child therefore keeps every engine until the child's process ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _engines: set[weakref.ref[Any]] = set()
 
 
 def disown_in_children(engine: Any) -> None:
-    """Makes sure that no child forked from now on runs the destructor of `engine`."""
+    """Prevents child processes that are forked from now on from running the destructor of `engine`."""
     _engines.add(weakref.ref(engine, _engines.discard))
 
 

@@ -1,9 +1,10 @@
-"""The `loopback` transport: agents of one host without an engine, in one process or in several.
+"""The `loopback` transport: connects agents of one host, in one process or in several, without an engine.
 
 The kernel copies the bytes into the peer's memory (`process_vm_writev`, as UCX does between processes of one host);
-tags are datagrams on a unix socket. It serves machines without an engine and tests, because it starts in a millisecond.
+tags are datagrams on a unix socket. It is for machines without an engine, and for tests, because it starts in a
+millisecond.
 
-The copy takes place inside `write`, which notices a peer that has exited before it writes a byte. A tag that does not
+The bytes are copied inside `write`, which checks first that the peer has not exited. A tag that does not
 fit into the peer's socket is queued here and sent by `Write.poll`, `progress` or `arrivals`.
 """
 
@@ -52,9 +53,9 @@ class Peer:
     Attributes:
         key: Local name of the peer.
         metadata: The metadata with which it was connected.
-        ident: Random name of the incarnation, with which each of its datagrams begins.
-        pid: Its process.
-        ranges: Its registered memory.
+        ident: Random name of the incarnation; each of its datagrams begins with it.
+        pid: Number of the peer's process.
+        ranges: The peer's registered memory.
         sent: Number of the last tag that was sent.
     """
 
@@ -93,7 +94,7 @@ class Peer:
             raise PeerDisconnected(f"loopback: peer {self.key!r} (process {self.pid}) is gone")
 
     def enqueue(self, datagram: bytes) -> int:
-        """Sends a tag or queues it; return its number, which `sent` reaches when the tag has been sent."""
+        """Sends or queues a tag, and returns its number; the tag has been sent when `sent` reaches that number."""
         with self._lock:
             if len(self._outbox) >= _OUTBOX_MAX:
                 raise TransportError(f"loopback: peer {self.key!r} leaves {_OUTBOX_MAX} tags uncollected")
@@ -104,7 +105,11 @@ class Peer:
         return number
 
     def flush(self) -> bool:
-        """Sends queued tags as far as the peer's socket accepts them; return True when none is left."""
+        """Sends queued tags until the peer's socket is full, and returns whether the queue is empty.
+
+        Raises:
+            PeerDisconnected: the peer is gone.
+        """
         with self._lock:
             while self._outbox:
                 try:
@@ -268,7 +273,11 @@ class LoopbackTransport(CheckedTransport[Peer, LoopbackWrite]):
 
 
 def _private(directory: Path) -> Path:
-    """Returns the directory, created if missing; raise ConfigError unless only this user has access."""
+    """Creates the directory if it is missing, and returns it.
+
+    Raises:
+        ConfigError: it is not a directory that only this user can access.
+    """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
@@ -280,7 +289,7 @@ def _private(directory: Path) -> Path:
 
 
 def _sweep(directory: Path) -> None:
-    """Removes the sockets of processes that were killed and could not remove them."""
+    """Removes sockets that no process listens on, left in the directory by processes that were killed."""
     for path in directory.iterdir():
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as probe:
             try:
@@ -292,7 +301,7 @@ def _sweep(directory: Path) -> None:
 
 
 def allow_siblings() -> None:
-    """Lets processes other than ancestors write to this one, and check that the kernel allows such writes.
+    """Lets processes that are not ancestors write to this one, and checks that the kernel allows such writes.
 
     Raises:
         TransportUnavailable: `process_vm_writev` is missing or forbidden.
@@ -320,7 +329,9 @@ def allow_siblings() -> None:
 
 
 def copy_into(pid: int, peer: str, local: Addresses, remote: Addresses, sizes: Sizes) -> None:
-    """Write sizes[i] bytes from address local[i] of this process to address remote[i] of process `pid`.
+    """Writes sizes[i] bytes from address local[i] of this process to address remote[i] of process `pid`.
+
+    `peer` describes that process in error texts.
 
     Raises:
         PeerDisconnected: there is no such process.

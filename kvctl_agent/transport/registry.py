@@ -41,10 +41,10 @@ TRANSPORTS: dict[str, Callable[[str, Mapping[str, str], Device | None], Transpor
 def open_transport(
     name: str, agent_name: str, params: Mapping[str, str] | None = None, device: Device | None = None
 ) -> Transport:
-    """Starts a transport for an agent.
+    """Creates and starts the transport of an agent.
 
     Args:
-        name: A key of `TRANSPORTS`.
+        name: Name of the transport, a key of `TRANSPORTS`.
         agent_name: Any text of up to `MAX_NAME_CHARACTERS`; peers that have not connected this agent see it as the
             sender of its tags.
         params: The engine's own settings (`transport_params`).

@@ -1,1 +1,1 @@
-"""The `mooncake` transport."""
+"""The `mooncake` transport: Mooncake's engine, its writes, tag connections, and the transport itself."""

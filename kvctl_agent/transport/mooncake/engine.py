@@ -43,7 +43,7 @@ _starting = threading.Lock()
 
 
 class Protocol(NamedTuple):
-    """The environment variable that selects a protocol, and the flag of builds that have it; "" if none is needed."""
+    """The environment variable that selects a protocol, and the flag of builds that support it; "" for none."""
 
     variable: str
     flag: str
@@ -62,10 +62,10 @@ class Engine:
     """A Mooncake engine that is ready for use.
 
     Attributes:
-        wheel: The wheel it comes from, with its version.
-        session: "host:port" under which peers open it.
-        private: Whether its listeners accept only connections of this host.
-        cuda: Whether it was built to access GPU memory; it asks the driver which memory that is.
+        wheel: Name and version of the wheel.
+        session: "host:port", the name under which peers open a session to this engine.
+        private: Whether its listeners accept only connections from this host.
+        cuda: Whether it was built to access GPU memory, which it recognises by asking the driver.
         submit: (session, local address, remote address, bytes) -> number of the posted entry, 0 if it was rejected.
             Never waits for a peer whose session is open.
         check: entry -> 1 done (frees it), -1 failed (frees it), 0 or -2 still in flight.
@@ -84,7 +84,7 @@ class Engine:
         self._registered: list[int] = []
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Registers regions, of which no two are adjacent.
+        """Registers regions with the engine. Adjacent regions must have been merged.
 
         Raises:
             TransportUnavailable: the memory is a GPU's, and this build would treat it as the host's.
@@ -108,10 +108,10 @@ class Engine:
         self._registered += addrs
 
     def open(self, session: str) -> str:
-        """Opens a session. The call waits for the peer's engine, so it needs a thread of its own.
+        """Opens a session to a peer's engine. The call waits for that engine, so it needs a thread of its own.
 
         Returns:
-            "", or the reason of the failure.
+            "" if the session is open, else the reason of the failure.
         """
         engine, submit, check = self._engine, self.submit, self.check
         # The probe takes no lock of the engine; the calls below would hold it while they wait for a stopped peer.
@@ -171,7 +171,7 @@ def start(protocol: str, device: str, host: str) -> Engine:
 
 
 def _knows_cuda(module: ModuleType, wheel: str) -> bool:
-    """Whether the build can access GPU memory; older builds have no flag for it."""
+    """Returns whether the build can access GPU memory, by its flag or, if it has none, by its wheel."""
     return bool(getattr(module, "SUPPORT_CUDA", not wheel.startswith(CPU_WHEEL)))
 
 
@@ -195,7 +195,7 @@ def _check_protocol(module: ModuleType, wheel: str, protocol: str, device: str) 
 
 @contextlib.contextmanager
 def _environment(variable: str) -> Iterator[None]:
-    """Set only the variable that selects the protocol, until the engine has read it."""
+    """Sets the variable that selects the protocol, and unsets those of other protocols, within the block."""
     saved = {name: os.environ.pop(name, None) for name in {p.variable for p in PROTOCOLS.values()} - {""}}
     if variable:
         os.environ[variable] = "1"
@@ -209,7 +209,10 @@ def _environment(variable: str) -> Iterator[None]:
 
 
 def _sockets(close: bool = False) -> list[tuple[int, socket.socket]]:
-    """Duplicates of this process's internet sockets with their original numbers; already closed if `close`."""
+    """Returns the descriptor number and a duplicate of each internet socket of this process.
+
+    The caller must close the duplicates, unless `close` is True; then they are closed already.
+    """
     found = []
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names, not paths
         try:
@@ -236,7 +239,7 @@ def _listens_at(number: int) -> bool:
 
 
 def _bind_to_loopback(number: int) -> bool:
-    """Restrict a listener to connections of this host; return whether the kernel permits it."""
+    """Restricts a listener to connections from this host; returns whether the kernel permits that."""
     try:
         with socket.socket(fileno=os.dup(number)) as copy:
             copy.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo\0")
@@ -271,11 +274,12 @@ _NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 def import_engine() -> tuple[ModuleType, str]:
     """Imports Mooncake's engine (25 ms).
 
-    Three wheels install into one folder: the last one installed is used, and removing one removes the files of all. Two
-    of them load CUDA during import. `import mooncake` may succeed where `mooncake.engine` lacks a library.
+    Three wheels install into the same folder: the wheel installed last is used, and removing one of them removes the
+    files of all. Two of the wheels load CUDA during import. `import mooncake` may succeed where `mooncake.engine` lacks
+    a library.
 
     Returns:
-        The module, and the wheel with its version.
+        The module, and the name and version of the wheel.
 
     Raises:
         TransportUnavailable: no wheel is installed, it is too old, it needs CUDA, or a library is missing.
@@ -307,7 +311,7 @@ def import_engine() -> tuple[ModuleType, str]:
 
 
 def installed() -> dict[str, str]:
-    """Returns the version of each of the three wheels that is recorded as installed."""
+    """Returns the versions of Mooncake's wheels that are recorded as installed, by name of the wheel."""
     found = {}
     for wheel in (CPU_WHEEL, *CUDA_WHEELS):
         try:
@@ -348,7 +352,7 @@ def _check_versions(wheels: dict[str, str]) -> None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: (0, 3, 13) of "0.3.13.post1"."""
+    """Returns the leading numbers of a version: (0, 3, 13) of "0.3.13.post1"."""
     numbers = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, numbers[0].split("."))) if numbers else ()
 

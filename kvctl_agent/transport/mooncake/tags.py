@@ -1,8 +1,9 @@
 """TCP connections for the tags of the `mooncake` transport, one from each writer to each of its readers.
 
 A connection carries tags in one direction: a greeting (the writer's identity and a secret from the reader's metadata),
-then length and bytes of each tag. Readers send nothing. When the connection ends, the writer knows within microseconds
-that the reader's process or transport is gone; Mooncake itself detects it with its next write, after up to 1 s.
+then the length and the bytes of each tag. Readers send nothing. When the connection ends, the writer knows within
+microseconds that the reader's process or transport is gone; Mooncake itself detects it with its next write, after up to
+1 s.
 
 All sockets are read and written inside the transport's calls, without a thread. Clients must send the secret; the bytes
 they may send are bounded, and a connection is closed at the first malformed byte.
@@ -37,7 +38,7 @@ _BACKLOG = 512
 
 
 class Sender:
-    """A connection from a writer; `ident` and `name` are "" until its greeting has arrived."""
+    """A connection from a writer, with the bytes received so far; `ident` and `name` are "" before the greeting."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -89,8 +90,8 @@ class TagListener:
     """Listens for the connections of writers and receives their tags.
 
     Attributes:
-        secret: The secret that a greeting must contain.
-        port: Port of the listener.
+        secret: The secret that the greeting of a writer must contain.
+        port: TCP port of the listener.
     """
 
     def __init__(self, host: str) -> None:
@@ -109,7 +110,7 @@ class TagListener:
         self._epoll.register(self._listener, select.EPOLLIN)
 
     def collect(self, landed: deque[tuple[Sender, bytes]]) -> None:
-        """Appends the tags that have arrived, in each sender's order, without waiting."""
+        """Appends the tags that have arrived to `landed`, in the order of each sender, without waiting."""
         with self._lock:
             for number, _ in self._epoll.poll(0):
                 if number == self._listener.fileno():
@@ -118,7 +119,7 @@ class TagListener:
                     self._receive(self._senders[number], landed)
 
     def close(self) -> None:
-        """Closes all connections."""
+        """Closes the listener and all connections."""
         with self._lock:
             for sender in self._senders.values():
                 sender.connection.close()
@@ -167,7 +168,7 @@ class TagLink:
     """The connection to one reader, with a queue for tags that do not fit into the socket.
 
     Attributes:
-        queued: Number of tags passed so far.
+        queued: Number of tags passed to `enqueue` so far.
         sent: Number of tags completely written to the socket.
     """
 
@@ -193,7 +194,7 @@ class TagLink:
 
     @property
     def pending(self) -> bool:
-        """Whether tags are queued."""
+        """Whether the greeting or tags are still queued."""
         return bool(self._rest or self._outbox)
 
     def check_alive(self) -> None:
@@ -203,7 +204,12 @@ class TagLink:
             self._check()
 
     def enqueue(self, tag: bytes) -> int:
-        """Sends a tag or queues it; return its number, which `sent` reaches when the tag has been sent."""
+        """Sends or queues a tag, and returns its number; the tag has been sent when `sent` reaches that number.
+
+        Raises:
+            PeerDisconnected: the reader is gone.
+            TransportError: too many bytes of tags are queued.
+        """
         with self._lock:
             self._look()
             self._check()
@@ -218,7 +224,7 @@ class TagLink:
         return number
 
     def flush(self) -> None:
-        """Sends queued tags as far as the socket accepts them.
+        """Sends queued tags until the socket is full.
 
         Raises:
             PeerDisconnected: the reader is gone.
@@ -258,7 +264,7 @@ class TagLink:
         return b"".join(frames), len(frames)
 
     def _look(self) -> None:
-        """Detect the end of the connection; readers send nothing else."""
+        """Records whether the reader has closed the connection; readers never send bytes."""
         if self._gone:
             return
         try:

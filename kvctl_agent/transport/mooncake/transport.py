@@ -1,7 +1,7 @@
 """The `mooncake` transport: Mooncake's engine writes into the peer's registered memory, tags use a TCP connection.
 
-The engine's requirements on wheels, protocols, listeners and shutdown are met in `mooncake.engine`, those on windows
-and status calls in `mooncake.writes`, those on names, memory and sessions here:
+Module `mooncake.engine` deals with wheels, protocols, listeners and shutdown, `mooncake.writes` with windows and status
+calls, and this module with these properties of the engine:
 
 - The engine checks an address at the target and reports only "failed". Metadata therefore contains the registered
   regions, and descriptors are checked against them before they are posted.
@@ -64,7 +64,7 @@ _log = logging.getLogger(__name__)
 
 
 class MooncakeTransport(CheckedTransport[Peer, MooncakeWrite]):
-    """A Mooncake engine.
+    """Transport of a Mooncake engine.
 
     `params` may have `protocol` (tcp, rdma, nvlink, nvlink_intra or efa), `device` (RDMA devices to use, joined by +;
     default all) and `host` (the address at which peers reach this agent; by default only this host can).
@@ -197,7 +197,12 @@ class MooncakeTransport(CheckedTransport[Peer, MooncakeWrite]):
         return write
 
     def _read(self, peer: str, metadata: bytes) -> Peer:
-        """The peer that `metadata` describes, with its tag connection started."""
+        """Checks the metadata of a peer, starts its tag connection and returns the peer.
+
+        Raises:
+            TransportError: the metadata is malformed, or does not fit this agent.
+            PeerDisconnected: the peer cannot be reached.
+        """
         magic, checksum, body = metadata[: len(_MAGIC)], metadata[len(_MAGIC) :][:4], metadata[len(_MAGIC) + 4 :]
         if magic != _MAGIC or checksum != zlib.crc32(body).to_bytes(4, "little"):
             raise TransportError(
@@ -231,7 +236,7 @@ _openers: set[threading.Thread] = set()
 
 
 def _open(engine: engine.Engine, peer: Peer) -> None:
-    """Opens the peer's session; runs on a thread of its own, because it may take a minute."""
+    """Opens the session to a peer and records the outcome; runs on its own thread, because it may take a minute."""
     try:
         peer.refused = engine.open(peer.session)
     except AttributeError:  # the engine was stopped in the meantime
@@ -243,14 +248,21 @@ def _open(engine: engine.Engine, peer: Peer) -> None:
 
 @atexit.register
 def _let_openers_end() -> None:
-    """Waits for the opener threads: one returning from the engine while Python exits aborts the process (SIGABRT)."""
+    """Waits up to 0.5 s for the opener threads.
+
+    A thread that returns from the engine while Python exits aborts the process (SIGABRT).
+    """
     deadline = time.monotonic() + _EXIT_S
     for thread in list(_openers):
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _numeric(host: str) -> str:
-    """The numeric address of `host`, so that peers need no name lookup during a transfer."""
+    """Returns the numeric address of `host`, so that peers need no name lookup during a transfer.
+
+    Raises:
+        ConfigError: `host` has no address, or is 0.0.0.0.
+    """
     try:
         addr = socket.gethostbyname(host)
     except OSError as error:

@@ -21,7 +21,7 @@ from kvctl_agent.transport.mooncake.tags import TagLink
 
 WRITE_WINDOW = 256
 PEER_WINDOW = 1024
-"""Entries in flight, of one write and to one peer; the engine takes about 2,048 to a peer."""
+"""Maximum entries in flight of one write, and to one peer; the engine accepts about 2,048 to a peer."""
 
 _ENDED = (1, -1)
 _DRAIN_S = 0.2
@@ -36,11 +36,11 @@ class Peer:
         metadata: The metadata with which it was connected.
         ident: Random name of the incarnation.
         session: The engine's name of the peer.
-        ranges: Its registered memory.
-        link: The connection for tags to it.
+        ranges: The peer's registered memory.
+        link: The connection for tags to the peer.
         opened: Whether the engine has opened the session, so that a post does not wait for the peer.
-        refused: Why the session could not be opened; "" if it could, or has not been tried yet.
-        forgotten: Whether it was disconnected by this agent.
+        refused: Why the session could not be opened; "" if it was opened, or opening is still in progress.
+        forgotten: Whether this agent has disconnected the peer.
     """
 
     def __init__(self, key: str, metadata: bytes, ident: str, session: str, ranges: Ranges, link: TagLink) -> None:
@@ -57,7 +57,7 @@ class Peer:
         self._lock = threading.Lock()
 
     def take_room(self, wanted: int) -> int:
-        """Reserves up to `wanted` entries of the peer's window and return their number; `give_room` frees them."""
+        """Reserves up to `wanted` entries of the peer's window and returns their number; `give_room` frees them."""
         with self._lock:
             granted = max(0, min(wanted, PEER_WINDOW - self._in_flight))
             self._in_flight += granted
@@ -69,7 +69,7 @@ class Peer:
 
 
 class MooncakeWrite:
-    """A write: descriptors to post, entries in flight, and its tag, which is sent when the last entry is done."""
+    """State of a write: descriptors to post, entries in flight, and the tag to send after the last entry is done."""
 
     def __init__(
         self,
@@ -112,12 +112,12 @@ class InFlight(AbandonedWrites[MooncakeWrite]):
         self._open: set[MooncakeWrite] = set()
 
     def post(self, write: MooncakeWrite) -> None:
-        """Starts a write and posts as many entries as the windows allow."""
+        """Starts a write: posts as many of its descriptors as the windows allow."""
         self._open.add(write)
         self.advance(write)
 
     def advance(self, write: MooncakeWrite) -> bool:
-        """Polls a write without waiting; return True when it has ended, with any failure in its `error`."""
+        """Polls a write without waiting and returns whether it has ended; a failure is stored in its `error`."""
         if write.done:
             return True
         self._reap(write)
@@ -134,7 +134,7 @@ class InFlight(AbandonedWrites[MooncakeWrite]):
         return True
 
     def close(self) -> None:
-        """Waits briefly for the writes in flight, then abandons them."""
+        """Waits up to 0.2 s for the writes in flight, then abandons the rest, whose `error` is set."""
         deadline = time.monotonic() + _DRAIN_S
         while [write for write in list(self._open) if not self.advance(write)] and time.monotonic() < deadline:
             time.sleep(0.0005)
@@ -147,7 +147,7 @@ class InFlight(AbandonedWrites[MooncakeWrite]):
         self._draining.clear()
 
     def _fill(self, write: MooncakeWrite) -> None:
-        """Posts entries while both windows have room."""
+        """Posts further descriptors of a write, as entries of the engine, while both windows have room."""
         peer = write.peer
         if not peer.opened:
             if peer.refused:
@@ -175,7 +175,7 @@ class InFlight(AbandonedWrites[MooncakeWrite]):
             peer.give_room(room - posted)
 
     def _reap(self, write: MooncakeWrite) -> None:
-        """Removes ended entries in the order in which they were posted, which is nearly the order in which they end."""
+        """Removes ended entries from the front; they end nearly in the order in which they were posted."""
         check, entries = self._engine.check, write.entries
         before = len(entries)
         while entries:
@@ -198,7 +198,10 @@ class InFlight(AbandonedWrites[MooncakeWrite]):
 
     @staticmethod
     def _diagnosed(write: MooncakeWrite) -> bool:
-        """Sets the error of a failed write; returns False to check again: a dying process closes sockets late."""
+        """Sets the error of a failed write and returns True, or returns False if the cause is not known yet.
+
+        A failure is attributed to a living peer only after 0.1 s, because a dying process closes its sockets late.
+        """
         try:
             write.peer.link.check_alive()
         except PeerDisconnected as error:
@@ -214,7 +217,7 @@ class InFlight(AbandonedWrites[MooncakeWrite]):
 
     @staticmethod
     def _tag_sent(write: MooncakeWrite) -> bool:
-        """Sends the tag if the write has one; return True once it is sent or has failed."""
+        """Sends the tag of a write; returns True once the tag is sent or has failed, or if there is none."""
         if write.tag is None:
             return True
         link = write.peer.link
@@ -230,7 +233,7 @@ class InFlight(AbandonedWrites[MooncakeWrite]):
 
 
 def flush(link: TagLink) -> None:
-    """Sends queued tags; a peer that is gone is reported to the threads that write to it."""
+    """Sends queued tags. Ignores a peer that is gone, because its loss is reported to the threads that write to it."""
     if link.pending:
         with contextlib.suppress(PeerDisconnected):
             link.flush()

@@ -1,1 +1,1 @@
-"""The `nixl` transport."""
+"""The `nixl` transport: NIXL's binding, its requests, and the transport itself."""

@@ -1,7 +1,7 @@
-"""Adapter for NIXL's Python binding: creates agents and converts NIXL's errors.
+"""Adapter for NIXL's Python binding: imports it, creates agents and converts NIXL's errors.
 
-It uses the compiled binding and not `nixl_agent`, because the binding accepts descriptor arrays and calls from any
-thread.
+The adapter uses the compiled binding and not `nixl_agent`, because the binding accepts descriptor arrays and calls from
+any thread.
 
 Agents run without NIXL's progress thread. By default that thread spins, so every agent uses one core permanently, and
 on a machine with as many agents as cores a notification takes 8 to 16 ms, because the spinning threads starve those
@@ -114,9 +114,14 @@ def start(name: str, backend: str, backend_params: dict[str, str], enter: Callab
 
 
 def translate(engine: Engine, error: Exception, what: str, peer: str, engine_name: str) -> TransportError:
-    """Converts one of `engine.errors`, whose text is only the name of a status.
+    """Converts an exception of the binding, whose text is only the name of a status, to an error with a full text.
 
-    The text begins with the failed operation `what`. `peer` is the local name of the peer, `engine_name` NIXL's.
+    Args:
+        engine: The engine.
+        error: One of `engine.errors`.
+        what: What failed, the beginning of the text, such as "cannot send a tag".
+        peer: Local name of the peer.
+        engine_name: NIXL's name of the peer.
     """
     binding = engine.binding
     gone = isinstance(error, binding.nixlRemoteDisconnectError)
@@ -131,7 +136,7 @@ def translate(engine: Engine, error: Exception, what: str, peer: str, engine_nam
 
 
 def _errors(binding: Any) -> tuple[type[Exception], ...]:
-    """The binding's exceptions: one class per status, and RuntimeError for a status that the binding does not know."""
+    """Returns the exceptions that the binding raises: a class per status, and RuntimeError for unknown statuses."""
     named = (getattr(binding, name) for name in dir(binding) if name.startswith("nixl") and name.endswith("Error"))
     return (RuntimeError, *named)
 
@@ -185,7 +190,7 @@ def driver_cuda() -> int | None:
 
 
 def _loaded() -> Any | None:
-    """The binding that other code in this process has already imported."""
+    """Returns the binding that other code in this process has already imported, or None."""
     for package in ("nixl", *_WHEELS.values()):
         binding = sys.modules.get(f"{package}._bindings")
         if binding is not None:
@@ -202,7 +207,7 @@ def _by_preference() -> list[str]:
 
 
 def _too_new() -> str:
-    """Why the installed wheel does not fit this driver; "" if it does."""
+    """Returns an error text if an installed wheel needs a newer driver than this machine has; "" otherwise."""
     serves = driver_cuda()
     unusable = [package for package in _WHEELS.values() if package not in _by_preference() and _has(package)]
     if serves is None or not unusable:

@@ -1,7 +1,7 @@
-"""NIXL handles: prepared descriptor lists of each peer, and transfer requests from post until freed.
+"""Owns NIXL's handles: prepared descriptor lists of each peer, and transfer requests from post until freed.
 
 If a request in flight is freed, NIXL cancels it: its bytes may still land, but its tag is lost without an error. A
-request is therefore freed only when NIXL reports it done or failed. Abandoned requests are polled by
+request is therefore freed only when NIXL reports it as done or failed. Abandoned requests are polled by
 `InFlight.drain_on`, because only a status call sends the tag after the bytes are flushed.
 """
 
@@ -29,9 +29,9 @@ class Peer:
         key: Local name of the peer.
         engine_name: NIXL's name of the peer.
         metadata: The metadata with which it was connected.
-        memory: Devices of its memory.
-        reached: Whether a write to it has been posted without an error.
-        prepared: Lists of its descriptors.
+        memory: Devices of the peer's memory.
+        reached: Whether a write to the peer has been posted without an error.
+        prepared: Prepared descriptor lists of the peer's memory.
     """
 
     def __init__(self, key: str, engine_name: str, metadata: bytes, memory: DeviceMap) -> None:
@@ -44,7 +44,7 @@ class Peer:
 
 
 class NixlPrepared:
-    """A descriptor list in NIXL; `owner` is the peer incarnation that it belongs to, None for local memory."""
+    """A descriptor list in NIXL; `owner` is the peer whose memory it describes, None for local memory."""
 
     def __init__(self, handle: int, sizes: Sizes, owner: Peer | None) -> None:
         self.handle: int | None = handle
@@ -60,14 +60,14 @@ class NixlPrepared:
         return int(self._sizes[index].sum())
 
     def release(self, engine: Engine) -> None:
-        """Frees the list in the engine; idempotent."""
+        """Frees the list in NIXL; idempotent."""
         if self.handle is not None:
             handle, self.handle = self.handle, None
             engine.agent.releasedDlistH(handle)
 
 
 class NixlWrite:
-    """A posted transfer request."""
+    """A posted transfer request, as a `Write`."""
 
     def __init__(self, in_flight: InFlight, peer: Peer, handle: int, nbytes: int, descriptors: int) -> None:
         self.bytes = nbytes
@@ -89,7 +89,7 @@ class NixlWrite:
 
 
 class InFlight(AbandonedWrites[NixlWrite]):
-    """The transfer requests of one agent that NIXL has not finished."""
+    """The posted transfer requests of one agent that NIXL has not finished."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class InFlight(AbandonedWrites[NixlWrite]):
         return write
 
     def advance(self, write: NixlWrite) -> bool:
-        """Polls a request; return True when the engine has finished it, with any failure in its `error`."""
+        """Polls a request and returns whether NIXL has finished it; a failure is stored in its `error`."""
         if write.handle is None:
             return True
         self._engine.enter()
@@ -132,7 +132,7 @@ class InFlight(AbandonedWrites[NixlWrite]):
         return True
 
     def close(self) -> None:
-        """Waits briefly for the requests in flight, then abandons them."""
+        """Waits up to half a second for the requests in flight, then frees the rest, whose `error` is set."""
         deadline = time.monotonic() + _DRAIN_S
         while [write for write in list(self._open) if not self.drain(write)] and time.monotonic() < deadline:
             time.sleep(0.0005)

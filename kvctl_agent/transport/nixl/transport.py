@@ -257,7 +257,7 @@ class NixlTransport:
         del self._agent
 
     def _notified(self) -> list[Arrival]:
-        """Lets the engine and abandoned writes make progress, and returns the engine's notifications."""
+        """Lets NIXL and abandoned writes make progress, and returns the tags that NIXL has received."""
         self._begin()
         self._in_flight.drain_on()
         try:
@@ -322,7 +322,10 @@ class NixlTransport:
         return binding.translate(self._engine, error, what, peer.key, peer.engine_name)
 
     def _begin(self) -> None:
-        """Check that the transport is open and make the device current; threads of the engine use `_visit` instead."""
+        """Checks that the transport is open, and makes the device current on this thread.
+
+        Methods that run on threads of SGLang or vLLM use `_visit` instead, which restores the previous device.
+        """
         self._check_open()
         self._enter()
 
@@ -339,7 +342,7 @@ class NixlTransport:
 
 
 def _rows(addrs: Addresses, sizes: Sizes, device: int) -> npt.NDArray[np.uint64]:
-    """Array `[n, 3]` of (address, bytes, device) per descriptor, which NIXL reads four times faster than tuples."""
+    """Returns an array `[n, 3]` of (address, bytes, device), which NIXL reads four times faster than tuples."""
     rows = np.empty((len(addrs), 3), np.uint64)
     rows[:, 0] = addrs
     rows[:, 1] = sizes
@@ -348,7 +351,11 @@ def _rows(addrs: Addresses, sizes: Sizes, device: int) -> npt.NDArray[np.uint64]
 
 
 def _checked(peer: str, metadata: bytes) -> tuple[DeviceMap, bytes]:
-    """The devices of the peer's memory, and the engine's part of its metadata."""
+    """Checks the metadata of a peer, and returns the devices of its memory and NIXL's part of the metadata.
+
+    Raises:
+        TransportError: the metadata is malformed, damaged or of another transport.
+    """
     magic, checksum, body = metadata[: len(_MAGIC)], metadata[len(_MAGIC) :][:4], metadata[len(_MAGIC) + 4 :]
     if magic != _MAGIC or checksum != zlib.crc32(body).to_bytes(4, "little"):
         raise TransportError(f"nixl: {len(metadata)} bytes of metadata for peer {peer!r} are not nixl's or damaged")
