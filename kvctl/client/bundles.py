@@ -1,7 +1,7 @@
 """Reads and writes the archive of `kvctl debug bundle`: tar compressed with zstd, with a manifest of its files.
 
-An interrupt while it is written leaves a valid archive. Bundles are untrusted input: they may contain only regular
-files within size limits, each with the checksum in the manifest, and nothing is ever written to disk.
+An interrupt during writing leaves a valid archive. Bundles are untrusted input: they may contain only regular
+files within size limits whose checksums match the manifest, and reading never writes to disk.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _DAMAGED = (tarfile.TarError, ValueError, EOFError, IndexError, KeyError, Overfl
 
 
 def is_bundle(file: IO[bytes]) -> bool:
-    """Whether the file begins like a bundle; leaves its position at the beginning."""
+    """Returns whether an open file begins with the magic bytes of a bundle; resets its position to the beginning."""
     magic = file.read(len(MAGIC))
     file.seek(0)
     return magic == MAGIC
 
 
 def recording(file: IO[bytes]) -> bytes:
-    """Returns the recording in a bundle.
+    """Verifies the checksums of a bundle, and returns the bytes of the recording in it.
 
     Raises:
         RecordingError: the file is not a bundle, is damaged or truncated, or has no recording.
@@ -65,7 +65,11 @@ def checked(file: IO[bytes]) -> dict[str, Any]:
 
 
 def _checked(file: IO[bytes], wanted: str | None = None) -> tuple[dict[str, Any], bytes]:
-    """Verifies the checksums; returns the manifest and the contents of the wanted file."""
+    """Verifies the checksums; returns the manifest and the contents of the file `wanted`, b"" if it is None.
+
+    Raises:
+        RecordingError, RecordingVersionError: as for `recording`.
+    """
     checksums: dict[str, str] = {}
     manifest: dict[str, Any] | None = None
     found = b""
@@ -87,7 +91,7 @@ def _checked(file: IO[bytes], wanted: str | None = None) -> tuple[dict[str, Any]
 
 
 def _manifest(data: bytes) -> dict[str, Any]:
-    """Decodes the manifest and checks its version."""
+    """Decodes the manifest and checks its version and structure; raises as `recording` does."""
     try:
         manifest = orjson.loads(data)
         version, files = manifest["bundle"], manifest["files"]
@@ -108,10 +112,10 @@ def _manifest(data: bytes) -> dict[str, Any]:
 
 
 def members(file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
-    """Yields the name and contents of each file.
+    """Yields the name and contents of each file in a bundle.
 
     Raises:
-        RecordingError: the file is not an archive, is truncated, or has members that no bundle has.
+        RecordingError: the file is not an archive, is truncated, or has members that kvctl does not write.
     """
     import zstandard
 
@@ -139,7 +143,7 @@ def members(file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
 
 
 class _Header(tarfile.TarInfo):
-    """Header of a member; large extended headers are refused before they are read."""
+    """Header of a member; rejects large extended headers before reading them."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
@@ -150,7 +154,7 @@ class _Header(tarfile.TarInfo):
 
 
 class _Bounded:
-    """Limits the decompressed size of an archive."""
+    """Readable stream that limits the decompressed size of an archive."""
 
     def __init__(self, plain: Any) -> None:
         self._plain = plain
@@ -166,7 +170,7 @@ class _Bounded:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Entry of one file in the manifest; `what` describes it."""
+    """Entry of one file in the manifest: its name, size, checksum, and `what` it contains, as text for the user."""
 
     name: str
     bytes: int
@@ -175,7 +179,7 @@ class Entry:
 
 
 class Archive:
-    """A bundle being written; Ctrl-C takes effect before or after a file is added, never in between."""
+    """Writes a bundle; Ctrl-C takes effect before or after a file is added, never in between."""
 
     def __init__(self, file: IO[bytes]) -> None:
         import zstandard
@@ -187,7 +191,7 @@ class Archive:
         self.entries: list[Entry] = []
 
     def add(self, name: str, data: bytes | IO[bytes], what: str) -> None:
-        """Adds a file; an open file is read from its beginning."""
+        """Adds a file with contents `data`; an open file is read from its beginning. `what` describes the contents."""
         file = io.BytesIO(data) if isinstance(data, bytes) else data
         file.seek(0)
         checksum = hashlib.file_digest(cast(io.BytesIO, file), "sha256").hexdigest()
@@ -198,7 +202,7 @@ class Archive:
             self.entries.append(Entry(name, size, checksum, what))
 
     def end(self, about: dict[str, Any]) -> None:
-        """Adds the manifest, with `about` and the list of files, and closes the archive."""
+        """Adds the manifest, which has the fields `about` and the list of files, and closes the archive."""
         manifest = {
             "bundle": BUNDLE_VERSION,
             "kvctl": VERSION,
@@ -219,7 +223,7 @@ class Archive:
 
 @contextmanager
 def _delayed_interrupt() -> Iterator[None]:
-    """Delays Ctrl-C until the end of the block."""
+    """Delays the KeyboardInterrupt of a Ctrl-C until the end of the block."""
     received: list[int] = []
 
     def delay(number: int, _: FrameType | None) -> None:

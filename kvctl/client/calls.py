@@ -1,4 +1,4 @@
-"""Requests to the admin socket, checked against the declared commands."""
+"""Requests to an agent's admin socket, checked against the commands that the contract declares."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ _NS_PER_DRIFT = 5_000  # two crystals drift apart by at most 200 ppm: 1 ns in 5,
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """The agent's clock minus the local one: `offset_ns` ± `error_ns`."""
+    """Offset of an agent's wall clock: the agent's clock minus the local clock is `offset_ns` ± `error_ns`."""
 
     offset_ns: int
     error_ns: int
@@ -18,22 +18,31 @@ class ClockOffset:
     def correction_ns(self) -> int:
         """Value to subtract from the agent's times; 0 if the offset is within its error.
 
-        Agents on this machine share the local clock; subtracting the noise of their round trips would separate times
-        that are equal.
+        Agents on this machine share the local clock; for them the offset is noise, and subtracting it would make equal
+        times differ.
         """
         return self.offset_ns if abs(self.offset_ns) > self.error_ns else 0
 
 
 def estimate(sent_at_ns: int, received_at_ns: int, agent_now_ns: int) -> ClockOffset:
-    """Cristian's algorithm: the agent read its clock between sending and receiving, most likely midway."""
+    """Estimates the clock offset from one round trip by Cristian's algorithm.
+
+    The agent read its clock between sending and receiving, most likely midway; half of the round trip is the error.
+
+    Args:
+        sent_at_ns: local wall clock when the request was sent.
+        received_at_ns: local wall clock when the answer arrived.
+        agent_now_ns: the agent's wall clock in the answer.
+    """
     half = max(0, received_at_ns - sent_at_ns + 1) // 2
     return ClockOffset(agent_now_ns - sent_at_ns - half, half)
 
 
 def more_precise(latest: ClockOffset, earlier: ClockOffset, age_ns: int) -> ClockOffset:
-    """Returns the more precise of two measurements, considering drift.
+    """Returns the more precise of two measurements, allowing for clock drift between them.
 
-    A round trip prolonged by a pause has an error of the length of that pause; an earlier measurement is better.
+    A pause during a round trip increases its error by the length of the pause, so an earlier measurement may be better.
+    If the two measurements contradict each other, the clock was set, and the latest one is returned.
 
     Args:
         age_ns: time from the earlier measurement to the latest one.

@@ -1,9 +1,9 @@
-"""Selects agents by endpoint (`-e`) and label (`-l`), and finds out which of their sockets have a living process.
+"""Selects agents by endpoint (`-e`) and label (`-l`), and determines which of their processes are alive.
 
 Connecting a ZMQ socket to an absent peer never fails. Connecting a plain Unix socket fails at once, without side
 effects, if no process listens; this identifies the sockets of agents that have ended. Stopped processes are found in
-/proc and never connected to: nobody would accept the connections, and once the backlog is full, a stopped process looks
-like one that hangs. TCP endpoints are not probed; errors of their connections appear when they are asked (`fanout`).
+/proc and never connected to: they would not accept the connections, and once the backlog is full, a stopped process
+looks like one that hangs. TCP endpoints are not probed; connection errors appear when they are queried (`fanout`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Endpoint:
 
     Attributes:
         path: Unix socket; None for a TCP endpoint.
-        named: whether the user named exactly this agent.
+        named: whether the user gave exactly this name or address, not a glob.
         remote: tcp:// address; "" for a Unix socket.
     """
 
@@ -77,7 +77,7 @@ class Discovery:
 
 
 def discover(wanted: Sequence[str] = ()) -> Discovery:
-    """Finds agents.
+    """Finds the endpoints of agents and determines which are alive.
 
     Args:
         wanted: names, globs, `ipc://` or `tcp://` addresses or socket paths; empty means every agent of the socket
@@ -119,7 +119,10 @@ def discover(wanted: Sequence[str] = ()) -> Discovery:
 
 
 def _select(wanted: Sequence[str], found: Discovery) -> list[Endpoint]:
-    """Returns the requested endpoints, each once, in the order of the request."""
+    """Returns the requested endpoints without duplicates, in the order of the request.
+
+    Names that do not exist are added to `found.faults`.
+    """
     directory = found.directory
     names = _listed(directory) if not wanted or any(not _is_address(each) for each in wanted) else []
     chosen: dict[str, Endpoint] = {}
@@ -188,7 +191,7 @@ def missing(directory: Path) -> str:
 
 
 def probe(path: Path) -> int:
-    """Connects to a Unix socket; returns 0 if a process listens, else the errno."""
+    """Tries to connect to a Unix socket; returns 0 if a process listens on it, else the errno."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as client:
         code = client.connect_ex(os.fspath(path))
     # A full backlog means that the listener is alive and busy.
@@ -196,7 +199,10 @@ def probe(path: Path) -> int:
 
 
 def stopped_pid(socket: Path) -> int | None:
-    """Returns the process that serves an admin socket if it is stopped; None if it runs or is not visible."""
+    """Returns the PID of the process that serves an admin socket if it is stopped.
+
+    Returns None if the process is running, has ended, or is in another PID namespace.
+    """
     lock = lock_path(socket)
     try:
         with lock.open("rb") as file:
@@ -220,7 +226,7 @@ def _open_files(pid: int) -> Iterator[os.stat_result]:
 
 
 def matches(labels: Mapping[str, str], status: Mapping[str, Any]) -> bool:
-    """Whether the status of an agent has all of these labels."""
+    """Returns whether an agent, whose answer to `status` is given, has all of these labels."""
     carried = {key: str(value) for key, value in status["rank"].items()}
     carried |= {key: str(status[key]) for key in ("name", "role", "version", "device")}
     return all(carried.get(key) == value for key, value in labels.items())

@@ -1,8 +1,8 @@
 """Sends requests to many agents at once from one thread: a DEALER socket per agent, one poller, one deadline.
 
 Requests to one agent are pipelined, so that a command takes one round trip. Replies are matched by request id; a reply
-after the deadline is recognised and dropped. The first error of a TCP connection answers its requests: a refused key
-would otherwise look like an agent that hangs.
+after the deadline is recognised and dropped. The first error of a TCP connection fails all requests on it: otherwise an
+agent that rejects the client's key would look like an agent that hangs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,12 @@ _HANDSHAKE_EVENTS = (
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Outcome of one request: `data`, or `fault`. The wall-clock times of this machine serve the clock offset."""
+    """Outcome of one request: `data`, or a `fault` instead.
+
+    Attributes:
+        sent_at_ns, received_at_ns: local wall clock, from which the clock offset is estimated.
+        rtt_ns: round trip by the monotonic clock.
+    """
 
     endpoint: Endpoint
     call: Call
@@ -67,13 +72,14 @@ class _Pending:
 
 
 class _Handshake:
-    """Monitors the connection of one TCP socket; libzmq retries for ever and reports no errors by itself.
+    """Monitors the connection of one TCP socket, because libzmq retries for ever without reporting errors.
 
     Args:
         watched: a socket that is not connected yet.
+        keys: keys of the connection, for error texts.
 
     Attributes:
-        socket: readable when `error` has events to read.
+        socket: the monitor socket; readable when `error` has events to read.
     """
 
     def __init__(self, watched: zmq.Socket[bytes], keys: ClientKeys) -> None:
@@ -83,7 +89,7 @@ class _Handshake:
         self.socket: zmq.Socket[bytes] = watched.get_monitor_socket(_HANDSHAKE_EVENTS)
 
     def error(self) -> tuple[FaultCode, str] | None:
-        """Reads the monitor's events; returns the first error, or None."""
+        """Reads the monitor's events; returns the code and text of the first error, or None."""
         from zmq.utils.monitor import recv_monitor_message  # imports asyncio, which local agents do not need
 
         while self.socket.poll(0):
@@ -92,7 +98,7 @@ class _Handshake:
         return None
 
     def close(self) -> None:
-        """Ends the monitoring; to be called before the watched socket is closed."""
+        """Ends the monitoring; call before the watched socket is closed."""
         self._watched.disable_monitor()
         self.socket.close(linger=0)
 
@@ -139,20 +145,21 @@ class Fanout:
         self._context.term()
 
     def forget(self, endpoint: Endpoint) -> None:
-        """Closes the socket to `endpoint`, if any."""
+        """Closes the socket to `endpoint`, if there is one; the next request opens a new one."""
         if endpoint in self._handshakes:
             self._handshakes.pop(endpoint).close()
         if endpoint in self._sockets:
             self._sockets.pop(endpoint).close(linger=0)
 
     def ask(self, requests: Sequence[tuple[Endpoint, Call]], timeout_ns: int) -> list[Reply]:
-        """Sends every request and waits for the replies for at most `timeout_ns`.
+        """Sends all requests and waits for the replies for at most `timeout_ns`.
 
         Returns:
-            One reply per request, in the order of the requests; errors of agents are faults.
+            One reply per request, in the order of the requests; if an agent fails, its reply has a fault.
 
         Raises:
-            CliError: a key for an agent on TCP is missing.
+            CliError: a key for an agent on TCP is missing or unusable, an address is invalid, or too few file
+                descriptors are available.
         """
         replies: dict[int, Reply] = {}
         pending: dict[bytes, _Pending] = {}
@@ -210,7 +217,11 @@ class Fanout:
         return socket
 
     def _raise_descriptor_limit(self, endpoints: set[Endpoint]) -> None:
-        """Raises the soft limit of descriptors: a shell's usual 1,024 would suffice for some 250 agents."""
+        """Raises the soft limit of file descriptors for sockets to `endpoints`; a usual 1,024 suffices for some 250.
+
+        Raises:
+            CliError: too few file descriptors are available.
+        """
         wanted = len(endpoints | self._sockets.keys()) * _DESCRIPTORS_PER_SOCKET + _DESCRIPTORS_OF_KVCTL
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -248,7 +259,7 @@ class Fanout:
         pending: dict[bytes, _Pending],
         replies: dict[int, Reply],
     ) -> None:
-        """Answers all pending requests to this agent with a fault."""
+        """Ends all pending requests to `endpoint` with a fault of this code and text."""
         for request_id in [key for key, each in pending.items() if each.endpoint == endpoint]:
             waiting = pending.pop(request_id)
             replies[waiting.index] = _fault_reply(waiting, code, text)
@@ -269,7 +280,7 @@ def _decoded(waiting: _Pending, body: bytes) -> Reply:
 
 
 def _timeout_fault(endpoint: Endpoint, timeout_ns: int) -> Fault:
-    """Explains a timeout: the process may have ended or been stopped since discovery."""
+    """Returns the fault for a request without an answer: the process may have ended or been stopped meanwhile."""
     if endpoint.path is not None:
         if (pid := stopped_pid(endpoint.path)) is not None:
             return stopped(endpoint.name, pid)

@@ -1,4 +1,4 @@
-"""Faults of single agents, and the exit code for a set of faults."""
+"""Faults: why an agent did not answer a request, and the exit code of a command for a set of faults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvctl_agent.contract.admin import ErrorCode
 
 
 class FaultCode(StrEnum):
-    """Faults detected by the client; a refusal by an agent has a code of `contract.admin.ErrorCode` instead."""
+    """Codes of faults that the client detects; errors that an agent returns have a code of `ErrorCode` instead."""
 
     UNREACHABLE = "unreachable"
     TIMEOUT = "timeout"
@@ -31,11 +31,14 @@ class Fault:
 
 
 SILENT = frozenset({FaultCode.TIMEOUT.value, FaultCode.STOPPED.value, FaultCode.UNREACHABLE.value})
-"""Codes of known agents that do not answer."""
+"""Fault codes of agents that exist but do not answer."""
 
 
 def stopped(agent: str, pid: int) -> Fault:
-    """Fault of a stopped process; its message has the problem before the semicolon and the remedy after it."""
+    """Returns the fault of an agent whose process is stopped.
+
+    The message has the problem before the semicolon and the remedy after it.
+    """
     return Fault(agent, FaultCode.STOPPED, f"its process {pid} is stopped; `kill -CONT {pid}` lets it go on")
 
 
@@ -53,7 +56,7 @@ _RANKING = (ExitCode.PROTOCOL, ExitCode.NOT_PERMITTED, ExitCode.TIMEOUT, ExitCod
 
 
 def exit_code(answered: int, faults: Iterable[Fault]) -> ExitCode:
-    """Returns the exit code of a command that `answered` agents answered, with these faults."""
+    """Returns the exit code of a command: `answered` is the number of agents that answered, `faults` the others'."""
     codes = {_EXITS.get(fault.code, ExitCode.FAILED) for fault in faults}
     if not codes:
         return ExitCode.OK if answered else ExitCode.NO_AGENT
@@ -63,7 +66,7 @@ def exit_code(answered: int, faults: Iterable[Fault]) -> ExitCode:
 
 
 def lines(faults: Iterable[Fault]) -> list[str]:
-    """Formats faults with one line per message: `decode-0, decode-1: no answer within 2 s`."""
+    """Formats faults as one line for each distinct message, such as `decode-0, decode-1: no answer within 2 s`."""
     agents: dict[str, list[str]] = {}
     for fault in faults:
         agents.setdefault(fault.message, []).append(fault.agent)

@@ -1,4 +1,4 @@
-"""Queries the agents selected by the user: hello, protocol check, labels and commands in one pass."""
+"""Queries the agents that the user selected: hello, protocol check, label filter and commands in one pass."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ class AgentAnswer:
     """Answers of one agent with a compatible admin protocol.
 
     Attributes:
+        hello: the answer to `hello`.
         rtt_ns: shortest round trip of a hello.
-        data: answers by command name, without refused commands, which are in the faults.
+        clock: offset of the agent's wall clock.
+        data: answers by command name; commands that failed are in `Survey.faults` instead.
     """
 
     endpoint: Endpoint
@@ -49,12 +51,14 @@ class Survey:
     """Result of querying the fleet.
 
     Attributes:
+        discovery: endpoints that were found.
         agents: agents that answered hello and match the labels, by name.
-        faults: agents that did not answer, and refused commands.
+        faults: why agents did not answer, and why commands failed.
         filtered: number of agents that answered and do not match the labels.
-        at_ns: local wall clock when they answered.
-        tick_ns: clock for the time between two surveys: monotonic, or the time of the recorded snapshot.
-        remarks: remarks on all answers, for the user.
+        at_ns: local wall clock when the agents answered.
+        tick_ns: clock from which to compute the time between two surveys: monotonic, or the time of the recorded
+            snapshot.
+        remarks: sentences about the answers, for the user.
     """
 
     discovery: Discovery
@@ -70,7 +74,7 @@ class Survey:
         return [(agent, agent.data[command]) for agent in self.agents if command in agent.data]
 
     def drop_unknown_room_faults(self) -> int:
-        """Removes the faults of agents that do not know the requested room; returns their number."""
+        """Removes the faults of agents that do not know the requested room; returns how many were removed."""
         real = [fault for fault in self.faults if fault.code != ErrorCode.UNKNOWN_ROOM]
         removed = len(self.faults) - len(real)
         self.faults = real
@@ -78,7 +82,10 @@ class Survey:
 
 
 def room_rows(data: Mapping[str, Any], command: str) -> Sequence[Any]:
-    """Returns the room rows of an agent's answer to `command`; () if there is no answer."""
+    """Returns the room rows of an agent's answer to `command`, a command that lists rooms; () without an answer.
+
+    `data` has the agent's answers by command.
+    """
     found = data.get(command, ())
     rows: Sequence[Any] = found["rooms"] if isinstance(found, Mapping) else found
     return rows
@@ -93,7 +100,7 @@ class Fleet:
     Args:
         endpoints: values of `-e`; empty means every agent of the socket directory.
         labels: role, instance coordinates (dp, pp, cp, tp, unique), name, version or device; all must match.
-        timeout_ns: longest time to wait for an answer.
+        timeout_ns: longest time to wait for the answers to one batch of requests.
         keys: keys for agents on TCP.
     """
 
@@ -112,11 +119,12 @@ class Fleet:
         self._fanout.__exit__(kind, error, at)
 
     def survey(self, calls: Sequence[Call] = (), clock_rounds: int = 1) -> Survey:
-        """Discovers the agents and sends each of them `calls`.
+        """Discovers the agents, sends `calls` to each of them and returns the answers.
 
         Args:
             calls: commands, each at most once.
-            clock_rounds: hellos per agent; the first includes the connection, so precise clocks need several.
+            clock_rounds: number of hellos per agent; the first includes the time to connect, so a precise clock offset
+                needs several.
         """
         survey = gather(discover(self._endpoints), calls, self._labels, self.ask)
         for _ in range(clock_rounds - 1):
@@ -129,7 +137,7 @@ class Fleet:
         return True
 
     def ask(self, requests: Sequence[tuple[Endpoint, Call]]) -> list[Reply]:
-        """Sends requests to discovered agents; returns a reply per request, in their order."""
+        """Sends requests to discovered agents; returns one reply per request, in the order of the requests."""
         replies = self._fanout.ask(requests, self._timeout_ns)
         for reply in replies:
             if reply.call == _HELLO and reply.fault is not None and reply.fault.code in SILENT:
@@ -146,7 +154,14 @@ class Fleet:
 
 
 def gather(found: Discovery, calls: Sequence[Call], labels: Mapping[str, str], ask: Ask) -> Survey:
-    """Queries the live agents of `found`; keeps those with a compatible protocol that match the labels."""
+    """Queries the live agents of `found`, and returns those with a compatible protocol that match the labels.
+
+    Args:
+        found: result of the discovery.
+        calls: commands to send, each at most once.
+        labels: labels that an agent must have.
+        ask: sends requests and returns one reply per request, in their order.
+    """
     survey = Survey(found, faults=list(found.faults))
     asked = [_HELLO, *([_STATUS] if labels and _STATUS not in calls else []), *calls]
     by_endpoint: dict[Endpoint, list[Reply]] = {}
@@ -196,13 +211,14 @@ def _protocol_fault(endpoint: Endpoint, hello: Any) -> Fault | None:
 
 
 _DIGITS = 6
-"""Last digits of the incarnation, used to distinguish agents; the first digits are the start time."""
+"""Number of last digits of the incarnation that distinguish agents; its first digits are the start time."""
 
 
 def rename_duplicates(agents: Sequence[AgentAnswer]) -> None:
-    """Renames agents with equal names to `decode-0#487f51`, with the last digits of their incarnations.
+    """Appends the last digits of the incarnation to the names of agents with equal names: `decode-0#487f51`.
 
-    Also renames them in the rows of their own answers, and in the peers of all agents if the incarnation matches.
+    The new name is also used in the rows of the agent's own answers, and in rows of other agents that name it as a peer
+    with a matching incarnation.
     """
     names = Counter(agent.name for agent in agents)
     renamed: dict[tuple[str, str], str] = {}
@@ -222,7 +238,7 @@ def rename_duplicates(agents: Sequence[AgentAnswer]) -> None:
 
 
 def _rows(answers: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Yields answers that are objects, and objects in lists of the answers."""
+    """Yields the rows in answers: an answer that is an object itself, and the objects in its lists."""
     for answer in answers:
         if isinstance(answer, dict):
             yield answer
@@ -232,7 +248,7 @@ def _rows(answers: Iterable[Any]) -> Iterator[dict[str, Any]]:
 
 
 class Source(Protocol):
-    """A live `Fleet` or a recording; a context manager."""
+    """Interface of what can be queried: a live `Fleet` or a `RecordingSource`; a context manager."""
 
     def __enter__(self) -> Self: ...
 
@@ -241,7 +257,7 @@ class Source(Protocol):
     ) -> None: ...
 
     def survey(self, calls: Sequence[Call] = (), clock_rounds: int = 1) -> Survey:
-        """Returns the answers of the agents to `calls`, each at most once."""
+        """Returns the answers of the agents to `calls`, which has each command at most once."""
         ...
 
     def advance(self) -> bool:

@@ -32,7 +32,7 @@ class ClientKeys:
 
 @dataclass(frozen=True, slots=True)
 class KeyNames:
-    """Options that name the keys.
+    """Values of the command-line options that name the keys.
 
     Attributes:
         own: `--key`: path of a secret file, or a name in the key directory; None for the default name.
@@ -43,7 +43,7 @@ class KeyNames:
     server: str | None = None
 
     def load(self, address: str) -> ClientKeys:
-        """Reads the keys.
+        """Reads the keys for agents on TCP; `address` is for error texts.
 
         Raises:
             CliError: a key is missing or unusable; the message names the remedy.
@@ -70,7 +70,7 @@ NO_KEYS = KeyNames()
 
 
 def secret_path(name: str) -> Path:
-    """Returns the path of a secret key file, which `name` gives as a path or as a name in the key directory."""
+    """Returns the path of a secret key file; `name` is a path, or a name in the key directory."""
     if "/" in name or name.endswith(SECRET_SUFFIX):
         return Path(name).expanduser()
     return keys_dir() / f"{name}{SECRET_SUFFIX}"

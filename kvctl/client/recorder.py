@@ -1,8 +1,8 @@
-"""Records a fleet into one file: snapshots of everything the reading commands show, and inputs of state machines.
+"""Records a fleet into one file: snapshots of what the read-only commands show, and inputs of state machines.
 
 The number of rooms whose timelines are recorded is limited; failed and active rooms come first. Each snapshot of a
-series holds the events and finished rooms that the earlier ones lack. The file appears under its name when it is
-complete; on failure nothing is left behind.
+series has only the events and finished rooms that the earlier snapshots lack. The file appears under its name when it
+is complete; on failure no file is left.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvctl_agent.contract import recording as form
 from kvctl_agent.contract.commands import COMMANDS, Level
 
 MAX_SNAPSHOT_BYTES = 256 << 20
-"""Size of all snapshots of a series."""
+"""Maximum size of all snapshots of a series."""
 
 _INPUTS = "inputs"
 _CLOCK_ROUNDS = 3
@@ -46,7 +46,7 @@ _NAMED = 5  # agents in one remark
 
 @dataclass(slots=True)
 class Saved:
-    """Row of `kvctl record`: the inputs recorded of one agent."""
+    """Row in the output of `kvctl record`: which inputs of one agent were recorded."""
 
     agent: str
     role: str
@@ -61,13 +61,13 @@ class Saved:
 
 @dataclass(slots=True)
 class Saving:
-    """Result of a recording.
+    """Result of making a recording.
 
     Attributes:
         saved: a row for each recorded agent.
         moments: wall-clock time of each snapshot, ns.
         left_out: descriptions of data that the snapshots lack.
-        interrupted: Ctrl-C ended it early; the file is valid.
+        interrupted: whether Ctrl-C ended it early; the file is valid.
     """
 
     survey: Survey
@@ -83,12 +83,13 @@ class Saving:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Schedule of snapshots.
+    """Schedule of the snapshots in a recording.
 
     Attributes:
-        for_ns: time from the first snapshot to the last; 0 takes a single one.
+        for_ns: time from the first snapshot to the last; 0 for a single snapshot.
         every_ns: time from one snapshot to the next; if the fleet takes longer to answer, the next follows at once.
-        progress: called after each snapshot with their number, the size of the file in bytes, and the remaining ns.
+        progress: called after each snapshot with the number of snapshots, the size of the file in bytes, and the
+            remaining time in ns.
     """
 
     for_ns: int
@@ -99,11 +100,11 @@ class Series:
 def save_recording(fleet: Fleet, path: Path, series: Series) -> Saving:
     """Records the fleet into `path`.
 
-    The inputs of an agent that fails midway are recorded as far as it returned them. If no agent answers, no file is
-    written and an existing one stays. Ctrl-C ends the series, a second Ctrl-C the fetching of inputs.
+    If an agent fails midway, the inputs that it has returned are recorded. If no agent answers, no file is written and
+    an existing file stays. The first Ctrl-C ends the series of snapshots, the second ends the fetching of inputs.
 
     Raises:
-        CliError: the file cannot be written; nothing is left of it.
+        CliError: the file cannot be written; no partial file is left.
     """
     saving = Saving(fleet.survey())
     if saving.survey.agents:
@@ -116,7 +117,7 @@ def save_recording(fleet: Fleet, path: Path, series: Series) -> Saving:
 
 
 def write_recording(file: IO[bytes], fleet: Fleet, saving: Saving, series: Series) -> None:
-    """Writes a recording of the agents in `saving.survey` into an empty file."""
+    """Writes a recording of the agents in `saving.survey` into an empty file, and adds the results to `saving`."""
     saving.saved = [
         Saved(agent.name, agent.hello["role"], agent.hello["incarnation"]) for agent in saving.survey.agents
     ]
@@ -136,7 +137,7 @@ def write_recording(file: IO[bytes], fleet: Fleet, saving: Saving, series: Serie
 
 
 def write_snapshots(file: IO[bytes], snapshots: Iterable[RecordedSnapshot]) -> bool:
-    """Writes snapshots into an empty file; returns False if Ctrl-C ended it early, which leaves the file valid."""
+    """Writes snapshots into an empty file; returns False if Ctrl-C interrupted it, which leaves the file valid."""
     writer = _Writer(file)
     try:
         for number, snapshot in enumerate(snapshots):
@@ -149,7 +150,7 @@ def write_snapshots(file: IO[bytes], snapshots: Iterable[RecordedSnapshot]) -> b
 
 
 class _Writer:
-    """Writes frames, counts them, and removes a frame that an interrupt has left incomplete."""
+    """Writes and counts frames, and can remove a frame that an interrupt has left incomplete."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -158,7 +159,7 @@ class _Writer:
         self.add([form.encode_frame(form.HEAD, {"made_at_ns": time.time_ns(), "version": VERSION})])
 
     def add(self, frames: Iterable[bytes]) -> int:
-        """Writes frames that are valid only together; returns their size."""
+        """Writes frames that are valid only together; returns their size in bytes."""
         whole = list(frames)
         data = b"".join(whole)
         self._file.write(data)
@@ -167,7 +168,7 @@ class _Writer:
         return len(data)
 
     def remove_incomplete(self) -> None:
-        """Removes frames that `add` has not finished."""
+        """Removes the bytes of frames that `add` has not written completely."""
         self._file.seek(self.nbytes)
         self._file.truncate()
 
@@ -198,7 +199,12 @@ def _take_series(fleet: Fleet, saving: Saving, series: Series, writer: _Writer) 
 
 @dataclass(slots=True)
 class _InputPages:
-    """Pages of inputs fetched from one agent so far."""
+    """Progress of fetching the inputs of one agent, page by page.
+
+    Attributes:
+        number: position of the agent among the recorded agents.
+        since, until: next input to fetch, and the end; None before the first page.
+    """
 
     endpoint: Endpoint
     number: int
@@ -224,7 +230,7 @@ def _fetch_inputs(fleet: Fleet, saving: Saving, writer: _Writer) -> None:
 
 
 def _take_page(each: _InputPages, reply: Reply, writer: _Writer) -> Fault | None:
-    """Writes one page of inputs."""
+    """Writes the page of inputs in `reply` and updates `each`; returns a fault if the page is malformed."""
     try:
         page, header, saved = reply.data, reply.data["header"], each.saved
         if each.since is None:
@@ -248,10 +254,10 @@ def _take_page(each: _InputPages, reply: Reply, writer: _Writer) -> Fault | None
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """Creates a private file that gets its name once it is complete and synced; on failure it is removed.
+    """Yields a new private file that is renamed to `path` once it is complete and synced; on failure it is removed.
 
     Raises:
-        OSError: it cannot be written, or `path` exists and is not a regular file.
+        OSError: the file cannot be written, or `path` exists and is not a regular file.
     """
     path = path.resolve()
     if path.exists() and not path.is_file():
@@ -271,11 +277,11 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
 
 @dataclass(slots=True)
 class _Process:
-    """Data of one agent process that is in the file already.
+    """What the file already has of one agent process.
 
     Attributes:
-        next: number of the first event that is not.
-        finished: (room, nonce) of finished rooms whose timelines are.
+        next: number of the first event that is not in the file; None if no event is.
+        finished: (room, nonce) of finished rooms whose timelines are in the file.
     """
 
     next: int | None = None
@@ -283,14 +289,14 @@ class _Process:
 
 
 class SnapshotRecorder:
-    """Takes the snapshots of one fleet for one file."""
+    """Takes the snapshots of one fleet for one file, without repeating data of earlier snapshots."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._processes: dict[tuple[Endpoint, str], _Process] = {}
 
     def take(self) -> RecordedSnapshot:
-        """Takes one snapshot; an answer that an agent does not give is stored as a fault."""
+        """Takes one snapshot; a command that an agent does not answer is stored as a fault."""
         survey = self._fleet.survey(clock_rounds=_CLOCK_ROUNDS)
         at_ns = time.time_ns()
         found = survey.discovery
@@ -322,7 +328,11 @@ class SnapshotRecorder:
         )
 
     def _add_rooms(self, answers: dict[Endpoint, list[Answer]], wanted: dict[Endpoint, list[str]]) -> list[str]:
-        """Adds the timelines and layers of rooms to the answers; returns descriptions of what is omitted."""
+        """Fetches the timelines and layers of the `wanted` rooms and adds them to `answers`.
+
+        Returns:
+            Descriptions of what was omitted.
+        """
         left_out: list[str] = []
         most = min(_ROOMS_PER_AGENT, max(1, _ROOMS_IN_TOTAL // max(1, len(answers))))
         if too_many := sum(max(0, len(rooms) - most) for rooms in wanted.values()):
@@ -351,7 +361,7 @@ class SnapshotRecorder:
 
 
 def _calls(process: _Process) -> Iterator[Call]:
-    """Yields every reading command without required arguments, for the data that the file lacks."""
+    """Yields a call of each read-only command that has no required arguments, for the data that the file lacks."""
     for command in COMMANDS:
         if command.level <= Level.READ and not any(arg.required for arg in command.args):
             since = {"since": process.next} if command.name == "events" else {}
@@ -368,7 +378,7 @@ def _data(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def _wanted(answers: Sequence[Answer], process: _Process) -> list[str]:
-    """Returns rooms whose timelines the file lacks: failed rooms first, then active ones."""
+    """Returns the rooms whose timelines the file lacks: failed rooms first, then active rooms, then others."""
     data = _data(answers)
     finished = [row for command in FINISHED for row in room_rows(data, command)]
     new = [row for row in finished if (row["room"], row["nonce"]) not in process.finished]

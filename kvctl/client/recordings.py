@@ -1,8 +1,9 @@
 """Reads recordings and bundles, and answers queries from them as a live fleet would.
 
-A recording is a series of snapshots. Each is stored as one frame for itself and one frame for the answers of each
-agent: JSON of the classes below, compressed with zlib. Recordings and bundles are untrusted input: sizes are checked
-before anything is decompressed, types when a snapshot is decoded, and nothing is written to disk.
+A recording is a series of snapshots of the fleet. A snapshot is stored as one frame with its own fields, followed by
+one frame with the answers of each agent: JSON of the classes below, compressed with zlib. Recordings and bundles are
+untrusted input: sizes are checked before anything is decompressed, types when a snapshot is decoded, and nothing is
+written to disk.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ _hints = cache(get_type_hints)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer of one agent to one command: `data`, or a fault instead.
+    """Answer of one agent to one command: `data`, or a `fault` instead.
 
     Attributes:
-        room: argument of the commands `room` and `layers`. Other arguments are not stored, because every command is
-            asked for everything it can answer.
+        room: argument of the commands `room` and `layers`, else None. Other arguments are not stored, because the
+            recorder requests all data of a command.
     """
 
     command: str
@@ -59,7 +60,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class RecordedAgent:
-    """Answers of one agent in one snapshot; for an agent that did not answer `hello`, only the fault."""
+    """Answers of one agent in one snapshot; an agent that did not answer `hello` has only the fault of that."""
 
     endpoint: Endpoint
     rtt_ns: int
@@ -80,12 +81,13 @@ class RecordedAgent:
 
 @dataclass(frozen=True, slots=True)
 class RecordedSnapshot:
-    """Snapshot of a fleet: answers given at about the same time.
+    """Snapshot of a fleet: answers of its agents at about the same time.
 
     Attributes:
+        at_ns: wall clock of the recording machine.
         directory: socket directory that was searched.
         stale: sockets of processes that have ended.
-        faults: agents that were named and not found.
+        faults: agents that the user named and that were not found.
         left_out: descriptions of data omitted for lack of space or time.
     """
 
@@ -107,13 +109,13 @@ class RecordedSnapshot:
 
 
 def text_endpoint(endpoint: Endpoint) -> Endpoint:
-    """Makes an endpoint encodable as JSON: file names may contain any bytes."""
+    """Returns the endpoint with texts that JSON can encode; file names may contain any bytes."""
     path = None if endpoint.path is None else Path(utf8(str(endpoint.path)))
     return Endpoint(utf8(endpoint.name), path, remote=endpoint.remote)
 
 
 def text_fault(fault: Fault) -> Fault:
-    """Makes a fault encodable as JSON."""
+    """Returns the fault with texts that JSON can encode."""
     return Fault(utf8(fault.agent), str(fault.code), utf8(fault.message))
 
 
@@ -123,7 +125,10 @@ def utf8(text: str) -> str:
 
 
 def encode(snapshot: RecordedSnapshot, number: int) -> Iterator[bytes]:
-    """Encodes a snapshot as frames; data too large for a frame is omitted and named in `left_out`."""
+    """Encodes a snapshot as frames; data that is too large for a frame is omitted and described in `left_out`.
+
+    `number` is the position of the snapshot in its recording.
+    """
     left_out = list(snapshot.left_out)
     agents: list[bytes] = []
     for agent in snapshot.agents:
@@ -138,7 +143,7 @@ def encode(snapshot: RecordedSnapshot, number: int) -> Iterator[bytes]:
 
 
 def decode(at_ns: int, bodies: Sequence[bytes]) -> RecordedSnapshot:
-    """Decodes the bodies of a snapshot's frames, of which the first is its own.
+    """Decodes a snapshot of time `at_ns` from the bodies of its frames, of which those after the first are agents.
 
     Raises:
         RecordingError: the bodies are damaged.
@@ -151,10 +156,10 @@ def decode(at_ns: int, bodies: Sequence[bytes]) -> RecordedSnapshot:
 
 
 def of_document(document: Any) -> RecordedSnapshot:
-    """Inverse of `RecordedSnapshot.document`.
+    """Creates a snapshot from JSON values; the inverse of `RecordedSnapshot.document`.
 
     Raises:
-        KeyError, TypeError: the document lacks a field or has one of another type.
+        KeyError, TypeError: the document lacks a field or has a field of another type.
     """
     snapshot: RecordedSnapshot = _structured(RecordedSnapshot, document)
     for agent in snapshot.agents:
@@ -165,7 +170,11 @@ def of_document(document: Any) -> RecordedSnapshot:
 
 
 def _structured(kind: Any, value: Any) -> Any:
-    """JSON as an instance of `kind`: a dataclass, a list, an optional, a path or a scalar."""
+    """Converts a JSON value to type `kind`: a dataclass, a list, an optional, a path or a scalar.
+
+    Raises:
+        KeyError, TypeError: a field is missing, or a value has another type.
+    """
     arguments = get_args(kind)
     if kind is Any or (value is None and NoneType in arguments):
         return value
@@ -187,7 +196,13 @@ def _json(value: Any) -> bytes:
 
 
 def _fitting(agent: RecordedAgent) -> tuple[bytes, list[str]]:
-    """Removes answers until the rest fits a frame: answers about rooms first, then the largest. Returns both."""
+    """Encodes an agent's answers for one frame, and omits answers until the rest fits.
+
+    Answers about rooms are omitted first, then the largest answers.
+
+    Returns:
+        The encoded answers, and descriptions of the omitted ones.
+    """
     removed: list[str] = []
     name = agent.endpoint.name
     while len(body := _json(agent)) > form.MAX_ANSWERS_BYTES:
@@ -213,7 +228,7 @@ class _Packed:
 
 
 class SnapshotReader:
-    """The snapshots of a file, decoded when they are accessed; `at_ns` has the time of each."""
+    """Sequence of the snapshots in a file, decoded on access; `at_ns` has the wall-clock time of each."""
 
     def __init__(self, path: Path, packed: list[_Packed]) -> None:
         self._path = path
@@ -237,7 +252,7 @@ class SnapshotReader:
 
 
 def load(path: Path) -> SnapshotReader:
-    """Opens a recording, or the one in a bundle.
+    """Opens a recording, or the recording in a bundle.
 
     Raises:
         CliError: the file is damaged or has no snapshot (exit 1), may not be read (5), or has another version (6).
@@ -254,7 +269,7 @@ def load(path: Path) -> SnapshotReader:
 
 @contextmanager
 def file_errors(path: Path) -> Iterator[None]:
-    """Converts errors of reading a file into CliErrors with their exit codes."""
+    """Converts errors of reading `path` within the block into CliErrors with the matching exit codes."""
     try:
         yield
     except RecordingVersionError as error:
@@ -271,7 +286,10 @@ def file_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def content_errors(path: Path) -> Iterator[None]:
-    """Converts errors caused by answers of another form (another version, or edited by hand) into CliErrors."""
+    """Converts errors within the block into CliErrors.
+
+    They are caused by answers of another structure: recorded by another version, or edited by hand.
+    """
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -310,12 +328,13 @@ _DEFAULT_ROWS = 1000  # of the agents
 
 
 class RecordingSource:
-    """Answers queries from one snapshot of a file; a `Source` like a live `Fleet`.
+    """Answers queries from the current snapshot of a file; a `Source` like a live `Fleet`.
 
     Args:
+        path: a recording or a bundle.
         endpoints: names, globs or addresses of agents; empty means all agents in the file.
         labels: as for `Fleet`.
-        at: index of the first snapshot to use.
+        at: index of the snapshot to begin with; negative indices count from the end.
 
     Attributes:
         moments: wall-clock time of each snapshot, ns.
@@ -346,24 +365,24 @@ class RecordingSource:
     ) -> None: ...
 
     def seek(self, index: int) -> None:
-        """Goes to the snapshot with this index.
+        """Makes the snapshot with this index the current one.
 
         Raises:
-            IndexError: there is none.
+            IndexError: the file has no such snapshot.
         """
         if not 0 <= index < len(self.moments):
             raise IndexError(f"{self._path} has {len(self.moments)} snapshots, none with index {index}")
         self.moment = index
 
     def advance(self) -> bool:
-        """Goes to the next snapshot; returns False and stays if there is none."""
+        """Makes the next snapshot the current one; returns False and changes nothing if there is none."""
         if self.moment + 1 == len(self.moments):
             return False
         self.moment += 1
         return True
 
     def survey(self, calls: Sequence[Call] = (), clock_rounds: int = 1) -> Survey:
-        """Returns the answers in the current snapshot, with the clock offsets measured then."""
+        """Returns the answers in the current snapshot, with the clock offsets measured when it was recorded."""
         snapshot = self._file[self.moment]
         with content_errors(self._path):
             survey = gather(self._select(snapshot), calls, self._labels, self._ask)
@@ -375,7 +394,7 @@ class RecordingSource:
         return survey
 
     def _select(self, snapshot: RecordedSnapshot) -> Discovery:
-        """Finds the requested agents, in the order of the request, and faults for those that are missing."""
+        """Returns the requested agents of a snapshot in the order of the request, and faults for missing agents."""
         live = [agent.endpoint for agent in snapshot.agents]
         if not self._endpoints:
             return Discovery(snapshot.directory, live, list(snapshot.stale), list(snapshot.faults))
@@ -427,7 +446,7 @@ class RecordingSource:
         return Answer(command, None, _narrow(stored.data, call.args))
 
     def _history(self, agent: RecordedAgent) -> _History:
-        """Returns the history of this agent process up to the current snapshot, perhaps with later entries."""
+        """Returns the history of an agent process, which has at least the snapshots up to the current one."""
         while self._in_histories <= self.moment:
             for each in self._file[self._in_histories].agents:
                 if each.hello.fault is None:
@@ -443,9 +462,9 @@ class RecordingSource:
 
 
 class _History:
-    """Data of one agent process that later snapshots do not repeat: old events and finished rooms.
+    """Old events and finished rooms of one agent process, which later snapshots do not repeat.
 
-    It may contain data of snapshots later than the current one; queries exclude that.
+    A history may contain data of snapshots later than the current one; queries exclude that data.
     """
 
     def __init__(self) -> None:
@@ -454,7 +473,7 @@ class _History:
         self._layers: dict[str, Answer] = {}  # by number
 
     def add(self, agent: RecordedAgent) -> None:
-        """Adds the answers of the next snapshot."""
+        """Adds the agent's answers in the next snapshot."""
         for answer in agent.answers:
             if answer.fault is not None:
                 continue
@@ -468,7 +487,7 @@ class _History:
                     self._layers[answer.room] = layers
 
     def events_page(self, following: int, args: Mapping[str, Any]) -> Any:
-        """Answers `events` as the agent did while its next event was number `following`."""
+        """Returns the answer to `events` with `args` as the agent would have given it before event `following`."""
         rows = [row for row in self._events if row["sequence"] < following]
         since, limit = args.get("since"), args.get("limit", _DEFAULT_ROWS)
         if since is None:
@@ -481,7 +500,7 @@ class _History:
         return {"events": chosen, "next": following, "dropped": max(0, oldest - since)}
 
     def finished_room(self, agent: RecordedAgent, command: str, room: str) -> Answer:
-        """Answers `room` or `layers` for a finished room that this snapshot does not repeat."""
+        """Returns the answer to `room` or `layers` for a finished room whose details are in an earlier snapshot."""
         data = {answer.command: answer.data for answer in agent.answers if answer.fault is None}
         rows = [row for each in ("rooms", *FINISHED) for row in room_rows(data, each) if row["room"] == room]
         rows = list({row["nonce"]: row for row in rows}.values())
@@ -502,7 +521,7 @@ class _History:
 
 
 def _narrow(data: Any, args: Mapping[str, Any]) -> Any:
-    """Applies the arguments `state` and `limit` as the agent does."""
+    """Filters an answer that lists rooms by the arguments `state` and `limit`, as the agent does."""
     rows = data["rooms"] if isinstance(data, Mapping) else data
     rows = [row for row in rows if args.get("state") in {None, row["state"]}][: args.get("limit", _DEFAULT_ROWS)]
     return {**data, "rooms": rows} if isinstance(data, Mapping) else rows
@@ -513,7 +532,7 @@ def _missing(agent: RecordedAgent, call: Call, text: str, code: str = FaultCode.
 
 
 def _process(agent: RecordedAgent) -> tuple[Endpoint, str]:
-    """Identifies the agent process at an endpoint."""
+    """Returns the endpoint and incarnation, which identify an agent process."""
     return agent.endpoint, agent.hello.data["incarnation"]
 
 

@@ -1,8 +1,8 @@
 """Removes names of hosts and users, addresses, paths and keys from recorded data.
 
-Each is replaced by a name that is the same everywhere (`host-1`, `path-3`), so that relations remain visible. They are
-recognised by their form (addresses, paths, endpoints, long hexadecimal numbers) and by earlier occurrences: the host
-of an endpoint is also recognised in the middle of a sentence.
+Each value is replaced by a name that is the same everywhere (`host-1`, `path-3`), so that relations remain visible.
+Values are recognised by their form (addresses, paths, endpoints, long hexadecimal numbers) and by earlier occurrences:
+the host of an endpoint is also recognised in the middle of a sentence.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ _NAMED_ALREADY = re.compile(r"(?:host|user|path|address|key)-\d+")
 
 
 class Redaction:
-    """Replacement names; one object serves all parts of a bundle.
+    """Replaces names in documents and texts; all parts of a bundle share one object, so names are consistent.
 
     Args:
-        hosts, users, paths: names to remove, see `of_this_machine`.
+        hosts, users, paths: names to remove wherever they occur, see `of_this_machine`.
     """
 
     def __init__(self, hosts: Iterable[str] = (), users: Iterable[str] = (), paths: Iterable[str] = ()) -> None:
@@ -81,11 +81,11 @@ class Redaction:
 
     @classmethod
     def of_this_machine(cls) -> Redaction:
-        """Creates a redaction that knows the names of this machine and user, and their directories."""
+        """Creates a redaction that removes the names of this machine and user, and their directories."""
         return cls(_hosts(), _users(), _paths())
 
     def learn(self, document: Any) -> None:
-        """Remembers hosts that are recognisable by their form in a document, to remove them where they are not."""
+        """Collects host names that are recognisable by their form, to remove them also where they are not."""
         for text in _texts(document):
             for found in _ENDPOINT.finditer(text):
                 if found[1] != "ipc":
@@ -94,7 +94,7 @@ class Redaction:
                 self._know("host", found[found.lastindex or 0])
 
     def document(self, document: Any, key: str = "") -> Any:
-        """Returns the document with all texts and unknown field names redacted."""
+        """Returns JSON data with all texts and unknown field names redacted; `key` is the field that has the data."""
         if isinstance(document, str):
             if key in _VOCABULARY:
                 return document
@@ -107,7 +107,7 @@ class Redaction:
         return document
 
     def text(self, text: str) -> str:
-        """Returns the redacted text."""
+        """Returns the text with all recognised names replaced."""
         text = "\n".join(_FRAME.sub(self._frame, line) for line in text.split("\n")) if ".py" in text else text
         text = _ENDPOINT.sub(self._endpoint, text)
         if self._literals:
@@ -141,7 +141,7 @@ class Redaction:
             self._pattern = None
 
     def _compiled(self) -> re.Pattern[str]:
-        """Compiles a pattern of the known names: long ones match anywhere, short ones only as whole words."""
+        """Returns a cached pattern of the known names: long names match anywhere, short names only as whole words."""
         if self._pattern is None:
             parts = [
                 re.escape(each) if len(each) >= _MIN_SUBSTRING else rf"(?<![A-Za-z0-9]){re.escape(each)}(?![A-Za-z0-9])"
@@ -170,7 +170,7 @@ class Redaction:
 
 
 def redacted(snapshots: Iterable[RecordedSnapshot], redaction: Redaction) -> Iterator[RecordedSnapshot]:
-    """Redacts snapshots; a name recognised in one of them is also removed from the later ones."""
+    """Yields redacted snapshots; a name recognised in one snapshot is also removed from the later snapshots."""
     for snapshot in snapshots:
         document = snapshot.document()
         redaction.learn(document)
@@ -178,7 +178,7 @@ def redacted(snapshots: Iterable[RecordedSnapshot], redaction: Redaction) -> Ite
 
 
 def _module(path: str) -> str:
-    """Returns `kvctl_agent.runtime.control_loop` for a file of a public package; "" for any other file."""
+    """Returns the module name of a source file in a package, such as `kvctl_agent.runtime.control_loop`; else ""."""
     if path.startswith("<"):
         return path
     parts = Path(path).with_suffix("").parts

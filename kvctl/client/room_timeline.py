@@ -1,7 +1,7 @@
-"""Joins the answers of all ranks about one room: a common timeline, its parts, missing parts, and the first failure.
+"""Joins the answers of all ranks about one room into a timeline, with its parts, missing parts and first failure.
 
 Each rank stamps events with its own wall clock. Times are converted to the local clock with the offset measured by the
-round trip of hello, if that offset is larger than its error.
+round trip of `hello`, if that offset is larger than its error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ _NO_NONCE = "0"  # of a prefill rank before a decode rank has opened the room
 
 @dataclass(slots=True)
 class PartTimeline:
-    """One part, from ready on its writer to scattered on its decode rank; `moments`: stage -> local wall clock, ns."""
+    """Times of one part, from ready on its writer to scattered on its decode rank.
+
+    Attributes:
+        writer: unique rank of the writer.
+        chunk: number of the chunk.
+        layers: layers [lo, hi).
+        decode: name of the decode rank; "-" if unknown.
+        moments: local wall clock in ns at the end of each stage, by stage.
+    """
 
     writer: int
     chunk: int
@@ -30,14 +38,15 @@ class PartTimeline:
 
 @dataclass(frozen=True, slots=True)
 class MissingParts:
-    """Parts that a writer owes a decode rank.
+    """Parts that a decode rank still expects from a writer.
 
     Attributes:
-        cells: number of cells that have not arrived.
-        chunks, layers: their range [first, end); None if only final parts are owed.
-        finals: number of owed aux rows and state components.
-        waits_for: why they have not arrived, as a predicate whose subject is the writer.
-        age_ns: time since they were ready; if they are not ready, since the latest progress of the room.
+        writer, decode: names of the two ranks.
+        cells: number of cells (chunk, layer) that have not arrived.
+        chunks, layers: range [first, end) of those cells; None if only final parts are missing.
+        finals: number of missing aux rows and state components.
+        waits_for: why the parts have not arrived, as a predicate whose subject is the writer.
+        age_ns: time since the parts were ready; if they are not ready, since the latest progress of the room.
     """
 
     writer: str
@@ -52,16 +61,19 @@ class MissingParts:
 
 @dataclass(slots=True)
 class RoomTimeline:
-    """One room on all ranks that know it.
+    """One room, as joined from the answers of all ranks that know it.
 
     Attributes:
-        state: minimum of the ranks' states, so that Failed wins.
+        nonce: the nonce of one of the decode ranks; "0" if none has opened the room.
+        state: the least advanced of the ranks' states; Failed if one of them has failed.
+        ranks: the answer of each rank, prefill ranks first.
         clocks: clock offsets of the ranks, and of the rank that failed first, if they answered.
         started_at_ns: local wall clock at the first event.
-        age_ns: time from there to the end of the room, or until now.
-        timeline: events of the ranks in local time, each with `relative_ns` since the first.
-        failure: the first cause, in local time; `failing_rank` names the agent.
-        debts: parts owed in an active room, the longest wait first.
+        age_ns: time from the first event to the end of the room, or until now.
+        timeline: events of all ranks in local time; `relative_ns` is the time since the first event.
+        parts: times of each part.
+        failure: the first cause of the failure, in local time; None if the room has not failed.
+        debts: missing parts of an active room, the longest wait first.
     """
 
     room: str
@@ -82,7 +94,7 @@ class RoomTimeline:
 
     @property
     def failed_after_ns(self) -> int | None:
-        """Times from the first event to the failure; negative if the ranks that answered opened the room later."""
+        """Time from the first event to the failure, None without one; negative if the ranks opened the room later."""
         if self.failure is None:
             return None
         after = self.failure["at_ns"] - self.started_at_ns
@@ -92,14 +104,19 @@ class RoomTimeline:
 
 
 def join(details: Iterable[RoomDetail], clocks: Mapping[str, ClockOffset]) -> list[RoomTimeline]:
-    """Joins the answers about one room number; returns a room for each use of the number, the newest first."""
+    """Joins the answers about one room number; returns one timeline for each use of the number, newest first.
+
+    Args:
+        details: answers of all ranks to `room`.
+        clocks: clock offset of each agent, by name.
+    """
     shifts = {agent: clock.correction_ns for agent, clock in clocks.items()}
     rooms = [_join_one(ranks, clocks, shifts) for ranks in _uses(details, shifts)]
     return sorted(rooms, key=lambda room: room.started_at_ns, reverse=True)
 
 
 def most_informative_first(rooms: Iterable[RoomTimeline]) -> list[RoomTimeline]:
-    """Sorts active rooms first, then rooms known to both prefill and decode ranks; otherwise keeps the order."""
+    """Sorts rooms: active rooms first, then rooms known to both prefill and decode ranks; the sort is stable."""
 
     def rank(room: RoomTimeline) -> tuple[bool, bool]:
         active = any(rank["finished_at_ns"] is None for rank in room.ranks)
@@ -112,8 +129,8 @@ def _uses(details: Iterable[RoomDetail], shifts: Mapping[str, int]) -> list[list
     """Groups the ranks' records by use of the room number.
 
     Each decode rank generates a nonce for the room, and all ranks receive the same first cause of a failure: records
-    with a common nonce or cause belong together, whatever their times. The others are grouped if they overlap in time,
-    with at most one record of each rank.
+    with a common nonce or cause belong together, whatever their times. Other records are grouped if they overlap in
+    time; a group has at most one record of each rank.
     """
 
     def opened(rank: RoomDetail) -> int:
@@ -139,7 +156,7 @@ def _uses(details: Iterable[RoomDetail], shifts: Mapping[str, int]) -> list[list
 
 
 def _linked(details: Iterable[RoomDetail]) -> list[list[RoomDetail]]:
-    """Groups records with a common nonce or failure."""
+    """Groups records that share a nonce or a failure, directly or through other records."""
     groups: list[tuple[set[Hashable], list[RoomDetail]]] = []
     for detail in details:
         marks, ranks = _marks(detail), [detail]
@@ -190,12 +207,19 @@ def _join_one(ranks: list[RoomDetail], clocks: Mapping[str, ClockOffset], shifts
         timeline=timeline,
         parts=_parts(events, {rank["agent"]: rank["role"] for rank in ranks}),
         failure=failure,
-        debts=_debts(ranks, clocks),
+        debts=_missing_parts(ranks, clocks),
     )
 
 
-def _debts(ranks: Sequence[RoomDetail], answered: Container[str]) -> list[MissingParts]:
-    """Combines the parts missing on decode ranks with the writers' reasons; without decode ranks, the writers' view."""
+def _missing_parts(ranks: Sequence[RoomDetail], answered: Container[str]) -> list[MissingParts]:
+    """Returns the parts that decode ranks are missing, each with the reason that its writer reports, oldest first.
+
+    For a decode rank that did not answer, the parts are those that its writers report.
+
+    Args:
+        ranks: answers of the ranks that know the room.
+        answered: names of all agents that answered.
+    """
     by_name = {rank["agent"]: rank for rank in ranks}
     found: list[MissingParts] = []
     for rank in ranks:
@@ -204,24 +228,24 @@ def _debts(ranks: Sequence[RoomDetail], answered: Container[str]) -> list[Missin
         for owed in rank.get("owed_parts", ()):
             if rank["role"] == "prefill":
                 if owed["decode"] not in by_name:
-                    found.append(_debt(owed, f"waits for {owed['waits_for']}"))
+                    found.append(_missing_part(owed, f"waits for {owed['waits_for']}"))
                 continue
             writer = by_name.get(owed["writer"])
             if writer is None or writer["failure"] is not None:
                 unknown = "does not know the room" if owed["writer"] in answered else "was not asked or did not answer"
-                found.append(_debt(owed, "has failed the room" if writer else unknown))
+                found.append(_missing_part(owed, "has failed the room" if writer else unknown))
                 continue
             own = [each for each in writer.get("owed_parts", ()) if each["decode"] == rank["agent"]]
-            found += [_debt(each, f"waits for {each['waits_for']}") for each in own]
+            found += [_missing_part(each, f"waits for {each['waits_for']}") for each in own]
             left = owed["cells"] - sum(each["cells"] for each in own)
             if left > 0 or (owed["finals"] and not own):
                 found.append(
-                    _debt({**owed, "cells": max(left, 0)}, "says that they are sent, and they have not arrived")
+                    _missing_part({**owed, "cells": max(left, 0)}, "says that they are sent, and they have not arrived")
                 )
-    return sorted(found, key=lambda debt: debt.age_ns, reverse=True)
+    return sorted(found, key=lambda missing: missing.age_ns, reverse=True)
 
 
-def _debt(owed: OwedParts, waits_for: str) -> MissingParts:
+def _missing_part(owed: OwedParts, waits_for: str) -> MissingParts:
     chunks, layers = owed["chunks"], owed["layers"]
     return MissingParts(
         writer=owed["writer"],
@@ -240,7 +264,10 @@ def _state_order(label: str) -> int:
 
 
 def _parts(events: Iterable[dict[str, Any]], roles: Mapping[str, str]) -> list[PartTimeline]:
-    """Collects the stages of each part from events; `ready` without a peer applies to all receivers of the writer."""
+    """Collects the stages of each part from events; an event without a peer applies to all receivers of its writer.
+
+    `roles` has the role of each agent, by name.
+    """
     parts: dict[tuple[int, int, tuple[int, int], str], PartTimeline] = {}
     shared: list[tuple[tuple[int, int, tuple[int, int]], str, int]] = []
     for event in events:
