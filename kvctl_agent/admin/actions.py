@@ -1,7 +1,7 @@
-"""Admin commands that change something: abort, release, drain, resume, set and probe.
+"""Handlers of the admin commands that change something: abort, release, drain, resume, set and probe.
 
-Runs on the admin thread, so no command takes long: a long measurement continues in the background, and the same request
-asks for its result. All commands are idempotent and report "unchanged" if there is nothing to do.
+They run on the admin thread and return within about two seconds: a longer measurement continues in the background, and
+repeating the request returns its result. All commands are idempotent and report "unchanged" if there is nothing to do.
 """
 
 from __future__ import annotations
@@ -20,21 +20,26 @@ from kvctl_agent.runtime.peer_connections import CostMeasurement
 
 _ANSWER_S = 1.5
 _MOST_PROBED_BYTES = 64 << 20
-_UNCLAIMED_NS = 10_000_000_000  # a result that nobody has asked for since then is dropped
+_UNCLAIMED_NS = 10_000_000_000  # a probe result that is not fetched within this time is dropped
 _WAITS = ("bootstrap_timeout_s", "waiting_timeout_s")
 
 
 class AdminActions:
-    """Methods that execute admin commands; the arguments of the command are keyword arguments."""
+    """Changing admin commands: each command is a method of the same name, with its arguments as keyword arguments."""
 
     def __init__(self, parts: AgentParts, client: Callable[[], str]) -> None:
-        """`client` returns the origin of the present request, for the flight recorder."""
+        """Creates the handlers of the agent with these components.
+
+        Args:
+            parts: the agent's components.
+            client: returns the origin of the current request, as in `ClientRequest.origin`, for the flight recorder.
+        """
         self._parts = parts
         self._client = client
         self._probes: dict[tuple[str, int | None], CostMeasurement] = {}
 
     def handlers(self) -> Mapping[str, Callable[[dict[str, Any]], Any]]:
-        """Returns the handlers for the admin server."""
+        """Returns the handlers by command name, for `AdminServer`."""
         acts: tuple[Callable[..., Any], ...] = (
             self.abort,
             self.release,
@@ -96,7 +101,19 @@ class AdminActions:
         return [self._done(key, "set", f"{key} = {_shown(now)}, was {_shown(before)}; until the agent ends")]
 
     def probe(self, peer: str | None = None, bytes: int | None = None, busy: bool = False) -> Probe:
-        """Measures a connection between parts; if it takes longer, the same request asks again for the result."""
+        """Measures the cost of writes to a peer; the transfer worker does it between parts.
+
+        After 1.5 s it returns with `running` set; repeating the request returns the result.
+
+        Args:
+            peer: agent name of the peer; None: the first connected one.
+            bytes: size of the largest write, 1 to 64 MiB; None for the default.
+            busy: whether to measure even if rooms are open, whose parts then wait.
+
+        Raises:
+            RequestRefused: this is not a prefill rank, `bytes` is out of range, rooms are open and `busy` is not set,
+                the peer is silent or not connected, or the measurement failed.
+        """
         parts = self._parts
         if parts.role != "prefill" or not parts.workers:
             raise self._refusal(f"{self._parts.name} is a decode rank: connections are measured by prefill ranks")
@@ -163,17 +180,20 @@ class AdminActions:
         ]
 
     def _check_lease(self, name: str) -> None:
-        """Refuses to write to a peer without a valid lease: its registered memory may no longer exist."""
+        """Raises RequestRefused if the peer has been silent for too long, since its registered memory may be gone."""
         peer, now_ns = self._parts.machine.peers.get(name), time.monotonic_ns()
         if peer is not None and not peer.may_post(now_ns):
             silent_s = (now_ns - peer.heard_ns) / 1e9
             raise self._refusal(f"{name} has been silent for {silent_s:.1f} s, so nothing may be written to it")
 
     def _ask(self, make: Callable[[int], ev.Event]) -> ev.Answered:
-        """Passes a request to the machine and returns its answer.
+        """Sends a request to the protocol state machine and returns its answer.
+
+        Args:
+            make: returns the event for the state machine, given the request's number.
 
         Raises:
-            RequestRefused: the machine refuses, or has not answered in time.
+            RequestRefused: the state machine refuses the request, or has not answered in time.
         """
         answer = self._parts.control.requests.ask(make, _ANSWER_S)
         if answer is None:
@@ -184,7 +204,11 @@ class AdminActions:
         return answer
 
     def _ended(self, room: int) -> str:
-        """Returns a text about the end of a room that the machine no longer knows."""
+        """Returns a text that says when and how a room ended that the state machine has forgotten.
+
+        Raises:
+            RequestRefused: there is no record of the room.
+        """
         telemetry = self._parts.telemetry
         for record in telemetry.rooms.find(room):
             if record.finished_at is not None:

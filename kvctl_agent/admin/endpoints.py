@@ -1,6 +1,6 @@
-"""Sockets of the admin server: a Unix socket for this user, and optionally a TCP socket for clients with keys.
+"""Sockets of the admin server: a Unix socket for the agent's user, and optionally a TCP socket with CURVE keys.
 
-Each request arrives with the client's level and a description of the client for the flight recorder.
+Each received request has the client's level and a description of the client for the flight recorder.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ _PONG_MS = 30_000
 
 
 class ClientRequest(NamedTuple):
-    """One request of a client.
+    """One received request, not yet parsed.
 
     Attributes:
+        identity: routing id of the client, to which `AdminEndpoint.send` replies.
+        frames: frames of the request, without the identity.
         level: the client's level; None if the client is no longer permitted.
-        origin: "socket", or "key" and the first digits of the client's key.
+        origin: description of the client: "socket", or "key" and the first 8 hexadecimal digits of its public key.
     """
 
     identity: bytes
@@ -48,7 +50,7 @@ class ClientRequest(NamedTuple):
 
 
 class AdminEndpoint(ABC):
-    """One socket of the admin server; used by one thread."""
+    """One socket of the admin server, used by the server's thread only."""
 
     def __init__(self) -> None:
         self._stalled: set[bytes] = set()
@@ -65,11 +67,15 @@ class AdminEndpoint(ABC):
 
     @abstractmethod
     def receive(self) -> ClientRequest | None:
-        """Returns the next request, or None; frames beyond the number that a request can have are dropped."""
+        """Returns the next request without waiting, or None if there is none; drops frames after the fourth."""
 
     def send(self, identity: bytes, frames: list[bytes]) -> bool:
-        """Sends a reply, or drops it; returns False if the client turns out to have stopped reading."""
-        # A client gets one chance to catch up; after that its full queue delays no other client.
+        """Sends a reply; drops it if the client has disconnected or its queue is full.
+
+        Returns:
+            False for the first reply that a client does not read, so that the caller reports it once; else True.
+        """
+        # Wait only once for a client that does not read; after that its full queue delays no other client.
         try:
             self._send([identity, *frames], 0 if identity in self._stalled else SEND_TIMEOUT_MS)
         except zmq.Again:
@@ -117,7 +123,7 @@ class CurveEndpoint(AdminEndpoint):
     """TCP socket for clients on other machines, identified by their CURVE keys."""
 
     def __init__(self, socket: zmq.Socket[bytes], level: Callable[[bytes], Level | None]) -> None:
-        """Configures a ROUTER that is not bound yet; `level` returns the level of a public key."""
+        """Configures a ROUTER before it is bound; `level` returns the level of a public key; None: not permitted."""
         super().__init__()
         self.socket = socket
         self._level = level
@@ -155,7 +161,7 @@ class CurveEndpoint(AdminEndpoint):
 
 
 class RemoteEndpoint(NamedTuple):
-    """Configuration of the TCP admin endpoint: its address, the fleet's keys, and the client file."""
+    """Configuration of the TCP admin endpoint: its address, the fleet's key pair, and the path of the client file."""
 
     endpoint: str
     keys: KeyPair
@@ -163,11 +169,11 @@ class RemoteEndpoint(NamedTuple):
 
 
 def remote_endpoint(settings: Mapping[str, Any], keys: KeyPair | None) -> RemoteEndpoint | None:
-    """Reads the configuration of the TCP endpoint; returns None if there is none.
+    """Returns the configuration of the TCP admin endpoint; None if `admin_endpoint` is not set.
 
     Raises:
-        ConfigError: the address is not tcp://, or keys or clients are missing. `insecure` does not replace them here:
-            a client of this socket may stop the service.
+        ConfigError: the address is not tcp://, or `fleet_key` or `admin_clients` is missing. They are required even
+            with `insecure`, because a client of this socket can stop the service.
     """
     endpoint: str = settings["admin_endpoint"]
     if not endpoint:
@@ -191,6 +197,13 @@ def open_remote_endpoint(
     complain: Callable[[str], None],
 ) -> tuple[CurveEndpoint, ZapAuthenticator]:
     """Binds the TCP endpoint; the caller closes the authenticator, then destroys the context.
+
+    Args:
+        context: context for the socket and the authenticator.
+        remote: the endpoint's configuration.
+        name: the agent's name, for the name of the authenticator's thread.
+        refused: called with a description of each refused client.
+        complain: called with an error text if a changed client file cannot be used.
 
     Raises:
         AdminError: the address cannot be bound, or the client file cannot be used.

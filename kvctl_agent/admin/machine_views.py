@@ -1,7 +1,7 @@
-"""Views of a machine for admin answers: the staging ring, gated parts, and what each room waits for.
+"""Read-only views of the protocol state machine for admin replies: staging ring, gated parts, and what rooms wait for.
 
-Runs on the admin thread while the control loop changes the machine, so each mapping is copied in one step before it is
-iterated.
+The functions run on the admin thread while the control loop changes the machine, so they copy each mapping in one step
+before iterating over it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GONE = "gone"
 
 
 def ring_use(machine: Machine) -> RingUse | None:
-    """Returns the fill level of a decode rank's ring; None without a ring."""
+    """Returns the size and use of a decode rank's staging ring; None if the rank has no ring."""
     if not isinstance(machine, DecodeMachine) or not machine.ring.size_bytes:
         return None
     ring = machine.ring
@@ -36,7 +36,7 @@ def ring_use(machine: Machine) -> RingUse | None:
 
 
 def ring_view(machine: Machine, telemetry: Telemetry) -> RingView | None:
-    """Returns the state of a decode rank's ring and of all its allocations; None without a ring."""
+    """Returns the state of a decode rank's staging ring and of all its allocations; None if the rank has no ring."""
     if not isinstance(machine, DecodeMachine) or not machine.ring.size_bytes:
         return None
     now = time.monotonic_ns()
@@ -69,7 +69,7 @@ def ring_view(machine: Machine, telemetry: Telemetry) -> RingView | None:
 
 
 def since(at_ns: int, now_ns: int) -> int | None:
-    """Returns the time since a monotonic time; None if that is 0, which means never."""
+    """Returns the ns from `at_ns` to `now_ns`; None if `at_ns` is 0, which means never."""
     return max(0, now_ns - at_ns) if at_ns else None
 
 
@@ -96,7 +96,7 @@ def _allocation(machine: DecodeMachine, allocation: Allocation, now_ns: int) -> 
 
 
 def gated_parts(machine: Machine) -> list[GatedPart]:
-    """Returns the parts of a prefill rank that are ready but must wait before they are sent."""
+    """Returns the gated parts of a prefill rank, which are ready but may not be sent yet; none on a decode rank."""
     if not isinstance(machine, PrefillMachine):
         return []
     now = time.monotonic_ns()
@@ -125,7 +125,7 @@ _WRITE = "its write to end"
 
 
 def add_diagnosis(machine: Machine, row: RoomRow) -> None:
-    """Fills in the fields of an active room's row that only the machine knows."""
+    """Fills in `missing`, and on a decode rank `owed`, of an active room's row from the protocol state machine."""
     number, nonce = int(row["room"]), int(row["nonce"])
     if isinstance(machine, DecodeMachine):
         room = machine.rooms.get(number)
@@ -139,9 +139,9 @@ def add_diagnosis(machine: Machine, row: RoomRow) -> None:
 
 
 def _awaited_prefill(machine: DecodeMachine, room: RecvRoom, owed: dict[str, int]) -> list[str]:
-    """Returns the prefill ranks whose next message a room waits for in its present state."""
+    """Returns the names of the prefill ranks whose messages a decode rank's room waits for in its current state."""
     transfers = room.transfers.copy()
-    if not transfers and room.failure is None:  # it is opened once all ranks of its instance are connected
+    if not transfers and room.failure is None:  # the room is opened once all ranks of its instance are connected
         return [name for name in machine.roster(room.instance) if not machine.is_ready(name)]
     if room.failure is not None:
         return [name for name, transfer in transfers.items() if not transfer.drained]
@@ -154,7 +154,7 @@ def _awaited_prefill(machine: DecodeMachine, room: RecvRoom, owed: dict[str, int
 
 
 def _owed(room: RecvRoom) -> dict[str, int]:
-    """Returns the number of cells that have not landed, by writer."""
+    """Returns the number of coverage cells that have not landed, by name of their writer."""
     landed = room.landed.copy()
     owed: dict[str, int] = {}
     for cell, wanted in room.wanted.copy().items():
@@ -165,7 +165,7 @@ def _owed(room: RecvRoom) -> dict[str, int]:
 
 
 def _awaited_decode(room: SendRoom) -> list[str]:
-    """Returns the decode ranks that have not confirmed the end of a room that is sent or has failed."""
+    """Returns the names of the decode ranks that have not confirmed the end of a sent or failed room."""
     transfers = room.transfers.copy()
     if room.failure is not None:
         return [name for name, transfer in transfers.items() if not transfer.failed_acked]
@@ -173,7 +173,7 @@ def _awaited_decode(room: SendRoom) -> list[str]:
 
 
 def owed_parts(machine: Machine, row: RoomRow) -> list[OwedParts]:
-    """Returns the unfinished parts of an active room, and on a prefill rank what they wait for; none if it failed."""
+    """Returns the unsent (prefill) or missing (decode) parts of an active room; none if the room has failed."""
     number, nonce = int(row["room"]), int(row["nonce"])
     if isinstance(machine, DecodeMachine):
         room = machine.rooms.get(number)
@@ -185,7 +185,7 @@ def owed_parts(machine: Machine, row: RoomRow) -> list[OwedParts]:
 
 
 def _not_arrived(machine: DecodeMachine, room: RecvRoom) -> list[OwedParts]:
-    """Returns the parts that a decode rank has not received, by writer."""
+    """Returns one row for each writer whose parts a decode rank has not all received."""
     landed, finals = room.landed.copy(), room.finals.copy()
     cells: dict[str, list[tuple[int, int]]] = {}  # chunk and bit mask of layers
     for (writer, chunk), wanted in room.wanted.copy().items():
@@ -200,7 +200,7 @@ def _not_arrived(machine: DecodeMachine, room: RecvRoom) -> list[OwedParts]:
 
 
 def _not_sent(machine: PrefillMachine, room: SendRoom, transfer: PeerTransfer) -> list[OwedParts]:
-    """Returns the parts that a prefill rank has not sent to one decode rank, grouped by what they wait for."""
+    """Returns the parts not yet sent to one decode rank, one row for each event that parts wait for."""
     now = time.monotonic_ns()
     cells: dict[str, list[tuple[int, int]]] = {}
     since: dict[str, int] = {}
@@ -212,17 +212,17 @@ def _not_sent(machine: PrefillMachine, room: SendRoom, transfer: PeerTransfer) -
         finals[waits_for] = finals.get(waits_for, 0) + final_parts
 
     parts = list(transfer.parts.values())
-    cut: dict[int, int] = {}
+    in_parts: dict[int, int] = {}  # by chunk: bit mask of the layers for which a part exists
     for part in parts:
         bits = (1 << part.key.hi) - (1 << part.key.lo)
-        cut[part.key.chunk] = cut.get(part.key.chunk, 0) | bits
+        in_parts[part.key.chunk] = in_parts.get(part.key.chunk, 0) | bits
         if part.state is PartState.PLANNED:
             add(_pages_wait_for(room), room.since_ns, [(part.key.chunk, bits)])
         elif part.state is not PartState.SENT:
             add(_part_waits_for(machine, transfer, part), part.ready_ns, [(part.key.chunk, bits)])
     planned = sum((1 << share.layer_hi) - (1 << share.layer_lo) for share in transfer.shares)
     for cell in transfer.chunks:
-        if missing := planned & ~cut.get(cell.index, 0):
+        if missing := planned & ~in_parts.get(cell.index, 0):
             add(_pages_wait_for(room), room.since_ns, [(cell.index, missing)])
     for final in list(transfer.finals.values()):
         if final.state is PartState.QUEUED:
@@ -241,7 +241,7 @@ def _not_sent(machine: PrefillMachine, room: SendRoom, transfer: PeerTransfer) -
 
 
 def _pages_wait_for(room: SendRoom) -> str:
-    """Returns the reason why pages of a room are not ready."""
+    """Returns the event, as text, that pages of a room wait for before they are ready to send."""
     if not room.claimed:
         return "its engine to begin the room"
     if room.launched:
@@ -252,7 +252,7 @@ def _pages_wait_for(room: SendRoom) -> str:
 
 
 def _part_waits_for(machine: PrefillMachine, transfer: PeerTransfer, part: Part) -> str:
-    """Returns the reason why a part with ready pages is not sent."""
+    """Returns the event, as text, that a part with ready pages waits for before it is sent."""
     match machine.waits_for(transfer, part):
         case Wait.WRITE:
             return _WRITE
@@ -266,7 +266,15 @@ def _part_waits_for(machine: PrefillMachine, transfer: PeerTransfer, part: Part)
 def _parts_row(
     writer: str, decode: str, cells: Iterable[tuple[int, int]], finals: int, waits_for: str, age_ns: int
 ) -> OwedParts:
-    """Builds one row; `cells` are pairs of a chunk and a bit mask of layers."""
+    """Builds one row of `owed_parts`.
+
+    Args:
+        writer, decode: agent names of the two ends.
+        cells: missing cells, as pairs of a chunk index and a bit mask of layers.
+        finals: number of missing final parts.
+        waits_for: event that the parts wait for; "" if unknown.
+        age_ns: how long they have waited.
+    """
     cells = list(cells)
     chunks, layers = [chunk for chunk, _ in cells], 0
     for _, bits in cells:

@@ -1,6 +1,6 @@
-"""Answers of the admin commands that read: one method per command.
+"""Handlers of the read-only admin commands.
 
-Runs on the admin thread. It copies data and takes no lock that the hot path takes, so a value may be one update old.
+They run on the admin thread, copy data and take no lock that the hot path takes, so a value may be one update old.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ _DESCRIPTOR_BYTES = 512  # size in lane_descriptor_ns: a token row of few heads
 
 @dataclass(frozen=True)
 class Statistics:
-    """Figures of one agent that are cheap to compute, for tools in its own process that sample often.
+    """Counts of one agent that are cheap to compute, for tools in its own process that sample them often.
 
     Attributes:
-        rooms: rooms that the machine knows.
-        open_rooms: rooms that have not ended; on a prefill rank counted once for each peer.
-        peers: state of each peer by name.
+        rooms: number of rooms in the protocol state machine.
+        open_rooms: number of rooms that are open with a peer; a prefill rank counts each decode rank of a room.
+        peers: state of each peer, by agent name.
     """
 
     rooms: int
@@ -79,7 +79,7 @@ class Statistics:
 
 
 class AdminQueries:
-    """Methods that answer admin commands; the arguments of the command are keyword arguments."""
+    """Read-only admin commands: each command is a method of the same name, with its arguments as keyword arguments."""
 
     def __init__(self, parts: AgentParts) -> None:
         self._parts = parts
@@ -87,7 +87,7 @@ class AdminQueries:
         self._lanes: dict[str, str | list[str]] | None = None
 
     def handlers(self) -> Mapping[str, Callable[[dict[str, Any]], Any]]:
-        """Returns the handlers for the admin server."""
+        """Returns the handlers by command name, for `AdminServer`; `hello` is passed to it separately."""
         reads: tuple[Callable[..., Any], ...] = (
             self.inputs,
             self.config,
@@ -123,7 +123,12 @@ class AdminQueries:
         }
 
     def inputs(self, since: int | None = None, until: int | None = None) -> InputPage:
-        """Returns blobs of the recording from number `since` up to `until`; compresses them on the admin thread."""
+        """Returns a page of the state machine's recorded inputs, compressed on the admin thread.
+
+        Args:
+            since: number of the first blob; None: the oldest one stored.
+            until: number after the last blob; None: up to now.
+        """
         inputs, local = self._parts.inputs, self._parts.local
         pieces = inputs.pieces(since, until)
         return {
@@ -269,7 +274,7 @@ class AdminQueries:
         return self._parts.telemetry.recorder.since(since, limit)
 
     def metrics(self) -> list[MetricFamily]:
-        """Returns all metrics; gauges are updated here, since only this method reads them."""
+        """Updates the gauges, which no other method reads, and returns all metrics."""
         parts, metrics = self._parts, self._parts.telemetry.metrics
         states = parts.telemetry.rooms.states()
         for state in RoomState:
@@ -288,7 +293,7 @@ class AdminQueries:
         return metrics.snapshot()
 
     def statistics(self) -> Statistics:
-        """Returns current figures; not an admin command."""
+        """Returns current counts for tools in this process; not an admin command."""
         machine = self._parts.machine
         decode = machine if isinstance(machine, DecodeMachine) else None
         return Statistics(
@@ -356,7 +361,7 @@ class AdminQueries:
 
 
 def kind_of(connections: PeerConnections, pool: KVPool, local: LocalInfo, peer: Peer) -> Interconnect | None:
-    """Returns the interconnect between this rank's pool and a peer's; None without a GPU or a measurement."""
+    """Infers the interconnect to a peer from its measured rate; None if not measured, or if the pool is host memory."""
     measured = connections.measured.get(peer.name)
     if measured is None or peer.info is None or pool.device is None or pool.device.index == HOST:
         return None
@@ -364,7 +369,7 @@ def kind_of(connections: PeerConnections, pool: KVPool, local: LocalInfo, peer: 
 
 
 def kinds_in_use(connections: PeerConnections, pool: KVPool, local: LocalInfo, peers: Iterable[Peer]) -> list[str]:
-    """Returns a text for each kind of measured connection, with its best rate."""
+    """Returns one text per kind of interconnect in use, with its best measured rate: `rdma (inferred: 48 GB/s)`."""
     best: dict[str, float] = {}
     for peer in peers:
         kind, measured = kind_of(connections, pool, local, peer), connections.measured.get(peer.name)
@@ -374,14 +379,14 @@ def kinds_in_use(connections: PeerConnections, pool: KVPool, local: LocalInfo, p
 
 
 def _shown(value: Any) -> str | list[str]:
-    """Formats a value of the transport's description."""
+    """Formats a value of the transport's description: a list or dict as a list of texts, any other value as text."""
     if isinstance(value, dict):
         return [f"{name}={one}" for name, one in value.items()]
     return [str(one) for one in value] if isinstance(value, list) else str(value)
 
 
 def process_use() -> ProcessUse:
-    """Returns the present resource use of this process."""
+    """Returns the current use of descriptors, threads, memory and CPU by this process."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     try:
         used = _entries("/proc/self/fd") - 1  # without the descriptor that lists them
@@ -406,7 +411,7 @@ def _entries(directory: str) -> int:
 
 
 def bootstrap_rows(agent: str, rosters: Iterable[tuple[str, Roster]]) -> list[Bootstrap]:
-    """Returns the answer to `bootstrap`; `rosters` are endpoints of registries with their last answers."""
+    """Returns the reply to `bootstrap`; `rosters` are pairs of a registry's endpoint and the roster it last sent."""
     return [_instance(agent, endpoint, roster) for endpoint, roster in rosters]
 
 
@@ -435,7 +440,7 @@ def _rank(rank: Rank) -> RegisteredRank:
 
 
 def _side(sizes: list[int]) -> ParallelConfig | None:
-    """Returns the sizes of an instance; None if the registry's answer is not valid."""
+    """Returns the parallel sizes [dp, pp, cp, tp] of an instance; None if the registry sent invalid sizes."""
     try:
         dp, pp, cp, tp = sizes
         return ParallelConfig(dp, pp, cp, tp)

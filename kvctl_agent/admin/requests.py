@@ -1,7 +1,7 @@
-"""Parses and checks admin requests; does no I/O.
+"""Parses and validates admin requests; does no I/O.
 
-Everything is checked against the declared commands, so that a handler never receives a wrong type, an unknown argument
-or a room that is not a 64-bit number.
+Arguments are checked against the declared commands, so that a handler never receives a wrong type, an unknown argument
+or a room number beyond 64 bits.
 """
 
 from __future__ import annotations
@@ -22,24 +22,27 @@ _SHOWN = 60  # characters of a client's text in an error message
 
 
 class Request(NamedTuple):
-    """A checked request; `args` contains only declared arguments, and rooms as int."""
+    """A validated request; `args` has the declared arguments that the client passed, with room numbers as int."""
 
     command: Command
     args: dict[str, Any]
 
 
 def request_id(frames: Sequence[bytes]) -> bytes:
-    """Returns the request id for the reply; empty if the request has no valid one."""
+    """Returns the request id, which the reply repeats; empty if the request has no valid id."""
     if len(frames) >= 2 and len(frames[1]) <= MAX_REQUEST_ID_BYTES:
         return frames[1]
     return b""
 
 
 def parse_frames(frames: Sequence[bytes]) -> bytes:
-    """Returns the body of a request; `frames` are without the client's identity.
+    """Returns the JSON body of a request.
+
+    Args:
+        frames: frames of the request, without the client's identity.
 
     Raises:
-        RequestRefused: the frames are not `[MAGIC, request id, body]`, or too large.
+        RequestRefused: the frames are not `[MAGIC, request id, body]`, or the request id or the body is too large.
     """
     if not frames or frames[0] != MAGIC:
         first = bytes(frames[0][:8]) if frames else b""
@@ -66,7 +69,8 @@ def parse_body(body: bytes, commands: Mapping[str, Command] = COMMANDS_BY_NAME) 
     """Parses the body of a request into the command and its checked arguments.
 
     Raises:
-        RequestRefused: not JSON, not `{"cmd", "args"}`, an unknown command, or an invalid argument.
+        RequestRefused: the body is not a JSON object with `cmd` and `args`, the command is unknown, or an argument is
+            invalid.
     """
     try:
         document = orjson.loads(body)

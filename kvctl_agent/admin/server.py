@@ -1,7 +1,7 @@
-"""Admin server: answers requests from the admin sockets on its own thread, isolated from the agent's other work.
+"""Admin server: answers requests from the admin sockets on its own thread.
 
 The thread polls the Unix socket, the TCP socket if there is one, and a wake-up descriptor. If a handler raises, its
-client gets an error; the replies of a client that does not read are dropped; a malformed request is refused.
+client gets an error reply; replies to a client that does not read are dropped; malformed requests are refused.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class AdminServer:
         clock: Clock | None = None,
         remote: RemoteEndpoint | None = None,
     ) -> None:
-        """Binds nothing before `start`.
+        """Creates the server without binding its sockets; `start` does.
 
         Args:
             name: the agent's name, from which the socket's name is derived.
             handlers: handler of each declared command, except those that the server answers itself (`SERVED_HERE`).
             hello: returns the answer to `hello`; the server fills in `level`.
             directory: directory of the socket; None for `contract.admin.socket_dir()`.
-            metrics, recorder: count and record requests, refusals and failed handlers.
+            metrics, recorder: where requests, refusals and failed handlers are counted and recorded; None: nowhere.
             clock: the agent's clock, so that `generated_at_ns` agrees with the times in the data.
             remote: TCP endpoint for clients with keys; None without one.
 
@@ -112,7 +112,7 @@ class AdminServer:
         self._remote_address = ""
 
     def add(self, command: Command, handler: Handler) -> None:
-        """Adds a command that not every agent has; only before `start`."""
+        """Adds a command that `contract.commands` does not declare; call it before `start`."""
         self._commands[command.name] = command
         self._handlers[command.name] = handler
 
@@ -123,7 +123,7 @@ class AdminServer:
 
     @property
     def remote_address(self) -> str:
-        """TCP endpoint with the port that was chosen; "" without one."""
+        """TCP endpoint with its actual port; "" if there is no TCP endpoint."""
         return self._remote_address
 
     def start(self) -> AdminServer:
@@ -150,7 +150,7 @@ class AdminServer:
         return self
 
     def _bind(self, path: Path, resources: contextlib.ExitStack) -> list[AdminEndpoint]:
-        """Binds the endpoints; pushes onto `resources` whatever the thread closes in the end."""
+        """Binds the sockets; registers with `resources` what the thread must close when it ends."""
         refused = self._refused_connections.add
         router = UnixRouter(path, FRAME_LIMIT, refused=refused)
         resources.callback(router.close)
@@ -215,7 +215,7 @@ class AdminServer:
                 self._wake = None
 
     def _turn(self, endpoint: AdminEndpoint) -> None:
-        """Answers one request, if there is one."""
+        """Receives a request from the endpoint, if there is one, and replies to it."""
         received = endpoint.receive()
         if received is None:
             return
@@ -284,7 +284,7 @@ class AdminServer:
 
 
 def _encodable(value: Any) -> Any:
-    """Returns the answer with lone surrogates escaped in all texts."""
+    """Returns a copy of a reply in which all texts have their lone surrogates escaped."""
     match value:
         case str():
             return encodable(value)
@@ -296,7 +296,7 @@ def _encodable(value: Any) -> Any:
 
 
 def command_list(commands: Iterable[Command] = COMMANDS) -> list[CommandInfo]:
-    """Returns the answer to `commands`."""
+    """Returns the reply to the admin command `commands`."""
     return [
         {
             "name": command.name,
@@ -318,7 +318,7 @@ def command_list(commands: Iterable[Command] = COMMANDS) -> list[CommandInfo]:
 
 
 def stacks() -> list[ThreadStack]:
-    """Returns the stack of each thread, innermost frame last; includes threads that Python did not start."""
+    """Returns the Python stack of each thread, innermost frame last; includes threads that Python did not start."""
     threads = {thread.ident: thread for thread in threading.enumerate()}
     rows: list[ThreadStack] = []
     for ident, frame in sys._current_frames().items():

@@ -1,8 +1,8 @@
 """Claims an agent's name in the socket directory, so that no two agents use the same admin socket.
 
-The directory is accessible to this user only (0700) before anything is created in it. The agent that holds the lock on
-`<name>.lock` owns the name; if nobody holds it, the socket is pinged once before it is replaced. Claims and releases
-exclude each other by a lock on the directory.
+The directory is made accessible to the agent's user only (0700) before a file is created in it. The agent that holds
+the lock on `<name>.lock` owns the name; if the lock is free, the socket is pinged once before it is replaced. A lock on
+the directory serialises claims and releases.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _OURS = (SOCKET_SUFFIX, LOCK_SUFFIX)
 
 
 def prepare_directory(directory: Path) -> None:
-    """Creates `directory` if necessary and makes it accessible to this user only.
+    """Creates `directory` if necessary and makes it accessible to the agent's user only.
 
     Raises:
-        AdminError: it is a link or not a directory, belongs to another user, or is open to others and contains other
-            files, whose use a change of its mode could break.
+        AdminError: `directory` is a link or not a directory, belongs to another user, or is accessible to others and
+            contains files of other programs, which a change of its mode could break.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -69,17 +69,17 @@ def prepare_directory(directory: Path) -> None:
 
 
 class Claim:
-    """Claim of one agent on a name: until it is released, no other agent binds `path`.
+    """Exclusive claim of an agent's name: until `release`, no other agent binds `path`.
 
     Attributes:
-        path: path of the socket; no file exists there after the claim.
+        path: path at which the agent binds its socket; the claim has removed any file there.
     """
 
     def __init__(self, name: str, directory: Path | None = None) -> None:
-        """Claims the name.
+        """Claims `name` in `directory` (None: `contract.admin.socket_dir()`).
 
         Raises:
-            AdminError: a running agent has the name, it cannot be the name of a socket, or the directory is unsuitable.
+            AdminError: a running agent has the name, the name cannot be a file name, or the directory is unsuitable.
         """
         directory = directory or socket_dir()
         try:
@@ -92,7 +92,7 @@ class Claim:
             self._descriptor: int | None = self._lock(name)
             try:
                 self._refuse_if_served(name)
-                # Nothing listens there: the socket file of an agent that was killed.
+                # Nothing listens at this path: a file there was left by an agent that was killed.
                 self.path.unlink(missing_ok=True)
                 with contextlib.suppress(OSError):  # not essential
                     prune(directory)
@@ -102,7 +102,7 @@ class Claim:
         _claims.add(self)
 
     def release(self) -> None:
-        """Removes socket and lock file and releases the name. Idempotent."""
+        """Removes the socket and the lock file, and releases the name. Idempotent."""
         if self._descriptor is None:
             return
         _claims.discard(self)
@@ -148,7 +148,7 @@ class Claim:
 
     def _unlock(self) -> None:
         if self._descriptor is not None:
-            os.close(self._descriptor)  # and with it the lock
+            os.close(self._descriptor)  # releases the lock
             self._descriptor = None
 
 
@@ -166,7 +166,10 @@ os.register_at_fork(after_in_child=_leave_locks_to_the_parent)
 
 
 def ping(path: Path, timeout_ms: int = PING_TIMEOUT_MS) -> int | None:
-    """Returns the pid of the agent that answers at `path`, or None; waits only if something listens there."""
+    """Returns the pid of the agent that serves the socket at `path`: None without one, 0 if its reply is unreadable.
+
+    Waits, for at most `timeout_ms`, only if a process listens at `path`.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
         try:
             probe.connect(os.fspath(path))
@@ -208,7 +211,11 @@ def _opened(directory: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Holds the lock on `directory` for the few milliseconds that a claim or a release takes."""
+    """Holds the lock on `directory` within a `with` block; a claim or a release takes a few milliseconds.
+
+    Raises:
+        AdminError: the directory is unsuitable, or another process holds the lock for too long.
+    """
     with _opened(directory) as descriptor, contextlib.ExitStack() as stack:
         try:
             stack.enter_context(directory_lock(descriptor, LOCK_TIMEOUT_S))
