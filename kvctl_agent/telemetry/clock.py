@@ -1,7 +1,7 @@
-"""Clock of an agent: times are measured with the monotonic clock and converted to wall time for output.
+"""Clock of an agent: measures with the monotonic clock and converts to wall time for output.
 
-A wall clock that is stepped while a room is active would give negative durations. The offset between the clocks is
-measured once, so differences between reported wall times equal the measured durations.
+A step of the wall clock while a room is active would make durations negative. The offset between the clocks is
+measured once, so that differences between reported wall times equal the measured durations.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Flight recorder: a bounded log of the agent's latest events, with consecutive numbers.
 
-With the numbers a returning reader can request the new events and learn how many were dropped in between.
+From the numbers a reader that polls learns which events are new and how many were dropped between two requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Entry(NamedTuple):
 
 
 class FlightRecorder:
-    """Bounded ring of events; any thread may record, any thread may read."""
+    """Bounded log of events; any thread may call any method."""
 
     def __init__(self, clock: Clock, agent_name: str, capacity: int) -> None:
         if capacity < 1:
@@ -41,7 +41,7 @@ class FlightRecorder:
     def record(
         self, kind: str, text: str, severity: Severity = "info", room: int | None = None, peer: str | None = None
     ) -> None:
-        """Appends one event; a full recorder drops its oldest.
+        """Appends one event; a full recorder drops its oldest event.
 
         Args:
             kind: category to filter by: room, peer, ring, admin ...

@@ -1,7 +1,7 @@
-"""Telemetry of one agent: what is recorded for each part and room, with transfer rates, latencies and stage times.
+"""Telemetry of one agent: records its parts and rooms, and computes transfer rates, latencies and stage times.
 
-The duration of a stage is the time since the end of the previous stage that this rank observed: a part that was never
-gated has no gate time, and a writer does not observe arrival. The duration of `ready` is the time since the first
+A stage of a part lasts from the end of the previous stage that this rank observed: a part that was never gated has no
+gate time, and a writer does not observe arrival. The duration of `ready` is the time since the first
 layer group of the same chunk was ready.
 """
 
@@ -34,13 +34,13 @@ _Span = tuple[int, int, float]
 
 
 class Telemetry:
-    """Telemetry of one agent; written by its threads, read by the admin thread.
+    """Telemetry of one agent; the agent's threads write it, the admin thread reads it.
 
     Attributes:
         copying_since_ns: decode, monotonic: start of the oldest running copy; 0: no copy runs.
         arrival_turn_ns: decode, monotonic: start of the arrival thread's latest iteration; 0: none yet.
-        drain_began_ns, drain_ended_ns: monotonic: time of the last drain, and of the last resume; 0: never.
-        on_finish: callback for every finished room; runs on the control thread, so it must only enqueue.
+        drain_began_ns, drain_ended_ns: monotonic: time of the latest drain, and of the latest resume; 0: never.
+        on_finish: called with the record of each finished room, on the control thread, so it must only enqueue.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Telemetry:
         self._arrived_ns = 0  # decode: time at which the latest part was in its pages
 
     def drain(self, on: bool) -> None:
-        """Records that the agent starts or stops draining; of repeated calls the first one counts."""
+        """Records the time at which draining starts (`on`) or stops; does nothing if that has happened already."""
         draining, now = self.drain_began_ns > self.drain_ended_ns, time.monotonic_ns()
         if on and not draining:
             self.drain_began_ns = now
@@ -75,7 +75,7 @@ class Telemetry:
             self.drain_ended_ns = now
 
     def finish(self, record: RoomRecord, now_ns: int) -> None:
-        """Counts a finished room and moves its record to the finished rooms."""
+        """Records that a room ended at monotonic `now_ns`, counts it, and moves its record to the finished rooms."""
         latency, overlap = record.finish(now_ns)
         durations: list[Sample] = []
         if latency is not None:
@@ -101,7 +101,7 @@ class Telemetry:
         moments: Mapping[str, int],
         forward_done_ns: int | None = None,
     ) -> None:
-        """Records a part that this rank has sent or received.
+        """Records a part that this rank has sent or received in its room, the metrics, the stage times and the rate.
 
         Args:
             record: record of the part's room.
@@ -109,7 +109,7 @@ class Telemetry:
             peer: agent name at the other end.
             path: transfer path.
             nbytes: KV bytes of the part.
-            moments: monotonic end of each stage by name, in order of the stages.
+            moments: monotonic end of each observed stage by name, in order of the stages.
             forward_done_ns: prefill: end of the forward, or the current time while it runs; None on a decode rank.
         """
         first_ready = record.part(path, nbytes, key, peer, moments, moved=forward_done_ns is not None)
@@ -133,7 +133,7 @@ class Telemetry:
 
 
 class _Group:
-    """Aggregate of one layer group on one path."""
+    """Stage times and bytes of all parts of one layer group on one path."""
 
     __slots__ = ("bytes", "compared", "exposed_ns", "histograms", "overlapped_ns", "parts")
 
@@ -208,15 +208,15 @@ class StageTimes:
         forward_done_ns: int | None = None,
         first_ready_ns: int | None = None,
     ) -> None:
-        """Counts one part.
+        """Adds the stage times of one part.
 
         Args:
-            layers: [lo, hi).
+            layers: layers [lo, hi) of the part.
             path: bulk, slice, staged, direct; on a decode rank staged, or in-place for all others.
             nbytes: KV bytes of the part.
             moments: monotonic end of each stage by name; stages not observed are absent.
-            forward_done_ns: end of the forward, if known.
-            first_ready_ns: time at which the first layer group of the chunk was ready, if known.
+            forward_done_ns: monotonic end of the forward, if known.
+            first_ready_ns: monotonic time at which the first layer group of the chunk was ready, if known.
         """
         with self._writers:
             group = self._groups.get((layers, path))
@@ -234,10 +234,10 @@ class StageTimes:
 
 
 def room_rows(records: list[RoomRecord], clock: Clock, agent_name: str) -> list[LayerRow]:
-    """Returns the stage times of one room, computed from the timelines of its records, with the times of each part.
+    """Returns the stage times of one room, from the timelines of its records: one row per layer group and path.
 
-    `moments` are wall clock; None for a stage that the part has not reached or does not have. The path of a part is ""
-    until an event contains it.
+    `moments` of a row has, for each part, the wall clock time of each stage, or None if the part has not reached the
+    stage or does not have it. The path of a part is "" until an event contains the path.
     """
     parts: dict[tuple[int, int | None, int | None, str | None, tuple[int, int]], dict[str, int]] = {}
     moved: dict[tuple[int, int | None, int | None, str | None, tuple[int, int]], tuple[str, int]] = {}
@@ -271,7 +271,10 @@ def room_rows(records: list[RoomRecord], clock: Clock, agent_name: str) -> list[
 
 
 def _forward_done(record: RoomRecord, clock: Clock) -> int | None:
-    """Returns the end of a prefill rank's forward, or the current time while it runs; None on a decode rank."""
+    """Returns the monotonic end of a prefill rank's forward; None on a decode rank.
+
+    If the engine has not reported the end, returns the end of the room, or the current time while the room is active.
+    """
     if record.sent is None:
         return None
     if record.forward_done_at is not None:
@@ -290,8 +293,8 @@ class LogHistogram:
     """Histogram of durations in ns whose quantiles are accurate to 3 %; 5 KB, and one array increment per value.
 
     The buckets are log-linear: each power of two is divided into 16 equal slices, so the leading bits of a value are
-    the index of its bucket. Storing and sorting samples would be exact but needs memory per (layer group, path,
-    stage). One thread at a time adds, any thread reads.
+    the index of its bucket. Storing all samples would be exact but needs too much memory per (layer group, path,
+    stage). One thread at a time may call `add`; any thread may call `quantiles`.
     """
 
     __slots__ = ("_counts", "count")
@@ -312,7 +315,7 @@ class LogHistogram:
         self.count += 1
 
     def quantiles(self, *wanted: float) -> list[int | None]:
-        """Returns the duration at each quantile (ascending, 0 to 1), within 1/32 of the true one; None if empty."""
+        """Returns the duration in ns at each quantile (0 to 1, ascending), accurate to 1/32; None if empty."""
         counts = self._counts[:]
         total = sum(counts)
         if not total:
@@ -329,7 +332,7 @@ class LogHistogram:
 
 
 def _middle(bucket: int) -> int:
-    """Returns the midpoint of the durations in `bucket`."""
+    """Returns the midpoint, in ns, of the range of bucket number `bucket`."""
     if bucket < 2 * _SLICES:
         return bucket
     shift = (bucket >> _SLICE_BITS) - 1
@@ -358,7 +361,7 @@ class SpanRate:
         self._latest = 0
 
     def add(self, start: int, end: int, nbytes: int) -> None:
-        """Adds a transfer of `nbytes` from monotonic `start` to `end`; in any order, from any thread."""
+        """Adds a transfer of `nbytes` bytes from monotonic `start` to `end`; any thread may call it, in any order."""
         end = max(end, start + 1)
         with self._writers:
             self._version += 1
@@ -434,19 +437,19 @@ class SpanRate:
 
 
 class Latencies:
-    """Exact quantiles of the last `keep` latencies; `count` includes all earlier ones."""
+    """Exact quantiles of the last `keep` room latencies; the reported count includes all earlier latencies."""
 
     def __init__(self, keep: int = 1024) -> None:
         self._kept: deque[int] = deque(maxlen=keep)
         self._count = 0
 
     def add(self, latency_ns: int) -> None:
-        """Adds one latency; only one thread may call it."""
+        """Adds one latency; only one thread may call this method."""
         self._kept.append(latency_ns)
         self._count += 1
 
     def summary(self) -> LatencySummary:
-        """Returns quantiles by nearest rank; None if there are no latencies."""
+        """Returns the quantiles in ns, by nearest rank (None before the first latency), and the number of latencies."""
         while True:
             try:
                 kept = sorted(self._kept)
@@ -462,7 +465,7 @@ class Latencies:
 
 
 def nearest_rank(ascending: list[int], quantile: float) -> int | None:
-    """Returns the smallest value that at least the fraction `quantile` of all values do not exceed; None if empty."""
+    """Returns the quantile (0 to 1) of values in ascending order, by nearest rank; None if there are no values."""
     if not ascending:
         return None
     rank = -int(-quantile * len(ascending) // 1)  # ceiling

@@ -24,7 +24,7 @@ _MOST_SERIES = 1024  # peers supply the values of some labels and must not be ab
 
 
 class _Histogram:
-    """Observations: a count per bucket (the last bucket has no upper bound), and their sum."""
+    """Observations of a histogram, in seconds: a count per bucket (the last has no upper bound), and their sum."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -38,7 +38,7 @@ class Metrics:
     """Values of the declared metrics.
 
     An undeclared name raises KeyError; a wrong kind, number of labels or sign raises ValueError. Both are programming
-    errors that the first execution of the line reveals.
+    errors that the first call reveals. Once there are 1024 series of counters, new label values count as "other".
     """
 
     def __init__(self, declared: Mapping[str, Metric] = METRICS_BY_NAME) -> None:
@@ -54,7 +54,7 @@ class Metrics:
             self._add(name, value, labels)
 
     def observe(self, name: str, value_seconds: float, *labels: str) -> None:
-        """Counts one observation of a histogram, in seconds; a negative one counts as zero.
+        """Adds one observation, in seconds, to a histogram; a negative value counts as zero.
 
         The difference of two times measured by different threads may be slightly negative, which is no error.
         """
@@ -62,7 +62,7 @@ class Metrics:
             self._observe(name, value_seconds, labels)
 
     def update(self, counts: Iterable[Sample], durations: Iterable[Sample] = ()) -> None:
-        """Adds to several counters and observes several histograms, as `add` and `observe`."""
+        """Adds `counts` to counters and `durations` (seconds) to histograms under one lock, as `add` and `observe`."""
         with self._writers:
             for sample in counts:
                 self._add(*sample)
@@ -106,7 +106,7 @@ class Metrics:
         return sum(totals.values())
 
     def totals(self, name: str) -> dict[tuple[str, ...], float]:
-        """Returns the values of a counter by label values; only those that were counted."""
+        """Returns the values of a counter by label values, without those that were never incremented."""
         declared = self._declared[name]
         if declared.kind != "counter":
             raise ValueError(f"{name} is a {declared.kind}, not a counter")
@@ -114,7 +114,7 @@ class Metrics:
         return {labels: value for (counter, labels), value in counters.items() if counter == name}
 
     def snapshot(self) -> list[MetricFamily]:
-        """Returns all declared families in order of declaration; resets nothing.
+        """Returns all declared metric families, in order of declaration, with their current values.
 
         A counter without labels that was never incremented is 0; other metrics without a value have no samples.
         """

@@ -1,7 +1,7 @@
 """Records of active and finished rooms: the data behind `rooms`, `room`, `history`, `slow` and `failed`.
 
-The control thread writes a `RoomRecord` and only stores values; the admin thread reads them and does all arithmetic
-and formatting. A row may therefore be one update old, but no single value is torn.
+The control thread only stores values in a `RoomRecord`; the admin thread reads them and does all arithmetic and
+formatting. A row may therefore be one update old, but no single value is torn.
 """
 
 from __future__ import annotations
@@ -24,9 +24,16 @@ _RECORD_BYTES, _ITEM_BYTES = 4096, 512  # size of a record, and of one item of i
 
 
 class Event(NamedTuple):
-    """One timeline event of a room.
+    """One timeline event of a room, or of one of its parts.
 
-    `at_ns` is monotonic, `layers` is [lo, hi); `path` is "" and `nbytes` is 0 unless a part was transferred.
+    Attributes:
+        stage: name of the event, for example a stage of `contract.states.STAGES`.
+        at_ns: monotonic time.
+        writer, chunk, layers: index of the writer in its prefill instance, index of the chunk, and layers [lo, hi) of
+            the part; None for an event of the whole room.
+        peer: agent name at the other end; None if there is no single one.
+        detail: further text.
+        path, nbytes: path and size of a transferred part; "" and 0 for other events.
     """
 
     stage: str
@@ -44,17 +51,17 @@ _BareEvent = tuple[str, int, int | None, int | None, tuple[int, int] | None, str
 
 
 class RoomRecord:
-    """One room on this rank. Callers set single fields directly and use the methods to change several.
+    """Progress of one room on this rank. Callers set single fields directly; the methods change several fields.
 
     Attributes:
         room, nonce: unsigned 64-bit numbers.
         nonces: prefill: one nonce for each decode rank that opened the room here.
-        planned, sent, landed, scattered: ledger cells. `planned` is 0 until the plan is known. `sent` is None on a
-            decode rank; `landed` and `scattered` are None on a prefill rank.
+        planned, sent, landed, scattered: numbers of coverage cells (writer, chunk, layer). `planned` is 0 until the
+            plan is known. `sent` is None on a decode rank; `landed` and `scattered` are None on a prefill rank.
         bytes, parts: KV bytes and parts sent (prefill) or landed (decode).
         paths: number of parts by path.
-        parked: parts that currently wait for a grant or the watermark.
-        peers: agent names at the other end.
+        parked: number of parts that are gated now: they wait for a grant or the watermark.
+        peers: agent names of the ranks at the other end.
         first_ready_at: prefill, monotonic: time of the first `ready`; the latency is measured from here.
         forward_begun_at, forward_done_at: prefill, monotonic: start and end of the forward; None if the engine did
             not report it.
@@ -138,7 +145,7 @@ class RoomRecord:
         path: str = "",
         nbytes: int = 0,
     ) -> None:
-        """Adds an event to the timeline; events beyond the limit are only counted, so the earliest ones are kept."""
+        """Adds an `Event` to the timeline; a full timeline keeps its earliest events and only counts further ones."""
         if stage == "ready" and self.first_ready_at is None:
             self.first_ready_at = at
         if len(self._events) < self._event_limit:
@@ -159,10 +166,10 @@ class RoomRecord:
         """Counts one part that was sent (prefill) or landed (decode); arguments as for `Telemetry.part`.
 
         Args:
-            moved: count the time from the first to the last moment as transfer time of the room.
+            moved: whether to add the time from the first to the last of `moments` to the room's transfer time.
 
         Returns:
-            When the first layer group of the part's chunk was ready, if known.
+            Monotonic ns at which the first layer group of the part's chunk was ready; None if unknown.
         """
         size: tuple[str, int] = (path, nbytes)  # in the first event only
         last = 0
@@ -180,7 +187,7 @@ class RoomRecord:
         return first_ready
 
     def fail(self, failure: Failure, at: int) -> None:
-        """Stores the cause of the failure, unless there is one already: the first cause is reported.
+        """Stores the cause of the room's failure, unless an earlier cause is stored: the first cause is reported.
 
         Args:
             failure: the cause.
@@ -194,7 +201,11 @@ class RoomRecord:
             self._events.append(("fail", at, None, None, None, None, text, "", 0))
 
     def finish(self, at: int) -> tuple[int | None, tuple[int, int] | None]:
-        """Records that the room ended at monotonic `at`, unless it has already; returns its latency and its overlap."""
+        """Records that the room ended at monotonic `at`, unless its end is already recorded.
+
+        Returns:
+            (`latency_ns`, `overlap(at)`).
+        """
         if self.finished_at is None:
             self.finished_at = at
         return self.latency_ns, self.overlap(at)
@@ -202,7 +213,10 @@ class RoomRecord:
     def overlap(self, now: int) -> tuple[int, int] | None:
         """Returns the transfer time before (hidden) and after (exposed) the end of the forward, in ns.
 
-        While the forward runs, all transfer time is hidden. None if no part was sent, and on decode ranks.
+        While the forward runs, all transfer time is hidden. Returns None on a decode rank, and if no part was sent.
+
+        Args:
+            now: monotonic time, taken as the end of the forward if that is not known yet.
         """
         if not self.moved:
             return None
@@ -230,7 +244,7 @@ class RoomRecord:
 
 
 class BusyTime:
-    """Union of intervals in monotonic ns; one thread adds, any thread reads.
+    """Union of time intervals in monotonic ns; one thread calls `add`, any thread may call the other methods.
 
     `add` replaces the tuple of intervals as a whole, so that readers always see a consistent one.
     """
@@ -241,7 +255,7 @@ class BusyTime:
         self._spans: tuple[tuple[int, int], ...] = ()
 
     def add(self, start: int, end: int) -> None:
-        """Adds an interval; fast if intervals arrive roughly in order of time."""
+        """Adds the interval from `start` to `end`; fast if intervals are added roughly in order of time."""
         spans = self._spans
         index = len(spans)
         later: tuple[tuple[int, int], ...] = ()
@@ -258,7 +272,7 @@ class BusyTime:
         return len(self._spans)
 
     def split(self, moment: int) -> tuple[int, int]:
-        """Returns the total length before and after `moment`, in ns."""
+        """Returns the total length of the union before and after the time `moment`, in ns."""
         before = after = 0
         for start, end in self._spans:
             before += max(0, min(end, moment) - start)
@@ -267,7 +281,7 @@ class BusyTime:
 
 
 class _FailedRecords:
-    """Failed rooms, bounded in number and bytes.
+    """Records of failed rooms, bounded in number and bytes.
 
     A full store drops the oldest room of the most frequent failure code, so that a burst of one cause does not evict
     rooms that failed for another. One thread calls `add`; any thread may call the other methods.
@@ -303,10 +317,10 @@ class _FailedRecords:
 
 
 class RoomRecords:
-    """Active rooms, and bounded numbers of the latest, slowest and failed finished rooms.
+    """Records of the active rooms, and of limited numbers of the latest, slowest and failed finished rooms.
 
-    Several records may have the same room number and different nonces: on a prefill rank one per decode rank, or of a
-    reused number. One thread calls `open` and `close`; any thread may call the other methods.
+    A room number may be reused, so several records may have the same number and different nonces. One thread calls
+    `open` and `close`; any thread may call the other methods.
     """
 
     def __init__(
@@ -325,7 +339,7 @@ class RoomRecords:
         self._order = itertools.count()
 
     def open(self, room: int, nonce: int) -> RoomRecord:
-        """Starts the record of an active room.
+        """Creates the record of a new active room; a prefill rank, which does not know the nonce yet, passes 0.
 
         Raises:
             ValueError: a room with this number and nonce is already active.
@@ -338,7 +352,7 @@ class RoomRecords:
         return record
 
     def close(self, record: RoomRecord) -> None:
-        """Moves a record from the active to the finished rooms, and finishes it if necessary. Idempotent."""
+        """Moves a record from the active to the finished rooms, and sets its end time if it has none. Idempotent."""
         if self._active.get(record.key) is not record:
             return
         record.finish(self._clock.now_ns())
@@ -402,7 +416,7 @@ class RoomRecords:
         return [self.row(record) for _, _, record in self._slow()[:limit]]
 
     def detail(self, room: int) -> list[RoomDetail]:
-        """Returns row and timeline of every record with this room number, in the order of `find`."""
+        """Returns the row and timeline of every record with this room number, in the order of `find`."""
         return [
             {
                 **self.row(record),
@@ -414,7 +428,7 @@ class RoomRecords:
         ]
 
     def row(self, record: RoomRecord) -> RoomRow:
-        """Returns the current row of one record."""
+        """Returns the values of a record as a row for admin replies."""
         finished_at, done_at = record.finished_at, record.forward_done_at
         until = finished_at if finished_at is not None else self._clock.now_ns()
         hidden, exposed = record.overlap(until) or (None, None)
@@ -470,7 +484,7 @@ class RoomRecords:
 
 
 def _copy(items: Collection[_T]) -> list[_T]:
-    """Copies a collection that another thread may change; a change during the copy restarts it."""
+    """Copies a collection that another thread may change; starts over if it changes during the copy."""
     while True:
         try:
             return list(items)
