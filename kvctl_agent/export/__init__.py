@@ -1,4 +1,4 @@
-"""Exporters of an agent: metrics for Prometheus, and a span per room for OpenTelemetry."""
+"""Exporters of an agent: metrics for Prometheus, and one OpenTelemetry span per room."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvctl_agent.telemetry.hub import Telemetry
 
 
 class Exports:
-    """Owns the exporters that the configuration enables: checks it when constructed, starts them in `start`.
+    """Exporters that the configuration enables; the constructor checks the configuration, `start` starts the exporters.
 
     Raises:
         ConfigError: an address is invalid, or other machines can reach it and `insecure` is not set.
@@ -34,7 +34,7 @@ class Exports:
 
     @property
     def metrics_url(self) -> str:
-        """URL for Prometheus; "" if there is no endpoint."""
+        """URL that Prometheus scrapes; "" if the endpoint is not enabled or not started."""
         return self._endpoint.url if self._endpoint is not None else ""
 
     def start(self, families: Families, telemetry: Telemetry) -> None:

@@ -28,7 +28,7 @@ _CLOSE_S = 2.0
 
 
 class RoomSpans:
-    """Exports finished rooms as spans.
+    """Exports each finished room of an agent as an OpenTelemetry span.
 
     Args:
         endpoint: URL such as `http://collector:4318/v1/traces`.
@@ -74,7 +74,7 @@ class RoomSpans:
         self._thread.start()
 
     def close(self) -> None:
-        """Sends the queued rooms for at most two seconds, then stops."""
+        """Sends the spans of queued rooms for at most two seconds, then stops; drops the rest."""
         self._telemetry.on_finish = None
         # On a separate thread: OpenTelemetry waits for a collector that does not answer, for each batch again.
         ending = threading.Thread(target=self._end, name=f"{self._thread.name}-end", daemon=True)
@@ -90,7 +90,7 @@ class RoomSpans:
         self._provider.shutdown()
 
     def take(self, record: RoomRecord) -> None:
-        """Queues a finished room; runs on the control thread and never waits."""
+        """Queues a finished room without waiting, on the control thread; drops and counts it if the queue is full."""
         try:
             self._rooms.put_nowait(record)
         except queue.Full:
@@ -148,7 +148,7 @@ def trace_ids(room: int, nonce: int) -> tuple[int, int]:
 
 
 def _ids() -> Any:
-    """Returns a generator of random ids whose attribute `next` sets the ids of the next span."""
+    """Returns a generator of random ids; setting its attribute `next` fixes (trace id, span id) of the next span."""
     from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
     class Ids(RandomIdGenerator):

@@ -29,7 +29,7 @@ _TOTAL = "_total"
 
 
 class Address:
-    """Address of an endpoint: `127.0.0.1:9400`, or `127.0.0.1:9400+` for the first free port from 9400 upwards.
+    """Address to listen on: `127.0.0.1:9400`, or `127.0.0.1:9400+` for the first free port from 9400 upwards.
 
     Raises:
         ConfigError: the text has another form.
@@ -57,21 +57,21 @@ class Address:
 
 class _Handler(WSGIRequestHandler):
     def handle(self) -> None:
-        """Serves one scrape within a total time limit; a limit per read would allow a client to send byte by byte."""
-        cut = threading.Timer(_CLIENT_S, self._cut)
-        cut.daemon = True
-        cut.start()
+        """Serves one scrape within a total time limit; with a limit per read, a client could send byte by byte."""
+        limit = threading.Timer(_CLIENT_S, self._disconnect)
+        limit.daemon = True
+        limit.start()
         try:
             super().handle()
         finally:
-            cut.cancel()
+            limit.cancel()
 
-    def _cut(self) -> None:
+    def _disconnect(self) -> None:
         with contextlib.suppress(OSError):  # the connection has just ended
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Does not log requests."""
+        """Does nothing, so that requests are not logged to standard error, which belongs to the engine."""
 
 
 class _Server(WSGIServer):
@@ -83,7 +83,7 @@ class _Server(WSGIServer):
         self.setup_environ()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignores errors of a connection: standard error belongs to the engine."""
+        """Ignores errors of a connection instead of printing them to standard error, which belongs to the engine."""
 
 
 class _Server6(_Server):
@@ -91,7 +91,7 @@ class _Server6(_Server):
 
 
 class PrometheusEndpoint:
-    """Serves `http://address:port/metrics`.
+    """HTTP server for `http://address:port/metrics`, bound on construction.
 
     Args:
         address: address to listen on.
@@ -118,17 +118,17 @@ class PrometheusEndpoint:
 
     @property
     def url(self) -> str:
-        """URL of the metrics."""
+        """URL of the metrics, with the actual port."""
         host, port = self._server.server_address[:2]
         shown = str(host)
         return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/metrics"
 
     def start(self) -> None:
-        """Starts serving."""
+        """Starts the server's thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stops serving, after at most a few seconds for a scrape in progress."""
+        """Stops the server, after waiting at most 10 seconds for a scrape in progress."""
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join(2 * _CLIENT_S)
@@ -151,7 +151,7 @@ def _register(registry: CollectorRegistry, labels: dict[str, str], families: Fam
     from prometheus_client.registry import Collector
 
     class Agent(Collector):
-        """Collects the agent's metrics at each scrape."""
+        """Prometheus collector that converts the agent's metrics at each scrape."""
 
         def collect(self) -> Iterable[Metric]:
             return [_metric(family, labels) for family in families() if family["samples"]]
