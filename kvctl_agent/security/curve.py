@@ -1,4 +1,4 @@
-"""CURVE keys: the fleet's key pair, the clients of admin endpoints, and the ZAP authenticator that admits keys.
+"""CURVE authentication: the fleet's key pair, the permitted admin clients, and the ZAP authenticator.
 
 The agents of a fleet share one key pair, which can be distributed with the rest of a job's configuration. With a key
 pair per rank, a rank would need its peers' public keys, but it learns of its peers only from the registry, whose socket
@@ -48,7 +48,7 @@ def load_fleet_key(path: str) -> KeyPair | None:
 
 
 def configure_server(socket: zmq.Socket[bytes], pair: KeyPair | None) -> None:
-    """Makes a socket, before it is bound, accept only clients that the context's ZAP authenticator admits."""
+    """Makes an unbound socket accept only clients that the context's ZAP authenticator admits; no-op without `pair`."""
     if pair is None:
         return
     socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -57,7 +57,7 @@ def configure_server(socket: zmq.Socket[bytes], pair: KeyPair | None) -> None:
 
 
 def configure_client(socket: zmq.Socket[bytes], pair: KeyPair | None) -> None:
-    """Makes a socket, before it connects, authenticate with the fleet's key and require the same key of the server."""
+    """Makes an unconnected socket use the fleet's key and require it of its server; no-op without `pair`."""
     if pair is None:
         return
     socket.setsockopt(zmq.CURVE_SERVERKEY, pair.public)
@@ -70,7 +70,7 @@ def _public_of(pair: KeyPair) -> bytes:
 
 
 class Clients:
-    """Clients permitted on an admin endpoint; any thread may call `level`, which reads a changed client file again."""
+    """Clients permitted on an admin endpoint, from a client file that is read again when it changes. Thread-safe."""
 
     def __init__(self, path: Path, complain: Callable[[str], None]) -> None:
         """Reads the file.
@@ -114,7 +114,7 @@ class Clients:
 
 
 class RefusedConnections:
-    """Counts refused connections, and records at most one per minute in the flight recorder so as not to fill it."""
+    """Counts refused connections, and records at most one per minute so as not to fill the flight recorder."""
 
     def __init__(self, metrics: Metrics, recorder: FlightRecorder) -> None:
         self._metrics = metrics

@@ -69,7 +69,7 @@ OPENING = (b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0")
 
 
 def encode_message(frames: Sequence[bytes]) -> bytes:
-    """Encodes one message."""
+    """Encodes the frames of one message in the ZMTP wire format."""
     wire: list[bytes] = []
     for index, frame in enumerate(frames):
         flags = _MORE if index < len(frames) - 1 else 0
@@ -82,7 +82,7 @@ def encode_message(frames: Sequence[bytes]) -> bytes:
 
 
 class MessageDecoder:
-    """Decodes the bytes received from one peer.
+    """Decodes the ZMTP bytes received from one peer into messages.
 
     Attributes:
         identity: routing id sent by the peer; None until the handshake is complete.
@@ -99,7 +99,7 @@ class MessageDecoder:
         self._frames: list[bytes] = []
 
     def feed(self, data: bytes) -> list[list[bytes]]:
-        """Adds received bytes; returns the messages that they complete.
+        """Adds received bytes; returns the messages, as lists of frames, that they complete.
 
         Raises:
             RemoteProtocolError: the peer violates the protocol or sends a frame that is too large. The decoder cannot
@@ -139,7 +139,7 @@ class MessageDecoder:
         return True
 
     def _take_frames(self) -> Iterator[tuple[int, bytes]]:
-        """Removes the complete frames from the buffer."""
+        """Yields (flags, body) of each complete frame in the buffer, and removes these frames."""
         buffer, at = self._buffer, 0
         while len(buffer) - at >= 2:
             flags = buffer[at]
@@ -262,12 +262,12 @@ class UnixRouter:
             undo.pop_all()
 
     def fileno(self) -> int:
-        """Returns a descriptor for pollers that is readable when `recv_multipart` should be called."""
+        """Returns a descriptor for a poller; it is readable when `recv_multipart` should be called."""
         return self._epoll.fileno()
 
     @property
     def max_wait_ms(self) -> int | None:
-        """Longest time to poll `fileno` before calling `recv_multipart` anyway; None: no limit."""
+        """Longest time to poll `fileno` before calling `recv_multipart` even if it is not readable; None: no limit."""
         return _REPLENISH_MS if len(self._reserve) < _RESERVE else None
 
     @property
@@ -357,7 +357,7 @@ class UnixRouter:
         self._replenish()
 
     def _update_signal(self) -> None:
-        """Makes the signal readable if messages wait, and unreadable if not."""
+        """Makes the eventfd `_signal` readable if decoded messages wait, and unreadable otherwise."""
         if bool(self._arrived) != self._signalled:
             self._signalled = not self._signalled
             if self._signalled:
@@ -413,7 +413,7 @@ class UnixRouter:
         self._queue(connection, OPENING)
 
     def _longest_idle(self) -> _Connection:
-        """Returns the connection to close: the oldest that never sent a message, else the one idle longest."""
+        """Returns the oldest connection that never sent a message; without one, the connection that is idle longest."""
         return min(self._by_fd.values(), key=lambda each: (each.spoken, each.active_ns))
 
     def _read(self, connection: _Connection) -> None:
