@@ -1,4 +1,7 @@
-"""`Agent`, the interface of an engine's worker to KV transfer; starts and closes the parts of `kvctl_agent.parts`."""
+"""`Agent`, the facade through which an engine's worker sends and receives KV cache.
+
+It builds, starts and closes the components in `kvctl_agent.parts`.
+"""
 
 from __future__ import annotations
 
@@ -54,28 +57,30 @@ _SHORTEST_STOP_S = 0.1  # for each thread, even if the deadline has passed
 
 
 class Agent:
-    """Agent of one rank. A worker process usually has one; several in one process work, too.
+    """KV transfer agent of one rank. A worker process usually has one agent, and may have several.
 
     Args:
         role: "prefill" or "decode".
         rank: coordinates of this worker in its instance.
         pool: the worker's KV pool; it is registered in place.
         name: name of the agent and of its admin socket, unique on this host.
-        bootstrap: endpoint of the registry (`ipc:///path` or `tcp://address:port`), which the first prefill rank
-            serves. A decode rank may have several, one for each prefill instance; `receive` may name more.
+        bootstrap: endpoint of the bootstrap registry (`ipc:///path` or `tcp://address:port`), which rank 0 of the
+            prefill instance serves. A decode rank may pass a list with one endpoint for each prefill instance;
+            `receive` may name further ones.
         model: shape of the whole model's KV; required if this rank's pool does not have all layers.
-        on_state: called on the control thread at each change of a room's state (for a fake room, by the call that
-            creates it); it must only enqueue.
-        factories: replacements of parts, for tests and fault injection.
-        config: configuration keys of `contract.config`; their origin is shown as "argument".
+        on_state: called with the handle and the new state at each state change of a room. It runs on the control
+            thread (for a fake room, on the thread that calls `send` or `receive`) and must only enqueue.
+        factories: constructors of the components that tests and fault injection replace.
+        config: values of configuration keys declared in `contract.config`; `kvctl config` shows the origin "argument".
 
     Attributes:
-        parts: the parts of the agent, for tests and debugging.
+        parts: the agent's components, for tests and debugging.
         admin: the admin server.
-        observe: answers of the admin commands that read.
+        observe: handlers of the read-only admin commands.
 
     Raises:
         ConfigError, MemoryLayoutError, LayoutError: an argument is invalid.
+        DeviceError: memory of the device cannot be allocated.
         TransportUnavailable: the transfer engine is not installed.
     """
 
@@ -131,12 +136,12 @@ class Agent:
 
     @property
     def settings(self) -> Settings:
-        """The configuration, with the origin of every value."""
+        """The agent's configuration, with the origin of every value."""
         return self.parts.settings
 
     @property
     def incarnation(self) -> int:
-        """Random id of this agent object; a restarted agent has another one."""
+        """Id of this agent object: a restarted agent with the same name has a different, higher one."""
         return self.parts.local.incarnation
 
     @property
@@ -151,16 +156,16 @@ class Agent:
 
     @property
     def layers(self) -> range:
-        """This rank's layers, by their global ids."""
+        """Global ids of the layers in this rank's pool."""
         return self.parts.local.layers
 
     # ---- lifecycle -------------------------------------------------------------------------------------------------
 
     def start(self) -> Agent:
-        """Starts the threads and the admin socket; returns at once, `wait_ready` waits for the peers.
+        """Starts the threads and the admin socket, and returns the agent without waiting for peers (see `wait_ready`).
 
         Raises:
-            ConfigError: an address is taken or must not be bound.
+            ConfigError: a configured endpoint is in use or cannot be bound, or the package of an exporter is missing.
             AdminError: another agent with this name is running, or the path of the socket is too long.
         """
         parts = self.parts
@@ -179,7 +184,10 @@ class Agent:
         return self
 
     def wait_ready(self, timeout: float) -> None:
-        """Waits until the rank is registered (prefill) or connected to every rank of its instances (decode).
+        """Waits until the rank is registered (prefill) or connected to every rank of its prefill instances (decode).
+
+        Args:
+            timeout: longest time to wait, in seconds.
 
         Raises:
             DeadlineExceeded: the message names the missing ranks.
@@ -197,16 +205,16 @@ class Agent:
 
     @property
     def accepting(self) -> bool:
-        """Whether the agent takes new rooms."""
+        """Whether the agent accepts new rooms: it is running and not draining."""
         return self.parts.lifecycle.accepting
 
     @property
     def draining(self) -> bool:
-        """Whether the agent was told to take no new rooms."""
+        """Whether the agent accepts no new rooms because the engine or an operator is draining it."""
         return self.parts.lifecycle.draining
 
     def begin_drain(self) -> None:
-        """Stops taking new rooms; rooms that a decode rank has already opened here are not new.
+        """Stops accepting new rooms; a prefill agent still accepts `send` for rooms that a decode rank has opened here.
 
         Raises:
             LocalProtocolError: the agent is not running.
@@ -214,7 +222,7 @@ class Agent:
         self.parts.lifecycle.begin_drain()
 
     def resume(self) -> None:
-        """Takes new rooms again after `begin_drain`.
+        """Accepts new rooms again after `begin_drain`.
 
         Raises:
             LocalProtocolError: the engine has called `drain` and is about to close the agent, or it is not running.
@@ -222,7 +230,10 @@ class Agent:
         self.parts.lifecycle.resume()
 
     def drain(self, timeout: float) -> None:
-        """Stops taking new rooms and waits until those in flight have ended.
+        """Stops accepting new rooms and waits until the rooms in flight have ended; `resume` cannot undo it.
+
+        Args:
+            timeout: longest time to wait, in seconds.
 
         Raises:
             DeadlineExceeded: the message names the rooms still in flight.
@@ -236,9 +247,9 @@ class Agent:
             time.sleep(0.002)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Fails the rooms in flight, stops all threads and releases all resources; idempotent, never hangs.
+        """Fails the rooms in flight, stops all threads and releases all resources, within about `timeout` seconds.
 
-        In a forked child it does nothing: everything belongs to the parent.
+        Idempotent. In a forked child it does nothing, because threads and memory belong to the parent.
         """
         timeout = check_timeout(timeout)
         parts = self.parts
@@ -272,23 +283,26 @@ class Agent:
     # ---- the engine's calls -----------------------------------------------------------------------------------
 
     def layer_groups(self, forward: ForwardInfo) -> Grouping:
-        """Prefill: returns the layer groups in which to send one forward; the reason for them is counted.
+        """Prefill: returns the layer groups in which to send the KV of one forward, and counts the reason for them.
 
-        Without groups call `send.pages`. Otherwise pass the groups to `send.prefetch` and call `send.layers` for each.
+        If the result has no groups, call `Send.pages`. Otherwise pass the groups to `Send.prefetch` and call
+        `Send.layers` for each group.
         """
         if not isinstance(forward, ForwardInfo):
             raise LayoutError(f"forward is {shown(forward)}: it must be a ForwardInfo")
         return self.parts.pipelining.decide(forward)
 
     def send(self, room: int, *, fake: bool = False) -> Send:
-        """Prefill: begins to send `room`, before or after decode ranks open it.
+        """Prefill: starts to send `room`; decode ranks may open the room before or after this call.
 
         Args:
-            fake: for an engine's warm-up or health check: nothing is transferred, and the room succeeds at once.
+            room: the request's bootstrap_room, an unsigned 64-bit number.
+            fake: whether the room is a dummy for a warm-up or health check: nothing is transferred, and the room
+                succeeds at once.
 
         Raises:
-            LocalProtocolError: the room is not an unsigned 64-bit number or is in use here, or this is not a running
-                prefill agent.
+            LocalProtocolError: the room is not an unsigned 64-bit number or is in use here, or this is not a prefill
+                agent that accepts the room.
         """
         room, fake = check_room(room), check_flag("fake", fake)
         self._check_running("prefill", begun=fake or self.parts.machine.knows(room))
@@ -308,7 +322,7 @@ class Agent:
         prefill_only: bool = False,
         fake: bool = False,
     ) -> Receive:
-        """Decode: receives `room` into `pages`.
+        """Decode: starts to receive the KV of `room` into `pages`.
 
         Args:
             room: the request's bootstrap_room, an unsigned 64-bit number.
@@ -317,13 +331,13 @@ class Agent:
             prefix_tokens: tokens that this rank has cached; a multiple of the page size.
             aux_index: row of the pool's aux tensor that receives the room's aux row; None without one.
             state_indices: for each state component, in the model's order, the room's items in this rank's pool.
-            prefill_only: the answer is complete after prefill: no KV is transferred, only aux row and state.
+            prefill_only: whether the request ends with its prefill, so that only aux row and state are transferred.
             fake: as for `send`.
 
         Raises:
             LocalProtocolError: the room is not an unsigned 64-bit number or is in use here; a page, item or aux row is
                 outside the pool, given twice, or belongs to another room that may still be written to; or this is not
-                a running decode agent.
+                a decode agent that accepts new rooms.
             LayoutError: the prefix is not page-aligned, or prefix and pages together are too many.
             ConfigError: `prefill` is not an endpoint, or needs keys.
         """
@@ -339,7 +353,7 @@ class Agent:
         return handle
 
     def _check_running(self, role: str, *, begun: bool) -> None:
-        """Raises LocalProtocolError unless rooms of this role are taken; `begun` ones are while draining, too."""
+        """Raises LocalProtocolError unless the agent has this role and accepts rooms (when draining: only `begun`)."""
         if self.role != role or not (self.accepting or (self.draining and begun)):
             raise LocalProtocolError(
                 f"agent {self.name} ({self.role}, {self.parts.lifecycle.state}) takes no {role} rooms"
@@ -367,7 +381,7 @@ class Agent:
         self.parts.connections.calibrate_once()
 
     def measure_connection(self) -> ConnectionCost:
-        """Prefill: measures the connection to the first connected peer, between parts.
+        """Prefill: measures the cost of writes to the first connected peer; the transfer worker does it between parts.
 
         Raises:
             LocalProtocolError: no peer is connected, or the peer offers no scratch memory.
@@ -379,7 +393,7 @@ class Agent:
 
 
 def _discard(event: ev.Event) -> None:
-    """Drops the events of a fake room."""
+    """Ignores an event; the handles of fake rooms send their events here."""
 
 
 def _close_if_alive(reference: weakref.ref[Agent]) -> None:

@@ -52,15 +52,15 @@ class TransportUnavailable(TransportError):
 
 
 class PeerDisconnected(TransportError):
-    """The transfer engine reports that the peer is gone."""
+    """The transfer engine reports that it has lost the connection to the peer."""
 
 
 class AdminError(KvctlError):
-    """The admin socket cannot be served."""
+    """The admin socket or its directory cannot be used."""
 
 
 class RequestRefused(AdminError):
-    """One admin request is refused.
+    """An admin request is refused.
 
     Attributes:
         code: the `contract.admin.ErrorCode` sent to the client.

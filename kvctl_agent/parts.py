@@ -1,4 +1,4 @@
-"""The parts of an agent: builds them from the configuration, stops their threads and releases what they hold.
+"""Builds the components of an agent from its configuration, stops their threads and releases their resources.
 
 `build_parts` starts no thread and binds no socket; `Agent.start` does.
 """
@@ -80,14 +80,14 @@ _FEW_CORES = 4  # with no more than these, ranks that share a host have no core 
 
 
 class Closable(Protocol):
-    """Owner of memory or of a device's stream until it is closed."""
+    """Object that owns memory or a device stream until `close`."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class PartFactories:
-    """Factories of the parts that tests and fault injection replace."""
+    """Constructors of the agent's components that tests and fault injection replace."""
 
     clock: Callable[[], Clock] = Clock
     transport: Callable[..., Transport] = open_transport
@@ -98,10 +98,10 @@ class PartFactories:
 
 @dataclass(frozen=True)
 class AgentParts:
-    """All parts of one agent except its admin server, which reads them.
+    """All components of one agent except its admin server.
 
-    A prefill rank has staging buffers, workers and, if its pool is on a device, a poller of the engine's events; a
-    decode rank has a ring (unless staging is off) and an arrival loop.
+    A prefill rank has staging buffers, transfer workers and, if its pool is on a device, a poller of the engine's
+    events; a decode rank has a staging ring (unless staging is off) and an arrival loop.
     """
 
     name: str
@@ -133,14 +133,14 @@ class AgentParts:
 
     @property
     def threads(self) -> tuple[EventPoller | TransferWorker | ArrivalLoop, ...]:
-        """The threads that transfer parts, in the order in which they are started and stopped."""
+        """The threads that send or receive KV data, in the order in which they are started and stopped."""
         return tuple(each for each in (self.forwards, *self.workers, self.arrivals) if each is not None)
 
     def stop(self, left_s: Callable[[], float]) -> bool:
         """Stops all threads and fails the open rooms; returns whether all threads have ended.
 
         Args:
-            left_s: returns the seconds that the next thread may take.
+            left_s: called before each thread is stopped; returns the seconds that this thread may take to end.
         """
         ended = True
         for thread in self.threads:
@@ -178,12 +178,13 @@ def build_parts(
     keys: KeyPair | None,
     make: PartFactories,
 ) -> AgentParts:
-    """Builds all parts of an agent; raises as `Agent`, after it has released the parts built so far.
+    """Builds all components of an agent. Raises as `Agent`, and then releases the components built so far.
 
     Args:
-        instances: endpoints of the registries.
-        keys: the fleet's key pair, for control sockets over TCP.
-        make: factories of the replaceable parts.
+        instances: endpoints of the bootstrap registries.
+        model: shape of the whole model's KV; None: `pool` has all layers.
+        keys: the fleet's key pair, for control sockets over TCP; None without encryption.
+        make: constructors of the replaceable components.
     """
     # Identity and telemetry.
     clock = make.clock()
@@ -325,7 +326,7 @@ def build_parts(
 
 
 def check_arguments(role: object, rank: object, pool: object, name: object, model: object, on_state: object) -> None:
-    """Raises ConfigError for an argument of `Agent` of the wrong type, or an unusable name."""
+    """Raises ConfigError if an argument of `Agent` has the wrong type or the name is unusable."""
     if not isinstance(role, str) or role not in ("prefill", "decode"):
         raise ConfigError(f"role {shown(role)}: must be 'prefill' or 'decode'")
     if not isinstance(name, str) or not name.isprintable() or not 0 < len(name.encode()) <= _MAX_NAME_BYTES:
@@ -338,7 +339,11 @@ def check_arguments(role: object, rank: object, pool: object, name: object, mode
 
 
 def instances_of(role: str, bootstrap: object) -> tuple[str, ...]:
-    """Returns the endpoints of the registries; raises ConfigError unless there is one, or on a decode rank several."""
+    """Returns the bootstrap endpoints as a tuple.
+
+    Raises:
+        ConfigError: there is no endpoint, a prefill rank has several, or `bootstrap` is neither a text nor a sequence.
+    """
     if not isinstance(bootstrap, str | Sequence):
         raise ConfigError(f"bootstrap is {shown(bootstrap)}: it must be an endpoint or a list of endpoints")
     found = (bootstrap,) if isinstance(bootstrap, str) else tuple(bootstrap)
@@ -348,19 +353,19 @@ def instances_of(role: str, bootstrap: object) -> tuple[str, ...]:
 
 
 def page_owners_of(pool: KVPool) -> PageOwners:
-    """Returns the owners of a decode rank's memory, with the kinds in the order of `runtime.page_owners.written`."""
+    """Creates the `PageOwners` of a decode rank's pool, with its kinds of memory in the order of `written`."""
     states = [memory for memory in pool.segments if memory.shard.segment.state]
     kinds = [(f"item of state {memory.shard.segment.name}", memory.num_slots) for memory in states]
     return PageOwners([("page", pool.num_pages), ("aux row", pool.aux_slots), *kinds])
 
 
 def worker_count(settings: Settings, device: Device | None) -> int:
-    """Returns the number of transfer workers of a prefill rank; one by default if a device does the copying."""
+    """Returns the number of transfer workers of a prefill rank; by default 1 if a device does the copying."""
     return thread_count(settings["workers"], _MOST_WORKERS if device is None else 1)
 
 
 def check_settings(settings: Settings, pool: KVPool) -> None:
-    """Raises ConfigError for settings that do not suit the pool's device, or too low a descriptor limit."""
+    """Raises ConfigError if settings do not suit the pool's device, or the process can open too few descriptors."""
     if (text := shortage(_DESCRIPTORS)) is not None:
         raise ConfigError(f"this process cannot hold an agent: {text}")
     check_path(settings["path"], pool)
@@ -371,14 +376,14 @@ def check_settings(settings: Settings, pool: KVPool) -> None:
 
 
 def thread_count(configured: int | None, most: int) -> int:
-    """Returns the configured number; if it is None, 1 on few cores and `most` otherwise."""
+    """Returns `configured`; if it is None, 1 on a machine with few cores and `most` otherwise."""
     if configured is not None:
         return configured
     return 1 if len(os.sched_getaffinity(0)) <= _FEW_CORES else most
 
 
 def check_path(path: str, pool: KVPool) -> None:
-    """Raises ConfigError for an unknown path, or one that this pool does not support."""
+    """Raises ConfigError if the path is unknown or this pool does not support it."""
     if not isinstance(path, str) or path not in _PATHS:
         raise ConfigError(f"path {shown(path)}: must be {', '.join(_PATHS)}")
     if path == DIRECT and pool.device is None:
@@ -388,7 +393,14 @@ def check_path(path: str, pool: KVPool) -> None:
 def staging_memory(
     role: str, settings: Settings, device: Device | None, make_ring: Callable[..., RingMemory]
 ) -> tuple[StagingBuffers | None, RingMemory | None]:
-    """Allocates a prefill rank's staging buffers or a decode rank's ring (None if staging is off) on the pool's device.
+    """Allocates a prefill rank's staging buffers or a decode rank's ring.
+
+    Args:
+        device: device of the pool; None for host memory.
+        make_ring: constructor of the ring.
+
+    Returns:
+        (buffers, ring); buffers is None on a decode rank, ring on a prefill rank and if staging is off.
 
     Raises:
         DeviceError, MemoryLayoutError: the memory cannot be allocated; the message has the size.
@@ -406,7 +418,7 @@ def staging_memory(
 
 
 def close_all(parts: Iterable[Closable | None]) -> None:
-    """Closes the parts that exist; ignores errors of a lost device, on which nothing runs any more."""
+    """Closes the objects that are not None; ignores DeviceError, because nothing runs any more on a lost device."""
     for each in parts:
         if each is not None:
             with contextlib.suppress(DeviceError):
@@ -414,7 +426,7 @@ def close_all(parts: Iterable[Closable | None]) -> None:
 
 
 def copies_ended(copiers: Iterable[Closable], recorder: FlightRecorder) -> bool:
-    """Closes the copiers; returns False if a copy does not end and may still access staging or a peer's memory."""
+    """Closes the copiers; returns False if a copy has not ended and may still access staging or a peer's memory."""
     try:
         close_all(copiers)
     except DeadlineExceeded as error:
@@ -433,7 +445,7 @@ def copier_of(device: Device | None, copy_pool: CopyPool, copiers: list[Closable
 def paths_of(
     device: Device | None, copy_pool: CopyPool, buffers: StagingBuffers, direct_sms: int | None, copiers: list[Closable]
 ) -> dict[str, Path]:
-    """Returns the transfer paths of one worker by name; their copiers are appended to `copiers`."""
+    """Returns the transfer paths of one worker by name, and appends their copiers to `copiers`."""
     staged = StagedPath(buffers, copier_of(device, copy_pool, copiers))
     paths: dict[str, Path] = {BULK: BulkPath(), SLICE: SlicePath(), STAGED: staged}
     if device is not None:
@@ -444,7 +456,7 @@ def paths_of(
 
 
 def regions(pool: KVPool, staging: StagingBuffers | RingMemory | None) -> list[Region]:
-    """Returns all memory that the transport registers."""
+    """Returns the memory regions of the pool and of staging, all of which the transport registers."""
     found = [Region(*region) for region in pool.regions()]
     return found if staging is None else [*found, Region(*staging.region())]
 
@@ -460,7 +472,7 @@ def local_of(
     transport: Transport,
     ring: RingMemory | None,
 ) -> LocalInfo:
-    """Returns the information about this rank that the protocol uses and sends to peers."""
+    """Returns the description of this rank that the protocol uses and sends to peers."""
     ring_bytes = ring.nbytes - _SCRATCH_BYTES if ring else 0
     shared, unshared = _shared(pool, ring) if role == "decode" else ((), "")
     return LocalInfo(
@@ -489,7 +501,7 @@ def local_of(
 
 
 def _shared(pool: KVPool, ring: RingMemory | None) -> tuple[tuple[SharedMemory, ...], str]:
-    """Returns the device memory of a decode rank that writers may map, or the reason why they cannot."""
+    """Returns exports of a decode rank's device memory for writers to map, and the reason if it cannot be exported."""
     device = pool.device
     if device is None:
         return (), ""
@@ -504,7 +516,7 @@ def _shared(pool: KVPool, ring: RingMemory | None) -> tuple[tuple[SharedMemory, 
 
 
 def timing_of(settings: Settings) -> Timing:
-    """Returns the protocol's periods and deadlines."""
+    """Returns the protocol's periods and deadlines in ns, from the settings."""
     return Timing(
         heartbeat_ns=_ns(settings["heartbeat_s"]),
         suspect_ns=_ns(settings["suspect_s"]),
@@ -527,7 +539,7 @@ def machine_of(
     inputs: InputLog,
     connections: PeerConnections,
 ) -> PrefillMachine | DecodeMachine:
-    """Creates the rank's machine; its inputs and the answers of the path chooser are recorded from the start."""
+    """Creates the rank's protocol state machine; `inputs` records its events and the path chooser's results."""
     timing, reaches = timing_of(settings), connections.reaches
     if local.unshared:
         telemetry.recorder.record("direct", f"writers cannot map this rank's memory: {local.unshared}", "warning")

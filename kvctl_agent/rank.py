@@ -41,10 +41,10 @@ class Rank:
 
     @property
     def coord(self) -> RankCoord:
-        """The coordinates alone."""
+        """The coordinates without the sizes."""
         return RankCoord(self.dp, self.pp, self.cp, self.tp)
 
     @property
     def parallel_config(self) -> ParallelConfig:
-        """The sizes of the instance."""
+        """The parallel sizes of the instance and the layers of its pipeline stages."""
         return ParallelConfig(self.dp_size, self.pp_size, self.cp_size, self.tp_size, self.stages)
