@@ -1,4 +1,4 @@
-"""Device interface used by memory, paths and runtime.
+"""Interface of a device (GPU), which the packages memory, paths and runtime use.
 
 A device has memory, which kernels on any stream read and write; streams, which run their work in order; and events,
 which show how far a stream has progressed. Unless documented otherwise, calls do not wait for kernels and may be made
@@ -45,7 +45,7 @@ class Event(Protocol):
     """An event on a stream; it is done when all work enqueued before it has ended."""
 
     def done(self) -> bool:
-        """Returns whether the event is done, without waiting. Once true, it stays true.
+        """Returns whether the event is done, without waiting; once True, the result stays True.
 
         Raises:
             DeviceError: a kernel failed; all later calls on this device will fail too.
@@ -64,7 +64,7 @@ class Event(Protocol):
 
 
 class Geometry(NamedTuple):
-    """Row geometry of one launch, in bytes. Launches of one geometry share a compiled kernel.
+    """Row geometry of one kernel launch, in bytes. Launches with the same geometry share a compiled kernel.
 
     Each side is either *paged*: page p of a block begins at the block's address + p * rows * row distance; or *packed*:
     the pages of a block are consecutive and their rows have no gaps.
@@ -101,14 +101,14 @@ class Batch(NamedTuple):
 class Table:
     """Blocks of one geometry with fixed addresses, paged on one side and packed on the other.
 
-    A launch on such a table uploads no block table of its own. Building and uploading one is most of the host time of a
-    launch.
+    The table is uploaded once, so that a launch need not build and upload a block table, which would be most of its
+    time on the host.
 
     Attributes:
         geometry: Geometry of all blocks.
         paged: int64 `[n]`, the paged address of each block, as in a batch.
-        before: int64 `[n]`, the packed bytes before each block if every block has one page.
-        bits: Bitwise or of all these numbers, which shows their common alignment.
+        before: int64 `[n]`, the offset of each block on the packed side, in bytes, if every block has one page.
+        bits: Bitwise or of all numbers in `paged` and `before`, which shows their common alignment.
     """
 
     def __init__(self, geometry: Geometry, paged: npt.NDArray[np.int64], before: npt.NDArray[np.int64]) -> None:
@@ -123,7 +123,7 @@ class BlockRange(NamedTuple):
     Attributes:
         lo, hi: Blocks [lo, hi).
         shift: Bytes added to every paged address, for example the offset of the first head.
-        packed: Address added to `before` * pages, so that it gives the packed address of each block.
+        packed: Address on the packed side; block b begins at packed + before[b] * pages.
         pages: Number of pages.
         first_page: Index of the first page in the launch's page list.
     """
@@ -161,10 +161,10 @@ class BlockRanges(NamedTuple):
 
 
 class RowCopies(Protocol):
-    """Copies rows, in order, on a stream of its own."""
+    """Copies rows between pages and packed memory, or from pages to pages, in order on its own stream."""
 
     def prepare(self, geometries: Sequence[Geometry]) -> None:
-        """Compiles and loads the kernels for these geometries and wait; about one second each, once per machine."""
+        """Compiles and loads the kernels for these geometries; takes about one second each, once per machine."""
         ...
 
     def begin(
@@ -174,7 +174,7 @@ class RowCopies(Protocol):
         after: Event | None = None,
         programs: int | None = None,
     ) -> Event:
-        """Enqueue copies on the stream.
+        """Enqueues copies on the stream.
 
         Args:
             batches: Batches and block ranges, none of them empty.
@@ -210,12 +210,12 @@ class DeviceMemory(Protocol):
     def nbytes(self) -> int: ...
 
     def close(self) -> None:
-        """Frees the memory; idempotent. All peers must have drained."""
+        """Frees the memory; idempotent. No peer may access the memory any more."""
         ...
 
 
 class Export(NamedTuple):
-    """One allocation that other processes may map.
+    """Handle of one device allocation, with which other processes can map it.
 
     Attributes:
         addr, nbytes: Address in the exporting process, and size of the whole allocation.
@@ -232,7 +232,7 @@ class Export(NamedTuple):
 
 
 class Mapping(Protocol):
-    """A peer's memory, mapped into the local address space.
+    """Device memory of a peer that is mapped into this process's address space.
 
     Attributes:
         lane: The interconnect to the memory: "same device", "nvlink", "pcie" or "fabric".
@@ -250,11 +250,11 @@ class Mapping(Protocol):
         ...
 
     def translate_all(self, addrs: Blocks, nbytes: Blocks | int = 1) -> Blocks:
-        """Translates an int64 array of addresses; `nbytes` has its shape or broadcasts to it. Raises as `translate`."""
+        """Translates an int64 array of addresses; `nbytes` broadcasts to its shape. Raises as `translate`."""
         ...
 
     def close(self) -> None:
-        """Unmaps the memory; idempotent. Does not wait: no kernel may use the mapping any more."""
+        """Unmaps the memory without waiting; idempotent. No kernel may use the mapping any more."""
         ...
 
 
@@ -285,28 +285,31 @@ class Device(Protocol):
         ...
 
     def enter(self) -> None:
-        """Makes this device current on the calling thread, for engines that ask the driver. Cheap if it is already."""
+        """Makes this device current on the calling thread, as transport engines use the thread's current device."""
         ...
 
     def visit(self) -> AbstractContextManager[None]:
-        """Returns a context manager that makes this device current, for engine threads that may use another device."""
+        """Returns a context manager that makes this device current, for engine threads that may use another one."""
         ...
 
     def now(self) -> Event:
-        """Returns an event on an idle stream, which stands for work that has already ended."""
+        """Records an event on a stream that is always idle, for callers that need an event of work already done."""
         ...
 
     def copy(self, target: int, source: int, nbytes: int) -> Event:
-        """Copies contiguous bytes with the driver's memcpy on a stream of its own; the baseline for all copies.
+        """Starts a memcpy of contiguous bytes on a separate stream; measurements use it as the baseline for row copies.
 
         Args:
             target, source: Addresses in this device's memory or in a mapped peer's memory.
             nbytes: Number of bytes.
+
+        Returns:
+            An event that is done when the copy has ended.
         """
         ...
 
     def copies(self) -> RowCopies:
-        """Creates a stream of row copies for one thread."""
+        """Creates a `RowCopies` with its own stream, for use by one thread."""
         ...
 
     def event_of(self, event: Any) -> Event:
@@ -340,17 +343,17 @@ class Device(Protocol):
         ...
 
     def fill(self, addr: int, nbytes: int, value: int) -> None:
-        """Sets every byte to `value`, and wait until done."""
+        """Sets `nbytes` bytes at `addr` to `value`, and waits until done."""
         ...
 
     def upload(self, addr: int, data: npt.NDArray[np.uint8]) -> None:
-        """Copies from host memory, and waits until done."""
+        """Copies `data` from host memory to `addr`, and waits until done."""
         ...
 
     def download(self, addr: int, out: npt.NDArray[np.uint8]) -> None:
-        """Copies to host memory, and wait until done."""
+        """Copies memory at `addr` to the host array `out`, filling it, and waits until done."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Returns name, driver version, memory sizes and capabilities, for display."""
+        """Returns the device's name, driver version, memory sizes and capabilities, for display."""
         ...

@@ -1,4 +1,4 @@
-"""Device implementation for one NVIDIA GPU."""
+"""Implementation of `Device` for NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FASTEST_FIRST = (topology.SAME, topology.NVLINK, topology.FABRIC, topology.PCIE
 
 
 class CudaDevice:
-    """A GPU. `open_device` creates one object per GPU, which lives until the process ends.
+    """One GPU of this process. `open_device` creates one object per GPU, which lives until the process ends.
 
     Attributes:
         index: Number of the GPU in this process.
@@ -118,7 +118,7 @@ class CudaDevice:
         return mapping
 
     def _lane_to(self, export: Export) -> str:
-        """The interconnect to an export's device; "fabric" for a device of another host."""
+        """Returns the interconnect to an export's device; "fabric" for a device of another host."""
         if export.kind == FABRIC_HANDLE and export.device not in topology.ordinals():
             if self._fabric_refusal:
                 raise DeviceError(f"{self.name} cannot map memory of another host: {self._fabric_refusal}")
@@ -129,10 +129,10 @@ class CudaDevice:
     def _fabric_refusal(self) -> str:
         return fabric_refusal(self.context, self._device, self.index)
 
-    # ---- for people ---------------------------------------------------------------------------------------------
+    # ---- description --------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
-        """Returns properties of the GPU.
+        """Returns properties of the GPU, for display.
 
         `peers` maps the number of each reachable GPU to its interconnect; `fabric` is true or the reason why other
         hosts cannot map the GPU's memory.
@@ -155,7 +155,7 @@ class CudaDevice:
 
     @cached_property
     def capability(self) -> int:
-        """Computes capability, for example 90 for 9.0."""
+        """Compute capability as an integer, for example 90 for 9.0."""
         return 10 * self._attribute("COMPUTE_CAPABILITY_MAJOR") + self._attribute("COMPUTE_CAPABILITY_MINOR")
 
     @cached_property
@@ -186,7 +186,7 @@ _opened: dict[int, CudaDevice] = {}
 
 
 def open_device(index: int) -> CudaDevice:
-    """Returns the GPU with this number, as in the engine's tensors; always the same object.
+    """Returns the GPU with this number (as in the engine's tensors), always as the same object.
 
     Raises:
         DeviceUnavailable: there is no GPU of this number, or the packages for GPUs are not installed.

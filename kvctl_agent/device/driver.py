@@ -1,4 +1,4 @@
-"""Access to the CUDA driver: loading at first use, error texts with a remedy each, and contexts.
+"""Access to the CUDA driver: loads it on first use, turns errors into texts with a remedy, and manages contexts.
 
 All GPU code in `kvctl_agent.device` calls functions of the module that `load` returns (`cuda.bindings.driver`) and
 passes their results to `checked`. The driver's functions release the GIL.
@@ -50,7 +50,7 @@ _REMEDIES = {
 
 @cache
 def load() -> Any:
-    """Returns the module `cuda.bindings.driver`, initialised.
+    """Returns the module `cuda.bindings.driver`, after initialising the CUDA driver.
 
     Raises:
         DeviceUnavailable: the package, the driver or a GPU is missing; the text says which.
@@ -91,7 +91,7 @@ def checked(result: tuple[Any, ...], message: str) -> Any:
 
 
 def _explained(driver: Any, status: Any) -> str:
-    """The driver's text and name of a status, and the remedy."""
+    """Returns the driver's description and name of an error status, and a remedy if one is known."""
     failed, text = driver.cuGetErrorString(status)
     description = str(status) if failed or not text else text.decode(errors="replace")
     name = getattr(status, "name", str(status))
@@ -100,17 +100,17 @@ def _explained(driver: Any, status: Any) -> str:
 
 
 def _memory_remedy(driver: Any) -> str:
-    """The free memory, and the settings that reduce memory use."""
+    """Returns a text with the free memory and the settings that reduce memory use."""
     failed, free, total = driver.cuMemGetInfo()
     available = "" if failed else f"{free / 2**30:.2f} of {total / 2**30:.2f} GiB are free; "
     return f"{available}reduce staging_buffer_mb, workers or staging_ring_mb, or the size of the engine's own pool"
 
 
 class Context:
-    """The primary context of one device, which engines use too; retained until the process ends."""
+    """The primary context of one device, which the inference engine uses too; retained until the process ends."""
 
     def __init__(self, device: Any, label: str) -> None:
-        """Retain the context of the driver's handle `device`; error texts begin with `label`."""
+        """Retains the primary context of `device`, a `CUdevice`; error texts begin with `label`."""
         self._driver = load()
         self._label = label
         self._handle = checked(self._driver.cuDevicePrimaryCtxRetain(device), f"{label}: no context")
@@ -125,7 +125,7 @@ class Context:
 
     @contextmanager
     def visit(self) -> Iterator[None]:
-        """Makes the context current within a block and restores the previous one after; for threads of the engine."""
+        """Makes the context current within a `with` block, then restores the previous one; for engine threads."""
         checked(self._driver.cuCtxPushCurrent(self._handle), self._label)
         try:
             yield

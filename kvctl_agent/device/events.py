@@ -10,12 +10,12 @@ from kvctl_agent.errors import DeviceError
 
 
 class CudaEvent:
-    """A recorded event; `handle` is the driver's handle."""
+    """A CUDA event that has been recorded; `handle` is the driver's handle."""
 
     __slots__ = ("_context", "_done", "_owner", "handle")
 
     def __init__(self, context: Context, handle: Any, owner: Any) -> None:
-        """Wraps a recorded event and keeps `owner` alive as long, for example the engine's own event."""
+        """Wraps a recorded event; keeps a reference to `owner`, for example the engine's event that owns the handle."""
         self.handle = handle
         self._context = context
         self._owner = owner
@@ -28,7 +28,11 @@ class CudaEvent:
         return self._done
 
     def _is_done(self, status: Any) -> bool:
-        """Interpret a status other than success."""
+        """Returns whether the event is done, given a status of `cuEventQuery` other than success.
+
+        Raises:
+            DeviceError: a kernel failed.
+        """
         driver = load()
         if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
             # The thread has no context yet. An engine's thread keeps its context, with which any query works.
@@ -47,7 +51,7 @@ class CudaEvent:
 
 
 class _PooledEvent(CudaEvent):
-    """An event whose handle returns to the pool's free list, its owner, when the object is garbage collected."""
+    """An event whose handle is returned to the pool's free list (`owner`) when the object is garbage collected."""
 
     __slots__ = ()
 
@@ -57,7 +61,7 @@ class _PooledEvent(CudaEvent):
 
 
 class EventPool:
-    """Pool of events of one context; usable from any thread."""
+    """Pool of the events of one context, usable from any thread."""
 
     def __init__(self, context: Context) -> None:
         self._driver = load()

@@ -1,7 +1,7 @@
-"""Variants of the copy kernel: chosen for a geometry, compiled with Triton, and loaded into a context.
+"""Chooses a variant of the copy kernel for a geometry, compiles it with Triton, and loads it into a CUDA context.
 
-A variant has the widest words that the sizes and addresses of a geometry allow. Compiling needs Triton, but neither
-torch nor a driver nor a GPU.
+A variant copies with the widest words that the sizes and addresses of the geometry allow. Compiling needs Triton, but
+neither torch nor a driver nor a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ACCESS = 16
 
 
 class Tile(NamedTuple):
-    """Size of the tile that one thread block copies at a time.
+    """Size of the data that a thread block copies per iteration, and of the thread block.
 
     Attributes:
         nbytes: Maximum bytes of a tile, a power of two.
@@ -33,10 +33,10 @@ class Tile(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """Compile-time constants of the kernel; see `copy_rows` for those not listed here.
+    """Compile-time constants of the copy kernel; see `kernel.copy_rows` for those not listed here.
 
     Attributes:
-        tile_units: Units that one thread block copies at a time.
+        tile_units: Units that one thread block copies per iteration.
         warps: Warps of a thread block.
         ranges: Whether the kernel copies block ranges of a table.
     """
@@ -55,17 +55,23 @@ class Variant(NamedTuple):
 
     @property
     def word(self) -> int:
-        """Bytes of a word; two words of 8 bytes become one access."""
+        """Size in bytes of a word; the compiler merges two words of 8 bytes into one access of 16."""
         return min(self.align, 8)
 
     @property
     def page_units(self) -> int:
-        """Units of a page."""
+        """Number of units in a page."""
         return self.rows * self.split
 
 
 def variant(geometry: Geometry, bits: int, tile: Tile, ranges: bool = False) -> Variant:
-    """Returns the variant for blocks of a geometry; `bits` is the bitwise or of all their addresses.
+    """Returns the kernel variant that copies blocks of a geometry.
+
+    Args:
+        geometry: Row geometry of the blocks.
+        bits: Bitwise or of all addresses and offsets of the blocks, which shows their common alignment.
+        tile: Largest tile.
+        ranges: Whether the kernel copies block ranges of a table.
 
     Raises:
         DeviceError: the geometry is invalid.
@@ -144,7 +150,7 @@ _compiling = Lock()
 
 
 def program(variant: Variant, capability: int) -> Program:
-    """Returns the machine code of a variant, compiled (0.1 to 0.5 s) or from the cache of this process or of Triton.
+    """Returns the machine code of a variant; compiles it (0.1 to 0.5 s) unless this process or Triton has it cached.
 
     `capability` is the GPU's compute capability, for example 90 for 9.0.
 
@@ -240,14 +246,14 @@ def _compile(
 
 
 def _parameters(ptx: str, name: str) -> int:
-    """Counts the parameters of the compiled kernel; versions of Triton append different numbers of scratch pointers."""
+    """Counts the parameters of a compiled kernel; each Triton version appends a different number of pointers."""
     entry = re.search(rf"\.entry\s+{name}\s*\(([^)]*)\)", ptx)
     assert entry is not None
     return entry[1].count(".param")
 
 
 class Kernel(NamedTuple):
-    """A loaded variant.
+    """A variant of the copy kernel that is loaded into a context.
 
     Attributes:
         function: The driver's function handle.
@@ -261,10 +267,10 @@ class Kernel(NamedTuple):
 
 
 class Kernels:
-    """The loaded kernels of one context. They stay loaded as long as the context exists."""
+    """Cache of the kernels loaded into one context; they stay loaded as long as the context exists."""
 
     def __init__(self, context: Context, capability: int) -> None:
-        """Loads no kernel yet; `capability` is as for `program`."""
+        """Creates an empty cache; `capability` is as for `program`."""
         self._context = context
         self._capability = capability
         self._loading = Lock()

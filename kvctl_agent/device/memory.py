@@ -1,4 +1,4 @@
-"""GPU memory allocations: plain, or exportable to other hosts of an NVLink domain."""
+"""GPU memory allocations, either from `cuMemAlloc` or exportable to other hosts of an NVLink domain."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kvctl_agent.device.driver import Context, checked, load
 from kvctl_agent.errors import DeviceError
 
 _BLOCK = 2 << 20
-"""Size of the driver's blocks. It places smaller allocations inside one block, and exports whole blocks."""
+"""Size of the driver's blocks: the driver places smaller allocations inside one block and exports whole blocks."""
 
 
 class PlainMemory:
     """Memory from `cuMemAlloc`, which can be exported to other processes of this host."""
 
     def __init__(self, context: Context, nbytes: int, label: str) -> None:
-        """Allocates `nbytes`; `label` is the device's name in error texts.
+        """Allocates `nbytes` bytes; `label` is the device's name in error texts.
 
         Raises:
             DeviceError: not enough memory is free; the text has the free size.
@@ -76,10 +76,10 @@ class ExportableMemory:
 
 
 def mapped(handle: Any, size: int, ordinals: Sequence[int], message: str) -> int:
-    """Maps an allocation, let the GPUs `ordinals` read and write it, and return its address.
+    """Maps an allocation into the address space, lets the GPUs `ordinals` access it, and returns its address.
 
     Raises:
-        DeviceError: the allocation cannot be mapped; nothing remains of the attempt.
+        DeviceError: the allocation cannot be mapped; a partial mapping has been undone.
     """
     driver = load()
     addr = checked(driver.cuMemAddressReserve(size, 0, 0, 0), message)
@@ -94,14 +94,14 @@ def mapped(handle: Any, size: int, ordinals: Sequence[int], message: str) -> int
 
 
 def unmap(addr: int, size: int) -> None:
-    """Undoes `mapped`, also if it was only partly done."""
+    """Unmaps memory that `mapped` mapped completely or partly, and frees its address range."""
     driver = load()
     driver.cuMemUnmap(addr, size)
     driver.cuMemAddressFree(addr, size)
 
 
 def fabric_refusal(context: Context, device: Any, ordinal: int) -> str:
-    """Returns why other hosts cannot map memory of this GPU, or an empty string if they can.
+    """Returns the reason why other hosts cannot map memory of this GPU; empty if they can.
 
     Makes a trial export, because the device attribute is also set where an export fails.
     """

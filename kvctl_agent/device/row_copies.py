@@ -1,7 +1,7 @@
-"""Row copies on a CUDA stream: one asynchronous upload of the tables, one launch per batch, one event.
+"""Row copies on a CUDA stream; each request uploads its tables, launches a kernel per batch, and records an event.
 
 A transfer worker calls `begin` for every part, with a budget of 30 µs. Kernels, events, memory for tables and argument
-blocks are therefore created in advance, and `begin` makes only a few numpy calls and the driver calls.
+blocks are therefore created in advance, and `begin` makes only a few calls to numpy and the driver.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _RANGE = struct.Struct(f"={RANGE_BYTES // 8}q")
 
 
 class Tuning(NamedTuple):
-    """Parameters that benchmarks vary.
+    """Sizes of tiles and upload slots, which benchmarks vary.
 
     Attributes:
-        tile: Tile of launches that may use the whole device.
-        bounded: Tile of launches with a limited number of programs, each of which must have more bytes in flight.
+        tile: Tile size for launches that may use the whole device.
+        bounded: Tile size for launches with limited thread blocks, each of which must have more bytes in flight.
         slots: Number of upload slots, which limits the requests in flight.
         slot_bytes: Bytes for the tables of one request, a multiple of 8.
     """
@@ -71,7 +71,7 @@ class _Launch:
         self.parameters = ctypes.addressof(self._pointers)
 
     def tiles(self, pages: int, blocks: int) -> int:
-        """Returns the tiles of a block of `pages` pages.
+        """Returns the number of tiles in a block of `pages` pages, for a launch with `blocks` blocks.
 
         Raises:
             DeviceError: the units or tiles of all blocks exceed the 32 bits in which the kernel counts them.
@@ -84,7 +84,7 @@ class _Launch:
 
 
 class CudaRowCopies:
-    """`RowCopies` of a CUDA device, used by one thread except for `close`."""
+    """`RowCopies` for a CUDA device. One thread uses it; another may call `close` afterwards."""
 
     def __init__(self, context: Context, kernels: Kernels, events: EventPool, tuning: Tuning = DEFAULT) -> None:
         """Creates the streams and the memory for tables.
@@ -163,7 +163,11 @@ class CudaRowCopies:
         self._slots.close()
 
     def _await_end(self) -> None:
-        """Waits until all requests have ended, or the device is lost and nothing runs any more."""
+        """Waits until all requests have ended; returns early if the device is lost, on which nothing runs any more.
+
+        Raises:
+            DeadlineExceeded: a copy has not ended within 2 seconds.
+        """
         deadline = time.monotonic() + _END_S
         with contextlib.suppress(DeviceError):
             while self._last is not None and not self._last.done():
@@ -198,7 +202,7 @@ class CudaRowCopies:
         return done
 
     def _upload(self, slot: UploadSlot, nbytes: int) -> None:
-        """Upload the tables, on a second stream if kernels are still pending.
+        """Uploads the tables in `slot`, on a second stream if kernels are still pending.
 
         On the same stream the upload would leave the device idle for this process between two kernels. A device shared
         with other processes then switches to them and comes back 150 µs later (H200, four processes).
@@ -252,7 +256,7 @@ class CudaRowCopies:
         most: int,
         programs: int | None,
     ) -> None:
-        """Launches the kernel with these arguments, on at most `programs` thread blocks if it is not None."""
+        """Launches a kernel with these arguments of `copy_rows`, on at most `programs` thread blocks unless None."""
         _ARGUMENTS.pack_into(launch.arguments, 0, blocks_at, ranges_at, pages_at, items, tiles, most)
         grid = items if programs is None or items < programs else programs
         kernel, stream = launch.kernel, self._stream

@@ -1,6 +1,6 @@
 """Memory sharing between processes: exports of local allocations, and mappings of a peer's allocations.
 
-The mappings of a device are counted and opened once for all connections of the process.
+All connections of the process share the mappings of a device, which are reference-counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HANDLE_BYTES = 64
 
 
 class MappingCache:
-    """The mappings of one device. Each handle is opened once, because the driver counts opens of the same handle."""
+    """Reference-counted mappings of one device; opens each handle once, since the driver counts opens as well."""
 
     def __init__(self, context: Context, ordinal: int) -> None:
         self._context = context
@@ -34,7 +34,7 @@ class MappingCache:
         self._users: dict[Export, int] = {}
 
     def open(self, export: Export) -> int:
-        """Maps an allocation and returns the local address of its first byte. Each call needs one call of `close`.
+        """Maps an allocation and returns the local address of its first byte; each call requires a call of `close`.
 
         Raises:
             DeviceError: the export is malformed, or the driver cannot map it; the text has the reason.
@@ -54,7 +54,7 @@ class MappingCache:
             return self._at[export]
 
     def close(self, export: Export) -> None:
-        """Releases one use of a mapping; the last one unmaps it."""
+        """Releases one reference to a mapping, and unmaps the memory if it was the last."""
         with self._lock:
             self._users[export] -= 1
             if self._users[export]:
@@ -126,7 +126,11 @@ def exported(context: Context, regions: Sequence[tuple[int, int]], device: str) 
 
 
 def _handle(base: int) -> tuple[str, bytes]:
-    """Kind and bytes of the handle with which other processes map an allocation."""
+    """Returns the kind and bytes of a handle with which other processes can map the allocation at `base`.
+
+    Raises:
+        DeviceError: the allocation cannot be exported; the text has a remedy.
+    """
     driver = load()
     message = "memory of a GPU cannot be exported to another process"
     attributes = driver.CUpointer_attribute
@@ -151,7 +155,7 @@ def _handle(base: int) -> tuple[str, bytes]:
 
 
 class _SameProcess:
-    """Replaces `MappingCache` for allocations of this process, which need no mapping."""
+    """Stands in for `MappingCache` if the peer is in this process, whose allocations need no mapping."""
 
     def open(self, export: Export) -> int:
         # A peer that falsely claims to be in this process could otherwise make kernels write to any address.
@@ -166,13 +170,18 @@ class _SameProcess:
 
 
 class PeerMapping:
-    """A `Mapping` of a peer's allocations."""
+    """Implementation of `Mapping` for the exported allocations of one peer."""
 
     def __init__(self, cache: MappingCache | None, exports: Sequence[Export], lane: str) -> None:
-        """Maps all allocations; `cache` is None if the peer is another agent of this process.
+        """Maps the allocations.
+
+        Args:
+            cache: mappings of the device; None if the peer is another agent of this process.
+            exports: the peer's exports.
+            lane: the interconnect to the memory, as in `Mapping`.
 
         Raises:
-            DeviceError: an allocation cannot be mapped; the others are unmapped again.
+            DeviceError: an allocation cannot be mapped; those already mapped are unmapped again.
         """
         self.lane = lane
         self._opened = cache or _SameProcess()

@@ -17,14 +17,14 @@ def uuid_of(device: Any) -> str:
 
 
 def ordinals() -> dict[str, int]:
-    """Returns the numbers of the GPUs that are visible to this process, by UUID."""
+    """Returns the number of each GPU that is visible to this process, by UUID."""
     driver = load()
     count = checked(driver.cuDeviceGetCount(), "cannot count GPUs")
     return {uuid_of(checked(driver.cuDeviceGet(number), f"GPU {number}")): number for number in range(count)}
 
 
 def interconnect(own: int, other: int) -> str:
-    """Returns the interconnect from GPU `own` to memory of GPU `other`; empty if there is no peer access.
+    """Returns the interconnect from GPU `own` to the memory of GPU `other`; empty if there is no peer access.
 
     NVLink is recognised by native atomics, which PCIe lacks.
     """
