@@ -6,9 +6,9 @@ A request (from a DEALER socket) has the frames `[MAGIC, request id, JSON {"cmd"
 - `{"ok": true, "data": ..., "generated_at_ns": wall clock, "sequence": int}`
 - `{"ok": false, "error": {"code", "message"}, "generated_at_ns": wall clock, "sequence": int}`
 
-`sequence` grows by one with every reply of one incarnation of the agent, to any client: of two snapshots the one with
-the higher number is newer. A reply repeats the request id, or has an empty one if it could not be read. A client that
-does not read its replies loses them. A frame far larger than `MAX_REQUEST_BYTES` closes the connection.
+`sequence` grows by one with every reply of one incarnation of the agent, to any client, so of two replies the one with
+the higher number is newer. A reply repeats the request id, or has an empty id if the request had no valid one. Replies
+to a client that does not read them are dropped. A frame far larger than `MAX_REQUEST_BYTES` closes the connection.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SOCKET_DIR_VARIABLE = "KVCTL_SOCKET_DIR"
 
 
 class ErrorCode(StrEnum):
-    """`error.code` of a refused request."""
+    """Values of `error.code` in the reply to a refused request."""
 
     BAD_REQUEST = "bad-request"
     BAD_ARGUMENT = "bad-argument"
@@ -48,8 +48,8 @@ class ErrorCode(StrEnum):
 def socket_dir() -> Path:
     """Returns the directory of the admin sockets.
 
-    The first that applies: `KVCTL_SOCKET_DIR` if set, `$XDG_RUNTIME_DIR/kvctl` if that variable is set, `/run/kvctl`
-    if it exists and is writable, `/tmp/kvctl-<uid>`.
+    The first of these that applies: `KVCTL_SOCKET_DIR` if set, `$XDG_RUNTIME_DIR/kvctl` if that variable is set,
+    `/run/kvctl` if it exists and is writable, `/tmp/kvctl-<uid>`.
     """
     if explicit := os.environ.get(SOCKET_DIR_VARIABLE):
         return Path(explicit)

@@ -1,4 +1,4 @@
-"""Declares the admin commands: the agent's server registers exactly these, and tests check the CLI against them."""
+"""Declares the admin commands, all of which the agent's admin server must handle; tests check the CLI against them."""
 
 from __future__ import annotations
 

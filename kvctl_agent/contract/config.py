@@ -33,7 +33,7 @@ class Key:
 
     @property
     def environment(self) -> str:
-        """Name of the environment variable that sets this key."""
+        """The name of the environment variable that sets this key."""
         return f"KVCTL_{self.name.upper()}"
 
 

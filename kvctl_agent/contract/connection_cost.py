@@ -1,4 +1,4 @@
-"""Cost model of one peer connection, which agents measure to choose paths."""
+"""Cost model of writes over one peer connection, measured by agents in order to choose transfer paths."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class ConnectionCost(NamedTuple):
     Attributes:
         write_gb_per_s: rate of one large contiguous write, 10⁹ bytes per second.
         us_per_write: fixed cost of posting and completing a write, µs.
-        us_by_bytes: (bytes, µs) of one descriptor, by ascending size.
+        us_by_bytes: pairs of a descriptor size and its cost in µs, by ascending size.
         counts: number of descriptors in the measured write of each size in `us_by_bytes`.
         big_bytes: size of the large write.
-        us_taken: µs of each measured write: one per size in `us_by_bytes`, then the large one.
+        us_taken: duration in µs of each measured write: one per size in `us_by_bytes`, then the large write.
     """
 
     write_gb_per_s: float
@@ -26,9 +26,10 @@ class ConnectionCost(NamedTuple):
     us_taken: tuple[float, ...] = ()
 
     def descriptor_us(self, nbytes: float) -> float:
-        """Predicts the µs of one descriptor of `nbytes` bytes.
+        """Predicts the cost in µs of one descriptor of `nbytes` bytes.
 
-        Interpolates between the measured sizes; constant below the smallest, at `write_gb_per_s` above the largest.
+        Interpolates between the measured sizes. The cost is constant below the smallest size, and follows
+        `write_gb_per_s` above the largest.
         """
         points = self.us_by_bytes
         if nbytes <= points[0][0]:
@@ -40,5 +41,5 @@ class ConnectionCost(NamedTuple):
         return us + (nbytes - largest) / (self.write_gb_per_s * 1e3)
 
     def write_us(self, descriptors: int, nbytes: float) -> float:
-        """Predicts the µs of a write of `nbytes` bytes in `descriptors` equal descriptors."""
+        """Predicts the duration in µs of a write of `nbytes` bytes in `descriptors` descriptors of equal size."""
         return self.us_per_write + descriptors * self.descriptor_us(nbytes / max(descriptors, 1))

@@ -39,14 +39,14 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """One entry of an agent's client file."""
+    """A permitted client: one line of an agent's client file."""
 
     level: Level
     comment: str
 
 
 def keys_dir() -> Path:
-    """Directory to which `kvctl key new` writes and in which `--key` looks up names: `$XDG_CONFIG_HOME/kvctl/keys`."""
+    """Returns the directory in which `kvctl key new` writes and `--key` finds keys: `$XDG_CONFIG_HOME/kvctl/keys`."""
     home = os.environ.get("XDG_CONFIG_HOME")
     return (Path(home) if home else Path.home() / ".config") / "kvctl" / "keys"
 
@@ -138,7 +138,7 @@ def _key(text: str) -> bytes | None:
 
 
 def _read(path: Path, *, private: bool = False, guarded: bool = False) -> str:
-    """Reads a small text file; with `private` no other user may read it, with `guarded` no other user may write it."""
+    """Reads a small text file; refuses it if other users can read it (`private`) or write it (`guarded`)."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode

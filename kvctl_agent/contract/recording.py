@@ -9,8 +9,8 @@ kinds. Sizes and checksums are verified before a frame is used.
 | `HEAD` | time of the recording and version of kvctl | |
 | `AGNT` | number of an agent in this file, and its `InputHeader` | |
 | `BLOB` | that number, and the fields of an `InputBlob` except `data` | the data |
-| `MOMT` | a moment at which the fleet was queried: number, time, version of the form | missing agents, as JSON |
-| `SEEN` | number of the moment, and name of an agent | the answers of this agent to the reading commands, as JSON |
+| `MOMT` | one query of the whole fleet: its number, its time, version of the format | missing agents, as JSON |
+| `SEEN` | number of the query, and name of an agent | replies of this agent to the read-only commands, as JSON |
 | `DONE` | number of frames before this one | |
 """
 
@@ -67,7 +67,7 @@ class InputBlob(TypedDict):
 
 
 class InputPage(TypedDict):
-    """Answer to `inputs`."""
+    """Reply to `inputs`: one page of the recorded inputs of an agent's state machine."""
 
     header: InputHeader
     blobs: list[InputBlob]

@@ -1,7 +1,7 @@
-"""Loads the configuration and records the source of every value.
+"""Loads the agent's configuration and records the source of every value.
 
 Sources, in increasing precedence: defaults, file, environment, arguments. An undeclared key is an error in every
-source: a misspelt setting that is silently ignored is expensive to find.
+source: a misspelt key that is silently ignored would be hard to find.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def _key(name: str, origin: str) -> Key:
 
 
 def _parsed(key: Key, text: str, origin: str) -> Value:
-    """Parses the text of an environment variable; `_setting` checks the range."""
+    """Converts the text of an environment variable to the type of its key; `_setting` checks the range."""
     if key.default is None and text == AUTOMATIC:
         return None
     if key.type is str:
@@ -214,7 +214,7 @@ def _is_plain_number(text: str) -> bool:
 
 
 def _setting(key: Key, value: object, origin: str) -> Setting:
-    """Checks type, choices and range.
+    """Creates the setting of a key, after checking type, choices and range of the value.
 
     An int key accepts any integer type, a float key also integers and subclasses of float (numpy.float64); nothing
     else is converted.

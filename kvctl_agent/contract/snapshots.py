@@ -13,7 +13,7 @@ Role = Literal["prefill", "decode"]
 
 
 class Hello(TypedDict):
-    """Answer to `hello`."""
+    """Reply to `hello`: identity, permissions and capabilities of the agent."""
 
     name: str
     role: Role
@@ -37,7 +37,7 @@ class CommandArg(TypedDict):
 
 
 class CommandInfo(TypedDict):
-    """One row of `commands`."""
+    """One row of `commands`: an admin command that the agent serves."""
 
     name: str
     level: str
@@ -58,7 +58,7 @@ class ConfigRow(TypedDict):
 
 
 class Failure(TypedDict):
-    """First cause of a failed room."""
+    """The first cause of a room's failure."""
 
     rank: str  # agent name
     code: str
@@ -112,7 +112,7 @@ class ProcessUse(TypedDict):
 
 
 class Status(TypedDict):
-    """Answer to `status`."""
+    """Reply to `status`: configuration, activity and health of one agent."""
 
     name: str
     role: Role
@@ -144,7 +144,7 @@ class Status(TypedDict):
 
 
 class Coverage(TypedDict):
-    """Cells (writer, chunk, layer) of the room's ledger; on a prefill rank landed and scattered are None."""
+    """Numbers of cells (writer, chunk, layer) of a room; `landed` and `scattered` are None on a prefill rank."""
 
     planned: int
     sent: int | None
@@ -153,7 +153,7 @@ class Coverage(TypedDict):
 
 
 class RoomRow(TypedDict):
-    """One row of `rooms`, `history`, `slow` and `failed`."""
+    """One row of `rooms`, `history`, `slow` and `failed`: a room on this rank."""
 
     room: str
     nonce: str
@@ -184,7 +184,7 @@ class RoomRow(TypedDict):
 
 
 class FailedRooms(TypedDict):
-    """Answer to `failed`: latest first, including failed rooms that still wait for their peers."""
+    """Reply to `failed`: rooms by time of failure, latest first, including rooms that still wait for their peers."""
 
     rooms: list[RoomRow]
     kept: int  # failed rooms stored, including those beyond the limit of this request
@@ -205,7 +205,7 @@ class TimelineEvent(TypedDict):
 
 
 class OwedParts(TypedDict):
-    """Parts of an active room that a writer still owes a decode rank, grouped by what they wait for."""
+    """Parts of an active room that a writer has not delivered to a decode rank, grouped by the event they wait for."""
 
     writer: str  # agent name
     decode: str  # agent name
@@ -218,7 +218,7 @@ class OwedParts(TypedDict):
 
 
 class RoomDetail(RoomRow):
-    """One row of `room`, which returns a list: a number may be reused, or opened by several decode ranks."""
+    """One row of `room`: a room with its timeline; several rooms may have had the same number."""
 
     timeline: list[TimelineEvent]
     timeline_dropped: int
@@ -292,7 +292,7 @@ class StagingBuffers(TypedDict):
 
 
 class Staging(TypedDict):
-    """Answer to `staging`: `ring` on a decode rank, `buffers` and `gated` on a prefill rank."""
+    """Reply to `staging`: the ring of a decode rank, or the buffers and gated parts of a prefill rank."""
 
     agent: str
     role: Role
@@ -311,7 +311,7 @@ class LayerStage(TypedDict):
 
 
 class LayerRow(TypedDict):
-    """Stage times of one layer group, over all rooms or for one room (then with the times of its parts)."""
+    """One row of `layers`: stage times of a layer group on one path, over all rooms or for one room."""
 
     agent: str
     layers: list[int]  # [lo, hi)
@@ -325,7 +325,7 @@ class LayerRow(TypedDict):
 
 
 class PeerRow(TypedDict):
-    """One row of `peers`."""
+    """One row of `peers`: a peer and the connection to it, as this agent sees them."""
 
     agent: str
     peer: str
@@ -371,7 +371,7 @@ class EventRow(TypedDict):
 
 
 class Events(TypedDict):
-    """Answer to `events`."""
+    """Reply to `events`: entries of the flight recorder."""
 
     events: list[EventRow]
     next: int  # value of `since` for the next request
@@ -387,7 +387,7 @@ class MetricSample(TypedDict):
 
 
 class MetricFamily(TypedDict):
-    """One row of `metrics`."""
+    """One row of `metrics`: a declared metric with its current values."""
 
     name: str
     kind: str  # counter, gauge, histogram
@@ -397,7 +397,7 @@ class MetricFamily(TypedDict):
 
 
 class RegisteredRank(TypedDict):
-    """Registration of one prefill rank."""
+    """One prefill rank that has registered with a bootstrap registry."""
 
     name: str
     endpoint: str
@@ -406,7 +406,7 @@ class RegisteredRank(TypedDict):
 
 
 class Bootstrap(TypedDict):
-    """One row of `bootstrap`: a prefill instance, as its registry describes it."""
+    """One row of `bootstrap`: the registered and missing ranks of a prefill instance, from its registry."""
 
     agent: str
     registry: str  # endpoint
@@ -418,7 +418,7 @@ class Bootstrap(TypedDict):
 
 
 class ThreadStack(TypedDict):
-    """One row of `stacks`."""
+    """One row of `stacks`: the Python stack of a thread of the worker process."""
 
     name: str
     ident: int
@@ -440,7 +440,7 @@ Result = Literal[
 
 
 class ActionResult(TypedDict):
-    """One row of `abort`, `release`, `drain`, `resume` and `set`."""
+    """One row of `abort`, `release`, `drain`, `resume` and `set`: the result of the command for one subject."""
 
     agent: str
     subject: str  # "room 7", "allocation 17", "rooms", or a configuration key
@@ -449,7 +449,7 @@ class ActionResult(TypedDict):
 
 
 class ProbeRow(TypedDict):
-    """Cost of writes with descriptors of one size, best of several; the last row is one large contiguous write."""
+    """One row of `probe`: best cost of writes with descriptors of one size; the last row is one large write."""
 
     agent: str
     peer: str
@@ -461,7 +461,7 @@ class ProbeRow(TypedDict):
 
 
 class Probe(TypedDict):
-    """Answer to `probe`; `rows` is empty while the probe runs, and the same request later returns them."""
+    """Reply to `probe`; `rows` is empty while the measurement runs, and repeating the request returns them later."""
 
     agent: str
     peer: str

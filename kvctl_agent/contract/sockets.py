@@ -1,6 +1,6 @@
 """Removes socket files that killed agents leave behind; checks that sockets can get the file descriptors they need.
 
-A process has provably ended if nobody holds its file lock, which an agent holds as long as it runs, and its socket
+A process has provably ended if no process holds its file lock, which an agent holds as long as it runs, and its socket
 refuses connections. Files without a lock file, files of other users, and files that are not sockets are left alone.
 """
 
@@ -85,7 +85,7 @@ def _refuses(path: Path) -> bool:
 def shortage(wanted: int) -> str | None:
     """Returns an error text if `wanted` more descriptors cannot be opened; None if they can.
 
-    Called before sockets are made: libzmq and the transfer engines abort the process if they cannot open one.
+    Call it before creating sockets: libzmq and the transfer engines abort the process if they run out of descriptors.
     """
     opened: list[int] = []
     try:

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class RoomState(IntEnum):
-    """State of one room on one rank; the state over several ranks is the minimum, so that `FAILED` wins.
+    """State of a room on one rank; the state over several ranks is their minimum, and `FAILED` is the lowest.
 
     Attributes:
         label: name in output and JSON: `WaitingForInput` for `WAITING_FOR_INPUT`.

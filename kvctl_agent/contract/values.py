@@ -11,7 +11,7 @@ _repr.maxstring = _repr.maxother = _SHOWN
 
 
 def integer(value: object) -> int | None:
-    """Converts an integer of any type, including numpy and torch, to int; returns None for any other value.
+    """Converts an integer of any type, including numpy and torch scalars, to int; returns None for any other value.
 
     Booleans are rejected, and so are numbers on a GPU, because reading one would wait for the device.
     """
