@@ -79,7 +79,7 @@ class Demo:
         return found[0]
 
     def diagnosed(self, code: str, of: str = ".*") -> Finding:
-        """Waits until the first finding of `kvctl doctor` has this code and a matching subject, and return it."""
+        """Waits until the first finding of `kvctl doctor` has this code and a matching subject, and returns it."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             done = self.kvctl("doctor", "-o", "json")
@@ -90,7 +90,9 @@ class Demo:
             if rows and rows[0]["code"] == code and re.fullmatch(of, rows[0]["subject"]):
                 assert done.returncode == 1
                 return rows[0]
-            assert time.monotonic() < deadline, f"doctor never said {code} first, but {[row['code'] for row in rows]}"
+            assert time.monotonic() < deadline, (
+                f"doctor never said {code} of {of!r} first, but {[(row['code'], row['subject']) for row in rows]}"
+            )
 
     def until_status_names(self, code: str, agent: str) -> None:
         """Waits until `kvctl status` shows this code for an agent."""

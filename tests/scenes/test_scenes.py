@@ -187,7 +187,6 @@ def test_a_failure_that_the_other_side_never_hears_of(begun: Begun) -> None:
 def test_parts_that_stay_in_the_ring(begun: Begun) -> None:
     fleet = begun["stuck-scatter"]
     fleet.said("decode-0 copies nothing from its ring")
-    # Between rooms that have ended by their deadline, which are said of the rank, and the next there may be none.
     found = fleet.diagnosed("KV_ROOM_STUCK_SCATTER", of=r"room \d+")
     evidence = found["evidence"]
     assert evidence["decode"] == "decode-0"

@@ -429,7 +429,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         "KV_ROOM_STUCK_SCATTER",
         ("kvctl doctor", "kvctl staging", "kvctl rooms"),
         stuck_scatter,
-        config={"path": "staged"},
+        config={"path": "staged", "waiting_timeout_s": 600.0},
     ),
     Scenario(
         "gated-empty",
