@@ -1,7 +1,7 @@
-"""Checks that ended rooms leave nothing behind: runs many small rooms with random aborts, then counts everything held.
+"""Checks that ended rooms leave nothing behind: runs many small rooms with random aborts, then counts what is held.
 
 A prefill process with two ranks and a decode process with one run the rooms, several at a time; either role aborts some
-of them at a random moment. The sizes of all containers of the agents, file descriptors, threads and files are counted
+of them at a random time. The sizes of all containers of the agents, file descriptors, threads and files are counted
 after a warm-up and again at the end, once the tombstones have expired; they must be equal. Memory is sampled during the
 run; its growth per 1,000 rooms must be close to zero.
 
@@ -39,7 +39,14 @@ MEMORY_PER_1000 = 128 << 10  # bytes, 131 a room: heaps wander, and what Python 
 
 
 class Held(NamedTuple):
-    """Everything that one process holds and that must not grow."""
+    """Resources that one process holds and that must not grow.
+
+    Attributes:
+        containers: sizes of the agents' containers, by path.
+        objects: live objects by class.
+        descriptors: open file descriptors by kind.
+        threads: number of threads.
+    """
 
     containers: Sizes
     objects: Sizes
@@ -48,7 +55,7 @@ class Held(NamedTuple):
 
 
 class Check(NamedTuple):
-    """One line of the verdict."""
+    """One line of the verdict; the check fails if `left` has lines, which describe what is left over or wrong."""
 
     what: str
     left: list[str]
@@ -69,7 +76,7 @@ def main() -> int:
 
 
 def measure(sides: list[SideProcess], directory: Path, options: argparse.Namespace) -> list[Check]:
-    """Runs the rooms and returns the checks."""
+    """Runs the rooms and returns the checks of what they left behind."""
     first, step = 0, options.step
     run(sides, first, options.warm_up, options)
     first += options.warm_up
@@ -111,7 +118,11 @@ def run(sides: list[SideProcess], first: int, count: int, options: argparse.Name
 
 
 def rest(sides: list[SideProcess], before: dict[str, Held] | None = None) -> dict[str, Held]:
-    """Counts what is held once the tombstones have expired; counts again for a while if it is more than before."""
+    """Counts what each process holds after the tombstones have expired; returns the result by role.
+
+    Args:
+        before: an earlier result; while a container is larger than in it, counts again, for at most ten seconds.
+    """
     time.sleep(TOMBSTONES_S + 1)
     deadline = time.monotonic() + TOMBSTONES_S
     while True:
@@ -145,7 +156,7 @@ def compare(side: SideProcess, before: dict[str, Held], after: dict[str, Held]) 
 
 
 def more(before: Sizes, after: Sizes) -> list[str]:
-    """Returns one line for each class with many more live objects than before."""
+    """Returns one line for each class with more than `STRAY_OBJECTS` additional live objects."""
     return [
         f"{kind}: {count} (were {before.get(kind, 0)})"
         for kind, count in after.items()
@@ -154,8 +165,13 @@ def more(before: Sizes, after: Sizes) -> list[str]:
 
 
 def memory(samples: dict[str, list[int]], rooms: list[int], options: argparse.Namespace) -> list[Check]:
-    """Returns the growth of resident memory over the second half of the run, after the heaps have grown, and the whole
-    series.
+    """Checks the growth of resident memory over the second half of the run, after the heaps have grown.
+
+    Also prints the whole series.
+
+    Args:
+        samples: resident bytes at each sample, by role.
+        rooms: number of rooms run until each sample.
     """
     checks: list[Check] = []
     for role, series in samples.items():
@@ -180,7 +196,7 @@ def verdict(checks: list[Check]) -> int:
 
 @contextlib.contextmanager
 def workplace() -> Iterator[Path]:
-    """A temporary directory for the fleet, with a path short enough for sockets."""
+    """Creates a temporary directory with a path short enough for sockets, and removes it at the end."""
     directory = Path(tempfile.mkdtemp(prefix="kv-left-", dir="/tmp"))
     try:
         yield directory
@@ -189,7 +205,7 @@ def workplace() -> Iterator[Path]:
 
 
 def launch(role: str, transport: str, directory: Path, **config: Any) -> SideProcess:
-    """Starts one process; `ready` waits for the other."""
+    """Starts the process of one role; does not wait until its agents are ready, which requires the other role."""
     side = SideProcess(
         role, SIZES, directory, **{"transport": transport, "bootstrap_timeout_s": TOMBSTONES_S, **config}
     )
@@ -203,7 +219,10 @@ def launch(role: str, transport: str, directory: Path, **config: Any) -> SidePro
 
 @contextlib.contextmanager
 def fleet(transport: str, **config: Any) -> Iterator[tuple[list[SideProcess], Path]]:
-    """Starts both processes and waits until they are ready; kills them at the end if they have not ended."""
+    """Starts both processes, and yields them with their directory once they are ready.
+
+    At the end, kills the processes that have not ended.
+    """
     with workplace() as directory, contextlib.ExitStack() as stack:
         sides: list[SideProcess] = []
         for role in SIZES:

@@ -34,7 +34,7 @@ GIVE_UP_S = 5.0
 
 
 class Waiting(NamedTuple):
-    """A way to wait for arrivals: spins for `spin_s`, then sleeps `sleep_s` between polls."""
+    """Way to wait for arrivals: spins for `spin_s`, then sleeps `sleep_s` between polls."""
 
     name: str
     spin_s: float
@@ -50,7 +50,7 @@ WAITINGS = (
 
 
 class Side:
-    """An agent with a small pool."""
+    """Transport of one process, with a small registered pool."""
 
     def __init__(self, engine: str, name: str) -> None:
         self.transport: Transport = open_transport(engine, name)
@@ -58,7 +58,7 @@ class Side:
         self.transport.register([Region(self.pool.ctypes.data, POOL_BYTES)])
 
     def wait(self, how: Waiting) -> list[Arrival]:
-        """Waits for arrivals and returns them."""
+        """Waits for arrivals in the given way and returns them; exits if nothing arrives in time."""
         started = time.perf_counter()
         while True:
             landed = self.transport.arrivals()
@@ -72,7 +72,7 @@ class Side:
 
 
 def echo(engine: str) -> None:
-    """Answers every tag with the same tag, in the other process."""
+    """Runs in the other process: answers every tag with the same tag."""
     side = Side(engine, "echo")
     print(json.dumps([side.transport.metadata().hex(), side.pool.ctypes.data]), flush=True)
     side.transport.connect("near", bytes.fromhex(sys.stdin.readline()))
@@ -91,7 +91,12 @@ def echo(engine: str) -> None:
 
 
 def idle_share(transport: Transport, seconds: float, poll_s: float) -> float:
-    """Processor time of all threads of this process while nothing happens, as a share of one core."""
+    """Returns the processor time of all threads of this process while nothing happens, as a share of one core.
+
+    Args:
+        seconds: duration of the measurement.
+        poll_s: time between polls for arrivals; 0 for no polls.
+    """
     started, cpu = time.monotonic(), time.process_time()
     while (left := seconds - (time.monotonic() - started)) > 0:
         if poll_s:
@@ -101,7 +106,13 @@ def idle_share(transport: Transport, seconds: float, poll_s: float) -> float:
 
 
 def round_trips(side: Side, target: int, how: Waiting, with_write: bool, count: int, limit_s: float) -> list[float]:
-    """Returns the durations of up to `count` round trips in µs, sorted; stops after `limit_s`."""
+    """Returns the durations of up to `count` round trips in µs, sorted; stops after `limit_s`.
+
+    Args:
+        target: address of the other process's pool.
+        how: way to wait for the answer.
+        with_write: whether each round trip begins with a write of `WRITE_BYTES`, instead of only a tag.
+    """
     here, there = (np.array([addr], np.uint64) for addr in (side.pool.ctypes.data, target))
     sizes = np.array([WRITE_BYTES], np.uint64)
     took: list[float] = []
@@ -120,7 +131,7 @@ def round_trips(side: Side, target: int, how: Waiting, with_write: bool, count: 
 
 
 def main() -> None:
-    """Starts the other process and prints the table."""
+    """Starts the other process, measures each way to wait, and prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--transport", default="nixl", help="nixl, mooncake or loopback (default: %(default)s)")
     parser.add_argument("--count", type=int, default=500, help="round trips per row at most (default: %(default)s)")

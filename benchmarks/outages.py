@@ -53,7 +53,13 @@ SAMPLE_S = 0.5
 
 
 class Outage(NamedTuple):
-    """An outage: kill or stop, the rank, and the `seconds` of a stop."""
+    """Outage of one rank.
+
+    Attributes:
+        how: "kill" or "stop".
+        victim: name of the rank.
+        seconds: duration of a stop, or time from a kill until the restart.
+    """
 
     how: str
     victim: str
@@ -72,7 +78,7 @@ class Outage(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Outcomes of the rooms of some seconds."""
+    """Rooms per second that succeeded in a period, and the 99th percentile of their latency."""
 
     rooms_per_s: float
     p99_ms: float
@@ -83,13 +89,15 @@ class Finding:
     """Measurements of one outage, in seconds from its begin unless stated otherwise.
 
     Attributes:
-        detected_s: the first rank fails a room because the victim is lost.
-        told_s: the last rank has failed the last room that was in flight.
-        failed, unopened: rooms; see `failures`.
-        others: before, during and after.
+        detected_s: time at which the first rank fails a room because the victim is lost.
+        told_s: time at which the last rank has failed the last room that was in flight.
+        failed: number of rooms that failed with a cause that names the victim.
+        unopened: number of failed rooms that the victim had not opened; see `failures`.
+        others: rooms without the victim before, during and after the outage.
         started_s: from the restart until the new process reports that it can serve; most of it is imports.
         served_s: from the restart, or the end of the stop, until the first room of the victim opened after it succeeds.
-        quarantined: the most bytes kept for a silent writer, and the time after its return until they were released.
+        quarantined: largest number of bytes quarantined for a silent writer.
+        released_s: from the restart, or the end of the stop, until no bytes are quarantined.
     """
 
     outage: Outage
@@ -105,13 +113,13 @@ class Finding:
 
     @property
     def dip(self) -> float:
-        """Share of the other rooms that is missing during the outage."""
+        """Share of the other rooms that is missing during the outage, from 0 to 1."""
         before, during, _ = self.others
         return max(0.0, 1 - during.rooms_per_s / before.rooms_per_s) if before.rooms_per_s else 0.0
 
 
 class OpenLoop:
-    """Opens rooms at a constant rate for each pair."""
+    """Load that opens rooms at a constant rate for each pair of a prefill instance and a decode rank."""
 
     def __init__(self, traffic: Traffic, rate: float) -> None:
         self.traffic = traffic
@@ -126,12 +134,12 @@ class OpenLoop:
         return [room for rooms in self._rooms.values() for room in rooms]
 
     def forget(self) -> None:
-        """Drops rooms that are over."""
+        """Drops the rooms that have ended."""
         for rooms in self._rooms.values():
             rooms[:] = [room for room in rooms if not room.over]
 
     def burst(self, victim: str) -> None:
-        """Opens several rooms of the victim at once, so that some are in flight."""
+        """Opens several rooms in which the victim takes part at once, so that some of them are in flight."""
         rank = self.traffic.fleet.ranks[victim].planned
         mine = rank["dp"] if rank["role"] == "decode" else rank["instance"]
         for instance, dp in PAIRS:
@@ -142,7 +150,11 @@ class OpenLoop:
         self.until(lambda: False, seconds, sample)
 
     def until(self, condition: Callable[[], bool], seconds: float, sample: Callable[[], None] = lambda: None) -> bool:
-        """Serves until a condition holds, at most for the given time; returns whether it holds."""
+        """Opens and serves rooms until a condition holds or `seconds` have passed; returns whether it holds.
+
+        Args:
+            sample: called every `SAMPLE_S` seconds meanwhile.
+        """
         now = time.monotonic()
         deadline, sample_at = now + seconds, now
         while not (met := condition()) and (now := time.monotonic()) < deadline:
@@ -164,7 +176,10 @@ class OpenLoop:
                 self._rooms[pair].append(self.traffic.open(TOKENS, instance, dp))
 
     def _up(self, instance: int, dp: int) -> bool:
-        """Whether every rank has a serving process; a stopped process counts, because its state is unknown."""
+        """Returns whether every rank of a pair has a serving process.
+
+        A stopped process counts, because a router would not know that it is stopped.
+        """
         ranks = self.traffic.fleet.ranks.values()
         of_pair = [
             rank
@@ -213,12 +228,12 @@ def main() -> int:
 
 
 def defaults() -> dict[str, str | int | float | bool]:
-    """Uses an agent's default timeouts instead of the fleet's short ones."""
+    """Returns an agent's default timeouts, to replace the fleet's short ones."""
     return {key.name: key.default for key in KEYS if key.name in SHORT_TIMINGS and key.default is not None}
 
 
 def measure(load: OpenLoop, outage: Outage, window_s: float, traffic: Traffic) -> Finding:
-    """Inject one outage and measure its effect."""
+    """Injects one outage and measures its effect."""
     fleet, victim = traffic.fleet, outage.victim
     found = Finding(outage)
     load.forget()
@@ -264,7 +279,7 @@ def measure(load: OpenLoop, outage: Outage, window_s: float, traffic: Traffic) -
 
 
 def others(rooms: Iterable[LiveRoom], victim: str, from_ns: int, until_ns: int) -> Window:
-    """Returns the rooms without the victim that ended within a time range."""
+    """Returns rate and latency of the rooms without the victim that succeeded within a time range."""
     took = []
     for room in rooms:
         if victim not in room.ranks and room.succeeded:
@@ -275,10 +290,10 @@ def others(rooms: Iterable[LiveRoom], victim: str, from_ns: int, until_ns: int) 
 
 
 def failures(found: Finding, rooms: Iterable[LiveRoom], begun_ns: int) -> None:
-    """Returns the times at which the victim's rooms failed on the remaining ranks.
+    """Stores in `found` how many of the victim's rooms failed on the remaining ranks, and when.
 
-    Rooms that the victim had not opened are counted separately: the other ranks never heard of them, and they end with
-    the bootstrap deadline.
+    Rooms that the victim had not opened are counted separately: the other ranks do not know that it takes part in them,
+    and they end with the bootstrap deadline.
     """
     victim = found.outage.victim
     ends = []

@@ -1,7 +1,7 @@
 """Checks that no health code is raised for a healthy fleet that is as busy as this machine allows.
 
 A fleet of `kvctl demo` with default timeouts is checked every two seconds with the queries of `kvctl doctor`. Every
-finding is a false alarm and makes the exit status 1, unless this machine was starved at that moment: this process then
+finding is a false alarm and makes the exit status 1, unless this machine was starved at that time: this process then
 had no processor for most of a second, or waited long for one at every turn, as the ranks did.
 
     python benchmarks/quiet.py --minutes 10
@@ -35,12 +35,12 @@ BUSY_S = 0.02  # ten threads of ours on two cores wait a third of this for their
 
 
 class Onlooker(threading.Thread):
-    """Checks the fleet repeatedly in a thread, as an operator in another terminal would.
+    """Thread that checks the fleet repeatedly, as an operator in another terminal would.
 
     Attributes:
         looks: number of checks.
-        alarms: findings, one per code and subject.
-        excused: findings at moments when this machine was starved.
+        alarms: first finding of each code and subject.
+        excused: number of findings by code while this machine was starved.
     """
 
     def __init__(self, traffic: Traffic) -> None:
@@ -75,20 +75,24 @@ class Onlooker(threading.Thread):
             before = now
 
     def _turn_s(self) -> float:
-        """Mean wait of the main thread, which opens the rooms, for a processor since the last call."""
+        """Returns the mean wait of the main thread for a processor since the last call, in seconds.
+
+        The main thread opens the rooms.
+        """
         before, self._waited = self._waited, _waited()
         turns = self._waited[1] - before[1]
         return (self._waited[0] - before[0]) / turns if turns else 0.0
 
     def end(self) -> None:
-        """Stops checking."""
+        """Stops the checks and waits until the thread has ended."""
         self._over.set()
         self.join()
 
 
 def _waited() -> tuple[float, int]:
-    """Seconds for which the main thread has waited for a processor, and the number of waits; zeros if the kernel does
-    not report them.
+    """Returns how long the main thread has waited for a processor, in seconds, and how often.
+
+    Returns zeros if the kernel does not report them.
     """
     try:
         _, waited_ns, turns = map(int, Path("/proc/self/schedstat").read_text().split())
@@ -98,7 +102,7 @@ def _waited() -> tuple[float, int]:
 
 
 def main() -> int:
-    """Runs the check; returns 1 if a code was raised."""
+    """Runs the check; returns 1 if a code was raised, a room failed unexpectedly, or nothing was checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--transport", default="nixl")

@@ -44,7 +44,7 @@ Call = tuple[str, str, str, str]  # module and function, of the caller and of th
 
 
 class Tracer:
-    """Counts crossings on all threads that start after it was made, while `on`."""
+    """Counts crossings while `on` is set, on all threads that start after the tracer was created."""
 
     def __init__(self) -> None:
         self.on = False
@@ -93,7 +93,7 @@ def _agent(role: Any, tp: int, tp_size: int, bootstrap: str) -> Agent:
 
 
 def walk(tracer: Tracer, writers: list[Agent], reader: Agent, room: int) -> Counter[Call]:
-    """Moves one room; returns how often each call between modules was made."""
+    """Transfers one room; returns how often each call between modules was made."""
     pages = np.arange(_PAGES)
     receive = reader.receive(room, pages)
     sends = [writer.send(room) for writer in writers]
@@ -111,7 +111,7 @@ def walk(tracer: Tracer, writers: list[Agent], reader: Agent, room: int) -> Coun
 
 
 def main() -> None:
-    """Prints the crossings and modules of one room; with --calls also each of its calls."""
+    """Prints the crossings and modules of one room; with --calls also each call between modules."""
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         os.environ["KVCTL_SOCKET_DIR"] = directory
         tracer = Tracer()

@@ -41,7 +41,7 @@ MS, S = 1_000_000, 1_000_000_000
 
 
 class Rank:
-    """Answers of one agent; values change between readings, as in a live agent."""
+    """Generated answers of one agent to admin commands; values change between readings, as in a live agent."""
 
     def __init__(self, number: int, agents: int, rooms: int) -> None:
         half = max(1, agents // 2)
@@ -238,7 +238,7 @@ class Rank:
 
 
 def serve(agents: int, rooms: int) -> None:
-    """Runs the agents until stdin ends; answers every line with the number of requests served."""
+    """Runs the agents until stdin ends; answers every line with the number of `status` requests to the first agent."""
     ranks = [Rank(number, agents, rooms) for number in range(agents)]
     with contextlib.ExitStack() as stack:
         for rank in ranks:
@@ -257,7 +257,7 @@ def serve(agents: int, rooms: int) -> None:
 
 
 class Agents:
-    """Client of the agents' process."""
+    """Agents in a child process; `asked` returns how often `status` of the first agent was read."""
 
     def __init__(self, agents: int, rooms: int, directory: str) -> None:
         command = [sys.executable, __file__, "--serve", "--agents", str(agents), "--rooms", str(rooms)]
@@ -282,13 +282,13 @@ class Agents:
 
 
 def cpu_s(pid: int) -> float:
-    """User and system time of a process so far."""
+    """Returns the user and system time of a process so far, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
 def measure(view: str, seconds: float, agents: Agents, directory: str) -> tuple[float, float]:
-    """Returns the share of a core and the readings per second of `kvctl top` in one view."""
+    """Runs `kvctl top` in one view; returns the share of a core that it takes, and its readings per second."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", SIZE[1], SIZE[0], 0, 0))
     environment = {**os.environ, "KVCTL_SOCKET_DIR": directory, "TERM": "xterm-256color", "COLORTERM": "truecolor"}

@@ -1,7 +1,7 @@
 """KV pools in torch CUDA tensors: how an engine uses events so that no call waits for a device.
 
-A prefill and a decode agent run in one process, with pools on two GPUs or on one. A stand-in for a forward writes KV on
-a stream and records an event behind it; `send.pages` takes the event and returns at once, and the agent transfers the
+A prefill and a decode agent run in one process, with pools on two GPUs or on one. A simulated forward writes KV on a
+stream and records an event behind it; `send.pages` takes the event and returns at once, and the agent transfers the
 pages when the event has completed. On the decode side the stream waits for `receive.event`, then reads. Every byte is
 compared. `--pipelined` does the same for each layer group, with an event of its own.
 
@@ -52,15 +52,15 @@ class Side:
         random.shuffle(self.free)
 
     def working(self) -> Any:
-        """Context in which launches go to the engine's stream."""
+        """Returns a context in which kernels are launched on the engine's stream."""
         return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def recorded(self) -> Any:
-        """Records an event behind everything on the stream; None on the CPU, where calls are synchronous."""
+        """Records an event behind everything on the stream; returns None on the CPU, where calls are synchronous."""
         return None if self.stream is None else self.stream.record_event()
 
     def take(self, count: int) -> list[int]:
-        """Allocates page indices as a list in host memory: reading them from a CUDA tensor would synchronise."""
+        """Allocates pages; returns their indices as a list, since reading them from a CUDA tensor would synchronise."""
         return [self.free.pop() for _ in range(count)]
 
     def rows(self, tensor: torch.Tensor, pages: Sequence[int]) -> torch.Tensor:
@@ -70,7 +70,7 @@ class Side:
 
 
 class Toy:
-    """A stand-in for a forward: takes time on the device and fills pages."""
+    """Simulated forward: takes time on the device and fills pages with random KV."""
 
     def __init__(self, side: Side) -> None:
         self._side = side
@@ -79,7 +79,7 @@ class Toy:
             self._hidden = torch.randn(HIDDEN, HIDDEN, device=side.device)
 
     def forward(self, layers: range, pages: Sequence[int]) -> None:
-        """Launches the work of some layers; on a GPU it has not completed when this returns."""
+        """Launches the computation of some layers; on a GPU it has not completed when this returns."""
         side = self._side
         with side.working():
             where = torch.tensor(pages).to(side.device, non_blocking=True)
@@ -91,7 +91,7 @@ class Toy:
 
 
 def run(prefill: Side, decode: Side, toy: Toy, room: int) -> float:
-    """Runs one request; returns the seconds from its first launch until decode may read."""
+    """Transfers one request; returns the seconds from its first launch until decode may read."""
     count = PAGES_OF_A_CHUNK * CHUNKS
     ours, theirs = prefill.take(count), decode.take(count)
     slot = room % len(decode.aux)

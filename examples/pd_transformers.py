@@ -79,21 +79,21 @@ class Options:
     name: str
 
     def lengths(self) -> list[int]:
-        """Prompt lengths in tokens: below one page, at page and chunk boundaries, and several chunks plus a rest."""
+        """Returns prompt lengths in tokens: below one page, at page and chunk boundaries, several chunks and a rest."""
         page, chunk = self.page_size, self.chunk_tokens
         shapes = [3 * chunk + page + 3, chunk, page - 1, 2 * chunk + 1, chunk - 1, page, 4 * chunk, chunk + page]
         return [shapes[i % len(shapes)] + i // len(shapes) for i in range(self.prompts)]
 
     @property
     def prefill_ranks(self) -> list[Rank]:
-        """All prefill ranks in the order of unique ranks."""
+        """All prefill ranks, ordered by unique rank."""
         whole = Rank(pp_size=self.prefill_pp, cp_size=self.prefill_cp, tp_size=self.prefill_tp)
         places = product(range(self.prefill_pp), range(self.prefill_cp), range(self.prefill_tp))
         return [replace(whole, pp=pp, cp=cp, tp=tp) for pp, cp, tp in places]
 
     @property
     def shape(self) -> ModelShape:
-        """Shape of the KV cache in fp32."""
+        """Shape of the model's KV cache, whose elements are fp32."""
         if self.model == "mla":
             return ModelShape(LAYERS, 1, LATENT_DIM + ROPE_DIM, 0, 4, kind="mla")
         return ModelShape(LAYERS, KV_HEADS, HEAD_DIM, HEAD_DIM, 4)
@@ -116,7 +116,7 @@ class Options:
 
 
 def build_model(name: str) -> Any:
-    """Builds the model in fp32, identical in every process."""
+    """Builds the model in fp32, with identical weights in every process."""
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     common: dict[str, Any] = {
@@ -143,14 +143,14 @@ def build_model(name: str) -> Any:
 
 
 def make_prompts(options: Options) -> list[torch.Tensor]:
-    """Draws random tokens."""
+    """Draws the tokens of all prompts at random, the same in every process."""
     generator = torch.Generator().manual_seed(SEED + 1)
     return [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in options.lengths()]
 
 
 @torch.inference_mode()
 def generate_undivided(model: Any, prompt: torch.Tensor, new_tokens: int) -> list[int]:
-    """Generate greedily with transformers alone, in one process and one prefill."""
+    """Generates greedily with transformers alone, in one process and one prefill."""
     output = model.generate(
         prompt[None],
         attention_mask=torch.ones_like(prompt[None]),
@@ -164,7 +164,7 @@ def generate_undivided(model: Any, prompt: torch.Tensor, new_tokens: int) -> lis
 
 @torch.inference_mode()
 def forward(model: Any, tokens: torch.Tensor, cache: DynamicCache) -> int:
-    """Runs `tokens` and appends their KV to `cache`; returns the greedy next token."""
+    """Runs the model on `tokens` and appends their KV to `cache`; returns the greedy next token."""
     logits = model(tokens[None], past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     return int(logits[0, -1].argmax())
 
@@ -181,9 +181,9 @@ def continue_greedily(model: Any, cache: DynamicCache, first: int, new_tokens: i
 
 
 class PagedKV:
-    """One rank's part of the cache, per layer, and its free pages.
+    """One rank's part of the KV cache in pages, and its free pages.
 
-    A layer is a pair, `[pages * page_size, heads, dim]` each: K and V, or the latent and its rotary part.
+    A layer is a pair of tensors, `[pages * page_size, heads, dim]` each: K and V, or the latent and its rotary part.
     """
 
     def __init__(self, shape: ModelShape, rank: Rank, num_pages: int, page_size: int, slots: int, seed: int) -> None:
@@ -200,7 +200,7 @@ class PagedKV:
         self.free = random.Random(seed).sample(range(num_pages), num_pages)
 
     def pool(self) -> KVPool:
-        """Returns the pool for the agent; the aux row of a slot is its first token, 8 bytes."""
+        """Returns the pool for the agent; the aux row of a slot contains the first generated token, 8 bytes."""
         aux = self.first_tokens.view(torch.uint8).view(-1, 8)
         planes = [list(plane) for plane in zip(*self.tensors, strict=True)]
         if self.latent:
@@ -239,12 +239,12 @@ class PagedKV:
         return torch.split(mine[0], [LATENT_DIM, ROPE_DIM], dim=-1) if self.latent else mine
 
     def _rows(self, pages: Sequence[int]) -> torch.Tensor:
-        """Pool rows of the pages' tokens, in the prompt's order."""
+        """Returns the rows of the pool for the tokens of the pages, in the order of the prompt."""
         return (torch.tensor(pages)[:, None] * self.page_size + torch.arange(self.page_size)).flatten()
 
 
 class Prefill:
-    """One rank's forwards: a hook of each layer copies the chunk's KV into the pool, then calls `on_layer`."""
+    """Forwards of one prefill rank: a hook of each layer copies the chunk's KV into the pool, then calls `on_layer`."""
 
     def __init__(self, model: Any, kv: PagedKV, on_layer: Callable[[int], None]) -> None:
         self._model = model
@@ -257,7 +257,7 @@ class Prefill:
             model.model.layers[layer].register_forward_hook(partial(self._hook, layer))
 
     def run(self, prompt: torch.Tensor, pages: Sequence[int], start: int, stop: int) -> int:
-        """Computes tokens [start, stop) of a prompt; returns the greedy next token."""
+        """Runs the model on tokens [start, stop) of a prompt; returns the greedy next token."""
         if start == 0:
             self._cache = DynamicCache()
         self._pages, self._span = pages, (start, stop)
@@ -274,7 +274,13 @@ class Prefill:
 def prefill_rank(
     place: int, options: Options, report: Callable[[str, Any], None], until_told: Callable[[], None]
 ) -> None:
-    """Runs one rank of the prefill instance: prefill every prompt and send this rank's pages."""
+    """Runs one rank of the prefill instance: prefills every prompt and sends this rank's pages.
+
+    Args:
+        place: index of the rank in `options.prefill_ranks`.
+        report: sends a kind of result and its value to the parent.
+        until_told: waits until the parent lets this rank end.
+    """
     model, prompts = build_model(options.model), make_prompts(options)
     rank = options.prefill_ranks[place]
     # Room for the two longest prompts only: later prompts reuse the pages of earlier ones, once those are sent.
@@ -323,13 +329,19 @@ def prefill_rank(
 
 
 def _send_group(send: Any, by_last_layer: dict[int, range], pages: Sequence[int], last: bool, layer: int) -> None:
-    """Sends a layer group's KV once its last layer is computed."""
+    """Sends the pages of a layer group if `layer` is its last layer."""
     if (group := by_last_layer.get(layer)) is not None:
         send.layers(group, pages, last=last)
 
 
 def decode_rank(dp: int, options: Options, report: Callable[[str, Any], None], until_told: Callable[[], None]) -> None:
-    """Runs one data-parallel rank: receive the whole cache of each of its prompts, and generate."""
+    """Runs one data-parallel rank: receives the KV cache of each of its prompts, and generates.
+
+    Args:
+        dp: data-parallel rank.
+        report: sends a kind of result and its value to the parent.
+        until_told: waits until the parent lets this rank end.
+    """
     model, lengths = build_model(options.model), options.lengths()
     mine = range(dp, len(lengths), options.decode_dp)
     num_pages = max(1, sum(-(-lengths[i] // options.page_size) for i in mine))
@@ -353,7 +365,7 @@ def decode_rank(dp: int, options: Options, report: Callable[[str, Any], None], u
 
 
 def succeed(transfer: Any, timeout_s: float) -> None:
-    """Waits until a Send or Receive has succeeded."""
+    """Waits until a Send or Receive has succeeded; raises RuntimeError if it has not within the time limit."""
     state = transfer.wait(timeout_s)
     if state.name != "SUCCESS":
         raise RuntimeError(f"room {transfer.room} ended as {state.name}: {transfer.error}")
@@ -363,12 +375,12 @@ def succeed(transfer: Any, timeout_s: float) -> None:
 
 
 def worker(role: Callable[..., None], rank: int, options: Options, parent: Connection) -> None:
-    """Body of every rank's process: reports errors to the parent and never outlives it."""
+    """Main function of every rank's process: runs `role`, reports errors to the parent, and ends if the parent ends."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # through the agent's `with`, so that it cleans up
     threading.Thread(target=_die_with_parent, name="die-with-parent", daemon=True).start()
 
     def until_told() -> None:
-        """Waits for the parent's signal that all ranks are done: peers may still need this rank."""
+        """Reports that this rank is done, and waits until the parent reports that all are: peers may still need it."""
         parent.send(("through", None))
         if not parent.poll(options.timeout_s):
             raise TimeoutError(f"no word from the parent within {options.timeout_s} s")
@@ -390,7 +402,7 @@ def _die_with_parent() -> None:
 
 
 class Ranks:
-    """All rank processes; leaving the `with` block ends them."""
+    """Processes of all ranks; leaving the `with` block ends them."""
 
     def __init__(self, options: Options) -> None:
         # One server process imports torch and transformers, and every rank is forked from it before it has threads:
@@ -430,11 +442,13 @@ class Ranks:
             pipe.close()
 
     def gather(self) -> tuple[dict[int, tuple[int, list[int]]], int]:
-        """Returns (decode rank, tokens) of every prompt and the number of pipelined forwards, once all ranks have
-        succeeded.
+        """Waits until all ranks have succeeded, and ends them.
+
+        Returns:
+            The decode rank and tokens of every prompt, by prompt; and the number of pipelined forwards.
 
         Raises:
-            RuntimeError: a rank failed, died or exceeded the time limit; the message contains its last words.
+            RuntimeError: a rank failed, died or exceeded the time limit; the message contains its error.
         """
         found: dict[int, tuple[int, list[int]]] = {}
         pipelined = 0

@@ -1,4 +1,4 @@
-"""A prefill and a decode instance of agents in this process with known contents, for tests of whole transfers."""
+"""Prefill and decode agents in this process, with known contents in their pools, for tests of whole transfers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ AUX_SLOTS, AUX_ROW_BYTES = 64, 40
 
 @dataclass(frozen=True)
 class Model:
-    """Geometry of both instances."""
+    """Geometry of the model and of every pool."""
 
     layers: int = 2
     heads: int = 8
@@ -41,7 +41,11 @@ class Model:
     dtype_bytes: int = 2
 
     def truth(self, layer: int, kv: int) -> np.ndarray:
-        """What each page of the prefill ranks holds: uint8 [pages, page_size, heads of the model, row bytes]."""
+        """Returns the contents of the prefill ranks' pages: uint8 [pages, page_size, heads of the model, row bytes].
+
+        Args:
+            kv: 0 for K, 1 for V.
+        """
         row = (self.v_dim if kv else self.k_dim) * self.dtype_bytes
         shape = (self.pages, self.page_size, self.heads, row)
         return _random(layer, kv, shape)
@@ -51,7 +55,7 @@ class Model:
         return ModelShape(self.layers, self.heads, self.k_dim, self.v_dim, self.dtype_bytes)
 
     def pool(self, side: ParallelConfig, number: int, device: Any = None) -> KVPool:
-        """Memory of one rank of an instance."""
+        """Allocates the pool of one rank of an instance."""
         here = local_shards(self.shape, self.page_size, side, side.coord(number))
         aux: dict[str, int] = {"aux_slots": AUX_SLOTS, "aux_row_bytes": AUX_ROW_BYTES}
         return KVPool.allocate(here, self.page_size, self.pages, **aux, device=device)
@@ -64,7 +68,17 @@ def _random(layer: int, kv: int, shape: tuple[int, ...]) -> np.ndarray:
 
 @dataclass
 class Room:
-    """One room on every rank that takes part; `dst` are its pages on each decode rank, without the prefix."""
+    """One room on all its ranks.
+
+    Attributes:
+        number: number of the room.
+        src: pages of the prompt on the prefill ranks.
+        prefix: number of pages that decode has cached.
+        aux: slot of the aux row; None for no aux data.
+        dst: pages of the room on each decode rank by name, without the prefix.
+        sends: handles of the prefill ranks.
+        receives: handles of the decode ranks by name.
+    """
 
     number: int
     src: np.ndarray
@@ -87,10 +101,10 @@ class Room:
 
 
 class Fleet:
-    """Agents of both instances.
+    """Agents of a prefill and a decode instance.
 
     Attributes:
-        image: what each decode pool must hold, by (agent, layer, K or V); everything that was not planned is poison.
+        image: expected contents of each decode pool, by (agent, layer, K or V); bytes of no room are poison.
     """
 
     def __init__(
@@ -104,7 +118,16 @@ class Fleet:
         device: Mapping[str, Any] = MappingProxyType({}),
         **config: Any,
     ) -> None:
-        """`device`: what the pools of a role are on, where that is none of host memory."""
+        """Creates a fleet without agents; `start` creates and starts them.
+
+        Args:
+            directory: directory of the bootstrap socket.
+            prefill: size of the prefill instance, (dp, tp).
+            decode: size of the decode instance, (dp, tp).
+            kind: class of the agents.
+            device: devices of the pools by role; pools of other roles are in host memory.
+            config: configuration of all agents.
+        """
         self.kind = kind
         self.device = device
         self.model = model
@@ -132,7 +155,7 @@ class Fleet:
         return self
 
     def prefill_agent(self, number: int, **config: Any) -> Agent:
-        """A new agent (not started) for one place of the prefill instance, its pool filled with the truth."""
+        """Creates an agent for one rank of the prefill instance, with known contents in its pool; does not start it."""
         dp, tp = self.prefill_size
         pool = self._pool("prefill", ParallelConfig(dp=dp, tp=tp), number)
         heads = head_range(self.model.heads, tp, number % tp)
@@ -146,7 +169,7 @@ class Fleet:
         return self._agent("prefill", f"prefill-{number}", rank, pool, config)
 
     def decode_agent(self, number: int, **config: Any) -> Agent:
-        """A new agent (not started) for one place of the decode instance, its pool poisoned."""
+        """Creates an agent for one rank of the decode instance, with poison in its pool; does not start it."""
         dp, tp = self.decode_size
         pool, name = self._pool("decode", ParallelConfig(dp=dp, tp=tp), number), f"decode-{number}"
         for layer in range(self.model.layers):
@@ -182,7 +205,7 @@ class Fleet:
     # ---- rooms ------------------------------------------------------------------------------------------------
 
     def room(self, number: int, pages: int, prefix: int = 0, aux: int | None = None, contiguous: bool = False) -> Room:
-        """A room of `pages` pages, of which decode has `prefix` cached; nobody knows of it yet."""
+        """Allocates a room of `pages` pages, of which decode has `prefix` cached; no rank opens it yet."""
         dp, tp = self.decode_size
         group = [f"decode-{number % dp * tp + rank}" for rank in range(tp)]
         src = np.arange(pages) if contiguous else self.random.permutation(self.model.pages)[:pages]
@@ -201,14 +224,14 @@ class Fleet:
         return room
 
     def claim(self, room: Room) -> Room:
-        """The prefill ranks that compute this room say that they will send it."""
+        """Calls `Agent.send` on the prefill ranks that compute the room."""
         dp, tp = self.prefill_size
         first = room.number % dp * tp
         room.sends = [agent.send(room.number) for agent in self.prefill[first : first + tp]]
         return room
 
     def feed(self, room: Room, cuts: tuple[int, ...] = ()) -> Room:
-        """Computes the whole prompt, in sends that end at the given pages."""
+        """Sends the whole prompt from each prefill rank, in calls of `Send.pages` that end at the pages `cuts`."""
         for send in room.sends:
             send.prefetch()
             at = 0
@@ -220,14 +243,14 @@ class Fleet:
         return room
 
     def run(self, number: int, pages: int, cuts: tuple[int, ...] = (), **more: Any) -> Room:
-        """A whole room, with its end."""
+        """Runs a whole room and asserts that it succeeds."""
         room = self.feed(self.claim(self.receive(self.room(number, pages, **more))), cuts)
         assert room.wait() == {RoomState.SUCCESS}, room.errors()
         self.expect(room)
         return room
 
     def expect(self, room: Room) -> None:
-        """The room's bytes belong in its pages from now on."""
+        """Adds the room's bytes to the expected contents of the decode pools."""
         model, (_, tp) = self.model, self.decode_size
         for name, pages in room.dst.items():
             heads = head_range(model.heads, tp, int(name.removeprefix("decode-")) % tp)
@@ -241,12 +264,12 @@ class Fleet:
                 self.aux_image[name][room.aux] = aux[room.aux]
 
     def recycle(self, room: Room) -> None:
-        """The room's pages may be used by others."""
+        """Frees the room's pages on the decode ranks, so that later rooms may use them."""
         for name, pages in room.dst.items():
             self.free[name].extend(int(page) for page in pages)
 
     def check(self, but: tuple[Room, ...] = ()) -> None:
-        """Every byte of every decode pool is what was planned; pages of rooms in `but` may hold anything."""
+        """Asserts that every byte of every decode pool is as expected; pages of rooms in `but` may contain anything."""
         for agent in self.decode:
             pool = agent.pool
             skip = np.zeros(self.model.pages, bool)
@@ -275,18 +298,18 @@ class Fleet:
         return [row["text"] for row in rows if row["kind"] == kind]
 
     def errors(self) -> list[str]:
-        """Bugs: what control, arrival or transfer threads caught."""
+        """Returns the texts of exceptions that control, arrival or transfer threads caught, which are bugs."""
         return self.events("control") + self.events("scatter") + self.events("transport") + self.events("engine")
 
     def settle(self, timeout: float = 60.0) -> None:
-        """Until no rank holds anything of any room."""
+        """Waits until no rank holds anything of any room; raises AssertionError after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while held := self.held():
             assert time.monotonic() < deadline, held
             time.sleep(0.005)
 
     def held(self) -> list[str]:
-        """What agents still hold of rooms, in words."""
+        """Describes everything that agents still hold of rooms; returns an empty list if they hold nothing."""
         words: list[str] = []
         for agent in self.prefill + self.decode:
             if agent.parts.machine.rooms:
@@ -321,7 +344,7 @@ def model() -> type[Model]:
 
 @pytest.fixture
 def make_fleet(no_leaks: None, socket_dir: Path) -> Iterator[MakeFleet]:
-    """Makes instances of agents and closes them after the test; sizes are (dp, tp)."""
+    """Creates fleets and closes them after the test; sizes are (dp, tp)."""
     fleets: list[Fleet] = []
 
     def make(
@@ -341,7 +364,7 @@ def make_fleet(no_leaks: None, socket_dir: Path) -> Iterator[MakeFleet]:
 
 @pytest.fixture
 def short_directory() -> Iterator[Path]:
-    """A private directory with room for a socket's path."""
+    """Creates a private directory whose path is short enough for sockets."""
     directory = Path(tempfile.mkdtemp(prefix="kv-", dir="/tmp"))
     yield directory
     shutil.rmtree(directory)

@@ -1,4 +1,4 @@
-"""A `Device` in host memory for tests: copies complete late, so that code which ignores events reads stale bytes."""
+"""A `Device` in host memory for tests: copies complete late, so that code that ignores events reads stale bytes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ JUNK = 0xA5
 
 
 class Begun(NamedTuple):
-    """One recorded call of `RowCopies.begin`."""
+    """Recorded call of `RowCopies.begin`."""
 
     batches: tuple[Batch, ...]
     pages: PageIds
@@ -44,7 +44,7 @@ class Begun(NamedTuple):
 
 
 class HostEvent:
-    """Completes at its n-th `done()`, or when a later event of its stream does; its work happens then.
+    """Event that completes at its n-th `done()`, or with a later event of its stream; its work is executed then.
 
     Attributes:
         streams: streams that wait for it; such a wait completes the event, as if that stream had run.
@@ -71,7 +71,7 @@ class HostEvent:
         self.finish()
 
     def finish(self) -> None:
-        """Executes everything up to this event."""
+        """Executes the work of the stream up to this event."""
         if self._stream is not None:
             self._stream.run_to(self)
 
@@ -84,7 +84,7 @@ class HostEvent:
 
 
 class HostStream:
-    """Executes its work in order."""
+    """Stream that executes its work in order, when an event behind the work completes."""
 
     def __init__(self, device: HostDevice) -> None:
         self._device = device
@@ -101,14 +101,14 @@ class HostStream:
         return event
 
     def run_to(self, event: HostEvent | None) -> None:
-        """Executes everything up to an event; None: everything."""
+        """Executes the work up to an event, or all of it if `event` is None."""
         with self._lock:
             while self._queue and (event is None or not event.finished):
                 self._queue.popleft().run()
 
 
 class HostCopies:
-    """Copies with numpy, executed when their completion is polled."""
+    """`RowCopies` with numpy; a copy is executed when its completion is polled."""
 
     def __init__(self, device: HostDevice) -> None:
         self._device = device
@@ -141,7 +141,7 @@ class HostCopies:
 
 
 class HostMapping:
-    """A mapping of a peer's memory, which is in this process; translates only exported addresses.
+    """Mapping of a peer's memory, which is in this process; translates only exported addresses.
 
     Attributes:
         closed: whether `close` was called.
@@ -170,7 +170,7 @@ class HostMapping:
 
 
 class HostDevice:
-    """See the module.
+    """Device in host memory whose copies complete late.
 
     Attributes:
         slow: number of `done()` calls until started work completes.
@@ -230,7 +230,11 @@ class HostDevice:
         raise DeviceError(f"{type(given).__name__} is no event of this device")
 
     def engine_event(self, work: Callable[[], None] = lambda: None, slow: int | None = None) -> HostEvent:
-        """Returns an event as an engine records it: `work` has happened when it completes."""
+        """Returns an event as an engine records it; `work` is executed when the event completes.
+
+        Args:
+            slow: number of `done()` calls until the event completes; None for that of the device.
+        """
         event = HostStream(self).put(work)
         event._left = self.slow if slow is None else slow
         return event
@@ -269,7 +273,7 @@ _numbers = itertools.count()
 
 
 def at(addr: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    """View of host memory at an address."""
+    """Returns a view of host memory at an address."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(addr))
 
 
@@ -284,7 +288,7 @@ def _copy_all(begun: Begun) -> None:
 
 
 def _view(addr: int, pages: npt.NDArray[Any], rows: int, width: int, row: int) -> npt.NDArray[np.uint8]:
-    """uint8 `[pages up to the last one used, rows, width]`."""
+    """Returns a view of rows in memory: uint8 `[pages up to the last one used, rows, width]`; `row` is their stride."""
     last = int(pages.max())
     flat = at(addr, (last * rows + rows - 1) * row + width)
     return np.lib.stride_tricks.as_strided(flat, (last + 1, rows, width), (rows * row, row, 1))

@@ -1,4 +1,4 @@
-"""A whole planned fleet in this process, driven as a bench drives it; and scripted rank processes."""
+"""A planned fleet in this process, driven as a bench drives it; and scripted rank processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def small_request(**changes: Any) -> PlanRequest:
 
 
 class Fleet:
-    """Every rank of a plan; `run` drives its first batch."""
+    """All ranks of a plan, in threads of this process; `run` runs the first batch of its load."""
 
     def __init__(self, request: PlanRequest, directory: str) -> None:
         self.plan: Plan = make_plan(request)
@@ -65,7 +65,7 @@ class Fleet:
             raise
 
     def rooms(self) -> tuple[Room, ...]:
-        """Returns the first batch's rooms under new numbers."""
+        """Returns the rooms of the first batch under new numbers."""
         self._laps += 1
         load = self.plan["loads"][0]
         first, end = load["batches"][0]
@@ -85,7 +85,7 @@ class Fleet:
         )
 
     def run(self, path: str, pipeline: str = "off", **command: Any) -> dict[str, RunReport]:
-        """Runs the first batch; returns the ranks' reports by name."""
+        """Runs the first batch of rooms; returns the reports of the ranks by name."""
         prepare = Prepare(0, path, self.rooms(), poison=True, pipeline=pipeline)
         self._all(lambda worker: worker.prepare(prepare))
         run = Run(tuple(self.plan["loads"][0]["windows"]), self.timeout_s, **command)
@@ -111,7 +111,7 @@ class Fleet:
 
 @pytest.fixture
 def fleet() -> Iterator[Callable[..., Fleet]]:
-    """Starts fleets of `small_request(...)`, and ends them."""
+    """Yields a function that starts a fleet from the arguments of `small_request`; closes the fleets after the test."""
     with ExitStack() as stack:
         directory = tempfile.mkdtemp(prefix="rig-", dir="/tmp")  # socket paths must stay short
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
@@ -147,7 +147,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankGroup]:
 
 @pytest.fixture
 def start(group: RankGroup) -> StartRank:
-    """Starts a rank that runs `body`, in which `lines`, `say` and `answer` are defined."""
+    """Returns a function that starts a rank process with the script `body`; it may use `lines`, `say`, `answer`."""
 
     def start(name: str, body: str = "for line in lines: answer(line, pid=os.getpid())") -> None:
         group.start(name, program=[sys.executable, "-c", _SCRIPT.replace("BODY", body)])

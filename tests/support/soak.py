@@ -14,7 +14,7 @@ _FIRST_S, _MEAN_GAP_S = 20.0, 15.0  # the ranks serve by then; between two proce
 
 
 def children(pid: int) -> list[int]:
-    """Returns the child processes of a process; none if it has ended."""
+    """Returns the process ids of a process's children; none if it has ended."""
     try:
         return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except (FileNotFoundError, ProcessLookupError):
@@ -22,7 +22,7 @@ def children(pid: int) -> list[int]:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit status of `kvctl demo`."""
+    """Runs `kvctl demo`, disturbs its ranks while it runs, and returns its exit status."""
     demo = subprocess.Popen([sys.executable, "-m", "kvctl", "demo", *arguments])
     seed = arguments[arguments.index("--seed") + 1] if "--seed" in arguments else "0"
     draw, noise = random.Random(f"soak {seed}"), SocketNoise(int(seed))

@@ -22,14 +22,14 @@ _MOST_FRAMES = 5
 
 
 class Listener(NamedTuple):
-    """A listening socket: the path of a Unix socket, or a TCP port of this host."""
+    """Listening socket: the path of a Unix socket, or a TCP port of this host."""
 
     path: str
     port: int
 
     @property
     def address(self) -> str:
-        """The ZMQ address."""
+        """ZMQ address of the socket."""
         return f"ipc://{self.path}" if self.path else f"tcp://127.0.0.1:{self.port}"
 
 
@@ -46,7 +46,7 @@ def listeners(pid: int) -> list[Listener]:
 
 
 class SocketNoise:
-    """Sends random bytes without waiting for answers."""
+    """Sender of random bytes; does not wait for answers."""
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(f"noise {seed}")
@@ -61,7 +61,7 @@ class SocketNoise:
         return len(found)
 
     def close(self) -> None:
-        """Drops everything that has not been sent."""
+        """Closes all sockets, and drops everything that has not been sent."""
         self._context.destroy(linger=0)
 
     def _raw(self, listener: Listener) -> None:

@@ -1,4 +1,4 @@
-"""Calls of a simulated prefill engine for one room: its forwards, plain or divided into layer groups."""
+"""Builds the calls of a simulated prefill engine for one room: its forwards, plain or divided into layer groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Group = tuple[int, int]
 
 
 def tiles(layers: range, size: int) -> tuple[Group, ...]:
-    """Groups of `size` layers; the last may be smaller."""
+    """Divides layers into groups of `size`; the last group may be smaller."""
     return tuple((lo, min(lo + size, layers.stop)) for lo in range(layers.start, layers.stop, size))
 
 
@@ -32,11 +32,13 @@ def forwards(
     """Returns the calls for one room on one rank.
 
     Args:
-        layers: of this rank.
-        sends: pages of each forward.
+        layers: layers of this rank.
+        first_page: first of the consecutive pages that the forwards fill.
+        sends: number of pages of each forward.
         groups: layers in a group of each forward, 0 for a plain one; the last number applies to the rest.
         declare: whether the groups are declared in advance.
-        told: declared layers in a group, if the engine then uses others.
+        told: declared layers in a group, if the engine then uses other groups.
+        finish: the last call.
         dice: shuffles the groups of each forward.
     """
     sizes = [groups[min(number, len(groups) - 1)] if groups else 0 for number in range(len(sends))]

@@ -1,4 +1,4 @@
-"""A simulated world stopped at particular moments, and helpers to inspect and advance it."""
+"""Builds simulated worlds at particular points of a transfer, with helpers to inspect and advance them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.protocol.simulation import SECOND, Item, World
 
 
 def asked(pages: int = 2, *, ring: int = 4, prefill: ParallelConfig | None = None) -> World:
-    """One room, opened and prefetched at every writer, with no staging message delivered yet."""
+    """Returns a world with room 7 opened and prefetched at every writer, and no staging message delivered yet."""
     world = World(prefill or ParallelConfig(), ParallelConfig(), ring=ring, chunk_pages=1)
     world.connect()
     world.receive(7, pages, aux=-1)
@@ -26,7 +26,7 @@ def asked(pages: int = 2, *, ring: int = 4, prefill: ParallelConfig | None = Non
 
 
 def granted(world: World) -> msg.StagingGrants:
-    """The same with the staging request answered; returns the undelivered grant."""
+    """Answers the staging request in a world from `asked`, and returns the grants, which are not delivered."""
     (request,) = said(world, "decode-0")
     give(world, request, to="decode-0", by="prefill-0")
     (grants,) = said(world, "prefill-0")
@@ -35,7 +35,7 @@ def granted(world: World) -> msg.StagingGrants:
 
 
 def under_way(steps: int, *, ring: int = 2) -> World:
-    """Two rooms and two writers in the middle of their transfer."""
+    """Returns a world with two rooms and two writers after `steps` steps of their transfers."""
     world = World(ParallelConfig(tp=2), ParallelConfig(), ring=ring, chunk_pages=1)
     world.connect()
     for room in (7, 8):
@@ -48,7 +48,7 @@ def under_way(steps: int, *, ring: int = 2) -> World:
 
 
 def in_flight(*, choose: object = None) -> World:
-    """One room with a write of prefill-0 that has begun and has not completed."""
+    """Returns a world with one room and a write of prefill-0 that has begun and has not completed."""
     world = World(ParallelConfig(tp=2), ParallelConfig(), **({"choose": choose} if choose else {}))  # type: ignore[arg-type]
     world.connect()
     world.receive(7, 4)
@@ -60,7 +60,7 @@ def in_flight(*, choose: object = None) -> World:
 
 
 def silence(world: World, name: str, seconds: float) -> None:
-    """Stops an agent for some time while the others continue."""
+    """Stops an agent for some simulated seconds while the others continue."""
     world.paused.add(name)
     for _ in range(round(seconds)):
         world.tick(SECOND)
@@ -69,7 +69,7 @@ def silence(world: World, name: str, seconds: float) -> None:
 
 
 def messages_to(world: World, name: str, kind: type[msg.Message]) -> list[Item]:
-    """Returns the undelivered messages of one type."""
+    """Returns the undelivered messages of one type to an agent."""
     return [
         item
         for item in world.pool
@@ -78,14 +78,14 @@ def messages_to(world: World, name: str, kind: type[msg.Message]) -> list[Item]:
 
 
 def said(world: World, to: str) -> list[msg.Message]:
-    """Removes and returns the messages in flight to one agent."""
+    """Removes and returns the undelivered messages to an agent."""
     found = [item for item in world.pool if item.kind == "message" and item.to == to]
     world.pool = [item for item in world.pool if item not in found]
     return [message for item in found for message in codec.decode(item.what)[1]]
 
 
 def give(world: World, *messages: msg.Message, to: str = "prefill-0", by: str = "decode-0") -> None:
-    """Delivers messages from one agent's current incarnation to another."""
+    """Delivers messages to agent `to` as if sent by the current incarnation of agent `by`."""
     for message in messages:
         world.feed(to, ev.Received(by, world.machines[by].local.incarnation, message))
 
@@ -105,13 +105,13 @@ def part(world: World, chunk: int = 0) -> Part:
 
 
 def take(world: World, kind: str, to: str | None = None) -> Item:
-    """Removes and returns the first item of a kind from the pool."""
+    """Removes and returns the first item of a kind from the pool, if `to` is given the first one of this agent."""
     place = next(n for n, item in enumerate(world.pool) if item.kind == kind and to in (None, item.to))
     return world.pool.pop(place)
 
 
 def run_until(world: World, kind: str) -> None:
-    """Lets everything else happen until only items of this kind are left."""
+    """Executes items until only items of this kind can happen."""
     while places := [place for place in world.ready() if world.pool[place].kind != kind]:
         world.happen(world.pool.pop(places[0]))
 

@@ -1,7 +1,7 @@
-"""Observes every byte of a simulated world and reports the first that differs from the plan.
+"""Observes every byte of a simulated world and raises `Broken` at the first byte that differs from the plan.
 
 A byte is a cell (segment, layer, page or item, head) of one decode rank; its value identifies the cell of the prompt
-that it holds. `layout`, which is tested against its own oracles, determines the expected owner of each cell.
+that it holds. `layout`, which is tested against its own oracles, determines the expected contents of each cell.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ PAGE_SIZE = 1
 
 
 class Broken(AssertionError):
-    """The protocol allowed a forbidden step."""
+    """Error for a step that the protocol must not take."""
 
 
 @dataclass(frozen=True)
 class Instance:
-    """One prefill instance.
+    """Prefill instance of a simulated world.
 
     Attributes:
+        side: parallel sizes of the instance.
+        cp_mode: division of the sending among its CP ranks.
+        early_send: whether pipeline stages before the last one may send before the end of their forward.
         answers: whether its registry answers; otherwise its ranks are never known.
-        introduced: decode ranks know it from their start; otherwise they ask when a room needs it.
+        introduced: whether decode ranks know it from their start; otherwise they ask when a room needs it.
     """
 
     side: ParallelConfig
@@ -43,7 +46,7 @@ class Instance:
 
 
 class Place(NamedTuple):
-    """Instance and rank of an agent."""
+    """Role, instance and rank of an agent."""
 
     role: str
     instance: int  # of prefill agents
@@ -51,7 +54,7 @@ class Place(NamedTuple):
 
 
 class Write(NamedTuple):
-    """One write of one incarnation of an agent, as seen by the engine."""
+    """One write of a part, posted by one incarnation of a writer."""
 
     writer: str
     incarnation: int
@@ -64,7 +67,16 @@ Value = tuple[int, int, int, int, int]  # room, page of the prompt (of a state: 
 
 @dataclass
 class Expected:
-    """The oracle's expectation of one room under one nonce at one decode rank."""
+    """Expected and observed state of one room under one nonce at one decode rank.
+
+    Attributes:
+        reader: name of the decode rank.
+        pages: pages of the room there, without the prefix.
+        items: items of each state component there.
+        written: value of each cell that was written.
+        aux_written: how often the aux row was written.
+        released: whether the machine has released the room.
+    """
 
     room: int
     nonce: int
@@ -92,7 +104,10 @@ def place_of(name: str) -> Place:
 
 
 class Oracle:
-    """Tracks writes in flight, the contents of rings and pages, and the results reported to each engine."""
+    """Tracks writes in flight, the contents of rings and pages, and the results reported to each engine.
+
+    Every method that records a step raises `Broken` if the protocol must not take that step.
+    """
 
     def __init__(
         self, shape: ModelShape, decode: ParallelConfig, instances: tuple[Instance, ...], chunk_pages: int
@@ -116,11 +131,11 @@ class Oracle:
         self.cut: Counter[bool] = Counter()  # parts ordered, by whether they hold only some layers of their share
 
     def life(self, name: str) -> int | None:
-        """Returns the incarnation of a present agent."""
+        """Returns the incarnation of an agent's process; None if no process is running."""
         raise NotImplementedError
 
     def forget(self, name: str) -> None:
-        """A process has ended, and its writes in flight with it."""
+        """Drops what is recorded of a process that has ended, and its writes in flight."""
         self.flying = [write for write in self.flying if write.writer != name]
         self.sent = {key: state for key, state in self.sent.items() if key[0] != name}
         self.sent_released = {key for key in self.sent_released if key[0] != name}
@@ -140,7 +155,7 @@ class Oracle:
     # ---- the engines' calls ---------------------------------------------------------------------------------------
 
     def called(self, name: str, event: ev.Event) -> None:
-        """Records an engine's call."""
+        """Records a call of an engine: pages that it has computed, or the end of its forwards."""
         if isinstance(event, ev.Finish):
             self.finished.add((name, event.room))
         elif isinstance(event, ev.SendPages):
@@ -163,7 +178,7 @@ class Oracle:
     # ---- writes -------------------------------------------------------------------------------------------------
 
     def ordered(self, name: str, order: ev.Transfer) -> None:
-        """Checks an ordered part: none of a failed room, and final parts only after all others."""
+        """Checks a part that a writer orders: the room has not failed, and final parts come after all KV parts."""
         if self.sent.get((name, order.room)) is RoomState.FAILED:
             raise Broken(f"{name} orders {order.key} of room {order.room} after its engine was told that it has failed")
         transfer = (name, self.life(name) or 0, order.peer, order.room, order.nonce)
@@ -179,7 +194,7 @@ class Oracle:
             raise Broken(f"{order.kind.name} of room {order.room} is ordered before all of its KV parts")
 
     def _owed(self, name: str, room: Expected) -> int:
-        """Returns the layers of pages that one prefill rank must send for this room."""
+        """Returns the number of (layer, page) pairs that one prefill rank must send for this room."""
         if room.prefill_only:
             return 0
         inputs, rank, reader = self.inputs_of(room.instance), place_of(name).rank, place_of(room.reader).rank
@@ -189,7 +204,7 @@ class Oracle:
         return sum(share.num_layers for share in owed) * sum(cell.count for cell in cells)
 
     def begun(self, write: Write) -> None:
-        """A write begins that no cancellation can stop."""
+        """Checks and records a write that begins; from now on no cancellation stops it."""
         order = write.order
         if self.sent.get((write.writer, order.room)) is RoomState.FAILED:
             raise Broken(f"{order.key} of room {order.room} begins after the room has failed: it was to be dropped")
@@ -207,7 +222,7 @@ class Oracle:
         self.flying.append(write)
 
     def landed(self, write: Write) -> bool:
-        """A write has landed, whether or not its reader is present."""
+        """Checks and records a write that has landed; returns whether the reader's process still runs."""
         order = write.order
         self.flying.remove(write)
         room = self.target(write)
@@ -227,13 +242,13 @@ class Oracle:
         return True
 
     def target(self, write: Write) -> Expected | None:
-        """Returns the room at the reader for which this write was meant; None if that process has ended."""
+        """Returns the room at the reader for which a write is meant; None if the reader's process has ended."""
         if Tag.unpack(write.order.tag).incarnation != self.life(write.order.peer):
             return None
         return self.rooms[write.order.peer, write.order.room, write.order.nonce]
 
     def scattered(self, name: str, action: ev.Scatter) -> None:
-        """A landed part is copied from the ring into the pages."""
+        """Checks a copy of a landed part from the ring into the pages, and records the cells written."""
         room = self.rooms[name, action.room, action.nonce]
         if room.released:
             raise Broken(f"{action.key} of room {action.room} is scattered after the room was released")
@@ -271,7 +286,7 @@ class Oracle:
                     room.written[cell] = (number, position, share.segment, layer, lowest + head)
 
     def _check_planned(self, room: Expected, write: Write, positions: list[int]) -> None:
-        """Check that the plan contains this writer, these heads, layers and pages."""
+        """Checks that the plan contains this writer, these heads, layers and pages."""
         share, key, place = write.order.share, write.order.key, place_of(write.writer)
         inputs, reader = self.inputs_of(room.instance), place_of(room.reader).rank
         state = write.order.kind is PartKind.STATE
@@ -312,7 +327,7 @@ class Oracle:
             raise Broken(f"room {room.room} succeeds with {room.aux_written} aux rows")
 
     def wanted(self, room: Expected) -> dict[Cell, Value]:
-        """Returns the expected final contents of a decode rank's pages and items."""
+        """Returns the expected final contents of a decode rank's pages and items for one room."""
         coord: RankCoord = self.decode.coord(place_of(room.reader).rank)
         wanted: dict[Cell, Value] = {}
         lists = iter(room.items)
@@ -345,12 +360,12 @@ class Oracle:
                 raise Broken(f"{name} releases room {number} while {write.order.key} is in flight")
 
     def _latest(self, name: str, number: int) -> Expected:
-        """Returns the latest use of a room's number at one decode rank."""
+        """Returns the latest room with this number at one decode rank."""
         return [room for room in self.rooms.values() if room.reader == name and room.room == number][-1]
 
 
 def _reader(write: Write) -> tuple[str, int]:
-    """Returns the process that a write targets: a later incarnation of the agent has other memory."""
+    """Returns the process that a write targets, as (agent, incarnation): a later incarnation has other memory."""
     return write.order.peer, Tag.unpack(write.order.tag).incarnation
 
 

@@ -1,4 +1,4 @@
-"""Random worlds and rooms: any layouts that the plan allows and any contents of a room, from one seed."""
+"""Draws random worlds and rooms from one seed: any layouts that the plan allows, and any contents of a room."""
 
 from __future__ import annotations
 
@@ -34,7 +34,13 @@ COMPONENTS = {name: len(shape.states) for name, shape in SHAPES.items()}
 
 
 def side(dice: random.Random, layers: int, most: int, *, cp: Sequence[int]) -> ParallelConfig:
-    """Draws a parallel config with a limited number of ranks; half of those with several stages have uneven ones."""
+    """Draws a parallel config; pipeline stages often have different numbers of layers.
+
+    Args:
+        layers: number of layers to divide.
+        most: largest number of ranks.
+        cp: CP sizes to choose from.
+    """
     while True:
         dp, pp, of_cp, tp = dice.choice([1, 1, 2]), dice.choice([1, 1, 2, 3]), dice.choice(cp), dice.choice([1, 2, 4])
         if dp * pp * of_cp * tp <= most and pp <= layers:
@@ -57,7 +63,7 @@ def instance(dice: random.Random, layers: int, most: int, *, answers: float) -> 
 
 
 def world(dice: random.Random, *, answers: float = 1.0) -> World:
-    """Draws a decode instance and one or two prefill instances of any layouts.
+    """Draws a world with a decode instance and one or two prefill instances of any layouts.
 
     Args:
         answers: the probability that the registry of the second instance answers.
@@ -83,7 +89,7 @@ def world(dice: random.Random, *, answers: float = 1.0) -> World:
 
 
 def sizes(dice: random.Random, layers: int, sends: int) -> list[int]:
-    """Draws the layers per group of each forward; 0: all, without layer groups."""
+    """Draws the layers per group of each forward, 0 for no groups; an empty list means no groups in any forward."""
     style = dice.choice(["plain", "groups", "groups", "mixed"])
     if style == "plain":
         return []
@@ -93,7 +99,7 @@ def sizes(dice: random.Random, layers: int, sends: int) -> list[int]:
 
 
 def forward(world: World, dice: random.Random, room: int, pages: int, number: int, **given: Any) -> None:
-    """Lets the prefill engines compute a room, each in its own way; the last send may have no pages."""
+    """Lets the prefill engines compute a room, each in forwards of its own; the last forward may have no pages."""
     ranks = range(world.instances[number].side.size) if dice.random() < 0.3 else world.prefill_ranks(room, number)
     for rank in ranks:
         split = [dice.randrange(pages + 1)] if pages and dice.random() < 0.6 else []
@@ -118,7 +124,11 @@ def forward(world: World, dice: random.Random, room: int, pages: int, number: in
 
 
 def open_and_compute(world: World, dice: random.Random, room: int, *, late: float = 0.0) -> None:
-    """Opens one room at the ranks of one dp group and lets one prefill instance compute it."""
+    """Opens one room at the ranks of one dp group and lets one prefill instance compute it.
+
+    Args:
+        late: probability that other steps happen between these calls.
+    """
     number = dice.randrange(len(world.instances))
     pages = dice.randrange(7)
     prefix = dice.randrange(pages + 1) if dice.random() < 0.4 else 0

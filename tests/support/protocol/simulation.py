@@ -52,7 +52,14 @@ Kind = Literal["message", "begin", "complete", "tag", "event", "scatter", "engin
 
 
 class Item(NamedTuple):
-    """A possible next step of the agent `to`."""
+    """Possible next step of a world.
+
+    Attributes:
+        kind: kind of the step.
+        to: agent at which the step happens.
+        by: agent that caused the step.
+        what: contents, such as an encoded message, a write or an event.
+    """
 
     kind: Kind
     to: str
@@ -69,12 +76,12 @@ def direct(who: msg.PeerInfo, share: TransferSlice, layers: int, pages: ev.Pages
 
 
 def mixed(who: msg.PeerInfo, share: TransferSlice, layers: int, pages: ev.Pages) -> str:
-    """Path choice in which some parts of a room are staged and others are not."""
+    """Chooses a path for a part, so that some parts of a room are staged and others are not."""
     return "staged" if (share.layer_lo + layers + int(pages[0])) % 2 else "slice"
 
 
 def registry(instance: int) -> str:
-    """Address of a prefill instance's registry."""
+    """Returns the address of a prefill instance's registry."""
     return f"registry-{instance}"
 
 
@@ -86,9 +93,12 @@ class World(Oracle):  # type: ignore[misc]
     """A decode instance, one or several prefill instances, the network between them and their engine.
 
     Args:
-        prefill: the first prefill instance; `cp_mode` and `early_send` apply to it.
-        others: further instances, served by the same decode ranks.
+        prefill: parallel sizes of the first prefill instance; `cp_mode`, `early_send` and `introduced` apply to it.
+        decode: parallel sizes of the decode instance.
+        others: further prefill instances, served by the same decode ranks.
         ring: units of `UNIT` bytes in each decode rank's ring.
+        chunk_pages: pages of a chunk.
+        choose: chooses the path of each part.
         state_slots: items of each state component in each decode rank's pool.
     """
 
@@ -141,7 +151,7 @@ class World(Oracle):  # type: ignore[misc]
         return self.names_of(0)
 
     def names_of(self, instance: int) -> tuple[str, ...]:
-        """Names of the agents of a prefill instance."""
+        """Returns the names of the agents of a prefill instance."""
         prefix = f"p{instance}-" if instance else ""
         return tuple(f"{prefix}prefill-{rank}" for rank in range(self.instances[instance].side.size))
 
@@ -204,7 +214,7 @@ class World(Oracle):  # type: ignore[misc]
         return machine
 
     def kill(self, name: str, *, proven: bool = True) -> None:
-        """End a process and drop its writes in flight. If `proven`, its peers notice at once, otherwise in `prove`."""
+        """Ends a process and drops its writes in flight; its peers notice at once if `proven`, otherwise in `prove`."""
         life = self.machines.pop(name).local.incarnation
         self.ended.append((name, life))
         self.forget(name)
@@ -219,7 +229,7 @@ class World(Oracle):  # type: ignore[misc]
                 self.feed(other, ev.PeerDead(name, life, "process has ended"))
 
     def prove(self) -> None:
-        """Lets every agent check, as it does twice a second, which processes have ended."""
+        """Lets every agent notice which processes have ended, as its check twice a second does."""
         for name, life in self.ended:
             for other in list(self.machines):
                 self.feed(other, ev.PeerDead(name, life, "process has ended"))
@@ -246,10 +256,12 @@ class World(Oracle):  # type: ignore[misc]
         states: Sequence[int] = (),
         prefill_only: bool = False,
     ) -> Expected:
-        """Lets the decode engine open a room of `pages` pages, of which `prefix` are cached; `extra` pages are its
-        mistake.
+        """Lets the decode engine open a room of `pages` pages, and returns the oracle's expectation of it.
 
-        `states` is the number of items of each state component.
+        Args:
+            prefix: number of these pages that are cached.
+            extra: number of surplus pages that the engine passes by mistake.
+            states: number of items of each state component.
         """
         name = f"decode-{reader}"
         nonce = nonce if nonce is not None else 1000 + len(self.rooms)
@@ -287,9 +299,12 @@ class World(Oracle):  # type: ignore[misc]
         states: Sequence[int] = (),
         dice: random.Random | None = None,
     ) -> None:
-        """Gives the prefill engines a room: their calls happen one by one, as the scheduler picks.
+        """Adds the calls of the prefill engines for a room to the pool, where the scheduler picks them one by one.
 
-        `states` is the number of items of each component; the other parameters are those of `forwards`.
+        Args:
+            split: pages of each forward but the last.
+            states: number of items of each state component.
+            declare, told, groups, dice: see `forwards`.
         """
         for rank in self.prefill_ranks(room, instance) if ranks is None else ranks:
             name = self.names_of(instance)[rank]
@@ -304,7 +319,7 @@ class World(Oracle):  # type: ignore[misc]
             self.pool.append(Item("engine", name, name, calls))
 
     def compute_states(self, name: str, room: int, counts: Sequence[int]) -> tuple[ev.Pages, ...]:
-        """Returns the items that hold a room's state on a prefill rank."""
+        """Allocates the items that hold a room's state on a prefill rank, and returns them by component."""
         components = [segment.index for segment in segments(self.shape, PAGE_SIZE) if segment.state]
         base = 500 * (1 + len({number for number, _ in self.items.values()} - {room}))
         found = tuple(np.arange(base, base + count, dtype=np.int32)[::-1].copy() for count in counts)
@@ -314,7 +329,7 @@ class World(Oracle):  # type: ignore[misc]
         return found
 
     def prefill_ranks(self, room: int, instance: int = 0) -> list[int]:
-        """Ranks of the dp group that computes a room."""
+        """Returns the ranks of the dp group that computes a room."""
         side = self.instances[instance].side
         return [rank for rank in range(side.size) if side.coord(rank).dp == room % side.dp]
 
@@ -335,7 +350,7 @@ class World(Oracle):  # type: ignore[misc]
                 self.feed(name, ev.Tick())
 
     def happen(self, item: Item) -> None:
-        """Executes one item; the caller has removed it from the pool."""
+        """Executes one item, which the caller has removed from the pool."""
         if item.kind == "message":
             incarnation, messages, unknown = codec.decode(item.what)
             assert not unknown
@@ -411,7 +426,7 @@ class World(Oracle):  # type: ignore[misc]
     # ---- schedules ----------------------------------------------------------------------------------------------
 
     def ready(self) -> list[int]:
-        """Indices of the items in the pool that may happen now."""
+        """Returns the indices of the items in the pool that may happen now."""
         return [
             place
             for place, item in enumerate(self.pool)
@@ -419,7 +434,15 @@ class World(Oracle):  # type: ignore[misc]
         ]
 
     def settle(self, *, ticks: int = 400, until: Callable[[], bool] | None = None) -> None:
-        """Executes everything in order, and lets time pass when nothing else can happen, until nothing changes."""
+        """Executes all items in order, and lets time pass when no item can happen, until a condition holds.
+
+        Args:
+            ticks: how often time may pass.
+            until: the condition; by default that all rooms have ended and all agents are idle.
+
+        Raises:
+            Broken: the condition does not hold after all ticks.
+        """
         until = until or self.over
         for _ in range(ticks):
             while places := self.ready():
@@ -430,14 +453,20 @@ class World(Oracle):  # type: ignore[misc]
         raise Broken(f"not over after {ticks} ticks: {self.unfinished()}")
 
     def flush(self) -> None:
-        """Executes everything that is possible without letting time pass."""
+        """Executes all items that can happen without letting time pass."""
         while places := self.ready():
             self.happen(self.pool.pop(places[0]))
 
     def stir(
         self, dice: random.Random, steps: int, *, loss: float = 0.0, copies: float = 0.0, delay: float = 0.02
     ) -> None:
-        """Executes `steps` items in random order; messages and tags may be lost or duplicated."""
+        """Executes about `steps` items in random order.
+
+        Args:
+            loss: probability that a message or tag is lost.
+            copies: probability that a message or tag is delivered and stays in the pool to be delivered again.
+            delay: probability that time passes instead of a step.
+        """
         for _ in range(steps):
             places = self.ready()
             if not places or dice.random() < delay:
@@ -459,7 +488,7 @@ class World(Oracle):  # type: ignore[misc]
         return not self.unfinished()
 
     def unfinished(self) -> list[str]:
-        """Describes everything that has not ended."""
+        """Describes every room that has not ended, and every agent that is not idle."""
         left = [
             f"{room.reader} room {room.room}: {room.state.label}"
             for room in self.rooms.values()
@@ -474,7 +503,7 @@ class World(Oracle):  # type: ignore[misc]
         return left
 
     def check_empty(self) -> None:
-        """Check that no agent holds anything of any room, and after some time no tombstone either."""
+        """Checks that no agent holds anything of any room, and after some time no tombstone either."""
         for name, machine in self.machines.items():
             if isinstance(machine, DecodeMachine):
                 assert not machine.rooms, name
@@ -499,7 +528,7 @@ class World(Oracle):  # type: ignore[misc]
                 assert not machine.state.ended, name
 
     def connect(self) -> None:
-        """Exchange all introductions without loss."""
+        """Delivers all introductions between agents, without loss."""
         self.flush()
 
     def owed(self, room: int, reader: int = 0) -> tuple[TransferSlice, ...]:
