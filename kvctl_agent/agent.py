@@ -53,7 +53,7 @@ from kvctl_agent.runtime.page_owners import written
 from kvctl_agent.security.curve import load_fleet_key
 from kvctl_agent.telemetry.hub import Telemetry
 
-_SHORTEST_STOP_S = 0.1  # for each thread, even if the deadline has passed
+_SHORTEST_STOP_S = 0.1  # time that each thread has to stop, even if the deadline has passed
 
 
 class Agent:
@@ -146,7 +146,7 @@ class Agent:
 
     @property
     def telemetry(self) -> Telemetry:
-        """Metrics, room records and the flight recorder."""
+        """The agent's telemetry: metrics, room records and the flight recorder."""
         return self.parts.telemetry
 
     @property
@@ -196,7 +196,7 @@ class Agent:
         self.parts.lifecycle.wait_ready(check_timeout(timeout))
 
     def waiting_for(self) -> str | None:
-        """Returns the reason why this agent cannot serve yet, as text; None if it can."""
+        """Returns a text that names what this agent still needs before it can serve rooms; None if it can."""
         return self.parts.lifecycle.waiting_for()
 
     def serving(self) -> list[str]:
@@ -371,7 +371,7 @@ class Agent:
         return PoolLimits(self.pool.num_pages, self.pool.aux_slots, self.layers, slots)
 
     def set_pipeline(self, mode: str) -> None:
-        """Changes the layer grouping of later forwards: off, on, measured, or a number of layers per group."""
+        """Changes the layer grouping of later forwards: `mode` is off, on, measured, or the layers per group."""
         self.parts.pipelining.set(mode)
 
     def set_path(self, path: str) -> None:

@@ -16,7 +16,7 @@ class UnknownModel(ConfigError, ValueError):
 
 
 class LayoutError(KvctlError, ValueError):
-    """Two layouts cannot exchange KV; the message contains the arithmetic."""
+    """A layout or size is invalid, or two ranks cannot exchange KV; the message has the numbers that do not fit."""
 
 
 class MemoryLayoutError(KvctlError, ValueError):
@@ -24,11 +24,11 @@ class MemoryLayoutError(KvctlError, ValueError):
 
 
 class ProtocolError(KvctlError):
-    """The protocol between agents, or the order of API calls, was violated."""
+    """A peer violated the protocol between agents, or the caller the rules of the API."""
 
 
 class LocalProtocolError(ProtocolError):
-    """The caller of the public API called methods in the wrong order, for example `pages` after `finish`."""
+    """The caller of the public API broke its rules, for example called `pages` after `finish` or used a room twice."""
 
 
 class RemoteProtocolError(ProtocolError):
@@ -44,7 +44,7 @@ class DeviceUnavailable(DeviceError):
 
 
 class TransportError(KvctlError):
-    """A transfer engine failed."""
+    """The transfer engine (NIXL, Mooncake or loopback) reports an error."""
 
 
 class TransportUnavailable(TransportError):
@@ -76,7 +76,7 @@ class RecordingError(KvctlError):
 
 
 class RecordingVersionError(RecordingError):
-    """The recording was made by another version, or by a build with different state machines."""
+    """The recording was made by another version of kvctl, or by a build with different state machines."""
 
 
 class DeadlineExceeded(KvctlError, TimeoutError):

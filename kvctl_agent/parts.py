@@ -68,7 +68,7 @@ from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.transport.base import Transport
 from kvctl_agent.transport.registry import open_transport, parse_params
 
-_SCRATCH_BYTES = 64 << 20  # after the ring, for writers that measure their connection; larger than the caches
+_SCRATCH_BYTES = 64 << 20  # after the ring; writers measure their connection with it; larger than CPU caches
 _BUFFER_MB, _DEVICE_BUFFER_MB = 64, 512
 _MAX_NAME_BYTES = 255  # of a ZMQ identity
 # An agent uses about 30 descriptors with the loopback transport and 40 with NIXL on two cores; libzmq and UCX abort
@@ -76,7 +76,7 @@ _MAX_NAME_BYTES = 255  # of a ZMQ identity
 _DESCRIPTORS = 64
 _PATHS = (AUTO, BULK, SLICE, STAGED, DIRECT)
 _MOST_WORKERS = 4
-_FEW_CORES = 4  # with no more than these, ranks that share a host have no core to spare
+_FEW_CORES = 4  # with at most this many, ranks that share a host have no core to spare
 
 
 class Closable(Protocol):

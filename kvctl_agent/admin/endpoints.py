@@ -58,11 +58,11 @@ class AdminEndpoint(ABC):
     @property
     @abstractmethod
     def poll_key(self) -> zmq.Socket[bytes] | int:
-        """Socket or descriptor to register with a poller."""
+        """Socket or descriptor that the server registers with its poller."""
 
     @property
     def max_wait_ms(self) -> int | None:
-        """Longest time between calls of `receive`, even if nothing arrives; None: no limit."""
+        """Longest time in ms between calls of `receive`, even if nothing arrives; None: no limit."""
         return None
 
     @abstractmethod

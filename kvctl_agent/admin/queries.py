@@ -381,8 +381,8 @@ def kinds_in_use(connections: PeerConnections, pool: KVPool, local: LocalInfo, p
 def _shown(value: Any) -> str | list[str]:
     """Formats a value of the transport's description: a list or dict as a list of texts, any other value as text."""
     if isinstance(value, dict):
-        return [f"{name}={one}" for name, one in value.items()]
-    return [str(one) for one in value] if isinstance(value, list) else str(value)
+        return [f"{name}={item}" for name, item in value.items()]
+    return [str(item) for item in value] if isinstance(value, list) else str(value)
 
 
 def process_use() -> ProcessUse:

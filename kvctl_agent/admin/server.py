@@ -47,8 +47,8 @@ _LONGEST_TEXT = 2000
 class AdminServer:
     """Admin server of one agent.
 
-    A handler receives the checked arguments of its command (without absent ones; rooms are ints) and returns the type
-    declared in `contract/snapshots.py`, or raises `RequestRefused`. Handlers run on the server's thread, one at a time.
+    A handler receives the validated arguments that the client passed, with rooms as int. It returns the type declared
+    in `contract/snapshots.py`, or raises `RequestRefused`. Handlers run on the server's thread, one at a time.
 
     Attributes:
         client: origin of the request being answered, as in `ClientRequest.origin`.
@@ -168,7 +168,7 @@ class AdminServer:
         return endpoints
 
     def close(self, timeout: float = 2.0) -> None:
-        """Stops serving and removes the socket. Idempotent.
+        """Stops the thread, removes the socket and releases the agent's name. Idempotent.
 
         Raises:
             DeadlineExceeded: a handler is still running after `timeout` seconds; when it ends, the thread ends and

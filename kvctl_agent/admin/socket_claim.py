@@ -26,7 +26,7 @@ from kvctl_agent.errors import AdminError
 
 PING_TIMEOUT_MS = 1000
 LOCK_TIMEOUT_S = 5.0
-_OURS = (SOCKET_SUFFIX, LOCK_SUFFIX)
+_AGENT_FILES = (SOCKET_SUFFIX, LOCK_SUFFIX)
 
 
 def prepare_directory(directory: Path) -> None:
@@ -54,7 +54,7 @@ def prepare_directory(directory: Path) -> None:
         if mode & 0o077 == 0:
             return
         with os.scandir(descriptor) as entries:
-            foreign = [entry.name for entry in entries if not entry.name.endswith(_OURS)]
+            foreign = [entry.name for entry in entries if not entry.name.endswith(_AGENT_FILES)]
         if foreign:
             raise AdminError(
                 f"the admin socket directory {directory} is open to others (mode {mode:04o}) and holds other things "

@@ -31,7 +31,7 @@ _SECONDS = (
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric family; `labels` are the label names, `buckets` the upper bounds of a histogram."""
+    """Declaration of one metric family; `labels` are the label names, `buckets` the upper bounds of a histogram."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]

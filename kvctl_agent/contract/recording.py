@@ -57,7 +57,7 @@ class InputHeader(TypedDict):
 
 
 class InputBlob(TypedDict):
-    """A checkpoint of the state machine before input number `first`, or `count` inputs from that number on."""
+    """Recorded data: a checkpoint of the state machine before input `first`, or `count` inputs from `first` on."""
 
     number: int  # consecutive
     kind: str  # checkpoint, inputs
@@ -77,7 +77,7 @@ class InputPage(TypedDict):
 
 
 class Frame(NamedTuple):
-    """One frame whose sizes and checksum are verified.
+    """One frame of a recording, after its sizes and checksum have been verified.
 
     Attributes:
         kind: 4 letters.
@@ -96,7 +96,7 @@ def file_header() -> bytes:
 
 
 def encode_frame(kind: bytes, about: Mapping[str, Any], body: bytes = b"") -> bytes:
-    """Encodes one frame."""
+    """Encodes one frame from its kind (4 letters), its JSON object `about` and its body."""
     header = json.dumps(about, separators=(",", ":")).encode()
     return _FRAME.pack(kind, len(header), len(body), zlib.crc32(body, zlib.crc32(header))) + header + body
 
@@ -136,7 +136,7 @@ def read_frames(file: IO[bytes]) -> Iterator[Frame]:
 
 
 def decompress(body: bytes, most: int | None = None) -> bytes:
-    """Decompresses a body.
+    """Decompresses the body of a frame.
 
     Args:
         most: maximum size of the result in bytes; None for `MAX_UNPACKED_BYTES`.

@@ -84,7 +84,7 @@ class Settings(Mapping[str, Any]):
         return before.value, now.value
 
     def rows(self) -> list[ConfigRow]:
-        """Returns the answer to the admin command `config`, in order of declaration."""
+        """Returns the reply to the admin command `config`: one row per key, in order of declaration."""
         return [
             {
                 "key": key.name,
@@ -110,7 +110,7 @@ def load_settings(
     environ: Mapping[str, str] | None = None,
     file: Path | None = None,
 ) -> Settings:
-    """Loads the settings from all sources.
+    """Loads the settings from arguments, environment, file and defaults.
 
     Args:
         arguments: values by key, of the key's declared type; None means automatic for keys whose default is automatic.

@@ -46,7 +46,7 @@ class CommandInfo(TypedDict):
 
 
 class ConfigRow(TypedDict):
-    """One configuration value with its origin."""
+    """One row of `config`: a configuration key with its value and origin."""
 
     key: str
     value: str | int | float | bool | None
@@ -67,7 +67,7 @@ class Failure(TypedDict):
 
 
 class RateWindow(TypedDict):
-    """Transfer rate of the last seconds: bytes divided by the wall-clock union of the transfer spans.
+    """Transfer rate over the last `window_ns`: bytes divided by the wall-clock union of the transfer spans.
 
     On a decode rank the spans are those of its rooms.
     """
@@ -261,7 +261,7 @@ class Watermark(TypedDict):
 
 
 class CopyUse(TypedDict):
-    """Copies from the ring to the pages, made by a decode rank's arrival thread."""
+    """Progress of the copies from ring to pages, which a decode rank's arrival thread makes."""
 
     waiting: int  # landed parts that are not copied yet
     copying_age_ns: int | None  # age of the oldest running copy; None: no copy runs
@@ -358,7 +358,7 @@ class PeerRow(TypedDict):
 
 
 class EventRow(TypedDict):
-    """One entry of the flight recorder."""
+    """One entry of the flight recorder, as listed by `events`."""
 
     sequence: int
     at_ns: int

@@ -164,7 +164,7 @@ class RowCopies(Protocol):
     """Copies rows between pages and packed memory, or from pages to pages, in order on its own stream."""
 
     def prepare(self, geometries: Sequence[Geometry]) -> None:
-        """Compiles and loads the kernels for these geometries; takes about one second each, once per machine."""
+        """Compiles and loads the kernels for these geometries; this takes about 1 s per geometry, once per machine."""
         ...
 
     def begin(

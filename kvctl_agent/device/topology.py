@@ -65,7 +65,7 @@ def interconnect_to(own: int, name: str) -> str:
 
 
 def enable_peer_access(context: Context, own: int, other: int) -> None:
-    """Lets kernels of GPU `own` access the plain memory that this process has on GPU `other`.
+    """Lets kernels of GPU `own` access memory that this process has allocated with `cuMemAlloc` on GPU `other`.
 
     Raises:
         DeviceError: the driver refuses.

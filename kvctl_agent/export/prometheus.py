@@ -1,4 +1,4 @@
-"""HTTP endpoint for Prometheus: the metrics of the admin command `metrics`, and process metrics.
+"""HTTP endpoint for Prometheus: serves the metrics of the admin command `metrics`, and process metrics.
 
 One thread serves one scrape at a time: a slow client delays the next scrape by a few seconds, but never the agent.
 """
@@ -141,8 +141,8 @@ def _bind(address: Address, app: Any) -> WSGIServer:
     for port in address.ports:
         try:
             return make_server(str(address.ip), port, app, kind, _Handler)
-        except OSError as one:
-            error = one
+        except OSError as caught:
+            error = caught
     assert error is not None
     raise ConfigError(f"cannot bind metrics_endpoint {address.text}: {error.strerror}")
 

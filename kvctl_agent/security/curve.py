@@ -48,7 +48,10 @@ def load_fleet_key(path: str) -> KeyPair | None:
 
 
 def configure_server(socket: zmq.Socket[bytes], pair: KeyPair | None) -> None:
-    """Makes an unbound socket accept only clients that the context's ZAP authenticator admits; no-op without `pair`."""
+    """Makes an unbound socket accept only clients that the context's ZAP authenticator admits.
+
+    Does nothing if `pair` is None.
+    """
     if pair is None:
         return
     socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -57,7 +60,10 @@ def configure_server(socket: zmq.Socket[bytes], pair: KeyPair | None) -> None:
 
 
 def configure_client(socket: zmq.Socket[bytes], pair: KeyPair | None) -> None:
-    """Makes an unconnected socket use the fleet's key and require it of its server; no-op without `pair`."""
+    """Makes an unconnected socket authenticate with the fleet's key pair, and require the same key of the server.
+
+    Does nothing if `pair` is None.
+    """
     if pair is None:
         return
     socket.setsockopt(zmq.CURVE_SERVERKEY, pair.public)
@@ -73,7 +79,7 @@ class Clients:
     """Clients permitted on an admin endpoint, from a client file that is read again when it changes. Thread-safe."""
 
     def __init__(self, path: Path, complain: Callable[[str], None]) -> None:
-        """Reads the file.
+        """Reads the client file.
 
         Args:
             path: the client file.

@@ -123,7 +123,11 @@ class MessageDecoder:
         return messages
 
     def _greet(self) -> bool:
-        """Reads the peer's greeting; returns False while it is incomplete."""
+        """Reads the peer's greeting; returns False while it is incomplete.
+
+        Raises:
+            RemoteProtocolError: the greeting is not ZMTP 3.0 or later with mechanism NULL.
+        """
         buffer = self._buffer
         if (buffer and buffer[0] != 0xFF) or (len(buffer) >= _SIGNATURE_BYTES and not buffer[9] & 1):
             raise RemoteProtocolError("not ZMTP")
@@ -199,7 +203,7 @@ class _Connection:
 
 
 class UnixRouter:
-    """ROUTER socket with the subset of `zmq.Socket`'s methods that the agent uses; for a single thread.
+    """ROUTER socket with the subset of `zmq.Socket`'s methods that the agent uses; one thread uses it.
 
     Attributes:
         address: ipc:// and the path.
@@ -276,7 +280,7 @@ class UnixRouter:
         return len(self._by_fd)
 
     def poll(self, timeout_ms: int) -> bool:
-        """Waits until `recv_multipart` has a message; returns False after `timeout_ms`."""
+        """Waits until `recv_multipart` has a message; returns False if there is none after `timeout_ms`."""
         deadline = time.monotonic() + timeout_ms / 1000
         while not self._arrived:
             left = deadline - time.monotonic()

@@ -1,6 +1,6 @@
 """Flight recorder: a bounded log of the agent's latest events, with consecutive numbers.
 
-From the numbers a reader that polls learns which events are new and how many were dropped between two requests.
+The numbers tell a client that polls which events are new, and how many were dropped between two requests.
 """
 
 from __future__ import annotations

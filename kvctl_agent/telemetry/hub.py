@@ -304,7 +304,7 @@ class LogHistogram:
         self.count = 0
 
     def add(self, duration_ns: int) -> None:
-        """Counts one duration; a negative one counts as zero."""
+        """Counts one duration; a negative duration counts as zero."""
         if duration_ns < _SLICES:
             bucket = max(duration_ns, 0)
         else:

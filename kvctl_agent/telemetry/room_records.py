@@ -236,7 +236,7 @@ class RoomRecord:
 
     @property
     def latency_ns(self) -> int | None:
-        """Decode: from open to success. Prefill: from the first ready part to sent. None unless the room succeeded."""
+        """Time in ns from open to success (decode) or from first ready part to sent (prefill); None without success."""
         if self.finished_at is None or self.state_now is not RoomState.SUCCESS:
             return None
         begin = self.opened_at if self.sent is None else self.first_ready_at
