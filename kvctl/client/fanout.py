@@ -217,7 +217,9 @@ class Fanout:
         return socket
 
     def _raise_descriptor_limit(self, endpoints: set[Endpoint]) -> None:
-        """Raises the soft limit of file descriptors for sockets to `endpoints`; a usual 1,024 suffices for some 250.
+        """Raises the soft limit of file descriptors if sockets to `endpoints` need more than it allows.
+
+        The usual limit of a shell, 1,024, suffices for about 250 agents.
 
         Raises:
             CliError: too few file descriptors are available.

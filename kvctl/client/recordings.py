@@ -255,7 +255,8 @@ def load(path: Path) -> SnapshotReader:
     """Opens a recording, or the recording in a bundle.
 
     Raises:
-        CliError: the file is damaged or has no snapshot (exit 1), may not be read (5), or has another version (6).
+        CliError: the file is damaged or has no snapshot (exit 1), may not be read (exit 5), or has another version
+            (exit 6).
     """
     with file_errors(path), path.open("rb") as file:
         packed = _snapshots(io.BytesIO(bundles.recording(file)) if bundles.is_bundle(file) else file)
@@ -487,7 +488,10 @@ class _History:
                     self._layers[answer.room] = layers
 
     def events_page(self, following: int, args: Mapping[str, Any]) -> Any:
-        """Returns the answer to `events` with `args` as the agent would have given it before event `following`."""
+        """Returns the answer to `events` that the agent would have given before event number `following`.
+
+        `args` has the arguments `since` and `limit`.
+        """
         rows = [row for row in self._events if row["sequence"] < following]
         since, limit = args.get("since"), args.get("limit", _DEFAULT_ROWS)
         if since is None:

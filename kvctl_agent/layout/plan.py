@@ -229,7 +229,13 @@ def _segment_slices(
 ) -> Iterator[TransferSlice]:
     """Yields the slices of one segment that the decode rank at `coord` receives.
 
-    Slices come from every prefill stage and the cp ranks `senders`. `replica` selects among tp ranks with equal heads.
+    Args:
+        inputs: Inputs of the plan.
+        segment: The segment.
+        prefill_dp: Prefill dp rank that computes the room.
+        coord: The decode rank.
+        replica: Number that, with the decode rank, selects one of the tp ranks that hold the same heads.
+        senders: Prefill cp ranks that send the segment.
     """
     prefill, decode = inputs.prefill, inputs.decode
     reader = decode.unique_rank(coord)

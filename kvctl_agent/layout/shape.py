@@ -73,12 +73,12 @@ class StateShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A model's KV cache.
+    """Shape of a model's KV cache and per-request state.
 
     Attributes:
-        num_layers: Layers with a KV cache.
-        num_kv_heads: KV heads of the model's configuration. Heads on a rank times tp is not the same number if heads
-            are replicated.
+        num_layers: Number of layers with a KV cache.
+        num_kv_heads: Number of KV heads in the model's configuration. The heads on a rank times tp differ from it if
+            heads are replicated.
         k_dim, v_dim: Elements of K and V per token and head.
         dtype_bytes: Bytes of an element.
         kind: "mha" (one row per token and head; includes MQA and GQA) or "mla" (one latent row of `k_dim` elements per

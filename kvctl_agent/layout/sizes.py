@@ -43,7 +43,7 @@ def set_sizes(instance: object, *names: str, minimum: int = 1) -> None:
 
 
 def check_sizes(name: str, values: object, minimum: int = 1) -> tuple[int, ...]:
-    """Returns a list of whole numbers as a tuple of ints.
+    """Returns a list of whole numbers as a tuple of ints; `name` is for error texts.
 
     Raises:
         LayoutError: `values` is not a list, or an element is not a whole number of at least `minimum`.

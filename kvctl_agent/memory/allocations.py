@@ -1,4 +1,4 @@
-"""Allocations in host or device memory: staging buffers, the ring, and pools of the synthetic worker.
+"""Allocates host or device memory for staging buffers, the staging ring, and pools of the synthetic worker.
 
 Host memory is backed by huge pages, with which copies between processes reach 15 GB/s instead of 6 GB/s. The mapping is
 private, because a shared anonymous mapping is shmem, which the kernel does not back with huge pages by default. Every
@@ -205,7 +205,7 @@ class StagingBuffers:
         self.high_water = 0
 
     def acquire(self) -> Buffer | None:
-        """Returns a free buffer, or None if all are in use. Does not wait."""
+        """Returns a free buffer, or None if all buffers are in use. Does not wait."""
         with self._lock:
             if not self._free:
                 return None
@@ -246,7 +246,7 @@ class StagingBuffers:
 
 
 class RingMemory:
-    """The memory of a decode rank's ring. Grants of its regions are recorded by the protocol, not here.
+    """Memory of a decode rank's staging ring. Grants of ring regions are recorded by the protocol, not here.
 
     Attributes:
         nbytes: Size of the ring.

@@ -31,12 +31,12 @@ class LandedPart(NamedTuple):
 
 
 class Copier(Protocol):
-    """Copies between a pool's pages and staging. A copier is used by one thread only.
+    """Interface of a copier between a pool's pages and staging. A copier is used by one thread only.
 
     Attributes:
         piece_bytes: Size of the largest piece into which a part should be divided.
-        pieces_at_once: Pieces to pass to one `gather` for the best rate.
-        parts_at_once: Parts to pass to one `scatter` for the best rate.
+        pieces_at_once: Number of pieces to pass to one `gather` for the best rate.
+        parts_at_once: Number of parts to pass to one `scatter` for the best rate.
     """
 
     piece_bytes: int

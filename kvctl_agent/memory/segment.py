@@ -29,7 +29,7 @@ class SegmentMemory:
         shard: The layers and heads of the segment on this rank; no layers if its pipeline stage has none.
         num_slots: Pages (for state: items) of each block; 0 without layers.
         blocks: For each local layer, the memory of each plane, in page order.
-        view: Returns the bytes of a block in host memory.
+        view: Function that returns the bytes of a block in host memory.
         addresses: Addresses of the blocks.
         nbytes: Total bytes of the blocks.
         derived: Views and tables that copiers derive from the blocks by (kind, heads), kept while the pool is open.

@@ -68,7 +68,7 @@ def memcpy_gb_per_s_within(memory: Bytes) -> float:
 
 
 def measure_copies(memory: Bytes) -> CopyCost:
-    """Measures gathers of random rows into a piece that stays in cache, and scatters from it.
+    """Measures the cost of gathering random rows into a piece that stays in cache, and of scattering from it.
 
     Each row size is measured once per round; the result is the fastest round.
 

@@ -67,7 +67,7 @@ class Write(Protocol):
 
     Attributes:
         bytes: Payload of all descriptors together.
-        descriptors: Number of descriptors passed, before the engine merges adjacent ones.
+        descriptors: Number of descriptors passed to the transport, before adjacent descriptors are merged.
     """
 
     @property

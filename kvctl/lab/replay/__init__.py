@@ -1,6 +1,6 @@
-"""Replays recorded inputs through the real state machines: finds the first violated invariant and shortens its history.
+"""Replays recorded inputs through the real state machines, finds the first violated invariant and shortens its trace.
 
-`first_breach` is the interface for tests that `kvctl replay --write-test` writes.
+The tests that `kvctl replay --write-test` writes call `first_breach`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["Breach", "first_breach"]
 
 
 def first_breach(path: Path) -> Breach | None:
-    """Replays every agent of a recording; returns the first violation, or None.
+    """Replays all agents of a recording; returns the first violation of an invariant, or None.
 
     Raises:
         RecordingError: the recording cannot be read.

@@ -1,8 +1,8 @@
 """Checks the invariants of a decode rank: its ring, the coverage of its rooms, and when their pages are released.
 
-The expected state follows from the inputs and actions alone, not from the machine's own state, which is read only for
-the leases and grants that exist when the recording begins, and to find leftovers of finished rooms. Rooms that were
-open before the recording are not checked.
+The expected state is computed from the inputs and actions alone. The machine's own state is read only for the rooms,
+peers and grants that exist when the recording begins, and to find leftovers of finished rooms. Rooms that were open
+before the recording are not checked.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey, Tag
 
 
 class DecodeInvariants:
-    """Expected state of one decode rank.
+    """Checks the actions of one decode rank against its expected state.
 
     Attributes:
-        rooms_checked: rooms opened since the recording began.
+        rooms_checked: number of rooms opened since the recording began.
     """
 
     def __init__(self, machine: DecodeMachine) -> None:
@@ -56,7 +56,10 @@ class DecodeInvariants:
         self._ring = _Ring(self._local.ring_bytes, self._unknown_serials, complete=not machine.rooms)
 
     def feasible(self, event: ev.Event) -> bool:
-        """Whether the engine or a worker can report this: it answers only actions that happened."""
+        """Returns whether `event` can occur in this run.
+
+        A report of the engine or a worker cannot occur if the action it is about did not happen.
+        """
         if isinstance(event, ev.Scattered | ev.ScatterFailed):
             region = self._ring.live.get(event.serial)
             return event.serial <= self._unknown_serials if region is None else region.scattering
@@ -65,7 +68,7 @@ class DecodeInvariants:
         return True
 
     def check(self, event: ev.Event, now_ns: int, actions: Sequence[ev.Action]) -> None:
-        """Checks the actions of one input.
+        """Checks the actions that resulted from one input.
 
         Raises:
             Violation: an invariant does not hold.
@@ -156,7 +159,10 @@ class DecodeInvariants:
                 self._drained(room, name)
 
     def _drained(self, room: _Room, name: str) -> None:
-        """Nothing of writer `name` is in flight to this room."""
+        """Records that writer `name` has no part in flight to the room.
+
+        Frees the writer's regions, except regions that are being scattered.
+        """
         room.drained.add(name)
         room.acked.add(name)
         for region in self._ring.regions_of(RoomKey(name, room.opening.room, room.opening.nonce)):
@@ -164,7 +170,10 @@ class DecodeInvariants:
                 self._ring.free(region)
 
     def _lose(self, name: str, event: ev.Event) -> None:
-        """A peer is lost; the event proves that its process has ended, or does not."""
+        """Records the loss of peer `name`.
+
+        Its regions are freed if the event proves that its process has ended; otherwise it may still write into them.
+        """
         proven = isinstance(event, ev.PeerDead)
         if isinstance(event, ev.Received):  # a Bye, or the hello of the next incarnation
             proven = not isinstance(event.message, msg.Bye) or event.message.drained
@@ -183,7 +192,11 @@ class DecodeInvariants:
                 region.unread = True
 
     def _operator_released(self, event: ev.ReleaseHeld, actions: Sequence[ev.Action]) -> None:
-        """With `force` the operator vouches that the writer has ended; a region that is being read stays in use."""
+        """Checks and records what the operator's release of quarantined memory freed.
+
+        It requires `force`, with which the operator guarantees that the writer has ended. A region that is being
+        scattered must not be freed.
+        """
         for answer in actions:
             if not isinstance(answer, ev.Answered) or not (answer.freed or answer.drained):
                 continue
@@ -201,7 +214,7 @@ class DecodeInvariants:
                     self._ring.free(region)
 
     def _arrived(self, tag: Tag) -> None:
-        """The tag of a part arrived, from the transport or in a message."""
+        """Records that a part has landed whose tag came from the transport or in a message."""
         room = self._rooms.get(tag.room)
         if tag.incarnation != self._local.incarnation or room is None or room.opening.nonce != tag.nonce:
             return
@@ -328,7 +341,7 @@ class DecodeInvariants:
         room.released = True
 
     def _plan_opened(self, actions: Sequence[ev.Action]) -> None:
-        """A room is opened at every rank of its prefill instance at once, which determines its plan."""
+        """Plans rooms that `actions` open; a room is opened at all ranks of its prefill instance at once."""
         opened: dict[int, list[str]] = {}
         for action in actions:
             if isinstance(action, ev.Send) and isinstance(action.message, msg.RoomOpen):
@@ -343,7 +356,11 @@ class DecodeInvariants:
                 room.plan(inputs, self._local.unique_rank)
 
     def _remove_finished(self, numbers: Iterable[int]) -> None:
-        """Forgets rooms that every rank has finished with, and checks that the machine has forgotten them."""
+        """Removes rooms that every rank has finished, and checks that the machine has removed them, too.
+
+        Raises:
+            Violation: the machine still has state of such a room.
+        """
         for number in numbers:
             room = self._rooms.get(number)
             if room is None or not room.released or (room.done and not room.acked.issuperset(room.writers)):
@@ -357,7 +374,7 @@ class DecodeInvariants:
 
 
 class _Room:
-    """Expected state of one room under one nonce; its coverage is planned here again."""
+    """Expected state of one room under one nonce; its coverage is computed independently of the machine."""
 
     def __init__(self, opening: ev.OpenRoom) -> None:
         self.opening = opening
@@ -374,7 +391,7 @@ class _Room:
         self.failed = self.done = self.released = False
 
     def plan(self, inputs: PlanInputs, reader: int) -> None:
-        """Computes the parts that the writers owe."""
+        """Computes the parts that the writers must send to decode rank `reader`."""
         opening, room = self.opening, self.opening.room
         for part_slice in () if opening.prefill_only else slices_to_reader(inputs, room, reader):
             writer = part_slice.writer
@@ -393,7 +410,7 @@ class _Room:
                 self.missing_finals.add((PartKind.STATE, key))
 
     def pages(self, key: PartKey) -> ev.Pages | None:
-        """Returns this rank's pages of a part; None if no such part is planned."""
+        """Returns this rank's pages for a part; None if no such part is planned."""
         cell = self.cells.get((key.writer, key.chunk))
         if cell is None or not any(s.layer_lo <= key.lo < key.hi <= s.layer_hi for s in self.slices[key.writer]):
             return None
@@ -401,12 +418,12 @@ class _Room:
         return self.opening.pages[first : first + cell.count]
 
     def add_covered(self, key: PartKey) -> None:
-        """A part is in its pages."""
+        """Records that the bytes of a part are in their pages."""
         at = key.writer, key.chunk
         self.covered[at] = self.covered.get(at, 0) | _bits(key.lo, key.hi)
 
     def gap(self) -> str:
-        """Describes what is not in its pages yet; "" if nothing is missing."""
+        """Returns why the room must not succeed yet, such as missing layers; "" if nothing is missing."""
         if not self.writers:
             return "it was opened at no rank"
         for (writer, chunk), planned in self.planned.items():
@@ -428,7 +445,7 @@ def _bits(lo: int, hi: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Region:
-    """One granted region, until its bytes can be neither written nor read any more."""
+    """One granted ring region, from its grant until nothing can write or read its bytes any more."""
 
     room: RoomKey
     key: PartKey
@@ -454,8 +471,9 @@ class _Ring:
     """Expected state of the staging ring.
 
     Args:
+        size_bytes: size of the ring.
         last_serial: the highest serial granted before the recording.
-        complete: whether no region was granted before the recording.
+        complete: whether all granted regions are known: none was granted before the recording.
     """
 
     def __init__(self, size_bytes: int, last_serial: int, *, complete: bool) -> None:
@@ -468,7 +486,11 @@ class _Ring:
         self._sequence = 0
 
     def grant(self, room: RoomKey, key: PartKey, grant: msg.Grant) -> None:
-        """A grant was sent, perhaps again."""
+        """Checks a grant that was sent or resent, and records its region.
+
+        Raises:
+            Violation: the serial was used before, or the region lies outside the ring or overlaps another writable one.
+        """
         region = _Region(room, key, grant.serial, grant.offset, grant.end, grant.round)
         known = self.live.get(grant.serial)
         if known is not None:
@@ -484,14 +506,22 @@ class _Ring:
         self._open_gates(self._watermark, [region])
 
     def check_writable(self, serial: int) -> None:
-        """The first grant from an empty ring must be writable with the watermark that was sent with it."""
+        """Checks that the first grant from an empty ring is writable with the watermark that was sent with it.
+
+        Raises:
+            Violation: the grant waits for a watermark.
+        """
         region = self.live.get(serial)
         if self._complete and region is not None and not region.writable:
             text = f"{region} waits for a watermark, and no other region is live"
             raise Violation("gated-by-nobody", text, region.room.room)
 
     def set_watermark(self, watermark: Sequence[int]) -> None:
-        """A watermark was sent: (round, tail, sequence)."""
+        """Checks and records a watermark that was sent, (round, tail, sequence); one of another length is ignored.
+
+        Raises:
+            Violation: the watermark moves back, or makes two overlapping regions writable.
+        """
         if len(watermark) != 3:
             return
         position, sequence = Position(watermark[0], watermark[1]), watermark[2]
@@ -507,7 +537,7 @@ class _Ring:
         self._watermark, self._sequence = position, sequence
 
     def free(self, region: _Region) -> None:
-        """Nothing writes or reads the region any more."""
+        """Removes a region that nothing writes or reads any more."""
         if self.live.pop(region.serial, None) is not None and region.writable:
             self._writable.remove((region.offset, region.serial))
 

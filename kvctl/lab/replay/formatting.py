@@ -1,4 +1,4 @@
-"""Formats inputs and actions of state machines as one line each, and finds the rooms they concern."""
+"""Formats inputs and actions of state machines as lines of text, and finds the rooms that they concern."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HIDDEN_FIELDS = frozenset({"nonce", "cancel", "share", "who", "inputs", "incarn
 
 
 def rooms_of(event: ev.Event, actions: Sequence[ev.Action] = ()) -> set[int]:
-    """Returns the rooms that an input and its actions concern."""
+    """Returns the numbers of the rooms that an input and the resulting actions concern."""
     found: set[int] = set()
     for each in (event, *actions):
         message, tag = getattr(each, "message", None), getattr(each, "tag", None)
@@ -29,21 +29,21 @@ def rooms_of(event: ev.Event, actions: Sequence[ev.Action] = ()) -> set[int]:
 
 
 def input_text(event: ev.Event) -> str:
-    """Formats an input: `from prefill-0: RoomAccepted room=12`."""
+    """Formats an input as one line, such as `from prefill-0: RoomAccepted room=12`."""
     if isinstance(event, ev.Received):
         return f"from {event.peer}: {_struct(event.message)}"
     return _struct(event)
 
 
 def action_text(action: ev.Action) -> str:
-    """Formats an action: `to prefill-0: RoomOpen room=12`."""
+    """Formats an action as one line, such as `to prefill-0: RoomOpen room=12`."""
     if isinstance(action, ev.Send):
         return f"to {action.peer}: {_struct(action.message)}"
     return _struct(action)
 
 
 def _struct(value: msgspec.Struct) -> str:
-    """Formats the fields that differ from their defaults."""
+    """Formats the type of an event or message, and its fields that differ from their defaults."""
     fields = [
         f"{field.name}={_value(item)}"
         for field in msgspec.structs.fields(value)

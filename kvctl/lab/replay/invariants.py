@@ -1,7 +1,7 @@
-"""Names and texts of the invariants that a replay checks; `decode_invariants` and `prefill_invariants` check them.
+"""Names and texts of the invariants of a replay, which `decode_invariants` and `prefill_invariants` check.
 
-The simulated worlds of the tests check transferred bytes with the knowledge of every rank. A replay has the inputs and
-actions of one rank only, so it checks what one rank can violate by itself.
+The simulations in the tests know all ranks and check the transferred bytes. A replay has the inputs and actions of one
+rank only, so its invariants are those that one rank can violate by itself.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ INVARIANTS: dict[str, str] = {
 
 
 class Violation(Exception):
-    """An invariant does not hold.
+    """Raised when an invariant does not hold.
 
     Attributes:
         invariant: a key of `INVARIANTS`.
-        room: the room that it concerns, if any.
+        room: number of the room that the violation concerns; None if there is none.
     """
 
     def __init__(self, invariant: str, text: str, room: int | None = None) -> None:

@@ -35,21 +35,26 @@ _Recent = tuple[Input, _Outcome]
 
 
 class ReplayTimeout(BaseException):
-    """A replay exceeded its time limit; not an Exception, which `play` would report as a bug of the machine.
+    """Raised when a replay exceeds its time limit.
+
+    Not an Exception, because `play` would report that as a bug of the machine.
 
     Attributes:
-        position: the input that was being handled; "" before the first.
+        position: the input that was being handled, as text; "" before the first input.
     """
 
     position = ""
 
 
 class Breach(NamedTuple):
-    """The first violated invariant.
+    """The first violation of an invariant in a replay.
 
     Attributes:
-        item: the input after which it was violated; the last one that was run.
-        story: the latest inputs of the same room, each with the actions it led to.
+        invariant: a key of `INVARIANTS`.
+        text: what happened.
+        item: the input that led to the violation; the last input that was run.
+        room: number of the room that the violation concerns, or None.
+        story: the latest inputs of that room as lines of text, each followed by the resulting actions.
     """
 
     invariant: str
@@ -64,12 +69,13 @@ class Breach(NamedTuple):
 
 
 class Played(NamedTuple):
-    """Result of a run.
+    """Result of replaying a sequence of inputs.
 
     Attributes:
-        inputs: number of inputs run.
-        rooms: rooms opened by them.
-        diverged: the first input with another outcome than recorded, and its outcome now.
+        inputs: number of inputs that were run.
+        rooms: number of rooms that these inputs opened.
+        breach: the violation that ended the run; None if there was none.
+        diverged: the first input whose outcome differs from the recorded outcome, and its outcome in this run.
     """
 
     inputs: int
@@ -81,11 +87,13 @@ class Played(NamedTuple):
 def play(
     start: Start, inputs: Iterable[Input], *, feasible: bool = False, progress: Callable[[int], None] | None = None
 ) -> Played:
-    """Runs inputs up to the first violation.
+    """Runs inputs through a state machine up to the first violation of an invariant.
 
     Args:
-        feasible: skip inputs with which the engine or a worker answers an action that did not happen in this run.
-        progress: called every few thousand inputs with their number.
+        start: state of the machine before the first input.
+        inputs: the inputs in the recorded order.
+        feasible: whether to skip reports of the engine or a worker about actions that did not happen in this run.
+        progress: called every few thousand inputs with the number of inputs so far.
 
     Raises:
         RecordingError: the checkpoint does not describe a state machine.
@@ -127,7 +135,7 @@ def play(
 
 
 class _RecordedPaths:
-    """Path chooser that repeats the recorded choices; without a record, a path that every part can take."""
+    """Path chooser that repeats the recorded choices; if none is left, it chooses a path that every part can take."""
 
     def __init__(self) -> None:
         self.following: list[str] = []  # the next choice last
@@ -142,7 +150,7 @@ class _RecordedPaths:
 
 
 class _NullTelemetry:
-    """Telemetry of a replayed machine: the recorded wall clock and room records; everything else is discarded."""
+    """Telemetry for a replayed machine: has its recorded wall clock and room records, and discards the rest."""
 
     def __init__(self, role: Role, clock_offset_ns: int) -> None:
         self.metrics = self.recorder = self.rooms = self.clock = self
@@ -161,7 +169,11 @@ class _NullTelemetry:
 
 
 def _machine(start: Start, paths: _RecordedPaths) -> tuple[Machine, DecodeInvariants | PrefillInvariants]:
-    """Builds the machine in its recorded state; any value in a well-formed checkpoint may have the wrong type."""
+    """Builds the machine in its recorded state, and the checker of its invariants.
+
+    Raises:
+        RecordingError: the checkpoint is not of a state machine; its values may be of any type.
+    """
     try:
         local, timing, state = build(start.checkpoint)
         if isinstance(state, DecodeState):
@@ -178,7 +190,7 @@ def _machine(start: Start, paths: _RecordedPaths) -> tuple[Machine, DecodeInvari
 
 
 def _function(error: Exception) -> str:
-    """Returns the name of the function that raised, which distinguishes exceptions of the same type."""
+    """Returns the name of the function that raised `error`, which distinguishes exceptions of the same type."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -186,7 +198,7 @@ def _function(error: Exception) -> str:
 
 
 def _story(recent: Iterable[_Recent], room: int | None) -> tuple[str, ...]:
-    """Formats the latest inputs of the room, or of all rooms if `room` is None."""
+    """Formats the latest inputs of a room and the resulting actions; of all rooms if `room` is None."""
     *earlier, last = recent
     chosen = [
         (item, led_to)

@@ -1,6 +1,6 @@
-"""Checks the invariants of a prefill rank: which parts it sends when, and when the pages of a room are released.
+"""Checks the invariants of a prefill rank: which parts it sends and when, and when the pages of a room are released.
 
-The expected state follows from the inputs and actions alone, as in `decode_invariants`. Rooms that the machine knew
+The expected state is computed from the inputs and actions alone, as in `decode_invariants`. Rooms that the machine knew
 before the recording are not checked.
 """
 
@@ -34,7 +34,7 @@ class _OfRoom(Protocol):
 
 
 class _Transfer:
-    """Expected state of one room towards one decode rank, from its acceptance on."""
+    """Expected state of the transfer of one room to one decode rank, from its acceptance on."""
 
     def __init__(self) -> None:
         self.sent_layers: dict[int, int] = {}  # by chunk, a bit for each layer
@@ -48,10 +48,10 @@ class _Transfer:
 
 
 class PrefillInvariants:
-    """Expected state of one prefill rank.
+    """Checks the actions of one prefill rank against its expected state.
 
     Attributes:
-        rooms_checked: rooms opened here since the recording began, once for each decode rank.
+        rooms_checked: number of rooms opened since the recording began; a room counts once for each decode rank.
     """
 
     def __init__(self, machine: PrefillMachine) -> None:
@@ -70,14 +70,14 @@ class PrefillInvariants:
             self._watermarks[name, peer.incarnation] = (peer.gate.sequence, peer.gate.position)
 
     def feasible(self, event: ev.Event) -> bool:
-        """Whether a worker can report this: it answers only transfers that were ordered."""
+        """Returns whether `event` can occur in this run: a worker reports only on transfers that were ordered."""
         if not isinstance(event, ev.PartSent | ev.PartFailed):
             return True
         transfer = self._transfers.get(RoomKey(event.peer, event.room, event.nonce))
         return event.room in self._unknown if transfer is None else (event.kind, event.key) in transfer.in_flight
 
     def check(self, event: ev.Event, now_ns: int, actions: Sequence[ev.Action]) -> None:
-        """Checks the actions of one input.
+        """Checks the actions that resulted from one input.
 
         Raises:
             Violation: an invariant does not hold.
@@ -153,7 +153,7 @@ class PrefillInvariants:
             self._watermarks[process] = max(latest, self._watermarks.get(process, latest))
 
     def _completed(self, event: ev.PartSent | ev.PartFailed) -> None:
-        """A worker has finished with a part."""
+        """Records that a worker has finished a part, which is no longer in flight."""
         if transfer := self._of(event.peer, event):
             transfer.in_flight.pop((event.kind, event.key), None)
 
@@ -271,7 +271,7 @@ class PrefillInvariants:
     # ---- expected state -------------------------------------------------------------------------------------------
 
     def _of(self, peer: str, subject: _OfRoom) -> _Transfer | None:
-        """Returns the transfer to `peer` that a message, report or order concerns."""
+        """Returns the transfer to `peer` that a message, report or order concerns; None if it is not checked."""
         return self._transfers.get(RoomKey(peer, subject.room, subject.nonce))
 
     def _transfers_of(self, number: int) -> list[tuple[RoomKey, _Transfer]]:
@@ -282,7 +282,11 @@ class PrefillInvariants:
             transfer.failed = True
 
     def _remove_finished(self, numbers: Iterable[int]) -> None:
-        """Forgets rooms that every rank has finished with, and checks that the machine has forgotten them."""
+        """Removes rooms that every rank has finished, and checks that the machine has removed them, too.
+
+        Raises:
+            Violation: the machine still has state of such a room.
+        """
         for number in numbers:
             transfers = self._transfers_of(number)
             if not transfers:

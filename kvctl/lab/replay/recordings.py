@@ -1,4 +1,4 @@
-"""Reads and writes the state-machine inputs in a recording: agents, and segments of inputs without a gap."""
+"""Reads and writes the state-machine inputs in a recording, by agent and in segments of inputs without a gap."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class Input(NamedTuple):
     """One recorded input of a state machine.
 
     Attributes:
-        number: position among all inputs of the agent's incarnation.
+        number: position of the input among all inputs of the agent's incarnation.
         now_ns: monotonic time at which the machine handled it.
-        paths: answers of the path chooser while it was handled.
-        outcome: actions it led to when it was recorded, as `protocol.recording.outcome` encodes them; "" if unknown.
+        paths: paths that the path chooser returned while the input was handled.
+        outcome: the resulting actions when it was recorded, as `protocol.recording.outcome` encodes them; "" if
+            unknown.
     """
 
     number: int
@@ -42,14 +43,27 @@ class Input(NamedTuple):
 
 
 class Start(NamedTuple):
-    """State of the machine before the first input of a segment, and the wall clock minus the machine's clock."""
+    """State of a machine before the first input of a segment.
+
+    Attributes:
+        checkpoint: the recorded state.
+        clock_offset_ns: wall clock minus the machine's monotonic clock.
+    """
 
     checkpoint: Checkpoint
     clock_offset_ns: int = 0
 
 
 class Piece(NamedTuple):
-    """One blob of an agent: a checkpoint, or inputs; still compressed."""
+    """One compressed blob of an agent's recording: a checkpoint or a sequence of inputs.
+
+    Attributes:
+        number: position among the agent's blobs.
+        kind: "checkpoint" or "inputs".
+        first: number of the first input; of a checkpoint, number of the input after it.
+        count: number of inputs; 0 for a checkpoint.
+        body: the compressed bytes.
+    """
 
     number: int
     kind: str
@@ -59,7 +73,7 @@ class Piece(NamedTuple):
 
 
 class InputSegment:
-    """A checkpoint and the inputs that follow it without a gap."""
+    """A checkpoint, and the inputs that follow it without a gap."""
 
     def __init__(self, clock_offset_ns: int, checkpoint: Piece) -> None:
         self._clock_offset_ns = clock_offset_ns
@@ -68,26 +82,26 @@ class InputSegment:
 
     @property
     def first(self) -> int:
-        """Number of the first input."""
+        """Number of the first input in the segment."""
         return self._checkpoint.first
 
     @property
     def start(self) -> Start:
-        """Decodes the checkpoint.
+        """State of the machine before the first input, decoded from the checkpoint.
 
         Raises:
-            RecordingError: it is damaged.
-            RecordingVersionError: another build recorded it.
+            RecordingError: the checkpoint is damaged.
+            RecordingVersionError: the checkpoint was recorded by another build.
         """
         return Start(unpack(form.decompress(self._checkpoint.body)), self._clock_offset_ns)
 
     @property
     def count(self) -> int:
-        """Number of inputs."""
+        """Number of inputs in the segment."""
         return sum(piece.count for piece in self.pieces)
 
     def inputs(self) -> Iterator[Input]:
-        """Decodes the inputs, up to the first one that the agent could not encode.
+        """Decodes the inputs of the segment, up to the first input that the agent could not encode.
 
         Raises:
             RecordingError: an input is damaged or unknown to this build.
@@ -105,7 +119,9 @@ class AgentRecording:
     """The inputs of one agent in a recording.
 
     Attributes:
-        dropped: pieces that the agent no longer had when they were fetched.
+        header: name, role, versions and clock offset of the agent.
+        dropped: number of pieces that the agent had discarded before they were fetched.
+        pieces: the checkpoints and inputs.
     """
 
     def __init__(self, header: InputHeader, dropped: int) -> None:
@@ -131,7 +147,7 @@ class AgentRecording:
                 )
 
     def segments(self) -> list[InputSegment]:
-        """Returns the segments in order; a checkpoint that continues a segment does not begin another."""
+        """Returns the segments in order; a checkpoint within inputs that have no gap does not begin a new segment."""
         found: list[InputSegment] = []
         next_number = next_input = -1
         for piece in sorted(self.pieces):
@@ -197,7 +213,7 @@ def save(path: Path, header: InputHeader, start: Start, inputs: Sequence[Input])
 
 
 def decode_inputs(first: int, data: bytes) -> Iterator[Input]:
-    """Decodes the inputs of one piece, numbered from `first`; ends before one that the agent could not encode.
+    """Decodes the inputs of one piece, numbered from `first`; ends before an input that the agent could not encode.
 
     Raises:
         RecordingError: an input is damaged or unknown to this build.
@@ -225,7 +241,11 @@ def _decoder(name: str) -> msgspec.msgpack.Decoder[Any]:
 
 
 def _page_array(kind: Any, encoded: Any) -> Any:
-    """Page arrays are the only type of an event that MessagePack lacks."""
+    """Decodes a page array, the only type in events that MessagePack lacks, from bytes of int32.
+
+    Raises:
+        ValueError: `encoded` is not such bytes.
+    """
     if not isinstance(encoded, bytes) or len(encoded) % 4:
         raise ValueError("page numbers are not bytes of int32")
     return np.frombuffer(encoded, "<i4")

@@ -1,7 +1,7 @@
-"""Shortens a sequence of inputs that violates an invariant: drops whole rooms first, then single inputs.
+"""Shortens a sequence of inputs that violates an invariant by dropping whole rooms first, then single inputs.
 
-Delta debugging (Zeller's ddmin): leaves out half of the inputs, then quarters, and so on, as long as the same invariant
-is violated. Reports of workers about transfers that no longer happen are skipped.
+The method is delta debugging (Zeller's ddmin): drop half of the inputs, then quarters, and so on, as long as the same
+invariant is violated. Workers' reports about transfers that no longer happen are skipped.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ _T = TypeVar("_T")
 
 
 class Shrunk(NamedTuple):
-    """A shorter sequence of inputs.
+    """A shortened sequence of inputs that violates an invariant.
 
     Attributes:
-        early: the time was up before every input had been tried.
-        fresh: it starts with a new machine instead of the recorded checkpoint.
+        start: state of the machine before the first input.
+        breach: the violation.
+        early: whether the time limit ended the search before every input had been tried.
+        fresh: whether `start` is a new machine instead of the recorded checkpoint.
     """
 
     start: Start
@@ -37,12 +39,19 @@ class Shrunk(NamedTuple):
 
 
 def shrink(start: Start, inputs: Sequence[Input], breach: Breach, budget_s: float) -> Shrunk:
-    """Returns the shortest sequence found within `budget_s` that violates the same invariant."""
+    """Returns the shortest sequence of inputs found within `budget_s` seconds that violates the same invariant.
+
+    Args:
+        start: state of the machine before the first input.
+        inputs: the inputs, up to the violation.
+        breach: the violation.
+        budget_s: time limit.
+    """
     return _Shrinker(start, list(inputs), breach, time.monotonic() + budget_s).run()
 
 
 class _Shrinker:
-    """The shortest sequence found so far."""
+    """One search, with the shortest sequence of inputs found so far."""
 
     def __init__(self, start: Start, inputs: list[Input], breach: Breach, deadline: float) -> None:
         self._start = start
@@ -68,18 +77,21 @@ class _Shrinker:
         return Shrunk(self._start, self._inputs, self._breach, self._early, fresh)
 
     def _start_fresh(self) -> bool:
-        """Whether a new machine violates the invariant too."""
+        """Replaces the checkpoint by a new machine if that violates the same invariant; returns whether it does."""
         return self._try(self._inputs, self._start._replace(checkpoint=self._start.checkpoint.fresh()))
 
     def _drop_metadata(self) -> None:
-        """The engine's metadata is large, and no machine reads it."""
+        """Removes the transport metadata of all ranks, which is large and not read by the machine."""
         checkpoint = self._start.checkpoint
         local = msgspec.structs.replace(checkpoint.local, metadata=b"")
         start = self._start._replace(checkpoint=checkpoint._replace(local=local))
         self._try([item._replace(event=_without_metadata(item.event)) for item in self._inputs], start)
 
     def _try(self, inputs: Sequence[Input], start: Start | None = None) -> bool:
-        """Adopts these inputs, up to the violation, if they violate the same invariant."""
+        """Adopts these inputs, up to the violation, if they violate the same invariant; returns whether they do.
+
+        The machine starts in the state `start`, or in the current one if it is None.
+        """
         if time.monotonic() > self._deadline:
             self._early = True
             return False
@@ -91,7 +103,10 @@ class _Shrinker:
         return True
 
     def _minimise(self, whole: Sequence[_T], inputs_of: Callable[[Sequence[_T]], list[Input]]) -> None:
-        """Leaves out as many elements of `whole` as possible."""
+        """Drops as many elements of `whole` as possible while the invariant stays violated.
+
+        `inputs_of` returns the inputs that remain if only the given elements are kept.
+        """
         kept, parts = list(whole), 2
         while len(kept) > 1 and not self._early:
             size = -(-len(kept) // parts)
@@ -109,7 +124,10 @@ class _Shrinker:
 
 
 def _identity(breach: Breach) -> tuple[str, str]:
-    """What two violations must share to count as the same: the invariant; for an exception also its type and place."""
+    """Returns what two violations must share to count as the same.
+
+    That is the invariant and, for an exception, its type and the function that raised it.
+    """
     if breach.invariant != "exception":
         return breach.invariant, ""
     return breach.invariant, breach.text.partition(":")[0] + breach.text.rpartition("(in ")[2]

@@ -1,4 +1,4 @@
-"""Runs `kvctl replay`: replays the agents of a recording and reports on each; writes a test for the first violation."""
+"""Implements `kvctl replay`: replays the agents of a recording, reports on each, and writes a test for a violation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvctl.lab.replay.shrink import Shrunk, shrink
 from kvctl_agent.contract.recording import InputHeader
 
 TIME_LIMIT_S = 3600.0
-"""Limit of a whole replay; a machine that does not return from an input would otherwise hang it."""
+"""Time limit of a whole replay; without it, a machine that does not return from an input would hang the replay."""
 
 _TEST = '''"""{agent} (kvctl {version}) violated {invariant}: {text}.
 
@@ -45,7 +45,7 @@ Progress = Callable[[str], None]
 
 
 class BreachReport(TypedDict):
-    """The first violation."""
+    """The first violation of an invariant in an agent's inputs, for display."""
 
     invariant: str
     text: str
@@ -56,7 +56,7 @@ class BreachReport(TypedDict):
 
 
 class ShrunkReport(TypedDict):
-    """A shorter sequence of inputs that violates the same invariant."""
+    """A shortened sequence of inputs that violates the same invariant, for display."""
 
     inputs: int
     story: list[str]
@@ -89,8 +89,10 @@ def replay(
     """Replays the named agents of a recording, or all agents if `names` is empty.
 
     Args:
-        shrink_s: time limit for shortening the inputs of a violation; None: they are not shortened.
-        test: where to write a test for the first violation; None: no test.
+        path: the recording.
+        names: names of agents.
+        shrink_s: time limit for shortening the inputs of a violation; None to leave them as they are.
+        test: path of the test to write for the first violation; None for no test.
         progress: called with a line of text every few thousand inputs.
 
     Raises:
@@ -124,7 +126,7 @@ def replay(
 def judge(
     agents: Sequence[AgentRecording], shrink_s: float | None, test: Path | None, progress: Progress
 ) -> list[AgentVerdict]:
-    """Returns a verdict for each agent; arguments as for `replay`.
+    """Replays the agents and returns a verdict for each; the other arguments are those of `replay`.
 
     Raises:
         RecordingError: the recording is damaged, or was made by another build.
@@ -213,7 +215,7 @@ def _judge_agent(agent: AgentRecording, shrink_s: float | None, test: Path | Non
 
 
 def _notes(agent: AgentRecording, segments: Sequence[InputSegment]) -> list[str]:
-    """Describes what the recording lacks."""
+    """Returns sentences about what the recording of an agent lacks."""
     header = agent.header
     notes: list[str] = []
     if not segments:
@@ -228,7 +230,7 @@ def _notes(agent: AgentRecording, segments: Sequence[InputSegment]) -> list[str]
 
 
 def write_test(path: Path, header: InputHeader, shrunk: Shrunk) -> Path:
-    """Writes a test that fails while the machine violates the invariant, and its inputs beside it (.kvrec).
+    """Writes a test that fails as long as the machine violates the invariant, and its inputs beside it (.kvrec).
 
     Raises:
         OSError: a file cannot be written.
@@ -245,7 +247,10 @@ def write_test(path: Path, header: InputHeader, shrunk: Shrunk) -> Path:
 
 @contextmanager
 def _time_limit() -> Iterator[None]:
-    """Raises ReplayTimeout after `TIME_LIMIT_S`, even within one input; only possible on the main thread."""
+    """Raises ReplayTimeout in the block after `TIME_LIMIT_S`, even while one input is handled.
+
+    Has no effect on a thread other than the main thread, because the limit uses SIGALRM.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

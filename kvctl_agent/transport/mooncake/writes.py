@@ -104,7 +104,7 @@ class MooncakeWrite:
 
 
 class InFlight(AbandonedWrites[MooncakeWrite]):
-    """The writes of one engine that are not complete."""
+    """Posts, polls and drains the writes of one engine that are not complete."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()

@@ -89,7 +89,7 @@ class NixlWrite:
 
 
 class InFlight(AbandonedWrites[NixlWrite]):
-    """The posted transfer requests of one agent that NIXL has not finished."""
+    """Posts, polls and drains the transfer requests of one agent that NIXL has not finished."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """The `nixl` transport: NIXL agents writing into each other's registered memory, tags as notifications.
 
-NIXL's requirements on progress, locks and delays are met in `nixl.binding`, those on polling and the lifetime of
-handles in `nixl.requests`, those on names and metadata in this module:
+Module `nixl.binding` deals with progress threads and locks, `nixl.requests` with polling and the lifetime of handles,
+and this module with these properties of NIXL:
 
 - Adding a peer returns its name as bytes, notifications carry it as str, and a new incarnation under an old name
   is rejected until the old one is removed. So every agent gets a unique ASCII name (the caller's name, quoted, and a
@@ -324,7 +324,7 @@ class NixlTransport:
     def _begin(self) -> None:
         """Checks that the transport is open, and makes the device current on this thread.
 
-        Methods that run on threads of SGLang or vLLM use `_visit` instead, which restores the previous device.
+        Methods that may run on a thread of SGLang or vLLM use `_visit` instead, which restores the previous device.
         """
         self._check_open()
         self._enter()
