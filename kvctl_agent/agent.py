@@ -381,7 +381,7 @@ class Agent:
         self.parts.connections.calibrate_once()
 
     def measure_connection(self) -> ConnectionCost:
-        """Prefill: measures the cost of writes to the first connected peer; the transfer worker does it between parts.
+        """Prefill: makes a transfer worker measure the cost of writes to the first connected peer, between parts.
 
         Raises:
             LocalProtocolError: no peer is connected, or the peer offers no scratch memory.

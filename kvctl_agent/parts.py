@@ -353,14 +353,14 @@ def instances_of(role: str, bootstrap: object) -> tuple[str, ...]:
 
 
 def page_owners_of(pool: KVPool) -> PageOwners:
-    """Creates the `PageOwners` of a decode rank's pool, with its kinds of memory in the order of `written`."""
+    """Creates the `PageOwners` of a decode rank's pool; its kinds of memory are in the order of `written`."""
     states = [memory for memory in pool.segments if memory.shard.segment.state]
     kinds = [(f"item of state {memory.shard.segment.name}", memory.num_slots) for memory in states]
     return PageOwners([("page", pool.num_pages), ("aux row", pool.aux_slots), *kinds])
 
 
 def worker_count(settings: Settings, device: Device | None) -> int:
-    """Returns the number of transfer workers of a prefill rank; by default 1 if a device does the copying."""
+    """Returns the number of transfer workers of a prefill rank: by default 1 on a GPU or few cores, else 4."""
     return thread_count(settings["workers"], _MOST_WORKERS if device is None else 1)
 
 

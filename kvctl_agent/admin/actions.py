@@ -101,9 +101,10 @@ class AdminActions:
         return [self._done(key, "set", f"{key} = {_shown(now)}, was {_shown(before)}; until the agent ends")]
 
     def probe(self, peer: str | None = None, bytes: int | None = None, busy: bool = False) -> Probe:
-        """Measures the cost of writes to a peer; the transfer worker does it between parts.
+        """Makes a transfer worker measure the cost of writes to a peer, between parts.
 
-        After 1.5 s it returns with `running` set; repeating the request returns the result.
+        If the measurement takes longer than 1.5 s, the reply has `running` set, and repeating the request returns the
+        result.
 
         Args:
             peer: agent name of the peer; None: the first connected one.

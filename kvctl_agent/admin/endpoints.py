@@ -123,7 +123,7 @@ class CurveEndpoint(AdminEndpoint):
     """TCP socket for clients on other machines, identified by their CURVE keys."""
 
     def __init__(self, socket: zmq.Socket[bytes], level: Callable[[bytes], Level | None]) -> None:
-        """Configures a ROUTER before it is bound; `level` returns the level of a public key; None: not permitted."""
+        """Configures an unbound ROUTER; `level` returns the level of a public key, or None if it is not permitted."""
         super().__init__()
         self.socket = socket
         self._level = level

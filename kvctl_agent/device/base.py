@@ -180,7 +180,7 @@ class RowCopies(Protocol):
             batches: Batches and block ranges, none of them empty.
             pages: Page list of the launch. The array may be reused as soon as the call returns.
             after: The copies start after this event of any stream of this device.
-            programs: Maximum number of thread blocks, and so about of multiprocessors; None for no limit.
+            programs: Maximum number of thread blocks, which about equals that of multiprocessors used; None: no limit.
 
         Returns:
             An event that is done when all copies have ended and are visible to all later kernels of this device and to

@@ -54,7 +54,7 @@ class MappingCache:
             return self._at[export]
 
     def close(self, export: Export) -> None:
-        """Releases one reference to a mapping, and unmaps the memory if it was the last."""
+        """Releases one reference to a mapping, and unmaps the memory if it was the last reference."""
         with self._lock:
             self._users[export] -= 1
             if self._users[export]:

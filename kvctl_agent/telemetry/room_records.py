@@ -191,7 +191,7 @@ class RoomRecord:
 
         Args:
             failure: the cause.
-            at: monotonic ns at which this rank learned of it.
+            at: monotonic ns at which this rank learned of the failure.
         """
         if self.failure is not None:
             return
@@ -246,7 +246,7 @@ class RoomRecord:
 class BusyTime:
     """Union of time intervals in monotonic ns; one thread calls `add`, any thread may call the other methods.
 
-    `add` replaces the tuple of intervals as a whole, so that readers always see a consistent one.
+    `add` replaces the tuple of intervals as a whole, so that readers always get a consistent tuple.
     """
 
     __slots__ = ("_spans",)
