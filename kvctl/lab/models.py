@@ -1,8 +1,8 @@
-"""Per-request KV geometry of well-known models, so that a bench can name a model instead of its numbers.
+"""KV-cache geometry of well-known models, so that a bench can name a model instead of its layers and heads.
 
-The figures are from the models' published configurations, with the field's name beside a figure if it is not obvious.
-KV layers are those whose KV grows with the prompt; layers of other kinds (sliding windows, linear attention, an
-indexer) are components of state.
+The figures are from the models' published configurations; where a figure is not obvious, a comment names its field.
+`num_layers` counts the layers whose KV grows with the prompt. Layers of other kinds (sliding windows, linear
+attention, an indexer) are listed as state components.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from kvctl_agent.errors import UnknownModel
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """Widths of one layer's computation, over the whole model.
+    """Matrix widths of one transformer layer, before tensor parallelism splits them.
 
     Attributes:
         hidden: width of the residual stream.
-        q_heads: query heads.
-        intermediate: width of the MLP; for a mixture of experts, of all experts of a token together.
+        q_heads: number of query heads.
+        intermediate: width of the MLP; for a mixture of experts, the sum over the experts that compute one token.
     """
 
     hidden: int
@@ -31,10 +31,14 @@ class Widths:
 
 @dataclass(frozen=True, slots=True)
 class ModelPreset:
-    """One model's geometry; `num_kv_heads` is over the whole model.
+    """KV-cache geometry of one model, before tensor parallelism splits the heads.
 
-    `head_dim` applies to K, and to V unless `v_head_dim` is given. For kind "mla" it is the latent's, there is one head
-    and no V.
+    Attributes:
+        head_dim: elements of a K head, and of a V head unless `v_head_dim` is set. For kind "mla", elements of a latent
+            row; such a model has one KV head and no V.
+        widths: matrix widths, for ranks that compute on GPUs.
+        kind: "mha" (separate K and V, which includes GQA) or "mla" (a latent).
+        states: per-request state other than the KV cache.
     """
 
     name: str
@@ -53,12 +57,17 @@ _DEEPSEEK = Widths(7168, 128, (8 + 1) * 2048)
 
 
 def _latent(name: str, num_layers: int, states: tuple[State, ...] = ()) -> ModelPreset:
-    """Returns a model with DeepSeek's MLA: a token's row is kv_lora_rank 512 + qk_rope_head_dim 64 elements."""
+    """Returns a preset with DeepSeek's MLA: a token's row has kv_lora_rank 512 + qk_rope_head_dim 64 elements."""
     return ModelPreset(name, num_layers, 1, 576, _DEEPSEEK, kind="mla", states=states)
 
 
 def _window(heads: int, head_dim: int, window: int, layers: tuple[int, ...]) -> State:
-    """Returns the state of sliding-window layers: an item is a page with a row of K and of V per token (bf16)."""
+    """Returns the state component of sliding-window layers; an item is a page with a K and a V row per token (bf16).
+
+    Args:
+        window: length of the attention window in tokens.
+        layers: for each sliding-window layer, the KV layer beside which it runs.
+    """
     return State("window", rows=2, heads=heads, head_bytes=2 * head_dim, layers=layers, kind="window", window=window)
 
 
@@ -112,10 +121,10 @@ MODELS: dict[str, ModelPreset] = {
 
 
 def find_model(name: str) -> ModelPreset:
-    """Finds a model by name; case and a leading "vendor/" are ignored.
+    """Returns the preset of a model; case and a leading "vendor/" are ignored.
 
     Raises:
-        UnknownModel: there is no such preset; the message suggests the nearest names.
+        UnknownModel: no preset has this name; the message suggests the nearest names.
     """
     key = name.strip().lower().rpartition("/")[2]
     if key in MODELS:

@@ -1,6 +1,7 @@
 """Finds settings by measurement: varies one setting after another and keeps the best value of each.
 
-Every candidate is a short bench on this machine, with the same seed, so that all of them move the same rooms.
+Every combination of settings is measured by a short bench on this machine. All benches have the same seed and therefore
+transfer the same rooms.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ class Candidate:
     """One combination of settings with its measurement.
 
     Attributes:
-        cp_mode: "" without context parallelism.
-        ring_bytes: staging ring of each decode rank; 0 if the path does not stage.
+        cp_mode: context-parallel mode of the agents; "" without context parallelism.
+        ring_bytes: size of each decode rank's staging ring; 0 if the path does not use it.
         pipeline: "off", "on" or a number of layers per group.
-        padded_ratio: part of the payload that fills up last pages.
-        row: row of the bench.
+        padded_ratio: share of the transferred tokens that is padding in the last page of a room.
+        row: result row of the bench that measured these settings.
+        recommended: whether these settings are the best ones measured.
+        why: reason for recommending or not recommending them.
     """
 
     path: str
@@ -60,12 +63,16 @@ class Candidate:
 
     @property
     def hidden_ratio(self) -> float | None:
-        """Part of the transfer that compute hid; None without simulated compute."""
+        """Share of the transfer time that overlapped with compute; None without simulated compute."""
         hidden, exposed = self.row["hidden_ms"]["mean"], self.row["exposed_ms"]["mean"]
         return hidden / (hidden + exposed) if self.row["layer_ms"] and hidden is not None and hidden + exposed else None
 
     def better_than(self, other: Candidate, margin: float) -> bool:
-        """Whether throughput is higher by `margin`, or about equal with a latency that is lower by `margin`."""
+        """Whether throughput is higher than the other's by the factor `margin`, or about equal with lower p50 latency.
+
+        Args:
+            margin: factor above 1 by which two values must differ to count as different.
+        """
         if self.rooms_per_s > other.rooms_per_s * margin:
             return True
         return self.rooms_per_s * margin > other.rooms_per_s and self.p50_ms * margin < other.p50_ms
@@ -92,14 +99,19 @@ def tune(
     layers: int,
     layer_ms: float,
 ) -> list[Candidate]:
-    """Vary path and CP mode, page size, chunk and layer groups, in this order; return all candidates, the best first.
+    """Varies path and CP mode, page size, chunk size and layer groups, in this order.
 
     Args:
-        measured: Runs a bench with the given options changed, described by a text, and yields its candidates.
-        page_sizes: Page sizes to try; the first is the engine's own.
-        prompt_tokens: Length of the longest prompt; chunks longer than it are all alike.
-        layers: Layers of the model.
-        layer_ms: Simulated compute time; layer groups are tried only if it is not 0.
+        measured: runs a bench with some options changed and yields its candidates; called with the name of the varied
+            setting and the options.
+        page_sizes: page sizes to try; the first one is the engine's own.
+        cp_modes: context-parallel modes to try.
+        prompt_tokens: length of the longest prompt; chunk sizes of this length or more make no difference.
+        layers: number of layers of the model.
+        layer_ms: simulated compute time per layer; layer groups are tried only if it is not 0.
+
+    Returns:
+        All candidates: the recommended one, then the others by descending throughput.
     """
     own, *others = page_sizes
     first = list(measured("paths", {"page_size": own, "cp_modes": tuple(cp_modes)}))
@@ -131,11 +143,16 @@ def tune(
 
 
 def run_fleets(program: Program, fleets: Fleets, steps: Steps, point_s: float | None, label: str) -> list[Candidate]:
-    """Measures fleets in turns.
+    """Starts the fleets, measures them in alternation and returns one candidate per result row.
+
+    Args:
+        steps: progress display.
+        point_s: time limit in seconds of one case and repeat; None: no limit.
+        label: prefix of the steps in the progress display.
 
     Raises:
-        FleetError: A rank died, failed or hung.
-        TuneFailed: Rooms failed, or received bytes were wrong.
+        FleetError: a rank died, reported an error or did not answer in time.
+        TuneFailed: rooms failed, or received bytes were wrong.
     """
     with ExitStack() as stack:
         sessions = [
@@ -161,7 +178,7 @@ def run_fleets(program: Program, fleets: Fleets, steps: Steps, point_s: float | 
 
 
 class TuneFailed(Exception):
-    """Rooms failed, or received bytes were wrong."""
+    """Raised when rooms failed or received bytes were wrong."""
 
 
 def _candidate(variant: Variant, plan: Plan, row: Mapping[str, Any]) -> Candidate:

@@ -1,4 +1,4 @@
-"""`python -m kvctl.lab.ranks`: one rank process of a bench, demo or soak."""
+"""Runs one rank process of a bench, demo or soak: `python -m kvctl.lab.ranks`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parses the command line and serves; returns the exit code."""
+    """Parses the command line and serves the parent's commands; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m kvctl.lab.ranks", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="inherited socket of the parent's channel")
     parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
@@ -15,7 +15,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     from kvctl_agent.transport.environment import prepare_environment
 
-    # Before an engine is imported: it reads the environment while it loads.
+    # Transfer engines read the environment while they are imported.
     prepare_environment()
     _block_torch()
     from kvctl.lab.ranks.server import serve
@@ -24,11 +24,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _block_torch() -> None:
-    """Makes imports of torch fail: pools on GPUs do not need it, and `gpu_engine`, which does, removes the block.
+    """Makes every import of torch fail until `gpu_engine.import_torch` removes the block.
 
-    Transfer engines import it only for its CUDA version, which costs two seconds of CPU time and 190 MB.
+    KV pools on GPUs do not need torch. Transfer engines import it only to read its CUDA version, which costs two
+    seconds of CPU time and 190 MB.
     """
-    sys.modules["torch"] = None  # type: ignore[assignment]  # the documented way to make its import fail
+    sys.modules["torch"] = None  # type: ignore[assignment]  # the documented way to make an import fail
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""One run of a batch on one rank: drives its rooms by the agent's state changes until all have ended.
+"""Runs one batch of rooms on one rank, driven by the agent's state changes, until all rooms have ended.
 
-The prefill side creates every room of the batch up front and computes one after the other, each when the decode side
-waits for it. The decode side opens the next room whenever its window allows, all ranks of a dp group in the same order.
+A prefill rank creates a Send for every room of the batch up front. It computes one room at a time, and a room only once
+the decode side waits for it. A decode rank opens the next room whenever fewer rooms than its window are in flight; all
+ranks of a dp group open the rooms in the same order.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kvctl_agent.runtime.handles import Handle, Send
 if TYPE_CHECKING:
     from kvctl.lab.ranks.worker import StateChange, Worker
 
-# A finished room's pages are free a round trip later; a failed room's pages when its writers have drained.
+# The pages of a finished room are free a round trip later, those of a failed room when its writers have drained.
 RELEASE_TIMEOUT_S = 10.0
 _PLAIN = "off"
 # Poll interval while rooms wait for a busy GPU.
@@ -37,14 +38,14 @@ _RUN_OVER = "the bench's run is over"
 
 
 class BatchRun(ABC):
-    """Base of both roles.
+    """Base class of the runs of a prefill rank and of a decode rank.
 
     Attributes:
-        rows: see `RunReport.rooms`; one per successful room.
-        failures: cause of each failed room, by index.
-        handles: every opened room, by number.
-        held: indices of finished rooms whose pages are not free.
-        ring_samples: see `RunReport`.
+        rows: times of each successful room, as in `RunReport.rooms`.
+        failures: cause of each failed room as text, by room index.
+        handles: the agent's handle of every opened room, by room number.
+        held: indices of ended rooms whose pages were not free at the end of the run.
+        ring_samples: fill levels of the staging ring, as in `RunReport.ring_samples`.
     """
 
     def __init__(self, worker: Worker, command: Run, faults: BatchFaults | None) -> None:
@@ -60,7 +61,10 @@ class BatchRun(ABC):
         self.ring_samples: list[list[int]] = []
 
     def drive(self, deadline_ns: int) -> None:
-        """Runs until every room has ended and its pages are free, or until the deadline."""
+        """Runs until every room has ended, or until the deadline; then waits for the pages to become free.
+
+        The wait lasts at most `RELEASE_TIMEOUT_S`. The rooms whose pages are not free by then are listed in `held`.
+        """
         self.until_done(deadline_ns)
         self.give_up()
         deadline = time.monotonic() + RELEASE_TIMEOUT_S
@@ -71,14 +75,14 @@ class BatchRun(ABC):
 
     @abstractmethod
     def until_done(self, deadline_ns: int) -> None:
-        """Drives the rooms until all have ended, or until the deadline."""
+        """Drives the rooms until all have ended, or until `deadline_ns` on the monotonic clock."""
 
     @abstractmethod
     def give_up(self) -> None:
-        """Fails and aborts the rooms that have not ended."""
+        """Aborts the rooms that have not ended and records them as failed."""
 
     def next_change(self, until_ns: int) -> StateChange | None:
-        """Returns the next state change of any room, or None if there is none until then."""
+        """Waits for the next state change of any room; returns None if none occurs before `until_ns`."""
         left_s = (until_ns - time.monotonic_ns()) / 1e9
         try:
             change: StateChange = (
@@ -89,7 +93,7 @@ class BatchRun(ABC):
         return change
 
     def failed(self, room: Room, failure: Failure | None) -> None:
-        """Records why a room failed, in one line."""
+        """Records the cause of a failed room as one line of text."""
         if self.faults is not None:
             self.faults.failed(room.index, failure)
         name = self.worker.start.name
@@ -104,10 +108,10 @@ class PrefillRun(BatchRun):
     def __init__(self, worker: Worker, command: Run, faults: BatchFaults | None) -> None:
         super().__init__(worker, command, faults)
         layer_ns = round(command.layer_ms * 1e6)
-        # A forward that takes no time is about to start whenever its room opens, so staging is requested now.
+        # A forward that takes no time starts as soon as its room opens, so staging is requested now.
         self._prefetched = worker.gpu is None and not layer_ns and worker.pipeline == _PLAIN
         self._layer_ns = layer_ns
-        self._waiting_ns: dict[int, int] = {}  # rooms that wait for their forward, since when
+        self._waiting_ns: dict[int, int] = {}  # for each room that waits for its forward, the time it began to wait
         self._jobs: dict[int, Job] = {}
         self._sends: dict[int, Send] = {number: worker.agent.send(number) for number in self.rooms}
         self.handles.update(self._sends)
@@ -121,8 +125,9 @@ class PrefillRun(BatchRun):
         engine = worker.gpu or SleepingEngine(self._clock(), len(worker.agent.layers))
         forward = Forward(worker.agent, worker.content, engine, deadline_ns)
         while self._pending:
-            # All state changes first: rooms are computed in the order of the batch, not in the order in which this rank
-            # heard of them, so that the tp ranks of an instance, which do not communicate, mostly compute the same one.
+            # State changes are handled before the next forward starts, and rooms are computed in the order of the
+            # batch, not in the order in which decode ranks opened them. So the tp ranks of an instance, which do not
+            # communicate, mostly compute the same room at a time.
             now_ns = time.monotonic_ns()
             self.aborts.abort_due(now_ns)
             ready = bool(self._waiting_ns) and forward.ready

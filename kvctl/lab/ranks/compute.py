@@ -1,8 +1,8 @@
-"""Computation of prompts on a prefill rank: the engine interface, an engine that sleeps, and the handover to the agent.
+"""Simulated prefill: the engine interface, an engine that sleeps, and the handover of computed pages to the agent.
 
-The sleeping engine knows when each pipeline stage of an instance finishes which layers of which chunk. A rank computes
-one chunk at a time, layer by layer. A later stage starts a chunk when the previous stage has finished it and the stage
-itself has finished the chunk before. Each rank calculates all stages up to its own, so that ranks need not communicate.
+The sleeping engine calculates when each pipeline stage of an instance finishes each chunk. A rank computes one chunk at
+a time, layer by layer. A stage starts a chunk when the previous stage has finished that chunk and the stage itself has
+finished the chunk before. Each rank calculates all stages up to its own, so that ranks need not communicate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from kvctl_agent.runtime.handles import Send
 
 
 class Computed(NamedTuple):
-    """Start of a forward, completion of its last page, and the duration of its layers without waiting."""
+    """Times of one room's forward, on the monotonic clock.
+
+    Attributes:
+        started_ns: start of the forward.
+        done_ns: completion of its last layer for its last chunk.
+        compute_ns: total compute time of all layers and chunks, without pipeline waits.
+    """
 
     started_ns: int
     done_ns: int
@@ -32,49 +38,59 @@ class Job(Protocol):
     """The forward of one room's prompt."""
 
     def compute(self, chunk: int, tokens: int, first: int, end: int) -> Any:
-        """Computes layers [first, end) of this rank for a chunk of `tokens`; chunks come in the prompt's order.
+        """Computes layers [first, end) of this rank for one chunk; chunks are computed in the prompt's order.
+
+        Args:
+            chunk: position of the chunk in the prompt.
+            tokens: number of tokens of the chunk.
 
         Returns:
-            The event recorded after them, or None if they are computed on return.
+            The GPU event recorded after these layers, or None if they are complete on return.
 
         Raises:
-            DeadlineExceeded: they would not be computed before the run's deadline.
+            DeadlineExceeded: the layers would not be complete before the run's deadline.
         """
         ...
 
     def computed(self) -> Computed:
-        """Returns the times of a job whose pages have been sent."""
+        """Returns the times of the forward; call it once the room's pages have been sent."""
         ...
 
 
 class Engine(Protocol):
-    """Computes one room after the other."""
+    """Computes one room at a time."""
 
     @property
     def ready(self) -> bool:
-        """Whether it accepts another room now, because it is not far ahead of its computation."""
+        """Whether the engine accepts another room now; False while enough forwards are submitted and not complete."""
         ...
 
     def begin(self, asked_ns: int, chunks: int, deadline_ns: int) -> Job:
-        """Begins the forward of a room that has waited since `asked_ns`; returns when it starts."""
+        """Begins the forward of one room.
+
+        Args:
+            asked_ns: time since which the room has waited for its forward.
+            chunks: number of chunks of the prompt.
+            deadline_ns: end of the run; nothing is computed after it.
+        """
         ...
 
 
 class PipelineClock:
-    """Calculates when the pipeline stages of an instance compute which chunk.
+    """Calculates when each pipeline stage of an instance computes each chunk.
 
     Attributes:
-        layer_ns: time of one layer for one chunk; 0: none.
+        layer_ns: compute time of one layer for one chunk; 0: computation takes no time.
     """
 
     def __init__(self, stage_layers: Sequence[int], stage: int, layer_ns: int) -> None:
-        """`stage_layers`: layers of every stage of the instance; this rank belongs to number `stage`."""
+        """Calculates for a rank of pipeline stage `stage`; `stage_layers` has the number of layers of each stage."""
         self._layers = stage_layers[: stage + 1]
         self._free_ns = [0] * (stage + 1)
         self.layer_ns = layer_ns
 
     def forward(self, asked_ns: int, chunks: int) -> list[int]:
-        """Schedules a prompt requested at `asked_ns`; returns when this stage begins each of its chunks."""
+        """Schedules a prompt requested at `asked_ns`; returns the time at which this stage begins each chunk."""
         begins = []
         for _ in range(chunks):
             at = asked_ns
@@ -87,12 +103,12 @@ class PipelineClock:
 
 
 class SleepingEngine:
-    """Sleeps for the time of each layer."""
+    """Engine that sleeps for the compute time of each layer."""
 
     ready = True
 
     def __init__(self, clock: PipelineClock, layers: int) -> None:
-        """`layers`: number of layers of this rank."""
+        """Simulates a rank with this number of layers."""
         self._clock = clock
         self._layers = layers
 
@@ -128,7 +144,7 @@ class Forward:
     """Computes rooms and hands them to the agent chunk by chunk and layer group by layer group, as a scheduler does."""
 
     def __init__(self, agent: Agent, content: Content, engine: Engine, deadline_ns: int) -> None:
-        """`deadline_ns`: nothing is computed after it."""
+        """Computes rooms until `deadline_ns`, the end of the run."""
         self._agent = agent
         self._content = content
         self._engine = engine
@@ -141,14 +157,15 @@ class Forward:
 
     @property
     def ready(self) -> bool:
-        """Whether a room may be computed now."""
+        """Whether the engine accepts another room now."""
         return self._engine.ready
 
     def run(self, room: Room, send: Send, asked_ns: int, prefetched: bool) -> Job:
-        """Computes a room that has waited since `asked_ns`, or submits its computation.
+        """Computes a room and sends its pages; on a GPU, submits the computation and passes its events to the agent.
 
         Args:
-            prefetched: staging has been requested already.
+            asked_ns: time since which the room has waited for its forward.
+            prefetched: whether staging has been requested already.
 
         Raises:
             DeadlineExceeded: the run's deadline has passed.
@@ -177,7 +194,7 @@ class Forward:
 
 
 def _sleep_until(at_ns: int) -> None:
-    """Waits until a time of the monotonic clock, as a CPU does that has submitted work to a GPU."""
+    """Sleeps until `at_ns` on the monotonic clock."""
     left_ns = at_ns - time.monotonic_ns()
     if left_ns > 0:
         time.sleep(left_ns / 1e9)

@@ -1,4 +1,4 @@
-"""A rank's pool and its content: which room owns which pages, and the pattern written into them."""
+"""The KV pool of a synthetic rank: its allocation, the pages of each room, and the test pattern written into them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AUX_ROW_BYTES = 256
 
 
 def own_side(start: Start) -> ParallelConfig:
-    """Returns the sizes of the rank's instance."""
+    """Returns the parallel sizes of the instance to which the rank belongs."""
     return side_of(start.prefill[start.instance] if start.role == "prefill" else start.decode)
 
 
@@ -48,13 +48,13 @@ def allocate_pool(start: Start) -> KVPool:
 
 
 class PageAllocator:
-    """Hands out disjoint pages of a pool; never page 0, which engines reserve.
+    """Allocates pages of a pool; never page 0, which engines reserve.
 
-    In random order a room's pages are scattered over the whole pool, as in an engine after hours of use. The order does
-    not depend on previous owners. In contiguous order an unused pool gives ascending runs.
+    In random order the pages of a room are scattered over the whole pool, as in an engine after hours of use, whichever
+    rooms owned them before. In contiguous order the rooms of an unused pool get ascending runs of pages.
 
     Attributes:
-        free: pages that no room owns, in the order in which they will be allocated.
+        free: indices of the free pages, in the order in which they will be allocated.
     """
 
     def __init__(self, pool_pages: int, order: str, seed: int) -> None:
@@ -63,10 +63,10 @@ class PageAllocator:
         self._shuffle()
 
     def allocate(self, count: int) -> Pages:
-        """Takes pages off the free list.
+        """Removes `count` pages from the free list and returns their indices.
 
         Raises:
-            MemoryError: too few are free.
+            MemoryError: too few pages are free.
         """
         if count > len(self.free):
             raise MemoryError(f"{count} pages are needed, {len(self.free)} are free")
@@ -88,12 +88,13 @@ class Content:
 
     Attributes:
         start: the rank's Start command.
-        views: every plane of every segment of which this rank holds layers.
+        views: every plane (K, V, latent, state component) of which this rank holds layers.
         store: writes and compares content in the pool's memory.
-        rooms: the rooms that own pages, by number, in the order in which they were added.
-        items: page (of a state: item) indices of each room by segment, in the prompt's order.
-        slots: aux row of each room.
-        free_slots: aux rows that no room owns.
+        rooms: rooms that own pages, by room number, in the order in which they were added.
+        items: by room number, one array per segment: indices of the room's pages, or of its items for a state
+            component, in the prompt's order.
+        slots: index of each room's aux row, by room number.
+        free_slots: indices of the aux rows that no room owns.
     """
 
     def __init__(self, pool: KVPool, start: Start) -> None:
@@ -105,16 +106,16 @@ class Content:
         self._reset(start.seed)
 
     def take(self, rooms: Sequence[Room]) -> None:
-        """Replaces all rooms by a batch; its pages depend on the rooms' content and on the rank, not on the run."""
+        """Replaces all rooms by those of a batch; a batch always gets the same pages on a rank, in every run."""
         self._reset(rooms[0].index if rooms else 0)
         for room in rooms:
             self.add(room)
 
     def add(self, room: Room) -> None:
-        """Gives a room its pages, items of state and aux row.
+        """Adds a room and allocates its pages, state items and aux row.
 
         Raises:
-            MemoryError: too few are free; pools are sized so that this does not happen.
+            MemoryError: too few pages or items are free; pools are sized so that this does not happen.
         """
         start, states = self.start, self.start.shape["states"]
         pages = self._pages.allocate(-(-room.tokens // start.page_size))
@@ -127,7 +128,7 @@ class Content:
         self.rooms[room.number] = room
 
     def remove(self, number: int) -> None:
-        """Poisons a room's pages and frees them."""
+        """Removes a room; fills its pages, state items and aux row with poison and frees them."""
         del self.rooms[number]
         items, slot = self.items.pop(number), self.slots.pop(number)
         for view in self.views:
@@ -139,21 +140,21 @@ class Content:
         self.free_slots.append(slot)
 
     def pages(self, number: int) -> Pages:
-        """Returns a room's KV pages."""
+        """Returns the indices of a room's KV pages, in the prompt's order."""
         return self.items[number][0]
 
     def states(self, number: int) -> tuple[Pages, ...]:
-        """Returns a room's items of each state component, in the model's order."""
+        """Returns the indices of a room's items, one array per state component in the model's order."""
         return self.items[number][len(self._pool.segments) - len(self._states) :]
 
     def unowned(self, view: PlaneView) -> Pages:
-        """Returns the pages (of a state: items) that no room owns, including the unused number 0."""
+        """Returns the indices of the pages, or state items, of a view that no room owns; includes the reserved 0."""
         state = view.shard.segment.index - (len(self._pool.segments) - len(self._states))
         allocator = self._states[state] if state >= 0 else self._pages
         return np.concatenate([np.zeros(1, np.int64), allocator.free])
 
     def fill(self, batch: int) -> None:
-        """Writes the pattern of all rooms, unless this batch has been written already."""
+        """Writes the test pattern of all rooms, unless batch number `batch` was the last one written."""
         if self._filled == batch:
             return
         self._filled = batch
@@ -161,19 +162,19 @@ class Content:
             self.fill_room(room)
 
     def fill_room(self, room: Room) -> None:
-        """Writes the pattern into one room's pages and aux row."""
+        """Writes the test pattern into one room's pages, state items and aux row."""
         for view, bases in self.with_bases(room):
             self.store.fill(view, self.items[room.number][view.shard.segment.index], bases)
         self.aux()[self.slots[room.number]] = aux_row(self.start.seed, room.index, AUX_ROW_BYTES)
 
     def poison(self) -> None:
-        """Overwrites the whole pool, so that anything correct afterwards has been transferred."""
+        """Fills the whole pool with poison, so that correct content found later must have been transferred."""
         for view in self.views:
             self.store.poison(view)
         self.aux().fill(POISON)
 
     def with_bases(self, room: Room) -> Iterator[tuple[PlaneView, Words]]:
-        """Yields every view with the pattern's words for all pages of a room and this rank's heads."""
+        """Yields (view, `pattern.row_bases` for all rows of a room and this rank's heads) for every view."""
         made: dict[tuple[int, int, int], Words] = {}
         for view in self.views:
             key = (self.whole_rows(room, view), view.rows.head_lo, view.rows.heads)
@@ -182,16 +183,16 @@ class Content:
             yield view, made[key]
 
     def whole_rows(self, room: Room, view: PlaneView) -> int:
-        """Returns the rows of all pages (of a state: items) of a room, including the rest of the last page."""
+        """Returns the number of rows in all pages, or state items, of a room, including padding in the last page."""
         return len(self.items[room.number][view.shard.segment.index]) * view.rows.per_page
 
     def aux(self) -> Bytes:
-        """Returns the aux rows, uint8 `[slots, AUX_ROW_BYTES]`."""
+        """Returns a view of all aux rows, uint8 `[slots, AUX_ROW_BYTES]`."""
         assert self._pool.aux is not None
         return self._pool.aux
 
     def _reset(self, batch: int) -> None:
-        """Frees everything, in an allocation order that the batch and the rank determine."""
+        """Removes all rooms and rebuilds the allocators, whose page order depends on the batch and the rank."""
         start = self.start
         rank = 2 * start.unique + (start.role == "decode") + (max(0, start.instance) << 32)
         seed = mix64(mix64(start.seed + rank) + batch)

@@ -1,7 +1,7 @@
-"""Triton kernel that writes the pattern of `pattern`, compares with it, or looks for bytes that are not poison.
+"""Triton kernel that fills pages with the test pattern of `pattern`, checks pages for it, or finds non-poison bytes.
 
-Only Triton's compiler and interpreter read this file. The kernel may not refer to module variables, which the compiler
-does not allow.
+Only Triton's compiler and interpreter load this file. The kernel must not refer to module variables: the compiler does
+not allow it.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -26,23 +26,28 @@ def content(
     POISON: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Processes a range of a room's pages in every layer, tile by tile.
+    """Writes or compares a range of a room's pages in every layer.
+
+    A unit is the 1, 2, 4 or 8 bytes that one lane writes or compares; a tile is the `TILE` units that a program
+    processes at a time.
 
     Args:
-        places_at: address of int64 `[layers, 2 + words of a row]`: address of page 0, start of the range in the pages,
-            constants of the layer's plane.
-        bases_at: address of the room's bases, int64, one per row and head; unused when looking for poison.
-        pages_at: address of the pages, int32.
-        firsts_at: address of int32 `[layers]`; lowered to the first wrong unit of the range.
-        items: layers x tiles.
-        tiles: tiles of a layer.
-        units: units of a layer's range.
-        TASK: "fill", "check", or "poison" to look for other bytes than poison.
-        PAGE_ROWS: rows of a page, counting each head.
-        ROW_UNITS: units of a row.
-        UNIT: bytes that one lane writes or compares, at most 8; WORD is an integer type of that size.
-        POISON: eight bytes of poison.
-        TILE: units of a tile, a power of two.
+        places_at: address of int64 `[layers, 2 + words of a row]`. A row holds the address of page 0 of the layer, the
+            start of the layer's range within `pages_at`, and the constants of the layer's plane.
+        bases_at: address of `pattern.row_bases` of the room, int64, one per row and head; unused for task "poison".
+        pages_at: address of the room's page indices, int32.
+        firsts_at: address of int32 `[layers]`; the kernel lowers an entry to the layer's first wrong unit.
+        items: number of layers times `tiles`.
+        tiles: number of tiles of one layer's range.
+        units: number of units of one layer's range.
+        TASK: "fill" writes the pattern; "check" finds units that differ from it; "poison" finds units that differ from
+            poison.
+        PAGE_ROWS: rows per page, counting one row per token and head.
+        ROW_UNITS: units per row.
+        UNIT: bytes per unit.
+        WORD: integer type of `UNIT` bytes.
+        POISON: eight bytes of poison as one integer.
+        TILE: units per tile, a power of two.
     """
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         place = places_at.to(tl.pointer_type(tl.int64)) + item // tiles * (2 + (ROW_UNITS * UNIT + 7) // 8)
@@ -65,6 +70,6 @@ def content(
             tl.store(bytes_at, wanted, mask=live)
         else:
             found = tl.load(bytes_at, mask=live, other=0)
-            # One atomic per wrong lane: correct content, the case that must be fast, needs none.
+            # One atomic per wrong lane: correct content, which must be checked fast, needs none.
             first_at = firsts_at.to(tl.pointer_type(tl.int32)) + item // tiles + unit * 0
             tl.atomic_min(first_at, unit, mask=live & (found != wanted))

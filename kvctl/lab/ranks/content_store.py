@@ -1,7 +1,8 @@
-"""Writes and compares a pool's content in host memory, or through host memory for a pool on a device.
+"""Writes and checks the test pattern in a KV pool, with numpy.
 
-`gpu_store` does the same with a kernel on a GPU. Pages of a state component are its items. All calls are untimed parts
-of a bench and return when the work is done.
+`HostStore` works on a pool in host memory, `MirrorStore` on a pool on a device, through copies in host memory;
+`gpu_store` does the same with a kernel on a GPU. What is said of pages applies to the items of a state component as
+well. A bench does not time these calls; they return when the work is complete.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ _BLOCK_BYTES = 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class PlaneView:
-    """One plane of one segment over all layers that a rank holds.
+    """One plane (K, V, latent, state component) of one segment, in all layers that a rank holds.
 
     Attributes:
-        shard: the rank's layers and heads of the segment.
-        index, plane: of the plane within a layer.
-        writer: writes and checks rows of its geometry.
+        shard: the layers and heads of the segment that this rank holds.
+        index: position of the plane within a layer.
+        plane: size of the plane.
+        writer: writes and checks the plane's rows in host memory.
     """
 
     pool: KVPool
@@ -39,7 +41,7 @@ class PlaneView:
 
     @property
     def num_slots(self) -> int:
-        """Pages (of a state: items) of each layer."""
+        """Number of pages, or state items, in each layer."""
         return self.pool.segments[self.shard.segment.index].num_slots
 
     @property
@@ -48,17 +50,17 @@ class PlaneView:
 
     @property
     def name(self) -> str:
-        """Name of the plane in a mismatch: "k", "latent", "draft k", a state component's name."""
+        """Name of the plane in mismatch reports: "k", "latent", "draft k", or a state component's name."""
         return f"draft {self.plane.name}" if self.shard.segment.name == "draft" else self.plane.name
 
     def blocks(self) -> Iterator[tuple[PlaneId, Bytes]]:
-        """Yields each layer's bytes, flat, in page order; for a pool in host memory."""
+        """Yields (plane id, bytes) of each layer of a pool in host memory; the bytes are flat, in page order."""
         memory = self.pool.segments[self.shard.segment.index]
         for layer in range(self.shard.layer_lo, self.shard.layer_hi):
             yield self._plane_id(layer), memory.block(layer, self.index)
 
     def addresses(self) -> Iterator[tuple[PlaneId, int]]:
-        """Yields each layer's address of page 0, wherever the pool is."""
+        """Yields (plane id, address of page 0) of each layer, for a pool in host or device memory."""
         bases = self.pool.segments[self.shard.segment.index].addresses.bases
         for layer, planes in enumerate(bases, self.shard.layer_lo):
             yield self._plane_id(layer), planes[self.index]
@@ -68,11 +70,7 @@ class PlaneView:
 
 
 def plane_views(pool: KVPool, dtype_bytes: int) -> list[PlaneView]:
-    """Returns a view of every plane of every segment of which a pool holds layers.
-
-    Args:
-        dtype_bytes: size of a KV element.
-    """
+    """Returns a view of every plane of which a pool holds layers; `dtype_bytes` is the size of a KV element."""
     return [
         PlaneView(pool, memory.shard, index, plane, Writer(_rows(memory.shard, plane, dtype_bytes)))
         for memory in pool.segments
@@ -94,7 +92,11 @@ def _rows(shard: LocalShard, plane: Plane, dtype_bytes: int) -> Rows:
 
 
 class WrittenPage(NamedTuple):
-    """A page that should contain only poison, with its content."""
+    """A page that contains other bytes than poison although nothing may have been written to it.
+
+    Attributes:
+        found: content of the page.
+    """
 
     plane: PlaneId
     page: int
@@ -102,38 +104,44 @@ class WrittenPage(NamedTuple):
 
 
 class Store(Protocol):
-    """Access to the content of one rank's pool."""
+    """Writes and checks the content of one rank's pool."""
 
     def fill(self, view: PlaneView, pages: Pages, bases: Words) -> None:
-        """Writes the rows of `bases` into a room's `pages` in every layer."""
+        """Writes the test pattern into a room's pages in every layer.
+
+        Args:
+            pages: indices of all pages of the room.
+            bases: `pattern.row_bases` of the room.
+        """
         ...
 
     def check(
         self, view: PlaneView, pages: Pages, bases: Words, firsts: Sequence[int], count: int
     ) -> tuple[PlaneId, Wrong] | None:
-        """Compares a range of a room's pages of every layer with the pattern.
+        """Compares a range of a room's pages in every layer with the test pattern.
 
         Args:
-            pages: all pages of the room.
-            firsts: for each layer, the start of its range in the room.
-            count: pages of a range.
+            pages: indices of all pages of the room.
+            bases: `pattern.row_bases` of the room.
+            firsts: for each layer, the position in `pages` at which its range starts.
+            count: number of pages compared in each layer.
 
         Returns:
-            The first layer with a mismatch, and the first wrong element there.
+            The first layer with a mismatch and the first wrong element there; None if everything is correct.
         """
         ...
 
     def poison(self, view: PlaneView, pages: Pages | None = None) -> None:
-        """Overwrites these pages in every layer; None: all pages."""
+        """Fills these pages with poison in every layer; None: all pages."""
         ...
 
     def written(self, view: PlaneView, pages: Pages) -> Iterator[WrittenPage]:
-        """Yields, for every layer that has one, the first of `pages` that is not all poison."""
+        """Yields, for each layer, the first of `pages` that contains other bytes than poison, if there is one."""
         ...
 
 
 class HostStore:
-    """Content in host memory, with numpy."""
+    """Store for a pool in host memory."""
 
     def fill(self, view: PlaneView, pages: Pages, bases: Words) -> None:
         for plane, block in view.blocks():
@@ -166,7 +174,7 @@ class HostStore:
 
 
 class MirrorStore:
-    """Content on a device, made and checked in a dense host copy, page by page: slow, but needs no kernel."""
+    """Store for a pool on a device that copies each page to or from host memory: slow, but needs no kernel."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -204,12 +212,23 @@ class MirrorStore:
     def check_layer(
         self, view: PlaneView, plane: PlaneId, base: int, pages: Pages, bases: Words, first: int
     ) -> Wrong | None:
-        """Returns the first wrong element of these pages of one layer; `pages[0]` is page `first` of the room."""
+        """Compares pages of one layer with the test pattern and returns the first wrong element, or None.
+
+        Args:
+            base: address of page 0 of the layer.
+            pages: indices of the pages to compare, which are consecutive pages of the room.
+            bases: `pattern.row_bases` of the room.
+            first: position of `pages[0]` in the room.
+        """
         dense = self._download(view, base, pages)
         return view.writer.check(dense.reshape(-1), np.arange(len(pages)), bases, plane, first_page=first)
 
     def first_written(self, view: PlaneView, plane: PlaneId, base: int, pages: Pages) -> WrittenPage | None:
-        """Returns the first page of one layer that is not all poison."""
+        """Returns the first of `pages` in one layer that contains other bytes than poison, or None.
+
+        Args:
+            base: address of page 0 of the layer.
+        """
         for at in range(len(pages)):
             (found,) = self._download(view, base, pages[at : at + 1])
             if (found != POISON).any():

@@ -1,6 +1,6 @@
-"""Model shape of a fleet, and its conversion to the layout's types.
+"""Resolves the model shape of a fleet and converts it to the types of `kvctl_agent.layout`.
 
-The planner and every rank build the layout's `ModelShape` from the same `PlannedShape`, so they cannot differ.
+The planner and every rank build their `ModelShape` from the same `PlannedShape`, so their shapes cannot differ.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEFAULT_LATENT = "deepseek-r1"
 
 
 def side_of(sizes: Sizes) -> ParallelConfig:
-    """Converts an instance's sizes to the layout's type."""
+    """Converts the parallel sizes of an instance to the layout's type."""
     return ParallelConfig(sizes.dp, sizes.pp, sizes.cp, sizes.tp, sizes.layers)
 
 
@@ -37,7 +37,7 @@ def model_shape(planned: PlannedShape, page_size: int) -> ModelShape:
     """Converts a planned shape to the layout's type.
 
     Raises:
-        LayoutError: no layout supports these sizes.
+        LayoutError: the sizes are not supported.
     """
 
     def kv(sizes: PlannedShape | PlannedDraft) -> ModelShape:
@@ -69,7 +69,7 @@ def model_shape(planned: PlannedShape, page_size: int) -> ModelShape:
 
 
 def state_items(state: PlannedState, tokens: int, page_size: int) -> int:
-    """Returns the items of a state component that a room of `tokens` has, whether or not a prefix is cached."""
+    """Returns the number of items of a state component in a room of `tokens`, whether or not a prefix is cached."""
     if state["kind"] == "rows":
         return 1
     pages = -(-tokens // page_size)
@@ -79,10 +79,10 @@ def state_items(state: PlannedState, tokens: int, page_size: int) -> int:
 
 
 def resolve_shape(request: PlanRequest) -> PlannedShape:
-    """Resolves the request's model: a preset (default `DEFAULT_MODEL`), with the given numbers replacing its own.
+    """Resolves the model shape: a preset, by default `DEFAULT_MODEL`, in which the request's sizes replace its own.
 
     Raises:
-        ConfigError: unknown model (with near matches), element type or kind.
+        ConfigError: the model, the element type or the kind is unknown; the message suggests the nearest names.
         LayoutError: a size is out of range.
     """
     preset = find_model(request.model or (DEFAULT_LATENT if request.kind == "mla" else DEFAULT_MODEL))
@@ -138,7 +138,7 @@ def _draft(request: PlanRequest, heads: int, k_dim: int, v_dim: int) -> PlannedD
 
 
 def _within(states: Sequence[State], layers: int) -> tuple[State, ...]:
-    """Restricts a preset's states to the layers that a shortened model still has."""
+    """Removes from a preset's state components the layers that a model of fewer layers does not have."""
     cut = [replace(state, layers=tuple(layer for layer in state.layers if layer < layers)) for state in states]
     return tuple(short for state, short in zip(states, cut, strict=True) if short.layers or not state.layers)
 

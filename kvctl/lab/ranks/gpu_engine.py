@@ -1,7 +1,8 @@
-"""Computes prompts on a GPU, beside the pool, so that the effect of transfers on computation and vice versa shows.
+"""Synthetic prefill on a GPU, to measure how transfers slow down computation and the reverse.
 
-A run only submits work to a stream; the agent waits for its events. Tensor-parallel ranks of an instance that share a
-GPU compete for it; pipeline stages do not wait for each other. PyTorch is imported when an engine is made.
+The forward of a room is only submitted to a CUDA stream; the agent waits for the recorded events before it sends.
+Tensor-parallel ranks of an instance that share a GPU compete for it; pipeline stages do not wait for each other.
+PyTorch is imported when a `GpuEngine` is created.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from kvctl.lab.ranks.plan import PlannedShape
 from kvctl_agent.errors import DeadlineExceeded, DeviceUnavailable
 from kvctl_agent.layout.parallel import ParallelConfig
 
-# Forwards submitted at once: the next one is on the stream when the first ends, as in engines.
+# Forwards in the stream at a time: as in engines, the next one is already submitted when one ends.
 _MAX_SUBMITTED = 2
-# Number of prompt lengths that are measured; others are interpolated.
+# Number of prompt lengths that are measured; durations for other lengths are interpolated.
 _MEASURED_LENGTHS = 8
 _MIN_ROUNDS = 5
 # Minimum time of a measurement: ranks that share a GPU measure at about the same time, so that it includes their
@@ -33,14 +34,16 @@ _Q_LORA, _ROPE, _NOPE, _V = 1536, 64, 128, 128
 
 
 class LayerWork(NamedTuple):
-    """One rank's computation for one layer of a prefill: matrix products and attention of the model's sizes.
+    """Computation of one layer on one prefill rank: matrix products and attention of the model's sizes.
 
-    Norms, activations, rotary embedding, the router and reductions between tensor-parallel ranks are left out: a
-    forward spends little time on them, or waits. All experts of a token are one product of their combined width.
+    Norms, activations, rotary embedding, the MoE router and reductions between tensor-parallel ranks are left out: a
+    forward spends little time on the former and only waits in the latter. The experts that compute a token are
+    simulated by one product of their combined width.
 
     Attributes:
-        products: (width in, width out) of each weight that every token is multiplied with.
-        q_heads, kv_heads, head_dim: of attention; a narrower V is padded, as in engines.
+        products: (input width, output width) of each weight matrix.
+        q_heads, kv_heads: number of attention heads on this rank.
+        head_dim: width of an attention head; a narrower V is padded to it, as in engines.
     """
 
     products: tuple[tuple[int, int], ...]
@@ -50,7 +53,12 @@ class LayerWork(NamedTuple):
 
 
 def layer_work(shape: PlannedShape, side: ParallelConfig) -> LayerWork:
-    """Returns the work of a rank of an instance of these sizes; `shape` has widths."""
+    """Returns the computation per layer of a rank of an instance.
+
+    Args:
+        shape: model shape, with `widths`.
+        side: parallel sizes of the instance.
+    """
     widths, tp = shape["widths"], side.tp
     hidden, q_heads = widths["hidden"], max(1, widths["q_heads"] // tp)
     intermediate = max(1, widths["intermediate"] // tp)
@@ -73,10 +81,10 @@ def layer_work(shape: PlannedShape, side: ParallelConfig) -> LayerWork:
 
 
 def import_torch() -> Any:
-    """Imports PyTorch, which the rank process has blocked until now.
+    """Imports PyTorch, after removing the block that `python -m kvctl.lab.ranks` puts on the import.
 
     Raises:
-        DeviceUnavailable: it is not installed.
+        DeviceUnavailable: PyTorch is not installed.
     """
     if sys.modules.get("torch", ...) is None:
         del sys.modules["torch"]
@@ -87,18 +95,18 @@ def import_torch() -> Any:
 
 
 class TorchLayer:
-    """Computes one layer with PyTorch; one set of random weights stands for all layers.
+    """Computes one layer with PyTorch; all layers of the model use the same random weights.
 
-    Products take their input from preallocated memory, and nothing is allocated while a forward runs. The values do not
-    matter, only the time.
+    Inputs and the outputs of products are preallocated. Only the time of the computation matters, not its result.
     """
 
     def __init__(self, work: LayerWork, device: str, tokens: int, prompt: int) -> None:
-        """
+        """Allocates weights and buffers.
+
         Args:
-            device: torch's name: "cuda:0", "cpu".
-            tokens: maximum of one chunk.
-            prompt: maximum of one prompt.
+            device: torch's name of the device, such as "cuda:0" or "cpu".
+            tokens: maximum number of tokens of one chunk on this rank.
+            prompt: maximum number of tokens of one prompt.
         """
         torch = self._torch = import_torch()
         self.work = work
@@ -117,13 +125,14 @@ class TorchLayer:
         self._k, self._v = (values(1, work.kv_heads, prompt, work.head_dim) for _ in "kv")
 
     def compute(self, tokens: int, before: int) -> None:
-        """Submits one layer of a chunk of `tokens` that follows `before` others to the current stream."""
+        """Submits one layer for a chunk of `tokens` tokens, after `before` earlier tokens, to the current stream."""
         torch = self._torch
         with torch.inference_mode():
             for weight in self._weights:
                 width, out = weight.shape
                 torch.mm(self._inputs[width][:tokens], weight, out=self._outputs[out][:tokens])
-            # In two calls with the same total work: every fast kernel supports a square mask, few one after a prefix.
+            # Two calls with the same total work: every fast kernel supports a square causal mask, but few support a
+            # causal mask after a prefix.
             if before:
                 self._attend(tokens, slice(before), False)
             self._attend(tokens, slice(before, before + tokens), True)
@@ -139,30 +148,33 @@ class TorchLayer:
 
 
 class Timeline:
-    """Events of a device and their times on the monotonic clock; here of a device that computes synchronously."""
+    """Records marks in the work submitted to a device and reads their times on the monotonic clock.
+
+    This base class is for the CPU, where work is complete when the call that submits it returns.
+    """
 
     def mark(self) -> Any:
-        """Returns a mark after everything that has been submitted so far."""
+        """Records and returns a mark behind all work submitted so far."""
         return time.monotonic_ns()
 
     def event(self, mark: Any) -> Any:
-        """Returns the event to pass to the agent; None if the work is done when it is submitted."""
+        """Returns the GPU event of a mark, for the agent to wait for; None on the CPU."""
         return None
 
     def passed(self, mark: Any) -> bool:
-        """Whether the device has reached the mark; never waits."""
+        """Whether the device has completed the work before the mark; never waits."""
         return True
 
     def at_ns(self, mark: Any) -> int:
-        """Returns the time of a passed mark."""
+        """Returns the time at which the device passed a mark; it must have passed it."""
         return int(mark)
 
     def anchor(self) -> None:
-        """Waits until all work is done and synchronises the clocks; once before a run."""
+        """Waits until all submitted work is complete and relates the device's clock to the monotonic clock."""
 
 
 class CudaTimeline(Timeline):
-    """A stream of a GPU, which becomes the current stream of this thread."""
+    """Timeline of a new CUDA stream, which becomes the current stream of this thread; marks are CUDA events."""
 
     def __init__(self, torch: Any, device: str) -> None:
         self._torch = torch
@@ -194,21 +206,22 @@ class CudaTimeline(Timeline):
 
 
 def timeline_of(torch: Any, device: str) -> Timeline:
-    """Returns the timeline of a device given by torch's name."""
+    """Returns a timeline for a device, given by torch's name such as "cuda:0" or "cpu"."""
     return CudaTimeline(torch, device) if device.startswith("cuda") else Timeline()
 
 
 class GpuEngine:
-    """The engine of one prefill rank."""
+    """Engine that computes the forwards of one prefill rank on its GPU."""
 
     def __init__(self, work: LayerWork, device: str, layers: int, chunk_tokens: int, share: int = 1) -> None:
-        """
+        """Imports PyTorch and allocates weights and buffers.
+
         Args:
-            work: of one layer.
-            device: torch's name.
+            work: computation of one layer on this rank.
+            device: torch's name of the device.
             layers: number of layers of this rank.
-            chunk_tokens: maximum tokens of a chunk.
-            share: number of ranks that split every chunk's tokens.
+            chunk_tokens: maximum number of tokens of a chunk.
+            share: number of context-parallel ranks that split the tokens of every chunk.
         """
         self._work = work
         self._device = device
@@ -227,13 +240,13 @@ class GpuEngine:
         return len(self._submitted) < _MAX_SUBMITTED
 
     def prepare(self, prompts: Iterable[int]) -> None:
-        """Allocates memory for these prompts and measures their forwards while nothing is sent; before a run."""
+        """Prepares a run: allocates buffers for these prompt lengths and times their forwards without transfers."""
         lengths = sorted(set(prompts))
         if lengths and lengths[-1] > self._layer.prompt:
             self._layer = TorchLayer(self._work, self._device, self._part(self._chunk_tokens), lengths[-1])
         step = max(1, -(-len(lengths) // _MEASURED_LENGTHS))
         for tokens in {*lengths[::step], *lengths[-1:]} - self._alone.keys():
-            self._forward(tokens)  # the first one loads kernels
+            self._forward(tokens)  # the first forward loads kernels
             until = time.monotonic() + _MIN_MEASURED_S
             durations: list[int] = []
             while len(durations) < _MIN_ROUNDS or time.monotonic() < until:
@@ -243,7 +256,7 @@ class GpuEngine:
         self.timeline.anchor()
 
     def alone_ns(self, tokens: int) -> int:
-        """Returns the duration of a forward while nothing is sent, measured or interpolated."""
+        """Returns the duration of a forward of this prompt length without transfers, measured or interpolated."""
         known = sorted(self._alone)
         below = max((each for each in known if each <= tokens), default=known[0])
         above = min((each for each in known if each >= tokens), default=known[-1])
@@ -256,13 +269,13 @@ class GpuEngine:
         return GpuJob(self, chunks * self._layers, deadline_ns)
 
     def put(self, tokens: int, before: int, layers: int) -> Any:
-        """Submits layers of a chunk that follows `before` tokens of its prompt; returns the mark after them."""
+        """Submits layers for a chunk that follows `before` tokens of its prompt; returns the mark behind them."""
         for _ in range(layers):
             self._layer.compute(self._part(tokens), before)
         return self.timeline.mark()
 
     def submitted(self, mark: Any) -> None:
-        """Records that a whole forward has been submitted, up to this mark."""
+        """Records that a whole forward, whose last mark is `mark`, has been submitted."""
         self._submitted.append(mark)
 
     def _part(self, tokens: int) -> int:
@@ -281,10 +294,18 @@ class GpuEngine:
 
 
 class GpuJob:
-    """One room's forward."""
+    """Forward of one room's prompt on a GPU."""
 
     def __init__(self, engine: GpuEngine, steps: int, deadline_ns: int) -> None:
-        """`steps`: layers of all chunks together."""
+        """Records the start of the forward.
+
+        Args:
+            steps: number of chunks times number of layers.
+            deadline_ns: end of the run on the monotonic clock.
+
+        Raises:
+            DeadlineExceeded: the run has ended.
+        """
         if time.monotonic_ns() >= deadline_ns:
             raise DeadlineExceeded("its forward was not begun at the run's deadline")
         self._engine = engine

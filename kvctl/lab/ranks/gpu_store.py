@@ -1,6 +1,7 @@
-"""Writes and compares content on a GPU with a kernel: sweeps move hundreds of gigabytes, all of which is verified.
+"""Writes and checks the test pattern in a KV pool on a GPU, with a kernel.
 
-Wrong pages are downloaded, one per layer, and described by the code that checks host memory.
+A sweep transfers hundreds of gigabytes and verifies all of them, which would take too long through host memory. Only
+the first wrong page of a layer is downloaded, to be described by the code that checks host memory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ARGUMENTS = {
     **dict.fromkeys(("places_at", "bases_at", "pages_at", "firsts_at"), "i64"),
     **dict.fromkeys(("items", "tiles", "units"), "i32"),
 }
-"""The kernel's arguments, in order."""
+"""Names and types of the kernel's run-time arguments, in order."""
 
 FILL, CHECK, QUIET = "fill", "check", "poison"
 TILE = 2048
@@ -34,7 +35,7 @@ _PROGRAMS_PER_SM = 4
 
 
 class Form(NamedTuple):
-    """Compile-time constants of the kernel; see `content_kernel.content`."""
+    """Compile-time constants of the kernel, as described at `content_kernel.content`."""
 
     task: str
     page_rows: int
@@ -46,7 +47,7 @@ class Form(NamedTuple):
         return self.page_rows * self.row_units
 
     def constants(self) -> dict[str, Any]:
-        """Returns the constants by the kernel's names."""
+        """Returns all compile-time constants under the names that the kernel uses."""
         from triton import language
 
         return {
@@ -61,13 +62,13 @@ class Form(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One kernel launch.
+    """Inputs of one kernel launch.
 
     Attributes:
-        tables: all tables, concatenated, for upload; the addresses of the layers come first.
-        bases_at, pages_at, firsts_at: offsets of the other tables.
-        layers: number of layers, and of firsts.
-        units: units of a layer's range; a smaller first is the first wrong unit.
+        tables: the kernel's four tables, concatenated for one upload; the table of layer addresses comes first.
+        bases_at, pages_at, firsts_at: byte offsets of the other three tables in `tables`.
+        layers: number of layers to process.
+        units: number of units (see `content_kernel.content`) in each layer's range.
     """
 
     form: Form
@@ -83,22 +84,27 @@ class Launch(NamedTuple):
         return -(-self.units // TILE)
 
     def arguments(self, at: int) -> tuple[int, ...]:
-        """Returns the kernel's arguments with the tables at address `at`."""
+        """Returns the kernel's run-time arguments for tables uploaded to device address `at`."""
         addresses = (at, at + self.bases_at, at + self.pages_at, at + self.firsts_at)
         return (*addresses, self.layers * self.tiles, self.tiles, self.units)
 
     def firsts(self, tables: Bytes) -> npt.NDArray[np.int32]:
-        """Returns the resulting firsts, given the bytes from `firsts_at` on."""
+        """Returns the first wrong unit of each layer, or `units` for a layer without one.
+
+        Args:
+            tables: the downloaded bytes of the tables from offset `firsts_at` on.
+        """
         return tables[: 4 * self.layers].view(np.int32)
 
 
 def launch(task: str, view: PlaneView, pages: Pages, bases: Words | None, firsts: Sequence[int], count: int) -> Launch:
-    """Builds a launch over a range of `count` pages of each layer.
+    """Builds the inputs of a launch that processes `count` pages of a room in each layer.
 
     Args:
-        pages: all pages of the room.
-        bases: of all its rows; None when looking for poison.
-        firsts: for each layer, the start of its range in `pages`.
+        task: FILL, CHECK or QUIET.
+        pages: indices of all pages of the room.
+        bases: `pattern.row_bases` of the room; None for QUIET.
+        firsts: for each layer, the position in `pages` at which its range starts.
     """
     rows, addresses = view.rows, list(view.addresses())
     bits = rows.row_bytes | _WORD
@@ -124,7 +130,7 @@ def launch(task: str, view: PlaneView, pages: Pages, bases: Words | None, firsts
 
 
 class GpuStore:
-    """Launches the content kernel and waits for it; the tables are uploaded for every launch."""
+    """Store for a pool on a GPU; each call uploads its tables, launches the content kernel and waits for it."""
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
@@ -158,7 +164,7 @@ class GpuStore:
                 yield found
 
     def _wrong_pages(self, work: Launch) -> list[tuple[int, int]]:
-        """Returns (layer, first wrong page of its range) of every layer that has one."""
+        """Runs a launch; returns (layer, position in its range of the first wrong page) for each layer with one."""
         if not work.units:
             return []
         at = self._run(work)
@@ -170,13 +176,13 @@ class GpuStore:
         ]
 
     def _run(self, work: Launch) -> int:
-        """Launches the kernel and waits for it; returns the address of its tables."""
+        """Uploads the tables, launches the kernel and waits for it; returns the device address of the tables."""
         at = self._upload(work)
         if not work.units:
             return at
         function, code = self._kernel(work.form)
         values = (*work.arguments(at), *[0] * code.appended)
-        # Eight bytes for each argument; narrower ones use the lower half.
+        # Each argument takes eight bytes; a 32-bit argument uses the lower half.
         arguments = (ctypes.c_int64 * len(values))(*values)
         start = ctypes.addressof(arguments)
         pointers = (ctypes.c_void_p * len(values))(*range(start, start + 8 * len(values), 8))
@@ -200,7 +206,7 @@ class GpuStore:
         return self._tables.addr
 
     def _kernel(self, form: Form) -> tuple[Any, Program]:
-        """Returns the driver's function and its compiled program."""
+        """Returns the driver's function and the compiled program of a kernel variant; compiles it on first use."""
         if form not in self._kernels:
             from kvctl.lab.ranks.content_kernel import content
 

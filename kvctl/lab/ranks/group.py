@@ -1,8 +1,8 @@
-"""The rank processes of one fleet: names, private directory, and one event loop over all of them.
+"""The rank processes of one fleet: their names, their private directory, and one event loop over all of them.
 
-One thread, one selector. However a fleet ends, `close` ends every process that was started, in order if the rank can
-and by SIGKILL otherwise, and removes the directory and the sockets. Control and bootstrap sockets are in the private
-directory; admin sockets are in the directory that `kvctl status` reads.
+Everything runs on one thread with one selector. However a fleet ends, `close` ends every process that was started, by
+SIGKILL if it does not exit by itself, and removes the directory and the sockets. Control and bootstrap sockets are in
+the private directory; admin sockets are in the directory that `kvctl status` reads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvctl.lab.ranks.process import PROGRAM, RankProcess
 from kvctl_agent.contract.admin import LOCK_SUFFIX, socket_dir, socket_path
 
 CLOSE_S = 10.0
-"""Time that ranks get to close their agents before they are killed; a rank allows itself 5 s."""
+"""Time that ranks have to close their agents before they are killed; a rank itself gives up after 5 s."""
 
 TICK_S = 0.2
 _EXIT_AFTER_FATAL_S = 1.0
@@ -37,11 +37,11 @@ _MAX_TMP_BYTES = 40
 
 
 class FleetError(Exception):
-    """The fleet cannot go on; the text is for users."""
+    """Raised when a fleet cannot continue; the text is meant for users."""
 
 
 class RankDied(FleetError):
-    """A rank's process ended without having been told to."""
+    """Raised when a rank's process ended without a Stop command."""
 
     def __init__(self, name: str, pid: int, returncode: int, doing: str, last_output: str) -> None:
         self.rank = name
@@ -58,7 +58,7 @@ class RankDied(FleetError):
 
 
 class RankFailed(FleetError):
-    """A rank reported the error that it ends with; `code` is the error's class name."""
+    """Raised when a rank reported a fatal error; `code` is the class name of that error."""
 
     def __init__(self, name: str, code: str, message: str, doing: str) -> None:
         self.rank = name
@@ -67,7 +67,7 @@ class RankFailed(FleetError):
 
 
 class RankOverdue(FleetError):
-    """A rank did not answer in time."""
+    """Raised when a rank did not answer a command in time."""
 
     def __init__(self, name: str, doing: str, timeout_s: float, last: str, others: int) -> None:
         self.rank = name
@@ -77,7 +77,13 @@ class RankOverdue(FleetError):
 
 
 class Event(NamedTuple):
-    """A message of a rank, or the end of its process: kind `exited`, with `returncode` and `output`."""
+    """A message of a rank, or the exit of its process.
+
+    Attributes:
+        kind: kind of the message (see `messages.Message`), or "exited".
+        data: data of the message; for an exit `returncode` and `output`, the last lines that the process printed.
+        at_ns: time at which the event was read, on the monotonic clock.
+    """
 
     process: RankProcess
     kind: str
@@ -86,27 +92,27 @@ class Event(NamedTuple):
 
     @property
     def rank(self) -> str:
-        """Name of the rank."""
+        """Name of the rank that caused the event."""
         return self.process.name
 
 
 class RankGroup:
-    """The processes of a fleet.
+    """Starts, polls and ends the rank processes of one fleet.
 
     Attributes:
-        prefix: "" if no other agent uses these names, otherwise a prefix that makes this fleet's names unique.
+        prefix: prefix of the rank names; "" unless another agent on this machine already uses one of the names.
         names: names of the ranks, with the prefix.
-        directory: removed by `close`.
-        ranks: the latest process of each rank that was started.
-        running: processes that have not ended.
+        directory: private temporary directory of the fleet; `close` removes it.
+        ranks: the latest process of each rank that was started, by name.
+        running: processes that have not exited.
     """
 
     def __init__(self, names: Sequence[str] = (), on_tick: Callable[[], None] = lambda: None) -> None:
-        """Starts nothing yet.
+        """Creates the private directory; starts no process yet.
 
         Args:
             names: names of the ranks, without the prefix.
-            on_tick: called several times per second while `ask` and `wait` wait.
+            on_tick: callback that `ask` and `wait` call several times per second.
         """
         self.prefix = _free_prefix(names)
         self.names = [self.prefix + name for name in names]
@@ -120,10 +126,13 @@ class RankGroup:
     def start(
         self, name: str, environment: Mapping[str, str] | None = None, program: Sequence[str] = PROGRAM
     ) -> RankProcess:
-        """Starts a process for a rank; call it from the main thread, whose end ends the ranks.
+        """Starts a process for a rank.
+
+        Call it from the main thread: the kernel sends SIGTERM to a rank when the thread that started it ends.
 
         Args:
-            environment: variables in addition to this process's.
+            environment: environment variables to add to those of this process.
+            program: command line of the process, without the options that `RankProcess` adds.
         """
         inherited = {**os.environ, "TMPDIR": str(self.directory), "PYTHONUNBUFFERED": "1"}
         with _signals_deferred():
@@ -133,7 +142,7 @@ class RankGroup:
         return process
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """Waits for messages and exits, at most for `timeout_s`."""
+        """Waits for messages and exits of the processes, at most for `timeout_s`, and returns them."""
         for process in self.running:
             if not process.channel_closed:
                 wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.flush() else 0)
@@ -143,14 +152,19 @@ class RankGroup:
         return [event for process in ready.values() for event in self._read(process)]
 
     def ask(self, commands: Mapping[str, Command], timeout_s: float, doing: str) -> dict[str, Mapping[str, Any]]:
-        """Sends a command to each of some ranks and waits for all answers.
+        """Sends commands to ranks and waits for all answers.
 
         Args:
-            commands: by rank name.
-            doing: the phase, for error messages.
+            commands: the command for each rank, by rank name.
+            doing: name of the phase, for error messages.
+
+        Returns:
+            The answers by rank name.
 
         Raises:
-            RankDied, RankFailed, RankOverdue: the first failure of any rank; call `close` next.
+            RankDied: a rank, not necessarily one of those in `commands`, exited.
+            RankFailed: a rank reported a fatal error.
+            RankOverdue: an answer did not arrive within `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         for name, command in commands.items():
@@ -167,10 +181,14 @@ class RankGroup:
             self._on_tick()
 
     def wait(self, seconds: float, doing: str) -> None:
-        """Waits.
+        """Waits for some time while reading messages and watching the ranks.
+
+        Args:
+            doing: name of the phase, for error messages.
 
         Raises:
-            RankDied, RankFailed: as `ask`.
+            RankDied: a rank exited.
+            RankFailed: a rank reported a fatal error.
         """
         deadline = time.monotonic() + seconds
         while (left_s := deadline - time.monotonic()) > 0:
@@ -179,10 +197,10 @@ class RankGroup:
             self._on_tick()
 
     def close(self) -> dict[str, int]:
-        """Ends every process within `CLOSE_S`; removes the directory and all sockets.
+        """Ends all processes, killing those that still run after `CLOSE_S`; removes the directory and all sockets.
 
         Returns:
-            The exit status of the latest process of each rank, negative for a signal.
+            The exit status of each rank's latest process, by rank name; the negative signal number if it was killed.
         """
         if not self._closed:
             self._closed = True
@@ -202,10 +220,10 @@ class RankGroup:
                 if not process.stopping:
                     process.hang_up()
             while self.running and (left_s := deadline - time.monotonic()) > 0:
-                self.poll(min(left_s, TICK_S))  # reads output, too: a rank that cannot print cannot exit
+                self.poll(min(left_s, TICK_S))  # also reads output: a rank that blocks in a print cannot exit
         finally:
             for process in self.running:
-                process.signal(SIGKILL)  # ends a stopped process, too
+                process.signal(SIGKILL)  # also ends a process stopped by SIGSTOP
             while self.running:
                 self.running.pop().reap()
 
@@ -237,7 +255,10 @@ class RankGroup:
         return events
 
     def _check(self, doing: str) -> None:
-        """Raises the first cause: a killed process before the errors that its end caused in others."""
+        """Raises an error if a rank has died or failed.
+
+        An exit takes precedence over a reported error, because the death of one rank causes errors in its peers.
+        """
         self._check_alive(doing)
         failed = next((rank for rank in self.ranks.values() if rank.fatal is not None), None)
         if failed is not None:
@@ -249,7 +270,11 @@ class RankGroup:
                 raise RankDied(rank.name, rank.pid, rank.returncode or 0, doing, rank.last_output)
 
     def _raise_first_cause(self, failed: RankProcess, doing: str) -> NoReturn:
-        """Polls a little longer: a rank that lost its peer may report so before the peer's exit is seen."""
+        """Raises RankFailed for `failed`, or RankDied if another rank's exit turns out to be the cause.
+
+        Polls for up to `_EXIT_AFTER_FATAL_S` first: a rank that lost its peer may report the loss before the peer's
+        exit is seen.
+        """
         deadline = time.monotonic() + _EXIT_AFTER_FATAL_S
         while failed in self.running and time.monotonic() < deadline:
             self.poll(0.05)
@@ -259,7 +284,7 @@ class RankGroup:
 
 
 def rank_names(ranks: Sequence[PlannedRank]) -> list[str]:
-    """Returns `prefill-0`, `decode-3`; with several prefill instances `p1-prefill-0`."""
+    """Returns the name of each rank: "prefill-0", "decode-3"; with several prefill instances "p1-prefill-0"."""
     several = any(rank["instance"] > 0 for rank in ranks)
     names = []
     for rank in ranks:
@@ -270,7 +295,11 @@ def rank_names(ranks: Sequence[PlannedRank]) -> list[str]:
 
 @contextlib.contextmanager
 def _signals_deferred() -> Iterator[None]:
-    """Defers SIGINT and SIGTERM to the end of the block, so that `close` knows every process that was started."""
+    """Defers SIGINT and SIGTERM to the end of the block.
+
+    Otherwise a signal could arrive between the start of a process and its entry in `running`, and `close` would not end
+    that process.
+    """
     received: list[int] = []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     replaced = {number: handler for number, handler in handlers.items() if callable(handler)}
@@ -286,7 +315,7 @@ def _signals_deferred() -> Iterator[None]:
 
 
 def _free_prefix(names: Sequence[str]) -> str:
-    """Returns "" if no agent has one of these names."""
+    """Returns a prefix for rank names: "" if no agent on this machine uses one of the names, otherwise a random one."""
     found = discover()
     taken = {endpoint.name for endpoint in (*found.live, *found.stopped)}
     return "" if taken.isdisjoint(names) else f"b{secrets.randbelow(9000) + 1000}-"
@@ -298,7 +327,7 @@ def _short_temporary_directory() -> str:
 
 
 def _remove_admin_socket(name: str) -> None:
-    """Removes the socket that a killed rank leaves, unless another process holds the name by now."""
+    """Removes the admin socket that a killed rank left, unless another process has locked the name since."""
     lock = socket_dir() / f"{name}{LOCK_SUFFIX}"
     with contextlib.suppress(OSError):
         descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -1,8 +1,8 @@
-"""The rooms of a live rank: opened one by one at any time, never awaited, verified as they arrive.
+"""Rooms of a rank in a live fleet (`kvctl demo`), which are opened one by one on commands of the parent.
 
-The decode side opens each room when told to, and compares every byte of those that succeed. The prefill side computes a
-room in a few forwards, at once or when the decode side waits for it, and sends it whole or by layer groups. Delayed
-work is kept in a heap ordered by time.
+A decode rank receives each room and compares every byte of the rooms that succeed. A prefill rank computes each room in
+one or more simulated forwards, at once or when the decode side waits for it, and sends all layers together or in layer
+groups. Nothing blocks: delayed work is kept in a heap ordered by time.
 """
 
 from __future__ import annotations
@@ -32,17 +32,21 @@ _IDLE_S = 0.5
 
 
 class LiveRooms:
-    """Handles, pages and delayed work of the rooms of one rank.
+    """Opens, computes, verifies and releases the rooms of one live rank.
 
     Attributes:
-        handles: handles of rooms that have not ended, or whose pages are not free yet.
+        handles: the agent's handles, by room number, of rooms that have not ended or whose pages are not free yet.
         verifier: checks received rooms and free pages.
     """
 
     def __init__(
         self, start: Start, agent: Agent, content: Content, send: Callable[[str, Mapping[str, Any]], None]
     ) -> None:
-        """Poisons the whole pool; `send` sends a message of a kind to the parent."""
+        """Fills the whole pool with poison.
+
+        Args:
+            send: sends a message to the parent; called with its kind and its data.
+        """
         self._start = start
         self._agent = agent
         self._content = content
@@ -56,7 +60,7 @@ class LiveRooms:
         content.poison()
 
     def open(self, command: OpenRoom | SendRoom) -> None:
-        """Opens a room; a room that the agent refuses ends as failed."""
+        """Opens a room on this rank; reports the room as failed and released if the agent refuses it."""
         number = command.room
         try:
             self._content.add(Room(command.index, number, command.tokens, command.prefix_tokens))
@@ -85,12 +89,12 @@ class LiveRooms:
             self._send("released", Released(room=number, at_ns=now_ns))
 
     def abort(self, command: Abort) -> None:
-        """Aborts a room that has not ended."""
+        """Aborts a room; no effect if its pages are free already."""
         if handle := self.handles.get(command.room):
             handle.abort(command.reason)
 
     def changed(self, change: StateChange) -> None:
-        """Computes a room that the decode side waits for; verifies and reports a room that has ended."""
+        """Handles a state change: computes a room that decode waits for; verifies and reports a room that has ended."""
         number = change.handle.room
         if self.handles.get(number) is not change.handle:
             return
@@ -111,7 +115,7 @@ class LiveRooms:
         """Does the work that is due and reports rooms whose pages have become free.
 
         Returns:
-            Seconds until the next poll is due.
+            Seconds after which `poll` should be called again.
         """
         while self._due and self._due[0][0] <= time.monotonic():
             heapq.heappop(self._due)[2]()
@@ -141,7 +145,7 @@ class LiveRooms:
     def _forward_done(self, send: Send, groups: Sequence[range], pages: Pages, last: bool) -> None:
         number = send.room
         if self.handles.get(number) is not send:
-            return  # the room has ended, and another room may own its pages
+            return  # the room was released, and another room may own its pages
         if not groups:
             send.pages(pages, last=last)
         for group in groups:

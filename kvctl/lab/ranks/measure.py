@@ -1,4 +1,4 @@
-"""Measurements of a rank process: counters, stage times, ring samples, CPU time, memory, GPU copy rates."""
+"""Measures a rank process: agent counters, stage times, ring samples, CPU time, memory and GPU copy rates."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ MAX_SHOWN_PARTS = 512
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 Counters = dict[str, dict[str, float]]
-"""Metric name → label values joined by commas ("" without labels) → value."""
+"""Counter values: metric name → label values joined by commas ("" without labels) → value."""
 
 
 def counters(families: Iterable[MetricFamily]) -> Counters:
-    """Returns all counters of a `metrics` snapshot."""
+    """Returns the values of all counters in a `metrics` snapshot."""
     return {
         family["name"]: {
             ",".join(sample["labels"].values()): float(sample["value"] or 0) for sample in family["samples"]
@@ -38,7 +38,7 @@ def counters(families: Iterable[MetricFamily]) -> Counters:
 
 
 def growth(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]) -> Counters:
-    """Returns the growth between two snapshots, without counters that did not grow."""
+    """Returns how much each counter grew between two snapshots; omits counters that did not grow."""
     grown: Counters = {}
     for name, values in after.items():
         for label, value in values.items():
@@ -49,18 +49,22 @@ def growth(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mappin
 
 
 def stages(layers: Callable[[int], Sequence[LayerRow]], rooms: Sequence[int]) -> dict[str, list[int]]:
-    """Returns the median time of each room's parts in each stage, for the last `MAX_SAMPLED_ROOMS` rooms.
+    """Samples the time that parts spend in each stage.
 
     Args:
-        layers: the agent's `layers` command for one room.
-        rooms: numbers of successful rooms, in order; agents keep a few hundred.
+        layers: the agent's `layers` command for one room, whose rows have percentiles over the parts of the room.
+        rooms: numbers of successful rooms in order; the last `MAX_SAMPLED_ROOMS` are sampled, because agents keep only
+            a few hundred rooms.
+
+    Returns:
+        For each stage, the medians in nanoseconds of all rows of the sampled rooms.
     """
     samples: dict[str, list[int]] = {}
     for room in rooms[-MAX_SAMPLED_ROOMS:]:
         try:
             rows = layers(room)
         except RequestRefused:
-            continue  # discarded since it was looked up: other rooms of the run are still ending
+            continue  # the agent has discarded the room since it was looked up, because other rooms are still ending
         for row in rows:
             for stage, summary in row["stages"].items():
                 if summary["p50_ns"] is not None:
@@ -69,11 +73,14 @@ def stages(layers: Callable[[int], Sequence[LayerRow]], rooms: Sequence[int]) ->
 
 
 def hidden(find: Callable[[int], Sequence[RoomRecord]], rooms: Mapping[int, int]) -> list[list[int]]:
-    """Returns [index, hidden ns, exposed ns] of a prefill rank's transfers, for the same last rooms as `stages`.
+    """Returns how much of each room's transfer overlapped with its computation, on a prefill rank.
 
     Args:
-        find: returns the agent's records of a room.
-        rooms: index by number of successful rooms, in order.
+        find: returns the agent's records of a room number.
+        rooms: room index by room number of the successful rooms, in order; only the last `MAX_SAMPLED_ROOMS` are used.
+
+    Returns:
+        One row [room index, ns of transfer before the forward was done, ns after it] per room.
     """
     rows = []
     for number, index in list(rooms.items())[-MAX_SAMPLED_ROOMS:]:
@@ -85,7 +92,7 @@ def hidden(find: Callable[[int], Sequence[RoomRecord]], rooms: Mapping[int, int]
 
 
 def shown_parts(records: Iterable[RoomRecord]) -> list[ShownPart]:
-    """Returns the parts of a room with their stage times, in the order in which they were first recorded."""
+    """Returns the parts in the records of one room with their stage times, in the order in which they first appear."""
     parts: dict[tuple[int | None, int | None, str | None, tuple[int, int]], ShownPart] = {}
     for event in (event for record in records for event in record.events):
         if event.layers is None or event.stage not in STAGES:
@@ -110,7 +117,7 @@ def shown_parts(records: Iterable[RoomRecord]) -> list[ShownPart]:
 
 
 def cpu_ns() -> int:
-    """Returns the CPU time of all threads of this process so far."""
+    """Returns the CPU time that all threads of this process have used so far, in nanoseconds."""
     return time.process_time_ns()
 
 
@@ -123,7 +130,7 @@ def peak_rss_bytes() -> int:
 
 
 def rss_bytes() -> int:
-    """Returns the resident memory of this process."""
+    """Returns the current resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
 
 
@@ -138,14 +145,14 @@ def threads() -> int:
 
 
 def forget_peak_rss() -> None:
-    """Resets `peak_rss_bytes`: the memory of a machine measurement is not a cost of the rank."""
+    """Resets the value of `peak_rss_bytes`, so that the buffers of a machine measurement do not count as the rank's."""
     # Kernels without CONFIG_PROC_PAGE_MONITOR lack this file; the peak then includes the measurement.
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def gpu(device: Device) -> Gpu:
-    """Describes a GPU for the bench's results."""
+    """Returns the name, driver and CUDA version of a GPU, for the bench's results."""
     described = device.describe()
     version = None
     with contextlib.suppress(OSError):
@@ -156,22 +163,22 @@ def gpu(device: Device) -> Gpu:
 
 
 _MIN_INTERVAL_NS = 5_000_000  # between samples while the rank is busy
-_IDLE_INTERVAL_NS = 20_000_000  # between samples while it waits
+_IDLE_INTERVAL_NS = 20_000_000  # between samples while the rank waits
 _MAX_SAMPLES = 1024
 
 
 class Samples:
-    """Periodic samples of a value, such as the ring's fill level.
+    """Samples a value periodically, such as the fill level of the staging ring.
 
-    Sampling must cost nothing measurable, so it happens between other work, every few milliseconds at most; a long run
-    is sampled more and more coarsely.
+    So that the cost of sampling is not measurable, the rank samples between other work and at most every 5 ms. Whenever
+    `_MAX_SAMPLES` is reached, every second sample is dropped and the interval is doubled.
 
     Attributes:
-        taken: [monotonic ns, value], at most `_MAX_SAMPLES` of them.
+        taken: samples as [monotonic ns, value], at most `_MAX_SAMPLES`.
     """
 
     def __init__(self, read: Callable[[], int] | None) -> None:
-        """`read` returns the value; None: take no samples."""
+        """Samples the value that `read` returns; None: takes no samples."""
         self._read = read
         self._every = 1
         self._last_ns: int | None = None
@@ -179,11 +186,11 @@ class Samples:
 
     @property
     def next_ns(self) -> int | None:
-        """Time of the next sample while nothing else happens."""
+        """Time at which an idle rank should take the next sample; None if no samples are taken."""
         return None if self._read is None or self._last_ns is None else self._last_ns + self._every * _IDLE_INTERVAL_NS
 
     def look(self, now_ns: int) -> None:
-        """Takes a sample, unless the last one is too recent."""
+        """Takes a sample, unless the previous sample is too recent."""
         if self._read is None or (
             self._last_ns is not None and now_ns < self._last_ns + self._every * _MIN_INTERVAL_NS
         ):
@@ -195,7 +202,7 @@ class Samples:
             self._every *= 2
 
 
-_DEVICE_BYTES = 256 << 20  # larger than its caches
+_DEVICE_BYTES = 256 << 20  # larger than a GPU's caches
 # A decode rank's ring and the scratch memory behind it have at least this size together.
 _PEER_BYTES = 64 << 20
 _COPIES = 24  # in a row, so that submitting and awaiting them is negligible
@@ -203,10 +210,10 @@ _ROUNDS = 4
 
 
 def device_gb_per_s(device: Device, nbytes: int = _DEVICE_BYTES) -> float:
-    """Returns the rate of copies within the device in GB/s (1e9 bytes copied per second, each read and written).
+    """Measures copies within a device; returns the rate in GB/s (1e9 bytes per second, each byte counted once).
 
     Raises:
-        DeviceError: too little memory.
+        DeviceError: the device has too little free memory.
     """
     source = device.allocate(nbytes)
     try:
@@ -220,12 +227,12 @@ def device_gb_per_s(device: Device, nbytes: int = _DEVICE_BYTES) -> float:
 
 
 def peer_gb_per_s(device: Device, connection: PeerConnection | None, nbytes: int = _PEER_BYTES) -> float | None:
-    """Returns the rate of copies into a peer's mapped ring in GB/s; None if it is not mapped.
+    """Measures copies into a peer's mapped staging ring; returns the rate in GB/s, None if the ring is not mapped.
 
     Overwrites the peer's ring: no room may be in flight.
 
     Raises:
-        DeviceError: too little memory.
+        DeviceError: the device has too little free memory.
         PeerDisconnected: the connection has just been closed.
     """
     if connection is None or connection.mapping is None or not connection.ring_base:
@@ -242,7 +249,7 @@ def peer_gb_per_s(device: Device, connection: PeerConnection | None, nbytes: int
 
 
 def _best(device: Device, target: int, source: int, nbytes: int) -> float:
-    device.copy(target, source, nbytes)  # the first copy is slow; it is awaited with the next one
+    device.copy(target, source, nbytes)  # the first copy is slow; waiting for the next one waits for it as well
     _wait(device.copy(target, source, nbytes).done)
     durations = []
     for _ in range(_ROUNDS):

@@ -1,15 +1,15 @@
 """Messages between a parent process and its rank processes.
 
-A rank serves one of two kinds of fleet, chosen by `Start.live`:
+A rank belongs to one of two kinds of fleet, chosen by `Start.live`:
 
-- In a batch fleet (`kvctl bench`, `tune`) the parent leads all ranks through phases with one command and one answer per
-  rank and phase: Start, Floors, Prepare, Run, Verify, Stop. Within a run the ranks drive the rooms of a batch
-  alone; the parent is not involved.
-- In a live fleet (`kvctl demo`) rooms are opened one by one at any time: OpenRoom, SendRoom, Abort, SetFault, Tell.
-  These commands have no answers; the ranks report Serving, Ended, Released, Usage and FaultState when they occur.
+- In a batch fleet (`kvctl bench`, `tune`) the parent leads all ranks through phases. In each phase it sends one command
+  to a rank and waits for one answer: Start, Floors, Prepare, Run, Verify, Stop. During Run the ranks open and send the
+  rooms of a batch by themselves; the parent is not involved.
+- In a live fleet (`kvctl demo`) the parent opens rooms one by one at any time: OpenRoom, SendRoom, Abort, SetFault,
+  Tell. These commands have no answers; the ranks send the reports Serving, Ended, Released, Usage and FaultState.
 
-The channel carries lines of JSON. A line down is `{"do": <command name>, "args": {...}}`; a line up is a `Message`. End
-of file means that the other side is gone; a rank then closes its agent and exits.
+The channel carries lines of JSON: `{"do": <command name>, "args": {...}}` from the parent to a rank, a `Message` from a
+rank to the parent. End of file means that the other process is gone; a rank then closes its agent and exits.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from kvctl_agent.contract.choices import HOST
 from kvctl_agent.contract.snapshots import Failure
 
 MAX_LINE_BYTES = 16 << 20
-"""Maximum length of a line: a run of 100,000 rooms fits."""
+"""Maximum length of a line, sufficient for the report of a run of 100,000 rooms."""
 
 FLEET_PREFIX = "kvctl-bench-"
-"""First part of the name of a fleet's temporary directory."""
+"""Prefix of the name of a fleet's temporary directory."""
 
 
 class LineTooLong(ValueError):
-    """The other side sent a line longer than `MAX_LINE_BYTES`."""
+    """Raised when a received line is longer than `MAX_LINE_BYTES`."""
 
 
 class LineBuffer:
@@ -41,10 +41,10 @@ class LineBuffer:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Adds bytes and returns the lines that they complete, without line ends.
+        """Adds received bytes and returns the lines that are complete now, without their line ends.
 
         Raises:
-            LineTooLong: the limit was exceeded without a line end.
+            LineTooLong: a line, complete or not, exceeds the limit.
         """
         searched = len(self._rest)
         self._rest += data
@@ -64,20 +64,27 @@ class LineBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """First command: the rank's identity, shape and pool.
+    """First command to a rank: its identity, the model shape, its pool and the configuration of its agent.
 
     Args:
-        instance: prefill instance; -1 for a decode rank.
-        prefill: sizes of all prefill instances.
-        bootstraps: registry endpoints of the prefill instances.
+        fleet_dir: private directory of the fleet.
+        instance: number of the rank's prefill instance; -1 for a decode rank.
+        unique: number of the rank within its instance.
+        prefill: parallel sizes of all prefill instances.
+        bootstraps: registry endpoint of each prefill instance.
+        decode: parallel sizes of the decode instance.
+        page_order: one of `request.PAGE_ORDERS`.
+        state_slots: number of items in the pool for each state component, by name.
+        seed: seed of the test pattern and of all random choices.
+        config: configuration of the agent.
         timeout_s: time to wait for the peers.
-        faulty: build the agent with fault injection.
-        device: GPU number, or HOST.
+        faulty: whether to build the agent with fault injection.
+        device: GPU number, or HOST for a pool in host memory.
         compute: one of `request.COMPUTES`.
-        live: rooms are opened one by one. Such a rank does not answer Start; it sends `Serving` once it can serve, and
-            again whenever the set of instances changes.
-        faults: specs in force from the first moment; live ranks only.
-        verify: compare received rooms and watch free pages; live ranks only.
+        live: whether the rank belongs to a live fleet. Such a rank does not answer Start; it sends `Serving` once it
+            can serve, and again whenever the set of reachable instances changes.
+        faults: specs of the faults in force from the start; live ranks only.
+        verify: whether to compare received rooms and to watch free pages for stray writes; live ranks only.
     """
 
     do: ClassVar[str] = "start"
@@ -108,7 +115,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Close the agent, answer and exit."""
+    """Tells a rank to close its agent, answer with `Stopped` and exit."""
 
     do: ClassVar[str] = "stop"
 
@@ -118,9 +125,18 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """One request. `index` numbers it over the whole load and determines its content; `number` is its bootstrap_room.
+    """One request of a load, as sent to the ranks.
 
-    `instance`, `arrival_ms`, `output_tokens` and `session` are those of `PlannedRoom`.
+    Args:
+        index: position of the room in the whole load; determines the test pattern of its pages.
+        number: the bootstrap_room.
+        tokens: prompt length.
+        prefix_tokens: length of the prefix that the decode side has cached.
+        decode_dp: dp group of the decode instance that receives the room.
+        instance: number of the prefill instance that computes the room.
+        arrival_ms: arrival after the first room of the batch; None: as soon as the window allows (closed loop).
+        output_tokens: number of tokens to decode; 0 skips decoding.
+        session: rooms of one session run one after another; -1: no session.
     """
 
     index: int
@@ -136,7 +152,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Floors:
-    """Prefill: measure a limit of this machine while nothing else runs."""
+    """Tells a prefill rank to measure a limit of this machine, the ceiling for any transfer rate; nothing else runs."""
 
     do: ClassVar[str] = "floors"
     kind: FloorKind
@@ -144,7 +160,15 @@ class Floors:
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Before a run, untimed: prefill ranks fill the batch's pages (once per `batch`), decode ranks poison theirs."""
+    """Tells a rank to allocate the pages of a batch and to set up their content before a run; untimed.
+
+    Args:
+        batch: number of the batch; a prefill rank writes the test pattern of the same batch only once.
+        path: transfer path of the agent's configuration.
+        rooms: all rooms of the batch, also those in which the rank takes no part.
+        poison: whether decode ranks fill their pools with poison.
+        pipeline: "off", "on", "measured" or a number of layers per group.
+    """
 
     do: ClassVar[str] = "prepare"
     batch: int
@@ -156,13 +180,15 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Drive the prepared rooms, at most `windows[dp]` of them in flight per decode dp group.
+    """Tells a rank to transfer the prepared rooms.
 
     Args:
-        layer_ms: simulated compute of one layer for one chunk; a prefill rank computes one chunk at a time.
-        decode_ms: simulated time of one decode step; rooms with `output_tokens` are decoded together.
+        windows: maximum number of rooms in flight for each decode dp group.
+        timeout_s: time after which rooms that have not ended are aborted.
+        layer_ms: simulated compute time of one layer for one chunk; a prefill rank computes one chunk at a time.
+        decode_ms: simulated time of one decode step; the rooms of a decode rank are decoded together.
         show: index of the room whose parts `RunReport.waterfall` lists; -1 for none.
-        faults: specs in force while the rooms run; for ranks started with `faulty`.
+        faults: specs of the faults in force during the run; only for ranks started with `faulty`.
     """
 
     do: ClassVar[str] = "run"
@@ -176,7 +202,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Decode: compare the pool with the expected content."""
+    """Tells a decode rank to compare its pool with the expected content; `mode` is one of `request.VERIFY_MODES`."""
 
     do: ClassVar[str] = "verify"
     mode: str
@@ -187,9 +213,13 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class OpenRoom:
-    """Decode: receive a room from a prefill instance into random pages.
+    """Tells a decode rank to receive a room.
 
-    `room` is a number used once per fleet; `index` determines the content, so that a decode rank verifies alone.
+    Args:
+        room: the bootstrap_room, used once per fleet.
+        index: determines the test pattern of the room's pages.
+        prefix_tokens: length of the prefix that the decode side has cached.
+        instance: number of the prefill instance that sends the room.
     """
 
     do: ClassVar[str] = "open"
@@ -202,14 +232,14 @@ class OpenRoom:
 
 @dataclass(frozen=True, slots=True)
 class SendRoom:
-    """Prefill: compute a room and send it.
+    """Tells a prefill rank to compute and send a room; the first four fields are as in `OpenRoom`.
 
     Args:
-        chunks: number of forwards that compute its pages.
-        groups: layer groups that each forward is sent in; 1: all layers together.
+        chunks: number of forwards that compute the room's pages.
+        groups: number of layer groups in which each forward is sent; 1: all layers together.
         gap_s: time between two forwards.
-        at_once: compute immediately, whether or not the decode side has opened the room.
-        hangs: the last forward never ends, so the room waits until a deadline or an abort.
+        at_once: whether to compute immediately instead of when the decode side has opened the room.
+        hangs: whether the last forward never ends, so that the room waits until a deadline or an abort.
     """
 
     do: ClassVar[str] = "send"
@@ -226,7 +256,7 @@ class SendRoom:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Abort a room; no effect if it has ended."""
+    """Tells a rank to abort a room; no effect if the room has ended."""
 
     do: ClassVar[str] = "abort"
     room: int
@@ -235,7 +265,12 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class SetFault:
-    """Put faults in force, until cleared or for some seconds; the spec `clear` ends all faults."""
+    """Tells a rank to inject faults and to report `FaultState`.
+
+    Args:
+        spec: specs of the faults, or "clear" to end all faults.
+        seconds: duration of the faults; None: until they are cleared.
+    """
 
     do: ClassVar[str] = "fault"
     spec: str
@@ -244,11 +279,11 @@ class SetFault:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Report the rank's resources as `Usage`.
+    """Tells a rank to report its resources as `Usage`.
 
     Args:
-        token: returned in the report.
-        sweep: search all free pages for bytes written without permission.
+        token: number that the report repeats, so that the parent can match them.
+        sweep: whether to search all free pages for bytes written after their room was released.
     """
 
     do: ClassVar[str] = "tell"
@@ -264,10 +299,10 @@ COMMANDS: dict[str, type[Command]] = {kind.do: kind for kind in get_args(Command
 
 
 class Message(TypedDict):
-    """One line up.
+    """One message from a rank to its parent.
 
-    `answer` to a command; `progress` (data: `doing`); the `fatal` error that the rank ends with; or a report of a live
-    rank.
+    Kind "answer" answers a command; "progress" says in `data["doing"]` what the rank is doing; "fatal" reports the
+    error with which the rank exits. The other kinds are reports of live ranks.
     """
 
     kind: Literal["answer", "progress", "fatal", "serving", "ended", "released", "usage", "faults"]
@@ -282,7 +317,7 @@ class Fatal(TypedDict):
 
 
 class Gpu(TypedDict):
-    """A rank's GPU; unknown fields are ""."""
+    """Description of a rank's GPU; an unknown field is ""."""
 
     name: str
     driver: str  # version
@@ -290,7 +325,7 @@ class Gpu(TypedDict):
 
 
 class Ready(TypedDict):
-    """Answer to `Start` once all peers have been met."""
+    """Answer of a batch rank to `Start`, sent once it is connected to all its peers."""
 
     pool_bytes: int
     ring_bytes: int
@@ -301,13 +336,16 @@ class Ready(TypedDict):
 
 
 class FloorMeasured(TypedDict):
-    """Answer to `Floors`: GB/s (1e9 bytes), None if it cannot be measured."""
+    """Answer to `Floors`: a rate in GB/s (1e9 bytes per second); None if it cannot be measured on this rank."""
 
     gb_per_s: float | None
 
 
 class ShownPart(TypedDict):
-    """One part of the shown room as recorded by one rank; `moments` maps each stage to its end."""
+    """One part of a room in a waterfall, as recorded by one rank.
+
+    `moments` maps each stage that the part has passed to the time at which it ended.
+    """
 
     writer: int | None
     peer: str
@@ -319,7 +357,7 @@ class ShownPart(TypedDict):
 
 
 class FaultReport(TypedDict):
-    """Effects of the faults on a rank during a run."""
+    """Effects of injected faults on a rank during a run."""
 
     explained: list[list[Any]]  # [index, "aborted" or "fault"] of failed rooms whose cause is one of the faults
     struck: dict[str, int]  # how often each kind fired
@@ -329,18 +367,18 @@ class FaultReport(TypedDict):
 class RunReport(TypedDict):
     """Answer to `Run`. Times are monotonic nanoseconds, comparable between the ranks of one machine.
 
-    `rooms` of a prefill rank: [index, forward start, forward done, sent, compute], the last being the duration of its
-    layers without waiting. Of a decode rank: [index, arrival, success, first token, last token]; arrival is the room's
-    own if it has one, otherwise the time of its opening; without simulated decoding the tokens come with success.
-    Failed rooms are in `failures` only.
+    `rooms` has one row per success. Of a prefill rank: [room index, forward start, forward done, sent, compute];
+    compute is the duration of the room's layers without pipeline waits. On a decode rank: [room index, arrival,
+    success, first token, last token]; a room without an arrival time arrives when it is opened, and without simulated
+    decoding the times of both tokens are the time of success.
     """
 
     rooms: list[list[int]]
-    hidden: list[list[int]]  # prefill, a bounded sample: [index, ns of transfer before forward done, and after]
+    hidden: list[list[int]]  # prefill, bounded sample: [room index, ns of transfer before forward done, ns after]
     waterfall: list[ShownPart]
     ring_samples: list[list[int]]  # decode: [ns, bytes in use], bounded
     failures: list[list[Any]]  # [index, text]
-    held: list[int]  # rooms whose pages may still be written to: nothing can be run after this
+    held: list[int]  # indices of rooms whose pages may still be written to: no further run is possible
     counters: dict[str, dict[str, float]]  # metric name → label value ("" without labels) → growth during the run
     stages: dict[str, list[int]]  # nanoseconds of parts in a stage, a bounded sample
     ring_high_water_bytes: int
@@ -353,10 +391,11 @@ class RunReport(TypedDict):
 
 
 class Mismatch(TypedDict):
-    """The first wrong byte of a room, or of a page or aux row that no room owned (room 0).
+    """The first wrong byte of a room; or, with `room` 0, of a page or aux row that no room owned.
 
     `where` names the global layer, the plane ("k", "latent", "draft k", a state component), the token and the global
-    head. For a state component the layer counts its own layers and the token counts the rows of its items.
+    head. For a state component, the layer counts only the component's layers and the token counts the rows of its
+    items. `expected` and `found` are hexadecimal; `hint` says where the found bytes come from.
     """
 
     room: int
@@ -382,14 +421,14 @@ class Stopped(TypedDict):
 
 
 class Serving(TypedDict):
-    """A prefill rank has registered, or a decode rank has met all ranks of these instances."""
+    """Report that a prefill rank has registered, or that a decode rank is connected to all ranks of `instances`."""
 
     instances: list[int]
     incarnation: str
 
 
 class Ended(TypedDict):
-    """A room has ended on this rank; monotonic nanoseconds, comparable between the processes of one machine."""
+    """Report that a room has ended on this rank; times are monotonic, comparable between processes of one machine."""
 
     room: int
     state: str  # a label of RoomState
@@ -400,17 +439,17 @@ class Ended(TypedDict):
 
 
 class Released(TypedDict):
-    """A room's pages are free on this rank."""
+    """Report that the pages of an ended room have become free on this rank."""
 
     room: int
     at_ns: int
 
 
 class Usage(TypedDict):
-    """Resources of a rank.
+    """Report of the resources that a rank uses.
 
-    `rooms` are handles that have not ended or are not released; `records` are the state machine's records of rooms;
-    `strays` are bytes found in free pages since the last report.
+    `rooms` counts the rooms that have not ended or whose pages are not free; `records` counts the rooms known to the
+    agent's state machine; `strays` lists bytes found in free pages since the previous report.
     """
 
     token: int
@@ -428,7 +467,7 @@ class Usage(TypedDict):
 
 
 class FaultState(TypedDict):
-    """Result of `SetFault`: the faults in force, how often each kind fired, and the error if it was refused."""
+    """Report after `SetFault`: specs of the faults in force, how often each kind fired, and why a spec was refused."""
 
     active: list[str]
     counts: dict[str, int]

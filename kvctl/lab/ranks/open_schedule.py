@@ -1,8 +1,8 @@
-"""Order and times in which a decode rank opens the rooms of a batch, and their simulated decoding.
+"""Decides when a decode rank opens the rooms of a batch, and simulates their decoding.
 
-Closed-loop rooms are ready from the start and wait for the window. Other rooms arrive at their own time, a session's
-next turn when the previous one has been decoded; waiting for the window counts as part of their latency. All ranks of a
-dp group see the same rooms in the same order.
+Closed-loop rooms are opened as soon as the window (the maximum number of rooms in flight) allows. Other rooms have an
+arrival time; the next turn of a session arrives when the previous turn has been decoded. Time that an arrived room
+waits for the window counts as part of its latency. All ranks of a dp group open the same rooms in the same order.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from kvctl.lab.ranks.messages import Room
 
 @dataclass(slots=True)
 class RoomVisit:
-    """Times of one room on a decode rank, in monotonic nanoseconds; 0: not reached.
+    """Times of one room on a decode rank, in monotonic nanoseconds; 0: not reached yet.
 
     Attributes:
-        arrival_ns: arrival of the request: the start of its time to first token.
-        success_ns: decode may start.
-        first_ns, last_ns: its first and last token.
+        arrival_ns: arrival of the request, from which its time to first token counts.
+        success_ns: time at which the KV cache was complete and decoding could start.
+        first_ns, last_ns: times of the first and the last decoded token.
+        tokens_left: number of tokens still to decode.
     """
 
     room: Room
@@ -38,10 +39,10 @@ class RoomVisit:
 
 
 class Arrivals:
-    """The rooms of a run in the order of their arrival."""
+    """Queue of the rooms of a run that have not been opened, in the order of their arrival."""
 
     def __init__(self, rooms: Iterable[Room], start_ns: int) -> None:
-        """Arrival times count from `start_ns`."""
+        """Queues rooms; their arrival times are relative to `start_ns`."""
         self._due: list[tuple[int, int, Room]] = []
         self._ready: deque[tuple[int, Room]] = deque()
         self._turns: dict[int, deque[tuple[int, Room]]] = {}
@@ -55,28 +56,28 @@ class Arrivals:
                 self._add(start_ns, order, room)
 
     def __bool__(self) -> bool:
-        """Whether any room has not been taken yet."""
+        """Whether any room is still in the queue, including later turns of sessions."""
         return bool(self._due or self._ready or any(len(turns) > 1 for turns in self._turns.values()))
 
     @property
     def next_ns(self) -> int | None:
-        """Time of the next timed arrival; None if there is none."""
+        """Time at which the next room arrives; None if no arrival is scheduled."""
         return self._due[0][0] if self._due else None
 
     def take(self, now_ns: int) -> RoomVisit | None:
-        """Returns the next room that has arrived by now."""
+        """Removes and returns the next room that has arrived by `now_ns`; None if there is none."""
         while self._due and self._due[0][0] <= now_ns:
             at_ns, _, room = heapq.heappop(self._due)
             self._ready.append((at_ns, room))
         if not self._ready:
             return None
         at_ns, room = self._ready.popleft()
-        # The request of a closed-loop room is made when the window has a place for it.
+        # A closed-loop room arrives when the window allows it to be opened.
         timed = room.arrival_ms is not None or room.session >= 0
         return RoomVisit(room, at_ns if timed else now_ns)
 
     def over(self, room: Room, now_ns: int) -> None:
-        """Lets the next turn of a room's session arrive, after the room was decoded or failed."""
+        """Schedules the next turn of a room's session, after the room was decoded or failed."""
         turns = self._turns.get(room.session)
         if turns and turns[0][1] is room:
             turns.popleft()
@@ -85,7 +86,7 @@ class Arrivals:
                 heapq.heappush(self._due, (now_ns, order, following))
 
     def untaken(self) -> list[Room]:
-        """Returns the rooms that were never taken."""
+        """Returns the rooms that are still in the queue, including later turns of sessions."""
         waiting = [room for _, _, room in self._due] + [room for _, room in self._ready]
         return waiting + [room for turns in self._turns.values() for _, room in list(turns)[1:]]
 
@@ -94,9 +95,9 @@ class Arrivals:
 
 
 class Decoding:
-    """Continuous batching: rooms decode together, one token each per step; new rooms join at the next step.
+    """Simulates continuous batching: a step decodes one token of every running room; new rooms join at the next step.
 
-    Without a step time a room's tokens are all there when it joins.
+    With a step time of 0, a room counts as decoded when it joins.
     """
 
     def __init__(self, step_ns: int) -> None:
@@ -107,11 +108,11 @@ class Decoding:
 
     @property
     def next_ns(self) -> int | None:
-        """End of the current step."""
+        """Time at which the current step ends; None while no room is being decoded."""
         return self._step_end_ns
 
     def join(self, visit: RoomVisit, now_ns: int) -> list[RoomVisit]:
-        """Adds a room; returns it if it has been decoded already."""
+        """Adds a room to the batch; returns a list with the room if it is decoded at once, else an empty list."""
         if not self._step_ns:
             visit.first_ns = visit.last_ns = visit.success_ns
             return [visit]
@@ -122,7 +123,7 @@ class Decoding:
         return []
 
     def advance(self, now_ns: int) -> list[RoomVisit]:
-        """Ends the step if it is due and begins the next; returns the rooms that have been decoded."""
+        """Ends the current step if it is due and begins the next; returns the rooms that decoded their last token."""
         if self._step_end_ns is None or now_ns < self._step_end_ns:
             return []
         for visit in self._running:

@@ -1,12 +1,14 @@
-"""Content as a function of (seed, room, segment, layer, plane, row, head, byte), so that decode ranks verify alone.
+"""Test pattern of KV pages: every byte is a function of seed, room, segment, layer, plane, row, head and position.
 
-The 64-bit word w of (row, head) is `base(room, row, head) * constant(plane, w)` modulo 2^64, both factors odd.
-Multiplication by an odd number is a bijection, so rows of different tokens, heads, layers, rooms or pools differ in
-every word, and a row that landed in the wrong place can be traced to its source. The outer product runs at memory speed
-in cache-sized blocks, far above the rate of any transport here.
+So a decode rank verifies received pages without a copy of the source. The 64-bit word w of (row, head) is
+`base(room, row, head) * constant(plane, w)` modulo 2^64, both factors odd. Multiplication by an odd number is a
+bijection, so rows of different tokens, heads, layers, rooms or pools differ in every word, and a row that landed in the
+wrong place can be traced to its source. The outer product runs at memory speed in cache-sized blocks, far above the
+rate of any transport here.
 
-Rows are counted through all pages (of a state: items) of a room, in the prompt's order. Heads and layers are numbered
-over the whole model: a rank that mistakes its share fails verification, and replicas hold the same content.
+Rows are counted through all pages of a room, or all its items of a state component, in the prompt's order. Heads and
+layers are numbered over the whole model: a rank that sends the wrong heads fails verification, and replicated heads
+have the same content on all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ Bytes = npt.NDArray[np.uint8]
 Pages = npt.NDArray[np.int64]
 
 POISON = 0xDB
-"""Value of every byte of a decode page before a run; a byte that still has it was never written."""
+"""Value of every byte of a decode rank's pool before a run; a byte that still has this value was never written."""
 
 _BLOCK_BYTES = 256 << 10
 _ROW_STEP = 0x9E3779B97F4A7C15
@@ -35,7 +37,7 @@ _MASK = 2**64 - 1
 
 
 class PlaneId(NamedTuple):
-    """One plane of one layer of one segment, numbered over the whole model."""
+    """Identifies one plane of one layer of one segment; layers are numbered over the whole model."""
 
     segment: int
     layer: int
@@ -43,9 +45,13 @@ class PlaneId(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Geometry of one plane on one rank: `per_page` rows of global heads [head_lo, head_lo + heads) each.
+    """Geometry of one plane on one rank.
 
-    `row_bytes` is the size of one head's row, `element_bytes` the unit in which a mismatch is shown.
+    Attributes:
+        per_page: rows (tokens) per page; each row holds all heads of this rank.
+        head_lo, heads: the rank holds the global heads [head_lo, head_lo + heads).
+        row_bytes: bytes of one head in one row.
+        element_bytes: size of an element, the unit in which a mismatch is shown.
     """
 
     per_page: int
@@ -60,18 +66,26 @@ class Rows(NamedTuple):
 
 
 class Wrong(NamedTuple):
-    """The first wrong element: row in the room, global head, element in the row."""
+    """The first wrong element found in a range of pages.
+
+    Attributes:
+        at: row in the room.
+        head: global head.
+        dim: position of the element in the head's row.
+        expected, found: expected and actual bytes of the element.
+        row: all bytes found in this row and head, to trace where they come from.
+    """
 
     at: int
     head: int
     dim: int
     expected: bytes
     found: bytes
-    row: bytes  # the whole row found, to trace its source
+    row: bytes
 
 
 class Source(NamedTuple):
-    """The correct position of a row found elsewhere."""
+    """The position to which a misplaced row belongs: room index, plane, row in the room (`at`) and global head."""
 
     room: int
     plane: PlaneId
@@ -80,7 +94,13 @@ class Source(NamedTuple):
 
 
 def row_bases(seed: int, room: int, rows: int, head_lo: int, heads: int) -> Words:
-    """Returns one odd word per (row, head) of a room, row-major, uint64 `[rows * heads]`."""
+    """Returns the base words of a room: one odd word per (row, head), row-major, uint64 `[rows * heads]`.
+
+    Args:
+        room: index of the room in the load.
+        rows: number of rows, counted from the start of the room.
+        head_lo, heads: selects the global heads [head_lo, head_lo + heads).
+    """
     start = np.uint64(_room_word(seed, room))
     row_part = np.arange(rows, dtype=np.uint64) * np.uint64(_ROW_STEP)
     head_part = np.arange(head_lo, head_lo + heads, dtype=np.uint64) * np.uint64(_HEAD_STEP)
@@ -90,7 +110,7 @@ def row_bases(seed: int, room: int, rows: int, head_lo: int, heads: int) -> Word
 
 @lru_cache(maxsize=1024)
 def constants(plane: PlaneId, words: int) -> Words:
-    """Returns one odd word per 8 bytes of a row of this plane, uint64 `[words]`."""
+    """Returns the constants of a plane: one odd word per 8 bytes of a row, uint64 `[words]`."""
     first = np.uint64(mix64(((plane.segment << 32 | plane.layer) << 8 | plane.plane) + 1))
     out: Words = _mix64(first + np.arange(words, dtype=np.uint64) * np.uint64(_ROW_STEP)) | np.uint64(1)
     out.setflags(write=False)
@@ -98,14 +118,14 @@ def constants(plane: PlaneId, words: int) -> Words:
 
 
 def aux_row(seed: int, room: int, nbytes: int) -> Bytes:
-    """Returns the aux row of a room, uint8 `[nbytes]`; the same for every rank that may be elected to write it."""
+    """Returns the pattern of a room's aux row, uint8 `[nbytes]`; the same on every rank that may have to write it."""
     start = np.uint64(_room_word(seed, room) ^ _AUX_STEP)
     words = _mix64(start + np.arange(-(-nbytes // 8), dtype=np.uint64) * np.uint64(_AUX_STEP))
     return words.view(np.uint8)[:nbytes]
 
 
 class Writer:
-    """Writes and checks rows of one geometry, through scratch memory that fits in the cache."""
+    """Writes and checks the test pattern in planes of one geometry in host memory, with cache-sized scratch buffers."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
@@ -120,12 +140,12 @@ class Writer:
         self._found = np.empty((self._pages, rows.page_bytes), dtype=np.uint8)
 
     def fill(self, block: Bytes, pages: Pages, bases: Words, plane: PlaneId) -> None:
-        """Writes the rows of `bases` into `pages` of `block`.
+        """Writes the test pattern of a room into its pages.
 
         Args:
             block: all bytes of this plane on this rank, flat, in page order.
-            pages: index of every page (of a state: item) of the room, in the prompt's order.
-            bases: `row_bases` of the room for this rank's heads, whole pages.
+            pages: indices of all pages, or state items, of the room, in the prompt's order.
+            bases: `row_bases` of the room for this rank's heads and all rows of these pages.
         """
         target = _as_pages(block, self.rows.page_bytes)
         for first, end in self._blocks(len(pages)):
@@ -133,9 +153,13 @@ class Writer:
             target[pages[first:end]] = _as_pages(part, self.rows.page_bytes)
 
     def check(self, block: Bytes, pages: Pages, bases: Words, plane: PlaneId, first_page: int = 0) -> Wrong | None:
-        """Compares `pages` of `block` with the pattern and returns the first wrong element, or None.
+        """Compares pages of a room with the test pattern; returns the first wrong element, or None.
 
-        `pages[0]` is page `first_page` of the room.
+        Args:
+            block: all bytes of this plane on this rank, flat, in page order.
+            pages: indices of the pages to compare, which are consecutive pages of the room.
+            bases: `row_bases` of the room for this rank's heads, from the start of the room.
+            first_page: position of `pages[0]` in the room.
         """
         source = _as_pages(block, self.rows.page_bytes)
         for first, end in self._blocks(len(pages)):
@@ -151,7 +175,7 @@ class Writer:
             yield first, min(first + self._pages, pages)
 
     def _expected(self, bases: Words, first_page: int, end_page: int, plane: PlaneId) -> Bytes:
-        """Returns the flat bytes of pages [first_page, end_page) of the room; overwritten by the next call."""
+        """Returns the expected bytes of pages [first_page, end_page) of the room, flat, in a buffer that is reused."""
         per_page = self.rows.per_page * self.rows.heads
         part = bases[first_page * per_page : end_page * per_page]
         product = self._product[: len(part)]
@@ -180,13 +204,16 @@ class Writer:
 
 
 def trace(row: bytes, seed: int, rooms: Mapping[int, int], heads: int, planes: Iterable[PlaneId]) -> Source | None:
-    """Finds the position of a row by inverting the product; None if no candidate contains it.
+    """Finds the position to which a row of the test pattern belongs, by inverting the product.
 
     Args:
-        row: a whole row, of at least 8 bytes.
-        rooms: number of rows of each candidate room.
-        heads: heads of the whole model.
+        row: all bytes found in one row and head.
+        rooms: number of rows of each candidate room, by room index.
+        heads: number of heads of the whole model.
         planes: candidate planes.
+
+    Returns:
+        The position; None if the row belongs to no candidate or has fewer than 8 bytes.
     """
     if len(row) < 8:
         return None
@@ -207,14 +234,14 @@ def _room_word(seed: int, room: int) -> int:
 
 
 def _mix64(x: Words) -> Words:
-    """Applies `layout.heads.mix64` to every element."""
+    """Applies `mix64` of `kvctl_agent.layout.parallel` to every element."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def _as_pages(flat: Bytes, page_bytes: int) -> npt.NDArray[np.void]:
-    """Views the bytes as one opaque element per page, which numpy copies with memcpy, whatever its size."""
+    """Returns a view of the bytes with one opaque element per page, which numpy copies with memcpy at any page size."""
     return flat.view(np.dtype((np.void, page_bytes)))
 
 

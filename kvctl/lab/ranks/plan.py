@@ -1,4 +1,4 @@
-"""The plan of a fleet: model shape, ranks, transfer slices and loads, as data. `resolve` computes it."""
+"""Data types of a fleet's plan: model shape, ranks, transfer slices and loads. `resolve` computes the plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvctl.lab.ranks.request import Role, StateKind
 
 
 class PlannedDraft(TypedDict):
-    """A draft model's layers."""
+    """KV geometry of a draft model (speculative decoding)."""
 
     layers: int
     kv_heads: int
@@ -17,7 +17,7 @@ class PlannedDraft(TypedDict):
 
 
 class PlannedWidths(TypedDict):
-    """Widths of one layer's computation over the whole model; see `kvctl.lab.models.Widths`."""
+    """Matrix widths of one transformer layer, as in `kvctl.lab.models.Widths`."""
 
     hidden: int
     q_heads: int
@@ -25,7 +25,7 @@ class PlannedWidths(TypedDict):
 
 
 class PlannedState(TypedDict):
-    """One component of per-request state, with defaults filled in; a page of it has `rows` rows per token."""
+    """One component of per-request state, as in `request.State` with defaults filled in."""
 
     name: str
     layers: list[int]
@@ -37,7 +37,7 @@ class PlannedState(TypedDict):
 
 
 class PlannedShape(TypedDict):
-    """The model's KV geometry, with defaults filled in."""
+    """KV geometry of the model, with defaults filled in."""
 
     model: str  # "" if given by numbers
     kind: str
@@ -73,7 +73,10 @@ class PlannedRank(TypedDict):
 
 
 class PlannedShare(TypedDict):
-    """The bytes of one segment that one writer owes one decode rank for a room of the first load."""
+    """Bytes of one segment that one writer (a prefill rank) sends to one decode rank for a room of the first load.
+
+    A segment is the KV cache of the model, that of its draft model, or a state component.
+    """
 
     instance: int
     writer: int
@@ -87,7 +90,7 @@ class PlannedShare(TypedDict):
 
 
 class PlannedRoom(TypedDict):
-    """One request of a load; `bytes` is its payload."""
+    """One request of a load; `bytes` is its payload over all ranks."""
 
     tokens: int
     prefix_tokens: int
@@ -100,7 +103,7 @@ class PlannedRoom(TypedDict):
 
 
 class PlannedLoad(TypedDict):
-    """One point of a sweep."""
+    """One point of a sweep: its rooms, their division into batches, and the limits on rooms in flight."""
 
     concurrency: int
     in_flight: int  # the part of the concurrency that fits in memory
@@ -112,7 +115,7 @@ class PlannedLoad(TypedDict):
 
 
 class Plan(TypedDict):
-    """The ranks, pools and loads of a fleet."""
+    """Everything that the ranks of a fleet and the driver of a bench or demo need to know."""
 
     shape: PlannedShape
     page_size: int

@@ -1,6 +1,6 @@
-"""Plans a fleet and builds each rank's Start command.
+"""Plans a fleet and builds the Start command of each rank.
 
-The agent's layout code, and numpy with it, is imported by the first call: commands that plan nothing do not pay for it.
+The agent's layout code, which needs numpy, is imported by the first call to `plan`, so that other commands start fast.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ except (ConfigError, TransportUnavailable) as error:
 
 
 def plan(request: PlanRequest) -> Plan:
-    """Resolves a request into a plan; imports neither torch nor NIXL.
+    """Resolves a request into a plan, without importing torch or NIXL.
 
     Raises:
-        CliError: the request is impossible (exit 2, with the arithmetic), or a package that the fleet needs is not
-            installed (exit 1).
+        CliError: the request is impossible (exit code 2; the message contains the arithmetic), or a package that the
+            fleet needs is not installed (exit code 1).
     """
     try:
         from kvctl.lab.ranks.resolve import make_plan
@@ -59,8 +59,8 @@ def rank_start(
     """Builds the Start command of a planned rank.
 
     Args:
-        directory: the fleet's directory; the registries of the prefill instances are sockets in it.
-        timeout_s: time that the rank may wait for its peers.
+        directory: the fleet's private directory, which contains the registry socket of each prefill instance.
+        timeout_s: maximum time that the rank waits for its peers.
     """
     return Start(
         name=name,
@@ -87,15 +87,18 @@ def rank_start(
 
 
 def _require_engine(transport: str) -> None:
-    """Checks that a transport's engine is installed. A system library that NIXL lacks is reported by the ranks.
+    """Checks that the Python package of a transport is installed.
+
+    For Mooncake, also checks that the package can be imported. For NIXL, a missing system library is only detected by
+    the ranks.
 
     Raises:
         CliError: the package is missing, too old or lacks a library, or an environment variable is set that crashes
             the engine.
     """
     if transport == "mooncake":
-        # The package may be present without the engine, and the engine without a library: only an import shows it, and
-        # it leaves threads, descriptors and signal handlers behind. So it runs in a separate process (0.3 s).
+        # The package may lack the engine, and the engine may lack a library, which only an import shows. The import
+        # leaves threads, descriptors and signal handlers behind, so it runs in a separate process (0.3 s).
         command = [sys.executable, "-c", _IMPORT_MOONCAKE]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_IMPORT_S)

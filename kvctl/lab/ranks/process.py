@@ -1,7 +1,7 @@
-"""The parent's side of one rank process: commands, messages, output and exit.
+"""Starts one rank process from its parent, exchanges commands and messages with it, and collects its output.
 
 The process inherits one end of a socket pair, which carries one line of JSON per command and message, and a pipe for
-its output, of which the last KiB are kept for crash reports.
+its output, of which the last 16 KiB are kept for crash reports.
 """
 
 from __future__ import annotations
@@ -27,26 +27,33 @@ _TAIL_LINES = 12
 _TAIL_SHOWN_BYTES = 2000
 _READ_BYTES = 1 << 16
 _CRASHED = "Fatal Python error"
-# A stopped process reads nothing. Commands beyond this limit are dropped; their rooms will have failed by then.
+# A process stopped by SIGSTOP reads nothing. Commands beyond this limit are dropped; their rooms fail anyway.
 _MAX_UNSENT_BYTES = 8 << 20
 
 
 class RankProcess:
-    """A rank process; no method blocks.
+    """A rank process as seen from its parent. Only `reap` blocks.
 
     Attributes:
         name: name of the rank.
         pid: process id.
-        channel, output, exit_fd: readable when there is something to read, or when the process has ended.
-        channel_closed, output_closed: the process has closed its end.
-        answer: data of its answer to the last command; None until it arrives.
-        fatal: data of the error that it ends with; None if it reported none.
-        doing: its last progress report.
-        stopping: it was told to stop, so its exit is expected.
+        channel: socket for commands and messages, to be polled for reading.
+        output: pipe with the output of the process, to be polled for reading.
+        exit_fd: pidfd, readable once the process has exited.
+        channel_closed, output_closed: whether the process has closed its end.
+        answer: data of the answer to the last command; None until it arrives.
+        fatal: data of the fatal error that the process reported; None if it reported none.
+        doing: text of the last progress report.
+        stopping: whether a Stop command was sent, so that the exit is expected.
     """
 
     def __init__(self, name: str, environment: Mapping[str, str], program: Sequence[str] = PROGRAM) -> None:
-        """Starts the process."""
+        """Starts the process.
+
+        Args:
+            environment: all environment variables of the process.
+            program: command line of the process, without the options of the channel.
+        """
         self.name = name
         self.channel_closed = False
         self.output_closed = False
@@ -83,12 +90,12 @@ class RankProcess:
 
     @property
     def returncode(self) -> int | None:
-        """Exit status, negative for a signal; None while the process runs."""
+        """Exit status; the negative signal number if the process was killed; None while it runs."""
         return self._process.poll()
 
     @property
     def last_output(self) -> str:
-        """The last lines of its output without control characters; after a crash, the stack of the crashed thread."""
+        """Last lines of the output without control characters; after a crash, the stack of the crashed thread."""
         text = bytes(self._tail).decode("utf-8", "replace")
         lines = ["".join(c for c in line if c.isprintable()).rstrip() for line in text.splitlines()]
         lines = [line for line in lines if line]
@@ -98,7 +105,7 @@ class RankProcess:
         return "\n".join(lines[-_TAIL_LINES:])[-_TAIL_SHOWN_BYTES:]
 
     def send(self, command: Command) -> None:
-        """Sends a command; bytes that the socket does not take now are sent by `flush`."""
+        """Sends a command; bytes that the socket does not accept now are kept for `flush`."""
         self.answer = None
         self.stopping = self.stopping or isinstance(command, Stop)
         if len(self._unsent) < _MAX_UNSENT_BYTES:
@@ -106,7 +113,7 @@ class RankProcess:
         self.flush()
 
     def flush(self) -> bool:
-        """Sends waiting bytes; returns whether some are left."""
+        """Sends bytes of earlier commands that the socket did not accept; returns whether some are still unsent."""
         with contextlib.suppress(BlockingIOError):
             while self._unsent:
                 try:
@@ -116,7 +123,7 @@ class RankProcess:
         return bool(self._unsent)
 
     def read(self) -> list[Message]:
-        """Reads output and messages without waiting; returns the messages."""
+        """Reads the available output and messages without waiting; returns the messages."""
         self.read_output()
         messages: list[Message] = []
         try:
@@ -130,7 +137,7 @@ class RankProcess:
         return messages
 
     def read_output(self) -> None:
-        """Reads output without waiting."""
+        """Reads the available output without waiting and keeps its last `_TAIL_BYTES`."""
         with contextlib.suppress(BlockingIOError):
             # Bounded: a rank that floods its output must not delay the others.
             for _ in range(16):
@@ -142,18 +149,18 @@ class RankProcess:
                 del self._tail[:-_TAIL_BYTES]
 
     def hang_up(self) -> None:
-        """Closes the channel: the rank then closes its agent and exits, whatever it is doing."""
+        """Shuts down the channel, upon which the rank closes its agent and exits, whatever it is doing."""
         with contextlib.suppress(OSError):
             self.channel.shutdown(socket.SHUT_RDWR)
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal to this process only; no effect if it has ended."""
+        """Sends a signal to the process; no effect if the process has exited."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.exit_fd, number)
 
     def reap(self) -> None:
-        """Waits for the end of the process and closes its files."""
+        """Waits for the process to exit and closes the channel, the output pipe and the pidfd."""
         self.read_output()
         self._process.wait()
         self.output.close()

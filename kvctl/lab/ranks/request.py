@@ -1,7 +1,7 @@
-"""The request for a fleet of synthetic ranks: model, instances, loads, transfer options; and the allowed values.
+"""Data types and allowed values of a request for a fleet: model, instances, loads and transfer options.
 
 `kvctl bench`, `tune` and `demo` build a `PlanRequest`; `planner` turns it into a `Plan`. This module imports neither
-numpy nor msgspec, because the commands' options use its constants.
+numpy nor msgspec, because the definitions of command-line options import it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DTYPE_SCALE_BYTES: dict[str, int] = {"fp8-scaled": 4, "int8-scaled": 4}
 
 KINDS = ("mha", "mla")
 STATE_KINDS = ("rows", "window", "pages")
-"""Number of items of a state component per room: one; the pages of the last `window` tokens; all pages."""
+"""Kinds of state components by the items that a room has: one; the pages of the last `window` tokens; all pages."""
 
 VERIFY_MODES = ("full", "sample", "off")
 PAGE_ORDERS = ("random", "contiguous")
@@ -40,13 +40,14 @@ STAGED_PATHS = (STAGED, "auto")
 """Paths on which parts may go through the decode rank's ring."""
 
 DEVICES = ("cpu", "cuda")
-"""Location of KV pools, staging buffers and rings."""
+"""Memory that holds the KV pools, staging buffers and rings."""
 
 COMPUTES = ("sleep", "gpu")
-"""Simulation of a forward: a sleep per layer, or matrix products and attention of the model's sizes."""
+"""Ways to simulate a forward: a sleep per layer, or matrix products and attention of the model's sizes on a GPU."""
 
 FloorKind = Literal["memcpy", "write", "device", "peer"]
-"""Measured limit: one thread's memcpy, one write over the transport, a copy within the GPU or to the peer's GPU."""
+"""Limits of a machine that ranks measure: memcpy of one thread, one write over the transport, a copy within the GPU, a
+copy to the peer's GPU."""
 
 Role = Literal["prefill", "decode"]
 StateKind = Literal["rows", "window", "pages"]
@@ -54,9 +55,12 @@ StateKind = Literal["rows", "window", "pages"]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Parallel sizes of one instance; `tp` is the attention TP size.
+    """Parallel sizes of one instance.
 
-    `layers` are those of each pipeline stage; if empty, they are split evenly and the first stages take the remainder.
+    Args:
+        tp: tensor-parallel size of attention.
+        layers: number of layers of each pipeline stage. If empty, layers are split evenly and the first stages take the
+            remainder.
     """
 
     dp: int = 1
@@ -68,7 +72,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Prompt lengths: `values` in turn or, if there are none, uniform over [low, high]."""
+    """Prompt lengths of a load: `values` in rotation or, if `values` is empty, uniform random over [low, high]."""
 
     values: tuple[int, ...] = ()
     low: int = 0
@@ -76,7 +80,7 @@ class Tokens:
 
     @property
     def text(self) -> str:
-        """The option's syntax: `1024`, `16,4096`, `256..2048`."""
+        """The lengths in the syntax of `--tokens`: "1024", "16,4096" or "256..2048"."""
         return ",".join(map(str, self.values)) if self.values else f"{self.low}..{self.high}"
 
     @property
@@ -92,9 +96,12 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One point of a sweep: a number of rooms in flight, and prompt lengths unless the request lists its requests.
+    """One point of a sweep.
 
-    `rooms` overrides the request's number of rooms for this point.
+    Args:
+        concurrency: maximum number of rooms in flight.
+        tokens: prompt lengths; ignored if the plan request lists its requests.
+        rooms: number of rooms; None: that of the plan request.
     """
 
     concurrency: int
@@ -104,16 +111,17 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request of a trace or of a conversation. Requests are listed by arrival, sessions turn by turn.
+    """One request of a trace or of a conversation. Requests are sorted by arrival, those of a session by turn.
 
     Args:
         arrival_ms: arrival after the first request; ignored for the later turns of a session. None: closed loop, the
-            request starts as soon as the window allows.
-        prefix_tokens: tokens that the decode side has cached, page-aligned.
-        output_tokens: tokens to decode; 0 skips decoding.
-        session: requests of one session run one after the other on one decode dp group, each after the previous one has
-            been decoded; -1: no session.
-        decode_dp: decode dp group that has the prefix cached; -1: any. All requests have a group, or none.
+            request starts as soon as the limit on rooms in flight allows.
+        tokens: prompt length.
+        prefix_tokens: page-aligned length of the prefix that the decode side has cached.
+        output_tokens: number of tokens to decode; 0 skips decoding.
+        session: number of a conversation. Its requests run on one decode dp group, each after the previous one has been
+            decoded; -1: no session.
+        decode_dp: decode dp group that has the prefix cached; -1: any. Either all requests have a group or none has.
     """
 
     arrival_ms: float | None
@@ -126,16 +134,17 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One component of per-request state.
+    """One component of per-request state, such as the KV of sliding-window layers or the state of linear attention.
 
     Args:
-        name: a word other than "kv" and "draft".
-        layers: for each of its layers, the KV layer beside which it runs, ascending; determines the pipeline stage. If
-            empty, one beside every KV layer.
-        rows, heads, head_bytes: one item in one layer, over the whole model. `heads` is the axis that tp ranks split; 1
-            if every rank holds all of it. For kinds "window" and "pages" an item is a page and `rows` counts per token.
+        name: any word except "kv" and "draft".
+        rows: rows of an item in one layer. For kinds "window" and "pages" an item is a page; `rows` counts per token.
+        heads: heads of a row, which tp ranks split; 1 if every rank holds the whole row.
+        head_bytes: bytes of one head in one row.
+        layers: for each layer of the component, the KV layer beside which it runs, ascending; determines its pipeline
+            stage. If empty, the component has one layer beside every KV layer.
         kind: one of `STATE_KINDS`.
-        window: tokens, for kind "window".
+        window: length of the window in tokens, for kind "window".
     """
 
     name: str
@@ -149,25 +158,33 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """All options that determine what a fleet moves; None selects the model's or the agent's default.
+    """All options that determine what a fleet transfers and how; None selects the default of the model or the agent.
 
     Args:
-        prefill: the prefill instances; all of them serve the one decode instance.
+        prefill: parallel sizes of the prefill instances, all of which serve the one decode instance.
         memory_bytes: limit for all KV pools and rings together.
-        kind: one of `KINDS`; with "mla" `head_dim` is the latent's, heads are 1 and there is no V.
-        v_head_dim: if it differs from `head_dim`.
-        k_scale_bytes, v_scale_bytes: quantisation scales per page and head.
-        draft_layers: layers of a draft model, with `draft_heads` and `draft_dim` or the target's.
-        states: replaces the model's components; an empty tuple removes them.
-        pipelines, paths: alternatives to compare. A pipeline is one of `PIPELINES` or a number of layers per group.
+        kind: one of `KINDS`; for "mla" `head_dim` is the size of the latent, with one head and no V.
+        v_head_dim: elements of a V head, if it differs from `head_dim`.
+        k_scale_bytes, v_scale_bytes: bytes of quantisation scales per page and head.
+        draft_layers: number of layers of a draft model.
+        draft_heads, draft_dim: heads of the draft model and their elements; None: as in the target model.
+        states: replaces the model's state components; an empty tuple removes them.
+        pipelines: pipeline modes to compare, each one of `PIPELINES` or a number of layers per group.
+        layer_ms: simulated compute time of one layer for one chunk.
+        decode_ms: simulated time of one decode step.
+        output_tokens: number of tokens to decode per room.
         rate: requests per second with Poisson arrivals; 0: closed loop.
-        requests: replaces drawn rooms in every load; the load's concurrency limits the rooms in flight.
+        requests: requests that replace randomly generated rooms in every load; the load's concurrency still limits the
+            rooms in flight.
+        prefix_hit: fraction of each prompt that the decode side has cached.
+        rooms: number of rooms of a load.
+        paths: transfer paths to compare.
         faults: specs of `kvctl.lab.faults.specification`, in force while rooms run.
         device: one of `DEVICES`.
         compute: one of `COMPUTES`; "gpu" replaces `layer_ms`.
-        prefill_gpus, decode_gpus: GPUs that the ranks of a side share round-robin; by default the first half of the
-            GPUs is for prefill and the rest for decode, or a single GPU for both.
-        direct_sms: the agents' configuration key.
+        prefill_gpus, decode_gpus: GPUs that the ranks of a side share round-robin. By default the first half of the
+            GPUs is for prefill and the rest for decode; a single GPU is for both.
+        direct_sms: value of the agents' configuration key of this name.
     """
 
     prefill: tuple[Sizes, ...]
@@ -213,10 +230,10 @@ class PlanRequest:
 
 
 def choose(option: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Checks that an option has one of the allowed values.
+    """Checks that the value of an option is allowed.
 
     Raises:
-        ConfigError: it does not; the message suggests the nearest allowed value.
+        ConfigError: the value is not allowed; the message suggests the nearest allowed value.
     """
     if value not in allowed:
         near = get_close_matches(value, allowed, n=1)
