@@ -367,10 +367,10 @@ class FaultReport(TypedDict):
 class RunReport(TypedDict):
     """Answer to `Run`. Times are monotonic nanoseconds, comparable between the ranks of one machine.
 
-    `rooms` has one row per success. Of a prefill rank: [room index, forward start, forward done, sent, compute];
-    compute is the duration of the room's layers without pipeline waits. On a decode rank: [room index, arrival,
-    success, first token, last token]; a room without an arrival time arrives when it is opened, and without simulated
-    decoding the times of both tokens are the time of success.
+    `rooms` has one row per successful room. Row of a prefill rank: [room index, forward start, forward done, sent,
+    compute]; compute is the duration of the room's layers without pipeline waits. Row of a decode rank: [room index,
+    arrival, success, first token, last token]; a room without an arrival time arrives when it is opened, and without
+    simulated decoding the times of both tokens are the time of success.
     """
 
     rooms: list[list[int]]

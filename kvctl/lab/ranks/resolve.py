@@ -1,6 +1,6 @@
-"""Computes the plan of a bench or demo from its request, or refuses the request with the arithmetic.
+"""Computes the plan of a bench or demo from its request, and reports with the arithmetic why a request is impossible.
 
-Imports numpy but no torch; commands import it when they run, through `planner`.
+Importing this module imports numpy, but not torch. Commands use it through `planner`, which imports it when needed.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.layout.sizes import check_size
 
-# Both sides know a room's number from the start of its batch; the room may arrive much later.
+# Prefill ranks create all rooms of a batch at its start, but a room may arrive at the decode side much later.
 _ARRIVAL_TIMEOUT_S = 3600
 
 
 def make_plan(request: PlanRequest) -> Plan:
-    """Resolves a request.
+    """Computes the plan of a fleet from a request.
 
     Raises:
         LayoutError, ConfigError: the request is impossible; the message contains the arithmetic.
-        DeviceError: it needs GPUs or their driver, and they are not available.
+        DeviceError: the request needs GPUs, but no GPU or no driver is available.
     """
     _check_numbers(request)
     placement = place(request)
@@ -61,7 +61,7 @@ def make_plan(request: PlanRequest) -> Plan:
     else:
         budget = host_budget(request)
     needs = [resolve_load(request, volume, load, budget) for load in request.loads]
-    # Without staged paths the smallest ring remains: connections are measured with the scratch memory behind it.
+    # Without staged paths the ring has its minimum size: connections are measured with the scratch memory behind it.
     ring = MIB
     if any(path in STAGED_PATHS for path in paths):
         longest = [need.longest for need in needs]
@@ -142,7 +142,7 @@ def _ranks(
 
 
 def _shares(volume: TransferVolume, instance: int, need: LoadNeeds, device: str) -> Iterator[PlannedShare]:
-    """Yields the shares of one of the load's longest rooms, for every decode dp group it may go to."""
+    """Yields the shares of a longest room of the load, for every prefill and decode dp group that may handle it."""
     inputs = volume.inputs[instance]
     # Room numbers 0 to dp - 1 cover every prefill dp group.
     for room in range(inputs.prefill.dp):
@@ -176,7 +176,7 @@ def _share(inputs: PlanInputs, instance: int, owed: OwedParts, device: str) -> P
 
 
 def _pipeline_notes(pipelines: Sequence[str], needs: Sequence[LoadNeeds]) -> list[str]:
-    """Returns a note if every prompt is shorter than the threshold for layer groups: no error, but worth knowing."""
+    """Returns a note if layer groups were requested but every prompt is shorter than `pipeline_min_tokens`."""
     threshold = KEYS_BY_NAME["pipeline_min_tokens"].default
     assert isinstance(threshold, int)
     longest = max(need.longest[0] for need in needs)
@@ -189,7 +189,7 @@ def _pipeline_notes(pipelines: Sequence[str], needs: Sequence[LoadNeeds]) -> lis
 
 
 def _compute_notes(ranks: Sequence[PlannedRank]) -> list[str]:
-    """Returns notes for differences between the simulated forward and one on as many GPUs as the instance needs."""
+    """Returns notes on how the simulated forward differs from one in which every prefill rank has its own GPU."""
     notes = []
     prefill = [rank for rank in ranks if rank["role"] == "prefill"]
     for gpu, count in sorted(Counter(rank["device"] for rank in prefill).items()):
@@ -204,10 +204,10 @@ def _compute_notes(ranks: Sequence[PlannedRank]) -> list[str]:
 
 
 def _check_numbers(request: PlanRequest) -> None:
-    """Checks the numbers and names that can be checked without the layout.
+    """Checks the numbers and names of a request that can be checked without the layout.
 
     Raises:
-        ConfigError, LayoutError: names the option, its value and the allowed values.
+        ConfigError, LayoutError: a value is not allowed; the message names the option and the allowed values.
     """
     for load in request.loads:
         check_size("--concurrency", load.concurrency)
@@ -268,10 +268,10 @@ def _chunk_tokens(request: PlanRequest) -> int:
 
 
 def _instance_inputs(request: PlanRequest, shape: ModelShape, chunk_tokens: int) -> tuple[PlanInputs, ...]:
-    """Returns the layout's inputs of each prefill instance with the decode instance.
+    """Returns the layout inputs of each pair of a prefill instance and the decode instance.
 
     Raises:
-        LayoutError: two of them cannot exchange KV; names the prefill instance if there are several.
+        LayoutError: two instances cannot exchange KV; the message names the prefill instance if there are several.
     """
     if not request.prefill:
         raise LayoutError("there is no prefill instance")
@@ -296,10 +296,10 @@ def _instance_inputs(request: PlanRequest, shape: ModelShape, chunk_tokens: int)
 
 
 def _pipelines(pipelines: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the pipeline modes to compare.
+    """Returns the pipeline modes to compare, without duplicates; "off" if none is requested.
 
     Raises:
-        ConfigError: one is neither a mode nor a number of layers.
+        ConfigError: a value is neither a mode nor a number of layers.
     """
     for pipeline in pipelines:
         if not (pipeline.isascii() and pipeline.isdecimal() and int(pipeline) > 0):
@@ -308,11 +308,11 @@ def _pipelines(pipelines: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _paths(paths: tuple[str, ...], inputs: tuple[PlanInputs, ...], device: str) -> tuple[str, ...]:
-    """Returns the paths to compare: the requested ones, or the paths that are legal for the layouts.
+    """Returns the paths to compare: the requested paths or, if none is requested, all that the layouts allow.
 
     Raises:
-        ConfigError: unknown path, or the direct path without GPUs.
-        LayoutError: the bulk path between pools that hold different heads.
+        ConfigError: a path is unknown, or the direct path is requested without GPUs.
+        LayoutError: the bulk path is requested between pools that hold different heads.
     """
     every = ((each, share) for each in inputs for dp in range(each.decode.dp) for share in transfer_slices(each, 0, dp))
     split = next(((each, share) for each, share in every if not share.whole_rows), None)

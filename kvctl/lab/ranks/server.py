@@ -1,9 +1,9 @@
-"""The rank process: channel to the parent, parent watchdog, and the main loop that passes commands to the worker.
+"""Main loop of a rank process: the channel to the parent, the parent watchdog, and the dispatch of commands.
 
-The rank ends when its parent is gone, however the parent ended. The kernel sends SIGTERM when the parent dies, and the
-channel's reader sees end of file, also if the parent only dropped this rank. Both raise `Abandoned` in the main thread,
-so that `finally` blocks run and no socket stays behind. A rank that cannot unwind within `GRACE_S` is ended, with the
-stacks of its threads on stderr.
+A rank ends when its parent is gone, however the parent ended: the kernel sends SIGTERM when the parent dies, and the
+channel's reader sees end of file, also if the parent only closed the channel of this rank. Both raise `Abandoned` in
+the main thread, so that `finally` blocks run and no socket stays behind. A rank that has not exited within `GRACE_S`
+after that is terminated, with the stacks of its threads on stderr.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ _READ_BYTES = 1 << 16
 
 
 class Abandoned(BaseException):
-    """The parent is gone. Not an Exception, so that no handler on the way up takes it for an error."""
+    """Raised in the main thread when the parent is gone; a BaseException, so that no `except Exception` catches it."""
 
 
 def tie_to_parent(parent_pid: int) -> None:
-    """Arranges for `Abandoned` in the main thread when process `parent_pid` dies; call it there, first.
+    """Arranges that `Abandoned` is raised in the main thread when process `parent_pid` dies.
+
+    Call it from the main thread, before anything else.
 
     Raises:
         Abandoned: the parent is dead already.
@@ -65,7 +67,7 @@ def tie_to_parent(parent_pid: int) -> None:
 
 
 def abandon() -> None:
-    """Ends this process in order; called by the channel's reader at end of file."""
+    """Raises `Abandoned` in the main thread; called on the channel's reader thread at end of file."""
     # A real signal, because the main thread may wait in a lock or a system call.
     ident = threading.main_thread().ident
     assert ident is not None
@@ -73,16 +75,16 @@ def abandon() -> None:
 
 
 def _abandoned(signum: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # both ways may fire; unwinding must not be interrupted
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second SIGTERM must not interrupt `finally` blocks
     faulthandler.dump_traceback_later(GRACE_S, exit=True)
     raise Abandoned("the parent is gone")
 
 
 def parse_command(line: bytes) -> Command:
-    """Parses one line of the channel.
+    """Parses one line of the channel as a command.
 
     Raises:
-        RemoteProtocolError: it is not a valid command.
+        RemoteProtocolError: the line is not a valid command.
     """
     try:
         message = msgspec.json.decode(line)
@@ -92,17 +94,18 @@ def parse_command(line: bytes) -> Command:
 
 
 class Channel:
-    """A rank's end of the line-based channel, over an inherited socket.
+    """A rank's end of the channel to its parent, over an inherited socket.
 
-    A thread reads ahead, so that the end of the parent is noticed while a command runs.
+    A thread reads commands ahead, so that end of file is noticed while the main thread runs a command.
     """
 
     def __init__(self, fd: int, inbox: queue.SimpleQueue[Any], on_gone: Callable[[], None]) -> None:
-        """Takes over file descriptor `fd`.
+        """Takes ownership of file descriptor `fd` and starts the reader thread.
 
         Args:
-            inbox: receives commands, a RemoteProtocolError for each invalid line, and None at end of file.
-            on_gone: called once, on the reader's thread, at end of file, unless `expect_end` was called before.
+            inbox: queue that receives commands, a RemoteProtocolError for each invalid line, and None at end of file.
+            on_gone: callback for end of file, called once on the reader thread, unless `expect_end` or `close` was
+                called before.
         """
         self._socket = socket.socket(fileno=fd)
         self._socket.set_inheritable(False)
@@ -114,13 +117,13 @@ class Channel:
         self._reader.start()
 
     def send(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Sends a message; `kind` is one of `Message.kind`."""
-        # The reader reports a parent that is gone; it is not the sender's error.
+        """Sends a message to the parent; `kind` and `data` are the fields of `messages.Message`."""
+        # If the parent is gone, the reader thread reports it; sending then has no effect.
         with self._sending, contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._socket.sendall(msgspec.json.encode({"kind": kind, "data": data}) + b"\n")
 
     def expect_end(self) -> None:
-        """Accepts end of file from now on."""
+        """Suppresses the call of `on_gone` at end of file from now on."""
         self._closing = True
 
     def close(self) -> None:
@@ -148,7 +151,12 @@ class Channel:
 
 
 def serve(fd: int, parent_pid: int) -> int:
-    """Serves the parent at the other end of `fd` until Stop, end of file or its death; returns the exit code."""
+    """Handles the parent's commands until Stop, or until the parent is gone; returns the exit code of the process.
+
+    Args:
+        fd: inherited socket of the channel to the parent.
+        parent_pid: process id of the parent.
+    """
     server = _Server(fd)
     try:
         tie_to_parent(parent_pid)
@@ -168,7 +176,7 @@ class _Server:
         self._directory: Path | None = None
 
     def run(self) -> None:
-        """Handles commands until Stop."""
+        """Handles commands until Stop; reports an exception to the parent as a fatal message and re-raises it."""
         try:
             while not isinstance(item := self._next(), Stop):
                 self._handle(item)
@@ -184,18 +192,18 @@ class _Server:
         self._channel.close()
 
     def close(self) -> None:
-        """Closes the worker; idempotent."""
+        """Closes the worker, if there is one and it is not closed already."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
 
     def remove_directory(self) -> None:
-        """Removes the fleet's directory in place of the parent."""
+        """Removes the fleet's private directory, which a parent that is gone can no longer do."""
         if self._directory is not None and self._directory.name.startswith(FLEET_PREFIX):
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _next(self) -> Any:
-        """Returns the next command or state change; polls the worker meanwhile."""
+        """Waits for the next item of the inbox and polls the worker meanwhile."""
         while True:
             wait_s = self._worker.poll() if self._worker is not None else None
             try:
@@ -220,4 +228,4 @@ class _Server:
         if answer is not None:
             self._channel.send("answer", answer)
         if isinstance(item, Start):
-            gc.freeze()  # as engines do after startup: existing objects stay, and need not be traversed again
+            gc.freeze()  # as engines do after startup: objects that exist now live long and need not be traversed again

@@ -1,8 +1,8 @@
 """GPU placement, memory budgets, and the sizes of the ranks' KV pools and staging rings.
 
-A bench that asks for more rooms in flight than memory holds is limited, with a note, not refused; a bench that cannot
-hold a single room is refused. Batches are sized by one number for all pools together. On GPUs that number is the one at
-which the fullest GPU is just full, given the share of every room and the number of rings on it.
+If memory does not hold the requested number of rooms in flight, the number is reduced and a note says so; if it does
+not hold a single room, the request is refused. Batches are sized by the total bytes of all pools. On GPUs that total is
+the largest at which no GPU exceeds its limit, given its share of every room and the number of rings on it.
 """
 
 from __future__ import annotations
@@ -32,19 +32,23 @@ _MAX_GPU_RING_BYTES = 8 * GIB
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """GPUs of each side, assigned to its ranks round-robin; empty if all pools are in host memory."""
+    """Assigns GPUs to ranks: the ranks of each side use its GPUs round-robin. Empty if pools are in host memory."""
 
     prefill: tuple[int, ...] = ()
     decode: tuple[int, ...] = ()
 
     def of(self, role: Role, position: int) -> int:
-        """Returns the GPU of a rank; `position` counts the ranks of its side over all prefill instances."""
+        """Returns the GPU number of a rank, or HOST.
+
+        Args:
+            position: number of the rank among all ranks of its role, over all prefill instances.
+        """
         gpus = self.prefill if role == "prefill" else self.decode
         return gpus[position % len(gpus)] if gpus else HOST
 
     @property
     def every(self) -> list[int]:
-        """All GPUs in use, ascending."""
+        """Numbers of all GPUs in use, ascending."""
         return sorted({*self.prefill, *self.decode})
 
 
@@ -73,7 +77,7 @@ def place(request: PlanRequest) -> Placement:
 
 
 def count_gpus() -> int:
-    """Returns the number of GPUs visible to this process, at least one.
+    """Returns the number of GPUs visible to this process.
 
     Raises:
         DeviceUnavailable: there is no GPU, or Triton is not installed.
@@ -86,10 +90,11 @@ def count_gpus() -> int:
 
 
 def free_bytes(gpu: int) -> int:
-    """Returns the free memory of a GPU as measured with one more CUDA context on it; releases that context again.
+    """Returns the free bytes of a GPU, not counting the memory that one CUDA context takes.
 
     Raises:
-        DeviceUnavailable, DeviceError: there is no such GPU, or it cannot be queried.
+        DeviceUnavailable: there is no driver or no GPU.
+        DeviceError: there is no GPU of this number, or it cannot be queried.
     """
     label = f"GPU {gpu}"
     device = driver.checked(driver.load().cuDeviceGet(gpu), label)
@@ -104,13 +109,13 @@ def free_bytes(gpu: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Memory that a fleet may take.
+    """Limits for the memory of a fleet.
 
     Attributes:
-        pool_bytes: all pools together.
-        ring_bytes: one ring.
-        room_bytes: the pools of a single room, which may use the rings' share if memory is short.
-        detail: explanation appended to messages that name the budget, or "".
+        pool_bytes: limit for all KV pools together.
+        ring_bytes: limit for one staging ring.
+        room_bytes: limit for all pools together if they hold only one room; may include the memory set aside for rings.
+        detail: origin of the limits, appended to messages that name them; may be "".
     """
 
     pool_bytes: int
@@ -120,7 +125,7 @@ class Budget:
 
 
 def host_budget(request: PlanRequest) -> Budget:
-    """Returns the budget for pools in host memory, from `memory_bytes`."""
+    """Divides `memory_bytes` of the request between pools and rings in host memory."""
     rings = request.memory_bytes // _RING_DIVISOR
     ring = min(_MAX_HOST_RING_BYTES, rings // side_of(request.decode).size)
     return Budget(request.memory_bytes - rings, ring, request.memory_bytes)
@@ -133,11 +138,11 @@ def gpu_budget(
     tokens: int,
     free: Callable[[int], int] = free_bytes,
 ) -> Budget:
-    """Returns the budget for pools on GPUs: `GPU_PERCENT` of their free memory.
+    """Divides `GPU_PERCENT` of the free memory of the GPUs between pools and rings.
 
     Args:
-        tokens: length of the longest prompt; the split of a room over the ranks hardly depends on it.
-        free: returns the free bytes of a GPU.
+        tokens: prompt length used to calculate the bytes of a room on each GPU; the result hardly depends on it.
+        free: function that returns the free bytes of a GPU number.
 
     Raises:
         DeviceError: a GPU cannot be queried.
@@ -162,9 +167,9 @@ def gpu_budget(
 
 
 def _room_bytes_by_rank(volume: TransferVolume, tokens: int) -> Iterator[tuple[Role, int, float]]:
-    """Yields (role, position on its side, bytes of an average room) of every rank.
+    """Yields (role, position among the ranks of its role, average bytes per room) of every rank.
 
-    Rooms go to the instances and dp groups in turn, so each rank holds only its share of them.
+    Rooms go to the instances and dp groups in rotation, so the average includes the rooms that other groups hold.
     """
     items = volume.items(tokens)
 
@@ -184,7 +189,7 @@ def _room_bytes_by_rank(volume: TransferVolume, tokens: int) -> Iterator[tuple[R
 
 
 def check_room_fits(budget: Budget, volume: TransferVolume, tokens: int) -> int:
-    """Returns the bytes of a room in all pools, for the prefill instance that needs most.
+    """Returns the bytes of a room in all pools together, for the prefill instance that needs the most.
 
     Raises:
         LayoutError: the budget does not hold one room.
@@ -199,7 +204,7 @@ def check_room_fits(budget: Budget, volume: TransferVolume, tokens: int) -> int:
 
 
 def pool_bytes(volume: TransferVolume, instance: int, tokens: int) -> int:
-    """Returns the bytes that a room takes in all ranks of one dp group on either side."""
+    """Returns the bytes of a room in the pools of all ranks that hold it: one prefill and one decode dp group."""
     items = volume.items(tokens)
     inputs = volume.inputs[instance]
     return sum(
@@ -212,7 +217,11 @@ def pool_bytes(volume: TransferVolume, instance: int, tokens: int) -> int:
 
 
 def rank_bytes(volume: TransferVolume, instance: int, role: str, at: RankCoord, items: Sequence[int]) -> int:
-    """Returns the bytes of `items` pages (of a state: items) of each segment in one rank's pool."""
+    """Returns the bytes that a number of pages takes in one rank's pool.
+
+    Args:
+        items: number of pages of each segment, or of items for a state component.
+    """
     inputs = volume.inputs[instance]
     side = inputs.prefill if role == "prefill" else inputs.decode
     return sum(
@@ -224,11 +233,13 @@ def rank_bytes(volume: TransferVolume, instance: int, role: str, at: RankCoord, 
 def ring_bytes(
     request: PlanRequest, budget: Budget, volume: TransferVolume, longest: Sequence[tuple[int, int]], wanted: int
 ) -> int:
-    """Returns the size of each decode rank's ring: the wanted bytes, within the budget.
+    """Returns the size of each decode rank's staging ring in bytes.
+
+    The size is that of `--ring-mb`; without it, `wanted` limited by the budget, but at least one part.
 
     Args:
-        longest: (tokens, cached tokens) of each load's longest room.
-        wanted: staged bytes of the rooms that one decode rank has in flight, plus one more room.
+        longest: (tokens, cached tokens) of the longest room of each load.
+        wanted: staged bytes of all rooms that one decode rank has in flight, plus one more room.
 
     Raises:
         LayoutError: `--ring-mb` is smaller than one part.

@@ -1,6 +1,6 @@
-"""Pages and bytes that each writer owes each decode rank for a room, from the layout's plan.
+"""Calculates the pages and bytes that each writer has to send to each decode rank for a room, from the layout's plan.
 
-Used to size pools and rings and to show the plan; the ranks do not use it to move data.
+The results size pools and rings and are shown to the user; the ranks do not use them to transfer data.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from kvctl_agent.layout.plan_inputs import PlanInputs
 
 
 class OwedParts(NamedTuple):
-    """One writer's parts of one segment for one decode rank, each given by its number of pages (of a state: items)."""
+    """The parts of one segment that one writer has to send to one decode rank for a room.
+
+    Attributes:
+        share: layers and heads that the writer sends.
+        parts: number of pages, or state items, of each part.
+    """
 
     share: TransferSlice
     parts: tuple[int, ...]
@@ -29,17 +34,23 @@ class OwedParts(NamedTuple):
 
 
 class RoomBytes(NamedTuple):
-    """Bytes of a room: `payload` in whole pages, `reader_staging` through the ring of the busiest decode rank."""
+    """Bytes that one room transfers.
+
+    Attributes:
+        payload: bytes received by all decode ranks together, in whole pages.
+        reader_staging: bytes that pass through the staging ring of the decode rank that receives the most.
+    """
 
     payload: int
     reader_staging: int
 
 
 class TransferVolume:
-    """Computes the transfers of one model from any of the prefill instances.
+    """Calculates the transfer volume of rooms of one model, for each prefill instance.
 
     Attributes:
-        inputs: layout inputs of each prefill instance with the decode instance; model and page size are the same.
+        inputs: layout inputs of each pair of a prefill instance and the decode instance, all for the same model and
+            page size.
     """
 
     def __init__(self, inputs: Sequence[PlanInputs], shape: PlannedShape) -> None:
@@ -49,7 +60,7 @@ class TransferVolume:
         self.room_bytes = cache(self._room_bytes)
 
     def items(self, tokens: int) -> tuple[int, ...]:
-        """Returns the pages or items of each segment that a room of `tokens` has."""
+        """Returns the number of pages, or of state items, of each segment in a room of `tokens`."""
         pages = page_count(tokens, self._page_size)
         paged = len(self.inputs[0].segments) - len(self._states)
         return (*[pages] * paged, *(state_items(state, tokens, self._page_size) for state in self._states))
@@ -57,7 +68,13 @@ class TransferVolume:
     def owed(
         self, instance: int, tokens: int, prefix_tokens: int, room: int = 0, decode_dp: int = 0
     ) -> list[OwedParts]:
-        """Returns everything owed for a room of which the decode side has cached `prefix_tokens`.
+        """Returns all parts of a room, grouped by writer, decode rank and segment.
+
+        Args:
+            instance: prefill instance that computes the room.
+            prefix_tokens: length of the prefix that the decode side has cached.
+            room: number of the room, which determines the prefill dp group.
+            decode_dp: dp group of the decode instance.
 
         Raises:
             LayoutError: the prefix is longer than the prompt, or there is no such decode dp group.
@@ -86,7 +103,7 @@ class TransferVolume:
         return RoomBytes(payload, max(staging.values(), default=0))
 
     def largest_part(self, instance: int, tokens: int, prefix_tokens: int) -> tuple[int, str]:
-        """Returns the bytes of the largest part without layer groups, and their arithmetic in words."""
+        """Returns the bytes of a room's largest part if layers are not grouped, and how they are calculated as text."""
         most, arithmetic = 0, ""
         for share, parts in self.owed(instance, tokens, prefix_tokens):
             pages = max(parts)

@@ -1,7 +1,7 @@
-"""Compares a decode rank's pool with the expected content, without access to any source.
+"""Compares a decode rank's pool with the expected content, which is calculated without access to any prefill rank.
 
-The pool was poisoned before, so every byte has exactly one correct value: the pattern in the pages and items that were
-sent, poison everywhere else, including cached prefixes, free pages and page 0.
+The pool was filled with poison before the run, so every byte has exactly one correct value: that of the test pattern in
+pages and items that were transferred, poison everywhere else, including cached prefixes, free pages and page 0.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ def verify(content: Content, mode: str, failed: Collection[int] = ()) -> VerifyR
     """Verifies the pool after a batch in which every room except the `failed` ones succeeded.
 
     Args:
-        mode: "full" compares every byte; "sample" a range of pages of every layer's planes of every room.
-        failed: numbers of rooms whose pages may contain anything.
+        mode: "full" compares every byte; "sample" compares 1/8 of the pages of every room in each plane and layer. Both
+            check all pages that must contain poison.
+        failed: numbers of the failed rooms, whose pages may contain anything.
     """
     rooms = [room for room in content.rooms.values() if room.number not in failed]
     report = VerifyReport(rooms=len(rooms), bytes=0, mismatches=[], bad_rooms=[])
@@ -50,7 +51,11 @@ def verify(content: Content, mode: str, failed: Collection[int] = ()) -> VerifyR
 
 
 def verify_room(content: Content, room: Room, mode: str = "full") -> tuple[int, Mismatch | None]:
-    """Returns the number of bytes compared and the first mismatch of a room."""
+    """Compares the pages, state items and aux row of one room with the test pattern.
+
+    Returns:
+        The number of page bytes compared, and the first mismatch or None.
+    """
     source = random.Random(room.index)
     nbytes = 0
     for view, bases in content.with_bases(room):
@@ -78,11 +83,12 @@ def verify_room(content: Content, room: Room, mode: str = "full") -> tuple[int, 
 def strays(
     content: Content, pages_of: Callable[[PlaneView], Pages], slots: Iterable[int], *, repair: bool = False
 ) -> Iterator[Mismatch]:
-    """Yields the first byte written without permission in these pages of each layer's planes and in these aux rows.
+    """Finds stray writes: yields the first byte that is not poison in each plane of each layer and in each aux row.
 
     Args:
-        pages_of: pages (of a state: items) of a view that must contain poison.
-        repair: poison them again, so that each write is reported once.
+        pages_of: function that returns the pages, or state items, of a view that must contain poison.
+        slots: aux rows that must contain poison.
+        repair: whether to fill the pages and rows with poison again, so that each write is reported once.
     """
     for view in content.views:
         pages, unit = pages_of(view), "item" if view.shard.segment.state else "page"
@@ -101,26 +107,30 @@ def strays(
 
 
 class LiveVerifier:
-    """Verifies rooms one by one, and checks free pages when they are allocated and on request.
+    """Verifies the rooms of a live rank one by one, and checks free pages when they are allocated and on request.
 
-    A write that lands after its room was released is found in a free page. Poison that a prefill rank puts into pages
-    it has got back is found by the decode rank, if the pages were read too late.
+    A write that lands after its room was released is found in a free page. A prefill rank fills released pages with
+    poison; if a transfer reads the pages too late, the decode rank finds poison in the room.
     """
 
     def __init__(self, content: Content, enabled: bool) -> None:
-        """`enabled`: False turns all checks off."""
+        """Checks a rank's content; does nothing unless `enabled`."""
         self._content = content
         self._enabled = enabled
         self._strays: list[Mismatch] = []
 
     def opened(self, number: int) -> None:
-        """Checks that the pages just allocated to a room are untouched."""
+        """Checks that nothing was written to the pages and aux row that a room has just been allocated."""
         if self._enabled:
             items, slot = self._content.items[number], self._content.slots[number]
             self._strays += strays(self._content, lambda view: items[view.shard.segment.index], [slot], repair=True)
 
     def verify(self, number: int) -> tuple[int, Mismatch | None]:
-        """Returns the bytes compared and the first mismatch of a received room, its cached prefix included."""
+        """Compares a received room with the test pattern and checks that its cached prefix was not written to.
+
+        Returns:
+            The number of page bytes compared, and the first mismatch or None.
+        """
         if not self._enabled:
             return 0, None
         content = self._content
@@ -138,7 +148,7 @@ class LiveVerifier:
         return nbytes, wrong
 
     def sweep(self) -> list[Mismatch]:
-        """Checks all free pages; returns everything found since the last sweep."""
+        """Checks all free pages and aux rows; returns the stray writes found since the previous call."""
         if self._enabled:
             self._strays += strays(self._content, self._content.unowned, self._content.free_slots, repair=True)
         found, self._strays = self._strays, []
@@ -146,12 +156,12 @@ class LiveVerifier:
 
 
 def _cached(content: Content, room: Room, view: PlaneView) -> int:
-    """Returns the pages of a room that are not moved, because decode has them cached. State always moves whole."""
+    """Returns the number of a room's pages that are not transferred because decode has them cached; 0 for state."""
     return 0 if view.shard.segment.state else room.prefix_tokens // content.start.page_size
 
 
 def _origin(content: Content, view: PlaneView, wrong: Wrong) -> str:
-    """Describes the row found: never written, another row of the pattern, or damaged."""
+    """Describes where a wrong row comes from: it was never written, belongs to another position, or is damaged."""
     if wrong.row == bytes([POISON]) * len(wrong.row):
         return "never written"
     segment = view.shard.segment

@@ -1,7 +1,7 @@
-"""The synthetic worker of a rank process: pool, content, agent, and the commands that it serves.
+"""The synthetic worker of a rank process: its pool, its agent, and the handlers of the parent's commands.
 
-A batch rank runs the rooms of a prepared batch when told to, and within a run it is driven only by its agent's state
-changes. A live rank opens rooms one by one as commands arrive. Everything runs on the process's main thread.
+A rank of a batch fleet drives all rooms of a prepared batch during one Run command. A rank of a live fleet opens rooms
+one by one as commands arrive. All of this code runs on the main thread of the process.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ from kvctl_agent.rank import Rank
 from kvctl_agent.runtime.handles import Handle
 
 CLEAR = "clear"
-"""Spec of `SetFault` that ends all faults."""
+"""Value of `SetFault.spec` that ends all faults."""
 
 CLOSE_TIMEOUT_S = 3.0
 _PROGRESS_INTERVAL_S = 1.0
 _PEER_POLL_S = 0.02  # while peers are missing
 
 SendMessage = Callable[[str, Mapping[str, Any]], None]
-"""Sends a message of a kind to the parent."""
+"""Function that sends a message to the parent; called with its kind and its data."""
 
 
 class StateChange(NamedTuple):
-    """A room's handle has reached a state, on the monotonic clock."""
+    """State that a room's handle has reached, and when, on the monotonic clock."""
 
     handle: Handle
     state: RoomState
@@ -71,17 +71,24 @@ class StateChange(NamedTuple):
 
 
 class Worker:
-    """A rank of either role.
+    """A prefill or decode rank: its KV pool, its agent and its rooms.
 
     Attributes:
-        changes: state changes of rooms, in the order in which they occurred; the server's inbox on a live rank.
-        path, pipeline: of the prepared batch.
-        gpu: the engine that computes prompts; None: computation is simulated.
-        held: indices of rooms whose pages may still be written to after a run.
+        at: position of the rank in its instance.
+        changes: queue of the rooms' state changes, in the order in which they occurred; the server's inbox in a live
+            fleet.
+        path, pipeline: transfer path and pipeline mode of the prepared batch.
+        gpu: engine that computes prompts on a GPU; None: computation is simulated by sleeping.
+        held: indices of rooms whose pages may still be written to after the last run.
     """
 
     def __init__(self, start: Start, inbox: queue.SimpleQueue[Any], send: SendMessage) -> None:
-        """Allocates the pool and builds the agent, without starting it."""
+        """Allocates the pool and builds the agent, without starting it.
+
+        Args:
+            inbox: queue of the main loop, which receives the state changes of a live rank.
+            send: sends a message to the parent.
+        """
         self.start = start
         self.at = own_coord(start)
         self.changes: queue.SimpleQueue[Any] = inbox if start.live else queue.SimpleQueue()
@@ -115,7 +122,7 @@ class Worker:
             name=start.name,
             bootstrap=start.bootstraps if decode else (start.bootstraps[start.instance],),
             model=model_shape(start.shape, start.page_size),
-            # On the agent's control thread: only record the time and pass the change on.
+            # Called on the agent's control thread, so it only records the time and queues the change.
             on_state=lambda handle, state: self.changes.put(StateChange(handle, state, time.monotonic_ns())),
             **start.config,
         )
@@ -137,10 +144,13 @@ class Worker:
         )
 
     def begin(self) -> Ready | None:
-        """Starts the agent. A batch rank waits until it has met all its peers and returns the answer to Start.
+        """Starts the agent; in a batch fleet, also waits until it is connected to all its peers.
+
+        Returns:
+            The answer to Start; None in a live fleet, where Start has no answer.
 
         Raises:
-            DeadlineExceeded: names the missing peers.
+            DeadlineExceeded: peers are missing after `Start.timeout_s`; the message names them.
         """
         self.agent.start()
         if self._live is not None:
@@ -161,7 +171,7 @@ class Worker:
         return ready
 
     def handle(self, item: Any) -> Mapping[str, Any] | None:
-        """Handles a command or a state change; returns the answer, if it has one.
+        """Handles a command or a state change; returns the answer to the command, or None if it has no answer.
 
         Raises:
             LocalProtocolError: the command belongs to the other kind of fleet.
@@ -173,7 +183,11 @@ class Worker:
         return handler(item)
 
     def poll(self) -> float | None:
-        """Does the work of a live rank that is due; returns the seconds until the next, None without any."""
+        """Does the work of a live rank that is due and reports changes of the instances that it can reach.
+
+        Returns:
+            Seconds after which `poll` should be called again; None in a batch fleet, which needs no polling.
+        """
         if self._live is None:
             return None
         wait_s = self._live.poll()
@@ -189,14 +203,17 @@ class Worker:
         return wait_s if len(self._serving or ()) >= wanted else min(wait_s, _PEER_POLL_S)
 
     def close(self) -> None:
-        """Closes the agent, then the pool that it wrote to."""
+        """Closes the agent, then the pool, to which the agent can no longer write."""
         self.agent.close(CLOSE_TIMEOUT_S)
         self._pool.close()
 
     # ---- batch fleets -----------------------------------------------------------------------------------------------
 
     def prepare(self, command: Prepare) -> Mapping[str, Any]:
-        """Takes the rooms of a batch that concern this rank, and fills or poisons the pool."""
+        """Allocates pages for those rooms of a batch in which this rank takes part, and sets up the pool's content.
+
+        A prefill rank writes the test pattern; a decode rank fills its pool with poison if the command says so.
+        """
         self._failed.clear()
         self.content.take([room for room in command.rooms if self._owns(room)])
         self.path = command.path
@@ -212,7 +229,7 @@ class Worker:
         return {}
 
     def run(self, command: Run) -> RunReport:
-        """Drives the prepared rooms until all have ended or `timeout_s` has passed."""
+        """Transfers the prepared rooms until all have ended or `Run.timeout_s` has passed; returns the measurements."""
         before, cpu_before = measure.counters(self.agent.observe.metrics()), measure.cpu_ns()
         deadline_ns = time.monotonic_ns() + round(command.timeout_s * 1e9)
         faults = tuple(map(parse_fault, command.faults))
@@ -240,7 +257,7 @@ class Worker:
             failures=[[index, text] for index, text in run.failures.items()],
             held=self.held,
             counters=measure.growth(before, measure.counters(self.agent.observe.metrics())),
-            # Agents keep a limited number of rooms: those of a long run that ended first may be gone.
+            # Agents keep a limited number of rooms: the rooms of a long run that ended first may have been discarded.
             stages=measure.stages(self.agent.observe.layers, [number for number in succeeded if find(number)]),
             ring_high_water_bytes=staging["ring"]["high_water_bytes"] if staging["ring"] else 0,
             cpu_ns=cpu_ns,
@@ -254,7 +271,7 @@ class Worker:
         return report
 
     def verify(self, command: Verify) -> VerifyReport:
-        """Compares a decode rank's pool with the expected content; a prefill rank has nothing to compare."""
+        """Compares a decode rank's pool with the expected content; returns an empty report on a prefill rank."""
         if self.start.role == "prefill":
             return VerifyReport(rooms=0, bytes=0, mismatches=[], bad_rooms=[])
         return verify(self.content, command.mode, self._failed)
@@ -312,7 +329,7 @@ class Worker:
         self._send("faults", FaultState(active=self.faults.active(), counts=self.faults.counts(), error=error))
 
     def _report_usage(self, command: Tell) -> None:
-        """Reports every resource that could leak."""
+        """Sends a `Usage` report with all resources that could leak."""
         assert self._live is not None
         statistics, staging = self.agent.observe.statistics(), self.agent.observe.staging()
         ring, buffers = staging["ring"], staging["buffers"]

@@ -1,7 +1,7 @@
-"""The rooms of each load (lengths, arrivals, prefill instance, decode dp group) and their division into batches.
+"""Generates the rooms of each load (lengths, arrivals, prefill instance, decode dp group) and splits them into batches.
 
-Everything follows from the request alone, so every path of a bench, and every bench with the same seed, runs the same
-rooms. A batch is a run of consecutive rooms that all fit in memory together.
+The rooms depend on the request alone, so all paths of a bench, and all benches with the same seed, run the same rooms.
+A batch consists of consecutive rooms that fit in memory together.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from kvctl.lab.ranks.transfer_volume import TransferVolume
 
 MIN_ROOMS = 24
 MAX_ROOMS = 256
-# Enough bytes for a useful run, few enough that the slowest path of a default bench takes well under a minute.
+# Enough bytes for a useful run, and few enough that the slowest path of a default bench takes well under a minute.
 ROOMS_BYTES = 3 << 30
-# A batch drains at its end; with the rooms of several windows in it, draining is a small part of its time.
+# At the end of a batch fewer rooms than the window are in flight. With the rooms of several windows in a batch, this
+# phase is a small part of its time.
 BATCH_WINDOWS = 4
 MIN_BATCH_ROOMS = 12
 BATCH_BYTES = 512 << 20
@@ -29,13 +30,13 @@ BATCH_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class LoadNeeds:
-    """A planned load and what it needs of every rank.
+    """A planned load, with the figures that size the pools and rings of the ranks.
 
     Attributes:
         longest: (tokens, cached tokens) of the longest room.
-        reader_bytes: staged bytes of the largest room at one decode rank.
+        reader_bytes: maximum bytes that one room stages in the ring of one decode rank.
         window: maximum number of rooms in flight at one decode rank.
-        notes: limits that were applied, for the user.
+        notes: messages to the user about limits that were applied.
     """
 
     load: PlannedLoad
@@ -46,26 +47,34 @@ class LoadNeeds:
 
     @property
     def batch_rooms(self) -> int:
-        """Rooms of the largest batch."""
+        """Number of rooms in the largest batch."""
         return max(end - first for first, end in self.load["batches"])
 
 
 def resolve_load(request: PlanRequest, volume: TransferVolume, load: Load, budget: Budget) -> LoadNeeds:
-    """Plans one point of a sweep.
+    """Generates the rooms of one point of a sweep and divides them into batches.
 
     Raises:
-        LayoutError: not even one room fits.
+        LayoutError: the budget does not hold one room.
     """
     return _of_requests(request, volume, load, budget) if request.requests else _drawn(request, volume, load, budget)
 
 
 def prefill_groups(volume: TransferVolume) -> int:
-    """Returns the modulus by which a position in a batch determines the dp group within every prefill instance."""
+    """Returns the least common multiple of the dp sizes of all prefill instances.
+
+    A room's position in its batch modulo this number determines its dp group in each prefill instance.
+    """
     return lcm(*(inputs.prefill.dp for inputs in volume.inputs))
 
 
 def segment_items(volume: TransferVolume, needs: Sequence[LoadNeeds], instance: int, role: str) -> list[list[int]]:
-    """Returns the pages (of a state: items) that the pools need, by segment and dp group, over all loads."""
+    """Returns the number of pages, or state items, that a rank's pool needs for all loads, as `[segment][dp group]`.
+
+    Args:
+        instance: prefill instance; ignored for decode ranks.
+        role: "prefill" or "decode".
+    """
     inputs = volume.inputs[max(0, instance)]
     groups = (inputs.prefill if role == "prefill" else inputs.decode).dp
     most: list[list[int]] = []
@@ -90,7 +99,7 @@ def segment_items(volume: TransferVolume, needs: Sequence[LoadNeeds], instance: 
 
 
 def _drawn(request: PlanRequest, volume: TransferVolume, load: Load, budget: Budget) -> LoadNeeds:
-    """Plans rooms of drawn lengths, in closed loop or at a rate."""
+    """Plans a load of generated rooms, in closed loop or with Poisson arrivals."""
     decode_dp = request.decode.dp
     most = max(1, budget.pool_bytes // check_room_fits(budget, volume, load.tokens.longest))
     mean_bytes = volume.room_bytes(0, max(1, round(load.tokens.mean)), 0).payload
@@ -121,7 +130,10 @@ def _drawn(request: PlanRequest, volume: TransferVolume, load: Load, budget: Bud
 
 
 def _of_requests(request: PlanRequest, volume: TransferVolume, load: Load, budget: Budget) -> LoadNeeds:
-    """Plans the given requests, in batches of their real sizes: a few long prompts must not make every batch small."""
+    """Plans a load of the listed requests.
+
+    Batches are divided by the actual size of each room, so that a few long prompts do not make every batch small.
+    """
     requests = list(request.requests[: load.rooms or request.rooms])
     check_room_fits(budget, volume, max(each.tokens for each in requests))
     instances = range(len(volume.inputs))
@@ -147,7 +159,7 @@ def _of_requests(request: PlanRequest, volume: TransferVolume, load: Load, budge
 
 
 def _place(requests: Sequence[Request], batches: Sequence[tuple[int, int]], decode_dp: int) -> list[Request]:
-    """Gives each request a decode dp group, and counts arrivals from the first of its batch."""
+    """Assigns a decode dp group to each request and makes arrival times relative to the first one of the batch."""
     placed = []
     for first, end in batches:
         start_ms = min((each.arrival_ms for each in requests[first:end] if each.arrival_ms is not None), default=0.0)
@@ -209,12 +221,12 @@ def _needs(
 
 
 def default_rooms(room_bytes: int, in_flight: int) -> int:
-    """Returns the default number of rooms of a load: at least two windows, more if rooms are small."""
+    """Returns the default number of rooms of a load: at least twice the rooms in flight, more if rooms are small."""
     return max(MIN_ROOMS, 2 * in_flight, min(MAX_ROOMS, ROOMS_BYTES // max(1, room_bytes)))
 
 
 def draw_tokens(tokens: Tokens, rooms: int, seed: int) -> list[int]:
-    """Returns the prompt length of each room: the given values in turn, or uniform over the given range."""
+    """Returns the prompt length of each room: the listed values in rotation, or uniform random over the range."""
     if tokens.values:
         return [tokens.values[index % len(tokens.values)] for index in range(rooms)]
     source = random.Random(seed)
@@ -222,41 +234,46 @@ def draw_tokens(tokens: Tokens, rooms: int, seed: int) -> list[int]:
 
 
 def draw_arrivals(rate: float, rooms: int, seed: int) -> list[float]:
-    """Returns the arrival of each room in ms after the first: a Poisson process of `rate` rooms per second."""
+    """Returns the arrival of each room in ms after the first room: a Poisson process of `rate` rooms per second."""
     source = random.Random(f"arrivals {seed}")
     gaps = [source.expovariate(rate) * 1e3 for _ in range(rooms - 1)]
     return list(accumulate(gaps, initial=0.0))
 
 
 def prefix_tokens(tokens: int, page_size: int, hit: float) -> int:
-    """Returns the decode side's cached prefix: that fraction of the prompt in whole pages, leaving one page to move."""
+    """Returns the length of the prefix that the decode side has cached, in whole pages.
+
+    Args:
+        hit: fraction of the prompt that is cached; at least one page remains to be transferred.
+    """
     pages = -(-tokens // page_size)
     return min(int(pages * hit), pages - 1) * page_size
 
 
 def decode_group(position: int, active: int) -> int:
-    """Returns the decode dp group of the room at a position of its batch, out of `active` groups.
+    """Returns the decode dp group of the room at a position of its batch.
 
-    Every round shifts by one: with equal sizes on both sides every prefill dp group meets every decode group.
+    Rooms go to the first `active` groups in rotation. Each round starts one group later: otherwise, with equal dp sizes
+    on both sides, a prefill dp group would always send to the same decode dp group.
     """
     return (position + position // active) % active
 
 
 def windows(in_flight: int, decode_dp: int) -> list[int]:
-    """Returns the rooms in flight of each decode dp group; their sum is `in_flight`."""
+    """Divides `in_flight` rooms evenly among the decode dp groups; returns the number of each group."""
     base, more = divmod(in_flight, decode_dp)
     return [base + (group < more) for group in range(decode_dp)]
 
 
 def fit_batch(concurrency: int, rooms: int, room_bytes: int, most_rooms: int, decode_dp: int) -> tuple[int, int]:
-    """Returns (rooms in flight, rooms of a batch) such that every batch fits in memory.
+    """Returns (rooms in flight, rooms per batch) such that every batch fits in memory.
 
     Args:
-        concurrency: requested rooms in flight.
-        rooms: rooms of the load.
+        concurrency: requested number of rooms in flight.
+        rooms: number of rooms of the load.
         room_bytes: payload of a room of mean length.
         most_rooms: number of rooms of maximum length that the pools hold at once, at least 1.
-        decode_dp: decode dp groups; a batch contains whole rounds over them if possible.
+        decode_dp: number of decode dp groups; if possible, a batch has the same number of rooms for each.
     """
     in_flight = min(concurrency, most_rooms, rooms)
     wanted = max(BATCH_WINDOWS * in_flight, MIN_BATCH_ROOMS, BATCH_BYTES // max(1, room_bytes))
@@ -269,12 +286,12 @@ def fit_batch(concurrency: int, rooms: int, room_bytes: int, most_rooms: int, de
 
 
 def cut(rooms: int, batch_rooms: int) -> list[tuple[int, int]]:
-    """Returns batches of equal size as [first, end) of the rooms."""
+    """Divides rooms into batches of `batch_rooms`, the last of which may be smaller; returns their [first, end)."""
     return [(first, min(first + batch_rooms, rooms)) for first in range(0, rooms, batch_rooms)]
 
 
 def cut_to_fit(nbytes: Sequence[int], most_bytes: int) -> list[tuple[int, int]]:
-    """Returns batches as [first, end) of rooms of these sizes; none exceeds `most_bytes` unless a single room does."""
+    """Splits rooms of these sizes into batches of at most `most_bytes` or a single room; returns their [first, end)."""
     batches = []
     first = held = 0
     for index, size in enumerate(nbytes):
@@ -286,20 +303,32 @@ def cut_to_fit(nbytes: Sequence[int], most_bytes: int) -> list[tuple[int, int]]:
 
 
 def prefill_instance(position: int, groups: int, instances: int, decode_dp: int) -> int:
-    """Returns the prefill instance of the room at a position of its batch, in turns.
+    """Returns the prefill instance of the room at a position of its batch.
 
-    Within an instance the position determines the dp group, so a turn lasts until each of its `groups` has had a room.
-    Turns shift by one periodically, so that every instance meets every decode group.
+    The instances take turns of `groups` consecutive rooms, so that each dp group of an instance gets rooms. The
+    rotation shifts by one periodically, so that every instance sends to every decode dp group.
+
+    Args:
+        groups: result of `prefill_groups`.
+        instances: number of prefill instances.
+        decode_dp: number of decode dp groups.
     """
     turn = position // groups
     return (turn + turn // (instances * decode_dp)) % instances
 
 
 def group_windows(in_flight: int, groups: Sequence[int], sessions: Sequence[int], decode_dp: int) -> list[int]:
-    """Returns the maximum rooms in flight of each decode dp group for requests with their own arrival and placement.
+    """Returns the window (maximum rooms in flight) of each decode dp group for listed requests.
 
-    All ranks of a group must open the same rooms in the same order. The turns of sessions become ready in an order that
-    differs between ranks, so none may wait for another: the window is at least the group's number of sessions.
+    All ranks of a group must open the same rooms in the same order. The turns of different sessions become ready in an
+    order that differs between ranks, so no turn may have to wait for the window: it is at least the number of sessions
+    of the group.
+
+    Args:
+        in_flight: requested window of each group.
+        groups: decode dp group of each request.
+        sessions: session of each request; -1: no session.
+        decode_dp: number of decode dp groups.
     """
     here = [len({each for each, at in zip(sessions, groups, strict=True) if at == group}) for group in range(decode_dp)]
     no_sessions = max(sessions, default=-1) < 0
@@ -309,13 +338,13 @@ def group_windows(in_flight: int, groups: Sequence[int], sessions: Sequence[int]
 def most_held(
     counts: Sequence[int], batches: Sequence[tuple[int, int]], group_of: Sequence[int], groups: int
 ) -> list[int]:
-    """Returns the pages (or items) that a rank of each dp group needs for its largest batch, with the unused number 0.
+    """Returns the pages, or state items, that a rank of each dp group needs for its largest batch, plus page 0.
 
     Args:
-        counts: pages of every room of the load.
-        batches: [first, end) of the rooms.
-        group_of: dp group of every room; -1 if these ranks do not take part in it.
-        groups: dp groups of the side.
+        counts: number of pages of each room of the load.
+        batches: [first, end) of the rooms of each batch.
+        group_of: dp group of each room; -1 if the instance takes no part in the room.
+        groups: number of dp groups of the instance.
     """
     most = [0] * groups
     for first, end in batches:
