@@ -1,6 +1,6 @@
-"""Validated reads of agents' answers, which may lack fields (older agents) or contain anything (broken ones).
+"""Reads fields of agents' answers without trusting them: old agents lack fields, broken agents may send anything.
 
-A value that is missing or of the wrong type counts as unknown; no function of this module raises.
+A field that is missing or has the wrong type counts as unknown; no function of this module raises.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def number(row: Row, key: str) -> float | None:
-    """Returns a finite number; None if there is none. Booleans are not numbers."""
+    """Returns a field that is a finite number, otherwise None; booleans are not numbers."""
     value = row.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
@@ -26,35 +26,35 @@ def number(row: Row, key: str) -> float | None:
 
 
 def amount(row: Row, key: str) -> float:
-    """Returns a number, 0 if it is unknown."""
+    """Returns a field that is a finite number, otherwise 0."""
     return number(row, key) or 0
 
 
 def text(row: Row, key: str) -> str:
-    """Returns a string, "" if there is none."""
+    """Returns a field that is a string, otherwise ""."""
     value = row.get(key)
     return value if isinstance(value, str) else ""
 
 
 def texts(row: Row, key: str) -> list[str]:
-    """Returns the strings of a list."""
+    """Returns the strings in a field that is a list, without its other items; [] if it is not a list."""
     value = row.get(key)
     return [item for item in value if isinstance(item, str)] if isinstance(value, list | tuple) else []
 
 
 def inner(row: Row, key: str) -> Row:
-    """Returns an object, an empty one if there is none."""
+    """Returns a field that is a JSON object, otherwise an empty one."""
     value = row.get(key)
     return value if isinstance(value, Mapping) else NO_ROW
 
 
 def rows(value: Any) -> list[Row]:
-    """Returns the objects of a list."""
+    """Returns the JSON objects in a list, without its other items; [] if `value` is not a list."""
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list | tuple) else []
 
 
 def numbers(row: Row, key: str) -> list[float]:
-    """Returns a list of numbers, an empty one if an item is not a number."""
+    """Returns a field that is a list of finite numbers; [] if it is not, or if any item is not a number."""
     value = row.get(key)
     if not isinstance(value, list | tuple):
         return []
@@ -63,11 +63,14 @@ def numbers(row: Row, key: str) -> list[float]:
 
 
 def counts(row: Row, key: str) -> dict[str, float]:
-    """Returns the numbers of an object, by name."""
+    """Returns the finite numbers in a field that is a JSON object, by key; other values are left out."""
     found = inner(row, key)
     return {name: value for name in found if isinstance(name, str) and (value := number(found, name)) is not None}
 
 
 def is_agent_name(name: str) -> bool:
-    """Returns whether this can be an agent's name; random data sent to a control socket can appear as a peer's name."""
+    """Returns whether a string can be an agent's name.
+
+    Random data that another program sends to a control socket can appear as a peer's name.
+    """
     return _NAME.fullmatch(name) is not None

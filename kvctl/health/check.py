@@ -1,4 +1,4 @@
-"""Measures, thresholds and the verdict of each area, as `kvctl check` reports them to a monitoring system."""
+"""Measures of a fleet, their thresholds, and the verdict on each area, which `kvctl check` reports to monitoring."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STATES = {
 
 
 class Unit(Enum):
-    """Unit of a measure; the value is its name in the performance data of monitoring plugins."""
+    """Unit of a measure; the value of a member is the unit's symbol in the output of monitoring plugins."""
 
     COUNT = ""
     SECONDS = "s"
@@ -38,10 +38,12 @@ class Unit(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One number of a fleet, for thresholds.
+    """One number that describes a fleet and that thresholds can be set for.
 
     Attributes:
-        read: seconds, a ratio, bytes or a count; None if no agent reports it.
+        area: key of `AREAS`.
+        read: returns the number in seconds or bytes, as a ratio or a count; None if no agent reports it.
+        help: description for the help text.
         least: values below the threshold are bad, instead of values at or above it.
     """
 
@@ -53,7 +55,7 @@ class Measure:
     least: bool = False
 
     def human(self, value: float | None) -> str:
-        """Formats a value for people."""
+        """Formats a value with its unit for display."""
         if value is None:
             return units.UNKNOWN
         match self.unit:
@@ -66,10 +68,10 @@ class Measure:
         return units.count(round(value))
 
     def parse(self, text: str) -> float:
-        """Reads a value in this unit.
+        """Parses a value in the notation of this measure's unit, such as `30s`, `80%`, `64MiB` or `4`.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the text has another form, or the value is out of range.
         """
         match self.unit:
             case Unit.SECONDS:
@@ -151,7 +153,7 @@ def _room_age(snapshot: Snapshot) -> float | None:
 
 
 def _failed(snapshot: Snapshot) -> float | None:
-    """Considers rooms that finished in the last five minutes by each agent's own clock."""
+    """Returns the share of failed rooms among those that finished in the last five minutes by their agent's clock."""
     states = [
         text(room, "state")
         for agent in snapshot.agents.values()
@@ -200,13 +202,16 @@ class ThresholdError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """Values from which a measure is a warning or critical; None for never."""
+    """Values at which a measure becomes a warning or critical; None for no limit."""
 
     warn: float | None = None
     crit: float | None = None
 
     def state(self, measure: Measure, value: float | None) -> CheckState:
-        """Compares a value: at the threshold it is reached; a measure with `least` must be below it."""
+        """Returns the state of a value: a limit is reached at the limit itself, with `least` only below it.
+
+        An unknown value (None) is OK.
+        """
 
         def reached(limit: float | None) -> bool:
             if limit is None or value is None:
@@ -224,13 +229,13 @@ def parse_thresholds(warn: Sequence[str], crit: Sequence[str], areas: Sequence[s
     Args:
         warn: values of `--warn`.
         crit: values of `--crit`.
-        areas: the areas checked; thresholds of other areas are errors.
+        areas: the areas that are checked; a threshold for a measure of another area is an error.
 
     Returns:
-        The thresholds by the measure's name.
+        The thresholds by name of the measure.
 
     Raises:
-        ThresholdError: a threshold is invalid, or the warning is worse than the critical one.
+        ThresholdError: a threshold is invalid, or a warning threshold is worse than the critical threshold.
     """
     warnings, criticals = _parse_option("--warn", warn, areas), _parse_option("--crit", crit, areas)
     found = {
@@ -274,7 +279,7 @@ def _parse_option(option: str, values: Sequence[str], areas: Sequence[str]) -> M
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem, in one line; `code` is that of the finding, "" if it is not a finding."""
+    """One problem, described in one line; `code` is the health code, "" if no health code found the problem."""
 
     state: CheckState
     text: str
@@ -283,7 +288,13 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result for one area; the worst problem comes first."""
+    """Result of the check of one area.
+
+    Attributes:
+        problems: problems that are not muted, the worst first.
+        muted: muted findings.
+        values: value of each measure of the area, by name; None if it is unknown.
+    """
 
     area: str
     problems: Sequence[Problem]
@@ -296,7 +307,7 @@ class Verdict:
 
 
 def worst(states: Iterable[CheckState]) -> CheckState:
-    """Returns the worst state, OK for none."""
+    """Returns the worst of the states; OK if there are none."""
     return max(states, key=lambda state: state.gravity, default=CheckState.OK)
 
 
@@ -311,10 +322,10 @@ def verdicts(
 
     Args:
         areas: keys of `AREAS`.
-        snapshot: the fleet.
-        judged: findings, raised and muted.
-        thresholds: by name of the measure.
-        no_agents: text of the problem if no agent answered.
+        snapshot: answers of the fleet.
+        judged: findings in the snapshot, raised and muted.
+        thresholds: thresholds by name of the measure.
+        no_agents: text of the problem that is reported if no agent answered.
     """
     # An agent that does not answer is a problem in each area, because its state is unknown.
     silent = list(_silent(snapshot.survey.faults)) if snapshot.agents or snapshot.faults else []
@@ -347,7 +358,7 @@ def _silent(faults: Iterable[Fault]) -> Iterator[Problem]:
 
 
 def _stale_sockets(snapshot: Snapshot) -> Iterator[Problem]:
-    """Yields agents that were killed: only their sockets are left."""
+    """Yields a problem for each socket whose agent no longer runs."""
     reported = {fault.agent for fault in snapshot.faults}
     for endpoint in snapshot.survey.discovery.stale:
         if endpoint.name not in reported:

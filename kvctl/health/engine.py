@@ -10,9 +10,9 @@ from kvctl.render.selection import natural_key
 
 
 def examine(snapshot: Snapshot, codes: Iterable[Code]) -> list[Finding]:
-    """Returns all findings, the most severe first, then in the order of `codes`, then of subjects.
+    """Runs the health codes and returns their findings, ordered by severity, then as `codes`, then by subject.
 
-    Weights are not part of the order: they change with every reading, and a list on screen should not jump.
+    The order ignores weights, because they change with every reading and lines on a screen should stay in place.
     """
     order = list(codes)
     position = {code.name: number for number, code in enumerate(order)}
@@ -21,7 +21,7 @@ def examine(snapshot: Snapshot, codes: Iterable[Code]) -> list[Finding]:
 
 
 def _find(code: Code, snapshot: Snapshot) -> list[Finding]:
-    """Returns the findings of one code; if it fails, a finding that says so, because the other codes must still run."""
+    """Returns the findings of one code; if it raises, a finding about the error, so that the other codes still run."""
     try:
         return list(code.find(snapshot))
     except Exception as error:

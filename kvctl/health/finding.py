@@ -1,4 +1,4 @@
-"""Types of health codes and their findings, and the phrases that findings are written with."""
+"""Types of health codes and their findings, and functions that format names and counts in findings."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ class Finding:
         subject: the object with the problem, the same from one snapshot to the next: an agent ("decode-0"), a pair
             ("prefill-0 → decode-1"), a room ("room 42"), a region ("decode-0 allocation 7").
         agents: agents to examine, the most important one first.
-        since_ns: duration of the problem, as far as it is known; None if it is not.
-        weight: size of the problem among findings of the same code; a mute ends when it grows.
-        evidence: the numbers, by name; names end in their unit (`_ns`, `_bytes`), those of counters in `_total`.
+        since_ns: known duration of the problem in nanoseconds; None if unknown.
+        weight: size of the problem, comparable between findings of the same code; a mute ends when it grows.
+        evidence: numbers and names that show the problem, by name; numbers' names end in their unit (`_ns`, `_bytes`),
+            counters' names in `_total`.
         cause: one sentence with the most likely cause and the names of the agents.
-        remedy: begins with the next command in backticks, ready to paste; then what else to do.
+        remedy: the next command in backticks, ready to paste, followed by further steps.
     """
 
     code: str
@@ -73,11 +74,11 @@ class Code:
         sees: symptom that an operator sees.
         means: meaning and origin of the condition; the text of the code's page.
         remedy: general advice.
-        severity: of its worst findings.
+        severity: severity of the code's worst findings.
         find: returns the findings of a snapshot. It reports nothing where an agent's data is missing and must not raise
             because of an agent's answer.
         alert: PromQL expression of the same condition; "" if metrics cannot express it.
-        area: of `kvctl check`; a key of `AREAS`.
+        area: area of `kvctl check`, a key of `AREAS`.
     """
 
     name: str
@@ -101,10 +102,11 @@ class Code:
         since_ns: int | None = None,
         weight: float = 1.0,
     ) -> Finding:
-        """Returns a finding of this code, by default of its severity and about the agent `subject`.
+        """Returns a finding of this code; arguments are the attributes of `Finding`.
 
         Args:
-            agents: duplicates are removed.
+            agents: agents to examine, without duplicates in the result; by default only `subject`.
+            severity: by default the severity of the code.
         """
         return Finding(
             self.name,
@@ -122,7 +124,7 @@ class Code:
 def health_code(
     name: str, severity: Severity, area: str, *, sees: str, means: str, remedy: str, alert: str = ""
 ) -> Callable[[Find], Code]:
-    """Declares the decorated function, which returns the findings of a snapshot, as a health code."""
+    """Returns a decorator that turns a function from a snapshot to its findings into a health code (`Code`)."""
     return lambda find: Code(name, sees, means, remedy, severity, find, alert, area)
 
 
@@ -140,11 +142,11 @@ def counted(count: float, noun: str) -> str:
 
 
 def named_in(text: str, names: Collection[str]) -> list[str]:
-    """Returns the agents that a text names, in the order of the text."""
+    """Returns those of `names` that occur as words in a text, in the order of the text, without duplicates."""
     words = re.findall(r"[\w.-]*\w", text)
     return list(dict.fromkeys(word for word in words if word in names))
 
 
 def pair(sender: str, receiver: str) -> str:
-    """Returns the subject of a finding about two agents."""
+    """Returns the subject of a finding about two agents, such as `prefill-0 → decode-1`."""
     return f"{sender} → {receiver}"

@@ -1,7 +1,7 @@
-"""Mutes of health findings, and the user's file in which they are kept.
+"""Mutes, which hide health findings from the user, and the file that stores them.
 
-A mute stores how bad the findings were when it was made, and ends when they get worse: a higher severity, a larger
-weight or more findings. A mute made when nothing was found holds until it expires.
+A mute stores severity, weight and number of the findings at its creation, and ends when any of them grows. A mute
+created without findings holds until it expires.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """How bad the findings were when they were muted."""
+    """Highest severity, largest weight and number of the findings at the creation of their mute."""
 
     severity: Severity
     weight: float
@@ -35,7 +35,7 @@ class Baseline:
 
     @classmethod
     def of(cls, findings: Sequence[Finding]) -> Baseline | None:
-        """Returns the baseline of these findings, None if there are none."""
+        """Returns the baseline of findings; None if there are no findings."""
         if not findings:
             return None
         return cls(max(each.severity for each in findings), max(each.weight for each in findings), len(findings))
@@ -48,12 +48,12 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Mute:
-    """One mute.
+    """A mute, which hides findings of one health code until a given time.
 
     Attributes:
-        subject: subject of a finding, or an agent that it names; "" covers all findings of the code.
-        made_at_ns: wall clock, as `until_ns`.
-        baseline: None if nothing was found when it was made.
+        subject: subject of the hidden findings, or one of their agents; "" hides all findings of the code.
+        made_at_ns, until_ns: creation and expiry on the wall clock.
+        baseline: the hidden findings at the creation; None if there were none.
     """
 
     code: str
@@ -65,7 +65,7 @@ class Mute:
 
     @property
     def target(self) -> str:
-        """The mute as typed on the command line."""
+        """The mute in the notation of the command line: `CODE` or `CODE:SUBJECT`."""
         return f"{self.code}:{self.subject}" if self.subject else self.code
 
     def covers(self, finding: Finding) -> bool:
@@ -74,25 +74,30 @@ class Mute:
         return not self.subject or self.subject == finding.subject or self.subject in finding.agents
 
     def holds(self, findings: Sequence[Finding], now_ns: int) -> bool:
-        """Returns whether the mute still holds, given the findings it covers."""
+        """Returns whether the mute is still in force: not expired, and `findings`, which it covers, are not worse."""
         return now_ns < self.until_ns and (self.baseline is None or not self.baseline.exceeded_by(findings))
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Findings that are raised, and muted ones with the mute that lasts longest; each in the order of the findings."""
+    """Findings separated by mutes, in their original order.
+
+    Attributes:
+        raised: findings that no mute covers.
+        muted: muted findings, each with the longest of its mutes.
+    """
 
     raised: Sequence[Finding]
     muted: Sequence[tuple[Finding, Mute]]
 
 
 def judge(findings: Iterable[Finding], mutes: Iterable[Mute], now_ns: int) -> Judged:
-    """Separates raised findings from muted ones.
+    """Separates findings that are raised from findings that are muted.
 
     Args:
         findings: all findings.
-        mutes: all mutes, expired ones included.
-        now_ns: wall clock.
+        mutes: all mutes; mutes that have expired or ended are ignored.
+        now_ns: current time on the wall clock.
     """
     found = list(findings)
     holding = [mute for mute in mutes if mute.holds([each for each in found if mute.covers(each)], now_ns)]
@@ -105,7 +110,7 @@ def judge(findings: Iterable[Finding], mutes: Iterable[Mute], now_ns: int) -> Ju
 
 
 def default_path() -> Path:
-    """Returns `$XDG_STATE_HOME/kvctl/mutes.json`, or `~/.local/state/kvctl/mutes.json`.
+    """Returns the path of the user's mutes: `kvctl/mutes.json` in `$XDG_STATE_HOME`, by default `~/.local/state`.
 
     Raises:
         CliError: there is neither a state directory nor a home directory.
@@ -119,7 +124,10 @@ def default_path() -> Path:
 
 
 def load_or_warn() -> tuple[list[Mute], list[str]]:
-    """Returns the user's mutes; if the file cannot be read, no mutes and the reason. No home directory: no mutes."""
+    """Returns the user's mutes and a list of warnings.
+
+    If the file cannot be read, there are no mutes and one warning; without a home directory, no mutes and no warning.
+    """
     try:
         file = default_path()
     except CliError:
@@ -131,7 +139,7 @@ def load_or_warn() -> tuple[list[Mute], list[str]]:
 
 
 def load(file: Path) -> list[Mute]:
-    """Returns the mutes of a file; none if it does not exist.
+    """Returns the mutes in a file; [] if the file does not exist.
 
     Raises:
         CliError: the file cannot be read or has another format.
@@ -158,7 +166,9 @@ def load(file: Path) -> list[Mute]:
 
 @contextlib.contextmanager
 def edit(file: Path) -> Iterator[list[Mute]]:
-    """Yields the mutes to be changed in place, under a lock; writes them if the block raises nothing.
+    """Locks the file and yields its mutes as a list that the caller may change; writes the list back at the end.
+
+    The file stays unchanged if the block raises an exception.
 
     Raises:
         CliError: the file cannot be read or written.
@@ -178,7 +188,7 @@ def edit(file: Path) -> Iterator[list[Mute]]:
 
 
 def _write(file: Path, mutes: Sequence[Mute]) -> None:
-    """Replaces the file atomically, so that readers never see half of it."""
+    """Replaces the file atomically, so that readers never see a partial file."""
     text = json.dumps({"version": _VERSION, "mutes": [_encode(mute) for mute in mutes]}, indent=2) + "\n"
     draft = ""
     try:

@@ -1,6 +1,6 @@
-"""Indexed answers of all agents at one moment, as the health codes read them.
+"""The answers of all agents to one survey, indexed for the health codes.
 
-Live, recorded and bundled data look the same. Data that an agent did not answer is empty, never an error.
+Live, recorded and bundled answers look the same. Data that an agent did not provide is empty, never an error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEALTH_CALLS: tuple[Call, ...] = (
     Call("metrics"),
     Call("config"),
 )
-"""Calls of the survey from which a snapshot is made. Agents list their oldest rooms first, so the limit keeps those."""
+"""Calls of the survey from which a snapshot is made. Agents list their oldest rooms first, so limits keep those."""
 
 
 class HistogramSum(NamedTuple):
@@ -49,7 +49,7 @@ class HistogramSum(NamedTuple):
 
 @dataclass(frozen=True)
 class Agent:
-    """Answers of one agent."""
+    """The answers of one agent, by command; `failed` has its failed rooms, `families` its metrics by name."""
 
     name: str
     role: str
@@ -69,7 +69,7 @@ class Agent:
 
     @cached_property
     def known_rooms(self) -> Sequence[Row]:
-        """Active, recently finished and failed rooms, each once."""
+        """Rows of active, recently finished and failed rooms, without duplicates."""
         found: dict[tuple[str, str], Row] = {}
         for row in (*self.rooms, *self.history, *self.failed):
             found.setdefault((text(row, "room"), text(row, "nonce")), row)
@@ -77,7 +77,7 @@ class Agent:
 
     @property
     def now_ns(self) -> int:
-        """The agent's wall clock when it answered, to be compared with its `_at_ns` values."""
+        """Wall clock of the agent's host when it answered, comparable with the agent's `_at_ns` values."""
         return self.answer.hello["now_ns"]
 
     @cached_property
@@ -86,7 +86,7 @@ class Agent:
         return "rooms" in self.answer.data and len(self.rooms) < _ROOMS
 
     def setting(self, key: str) -> float:
-        """Returns a number of the agent's configuration; the key's default if it is missing."""
+        """Returns a numeric setting of the agent's configuration; the key's default if the agent does not report it."""
         value = number(self.config.get(key, {}), "value")
         if value is not None:
             return value
@@ -94,11 +94,11 @@ class Agent:
         return default if isinstance(default, int | float) else 0.0
 
     def period_ns(self, key: str) -> int:
-        """Returns a setting given in seconds as nanoseconds."""
+        """Returns a setting that is given in seconds, converted to nanoseconds."""
         return round(self.setting(key) * _SECOND_NS)
 
     def samples(self, metric: str, **labels: str) -> list[Row] | None:
-        """Returns the samples with these labels; None if there is no such metric."""
+        """Returns the samples of a metric that have these labels; None if the agent has no such metric."""
         family = self.families.get(metric)
         if family is None:
             return None
@@ -109,7 +109,7 @@ class Agent:
         ]
 
     def total(self, metric: str, **labels: str) -> float | None:
-        """Returns the sum of a counter or gauge over the samples with these labels; None if there is no such metric."""
+        """Returns the sum of a counter or gauge over the samples with these labels; None if the metric is missing."""
         samples = self.samples(metric, **labels)
         return None if samples is None else sum(amount(sample, "value") for sample in samples)
 
@@ -121,11 +121,11 @@ class Agent:
 
 
 class Snapshot:
-    """A fleet at one moment.
+    """The state of a fleet according to one survey.
 
     Args:
         survey: the agents' answers.
-        taken_ns: time on a monotonic or wall clock, the same clock for both snapshots.
+        taken_ns: time of the survey, on the same clock (monotonic or wall clock) as that of `before`.
         before: the previous snapshot of the same fleet, to compare counters with; None if there is none.
     """
 
@@ -136,14 +136,14 @@ class Snapshot:
         self._derived: dict[Callable[[Any], Any], Any] = {}
 
     def once(self, derive: Callable[[Snapshot], T]) -> T:
-        """Returns `derive(self)`, computed once and shared by all codes."""
+        """Returns `derive(self)`; the result is cached and shared by all health codes."""
         if derive not in self._derived:
             self._derived[derive] = derive(self)
         return cast(T, self._derived[derive])
 
     @property
     def faults(self) -> Sequence[Fault]:
-        """Errors of agents that did not answer, or not completely."""
+        """Faults of agents that did not answer, or did not answer all calls."""
         return self.survey.faults
 
     @cached_property
@@ -166,16 +166,16 @@ class Snapshot:
 
     @property
     def since_ns(self) -> int:
-        """Time since the previous snapshot; 0 if there is none."""
+        """Nanoseconds since the previous snapshot; 0 if there is none."""
         return 0 if self.before is None else self.taken_ns - self.before.taken_ns
 
     def earlier(self, agent: str) -> Agent | None:
-        """Returns the agent in the previous snapshot, if it has the same incarnation."""
+        """Returns the agent's answers in the previous snapshot; None if missing or from another incarnation."""
         now, then = self.agents.get(agent), self.before.agents.get(agent) if self.before is not None else None
         return then if now is not None and then is not None and now.incarnation == then.incarnation else None
 
     def since_before(self, agent: str, metric: str, **labels: str) -> float | None:
-        """Returns the growth of a counter since the previous snapshot; None if unknown, as after a restart."""
+        """Returns the growth of a counter since the previous snapshot; None if unknown, such as after a restart."""
         then = self.earlier(agent)
         if then is None:
             return None
@@ -183,7 +183,7 @@ class Snapshot:
         return None if after is None or earlier is None or after < earlier else after - earlier
 
     def histogram_since_before(self, agent: str, metric: str, **labels: str) -> HistogramSum | None:
-        """Returns the growth of a histogram since the previous snapshot; None as for `since_before`."""
+        """Returns the growth of a histogram since the previous snapshot; None if unknown, such as after a restart."""
         then = self.earlier(agent)
         if then is None:
             return None

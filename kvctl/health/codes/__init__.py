@@ -1,6 +1,6 @@
 """Registry of all health codes.
 
-Each is a function of a snapshot, declared with `health_code` in the module of its subject:
+Each health code is a function of a snapshot, declared with `health_code` in one of these modules:
 
 - `ready`: agents that cannot serve
 - `peers`: pairs of agents
@@ -9,7 +9,7 @@ Each is a function of a snapshot, declared with `health_code` in the module of i
 - `rooms`: corrupt data, traffic
 - `transport`: lanes, engines, GPUs, limits, metrics
 
-`facts` has what several of them use.
+Functions that several of these modules use are in `facts`.
 """
 
 from __future__ import annotations
@@ -55,6 +55,6 @@ CODES: tuple[Code, ...] = (
     transport.metric_implausible,
     peers.clock_skew,
 )
-"""Causes before their consequences: findings of equal severity are listed in this order."""
+"""All health codes; causes come before their consequences, because equally severe findings are listed in this order."""
 
 CODES_BY_NAME: dict[str, Code] = {code.name: code for code in CODES}

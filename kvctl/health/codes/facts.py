@@ -1,6 +1,6 @@
 """Facts about a snapshot that several health codes use: failed rooms, silent agents, drains, slow writers.
 
-Functions of a snapshot alone are evaluated once per snapshot: call them as `snapshot.once(failed_rooms)`.
+Functions whose only argument is the snapshot should be called as `snapshot.once(failed_rooms)`, which caches the result.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from kvctl.render.units import duration
 
 RECENT_NS = 600_000_000_000
 BOOTSTRAP = "KV_ROOM_STUCK_BOOTSTRAP"
-# With short settings, an agent whose process gets no core for a moment counts as suspect.
+# With a short suspect_s, an agent becomes suspect as soon as its process gets no core for a short time.
 _MIN_SILENCE_NS = 3_000_000_000
-# Two ranks of a room disagree on its age by a moment.
+# Two ranks of a room may differ in the room's age by this much.
 _CLOCK_SLACK_NS = 2_000_000_000
 # Both sides of a comparison must have sent this many parts.
 _MIN_PARTS = 20
@@ -36,9 +36,11 @@ class FailedRoom:
     """One failed room, reported by one or several ranks.
 
     Attributes:
-        rank: agent that found the cause.
+        code: failure code.
+        rank: agent that detected the failure first.
+        text: description of the failure by that agent.
         known_to: agents that report the failure, in the order of their names.
-        ago_ns: time since the failure, by the clock of the reporting agent.
+        ago_ns: time since the failure, by the clocks of the reporting agents; the longest if they differ.
     """
 
     room: str
@@ -74,7 +76,7 @@ def failed_rooms(snapshot: Snapshot) -> Mapping[str, Sequence[FailedRoom]]:
 
 
 def failed_by_rank(snapshot: Snapshot, code: str) -> Mapping[str, Sequence[FailedRoom]]:
-    """Returns the rooms that failed with this code, the most recent first, by the agent that found the cause."""
+    """Returns the rooms that failed with this code, by the agent that detected the failure, the most recent first."""
     found: dict[str, list[FailedRoom]] = {}
     for failed in snapshot.once(failed_rooms).get(code, ()):
         found.setdefault(failed.rank, []).append(failed)
@@ -92,16 +94,17 @@ def failure_finding(
     agents: Iterable[str] = (),
     evidence: Mapping[str, object] | None = None,
 ) -> Finding:
-    """Returns the finding about failed rooms.
+    """Returns one finding about all given failed rooms.
 
     Args:
-        failures: the most recent first.
-        cause: how many rooms failed and why; the most recent failure is appended.
-        shows: what `kvctl rooms show` shows about the most recent one, and what else to do.
-        subject: by default the rank that found the most recent cause.
-        severity: by default that of the code.
-        agents: further agents.
-        evidence: further evidence.
+        code: health code of the finding.
+        failures: failed rooms, the most recent first; at least one.
+        cause: number of failed rooms and the reason; the text of the most recent failure is appended.
+        shows: rest of the remedy, after "`kvctl rooms show` shows": the relevant information, and further steps.
+        subject: subject of the finding; by default the rank that detected the most recent failure.
+        severity: severity of the finding; by default the severity of the code.
+        agents: agents of the finding besides the ones that reported the most recent failure.
+        evidence: evidence besides the number of failures and the most recent one.
     """
     latest = failures[0]
     return code.finding(
@@ -123,7 +126,7 @@ def failure_finding(
 
 
 def failure_alert(code: str) -> str:
-    """Returns the PromQL expression for rooms that failed with this code."""
+    """Returns the PromQL expression that is true if rooms failed with this code in the last 10 minutes."""
     return f'sum by (instance) (increase(kvctl_room_failures_total{{code="{code}"}}[10m])) > 0'
 
 
@@ -134,10 +137,10 @@ def all_names(snapshot: Snapshot) -> frozenset[str]:
 
 
 def common_agents(pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Yields the fewest agents that occur in all these pairs (writer, reader), each with the pairs it accounts for.
+    """Chooses few agents so that every pair (writer, reader) contains one of them; yields each with its pairs.
 
-    If two agents account for equally many pairs, the one that occurs in more pairs in total comes first, then a reader,
-    then the last by name.
+    Repeatedly chooses the agent in most of the remaining pairs. Among equals, an agent that occurs in more pairs in
+    total is preferred, then a reader, then the last in the order of names.
     """
     remaining = sorted(pairs)
     in_all = Counter(name for each in pairs for name in each)
@@ -154,16 +157,16 @@ def common_agents(pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[str, list[
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """Report of one agent about a peer that it does not hear.
+    """Report of one agent about a peer from which it receives no messages.
 
     Attributes:
         agent: reporting agent; `role` is its role.
         peer: silent agent.
-        lost: the peer is lost; otherwise it is suspect.
-        closed: the peer announced that it closes.
-        for_ns: time since it was last heard; None if it never was.
-        rooms: number of rooms that still wait for it.
-        error: why it is lost, in the words of the reporting agent.
+        lost: whether the peer is lost; otherwise it is suspect.
+        closed: whether the peer announced that it closes.
+        for_ns: time since the last message of the peer; None if there was none.
+        rooms: number of rooms that still wait for the peer.
+        error: the reporting agent's error message about the loss; "" if the peer is only suspect.
     """
 
     agent: str
@@ -177,7 +180,7 @@ class Silence:
 
 
 def silences(snapshot: Snapshot) -> Mapping[str, list[Silence]]:
-    """Returns the reports about silent agents, by the silent agent."""
+    """Returns the reports about silent agents, by the name of the silent agent."""
     found: dict[str, list[Silence]] = {}
     for agent in snapshot.agents.values():
         min_ns = max(agent.period_ns("suspect_s"), _MIN_SILENCE_NS)
@@ -200,12 +203,12 @@ def silences(snapshot: Snapshot) -> Mapping[str, list[Silence]]:
 
 
 def unresponsive(snapshot: Snapshot) -> frozenset[str]:
-    """Returns agents that do not answer kvctl although their socket is there: stopped, or without a core."""
+    """Returns agents that have a socket but do not answer kvctl, because they are stopped, hang or get no core."""
     return frozenset(fault.agent for fault in snapshot.faults if fault.code in SILENT)
 
 
 def absent(snapshot: Snapshot) -> frozenset[str]:
-    """Returns agents whose absence explains why others wait: silent to a peer, unresponsive to kvctl, or gone."""
+    """Returns agents whose absence explains why others wait: silent to a peer, unresponsive to kvctl, or terminated."""
     gone = {endpoint.name for endpoint in snapshot.survey.discovery.stale}
     return frozenset(snapshot.once(silences)) | unresponsive(snapshot) | gone
 
@@ -224,7 +227,10 @@ def draining(snapshot: Snapshot) -> Mapping[str, Sequence[Agent]]:
 
 
 def _drain_periods(snapshot: Snapshot) -> list[tuple[float, float]]:
-    """Returns when decode ranks accepted no new rooms, as ages (ns) of begin and end; the end is 0 while it lasts."""
+    """Returns the periods in which decode ranks accepted no new rooms, as the ages of begin and end in nanoseconds.
+
+    The ages are widened by the tolerance for clocks; a drain that still lasts has an end of age 0 or less.
+    """
     found = []
     for agent in snapshot.of_role("decode"):
         began = number(agent.status, "draining_age_ns")
@@ -235,7 +241,7 @@ def _drain_periods(snapshot: Snapshot) -> list[tuple[float, float]]:
 
 
 def _unopened_for_drain(snapshot: Snapshot, age_ns: float) -> bool:
-    """Returns whether a draining decode rank may have refused an unopened room of this age."""
+    """Returns whether an unopened room of this age may be one that a draining decode rank refused."""
     return any(ended <= age_ns <= began for began, ended in snapshot.once(_drain_periods))
 
 
@@ -248,10 +254,10 @@ def expired_for_drain(snapshot: Snapshot, failed: FailedRoom) -> bool:
 
 
 def unopened_rooms(snapshot: Snapshot, *, refused: bool) -> Iterator[tuple[Agent, Row]]:
-    """Yields rooms that prefill ranks began and that have no peer yet, as (prefill rank, its row).
+    """Yields rooms that prefill ranks began and that no decode rank has opened there, as (prefill rank, row).
 
     Args:
-        refused: only rooms that a draining decode rank may have refused; otherwise only the others.
+        refused: True for rooms that a draining decode rank may have refused, False for all other unopened rooms.
     """
     for agent in snapshot.of_role("prefill"):
         for row in agent.rooms:
@@ -261,7 +267,7 @@ def unopened_rooms(snapshot: Snapshot, *, refused: bool) -> Iterator[tuple[Agent
 
 
 def decode_rooms(snapshot: Snapshot) -> set[str]:
-    """Returns the rooms that decode ranks have opened."""
+    """Returns the numbers of all active rooms of decode ranks."""
     return {text(row, "room") for agent in snapshot.of_role("decode") for row in agent.rooms}
 
 
@@ -270,7 +276,7 @@ def decode_rooms(snapshot: Snapshot) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """Time between post and completion of parts."""
+    """Mean time of a writer's parts between post and completion, per part and per byte, and the number of parts."""
 
     seconds_a_part: float
     ns_a_byte: float
@@ -283,7 +289,7 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class SlowWriter:
-    """A slow writer, and the median of the other writers."""
+    """Wire times of a slow writer, and the medians of the other writers with their names."""
 
     wire: Wire
     others: Wire
@@ -293,8 +299,8 @@ class SlowWriter:
 def slow_writers(snapshot: Snapshot) -> Mapping[str, SlowWriter]:
     """Returns the slow writers by name.
 
-    A writer is slow if its parts take five times as long as those of the others, by part and by byte: ranks of a
-    pipeline have parts of different sizes.
+    A writer is slow if its wire time is at least five times the median of the other writers, both per part and per
+    byte, because pipeline stages have parts of different sizes.
     """
     wires = {agent.name: wire for agent in snapshot.of_role("prefill") if (wire := _wire(snapshot, agent.name))}
     found: dict[str, SlowWriter] = {}
@@ -321,7 +327,10 @@ def _median(values: Iterable[float]) -> float:
 
 
 def _wire(snapshot: Snapshot, name: str) -> Wire | None:
-    """Measures since the previous snapshot if enough was sent since, otherwise since the agent's start."""
+    """Returns a writer's wire time since the previous snapshot; since the agent's start if too few parts were sent.
+
+    None if too few parts were sent since the start.
+    """
     wire = snapshot.histogram_since_before(name, "kvctl_stage_seconds", stage="wire")
     nbytes = snapshot.since_before(name, "kvctl_part_bytes_total")
     if wire is None or nbytes is None or wire.observations < _MIN_PARTS:

@@ -25,10 +25,10 @@ from kvctl.health.finding import Code, Finding, Severity, counted, health_code, 
 from kvctl.health.snapshot import Agent, Snapshot
 from kvctl.render.units import duration
 
-# Hellos are repeated until they are answered: after this time, every peer that hears an agent knows its incarnation.
+# Hellos are repeated until they are answered, so after this time every reachable peer knows an agent's incarnation.
 _HELLO_NS = 10_000_000_000
 _MIN_BACKLOG = 100
-# A control thread without a core sees every watermark late.
+# A control thread that gets no core processes every watermark late.
 _MIN_UNSEEN_NS = 5_000_000_000
 _HEARTBEATS = 5
 _SKEW_NS = 5_000_000
@@ -46,7 +46,7 @@ def _peer_row(agent: Agent, peer: str) -> Row:
 
 
 def _stale_pairs(snapshot: Snapshot) -> Iterator[tuple[Agent, Agent]]:
-    """Yields pairs whose first agent knows an earlier incarnation of the second, long after the new one began."""
+    """Yields pairs whose first agent knows only an earlier incarnation of the second, long after its restart."""
     for agent in snapshot.agents.values():
         patience_ns = max(agent.period_ns("lost_s"), _HELLO_NS)
         for row in agent.peers:
@@ -160,7 +160,15 @@ def _silent_agent(snapshot: Snapshot, name: str, reports: list[Silence], failed:
 def _explanation(
     snapshot: Snapshot, name: str, missed_by: Sequence[str], closed: bool, error: str, silent_ns: int | None
 ) -> tuple[str, str]:
-    """Returns cause and remedy."""
+    """Returns cause and remedy of the finding about a silent agent.
+
+    Args:
+        name: the silent agent.
+        missed_by: agents that report its silence.
+        closed: whether the agent announced that it closes.
+        error: error message of an agent that lost it; "" if there is none.
+        silent_ns: time since its last message; None if unknown.
+    """
     peers = listed(missed_by)
     if closed:
         return f"{name} was closed and has not come back; {peers} waited for it", (
@@ -299,7 +307,7 @@ def subscriber_dead(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def _refused_pairs(snapshot: Snapshot) -> dict[tuple[str, str], list[str]]:
-    """Returns the pairs (prefill, decode) that refuse each other, with the factors in which they differ."""
+    """Returns the pairs (prefill, decode) that refuse each other, with the differences of their configurations."""
     pairs: dict[tuple[str, str], list[str]] = {}
     # Prefill ranks first: a decode rank repeats what the prefill rank sent, and compares only protocol versions itself.
     for agent in sorted(snapshot.agents.values(), key=lambda agent: agent.role, reverse=True):
@@ -316,7 +324,7 @@ def _refused_pairs(snapshot: Snapshot) -> dict[tuple[str, str], list[str]]:
 
 
 def _with_names(factor: str, first: str, second: str) -> str:
-    """Adds the agents to a difference: `page_size 64 ≠ 32` becomes `page_size 64 (prefill-0) ≠ 32 (decode-1)`."""
+    """Adds the agents' names to a difference: `page_size 64 ≠ 32` becomes `page_size 64 (first) ≠ 32 (second)`."""
     match = _FACTOR.fullmatch(factor)
     return factor if match is None else f"{match['name']} {match['first']} ({first}) ≠ {match['second']} ({second})"
 

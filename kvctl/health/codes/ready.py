@@ -36,7 +36,10 @@ _STARTUP_NS = 60_000_000_000
     remedy="Start the missing ranks, or remove the instance from the agent's configuration.",
 )
 def not_ready(snapshot: Snapshot) -> Iterator[Finding]:
-    """Reports agents that wait for the same thing together, unless stuck rooms or silent agents explain the wait."""
+    """Yields one finding for all agents that wait for the same reason.
+
+    Agents whose wait is explained by stuck rooms or silent agents are left out.
+    """
     known = snapshot.once(all_names) | snapshot.once(absent)
     reported = {stuck.room.agent.name for stuck in snapshot.once(stuck_rooms) if stuck.code == BOOTSTRAP}
     by_reason: dict[str, list[Agent]] = {}
@@ -134,7 +137,10 @@ def _draining(snapshot: Snapshot, role: str, agents: Sequence[Agent]) -> Finding
 
 
 def _resumed(snapshot: Snapshot) -> Iterator[Finding]:
-    """Reports the rooms that a finished drain left behind: no decode rank opens a room that its engine was refused."""
+    """Yields a finding about rooms that were refused during a drain that has ended since.
+
+    Their prefill ranks still wait or have timed out, because no decode rank opens a room that was refused.
+    """
     waiting, expired = _waiting(snapshot), _expired(snapshot)
     agents = [agent for agent in snapshot.of_role("decode") if number(agent.status, "resumed_age_ns") is not None]
     if not agents or not (waiting or expired):
@@ -155,7 +161,7 @@ def _resumed(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def _waiting(snapshot: Snapshot) -> list[str]:
-    """Returns rooms that prefill ranks began during a drain and that no decode rank has opened."""
+    """Returns the numbers of rooms that prefill ranks began during a drain and that no decode rank has opened."""
     rooms = {text(row, "room") for _, row in unopened_rooms(snapshot, refused=True)}
     return sorted(rooms - decode_rooms(snapshot))
 

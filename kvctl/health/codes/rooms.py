@@ -28,7 +28,15 @@ _REPORT = "save `kvctl debug bundle bundle.tar.zst` and report it: this must nev
 
 
 def _corruption(snapshot: Snapshot, code: Code, symptom: str, remedy: str) -> Iterator[Finding]:
-    """Reports rooms that failed with this code recently, with their cause, or earlier, as the counter shows."""
+    """Yields findings about data corruption detected under this code.
+
+    Recent failures are grouped by the agent that the failure text blames; for earlier failures only the agent's counter
+    is reported.
+
+    Args:
+        symptom: description of the corruption, the beginning of the cause.
+        remedy: advice that ends the remedy.
+    """
     recent = snapshot.once(failed_rooms).get(code.name, ())
     by_culprit: dict[str, list[FailedRoom]] = {}
     for failed in recent:
@@ -141,7 +149,7 @@ def idle(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def _prefill_only(snapshot: Snapshot) -> Iterator[Finding]:
-    """Reports rooms that prefill ranks began while no decode rank has ever opened one."""
+    """Yields a finding about rooms that prefill ranks began, if many wait and no decode rank has opened any."""
     waiting = [
         (agent, row)
         for agent, row in unopened_rooms(snapshot, refused=False)

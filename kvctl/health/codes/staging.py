@@ -15,23 +15,23 @@ from kvctl.health.snapshot import Agent, HistogramSum, Snapshot
 from kvctl.render.selection import natural_key
 from kvctl.render.units import duration, percent, size
 
-# A region of a silent writer is reported from this age; one of a writer that is only slow, after the agent has had time
-# to help itself (it revokes an unwritten grant after 5 s).
+# Age at which a region of a silent writer is reported. A region of a writer that is only slow is reported after
+# _SLOW_NS, because the agent first tries to free it (it revokes an unwritten grant after 5 s).
 _SILENT_NS = 3_000_000_000
 _HEARTBEATS = 5
 _SLOW_NS = 15_000_000_000
 _MIN_PARTS = 20
 _FULL = 0.9
-# Gate time as a share of the time from ready to sent. A ring that is somewhat small costs little: parts wait here or in
-# a later stage.
+# Gate time as a share of the time from ready to sent. A slightly small ring costs little, because parts that do not
+# wait at the gate wait in a later stage instead.
 _MIN_GATE_SHARE = 0.8
 _MIN_GATE_S = 2.0
-# A short observation can be an exception, unless the agent's whole life shows the same.
+# A shorter observation may be an exception, unless the agent's totals since its start show the same.
 _LONG_OBSERVATION_NS = 10_000_000_000
 _STAGES = ("gate", "queue", "gather", "post", "wire")
 _MIN_REQUESTS = 5
 _MIN_ASKED_NS = 10_000_000_000
-# A peer that was lost for a moment releases the memory by itself.
+# A peer that was lost only for a short time drains and so releases the memory.
 _MIN_QUARANTINE_NS = 10_000_000_000
 _MIB = 1 << 20
 _WATERMARK = re.compile(r"watermark round (-?\d+) tail (\d+)")
@@ -39,14 +39,14 @@ _WATERMARK = re.compile(r"watermark round (-?\d+) tail (\d+)")
 
 @dataclass(frozen=True, slots=True)
 class GatedPart:
-    """A part that waits for the watermark of a decode rank."""
+    """A part that waits for the watermark of a decode rank: its writer, and its row in the writer's answer."""
 
     writer: str
     row: Row
 
     @property
     def identity(self) -> tuple[str, str, str, str]:
-        """Key of the part, the same in every snapshot."""
+        """Writer, room, chunk and layers, which identify the part in every snapshot."""
         return self.writer, text(self.row, "room"), str(self.row.get("chunk")), str(self.row.get("layers"))
 
 
@@ -61,7 +61,7 @@ def _gated_behind(snapshot: Snapshot, decode: str) -> list[GatedPart]:
 
 
 def _ring(agent: Agent) -> Row:
-    """Returns the agent's ring, an empty row if it has none."""
+    """Returns the row of the agent's staging ring; an empty row if the agent has no ring."""
     return inner(agent.staging, "ring")
 
 
@@ -107,12 +107,15 @@ def ring_pinned(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def pinned_agents(snapshot: Snapshot) -> frozenset[str]:
-    """Returns the decode ranks whose pinned ring blocks parts."""
+    """Returns the decode ranks in whose ring a pinned region makes parts wait."""
     return frozenset(each.agents[0] for each in ring_pinned.find(snapshot) if each.severity is Severity.CRITICAL)
 
 
 def _silent_ns(agent: Agent, writer: str) -> int | None:
-    """Returns for how long this decode rank has not heard the writer, in whatever state; None if it hears it."""
+    """Returns the time since a decode rank received a message from a writer.
+
+    0 if the writer is lost and the time is unknown; None if the writer is neither lost nor silent for long.
+    """
     min_ns = max(_SILENT_NS, _HEARTBEATS * agent.period_ns("heartbeat_s"))
     row = next((row for row in agent.peers if text(row, "peer") == writer), NO_ROW)
     heard = number(row, "last_heard_ns")
@@ -181,7 +184,7 @@ def _pinned(agent: Agent, allocation: Row, waiting: list[GatedPart]) -> Finding:
 
 
 def _region_state(agent: Agent, allocation: Row) -> str:
-    """Describes who has the region and what it did with it."""
+    """Describes which writer a ring region was granted to, for which room, and whether the writer has written it."""
     writer, room, state = (text(allocation, key) for key in ("writer", "room", "state"))
     nbytes, room_state = size(_nbytes(allocation)), text(allocation, "room_state")
     if state == "revoking":
@@ -219,7 +222,11 @@ def _is_empty(ring: Row) -> bool:
     remedy="Save a debug bundle and report it; abort the waiting rooms.",
 )
 def ring_gated_empty(snapshot: Snapshot) -> Iterator[Finding]:
-    """Requires an empty ring in both snapshots, no grant between them and a part that waits in both: not a race."""
+    """Yields a finding for each decode rank with an empty ring behind which parts are gated.
+
+    To exclude a race, the ring must be empty in both snapshots without a grant between them, and the same part must
+    wait in both.
+    """
     for agent in snapshot.of_role("decode"):
         before = snapshot.earlier(agent.name)
         if before is None or snapshot.before is None or snapshot.since_ns < agent.period_ns("heartbeat_s"):
@@ -252,7 +259,7 @@ def ring_gated_empty(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 class _Part(NamedTuple):
-    """One part on its way from a writer to a decode rank."""
+    """Identity of a part that a writer sends to a decode rank."""
 
     room: str
     writer: str
@@ -263,12 +270,12 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Cycle:
-    """Parts of which each waits for the next, and the last for the first.
+    """A deadlock: each part waits for the next part in the tuple, the last part for the first.
 
     Attributes:
-        for_memory: for each part, whether it waits for its forward to get memory; otherwise it waits for the ring.
-        serials: the unwritten regions of the cycle, as (decode rank, serial).
-        age_ns: age of the youngest wait.
+        for_memory: for each part, True if its forward waits for memory, False if the part waits for its ring region.
+        serials: the unwritten regions of the parts, as (decode rank, serial).
+        age_ns: age of the most recent wait.
     """
 
     parts: tuple[_Part, ...]
@@ -278,15 +285,15 @@ class _Cycle:
 
 
 class _WaitGraph:
-    """Waits between parts, as far as they are old.
+    """Directed graph of parts that wait for other parts; only waits that last long are included.
 
-    A gated part waits for the regions before its own. A region waits for its part to be written: if that part is gated
-    too, for the regions before that one; if it is not computed yet, its writer's forward may be waiting for memory,
-    which rooms hold that are computed and gated there. A cycle of old waits ends only if some part gives up its region.
+    A gated part waits for the parts whose ring regions come before its own region. A part whose forward has not begun
+    waits for memory on its writer, which is held by rooms whose parts are computed and gated there. A cycle of such
+    waits ends only if some part gives up its ring region.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:
-        # Unwritten grants are revoked after 5 s, which breaks such a cycle; older ones have outlasted that.
+        # Agents revoke unwritten grants after 5 s, which breaks such a cycle; only longer waits are included.
         self.gated = {
             self._part(row, agent.name, text(row, "peer")): row
             for agent in snapshot.of_role("prefill")
@@ -327,7 +334,7 @@ class _WaitGraph:
             yield from (other for other in self.gated if other.writer == part.writer and other.room != part.room)
 
     def cycle_from(self, start: _Part, visited: set[_Part]) -> list[_Part]:
-        """Returns a cycle reachable from `start`, empty if there is none; depth-first without recursion."""
+        """Returns a cycle of parts reachable from `start`, [] if there is none; adds all parts reached to `visited`."""
         path: list[_Part] = []
         steps: list[Iterator[_Part]] = [iter((start,))]
         while steps:
@@ -346,7 +353,7 @@ class _WaitGraph:
 
 
 def _cycles(snapshot: Snapshot) -> list[_Cycle]:
-    """Returns the cycles of waits, at most one for each part."""
+    """Returns the cycles in the wait graph; no part is in more than one cycle."""
     graph = _WaitGraph(snapshot)
     found: list[_Cycle] = []
     visited: set[_Part] = set()
@@ -406,14 +413,14 @@ def _steps(cycle: _Cycle) -> list[str]:
 
 
 class GateTime(NamedTuple):
-    """Time that one writer's parts waited for rings: share of the time from ready to sent, and seconds per part."""
+    """Time that one writer's parts were gated: as a share of the time from ready to sent, and in seconds per part."""
 
     share: float
     seconds: float
 
 
 def gated_writers(snapshot: Snapshot) -> Mapping[str, GateTime]:
-    """Returns the writers whose parts spend most of their time waiting for rings."""
+    """Returns the writers whose parts are gated for most of their time, by name."""
     found: dict[str, GateTime] = {}
     metric = "kvctl_stage_seconds"
     for agent in snapshot.of_role("prefill"):
@@ -533,7 +540,13 @@ def chunk_oversized(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 class UnansweredRequest(NamedTuple):
-    """A part whose writer has asked for its ring region several times."""
+    """A gated part whose writer has repeatedly requested a ring region without an answer.
+
+    Attributes:
+        peer: decode rank that does not answer.
+        asked_ns: time since the first request.
+        requests: number of requests.
+    """
 
     writer: str
     peer: str
@@ -543,7 +556,7 @@ class UnansweredRequest(NamedTuple):
 
 
 def unanswered_requests(snapshot: Snapshot) -> Mapping[tuple[str, str], Sequence[UnansweredRequest]]:
-    """Returns requests by (writer, decode rank), where the decode rank is heard and answers none of them."""
+    """Returns overdue requests for ring regions by (writer, decode rank); silent decode ranks are left out."""
     found: dict[tuple[str, str], list[UnansweredRequest]] = {}
     for agent in snapshot.of_role("prefill"):
         patience_ns = max(_MIN_ASKED_NS, 2 * _MIN_REQUESTS * agent.period_ns("resend_s"))
@@ -570,7 +583,7 @@ def unanswered_requests(snapshot: Snapshot) -> Mapping[tuple[str, str], Sequence
     alert='sum by (instance) (rate(kvctl_control_resends_total{type="staging-request"}[2m])) > 0.5',
 )
 def grant_unanswered(snapshot: Snapshot) -> Iterator[Finding]:
-    """Reports all requests of one writer, or to one decode rank, together."""
+    """Yields one finding for all unanswered requests of one writer, or to one decode rank."""
     pairs = snapshot.once(unanswered_requests)
     for common, concerned in common_agents(list(pairs)):
         requests = [request for each in concerned for request in pairs[each]]

@@ -1,4 +1,4 @@
-"""Health codes about rooms that make no progress: live ones, and those that reached their deadline."""
+"""Health codes about rooms that make no progress: active rooms, and rooms that failed at their deadline."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ _CODE_OF_STATE = {"Bootstrapping": BOOTSTRAP, "WaitingForInput": WAITING, "Trans
 _MIN_AGE_NS = 10_000_000_000
 _P99_FACTOR = 3
 _RESENDS = 5
-# The p99 of a hundred rooms is the slowest of a fleet's first ones, during which connections were measured and pages
-# touched for the first time: however slow that was, there must be time left before the deadline to act.
+# Limit of the part of the waiting timeout that a high p99 can use up, so that time remains to act before the deadline.
+# Soon after the start the p99 is that of the first rooms, which are slow because connections are measured and pages are
+# touched for the first time.
 _MAX_DEADLINE_SHARE = 1 / 4
 
 
@@ -45,7 +46,7 @@ class Culprit:
     """A rank that delays a room.
 
     Attributes:
-        evidence: what it did or did not do, as the rest of a sentence that begins with its name.
+        evidence: predicate of a sentence whose subject is the rank's name, such as "does not know the room".
     """
 
     name: str
@@ -53,7 +54,7 @@ class Culprit:
 
 
 class LiveRoom:
-    """One unfinished room of a decode rank, with the rows of its prefill ranks."""
+    """One unfinished room of a decode rank (`agent`, `row`), with the rows of its prefill ranks."""
 
     def __init__(self, snapshot: Snapshot, agent: Agent, row: Row) -> None:
         self.snapshot = snapshot
@@ -64,7 +65,7 @@ class LiveRoom:
 
     @cached_property
     def prefill(self) -> dict[str, tuple[Agent, Row]]:
-        """Its prefill ranks with their rows; evaluated only for old rooms, because most are too young to matter."""
+        """The room's prefill ranks and their rows, by name; computed on demand, as most rooms do not need it."""
         opened_ns = amount(self.row, "opened_at_ns")
         ends = [(agent, end) for agent, end in self.snapshot.by_room.get(self.number, ()) if agent.role == "prefill"]
         # Room numbers are reused: a room that ended before this one was opened is a different one.
@@ -76,7 +77,7 @@ class LiveRoom:
 
     @property
     def patience_ns(self) -> int:
-        """Minimum age of a stuck room: long compared with its agent's settings and with usual rooms there."""
+        """Minimum age in its state of a stuck room: several resends, and several times the agent's p99 latency."""
         p99 = amount(inner(self.agent.status, "latency"), "p99_ns")
         resends = _RESENDS * self.agent.period_ns("resend_s")
         usual = min(_P99_FACTOR * p99, self.agent.period_ns("waiting_timeout_s") * _MAX_DEADLINE_SHARE)
@@ -84,33 +85,33 @@ class LiveRoom:
 
     @property
     def cells(self) -> tuple[int, int, int]:
-        """Numbers of planned, landed and scattered cells."""
+        """Numbers of planned, landed and scattered cells of the room's coverage."""
         coverage = inner(self.row, "coverage")
         planned, landed, scattered = (int(amount(coverage, key)) for key in ("planned", "landed", "scattered"))
         return planned, landed, scattered
 
     @cached_property
     def owing(self) -> dict[str, int | None]:
-        """Writers whose parts have not all landed, with their missing cells if known."""
+        """Number of missing cells of each writer whose parts have not all landed, by name; None if it is unknown."""
         owed = {name: int(cells) for name, cells in counts(self.row, "owed").items() if cells > 0}
         names = texts(self.row, "missing") if "missing" in self.row else texts(self.row, "peers")
         return {**dict.fromkeys(names), **owed}
 
     def explained_elsewhere(self) -> bool:
-        """Returns whether it waits for a silent or slow rank or one without a grant, which have codes of their own."""
+        """Returns whether another health code explains the wait: a silent or slow rank, or an unanswered request."""
         others = self.snapshot.once(absent) | self.snapshot.once(slow_writers).keys()
         without_grant = self.snapshot.once(unanswered_requests)
         return any(name in others or (name, self.agent.name) in without_grant for name in self.owing)
 
     def culprits(self) -> Iterator[Culprit]:
-        """Yields the writers against which there is evidence."""
+        """Yields the writers that demonstrably delay the room."""
         for name in self.owing:
             evidence = self._evidence(name)
             if evidence:
                 yield Culprit(name, evidence)
 
     def _evidence(self, name: str) -> str:
-        """Returns the evidence against a writer that has not sent everything; "" if there is none."""
+        """Returns the evidence that a writer with missing cells delays the room (`Culprit.evidence`); "" if none."""
         agent = self.snapshot.agents.get(name)
         if agent is None:
             return ""
@@ -136,7 +137,10 @@ class LiveRoom:
         return self._behind_others(name, planned, sent)
 
     def _behind_others(self, name: str, planned: float, sent: float) -> str:
-        """Compares with the other ranks of the instance, which compute a room together."""
+        """Returns evidence that a writer's forward is late: another rank of its instance computed the room long ago.
+
+        "" if no other rank has.
+        """
         for other, (agent, end) in self.prefill.items():
             done_ns = self._computed_ago(end, agent)
             if other != name and done_ns is not None and done_ns >= self.patience_ns:
@@ -154,11 +158,12 @@ class LiveRoom:
 
 @dataclass(frozen=True, slots=True)
 class StuckRoom:
-    """A live room that makes no progress.
+    """An active room that makes no progress.
 
     Attributes:
-        culprits: writers against which there is evidence; empty if the room is only old.
-        reason: further explanation.
+        code: name of the health code.
+        culprits: ranks that demonstrably delay the room; empty if the room is only old.
+        reason: further explanation for the cause; "" if there is none.
     """
 
     code: str
@@ -168,12 +173,12 @@ class StuckRoom:
 
     @property
     def group(self) -> tuple[str, ...]:
-        """Rooms of one group are reported together."""
+        """Key of the rooms that are reported in one finding: names of the decode rank and of the culprits."""
         return self.room.agent.name, *(culprit.name for culprit in self.culprits)
 
 
 def stuck_rooms(snapshot: Snapshot) -> list[StuckRoom]:
-    """Returns the live rooms of decode ranks that make no progress."""
+    """Returns the active rooms of decode ranks that make no progress."""
     return [
         stuck
         for agent in snapshot.of_role("decode")
@@ -229,7 +234,7 @@ def _oldest_landed_ns(room: LiveRoom) -> int:
 
 
 def _arrival_thread_state(room: LiveRoom) -> str:
-    """Describes what the decode rank's arrival thread does; "" if unknown."""
+    """Returns a clause on the state of the decode rank's arrival thread, which copies landed parts; "" if unknown."""
     copies = inner(inner(room.agent.staging, "ring"), "copies")
     waiting = counted(amount(copies, "waiting"), "landed part")
     copying_ns, turn_ns = number(copies, "copying_age_ns"), number(copies, "turn_age_ns")
@@ -248,8 +253,10 @@ def _arrival_thread_state(room: LiveRoom) -> str:
 def _expired_by_culprit(snapshot: Snapshot, code: str, live: Collection[str]) -> dict[str, list[FailedRoom]]:
     """Returns the rooms that failed with this code, the most recent first, by the agent that they waited for.
 
+    Rooms that waited for an absent agent or were refused in a drain are left out, because other codes report them.
+
     Args:
-        live: rooms that are reported as live, because some rank still waits for them.
+        live: numbers of rooms that are left out, because they are reported as active: some rank still waits for them.
     """
     rooms: dict[str, list[FailedRoom]] = {}
     for failed in snapshot.once(failed_rooms).get(code, ()):
@@ -267,11 +274,11 @@ def _expired_by_culprit(snapshot: Snapshot, code: str, live: Collection[str]) ->
 
 
 def _nearest_cause(snapshot: Snapshot, reports: Sequence[FailedRoom]) -> FailedRoom:
-    """Returns the report nearest to the cause, of those of a room's ranks.
+    """Returns the report nearest to the cause among the reports of a room's ranks.
 
-    Their deadlines expire within moments of each other, so several give the room up before they hear of the others.
-    Each names the rank it waited for: the last in that chain named no other reporting rank. If no rank names another, a
-    prefill rank waited for a decode rank to open the room, and the decode rank's report has the reason.
+    The deadlines of the ranks expire at almost the same time, so several ranks report a failure of their own. Each
+    report names the rank that its rank waited for; the report nearest to the cause names no other reporting rank. If
+    several reports qualify, a decode rank's report is chosen: the prefill ranks waited for it to open the room.
     """
     ranks = {failed.rank for failed in reports}
 
@@ -286,9 +293,9 @@ def _nearest_cause(snapshot: Snapshot, reports: Sequence[FailedRoom]) -> FailedR
 
 
 def _reporter(snapshot: Snapshot, first: FailedRoom, reports: Sequence[FailedRoom]) -> str:
-    """Returns the rank to blame if none waited for a specific other one.
+    """Returns the rank that a failure is attributed to if its report names no other rank.
 
-    A room that no decode rank opened fails on all its prefill ranks alike: the first by name stands for all.
+    A room that no decode rank opened fails on all its prefill ranks; it is attributed to the first by name.
     """
     ranks = sorted({failed.rank for failed in reports})
     roles = {snapshot.agents[rank].role for rank in ranks if rank in snapshot.agents}
@@ -303,7 +310,7 @@ def _named(snapshot: Snapshot, failed: FailedRoom) -> list[str]:
 
 
 def _stuck(snapshot: Snapshot, code: Code) -> Iterator[Finding]:
-    """Reports the live rooms that are stuck in one way, and those that reached their deadline that way."""
+    """Yields the findings of one code: about active stuck rooms, and about rooms that failed at their deadline."""
     groups: dict[tuple[str, ...], list[StuckRoom]] = {}
     for stuck in snapshot.once(stuck_rooms):
         if stuck.code == code.name:
@@ -418,7 +425,7 @@ def stuck_bootstrap(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def _never_opened(snapshot: Snapshot) -> Iterator[Finding]:
-    """Reports rooms that prefill engines announced and no decode rank has opened after half of their timeout."""
+    """Yields a finding about rooms that prefill engines began and no decode rank opened within half of the timeout."""
     decode = list(snapshot.of_role("decode"))
     if not decode or snapshot.once(absent) or not all(agent.rooms_complete for agent in decode):
         return

@@ -91,7 +91,7 @@ def lane_slow(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def _slower_than_memory(snapshot: Snapshot, agent: Agent) -> Iterator[Finding]:
-    """Reports all lanes of this writer within its host that do not use shared memory, in one finding."""
+    """Yields one finding about all lanes of this writer within its host that do not use shared memory."""
     memory = number(agent.status, "memory_gb_per_s")
     slow: list[tuple[float, Row]] = []
     for row in agent.peers:
@@ -127,9 +127,10 @@ def _slower_than_memory(snapshot: Snapshot, agent: Agent) -> Iterator[Finding]:
 
 
 def _slower_than_hardware(agent: Agent) -> Iterator[Finding]:
-    """Reports lanes of this writer's GPU that do not use the fastest hardware, in one finding for each expected kind.
+    """Yields a finding about the lanes of this writer's GPU that do not use the fastest hardware, per expected kind.
 
-    Measurements from the start of the ranks count: GPUs copy without the CPU, and the kinds differ by a factor of 20.
+    Unlike for lanes of host memory, measurements from the ranks' start are valid: GPUs copy without the CPU, and kinds
+    of lanes differ by a factor of 20.
     """
     slow: dict[str, list[Row]] = {}
     for row in agent.peers:
@@ -180,7 +181,7 @@ def _more_lanes(slow: list[Row] | list[tuple[float, Row]]) -> str:
 
 
 def _probed(snapshot: Snapshot, agent: Agent, row: Row) -> bool:
-    """Returns whether this lane was measured long after the start of both its ends."""
+    """Returns whether the lane in `row` was measured long after the start of both agents."""
     age = number(row, "lane_measured_age_ns")
     ends = [agent, snapshot.agents.get(text(row, "peer"))]
     uptimes = [amount(end.status, "uptime_ns") for end in ends if end is not None]
@@ -282,7 +283,10 @@ def ready_gap(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def _gap_lasts(snapshot: Snapshot, agent: Agent) -> bool:
-    """Returns whether the gap is long over a long observation or over the agent's life, not a moment without a core."""
+    """Returns whether the gap was observed for long or is also long on average since the agent's start.
+
+    Otherwise the gap may only be a short time in which the process got no core.
+    """
     waited_s = sum(agent.histogram("kvctl_stage_seconds", stage=stage).seconds for stage in _GAP_STAGES)
     parts = agent.histogram("kvctl_stage_seconds", stage="wire").observations
     # The first rooms wait while lanes are measured.
@@ -482,7 +486,7 @@ def _too_large(agent: Agent) -> _Wrong:
 
 
 def _decreased(snapshot: Snapshot, agent: Agent) -> _Wrong:
-    """Returns the counters that went down since the previous snapshot, without a restart of the agent."""
+    """Returns the counters that decreased since the previous snapshot without a restart of the agent."""
     before = snapshot.earlier(agent.name)
     if before is None:
         return {}

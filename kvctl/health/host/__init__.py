@@ -1,1 +1,1 @@
-"""Checks of the host that kvctl runs on: limits, devices, libraries and settings that transfer engines depend on."""
+"""Checks the host that kvctl runs on: limits, devices, libraries and settings that transfer engines depend on."""

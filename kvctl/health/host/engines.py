@@ -1,4 +1,4 @@
-"""Checks of network devices, GPUs, installed transfer engines and their environment variables."""
+"""Checks network devices, GPUs, installed transfer engines and their environment variables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rdma_devices(host: HostView) -> list[str]:
 
 
 def gpu_driver(host: HostView) -> str | None:
-    """Returns the version of NVIDIA's driver; None if there is none."""
+    """Returns the version of NVIDIA's driver; None if no driver is loaded."""
     text = host.text("/proc/driver/nvidia/version")
     if text is None:
         return None
@@ -89,7 +89,10 @@ def _gpu(host: HostView) -> Fact:
 
 
 def _visible_gpus(host: HostView, environments: Environments) -> Iterator[Fact]:
-    """Compares the GPUs that agents see: only some drivers can map the memory of a GPU that is not visible."""
+    """Yields a fact if CUDA_VISIBLE_DEVICES differs between agents.
+
+    Only some drivers can map the memory of a GPU that is not visible to the process.
+    """
     visible = {name: environment.get("CUDA_VISIBLE_DEVICES") for name, environment in environments.items()}
     if gpu_driver(host) is None or len({frozenset(value.split(",")) for value in visible.values() if value}) < 2:
         return
@@ -106,7 +109,10 @@ def _visible_gpus(host: HostView, environments: Environments) -> Iterator[Fact]:
 
 
 def engine_facts(host: HostView, environments: Environments) -> Iterator[Fact]:
-    """Checks the engines of this Python and their variables in the agents' environments, or in this shell's."""
+    """Checks the transfer engines installed in this Python, and their variables in the agents' environments.
+
+    Without agents, the environment of this process is checked.
+    """
     environments = environments or {"this shell": host.environ}
     yield from _wheels(host)
     for (tls, devices), owners in _grouped(environments, ("UCX_TLS", "UCX_NET_DEVICES")).items():
@@ -167,7 +173,7 @@ def _mooncake(host: HostView, wheels: Sequence[str]) -> Iterator[Fact]:
 
 
 def _has_library(host: HostView, library: str) -> bool:
-    """Looks in the loader's directories; asking the loader itself would load the library."""
+    """Returns whether a shared library is in one of the loader's directories; does not load it."""
     own = [folder for folder in host.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
     configured = [
         line.strip()
@@ -235,7 +241,7 @@ def _ucx_lanes(host: HostView, lanes: set[str]) -> tuple[str, str, str]:
 
 
 def _device_names(text: str) -> list[str]:
-    """Returns the names without ports; "all" and exclusions name no device that must exist."""
+    """Returns the devices that a value of UCX_NET_DEVICES requires, without ports; none for "all" and exclusions."""
     if text.startswith("^"):
         return []
     return [name for each in text.split(",") if (name := each.strip().partition(":")[0]) and name != "all"]
@@ -262,7 +268,11 @@ def _mooncake_settings(environments: Environments) -> Iterator[Fact]:
 
 
 def _grouped(environments: Environments, names: tuple[str, str]) -> dict[tuple[str, str], str]:
-    """Returns the owners of each pair of values, so that agents with the same values share a line."""
+    """Groups environments by the values of two variables, so that agents with equal values share a line.
+
+    Returns:
+        For each pair of values ("" if unset), the names of its agents as text.
+    """
     owners: dict[tuple[str, str], list[str]] = {}
     for owner, environment in environments.items():
         values = (str(environment.get(names[0]) or ""), str(environment.get(names[1]) or ""))

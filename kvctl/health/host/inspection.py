@@ -1,4 +1,4 @@
-"""All checks of this host, given the agents that answered, and the reasons why agents here do not answer."""
+"""Runs all checks of this host, and explains from the state of their processes why agents do not answer."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def local_agents(snapshot: Snapshot) -> tuple[LocalAgent, ...]:
 
 
 def inspect(host: HostView, directory: Path, snapshot: Snapshot | None = None) -> list[Fact]:
-    """Returns the results of all checks, those with a remedy first.
+    """Returns the results of all checks, the most severe first.
 
     Args:
-        host: the host.
+        host: the host to check.
         directory: directory of agents' sockets.
-        snapshot: answers of the agents, if there are any.
+        snapshot: answers of the agents; None to check without agents.
     """
     agents = {} if snapshot is None else snapshot.agents
     environments = {
@@ -52,7 +52,7 @@ def inspect(host: HostView, directory: Path, snapshot: Snapshot | None = None) -
 
 
 def version_fact(agents: Mapping[str, str]) -> Fact:
-    """Compares the versions of kvctl and of the agents, which are given by name."""
+    """Compares the version of kvctl with the versions of the agents, which are given by agent name."""
     others = {name: version for name, version in agents.items() if version != VERSION}
     if not agents:
         return Fact("versions", f"kvctl {VERSION}", "compatible with agents of the same version")
@@ -80,10 +80,12 @@ def _fixed_ports(host: HostView) -> Iterator[tuple[str, int]]:
 
 
 def explain_faults(survey: Survey, host: HostView | None) -> list[Finding]:
-    """Returns a finding for each fault, with the state of the agent's process as the cause; its code is the fault's.
+    """Returns a finding for each agent that did not answer, with the state of its process as the cause.
+
+    The code of a finding is the code of the fault.
 
     Args:
-        survey: the faults.
+        survey: the survey whose faults are explained.
         host: host of the agents' processes; None if the survey comes from a file.
     """
     paths = {endpoint.name: endpoint.path for endpoint in survey.discovery.live}
@@ -118,6 +120,6 @@ def _explain(fault: Fault, pid: int | None, state: str | None) -> Finding:
 
 
 def _process_state(host: HostView, pid: int) -> str | None:
-    """Returns R, S, D, T, …; None if the process is not visible."""
+    """Returns the state letter of a process as in /proc/PID/stat (R, S, D, T, …); None if it is not visible."""
     words = (host.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
     return words[0] if words else None

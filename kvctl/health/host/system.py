@@ -1,4 +1,4 @@
-"""Checks of process limits, namespaces, kernel settings, the socket directory and fixed ports."""
+"""Checks process limits, namespaces, kernel settings, the socket directory and fixed ports."""
 
 from __future__ import annotations
 
@@ -38,10 +38,14 @@ def limit_facts(host: HostView) -> Iterator[Fact]:
 
 
 def _smallest_limit(host: HostView, pattern: re.Pattern[str], resource_id: int) -> tuple[int | None, str]:
-    """Returns the smallest limit of the agents here, otherwise that of this shell, which its children inherit.
+    """Returns the smallest limit of the agents on this host; without agents, the limit of this process.
+
+    Args:
+        pattern: Matches the limit in /proc/PID/limits; its group is the value.
+        resource_id: The limit as a constant of `resource`.
 
     Returns:
-        The limit, None for unlimited; and its owner.
+        The limit, None for unlimited, and a description of its owner.
     """
     found: list[tuple[int, str]] = []
     known = False
@@ -150,10 +154,10 @@ def _processors(host: HostView) -> Fact:
 
 
 def environment_facts(host: HostView, directory: Path, ports: Mapping[str, int]) -> Iterator[Fact]:
-    """Checks the environment of processes.
+    """Checks namespaces, kernel settings, the socket directory and fixed ports.
 
     Args:
-        host: the host.
+        host: the host to check.
         directory: directory of agents' sockets.
         ports: fixed ports that agents started from here would bind, by the name of the setting.
     """

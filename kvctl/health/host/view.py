@@ -18,12 +18,12 @@ class Fact:
     """Result of one check of the host.
 
     Attributes:
-        topic: subject, the same on every host.
+        topic: subject of the check, the same on every host.
         found: state of the host, in a few words.
         means: consequence for transfers, one sentence.
         severity: INFO if nothing needs to be done.
         remedy: the next command or setting; "" if nothing needs to be done.
-        code: health code whose page has more details.
+        code: health code whose page has more details; "" for none.
     """
 
     topic: str
@@ -39,8 +39,8 @@ class LocalAgent:
     """An agent whose socket is on this host.
 
     Attributes:
-        pid: as this process sees it; None if the agent is in another PID namespace, or gone.
-        own_pid: as the agent itself sees it.
+        pid: process id in kvctl's PID namespace; None if the agent is in another PID namespace or has ended.
+        own_pid: process id in the agent's own PID namespace.
     """
 
     name: str
@@ -57,7 +57,7 @@ def _packages() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class HostView:
-    """The host as checks read it; tests pass another root, environment and limits."""
+    """The host that checks read; tests replace the root directory, the environment and the limits."""
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -77,14 +77,14 @@ class HostView:
             return None
 
     def names(self, path: str) -> list[str]:
-        """Returns the names in a directory; none if it cannot be read."""
+        """Returns the names in a directory, sorted; [] if it cannot be read."""
         try:
             return sorted(entry.name for entry in self.path(path).iterdir())
         except OSError:
             return []
 
     def target(self, path: str) -> str | None:
-        """Returns the target of a symbolic link."""
+        """Returns the target of a symbolic link; None if it cannot be read."""
         try:
             return os.readlink(self.path(path))  # noqa: PTH115 - "pid:[4026531836]" is no path
         except OSError:
@@ -100,7 +100,7 @@ class HostView:
 
 
 def listener_pid(path: Path) -> int | None:
-    """Returns the process that listens on a Unix socket; None if there is none, or it is not visible here."""
+    """Returns the id of the process that listens on a Unix socket; None if there is none or it is not visible."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as client:
         if client.connect_ex(os.fspath(path)) != 0:
             return None
