@@ -1,6 +1,6 @@
 """Facts about a snapshot that several health codes use: failed rooms, silent agents, drains, slow writers.
 
-Functions whose only argument is the snapshot should be called as `snapshot.once(failed_rooms)`, which caches the result.
+Functions whose only argument is the snapshot are called as in `snapshot.once(failed_rooms)`, which caches the result.
 """
 
 from __future__ import annotations
