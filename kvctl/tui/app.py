@@ -47,12 +47,12 @@ _PANELS: dict[str, type[Panel]] = {
     "room": RoomPanel,
     "record": RecordPanel,
 }
-_COMPLETE_READINGS = 3  # two of the view, because rates are differences, and one of health
+_COMPLETE_READINGS = 3  # two for the view, because rates are differences, and one for the health codes
 _ABORT_REASON = "aborted by an operator in kvctl top"
 
 
 class ReadingArrived(Message):
-    """The feed has a new reading."""
+    """Message from the feed's thread: a new reading has arrived."""
 
     def __init__(self, reading: Reading) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class ReadingArrived(Message):
 
 
 class ActionDone(Message):
-    """An action that was sent to agents has a result, in one line."""
+    """Message from the feed's thread: an action sent to agents has ended; `text` is its result in one line."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -68,13 +68,13 @@ class ActionDone(Message):
 
 
 class TopApp(App[None]):
-    """The whole screen.
+    """The textual app of `kvctl top`.
 
     Args:
         feed: source of readings; started and stopped by the app.
-        mode: name of the recording, read-only, and so on.
-        view: the first view.
-        clock: monotonic clock, ns, for the duration of a pause.
+        mode: how the app runs, such as read-only or from a recording.
+        view: name of the view that is shown first.
+        clock: monotonic clock in nanoseconds, for the duration of a pause.
         query: filters and order of the first view.
     """
 
@@ -138,12 +138,12 @@ class TopApp(App[None]):
 
     @property
     def complete(self) -> bool:
-        """Whether everything that the view shows has been read."""
+        """Whether enough readings have arrived to show the view completely, including rates and health."""
         return self._readings >= _COMPLETE_READINGS and self.store.judged is not None
 
     @property
     def panel_name(self) -> str:
-        """Name of the panel on screen."""
+        """Name of the panel on screen, a key of `_PANELS`."""
         return self._opened[-1][0] if self._opened else self._view
 
     @property
@@ -157,12 +157,12 @@ class TopApp(App[None]):
 
     @property
     def writes(self) -> bool:
-        """Whether keys that change something are available."""
+        """Whether keys that change something in the fleet are available."""
         return not self._mode.readonly and not self.feed.recorded
 
     @property
     def _has_widgets(self) -> bool:
-        """False while the app ends, when messages may still arrive."""
+        """Whether the widgets exist; False while the app exits, when messages may still arrive."""
         return bool(self.query("#footer"))
 
     def set_query(self, query: TableQuery) -> None:
@@ -173,17 +173,17 @@ class TopApp(App[None]):
     # ---- readings and drawing -----------------------------------------------------------------------------------
 
     def _deliver(self, reading: Reading) -> None:
-        """Called on the feed's thread."""
+        """Passes a reading from the feed's thread to the app's thread."""
         self.post_message(ReadingArrived(reading))
 
     def _report(self, text: str) -> None:
-        """Called on the feed's thread."""
+        """Passes the result of an action from the feed's thread to the app's thread."""
         self.post_message(ActionDone(text))
 
     def on_reading_arrived(self, message: ReadingArrived) -> None:
         if not self._has_widgets:
             return
-        # While paused, only readings of a view opened since then are shown.
+        # While paused, only readings for the panel on screen are shown: it may have been opened during the pause.
         if self._paused_at is None or message.reading.question.view == self.panel_name:
             self.store.take(message.reading)
             self._readings += 1
@@ -206,7 +206,7 @@ class TopApp(App[None]):
             self._show_frame()
 
     def _enter_panel(self) -> None:
-        """Brings the current panel on screen."""
+        """Shows the current panel and requests its data."""
         if not self._has_widgets:
             return
         self.query_one("#panels", ContentSwitcher).current = self.panel_name
@@ -216,7 +216,7 @@ class TopApp(App[None]):
         self._show()
 
     def _ask(self) -> None:
-        """Sends the panel's question to the feed if it has changed."""
+        """Sends the panel's question (the calls for its data) to the feed if it has changed."""
         question = self.panel.question(self.store)
         if question != self._question:
             self._question = question
@@ -261,7 +261,7 @@ class TopApp(App[None]):
             self.notify(printable(f"no link between {' and '.join(message.pair)}"), markup=False)
 
     def open_room(self, room: str) -> None:
-        """Opens the panel of a room."""
+        """Opens the panel of the room with this number."""
         self.query_one("#room", RoomPanel).room = room
         self._open("room", f"room {room}")
 
@@ -279,7 +279,7 @@ class TopApp(App[None]):
         self._enter_panel()
 
     def action_close(self) -> None:
-        """Closes the opened panel; without one, removes filter and faults only."""
+        """Closes the panel opened last; if none is open, removes the filter and `faults only` of the view."""
         if self._opened:
             self._opened.pop()
             self._enter_panel()
@@ -287,7 +287,7 @@ class TopApp(App[None]):
             self.set_query(replace(self.table_query, filters="", faults_only=False))
 
     def action_exit(self, code: int) -> None:
-        """Restores the terminal and exits with this code."""
+        """Restores the terminal and exits with the given exit code."""
         self.exit(return_code=code)
 
     # ---- keys ---------------------------------------------------------------------------------------------------
@@ -389,7 +389,7 @@ class TopApp(App[None]):
         self.push_screen(Help(lambda width: keys.help_page(width, recorded=recorded, writes=writes)))
 
     def action_abort(self) -> None:
-        """Fails the room under the cursor on every rank that is known to take part."""
+        """Aborts the room under the cursor, after a confirmation, on every agent that reports it."""
         room = self.query_one("#room", RoomPanel).room if self.panel_name == "room" else None
         table = self.panel.table
         if room is None and table is not None and table.row is not None and table.spec is not None:
@@ -407,7 +407,7 @@ class TopApp(App[None]):
         self._confirm(question, [(agent, call) for agent in agents])
 
     def action_release(self) -> None:
-        """Releases the ring allocation under the cursor."""
+        """Releases the ring allocation under the cursor, after a confirmation."""
         row = self.query_one("#staging-allocations", Table).row
         if not self.writes or self.panel_name != "staging" or row is None:
             return
@@ -419,7 +419,7 @@ class TopApp(App[None]):
         self._confirm(question, [(agent, Call("release", {"serial": row["serial"]}))])
 
     def _confirm(self, question: str, calls: ActionCalls) -> None:
-        """Sends calls to agents after a confirmation, if the agents permit them."""
+        """Asks for a confirmation and then sends calls to agents; only warns if an agent does not permit its call."""
         for agent, call in calls:
             required = COMMANDS_BY_NAME[call.command].level
             if not self.store.may(agent, required):

@@ -1,4 +1,4 @@
-"""Dialogs over a panel: prompt, choice, confirmation, help page."""
+"""Dialogs shown over a panel: prompt, choice, confirmation and help page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvctl.tui.widgets import Draw, Picture
 
 
 class Dialog(ModalScreen[str | None]):
-    """A dialog that returns a text, None after Esc."""
+    """Base class of dialogs that return a text; Esc returns None."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,ctrl+c", "cancel", show=False, priority=True)]
 
@@ -25,13 +25,13 @@ class Dialog(ModalScreen[str | None]):
 
 
 class Prompt(Dialog):
-    """Input line at the bottom; Enter returns the text if it is valid, Esc returns None.
+    """Input line at the bottom of the screen; Enter returns the text if it is valid, Esc returns None.
 
     Args:
         title: name of the input.
         value: initial text.
-        check: returns what is wrong with a text; "" if it is valid.
-        hint: shown while the text is valid.
+        check: returns an error message for an invalid text; "" if the text is valid.
+        hint: help shown beside the title while the text is valid.
     """
 
     DEFAULT_CSS = """
@@ -70,7 +70,7 @@ class Prompt(Dialog):
 
 
 class Choice(Dialog):
-    """List of options; returns the chosen one, None after Esc."""
+    """List of options (name, label); returns the name of the option that the user chooses, None after Esc."""
 
     DEFAULT_CSS = """
     Choice { align: center middle; background: transparent; }
@@ -101,7 +101,7 @@ class Choice(Dialog):
 
 
 class Confirm(ModalScreen[bool]):
-    """Confirmation; returns True only if `y` is pressed."""
+    """Dialog with a question; returns True if `y` is pressed, False for `n`, Esc, Enter and the like."""
 
     DEFAULT_CSS = """
     Confirm { align: center middle; background: transparent; }
@@ -127,7 +127,7 @@ class Confirm(ModalScreen[bool]):
 
 
 class Help(ModalScreen[None]):
-    """Help page; any of the usual keys closes it."""
+    """Help page that fills the screen; Esc, `q`, `?`, Enter, space and Ctrl-C close it."""
 
     DEFAULT_CSS = """
     Help { align: center middle; background: transparent; }

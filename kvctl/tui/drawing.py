@@ -1,4 +1,4 @@
-"""Layout of styled lines (cut, pad, wrap, side by side) and sparklines, as pure functions."""
+"""Pure functions that cut, pad, wrap and join styled lines, and draw sparklines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def length(line: Line) -> int:
-    """Returns the width of a line in cells."""
+    """Returns the width of a line in terminal cells."""
     return sum(cell_len(text) for text, _ in line)
 
 
@@ -39,7 +39,7 @@ def padded(line: Line, width: int) -> list[Span]:
 
 
 def beside(left: Sequence[Line], right: Sequence[Line], left_width: int, gap: int = 3) -> list[Line]:
-    """Places two groups of lines next to each other."""
+    """Places two groups of lines next to each other, the right one `left_width + gap` cells from the left."""
     rows = max(len(left), len(right))
     return [
         [*padded(left[row] if row < len(left) else [], left_width + gap), *(right[row] if row < len(right) else [])]
@@ -48,7 +48,7 @@ def beside(left: Sequence[Line], right: Sequence[Line], left_width: int, gap: in
 
 
 def spread(left: Line, right: Line, width: int, fill: Span = (" ", "")) -> list[Span]:
-    """Places one text at each end; omits the right one if both do not fit."""
+    """Returns a line with one text at each end and `fill` between them; omits the right text if both do not fit."""
     between = width - length(left) - length(right)
     if between < 1:
         return cut(left, width)
@@ -63,7 +63,7 @@ def rule(title: Line, right: Line, width: int, style: str = "rule") -> list[Span
 
 
 def wrapped(line: Line, width: int, indent: int) -> list[Line]:
-    """Wraps a line after spans that end with two spaces; further lines are indented."""
+    """Wraps a line to `width` cells, only after spans that end with two spaces; continuation lines are indented."""
     lines: list[list[Span]] = [[]]
     piece: list[Span] = []
     for number, span in enumerate(line):
@@ -82,10 +82,10 @@ def sparkline(values: Iterable[float | None], width: int, height: int = 1, top: 
     """Draws values as columns of block glyphs, the newest at the right end; unknown values leave a gap.
 
     Args:
-        values: the oldest first.
-        width: in cells, one for each value.
-        height: in lines.
-        top: value of a full column; by default the largest one shown.
+        values: values, the oldest first; None for unknown values.
+        width: width in cells, one cell for each value; older values that do not fit are left out.
+        height: height in lines.
+        top: value of a full column; by default the largest of the values drawn.
 
     Returns:
         The lines from top to bottom.
@@ -101,7 +101,7 @@ def sparkline(values: Iterable[float | None], width: int, height: int = 1, top: 
 
 
 def _eighths(value: float | None, highest: float, height: int) -> int:
-    """Returns the height of a column in eighths of a cell; a value above zero has at least one."""
+    """Returns the height of a column in eighths of a cell, at least 1 for a value above zero; unknown values have 0."""
     if value is None or highest <= 0 or value <= 0:
         return 0
     return max(1, min(8 * height, round(value / highest * 8 * height)))
@@ -115,7 +115,15 @@ def chart(
     height: int,
     style: str,
 ) -> list[Line]:
-    """Draws a curve below a line with label, last value and peak; the area below the curve is fainter."""
+    """Draws a sparkline of `height` lines below a line with label, last value and peak.
+
+    The area below the curve is drawn fainter.
+
+    Args:
+        human: formats a value.
+        width: width in cells.
+        style: style of the curve.
+    """
     known = [value for value in values if value is not None]
     head: list[Span] = [(f"{label} ", "dim"), (human(values[-1] if values else None), "bold")]
     if known:
@@ -132,7 +140,7 @@ def chart(
 def inline_chart(
     label: str, values: Sequence[float | None], human: Callable[[float | None], str], width: int, style: str
 ) -> Line:
-    """Draws label, last value and curve on one line."""
+    """Draws label, last value and sparkline on one line; arguments as for `chart`."""
     head = f"{label:<9}"
     value = f"{human(values[-1] if values else None):<11}"
     cells = max(0, width - len(head) - len(value))

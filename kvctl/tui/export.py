@@ -1,4 +1,4 @@
-"""Copies a row for the clipboard and writes tables to files, with raw numbers, in the data formats of the CLI."""
+"""Formats rows for the clipboard and writes tables to files, in the CLI's data formats with unformatted numbers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ SUFFIXES = (".tsv", ".csv", ".json")
 
 
 def row_with_header(listing: Listing, row: Row) -> str:
-    """Formats one row as TSV with its header."""
+    """Formats one row as TSV, with a header line."""
     return tsv(listing.spec.view.columns, [row])
 
 
 def default_name(listing: Listing, at_ns: int) -> str:
-    """Returns a file name such as `kvctl-rooms-20261120-190412.tsv`."""
+    """Returns a file name with the table's name and the local time, such as `kvctl-rooms-20261120-190412.tsv`."""
     moment = time.strftime("%Y%m%d-%H%M%S", time.localtime(at_ns // 1_000_000_000))
     return f"kvctl-{listing.spec.view.name}-{moment}.tsv"
 
 
 def check_name(name: str) -> str:
-    """Returns why a file with this name cannot be created; "" if no reason is known."""
+    """Returns an error message if a file of this name cannot be created or has an unknown suffix, otherwise ""."""
     path = Path(name).expanduser()
     if not name.strip():
         return "enter a name"
@@ -38,10 +38,10 @@ def check_name(name: str) -> str:
 
 
 def write(name: str, listing: Listing, at_ns: int) -> Path:
-    """Writes the filtered and sorted rows to a new file.
+    """Writes the filtered and sorted rows to a new file in the format of its suffix, and returns its path.
 
     Raises:
-        OSError: the file cannot be written; an incomplete file is removed.
+        OSError: the file exists or cannot be written; a partial file is removed.
     """
     path = Path(name).expanduser()
     columns = listing.spec.view.columns

@@ -1,7 +1,8 @@
-"""Reads the fleet on a thread of its own, at a fixed interval, limited to the data that the view on screen needs.
+"""Reads from the fleet, on a separate thread and at a fixed interval, the data that the view on screen needs.
 
-Only one reading is in progress at a time, and the next begins after the app has shown the last one, so that on a busy
-machine the tool is slower but does not queue readings. An error of the source becomes a reading with a problem.
+Only one reading is in progress at a time, and the next one begins after the app has shown the previous one. On a busy
+machine the display is therefore updated less often, but readings are not queued. An error of the source becomes a
+reading with a problem.
 """
 
 from __future__ import annotations
@@ -22,14 +23,19 @@ from kvctl.health.engine import examine
 from kvctl.health.mutes import Judged, judge, load_or_warn
 from kvctl.health.snapshot import HEALTH_CALLS, Snapshot
 
-# The health codes need much more data than any view. Between two of their readings lies this many times the CPU time of
-# one, so that they use at most a thirtieth of a core, however large the fleet is.
+# The health codes need much more data than any view. The pause after a reading for them is this many times the CPU time
+# of the reading, so that they use at most a thirtieth of a core, however large the fleet is.
 _HEALTH_REST = 30
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Data that a view needs; `subject` distinguishes questions of one view, such as those for two rooms."""
+    """The calls that read the data of a view.
+
+    Attributes:
+        clock_rounds: round trips to each agent for measuring the offset of its clock.
+        subject: object that the view shows, such as a room number; distinguishes questions of one view.
+    """
 
     view: str
     calls: tuple[Call, ...]
@@ -48,12 +54,13 @@ class RecordingPosition:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Answer of the fleet to one question.
+    """The agents' answers to one question.
 
     Attributes:
-        at_ns: wall clock; for a recording, the recorded time.
-        survey: None if no agent could be asked; then `problem` is the reason.
-        judged: findings, if this is a reading for the health codes.
+        at_ns: wall-clock time of the reading; for a recording, the recorded time.
+        survey: the answers; None if the source could not be read, and `problem` is the reason.
+        judged: findings of the health codes; None unless this is a reading for the health codes.
+        position: position in the recording; None for a live fleet.
     """
 
     question: Question
@@ -66,7 +73,7 @@ class Reading:
 
 Deliver = Callable[[Reading], None]
 ActionCalls = Sequence[tuple[str, Call]]
-"""Calls that change something, each with the name of its agent."""
+"""Calls that change something in the fleet, as pairs of an agent's name and the call for it."""
 _HEALTH = Question("health", HEALTH_CALLS)
 
 
@@ -83,19 +90,19 @@ class Feed(Protocol):
         ...
 
     def ask(self, question: Question) -> None:
-        """Changes the question and asks it at once, even while paused."""
+        """Changes the question and reads its answers at once, even while paused."""
         ...
 
     def acknowledge(self) -> None:
-        """Permits the next reading, after the last one has been shown."""
+        """Permits the next reading; the app calls this after it has shown the previous reading."""
         ...
 
     def pause(self, paused: bool) -> None:
-        """Pauses or resumes readings."""
+        """Pauses the readings, or resumes them if `paused` is False."""
         ...
 
     def seek(self, step: int) -> None:
-        """Moves by that many moments of a recording, and pauses."""
+        """Moves a recording by `step` recorded surveys, backwards if negative, and pauses it."""
         ...
 
     def act(self, calls: ActionCalls, done: Callable[[str], None]) -> None:
@@ -103,13 +110,13 @@ class Feed(Protocol):
         ...
 
     def stop(self) -> None:
-        """Ends the thread, after the answer that it may be waiting for."""
+        """Ends the thread and waits for it; a reading in progress is completed first."""
         ...
 
 
 @runtime_checkable
 class RecordedSource(Protocol):
-    """A source with recorded moments (wall clock, ns); `moment` is the index of the current one."""
+    """A source of recorded surveys: `moments` has their wall-clock times in ns, `moment` is the current index."""
 
     moment: int
 
@@ -121,7 +128,7 @@ class RecordedSource(Protocol):
 
 @runtime_checkable
 class LiveSource(Protocol):
-    """A source whose agents accept calls that change something."""
+    """A source with live agents, to which calls can be sent."""
 
     def ask(self, requests: Sequence[tuple[Endpoint, Call]]) -> list[Reply]: ...
 
@@ -130,8 +137,8 @@ class SourceFeed:
     """`Feed` of a live fleet or of a recording.
 
     Args:
-        source: entered and left on the feed's thread.
-        interval_ns: from the start of one reading to that of the next.
+        source: the fleet or recording to read; the feed's thread enters and exits it as a context manager.
+        interval_ns: time from the start of one reading to the start of the next.
     """
 
     def __init__(self, source: Source, interval_ns: int) -> None:
@@ -198,7 +205,7 @@ class SourceFeed:
                 self._read(question)
 
     def _next(self) -> Question | None:
-        """Performs actions, and returns the next question when it is due; None at the end."""
+        """Waits until a question is due and returns it; performs requested actions meanwhile; None after `stop`."""
         with self._changed:
             while not self._stopped:
                 actions, self._actions = self._actions, []
@@ -219,7 +226,8 @@ class SourceFeed:
                     self._due_ns = max(self._due_ns + self._interval_ns, now)
                     return self._question
                 elif health_due:
-                    # View and health alternate if readings take longer than the interval, as when an agent hangs.
+                    # Readings for the view and for health alternate if they take longer than the interval, for example
+                    # while an agent hangs.
                     self._acknowledged, self._viewed_last = False, False
                     return _HEALTH
                 else:
@@ -227,7 +235,7 @@ class SourceFeed:
         return None
 
     def _move_recording(self) -> None:
-        """Moves a recording to the requested moment, or to the next one."""
+        """Moves a recording to the requested survey; without a request, to the next one. Advances a live source."""
         before = self._source.moment if isinstance(self._source, RecordedSource) else 0
         if not self._urgent:
             self._source.advance()
@@ -259,7 +267,7 @@ class SourceFeed:
         return RecordingPosition(self._source.moment, count, playing)
 
     def _perform(self, calls: ActionCalls) -> str:
-        """Sends the calls and returns the result in one line."""
+        """Sends calls to their agents and returns a summary of the results in one line."""
         if not isinstance(self._source, LiveSource):
             return "a recording accepts no commands"
         gone = [name for name, _ in calls if name not in self._endpoints]
@@ -272,13 +280,16 @@ class SourceFeed:
 
 
 class HealthWatch:
-    """Examines the surveys of the health calls, each compared with the one before."""
+    """Runs the health codes on successive surveys, comparing each survey with the previous one."""
 
     def __init__(self) -> None:
         self._before: Snapshot | None = None
 
     def judge(self, survey: Survey) -> Judged:
-        """Returns the current findings; a survey older than the last one (a recording moved back) is not compared."""
+        """Returns the findings in a survey, raised and muted.
+
+        A survey older than the previous one, from a recording that was moved back, is not compared with it.
+        """
         before = self._before if self._before is None or self._before.taken_ns < survey.tick_ns else None
         found = examine(Snapshot(survey, survey.tick_ns, before), CODES)
         self._before = Snapshot(survey, survey.tick_ns)  # without its predecessor, so that the chain can be freed

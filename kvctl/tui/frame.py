@@ -1,4 +1,4 @@
-"""Contents of the lines around every panel: fleet and health, views, problems, keys."""
+"""Contents of the lines above and below every panel: fleet and health, list of views, problems, keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed")
 _SECOND_NS = 1_000_000_000
 _MAX_NAMED = 3
 Ends = tuple[Line, Line]
-"""Left and right text of a line."""
+"""Texts at the left and the right end of a line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,10 @@ class Mode:
     """How the app runs.
 
     Attributes:
-        paused_ns: time since updates were paused; None if they are not.
+        paused_ns: time since the user paused updates; None if updates are not paused.
         source: name of the recording; "" for a live fleet.
-        no_agents: returns the reason why a survey has no agents.
-        readonly: without the keys that change something.
+        no_agents: returns the reason why a survey has no agents, as text for the user.
+        readonly: whether the keys that change something in the fleet are disabled.
     """
 
     paused_ns: int | None = None
@@ -35,7 +35,7 @@ class Mode:
 
 
 def top(store: Store, mode: Mode) -> Ends:
-    """Returns the first line: agents, health, time."""
+    """Returns the first line of the screen: number of agents, health and time."""
     spans: list[Span] = [("kvctl top  ", "bold accent")]
     for role in ("prefill", "decode"):
         number = sum(agent.role == role for agent in store.agents.values())
@@ -52,7 +52,7 @@ def top(store: Store, mode: Mode) -> Ends:
 
 
 def tabs(view: str, path: Sequence[str]) -> Ends:
-    """Returns the numbered views with the current one marked, and the titles of the panels opened on top of it."""
+    """Returns the line of numbered views, with `view` marked, and `path`, the titles of the panels opened on it."""
     spans: list[Span] = [
         (f" {number} {name} ", "reverse bold" if name == view else "dim") for number, name in enumerate(VIEWS, 1)
     ]
@@ -88,7 +88,7 @@ def banner(store: Store, mode: Mode) -> list[Ends]:
 
 
 def footer(keys: Sequence[tuple[str, str]], width: int) -> Ends:
-    """Returns as many keys as fit, in this order, and always those for help and quit."""
+    """Returns the last line of the screen: as many of `keys` (label, name) as fit, and the keys for help and quit."""
     end: list[Span] = [("?", "bold accent"), (" keys  ", "dim"), ("q", "bold accent"), (" quit", "dim")]
     left = width - 18
     spans: list[Span] = []

@@ -1,4 +1,4 @@
-"""Keys of `kvctl top`: the table from which bindings, footer and help page are made."""
+"""Table of the keys of `kvctl top`, from which key bindings, footer and help page are built."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kvctl.tui.frame import VIEWS
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key.
+    """A key and its action.
 
     Attributes:
-        key: name in textual.
-        action: the method `action_…` of `TopApp` that it calls, with its argument.
-        label: name for people.
-        name: one or two words for the footer.
+        key: textual's name of the key.
+        action: method of `TopApp` that the key calls, without the prefix `action_`, with its argument.
+        label: name of the key as displayed.
+        name: name of the action for the footer, one or two words.
         help: description for the help page.
-        views: views whose footer shows it; empty for all.
-        writes: it changes something in the fleet.
+        views: panels in which the key is available; empty for all.
+        writes: whether the key changes something in the fleet.
         recorded: True for recordings only, False for live fleets only, None for both.
-        footer: the footer shows it.
+        footer: whether the footer shows the key.
     """
 
     key: str
@@ -85,7 +85,13 @@ _CURSOR_KEYS: tuple[tuple[str, str], ...] = (
 
 
 def available(view: str, *, recorded: bool, writes: bool) -> list[Key]:
-    """Returns the keys that do something in this view."""
+    """Returns the keys that are available in a panel.
+
+    Args:
+        view: name of the panel.
+        recorded: whether a recording is shown.
+        writes: whether keys that change something in the fleet are available.
+    """
     return [
         key
         for key in KEYS
@@ -94,7 +100,12 @@ def available(view: str, *, recorded: bool, writes: bool) -> list[Key]:
 
 
 def help_page(width: int, *, recorded: bool, writes: bool) -> Sequence[Line]:
-    """Draws all keys with their descriptions, and the legends of the glyphs."""
+    """Draws the help page: keys with descriptions, and legends of the glyphs.
+
+    Args:
+        width: width in cells.
+        recorded, writes: as for `available`.
+    """
     shown = [key for key in KEYS if (writes or not key.writes) and key.recorded in {None, recorded}]
     numbers = [key for key in shown if key.label.isdigit()]
     lines: list[Line] = [_line(f"1 - {len(numbers)}", ", ".join(key.name for key in numbers))]

@@ -1,4 +1,4 @@
-"""Themes of the TUI: the colour of each terminal colour name that views use.
+"""Themes of the TUI, which define the colours for the colour names in the styles of views.
 
 The hues are those of Okabe and Ito, which are distinguishable with all common colour-vision deficiencies, lightened or
 darkened to a contrast of at least 4.5 with their background. No information depends on colour alone.
@@ -14,15 +14,15 @@ from rich.style import Style
 from textual.theme import Theme
 
 _FAINT = 0.6
-"""Share of the background in a faint colour."""
+"""Share of the background colour in a faint colour."""
 
 
 @dataclass(frozen=True, slots=True)
 class Palette:
-    """One theme.
+    """The colours of one theme.
 
     Attributes:
-        colours: by the names in the styles of views, and `dim`.
+        colours: colours by the names in the styles of views, including `dim`.
         bar: background of the bars at the top and bottom.
         rule: colour of title lines.
         cursor: background of the row under the cursor.
@@ -40,9 +40,10 @@ class Palette:
     _styles: dict[str, Style] = field(default_factory=dict, compare=False)
 
     def style(self, text: str) -> Style:
-        """Returns the style for the words of a view's style, such as `bold red`.
+        """Returns the rich style for a view's style in words, such as `bold red`.
 
-        The TUI adds the words `faint` (after a colour), `cursor`, `bar`, `rule`, `accent`; unknown words are ignored.
+        Besides the words of views, the TUI uses `faint` (after a colour), `cursor`, `bar`, `rule` and `accent`. Unknown
+        words are ignored.
         """
         found = self._styles.get(text)
         if found is None:

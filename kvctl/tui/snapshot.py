@@ -40,7 +40,13 @@ _LETTER = (
 
 
 def snapshot(app: TopApp, path: Path, size: tuple[int, int], patience_ns: int) -> None:
-    """Runs the app without a terminal until all data is there, at most for `patience_ns`, and writes its screen.
+    """Runs the app without a terminal and writes its screen to a file, in the format of the suffix.
+
+    Args:
+        app: the app; it must not have run before.
+        path: the file: `.svg`, `.png` or `.txt`.
+        size: columns and lines of the screen.
+        patience_ns: how long to wait for data; the screen is written earlier if it is complete.
 
     Raises:
         CliError: the file cannot be written, or resvg, which a PNG needs, is not installed.
@@ -54,7 +60,7 @@ def snapshot(app: TopApp, path: Path, size: tuple[int, int], patience_ns: int) -
 
 
 def check_png() -> None:
-    """Checks that a PNG can be rendered here.
+    """Checks that this host can render a PNG.
 
     Raises:
         CliError: resvg is not installed, or this host has no monospaced font, so that all text would be missing.
@@ -64,14 +70,14 @@ def check_png() -> None:
 
 
 def svg(app: App[None]) -> str:
-    """Returns the screen as a self-contained SVG."""
+    """Returns the screen of an app as an SVG without external references."""
     palette = BY_NAME.get(app.theme, DARK)
     lines = _lines(app)
     return picture(lines, app.size.width, palette.foreground, palette.background)
 
 
 def picture(lines: Sequence[Sequence[Segment]], columns: int, foreground: str, background: str) -> str:
-    """Draws lines of `columns` cells as SVG; text without a colour of its own gets the given ones."""
+    """Draws lines of `columns` cells as SVG; `foreground` and `background` are the default colours, as `#rrggbb`."""
     console = Console(width=columns, file=io.StringIO(), force_terminal=True, color_system="truecolor", record=True)
     console.print(Segments([segment for line in lines for segment in (*line, Segment.line())]), end="")
     ansi = [(0, 0, 0)] * 8  # unused: no style has a terminal colour
@@ -89,7 +95,7 @@ def picture(lines: Sequence[Sequence[Segment]], columns: int, foreground: str, b
 
 
 def text(app: App[None]) -> str:
-    """Returns the screen as lines of text."""
+    """Returns the screen of an app as plain text."""
     return "".join("".join(segment.text for segment in line).rstrip() + "\n" for line in _lines(app))
 
 
@@ -103,14 +109,21 @@ async def _screen(app: TopApp, suffix: str, size: tuple[int, int], patience_ns: 
 
 
 def _lines(app: App[None]) -> Sequence[Sequence[Segment]]:
-    """Returns the segments on screen, with dialogs; textual's public way is an SVG that downloads fonts."""
+    """Returns the segments of each line on screen, including dialogs.
+
+    Uses textual's internals, because its public function exports an SVG that downloads fonts.
+    """
     compositor = app.screen._compositor
     compositor.render_update(full=True, screen_stack=app._background_screens)
     return [list(strip.simplify()) for strip in compositor.render_strips()]
 
 
 def _png(drawn: str) -> bytes:
-    """Renders an SVG with the fonts of this host."""
+    """Renders an SVG as PNG, with the fonts of this host.
+
+    Raises:
+        CliError: resvg is not installed.
+    """
     try:
         import resvg_py
     except ImportError as error:

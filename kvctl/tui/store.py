@@ -1,7 +1,6 @@
-"""Last answers of each agent with their age, and the trends derived from them.
+"""Keeps the latest answers of each agent and the trends derived from them; independent of textual.
 
-Plain data, independent of textual: readings go in, rows come out. An agent that stops answering keeps its last answers,
-which become stale; an agent that is gone is removed after ten minutes.
+If an agent stops answering, its last answers are kept and marked as stale; after ten minutes the agent is removed.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from kvctl_agent.contract.snapshots import RoomDetail
 
 _FORGET_NS = 600_000_000_000
 _MAX_EVENTS = 2_000  # as many rows as rooms: all are sorted at every reading
-# One value per reading, for a line as wide as the widest screen.
+# Number of values in a series, one per reading: enough for a curve as wide as the widest screen.
 _MAX_VALUES = 240
 
 Series = deque[float | None]
-"""The latest values of one number, the oldest first; None where it was unknown."""
+"""Recent values of one number, the oldest first; None where it was unknown."""
 
 
 def _series() -> Series:
@@ -40,7 +39,14 @@ def _series() -> Series:
 
 @dataclass(slots=True)
 class Trends:
-    """Recent course of the fleet: rates between readings, latencies as reported by agents, use of each ring."""
+    """Recent values of the fleet's figures, one per reading.
+
+    Attributes:
+        throughput: GB/s since the previous reading.
+        finished: succeeded rooms per second since the previous reading.
+        p50, p99: latencies as reported by the agents, in nanoseconds.
+        rings: used share of each staging ring, by agent.
+    """
 
     throughput: Series = field(default_factory=_series)
     finished: Series = field(default_factory=_series)
@@ -70,13 +76,14 @@ class Trends:
 
 @dataclass(slots=True)
 class AgentState:
-    """One agent, as of its last answer.
+    """State of one agent according to its last answers.
 
     Attributes:
-        answers: its last answer to each command.
-        seen_ns: time of its last answer.
-        clock: its clock relative to this host's, from the most accurate reading.
-        trouble: why it did not answer the last reading; "" if it did.
+        level: name of the level of commands that the agent permits this user.
+        seen_ns: wall-clock time of the agent's last answer.
+        clock: offset of the agent's clock from this host's clock, from the most accurate reading.
+        answers: the agent's last answer to each command.
+        trouble: reason why the agent did not answer the last reading; "" if it answered.
     """
 
     name: str
@@ -91,17 +98,20 @@ class AgentState:
 
 
 class Store:
-    """Takes readings in order and provides rows to panels.
+    """Collects readings and provides their data as rows for panels.
 
     Attributes:
-        now_ns: wall clock of this host at the last reading; for a recording, the recorded time.
-        problem: why no agent could be asked; "" if one could.
-        survey: last survey; None before the first.
-        never_heard: faults of the last survey for agents that have never answered.
-        position: position in a recording.
-        judged: findings of the health codes, raised and muted; None before the first.
-        subject: subject of the last question that had one.
-        events_missed: number of events between readings that exceeded the limit of one answer.
+        agents: known agents, by name.
+        now_ns: wall-clock time of the last reading; for a recording, the recorded time.
+        problem: reason why the last reading failed; "" if it succeeded.
+        survey: the last survey; None before the first one.
+        never_heard: faults in the last survey of agents that have never answered.
+        position: position in the recording; None for a live fleet.
+        judged: raised and muted findings of the health codes; None before the first reading for them.
+        judged_at_ns: wall-clock time of those findings.
+        subject: subject of the last question with a subject, such as a room number.
+        events_missed: number of events that are not shown, because more occurred between two readings than one answer
+            can contain.
     """
 
     def __init__(self) -> None:
@@ -120,7 +130,7 @@ class Store:
         self._next_event: dict[tuple[str, str], int] = {}
 
     def take(self, reading: Reading) -> None:
-        """Adds one reading; a reading older than the last one discards all earlier data."""
+        """Adds a reading; if it is older than the previous one, all earlier data is discarded first."""
         if reading.at_ns < self.now_ns:
             self._clear()
         self.now_ns = reading.at_ns
@@ -141,7 +151,7 @@ class Store:
             self._add_events(answer, data)
 
     def rows(self, command: str) -> list[Row]:
-        """Returns the rows of all agents' answers to `command`, stale ones included."""
+        """Returns the rows of all agents' last answers to `command`, including stale answers."""
         rows: list[Row] = []
         for name in sorted(self.agents):
             data = self.agents[name].answers.get(command)
@@ -149,7 +159,7 @@ class Store:
         return rows
 
     def statuses(self) -> list[Row]:
-        """Returns the answers to `status` with the health codes raised about each agent, the worst first."""
+        """Returns all answers to `status`, with a field `health` added: the health codes raised about the agent."""
         raised = [each for each in self.judged.raised if each.severity > Severity.INFO] if self.judged else []
         return [
             {**row, "health": list(dict.fromkeys(each.code for each in raised if row["name"] in each.agents))}
@@ -157,7 +167,7 @@ class Store:
         ]
 
     def stale_ns(self, agent: str) -> int | None:
-        """Returns how long an agent has been silent; None while it answers."""
+        """Returns the nanoseconds since an agent's last answer; None if it answers or is unknown."""
         state = self.agents.get(agent)
         return None if state is None or not state.trouble else max(0, self.now_ns - state.seen_ns)
 
@@ -177,18 +187,21 @@ class Store:
         return self._events
 
     def room(self, number: str) -> RoomTimeline | None:
-        """Returns a room joined over its ranks; if the number was reused, the use with the most data."""
+        """Returns the timeline of a room from all its ranks; if the number was reused, of the use with the most data.
+
+        None if no agent reports the room.
+        """
         details = [cast(RoomDetail, row) for row in self.rows("room") if row["room"] == number]
         clocks = {name: state.clock for name, state in self.agents.items()}
         return next(iter(most_informative_first(join(details, clocks))), None)
 
     def failed_rooms(self) -> list[Row]:
-        """Returns the failed rooms, joined over the ranks that report them."""
+        """Returns a row for each failed room, combined from the reports of all its ranks."""
         answers = [row for answer in self.rows("failed") for row in answer["rooms"]]
         return failed_rows(answers, {name: state.clock for name, state in self.agents.items()}, self.now_ns)
 
     def may(self, agent: str, level: Level) -> bool:
-        """Returns whether an agent permits this user commands of that level."""
+        """Returns whether an agent permits this user to run commands of a level."""
         state = self.agents.get(agent)
         return state is not None and state.level in {each.label for each in Level if each >= level}
 

@@ -1,4 +1,4 @@
-"""Tables of the TUI: the declared view of each, the key and faults of its rows, and the user's filters and order."""
+"""Specifications of the TUI's tables (view, row key, faulty rows), and the user's filters and order."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ _STUCK_NS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class TableSpec:
-    """One table.
+    """Specification of one table.
 
     Attributes:
-        key: returns the part of a row that identifies it in every reading.
-        faulty: returns whether `faults only` includes a row.
-        agent: returns the agent that reported a row; "" for several.
-        room: returns the room that Enter opens; None if there is none.
+        view: columns of the table.
+        key: returns the values of a row that identify it in every reading.
+        faulty: returns whether a row is shown under `faults only`.
+        agent: returns the name of the agent that reported a row; "" if it comes from several agents.
+        room: returns the number of the room that Enter opens; None if the row belongs to no room.
     """
 
     view: View
@@ -43,8 +44,10 @@ class TableQuery:
     """Filters and order of a table, as chosen by the user.
 
     Attributes:
-        filters: as typed, `age>5s & state=Failed & decode-0`: comparisons, and texts that rows must contain.
+        filters: filters as typed, such as `age>5s & state=Failed & decode-0`: comparisons, and texts that rows must
+            contain.
         order: name of a column, with `-` for descending order; "" for the view's default.
+        faults_only: whether only faulty rows are shown.
     """
 
     filters: str = ""
@@ -78,7 +81,7 @@ class TableQuery:
         return True
 
     def sorted_by(self, view: View, column: str) -> TableQuery:
-        """Returns the query sorted by this column, in reverse order if it is sorted by it already."""
+        """Returns the query sorted by a column; in descending order if it is sorted by that column already."""
         current = self.order or (view.sort[0] if view.sort else "")
         find_column(view, column)
         return replace(self, order=f"-{column}" if current == column else column)
@@ -86,7 +89,7 @@ class TableQuery:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Filtered and sorted rows of a table; `total` is their number before filtering."""
+    """Filtered and sorted rows of a table; `total` is the number of rows before filtering."""
 
     spec: TableSpec
     rows: Sequence[Row]
@@ -95,7 +98,7 @@ class Listing:
 
 
 def listing(spec: TableSpec, rows: Sequence[Row], query: TableQuery) -> Listing:
-    """Filters and sorts rows; ignores filters and order that are for another view and invalid for this one."""
+    """Filters and sorts rows; ignores filters and order if they are invalid for this view, as those of another view."""
     if not query.is_valid_for(spec.view):
         query = replace(query, filters="", order="")
     texts = query.texts

@@ -1,8 +1,8 @@
-"""Ends the process when its terminal is gone.
+"""Ends the process when its terminal has been closed.
 
-Normally SIGHUP does so. But under nohup, or in a session without a leader, there is no signal: reading from the lost
-terminal then returns nothing at once, forever, and a full output queue blocks. So a thread waits for the hang-up and
-ends the process, which has nothing to clean up.
+Normally SIGHUP ends it. Under nohup, or in a session without a leader, the signal has no effect or is not sent; reads
+from the closed terminal then return immediately without data, again and again, and writes block when the output queue
+is full. A thread therefore waits for the hang-up and ends the process, which has nothing to clean up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _EXIT_CODE = 128 + signal.SIGHUP
 
 
 class TerminalWatch:
-    """Context manager that ends this process when the terminal of `descriptor` is gone."""
+    """Context manager that ends this process when the terminal of file descriptor `descriptor` has been closed."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

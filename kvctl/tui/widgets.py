@@ -1,6 +1,6 @@
 """Widgets of styled lines: title and footer bars, scrollable pictures, and tables.
 
-They redraw only after a change, and tables format only the rows on screen.
+Widgets redraw only after a change, and tables format only the rows on screen.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _GUTTER = 2
 _AGENT = "agent"
 _MARKS = {False: " ▲", True: " ▼"}
 Draw = Callable[[int], Sequence[Line]]
-"""Draws lines for a width in cells."""
+"""A function that draws lines for a width in cells."""
 
 
 class Canvas(Widget, can_focus=True):
-    """Lines below an optional title.
+    """Base class of widgets that draw styled lines below an optional title line.
 
     Attributes:
         heading: spans at the left and right end of the title line; None for no title.
-        top: first line of the drawing on screen.
-        background_style: style whose background is below everything; "" for that of the screen.
+        top: index of the first line of the drawing on screen.
+        background_style: style whose background colour the widget has; "" for the screen's background.
     """
 
     DEFAULT_CSS = "Canvas { height: 1fr; }"
@@ -62,12 +62,12 @@ class Canvas(Widget, can_focus=True):
         raise NotImplementedError
 
     def redraw(self) -> None:
-        """Draws anew at the next refresh."""
+        """Discards the cached lines, so that the widget is drawn again at the next refresh."""
         self._drawn_for = None
         self.refresh()
 
     def title_lines(self, width: int) -> list[Line]:
-        """Returns the title line, if there is one; called after `draw`."""
+        """Returns the title line as a list, empty without a title; called after `draw`."""
         return [] if self.heading is None else [self.title_line(*self.heading, width)]
 
     def title_line(self, left: Line, right: Line, width: int) -> Line:
@@ -111,11 +111,11 @@ class Canvas(Widget, can_focus=True):
         self.scroll_lines(-_WHEEL_LINES)
 
     def scroll_lines(self, lines: int) -> None:
-        """Scrolls by a turn of the mouse wheel."""
+        """Scrolls down by a number of lines, up if it is negative; called for the mouse wheel."""
 
 
 class Bar(Canvas, can_focus=False):
-    """Lines with a text at each end; as high as its lines, invisible without any."""
+    """Lines with a text at each end; the widget is as high as its number of lines, and hidden without lines."""
 
     DEFAULT_CSS = "Bar { height: 1; }"
 
@@ -126,7 +126,7 @@ class Bar(Canvas, can_focus=False):
         self.display = False
 
     def show(self, *lines: tuple[Line, Line]) -> None:
-        """Shows these lines, each as its left and right text."""
+        """Replaces the lines, which are pairs of left and right text."""
         if len(lines) != len(self._lines):
             self.styles.height = len(lines)
             self.display = bool(lines)
@@ -138,7 +138,10 @@ class Bar(Canvas, can_focus=False):
 
 
 class Picture(Canvas):
-    """A drawing that scrolls if it is higher than the widget; as high as the drawing unless its style sets a height."""
+    """A drawing that scrolls if it is higher than the widget.
+
+    The widget is as high as the drawing unless its style sets or limits the height.
+    """
 
     DEFAULT_CSS = "Picture { height: auto; }"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -158,7 +161,7 @@ class Picture(Canvas):
         self.can_focus = False
 
     def show(self, draw: Draw, heading: tuple[Line, Line] | None = None) -> None:
-        """Shows another drawing; updates the layout only if its number of lines differs."""
+        """Replaces the drawing and its title; updates the layout only if the number of lines changes."""
         self._draw, self.heading = draw, heading
         lines = len(self._drawn(self.size.width)) if self.size.width else 0
         self.redraw()
@@ -176,7 +179,7 @@ class Picture(Canvas):
         return lines[self.top : self.top + height]
 
     def _drawn(self, width: int) -> list[Line]:
-        """Indents the drawing as the cells of tables are."""
+        """Returns the lines of the drawing, indented like the cells of tables."""
         return [[(" " * _GUTTER, ""), *line] for line in self._draw(width - _GUTTER)]
 
     def title_lines(self, width: int) -> list[Line]:
@@ -194,14 +197,14 @@ class Picture(Canvas):
 
 
 class Table(Canvas):
-    """A table of a declared view.
+    """A table with a cursor that shows a `Listing`.
 
-    Rows are identified by key: the cursor stays on its row while values change, rows come and go, or the order changes.
-    Columns grow with their values and do not shrink again, so that values stay in place.
+    Rows are identified by key, so the cursor stays on its row while values, order or other rows change. Columns grow
+    with their values and do not shrink again, so that values stay in place.
 
     Args:
         label: name of the table in its title.
-        tail: the cursor follows the last row while it is on it, as for events.
+        tail: whether a cursor on the last row stays on the last row when rows are added, as for events.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -215,10 +218,10 @@ class Table(Canvas):
     ]
 
     class Moved(Message):
-        """The cursor moved to another row."""
+        """Message: the cursor has moved to another row."""
 
     class Opened(Message):
-        """Enter was pressed on a row."""
+        """Message: Enter was pressed on a row, or the row was double-clicked."""
 
         def __init__(self, table: Table, row: Row) -> None:
             super().__init__()
@@ -244,13 +247,13 @@ class Table(Canvas):
         note: str = "",
         empty: Line | None = None,
     ) -> None:
-        """Shows other rows.
+        """Replaces the rows; the cursor stays on its row if that is still in the table.
 
         Args:
             listing: the rows.
-            stale_ns: returns how long an agent has been silent, ns; None while it answers.
-            note: remark in the title.
-            empty: text instead of rows if there are none; by default that of the view.
+            stale_ns: returns the nanoseconds since an agent's last answer; None if the agent answers.
+            note: remark at the right end of the title line.
+            empty: text shown if there are no rows; by default the text of the view.
         """
         following = self._tail and (self.listing is None or self.cursor >= len(self.listing.rows) - 1)
         if self.listing is None or listing.spec.view is not self.listing.spec.view:
@@ -262,14 +265,14 @@ class Table(Canvas):
         self.redraw()
 
     def fit_height(self) -> None:
-        """Sets the height to the number of rows; the widget's style limits it."""
+        """Sets the height so that all rows fit; a maximum height in the widget's style still applies."""
         height = 2 + (len(self.listing.rows) if self.listing else 0)
         if self.styles.height is None or self.styles.height.value != height:
             self.styles.height = height
 
     @property
     def row(self) -> Row | None:
-        """The row under the cursor."""
+        """The row under the cursor; None if the table has no rows."""
         rows = self.listing.rows if self.listing else ()
         return rows[self.cursor] if self.cursor < len(rows) else None
 
@@ -307,7 +310,7 @@ class Table(Canvas):
         return [("○ " if stale is not None else "  ", "dim"), *spans]
 
     def _grow(self, spec: TableSpec, shown: Sequence[Row], marks: dict[Column, str]) -> None:
-        """Raises the natural widths of the columns to those of the rows shown."""
+        """Widens the columns so that the values of the rows on screen fit."""
         for column, size in natural_widths(spec.view.columns, shown).items():
             size = max(size, cell_len(column.title) + len(marks.get(column, "")))
             if column.name == _AGENT:
@@ -316,7 +319,7 @@ class Table(Canvas):
             self._natural[column] = max(size, self._natural.get(column, 0))
 
     def _chosen_columns(self, width: int) -> dict[Column, int]:
-        """Returns the view's usual columns, and the wide ones that fit without shortening another."""
+        """Returns the columns to show with their widths: all but wide columns, and the wide columns that fit."""
         used = sum(size + GAP for column, size in self._natural.items() if column.width is not Width.WIDE)
         chosen = {column for column in self._natural if column.width is not Width.WIDE}
         for column, size in self._natural.items():

@@ -1,1 +1,1 @@
-"""Panels: one per view, and those that Enter opens on a room, a pair or a row."""
+"""Panels of `kvctl top`: one for each view, and the panels that Enter opens for a room, a pair of agents or a row."""

@@ -1,4 +1,4 @@
-"""View 6: events of the flight recorders of all agents, as they are written."""
+"""View 6: events from the flight recorders of all agents, shown as they occur."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from kvctl.tui.store import Store
 from kvctl.tui.table_specs import EVENTS_TABLE, TableQuery
 from kvctl.tui.widgets import Table
 
-# Events per agent and reading: the latest, because one question for all agents cannot contain a position for each.
+# Maximum number of events per agent and reading. The latest events are read, because the same call is sent to all
+# agents and cannot contain the position from which to continue at each of them.
 _MAX_EVENTS = 200
 _MIN_EVENTS = 30
 _MAX_TOTAL = 3_200
 
 
 class EventsPanel(Panel):
-    """Live tail; the cursor follows the end until the user moves it away."""
+    """Table of events; the cursor stays on the last event until the user moves it."""
 
     MAIN_TABLE = "events-table"
 

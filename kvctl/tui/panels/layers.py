@@ -31,7 +31,11 @@ _MIN_CELL_WIDTH = 6
 
 
 def over_agents(rows: Sequence[Row]) -> list[Row]:
-    """Returns one row of medians for each layer group and path, those of the writers first, then of the readers."""
+    """Combines rows of agents into one row of medians for each layer group and path, writers first, then readers.
+
+    Args:
+        rows: rows of the agents' answers to `layers`.
+    """
     found: dict[tuple[bool, str, int, int], list[Row]] = {}
     for row in rows:
         reads = hidden_share(row) is None and "arrive" in row["stages"]
@@ -61,7 +65,12 @@ def _median(values: Sequence[Any]) -> int | None:
 
 
 def heat_map(rows: Sequence[Row], width: int) -> list[Line]:
-    """Draws rows of `over_agents` with shades relative to the longest stage of all."""
+    """Draws a heat map of stage times, with shades relative to the longest stage.
+
+    Args:
+        rows: rows from `over_agents`, one line each.
+        width: width in cells; in narrow drawings the times are left out.
+    """
     if not rows:
         return []
     names = [f"{row['agent']} {Kind.LAYERS.value.human(row['layers'])} {row['path']}" for row in rows]
@@ -108,7 +117,7 @@ def _cell(took: int | None, highest: int, cell: int, values: bool) -> list[Span]
 
 
 class LayersPanel(Panel):
-    """Waterfall, heat map, and a table of their values; a filter applies to all three."""
+    """Waterfall and heat map of layer groups, and a table of the values; a filter applies to all three."""
 
     DEFAULT_CSS = """
     LayersPanel #layers-waterfall { max-height: 36vh; }

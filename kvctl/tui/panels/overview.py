@@ -1,4 +1,4 @@
-"""View 1: findings, summary and trends of the fleet, use of the rings, agents."""
+"""View 1: health findings, summary and trends of the fleet, use of the staging rings, and agents."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _USE_WIDTH = 16  # ` 100 % of 64 MiB`
 _GAUGE_GAP = 3
 _MIN_CURVE_WIDTH = 6
 _NEARLY_FULL = 0.8
-# From this width on, the curves are beside the summary.
+# Minimum width for curves beside the summary instead of below it.
 _WIDE = 110
 _GAP = 3
 _LABEL_WIDTH = 9
@@ -34,14 +34,14 @@ _ROWS_PER_GAUGE_LINE = 8
 def gauges(
     statuses: Sequence[Row], past: Mapping[str, Series], stale: Sequence[str], width: int, most: int
 ) -> tuple[list[Line], int]:
-    """Draws a gauge for each rank that has a ring.
+    """Draws a gauge of ring use for each rank that has a staging ring.
 
     Args:
         statuses: answers to `status`.
-        past: recent use of each ring, by agent.
-        stale: agents that do not answer at present.
-        width: in cells.
-        most: maximum number of lines; if not all gauges fit, the fullest rings are shown.
+        past: recent use of each ring as a ratio, by agent.
+        stale: names of agents that do not answer at present.
+        width: width in cells.
+        most: maximum number of lines; if not all gauges fit, only the fullest rings are shown.
 
     Returns:
         The lines, and the number of rings that are not shown.
@@ -91,7 +91,7 @@ def _gauge(row: Row, past: Series | None, names: int, width: int, stale: bool) -
 
 
 class OverviewPanel(Panel):
-    """Findings, summary and curves of the fleet, its rings, its agents."""
+    """Health findings, summary and trends of the fleet, gauges of its staging rings, and the table of agents."""
 
     DEFAULT_CSS = """
     OverviewPanel #overview-health { height: auto; max-height: 30%; }
@@ -176,14 +176,14 @@ class OverviewPanel(Panel):
 
 
 def no_agents(store: Store) -> Span:
-    """Returns the reason why there is nothing to show: before the first reading, agents are not to blame."""
+    """Returns the text shown instead of data: kvctl is still connecting, or no agent answers."""
     if store.survey is None and not store.problem:
         return ("connecting …", "dim")
     return ("no agent answers", "yellow")
 
 
 def _remedy(finding: Row, width: int, tall: bool) -> list[Line]:
-    """Draws the remedy of the finding under the cursor, and its cause if there is space."""
+    """Draws the remedy of a finding, and above it the cause if the screen is `tall`."""
     remedy = findings.labelled("remedy", finding["remedy"], width)
     return [*findings.labelled("cause", finding["cause"], width), *remedy] if tall else remedy
 

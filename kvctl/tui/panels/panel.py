@@ -1,4 +1,4 @@
-"""Base class of panels: the data a panel needs, and how it shows the store."""
+"""Base class of the panels, and a function that shows rows of the store in a table."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ STATUS = Call("status")
 
 
 class Panel(Vertical):
-    """One view, or one panel that Enter opens; the app asks its question and shows it the store after every reading."""
+    """Base class of views and of panels that Enter opens.
+
+    While a panel is on screen, the app sends its `question` to the agents and calls `render_store` after each reading.
+    """
 
     DEFAULT_CSS = "Panel { height: 1fr; }"
     MAIN_TABLE: ClassVar[str] = ""
     """Id of the table to which filters and order apply; "" if there is none."""
 
     def question(self, store: Store) -> Question:
-        """Returns the calls to make while this panel is on screen; limits depend on the size of the fleet."""
+        """Returns the calls that read this panel's data; limits on rows depend on the number of agents in the store."""
         raise NotImplementedError
 
     def render_store(self, store: Store, query: TableQuery) -> None:
-        """Shows the current data of the store, filtered and sorted by the query."""
+        """Updates the panel with the current data of the store, filtered and sorted as in `query`."""
         raise NotImplementedError
 
     @property
@@ -41,23 +44,23 @@ class Panel(Vertical):
 
     @property
     def table(self) -> Table | None:
-        """The table that keys act on: the focused one, otherwise the main one."""
+        """The table that keys act on: the focused table, otherwise the main table; None if there is neither."""
         focused = self.screen.focused
         return focused if isinstance(focused, Table) else self.main if self.MAIN_TABLE else None
 
     def clipboard(self) -> tuple[str, str]:
-        """Returns the text to copy and its description; "" if there is nothing to copy."""
+        """Returns the text to copy and its description; both are "" if there is nothing to copy."""
         table = self.table
         if table is None or table.listing is None or table.row is None:
             return "", ""
         return export.row_with_header(table.listing, table.row), f"one row of {table.label} with its header"
 
     def enter(self) -> None:
-        """Sets the focus when the panel comes on screen."""
+        """Focuses a widget of the panel; called when the panel is shown."""
         self.main.focus()
 
     def size_changed(self, width: int, height: int) -> None:
-        """Adapts the layout to the size of the panel."""
+        """Adapts the layout to the panel's size in cells; called before each `render_store`."""
 
 
 def show(
@@ -69,5 +72,5 @@ def show(
     note: str = "",
     empty: Line | None = None,
 ) -> None:
-    """Shows rows of the store in a table; for `note` and `empty` see `Table.show`."""
+    """Filters and sorts rows as in `query` and shows them in a table; for `note` and `empty` see `Table.show`."""
     table.show(listing(spec, rows, query), store.stale_ns, note, empty)

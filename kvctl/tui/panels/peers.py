@@ -1,4 +1,4 @@
-"""View 5: states of all pairs as a matrix and as a table; Enter shows what both ends report."""
+"""View 5: connection states of all pairs of agents, as a matrix and as a table; Enter shows both agents' reports."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ from kvctl.tui.table_specs import PEERS_TABLE, TableQuery
 from kvctl.tui.widgets import Canvas, Table
 
 Pair = tuple[str, str]
-"""A prefill and a decode rank."""
+"""Names of a prefill rank and a decode rank."""
 
 
 def draw_matrix(pair_rows: Mapping[Pair, Row], chosen: Pair | None) -> list[Line]:
-    """Draws pairs, prefill ranks as rows and decode ranks as columns; highlights the chosen pair's row and column."""
+    """Draws a matrix of pair states with prefill ranks as rows and decode ranks as columns.
+
+    The row and the column of the chosen pair are highlighted.
+    """
     if not pair_rows:
         return [[(MATRIX.empty, "dim")]]
     prefill, decode = _names(pair_rows)
@@ -55,7 +58,10 @@ def _names(pair_rows: Mapping[Pair, Row]) -> tuple[list[str], list[str]]:
 
 
 def _vertical_names(names: Sequence[str]) -> list[str]:
-    """Shortens names for columns: the first letter and what follows the common prefix; a single name stays whole."""
+    """Shortens names for column headings to the first letter and the part after the common prefix.
+
+    A single name is not shortened.
+    """
     common = 0
     while len(set(names)) > 1 and len({name[: common + 1] for name in names}) == 1:
         common += 1
@@ -63,7 +69,7 @@ def _vertical_names(names: Sequence[str]) -> list[str]:
 
 
 class PairGrid(Canvas):
-    """Matrix of pairs with a cursor."""
+    """Matrix of pair states with a cursor, which is on `pair`."""
 
     DEFAULT_CSS = "PairGrid { height: auto; }"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -75,10 +81,10 @@ class PairGrid(Canvas):
     ]
 
     class Chosen(Message):
-        """The cursor moved to another pair."""
+        """Message: the cursor has moved to another pair."""
 
     class Opened(Message):
-        """Enter was pressed on a pair."""
+        """Message: Enter was pressed on a pair."""
 
         def __init__(self, pair: Pair) -> None:
             super().__init__()
@@ -131,13 +137,13 @@ def _neighbour(names: Sequence[str], name: str, step: int) -> str:
 
 
 class PeersPanel(Panel):
-    """Matrix of pairs, and the table of both ends below."""
+    """Matrix of pair states, and below it the table of peers as reported by each agent."""
 
     DEFAULT_CSS = "PeersPanel #peers-matrix { max-height: 60%; }"
     MAIN_TABLE = "peers-table"
 
     class PairOpened(Message):
-        """A pair is to be shown in full, with the rows of both its ends."""
+        """Message: the app should open a panel with all details of a pair; `rows` has the reports of both agents."""
 
         def __init__(self, pair: Pair, rows: Sequence[Row]) -> None:
             super().__init__()
@@ -169,7 +175,10 @@ class PeersPanel(Panel):
         grid.show(self._pairs, ([("reachability", ""), (size, "dim")], self._describe(grid.pair)))
 
     def _describe(self, pair: Pair | None) -> Line:
-        """Describes the chosen pair; the reason why it is not direct is in its record, which has more space."""
+        """Returns the title's description of the chosen pair: names, states, and whether its lane is direct.
+
+        The reason why a lane is not direct is shown in the panel that Enter opens, which has more space.
+        """
         row = None if pair is None else self._pairs.get(pair)
         if pair is None or row is None:
             return []

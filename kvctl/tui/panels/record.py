@@ -1,4 +1,4 @@
-"""Panel of one or two rows in full: a line for each column, or cause and remedy of a finding."""
+"""Panel with all columns of one or two rows, a line for each column; for a finding, its cause and remedy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _EMPTY_LINE: Line = []
 
 
 class RecordPanel(Panel):
-    """Opened by Enter on a row that belongs to no room; finds the row by its key in the table that it came from."""
+    """Panel that Enter opens for a row that belongs to no room.
+
+    The panel keeps the row up to date: it finds it by its key in the table in which Enter was pressed.
+    """
 
     DEFAULT_CSS = "RecordPanel Picture { height: 1fr; }"
 
@@ -36,12 +39,12 @@ class RecordPanel(Panel):
         self._rows: dict[Hashable, Row] = {}
 
     def open(self, title: str, origin: Panel, table: Table, rows: Sequence[Row]) -> None:
-        """Shows these rows from now on.
+        """Sets the rows that the panel shows.
 
         Args:
-            title: names the rows.
-            origin: panel of the rows, whose question reads them.
-            table: table of the rows.
+            title: title of the panel.
+            origin: panel that contains the table; its question reads the rows.
+            table: table that contains the rows.
             rows: rows of the table.
         """
         assert table.spec is not None

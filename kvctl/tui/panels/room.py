@@ -1,4 +1,4 @@
-"""Panel of one room: outcome, parts and ranks on one time axis, and the events of both ends."""
+"""Panel of one room: its outcome, its parts and ranks on one time axis, and the events that all its ranks recorded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _EMPTY_LINE: Line = []
 
 
 class RoomPanel(Panel):
-    """Opened by Enter on any row that belongs to a room."""
+    """Panel that Enter opens for a row that belongs to a room; `room` is the room number."""
 
     DEFAULT_CSS = """
     RoomPanel #room-picture { max-height: 60%; }
@@ -56,7 +56,7 @@ class RoomPanel(Panel):
 
 
 def _draw_room(room: RoomTimeline, width: int) -> Sequence[Line]:
-    """Draws everything of the room but its timeline, which has its own table."""
+    """Draws the details of a room except its timeline, which is shown as a table."""
     blocks = room_blocks(room, [], width)[:-1]
     texts = [line for block in blocks if isinstance(block, Text) for line in [*block.lines, _EMPTY_LINE]]
     return [

@@ -1,4 +1,4 @@
-"""View 2: active rooms, one row per room and rank. View 7: failed rooms, each once, with the first cause."""
+"""View 2: active rooms, one row per room and rank. View 7: failed rooms, one row per room, with the first cause."""
 
 from __future__ import annotations
 
@@ -12,22 +12,27 @@ from kvctl.tui.store import Store
 from kvctl.tui.table_specs import FAILED_TABLE, ROOMS_TABLE, TableQuery
 from kvctl.tui.widgets import Picture, Table
 
-# Rows of all agents together: as many as can be decoded and sorted each second with a few percent of a core. Agents
-# answer with their oldest rooms first, so that the youngest are left out.
+# Maximum number of rows of all agents together: as many as can be decoded and sorted each second with a few percent of
+# a core. Agents answer with their oldest rooms first, so that the youngest are left out.
 _MAX_ROOMS = 2_000
 _MIN_ROOMS = 20
-# Every rank of a failed room reports it.
+# Maximum number of reports of all agents together; every rank of a failed room reports it, so there are fewer rooms.
 _MAX_FAILED = 1_000
 _MIN_FAILED = 50
 
 
 def _limit(store: Store, total: int, minimum: int) -> int:
-    """Returns the number of rows per agent."""
+    """Returns the maximum number of rows per agent.
+
+    Args:
+        total: limit for all agents together.
+        minimum: lower bound of the result, also used before any agent is known.
+    """
     return max(minimum, total // len(store.agents)) if store.agents else minimum
 
 
 class RoomsPanel(Panel):
-    """All active rooms of a small fleet, the oldest of a large one."""
+    """Table of active rooms; in a large fleet only the oldest rooms of each agent."""
 
     MAIN_TABLE = "rooms-table"
 
@@ -47,7 +52,7 @@ class RoomsPanel(Panel):
 
 
 class FailedPanel(Panel):
-    """Failed rooms, and their number by cause."""
+    """Table of failed rooms, and the number of failures by cause."""
 
     MAIN_TABLE = "failed-table"
 

@@ -1,4 +1,4 @@
-"""View 3: rings with their watermarks, the allocations of one ring, and the parts that writers wait to send."""
+"""View 3: staging rings with their watermarks, the allocations of one ring, and the gated parts of all writers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LINES_PER_RING = 6
 
 
 class StagingPanel(Panel):
-    """Table of agents; shows the ring and the allocations of the agent under the cursor."""
+    """Table of agents, with the ring map and the allocations of the agent under the cursor, and all gated parts."""
 
     DEFAULT_CSS = """
     StagingPanel #staging-table { height: auto; max-height: 34%; min-height: 4; }
@@ -52,7 +52,7 @@ class StagingPanel(Panel):
         rings = [answer for answer in answers if answer["ring"] is not None]
         selected = self.main.row
         on_writer = selected is not None and selected["ring"] is None
-        # The ring under the cursor, otherwise the first one.
+        # The ring of the agent under the cursor; if it has none, the first ring.
         chosen = [selected] if selected is not None and not on_writer else rings[:1]
         picture = self.query_one("#staging-map", Picture)
         if rings:
@@ -77,6 +77,6 @@ def _maps(rings: Sequence[Row], width: int) -> list[Line]:
 
 
 def _reasons(gated: Sequence[Row]) -> str:
-    """Returns the number of parts for each reason to wait."""
+    """Returns the number of gated parts for each reason, as text such as `2 for grant, 5 for watermark`."""
     reasons = [str(row["waiting_for"]).split()[0] for row in gated]
     return ", ".join(f"{reasons.count(reason)} for {reason}" for reason in sorted(set(reasons)))
