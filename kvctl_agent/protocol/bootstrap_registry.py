@@ -1,4 +1,4 @@
-"""The bootstrap registry of one prefill instance: which ranks have registered, and which are missing. Does no I/O.
+"""Bootstrap registry of one prefill instance, without I/O: records which ranks have registered and which are missing.
 
 Prefill ranks register; decode ranks look up the roster until the instance is complete.
 """
@@ -19,7 +19,7 @@ _REPLACED_KEPT = 16
 
 
 class Rank(msgspec.Struct, frozen=True):
-    """One prefill rank, as it registers."""
+    """Registration of one prefill rank: its endpoint, incarnation and place in the instance."""
 
     name: str
     endpoint: str
@@ -33,13 +33,13 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
 
 
 class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
-    """Request for the roster; `name` is that of the sender, for the log."""
+    """Request of a decode rank for the roster; `name` is the name of the sender."""
 
     name: str
 
 
 class Roster(msgspec.Struct, frozen=True, tag="roster"):
-    """Answer to both requests: the registered ranks in order of unique rank, and the missing ones as a text."""
+    """Answer to Register and Lookup: the registered ranks in the order of unique ranks; the missing ones as text."""
 
     ranks: list[Rank]
     size: int  # 0 while nobody has registered
@@ -76,10 +76,10 @@ def decode_roster(frame: bytes) -> Roster:
 
 
 class Registry:
-    """Registered ranks of one prefill instance; the first rank to register determines its sizes.
+    """Registered ranks of one prefill instance; the first rank to register determines the instance's sizes.
 
-    The latest process of a rank is its holder. A process that it has replaced, and that continues after having been
-    frozen, does not take the place back while the holder keeps registering.
+    The process that registered last for a rank is its holder. If a replaced process continues after having been frozen,
+    it does not become the holder again while the present holder keeps registering.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Registry:
         self._replaced: dict[int, deque[int]] = {}  # by rank, earlier incarnations of its holder
 
     def answer(self, request: Request, now_ns: int) -> Roster:
-        """Answers one request; never raises."""
+        """Registers the sender of a Register request; returns the roster for either request. Never raises."""
         refused = self._register(request.rank, now_ns) if isinstance(request, Register) else ""
         ranks = [self._ranks[unique] for unique in sorted(self._ranks)]
         return Roster(ranks, self._side.size if self._side else 0, self._missing(), refused)
@@ -127,7 +127,7 @@ class Registry:
         return ""
 
     def _missing(self) -> str:
-        """For example "6 of 8 prefill ranks registered, missing tp=2,3"; empty when complete."""
+        """Returns text such as "6 of 8 prefill ranks registered, missing tp=2,3"; "" when the instance is complete."""
         side = self._side
         if side is None:
             return "no prefill rank has registered"

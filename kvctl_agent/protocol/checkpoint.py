@@ -1,12 +1,12 @@
-"""Copies the state of a protocol machine, encodes it, and rebuilds it: the start of a recording of inputs.
+"""Copies, encodes and rebuilds the state of a protocol machine; a recording of inputs begins with such a copy.
 
-`take` runs on the thread that owns the machine. It copies objects that can change and keeps immutable values (messages,
-keys, plans, page arrays) by reference, so that it takes little time; `pack` encodes the copy later, on any thread.
-`build` restores shared references: an object with two references is one object again.
+`take` runs on the thread that owns the machine. It copies mutable objects and keeps immutable values (messages, keys,
+plans, page arrays) by reference, so that it takes little time; `pack` encodes the copy later, on any thread. `build`
+restores shared references: an object with two references is one object again.
 
-The encoding is MessagePack. A value that MessagePack lacks is a list that begins with the name of its type. Only types
-of `_registry` are encoded or decoded, and their field names are stored with them, so that a recording of another build
-is refused by name.
+The encoding is MessagePack. A value of a type that MessagePack lacks is encoded as a list that begins with the name of
+its type. Only types of `_registry` are encoded or decoded, and their field names are stored with them, so that `unpack`
+can refuse a recording of another build and name the type that differs.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ _COPIED_FIELDS: dict[type, tuple[str, ...]] = {
 
 
 class Ref(NamedTuple):
-    """Reference to the copied object with this number."""
+    """Reference to a copied object: its index in `Checkpoint.nodes`."""
 
     number: int
 
 
 class Node(NamedTuple):
-    """Copy of one object that can change: a container with its items, or an object with its fields."""
+    """Copy of one mutable object: a container with its items, or an object with its fields."""
 
     kind: str
     names: tuple[str, ...]
@@ -81,7 +81,7 @@ class Checkpoint(NamedTuple):
 
     Attributes:
         state: fields of the machine's state, with references to `nodes`.
-        left_out: tombstones beyond `TOMBSTONES_KEPT`.
+        left_out: number of tombstones left out, which are those beyond `TOMBSTONES_KEPT`.
     """
 
     local: LocalInfo
@@ -91,17 +91,17 @@ class Checkpoint(NamedTuple):
     left_out: int
 
     def fresh(self) -> Checkpoint:
-        """Returns the state of a new machine of the same rank with the same settings (flags of the state)."""
+        """Returns a checkpoint of a new machine with the same rank and settings (the boolean fields of the state)."""
         flags = {name: value for name, value in self.state.items() if type(value) is bool}
         return self._replace(state=flags, nodes=[], left_out=0)
 
 
 class TooSlow(Exception):
-    """The machine holds more than can be copied in the time allowed."""
+    """Raised if the state of a machine cannot be copied within the time budget."""
 
 
 class _Registry(NamedTuple):
-    """Types that a checkpoint may contain, by name."""
+    """Types that a checkpoint may contain, by class name."""
 
     immutable: dict[str, type]
     mutable: dict[str, type]
@@ -110,7 +110,7 @@ class _Registry(NamedTuple):
 
 @lru_cache(maxsize=1)
 def _registry() -> _Registry:
-    """Collects all classes of protocol and layout, so that a new one is not forgotten; imports all their modules."""
+    """Collects all classes of protocol and layout, so that no new one is forgotten; imports all of their modules."""
     immutable: set[type] = {RoomState}
     mutable: set[type] = {RoomRecord, BusyTime}
     for package in (protocol, layout):
@@ -132,7 +132,7 @@ def _is_immutable(kind: type) -> bool:
 
 @lru_cache(maxsize=256)
 def _fields(kind: type) -> tuple[str, ...]:
-    """Field names of an immutable class, or slots of a mutable one; () if each object has its own attributes."""
+    """Returns the names of the fields or slots of a class; () if each object has its own attributes."""
     if kind in _COPIED_FIELDS:
         return _COPIED_FIELDS[kind]
     if issubclass(kind, msgspec.Struct):
@@ -145,7 +145,7 @@ def _fields(kind: type) -> tuple[str, ...]:
 
 
 def take(machine: Machine, budget_ns: int) -> Checkpoint:
-    """Copies the state of a machine between two of its inputs.
+    """Copies the state of a machine; to be called between two of its inputs.
 
     Raises:
         TooSlow: copying takes more than `budget_ns` of CPU time.
@@ -157,7 +157,7 @@ def take(machine: Machine, budget_ns: int) -> Checkpoint:
 
 
 class _Copier:
-    """Numbers and copies objects that can change."""
+    """Copies each mutable object to one entry of `nodes`, and replaces references to the object by `Ref`."""
 
     def __init__(self, deadline_ns: int) -> None:
         self.nodes: list[Node] = []
@@ -205,7 +205,7 @@ class _Copier:
         return Node(kind, (), flat)
 
     def _tombstones(self, value: Any) -> Any:
-        """Copies a field of `Tombstones`; of the tombstones themselves only the latest."""
+        """Copies one field of `Tombstones`; of the tombstones themselves only the latest `TOMBSTONES_KEPT`."""
         if not isinstance(value, OrderedDict):
             return self.copy(value)
         latest = list(islice(reversed(value.items()), TOMBSTONES_KEPT))
@@ -215,7 +215,7 @@ class _Copier:
 
 
 def build(checkpoint: Checkpoint) -> tuple[LocalInfo, Timing, State]:
-    """Returns the arguments from which a machine in this state is made.
+    """Rebuilds the identity, timing and state with which a machine is constructed.
 
     Raises:
         RecordingVersionError: the state of the machines has other fields in this build.
@@ -275,11 +275,11 @@ def pack(checkpoint: Checkpoint) -> bytes:
 
 
 def unpack(data: bytes) -> Checkpoint:
-    """Decodes what `pack` encoded.
+    """Decodes a checkpoint that `pack` has encoded.
 
     Raises:
         RecordingError: the data is not a checkpoint.
-        RecordingVersionError: another build made it.
+        RecordingVersionError: the checkpoint was recorded by another build.
     """
     try:
         version, *rest = msgspec.msgpack.decode(data)
@@ -326,7 +326,7 @@ def _check_fields(name: str, kind: type, recorded: tuple[str, ...]) -> None:
 
 
 class _Encoder:
-    """Encodes values in types that MessagePack has; `fields` has the field names of each class met."""
+    """Encodes values as MessagePack types; `fields` collects the field names of each class that it encodes."""
 
     def __init__(self) -> None:
         self.fields: dict[str, tuple[str, ...]] = {}

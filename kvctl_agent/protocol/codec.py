@@ -1,8 +1,8 @@
-"""Frames of the control channel: several messages to one peer are sent in one frame.
+"""Encodes and decodes frames of the control channel; one frame carries several messages to one peer.
 
 Layout: `MAGIC` (5 bytes, the last one the protocol version), the sender's incarnation (8 bytes, little-endian), then a
 MessagePack list of messages. A frame that is malformed, oversized or of another version raises `RemoteProtocolError`,
-and the caller counts and drops it. A malformed message does not affect the others of its frame.
+and the caller counts and drops it. A malformed message does not affect the other messages of its frame.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _one: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def encode(incarnation: int, messages: Sequence[Message]) -> bytes:
-    """Encodes all messages as one frame."""
+    """Encodes messages as one frame; `incarnation` is the sender's."""
     return MAGIC + incarnation.to_bytes(8, "little") + _encoder.encode(messages)
 
 
@@ -37,7 +37,7 @@ def decode(frame: bytes) -> tuple[int, list[AnyMessage], int]:
     """Decodes one frame.
 
     Returns:
-        the sender's incarnation, the valid messages, and the number of others (unknown type or wrong fields).
+        the sender's incarnation, the valid messages, and the number of invalid ones (unknown type or wrong fields).
 
     Raises:
         RemoteProtocolError: the frame as a whole is oversized, malformed or of another protocol version.

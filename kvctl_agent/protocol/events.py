@@ -1,4 +1,4 @@
-"""Events that go into the machines, and actions that come out.
+"""Events that the protocol machines handle, and actions that they return.
 
 Events are facts: a message arrived, a write completed, the engine made a call, time passed. Actions are orders that
 `runtime/` executes. Both are immutable, so that they may cross threads and be recorded.
@@ -58,7 +58,7 @@ class PeerUnusable(Event, frozen=True):
 
 
 class Unsendable(Event, frozen=True):
-    """A control message of this room to this peer can never be sent: it cannot be encoded or exceeds a frame."""
+    """A control message about this room to this peer can never be sent: it cannot be encoded or exceeds a frame."""
 
     peer: str
     room: int
@@ -75,9 +75,10 @@ class PeerDead(Event, frozen=True):
 
 
 class RosterKnown(Event, frozen=True):
-    """Decode: a prefill instance is complete; `names` are its ranks in the order of unique ranks.
+    """Decode: all ranks of a prefill instance have registered; `names` lists them in the order of unique ranks.
 
-    `instance` is the address of its registry; `incarnations` are the registered ones, if known.
+    `instance` is the address of the instance's registry; `incarnations` are those of the ranks, in the same order, if
+    known.
     """
 
     instance: str
@@ -101,7 +102,8 @@ class SendRoom(Event, frozen=True):
 class Prefetch(Event, frozen=True):
     """Prefill engine: the forward is about to start, so staging can be requested now.
 
-    `groups` are the layer groups [lo, hi) that will be sent one by one; empty: all layers together.
+    `groups` are the layer groups [lo, hi) that will be sent one by one; empty: all layers together. `at_ns` is the time
+    of the call; 0: the time at which the event is handled.
     """
 
     room: int
@@ -110,13 +112,13 @@ class Prefetch(Event, frozen=True):
 
 
 class Launched(Event, frozen=True):
-    """Prefill engine: a forward runs on the device; SendPages follows when it is done, or ForwardFailed."""
+    """Prefill engine: a forward was launched on the device; SendPages follows when it is done, or ForwardFailed."""
 
     room: int
 
 
 class ForwardFailed(Event, frozen=True):
-    """Prefill: the device failed a launched forward, so its pages will not follow."""
+    """Prefill: a launched forward failed on the device, so no SendPages will follow for it."""
 
     room: int
     text: str
@@ -125,8 +127,8 @@ class ForwardFailed(Event, frozen=True):
 class SendPages(Event, frozen=True):
     """Prefill engine: the next pages of the prompt, in order from position 0, are computed.
 
-    `layers` is the layer group [lo, hi) in which they are computed; None: all layers of this rank. `launched`: Launched
-    has announced them.
+    `layers` is the layer group [lo, hi) in which they are computed; None: all layers of this rank. `launched`: a
+    Launched event was posted before for these pages.
     """
 
     room: int
@@ -138,7 +140,10 @@ class SendPages(Event, frozen=True):
 
 
 class Finish(Event, frozen=True):
-    """Prefill engine: all pages are given; the aux row and, for each state component, these items follow."""
+    """Prefill engine: all pages were passed; the aux row and the state components are ready to be sent.
+
+    `aux_index` is the row of this rank's aux pool, or -1; `states` has the item indices of each state component.
+    """
 
     room: int
     aux_index: int
@@ -147,7 +152,7 @@ class Finish(Event, frozen=True):
 
 
 class AbortRoom(Event, frozen=True):
-    """An engine aborts the room, or an operator does, whose request has a `ticket` to answer."""
+    """The engine or an operator aborts the room; an operator's request has a nonzero `ticket` and is answered."""
 
     room: int
     text: str
@@ -155,9 +160,9 @@ class AbortRoom(Event, frozen=True):
 
 
 class ReleaseHeld(Event, frozen=True):
-    """Decode operator: free one allocation of the ring, or all memory of a failed room kept for writers that are gone.
+    """Decode operator: free one ring allocation, or all memory that a failed room keeps for lost or silent writers.
 
-    `force`: even if a write may still land there.
+    `serial` names the allocation, `room` the room. `force`: free the memory even if a write may still land there.
     """
 
     ticket: int
@@ -167,33 +172,36 @@ class ReleaseHeld(Event, frozen=True):
 
 
 class Drain(Event, frozen=True):
-    """Operator or engine: stop accepting new rooms, or accept them again."""
+    """Operator or engine: stop accepting new rooms (`on`), or accept them again."""
 
     on: bool
 
 
 class SetTimeouts(Event, frozen=True):
-    """Operator: change the deadlines of rooms."""
+    """Operator: change the deadlines of rooms, in the state Bootstrapping and in later states."""
 
     bootstrap_ns: int
     waiting_ns: int
 
 
 class PartSent(Event, frozen=True):
-    """A transfer worker has finished a part: written, with the checksum in its tag, or dropped as cancelled."""
+    """A transfer worker has finished a part: the part is written, or was dropped because its room was cancelled.
+
+    `checksum` is the one in the tag, if the worker computes checksums.
+    """
 
     peer: str
     room: int
     nonce: int
     kind: PartKind
     key: PartKey
-    moments: dict[str, int] = {}  # stage → when it ended, monotonic ns
+    moments: dict[str, int] = {}  # end time of each stage by name, monotonic ns
     dropped: bool = False
     checksum: int | None = None
 
 
 class PartFailed(Event, frozen=True):
-    """The transport failed a part. `in_flight`: bytes may still land; PartSent(dropped) follows once none can."""
+    """A part could not be written. `in_flight`: bytes may still land; PartSent(dropped) follows once none can."""
 
     peer: str
     room: int
@@ -223,21 +231,21 @@ class OpenRoom(Event, frozen=True):
 
 
 class Arrived(Event, frozen=True):
-    """A tag arrived: the bytes of its part are visible."""
+    """The tag of a write arrived, so the bytes of its part are visible."""
 
     tag: Tag
     at_ns: int
 
 
 class Scattered(Event, frozen=True):
-    """A landed part is in its pages."""
+    """A landed part was copied from its ring region to its pages."""
 
     serial: int
     at_ns: int
 
 
 class ScatterFailed(Event, frozen=True):
-    """The device failed to copy a landed part into its pages; nothing reads the region any more."""
+    """The device failed to copy a landed part into its pages; the copy has ended and no longer reads the region."""
 
     serial: int
     text: str
@@ -255,13 +263,13 @@ class Checked(Event, frozen=True):
 
 
 class Shutdown(Event, frozen=True):
-    """This agent is closing, and says so to its peers. `drained`: none of its writes is in flight."""
+    """This agent is closing and must send Bye to its peers. `drained`: none of its writes is in flight."""
 
     drained: bool
 
 
 class Tick(Event, frozen=True):
-    """Time passed."""
+    """The periodic tick: the machine checks deadlines, resends and liveness."""
 
 
 class Action(msgspec.Struct, frozen=True):
@@ -269,7 +277,7 @@ class Action(msgspec.Struct, frozen=True):
 
 
 class Send(Action, frozen=True):
-    """Send a message to a peer; with `route` over that connection instead of the present incarnation's."""
+    """Send a message to a peer: over the connection `route`, or without it to the peer's present incarnation."""
 
     peer: str
     message: Message
@@ -277,7 +285,7 @@ class Send(Action, frozen=True):
 
 
 class ConnectPeer(Action, frozen=True):
-    """Connect the transport to a peer, whose pool holds `shards`; answered by PeerConnected or PeerUnusable."""
+    """Connect the transport to a peer whose pool holds `shards`; answered by PeerConnected or PeerUnusable."""
 
     peer: str
     incarnation: int
@@ -292,7 +300,7 @@ class DropPeer(Action, frozen=True):
 
 
 class ForgetPeer(Action, frozen=True):
-    """Close the control channel to a peer: it is on no roster any more."""
+    """Close the control channel and the connection to a peer that is on no roster any more."""
 
     peer: str
 
@@ -304,7 +312,10 @@ class FindInstance(Action, frozen=True):
 
 
 class Transfer(Action, frozen=True):
-    """Move one part; answered by PartSent or PartFailed. The pages of a state are its items, those of aux one row."""
+    """Write one part to a decode rank; answered by PartSent or PartFailed.
+
+    `src_pages` and `dst_pages` are page indices for KV, item indices for a state component, and one row for aux.
+    """
 
     peer: str
     room: int
@@ -319,7 +330,7 @@ class Transfer(Action, frozen=True):
     tag: bytes
     cancel: CancelToken
     ready_ns: int
-    opened_ns: int  # when it was given to the worker
+    opened_ns: int  # when the part was queued for the worker
 
 
 class Scatter(Action, frozen=True):
@@ -336,7 +347,7 @@ class Scatter(Action, frozen=True):
 
 
 class Check(Action, frozen=True):
-    """Compute the checksum of a part in its pages; answered by Checked. Pages and share are as in Transfer."""
+    """Compute the checksum of a part in its pages; answered by Checked. `share` and `pages` are as in Transfer."""
 
     room: int
     nonce: int
@@ -347,7 +358,7 @@ class Check(Action, frozen=True):
 
 
 class StateChanged(Action, frozen=True):
-    """A room has a new state; updates the engine's handle."""
+    """Set the state of a room in the engine's handle."""
 
     room: int
     state: RoomState
@@ -355,9 +366,10 @@ class StateChanged(Action, frozen=True):
 
 
 class Overlapped(Action, frozen=True):
-    """A room sent in layer groups: how its compute and its transfer overlapped, per forward.
+    """Report how the compute and the transfer of a room sent in layer groups overlapped.
 
-    `transfer_ns` is the time with a part in a worker, `exposed_ns` the part of it after the last forward.
+    `pages`, `compute_ns` and `transfer_ns` are averages per forward. `transfer_ns` is the time during which a worker
+    had a part of the room; `exposed_ns` is the portion of it after the last forward.
     """
 
     pages: int
@@ -368,10 +380,10 @@ class Overlapped(Action, frozen=True):
 
 
 class Answered(Action, frozen=True):
-    """Result of an operator's request.
+    """Report the result of an operator's request.
 
-    `result` is one of `contract.operations.RESULTS`, or "unknown" for an unknown room; `freed` are the serials freed,
-    `drained` the writers that count as gone because the operator forced it.
+    `result` is one of `contract.operations.RESULTS`, or "unknown" for an unknown room; `freed` are the serials of freed
+    ring regions, `drained` the names of writers that are treated as drained because the operator used force.
     """
 
     ticket: int
@@ -382,6 +394,6 @@ class Answered(Action, frozen=True):
 
 
 class Released(Action, frozen=True):
-    """The room's pages may be reused: none of its writes is in flight any more."""
+    """Mark the room's pages as reusable: no write from or to them is in flight any more."""
 
     room: int

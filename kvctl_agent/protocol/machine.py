@@ -1,7 +1,7 @@
-"""Common frame of the prefill and the decode machine: context, tombstones, peer liveness, dispatch of events.
+"""Common base of the prefill and the decode machine: context, tombstones, peer liveness, dispatch of events.
 
-A machine is composed of parts, each of which owns some state and handles some events and messages. Its tables map each
-event and message to the handler. `handle` never raises for anything that a peer sent: unusable input is counted and
+A machine is composed of components, each of which owns some state and handles some events and messages. Tables map each
+event and message to its handler. `handle` never raises for anything that a peer sent: unusable input is counted and
 dropped.
 """
 
@@ -26,7 +26,12 @@ T = TypeVar("T")
 
 
 class Tombstones(Generic[T]):
-    """Outcomes of ended rooms, for late messages; each is kept for `lifetime_ns`, at most `capacity` of them."""
+    """Outcomes of ended rooms, used to answer late messages.
+
+    Args:
+        lifetime_ns: time for which an outcome is kept.
+        capacity: maximum number of outcomes; beyond it the oldest is removed.
+    """
 
     def __init__(self, lifetime_ns: int, capacity: int = 1 << 18) -> None:
         self._lifetime_ns = lifetime_ns
@@ -61,12 +66,12 @@ class Tombstones(Generic[T]):
 
 
 class MachineContext:
-    """What all parts of a machine share.
+    """State and helper methods shared by all components of a machine.
 
     Attributes:
         now_ns: monotonic time of the event being handled.
         actions: actions that the event has caused so far.
-        peers: by name; owned by `PeerSessions` and the part that does the handshake.
+        peers: peers by name; owned by `PeerSessions` and the component that does the handshake.
         telemetry: written to, never read.
     """
 
@@ -96,11 +101,11 @@ class MachineContext:
         self.telemetry.recorder.record(kind, text, severity, room, peer)
 
     def drop(self, reason: str) -> None:
-        """Counts a message that is dropped."""
+        """Counts a control message as dropped for this reason."""
         self.telemetry.metrics.add("kvctl_control_dropped_total", 1, reason)
 
     def failure(self, code: str, text: str) -> Failure:
-        """A first cause found on this rank."""
+        """Returns a failure found on this rank at the present time, in the form in which it is sent to peers."""
         return {
             "rank": self.local.name,
             "code": code,
@@ -109,13 +114,13 @@ class MachineContext:
         }
 
     def is_ready(self, name: str) -> bool:
-        """Whether messages of rooms may be sent to this peer. Safe to call from any thread."""
+        """Returns whether messages about rooms may be sent to this peer. Safe to call from any thread."""
         peer = self.peers.get(name)
         return peer is not None and peer.usable
 
 
 def failure_of(message: msg.RoomFailure) -> Failure:
-    """The first cause that a message carries."""
+    """Returns the first cause of a failure that a message carries."""
     return {"rank": message.rank, "code": message.code, "at_ns": message.at_ns, "text": message.text}
 
 
@@ -123,7 +128,7 @@ class PeerSessions:
     """Liveness of the peers: marks them suspect or lost, and sends heartbeats.
 
     Args:
-        on_lost: called with a peer that was lost and the cause; fails its rooms.
+        on_lost: called with a lost peer and the cause; fails the peer's rooms.
         on_former_ended: called when an earlier incarnation of a peer is proven to have ended.
         watermark: returns the watermark to put into heartbeats; empty on a rank without a ring.
     """
@@ -167,7 +172,7 @@ class PeerSessions:
             self._context.drop("incarnation")
 
     def check(self) -> None:
-        """Mark silent peers as suspect or lost, and send the heartbeats that are due."""
+        """Marks silent peers as suspect or lost, and sends the heartbeats that are due."""
         context = self._context
         for peer in list(context.peers.values()):
             changed = peer.check(context.now_ns)
@@ -182,14 +187,19 @@ class PeerSessions:
                 context.send(peer.name, heartbeat)
 
     def hear(self, peer: Peer) -> bool:
-        """A usable peer sent a message; returns whether its lease had run out."""
+        """Records that a usable peer has sent a message; returns whether the peer's lease had expired."""
         lapsed, was_suspect = peer.hear(self._context.now_ns)
         if was_suspect:
             self._context.note("peer-back", f"{peer.name} is heard again", peer=peer.name)
         return lapsed
 
     def lose(self, peer: Peer, *, proven: bool, text: str) -> None:
-        """Marks a peer as lost. `proven`: nothing of its incarnation is in flight, nor ever will be."""
+        """Marks a peer as lost and fails its rooms.
+
+        Args:
+            proven: none of this incarnation's writes is in flight, nor ever will be.
+            text: cause of the loss.
+        """
         context = self._context
         lost = f"peer {peer.name} (incarnation {peer.incarnation:016x}) lost: {text}"
         if proven:
@@ -202,11 +212,12 @@ class PeerSessions:
         context.actions.append(ev.DropPeer(peer.name))
 
     def is_stale(self, peer: Peer, incarnation: int) -> bool:
-        """Whether a Hello or HelloAck comes from an incarnation that has ended, or from none; counts it then.
+        """Returns whether the sender of a Hello or HelloAck must be ignored because of its incarnation; counts it then.
 
-        A usable peer is replaced only by the incarnation that the registry names; without one, by a higher incarnation,
-        since incarnations grow with time. Once the peer is lost, any incarnation that has not ended is accepted,
-        because the next process may run on a host whose clock is behind.
+        An incarnation that has ended, or 0, is ignored. A usable peer is replaced only by the incarnation that the
+        registry names; if the registry names none, by a higher incarnation, since incarnations grow with time. Once the
+        peer is lost, any incarnation that has not ended is accepted, because the next process may run on a host whose
+        clock is behind.
         """
         stale = incarnation == 0 or incarnation in peer.ended_incarnations
         if peer.usable and incarnation != peer.incarnation:
@@ -216,27 +227,27 @@ class PeerSessions:
         return stale
 
     def replace(self, peer: Peer, incarnation: int) -> None:
-        """A new incarnation takes the peer's name; that proves nothing about the one before."""
+        """Marks a usable peer as lost because another incarnation took its name; the old process may still run."""
         if peer.incarnation not in (0, incarnation) and peer.usable:
             self.lose(peer, proven=False, text=f"incarnation {incarnation:016x} took its name")
 
 
 class Machine:
-    """Dispatches events and messages to the parts; subclasses build the parts and fill the tables.
+    """Dispatches events and messages to the components; subclasses build the components and fill the tables.
 
-    Other threads may read the attributes and views below: mappings are copied in one step before they are walked.
+    Other threads may read the attributes and the views: these copy a mapping in one step before they iterate over it.
 
     Attributes:
-        local, telemetry: as given.
-        peers: by name.
-        rooms: by number, without those that have ended on all ranks.
+        local, telemetry: those of the context.
+        peers: peers by name.
+        rooms: rooms by number, without those that have ended on all ranks.
         open: rooms that are open with a peer; on a prefill rank one item for each peer of a room.
         state: all state kept between two events; a checkpoint is a copy of it.
 
     Args:
         find: returns the room that a message is about, and its transfer with a peer.
         fail: fails a room for a cause.
-        on_lease_renewed: called when a peer whose lease had run out is heard again.
+        on_lease_renewed: called when a message arrives from a peer whose lease had expired.
     """
 
     _events: dict[type[ev.Event], Callable[[Any], None]]
@@ -270,7 +281,7 @@ class Machine:
         """Handles one event; returns the actions to execute, in order.
 
         Raises:
-            LocalProtocolError: the local engine made calls in a wrong order; nothing has changed.
+            LocalProtocolError: the local engine made calls in a wrong order; the state has not changed.
         """
         context = self._context
         context.now_ns = now_ns
@@ -284,15 +295,15 @@ class Machine:
 
     @property
     def open_rooms(self) -> int:
-        """Number of rooms that are open with a peer; a prefill rank counts each peer of a room."""
+        """Number of open rooms; on a prefill rank a room counts once for each decode rank that has opened it."""
         return len(self.open)
 
     def knows(self, room: int) -> bool:
-        """Whether a room is open here, by the local engine or by a peer. Safe to call from any thread."""
+        """Returns whether the local engine or a peer has opened this room here. Safe to call from any thread."""
         return room in self.rooms
 
     def roster(self, instance: str) -> tuple[str, ...]:
-        """Names of the ranks of a prefill instance; empty until it is complete, and on a prefill rank."""
+        """Returns the names of the ranks of a prefill instance; empty until it is complete, and on a prefill rank."""
         return ()
 
     # ---- handlers that both machines have ---------------------------------------------------------------------
@@ -345,7 +356,7 @@ class Machine:
             self._context.answer(event.ticket, "aborted", text)
 
     def on_unsendable(self, event: ev.Unsendable) -> None:
-        """Fails the room instead of waiting for its deadline: resending would not help."""
+        """Fails the room of a message that can never be sent, since resending it until the deadline would not help."""
         peer = self.peers.get(event.peer)
         found = self._find(peer, event.room, event.nonce) if peer is not None else None
         if found is not None:

@@ -1,9 +1,10 @@
 """Control messages between agents: typed structs with named fields; new fields must be optional.
 
-The sender's incarnation is sent once per frame (see `codec`) and covers every message in it; every room message has the
-nonce. Page lists are raw little-endian int32.
+A frame carries the sender's incarnation once for all of its messages (see `codec`). Every message about a room carries
+the room's nonce. Page lists are raw little-endian int32.
 
-The bounds are part of the types: handlers get values in range, and a value out of range invalidates only its message.
+The types include the bounds of the values: handlers get values in range, and a value out of range invalidates only its
+own message.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
 
 
 class SharedMemory(msgspec.Struct, frozen=True):
-    """One device allocation that a writer may map; see `device.base.Export`."""
+    """One device allocation of a pool or ring that a writer may map; see `device.base.Export`."""
 
     addr: Size  # so that its end is below 2⁶³
     nbytes: Size
@@ -53,7 +54,7 @@ class SharedMemory(msgspec.Struct, frozen=True):
 
 
 class PeerInfo(msgspec.Struct, frozen=True):
-    """Identity of an agent, and all that a peer needs to plan transfers and write to it."""
+    """Identity of an agent, with the layout and addresses that a peer needs to plan transfers and to write to it."""
 
     name: Name
     role: Name
@@ -78,12 +79,12 @@ class PeerInfo(msgspec.Struct, frozen=True):
 
     @property
     def process(self) -> str:
-        """For example "process 4711 on node-3"."""
+        """Text that names the process, for example "process 4711 on node-3"."""
         return f"process {self.pid} on {self.hostname or 'its host'}"
 
 
 class RoomMessage(Message, frozen=True):
-    """Base of messages about one room under one nonce."""
+    """Base of messages about one room; the nonce distinguishes rooms that reuse the number."""
 
     room: U64
     nonce: U64
@@ -99,17 +100,17 @@ class RoomFailure(RoomMessage, frozen=True):
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """Decode → prefill: the first message on a connection, resent until answered."""
+    """Decode → prefill: the first message on a connection; describes the decode rank and is resent until answered."""
 
     version: int
     who: PeerInfo
 
 
 class HelloAck(Message, frozen=True, tag="hello-ack"):
-    """Prefill → decode: accepted, or refused with the differing factors.
+    """Prefill → decode: accepts the decode rank, or refuses it and lists the plan factors that differ.
 
-    `to` is the incarnation that sent Hello, since its predecessor may have sent one, too. `taken` is set when another
-    process has the name of the sender of Hello, which may be temporary.
+    `to` is the incarnation whose Hello is answered, since its predecessor may have sent one, too. `taken` is a text,
+    set if another process has the name of the sender of Hello; this may be temporary.
     """
 
     version: int
@@ -120,7 +121,10 @@ class HelloAck(Message, frozen=True, tag="hello-ack"):
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
-    """Both ways. `echo_ns` is the peer's last `sent_ns`, `held_ns` the time since its arrival; gives the round trip."""
+    """Both ways: sent periodically; its times give the round trip.
+
+    `echo_ns` is `sent_ns` of the last heartbeat received from the peer, `held_ns` the time since that arrived.
+    """
 
     sent_ns: U64
     echo_ns: U64 = 0
@@ -129,10 +133,10 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
 
 
 class RoomOpen(RoomMessage, frozen=True, tag="room-open"):
-    """Decode → every prefill rank of the instance.
+    """Decode → every prefill rank of the instance: asks it to send its parts of the room to these pages.
 
-    `to` is the incarnation that it is meant for: a process that has just replaced that one must not write for a room
-    that the decode rank has not opened there.
+    `to` is the incarnation that the message is meant for: a process that has just replaced that one must not write for
+    a room that the decode rank has not opened there.
     """
 
     pages: bytes  # int32 little-endian page indices for positions prefix_pages..total_pages
@@ -146,15 +150,15 @@ class RoomOpen(RoomMessage, frozen=True, tag="room-open"):
 
 
 class RoomAccepted(RoomMessage, frozen=True, tag="room-accepted"):
-    """Prefill → decode: the room is open, and its parts are planned."""
+    """Prefill → decode: the room is open at this rank, and its parts are planned."""
 
 
 class RoomRefused(RoomFailure, frozen=True, tag="room-refused"):
-    """Prefill → decode: the room is not open here and will not be; carries the first cause."""
+    """Prefill → decode: the room is not open at this rank and will not be; carries the first cause."""
 
 
 class PartSpec(msgspec.Struct, frozen=True):
-    """One part that needs a ring region."""
+    """One part that needs a ring region of `nbytes` bytes: layers [lo, hi) of a chunk."""
 
     chunk: U32
     lo: Layer
@@ -163,13 +167,13 @@ class PartSpec(msgspec.Struct, frozen=True):
 
 
 class StagingRequest(RoomMessage, frozen=True, tag="staging-request"):
-    """Writer → decode: all parts of a room that will be staged, so that grants are there before the data."""
+    """Writer → decode: requests ring regions for staged parts of a room, so that grants arrive before the data."""
 
     parts: Annotated[list[PartSpec], msgspec.Meta(max_length=1 << 18)]
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """The ring region given to one part; the serial is never used again in this incarnation."""
+    """Ring region [offset, end) granted to one part; its serial is used once in a decode rank's incarnation."""
 
     chunk: U32
     lo: Layer
@@ -186,7 +190,7 @@ class StagingGrants(RoomMessage, frozen=True, tag="staging-grants"):
 
 
 class StagingRefused(RoomMessage, frozen=True, tag="staging-refused"):
-    """The part can never fit: it needs `needs` bytes, the ring has `ring`."""
+    """Decode → writer: a part of `needs` bytes can never fit; the largest possible ring region has `ring` bytes."""
 
     chunk: U32
     lo: Layer
@@ -196,7 +200,7 @@ class StagingRefused(RoomMessage, frozen=True, tag="staging-refused"):
 
 
 class StagingRevoke(RoomMessage, frozen=True, tag="staging-revoke"):
-    """Decode → writer: give back an unwritten grant."""
+    """Decode → writer: asks the writer to give back a grant that has not been written."""
 
     chunk: U32
     lo: Layer
@@ -205,13 +209,13 @@ class StagingRevoke(RoomMessage, frozen=True, tag="staging-revoke"):
 
 
 class StagingRevoked(RoomMessage, frozen=True, tag="staging-revoked"):
-    """Writer → decode: this serial will never be written."""
+    """Writer → decode: gives back the grant with this serial, which will never be written."""
 
     serial: U64
 
 
 class TooLate(RoomMessage, frozen=True, tag="too-late"):
-    """Writer → decode: the write to this serial is posted already; its tag will follow."""
+    """Writer → decode: a grant cannot be given back because its write is posted already; the tag will follow."""
 
     serial: U64
 
@@ -223,36 +227,36 @@ class Watermark(Message, frozen=True, tag="watermark"):
 
 
 class PartReady(RoomMessage, frozen=True, tag="part-ready"):
-    """Writer → decode: these parts of a room are written; sent if the room was not confirmed in time.
+    """Writer → decode: tags of parts that are written; sent if the decode rank has not confirmed the room in time.
 
-    A rank that owes nothing sends it without tags, to ask for the outcome of the room.
+    A rank that has nothing to send for the room sends the message without tags, to ask for the room's outcome.
     """
 
     tags: Tags
 
 
 class PartAck(RoomMessage, frozen=True, tag="part-ack"):
-    """Decode → writer: the room is still open, and these tags have arrived."""
+    """Decode → writer: answers PartReady while the room is open; lists the tags that have been received."""
 
     tags: Tags
 
 
 class RoomDone(RoomMessage, frozen=True, tag="room-done"):
-    """Decode → prefill: every planned byte is in place."""
+    """Decode → prefill: the room succeeded; every planned byte is in its pages."""
 
 
 class RoomFailed(RoomFailure, frozen=True, tag="room-failed"):
-    """Either way: the room failed; `rank`, `code`, `at_ns`, `text` are the first cause."""
+    """Both ways: the room failed; `rank`, `code`, `at_ns` and `text` describe the first cause."""
 
 
 class Ack(RoomMessage, frozen=True, tag="ack"):
-    """Answer to RoomDone and RoomFailed (`of` is their tag)."""
+    """Both ways: answers RoomDone or RoomFailed; `of` is the type tag of that message."""
 
     of: Name
 
 
 class RoomAbort(RoomFailure, frozen=True, tag="room-abort"):
-    """Decode → prefill: stop, and answer RoomDrained when nothing is in flight; carries the first cause."""
+    """Decode → prefill: the room failed; asks the rank to stop, and to send RoomDrained when nothing is in flight."""
 
 
 class RoomDrained(RoomMessage, frozen=True, tag="room-drained"):
@@ -260,7 +264,7 @@ class RoomDrained(RoomMessage, frozen=True, tag="room-drained"):
 
 
 class Bye(Message, frozen=True, tag="bye"):
-    """Both ways, the last message of an incarnation; with `drained`, no write is in flight: it proves the end."""
+    """Both ways: the last message of an incarnation. `drained`: none of its writes is in flight or will be."""
 
     drained: bool
 

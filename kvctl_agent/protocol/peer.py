@@ -1,11 +1,11 @@
-"""This agent and its peers: identity, whether two layouts fit each other, and the liveness of each peer.
+"""Identity of this agent and its peers, the comparison of their layouts, and the liveness of each peer.
 
 `connecting → ready ⇄ suspect → lost`, or `refused` when the layouts differ. Silence makes a peer suspect (it gets no
 new grants) and later lost (its rooms fail); proof of death or a new incarnation makes it lost at once. A lost peer that
 sends Hello again starts over.
 
-A new incarnation proves nothing about the one before: that process may be frozen and continue one day. Proof is only
-the end of the process, observed on this host, or its own statement that it has drained.
+A new incarnation does not prove that the process before it has ended: that process may be frozen and continue later.
+The only proofs are the end of the process, observed on this host, and its own message that it has drained.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from kvctl_agent.protocol.ring import RingGate
 class LocalInfo(msgspec.Struct, frozen=True):
     """Identity and geometry of this agent, fixed for its lifetime.
 
-    `shape` is that of the whole model. On a decode rank `cp_mode` has no meaning: each prefill instance has its own.
+    `shape` is that of the whole model. On a decode rank `cp_mode` has no meaning: each prefill instance has its own
+    mode.
     """
 
     name: str
@@ -94,7 +95,7 @@ class LocalInfo(msgspec.Struct, frozen=True):
         )
 
     def _plan(self) -> Wire:
-        """The inputs of the plan that must be equal on both sides."""
+        """Returns the plan inputs that must be equal on both sides, in wire form."""
         return {
             "plan_version": PLAN_VERSION,
             **shape_to_wire(self.shape),
@@ -116,12 +117,12 @@ class Timing(msgspec.Struct, frozen=True):
 
     @property
     def lease_ns(self) -> int:
-        """A writer posts to a peer only if it heard from it within this time."""
+        """Time after a peer's last message during which a writer may post to the peer."""
         return self.suspect_ns // 2
 
 
 class PeerPlan(NamedTuple):
-    """The plan inputs of this agent and a peer, or the factors in which they differ."""
+    """The plan inputs of this agent and a peer; None if the layouts do not fit, with the factors that differ."""
 
     inputs: PlanInputs | None
     differences: tuple[str, ...]
@@ -130,7 +131,7 @@ class PeerPlan(NamedTuple):
 def plan_with_peer(local: LocalInfo, info: PeerInfo) -> PeerPlan:
     """Compares a peer's layout with that of this agent, field by field, so that a mismatch names the factor.
 
-    Factors read "page_size 64 ≠ 32": the value of this agent first.
+    A factor is a text such as "page_size 64 ≠ 32", with the value of this agent first.
     """
     if info.role == local.role or info.role not in ("prefill", "decode"):
         return PeerPlan(None, (f"role {local.role} fits no {info.role}: a prefill and a decode agent are needed",))
@@ -163,7 +164,12 @@ def plan_with_peer(local: LocalInfo, info: PeerInfo) -> PeerPlan:
 
 
 def _missing_count(pool: WireDict, segments: int) -> str:
-    """The first field missing from a decode rank's pool that a writer needs to check openings; "" if there is none."""
+    """Returns the name of the first missing field that a writer needs to check openings; "" if none is missing.
+
+    Args:
+        pool: pool of a decode rank, as in its PeerInfo.
+        segments: number of segments of the model.
+    """
     for count in ("num_pages", "aux_slots"):
         value = pool.get(count)
         if not isinstance(value, int) or value < 0:
@@ -178,8 +184,8 @@ class Lease:
     """A writer's permission to post to one incarnation of a peer; it expires when the peer is silent for too long.
 
     The control loop renews it, and workers check it before each post. So a process that was frozen (stopped, or its
-    machine paused), and which its peers have replaced long ago, does not post the writes it had queued. It proves
-    nothing to the other side: a process can be frozen between the check and the post.
+    machine paused) and then replaced does not post the writes it had queued. The lease is no proof for the peer: a
+    process can be frozen between the check and the post.
     """
 
     __slots__ = ("length_ns", "renewed_ns")
@@ -193,7 +199,7 @@ class Lease:
 
 
 class CancelToken:
-    """Cancelled when its room fails: writes that are queued are dropped, writes that are in flight finish."""
+    """Token of a transfer, cancelled when its room fails: queued writes are then dropped, writes in flight finish."""
 
     __slots__ = ("cancelled", "lease")
 
@@ -214,7 +220,7 @@ class PeerState(StrEnum):
 
 
 class FormerIncarnation(NamedTuple):
-    """An earlier incarnation whose process may still run: the info it sent, and its return address."""
+    """An earlier incarnation of a peer whose process may still run: the info that it sent, and its return address."""
 
     info: PeerInfo
     route: bytes
@@ -222,20 +228,21 @@ class FormerIncarnation(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One peer in one incarnation at a time.
+    """State of the connection to one peer, in one incarnation at a time.
 
     Attributes:
-        coord, wire: its place in its instance, and the plan inputs in their wire form; set by the handshake.
+        coord, wire: the peer's coordinates in its instance, and the plan inputs in wire form; set by the handshake.
         gate: on a writer, the watermark of this decode rank's ring.
         lease: the permission to post to this incarnation.
         route: return address of this incarnation.
         registered: the incarnation that the registry names; 0 if it names none.
         hello_due_ns: when to send Hello again; 0 when no Hello is unanswered.
-        mismatch_since_ns: since when its layout differs from that of its instance's other ranks; 0: it does not.
-        proven_dead: the process has ended, so nothing of it can be in flight.
-        ended_incarnations: proven to have ended; their messages are late.
+        mismatch_since_ns: monotonic time since which the peer's layout differs from the other ranks of its instance; 0
+            if it does not differ.
+        proven_dead: the process has ended, so none of its writes can be in flight.
+        ended_incarnations: incarnations that are proven to have ended; their messages are ignored.
         former: earlier incarnations that are not proven to have ended, and may still write here.
-        name_refused_to: the incarnation that was last refused this name, which is noted once.
+        name_refused_to: the incarnation that was last refused this name, so that each refusal is recorded only once.
     """
 
     name: str
@@ -270,12 +277,12 @@ class Peer:
 
     @property
     def usable(self) -> bool:
-        """Whether messages of rooms may be exchanged with it."""
+        """Whether messages about rooms may be exchanged with the peer."""
         return self.state in (PeerState.READY, PeerState.SUSPECT)
 
     @property
     def heard_ns(self) -> int:
-        """Monotonic time of the last message of this incarnation; 0: none yet."""
+        """Monotonic time of the last message of the present incarnation; 0 before the first."""
         return self.lease.renewed_ns
 
     @heard_ns.setter
@@ -283,7 +290,7 @@ class Peer:
         self.lease.renewed_ns = now_ns
 
     def may_post(self, now_ns: int) -> bool:
-        """Whether a writer may post to it: it is usable and was heard from within the lease."""
+        """Returns whether a writer may post to the peer: the peer is usable and its lease has not expired."""
         return self.usable and self.lease.valid(now_ns)
 
     def begin_incarnation(
@@ -294,7 +301,13 @@ class Peer:
         differences: tuple[str, ...],
         route: bytes = b"",
     ) -> None:
-        """Start over with this incarnation; it is ready once the transport has connected."""
+        """Resets the state for an incarnation that has sent its info; it is ready once the transport has connected.
+
+        Args:
+            inputs: plan inputs of both sides; None to refuse the peer.
+            differences: plan factors that differ.
+            route: return address of the incarnation.
+        """
         if incarnation != self.incarnation:
             if self.info is not None and not self.proven_dead:
                 self.former[self.incarnation] = FormerIncarnation(self.info, self.route)
@@ -314,14 +327,14 @@ class Peer:
         self.state = PeerState.CONNECTING if inputs is not None else PeerState.REFUSED
 
     def end(self, incarnation: int) -> None:
-        """This incarnation, the present one or a former one, is proven to have ended."""
+        """Records that an incarnation, the present or a former one, is proven to have ended."""
         if incarnation == self.incarnation:
             self.proven_dead = True
         self.former.pop(incarnation, None)
         self.ended_incarnations.append(incarnation)
 
     def info_of(self, incarnation: int) -> PeerInfo | None:
-        """The info that the present incarnation, or a former one that may still run, has sent."""
+        """Returns the info sent by the present incarnation, or by a former one that may still run; else None."""
         if incarnation == self.incarnation:
             return self.info
         former = self.former.get(incarnation)
@@ -329,11 +342,15 @@ class Peer:
 
     @property
     def refusal(self) -> str:
-        """Why it was refused, as a text."""
+        """Text that names the peer and the reasons why it was refused."""
         return f"{self.name} refused: {'; '.join(self.differences)}"
 
     def hear(self, now_ns: int) -> tuple[bool, bool]:
-        """Records a message of this incarnation; returns whether its lease had run out, and whether it was suspect."""
+        """Records a message of the present incarnation, which renews the lease and ends the state suspect.
+
+        Returns:
+            whether the lease had expired, and whether the peer was suspect.
+        """
         lapsed = not self.lease.valid(now_ns)
         was_suspect = self.state is PeerState.SUSPECT
         self.heard_ns = now_ns
@@ -349,7 +366,7 @@ class Peer:
                 self.rtt_ns = rtt
 
     def due_heartbeat(self, now_ns: int, watermark: list[int]) -> Heartbeat | None:
-        """The heartbeat to send, if one is due."""
+        """Returns the heartbeat to send now, with this watermark; None if none is due."""
         if not self.usable or now_ns < self._heartbeat_due_ns:
             return None
         self._heartbeat_due_ns = now_ns + self.timing.heartbeat_ns
@@ -357,7 +374,7 @@ class Peer:
         return Heartbeat(sent_ns=now_ns, echo_ns=self._echo_ns, held_ns=held, watermark=watermark)
 
     def check(self, now_ns: int) -> PeerState | None:
-        """Applies the silence so far; returns the new state if it changed."""
+        """Marks the peer as suspect or lost if it has been silent for too long; returns the new state if it changed."""
         silence = now_ns - self.heard_ns
         if self.usable and silence >= self.timing.lost_ns:
             self.state = PeerState.LOST
@@ -368,6 +385,6 @@ class Peer:
         return None
 
     def fail(self, text: str) -> None:
-        """Remember an error for the operator."""
+        """Counts an error of the peer and keeps its text, for display."""
         self.errors_total += 1
         self.last_error = text

@@ -1,14 +1,14 @@
 """Records the latest inputs of a protocol machine, so that `kvctl replay` can run them again.
 
-A machine does no I/O, so its state at one moment and every later (time, event) determine what it does. Inputs are kept
-as objects and encoded several hundred at a time; keeping the objects alive would cost the garbage collector more. They
-are kept in two generations, each of which begins with a checkpoint of the machine: the older generation can be dropped,
-and the rest can still be replayed.
+A machine does no I/O, so its state at one time and all later (time, event) inputs determine its behaviour. Inputs are
+kept as objects until several hundred can be encoded at a time; keeping the objects alive would cost the garbage
+collector more than the encoding. They are kept in two generations, each of which begins with a checkpoint of the
+machine: the older generation can be dropped, and the rest can still be replayed.
 
 A checkpoint copies the state of the rooms in flight. It is taken while no room is open, if that happens in time;
-otherwise when the generation is full, if copying takes less than `BUDGET_NS`. If it takes longer, the generation grows
-into the space of the other one; when that is full too, inputs are missed until a checkpoint succeeds, and the recording
-has a gap, which it reports.
+otherwise when the generation is full, if copying takes less than `BUDGET_NS`. If copying takes longer, the generation
+grows into the space of the other one; when that is full too, inputs are missed until a checkpoint succeeds, and the
+recording has a gap, which it reports.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ encode = msgspec.msgpack.Encoder(enc_hook=lambda pages: pages.astype("<i4", copy
 
 
 def outcome(actions: Sequence[ev.Action] | str) -> str:
-    """Encodes the actions of an input as letters; `REFUSED` and `RAISED` are returned unchanged."""
+    """Returns the outcome of an input: one letter per action, or `REFUSED` or `RAISED` unchanged."""
     return actions if isinstance(actions, str) else "".join([ACTIONS.get(type(action), "~") for action in actions])
 
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Inputs that are not encoded yet, their outcomes, and the path chooser's answers while they were handled."""
+    """Inputs that are not encoded yet, with their outcomes and the path chooser's answers while they were handled."""
 
     number: int
     first: int
@@ -75,7 +75,7 @@ class _Batch:
     paths: list[tuple[int, str]] = field(default_factory=list)  # (index of the input, path)
 
     def encoded(self) -> tuple[int, bytes]:
-        """Returns the number of inputs and their encoding; may run on any thread, therefore it copies the lists."""
+        """Returns the number of inputs and their encoding; may run on any thread, so it copies the lists first."""
         paths, outcomes, inputs = self.paths[:], self.outcomes[:], self.inputs[:]
         letters = [outcome(actions) for actions in outcomes[: len(inputs)]]
         letters += [""] * (len(inputs) - len(letters))  # the input being handled has no outcome yet
@@ -87,7 +87,7 @@ class _Batch:
 
 
 def _encodable(row: tuple[int, str, ev.Event, str]) -> tuple[int, str, ev.Event | None, str]:
-    """Replaces an input that cannot be encoded with a gap: the engine may pass any value."""
+    """Returns the row, without its event if that cannot be encoded: the engine may pass any value."""
     try:
         encode(row)
     except (TypeError, ValueError, OverflowError):
@@ -96,7 +96,7 @@ def _encodable(row: tuple[int, str, ev.Event, str]) -> tuple[int, str, ev.Event 
 
 
 class Blob(NamedTuple):
-    """One piece of a recording, see `InputBlob`; a checkpoint is packed when the piece is requested."""
+    """One piece of a recording, as in `InputBlob`: encoded inputs, or a checkpoint that is packed on request."""
 
     number: int
     first: int
@@ -117,7 +117,7 @@ class Blob(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Generation:
-    """A checkpoint and the inputs after it."""
+    """A checkpoint and the encoded inputs that follow it."""
 
     blobs: list[Blob]
     count: int = 0
@@ -125,7 +125,7 @@ class _Generation:
 
 
 class Pieces(NamedTuple):
-    """Consecutive pieces of a recording, see `InputPage`."""
+    """Consecutive pieces of a recording, as in `InputPage`."""
 
     blobs: list[InputBlob]
     next: int
@@ -134,14 +134,14 @@ class Pieces(NamedTuple):
 
 
 class InputLog:
-    """Latest inputs of one machine. Its thread calls the methods, except `pieces`, which any thread may call.
+    """Recorder of the latest inputs of one machine, used on the machine's thread; any thread may call `pieces`.
 
     Args:
         capacity: number of inputs kept in both generations together; 0: none.
 
     Attributes:
-        taken: inputs of the machine so far.
-        missed: inputs that were not recorded.
+        taken: number of inputs of the machine so far.
+        missed: number of inputs that were not recorded.
         fault: why recording has stopped; "" while it runs.
     """
 
@@ -160,7 +160,7 @@ class InputLog:
         self._retry_at = 0  # number of the input from which one is tried without open rooms
 
     def begin(self, machine: _M) -> _M:
-        """Starts recording the inputs of a new machine with a checkpoint; returns the machine."""
+        """Starts recording the inputs of a new machine, beginning with a checkpoint; returns the machine."""
         if self._full:
             self._machine = machine
             self._checkpoint(machine)
@@ -179,7 +179,7 @@ class InputLog:
         return choose_and_record  # type: ignore[return-value]
 
     def handle(self, machine: Machine, event: ev.Event, now_ns: int) -> list[ev.Action]:
-        """Passes one input to the machine; records the input before, and its outcome after."""
+        """Passes one input to the machine and records both the input and its outcome."""
         self.record(event, now_ns)
         result: Sequence[ev.Action] | str = RAISED
         try:
@@ -192,7 +192,7 @@ class InputLog:
         return actions
 
     def record(self, event: ev.Event, now_ns: int) -> None:
-        """Records an input before the machine handles it, so that one that hangs the machine is in the recording."""
+        """Records an input; called before the machine handles it, so that an input that hangs the machine is kept."""
         if (self._due or len(self._batch.inputs) >= self._batch_size) and not self._make_room():
             self.taken += 1
             self.missed += 1
@@ -201,13 +201,17 @@ class InputLog:
         self._batch.inputs.append((now_ns, event))
 
     def record_outcome(self, actions: Sequence[ev.Action] | str) -> None:
-        """Records the actions of the latest input, or `REFUSED` or `RAISED`."""
+        """Records the outcome of the latest input: its actions, `REFUSED` or `RAISED`."""
         batch = self._batch
         if len(batch.outcomes) < len(batch.inputs):
             batch.outcomes.append(actions)
 
     def pieces(self, since: int | None, until: int | None, page_bytes: int = PAGE_BYTES) -> Pieces:
-        """Returns the pieces from `since` (None: the oldest) up to `until` (None: now) that fit into `page_bytes`."""
+        """Returns the pieces from number `since` (None: the oldest) to below `until` (None: now), up to a size limit.
+
+        Args:
+            page_bytes: size after which no more pieces are added.
+        """
         batch = self._batch  # read first: if it is sealed meanwhile, it is among the generations
         kept = [blob for generation in self._generations for blob in generation.blobs[:]]
         end = max(batch.number, kept[-1].number + 1 if kept else 0)
@@ -233,7 +237,7 @@ class InputLog:
     # ---- the machine's thread ---------------------------------------------------------------------------------
 
     def _make_room(self) -> bool:
-        """Makes room for one more input; returns False if it must be missed."""
+        """Makes room for one more input; returns False if the input cannot be recorded."""
         machine = self._machine
         if machine is None:
             return False
@@ -254,14 +258,14 @@ class InputLog:
         return True
 
     def _space(self, generation: _Generation | None) -> float:
-        """Returns the share of the capacity that is free if only this generation is kept: 0.5 once it is full."""
+        """Returns the share of the capacity that is free if only this generation is kept: 0.5 if it fills its half."""
         if generation is None:
             return 0.0
         count = generation.count + len(self._batch.inputs)
         return 1 - max(count / (2 * self._full), generation.nbytes / MAX_BYTES)
 
     def _seal(self) -> None:
-        """Encodes the batch and begins the next one."""
+        """Encodes the current batch, adds it to the latest generation and begins the next batch."""
         batch = self._batch
         if batch.inputs:
             count, data = batch.encoded()
@@ -275,7 +279,7 @@ class InputLog:
         self._batch = _Batch(self._next_number, self.taken)
 
     def _checkpoint(self, machine: Machine) -> bool:
-        """Begins a new generation; returns False if copying the machine's state takes too long."""
+        """Begins a new generation with a checkpoint; returns False if copying the state takes too long or fails."""
         rooms = machine.open_rooms
         try:
             taken = take(machine, BUDGET_NS)

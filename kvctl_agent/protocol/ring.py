@@ -1,15 +1,15 @@
-"""The staging ring of a decode rank: its allocator, the grants in it, and a writer's gate in front of it.
+"""The staging ring of a decode rank: its allocator, the table of grants, and the writer's gate.
 
 The ring is an endless log over a fixed region, freed from its oldest end. A request that fits the ring at all is
 granted at once, possibly in a round whose bytes are still in use; the *writer* waits until the watermark has passed the
 region. So allocation never blocks and never fails for lack of space.
 
-The watermark is (round, tail) of the oldest allocation not yet freed. Freeing the last one starts a new round at
-offset 0, so an empty ring gates nobody.
+The watermark is (round, tail) of the oldest allocation not yet freed. Freeing the last one starts a new round at offset
+0, so an empty ring gates no writer.
 
-An allocation whose writer is silent must not block all others for as long. It can be retired: it leaves the order, so
-that the watermark passes it, but no new allocation gets its bytes until it is freed. Before that, allocations of later
-rounds that overlap it must be given back, since the watermark would admit their writers.
+An allocation whose writer is silent must not block all others until the writer is lost. It can be retired: the
+watermark passes it, but no new allocation gets its bytes until it is freed. Allocations of later rounds that overlap it
+must be given back before, since the watermark would admit their writers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Region(NamedTuple):
 
 
 def may_write(round_: int, end: int, watermark: Position) -> bool:
-    """Whether a region that ends at `end` of `round_` has been passed by the watermark."""
+    """Returns whether the watermark has passed a region that ends at offset `end` of round `round_`."""
     previous = round_ - 1
     return round_ == 0 or previous < watermark.round or (previous == watermark.round and end <= watermark.tail)
 
@@ -81,7 +81,7 @@ class Ring:
 
     @property
     def used_bytes(self) -> int:
-        """Allocated bytes; may exceed the size, since later rounds are granted ahead."""
+        """Number of allocated bytes; may exceed the size of the ring, since later rounds are granted ahead."""
         return self._used
 
     @property
@@ -97,7 +97,7 @@ class Ring:
 
     @property
     def oldest(self) -> Region | None:
-        """The allocation at the watermark."""
+        """The allocation at the watermark; None if there is none."""
         return next(iter(self._live.values()), None)
 
     @property
@@ -136,7 +136,7 @@ class Ring:
         return region
 
     def free(self, serial: int) -> bool:
-        """Frees a region; returns whether that moved the watermark. Freeing twice changes nothing."""
+        """Frees a region; returns whether the watermark moved. Freeing a region twice changes nothing."""
         excluded = self._excluded.pop(serial, None)
         region = self._live.get(serial)
         if region is None:
@@ -147,16 +147,16 @@ class Ring:
         return self._remove_from_order(serial)
 
     def exclude(self, serial: int) -> None:
-        """From now on no new allocation of any round gets the bytes of this one."""
+        """Excludes the bytes of an allocation from all new allocations until it is freed."""
         if region := self._live.get(serial):
             self._excluded[serial] = region
 
     def is_retired(self, serial: int) -> bool:
-        """Whether the watermark has passed this allocation before it was freed. Safe to call from any thread."""
+        """Returns whether the watermark has passed an allocation that is not freed. Safe to call from any thread."""
         return serial in self._excluded and serial not in self._live
 
     def overlapping(self, serial: int) -> list[int]:
-        """Serials of later rounds that were given some of the bytes of a live allocation."""
+        """Returns the serials of allocations of later rounds that share bytes with a live allocation."""
         mine = self._live[serial]
         return [
             other.serial
@@ -180,7 +180,7 @@ class Ring:
         return oldest
 
     def _find_space(self, start: int, size: int) -> int | None:
-        """The first offset from `start` on with `size` free bytes in this round; None if there is none."""
+        """Returns the first offset from `start` on with `size` bytes that are not excluded; None if there is none."""
         for region in sorted(self._excluded.values(), key=_offset):
             if region.offset >= start + size:
                 break
@@ -211,7 +211,7 @@ class RingGate:
         self.heard_ns = 0
 
     def hear(self, watermark: Sequence[int], now_ns: int) -> bool:
-        """Takes a (round, tail, sequence); returns whether the watermark moved. Late and malformed ones are ignored."""
+        """Takes a watermark [round, tail, sequence]; returns whether it is new. Late and malformed ones are ignored."""
         if len(watermark) != 3:
             return False
         round_, tail, sequence = watermark
@@ -222,13 +222,16 @@ class RingGate:
         return True
 
     def open(self, round_: int, end: int) -> bool:
-        """Whether the watermark has passed a granted region, so that it may be written."""
+        """Returns whether the watermark has passed a granted region, so that the writer may write it."""
         return may_write(round_, end, self.position)
 
 
 class RegionState(StrEnum):
-    """Granted → landed (its tag came; it is being scattered) → freed; or granted → revoking → freed; or quarantined,
-    where a write may be in flight and nothing proves otherwise."""
+    """State of an allocation; quarantined means that a write may be in flight and nothing proves otherwise.
+
+    Granted → landed (its tag arrived; it is being scattered) → freed; or granted → revoking → freed; or quarantined →
+    freed.
+    """
 
     GRANTED = "granted"
     REVOKING = "revoking"
@@ -238,7 +241,7 @@ class RegionState(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Allocation:
-    """A granted region and the part it belongs to."""
+    """Ring region granted to a part, with the state of the grant."""
 
     region: Region
     room: RoomKey
@@ -256,7 +259,7 @@ class Allocation:
 
 
 class GrantTable:
-    """The live allocations of the ring by serial, part and room; a part has at most one."""
+    """Table of the ring's live allocations, by serial, part and room; a part has at most one."""
 
     def __init__(self, size_bytes: int) -> None:
         self.ring = Ring(size_bytes)
@@ -282,24 +285,24 @@ class GrantTable:
         return [self._by_serial[serial] for serial in self._by_room.get(room, ())]
 
     def unlanded(self, room: RoomKey) -> list[Allocation]:
-        """Allocations of a writer for a room, except those being scattered."""
+        """Returns the allocations of one writer for a room, except those that are being scattered."""
         return [allocation for allocation in self.of_room(room) if allocation.state is not RegionState.LANDED]
 
     def allocations(self) -> list[Allocation]:
-        """All live allocations, oldest first. Safe to call from any thread."""
+        """Returns all live allocations, oldest first. Safe to call from any thread."""
         return list(self._by_serial.copy().values())
 
     def oldest(self) -> Allocation | None:
-        """The allocation at the watermark."""
+        """Returns the allocation at the watermark; None if there is none."""
         region = self.ring.oldest
         return self._by_serial[region.serial] if region is not None else None
 
     def overlapping(self, allocation: Allocation) -> list[Allocation]:
-        """Allocations of later rounds that were given some of its bytes."""
+        """Returns the allocations of later rounds that share bytes with this one."""
         return [self._by_serial[serial] for serial in self.ring.overlapping(allocation.region.serial)]
 
     def grant(self, room: RoomKey, key: PartKey, nbytes: int, now_ns: int) -> Allocation:
-        """Allocates a region for a part that has none; the caller has checked `ring.fits`."""
+        """Allocates a region for a part that has none; the caller has checked that it fits the ring (`ring.fits`)."""
         allocation = Allocation(self.ring.allocate(nbytes), room, key, nbytes, now_ns, now_ns)
         region = allocation.region
         self._by_serial[region.serial] = allocation
@@ -310,7 +313,7 @@ class GrantTable:
         return allocation
 
     def free(self, serial: int) -> bool:
-        """Frees an allocation; returns whether the watermark moved."""
+        """Frees an allocation; returns whether the watermark moved. Unknown serials are ignored."""
         allocation = self._by_serial.pop(serial, None)
         if allocation is None:
             return False
@@ -325,7 +328,7 @@ class GrantTable:
         return self.ring.free(serial)
 
     def quarantine(self, allocation: Allocation) -> None:
-        """A write to this region may be in flight for ever: keep the region and count its bytes."""
+        """Keeps a region to which a write may be in flight for an unknown time, and counts its bytes as quarantined."""
         if allocation.state is not RegionState.QUARANTINED:
             allocation.state = RegionState.QUARANTINED
             self.quarantined_bytes += allocation.region.end - allocation.region.offset
@@ -333,7 +336,7 @@ class GrantTable:
             self._ungate(allocation)  # its writer is not notified any more
 
     def quarantine_room(self, room: RoomKey) -> None:
-        """Quarantine all regions that a writer may still write for a room."""
+        """Quarantines all regions of a room that one writer may still write."""
         for allocation in self.unlanded(room):
             self.quarantine(allocation)
 
@@ -343,7 +346,7 @@ class GrantTable:
             del self._gated[allocation.room.peer]
 
     def take_opened(self) -> list[str]:
-        """Peers with a grant that the watermark has passed since the last call."""
+        """Returns the peers with grants that the watermark has passed since the last call."""
         watermark = self.ring.watermark
         peers: list[str] = []
         for peer, gated in list(self._gated.items()):

@@ -1,7 +1,7 @@
 """Keys of rooms and parts, and the tag that a write carries to its decode rank.
 
-A tag names the part that has landed and its region. It is a fixed binary struct, so that it is cheap to make and passes
-through any transport that carries bytes.
+A tag names the part that has landed and its ring region. It is a fixed binary struct, so that it is cheap to make and
+passes through any transport that carries bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHECKSUM_BYTES = _CHECKSUM.size
 
 
 class RoomKey(NamedTuple):
-    """One room at one peer; the nonce tells a reused number from its predecessor."""
+    """Key of one room at one peer; the nonce distinguishes rooms that reuse the number."""
 
     peer: str
     room: int
@@ -29,7 +29,7 @@ class RoomKey(NamedTuple):
 
 
 class PartKind(IntEnum):
-    """KV parts; the final parts are the aux row, and one part per state component, stage and writer."""
+    """Kind of a part: KV, or a final part, which is the aux row or one state component of one stage and writer."""
 
     KV = 0
     AUX = 1
@@ -37,9 +37,9 @@ class PartKind(IntEnum):
 
 
 class PartKey(NamedTuple):
-    """A part of a room, sent at once by one writer to one decode rank; layers [lo, hi) are global.
+    """Key of a part, which one writer sends at once to one decode rank; layers [lo, hi) are global.
 
-    A state's part has the index of its segment as its chunk, and its layers are numbered within the segment.
+    For a part of a state component, `chunk` is the index of its segment, and layers are numbered within the segment.
     """
 
     writer: int
@@ -49,7 +49,7 @@ class PartKey(NamedTuple):
 
     @property
     def place(self) -> tuple[int, int, tuple[int, int]]:
-        """Writer, chunk and layers, as telemetry records them."""
+        """Writer, chunk and (lo, hi) layers, as telemetry records them."""
         return self.writer, self.chunk, (self.lo, self.hi)
 
     def __str__(self) -> str:
@@ -57,10 +57,11 @@ class PartKey(NamedTuple):
 
 
 class Tag(NamedTuple):
-    """`incarnation` is the decode rank's; `serial` is 0 for a part written straight to its pages.
+    """Tag of the write of one part.
 
-    `checksum` is that of the writer's bytes (see `memory.checksum`), or None if it computes none; the tag is shorter
-    then.
+    `incarnation` is the decode rank's; `serial` is that of the grant, or 0 for a part written straight to its pages.
+    `checksum` is that of the writer's bytes (see `memory.checksum`), or None if the writer computes none; the packed
+    tag is shorter then.
     """
 
     kind: PartKind
@@ -77,10 +78,10 @@ class Tag(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> Tag:
-        """Reads a tag.
+        """Decodes a packed tag.
 
         Raises:
-            RemoteProtocolError: wrong length, magic, kind or an empty layer range.
+            RemoteProtocolError: wrong length, magic or kind, or an empty layer range.
         """
         if len(data) not in (TAG_BYTES, TAG_BYTES + CHECKSUM_BYTES):
             raise RemoteProtocolError(f"tag of {len(data)} bytes, expected {TAG_BYTES} or {CHECKSUM_BYTES} more")
@@ -96,5 +97,5 @@ class Tag(NamedTuple):
 
 
 def with_checksum(packed: bytes, checksum: int) -> bytes:
-    """Adds a checksum to a packed tag that has none."""
+    """Returns a packed tag with a checksum appended; `packed` has none yet."""
     return packed + _CHECKSUM.pack(checksum)

@@ -1,7 +1,7 @@
 """The state machine of a decode rank.
 
-`machine` builds the parts; `rooms` has the coverage and states of rooms, `landing` grants and arrivals, `reclaim` the
-memory of failed rooms, `admission` the opening of rooms and the handshake.
+`machine` maps events and messages to handlers; `rooms` tracks the coverage and state of each room, `landing` handles
+grants and arrivals, `reclaim` frees the memory of failed rooms, `admission` opens rooms and performs the handshake.
 """
 
 from __future__ import annotations

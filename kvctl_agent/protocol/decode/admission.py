@@ -1,6 +1,6 @@
-"""Admission on a decode rank: rooms registered by the engine, and the prefill instances at which they are opened.
+"""Admission on a decode rank: registers the engine's rooms, and opens them at their prefill instances.
 
-A room is opened at every rank of its prefill instance, once all of them are known and ready.
+A room is opened at every rank of its prefill instance, once all of these ranks are known and ready.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvctl_agent.protocol.tag import PartKey, PartKind
 
 @dataclass(eq=False)
 class RecvAdmission:
-    """Registers the engine's rooms, plans them and opens them."""
+    """Registers the rooms that the engine receives, plans them and opens them at the prefill ranks."""
 
     context: MachineContext
     state: DecodeState
@@ -74,19 +74,19 @@ class RecvAdmission:
         self._open(room)
 
     def open_waiting(self) -> None:
-        """Opens the rooms for which the instance is complete now."""
+        """Opens the rooms whose prefill instance is ready and at which they are not open yet."""
         for room in list(self.state.rooms.values()):
             if room.failure is None:
                 self._open(room)
 
     def fail_waiting(self, instance: str, failure: Failure) -> None:
-        """Fails the rooms that wait for an instance which does not fit this rank."""
+        """Fails the unopened rooms of a prefill instance that cannot be used by this rank."""
         for room in list(self.state.rooms.values()):
             if not room.transfers and room.instance == instance:
                 self.rooms.fail(room, failure)
 
     def _open(self, room: RecvRoom) -> None:
-        """Plans the room and opens it at all ranks of its instance, if all of them are ready."""
+        """Plans a room and opens it at all ranks of its instance; does nothing unless all of them are ready."""
         context = self.context
         roster = self.state.rosters[room.instance]
         if room.transfers or not roster or not all(map(context.is_ready, roster)):
@@ -137,7 +137,7 @@ class RecvAdmission:
 
 @dataclass(eq=False)
 class Instances:
-    """Rosters of the prefill instances, and the handshake with the ranks on them."""
+    """Tracks the rosters of the prefill instances, and performs the handshake with their ranks."""
 
     context: MachineContext
     state: DecodeState
@@ -151,7 +151,7 @@ class Instances:
             if other in ("", event.instance):
                 continue
             if not self.context.is_ready(name):
-                self.state.rosters[other] = ()  # it has moved to this instance
+                self.state.rosters[other] = ()  # the rank has moved to this instance
             else:
                 text = f"{name} of {event.instance} is in use by the instance at {other}: give every agent its own name"
                 self.context.note("name-taken", text, "error", peer=name)
@@ -171,11 +171,11 @@ class Instances:
         self.state.absent_ranks[event.instance] = event.text
 
     def _instance_of(self, name: str) -> str:
-        """The instance of a rank, named by its registry's address; "" if there is none."""
+        """Returns the registry address of the instance that a rank belongs to; "" if the rank is on no roster."""
         return next((instance for instance, roster in self.state.rosters.items() if name in roster), "")
 
     def forget_departed(self) -> None:
-        """Forgets ranks that are on no roster any more, once no room waits for their writes."""
+        """Removes peers that are on no roster any more, once no room waits for their writes."""
         departed = self.context.peers.keys() - {name for roster in self.state.rosters.values() for name in roster}
         if not departed:
             return
@@ -184,11 +184,15 @@ class Instances:
             self.context.actions.append(ev.ForgetPeer(name))
 
     def send_hello(self) -> None:
-        """Sends Hello to every rank that is not known to be ready, so that a restarted rank is noticed early."""
+        """Sends Hello, when due, to ranks that are not ready, have not answered or have registered a new incarnation.
+
+        Hello is due again after `resend_ns`, or `suspect_ns` for a refused rank, so that a restarted rank is noticed
+        early.
+        """
         context, timing = self.context, self.context.timing
         for name in [name for roster in self.state.rosters.values() for name in roster]:
             peer = context.peers[name]
-            unanswered = peer.hello_due_ns > 0  # also when it is heard again: it may have given up rooms
+            unanswered = peer.hello_due_ns > 0  # also when the peer is heard again: it may have failed rooms
             replaced = peer.registered not in (0, peer.incarnation)
             if (peer.state is not PeerState.READY or unanswered or replaced) and context.now_ns >= peer.hello_due_ns:
                 refused = peer.state is PeerState.REFUSED
@@ -196,7 +200,7 @@ class Instances:
                 context.send(name, msg.Hello(msg.PROTOCOL_VERSION, context.local.peer_info()))
 
     def retry_clashes(self) -> None:
-        """A peer was lost: look up the instances again that clashed with it."""
+        """Looks up again the instances that share a rank name with another instance; called when a peer is lost."""
         for instance in self.state.clashes:
             self.context.actions.append(ev.FindInstance(instance))
 
@@ -219,12 +223,12 @@ class Instances:
         if peer.incarnation != incarnation:
             peer.mismatch_since_ns = 0
         inputs, differences = self._pair(message)
-        # The process with the name of this rank may be its own predecessor: its silence will show.
+        # The process with the name of this rank may be this rank's predecessor: then it will become silent.
         waits = bool(message.taken) and self._mismatched_for_less_than(peer, 2 * timing.suspect_ns)
         if inputs is not None:
             stale = self._mismatch_with_roster(peer_name, message.who)
             differences = (stale,) if stale else self._mismatches_with_others(peer_name, inputs)
-            # The ranks that it differs from may have ended without being noticed yet, since this one has just started.
+            # The ranks with which the peer differs may have ended without notice, since this one has just started.
             waits = bool(stale or (differences and self._mismatched_for_less_than(peer, timing.suspect_ns)))
             inputs = None if differences else inputs
         known = peer.state is (PeerState.CONNECTING if waits else PeerState.REFUSED)
@@ -232,7 +236,7 @@ class Instances:
         peer.begin_incarnation(incarnation, message.who, inputs, differences, event.route)
         peer.heard_ns = context.now_ns
         if waits:
-            # It, or this rank, has just started: rooms wait until the process in the way is noticed to be gone.
+            # The peer or this rank has just started: rooms wait until the conflicting process is noticed to be gone.
             peer.state = PeerState.CONNECTING
             peer.hello_due_ns = context.now_ns + timing.resend_ns
             if not known:
@@ -252,7 +256,7 @@ class Instances:
         self.admission.open_waiting()
 
     def _pair(self, message: msg.HelloAck) -> PeerPlan:
-        """The plan inputs of this rank and the answering one, or their differences."""
+        """Returns the plan inputs of this rank and the sender of a HelloAck, or the factors in which they differ."""
         if message.version != msg.PROTOCOL_VERSION:
             return PeerPlan(None, (f"protocol version {msg.PROTOCOL_VERSION} ≠ {message.version}",))
         if message.taken:
@@ -262,7 +266,7 @@ class Instances:
         return plan_with_peer(self.context.local, message.who)
 
     def _mismatch_with_roster(self, name: str, info: msg.PeerInfo) -> str:
-        """How a rank's own statement of its place differs from the roster; "" if it does not."""
+        """Returns how the sizes and unique rank in a peer's info differ from the roster, as text; "" if they agree."""
         roster = self.state.rosters.get(self._instance_of(name), ())
         if prod(info.sizes) != len(roster):
             return f"{len(roster)} ranks on the roster ≠ {prod(info.sizes)} by its sizes"
@@ -271,7 +275,7 @@ class Instances:
         return ""
 
     def _mismatches_with_others(self, name: str, inputs: PlanInputs) -> tuple[str, ...]:
-        """The factors in which a rank differs from the ready ranks of its instance."""
+        """Returns the plan factors in which a rank differs from a ready rank of its instance; empty if none differ."""
         for other in self.state.rosters.get(self._instance_of(name), ()):
             known = self.context.peers[other].inputs
             if other != name and self.context.is_ready(other) and known is not None and known != inputs:
@@ -280,12 +284,18 @@ class Instances:
         return ()
 
     def _mismatched_for_less_than(self, peer: Peer, patience_ns: int) -> bool:
-        """Whether this incarnation of a peer has differed for less than `patience_ns`, and may still fit later."""
+        """Returns whether this incarnation of a peer has been mismatched for less than `patience_ns`.
+
+        The first call sets the start of that time. After a shorter time the peer may still turn out to fit.
+        """
         peer.mismatch_since_ns = peer.mismatch_since_ns or self.context.now_ns
         return self.context.now_ns - peer.mismatch_since_ns < patience_ns
 
     def _resynchronise(self, peer: Peer) -> None:
-        """Opens the rooms again at a peer that was silent: it may have given them up, and its message may be lost."""
+        """Reopens unfinished rooms at a peer that is reachable again, and resends it the outcome of finished ones.
+
+        While the peer was silent it may have failed the rooms, and its message about that may have been lost.
+        """
         for room in list(self.state.rooms.values()):
             transfer = room.transfers.get(peer.name)
             if transfer is None or transfer.incarnation != peer.incarnation:

@@ -1,9 +1,9 @@
-"""Parts on a decode rank: the ring regions granted for them, their arrival, and their way into the pages.
+"""Parts on a decode rank: grants their ring regions, accepts their arrival, and orders their scatter into the pages.
 
-- A staging request is answered at once, unless the part can never fit. The same request gets the same grant; a part
+- A staging request is answered at once, unless the part can never fit. A repeated request gets the same grant; a part
   whose grant is being revoked gets none.
-- An arrival is accepted only if it fits the plan, the nonce and, for a staged part, the very grant that it names.
-- A ring region is freed when its scatter is done, or when its tag arrives too late to matter.
+- An arrival is accepted only if it matches the plan, the nonce and, for a staged part, the serial of its grant.
+- A ring region is freed when its scatter is done, or at once if its tag arrives after the room has failed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey, Tag
 
 @dataclass(eq=False)
 class Grants:
-    """Grants regions of the ring, revokes them, and tells the writers which regions they may write."""
+    """Grants and revokes ring regions, and sends the watermark to the writers that wait for it."""
 
     context: MachineContext
     state: DecodeState
     rooms: RecvRooms
 
     def watermark(self) -> list[int]:
-        """Round, tail and sequence, in wire form."""
+        """Returns the watermark in wire form: [round, tail, sequence]."""
         position = self.state.grant_table.ring.watermark
         return [position.round, position.tail, self.state.grant_table.ring.sequence]
 
@@ -71,7 +71,7 @@ class Grants:
             if allocation.state is RegionState.GRANTED:
                 grants.append(allocation.grant())
             elif allocation.state is RegionState.REVOKING:
-                self.revoke(allocation, 0)  # the answer was lost: ask again, even if nobody waits for the region now
+                self.revoke(allocation, 0)  # the answer was lost: resend, even if no other writer is gated now
         if grants:
             mark = self.watermark()
             peer.watermark_sent = (mark[0], mark[1], mark[2])
@@ -93,7 +93,7 @@ class Grants:
             allocation.posted = True
 
     def _revoking(self, peer: Peer, serial: int) -> Allocation | None:
-        """The allocation that this peer was asked to give back; if there is none, the message is counted as dropped."""
+        """Returns the allocation that this peer was asked to give back; without one, counts the message as dropped."""
         allocation = self.state.grant_table.find(serial)
         if allocation is None or allocation.state is not RegionState.REVOKING or allocation.room.peer != peer.name:
             self.context.drop("late")
@@ -113,7 +113,7 @@ class Grants:
     # ---- for the other parts ----------------------------------------------------------------------------------
 
     def free(self, allocations: Iterable[Allocation]) -> None:
-        """Frees regions, then notifies the writers whose grants the watermark has passed."""
+        """Frees allocations, then sends the watermark to the writers whose grants it has passed."""
         moved = False
         for allocation in allocations:
             room = self.state.rooms.get(allocation.room.room)
@@ -124,10 +124,11 @@ class Grants:
             self._send_watermarks()
 
     def unblock(self) -> None:
-        """Keeps the oldest allocation from blocking others for ever.
+        """Keeps the oldest allocation from blocking all others for ever.
 
-        One that its writer has not written for long is revoked. One that has been in flight for long, or whose writer
-        is silent and may be writing, is retired: the watermark passes it, and its bytes stay excluded.
+        An allocation that its writer has not written for `revoke_ns` is revoked. An allocation is retired (the
+        watermark passes it, and its bytes stay excluded) if its write has been in flight for that long, if an operator
+        has requested it, or if its writer is not ready and may be writing.
         """
         table, revoke_ns = self.state.grant_table, self.context.timing.revoke_ns
         moved = False
@@ -156,12 +157,12 @@ class Grants:
             self._send_watermarks()
 
     def is_heard(self, name: str) -> bool:
-        """Whether a peer is ready, and not suspect."""
+        """Returns whether a peer is ready, that is, neither suspect nor lost."""
         peer = self.context.peers.get(name)
         return peer is not None and peer.state is PeerState.READY
 
     def revoke(self, allocation: Allocation, patience_ns: int) -> None:
-        """Revoke an unwritten grant that is `patience_ns` old; send the revoke again if no answer came."""
+        """Revokes an unwritten grant that is at least `patience_ns` old; resends a revoke that was not answered."""
         now_ns = self.context.now_ns
         if allocation.state is RegionState.REVOKING:
             patience_ns = self.context.timing.resend_ns  # the revoke or its answer was lost
@@ -193,7 +194,7 @@ IN_PLACE = "in-place"
 
 @dataclass(eq=False)
 class Landing:
-    """Marks coverage, orders scatters and compares checksums."""
+    """Adds arrived parts to the coverage of their rooms, orders scatters and compares checksums."""
 
     context: MachineContext
     state: DecodeState
@@ -230,7 +231,7 @@ class Landing:
             self.context.telemetry.metrics.add("kvctl_tags_dropped_total", 1, reason)
 
     def _take(self, tag: Tag, at_ns: int) -> str | None:
-        """Accepts a tag, or returns why it is dropped."""
+        """Accepts a tag and returns None, or returns the reason why the tag is dropped."""
         if tag.incarnation != self.context.local.incarnation:
             return "incarnation"
         room = self.state.rooms.get(tag.room)
@@ -249,7 +250,7 @@ class Landing:
             if allocation.state is RegionState.LANDED:
                 return "duplicate"
             if room.failure is not None:
-                self.grants.free([allocation])  # the write is over and nobody needs the data
+                self.grants.free([allocation])  # the write has ended and the room needs no data
                 self.rooms.settle(room)
                 return "late"
         elif not room.grantable(key) if allocation is None else allocation.state is RegionState.LANDED:
@@ -293,7 +294,7 @@ class Landing:
         return None
 
     def _begin(self, room: RecvRoom) -> None:
-        """A part of the room has arrived."""
+        """Restarts the room's deadline because a part has arrived; the first arrival moves the room to Transferring."""
         room.since_ns = self.context.now_ns
         if room.state is RoomState.WAITING_FOR_INPUT:
             self.rooms.enter(room, RoomState.TRANSFERRING)
@@ -345,7 +346,7 @@ class Landing:
             self.rooms.complete(room)
 
     def _in_pages(self, room: RecvRoom, key: PartKey, moments: dict[str, int], path: str) -> None:
-        """A part is in its pages; if its writer sent a checksum, verify that before the part counts."""
+        """Settles a part whose bytes are in their pages; orders its check first if the writer sent a checksum."""
         final = PartKind.KV, key
         check = room.checks.get(final)
         if check is None or room.failure is not None:
@@ -358,7 +359,12 @@ class Landing:
         self.context.actions.append(ev.Check(room.room, room.nonce, *final, part.share, part.pages))
 
     def _settle_part(self, room: RecvRoom, key: PartKey, moments: dict[str, int], path: str) -> None:
-        """A part is in its pages, and verified if it had a checksum."""
+        """Adds a part that is in its pages, and verified if it has a checksum, to the room's coverage.
+
+        Args:
+            moments: monotonic end time in ns of each stage, by name.
+            path: path to report to telemetry.
+        """
         room.settle(key)
         room.since_ns = self.context.now_ns
         part = room.planned_part(key)

@@ -1,4 +1,4 @@
-"""The decode rank's machine: builds its parts, and maps each event and message to a handler."""
+"""State machine of a decode rank: builds its components, and maps each event and message to a handler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvctl_agent.telemetry.hub import Telemetry
 
 
 class DecodeMachine(Machine):
-    """All rooms of one decode rank."""
+    """State machine of all rooms of one decode rank."""
 
     state: DecodeState
 
@@ -95,30 +95,30 @@ class DecodeMachine(Machine):
         return self.state.rosters.get(instance, ())
 
     def is_ready(self, name: str) -> bool:
-        """Whether messages of rooms may be sent to this peer."""
+        """Returns whether messages about rooms may be sent to this peer."""
         return self._context.is_ready(name)
 
     @property
     def missing_peers(self) -> list[str]:
-        """Ranks of the known instances that are not ready."""
+        """Names of the ranks that are on a roster but not ready."""
         known = list(self.state.rosters.values())
         return [name for roster in known for name in roster if not self.is_ready(name)]
 
     @property
     def quarantined_bytes(self) -> int:
-        """Ring and page bytes of failed rooms that may still be written."""
+        """Ring and page bytes of failed rooms that a lost or silent writer may still write."""
         return self._reclaim.quarantined_bytes
 
     @property
     def ring(self) -> Ring:
-        """The ring's allocator; read only."""
+        """Allocator of the staging ring; callers must not change it."""
         return self.state.grant_table.ring
 
     def allocations(self) -> list[Allocation]:
-        """Live allocations of the ring, oldest first."""
+        """Returns the live allocations of the ring, oldest first."""
         return self.state.grant_table.allocations()
 
     @property
     def refused_largest_bytes(self) -> int:
-        """Size of the largest part that could not fit into the ring; 0 if all could."""
+        """Size of the largest part that was refused because it does not fit into the ring; 0 if none was refused."""
         return self.state.grant_table.refused_largest_bytes

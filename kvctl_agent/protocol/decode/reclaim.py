@@ -1,9 +1,10 @@
-"""Decides when memory that a writer may still write is free: it has drained, its end is proven, or an operator says so.
+"""Frees memory of failed rooms on a decode rank once no writer can write to it any more.
 
 A one-sided write that was posted cannot be recalled, and a process that was replaced may be frozen and continue later.
-So its memory is kept until the process is known to have ended, or reports itself that nothing is in flight.
+So the memory that it may write is kept until the process has reported that nothing is in flight (RoomDrained, Bye), is
+proven to have ended, or is declared gone by an operator.
 
-An operator can release ring regions, and the memory of a failed room that lost writers may still write. A live writer
+An operator can release a ring region, or all memory of a failed room that lost writers may still write. A live writer
 is asked to give a region back; if it does not, the region is retired: the watermark passes it, but its bytes stay
 allocated. Bytes that a write may still reach are freed only by force, by which the operator states that the writer is
 gone. A region that is being scattered is never released.
@@ -24,7 +25,7 @@ from kvctl_agent.protocol.ring import Allocation, RegionState
 
 @dataclass(eq=False)
 class Reclaim:
-    """Handles the proofs that writers have drained or ended, and the operator's `release`."""
+    """Handles messages and events that prove that a writer has drained or ended, and operators' `release` requests."""
 
     context: MachineContext
     state: DecodeState
@@ -34,7 +35,7 @@ class Reclaim:
     def on_room_refused(self, peer: Peer, message: msg.RoomRefused) -> None:
         if found := self.rooms.find(peer, message.room, message.nonce):
             room, transfer = found
-            transfer.acked = transfer.drained = True  # it has not taken the room, nor will it
+            transfer.acked = transfer.drained = True  # the rank has not opened the room, and will not
             self.rooms.fail(room, failure_of(message))
             self.drained(room, transfer)
 
@@ -50,7 +51,7 @@ class Reclaim:
         self.drained(room, transfer)
 
     def on_former_drained(self, peer: Peer, event: ev.Received, message: msg.RoomDrained) -> None:
-        """Handles the answer of a replaced process, which may have been frozen, to RoomAbort."""
+        """Handles RoomDrained from an earlier incarnation of a peer, whose process may have been frozen for a while."""
         room = self.state.rooms.get(message.room)
         if room is not None and room.nonce == message.nonce and room.failure is not None:
             self._drained_by(room, peer, event.incarnation)
@@ -60,7 +61,7 @@ class Reclaim:
             self._drained_by(room, peer, incarnation)
 
     def on_peer_lost(self, peer: Peer, text: str) -> None:
-        """Fails the peer's rooms; quarantine the regions it may still write, unless its end is proven."""
+        """Fails the rooms of a lost peer; quarantines regions that it may still write, unless it is proven dead."""
         for room in list(self.state.rooms.values()):
             transfer = room.transfers.get(peer.name)
             if transfer is None or transfer.incarnation != peer.incarnation:
@@ -75,7 +76,7 @@ class Reclaim:
                 self.rooms.settle(room)
 
     def forget_former(self) -> None:
-        """Forgets earlier incarnations that no failed room waits for: nobody uses memory that they may write."""
+        """Removes the earlier incarnations of peers for which no room waits any more."""
         for peer in self.context.peers.values():
             if peer.former:
                 transfers = [room.transfers.get(peer.name) for room in self.state.rooms.values()]
@@ -84,7 +85,7 @@ class Reclaim:
                     del peer.former[incarnation]
 
     def drained(self, room: RecvRoom, transfer: WriterTransfer) -> None:
-        """Nothing of this writer is in flight: free its regions, except those that a scatter reads."""
+        """Marks a writer as drained, and frees its regions except those that a scatter reads."""
         transfer.drained = True
         self.grants.free(self.state.grant_table.unlanded(room.key_of(transfer.peer)))
         if room.room in self.state.rooms:
@@ -97,8 +98,10 @@ class Reclaim:
 
     @property
     def quarantined_bytes(self) -> int:
-        """Ring and page bytes of failed rooms that may still be written by a lost rank which is not proven dead, or by
-        a rank that has not drained for long. Safe to call from any thread."""
+        """Ring and page bytes of failed rooms that a lost or silent writer may still write. Any thread may read it.
+
+        These writers are lost and not proven to be dead, or have not drained within the waiting deadline.
+        """
         total = self.state.grant_table.quarantined_bytes
         for room in list(self.state.rooms.values()):
             if room.failure is None:
@@ -153,7 +156,7 @@ class Reclaim:
             self.context.answer(ticket, "released", f"{what} is freed by force{rest}", freed=(serial,))
 
     def _revoke_or_retire(self, allocation: Allocation, what: str, ticket: int, *, force: bool) -> None:
-        """Revoke an unwritten region; if the writer cannot be asked, or has not answered, let others go past it."""
+        """Revokes an unwritten region; retires it if its writer cannot be asked, is writing it or has not answered."""
         writer = allocation.room.peer
         if allocation.retire_requested:
             text = f"{what}: others go past it already; its bytes are {writer}'s until it gives them back"
@@ -207,7 +210,7 @@ class Reclaim:
         self.context.answer(ticket, "released", text, freed=freed, drained=tuple(transfer.peer for transfer in stuck))
 
     def _free_by_force(self, room: RecvRoom, transfers: list[WriterTransfer]) -> tuple[int, ...]:
-        """Frees the regions of writers that the operator declares gone; returns the serials."""
+        """Frees the regions of writers that an operator has declared gone; returns the serials of the regions."""
         allocations: list[Allocation] = []
         for transfer in transfers:
             transfer.acked = transfer.drained = True
@@ -219,7 +222,7 @@ class Reclaim:
         return self.state.rooms[allocation.room.room].transfers[allocation.room.peer]  # a room outlives its regions
 
     def _unproven(self, transfers: list[WriterTransfer]) -> str:
-        """Why the memory of these writers is not freed, and how to make that safe."""
+        """Returns the answer to an operator: which writers may still write the memory, and how to release it safely."""
         writers: list[str] = []
         for transfer in transfers:
             peer = self.context.peers.get(transfer.peer)

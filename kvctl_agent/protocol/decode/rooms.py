@@ -1,9 +1,10 @@
-"""Rooms of a decode rank: coverage of each room, and its states from the opening to the tombstone.
+"""Rooms of a decode rank: the coverage of each room, and its states from the opening to the tombstone.
 
 - A room succeeds when every prefill rank has accepted it, all planned chunks are in their pages and all final parts
   have landed. Coverage is a set, not a count: a bit per layer for each (writer, chunk), so that a duplicate arrival
-  changes nothing and cannot hide a gap. FinalKey parts, which are never cut, are a separate set.
-- A failed room is released and forgotten once all prefill ranks have drained; a successful one, once all know it.
+  changes nothing and cannot hide a gap. Final parts, which are never divided, are a separate set.
+- A failed room is released and forgotten once all prefill ranks have drained; a successful room is forgotten once all
+  prefill ranks have acknowledged its success.
 """
 
 from __future__ import annotations
@@ -34,23 +35,23 @@ FinalKey = tuple[PartKind, PartKey]
 
 
 class PlannedPart(NamedTuple):
-    """The share that a part belongs to, and its destination pages."""
+    """Transfer slice that a planned part belongs to, and its destination pages."""
 
     share: TransferSlice
     pages: Pages
 
 
 class PartChecksum(NamedTuple):
-    """Checksum sent by a part's writer, and what telemetry gets once the checksum has been verified."""
+    """Checksum sent by a part's writer, with the times and the path that telemetry gets after the verification."""
 
     checksum: int
-    moments: dict[str, int]  # stage → when it ended, monotonic ns
+    moments: dict[str, int]  # end time of each stage by name, monotonic ns
     path: str
 
 
 @dataclass(slots=True, eq=False)
 class WriterTransfer:
-    """State of a room towards one incarnation of a prefill rank, including ranks that owe nothing.
+    """State of a room at one incarnation of a prefill rank; a rank that sends no parts of the room has one, too.
 
     Messages of a later incarnation do not count as answers.
     """
@@ -58,18 +59,18 @@ class WriterTransfer:
     peer: str
     incarnation: int
     accepted: bool = False
-    acked: bool = False  # RoomDone has reached it, or it is gone; a successful room waits for this
-    drained: bool = False  # nothing of it is in flight, nor will be; a failed room waits for this
+    acked: bool = False  # RoomDone was acknowledged, or the rank is gone; a successful room waits for this
+    drained: bool = False  # none of its writes is in flight or will be; a failed room waits for this
 
 
 def mask(lo: int, hi: int) -> int:
-    """Bits of the layers [lo, hi)."""
+    """Returns the bit mask of the layers [lo, hi)."""
     return (1 << hi) - (1 << lo)
 
 
 @dataclass(slots=True, eq=False)
 class RecvRoom:
-    """One room under one nonce."""
+    """One room of a decode rank under one nonce: its plan, coverage and state."""
 
     opening: RoomOpen
     instance: str
@@ -88,7 +89,7 @@ class RecvRoom:
     unaccepted: int = 0  # number of transfers
     writers: tuple[str, ...] = ()  # names of the instance's ranks when the room was opened
     shares: dict[int, list[TransferSlice]] = field(default_factory=dict)  # by writer, one per segment
-    chunks: dict[ChunkKey, Chunk] = field(default_factory=dict)  # narrowed to the pages that the writer owes
+    chunks: dict[ChunkKey, Chunk] = field(default_factory=dict)  # narrowed to the pages that the writer sends
     wanted: dict[ChunkKey, int] = field(default_factory=dict)
     granted: dict[ChunkKey, int] = field(default_factory=dict)  # layers with a live grant: no two grants overlap
     landed: dict[ChunkKey, int] = field(default_factory=dict)
@@ -111,13 +112,14 @@ class RecvRoom:
         finals: dict[FinalKey, tuple[TransferSlice | None, Pages]],
         writers: dict[str, int],
     ) -> None:
-        """Sets the plan; from here on the coverage is known.
+        """Sets the parts that the room has to receive.
 
         Args:
-            shares: KV owed to this rank.
-            chunks_of: returns the chunks that a writer owes.
-            finals: final parts owed to this rank, each with its items of a state or its row of aux.
-            writers: names of the instance's ranks, in order, with their incarnations.
+            shares: transfer slices that this rank receives KV by.
+            chunks_of: returns the chunks that a writer, named by its unique rank, has to send.
+            finals: final parts to receive, each with its transfer slice (None for aux), and its items or its row of
+                aux.
+            writers: incarnations of the instance's ranks by name, in the order of unique ranks.
         """
         self.writers = tuple(writers)
         self.transfers = {name: WriterTransfer(name, incarnation) for name, incarnation in writers.items()}
@@ -135,7 +137,10 @@ class RecvRoom:
         self.record.planned = sum(wanted.bit_count() for wanted in self.wanted.values())
 
     def planned_part(self, key: PartKey) -> PlannedPart | None:
-        """The part that the plan has under this key; None unless its chunk is known and its layers lie in one share."""
+        """Returns the planned part with this key.
+
+        Returns None if the part's chunk is not planned, or if its layers do not lie in one transfer slice.
+        """
         chunk = self.chunks.get((key.writer, key.chunk))
         if chunk is None:
             return None
@@ -146,7 +151,7 @@ class RecvRoom:
         return None
 
     def owed_bytes(self, peer: str) -> int:
-        """KV bytes that one rank owes this room."""
+        """Returns the KV bytes of the room that one prefill rank has to send, whether or not they have landed."""
         return sum(
             share.payload_bytes(chunk.count)
             for (writer, _), chunk in self.chunks.items()
@@ -155,7 +160,7 @@ class RecvRoom:
         )
 
     def land(self, key: PartKey) -> None:
-        """Marks a part as landed; none of its layers had landed before."""
+        """Marks a part as landed; the caller has checked that none of its layers had landed before."""
         place = (key.writer, key.chunk)
         self.landed[place] = self.landed.get(place, 0) | mask(key.lo, key.hi)
         self.record.landed = (self.record.landed or 0) + key.hi - key.lo
@@ -170,7 +175,7 @@ class RecvRoom:
             self.missing -= 1
 
     def grantable(self, key: PartKey) -> bool:
-        """Whether none of its layers has landed or has a live grant."""
+        """Returns whether a ring region may be granted to a part: none of its layers has landed or has a live grant."""
         place = (key.writer, key.chunk)
         return not (self.landed.get(place, 0) | self.granted.get(place, 0)) & mask(key.lo, key.hi)
 
@@ -179,7 +184,7 @@ class RecvRoom:
         self.granted[place] = self.granted.get(place, 0) | mask(key.lo, key.hi)
 
     def ungrant(self, key: PartKey) -> None:
-        """The part's region is free again: scattered, or given back."""
+        """Clears the grant of a part whose ring region was freed."""
         self.granted[key.writer, key.chunk] &= ~mask(key.lo, key.hi)
 
     def land_final(self, final: FinalKey) -> bool:
@@ -191,17 +196,17 @@ class RecvRoom:
         return True
 
     def key_of(self, peer: str) -> RoomKey:
-        """Key of one writer's regions in the grant table."""
+        """Returns the key under which the grant table keeps the regions of one writer of this room."""
         return RoomKey(peer, self.room, self.nonce)
 
     @property
     def all_landed(self) -> bool:
-        """Whether every planned cell has landed."""
+        """Whether every planned (writer, chunk, layer) cell has landed."""
         return self.landed == self.wanted
 
     @property
     def begun(self) -> bool:
-        """Whether anything has landed."""
+        """Whether any part of the room has landed."""
         return bool(self.landed or self.finals_landed)
 
     @property
@@ -209,7 +214,7 @@ class RecvRoom:
         return self.missing == 0 and not self.finals and not self.checks
 
     def describe_missing(self) -> str:
-        """What has not arrived or is not in its pages, for the text of a deadline."""
+        """Describes the first part that has not arrived or is not in its pages, for the text of a missed deadline."""
         for (writer, chunk), wanted in self.wanted.items():
             landed = self.landed.get((writer, chunk), 0)
             if landed != wanted:
@@ -231,11 +236,11 @@ class DecodeState:
     """All state that a decode machine keeps between two events.
 
     Attributes:
-        peers: by name.
-        rosters: by instance, the names of its ranks.
-        absent_ranks: by incomplete instance, the ranks that are missing according to its registry, as a text.
-        clashes: by instance, a rank name that another instance uses, as a text.
-        rooms: by number.
+        peers: prefill ranks by name.
+        rosters: names of the ranks of each prefill instance; instances are named by their registry's address.
+        absent_ranks: by incomplete instance, the missing ranks as its registry reports them, as text.
+        clashes: by instance, a message about a rank name that another instance uses.
+        rooms: rooms by number, until they have ended on all ranks.
         tombstones: ended rooms, and whether each was successful.
         grant_table: owner and state of each region of the ring.
     """
@@ -252,13 +257,13 @@ class DecodeState:
 
 @dataclass(eq=False)
 class RecvRooms:
-    """Moves rooms from state to state, and resends messages until the prefill ranks have answered."""
+    """Changes the states of rooms, and resends messages until the prefill ranks have answered."""
 
     context: MachineContext
     state: DecodeState
 
     def find(self, peer: Peer, number: int, nonce: int) -> tuple[RecvRoom, WriterTransfer] | None:
-        """The room and transfer that a message is about; a message about neither is counted as dropped."""
+        """Returns the room and transfer that a message is about; counts the message as dropped if there are none."""
         room = self.state.rooms.get(number)
         if room is None or room.nonce != nonce:
             known = self.state.tombstones.find(RoomKey("", number, nonce)) is not None
@@ -271,12 +276,12 @@ class RecvRooms:
         return room, transfer
 
     def answers(self, transfer: WriterTransfer) -> bool:
-        """Whether the process at which the room was opened is the present one and usable."""
+        """Returns whether the incarnation at which the room was opened is the peer's present one and usable."""
         peer = self.context.peers.get(transfer.peer)
         return peer is not None and peer.usable and peer.incarnation == transfer.incarnation
 
     def answer_unknown(self, peer: Peer, number: int, nonce: int) -> None:
-        """Answers a writer that asks about an ended or unknown room, so that it does not wait for ever."""
+        """Sends a writer the outcome of an ended or unknown room, so that the writer does not wait for it for ever."""
         if self.state.tombstones.find(RoomKey("", number, nonce)):
             self.context.send(peer.name, msg.RoomDone(number, nonce))
             return
@@ -320,7 +325,7 @@ class RecvRooms:
         self.context.actions.append(ev.StateChanged(room.room, state, room.failure))
 
     def complete(self, room: RecvRoom) -> None:
-        """End a room as successful, if nothing is missing."""
+        """Ends a room as successful if nothing is missing and every prefill rank has accepted the room."""
         if not room.complete or room.state.finished:
             return
         if room.state is RoomState.BOOTSTRAPPING:
@@ -332,7 +337,7 @@ class RecvRooms:
         self._send_outcome(room)
 
     def fail(self, room: RecvRoom, failure: Failure) -> None:
-        """Fails a room that has not ended, with this cause."""
+        """Fails a room with this first cause, unless the room has ended."""
         if room.state.finished:
             return
         room.failure = failure
@@ -344,7 +349,11 @@ class RecvRooms:
         self.settle(room)
 
     def settle(self, room: RecvRoom) -> None:
-        """Forgets a room that has ended on all ranks; the pages of a failed room are released only then."""
+        """Forgets an ended room once no prefill rank has to answer any more.
+
+        A failed room waits until all prefill ranks have drained and no scatter is running; only then are its pages
+        released. A successful room waits until all prefill ranks have acknowledged RoomDone.
+        """
         if room.failure is not None:
             if not all(transfer.drained for transfer in room.transfers.values()):
                 return
@@ -357,7 +366,7 @@ class RecvRooms:
         self.forget(room)
 
     def forget(self, room: RecvRoom) -> None:
-        """Replaces a room by a tombstone."""
+        """Removes a room, and keeps its outcome as a tombstone for late messages."""
         del self.state.rooms[room.room]
         key = RoomKey("", room.room, room.nonce)
         self.state.tombstones.add(key, room.failure is None, self.context.now_ns)
@@ -366,13 +375,16 @@ class RecvRooms:
     # ---- messages to the prefill ranks -------------------------------------------------------------------------
 
     def _send_outcome(self, room: RecvRoom) -> None:
-        """Sends the outcome to every prefill rank; it is resent until each has answered."""
+        """Sends the outcome to every prefill rank; `check` resends it until each rank has answered."""
         room.resend_ns = self.context.now_ns + self.context.timing.resend_ns
         for transfer in room.transfers.values():
             self.send_unanswered(room, transfer)
 
     def send_unanswered(self, room: RecvRoom, transfer: WriterTransfer) -> bool:
-        """Sends a rank the message that it has not answered; returns whether its present incarnation was sent one."""
+        """Sends a prefill rank the message that it has not answered: RoomOpen, RoomDone or RoomAbort.
+
+        Returns whether it was sent to the peer's present incarnation. RoomAbort may also go to a former incarnation.
+        """
         if room.failure is not None:
             if transfer.drained:
                 return False
@@ -393,14 +405,14 @@ class RecvRooms:
         return False
 
     def _former(self, transfer: WriterTransfer) -> FormerIncarnation | None:
-        """The process at which the room was opened, if another has replaced it since."""
+        """Returns the incarnation at which the room was opened if it was replaced and may still run; None otherwise."""
         peer = self.context.peers.get(transfer.peer)
         return peer.former.get(transfer.incarnation) if peer is not None else None
 
     # ---- time -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Carry out the deadlines and resends that are due."""
+        """Fails rooms that are past their deadline, and resends the messages that are due."""
         now_ns = self.context.now_ns
         for room in list(self.state.rooms.values()):
             if not room.state.finished:
@@ -415,7 +427,7 @@ class RecvRooms:
         resent = sum(self.send_unanswered(room, transfer) for transfer in room.transfers.values())
         if resent:
             self.context.telemetry.metrics.add("kvctl_control_resends_total", resent, kind)
-        # A process that was replaced, or is lost, may never answer: it is asked seldom.
+        # A process that was replaced, or is lost, may never answer: messages to it are resent seldom.
         timing = self.context.timing
         room.resend_ns = self.context.now_ns + (timing.resend_ns if resent else timing.lost_ns)
 
@@ -442,7 +454,7 @@ class RecvRooms:
             self.fail(room, failure(code, f"{stuck}: {room.describe_missing()}"))
 
     def _check_drained(self, room: RecvRoom) -> None:
-        """Quarantine, and note once, the memory of a failed room that a live rank has not drained for long."""
+        """Quarantines the ring regions of a failed room whose writers have not drained in time; records it once."""
         waited = self.context.now_ns - room.since_ns
         if room.overdue or waited <= self.context.timing.waiting_ns:
             return
@@ -457,9 +469,10 @@ class RecvRooms:
         self.context.note("room-undrained", text, "warning", room=room.room)
 
     def _gone(self, roster: tuple[str, ...]) -> str:
-        """The error of a rank of the instance that was lost and has not come back soon; "" if there is none.
+        """Returns the last error of a rank of the roster that was lost and has not come back soon; "" if there is none.
 
-        Its next incarnation is not waited for: the router sent the room to the lost one, so the next will not have it.
+        The room does not wait for the rank's next incarnation: the router sent the request to the lost process, so the
+        next process will not have it.
         """
         for name in roster:
             peer = self.context.peers.get(name)
@@ -470,6 +483,6 @@ class RecvRooms:
         return ""
 
     def _absent(self, name: str) -> str:
-        """The name of a rank that is not ready, with the reason if that is known."""
+        """Returns the name of a rank that is not ready, followed by the reason if it is known."""
         peer = self.context.peers.get(name)
         return f"{name} ({'; '.join(peer.differences)})" if peer is not None and peer.differences else name

@@ -1,7 +1,7 @@
 """The state machine of a prefill rank.
 
-`machine` builds the parts; `send_room` has the data of a room, `rooms` its states, `dispatch` the engine's calls and
-the ready parts, `admission` the handshake and the opening of rooms.
+`machine` maps events and messages to handlers; `send_room` contains the data of a room, `rooms` changes the states of
+rooms, `dispatch` handles the engine's calls and queues ready parts, `admission` performs the handshake and opens rooms.
 """
 
 from __future__ import annotations

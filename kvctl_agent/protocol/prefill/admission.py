@@ -1,7 +1,7 @@
-"""Admission on a prefill rank: Hello of decode ranks, and RoomOpen, which is accepted or refused.
+"""Admission on a prefill rank: handles Hello of decode ranks, and accepts or refuses RoomOpen.
 
-The plan of a room is made here, once per decode rank, from the inputs that both sides agreed on at Hello. Nothing that
-a peer sends is used before it was checked against them and against the pool that the peer described.
+A room is planned here, once per decode rank, from the inputs that both sides agreed on at Hello. Values that a peer
+sends are checked against these inputs and against the pool that the peer described, before they are used.
 """
 
 from __future__ import annotations
@@ -100,7 +100,11 @@ class SendAdmission:
             self.rooms.progress(room)
 
     def _transfer_of(self, peer: Peer, inputs: PlanInputs, message: msg.RoomOpen) -> PeerTransfer:
-        """The parts owed for this opening; raises LayoutError if the two sides do not agree on them."""
+        """Plans the parts to send for an opening.
+
+        Raises:
+            LayoutError: the plan inputs differ, an index is outside the peer's pool, or a limit is exceeded.
+        """
         if message.inputs != peer.wire:
             raise LayoutError("; ".join(map(str, differences(peer.wire, message.inputs))))
         wanted = message.total_pages - message.prefix_pages
@@ -141,7 +145,16 @@ class SendAdmission:
     def _finals_of(
         self, name: str, reader: int, inputs: PlanInputs, message: msg.RoomOpen, slots: list[int]
     ) -> dict[tuple[PartKind, PartKey], Final]:
-        """The aux row and the state components that this rank is elected to write."""
+        """Returns the aux row and the state components that this rank is elected to write, by kind and key.
+
+        Args:
+            name: name of the decode rank.
+            reader: unique rank of the decode rank.
+            slots: number of items in the decode rank's pool, by segment.
+
+        Raises:
+            LayoutError: the opening has too many state components, or an item outside the decode rank's pool.
+        """
         finals: list[Final] = []
         if message.aux_index >= 0 and aux_writer(inputs, message.room, reader) == self.context.rank:
             row = np.array([message.aux_index], np.int32)
@@ -160,7 +173,7 @@ class SendAdmission:
         return {(final.kind, final.key): final for final in finals}
 
     def _reason_to_refuse(self, key: RoomKey, room: SendRoom | None, inputs: PlanInputs) -> Failure | None:
-        """Why this opening is refused, regardless of its pages."""
+        """Returns the failure to refuse an opening with, regardless of its pages; None if it may be accepted."""
         if key in self.state.tombstones:
             self.context.drop("tombstone")
             over = self.context.failure("KV_ROOM_UNKNOWN", f"room {key.room} is over at {self.context.local.name}")
@@ -184,13 +197,16 @@ class SendAdmission:
         return None
 
     def _refuse_draining(self, number: int) -> Failure:
-        """While draining, the local engine is given no new rooms: nobody may wait for one."""
+        """Returns the failure of a room opened while this agent drains, and schedules the same failure here.
+
+        A draining agent's engine begins no new rooms, so no decode rank may wait for one.
+        """
         failure = self.context.failure(DRAINING, f"{self.context.local.name} is draining and takes no new rooms")
         self.rooms.abort_unopened(number, failure)
         return failure
 
     def _refuse(self, key: RoomKey, failure: Failure) -> None:
-        """Answers with the first cause; the tombstone keeps it for the same opening if that is resent."""
+        """Refuses an opening and sends the first cause; a tombstone keeps the cause for resent openings."""
         peer, number, nonce = key
         self.state.tombstones.add(key, failure, self.context.now_ns)
         self.context.note("room-refused", failure["text"], "warning", room=number, peer=peer)
@@ -198,7 +214,16 @@ class SendAdmission:
 
 
 def _indices(data: bytes, count: int, limit: int, what: str, peer: str) -> ev.Pages:
-    """Decodes a peer's page or item indices; raises LayoutError if their count is wrong or one is outside its pool."""
+    """Decodes a peer's page or item indices from little-endian int32.
+
+    Args:
+        count: number of indices expected.
+        limit: number of pages or items in the peer's pool.
+        what: name of the indices, for errors.
+
+    Raises:
+        LayoutError: their number is wrong, or an index is outside the pool.
+    """
     if len(data) != 4 * count:
         raise LayoutError(f"{len(data)} bytes of numbers for {what}")
     numbers = np.frombuffer(data, dtype="<i4")
@@ -212,7 +237,7 @@ MAX_PEERS = 4096
 
 @dataclass(eq=False)
 class Readers:
-    """Handshake with the decode ranks that this prefill rank writes to."""
+    """Performs the handshake with the decode ranks that this prefill rank writes to."""
 
     context: MachineContext
     state: PrefillState
@@ -262,8 +287,8 @@ class Readers:
     def _refuse_name(self, peer: Peer, event: ev.Received) -> None:
         """Refuses a Hello that another process sends under the name of a peer that is ready.
 
-        Either two agents were given the same name, and the first keeps it; or this is the successor of a process that
-        has just ended, which is accepted once that end is proven or the old process has been silent for long enough.
+        Either two agents were given the same name, and the first keeps it; or the sender is the successor of a process
+        that has just ended, and is accepted once that end is proven or the old process has been silent for long enough.
         """
         self.context.drop("name-taken")
         if event.incarnation in peer.ended_incarnations:
@@ -306,7 +331,11 @@ class Readers:
         self.context.send(peer.name, ack)
 
     def _new_peer(self, name: str) -> Peer | None:
-        """Adds a peer; at the limit it replaces the peer that is gone for longest and has no open transfer."""
+        """Adds a peer; returns None if that is impossible.
+
+        At the limit of `MAX_PEERS` the new peer replaces the unusable one without open transfers that has been silent
+        for longest.
+        """
         if len(self.context.peers) >= MAX_PEERS:
             busy = {transfer.peer for transfer in self.state.transfers.values()}
             gone = (peer for peer in self.context.peers.values() if not peer.usable and peer.name not in busy)

@@ -1,7 +1,8 @@
-"""Parts of a prefill rank, from the engine's calls to the transfer workers.
+"""Handles the prefill engine's calls, and queues ready parts for the transfer workers.
 
-- A ready part goes to a worker if its path needs no ring, or if it has a grant and the watermark has passed its region;
-  in both cases the peer must have been heard from within the lease. Otherwise it is parked and holds no resources.
+- A ready part is queued for a worker if its path needs no ring, or if it has a grant and the watermark has passed its
+  region; in both cases the peer's lease must be valid. Otherwise the part is gated and holds neither a worker nor a
+  staging buffer.
 - The final parts, aux row and state, are queued only after all KV parts of their transfer.
 """
 
@@ -27,7 +28,7 @@ from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey
 
 @dataclass(eq=False)
 class Dispatch:
-    """Gives ready parts to the transfer workers, and handles grants, watermarks and the workers' results."""
+    """Queues ready parts for the transfer workers, and handles grants, watermarks and the workers' results."""
 
     context: MachineContext
     state: PrefillState
@@ -104,7 +105,7 @@ class Dispatch:
         self.rooms.progress(room)
 
     def on_staging_refused(self, peer: Peer, message: msg.StagingRefused) -> None:
-        """Sends the part on a path that needs no ring."""
+        """Sends a part that can never fit the decode rank's ring on a path that needs no ring."""
         found = self.rooms.find(peer, message.room, message.nonce)
         if found is None:
             return
@@ -171,7 +172,12 @@ class Dispatch:
     # ---- parts ------------------------------------------------------------------------------------------------
 
     def advance(self, room: SendRoom, transfer: PeerTransfer, chunks: Sequence[SendableChunk], at_ns: int) -> None:
-        """Some layers of some pages are computed: dispatch the parts that are ready now."""
+        """Marks the parts whose pages are computed now as ready, and dispatches them.
+
+        Args:
+            chunks: pages and layers that may be sent from now on.
+            at_ns: monotonic time at which they were computed.
+        """
         given, total = room.computed.given, room.computed.total
         if not transfer.prefill_only and (given > transfer.total_pages or total not in (None, transfer.total_pages)):
             expected = f"{transfer.peer} expects {transfer.total_pages}"
@@ -188,7 +194,7 @@ class Dispatch:
             self.dispatch(room, transfer, part)
 
     def dispatch(self, room: SendRoom, transfer: PeerTransfer, part: Part) -> None:
-        """Gives a ready part to a worker, or park it."""
+        """Queues a ready part for a worker, or adds it to the gated parts if it may not be sent yet."""
         if room.failure is not None:
             return
         peer = self.context.peers[transfer.peer]
@@ -205,7 +211,7 @@ class Dispatch:
         self.queue_finals(room, transfer)
 
     def queue_finals(self, room: SendRoom, transfer: PeerTransfer) -> None:
-        """Queues the aux row and the state, if all KV parts of the transfer are queued and the lease allows it."""
+        """Queues the final parts of a transfer if all of its KV parts are queued and the peer's lease is valid."""
         if room.failure is not None or not room.finished or transfer.to_queue:
             return
         if not self.context.peers[transfer.peer].may_post(self.context.now_ns):
@@ -231,7 +237,7 @@ class Dispatch:
         self._queue(transfer, final, path, source, final.dst, room.forward_done_ns, peer.incarnation)
 
     def _items(self, room: SendRoom, final: Final) -> ev.Pages:
-        """This rank's items of a state component."""
+        """Returns this rank's item indices of the state component that a final part belongs to."""
         place = self.rooms.components.index(self.rooms.component(final))
         return room.state_src[place] if place < len(room.state_src) else np.empty(0, np.int32)
 
@@ -268,7 +274,7 @@ class Dispatch:
         )
 
     def retry_parked(self, peer: Peer) -> None:
-        """Dispatch the parked parts that may go now, after the watermark moved or the lease was renewed."""
+        """Dispatches the gated parts that may be sent now, after the watermark moved or the lease was renewed."""
         gate = peer.gate
         for transfer, part in list(self.state.parked[peer.name].values()):
             grant = part.grant
@@ -286,7 +292,7 @@ class Dispatch:
 
 @dataclass(eq=False)
 class Forwards:
-    """Handles the calls of the prefill engine: send, prefetch, pages and finish."""
+    """Handles the calls of the prefill engine: send, prefetch, pages and finish, and the end of its forwards."""
 
     context: MachineContext
     state: PrefillState
@@ -389,12 +395,15 @@ class Forwards:
         self.rooms.progress(room)
 
     def _claimed(self, number: int) -> SendRoom | None:
-        """The room that the engine is sending. One for which it has not called send() is a later use of the number."""
+        """Returns the room for which the engine has called send(); None if there is none.
+
+        A room that only decode ranks have opened is a later use of the same number.
+        """
         room = self.state.rooms.get(number)
         return room if room is not None and room.claimed else None
 
 
 def _tiles(groups: tuple[tuple[int, int], ...], lo: int, hi: int) -> bool:
-    """Whether the groups follow each other from `lo` to `hi` without a gap."""
+    """Returns whether layer groups follow each other from `lo` to `hi` without gap or overlap."""
     edges = [lo, *(edge for group in groups for edge in group), hi]
     return edges[::2] == edges[1::2] and all(first < end for first, end in groups)

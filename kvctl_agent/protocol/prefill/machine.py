@@ -1,4 +1,4 @@
-"""The prefill rank's machine: builds its parts, and maps each event and message to a handler."""
+"""State machine of a prefill rank: builds its components, and maps each event and message to a handler."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from kvctl_agent.telemetry.hub import Telemetry
 
 
 class PrefillMachine(Machine):
-    """All rooms of one prefill rank.
+    """State machine of all rooms of one prefill rank.
 
     Args:
-        choose, fallback: choose the path of a part; `fallback` for a part that can never have a ring region.
+        choose: chooses the path of a part.
+        fallback: chooses the path of a part that can never have a ring region.
         early_send: pipeline stages before the last one send as soon as their own forward is done.
-        state: state to continue from, which includes `early_send`.
+        state: state to continue from, which also determines `early_send`.
     """
 
     state: PrefillState
@@ -104,9 +105,9 @@ class PrefillMachine(Machine):
     # ---- views: safe from any thread --------------------------------------------------------------------------
 
     def parked(self) -> list[tuple[PeerTransfer, Part]]:
-        """Parts that are ready and may not be sent yet."""
+        """Returns the gated parts: they are ready, but may not be sent yet."""
         return [entry for parked in list(self.state.parked.values()) for entry in list(parked.values())]
 
     def waits_for(self, transfer: PeerTransfer, part: Part) -> Wait:
-        """Why a part is not sent yet."""
+        """Returns the reason why a part is not sent yet."""
         return self._rooms.waits_for(transfer, part)

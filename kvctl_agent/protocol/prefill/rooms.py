@@ -1,7 +1,7 @@
 """Rooms of a prefill rank: staging requests, room states, and messages resent until they are answered.
 
-The first cause of a failure is sent to every decode rank of the room, and its queued parts are dropped. RoomDrained is
-sent only when nothing of the room is in flight, nor ever will be.
+The first cause of a failure is sent to every decode rank of the room, and the room's queued parts are dropped.
+RoomDrained is sent only when nothing of the room is in flight, nor ever will be.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Parked = dict[tuple[int, int, PartKey], tuple[PeerTransfer, Part]]
 
 
 class EndedRoom(NamedTuple):
-    """A room that ended before the local engine, or some decode rank, had opened it; late openers get its outcome."""
+    """Outcome of a room that ended before the engine, or a decode rank, had opened it; late openers get it."""
 
     at_ns: int
     state: RoomState
@@ -52,23 +52,26 @@ class EndedRoom(NamedTuple):
 
 
 def writer_quota(inputs: PlanInputs, ring_bytes: int) -> int:
-    """One writer's share of a decode rank's ring, given the number of ranks that write to it for one room."""
+    """Returns one writer's share of a decode rank's ring in bytes: the ring divided by the writers of one room."""
     prefill, decode = inputs.prefill, inputs.decode
     writers = prefill.tp * prefill.pp * prefill.cp // (decode.tp * decode.pp)
     return ring_bytes // max(1, writers)
 
 
 class StagingCredits:
-    """Limits the staging requested from one decode rank and not sent yet.
+    """Limits the bytes of staging that are requested from one decode rank and not sent yet.
 
     A decode rank grants regions in the order of requests. If all parts of a thousand rooms were requested at once, the
-    ring would go to all parts of the first writer, then to all parts of the second, and no room would be complete
-    before the last round. With each writer requesting little more than its share of the ring, in the order of its
-    rooms, the writers' parts of a room lie close together.
+    ring would be granted to all parts of the first writer, then to all parts of the second, and no room would be
+    complete before the last round. With each writer requesting little more than its share of the ring, in the order of
+    its rooms, the writers' parts of a room lie close together.
 
     Computed rooms have credits of their own, which rooms that request ahead of their forward cannot use up: such a
     forward may be waiting for the very pages that a computed room frees once it is sent. A room requests all of its
     parts at once, as soon as earlier requests leave credits for it.
+
+    Args:
+        share_bytes: the writer's share of the ring.
     """
 
     __slots__ = ("_ahead", "_asked", "_computed", "_refilling", "_share_bytes")
@@ -88,7 +91,14 @@ class StagingCredits:
         return len(self._computed) + len(self._ahead)
 
     def charge(self, transfer: PeerTransfer, parts: Iterable[Part], *, computed: bool) -> bool:
-        """Charge these parts if the credits allow it; otherwise the transfer waits for `next_waiting`."""
+        """Charges these parts if the credits allow it; otherwise the transfer waits until `next_waiting` returns it.
+
+        Args:
+            computed: all pages of the room are computed.
+
+        Returns:
+            whether the parts were charged and may be requested.
+        """
         key = transfer.key
         if self._allows(computed=computed):
             self._computed.pop(key, None)
@@ -105,7 +115,7 @@ class StagingCredits:
         return False
 
     def next_waiting(self) -> PeerTransfer | None:
-        """Returns a waiting transfer that `charge` will accept now.
+        """Returns a waiting transfer that `charge` will accept now; None if there is none.
 
         Transfers are released in batches, once half of the credits of computed rooms is free: if they were released one
         by one, each would cost both sides a turn of their control loops.
@@ -120,13 +130,13 @@ class StagingCredits:
         return None
 
     def refund(self, part: Part) -> None:
-        """The part is sent, or will not be sent through the ring after all."""
+        """Refunds the credits of a part that was sent, or that will not be sent through the ring after all."""
         if part.counted is not None:
             self._asked[part.counted] -= part.nbytes
             part.counted = None
 
     def forget(self, transfer: PeerTransfer) -> None:
-        """The transfer will request nothing any more."""
+        """Removes a transfer that will request nothing any more, and refunds the credits of its parts."""
         self._computed.pop(transfer.key, None)
         self._ahead.pop(transfer.key, None)
         for part in transfer.parts.values():
@@ -139,8 +149,11 @@ class StagingCredits:
 
     @property
     def _load(self) -> int:
-        """Bytes counted against computed rooms. Requests ahead count as one share at most, however large they are, so
-        that computed rooms do not wait for another room's forward."""
+        """Bytes counted against the credits of computed rooms.
+
+        Requests ahead of a forward count as one share at most, however large they are, so that computed rooms do not
+        wait for another room's forward.
+        """
         return self._asked[True] + min(self._asked[False], self._share_bytes)
 
 
@@ -148,17 +161,18 @@ class PrefillState:
     """All state that a prefill machine keeps between two events.
 
     Attributes:
-        peers: by name.
+        peers: decode ranks by name.
         sends_at_finish: this pipeline stage sends nothing before `finish`; fixed.
-        draining: takes no new rooms.
-        rooms, transfers: by number; by peer, number and nonce.
-        parked: by peer, parts that are ready and may not be sent yet.
+        draining: whether new rooms are refused.
+        rooms: rooms by number.
+        transfers: transfers by peer, room number and nonce.
+        parked: by peer, the gated parts: they are ready and may not be sent yet.
         credits: by peer, the limit on requested staging.
         tombstones: transfers that have ended, with the failure of their room.
         pending_aborts: rooms aborted before they were opened, by number: when the abort takes effect, and its cause.
             Oldest first.
         ended: rooms that ended before all participants had opened them, oldest first.
-        deadlines_due_ns: next check for rooms past their deadline.
+        deadlines_due_ns: monotonic time of the next check for rooms past their deadline.
 
     Args:
         early_send: pipeline stages before the last one send as soon as their own forward is done.
@@ -180,7 +194,7 @@ class PrefillState:
 
 @dataclass(eq=False)
 class StagingRequests:
-    """Chooses the paths of parts, and requests ring regions for the staged ones, within the credits of each peer.
+    """Chooses the paths of parts, and requests ring regions for staged parts within the credits of each peer.
 
     Attributes:
         choose: chooses the path of a part.
@@ -193,7 +207,7 @@ class StagingRequests:
     fallback: ChoosePath
 
     def request(self, room: SendRoom, transfer: PeerTransfer) -> None:
-        """Chooses missing paths, and request regions for all staged parts in one message, unless the credits forbid."""
+        """Chooses missing paths, and requests regions for all staged parts in one message if the credits allow it."""
         if room.prefetched:
             transfer.plan_parts(room.groups)
         info = self.context.peers[transfer.peer].info
@@ -219,13 +233,13 @@ class StagingRequests:
             self.request(room, transfer)
 
     def request_next(self, peer: str) -> None:
-        """Credits were refunded: let waiting transfers request."""
+        """Lets waiting transfers request staging, after credits for this peer were refunded."""
         credits = self.state.credits[peer]
         while (transfer := credits.next_waiting()) is not None:
             self.request(self.state.rooms[transfer.room], transfer)
 
     def refund(self, peer: str, part: Part) -> None:
-        """The part needs no credits any more: let waiting transfers request."""
+        """Refunds the credits of a part, and lets waiting transfers request staging."""
         self.state.credits[peer].refund(part)
         self.request_next(peer)
 
@@ -238,7 +252,7 @@ class StagingRequests:
 
 
 class SendRooms:
-    """Moves rooms from state to state, and resends messages until the decode ranks have answered.
+    """Changes the states of rooms, and resends messages until the decode ranks have answered.
 
     Attributes:
         layers: KV and draft layers of this rank.
@@ -253,7 +267,7 @@ class SendRooms:
         self.components: list[Segment] = [shard.segment for shard in context.local.shards if shard.segment.state]
 
     def begin(self, number: int) -> SendRoom:
-        """Creates a room, for the local engine or for a decode rank, whichever comes first."""
+        """Creates a room when the local engine or a decode rank opens it, whichever comes first."""
         self.state.ended.pop(number, None)
         record = self.context.telemetry.rooms.open(number, 0)
         computed = ComputedPages(self.layers, self.context.local.chunk_pages)
@@ -261,7 +275,7 @@ class SendRooms:
         return room
 
     def find(self, peer: Peer, number: int, nonce: int) -> tuple[SendRoom, PeerTransfer] | None:
-        """The room and transfer that a message is about; a message about neither is counted as dropped."""
+        """Returns the room and transfer that a message is about; counts the message as dropped if there are none."""
         transfer = self.state.transfers.get(RoomKey(peer.name, number, nonce))
         if transfer is None:
             self.context.drop("tombstone")
@@ -269,7 +283,7 @@ class SendRooms:
         return self.state.rooms[number], transfer
 
     def forget(self, room: SendRoom) -> None:
-        """Replaces a room by tombstones."""
+        """Removes a room, and keeps its outcome as tombstones for late messages."""
         if self.state.rooms.pop(room.room, None) is None:
             return
         now_ns = self.context.now_ns
@@ -282,7 +296,7 @@ class SendRooms:
         self.context.telemetry.finish(room.record, now_ns)
 
     def expire(self) -> None:
-        """Drops tombstones and ended rooms that are too old for a late message."""
+        """Removes tombstones and ended rooms that are too old to be needed for late messages."""
         now_ns = self.context.now_ns
         self.state.tombstones.expire(now_ns)
         while self.state.ended:
@@ -292,7 +306,7 @@ class SendRooms:
             del self.state.ended[number]
 
     def abort_unopened(self, number: int, failure: Failure) -> None:
-        """The room's opening was lost or refused: fail the room soon, so that the local engine does not wait for it.
+        """Schedules the failure of a room whose opening was aborted or refused, for which the engine may be waiting.
 
         The failure is delayed because another dp group's room may have the same number, with its opening on the way.
         """
@@ -313,7 +327,7 @@ class SendRooms:
             room.record.parked -= 1
 
     def component(self, final: Final) -> Segment:
-        """The state component of a final part."""
+        """Returns the state component that a final part belongs to."""
         return self.components[final.key.chunk - self.components[0].index]
 
     # ---- messages ---------------------------------------------------------------------------------------------
@@ -352,7 +366,7 @@ class SendRooms:
             self.progress(room)
 
     def on_room_abort(self, peer: Peer, message: msg.RoomAbort) -> None:
-        """Fails the room and answers RoomDrained once nothing is in flight; also sent by a peer that is lost here."""
+        """Fails the room, and sends RoomDrained once nothing of it is in flight; a lost peer may send this, too."""
         found = self.find(peer, message.room, message.nonce)
         if found is None:
             # Nothing of an unknown or ended room is in flight; the tombstone keeps a late RoomOpen from starting it.
@@ -364,7 +378,7 @@ class SendRooms:
             return
         room, transfer = found
         transfer.abort_received = transfer.failed_acked = True
-        transfer.drained_sent = False  # it asks again, so the answer was lost
+        transfer.drained_sent = False  # the abort was resent, so the answer was lost
         self.fail(room, failure_of(message))
         self.progress(room)
 
@@ -375,7 +389,7 @@ class SendRooms:
             self.progress(found[0])
 
     def on_peer_lost(self, peer: Peer, text: str) -> None:
-        """Fails the peer's rooms."""
+        """Fails the rooms that have a transfer to a lost peer."""
         for room in list(self.state.rooms.values()):
             transfer = room.transfers.get(peer.name)
             if transfer is None:
@@ -394,7 +408,10 @@ class SendRooms:
             self.context.actions.append(ev.StateChanged(room.room, state, room.failure))
 
     def progress(self, room: SendRoom) -> None:
-        """Releases the room's pages, or end the room, if that is due."""
+        """Releases a room's pages once all parts are sent, and ends the room once every decode rank has confirmed it.
+
+        A failed room is released and ended once nothing of it is in flight.
+        """
         if room.failure is not None:
             self._settle(room)
             return
@@ -407,7 +424,7 @@ class SendRooms:
             self.forget(room)
 
     def _release(self, room: SendRoom) -> None:
-        """The room's pages will not be read again."""
+        """Marks the room's pages as reusable, since they will not be read again."""
         room.released = True
         room.record.event("sent", self.context.now_ns)
         self._report_overlap(room)
@@ -431,7 +448,7 @@ class SendRooms:
         )
 
     def fail(self, room: SendRoom, failure: Failure) -> None:
-        """Fails a room that has not ended, with this cause."""
+        """Fails a room with this first cause, unless the room has ended."""
         if room.failure is not None or room.state is RoomState.SUCCESS:
             return
         context = self.context
@@ -456,7 +473,7 @@ class SendRooms:
         self.context.send(transfer.peer, msg.RoomFailed(transfer.room, transfer.nonce, **failure))
 
     def _settle(self, room: SendRoom) -> None:
-        """Of a failed room: send RoomDrained where asked for; release and forget it once nothing is in flight."""
+        """Finishes a failed room: answers RoomAbort, then releases and forgets the room once nothing is in flight."""
         for transfer in room.transfers.values():
             if transfer.abort_received and transfer.drained and not transfer.drained_sent:
                 transfer.drained_sent = True
@@ -473,7 +490,7 @@ class SendRooms:
     # ---- time -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Carry out the aborts, resends and deadlines that are due."""
+        """Fails rooms that are past their deadline or have a due abort, and resends the messages that are due."""
         now_ns, timing = self.context.now_ns, self.context.timing
         self._apply_aborts()
         for transfer in list(self.state.transfers.values()):
@@ -517,7 +534,7 @@ class SendRooms:
             self.fail(room, self.context.failure("KV_ROOM_STUCK_TRANSFER", f"{stuck}: {self._describe_wait(room)}"))
 
     def _check_drained(self, room: SendRoom) -> None:
-        """Note once that a write which never ends keeps the room's pages."""
+        """Records once that a failed room's pages are still held because a write to a decode rank has not ended."""
         waited = self.context.now_ns - room.since_ns
         if room.overdue or waited <= self.context.timing.waiting_ns:
             return
@@ -531,7 +548,7 @@ class SendRooms:
         self.context.note("room-undrained", text, "warning", room=room.room)
 
     def _describe_wait(self, room: SendRoom) -> str:
-        """What the room waits for, for the text of a deadline."""
+        """Describes what the room waits for, for the text of a missed deadline."""
         if room.launched:
             return "the event of its forward is not done"
         if room.deferred:
@@ -560,7 +577,7 @@ class SendRooms:
         return f"no RoomDone from {', '.join(peer for peer, transfer in room.transfers.items() if not transfer.done)}"
 
     def waits_for(self, transfer: PeerTransfer, part: Part) -> Wait:
-        """Why a part is not sent yet. Safe to call from any thread."""
+        """Returns the reason why a part is not sent yet. Safe to call from any thread."""
         grant = part.grant
         if part.state is PartState.QUEUED:
             return Wait.WRITE
@@ -573,7 +590,7 @@ class SendRooms:
         return Wait.LEASE
 
     def resend(self, room: SendRoom, transfer: PeerTransfer) -> None:
-        """Resend unanswered messages: requests without grants, tags without RoomDone, failures without Ack."""
+        """Resends unanswered messages: requests without grants, tags without RoomDone, failures without Ack."""
         transfer.resend_ns = self.context.now_ns + self.context.timing.resend_ns
         peer = self.context.peers[transfer.peer]
         if not peer.usable:

@@ -1,4 +1,4 @@
-"""Data of one room on a prefill rank: the pages computed so far, and the parts owed to each decode rank."""
+"""Data of one room on a prefill rank: the pages computed so far, and the parts to send to each decode rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvctl_agent.telemetry.room_records import BusyTime, RoomRecord
 
 
 class SendableChunk(NamedTuple):
-    """Layers [lo, hi) may now be sent up to page `new`; before, they could be sent up to page `old`."""
+    """Pages [old, new) of layers [lo, hi), which may be sent from now on."""
 
     lo: int
     hi: int
@@ -42,10 +42,10 @@ class ComputedPages:
     after the other. Only whole chunks may be sent until the last pages of the prompt are computed.
 
     Attributes:
-        given: pages that at least one layer has.
-        total: pages of the prompt; None until its last pages are computed.
-        complete: every layer has every page.
-        forwards: how many times new pages were computed, regardless of the number of layer groups.
+        given: number of pages that are computed in at least one layer.
+        total: number of pages of the prompt; None until its last pages are computed.
+        complete: whether every page is computed in every layer.
+        forwards: number of times that new pages were computed, regardless of the number of layer groups.
     """
 
     __slots__ = ("_chunk_pages", "_counts", "_first_layer", "_pages", "complete", "forwards", "given", "total")
@@ -61,10 +61,10 @@ class ComputedPages:
         self.forwards = 0
 
     def take(self, layers: tuple[int, int] | None, pages: Pages, last: bool) -> list[SendableChunk]:
-        """Adds the next pages of these layers (None: all layers); returns the chunks that may be sent now.
+        """Adds the next pages of layers [lo, hi) (None: all layers); returns the chunks that may be sent now.
 
         Raises:
-            LayoutError: the pages do not follow those given before; nothing has changed.
+            LayoutError: the layers are not this rank's, or the pages do not follow earlier ones; nothing has changed.
         """
         own_lo, own_hi = self._first_layer, self._first_layer + len(self._counts)
         lo, hi = layers or (own_lo, own_hi)
@@ -86,7 +86,7 @@ class ComputedPages:
         if last and end < self.given:
             raise LayoutError(f"the last pages end at {end}, but other layers were given {self.given}")
         self._keep(first, pages)
-        # Layers that reached the last page earlier could not know that it was the last and kept back their tail.
+        # Layers that reached the last page before it was known to be the last have kept back their last chunk.
         waiting: list[tuple[int, int, int]] = []
         if last and self.total is None:
             others = (*self._spans(own_lo, before), *self._spans(hi, after))
@@ -99,7 +99,7 @@ class ComputedPages:
         return chunks + [SendableChunk(start, stop, self._whole_chunks(end), end) for start, stop, _ in waiting]
 
     def sendable(self) -> list[SendableChunk]:
-        """All that may be sent so far."""
+        """Returns all pages and layers that may be sent so far."""
         chunks = [
             SendableChunk(lo, hi, 0, self._sendable(count))
             for lo, hi, count in self._spans(self._first_layer, self._counts)
@@ -107,17 +107,17 @@ class ComputedPages:
         return [chunk for chunk in chunks if chunk.new]
 
     def ready(self, lo: int, hi: int, page: int) -> bool:
-        """Whether layers [lo, hi) may be sent up to `page`."""
+        """Returns whether layers [lo, hi) may be sent up to `page`."""
         return self._sendable(min(self._counts[lo - self._first_layer : hi - self._first_layer])) >= page
 
     def source(self, chunk: Chunk) -> Pages:
-        """This rank's pages of one chunk."""
+        """Returns this rank's page indices of one chunk."""
         if len(self._pages) > 1:
             self._pages = [np.concatenate(self._pages)]
         return self._pages[0][chunk.first : chunk.first + chunk.count]
 
     def describe_missing(self) -> str:
-        """Which layers lack which pages, for the text of a failure."""
+        """Describes which layers lack which pages, for the text of a failure."""
         most = self.given if self.total is None else self.total
         spans = self._spans(self._first_layer, self._counts)
         short = [f"layers {layer_range(lo, hi)} were given {n} of {most} pages" for lo, hi, n in spans if n < most]
@@ -141,7 +141,7 @@ class ComputedPages:
 
     @staticmethod
     def _spans(first_layer: int, counts: list[int]) -> Iterator[tuple[int, int, int]]:
-        """Runs of layers with equal counts, each as (first layer, end, count)."""
+        """Yields each run of layers with equal counts as (first layer, end, count)."""
         lo = first_layer
         for count, run in groupby(counts):
             hi = lo + len(list(run))
@@ -151,8 +151,8 @@ class ComputedPages:
 
 class PartState(IntEnum):
     PLANNED = 0  # its pages are not computed yet
-    READY = 1  # computed; parked while it has no grant, is gated, or the peer is silent
-    QUEUED = 2  # given to a transfer worker: from here on it may be in flight
+    READY = 1  # computed; gated while it has no grant, the watermark is behind its region, or the peer is silent
+    QUEUED = 2  # queued for a transfer worker: from here on the part may be in flight
     SENT = 3
 
 
@@ -168,7 +168,7 @@ class Wait(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """One KV part owed to one decode rank."""
+    """One KV part to be sent to one decode rank."""
 
     key: PartKey
     chunk: Chunk
@@ -196,7 +196,7 @@ class Part:
 
     @property
     def serial(self) -> int:
-        """Serial of the ring region it is written to; 0 if it is written straight to its pages."""
+        """Serial of the ring region that the part is written to; 0 if the part is written straight to its pages."""
         return self.grant.serial if self.grant is not None and self.path == STAGED else 0
 
 
@@ -217,17 +217,18 @@ class Final:
 
 @dataclass(slots=True, eq=False)
 class PeerTransfer:
-    """The parts of a room that this rank owes to one decode rank, under the nonce minted by that decode rank.
+    """The parts of a room that this rank sends to one decode rank, under the nonce chosen by that decode rank.
 
-    A chunk is cut into parts once: when staging is requested for it or when the first of its layers are ready. It
-    becomes one part per share, or one part per layer group. A part is sent when all of its layers are ready.
+    A chunk is divided into parts once: when staging is requested for it or when the first of its layers are ready. It
+    becomes one part per transfer slice, or one part per layer group. A part is sent when all of its layers are ready.
 
     Attributes:
-        shares: KV shares owed by this rank, one per segment; their layers are disjoint.
-        chunks: chunks of the grid, narrowed to the pages that this rank owes.
-        planned: number of (chunk, layer) cells owed.
-        to_queue, to_send: cells that are not queued yet, not sent yet; `to_send` counts final parts, too.
-        in_flight: parts given to a transfer worker that has not reported them as over.
+        shares: transfer slices of KV that this rank sends, one per segment; their layers are disjoint.
+        chunks: chunks of the grid, narrowed to the pages that this rank sends.
+        planned: number of (chunk, layer) cells to send.
+        to_queue: number of cells that are not queued for a worker yet.
+        to_send: number of cells and final parts that are not sent yet.
+        in_flight: number of parts queued for a transfer worker that has not reported their end.
     """
 
     writer: int
@@ -269,25 +270,26 @@ class PeerTransfer:
 
     @property
     def drained(self) -> bool:
-        """Nothing is in flight; once the room has failed, nothing will be."""
+        """Whether no part is in flight; after the room has failed, none will be queued any more."""
         return self.in_flight == 0
 
     def pages_at(self, chunk: Chunk) -> Pages:
-        """Destination pages of one chunk."""
+        """Returns the destination page indices of one chunk."""
         first = chunk.first - self.prefix_pages
         return self.dst_pages[first : first + chunk.count]
 
     def plan_parts(self, groups: Sequence[tuple[int, int]]) -> None:
-        """Cuts every chunk that is still whole into one part per layer group; without groups, one part per share."""
+        """Divides every undivided chunk into one part per layer group; without groups, into one per transfer slice."""
         for chunk in self.chunks:
             if chunk.index not in self._parts_of_chunk:
                 for lo, hi in groups or [(share.layer_lo, share.layer_hi) for share in self.shares]:
                     self._cut(chunk, lo, hi)
 
     def parts_between(self, lo: int, hi: int, old: int, new: int) -> list[Part]:
-        """Parts with layers of [lo, hi) in the chunks that start within pages [old, new).
+        """Returns the parts with layers of [lo, hi) in the chunks that start within pages [old, new).
 
-        Layers that belong to no part yet are cut as [lo, hi).
+        If none of these layers of a chunk belongs to a part yet, [lo, hi) becomes a part, or one part per transfer
+        slice.
         """
         found: list[Part] = []
         for place in range(bisect_left(self._first_pages, old), bisect_left(self._first_pages, new)):
@@ -309,7 +311,7 @@ class PeerTransfer:
         return parts
 
     def tag(self, part: Part | Final, incarnation: int) -> bytes:
-        """The tag that the write of a part carries to this incarnation of the decode rank."""
+        """Returns the packed tag that the write of a part carries to this incarnation of the decode rank."""
         return Tag(part.kind, incarnation, self.room, self.nonce, part.serial, part.key, part.checksum).pack()
 
 
@@ -331,7 +333,7 @@ class SendRoom:
     transfers: dict[str, PeerTransfer] = field(default_factory=dict)
     finished: bool = False
     released: bool = False
-    overdue: bool = False  # it failed long ago and still has writes in flight
+    overdue: bool = False  # the room failed long ago and still has writes in flight
     aux_src: int = -1
     state_src: tuple[Pages, ...] = ()
     forward_begun_ns: int | None = None  # monotonic; None if the engine did not report it
@@ -346,7 +348,7 @@ class SendRoom:
 
     @property
     def sent(self) -> bool:
-        """All pages are computed and sent, and so are all final parts: the pages will not be read again."""
+        """Whether all pages are computed and all parts are sent, so that the pages will not be read again."""
         return self.opened and self.computed.complete and all(transfer.sent for transfer in self.transfers.values())
 
     @property
@@ -358,7 +360,7 @@ class SendRoom:
         return all(transfer.drained for transfer in self.transfers.values())
 
     def mark_ready(self, transfer: PeerTransfer, chunks: Sequence[SendableChunk], at_ns: int) -> list[Part]:
-        """Marks the planned parts of a transfer that these chunks complete as ready, and return them."""
+        """Marks the planned parts of a transfer that are complete with these chunks as ready; returns these parts."""
         ready: list[Part] = []
         for lo, hi, old, new in chunks:
             for part in transfer.parts_between(lo, hi, old, new):
