@@ -1,11 +1,11 @@
-"""Arrival loop of a decode rank: polls for arrived tags, scatters landed parts, computes checksums of received parts.
+"""Arrival loop of a decode rank: polls for arrived tags, scatters landed parts and computes checksums of parts.
 
 Transfer engines cannot wake a thread on arrival, so the loop polls: often while bytes are expected, seldom otherwise. A
 poll costs about 10 µs and several ranks may share a core, so the pause grows with the time since the last arrival. The
 pause adds to the writer's latency too: UCX acknowledges a flushed write only when the reader polls.
 
-Scatters on a device run asynchronously, and tags are polled meanwhile: without a pause while the latest scatter is
-young, since most take less time than a pause would, and with short pauses afterwards.
+Scatters on a device run asynchronously, and the loop polls for tags meanwhile: without a pause while the latest scatter
+is young, since most scatters take less time than a pause would, and with short pauses afterwards.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class _RunningScatter(NamedTuple):
 
 
 class ArrivalLoop(AgentThread):
-    """Thread that polls the transport and executes `Scatter` and `Check`.
+    """Thread that polls the transport and executes `Scatter` and `Check` actions.
 
     Args:
-        ring: None if staging is off.
+        ring: memory of the staging ring; None if staging is off.
         copier: used by this loop only.
         report: puts events into the control loop's mailbox.
     """
@@ -93,7 +93,7 @@ class ArrivalLoop(AgentThread):
         self._checksum_skipped = False  # a checksum from a writer was not compared
 
     def put(self, order: Scatter | Check) -> None:
-        """Queues an order."""
+        """Queues an action for this thread."""
         self._orders.put(order)
 
     def expect(self, rooms: int) -> None:
@@ -123,14 +123,14 @@ class ArrivalLoop(AgentThread):
                 self._prepare(*self._to_prepare.pop())
 
     def _prepare(self, memory: SegmentMemory, heads: int) -> None:
-        """Compiles the copy kernels for writers with `heads` of this rank's heads, while no room is open."""
+        """Compiles the kernels that scatter parts with `heads` heads of a segment; called while no room is open."""
         try:
             self._copier.prepare(memory, 0, heads)
         except Exception as error:  # not even a bug may end the thread
             self._telemetry.recorder.record("device", f"a copy kernel could not be compiled: {error}", "error")
 
     def _pause(self, active: float) -> float:
-        """Returns the seconds to wait for an order before the next poll; `active` is the time of the last activity."""
+        """Returns the seconds to wait for an action before the next poll; `active` is the time of the last activity."""
         now = time.monotonic()
         if self._scatters:
             return 0.0 if now - self._scatter_began_s < _YOUNG_S else _COPYING_S
@@ -142,7 +142,7 @@ class ArrivalLoop(AgentThread):
         return min(max((now - active) * share, shortest * min(self._rooms, _MANY_ROOMS)), _LONGEST_S)
 
     def _take_orders(self, pause: float) -> list[Scatter | Check]:
-        """Returns all queued orders; waits up to `pause` seconds for the first."""
+        """Returns all queued actions; waits up to `pause` seconds for the first."""
         orders: list[Scatter | Check | None] = []
         try:
             if pause:
@@ -155,7 +155,7 @@ class ArrivalLoop(AgentThread):
             return [order for order in orders if order is not None]
 
     def _poll_arrivals(self) -> bool:
-        """Reports arrived tags; returns whether there were any."""
+        """Reports the tags that have arrived; returns whether there were any."""
         try:
             arrivals = self._transport.arrivals()
         except Exception as error:
@@ -178,7 +178,7 @@ class ArrivalLoop(AgentThread):
         return True
 
     def _execute(self, orders: list[Scatter | Check]) -> None:
-        """Scatters as many parts at once as the copier takes; computes checksums one by one."""
+        """Executes actions: scatters as many parts at once as the copier takes, and computes checksums one by one."""
         batch: list[Scatter] = []
         for order in orders:
             if isinstance(order, Check):
@@ -234,7 +234,7 @@ class ArrivalLoop(AgentThread):
         return LandedPart(rows, layout, self._ring.view(order.offset, layout.region_bytes))
 
     def _report_finished(self) -> None:
-        """Reports the scatters that are done; they finish in the order in which they were started."""
+        """Reports the scatters that are done; scatters end in the order in which they were started."""
         while self._scatters:
             _, copy, orders = self._scatters[0]
             try:

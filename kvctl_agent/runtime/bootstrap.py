@@ -1,6 +1,6 @@
 """Sockets of the bootstrap registry: the server in the first prefill rank, and the clients in all ranks.
 
-Both run in their agent's control loop, without a thread of their own and without blocking calls.
+Server and clients run in their agent's control loop, without threads of their own and without blocking calls.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _REPEAT_EVERY_NS = 1_000_000_000  # so that a restarted registry learns of this 
 
 
 class RegistryServer:
-    """Answers registrations and look-ups."""
+    """Server of the bootstrap registry: answers registrations and look-ups from its socket."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: KeyPair | None = None) -> None:
-        """Binds nothing before `serve`."""
+        """Creates the server without a socket; `serve` binds the socket."""
         self._context = context
         self._endpoint = endpoint
         self._keys = keys
@@ -35,18 +35,18 @@ class RegistryServer:
         self._socket: control_endpoints.Router | None = None
 
     def serve(self) -> RegistryServer:
-        """Binds the socket; raises ConfigError if the address is taken or cannot be bound."""
+        """Binds the socket and returns the server; raises ConfigError if the address is taken or cannot be bound."""
         self._socket = control_endpoints.bind(self._context, self._endpoint, registry.MAX_REQUEST_BYTES, self._keys)
         return self
 
     @property
     def socket(self) -> control_endpoints.Router:
-        """The bound socket."""
+        """The bound socket; `serve` must have been called."""
         assert self._socket is not None
         return self._socket
 
     def turn(self) -> None:
-        """Answers the received requests, up to a limit."""
+        """Answers the requests received so far, up to a limit per call."""
         for _ in range(_REQUESTS_A_TURN):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -66,7 +66,7 @@ class RegistryServer:
 
 
 class RegistryClient:
-    """Registers or looks up ranks at one registry: often until the answer is complete, then once per second."""
+    """Client of one registry: sends its request every 200 ms until the roster is complete, then once per second."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class RegistryClient:
         self.due_ns = 0
 
     def turn(self, now_ns: int) -> bool:
-        """Reads answers and sends the request if it is due; returns whether the roster has changed."""
+        """Reads answers, and sends the request if it is due; returns whether the roster has changed."""
         changed = False
         while True:
             try:
@@ -106,10 +106,10 @@ class RegistryClient:
 
 
 class Registries:
-    """Registry clients of one agent: its own instance's, or on a decode rank those of several prefill instances.
+    """Registry clients of one agent: of its own instance, or on a decode rank of several prefill instances.
 
     Attributes:
-        request: request for registries that are asked from now on.
+        request: request that registries added later will be sent.
         changes: incremented whenever the result of `sockets` changes.
     """
 
@@ -123,13 +123,13 @@ class Registries:
         self.changes = 0
 
     def ask(self, endpoint: str) -> None:
-        """Starts to ask one more registry; idempotent."""
+        """Adds a client of the registry at `endpoint`, unless there is one."""
         if endpoint not in self._clients:
             self._clients[endpoint] = RegistryClient(self._context, endpoint, self.request, self._keys)
             self.changes += 1
 
     def roster(self, endpoint: str) -> registry.Roster | None:
-        """Returns the last answer of a registry; None if it is not asked."""
+        """Returns the last answer of a registry; None if it has no client here."""
         client = self._clients.get(endpoint)
         return None if client is None else client.roster
 
@@ -137,12 +137,17 @@ class Registries:
         return [client.socket for client in self._clients.values()]
 
     def hurry(self) -> None:
-        """Makes all requests due: a lost peer may have registered again at another endpoint."""
+        """Makes all requests due now: a lost peer may have registered again at another endpoint."""
         for client in self._clients.values():
             client.due_ns = 0
 
     def turn(self, ready: Set[Any], now_ns: int) -> Iterator[str]:
-        """Reads answers and sends due requests; yields the endpoints of the registries whose roster has changed."""
+        """Reads answers and sends due requests; yields the endpoints of the registries whose roster has changed.
+
+        Args:
+            ready: sockets that are readable.
+            now_ns: monotonic time.
+        """
         for endpoint, client in list(self._clients.items()):
             if (client.socket in ready or now_ns >= client.due_ns) and client.turn(now_ns):
                 yield endpoint

@@ -1,12 +1,12 @@
 """Control channel of one agent: a ROUTER that decode ranks connect to, or one DEALER for each prefill rank.
 
-Decode ranks open the connections. The ROUTER identifies each connection by a random return address chosen by its
-agent, so a process that merely claims a peer's name can neither replace that peer nor send in its name.
+Decode ranks open the connections. The ROUTER identifies each connection by a random return address chosen by its agent,
+so a process that merely claims a peer's name can neither replace that peer nor send in its name.
 
-Messages to one peer are collected during a turn of the control loop and sent in one frame. Messages that nobody waits
-for (`_PATIENT`) wait a few milliseconds for the next frame to that peer, which at hundreds of rooms per second halves
-the number of frames. Sending never blocks: messages that cannot be sent are counted and dropped, and the machines send
-them again.
+Messages to one peer are collected during a turn of the control loop and sent in one frame. Messages that delay no
+request (`_PATIENT`) wait a few milliseconds for the next frame to that peer, which at hundreds of rooms per second
+halves the number of frames. Sending never blocks: messages that cannot be sent are counted and dropped, and the
+machines send them again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _GOODBYE_MS = 200
 
 
 class PeerAddress(NamedTuple):
-    """Other end of a connection: the peer's name and its return address (at a DEALER, its endpoint)."""
+    """Address of a connection's other end: the peer's name and its return address (at a DEALER, its endpoint)."""
 
     peer: str
     route: bytes
@@ -61,7 +61,7 @@ class ControlChannel:
         telemetry: Telemetry,
         keys: KeyPair | None = None,
     ) -> None:
-        """Binds and connects nothing yet; `keys` protect the TCP sockets."""
+        """Creates the channel without sockets; `keys` protect the sockets that use TCP."""
         self._context = context
         self._identity = name.encode() + b"\0" + secrets.token_bytes(_TOKEN_BYTES)
         self._incarnation = incarnation
@@ -88,7 +88,7 @@ class ControlChannel:
         return control_endpoints.address(self._router)
 
     def connect(self, peer: str, endpoint: str) -> bool:
-        """Connects to `peer` at `endpoint` if it is not connected there; returns whether it was not.
+        """Connects to `peer` at `endpoint`; returns False if that is the peer's endpoint already.
 
         A connection to an earlier endpoint stays open until `keep`: the process there may still send messages.
         """
@@ -101,7 +101,7 @@ class ControlChannel:
         return True
 
     def _open(self, address: PeerAddress) -> None:
-        """Connects; replaces a connection to the same address."""
+        """Connects a DEALER; replaces a connection to the same address."""
         # Connect first: if no descriptor is left, the old connection stays in use.
         made = control_endpoints.connect(
             self._context, address.route.decode(), self._identity, codec.MAX_FRAME_BYTES, self._keys
@@ -111,7 +111,7 @@ class ControlChannel:
         self._dealers[address] = made
 
     def keep(self, peer: str, routes: Set[bytes]) -> None:
-        """Closes the connections to `peer` that are neither to its current endpoint nor in `routes`."""
+        """Closes the connections to `peer` other than to its current endpoint and to the endpoints in `routes`."""
         for address in [address for address in self._dealers if address.peer == peer]:
             if address.route not in routes and address.route != self.endpoint(peer).encode():
                 self._close(address)
@@ -126,7 +126,7 @@ class ControlChannel:
             self._open(PeerAddress(peer, endpoint.encode()))
 
     def disconnect(self, peer: str) -> None:
-        """Closes the connections to a rank that left its instance and drops its messages; unknown names are ignored.
+        """Closes the connections to a rank that left its instance and drops its messages; ignores unknown names.
 
         Without this a decode rank would keep a socket for every prefill rank that it ever connected to.
         """
@@ -149,7 +149,7 @@ class ControlChannel:
     def waiting(self, peer: str) -> int:
         """Returns the number of unsent messages to a peer: queued, or dropped since its socket last accepted a frame.
 
-        The machines send dropped messages again. Any thread may call it.
+        The machines send dropped messages again. Any thread may call this method.
         """
         boxes = (*self._outbox.copy().items(), *self._patient.copy().items())
         return sum(len(box) for address, box in boxes if address.peer == peer) + self._unsent.get(peer, 0)
@@ -159,7 +159,7 @@ class ControlChannel:
         return [*self._dealers.values(), *([self._router_key] if self._router_key is not None else [])]
 
     def queue(self, peer: str, message: Message, route: bytes = b"") -> None:
-        """Queues a message for the next flush, or for a later one if nobody waits for it.
+        """Queues a message for the next flush; messages of the types in `_PATIENT` may wait for a later one.
 
         Args:
             route: return address; empty at a DEALER for the peer's current endpoint.
@@ -180,7 +180,8 @@ class ControlChannel:
     def flush(self, *, everything: bool = False) -> list[Unsendable]:
         """Sends one frame to each peer with messages that are due; all messages if `everything`.
 
-        Returns the messages of rooms that were dropped because they can never be sent.
+        Returns:
+            the messages of rooms that were dropped because they can never be sent.
         """
         outbox, self._outbox = self._outbox, {}
         if self._patient and (everything or self._telemetry.clock.now_ns() >= self._patient_due_ns):
@@ -216,7 +217,7 @@ class ControlChannel:
             self._drop(peer, messages[0], reason, f"to {peer}: {type(messages[0]).__name__} {why}")
 
     def _drop(self, peer: str, message: Message, reason: str, text: str) -> None:
-        """Drops a message that can never be sent; its room is going to fail."""
+        """Drops a message that can never be sent; `flush` returns it, so that the machine fails its room."""
         self._telemetry.metrics.add("kvctl_control_dropped_total", 1, reason)
         text = encodable(text)
         self._log(peer, text)
@@ -225,7 +226,7 @@ class ControlChannel:
             self._unsendable.append(Unsendable(peer, room, nonce, text))
 
     def _put(self, address: PeerAddress, frame: bytes, messages: int) -> None:
-        """Passes a frame that contains so many messages to the socket."""
+        """Passes a frame to the peer's socket; counts its `messages` as unsent if the socket does not accept it."""
         peer = address.peer
         try:
             if self._router is not None:
@@ -240,10 +241,10 @@ class ControlChannel:
             self._telemetry.metrics.add("kvctl_control_dropped_total", messages, "unsent")
 
     def receive(self, ready: Container[object]) -> Iterator[Received]:
-        """Yields the messages received from the sockets in `ready`; at most a few hundred frames from each socket, so
-        that no peer can starve the loop.
+        """Yields the messages received from the sockets in `ready`.
 
-        One frame is decoded at a time: all frames of a hostile peer would decode to gigabytes of objects.
+        Each call takes at most a few hundred frames from each socket, so that no peer can starve the loop. One frame is
+        decoded at a time: all frames of a hostile peer would decode to gigabytes of objects.
         """
         if self._router is not None and self._router_key in ready:
             for route, *frames in _frames(self._router):

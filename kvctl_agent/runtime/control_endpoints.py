@@ -1,4 +1,4 @@
-"""Addresses and sockets of the control channel and the registry: checks, binds and connects `ipc://` and `tcp://`.
+"""Endpoints and sockets of the control channel and the registry: checks, binds and connects `ipc://` and `tcp://`.
 
 `ipc://` endpoints are in a directory that only the agent's user can enter, and the kernel reports the user of each
 connection; keys would add nothing there and are used for TCP only. TCP is limited to loopback addresses unless there
@@ -33,10 +33,16 @@ Router = zmq.Socket[bytes] | UnixRouter
 
 
 def control_address(bootstrap: str, name: str) -> str:
-    """Returns the endpoint to bind a rank's control socket to: the registry's directory, or a free port of its host.
+    """Returns the endpoint to bind a rank's control socket to.
+
+    The endpoint is in the directory of an ipc:// registry, or on a free port of the host of a tcp:// registry.
+
+    Args:
+        bootstrap: endpoint of the registry.
+        name: name of the rank.
 
     Raises:
-        ConfigError: the bootstrap endpoint is neither ipc:// nor tcp://, or its directory makes the path too long.
+        ConfigError: the registry's endpoint is neither ipc:// nor tcp://.
     """
     if bootstrap.startswith("ipc://"):
         # Names may be longer than a socket's path, so the file name is a hash of the name.
@@ -47,7 +53,11 @@ def control_address(bootstrap: str, name: str) -> str:
 
 
 def check_endpoint(endpoint: str, *, insecure: bool, keys: bool = False) -> None:
-    """Checks an endpoint before it is bound; `keys` tells whether the fleet has keys.
+    """Checks an endpoint before it is bound.
+
+    Args:
+        insecure: allow public TCP addresses without keys.
+        keys: whether the fleet has keys.
 
     Raises:
         ConfigError: not printable text of at most 1024 characters, an unknown scheme, a path over the limit, or a
@@ -72,7 +82,10 @@ def check_endpoint(endpoint: str, *, insecure: bool, keys: bool = False) -> None
 
 
 def bind(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_bytes: int, keys: KeyPair | None = None) -> Router:
-    """Binds a ROUTER; over TCP with keys it accepts only clients with the same keys.
+    """Binds a ROUTER; over TCP with keys the socket accepts only clients with the same keys.
+
+    Args:
+        max_bytes: size limit of a received message.
 
     Raises:
         ConfigError: the address is taken or cannot be bound.
@@ -102,7 +115,7 @@ def address(router: Router) -> str:
 
 
 def poll_key(router: Router) -> zmq.Socket[bytes] | int:
-    """Returns the socket or descriptor to register with a poller."""
+    """Returns what a poller needs to register the ROUTER: its zmq socket, or the descriptor of a UnixRouter."""
     return router.fileno() if isinstance(router, UnixRouter) else router
 
 
@@ -128,6 +141,10 @@ def connect(
 ) -> zmq.Socket[bytes]:
     """Connects a DEALER to `endpoint`, which need not exist yet; over TCP with keys the server must have the same keys.
 
+    Args:
+        identity: name under which a ROUTER addresses this socket.
+        max_bytes: size limit of a received message.
+
     Raises:
         zmq.ZMQError: no descriptor is left.
     """
@@ -141,7 +158,11 @@ def connect(
 
 
 def _remove_unused(path: Path) -> None:
-    """Removes the socket file of an ended agent: unlike that of a running agent, it refuses connections."""
+    """Removes the socket file of an agent that has ended, which refuses connections.
+
+    Raises:
+        OSError: the socket is in use.
+    """
     with socketlib.socket(socketlib.AF_UNIX, socketlib.SOCK_STREAM) as probe:
         probe.setblocking(False)
         code = probe.connect_ex(str(path))

@@ -1,4 +1,4 @@
-"""Control loop: the thread that owns the protocol's machine, the control sockets and the registry.
+"""Control loop: the thread that owns the protocol machine, the control sockets and the registry.
 
 Each turn waits for input, passes it to the machine, executes the machine's actions and sends one frame to each peer.
 The loop never waits for a peer, a worker or an observer; exceptions are recorded and the loop continues.
@@ -59,12 +59,12 @@ class Mailbox:
         return self._fd
 
     def put(self, *events: ev.Event) -> None:
-        """Queues events and wakes the loop; after `close` nobody reads them."""
+        """Queues events and wakes the loop. Events queued after `close` are never read."""
         self._events.extend(events)
         self.wake()
 
     def wake(self) -> None:
-        """Makes the descriptor readable."""
+        """Wakes the loop by making the descriptor readable."""
         if self._woken:
             return  # the loop will read the queue before it sleeps again
         with self._lock:
@@ -96,7 +96,7 @@ class Mailbox:
 
 
 class OperatorRequests:
-    """Requests of operators that wait for the machine's answer.
+    """Passes operators' requests to the machine, and waits for its answers.
 
     Args:
         put: queues an event for the machine.
@@ -108,7 +108,7 @@ class OperatorRequests:
         self._pending: dict[int, Future[ev.Answered]] = {}
 
     def ask(self, make: Callable[[int], ev.Event], timeout: float) -> ev.Answered | None:
-        """Queues the event that `make` returns for a new request number, and waits for its answer.
+        """Queues the event that `make` returns for a new request number, and waits for the machine's answer.
 
         Returns None without an answer within `timeout` seconds; the machine may still act on the request.
         """
@@ -123,7 +123,7 @@ class OperatorRequests:
             del self._pending[number]
 
     def answer(self, action: ev.Answered) -> None:
-        """Delivers an answer, on the control loop's thread; ignored if the request has timed out."""
+        """Passes an answer to the thread that waits for it; does nothing if the request has timed out."""
         pending = self._pending.get(action.ticket)
         if pending is not None:
             pending.set_result(action)
@@ -134,7 +134,7 @@ class ControlLoop:
 
     Attributes:
         requests: operator requests to the machine; `ask` may be called from any thread.
-        executors: function that executes each type of action, called on this thread.
+        executors: by type of action, the function that executes it on this thread.
     """
 
     def __init__(
@@ -155,11 +155,11 @@ class ControlLoop:
         authenticator: Callable[[], ZapAuthenticator] | None = None,
         inputs: InputLog | None = None,
     ) -> None:
-        """Binds and connects nothing before `open`.
+        """Creates the loop; `open` binds and connects its sockets, `start` starts its thread.
 
         Args:
-            workers: prefill: execute `Transfer`.
-            arrivals: decode: executes `Scatter` and `Check`.
+            workers: prefill: threads that execute `Transfer`.
+            arrivals: decode: thread that executes `Scatter` and `Check`.
             server: first prefill rank: the registry of its instance.
             authenticator: starts the authenticator of the control sockets; None without keys.
             inputs: records every event before the machine handles it.
@@ -209,7 +209,7 @@ class ControlLoop:
         """Binds and connects the control sockets; registers with, or looks up, the registries at `instances`.
 
         Raises:
-            ConfigError: an address is taken or must not be bound.
+            ConfigError: an address is taken or cannot be bound.
         """
         local = self._local
         if self._start_authenticator is not None:
@@ -229,7 +229,11 @@ class ControlLoop:
         self._thread.start()
 
     def close(self, timeout: float) -> bool:
-        """Stops after the current turn and closes the sockets; returns whether the thread has ended or never began."""
+        """Stops after the current turn and closes the sockets; waits up to `timeout` seconds for the thread.
+
+        Returns:
+            whether the thread has ended or was never started.
+        """
         self._stopping = True
         self._mailbox.wake()
         if self._thread.ident is None:
@@ -306,10 +310,10 @@ class ControlLoop:
                 self._feed(unsendable)
 
     def _pause(self) -> None:
-        """Tells the arrival loop the number of open rooms; with many, sleeps so that messages gather.
+        """Passes the number of open rooms to the arrival loop; with many, sleeps so that each turn has more messages.
 
-        A turn costs about 60 µs whatever it carries. With many rooms in flight none waits for this turn: they wait for
-        processor time, which fewer turns leave free.
+        A turn costs about 60 µs whatever it carries. With many rooms in flight no room waits for this turn: they wait
+        for processor time, which fewer turns leave free.
         """
         rooms = len(self._machine.open)
         if self._arrivals is not None and rooms != self._open_rooms:
@@ -337,7 +341,7 @@ class ControlLoop:
                 self._record_bug(error)
 
     def _record_bug(self, error: Exception) -> None:
-        """Records a bug of the agent or of an engine's callback, which may cost one event or action but no more."""
+        """Records a bug of the agent or of an engine's callback, which costs one event or action but not the loop."""
         self._telemetry.metrics.add("kvctl_internal_errors_total", 1)
         self._telemetry.recorder.record("control", f"{type(error).__name__}: {error}", "error")
 
@@ -365,7 +369,10 @@ class ControlLoop:
                     self._channel.connect(rank.name, rank.endpoint)
 
     def _check_liveness(self, now_ns: int) -> None:
-        """Looks for peers on this host whose process has ended, so that nobody waits for their timeout."""
+        """Looks for peers on this host whose process has ended, so that rooms need not wait for the peers' timeout.
+
+        Also closes control connections that no incarnation of a peer uses any more.
+        """
         if now_ns < self._liveness_ns:
             return
         self._liveness_ns = now_ns + _LIVENESS_NS
@@ -377,7 +384,7 @@ class ControlLoop:
             self._channel.keep(peer.name, {peer.route, *(former.route for former in peer.former.values())})
 
     def _check_replaced(self, hello: ev.Received) -> None:
-        """Checks, when another incarnation says Hello under a peer's name, whether the earlier process has ended."""
+        """Checks, when another incarnation sends Hello under a peer's name, whether the earlier process has ended."""
         peer = self._machine.peers.get(hello.peer)
         if peer is not None and not peer.proven_dead and peer.incarnation != hello.incarnation:
             self._check_ended(peer, peer.incarnation, peer.info)

@@ -1,8 +1,8 @@
-"""Polls the engine's device events, so that what the engine reports of a forward is passed on once the forward is done.
+"""Polls the engine's device events, and posts the engine's report about a forward once that forward is done.
 
-A completed device event wakes nobody, so a thread polls while any event is pending. Each poll takes the interpreter
-from the engine; the pause between polls is therefore a small fraction of the time since the last event completed.
-There are no deadlines here: the machine is told of each forward when it is launched, and enforces its own deadlines.
+A device event that completes wakes no thread, so a thread polls while any event is pending. Each poll takes the
+interpreter lock from the engine; the pause between polls is therefore a small fraction of the time since the last event
+completed. The poller has no deadlines: the machine gets `Launched` for each forward, and enforces its own deadlines.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _SHARE_OF_SILENCE = 1 / 128
 
 
 class PendingEvent(NamedTuple):
-    """An event of the engine: its own object, which all rooms of a batch share, and the device's view of it."""
+    """An event object of the engine, which all rooms of a batch may share, and the device's wrapper of it."""
 
     source: Any
     event: Event
 
 
 class Sender(Protocol):
-    """The part of a room's handle that the poller uses."""
+    """Interface of a room's handle that the poller uses."""
 
     room: int
     state: RoomState
 
     def post_unless_over(self, event: ev.Event) -> bool:
-        """Passes an event on; returns False if the room has ended and needs no more events."""
+        """Posts an event to the machine; returns False if the room has ended and needs no more events."""
         ...
 
 
@@ -49,9 +49,9 @@ class _Deferred(NamedTuple):
 
 
 class EventPoller(AgentThread):
-    """Poller of a prefill rank whose pool is on a device; `pending` and `post_after` may be called from any thread.
+    """Thread that polls the device events of a prefill rank; any thread may call `pending` and `post_after`.
 
-    Events of one room are passed on in the order of the calls, whatever the order in which the device completes them;
+    Events of one room are posted in the order of the calls, whatever the order in which the device completes them;
     rooms do not wait for each other.
     """
 
@@ -75,7 +75,7 @@ class EventPoller(AgentThread):
         return len(self._deferred)
 
     def pending(self, room: int, source: Any) -> PendingEvent:
-        """Wraps the engine's event `source`; raises LocalProtocolError if it is not an event of this device."""
+        """Wraps the engine's event `source`; raises LocalProtocolError if `source` is not an event of this device."""
         try:
             return PendingEvent(source, self._device.event_of(source))
         except DeviceError as error:
@@ -84,7 +84,7 @@ class EventPoller(AgentThread):
             raise LocalProtocolError(f"room {room}: event is {shown(source)}, which is none: {error}") from None
 
     def post_after(self, sender: Sender, pending: PendingEvent | None, make: Callable[[int], ev.Event]) -> None:
-        """Posts the event that `make` returns for the current monotonic time, as soon as `pending` is done.
+        """Posts the event that `make` returns for the current monotonic time in ns, as soon as `pending` is done.
 
         Without `pending` the event is posted at once, or after the room's earlier deferred events if there are any.
         """
@@ -114,10 +114,10 @@ class EventPoller(AgentThread):
             time.sleep(min(max(silence_s * _SHARE_OF_SILENCE, _SHORTEST_S), _LONGEST_S))
 
     def _post_ready(self, sender: Sender, queue: deque[_Deferred], incomplete: set[int]) -> None:
-        """Posts the events of one room up to the first incomplete one.
+        """Posts the deferred events of one room up to the first whose device event is incomplete.
 
         Args:
-            incomplete: ids of the engine's events that were found incomplete in this iteration; added to.
+            incomplete: ids of the engine's event objects that were found incomplete in this iteration; may be added to.
         """
         over = sender.state.finished
         while not over:

@@ -1,6 +1,6 @@
 """Send and Receive, the engine's handles of rooms, and the registry of open handles.
 
-Calls of a handle only enqueue an event for the control loop; its state is read without a lock.
+A call of a handle only enqueues an event for the control loop; the handle's state is read without a lock.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LONGEST_WAIT_S = 1e9
 
 
 class Handle:
-    """State of one room, as last set by the control loop."""
+    """Base of Send and Receive: the state of one room, as last set by the control loop."""
 
     def __init__(self, room: int, post: Callable[[ev.Event], None]) -> None:
         self.room = room
@@ -70,7 +70,7 @@ class Handle:
         self.post_unless_over(ev.AbortRoom(self.room, encodable(str(reason[:MAX_TEXT]))))
 
     def post_unless_over(self, event: ev.Event) -> bool:
-        """Posts an event; returns False if the room has ended, since its number may be in use by another room."""
+        """Posts an event; returns False if the room has ended, since another room may use its number by then."""
         with self._changed:
             if self.state.finished:
                 return False
@@ -78,21 +78,21 @@ class Handle:
             return True
 
     def change_state(self, state: RoomState, failure: Failure | None) -> None:
-        """Sets the state; called by the control loop."""
+        """Sets the state of the room; called by the control loop."""
         with self._changed:
             self.error = failure
             self.state = state
             self._changed.notify_all()
 
     def release(self) -> None:
-        """Marks the pages as reusable; called by the control loop."""
+        """Marks the room's pages as reusable; called by the control loop."""
         with self._changed:
             self.released = True
             self._changed.notify_all()
 
 
 class PoolLimits(NamedTuple):
-    """Limits of a rank's pool and pipeline stage; every method checks an argument and raises LocalProtocolError."""
+    """Limits of a rank's pool and pipeline stage; each method checks an argument and raises LocalProtocolError."""
 
     num_pages: int
     aux_slots: int
@@ -109,7 +109,12 @@ class PoolLimits(NamedTuple):
         state_indices: Sequence[Any],
         prefill_only: bool,
     ) -> ev.OpenRoom:
-        """Builds the event that opens a room on a decode rank; also raises LayoutError for too many pages."""
+        """Checks the arguments of `Agent.receive` and returns the event that opens the room; mints the room's nonce.
+
+        Raises:
+            LocalProtocolError: an argument is invalid.
+            LayoutError: the room has too many pages.
+        """
         indices = self.pages(room, pages)
         prefill_only = check_flag(f"room {room}: prefill_only", prefill_only)
         if prefill_only and (prefix_pages or len(indices)):
@@ -127,14 +132,14 @@ class PoolLimits(NamedTuple):
         )
 
     def pages(self, room: int, indices: Any) -> ev.Pages:
-        """Returns page numbers of this rank's pool as an array."""
+        """Returns page indices of this rank's pool as an int32 array."""
         pages = page_array(indices, f"room {room}: pages")
         if len(pages) and int(pages.max()) >= self.num_pages:
             raise LocalProtocolError(f"room {room}: page {pages.max()} is outside the pool of {self.num_pages}")
         return pages
 
     def aux(self, room: int, index: int | None) -> int:
-        """Returns the number of an aux row; -1 for None."""
+        """Returns the index of an aux row as an int; -1 for None."""
         if index is None:
             return -1
         number = integer(index)
@@ -144,7 +149,7 @@ class PoolLimits(NamedTuple):
         return number
 
     def states(self, room: int, indices: Sequence[Any]) -> tuple[ev.Pages, ...]:
-        """Returns the item numbers of each state component; empty if the pipeline stage has none of its layers."""
+        """Returns the item indices of each state component as int32 arrays, empty for components of other stages."""
         lists = indices if isinstance(indices, list | tuple) else as_list(indices)
         if lists is None:
             text = f"room {room}: state_indices is {shown(indices)}: it must have a list of items for each component"
@@ -160,7 +165,7 @@ class PoolLimits(NamedTuple):
         return tuple(items if slots else items[:0] for items, slots in zip(arrays, self.state_slots, strict=False))
 
     def group(self, room: int, layers: range) -> tuple[int, int]:
-        """Returns a group of this rank's layers as (lo, hi)."""
+        """Returns a group of consecutive layers of this rank as (lo, hi)."""
         own = self.layers
         if not isinstance(layers, range):
             raise LocalProtocolError(f"room {room}: layers is {shown(layers)}: it must be a range of layers")
@@ -172,12 +177,17 @@ class PoolLimits(NamedTuple):
 
 
 class Send(Handle):
-    """Room on a prefill rank. The engine's scheduler thread calls it; no call blocks or synchronises with a device."""
+    """Handle of a room on a prefill rank, for the engine's scheduler thread; no call blocks or waits for a device."""
 
     def __init__(
         self, room: int, post: Callable[[ev.Event], None], bounds: PoolLimits, forwards: EventPoller | None = None
     ) -> None:
-        """Creates the handle; `forwards` polls the engine's events, None if the pool is host memory."""
+        """Creates the handle.
+
+        Args:
+            post: puts an event into the control loop's mailbox.
+            forwards: poller of the engine's events; None if the pool is host memory.
+        """
         super().__init__(room, post)
         self._bounds = bounds
         self._forwards = forwards
@@ -186,7 +196,7 @@ class Send(Handle):
 
     @property
     def sent(self) -> bool:
-        """Whether the prefill may release the room's pages."""
+        """Whether the engine may release the room's pages, since they will not be read again."""
         return self.released
 
     def prefetch(self, groups: Iterable[range] = ()) -> None:
@@ -216,15 +226,15 @@ class Send(Handle):
         """Reports that the next pages of the prompt are computed in all layers, or will be when `event` is done.
 
         Args:
-            indices: page numbers in this rank's pool (sequence, array or CPU tensor of integers), in prompt order from
+            indices: page indices in this rank's pool (sequence, array or CPU tensor of integers), in prompt order from
                 position 0 on; pages that the decode side has cached are skipped.
-            last: these are the last pages.
+            last: these are the last pages of the prompt.
             event: if the pool is on a device: event recorded after the forward on its stream (`torch.cuda.Event`, an
                 object with `cuda_event`, or a handle). Record it again only after the room has ended, or for a later
                 forward on the same stream. None: the pages are computed.
 
         Raises:
-            LocalProtocolError: pages after the last ones, a page outside the pool, not a list of page numbers, or not
+            LocalProtocolError: pages after the last ones, a page outside the pool, not a list of page indices, or not
                 an event of the pool's device.
         """
         if self._last:
@@ -253,10 +263,10 @@ class Send(Handle):
 
         Args:
             aux_index: row of this rank's aux tensor; None without one.
-            state_indices: for each state component, in the model's order, the room's items in this rank's pool.
+            state_indices: for each state component, in the model's order, the room's item indices in this rank's pool.
 
         Raises:
-            LocalProtocolError: called twice, or the aux row or an item is outside the pool.
+            LocalProtocolError: the method was called before, or the aux row or an item is outside the pool.
         """
         if self._finished:
             raise LocalProtocolError(f"room {self.room} was finished already")
@@ -266,7 +276,7 @@ class Send(Handle):
         self._post_in_order(lambda at_ns: ev.Finish(self.room, aux, at_ns, states))
 
     def _computed(self, indices: Any, last: bool, group: tuple[int, int] | None, event: Any) -> bool:
-        """Posts computed pages, of one layer group or of all layers; returns `last`."""
+        """Posts computed pages of the layers in `group`, or of all layers if it is None; returns `last`."""
         last = check_flag(f"room {self.room}: last", last)
         pages = self._bounds.pages(self.room, indices)
         if event is None:
@@ -288,17 +298,22 @@ class Send(Handle):
 
 
 class Receive(Handle):
-    """Room on a decode rank; in state SUCCESS decode may start."""
+    """Handle of a room on a decode rank; decode may start when the state is SUCCESS."""
 
     def __init__(self, room: int, post: Callable[[ev.Event], None], device: Device | None = None) -> None:
-        """Creates the handle; `device` is the pool's, None for host memory."""
+        """Creates the handle.
+
+        Args:
+            post: puts an event into the control loop's mailbox.
+            device: device of the pool; None for host memory.
+        """
         super().__init__(room, post)
         self._device = device
         self._event: Event | None = None
 
     @property
     def event(self) -> Event | None:
-        """Event for the engine's stream to wait for before it reads the pages: `stream.wait_event(receive.event)`.
+        """Device event to wait for on the engine's stream before reading the pages: `stream.wait_event(receive.event)`.
 
         A room succeeds only when every kernel and write that filled its pages has ended and is visible to the device's
         next kernel on any stream. The event is therefore already complete; it is provided for engines that order their
@@ -319,6 +334,7 @@ class HandleRegistry:
     """Registry of one agent's open handles; any thread may call `add`, only the control loop calls the other methods.
 
     Args:
+        name: name of the agent, for errors.
         on_state: called at each change of a room's state; it must only enqueue.
         owners: decode: owners of the pool's pages; also an attribute.
     """
@@ -331,7 +347,10 @@ class HandleRegistry:
         self._lock = threading.Lock()
 
     def add(self, handle: Send | Receive, written: tuple[ev.Pages, ...] = ()) -> None:
-        """Adds a new room; `written` is the memory that it receives into, as for `PageOwners.claim`.
+        """Adds the handle of a new room.
+
+        Args:
+            written: the memory that the room receives into, as for `PageOwners.claim`.
 
         Raises:
             LocalProtocolError: the room's number is in use, or its memory belongs to another room.
@@ -345,11 +364,11 @@ class HandleRegistry:
 
     @property
     def rooms(self) -> list[int]:
-        """Rooms that have not ended, or whose pages may not be reused yet."""
+        """Numbers of the rooms that have not ended, or whose pages may not be reused yet."""
         return list(self._handles)
 
     def change_state(self, action: ev.StateChanged) -> None:
-        """Sets the state of a room's handle."""
+        """Executes `StateChanged`: sets the state of the room's handle, and calls `on_state`."""
         room, state = action.room, action.state
         handle = self._handles.get(room)
         if handle is None:
@@ -362,7 +381,7 @@ class HandleRegistry:
             self._on_state(handle, state)
 
     def release(self, action: ev.Released) -> None:
-        """Marks the pages of a room as reusable."""
+        """Executes `Released`: marks the pages of the room as reusable."""
         handle = self._handles.get(action.room)
         if handle is not None:
             self._free(action.room)
@@ -370,7 +389,7 @@ class HandleRegistry:
             self._forget(handle)
 
     def refuse(self, room: int, text: str) -> None:
-        """Fails a room that the machine has refused to open."""
+        """Fails a room that the machine has refused to open, with this text as the cause."""
         handle = self._handles.get(room)
         if handle is not None:
             self._free(room)
@@ -378,7 +397,7 @@ class HandleRegistry:
             self.change_state(ev.StateChanged(room, RoomState.FAILED, self._failure("KV_ROOM_DUPLICATE", text)))
 
     def finish(self, handle: Send | Receive) -> None:
-        """Ends a fake room, which succeeds at once."""
+        """Ends a fake room, which transfers nothing (for warm-up and health checks), as successful at once."""
         handle.release()
         handle.change_state(RoomState.SUCCESS, None)
         if self._on_state is not None:
@@ -406,7 +425,7 @@ class HandleRegistry:
 
 
 def check_room(room: object) -> int:
-    """Returns a room's number as an int; raises LocalProtocolError unless it is an unsigned 64-bit integer."""
+    """Returns a room number as an int; raises LocalProtocolError unless it is an unsigned 64-bit integer."""
     return check_size("room", room, 0, _MAX_ROOM, LocalProtocolError)
 
 
@@ -418,17 +437,17 @@ def check_flag(name: str, value: object) -> bool:
 
 
 def check_timeout(seconds: object) -> float:
-    """Returns a timeout in seconds, limited to a valid range; raises LocalProtocolError unless it is a number."""
+    """Returns a timeout in seconds, limited to 0..1e9; raises LocalProtocolError unless `seconds` is a number."""
     if isinstance(seconds, bool) or not isinstance(seconds, Real) or seconds != seconds:
         raise LocalProtocolError(f"timeout is {shown(seconds)}: it must be a number of seconds")
     return _LONGEST_WAIT_S if not seconds <= _LONGEST_WAIT_S else max(float(seconds), 0.0)
 
 
 def page_array(indices: Any, name: str = "pages") -> ev.Pages:
-    """Copies page numbers to an int32 array; `name` is the name of the argument.
+    """Copies page or item indices to an int32 array; `name` names the argument in errors.
 
     Raises:
-        LocalProtocolError: not a flat list of integers in the range of page numbers.
+        LocalProtocolError: not a flat list of integers, or an index that is negative or exceeds int32.
     """
     try:
         pages = np.asarray(indices)

@@ -27,7 +27,7 @@ class Lifecycle:
 
     Attributes:
         state: "new" until the agent is started, "closed" from the start of its close.
-        instances: endpoints of the registries that the agent asks.
+        instances: endpoints of the registries that the agent registers with or looks up.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class Lifecycle:
 
     @property
     def accepting(self) -> bool:
-        """Whether the engine may begin rooms."""
+        """Whether the engine may begin new rooms."""
         return self.state == "running"
 
     @property
     def draining(self) -> bool:
-        """Whether the agent takes no new rooms."""
+        """Whether the agent is draining: it accepts no new rooms until `resume`."""
         return self.state == "draining"
 
     def start(self) -> None:
@@ -73,7 +73,7 @@ class Lifecycle:
             return before
 
     def begin_drain(self) -> None:
-        """Stops taking new rooms; raises as `Agent.begin_drain`."""
+        """Stops accepting new rooms; raises LocalProtocolError unless the agent is running or draining."""
         with self._changing:
             if self.state not in ("running", "draining"):
                 raise LocalProtocolError(f"agent {self._name} is {self.state}")
@@ -83,13 +83,17 @@ class Lifecycle:
             self.state = "draining"
 
     def leave(self) -> None:
-        """Starts to drain if the agent is running, and refuses `resume` from now on."""
+        """Starts to drain if the agent is running, and makes `resume` fail from now on."""
         self._leaving = True
         if self.accepting:
             self.begin_drain()
 
     def resume(self) -> None:
-        """Takes new rooms again after `begin_drain`; raises as `Agent.resume`."""
+        """Accepts new rooms again after `begin_drain`.
+
+        Raises:
+            LocalProtocolError: the agent is not running or draining, or its engine has called `leave`.
+        """
         with self._changing:
             if self._leaving or self.state not in ("running", "draining"):
                 state = "being closed by its engine" if self._leaving else self.state
@@ -99,12 +103,12 @@ class Lifecycle:
             self._mailbox.put(ev.Drain(False))
 
     def rosters(self) -> list[tuple[str, Roster]]:
-        """Returns the endpoint and the last answer of each registry that is asked."""
+        """Returns the endpoint and the last answer of each registry; none before the agent is started."""
         rosters = [(instance, self._registries.roster(instance)) for instance in self.instances]
         return [(instance, roster) for instance, roster in rosters if roster is not None]
 
     def waiting_for(self) -> str | None:
-        """Returns the reason why the agent cannot serve yet, as text; None if it can.
+        """Returns the reason why the agent cannot serve yet, as text; None if it can serve.
 
         A prefill rank serves when it is registered, a decode rank when every rank of its instances is connected.
         """
@@ -131,14 +135,19 @@ class Lifecycle:
         return "; ".join(waits) or None
 
     def serving(self) -> list[str]:
-        """Decode: returns the endpoints of the prefill instances whose ranks are all connected."""
+        """Returns the endpoints of the prefill instances whose ranks are all connected; only on a decode rank."""
         machine = self._machine
         missing = set(machine.missing_peers) if isinstance(machine, DecodeMachine) else set()
         rosters = [(instance, machine.roster(instance)) for instance in self.instances]
         return [instance for instance, roster in rosters if roster and missing.isdisjoint(roster)]
 
     def wait_ready(self, timeout: float) -> None:
-        """Waits until the agent can serve, for at most `timeout` seconds; raises as `Agent.wait_ready`."""
+        """Waits until the agent can serve, for at most `timeout` seconds.
+
+        Raises:
+            DeadlineExceeded: the agent cannot serve yet; the text gives the reason.
+            ConfigError: a registry refuses this agent, or a peer does not fit it.
+        """
         deadline = time.monotonic() + timeout
         while (waiting := self.waiting_for()) is not None:
             self._check_fit()

@@ -1,4 +1,4 @@
-"""Tells whether another process on this host has ended and so can no longer write to memory."""
+"""Checks whether another process on this host has ended, so that it can no longer write to memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def host_identity() -> str:
 
 
 def is_dead(pid: int) -> bool:
-    """Whether a process has ended: it is gone, or is a zombie without other threads.
+    """Returns whether a process has ended: it does not exist, or is a zombie without other threads.
 
-    A process whose main thread alone has ended looks like a zombie. In a process that is being killed another thread
-    may still be releasing its GPUs, whose kernels run until that is done.
+    A process whose main thread alone has ended looks like a zombie, too. In a process that is being killed another
+    thread may still be releasing its GPUs, whose kernels run until that is done.
     """
     try:
         status = Path(f"/proc/{pid}/stat").read_text()

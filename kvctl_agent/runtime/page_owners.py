@@ -1,4 +1,4 @@
-"""Ownership of the pages, aux rows and state items of a decode rank's pool: which room's writers may write where."""
+"""Ownership of a decode rank's memory: assigns pages, aux rows and state items to the rooms that receive into them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PageOwners:
     rooms may share them. Not thread-safe.
 
     Args:
-        kinds: name and number of each kind of memory ("page", "aux row", "item of state conv").
+        kinds: name of each kind of memory ("page", "aux row", "item of state conv"), and the size of the pool in it.
     """
 
     def __init__(self, kinds: Sequence[tuple[str, int]]) -> None:
@@ -35,10 +35,10 @@ class PageOwners:
         """Assigns memory to a room.
 
         Args:
-            wanted: numbers of each kind, in the order of `kinds`; the last kinds may be omitted.
+            wanted: indices in each kind of memory, in the order of `kinds`; the last kinds may be omitted.
 
         Raises:
-            LocalProtocolError: a number appears twice, or belongs to another room; nothing has changed.
+            LocalProtocolError: an index appears twice, or belongs to another room; nothing has changed.
         """
         # The cost depends on these numbers only, not on the size of the pool. numpy would convert indices of another
         # type than intp in every step.
@@ -66,11 +66,11 @@ class PageOwners:
 
     @property
     def rooms(self) -> list[int]:
-        """Rooms that own memory."""
+        """Numbers of the rooms that own pages, aux rows or state items."""
         return list(self._rooms)
 
     def release(self, room: int) -> None:
-        """Frees a room's memory, once nothing can be written for it any more; unknown rooms are ignored."""
+        """Frees a room's memory, to which nothing can be written for the room any more; ignores unknown rooms."""
         self._free(self._rooms.pop(room, ()))
 
     def _free(self, claims: Iterable[_Claim]) -> None:
@@ -87,6 +87,9 @@ class PageOwners:
 
 
 def written(opening: ev.OpenRoom) -> tuple[ev.Pages, ...]:
-    """Returns the memory that a room receives into: pages, aux row, and the items of each state component."""
+    """Returns the memory that a room receives into: its pages, its aux row and the items of each state component.
+
+    Each kind is an int32 array of indices in this rank's pool; the arrays are in the order of `PageOwners`.
+    """
     aux = [opening.aux_index] if opening.aux_index >= 0 else []
     return opening.pages, np.array(aux, np.int32), *opening.states

@@ -39,19 +39,19 @@ _COPIES_BYTES = 64 << 20  # larger than the caches
 
 
 class MeasuredCost(NamedTuple):
-    """Result of the last measurement of a connection, and its monotonic time."""
+    """Result of the latest measurement of a connection, and its monotonic time."""
 
     cost: ConnectionCost
     at_ns: int
 
 
 class CostMeasurement:
-    """One measurement, pending or done; the worker calls `run`, any thread may call the other methods.
+    """One measurement of a connection, pending or done; the worker calls `run`, any thread may call `wait`.
 
     Attributes:
         peer: agent name of the peer.
         lane: name of the transport.
-        ended_ns: monotonic end of the measurement; 0 while it is pending.
+        ended_ns: monotonic time of the end of the measurement; 0 while it is pending.
     """
 
     def __init__(self, connection: PeerConnection, measure: Callable[[PeerConnection], ConnectionCost]) -> None:
@@ -64,7 +64,7 @@ class CostMeasurement:
         self._done = threading.Event()
 
     def run(self) -> None:
-        """Measures the connection."""
+        """Measures the connection, and keeps the cost or the error for `wait`."""
         try:
             self._result = self._measure(self._connection)
         except KvctlError as error:
@@ -75,7 +75,7 @@ class CostMeasurement:
         self._done.set()
 
     def wait(self, timeout: float) -> ConnectionCost | None:
-        """Returns the cost of the connection; None if it is not known after `timeout` seconds.
+        """Returns the cost of the connection; None if the measurement has not ended after `timeout` seconds.
 
         Raises:
             KvctlError: the connection could not be measured.
@@ -87,12 +87,12 @@ class CostMeasurement:
 
 
 class PeerConnections:
-    """Connections by peer; the first one calibrates the path chooser.
+    """Connections by peer; the path chooser is calibrated when the first peer is connected.
 
     Attributes:
         by_peer: connections, written by the control loop only; entries are replaced, never changed.
         measured: latest measurements by peer; any thread may read them.
-        memory_gb_per_s: memcpy rate of one thread on this machine, once the chooser has been calibrated.
+        memory_gb_per_s: memcpy rate of one thread on this machine in GB/s; None until the chooser is calibrated.
     """
 
     def __init__(
@@ -107,11 +107,13 @@ class PeerConnections:
         worker: TransferWorker | None = None,
         direct_programs: int | None = None,
     ) -> None:
-        """Creates the registry of connections.
+        """Creates the table of connections.
 
         Args:
+            buffers: staging buffers of a prefill rank; None without staging.
+            chooser: path chooser to calibrate.
             by_peer: empty mapping, shared with the transfer workers.
-            worker: prefill: measures connections between parts.
+            worker: prefill: worker that measures connections between parts.
             direct_programs: limit of the direct path's share of the device, as for `DirectPath`.
         """
         self.by_peer = by_peer
@@ -130,7 +132,7 @@ class PeerConnections:
         self._compiled: set[Geometry] = set()
 
     def connect(self, peer: str, info: PeerInfo, shards: tuple[LocalShard, ...]) -> None:
-        """Connects `peer`, which has `shards` of the model; raises KvctlError if that is impossible."""
+        """Connects `peer`, whose pool holds `shards` of the model; raises KvctlError if that is impossible."""
         addresses = PoolAddresses.from_wire(info.pool, shards)
         self._transport.connect(peer, info.metadata)
         self._scratch[peer] = Region(info.scratch_base, info.scratch_bytes)
@@ -141,7 +143,7 @@ class PeerConnections:
         self.calibrate_once()
 
     def drop(self, peer: str) -> None:
-        """Drops a peer; unknown names are ignored. Its memory stays mapped while kernels use it."""
+        """Drops a peer; ignores unknown names. The peer's memory stays mapped while kernels use it."""
         connection = self.by_peer.pop(peer, None)
         if connection is not None:
             connection.close()
@@ -150,12 +152,12 @@ class PeerConnections:
         self._transport.disconnect(peer)
 
     def close(self) -> None:
-        """Unmaps all peers' memory; called after the workers have ended."""
+        """Unmaps the memory of all peers; to be called after the workers have ended."""
         for connection in list(self.by_peer.values()):
             connection.close()
 
     def reaches(self, peer: str) -> bool:
-        """Whether the peer's memory is mapped, so that the direct path can be used. Any thread may call it."""
+        """Returns whether the peer's memory is mapped, so that the direct path can be used. Any thread may call it."""
         connection = self.by_peer.get(peer)
         return connection is not None and connection.mapping is not None
 
@@ -174,7 +176,7 @@ class PeerConnections:
         return connection
 
     def measure(self) -> ConnectionCost:
-        """Measures the connection to the first connected peer, between parts.
+        """Measures the connection to the first connected peer between parts, and waits for the result.
 
         Raises:
             LocalProtocolError: no peer is connected or offers scratch memory, or this is a decode rank.
@@ -194,7 +196,7 @@ class PeerConnections:
             big_bytes: size of the large write; None for the default.
 
         Raises:
-            LocalProtocolError: the peer is not connected.
+            LocalProtocolError: the peer is not connected, or this is a decode rank.
         """
         connection = self._first() if peer is None else self.by_peer.get(peer)
         if connection is None:
@@ -212,9 +214,10 @@ class PeerConnections:
         return measuring
 
     def calibrate_once(self) -> None:
-        """Makes the worker calibrate the chooser when the first peer is connected, if costs decide; early rooms wait.
+        """Makes the worker calibrate the chooser when the first peer is connected, if it chooses paths by cost.
 
-        On a device the worker also compiles the kernels, so that no part waits for the compiler.
+        Parts queued for this worker meanwhile wait. On a device the worker also compiles the kernels, so that no part
+        waits for the compiler.
         """
         worker = self._worker
         if self._pool.device is not None and worker is not None and self._chooser.path not in (BULK, SLICE):
@@ -243,7 +246,7 @@ class PeerConnections:
         self._recorder.record("calibration", f"connection to {connection.peer}: {text}")
 
     def _calibrate_copies(self, connection: PeerConnection) -> None:
-        """Measures the cost of row copies in the pool's kind of memory."""
+        """Measures the costs of gathering rows and, if the peer's memory is mapped, of the direct path."""
         with HugePageMemory(_COPIES_BYTES) as memory:
             self.memory_gb_per_s = memcpy_gb_per_s_within(memory.array)
             if self._pool.device is None:
@@ -312,9 +315,10 @@ class PeerConnections:
         return cost
 
     def _source(self) -> Region:
-        """Returns the memory to read from: the pool if it is large, since its pages are as cold as those of a room.
+        """Returns the memory that measurements read: the pool or the staging buffers, whichever region is largest.
 
-        Aux rows are in host memory even if the pool is on a device.
+        A large pool is preferred since its pages are as cold as those of a room. Only memory on the device of the
+        staging buffers is considered: aux rows are in host memory even if the pool is on a device.
         """
         assert self._buffers is not None
         buffers = self._buffers.region()
@@ -323,10 +327,11 @@ class PeerConnections:
 
 
 def map_peer_memory(device: Device | None, info: PeerInfo) -> tuple[MappedMemory | None, str]:
-    """Maps a peer's memory, which the direct path needs; returns the mapping, or None and the reason.
+    """Maps a peer's memory, which the direct path needs; returns the mapping, or None and the reason as text.
 
     Args:
         device: device of this rank's pool; None for host memory.
+        info: info of the peer, which lists the allocations that it shares.
     """
     if device is None:
         return None, "this rank's pool is host memory"

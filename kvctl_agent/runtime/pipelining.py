@@ -1,4 +1,4 @@
-"""Divides the layers of each forward into groups that are sent separately, and tunes the group size by the results."""
+"""Divides the layers of each forward into groups that are sent separately, and tunes the size of the groups."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Pipelining:
         self._tuner = GroupSizeTuner(Random())
 
     def decide(self, forward: ForwardInfo) -> Grouping:
-        """Returns the layer groups of one forward, and counts the reason for them."""
+        """Returns the layer groups of one forward, and counts the reason for the decision in the metrics."""
         grouping = group_layers(self.layers.start, len(self.layers), forward, self.options, self._tuner.choose)
         self._metrics.add("kvctl_pipeline_decisions_total", 1, grouping.reason)
         return grouping
 
     def set(self, mode: str) -> None:
-        """Changes the mode: off, on, measured, or a number of layers per group; raises ConfigError otherwise."""
+        """Changes the mode; raises ConfigError unless it is off, on, measured, or a number of layers per group."""
         if isinstance(mode, str) and mode.isdecimal() and len(mode) <= _MOST_DIGITS and int(mode) > 0:
             self.options = replace(self.options, mode="on", group_size=int(mode))
             return
@@ -62,6 +62,6 @@ class Pipelining:
         self.options = replace(self.options, **{field: value})
 
     def learn(self, sent: Overlapped) -> None:
-        """Passes the times of a sent pipelined room to the tuner."""
+        """Executes `Overlapped`: passes the times of a room sent in layer groups to the group size tuner."""
         tokens = sent.pages * self._page_size
         self._tuner.observe(tokens, sent.groups, sent.compute_ns, sent.transfer_ns, sent.exposed_ns)

@@ -1,4 +1,4 @@
-"""Base class of an agent's threads, and timer slack for those that poll."""
+"""Base class of an agent's threads, and a function that reduces the timer slack of threads that poll."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PR_SET_TIMERSLACK = 29
 
 
 class AgentThread(ABC):
-    """One daemon thread that runs `_run` until `_request_stop`."""
+    """Base class of a daemon thread that runs `_run` until `_request_stop` is called."""
 
     def __init__(self, name: str) -> None:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -20,7 +20,7 @@ class AgentThread(ABC):
         self._thread.start()
 
     def close(self, timeout: float) -> bool:
-        """Asks the thread to stop and waits for it; returns whether it has ended (or was never started)."""
+        """Asks the thread to stop and waits up to `timeout` seconds; returns whether it has ended or never started."""
         self._request_stop()
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -34,7 +34,7 @@ class AgentThread(ABC):
 
 
 def minimize_timer_slack() -> None:
-    """Makes sleeps of the calling thread end on time, even very short ones.
+    """Reduces the timer slack of the calling thread, so that it can sleep for microseconds.
 
     Linux delays wake-ups by up to 50 µs so that timers can share an interrupt: a sleep of 20 µs takes 74 µs. If the
     slack cannot be changed, sleeps stay that long.

@@ -1,9 +1,11 @@
-"""Transfer workers of a prefill rank: threads that execute `Transfer` actions as flights and advance them to their end.
+"""Transfer workers of a prefill rank: threads that execute `Transfer` actions.
 
-A worker never waits for a peer. A flight whose room has failed, or whose write has failed, is abandoned: it no longer
-counts as active, but is polled until the engine can no longer write, and only then reported as ended. Parts for a peer
-that has a long-running flight wait until that flight ends, so that a stopped peer does not occupy all staging buffers.
-A stopped peer therefore delays no other peer, and no memory is reused while a write from or to it may be in flight.
+A part is transferred by a flight (`paths.base.Flight`), which the worker advances until the write has completed. A
+worker never waits for a peer. A flight whose room has failed, or whose write has failed, is abandoned: it no longer
+counts as active, but is polled until the transport can no longer write, and only then reported as ended. Parts for a
+peer that has a long-running flight wait until that flight ends, so that a stopped peer does not occupy all staging
+buffers. A stopped peer therefore delays no other peer, and no memory is reused while a write from or to it may be in
+flight.
 
 Nothing is posted to a peer whose lease has expired: its parts wait until the lease is renewed, or until their rooms
 fail because the peer is lost.
@@ -47,16 +49,16 @@ Job = Transfer | Callable[[], None]
 
 
 class TransferWorker(AgentThread):
-    """One transfer worker.
+    """Thread that transfers parts.
 
     Args:
         paths: transfer paths by name; used by this worker only.
         aux: path of aux rows.
         connections: connections by peer, written by the control loop; entries are replaced, never changed.
-        progress: makes the engine progress; called now and then while the worker is idle.
+        progress: makes the transport progress; called now and then while the worker is idle.
         report: puts events into the control loop's mailbox.
-        checksum: send the checksum of its bytes with every part.
-        on_device: a GPU transfers the parts, so poll their completion often.
+        checksum: send a checksum of the bytes with every part.
+        on_device: a GPU transfers the parts, so their completion is polled often.
     """
 
     def __init__(
@@ -154,18 +156,18 @@ class TransferWorker(AgentThread):
         return moved
 
     def _must_wait(self, order: Transfer) -> bool:
-        """Whether a part must not begin now; a cancelled one need not wait, since it is dropped."""
+        """Returns whether a part must not begin now. A cancelled part need not wait, since it is dropped."""
         if order.cancel.cancelled:
             return False
         return not order.cancel.lease.valid(time.monotonic_ns()) or self._slow(order.peer)
 
     def _slow(self, peer: str) -> bool:
-        """Whether a peer has a long-running flight, so that no more parts should begin to it."""
+        """Returns whether a peer has a long-running flight and others, so that no more parts to it should begin."""
         began = [flight.began_ns for flight in self._active if flight.order.peer == peer]
         return len(began) >= _ACTIVE_SLOW and began[0] <= time.monotonic_ns() - _STUCK_NS
 
     def _has_capacity(self) -> bool:
-        """Whether another part may begin.
+        """Returns whether another part may begin.
 
         Long-running flights do not count: their peer may have stopped, and a few of them would block all other peers.
         """
@@ -175,7 +177,7 @@ class TransferWorker(AgentThread):
         return sum(flight.began_ns > since for flight in self._active) < self._most_active
 
     def _next(self, idle: bool) -> Job | object | None:
-        """Returns the next job, or `_NOTHING`; waits only while there is nothing else to do."""
+        """Returns the next job, or `_NOTHING` if there is none; waits for a job only if `idle`."""
         try:
             job = self._jobs.get(timeout=self._idle_s()) if idle else self._jobs.get_nowait()
         except Empty:
@@ -223,7 +225,7 @@ class TransferWorker(AgentThread):
             self._report_failed(order, error, in_flight=False)
 
     def _advance(self, flight: Flight) -> bool:
-        """Advances one flight; returns whether it is no longer active."""
+        """Advances one flight; returns whether the flight is no longer active."""
         order = flight.order
         try:
             done = flight.advance()
@@ -287,7 +289,10 @@ def _checksum(connection: PeerConnection, order: Transfer) -> int:
 
 
 def _abandoned(flight: Flight) -> bool:
-    """Abandons a flight; returns whether it can write no more. An error proves nothing, and must not end the thread."""
+    """Abandons a flight; returns whether the transport can no longer write any of its bytes.
+
+    An exception does not prove that, and must not end the thread.
+    """
     try:
         return flight.give_up()
     except Exception:
