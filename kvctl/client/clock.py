@@ -1,4 +1,4 @@
-"""Estimates the offset between an agent's wall clock and the local one from round trips."""
+"""Estimates the offset between an agent's wall clock and the local wall clock from round trips."""
 
 from __future__ import annotations
 

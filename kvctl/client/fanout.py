@@ -93,7 +93,7 @@ class _Handshake:
         from zmq.utils.monitor import recv_monitor_message  # imports asyncio, which local agents do not need
 
         while self.socket.poll(0):
-            if (error := self._judge(recv_monitor_message(self.socket)["event"])) is not None:
+            if (error := self._error_of(recv_monitor_message(self.socket)["event"])) is not None:
                 return error
         return None
 
@@ -102,7 +102,7 @@ class _Handshake:
         self._watched.disable_monitor()
         self.socket.close(linger=0)
 
-    def _judge(self, event: int) -> tuple[FaultCode, str] | None:
+    def _error_of(self, event: int) -> tuple[FaultCode, str] | None:
         match event:
             case zmq.EVENT_CONNECTED:
                 self._connected = True
@@ -126,7 +126,7 @@ class _Handshake:
 
 
 class Fanout:
-    """Sockets to agents, kept open between requests; a context manager."""
+    """Sends requests to agents over sockets that stay open between requests; a context manager."""
 
     def __init__(self, keys: KeyNames = NO_KEYS) -> None:
         self._context = zmq.Context()
@@ -189,7 +189,7 @@ class Fanout:
                     continue
                 endpoint, handshake = watched[socket]
                 if (error := handshake.error()) is not None:
-                    self._give_up(endpoint, *error, pending, replies)
+                    self._fail_pending(endpoint, *error, pending, replies)
                     for each in (socket, self._sockets[endpoint]):
                         if each in poller:
                             poller.unregister(each)
@@ -247,13 +247,13 @@ class Fanout:
                 return
             if len(frames) != 3 or frames[0] != MAGIC:
                 text = f"speaks another protocol than {MAGIC.decode()}: first frame {frames[0][:16]!r}"
-                self._give_up(endpoint, FaultCode.PROTOCOL, text, pending, replies)
+                self._fail_pending(endpoint, FaultCode.PROTOCOL, text, pending, replies)
                 continue
             answered = pending.pop(frames[1], None)
             if answered is not None:
                 replies[answered.index] = _decoded(answered, frames[2])
 
-    def _give_up(
+    def _fail_pending(
         self,
         endpoint: Endpoint,
         code: FaultCode,

@@ -23,7 +23,10 @@ class FaultCode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why one agent did not answer a request; an entry of `errors` in JSON."""
+    """The reason why one agent did not answer a request; an entry of `errors` in JSON output.
+
+    `code` is a `FaultCode` or an `ErrorCode` of the agent.
+    """
 
     agent: str
     code: str

@@ -133,7 +133,7 @@ class Fleet:
         return survey
 
     def advance(self) -> bool:
-        """Returns True: a live fleet advances by itself."""
+        """Does nothing and returns True, because a live fleet advances by itself."""
         return True
 
     def ask(self, requests: Sequence[tuple[Endpoint, Call]]) -> list[Reply]:

@@ -18,7 +18,7 @@ DEFAULT_NAME = "default"
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """Key pair of this client, and the public key of the fleet."""
+    """CURVE keys: the key pair of this client, and the public key of the fleet's agents."""
 
     own: KeyPair
     server: bytes

@@ -120,7 +120,7 @@ def text_fault(fault: Fault) -> Fault:
 
 
 def utf8(text: str) -> str:
-    """Replaces lone surrogates, which JSON cannot encode, with escapes."""
+    """Returns the text with lone surrogates, which JSON cannot encode, replaced by escapes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -243,7 +243,7 @@ class SnapshotReader:
         return map(self._decoded, range(len(self)))
 
     def __getitem__(self, index: int) -> RecordedSnapshot:
-        """Decodes one snapshot; raises CliError if it is damaged."""
+        """Returns the snapshot with this index, decoded; raises CliError if it is damaged."""
         return self._decoded(index)
 
     def _decode(self, index: int) -> RecordedSnapshot:

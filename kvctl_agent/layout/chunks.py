@@ -40,7 +40,7 @@ def prefix_pages(prefix_tokens: int, page_size: int) -> int:
     """Returns the number of pages in a prefix of `prefix_tokens` tokens that the decode side already has.
 
     Raises:
-        LayoutError: the prefix ends inside a page. Only this room fails.
+        LayoutError: the prefix ends inside a page, or a size is out of range.
     """
     prefix_tokens = check_size("prefix_tokens", prefix_tokens, minimum=0)
     page_size = check_size("page_size", page_size)
@@ -54,7 +54,7 @@ def prefix_pages(prefix_tokens: int, page_size: int) -> int:
 
 
 def chunk_pages(chunk_tokens: int, page_size: int) -> int:
-    """Returns the pages per grid cell: the whole pages that fit into `chunk_tokens`, at least one.
+    """Returns the pages per chunk: the number of whole pages that fit into `chunk_tokens` tokens, at least one.
 
     Raises:
         LayoutError: a size is below 1.
@@ -64,10 +64,15 @@ def chunk_pages(chunk_tokens: int, page_size: int) -> int:
 
 
 def grid(total_pages: int, prefix_pages: int, chunk_pages: int) -> tuple[Chunk, ...]:
-    """Returns the cells of a room in page order; empty if the prefix covers the whole prompt.
+    """Returns the chunks of a room in page order; empty if the prefix covers the whole prompt.
 
-    A cell that lies wholly inside the prefix is absent and its number is not reused. The cell in which the prefix ends
-    starts at the end of the prefix.
+    A chunk that lies wholly inside the prefix is absent, and its number is not reused. The chunk in which the prefix
+    ends starts at the end of the prefix.
+
+    Args:
+        total_pages: Pages of the prompt.
+        prefix_pages: Leading pages that the decode side already has.
+        chunk_pages: Pages per grid cell.
 
     Raises:
         LayoutError: the prefix is longer than the prompt, or a size is out of range.

@@ -14,7 +14,13 @@ from kvctl_agent.layout.parallel import mix64
 
 
 def sole_cp_sender(mode: str, cp: int, room: int) -> int | None:
-    """Returns the cp rank that sends the whole room, or None if all cp ranks share it."""
+    """Returns the cp rank that sends all pages of a room, or None if the cp ranks share the pages.
+
+    Args:
+        mode: One of `CP_MODES`.
+        cp: Number of cp ranks.
+        room: The room's number.
+    """
     if mode == RANK0:
         return 0
     if mode == ROOM_HASH:

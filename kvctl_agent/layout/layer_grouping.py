@@ -50,13 +50,13 @@ class ForwardInfo:
 
     @property
     def average_tokens(self) -> float:
-        """Mean of new tokens per request; 0 for an empty batch."""
+        """Mean number of new tokens per request; 0 for an empty batch."""
         return sum(self.tokens) / len(self.tokens) if self.tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class GroupingOptions:
-    """The configuration keys `pipeline` and `pipeline_*`.
+    """Options of layer grouping, the configuration keys `pipeline` and `pipeline_*`.
 
     Attributes:
         mode: off, on (number of groups by the formula), or measured (number of groups chosen from measured times).
@@ -157,7 +157,8 @@ def group_layers(
 def formula_size(average_tokens: float, num_layers: int, options: GroupingOptions) -> int:
     """Returns the layers per group by the formula: longer prompts get fewer groups, from `max_iters` to `min_iters`.
 
-    Floor division may give more groups than `iters`, with a smaller last group. SGLang does the same.
+    Because of floor division there may be more groups than the formula's number, and the last group is then smaller.
+    SGLang divides in the same way.
     """
     threshold = max(1, options.min_tokens)
     saturated = threshold * max(_MIN_SATURATION, options.sat_multiplier)
@@ -168,7 +169,7 @@ def formula_size(average_tokens: float, num_layers: int, options: GroupingOption
 
 
 def formula_groups(average_tokens: float, num_layers: int, options: GroupingOptions) -> int:
-    """Returns the number of groups that result from `formula_size`."""
+    """Returns the number of groups of `formula_size` layers that `num_layers` layers result in."""
     return -(-num_layers // formula_size(average_tokens, num_layers, options))
 
 

@@ -1,4 +1,4 @@
-"""Ranks of a prefill or decode instance: parallel sizes, numbering, and the layers and heads that each rank holds."""
+"""Ranks of a prefill or decode instance: parallel sizes, rank numbers, and the layers and heads on each rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_RANKS = 65_536
 
 
 class RankCoord(NamedTuple):
-    """A rank's coordinates in its instance."""
+    """Coordinates of a rank in its instance: its dp, pp, cp and tp rank."""
 
     dp: int
     pp: int
@@ -56,7 +56,7 @@ class ParallelConfig:
             raise LayoutError(f"stages={sizes} has {len(self.stages)} stages, but pp={self.pp}")
 
     def stage_range(self, num_layers: int, stage: int) -> tuple[int, int]:
-        """Returns the layers [lo, hi) that a pipeline stage holds of a model with `num_layers` layers.
+        """Returns the layers [lo, hi) of pipeline stage `stage`, for a model with `num_layers` layers.
 
         Raises:
             LayoutError: the stages do not add up to `num_layers`, or there are fewer layers than stages.
@@ -81,7 +81,7 @@ class ParallelConfig:
         return self.dp * self.pp * self.cp * self.tp
 
     def coord(self, unique_rank: int) -> RankCoord:
-        """Returns the coordinates of a rank.
+        """Returns the coordinates of the rank numbered `unique_rank`.
 
         Raises:
             LayoutError: the instance has no such rank.
@@ -94,7 +94,7 @@ class ParallelConfig:
         return RankCoord(dp=dp, pp=pp, cp=cp, tp=tp)
 
     def unique_rank(self, coord: RankCoord) -> int:
-        """Returns the number of the rank at `coord`; the inverse of `coord()`.
+        """Returns the number of the rank with these coordinates; the inverse of method `coord`.
 
         Raises:
             LayoutError: a coordinate is outside this instance.
@@ -117,7 +117,7 @@ class ParallelConfig:
 
 
 class HeadRange(NamedTuple):
-    """Heads [lo, hi) of one rank, numbered over the whole model."""
+    """The heads [lo, hi) that one rank holds, numbered over the whole model."""
 
     lo: int
     hi: int
@@ -193,7 +193,7 @@ def local_shards(shape: ModelShape, page_size: int, side: ParallelConfig, coord:
 
 
 def stage_layers(segment: Segment, shape: ModelShape, side: ParallelConfig, stage: int) -> tuple[int, int]:
-    """Returns the layers [lo, hi) of a segment that a pipeline stage holds, in the segment's numbering.
+    """Returns the layers [lo, hi) of a segment on one pipeline stage of instance `side`, in the segment's numbering.
 
     Draft layers are on the last stage. A layer of a state component is on the stage of the KV layer it belongs to.
     """

@@ -63,7 +63,7 @@ class TransferSlice:
         return self.heads == self.src_pool_heads == self.dst_pool_heads
 
     def payload_bytes(self, pages: int, layers: int | None = None) -> int:
-        """Returns the bytes of a part of `pages` pages and `layers` layers (all layers of the slice if None)."""
+        """Returns the bytes of a part of this slice with `pages` pages and `layers` layers (None: all layers)."""
         return (self.num_layers if layers is None else layers) * pages * self.heads * self.page_head_bytes
 
     def part_bytes(self, pages: int, layers: int | None = None) -> int:
@@ -147,8 +147,8 @@ def state_slices_to_reader(inputs: PlanInputs, room: int, reader: int) -> Transf
 def aux_writer(inputs: PlanInputs, room: int, reader: int) -> int:
     """Returns the prefill rank that writes the aux row of a decode rank.
 
-    Candidates are the ranks of the last pipeline stage with cp 0 and the tp rank of a writer that sends this decode
-    rank KV. The hash of the room elects one of them.
+    Candidates are the ranks of the last pipeline stage that have cp rank 0 and the tp rank of a writer of KV to this
+    decode rank. The hash of the room's number selects one of them.
 
     Raises:
         LayoutError: the decode instance has no such rank.

@@ -136,7 +136,7 @@ class ModelShape:
         return self.num_layers * self.num_kv_heads * (self.k_dim + self.v_dim) * self.dtype_bytes
 
     def planes(self, page_size: int) -> tuple[Plane, ...]:
-        """Returns the arrays of one layer, in the order in which a part contains them."""
+        """Returns the planes of one layer with `page_size` tokens per page, in the order in which a part has them."""
         k_head_bytes, v_head_bytes = self.k_dim * self.dtype_bytes, self.v_dim * self.dtype_bytes
         if self.kind == "mla":
             planes = [Plane("latent", page_size, k_head_bytes), Plane("scale", 1, self.k_scale_bytes)]
@@ -175,7 +175,7 @@ class Segment:
 
     @property
     def state(self) -> bool:
-        """Whether this is per-request state, whose items have index lists of their own, rather than KV pages."""
+        """Whether the segment is per-request state, whose items have index lists of their own, rather than KV pages."""
         return bool(self.kv_layers)
 
     @property

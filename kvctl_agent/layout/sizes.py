@@ -33,7 +33,7 @@ def check_size(
 
 
 def set_sizes(instance: object, *names: str, minimum: int = 1) -> None:
-    """Checks the named attributes of a frozen dataclass instance and converts each to int.
+    """Checks that the named attributes of a frozen dataclass instance are sizes, and converts them to int.
 
     Raises:
         LayoutError: as for `check_size`.

@@ -1,3 +1,3 @@
-"""KV pools, staging memory and the copies between them. Imports numpy, never torch."""
+"""KV pools, staging memory, and the copies between them. The package imports numpy but never torch."""
 
 from __future__ import annotations

@@ -47,7 +47,10 @@ class SegmentAddresses:
         return self.shard.segment.planes[plane].rows * self.row_bytes(plane)
 
     def row_addrs(self, layer: int, plane: int, pages: Indices, head: int = 0) -> Indices:
-        """Returns the address of local head `head` in every row of `pages`, int64 `[len(pages) * rows]`."""
+        """Returns the address of local head `head` in every row of `pages`, int64 `[len(pages) * rows]`.
+
+        `layer` is in the segment's numbering, `plane` an index into the segment's planes.
+        """
         _, rows, head_bytes = self.shard.segment.planes[plane]
         row_indices = (pages[:, None] * rows + np.arange(rows, dtype=np.int64)).reshape(-1)
         start = self.bases[layer - self.shard.layer_lo][plane] + head * head_bytes
@@ -76,7 +79,7 @@ class PoolAddresses:
         return self.segments[0].num_slots
 
     def aux_addr(self, slot: int) -> int:
-        """Returns the address of one aux row."""
+        """Returns the address of aux row `slot`."""
         return self.aux_base + slot * self.aux_row_bytes
 
     def to_wire(self) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class HugePageMemory:
         self._closed = False
 
     def view(self, region: Region) -> Bytes:
-        """Returns the bytes of a region inside this memory. Unlike `Region.array`, it stays valid after `close`."""
+        """Returns the bytes of a region inside this memory; unlike `Region.array`, valid also after `close`."""
         start = region.addr - self.addr
         return self.array[start : start + region.nbytes]
 
@@ -78,7 +78,7 @@ class HugePageMemory:
         return MemorySpan(self.addr + offset, nbytes, self.array[offset : offset + nbytes])
 
     def close(self) -> None:
-        """Returns the memory to the kernel; idempotent. Regions must be deregistered and writes drained before.
+        """Returns the memory to the kernel; idempotent. First deregister its regions and let all writes end.
 
         The pages are freed immediately even if views still exist: a late reader sees zeros instead of crashing the
         process. The address range is unmapped with the last view.
@@ -128,12 +128,12 @@ class Allocation(Protocol):
         ...
 
     def close(self) -> None:
-        """Frees the memory; idempotent. Its regions must be deregistered and all writes drained before."""
+        """Frees the memory; idempotent. Its region must be deregistered and all writes must have ended before."""
         ...
 
 
 class DeviceAllocation:
-    """An allocation in a device's memory, not zeroed."""
+    """An allocation in a device's memory, which is not zeroed."""
 
     def __init__(self, device: Device, nbytes: int, mem_pool: str = "default") -> None:
         """Allocates `nbytes` on `device`.
@@ -277,6 +277,6 @@ class RingMemory:
         return self._memory.region
 
     def close(self) -> None:
-        """Frees the memory; idempotent. All writers must have drained."""
+        """Frees the memory; idempotent. No writer may have a write to the ring in flight."""
         self._open_bytes = 0
         self._memory.close()

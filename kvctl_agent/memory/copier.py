@@ -1,4 +1,4 @@
-"""Interface of the copiers, which gather parts into staging and scatter them from the ring, on the host or a device."""
+"""Interface of the copiers, which gather parts into staging buffers and scatter them from the staging ring."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ class PendingCopy(Protocol):
 
 
 class LandedPart(NamedTuple):
-    """A part that has been written to the ring, and the pages to scatter it to."""
+    """A part that has been written to the ring, to be scattered.
+
+    Attributes:
+        rows: The pages and heads to scatter to.
+        layout: Layout of the part in its ring region.
+        region: The ring region.
+    """
 
     rows: RowIndex
     layout: PartLayout

@@ -116,7 +116,7 @@ class BlockTable:
     """
 
     def __init__(self, addresses: SegmentAddresses, heads: int) -> None:
-        """Builds the tables; the caller has checked `heads`."""
+        """Builds the tables for parts of `heads` heads, which the caller has checked."""
         planes, layers = addresses.shard.segment.planes, len(addresses.bases)
         self.planes = len(planes)
         self.table_ranges = lru_cache(_CACHED_SPANS)(self._table_ranges)
@@ -142,7 +142,7 @@ class BlockTable:
     def _table_ranges(
         self, lo: int, hi: int, page_lo: int, page_hi: int, num_pages: int, nbytes: int, head: int
     ) -> tuple[TableRange, ...]:
-        """Divides a contiguous span of a part into block ranges of each table.
+        """Returns the block ranges, table by table, that make up a contiguous span of a part.
 
         The span has blocks [lo, hi), from page `page_lo` of the first block to page `page_hi` of the last.
 

@@ -270,11 +270,11 @@ class HeadSlice:
     `head_slice` keeps them while the pool is open.
 
     Attributes:
-        heads: Heads of the slice.
+        heads: Number of heads in the slice.
         whole: Whether the slice has all local heads, so that a page is one row.
         unit_heads: Heads in one row of `takes`: the largest number that divides both the local heads and `heads`.
         units_per_row: Rows of `takes` in one row of a page.
-        rows: For each plane, rows of a page.
+        rows: For each plane, number of rows of a page.
         page_bytes: For each plane, bytes of the slice in one page.
         takes: For each layer and plane, the one-dimensional contiguous array that a gather indexes: pages if `whole`,
             else units of `unit_heads` adjacent heads. Units are counted from the first head of the slice, which keeps

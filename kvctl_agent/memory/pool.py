@@ -43,7 +43,7 @@ _BLOCK_ALIGN_BYTES = 256
 
 
 class KVPool:
-    """The KV pool of one rank.
+    """The KV pool of one rank: KV, draft model KV, per-request state and aux rows.
 
     A pool of tensors is assumed to hold all layers of the model and its first heads until the agent calls
     `assign_shards`. An allocated pool has its layers and heads from the start.
@@ -130,7 +130,7 @@ class KVPool:
         draft: DraftKV | None = None,
         state: Sequence[StateTensors] = (),
     ) -> KVPool:
-        """Wraps the tensors of a model with multi-head latent attention, which every tensor-parallel rank holds whole.
+        """Wraps the tensors of a model with multi-head latent attention; every tensor-parallel rank has all of them.
 
         Args:
             latent: Latent rows of each layer, `[tokens, dim]` or `[tokens, 1, dim]`, contiguous, all on one device.
@@ -311,7 +311,7 @@ def _allocations(
 ) -> tuple[list[Allocation], Callable[[Region], Bytes], Bytes | None]:
     """Allocates zeroed memory for the blocks and the aux rows.
 
-    Aux rows follow the blocks in one allocation on the host, and have an allocation of their own with a device.
+    On the host, aux rows follow the blocks in one allocation; with a device they have an allocation of their own.
 
     Returns:
         The allocations, the first of which has the blocks; a function that returns the bytes of a block; and the bytes

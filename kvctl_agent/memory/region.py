@@ -40,7 +40,7 @@ class MemorySpan(NamedTuple):
 
 
 def merge_adjacent(regions: Iterable[Region]) -> list[Region]:
-    """Sorts regions by address and joins adjacent ones, because each registration takes a table entry in the engine."""
+    """Returns the regions sorted by address, with adjacent regions joined so that the engine registers fewer."""
     merged: list[Region] = []
     for region in sorted(regions):
         last = merged[-1] if merged else None

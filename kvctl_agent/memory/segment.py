@@ -60,7 +60,7 @@ class SegmentMemory:
         return self.shard.segment.name
 
     def block(self, layer: int, plane: int) -> Bytes:
-        """Returns all bytes of one plane of one layer, flat, in page order.
+        """Returns all bytes of one plane of one layer as a flat array in page order.
 
         Raises:
             MemoryLayoutError: the rank does not have the layer, or the memory is on a device.
@@ -123,10 +123,10 @@ class RowIndex:
     __slots__ = ("head", "heads", "host_rows", "memory", "raw_pages")
 
     def __init__(self, memory: SegmentMemory, pages: npt.ArrayLike, head: int, heads: int) -> None:
-        """Checks the pages, a non-empty list of integers, and the heads.
+        """Checks the pages, which must be a non-empty list of integers, and the heads.
 
         Raises:
-            MemoryLayoutError: a page or head is outside the segment's memory; the text names it.
+            MemoryLayoutError: `pages` is not such a list, or a page or head is outside the segment's memory.
         """
         raw_pages = np.asarray(pages)
         if raw_pages.ndim != 1 or not raw_pages.size or raw_pages.dtype.kind not in "iu":

@@ -20,7 +20,7 @@ from kvctl_agent.memory.region import Region
 
 
 class TensorInfo(NamedTuple):
-    """Address, shape and dtype of a torch tensor or numpy array."""
+    """Address, shape, dtype and device of a torch tensor or numpy array; `device` is a GPU's number, or HOST."""
 
     name: str
     shape: tuple[int, ...]
@@ -102,7 +102,7 @@ def inspect_latent(tensor: Any, name: str, page_size: int) -> TensorInfo:
 
 
 def inspect_tensor(tensor: Any, name: str) -> TensorInfo:
-    """Returns address, shape and dtype of a tensor.
+    """Checks a torch tensor or numpy array, and returns its address, shape and dtype; `name` is for error texts.
 
     Raises:
         MemoryLayoutError: the tensor is empty, read-only or not contiguous, or is on an unsupported device.

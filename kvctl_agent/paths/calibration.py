@@ -33,7 +33,7 @@ _MIN_COPIES = 3
 def memcpy_gb_per_s(nbytes: int = 128 << 20, seconds: float = 0.5) -> float:
     """Returns the memcpy rate of one thread in GB/s (1e9 bytes per second), the median of copies made over `seconds`.
 
-    Source and target are huge pages that are faulted in before.
+    Source and target are in huge pages, which are faulted in before the measurement.
 
     Args:
         nbytes: Bytes of a copy. It must exceed the last-level cache, or the rate of the cache is measured.
@@ -52,7 +52,7 @@ def memcpy_gb_per_s(nbytes: int = 128 << 20, seconds: float = 0.5) -> float:
 def memcpy_gb_per_s_within(memory: Bytes) -> float:
     """Returns the memcpy rate of one thread in GB/s from one half of `memory` to the other, the best of three copies.
 
-    Takes a few milliseconds.
+    The measurement takes a few milliseconds.
 
     Args:
         memory: uint8 array, faulted in before; its second half is overwritten. It must exceed the caches, or their rate

@@ -79,7 +79,7 @@ class DirectFlight(Flight):
 
 
 class DirectPath:
-    """Path direct with the row copies of one worker.
+    """Path direct, with the kernel launcher of one worker thread.
 
     `programs` is the maximum number of thread blocks, and so of multiprocessors, of a kernel; `PROGRAMS` if None.
     """
@@ -144,7 +144,7 @@ class Route:
 def routes(segment: SegmentPair, src_head: int, dst_head: int, heads: int) -> tuple[Route, ...]:
     """Returns the routes of one head slice of a mapped segment, one for each geometry of its planes.
 
-    `src_head` and `dst_head` are the first head in the local pool and in the peer's pool.
+    `src_head` and `dst_head` are the first head of the slice in the local pool and in the peer's pool.
     """
     lo, hi = segment.common_layers
     here, there = segment.bases(lo, hi)[0], segment.mapped_bases(lo, hi)

@@ -44,7 +44,7 @@ MAX_TAG_BYTES = 4096
 
 
 class Arrival(NamedTuple):
-    """A tag that has arrived, and its sender.
+    """A tag that has arrived from a peer.
 
     `peer` is the name under which the sender is connected here, or its own agent name if it is not connected.
     """
@@ -101,7 +101,7 @@ class Write(Protocol):
 
 
 class Transport(Protocol):
-    """Registers memory, connects peers, writes batches of descriptors with a tag, and reports arrived tags."""
+    """Interface of a transport, which writes into peers' memory and reports the tags that arrive from peers."""
 
     @property
     def name(self) -> str:
@@ -185,7 +185,7 @@ class Transport(Protocol):
         ...
 
     def tell(self, peer: str, tag: bytes) -> None:
-        """Sends a tag without bytes. A tag that cannot be sent at once is sent in later calls.
+        """Sends a tag without a write. A tag that cannot be sent at once is sent inside later calls.
 
         Raises:
             PeerDisconnected, TransportError: as `write`.

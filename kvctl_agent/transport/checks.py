@@ -83,7 +83,7 @@ class CheckedList:
 
 
 class CheckedPeer(Protocol):
-    """A connected peer of a `CheckedTransport`."""
+    """Interface of a connected peer of a `CheckedTransport`."""
 
     @property
     def ranges(self) -> Ranges:
@@ -168,7 +168,7 @@ class CheckedTransport(ABC, Generic[P, W]):
 
 
 def merge(local: Addresses, remote: Addresses, sizes: Sizes) -> tuple[Addresses, Addresses, Sizes]:
-    """Merges consecutive descriptors that are adjacent in memory on both sides."""
+    """Returns the descriptors, with consecutive ones merged if they are adjacent in memory on both sides."""
     follows = (local[1:] == local[:-1] + sizes[:-1]) & (remote[1:] == remote[:-1] + sizes[:-1])
     first = np.flatnonzero(np.concatenate(([True], ~follows)))
     return local[first], remote[first], np.add.reduceat(sizes, first)

@@ -134,10 +134,10 @@ _MORE_THAN_NETWORKS_GB_PER_S = 120.0  # UCX uses at most two network cards for a
 class Interconnect(NamedTuple):
     """The interconnect between two GPUs, inferred from the rate of a large write.
 
-    UCX selects a lane for every kind of memory, and selects a slow one without a warning. It cannot be queried later:
-    its protocol table is only logged, and NIXL's telemetry contains only times. But the rates of the lanes differ so
-    much that the rate of one large write identifies the lane: on an H200, cuda_ipc reaches 373 GB/s over NVLink and
-    1,400 within a GPU, a copy through the host 0.6 (UCX) to 2.2 (Mooncake).
+    UCX selects a lane for every kind of memory, and may select a slow lane without a warning. The lane cannot be
+    queried later: UCX's protocol table is only logged, and NIXL's telemetry contains only times. But the rates of the
+    lanes differ so much that the rate of one large write identifies the lane: on an H200, cuda_ipc reaches 373 GB/s
+    over NVLink and 1,400 GB/s within a GPU, and a copy through the host 0.6 (UCX) to 2.2 GB/s (Mooncake).
 
     Attributes:
         name: The inferred interconnect: CUDA_IPC, RDMA or THROUGH_HOST.
@@ -149,7 +149,7 @@ class Interconnect(NamedTuple):
 
 
 def interconnect_of(gb_per_s: float, same_host: bool, network: bool) -> Interconnect:
-    """Returns the interconnect between two GPUs by the rate of a large write.
+    """Infers the interconnect between two GPUs from the rate of a large write.
 
     Args:
         gb_per_s: Rate in 10⁹ bytes per second.

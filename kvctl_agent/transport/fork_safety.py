@@ -20,11 +20,11 @@ def disown_in_children(engine: Any) -> None:
     _engines.add(weakref.ref(engine, _engines.discard))
 
 
-def _hold_on() -> None:
+def _keep_engines() -> None:
     for reference in list(_engines):
         if (engine := reference()) is not None:
             # A reference without an owner; all others are cleared when the interpreter ends.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
 
 
-os.register_at_fork(after_in_child=_hold_on)
+os.register_at_fork(after_in_child=_keep_engines)

@@ -152,7 +152,9 @@ class LoopbackWrite:
 
 
 class LoopbackTransport(CheckedTransport[Peer, LoopbackWrite]):
-    """A loopback agent. `params` may have `directory`, the directory of its socket (default: one per user).
+    """Transport of one loopback agent.
+
+    `params` may have `directory`, the directory of the agent's socket; by default, each user has one.
 
     Agents remove the sockets of killed processes from the directory when they start and when they close.
     """
@@ -170,8 +172,8 @@ class LoopbackTransport(CheckedTransport[Peer, LoopbackWrite]):
         sender = agent_name.encode("utf-8", "surrogatepass")
         self._header = self._ident.encode() + len(sender).to_bytes(2, "little") + sender
         default = Path(tempfile.gettempdir()) / f"kvctl-loopback-{os.getuid()}"
-        self._directory = _private(Path(params.get("directory", default)))
-        _sweep(self._directory)
+        self._directory = _private_directory(Path(params.get("directory", default)))
+        _remove_stale_sockets(self._directory)
         self._path = self._directory / self._ident
         if len(os.fsencode(self._path)) > _PATH_MAX_BYTES:
             raise ConfigError(
@@ -261,7 +263,7 @@ class LoopbackTransport(CheckedTransport[Peer, LoopbackWrite]):
             self.disconnect(key)
         self._socket.close()
         self._path.unlink(missing_ok=True)
-        _sweep(self._directory)
+        _remove_stale_sockets(self._directory)
 
     def _post(
         self, peer: Peer, descriptors: int, local: Addresses, remote: Addresses, sizes: Sizes, tag: bytes | None
@@ -272,7 +274,7 @@ class LoopbackTransport(CheckedTransport[Peer, LoopbackWrite]):
         return LoopbackWrite(peer, number, int(sizes.sum()), descriptors)
 
 
-def _private(directory: Path) -> Path:
+def _private_directory(directory: Path) -> Path:
     """Creates the directory if it is missing, and returns it.
 
     Raises:
@@ -288,7 +290,7 @@ def _private(directory: Path) -> Path:
     return directory
 
 
-def _sweep(directory: Path) -> None:
+def _remove_stale_sockets(directory: Path) -> None:
     """Removes sockets that no process listens on, left in the directory by processes that were killed."""
     for path in directory.iterdir():
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as probe:

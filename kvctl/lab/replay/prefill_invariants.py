@@ -131,20 +131,20 @@ class PrefillInvariants:
                     self.rooms_checked += 1
             case msg.StagingGrants():
                 self._set_watermark(process, message.watermark)
-                if transfer := self._of(event.peer, message):
+                if transfer := self._transfer_of(event.peer, message):
                     transfer.grants.update({(event.incarnation, grant.serial): grant for grant in message.grants})
             case msg.Watermark():
                 self._set_watermark(process, [message.round, message.tail, message.sequence])
             case msg.Heartbeat():
                 self._set_watermark(process, message.watermark)
             case msg.RoomDone():
-                if transfer := self._of(event.peer, message):
+                if transfer := self._transfer_of(event.peer, message):
                     transfer.done = True
             case msg.RoomAbort() | msg.RoomFailed():
-                if transfer := self._of(event.peer, message):
+                if transfer := self._transfer_of(event.peer, message):
                     transfer.peer_knows_failure = True
             case msg.Ack(of="room-failed"):
-                if transfer := self._of(event.peer, message):
+                if transfer := self._transfer_of(event.peer, message):
                     transfer.peer_knows_failure = transfer.failed
 
     def _set_watermark(self, process: _Process, watermark: Sequence[int]) -> None:
@@ -154,7 +154,7 @@ class PrefillInvariants:
 
     def _completed(self, event: ev.PartSent | ev.PartFailed) -> None:
         """Records that a worker has finished a part, which is no longer in flight."""
-        if transfer := self._of(event.peer, event):
+        if transfer := self._transfer_of(event.peer, event):
             transfer.in_flight.pop((event.kind, event.key), None)
 
     # ---- actions --------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class PrefillInvariants:
         def violation(invariant: str, text: str) -> Violation:
             return Violation(invariant, f"{name} {text}", order.room)
 
-        transfer = self._of(order.peer, order)
+        transfer = self._transfer_of(order.peer, order)
         if transfer is None:
             raise violation("transfer-unasked", "is sent, and the room was not opened by that rank")
         try:
@@ -230,7 +230,7 @@ class PrefillInvariants:
     def _sent(self, name: str, message: msg.Message) -> None:
         if not isinstance(message, msg.RoomFailed | msg.RoomDrained | msg.StagingRevoked):
             return
-        transfer = self._of(name, message)
+        transfer = self._transfer_of(name, message)
         if transfer is None:
             return
         match message:
@@ -270,7 +270,7 @@ class PrefillInvariants:
 
     # ---- expected state -------------------------------------------------------------------------------------------
 
-    def _of(self, peer: str, subject: _OfRoom) -> _Transfer | None:
+    def _transfer_of(self, peer: str, subject: _OfRoom) -> _Transfer | None:
         """Returns the transfer to `peer` that a message, report or order concerns; None if it is not checked."""
         return self._transfers.get(RoomKey(peer, subject.room, subject.nonce))
 

@@ -192,7 +192,7 @@ def load(path: Path) -> list[AgentRecording]:
 
 
 def save(path: Path, header: InputHeader, start: Start, inputs: Sequence[Input]) -> None:
-    """Writes a recording of one agent with one segment.
+    """Writes a recording of one agent with one segment of inputs, which begins in state `start`.
 
     Raises:
         OSError: the file cannot be written.

@@ -65,7 +65,7 @@ class ShrunkReport(TypedDict):
 
 
 class AgentVerdict(TypedDict):
-    """Result of one agent's replay, as `kvctl replay -o json` prints it."""
+    """Result of replaying one agent's inputs, as `kvctl replay -o json` prints it."""
 
     agent: str
     role: str
@@ -135,14 +135,14 @@ def judge(
     verdicts: list[AgentVerdict] = []
     for agent in agents:
         agent.check_versions()
-        verdict = _judge_agent(agent, shrink_s, test, progress)
+        verdict = _replay_agent(agent, shrink_s, test, progress)
         if verdict["test"]:
             test = None
         verdicts.append(verdict)
     return verdicts
 
 
-def _judge_agent(agent: AgentRecording, shrink_s: float | None, test: Path | None, progress: Progress) -> AgentVerdict:
+def _replay_agent(agent: AgentRecording, shrink_s: float | None, test: Path | None, progress: Progress) -> AgentVerdict:
     header = agent.header
     segments = agent.segments()
     total = sum(segment.count for segment in segments)

@@ -145,7 +145,12 @@ class Engine:
 
 
 def start(protocol: str, device: str, host: str) -> Engine:
-    """Starts an engine that peers reach at `host`.
+    """Starts an engine.
+
+    Args:
+        protocol: A key of `PROTOCOLS`.
+        device: RDMA devices to use, joined by "+"; "" for all.
+        host: Address at which peers reach the engine.
 
     Raises:
         ConfigError: the protocol or a device is unknown.

@@ -47,7 +47,9 @@ class Sender:
         self._pending = bytearray()
 
     def take(self, secret: bytes, more: bytes) -> list[bytes]:
-        """Appends received bytes and returns the tags that are now complete.
+        """Appends received bytes `more` to the pending ones, and returns the tags that are now complete.
+
+        `secret` is the secret that the greeting must contain.
 
         Raises:
             ValueError: the bytes are not a greeting and tags.
@@ -200,8 +202,8 @@ class TagLink:
     def check_alive(self) -> None:
         """Raises PeerDisconnected if the kernel reports that the reader has closed the connection."""
         with self._lock:
-            self._look()
-            self._check()
+            self._detect_close()
+            self._raise_if_gone()
 
     def enqueue(self, tag: bytes) -> int:
         """Sends or queues a tag, and returns its number; the tag has been sent when `sent` reaches that number.
@@ -211,8 +213,8 @@ class TagLink:
             TransportError: too many bytes of tags are queued.
         """
         with self._lock:
-            self._look()
-            self._check()
+            self._detect_close()
+            self._raise_if_gone()
             if self._outbox_bytes > _OUTBOX_MAX_BYTES:
                 raise TransportError(f"mooncake: {self._whose} leaves {self._outbox_bytes} bytes of tags uncollected")
             frame = len(tag).to_bytes(_LENGTH_BYTES, "little") + tag
@@ -231,7 +233,7 @@ class TagLink:
         """
         with self._lock:
             self._flush()
-            self._check()
+            self._raise_if_gone()
 
     def close(self) -> None:
         with self._lock:
@@ -263,7 +265,7 @@ class TagLink:
         self._outbox_bytes -= nbytes
         return b"".join(frames), len(frames)
 
-    def _look(self) -> None:
+    def _detect_close(self) -> None:
         """Records whether the reader has closed the connection; readers never send bytes."""
         if self._gone:
             return
@@ -275,7 +277,7 @@ class TagLink:
         except OSError as error:
             self._gone = str(error)
 
-    def _check(self) -> None:
+    def _raise_if_gone(self) -> None:
         if self._gone:
             raise PeerDisconnected(f"mooncake: {self._whose} is gone: {self._gone}")
 

@@ -81,7 +81,9 @@ def load() -> tuple[Any, str]:
 
 
 def start(name: str, backend: str, backend_params: dict[str, str], enter: Callable[[], None]) -> Engine:
-    """Creates an agent called `name` with one backend; `enter` is as in `Engine`.
+    """Creates a NIXL agent called `name` with one backend; `enter` is as in `Engine`.
+
+    `backend_params` are the parameters of the backend.
 
     Raises:
         TransportUnavailable: NIXL is missing or does not have the backend.

@@ -61,7 +61,10 @@ _LOCAL = "this agent's memory"
 
 
 class NixlTransport:
-    """A NIXL agent. `params` may have `backend` (default UCX); all others are parameters of that backend."""
+    """Transport of one NIXL agent.
+
+    `params` may have `backend` (default UCX); all other entries are parameters of that backend.
+    """
 
     name = "nixl"
 
