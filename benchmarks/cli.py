@@ -31,7 +31,7 @@ KVCTL = (sys.executable, "-m", "kvctl")
 ROOMS = 50
 AILING = 16
 TIMEOUT = "500ms"
-PATIENT = ("--timeout", "20s")  # a busy machine makes the numbers larger, not the calls fail
+PATIENT = ("--timeout", "20s")  # on a busy machine the calls take longer instead of failing
 
 
 def median_ms(times: int, code: int, *args: str, **environment: str) -> tuple[float, float]:
@@ -108,7 +108,7 @@ def main() -> None:
         say(f"kvctl status, {options.agents} agents", 1500, 0, "status", *PATIENT, **found)
         say(f"kvctl agents, {options.agents} agents", 1500, 0, "agents", *PATIENT, **found)
     with fleet(options.agents, dead=AILING) as found:
-        # Sockets that were left behind are no agents: they are named by `kvctl agents`, and asked nothing.
+        # kvctl status does not query stale sockets; only `kvctl agents` lists them.
         say(f"kvctl status, {AILING} of them dead", 1500, 0, "status", *PATIENT, **found)
     with fleet(options.agents, hung=AILING) as found:
         args = ("status", "--timeout", TIMEOUT)

@@ -48,7 +48,7 @@ class Case(NamedTuple):
     shape: ModelShape
     heads: int
     contiguous: bool = False
-    pages: int | None = None  # None: as many as make a round
+    pages: int | None = None  # None: as many as ROUND_BYTES contain
 
 
 CASES = (

@@ -35,7 +35,7 @@ from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.segment import RowIndex
 
 PAGE_SIZE = 16
-POOL_BYTES = 3 << 30  # far beyond the caches, whatever of it a case touches
+POOL_BYTES = 3 << 30  # exceeds the caches, even where a case uses only part of it
 LISTS = 4  # page lists that take turns
 FLOOR_BYTES = 1 << 30
 
@@ -165,7 +165,7 @@ class Bench:
 
     def verify(self) -> None:
         """Moves random bytes once, and raises AssertionError if they differ from the expected bytes in three layers."""
-        # A length that is no multiple of anything here, so that no two rows are alike.
+        # The length is no multiple of a row, page or layer, so that no two rows are alike.
         noise = np.random.default_rng(1).integers(0, 256, 49_999_991, np.uint8)
         source = self.pool.regions()[0] if self.case.kind == "gather" else self.ring.region()
         for at in range(0, source.nbytes, len(noise)):

@@ -108,7 +108,7 @@ def noise(nbytes: int) -> Bytes:
     return np.random.default_rng(7).integers(0, 256, nbytes, np.uint8)
 
 
-# ---- the two processes ------------------------------------------------------------------------------------------
+# ---- the two child processes ------------------------------------------------------------------------------------
 
 
 def serve(wire: Connection, engine: str, index: int, nbytes: int) -> None:
@@ -152,7 +152,7 @@ class Side:
         )
         sizes = np.full(case.descriptors, case.nbytes, np.uint64)
         took = []
-        for _ in range(repeats + 1):  # the first one wires up
+        for _ in range(repeats + 1):  # the first write establishes the connection
             since = time.perf_counter()
             write = self._transport.write("target", here, there, sizes, None)
             while not write.poll():
@@ -170,7 +170,7 @@ class Side:
         return bool(np.array_equal(self._memory.get().reshape(shape)[slots(case, 1)], wanted))
 
 
-# ---- who starts them --------------------------------------------------------------------------------------------
+# ---- the parent process -----------------------------------------------------------------------------------------
 
 
 def measure(cell: Cell, total: int, repeats: int) -> Iterator[dict[str, Any]]:

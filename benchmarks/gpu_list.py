@@ -29,7 +29,7 @@ from benchmarks.gpu_claims import Bench, Claim, benches
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = "kvctl.gpu-list/1"
-# A bench that is told to stop prints and saves what it has, and ends its ranks.
+# On SIGINT a bench prints and saves its results so far, and ends its ranks.
 _STOP_S = 30.0
 
 

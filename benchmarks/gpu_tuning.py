@@ -25,7 +25,7 @@ from kvctl_agent.memory.device_copier import DeviceCopier
 
 KIB = (4, 8, 16, 32, 64)
 WARPS = (2, 4, 8, 16)
-ACCESSES = (2, 16)  # of one lane, fewest and most
+ACCESSES = (2, 16)  # fewest and most accesses of a lane
 
 
 def tunings() -> Iterator[Tuning]:

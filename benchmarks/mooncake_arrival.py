@@ -77,7 +77,7 @@ class Notification:
         self._session, self._target = hello
 
     def send(self, nbytes: int) -> None:
-        # It goes with a write only; an empty one is complete at once.
+        # A notification requires a write; an empty write completes at once.
         code = self._engine.transfer_sync(
             self._session, self._pool.ctypes.data, self._target, nbytes, self._opcode, self._notify
         )

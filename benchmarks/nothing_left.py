@@ -30,12 +30,12 @@ from benchmarks.leaks.process import SideProcess, files
 from benchmarks.leaks.slope import slope, sparkline
 
 SIZES = {"prefill": 2, "decode": 1}
-TOMBSTONES_S = 10.0  # so that their number has reached its plateau before memory counts
+TOMBSTONES_S = 10.0  # short, so that their number is constant before memory is measured
 START_S = 60.0
 ENGINE_THREADS_S = 3.0
-# Objects that a thread of the agent still names although it is done with them: its last order, its last event.
+# A thread's local variables still refer to objects that it has finished with, such as its last event.
 STRAY_OBJECTS = 64
-MEMORY_PER_1000 = 128 << 10  # bytes, 131 a room: heaps wander, and what Python holds is counted exactly
+MEMORY_PER_1000 = 128 << 10  # bytes, 131 per room: heap sizes vary, and Python objects are counted exactly
 
 
 class Held(NamedTuple):

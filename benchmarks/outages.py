@@ -43,11 +43,11 @@ OUTAGES = (
     "stop=decode-1@30",
     "stop=p0-prefill-1@30",
 )
-DOWN_S = 3.0  # from a death to the restart
-CALM_S = 60.0  # at most, until all is as before
-# A pair whose rank is silent is not offered more than these at once: a router would not go on for ever either.
+DOWN_S = 3.0  # from a kill to the restart
+CALM_S = 60.0  # time limit for the recovery
+# Maximum number of open rooms of a pair with a silent rank: a router would stop sending requests, too.
 MOST_OF_A_PAIR = 16
-IN_FLIGHT = 8  # of each of its pairs, when something is done to a rank
+IN_FLIGHT = 8  # rooms per pair of the victim when the outage begins
 TOKENS = 256
 SAMPLE_S = 0.5
 
@@ -126,7 +126,7 @@ class OpenLoop:
         self._gap_s = 1 / rate
         self._rooms: dict[tuple[int, int], list[LiveRoom]] = {pair: [] for pair in PAIRS}
         now = time.monotonic()
-        # One after the other, so that not all come at once.
+        # Staggered, so that the pairs do not open rooms at the same time.
         self._next_at = {pair: now + self._gap_s * number / len(PAIRS) for number, pair in enumerate(PAIRS)}
 
     @property
@@ -169,7 +169,7 @@ class OpenLoop:
         for pair, at in self._next_at.items():
             if at > now:
                 continue
-            self._next_at[pair] = max(at + self._gap_s, now - 1.0)  # after a long wait of ours, no burst
+            self._next_at[pair] = max(at + self._gap_s, now - 1.0)  # no burst after this process was delayed
             instance, dp = pair
             open_rooms = sum(not room.over for room in self._rooms[pair][-4 * MOST_OF_A_PAIR :])
             if open_rooms < MOST_OF_A_PAIR and self._up(instance, dp):
@@ -210,7 +210,7 @@ def main() -> int:
         fleet.start()
         traffic = Traffic(fleet)
         load = OpenLoop(traffic, options.rate)
-        load.run(options.window)  # connections are made, caches are warm
+        load.run(options.window)  # establishes connections and warms caches
         print(HEADER, flush=True)
         for outage in options.outage:
             print(row(measure(load, outage, options.window, traffic)), flush=True)

@@ -30,8 +30,8 @@ from kvctl.lab.demo.traffic import Traffic, TrafficOptions
 LOOK_EVERY_S = 2.0
 ANSWER_NS = 2_000_000_000
 DRAIN_S = 120.0
-WARM_S = 5.0  # the first rooms measure their lanes
-BUSY_S = 0.02  # ten threads of ours on two cores wait a third of this for their turn
+WARM_S = 5.0  # the first rooms include measurements of the lanes
+BUSY_S = 0.02  # ten threads of this fleet on two cores wait a third of this
 
 
 class Onlooker(threading.Thread):

@@ -29,7 +29,7 @@ import numpy as np
 from kvctl_agent import Agent, KVPool, ModelShape, Rank, RoomState, local_shards
 
 _PAGES, _PAGE_SIZE, _ROOMS, _WARM_UP = 8, 4, 9, 3
-_SETTLE_S = 0.25  # grants are there and nothing is under way
+_SETTLE_S = 0.25  # until grants have arrived and the agents are idle
 _SHAPE = ModelShape(2, 8, 8, 8, 2)
 _PACKAGE = "kvctl_agent."
 _POLLS = {

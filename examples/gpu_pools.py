@@ -45,7 +45,7 @@ class Side:
         self.v = [torch.zeros(shape, dtype=torch.bfloat16, device=self.device) for _ in range(LAYERS)]
         if self.stream is not None:
             torch.cuda.synchronize(self.device)  # once, before others write to the pool: zeroing is a kernel, too
-        self.aux = np.zeros((16, 8), np.uint8)  # host memory, wherever the pool is
+        self.aux = np.zeros((16, 8), np.uint8)  # in host memory, even if the pool is on a GPU
         pool = KVPool.from_tensors(self.k, self.v, page_size=PAGE_SIZE, total_kv_heads=HEADS, aux=self.aux)
         self.agent = Agent(role=role, rank=Rank(), pool=pool, name=f"{role}-0", bootstrap=bootstrap, **config)
         self.free = list(range(PAGES))
@@ -110,14 +110,14 @@ def run(prefill: Side, decode: Side, toy: Toy, room: int) -> float:
         if not grouping.groups:
             toy.forward(range(LAYERS), pages)
             send.pages(pages, last=last, event=prefill.recorded())
-    prefill.aux[slot] = room % 256  # the first token, say
-    send.finish(aux_index=slot)  # goes behind the pages, whenever those do
+    prefill.aux[slot] = room % 256  # such as the first token
+    send.finish(aux_index=slot)  # is sent after the pages
 
     if receive.wait(TIMEOUT_S) is not RoomState.SUCCESS:
         raise SystemExit(f"room {room}: {receive.error}")
     took = time.monotonic() - began
     if receive.event is not None:
-        receive.event.wait(decode.stream)  # as decode.stream.wait_event(receive.event) does; the caller goes on
+        receive.event.wait(decode.stream)  # like decode.stream.wait_event: returns at once
     with decode.working():
         found = [decode.rows(tensor, theirs) for tensor in (*decode.k, *decode.v)]  # attention would read them in place
         wanted = [prefill.rows(tensor, ours) for tensor in (*prefill.k, *prefill.v)]

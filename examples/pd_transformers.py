@@ -39,7 +39,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-# One thread for each process: seven processes share the cores, and sums are added in one order everywhere.
+# One thread per process: seven processes share the cores, and all must add numbers in the same order.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
@@ -49,9 +49,9 @@ from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DynamicCache, 
 from kvctl_agent import Agent, ForwardInfo, KVPool, LayoutError, ModelShape, Rank, local_shards
 
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM = 10, 16, 8, 16
-LATENT_DIM, ROPE_DIM = 32, 8  # of the latent model: what is cached of a token is both, one after the other
+LATENT_DIM, ROPE_DIM = 32, 8  # MLA: a token's row is the latent followed by its rotary part
 VOCABULARY = 512
-STAGING_BUFFER_MB, STAGING_RING_MB = 4, 16  # the defaults are made for real models
+STAGING_BUFFER_MB, STAGING_RING_MB = 4, 16  # the defaults are sized for real models
 CLOSE_S = 15.0  # an agent closes within 5 s
 SEED = 20
 MODULES = {"llama": "llama.modeling_llama", "mla": "deepseek_v2.modeling_deepseek_v2"}
@@ -316,7 +316,7 @@ def prefill_rank(
                 chunk, last = pages[start // kv.page_size : kv.pages_for(stop)], stop == len(prompt)
                 by_last_layer = {group[-1]: group for group in groups}
                 ready[:] = [partial(_send_group, send, by_last_layer, chunk, last)]
-                kv.first_tokens[slot] = prefill.run(prompt, pages, start, stop)  # the last chunk's stays
+                kv.first_tokens[slot] = prefill.run(prompt, pages, start, stop)  # the value of the last chunk remains
                 if not groups:
                     send.pages(chunk, last=last)
             send.finish(aux_index=slot)
@@ -376,7 +376,7 @@ def succeed(transfer: Any, timeout_s: float) -> None:
 
 def worker(role: Callable[..., None], rank: int, options: Options, parent: Connection) -> None:
     """Main function of every rank's process: runs `role`, reports errors to the parent, and ends if the parent ends."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # through the agent's `with`, so that it cleans up
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # SystemExit leaves the agent's `with`, which cleans up
     threading.Thread(target=_die_with_parent, name="die-with-parent", daemon=True).start()
 
     def until_told() -> None:
@@ -409,7 +409,7 @@ class Ranks:
         # one slow import instead of one for each rank.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", f"transformers.models.{MODULES[options.model]}"])
-        # Ctrl-C reaches the whole process group; only this process answers, and ends the others.
+        # Ctrl-C reaches the whole process group; only this process handles it, and ends the others.
         answer = signal.signal(signal.SIGINT, signal.SIG_IGN)
         forkserver.ensure_running()
         signal.signal(signal.SIGINT, answer)

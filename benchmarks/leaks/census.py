@@ -18,22 +18,22 @@ Sizes = dict[str, int]
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _BUFFERS = (bytearray, SimpleQueue)
-# Numbers that count what is held; all others (serials, moments, totals) say nothing about it.
+# Integers that count what is held; all others (serials, times, totals) are ignored.
 _HELD = frozenset({"_used", "in_flight", "_in_flight", "_outbox_bytes", "_running", "parked", "quarantined_bytes"})
 
-# History that is kept on purpose: where it is and how large it may become. What is inside is not looked at.
+# Histories that are kept on purpose: path and largest size. Their contents are not counted.
 BOUNDS = {
     r"telemetry\.rooms\._(latest|slowest|failed\._by_code)": 256,  # history_rooms, failed_rooms
     r"telemetry\.recorder\._ring": 4096,  # recorder_events
     r"telemetry\.latencies\._kept": 1024,
-    r"telemetry\.rate\._spans": 4096,  # gaps in ten seconds
-    r"telemetry\.rate\._rooms": 100_000,  # rooms of ten seconds
+    r"telemetry\.rate\._spans": 4096,  # intervals of the last ten seconds
+    r"telemetry\.rate\._rooms": 100_000,  # rooms of the last ten seconds
     r"telemetry\.stages\._groups": 1024,
-    r"telemetry\.metrics\._.*": 1024,  # label sets, in a shard for each thread
-    r"machine\.peers\[\]\.ended_incarnations": 64 * 64,  # ended lives of each peer
+    r"telemetry\.metrics\._.*": 1024,  # label sets, in one shard per thread
+    r"machine\.peers\[\]\.ended_incarnations": 64 * 64,  # of each peer
     r"machine\._context\.actions": 1024,  # of the last event
     r"inputs\._(generations|batch)": 1 << 16,  # record_inputs
-    r"transport\._sessions": 4096,  # Mooncake's engine forgets no port it ever wrote to
+    r"transport\._sessions": 4096,  # Mooncake's engine keeps every port that it has written to
 }
 _BOUNDED = re.compile("|".join(f"({pattern})" for pattern in BOUNDS))
 
@@ -134,7 +134,7 @@ def _copy(things: Iterable[Any]) -> list[Any]:
     while True:
         try:
             return list(things)
-        except RuntimeError:  # its owner changed it meanwhile
+        except RuntimeError:  # another thread changed the container during the copy
             continue
 
 
@@ -142,7 +142,9 @@ def _slots(kind: type) -> Iterator[str]:
     for base in kind.__mro__:
         slots = base.__dict__.get("__slots__", ())
         names = (slots,) if isinstance(slots, str) else tuple(slots)
-        fields = base.__dict__.get("__struct_fields__", ())  # of messages; a descriptor on their root
+        fields = base.__dict__.get(
+            "__struct_fields__", ()
+        )  # fields of messages (msgspec); on the base class a descriptor
         for name in (*names, *(fields if isinstance(fields, tuple) else ())):
             yield f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
 

@@ -79,7 +79,7 @@ def fake(prefill: SideProcess, decode: SideProcess, room: int) -> None:
     prefill.ask("claim", room=room, fake=True)
 
 
-# How it ends on the sides that take part.
+# Expected final state or failure code on both sides.
 ENDINGS: dict[Ending, set[str]] = {
     success: {"SUCCESS"},
     abort_by_decode: {"ABORTED"},

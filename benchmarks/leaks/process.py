@@ -18,7 +18,7 @@ from benchmarks.leaks.census import Sizes
 SIDE = Path(__file__).with_name("side.py")
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-# Kept small so that history is full early and tombstones are gone soon.
+# Small limits, so that histories fill up and tombstones expire early.
 CONFIG: dict[str, Any] = {
     "staging_buffer_mb": 4,
     "staging_ring_mb": 1,
@@ -103,7 +103,7 @@ class SideProcess:
             self.process.stdout.close()
             self._stderr.close()
 
-    # ---- what the kernel says -----------------------------------------------------------------------------------
+    # ---- kernel statistics --------------------------------------------------------------------------------------
 
     @property
     def rss_bytes(self) -> int:
@@ -120,7 +120,7 @@ class SideProcess:
         for link in Path(f"/proc/{self.process.pid}/fd").iterdir():
             try:
                 target = str(link.readlink())
-            except FileNotFoundError:  # closed meanwhile
+            except FileNotFoundError:  # was closed after iterdir listed it
                 continue
             kinds[re.sub(r":\[\d+\]$", "", target)] += 1
         return dict(kinds)

@@ -30,7 +30,7 @@ from kvctl_agent.layout.shape import ModelShape  # noqa: E402
 
 SHAPE = ModelShape(num_layers=2, num_kv_heads=4, k_dim=64, v_dim=64, dtype_bytes=1)
 PAGE_SIZE, PAGES, ROOM_PAGES = 4, 1024, 6
-LATEST_ABORT_S = 0.025  # a room takes 5 to 50 ms, by how many are in flight
+LATEST_ABORT_S = 0.025  # a room takes 5 to 50 ms, depending on the number in flight
 
 Answer = dict[str, Any]
 
@@ -193,7 +193,7 @@ class Side:
         if slot is not None:
             self._free.append(slot)
 
-    # ---- what is left -----------------------------------------------------------------------------------------
+    # ---- what agents hold -------------------------------------------------------------------------------------
 
     def census(self) -> Sizes:
         """Returns the container sizes of all agents; paths begin with the agent's name."""
@@ -220,7 +220,7 @@ def _over(handles: list[Any]) -> bool:
 
 def main() -> None:
     asked = json.loads(sys.argv[1])
-    # Engines print to stdout; what they say goes to stderr, and the answers keep their own way out.
+    # Engines print to stdout: redirect that to stderr, and write the answers to a copy of the original stdout.
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
         side = Side(**asked)

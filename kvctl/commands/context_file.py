@@ -141,7 +141,7 @@ def _replace(path: Path, lines: Sequence[str], wanted: Mapping[str, Any]) -> Non
         same = False
     if not same:
         raise CliError(f"kvctl cannot edit the layout of {path}: change [{CONTEXTS}.NAME] in it by hand")
-    target = path.resolve()  # a symbolic link stays one
+    target = path.resolve()  # keeps a symbolic link as a link
     try:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, written = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)

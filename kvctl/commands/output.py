@@ -47,7 +47,7 @@ class Output:
         self.colour = settings.color == "always" or (settings.color == "auto" and _colour_supported())
         self._printed = 0
         self._screen: Screen | None = None
-        self._messages: list[str] = []  # printed with the next drawing
+        self._messages: list[str] = []  # printed below the next drawing
         self._last: tuple[str, tuple[str, ...]] = "", ()  # the last drawing and its messages
 
     @property

@@ -58,7 +58,7 @@ def _read(survey: Survey, health: HealthQuery) -> Report:
         {**data, "health": _codes_of(agent.name, raised)} for agent, data in survey.answers("status")
     ]
     answered = {agent.name for agent, _ in survey.answers("status")}
-    # An agent that refuses a query that only health needs is not an agent that failed to answer.
+    # An agent that refuses a query that only health needs has answered nevertheless.
     faults = [fault for fault in survey.faults if fault.agent not in answered]
     notes = [f"{fault.agent}: health is incomplete: {fault.message}" for fault in survey.faults if fault not in faults]
     silent = [{"name": fault.agent, "health": [fault.code]} for fault in faults if fault.agent]

@@ -97,7 +97,7 @@ def tune(settings: Settings, page_sizes: str | None, **options: Any) -> None:
     with bench.make_context("tune", []) as defaults:
         options = {**defaults.params, **options}
     if options["seed"] is None:
-        options["seed"] = secrets.randbits(48)  # all candidates move the same rooms
+        options["seed"] = secrets.randbits(48)  # all candidates transfer the same rooms
     search = _Search(options, given, settings, output)
     first = search.resolve({})
     request = first.waves[0].variants[0].request

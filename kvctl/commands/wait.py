@@ -130,7 +130,7 @@ class Drained:
             return Progress(impossible=text)
         missing: list[str] = []
         for agent, data in answers:
-            # Finished rooms are listed until their engine has asked for the last time.
+            # Finished rooms are listed until their engine has polled them for the last time.
             active = sum(count for state, count in data["rooms"].items() if state not in {"Success", "Failed"})
             if active:
                 missing.append(f"{agent.name}: {active} room{'s' * (active != 1)} active")

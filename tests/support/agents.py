@@ -284,7 +284,7 @@ class Fleet:
             if not but:
                 assert np.array_equal(pool.aux, self.aux_image[agent.name])
 
-    # ---- what agents say --------------------------------------------------------------------------------------
+    # ---- reports of the agents --------------------------------------------------------------------------------
 
     def set_path(self, path: str) -> None:
         for agent in self.prefill:

@@ -129,7 +129,7 @@ class HostCopies:
         assert pages.dtype == np.int32
         each = [batch.batch() if isinstance(batch, BlockRanges) else batch for batch in batches]
         assert all(len(batch.blocks) and batch.blocks.dtype == np.int64 for batch in each)
-        # The caller may use its arrays again at once.
+        # The caller may reuse its arrays after this call.
         kept = tuple(Batch(batch.geometry, batch.blocks.copy()) for batch in each)
         begun = Begun(kept, pages.copy(), after, programs)
         self._device.begun.append(begun)

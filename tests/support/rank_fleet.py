@@ -140,7 +140,7 @@ StartRank = Callable[..., None]
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankGroup]:
-    monkeypatch.setattr("kvctl.lab.ranks.group.CLOSE_S", 0.2)  # most scripted ranks do not care that we hang up
+    monkeypatch.setattr("kvctl.lab.ranks.group.CLOSE_S", 0.2)  # most scripted ranks ignore that their channel closes
     with contextlib.closing(RankGroup()) as group:
         yield group
 

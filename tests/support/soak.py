@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.support.socket_noise import SocketNoise
 
-_FIRST_S, _MEAN_GAP_S = 20.0, 15.0  # the ranks serve by then; between two processes that are disturbed
+_FIRST_S, _MEAN_GAP_S = 20.0, 15.0  # start of the noise, when the ranks serve; mean time between two disturbances
 
 
 def children(pid: int) -> list[int]:
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
                 next_at = time.monotonic() + draw.expovariate(1 / _MEAN_GAP_S)
                 noise.make(draw.choice(pids))
     except KeyboardInterrupt:
-        pass  # the terminal has sent it to the demo as well
+        pass  # the terminal has sent SIGINT to the demo as well
     finally:
         noise.close()
     return demo.wait()

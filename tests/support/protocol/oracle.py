@@ -18,7 +18,7 @@ from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.tag import PartKind, Tag
 
-UNIT = 256  # bytes of the ring that are told apart
+UNIT = 256  # bytes; resolution at which the contents of rings are tracked
 PAGE_SIZE = 1
 
 
@@ -49,7 +49,7 @@ class Place(NamedTuple):
     """Role, instance and rank of an agent."""
 
     role: str
-    instance: int  # of prefill agents
+    instance: int  # 0 for decode agents
     rank: int
 
 
@@ -117,18 +117,20 @@ class Oracle:
         self.instances = instances
         self.chunk_pages = chunk_pages
         self.rooms: dict[tuple[str, int, int], Expected] = {}  # by decode rank, room, nonce
-        self.sent: dict[tuple[str, int], RoomState] = {}  # what each prefill engine was told
+        self.sent: dict[tuple[str, int], RoomState] = {}  # last state reported to each prefill engine, by (agent, room)
         self.sent_failures: dict[tuple[str, int], Any] = {}
         self.sent_released: set[tuple[str, int]] = set()
         self.flying: list[Write] = []
-        self.ring_bytes: dict[str, dict[int, tuple[int, int, Any]]] = {}  # reader → unit → who wrote it last
+        self.ring_bytes: dict[str, dict[int, tuple[int, int, Any]]] = {}  # reader → unit → (serial, unit, last write)
         self.source: dict[tuple[str, int], tuple[int, int]] = {}  # (prefill rank, page) → (room, position)
         self.items: dict[tuple[str, int, int], tuple[int, int]] = {}  # (prefill rank, segment, item) → likewise
-        self.queued: Counter[tuple[str, int, str, int, int]] = Counter()  # layers of pages ordered, by transfer
+        self.queued: Counter[tuple[str, int, str, int, int]] = Counter()  # (layer, page) pairs ordered, by transfer
         self.computed: set[tuple[str, int, int, int]] = set()  # (prefill rank, room, layer, page) that its engine has
         self.finished: set[tuple[str, int]] = set()  # (prefill rank, room) whose engine is done
-        self.paths: Counter[str] = Counter()  # of parts that were ordered
-        self.cut: Counter[bool] = Counter()  # parts ordered, by whether they hold only some layers of their share
+        self.paths: Counter[str] = Counter()  # number of ordered parts by path
+        self.cut: Counter[bool] = (
+            Counter()
+        )  # number of ordered parts, by whether they contain only some layers of their slice
 
     def life(self, name: str) -> int | None:
         """Returns the incarnation of an agent's process; None if no process is running."""
@@ -141,7 +143,7 @@ class Oracle:
         self.sent_released = {key for key in self.sent_released if key[0] != name}
         self.computed = {entry for entry in self.computed if entry[0] != name}
         self.finished = {entry for entry in self.finished if entry[0] != name}
-        # Writes into a dead process go nowhere; the engine says so in its own time.
+        # Writes into an ended process have no effect; the engine reports them as completed later.
         self.rooms = {key: room for key, room in self.rooms.items() if key[0] != name}
 
     @property
@@ -152,7 +154,7 @@ class Oracle:
         prefill = self.instances[instance]
         return PlanInputs(self.shape, PAGE_SIZE, self.chunk_pages, prefill.side, self.decode, prefill.cp_mode)
 
-    # ---- the engines' calls ---------------------------------------------------------------------------------------
+    # ---- calls of the engines -------------------------------------------------------------------------------------
 
     def called(self, name: str, event: ev.Event) -> None:
         """Records a call of an engine: pages that it has computed, or the end of its forwards."""
@@ -302,7 +304,7 @@ class Oracle:
         if positions != owed.get(key.chunk):
             raise Broken(f"{write.writer} sends {key} with pages {positions}, and owes {owed.get(key.chunk)}")
 
-    # ---- what the engines are told --------------------------------------------------------------------------------
+    # ---- results reported to the engines --------------------------------------------------------------------------
 
     def changed(self, name: str, action: ev.StateChanged) -> None:
         if place_of(name).role == "prefill":

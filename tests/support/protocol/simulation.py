@@ -144,7 +144,7 @@ class World(Oracle):  # type: ignore[misc]
         for rank in range(self.decode.size):
             self._start(f"decode-{rank}")
 
-    # ---- lives ------------------------------------------------------------------------------------------------
+    # ---- processes --------------------------------------------------------------------------------------------
 
     @property
     def prefill_names(self) -> tuple[str, ...]:
@@ -239,7 +239,7 @@ class World(Oracle):  # type: ignore[misc]
             self.kill(name, proven=proven)
         self._start(name)
 
-    # ---- the engines' side --------------------------------------------------------------------------------------
+    # ---- calls of the engines -----------------------------------------------------------------------------------
 
     def receive(
         self,
@@ -333,7 +333,7 @@ class World(Oracle):  # type: ignore[misc]
         side = self.instances[instance].side
         return [rank for rank in range(side.size) if side.coord(rank).dp == room % side.dp]
 
-    # ---- what happens -------------------------------------------------------------------------------------------
+    # ---- steps --------------------------------------------------------------------------------------------------
 
     def feed(self, name: str, event: ev.Event) -> None:
         machine = self.machines.get(name)
@@ -397,7 +397,7 @@ class World(Oracle):  # type: ignore[misc]
         elif isinstance(action, ev.Released):
             self.released(name, action.room)
 
-    # ---- the engine -----------------------------------------------------------------------------------------------
+    # ---- the transfer engine --------------------------------------------------------------------------------------
 
     def _over(self, write: Write, *, dropped: bool) -> None:
         order = write.order
@@ -519,7 +519,7 @@ class World(Oracle):  # type: ignore[misc]
                 assert not machine.state.transfers, name
                 assert machine.parked() == [], name
         self.paused.clear()
-        for _ in range(5):  # in strides in which peers lose sight of each other, for this is long
+        for _ in range(5):  # long enough for peers to lose each other
             self.tick(self.timing.bootstrap_ns // 2)
             self.flush()
         for name, machine in self.machines.items():
