@@ -202,7 +202,7 @@ def _pipelined(name: str, transport: str, paths: str, *claims: Claim, **environm
 
 
 def benches(slow: str) -> Sequence[Bench]:
-    """Returns the benches, the most important first.
+    """Returns the benches to run, the most important first.
 
     Args:
         slow: the slow transport: "mooncake" (over TCP) or "ucx-tcp" (NIXL without cuda_ipc, through the host).

@@ -2,9 +2,9 @@
 
 Usage: python benchmarks/gpu_engines.py [--from GPU] [--to GPU] [--engines nixl,mooncake] [--save FILE]
 
-Each line is one write by kvctl's own transport between two processes, from post to completion, the best of several.
+Each line is the fastest of several writes by kvctl's own transport between two processes, from post to completion.
 Source and target slots are in random order, so that no descriptors merge, and every byte is verified. `--self-check`
-does the same once, with little memory and for one pair of GPUs; `--rehearse` does that in host memory, without a GPU.
+makes one write with little memory, for one pair of GPUs; `--rehearse` makes it in host memory, without a GPU.
 """
 
 from __future__ import annotations

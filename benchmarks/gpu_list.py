@@ -35,7 +35,14 @@ _STOP_S = 30.0
 
 @dataclass
 class Ran:
-    """Outcome of one command; `status` is None if it was not started."""
+    """Outcome of one command of the list.
+
+    Attributes:
+        status: exit status; None if the command was not started.
+        why_not: why the command was not started, was stopped or has no result; "" otherwise.
+        stopped: whether the command was stopped because the time was up.
+        document: the saved result; None if there is none.
+    """
 
     bench: Bench
     command: list[str]
@@ -47,7 +54,7 @@ class Ran:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the list; returns 0 if every measured claim holds, every byte was verified and no bench failed."""
+    """Runs all commands; returns 0 if every measured claim holds, every byte was verified and no bench failed."""
     asked = _options().parse_args(arguments)
     asked.out.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + asked.seconds

@@ -1,4 +1,4 @@
-"""Prints the rates of variants of the copy kernel on this GPU, fastest first: tile sizes and warps.
+"""Measures variants of the copy kernel (tile size, warps) on this GPU and prints their durations, fastest first.
 
 Usage: python benchmarks/gpu_tuning.py [--repeats N] [--case N ...]
 

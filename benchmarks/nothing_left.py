@@ -109,7 +109,7 @@ def measure(sides: list[SideProcess], directory: Path, options: argparse.Namespa
 
 
 def run(sides: list[SideProcess], first: int, count: int, options: argparse.Namespace) -> Counter[str]:
-    """Runs the rooms in both processes at once; returns the outcomes on the decode rank."""
+    """Runs the rooms in both processes at once; returns the number of rooms by outcome on the decode rank."""
     timeout = 60.0 + count / 10
     plan = {"first": first, "count": count, "window": options.window, "aborts": options.aborts, "seed": options.seed}
     for side in sides:

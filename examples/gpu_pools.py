@@ -33,7 +33,7 @@ TIMEOUT_S = 60.0
 
 
 class Side:
-    """One rank: a pool of torch tensors, its agent, and the engine's stream (None on the CPU)."""
+    """One rank: pool of torch tensors, its agent, and the engine's stream (None on the CPU)."""
 
     def __init__(self, role: Literal["prefill", "decode"], device: str, bootstrap: str, config: dict[str, Any]) -> None:
         self.device = torch.device(device)
@@ -64,7 +64,7 @@ class Side:
         return [self.free.pop() for _ in range(count)]
 
     def rows(self, tensor: torch.Tensor, pages: Sequence[int]) -> torch.Tensor:
-        """Returns a copy of the pages as `[pages, page size, heads, head dim]`."""
+        """Returns a copy of the pages of a pool tensor, `[pages, page size, heads, head dim]`."""
         where = torch.tensor(pages).to(self.device, non_blocking=True)
         return tensor.view(PAGES, PAGE_SIZE, HEADS, HEAD_DIM)[where]
 

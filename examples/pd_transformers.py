@@ -60,7 +60,7 @@ FIRST_ROOM = 9_000_000_000_000_000_000  # rooms are 64-bit numbers; routers draw
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the command line, the same in every process."""
+    """Command-line options, the same in every process."""
 
     transport: str
     model: str
@@ -170,7 +170,7 @@ def forward(model: Any, tokens: torch.Tensor, cache: DynamicCache) -> int:
 
 
 def continue_greedily(model: Any, cache: DynamicCache, first: int, new_tokens: int) -> list[int]:
-    """Decodes from a filled cache; returns `first` and the following tokens, `new_tokens` in total."""
+    """Decodes greedily from a filled cache; returns `first` and the following tokens, `new_tokens` in total."""
     tokens = [first]
     while len(tokens) < new_tokens:
         tokens.append(forward(model, torch.tensor(tokens[-1:]), cache))
@@ -225,7 +225,7 @@ class PagedKV:
             target[rows] = source[0, self.heads, start:stop].transpose(0, 1)
 
     def load(self, pages: Sequence[int], tokens: int) -> DynamicCache:
-        """Returns a transformers cache of the first `tokens` tokens in `pages`; this rank must hold the whole model."""
+        """Returns a transformers cache of the first `tokens` tokens in `pages`; the rank must hold the whole model."""
         rows = self._rows(pages)[:tokens]
         cache = DynamicCache()
         for layer in self.layers:

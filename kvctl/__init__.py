@@ -1,3 +1,3 @@
-"""The operator's tool: see, measure and check KV-cache transfer. Talks to agents over their admin sockets only."""
+"""The operator's tool: shows, measures and checks KV-cache transfer; queries agents over their admin sockets only."""
 
 from __future__ import annotations

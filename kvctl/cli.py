@@ -1,4 +1,4 @@
-"""Root command of `kvctl`; converts exceptions to an error message and an exit code."""
+"""Root command of `kvctl`; reports exceptions as an error message and an exit code."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _BOUNDED = re.compile("|".join(f"({pattern})" for pattern in BOUNDS))
 
 
 def census(root: object) -> Sizes:
-    """Returns container sizes by path from `root`; elements of one container share a path, and their sizes add up."""
+    """Returns container sizes by path from `root`; elements of a container share a path, and their sizes are added."""
     sizes: Counter[str] = Counter()
     for path, thing in _walk(root):
         if isinstance(thing, SimpleQueue):
@@ -81,7 +81,7 @@ def grown(before: Sizes, after: Sizes) -> list[str]:
 
 
 def _walk(root: object) -> Iterator[tuple[str, Any]]:
-    """Yields every reachable object once, with its path; histories are yielded, but their contents are not."""
+    """Yields every object reachable from `root` once, with its path; yields histories, but not their contents."""
     seen = {id(root)}
     queue: deque[tuple[str, Any]] = deque([("", root)])
     while queue:
@@ -99,7 +99,7 @@ def _walk(root: object) -> Iterator[tuple[str, Any]]:
 
 
 def _below(thing: object) -> set[int]:
-    """Returns the identities of a history and of everything in it, keys included."""
+    """Returns the ids (as of `id()`) of a history and of everything reachable from it, keys included."""
     found = {id(thing)}
     queue = [thing]
     while queue:

@@ -105,7 +105,7 @@ def finish(sides: Sides, ending: Ending, room: int) -> None:
     """Waits until a started room has ended on both sides.
 
     Raises:
-        Late: the room ended by a deadline, unexpectedly.
+        Late: the room unexpectedly ended by a deadline.
         RuntimeError: the room ended in another unexpected way, or its pages were not released.
     """
     late = ""

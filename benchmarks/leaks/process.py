@@ -132,7 +132,7 @@ class SideProcess:
 
 
 def files(directory: Path) -> Sizes:
-    """Counts the files in the fleet's directory by kind: sockets, locks, temporary files."""
+    """Counts the files in the fleet's directory, by kind: sockets, and other files by folder."""
     kinds = Counter(
         "sockets" if path.is_socket() else f"files in {path.parent.name}"
         for path in directory.rglob("*")

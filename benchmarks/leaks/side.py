@@ -60,7 +60,7 @@ def planned_abort(seed: int, room: int, share: float, ranks: dict[str, int]) -> 
 
 
 class Side:
-    """All ranks of one role: a prefill instance of some TP size, or a decode instance with TP 1."""
+    """Agents of one role: all ranks of a prefill instance of some TP size, or a decode instance with TP 1."""
 
     def __init__(self, role: Any, sizes: dict[str, int], name: str, bootstrap: str, config: dict[str, Any]) -> None:
         self.role = role

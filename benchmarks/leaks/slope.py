@@ -17,7 +17,7 @@ def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """Formats values as bars between the minimum and the maximum; long series are averaged over neighbours."""
+    """Draws values as bars between their minimum and maximum; in long series, a bar is the mean of neighbours."""
     if not values:
         return ""
     per = max(1, -(-len(values) // width))

@@ -1,3 +1,3 @@
-"""Commands of `kvctl`, one module each: options, queries to the agents, and the view to print."""
+"""Commands of `kvctl`, one module each: options, queries to the agents, and columns of the output."""
 
 from __future__ import annotations

@@ -116,7 +116,10 @@ def resolve(options: Mapping[str, Any], given: Collection[str]) -> BenchRequest:
 
 
 def plan_fleets(request: BenchRequest, output: Output) -> list[tuple[Wave, list[tuple[Variant, Plan]]]]:
-    """Plans every fleet before any is started, and prints the notes of the plans.
+    """Plans every fleet before any process is started, and prints the notes of the plans.
+
+    Returns:
+        The fleets of each wave, each with its plan.
 
     Raises:
         CliError: A fleet cannot be planned.

@@ -160,6 +160,6 @@ def _ranks(row: Mapping[str, Any], decode: list[str], links: Collection[tuple[st
 
 
 def _coordinates(rank: Mapping[str, int], sizes: Mapping[str, int] | None) -> str:
-    """Formats coordinates as `tp=2` or `dp=1 tp=0`: only the axes of size 2 or more."""
+    """Formats the coordinates of a rank as `tp=2` or `dp=1 tp=0`: only the axes of size 2 or more."""
     axes = [f"{axis}={number}" for axis, number in rank.items() if sizes is None or sizes.get(axis, 0) > 1]
     return " ".join(axes) or "the only rank"

@@ -1,4 +1,4 @@
-"""`kvctl check`: one line and an exit status for a monitoring system."""
+"""`kvctl check`: prints one line for a monitoring system and exits with the state."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _number(value: float) -> str:
 
 
 def _plain(text: str) -> str:
-    """Formats text as one safe line without the bar, which would start performance data."""
+    """Formats text as one printable line without `|`, which would start the performance data."""
     return one_line(text).replace("|", "/")
 
 

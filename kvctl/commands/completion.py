@@ -1,7 +1,7 @@
 """Shell completion: the scripts of `kvctl completion`, and the values that the scripts request from `kvctl`.
 
-The scripts contain no commands or options, so that they remain valid when kvctl changes. They run `kvctl` with
-`_KVCTL_COMPLETE` set at every press of the completion key. The answer is therefore quick and never an error: if the
+The scripts contain no commands or options, so that they remain valid when kvctl changes. At every press of the
+completion key they run `kvctl` with `_KVCTL_COMPLETE` set. Completion must therefore be quick and never fail: if the
 command line, a file or an agent is invalid, there are simply no completions.
 """
 

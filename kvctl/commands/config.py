@@ -1,4 +1,4 @@
-"""`kvctl config`: configuration values of the agents with their origin, the meaning of a key, and runtime changes."""
+"""`kvctl config`: lists configuration values of the agents with their origin, explains keys, and changes values."""
 
 from __future__ import annotations
 

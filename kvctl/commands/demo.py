@@ -1,4 +1,4 @@
-"""`kvctl demo`: a small local fleet with endless traffic, to observe and to inject faults into."""
+"""`kvctl demo`: runs a small local fleet with endless traffic, to observe and to inject faults into."""
 
 from __future__ import annotations
 

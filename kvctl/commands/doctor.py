@@ -51,7 +51,13 @@ DOCTOR = View(
 
 
 def rows(findings: Iterable[Finding], faults: Iterable[Finding], facts: Sequence[Fact]) -> list[dict[str, Any]]:
-    """Returns the rows, most severe first; passed host checks come last and have no rank."""
+    """Returns the rows of DOCTOR, most severe first; host checks that passed come last and have no rank.
+
+    Args:
+        findings: findings about the fleet.
+        faults: findings about agents that did not answer.
+        facts: results of the host checks.
+    """
     # A process that hangs explains more than the findings that other agents report about it.
     found = [_finding(finding) for finding in (*faults, *findings)]
     host = [_host_check(fact) for fact in facts if fact.severity > Severity.INFO]

@@ -1,4 +1,4 @@
-"""`kvctl drain` and `kvctl resume`: make agents refuse or accept new rooms."""
+"""`kvctl drain` and `kvctl resume`: make agents refuse new rooms, or accept them again."""
 
 from __future__ import annotations
 

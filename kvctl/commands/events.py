@@ -126,7 +126,7 @@ class Follower:
         return [Call("events", {"limit": self._limit, "since": since})]
 
     def __call__(self, output: Output, survey: Survey) -> None:
-        """Prints the new events in the answers to `calls`."""
+        """Prints the new events in a survey that was made with `calls`."""
         (call,) = self.calls()
         since: int | None = call.args.get("since")
         earliest = survey.at_ns - self._back_ns if since is None and self._back_ns is not None else 0

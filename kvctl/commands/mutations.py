@@ -137,7 +137,7 @@ def _send(fleet: Fleet, rounds: Rounds, report: Report) -> bool:
 
 
 def once_and_live(settings: Settings) -> None:
-    """Raises click.UsageError if `--from` or `--watch` is set, for commands that change agents."""
+    """Raises click.UsageError if `--from` or `--watch` is set; called by commands that change agents."""
     live_only(settings)
     if settings.watch_ns is not None:
         raise click.UsageError(f"--watch: {click.get_current_context().command_path} acts once; omit --watch")

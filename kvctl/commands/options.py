@@ -174,7 +174,7 @@ class GlobalOptions(click.Command):
         self.context_settings.setdefault("help_option_names", ["-h", "--help"])
 
     def shown_view(self, ctx: click.Context) -> View | None:
-        """Returns the view of the output; None if the command prints no table."""
+        """Returns the view of the command's output; None if it prints no table."""
         return self.view
 
     def sections(self, ctx: click.Context) -> list[tuple[str, list[click.Parameter]]]:
@@ -187,7 +187,7 @@ class GlobalOptions(click.Command):
         return [("Options", [*own])]
 
     def shown_examples(self) -> Sequence[Example]:
-        """Returns the examples for the help."""
+        """Returns the examples to show in the help, as (description, command line)."""
         return self.examples
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

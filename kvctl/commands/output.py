@@ -244,7 +244,7 @@ def _colour_supported() -> bool:
 
 
 class Screen:
-    """The alternate screen of a terminal, which leaves the normal screen and its scrollback unchanged.
+    """Alternate screen of a terminal, which leaves the normal screen and its scrollback unchanged.
 
     Args:
         write: writes text to stdout unchanged.

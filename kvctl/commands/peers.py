@@ -211,7 +211,11 @@ def _comparisons(kind: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[
 
 
 def _build(status: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns version, device, engine, pool and parallel sizes of an agent as a flat mapping."""
+    """Returns version, role, device, engine, pool and parallel sizes of an agent as a flat mapping.
+
+    Args:
+        status: the agent's answer to `status`.
+    """
     transport = {
         key: value if isinstance(value, str) else ",".join(value) for key, value in status["transport"].items()
     }

@@ -38,7 +38,7 @@ def source(settings: Settings) -> Source:
 
 
 def live_only(settings: Settings) -> None:
-    """Raises click.UsageError if `--from` is set, for commands that need live agents."""
+    """Raises click.UsageError if `--from` is set; called by commands that need live agents."""
     if settings.from_file is not None:
         name = click.get_current_context().command_path
         raise click.UsageError(f"--from {settings.from_file}: {name} needs live agents; omit --from")

@@ -1,4 +1,4 @@
-"""`kvctl record`: saves snapshots of a fleet, and inputs of its state machines, in one file."""
+"""`kvctl record`: saves snapshots of a fleet and inputs of its state machines in one file."""
 
 from __future__ import annotations
 

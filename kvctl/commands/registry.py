@@ -1,4 +1,4 @@
-"""Table of the top-level commands with one line of help each; imports a command only when it is called."""
+"""Table of the top-level commands with one line of help each; `load` imports a command when it is called."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def _labels(texts: tuple[str, ...], origin: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """Content of the user file or a project file; empty if the file does not exist."""
+    """Parsed content of the user file or a project file; empty if the file does not exist."""
 
     path: Path
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -267,8 +267,8 @@ def user_file() -> File:
 def project_file() -> File | None:
     """Reads the nearest `.kvctl.toml` between the working directory and the root of its git repository.
 
-    Outside of a repository only the working directory is searched. A file that belongs to another user than the current
-    one and root is ignored, since anyone can write to /tmp. Returns None if there is no file.
+    Outside of a repository only the working directory is searched. Files that belong neither to the current user nor to
+    root are ignored, since anyone can write to /tmp. Returns None if there is no file.
 
     Raises:
         click.UsageError: the file cannot be read, or has an unknown key.

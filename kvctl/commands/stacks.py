@@ -56,7 +56,7 @@ def _read(survey: Survey) -> Report:
 
 
 def _traceback(rows: Sequence[Row]) -> list[Line]:
-    """Formats threads and their frames like a Python traceback."""
+    """Formats threads and their frames like Python tracebacks."""
     lines: list[Line] = []
     for row in rows:
         if lines:

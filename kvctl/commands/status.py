@@ -81,7 +81,7 @@ class _Stream:
     """Prints one line per reading, with the rates since the previous one.
 
     Health needs several answers of each agent and changes slowly. It is therefore read at most every two seconds, so
-    that `-w 0.1` costs a fleet next to nothing. With `--from`, every reading includes it.
+    that `-w 0.1` costs a fleet next to nothing. With `--from`, it is read every time.
     """
 
     def __init__(self, settings: Settings) -> None:

@@ -11,7 +11,8 @@ from kvctl.render.sanitize import printable, printable_lines
 def open_missing_streams() -> None:
     """Opens the null device for each standard stream that the caller has closed (`>&-`).
 
-    Otherwise the next file or socket would get the stream's descriptor, and with it output meant for the stream.
+    Otherwise the next file or socket that is opened would get the descriptor of the stream, and output to the stream
+    would go there.
     """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:

@@ -1,4 +1,4 @@
-"""Formats findings of the health codes as rows and as paragraphs."""
+"""Formats findings as rows and as paragraphs."""
 
 from __future__ import annotations
 

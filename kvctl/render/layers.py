@@ -149,7 +149,7 @@ def _timed_bars(parts: Sequence[Mapping[str, Any]], start: int) -> list[tuple[fl
 
 
 class PipelineDecisions:
-    """Pipelining decisions, summed over all prefill ranks that answered `status`."""
+    """Pipelining decisions of forwards, summed over all prefill ranks that answered `status`."""
 
     def __init__(self, statuses: Iterable[Mapping[str, Any]]) -> None:
         uses = [use for status in statuses if (use := status.get("pipeline"))]
@@ -180,7 +180,7 @@ class PipelineDecisions:
         return spans
 
     def lines(self) -> list[Line]:
-        """Formats the summary followed by every reason with its explanation."""
+        """Formats the summary, followed by the number of forwards for each reason and an explanation of the reason."""
         if not self.ranks:
             return []
         head: Line = [("pipeline ", "dim"), *self.summary()]

@@ -205,7 +205,7 @@ def draw_matrix(rows: Sequence[Row], width: int) -> list[Line]:
 
 
 def pair_glyph(state: str) -> Span:
-    """Returns the glyph of a pair's state."""
+    """Returns the glyph and style of a pair's state."""
     return _GLYPHS.get(state, ("?", "bold red"))
 
 

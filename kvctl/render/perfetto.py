@@ -1,4 +1,4 @@
-"""Exports one room as a trace for ui.perfetto.dev: both ends on one clock, a process per agent, a track per writer.
+"""Exports one room as a trace for ui.perfetto.dev: all ranks on one clock, a process per agent, a track per writer.
 
 The format is Chrome's trace-event JSON. Times are microseconds since the room was opened. Slices of one track may nest
 but not overlap, whereas the parts of a writer do overlap: concurrent parts get additional tracks ("writer 0", "writer 0
@@ -76,7 +76,7 @@ def _writers(room: RoomTimeline) -> dict[int, str]:
 def _part(
     room: RoomTimeline, part: PartTimeline, agents: Mapping[str, int], writer: str | None, tracks: _Tracks
 ) -> Iterable[Event]:
-    """Returns the slices of a part on its writer and on its decode rank, with an arrow between them."""
+    """Yields the slices of a part on its writer and on its decode rank, with an arrow between them."""
     sent = _end(room, part, _PREFILL, agents.get(writer or ""), tracks)
     landed = _end(room, part, _DECODE, agents.get(part.decode), tracks)
     yield from sent

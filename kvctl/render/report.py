@@ -1,4 +1,4 @@
-"""Result of a command: rows of a view, and optionally blocks that a terminal shows instead."""
+"""Result of a command: rows of a view, and optionally other contents for a terminal."""
 
 from __future__ import annotations
 

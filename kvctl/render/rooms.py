@@ -210,7 +210,12 @@ _MOST_DEBTS = 16
 
 
 def room_blocks(room: RoomTimeline, timeline: Sequence[Row], width: int) -> list[Block]:
-    """Formats header, ranks, parts and timeline of one room."""
+    """Formats the header, ranks, parts and timeline of one room.
+
+    Args:
+        timeline: rows of TIMELINE to print.
+        width: width of the terminal, in columns.
+    """
     return [
         Text([*_header(room), *_verdict(room), *_debts(room), *_waits(room)]),
         Grid(RANKS, rank_rows(room)),
@@ -220,7 +225,7 @@ def room_blocks(room: RoomTimeline, timeline: Sequence[Row], width: int) -> list
 
 
 def rank_rows(room: RoomTimeline) -> list[dict[str, Any]]:
-    """Returns one row per rank, with the error of its clock offset."""
+    """Returns one row of RANKS per rank of a room; adds the error of the rank's clock offset."""
     return [
         {**rank, "clock_error_ns": room.clocks[rank["agent"]].error_ns if rank["agent"] in room.clocks else None}
         for rank in room.ranks

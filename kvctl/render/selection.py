@@ -1,8 +1,8 @@
 """Selects and orders the rows and columns of a view: `--filter`, `--sort-by`, `--columns`.
 
-A filter is `column operator value`, without code or regular expressions. A column is given by its name, its header or
-its JSON name. `age>5s`, `bytes>=64MiB`, `state=Failed`, `peers=decode-0` (one element of a list), `text~timeout`
-(contains), `error=-` (unknown). A comparison with an unknown value is false, except with `!=`.
+A filter is a comparison `column operator value`, not code or a regular expression. A column is given by its name, its
+header or its JSON name. Examples: `age>5s`, `bytes>=64MiB`, `state=Failed`, `peers=decode-0` (one element of a list),
+`text~timeout` (contains), `error=-` (unknown). A comparison with an unknown value is false, except with `!=` and `!~`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _comparable(column: Column, value: Any, against: Filter) -> tuple[Any, Any]:
 
 
 def sort_key(column: Column, value: Any) -> tuple[int, Any]:
-    """Returns a sort key for values of one column: numbers and numeric ids by size, other values by text, None last."""
+    """Returns a sort key for values of a column: numbers and numeric ids by size, others by text, unknown ones last."""
     if value is None or value == "":
         return (2, 0)
     if isinstance(value, int | float):
@@ -232,7 +232,7 @@ def _names(text: str) -> list[str]:
 
 
 def table_columns(view: View, selection: Selection, wide: bool) -> tuple[Column, ...]:
-    """Returns the columns of a table, before it is fitted to the terminal."""
+    """Returns the columns of a table, before columns are hidden to fit the terminal."""
     if selection.columns is not None:
         return selection.columns
     return tuple(column for column in view.columns if wide or column.width is not Width.WIDE)

@@ -1,4 +1,4 @@
-"""Views of staging: one row per agent, per ring allocation and per gated part; the drawing of a ring."""
+"""Views of staging: one row per agent, ring allocation or gated part; the drawing of a ring."""
 
 from __future__ import annotations
 

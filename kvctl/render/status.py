@@ -1,8 +1,8 @@
 """Status of a fleet: the row of each agent, the totals with their rates, and the summary for a terminal.
 
-Every rank of a room reports it, so rooms are counted on one rank per decode instance (tp, pp and cp 0), and bytes on
-all decode ranks. If no decode rank answered, prefill ranks are used. Quantiles of different ranks cannot be merged: p50
-is the median of the ranks' p50, p99 the maximum of their p99.
+Every rank of a room reports the room, so rooms are counted on one rank per decode instance (tp, pp and cp 0), and bytes
+on all decode ranks. If no decode rank answered, prefill ranks are used. Quantiles of different ranks cannot be merged:
+p50 is the median of the ranks' p50, p99 the maximum of their p99.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def screen(rows: Sequence[Row], silent: int, health: Sequence[Span]) -> list[Blo
 
 
 def outline(rows: Sequence[Row]) -> list[Line]:
-    """Formats ranks, rooms, pipelining and waiting agents, for `kvctl top`."""
+    """Formats ranks, rooms, pipelining, and draining or waiting agents, for `kvctl top`."""
     summary = summarise(rows)
     return [
         *_ranks(rows),
@@ -316,11 +316,13 @@ Status = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class FleetSummary:
-    """Totals of one fleet at one moment; None is unknown.
+    """Totals of one fleet at one time; None is unknown.
 
     Attributes:
+        active: active rooms by state.
         prefill_active: rooms open on prefill ranks, including those that no decode rank has opened.
         counted: role of the ranks on which rooms, bytes and latency were counted: "decode" or "prefill".
+        latencies: number of rooms in the latency quantiles.
         waiting: agents that wait for others, with the reason they report.
         draining: agents that accept no new rooms, with the time since their drain (ns).
         gb_per_s: sum of the ranks' rates, each over the wall-clock time of its own transfers.

@@ -67,7 +67,7 @@ def _table(grid: Grid, columns: Sequence[Column], width: int | None) -> list[Lin
 
 
 def table_header(widths: Mapping[Column, int], marks: Mapping[Column, str] | None = None) -> Line:
-    """Formats the header of a table; `marks` are appended to the titles of some columns."""
+    """Formats the header of a table; `marks` are texts that are appended to the titles of some columns."""
     return [
         span
         for column, cells in widths.items()
@@ -76,7 +76,7 @@ def table_header(widths: Mapping[Column, int], marks: Mapping[Column, str] | Non
 
 
 def table_row(row: Row, widths: Mapping[Column, int], texts: Mapping[Column, str] | None = None) -> list[Span]:
-    """Formats one row; `texts` replace the values of some columns."""
+    """Formats one row of a table; `texts` replace the values of some columns."""
     return [
         span
         for column, cells in widths.items()
@@ -114,10 +114,13 @@ def natural_widths(columns: Sequence[Column], rows: Sequence[Row]) -> dict[Colum
 def fit_widths(
     widths: Mapping[Column, int], rows: Sequence[Row], width: int | None
 ) -> tuple[dict[Column, int], list[Column]]:
-    """Chooses columns and widths that fit the terminal: returns (width by column, hidden columns).
+    """Chooses the columns of a table and their widths so that it fits the terminal.
 
     Empty columns are hidden first, then ordinary ones from right to left; then long texts are shortened. Numbers are
     never truncated.
+
+    Returns:
+        The width by column, and the hidden columns.
     """
     columns, widths = list(widths), dict(widths)
     if width is None:
@@ -138,7 +141,10 @@ def fit_widths(
 
 
 def _least_important(widths: Mapping[Column, int], rows: Sequence[Row]) -> Column | None:
-    """Returns the column to hide next: the last empty one, or the last ordinary one; None if all are core columns."""
+    """Returns the column to hide next: the last column without values, or else the last that is not a core column.
+
+    Returns None if neither exists.
+    """
     ordinary = [column for column in reversed(list(widths)) if column.width is not Width.CORE]
     core = [column for column in reversed(list(widths)) if column.width is Width.CORE]
     empty = [column for column in (*ordinary, *core) if all(column.value(row) in (None, "", [], {}) for row in rows)]
@@ -156,12 +162,12 @@ def _needed(widths: Mapping[Column, int], most: int | None = None) -> int:
 
 
 def stream_header(columns: Sequence[Column], gap: str = " ") -> str:
-    """Formats the header of a stream of lines."""
+    """Formats the header of a table that is printed line by line."""
     return gap.join(_padded(column, column.title) for column in columns).rstrip()
 
 
 def stream_line(columns: Sequence[Column], row: Row, colour: bool, gap: str = " ") -> str:
-    """Formats one line of a stream; columns without a fixed width are not padded."""
+    """Formats one line of such a table; columns without a fixed width are not padded."""
     cells = [(_padded(column, one_line(column.human(row))), style_of(column, row)) for column in columns]
     line = [span for cell in cells for span in (cell, (gap, ""))][:-1]
     return _written([line], colour).removesuffix("\n")

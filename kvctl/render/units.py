@@ -74,7 +74,7 @@ def three_digits(value: float) -> str:
 
 
 def count(value: float | None) -> str:
-    """Formats a count: `12,345`."""
+    """Formats a count with separators, `12,345`."""
     return UNKNOWN if value is None else f"{value:,}"
 
 
@@ -84,12 +84,12 @@ def percent(value: float | None) -> str:
 
 
 def clock_seconds(value: int | None) -> str:
-    """Formats a wall clock in ns as the local time of day, `14:03:59`."""
+    """Formats a wall-clock time in ns as the local time of day, `14:03:59`."""
     return UNKNOWN if value is None else time.strftime("%H:%M:%S", time.localtime(value // 1_000_000_000))
 
 
 def clock_time(value: int | None) -> str:
-    """Formats a wall clock in ns as the local time of day with milliseconds, `14:03:59.120`."""
+    """Formats a wall-clock time in ns as the local time of day with milliseconds, `14:03:59.120`."""
     return UNKNOWN if value is None else f"{clock_seconds(value)}.{value // 1_000_000 % 1000:03d}"
 
 

@@ -48,7 +48,7 @@ def _layers(value: Any) -> str:
 
 
 def _verdict(value: Any) -> str:
-    """Formats a verdict as a glyph and a word, distinguishable without colour."""
+    """Formats a verdict as a glyph and a word, so that it is readable without colour."""
     return units.UNKNOWN if not value else f"{palette.VERDICT_GLYPHS.get(value, '?')} {value}"
 
 

@@ -27,7 +27,7 @@ TIMEOUT_S = 60.0
 
 
 def small_request(**changes: Any) -> PlanRequest:
-    """Returns a request for a model so small that a fleet of it takes little time."""
+    """Returns a request for a model so small that its fleet starts and runs quickly."""
     wanted: dict[str, Any] = {
         "prefill": (Sizes(),),
         "decode": Sizes(),

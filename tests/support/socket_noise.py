@@ -1,4 +1,4 @@
-"""Sends random bytes to every socket on which a process listens: control, registry, admin, and its engine's sockets.
+"""Sends random bytes to every listening socket of a process: control, registry, admin, and those of its engine.
 
 Raw bytes fail in a listener's handshake; frames of a ZMQ peer pass it and reach the decoder.
 """
@@ -34,7 +34,7 @@ class Listener(NamedTuple):
 
 
 def listeners(pid: int) -> list[Listener]:
-    """Returns the listening sockets of a process of this machine."""
+    """Returns the listening Unix and TCP sockets of a process on this machine."""
     inodes: set[str] = set()
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for entry in Path(f"/proc/{pid}/fd").iterdir():

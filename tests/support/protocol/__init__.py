@@ -1,1 +1,1 @@
-"""The protocol machines in a simulated world, with an oracle that checks every step."""
+"""The protocol machines in a simulated world, and an oracle that checks every step."""

@@ -1,8 +1,8 @@
-"""The shipped machines connected by a simulated network and engine, with an oracle that checks every byte.
+"""Connects the shipped machines by a simulated network and engine, with an oracle that checks every byte.
 
-Nothing happens by itself: `World.pool` holds every possible next step (deliver a message, begin or complete a write,
-report a tag, run a scatter, make an engine's call), and a scheduler picks one. One seed is therefore one history, and
-an explorer can try them all. Messages pass through the real codec.
+No step happens by itself: `World.pool` holds every possible next step (deliver a message, begin or complete a write,
+report a tag, run a scatter, make an engine's call), and a scheduler picks one. A seed therefore determines the whole
+sequence of steps, and an explorer can try all sequences. Messages pass through the real codec.
 """
 
 from __future__ import annotations
