@@ -42,7 +42,7 @@ class Roster(msgspec.Struct, frozen=True, tag="roster"):
     """Answer to Register and Lookup: the registered ranks in the order of unique ranks; the missing ones as text."""
 
     ranks: list[Rank]
-    size: int  # 0 while nobody has registered
+    size: int  # number of ranks of the instance; 0 before the first has registered
     missing: str
     refused: str = ""
 

@@ -18,7 +18,7 @@ from kvctl_agent.protocol.messages import PROTOCOL_VERSION, AnyMessage, Message
 MAGIC = b"KVPM" + bytes([PROTOCOL_VERSION])
 HEADER_BYTES = len(MAGIC) + 8
 MAX_FRAME_BYTES = 16 << 20
-# Without it, a frame of the smallest messages would decode to gigabytes of objects and take minutes.
+# Without this limit, a frame of the smallest messages would decode to gigabytes of objects and take minutes.
 MAX_MESSAGES = 1 << 16
 
 _encoder = msgspec.msgpack.Encoder()

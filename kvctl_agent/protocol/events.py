@@ -45,7 +45,7 @@ class Received(Event, frozen=True):
 
 
 class PeerConnected(Event, frozen=True):
-    """The transport is connected to this peer."""
+    """The transport has connected to this peer."""
 
     peer: str
 
@@ -67,7 +67,7 @@ class Unsendable(Event, frozen=True):
 
 
 class PeerDead(Event, frozen=True):
-    """The process of this incarnation is proven to have ended."""
+    """The process of this incarnation of a peer is proven to have ended."""
 
     peer: str
     incarnation: int
@@ -185,9 +185,9 @@ class SetTimeouts(Event, frozen=True):
 
 
 class PartSent(Event, frozen=True):
-    """A transfer worker has finished a part: the part is written, or was dropped because its room was cancelled.
+    """A transfer worker has finished a part: it was written, or it was dropped because its room has failed.
 
-    `checksum` is the one in the tag, if the worker computes checksums.
+    `checksum` is the one in the tag; None if the worker computes none.
     """
 
     peer: str

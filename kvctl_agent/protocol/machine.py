@@ -90,7 +90,12 @@ class MachineContext:
     def answer(
         self, ticket: int, result: str, text: str, freed: tuple[int, ...] = (), drained: tuple[str, ...] = ()
     ) -> None:
-        """Answers an operator's request. A request of the engine has ticket 0 and gets no answer."""
+        """Answers an operator's request; does nothing if `ticket` is 0, as in requests of the engine.
+
+        Args:
+            freed: serials of the ring regions that were freed.
+            drained: names of writers that are treated as drained because the operator used force.
+        """
         if ticket:
             self.actions.append(ev.Answered(ticket, result, text, freed, drained))
 

@@ -173,7 +173,7 @@ class StagingRequest(RoomMessage, frozen=True, tag="staging-request"):
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """Ring region [offset, end) granted to one part; its serial is used once in a decode rank's incarnation."""
+    """Ring region [offset, end) granted to one part; the serial is unique within the decode rank's incarnation."""
 
     chunk: U32
     lo: Layer

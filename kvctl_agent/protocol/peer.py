@@ -66,7 +66,7 @@ class LocalInfo(msgspec.Struct, frozen=True):
 
     @property
     def layers(self) -> range:
-        """KV and draft layers of this rank; they are adjacent, since draft layers follow those of the last stage."""
+        """Global ids of this rank's KV and draft layers; both are adjacent: draft layers follow the last stage's."""
         own = [shard for shard in self.shards if not shard.segment.state and shard.num_layers]
         return range(own[0].layer_lo, own[-1].layer_hi)
 
@@ -122,7 +122,7 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class PeerPlan(NamedTuple):
-    """The plan inputs of this agent and a peer; None if the layouts do not fit, with the factors that differ."""
+    """Result of `plan_with_peer`: the plan inputs of both sides, or None and the factors that differ."""
 
     inputs: PlanInputs | None
     differences: tuple[str, ...]

@@ -27,7 +27,7 @@ ALIGNMENT = 256
 
 
 class Position(NamedTuple):
-    """A watermark: everything before `tail` of `round`, and every earlier round, is free."""
+    """A watermark: all bytes before `tail` of `round`, and those of every earlier round, are free."""
 
     round: int
     tail: int
@@ -50,7 +50,7 @@ def may_write(round_: int, end: int, watermark: Position) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Ring:
-    """Allocator of the ring's bytes; independent of rooms.
+    """Allocator of the ring's bytes, without knowledge of rooms or writers.
 
     Args:
         size_bytes: size of the ring; 0 if there is none.
@@ -115,7 +115,7 @@ class Ring:
         return 0 < _aligned(nbytes) <= self.largest_bytes
 
     def allocate(self, nbytes: int) -> Region:
-        """Allocates the next `nbytes` of the log.
+        """Allocates the next `nbytes` of the log, aligned up; begins a new round if the present one has no space.
 
         Raises:
             LocalProtocolError: the request can never fit; check `fits` first.

@@ -81,7 +81,7 @@ class ControlChannel:
         self._unsent: dict[str, int] = {}  # messages dropped since the peer's socket last accepted a frame
 
     def serve(self, endpoint: str) -> str:
-        """Binds the ROUTER; returns the endpoint to register, with the port that was chosen."""
+        """Binds the ROUTER to `endpoint`; returns the endpoint with the port that was chosen, for the registry."""
         self.changes += 1
         self._router = control_endpoints.bind(self._context, endpoint, codec.MAX_FRAME_BYTES, self._keys)
         self._router_key = control_endpoints.poll_key(self._router)

@@ -115,7 +115,7 @@ def address(router: Router) -> str:
 
 
 def poll_key(router: Router) -> zmq.Socket[bytes] | int:
-    """Returns what a poller needs to register the ROUTER: its zmq socket, or the descriptor of a UnixRouter."""
+    """Returns the key to register a ROUTER with `zmq.Poller`: the socket, or the descriptor of a UnixRouter."""
     return router.fileno() if isinstance(router, UnixRouter) else router
 
 

@@ -20,7 +20,7 @@ from kvctl_agent.errors import DeviceError, KvctlError, LocalProtocolError
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.runtime.threads import AgentThread, minimize_timer_slack
 
-_SHORTEST_S = 20e-6  # the kernel makes about 70 of it
+_SHORTEST_S = 20e-6  # without minimal timer slack, the kernel sleeps for about 70 µs
 _LONGEST_S = 200e-6
 _SHARE_OF_SILENCE = 1 / 128
 
@@ -84,9 +84,12 @@ class EventPoller(AgentThread):
             raise LocalProtocolError(f"room {room}: event is {shown(source)}, which is none: {error}") from None
 
     def post_after(self, sender: Sender, pending: PendingEvent | None, make: Callable[[int], ev.Event]) -> None:
-        """Posts the event that `make` returns for the current monotonic time in ns, as soon as `pending` is done.
+        """Posts an event to the machine as soon as `pending` is done, and after the room's earlier deferred events.
 
-        Without `pending` the event is posted at once, or after the room's earlier deferred events if there are any.
+        Args:
+            sender: handle of the room.
+            pending: event of the engine to wait for; None for no wait beyond that for the earlier events.
+            make: returns the event to post, for the present monotonic time in ns.
         """
         with self._changed:
             if pending is not None:
@@ -125,7 +128,7 @@ class EventPoller(AgentThread):
             try:
                 if pending is not None and not _done(pending, incomplete):
                     return
-            except Exception as error:  # a kernel failed, or a bug: it costs this room, not the thread
+            except Exception as error:  # a failed kernel or a bug fails this room, but does not end the thread
                 text = str(error) if isinstance(error, KvctlError) else f"{type(error).__name__}: {error}"
                 sender.post_unless_over(ev.ForwardFailed(sender.room, f"its forward failed: {text}"))
                 break

@@ -109,7 +109,7 @@ class PoolLimits(NamedTuple):
         state_indices: Sequence[Any],
         prefill_only: bool,
     ) -> ev.OpenRoom:
-        """Checks the arguments of `Agent.receive` and returns the event that opens the room; mints the room's nonce.
+        """Checks the arguments of `Agent.receive`; returns the event that opens the room, with a new random nonce.
 
         Raises:
             LocalProtocolError: an argument is invalid.
@@ -336,7 +336,7 @@ class HandleRegistry:
     Args:
         name: name of the agent, for errors.
         on_state: called at each change of a room's state; it must only enqueue.
-        owners: decode: owners of the pool's pages; also an attribute.
+        owners: on a decode rank, the owners of the pool's pages; also an attribute.
     """
 
     def __init__(self, name: str, on_state: OnState | None, owners: PageOwners | None = None) -> None:

@@ -228,7 +228,7 @@ class PeerConnections:
             worker.put(self.calibrate)
 
     def calibrate(self) -> None:
-        """Measures the costs by which path `auto` is chosen; runs on a worker."""
+        """Measures the costs by which the setting `auto` chooses a path; runs on a transfer worker."""
         if self._chooser.connection is not None:
             return
         try:
@@ -246,7 +246,7 @@ class PeerConnections:
         self._recorder.record("calibration", f"connection to {connection.peer}: {text}")
 
     def _calibrate_copies(self, connection: PeerConnection) -> None:
-        """Measures the costs of gathering rows and, if the peer's memory is mapped, of the direct path."""
+        """Measures the memcpy rate, the cost of row copies and, if the peer's memory is mapped, of the direct path."""
         with HugePageMemory(_COPIES_BYTES) as memory:
             self.memory_gb_per_s = memcpy_gb_per_s_within(memory.array)
             if self._pool.device is None:
@@ -280,7 +280,7 @@ class PeerConnections:
             mapping.release()
 
     def _compile(self) -> None:
-        """Compiles every kernel that parts of the present connections may need; runs on a worker."""
+        """Compiles every kernel that parts of the present connections may need; runs on a transfer worker."""
         device = self._pool.device
         wanted: set[Geometry] = set()
         for connection in list(self.by_peer.values()):

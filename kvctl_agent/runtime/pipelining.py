@@ -18,7 +18,7 @@ _MOST_DIGITS = 4  # of layers per group
 
 
 class Pipelining:
-    """Layer grouping of one prefill rank.
+    """Chooses the layer groups of the forwards of one prefill rank.
 
     Attributes:
         layers: the rank's layers, by their global ids.

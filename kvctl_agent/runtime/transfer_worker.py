@@ -40,7 +40,7 @@ _SLEEP_S = 500e-6
 _YOUNG_NS = 1_000_000
 _SHARE_OF_AGE = 1 / 64
 _DRAIN_S = 0.01
-# After the last flight the engine still has tags to send and peers to answer, and does so only when it is called.
+# After the last flight the transport still has tags to send and peers to answer, and does so only when it is called.
 _AFTERMATH_S = 5e-3
 _AFTERMATH_TURNS = 20
 _IDLE_S = 0.1
@@ -55,7 +55,7 @@ class TransferWorker(AgentThread):
         paths: transfer paths by name; used by this worker only.
         aux: path of aux rows.
         connections: connections by peer, written by the control loop; entries are replaced, never changed.
-        progress: makes the transport progress; called now and then while the worker is idle.
+        progress: makes the transport progress; called periodically while the worker is idle.
         report: puts events into the control loop's mailbox.
         checksum: send a checksum of the bytes with every part.
         on_device: a GPU transfers the parts, so their completion is polled often.
@@ -134,7 +134,7 @@ class TransferWorker(AgentThread):
                 pause_s = min(2 * pause_s, _SLEEP_S)
 
     def _begin_waiting(self) -> bool:
-        """Begins waiting parts that may begin now and drops cancelled ones; returns whether there were any."""
+        """Begins the waiting parts that may begin now, and drops the cancelled ones; returns whether there were any."""
         moved = False
         now = time.monotonic()
         for peer, orders in list(self._waiting.items()):
@@ -274,14 +274,14 @@ class TransferWorker(AgentThread):
             # The engine may notice that a peer is gone before its heartbeats are missed.
             code = "KV_PEER_LOST" if isinstance(error, PeerDisconnected) else "KV_TRANSPORT"
             self._metrics.add("kvctl_transport_errors_total", 1)
-        # An error of another type is a bug; it costs its part, not the thread.
+        # An error of another type is a bug, which fails the part but does not end the thread.
         text = str(error) if isinstance(error, KvctlError) else f"{type(error).__name__}: {error}"
         text = f"{order.key} to {order.peer} by {order.path}: {text}"
         self._report(PartFailed(order.peer, order.room, order.nonce, order.kind, order.key, code, text, in_flight))
 
 
 def _checksum(connection: PeerConnection, order: Transfer) -> int:
-    """Returns the checksum of a part's bytes in this rank's pool; they are computed and no longer change."""
+    """Returns the checksum of a part's bytes in this rank's pool, which are computed and no longer change."""
     share, key = order.share, order.key
     if share is None:
         return aux_checksum(connection.pool, int(order.src_pages[0]))
@@ -291,7 +291,7 @@ def _checksum(connection: PeerConnection, order: Transfer) -> int:
 def _abandoned(flight: Flight) -> bool:
     """Abandons a flight; returns whether the transport can no longer write any of its bytes.
 
-    An exception does not prove that, and must not end the thread.
+    Returns False after an exception, which does not prove that and must not end the thread.
     """
     try:
         return flight.give_up()

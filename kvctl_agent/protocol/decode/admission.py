@@ -42,7 +42,7 @@ class RecvAdmission:
         if last := self.state.rooms.get(event.room):
             if last.state is not RoomState.SUCCESS:
                 raise LocalProtocolError(f"room {event.room} is open already; a room number is used once at a time")
-            self.rooms.forget(last)  # the engine is done with it; a rank that has missed RoomDone will ask
+            self.rooms.forget(last)  # its pages were released; a rank that has missed RoomDone will ask for the outcome
         record = context.telemetry.rooms.open(event.room, event.nonce)
         record.pages = event.total_pages - event.prefix_pages
         context.telemetry.metrics.add("kvctl_rooms_opened_total", 1)
@@ -124,7 +124,7 @@ class RecvAdmission:
                     key = PartKey(share.writer, share.segment, share.layer_lo, share.layer_hi)
                     items = np.frombuffer(opening.states[components.index(share.segment)], "<i4")
                     finals[PartKind.STATE, key] = share, items
-        chunks: dict[int, Sequence[Chunk]] = {}  # by cp rank: writers of one cp rank owe the same chunks
+        chunks: dict[int, Sequence[Chunk]] = {}  # by cp rank: writers of one cp rank send the same chunks
 
         def chunks_of(writer: int) -> Sequence[Chunk]:
             cp = inputs.prefill.coord(writer).cp
@@ -301,7 +301,7 @@ class Instances:
             if transfer is None or transfer.incarnation != peer.incarnation:
                 continue
             if transfer.accepted and not room.state.finished:
-                transfer.accepted = False  # so that RoomOpen is resent until it answers
+                transfer.accepted = False  # so that RoomOpen is resent until the peer answers
                 room.unaccepted += 1
             if self.rooms.send_unanswered(room, transfer):
                 room.resend_ns = self.context.now_ns + self.context.timing.resend_ns

@@ -46,7 +46,7 @@ class Grants:
             return
         room, _ = found
         if room.failure is not None or peer.state is not PeerState.READY:
-            return  # the abort is on its way
+            return  # RoomAbort was sent, or the peer gets no grants while it is suspect
         assert peer.info is not None
         owner = room.key_of(peer.name)
         grants: list[msg.Grant] = []
@@ -83,7 +83,7 @@ class Grants:
         if allocation is not None:
             self.context.telemetry.metrics.add("kvctl_ring_revokes_total", 1)
             self.free([allocation])
-            self.unblock()  # it may have been the last allocation that overlaps a region to be retired
+            self.unblock()  # the freed one may have been the last allocation that overlaps a region to be retired
 
     def on_too_late(self, peer: Peer, message: msg.TooLate) -> None:
         allocation = self._revoking(peer, message.serial)
@@ -140,7 +140,7 @@ class Grants:
                 if not oldest.posted:
                     self.revoke(oldest, revoke_ns)
                 break
-            # The watermark must not admit a writer that was given these bytes in a later round. (Two regions of lost
+            # The watermark must not admit a writer that was granted these bytes in a later round. (Two regions of lost
             # writers may overlap: neither is read.)
             overlapping = [
                 other

@@ -76,7 +76,7 @@ class Reclaim:
                 self.rooms.settle(room)
 
     def forget_former(self) -> None:
-        """Removes the earlier incarnations of peers for which no room waits any more."""
+        """Removes the earlier incarnations of peers that no room waits for any more."""
         for peer in self.context.peers.values():
             if peer.former:
                 transfers = [room.transfers.get(peer.name) for room in self.state.rooms.values()]

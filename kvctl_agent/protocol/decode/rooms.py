@@ -84,7 +84,7 @@ class RecvRoom:
     resend_ns: int = 0
     failure: Failure | None = None
     released: bool = False
-    overdue: bool = False  # it failed long ago; memory that may still be written is quarantined
+    overdue: bool = False  # the room failed long ago; memory that may still be written is quarantined
     transfers: dict[str, WriterTransfer] = field(default_factory=dict)
     unaccepted: int = 0  # number of transfers
     writers: tuple[str, ...] = ()  # names of the instance's ranks when the room was opened
@@ -166,7 +166,7 @@ class RecvRoom:
         self.record.landed = (self.record.landed or 0) + key.hi - key.lo
 
     def settle(self, key: PartKey) -> None:
-        """Marks a landed part as being in its pages."""
+        """Adds a landed part whose bytes are in their pages to the coverage of the room."""
         place = (key.writer, key.chunk)
         covered = self.scattered.get(place, 0) | mask(key.lo, key.hi)
         self.scattered[place] = covered
@@ -263,7 +263,7 @@ class RecvRooms:
     state: DecodeState
 
     def find(self, peer: Peer, number: int, nonce: int) -> tuple[RecvRoom, WriterTransfer] | None:
-        """Returns the room and transfer that a message is about; counts the message as dropped if there are none."""
+        """Returns the room and transfer that a message is about; None, counting the message as dropped, without one."""
         room = self.state.rooms.get(number)
         if room is None or room.nonce != nonce:
             known = self.state.tombstones.find(RoomKey("", number, nonce)) is not None
@@ -483,6 +483,6 @@ class RecvRooms:
         return ""
 
     def _absent(self, name: str) -> str:
-        """Returns the name of a rank that is not ready, followed by the reason if it is known."""
+        """Returns the name of a rank that is not ready, followed by the reason in parentheses if it is known."""
         peer = self.context.peers.get(name)
         return f"{name} ({'; '.join(peer.differences)})" if peer is not None and peer.differences else name

@@ -78,7 +78,7 @@ class Dispatch:
             return
         room = self.state.rooms[event.room]
         if not event.in_flight:
-            transfer.in_flight -= 1  # otherwise PartSent(dropped) follows when the transport has finished with it
+            transfer.in_flight -= 1  # otherwise PartSent(dropped) follows when the transport has finished the write
         self.rooms.fail(room, self.context.failure(event.code, event.text))
         self.rooms.progress(room)
 
@@ -105,7 +105,8 @@ class Dispatch:
         self.rooms.progress(room)
 
     def on_staging_refused(self, peer: Peer, message: msg.StagingRefused) -> None:
-        """Sends a part that can never fit the decode rank's ring on a path that needs no ring."""
+        """Gives a part that can never fit the decode rank's ring a path that needs no ring, and sends it if it is
+        ready."""
         found = self.rooms.find(peer, message.room, message.nonce)
         if found is None:
             return
@@ -313,7 +314,7 @@ class Forwards:
             raise LocalProtocolError(f"room {event.room} is being sent already; a room number is used once at a time")
         room.claimed = True
         self.context.actions.append(ev.StateChanged(room.room, room.state, room.failure))
-        if room.released:  # it failed before the engine called send()
+        if room.released:  # the room failed before the engine called send()
             self.context.actions.append(ev.Released(room.room))
 
     def on_prefetch(self, event: ev.Prefetch) -> None:
@@ -329,7 +330,7 @@ class Forwards:
             return
         room.groups = event.groups
         room.prefetched = True
-        if not room.computed.given and not room.launched:  # otherwise it is the forward of the next chunk that begins
+        if not room.computed.given and not room.launched:  # otherwise the forward of a later chunk begins
             room.forward_begun_ns = room.record.forward_begun_at = event.at_ns or self.context.now_ns
         self.staging.request_all(room)
 

@@ -48,7 +48,7 @@ class EndedRoom(NamedTuple):
     state: RoomState
     failure: Failure | None
     claimed: bool  # the local engine had called send()
-    openers: frozenset[str]  # decode ranks that had opened it
+    openers: frozenset[str]  # decode ranks that had opened the room
 
 
 def writer_quota(inputs: PlanInputs, ring_bytes: int) -> int:
@@ -275,7 +275,7 @@ class SendRooms:
         return room
 
     def find(self, peer: Peer, number: int, nonce: int) -> tuple[SendRoom, PeerTransfer] | None:
-        """Returns the room and transfer that a message is about; counts the message as dropped if there are none."""
+        """Returns the room and transfer that a message is about; None, counting the message as dropped, without one."""
         transfer = self.state.transfers.get(RoomKey(peer.name, number, nonce))
         if transfer is None:
             self.context.drop("tombstone")
@@ -308,7 +308,7 @@ class SendRooms:
     def abort_unopened(self, number: int, failure: Failure) -> None:
         """Schedules the failure of a room whose opening was aborted or refused, for which the engine may be waiting.
 
-        The failure is delayed because another dp group's room may have the same number, with its opening on the way.
+        The failure is delayed because another dp group may be about to open a room with the same number.
         """
         if number not in self.state.ended and len(self.state.pending_aborts) < MAX_TRANSFERS:
             due_ns = self.context.now_ns + self.context.timing.resend_ns
@@ -366,10 +366,13 @@ class SendRooms:
             self.progress(room)
 
     def on_room_abort(self, peer: Peer, message: msg.RoomAbort) -> None:
-        """Fails the room, and sends RoomDrained once nothing of it is in flight; a lost peer may send this, too."""
+        """Fails the room, and answers RoomDrained once none of its writes is in flight.
+
+        The message is also accepted from a peer that is lost here.
+        """
         found = self.find(peer, message.room, message.nonce)
         if found is None:
-            # Nothing of an unknown or ended room is in flight; the tombstone keeps a late RoomOpen from starting it.
+            # Nothing of an unknown or ended room is in flight; with the tombstone a late RoomOpen is refused.
             key = RoomKey(peer.name, message.room, message.nonce)
             if key not in self.state.tombstones:
                 self.state.tombstones.add(key, failure_of(message), self.context.now_ns)
@@ -497,7 +500,7 @@ class SendRooms:
             if now_ns >= transfer.resend_ns > 0 and (room := self.state.rooms.get(transfer.room)) is not None:
                 self.resend(room, transfer)
         if now_ns >= self.state.deadlines_due_ns:
-            # Engines may announce thousands of rooms long before they are opened: check those seldom.
+            # Engines may announce thousands of rooms long before they are opened: check deadlines seldom.
             shortest = min(timing.bootstrap_ns, timing.waiting_ns)
             self.state.deadlines_due_ns = now_ns + min(_DEADLINES_EVERY_NS, shortest // 4)
             for room in list(self.state.rooms.values()):

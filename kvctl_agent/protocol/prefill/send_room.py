@@ -324,12 +324,12 @@ class SendRoom:
     computed: ComputedPages
     since_ns: int  # start of the current deadline: when the state was entered, or the last progress
     state: RoomState = RoomState.BOOTSTRAPPING
-    claimed: bool = False  # the local engine has called send() for it
+    claimed: bool = False  # the local engine has called send() for the room
     prefetched: bool = False  # chunks may be cut and staging requested before their pages are ready
     groups: tuple[tuple[int, int], ...] = ()  # layer groups announced by the engine
     deferred: list[SendPages] = field(default_factory=list)  # pages of an early stage that sends only at finish()
     launched: int = 0  # forwards running on the device, with pages to follow
-    expected: int = 0  # decode ranks that must open it; 0: unknown until the first has
+    expected: int = 0  # number of decode ranks that must open the room; 0: not known before the first opens it
     transfers: dict[str, PeerTransfer] = field(default_factory=dict)
     finished: bool = False
     released: bool = False
