@@ -1,1 +1,1 @@
-"""Live fleets of `kvctl demo`: traffic, faults and scenarios, accounting of every room, and endurance runs."""
+"""Live fleets for `kvctl demo` and soak runs: traffic, faults, scenarios, and accounting of every room."""

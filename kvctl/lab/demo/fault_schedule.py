@@ -1,8 +1,8 @@
-"""Random faults of an endurance run: a schedule drawn from a seed before the fleet starts, and its execution.
+"""Random faults of a soak run: a schedule generated from a seed before the fleet starts, and its execution.
 
-The same seed, duration and ranks give the same schedule. Kills and pauses always leave a prefill instance and a decode
-dp group that can serve; if there is only one of either, its ranks go down one at a time. While a replaced process
-exists, nothing else goes down in its instance.
+The same seed, duration and ranks give the same schedule. At any time at least one prefill instance and one decode dp
+group are free of kills and pauses; if the fleet has only one of either, only one of its ranks is down at a time. While
+a rank is being replaced, no other rank of its instance is killed or paused.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _WEIGHTS: dict[Kind, float] = {"kill": 3, "pause": 3, "replace": 1, "fault": 6}
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0
 _SHORTEST_FREEZE_S, _LONGEST_FREEZE_S = 12.0, 30.0
 _SHORTEST_RETURN_S, _LONGEST_RETURN_S = 0.5, 8.0
-_KILLED_WHILE_FROZEN = 0.25
+_KILLED_WHILE_FROZEN = 0.25  # share of replaced processes that are killed instead of resumed
 _SHORTEST_DOWN_S, _LONGEST_DOWN_S = 0.1, 5.0
 _KILLED_AGAIN = 0.15
 _CLOCK_WRONG = 0.2
 _CLOCKS = ("clock-jump=-1h", "clock-jump=-1000h", "clock-jump=1h")
-# The replacement is started after this share of the freeze, sometimes before the others take the rank for lost.
+# The replacement is started after this share of the freeze, sometimes before the peers declare the rank lost.
 _REPLACED_AFTER = 0.2
-# Writes posted before the freeze that leave once the process is resumed, when other rooms have its pages unless those
-# are quarantined.
+# Before a freeze, writes are delayed, so that some leave only after the process is resumed. By then other rooms use the
+# target pages, unless the decode rank has quarantined them.
 _LATE_WRITES, _LATE_S = "slow-lane=200ms", 0.4
-_LEAVES_AFTER_S = 2.0  # a replaced process that is resumed because the run ends
+_LEAVES_AFTER_S = 2.0  # time that a replaced process runs when it is resumed because the run ends
 
 Draw = random.Random
 _BOTH = ("prefill", "decode")
@@ -63,14 +63,17 @@ _FAULTS: tuple[tuple[str, tuple[str, ...], Callable[[Draw], str]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ScheduledFault:
-    """One fault.
+    """One fault of a schedule.
 
     Attributes:
-        at_s: time from the start of the traffic.
-        seconds: duration of the outage, pause, freeze or fault.
-        spec: an agent's fault; for a killed rank, the fault in force in its next process.
-        again_s: for a kill, the next process is killed after this time (0: not). For a replacement, the frozen process
-            is resumed for this time (0: it is killed instead).
+        at_s: start, counted from the start of the traffic.
+        kind: "kill" restarts the rank later; "pause" resumes it; "replace" pauses the rank (the freeze) and starts
+            another process in its place; "fault" sets a fault of the rank's agent.
+        rank: name of the rank.
+        seconds: duration of the outage, pause, freeze or agent fault.
+        spec: for "fault", spec of the agent's fault; for "kill", spec of a fault in force in the restarted process.
+        again_s: for "kill", time after which the restarted process is killed again (0: never). For "replace", time for
+            which the frozen process is resumed before it is ended (0: it is killed without being resumed).
     """
 
     at_s: float
@@ -90,11 +93,11 @@ class _Outage:
 
 
 def draw_schedule(seed: int, seconds: float, ranks: Mapping[str, PlannedRank]) -> list[ScheduledFault]:
-    """Draws the faults of a run in order of time; all end before the run.
+    """Generates the faults of a run, in order of time; all faults end before the run does.
 
     Args:
         seconds: duration of the traffic.
-        ranks: by name.
+        ranks: the planned ranks by name.
     """
     draw = Draw(f"schedule {seed}")
     groups = {name: _group(rank) for name, rank in ranks.items()}
@@ -107,7 +110,7 @@ def draw_schedule(seed: int, seconds: float, ranks: Mapping[str, PlannedRank]) -
         if not able:
             continue
         name = draw.choice(able)
-        # Everything is drawn whether it is used or not, so that an omitted fault changes no later one.
+        # All random numbers of a fault are drawn even if the fault is omitted, so that later faults do not change.
         fault = _draw_fault(draw, at_s, kind, name, ranks[name]["role"])
         if kind != "fault":
             outages = [outage for outage in outages if outage.until_s > at_s]
@@ -139,7 +142,14 @@ def _draw_fault(draw: Draw, at_s: float, kind: Kind, name: str, role: str) -> Sc
 
 
 def _can_go_down(groups: Mapping[str, tuple[str, int]], outages: list[_Outage], name: str, alone: bool) -> bool:
-    """Whether the fleet can still serve if this rank goes down as well, and its group allows it."""
+    """Whether a rank may be killed, paused or replaced now, so that the fleet can still serve.
+
+    Args:
+        groups: group of each rank, by name.
+        outages: ranks that are down now.
+        name: the rank.
+        alone: whether no other rank of its group may be down at the same time.
+    """
     group = groups[name]
     if any(outage.rank == name or (outage.group == group and (alone or outage.alone)) for outage in outages):
         return False
@@ -151,12 +161,12 @@ def _can_go_down(groups: Mapping[str, tuple[str, int]], outages: list[_Outage], 
 
 
 def _group(rank: PlannedRank) -> tuple[str, int]:
-    """Returns the group that has to be complete to serve: a prefill instance or a decode dp group."""
+    """Returns the group of ranks that can serve only together: a prefill instance or a decode dp group."""
     return ("prefill", rank["instance"]) if rank["role"] == "prefill" else ("decode", rank["dp"])
 
 
 def _between(draw: Draw, low: float, high: float) -> float:
-    """Draws log-uniformly: short times as often as long ones."""
+    """Returns a log-uniform random number between `low` and `high`."""
     return round(low * exp(draw.random() * log(high / low)), 2)
 
 
@@ -169,7 +179,12 @@ def _milliseconds(draw: Draw, low: int, high: int) -> str:
 
 
 class Restart(NamedTuple):
-    """Seconds from the start of a process until it served; None: it ended before that."""
+    """Recovery time of a restarted rank.
+
+    Attributes:
+        ready_s: seconds from the start of the process until it could serve; None: it was killed before.
+        served_s: seconds from the start of the process until its first room succeeded; None: it was killed before.
+    """
 
     rank: str
     ready_s: float | None
@@ -177,16 +192,16 @@ class Restart(NamedTuple):
 
 
 class FaultRunner:
-    """Executes a schedule while traffic runs, on the traffic's turns.
+    """Executes a schedule in the event loop of the traffic.
 
     Attributes:
-        injected: number of faults by kind; agents' faults by their name.
-        restarts: restarted processes that have served a room or have ended.
-        now: the current fault of each rank, and its end.
+        injected: number of injected faults by kind; faults of agents by their name.
+        restarts: recovery times of the restarted processes that have served a room or were killed before.
+        now: current fault of each rank and its end, in seconds from the start of the traffic, by rank name.
     """
 
     def __init__(self, traffic: Traffic, faults: Sequence[ScheduledFault]) -> None:
-        """Times starts now."""
+        """Schedules all faults, relative to the current time."""
         self._traffic = traffic
         self._began = time.monotonic()
         self._ended = False
@@ -198,7 +213,7 @@ class FaultRunner:
             self._later(fault.at_s, partial(self._inject, fault))
 
     def turn(self) -> None:
-        """Updates `now` and `restarts`."""
+        """Updates `now` and `restarts`; called once per turn of the traffic's event loop."""
         now = time.monotonic() - self._began
         self.now = {rank: what for rank, what in self.now.items() if what[1] > now}
         for name, since_ns in list(self._restarting.items()):
@@ -209,7 +224,7 @@ class FaultRunner:
                 self.restarts.append(Restart(name, (ready_ns - since_ns) / 1e9, (served_ns - since_ns) / 1e9))
 
     def end(self) -> None:
-        """Cancels what is scheduled, resumes paused ranks, restarts ranks that are down, and ends every fault."""
+        """Cancels all scheduled faults, resumes paused ranks, restarts ranks that are down, and ends agents' faults."""
         self._ended = True
         for name, rank in self._traffic.fleet.ranks.items():
             if rank.paused:
@@ -222,14 +237,14 @@ class FaultRunner:
                 self._traffic.fleet.fault(name, "clear")
 
     def _later(self, seconds: float, action: Callable[[], None], *, always: bool = False) -> None:
-        """Schedules an action; `always`: also after `end`."""
+        """Schedules an action; unless `always` is set, `end` cancels it."""
         self._traffic.later(seconds, lambda: action() if always or not self._ended else None)
 
     def _inject(self, fault: ScheduledFault) -> None:
         traffic, name = self._traffic, fault.rank
         rank = traffic.fleet.ranks[name]
         if not rank.running or rank.paused or (fault.kind == "replace" and rank.replaced is not None):
-            return  # recovery from an earlier fault took longer than scheduled
+            return  # the rank has not recovered from an earlier fault in the scheduled time
         self.now[name] = (fault.spec or fault.kind, fault.at_s + max(fault.seconds, 1.0))
         if fault.kind == "kill":
             self._kill(name, fault.seconds, fault.spec, fault.again_s)
@@ -287,7 +302,7 @@ class FaultRunner:
         self._later(frozen_s, partial(self._end_replaced, fault.rank, fault.again_s))
 
     def _end_replaced(self, name: str, resumed_s: float) -> None:
-        """Resumes a replaced process for some time and ends it, or kills it at once."""
+        """Resumes a replaced process and ends it after `resumed_s`; if that is 0, kills it without resuming it."""
         if resumed_s:
             self._traffic.resume_replaced(name)
             self._later(resumed_s, partial(self._traffic.end_replaced, name, kill=False), always=True)
@@ -299,7 +314,7 @@ class FaultRunner:
             self._traffic.resume(name)
 
     def _note_cut_short(self, name: str) -> None:
-        """Records a restarted process that is killed before it has served a room."""
+        """Adds an entry to `restarts` if the rank's process is killed before it has served a room."""
         since_ns = self._restarting.pop(name, None)
         if since_ns is not None:
             ready_ns = self._traffic.fleet.ranks[name].serving_ns

@@ -1,9 +1,9 @@
-"""A live fleet: its plan, and real rank processes that are killed, paused, replaced and restarted one by one.
+"""A live fleet: its plan, and its rank processes, which can be killed, paused, replaced and restarted one by one.
 
-Shape and ranks come from the planner that the bench uses; the number of rooms per rank is decided here, because the
-router enforces it. A bench ends with the first rank that dies; here an exit is an event like any other: `died` if the
-rank had not been told to end, `replaced-died` for a process that had been replaced. Call everything from the thread
-that started the fleet: the kernel ends the ranks when that thread ends.
+Model shape and ranks come from the planner that the bench uses; the pools are sized here for the number of rooms that
+the router allows at a rank. A bench ends when a rank dies; here the unexpected exit of a process is an event of kind
+"died", or "replaced-died" if another process had replaced it. Call everything from the thread that started the fleet:
+the kernel ends the ranks when that thread ends.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHORT_TIMINGS: Mapping[str, Setting] = {
     "bootstrap_timeout_s": 12.0,
     "waiting_timeout_s": 12.0,
 }
-"""Timings so short that loss and quarantine occur often and a hang is noticed soon."""
+"""Timings of the agents for soak runs, so short that peers are often lost and hangs are noticed soon."""
 
 CALM_TIMINGS: Mapping[str, Setting] = {
     "heartbeat_s": 1.0,
@@ -46,7 +46,7 @@ CALM_TIMINGS: Mapping[str, Setting] = {
     "bootstrap_timeout_s": 60.0,
     "waiting_timeout_s": 60.0,
 }
-"""The agents' default timings, with deadlines short enough to be watched."""
+"""The agents' default timings, with deadlines short enough for a user to watch them expire."""
 
 _TRANSFER_WORKERS = {"copy_threads": 1, "workers": 1, "staging_buffer_mb": 16}
 # Rooms that wait for a dead or silent peer keep their pages, in addition to the rooms in flight.
@@ -58,19 +58,20 @@ _START_S_PER_RANK = 3.0
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """A fleet to start.
+    """Parameters of a live fleet.
 
     Args:
-        prefill: the prefill instances; all serve the one decode instance.
+        prefill: parallel sizes of the prefill instances, all of which serve the one decode instance.
+        decode: parallel sizes of the decode instance.
+        concurrency: number of rooms in flight over the whole fleet, for which the pools are sized.
         tokens: minimum and maximum prompt length.
-        concurrency: rooms in flight over the whole fleet for which its pools are sized.
-        ring_mb: each decode rank's ring; 0: slightly smaller than its share of the rooms in flight.
-        config: configuration of every agent, on top of `SHORT_TIMINGS`.
-        layers, kv_heads, head_dim: a small model, so that rooms are many rather than large.
-        verify: compare every byte and watch the free pages.
+        ring_mb: size in MiB of each decode rank's staging ring; 0: slightly less than its rooms in flight need.
+        layers, kv_heads, head_dim: size of the model, small so that many rooms fit.
+        config: configuration of every agent, which overrides `SHORT_TIMINGS`.
+        verify: whether to compare every received byte and to watch free pages for stray writes.
         odd_pages: page sizes of misconfigured ranks, by name.
-        odd_rings: ring MiB of misconfigured ranks, by name.
-        absent: ranks that are never started.
+        odd_rings: ring sizes in MiB of misconfigured ranks, by name.
+        absent: names of ranks that are never started.
     """
 
     prefill: tuple[Sizes, ...] = (Sizes(tp=2),)
@@ -98,7 +99,7 @@ class FleetPlan:
 
     @property
     def ring(self) -> int:
-        """MiB of each decode rank's ring."""
+        """Size of each decode rank's staging ring in MiB."""
         if self.ring_mb:
             return self.ring_mb
         share = self.concurrency / self.decode.dp * sum(self.tokens) / 2 * self.token_bytes / self.decode.tp
@@ -107,25 +108,29 @@ class FleetPlan:
 
     @property
     def slots(self) -> int:
-        """Maximum rooms of any one rank, including those whose pages are not free yet."""
+        """Maximum number of rooms at one rank, including rooms that have ended but whose pages are not free yet."""
         return self.concurrency * _SPARE
 
     @property
     def timings(self) -> dict[str, float]:
-        """Every configured period and deadline of the agents, in seconds."""
+        """All periods and deadlines in the agents' configuration, in seconds."""
         return {name: float(value) for name, value in {**SHORT_TIMINGS, **self.config}.items() if name.endswith("_s")}
 
     @property
     def patience_s(self) -> float:
-        """Maximum time of a room at a rank that lives: every state's deadline, silence, and some load."""
+        """Time after which a room hangs: the sum of the deadlines of all its states, peer loss and a margin."""
         times = self.timings
         return times["bootstrap_timeout_s"] + 2 * times["waiting_timeout_s"] + times["lost_s"] + 5
 
     def resolve(self) -> tuple[Plan, PlanRequest]:
-        """Returns shape and ranks from the planner, with its request; pools are sized by `start`.
+        """Resolves the model shape and the ranks; the pool sizes in the result are not used.
+
+        Returns:
+            The plan, and the request from which the planner computed it.
 
         Raises:
-            CliError: the plan is impossible, with the arithmetic; or the agent's packages are not installed.
+            CliError: the plan is impossible (the message contains the arithmetic), or packages of the agent are not
+                installed.
         """
         request = PlanRequest(
             prefill=self.prefill,
@@ -147,7 +152,7 @@ class FleetPlan:
         return plan(request), request
 
     def prefixed(self, prefix: str) -> FleetPlan:
-        """Returns the same plan for ranks whose names have a prefix."""
+        """Returns a copy in which all rank names have this prefix."""
         return replace(
             self,
             odd_pages={prefix + name: size for name, size in self.odd_pages.items()},
@@ -157,21 +162,27 @@ class FleetPlan:
 
 
 def replaceable(rank: PlannedRank) -> bool:
-    """Whether a second process can take the rank's place while the first one exists: not if it hosts the registry."""
+    """Whether another process can replace a rank whose process still exists.
+
+    Only prefill ranks can be replaced, except rank 0 of an instance, which hosts the bootstrap registry.
+    """
     return rank["role"] == "prefill" and rank["unique"] > 0
 
 
 class LiveRank:
-    """A rank over all its processes.
+    """State of one rank, which may be restarted in a new process several times.
 
     Attributes:
-        planned: its position.
-        running: its process exists, paused or not.
-        paused: it was stopped by `LiveFleet.pause`.
-        instances: prefill instances with which it can exchange rooms, as last reported; empty until it serves.
+        name: name of the rank, with the prefix of the fleet.
+        planned: position and sizes of the rank.
+        process: the current process; None while there is none.
+        replaced: a paused process that `process` replaced, until it has exited; its messages are ignored.
+        paused: whether the current process was stopped by `LiveFleet.pause`.
+        instances: prefill instances with which the rank can exchange rooms, as last reported; empty until it serves.
+        incarnation: incarnation of the rank's agent, as last reported.
         lives: number of processes started so far.
-        started_ns, serving_ns: when this process was started, and when it reported that it serves (0: not yet).
-        replaced: the process that was replaced, until it has ended; its messages are ignored.
+        started_ns: time at which the current process was started.
+        serving_ns: time at which the current process first reported that it serves; 0: not yet.
     """
 
     def __init__(self, name: str, planned: PlannedRank) -> None:
@@ -192,29 +203,29 @@ class LiveRank:
 
     @property
     def serving(self) -> bool:
-        """It runs, is not paused, and has reported that it serves."""
+        """Whether the rank runs, is not paused, and has reported that it serves."""
         return self.running and not self.paused and bool(self.instances)
 
     @property
     def pid(self) -> int:
-        """Id of its process, or 0."""
+        """Process id; 0 if the rank is not running."""
         return self.process.pid if self.process is not None else 0
 
 
 class LiveFleet:
-    """Real processes, one per rank.
+    """Starts, disturbs and ends the processes of a live fleet, one per rank, and exchanges messages with them.
 
     Attributes:
-        plan: with the ranks' prefixed names.
-        ranks: by name, prefill first.
-        directory: contains its sockets; removed by `close`.
+        plan: plan of the fleet, with prefixed rank names.
+        ranks: state of the ranks by name, prefill ranks first.
+        directory: private directory with the fleet's sockets; `close` removes it.
     """
 
     def __init__(self, plan: FleetPlan) -> None:
-        """Plans the fleet; nothing is started yet.
+        """Plans the fleet; starts no process yet.
 
         Raises:
-            CliError: as `FleetPlan.resolve`.
+            CliError: the plan is impossible, or packages of the agent are not installed.
         """
         self._planned, self._request = plan.resolve()
         planned = self._planned["ranks"]
@@ -226,16 +237,19 @@ class LiveFleet:
         self._tokens = 0
 
     def of_role(self, role: str) -> list[str]:
-        """Returns the names of the ranks of a role."""
+        """Returns the names of all ranks of a role, "prefill" or "decode"."""
         return [name for name, rank in self.ranks.items() if rank.planned["role"] == role]
 
     # ---- processes --------------------------------------------------------------------------------------------------
 
     def start(self, timeout_s: float | None = None) -> None:
-        """Starts the ranks and waits until all that can serve do.
+        """Starts all ranks that are not absent and waits until all ranks that are able to serve do so.
+
+        Args:
+            timeout_s: maximum wait; None: a default that grows with the number of ranks.
 
         Raises:
-            FleetError: a rank did not come up; names what it waited for.
+            FleetError: a rank exited, failed or was not ready in time; the message says what it was doing.
         """
         if timeout_s is None:
             timeout_s = _START_S + _START_S_PER_RANK * len(self.ranks)
@@ -256,7 +270,10 @@ class LiveFleet:
                 raise FleetError(f'rank "{first.name}" was not ready within {timeout_s:g} s{waits}')
 
     def _able(self) -> list[LiveRank]:
-        """Returns the ranks that will serve: started and configured like the others, as is their whole instance."""
+        """Returns the ranks that will be able to serve.
+
+        Absent ranks and ranks with another page size are not, nor are the other ranks of their prefill instances.
+        """
         unable = self.plan.absent | self.plan.odd_pages.keys()
         planned = [self.ranks[name].planned for name in unable]
         broken = {rank["instance"] for rank in planned if rank["role"] == "prefill"}
@@ -267,13 +284,13 @@ class LiveFleet:
         ]
 
     def restart(self, name: str, faults: str = "") -> None:
-        """Starts a rank that is not running: same name and endpoints, new process. Returns at once.
+        """Starts a new process for a rank that is not running, with the same name and endpoints; does not wait for it.
 
         Args:
-            faults: specs in force from the first moment, such as `clock-jump=-1h`.
+            faults: specs of faults in force from the start of the process, such as `clock-jump=-1h`.
 
         Raises:
-            ValueError: it is running.
+            ValueError: the rank is running.
         """
         rank = self.ranks[name]
         if rank.process is not None:
@@ -314,30 +331,33 @@ class LiveFleet:
         )
 
     def _linked_directory(self) -> Path:
-        """Creates a directory with links to the registries, for a process with its own control socket."""
+        """Creates a directory with symbolic links to the registry sockets, for a process that replaces another.
+
+        The process creates its control socket there, because the replaced process still uses the original one.
+        """
         directory = Path(tempfile.mkdtemp(prefix="", dir=self.directory))
         for instance in range(len(self.plan.prefill)):
             (directory / f"bootstrap-{instance}").symlink_to(self.directory / f"bootstrap-{instance}")
         return directory
 
     def kill(self, name: str) -> None:
-        """Sends SIGKILL; `running` turns False when `poll` has seen the exit."""
+        """Sends SIGKILL to a rank; `LiveRank.running` becomes False when `poll` has seen the exit."""
         self._signal(name, SIGKILL)
 
     def pause(self, name: str) -> None:
-        """Sends SIGSTOP: the process exists and is silent."""
+        """Stops a rank's process with SIGSTOP."""
         self._signal(name, SIGSTOP)
         self.ranks[name].paused = True
 
     def resume(self, name: str) -> None:
-        """Sends SIGCONT."""
+        """Continues a paused rank's process with SIGCONT."""
         self.ranks[name].paused = False
         self._signal(name, SIGCONT)
 
     def replace(self, name: str) -> None:
-        """Starts another process in place of a paused one, which stays paused. Returns at once.
+        """Starts another process for a paused rank, whose old process stays paused; does not wait for the new one.
 
-        The new process has its own socket directory and control endpoint, as on another host.
+        The new process has its own socket directory and control endpoint, as it would have on another host.
 
         Raises:
             ValueError: the rank is not paused, hosts the registry, or its previous process still exists.
@@ -351,12 +371,12 @@ class LiveFleet:
         self.restart(name)
 
     def resume_replaced(self, name: str) -> None:
-        """Sends SIGCONT to the process that was replaced."""
+        """Continues the replaced process of a rank with SIGCONT."""
         if (process := self.ranks[name].replaced) is not None:
             process.signal(SIGCONT)
 
     def end_replaced(self, name: str, *, kill: bool) -> None:
-        """Ends the process that was replaced, by SIGKILL or by closing its agent."""
+        """Ends the replaced process of a rank, with SIGKILL if `kill` is set and with a Stop command otherwise."""
         if (process := self.ranks[name].replaced) is not None:
             process.stopping = True
             if kill:
@@ -372,17 +392,25 @@ class LiveFleet:
     # ---- messages ---------------------------------------------------------------------------------------------------
 
     def send(self, name: str, command: Command) -> None:
-        """Sends a command to a rank without waiting; no effect if it is not running."""
+        """Sends a command to a rank without waiting; no effect if the rank is not running."""
         process = self.ranks[name].process
         if process is not None:
             process.send(command)
 
     def fault(self, name: str, spec: str, seconds: float | None = None) -> None:
-        """Puts faults in force at a rank; `clear` ends all."""
+        """Sets faults of a rank's agent.
+
+        Args:
+            spec: specs of the faults, or "clear" to end all faults.
+            seconds: duration; None: until they are cleared.
+        """
         self.send(name, SetFault(spec, seconds))
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """Waits for events, at most for `timeout_s`; includes events that `start` or `usage` received."""
+        """Waits for events of the ranks, at most for `timeout_s`, and returns them.
+
+        Events that arrived during `start` or `usage` are returned first, without waiting.
+        """
         pending, self._pending = self._pending, []
         return pending or self._poll(timeout_s)
 
@@ -390,7 +418,10 @@ class LiveFleet:
         return [found for event in self._group.poll(timeout_s) if (found := self._apply(event)) is not None]
 
     def _apply(self, event: Event) -> Event | None:
-        """Updates the rank; returns the event unless nobody else needs it."""
+        """Updates the state of the event's rank; returns the event, or None if the caller need not handle it.
+
+        An expected exit and all messages of a replaced process need no handling.
+        """
         rank, process = self.ranks[event.rank], event.process
         replaced = process is rank.replaced
         if event.kind == "exited":
@@ -410,13 +441,13 @@ class LiveFleet:
         return event
 
     def usage(self, timeout_s: float = 10.0, sweep: bool = False) -> dict[str, Usage]:
-        """Returns the resources of every serving rank.
+        """Requests the resource usage of every serving rank and waits for the reports.
 
         Args:
-            sweep: search all free pages for stray bytes as well.
+            sweep: whether the ranks also search all free pages for stray writes.
 
         Raises:
-            FleetError: a rank did not answer in time.
+            FleetError: a rank did not report in time.
         """
         self._tokens += 1
         token = self._tokens
@@ -438,7 +469,11 @@ class LiveFleet:
     # ---- end --------------------------------------------------------------------------------------------------------
 
     def close(self) -> dict[str, int]:
-        """Ends every process and removes all files; returns the exit status of each rank that did not exit with 0."""
+        """Ends all processes and removes all files of the fleet.
+
+        Returns:
+            The exit status by rank name, only for ranks that did not exit with 0.
+        """
         running = list(self._group.running)
         try:
             for process in running:

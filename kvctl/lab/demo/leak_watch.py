@@ -1,8 +1,8 @@
-"""Finds leaks of ranks: memory, file descriptors, threads, ring space, pages and room records.
+"""Detects resource leaks of ranks: memory, file descriptors, threads, ring space, pages and room records.
 
-Everything but memory must return to its initial value once all rooms are over. Memory is judged by its growth rate in
-one process, by least squares over the second half of the process's life: in the first half, pools are touched and
-bounded histories fill.
+All resources except memory must return to their initial value once all rooms are over. A memory leak is detected by the
+growth rate within one process, a least-squares fit over the second half of the samples: during the first half, pools
+are touched for the first time and bounded histories fill up.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from kvctl.lab.ranks.messages import Tell, Usage
 
 INTERVAL_S = 1.0
 SWEEP_INTERVAL_S = 20.0
-"""Interval of searches through all free pages of every rank."""
+"""Interval at which every rank searches its free pages for stray writes."""
 
-_MIN_SAMPLES = 60  # at one per second
+_MIN_SAMPLES = 60  # for a slope, at one sample per second
 # Restarted peers, the engine's connections and an operator's queries may add descriptors and threads for good.
 _SETTLING_S = 20.0
 _SPARE_DESCRIPTORS = 16
@@ -31,19 +31,22 @@ _SOCKETS_KEPT = {"mooncake": 4}
 # A megabyte every five minutes, if it adds up to more than an allocator's fluctuations.
 _MAX_SLOPE = 3500.0
 _MIN_GROWTH_BYTES = 24 << 20
-_TOKEN = 0  # of reports that nobody waits for
+_TOKEN = 0  # token of periodic reports; `LiveFleet.usage` waits for reports with other tokens
 
 _MUST_BE_ZERO = ("rooms", "records", "ring_used_bytes", "quarantined_bytes", "buffers_in_use")
 
 
 @dataclass(slots=True)
 class ProcessHistory:
-    """Samples of one process.
+    """Resource usage of one process over time.
 
     Attributes:
-        settled: maximum of descriptors and threads while it met its peers; later samples are compared with it.
-        rss: (seconds, bytes) of every sample.
-        kept: descriptors that its engine is known to keep for peers that have ended.
+        incarnation: incarnation of the process's agent.
+        first, last: first and latest report.
+        settled: maximum number of descriptors and threads during the first `_SETTLING_S`, while the process connects to
+            its peers; later reports are compared with it.
+        rss: resident memory as (seconds, bytes) of every report.
+        kept: number of descriptors that the transfer engine is known to keep for peers that have exited.
     """
 
     incarnation: str
@@ -54,7 +57,7 @@ class ProcessHistory:
     kept: int = 0
 
     def add(self, usage: Usage) -> None:
-        """Adds a sample."""
+        """Adds a usage report of the process."""
         self.last = usage
         self.rss.append((usage["at_ns"] / 1e9, usage["rss_bytes"]))
         if usage["at_ns"] - self.first["at_ns"] <= _SETTLING_S * 1e9:
@@ -62,7 +65,7 @@ class ProcessHistory:
 
     @property
     def grown(self) -> Mapping[str, int]:
-        """Growth of descriptors and threads since it settled."""
+        """Growth of the number of descriptors and threads over `settled`."""
         return {
             "fds": self.last["fds"] - self.settled["fds"],
             "threads": self.last["threads"] - self.settled["threads"],
@@ -70,7 +73,7 @@ class ProcessHistory:
 
     @property
     def slope(self) -> float | None:
-        """Growth of memory in the second half, in bytes per second; None if there are too few samples."""
+        """Growth of memory over the second half of the samples in bytes per second; None if samples are too few."""
         if not self.rss:
             return None
         middle = (self.rss[0][0] + self.rss[-1][0]) / 2
@@ -78,7 +81,7 @@ class ProcessHistory:
 
     @property
     def leaks(self) -> list[str]:
-        """Resources that grew by more than they may, in words."""
+        """Descriptions of the resources that grew by more than the allowed amount."""
         words = []
         for name, spare in (("fds", _SPARE_DESCRIPTORS + self.kept), ("threads", _SPARE_THREADS)):
             if self.grown[name] > spare:
@@ -92,11 +95,11 @@ class ProcessHistory:
 
 
 class LeakWatch:
-    """Requests the usage of every rank periodically.
+    """Requests the resource usage of every rank periodically and detects leaks.
 
     Attributes:
-        now: latest usage by rank.
-        lives: history of each process, by rank.
+        now: latest usage report of each running rank, by name.
+        lives: usage histories of the processes of each rank, the oldest process first, by rank name.
     """
 
     def __init__(self, fleet: LiveFleet) -> None:
@@ -106,7 +109,7 @@ class LeakWatch:
         self.lives: dict[str, list[ProcessHistory]] = {name: [] for name in fleet.ranks}
 
     def turn(self) -> None:
-        """Requests usage when it is due; reports arrive as events."""
+        """Requests usage reports if `INTERVAL_S` has passed; the reports arrive as events of the fleet."""
         now = time.monotonic()
         if now - self._asked_at < INTERVAL_S:
             return
@@ -119,7 +122,7 @@ class LeakWatch:
                 self._fleet.send(name, Tell(_TOKEN, sweep))
 
     def take(self, event: Event) -> None:
-        """Handles an event of the fleet."""
+        """Handles an event of the fleet: records usage reports and exits."""
         if event.kind == "usage":
             self.add(event.rank, cast(Usage, event.data))
         elif event.kind == "died":
@@ -127,7 +130,7 @@ class LeakWatch:
             self._allow_kept_sockets(event.rank)
 
     def _allow_kept_sockets(self, name: str) -> None:
-        """Allows the writers the descriptors that their engine keeps of a reader that has ended."""
+        """Allows all prefill ranks the descriptors that the transfer engine keeps after a decode rank has exited."""
         if self._fleet.ranks[name].planned["role"] != "decode":
             return
         for other, lives in self.lives.items():
@@ -135,7 +138,7 @@ class LeakWatch:
                 lives[-1].kept += _SOCKETS_KEPT.get(self._fleet.plan.transport, 0)
 
     def add(self, name: str, usage: Usage) -> None:
-        """Adds a rank's usage to the history of its process."""
+        """Adds a usage report of a rank to the history of its current process."""
         self.now[name] = usage
         lives, incarnation = self.lives[name], self._fleet.ranks[name].incarnation
         if not lives or lives[-1].incarnation != incarnation:
@@ -143,7 +146,7 @@ class LeakWatch:
         lives[-1].add(usage)
 
     def leaks(self) -> dict[str, list[str]]:
-        """Returns what is left or has grown, by rank; call it when all rooms are over."""
+        """Returns descriptions of leaked resources by rank name; call it when all rooms are over."""
         found = {}
         for name, usage in self.now.items():
             held = cast(Mapping[str, int], usage)
@@ -155,7 +158,7 @@ class LeakWatch:
 
     @property
     def clean(self) -> bool:
-        """Whether no rank holds anything of a room, by the latest reports."""
+        """Whether no rank holds resources of any room, according to the latest reports."""
         return not any(cast(Mapping[str, int], usage)[what] for usage in self.now.values() for what in _MUST_BE_ZERO)
 
 

@@ -1,8 +1,8 @@
-"""Results of every room at every rank, and whether a disturbance explains a failure.
+"""Records the result of every room at every rank, and decides whether a failure is explained by a disturbance.
 
-A room has a deadline at every rank that lives; a room that has not ended there by then hangs. Time in which one of its
-ranks was paused does not count. A failure is expected if one of the room's ranks, or the room, was disturbed within the
-room's life; any other failure is a finding.
+A room hangs if it has not ended at a running rank after a certain time, not counting time in which one of its ranks was
+paused. A failure is expected if the room was aborted, or if one of its ranks was disturbed (killed, paused, given a
+fault) while the room was open; any other failure is a finding.
 """
 
 from __future__ import annotations
@@ -24,15 +24,20 @@ _KEPT_ROOMS = 2000
 
 @dataclass(slots=True)
 class LiveRoom:
-    """One room, from the router's choice on.
+    """State of one room at all its ranks. All times are monotonic nanoseconds.
 
     Attributes:
-        ranks: all ranks that take part, including those that owe nothing: the prefill instance and the decode dp group.
-        expects: ranks from which an end, and then a release, is still expected.
-        ends, released: by rank.
-        died: time of exit of ranks whose process ended before the room ended there.
-        aborted: a rank was told to abort it.
-        hung: ranks at which it was found to hang.
+        number: the bootstrap_room.
+        prefill: names of the prefill ranks that the router sent the room to, those of one dp group.
+        decode: names of the decode ranks, those of one dp group.
+        ranks: names of all ranks that know the room: the whole prefill instance and the decode ranks.
+        opened_ns: time at which the router opened the room.
+        aborted: whether a rank was told to abort the room.
+        expects: ranks that have not reported yet that the room's pages are free.
+        ends: end of the room as reported by each rank, by rank name.
+        released: time at which the room's pages became free, by rank name.
+        died: time of exit of each rank whose process exited before the room ended there, by rank name.
+        hung: ranks at which the room was found to hang.
     """
 
     number: int
@@ -53,37 +58,42 @@ class LiveRoom:
 
     @property
     def over(self) -> bool:
-        """It has ended, and its pages are free, at every rank that lives."""
+        """Whether the room has ended and its pages are free at every rank that still runs."""
         return not self.expects
 
     @property
     def succeeded(self) -> bool:
-        """It has succeeded at every decode rank."""
+        """Whether the room has succeeded at every decode rank."""
         return all(name in self.ends and self.ends[name]["state"] == SUCCESS for name in self.decode)
 
     @property
     def failed(self) -> bool:
-        """It has failed at a rank, or a rank has died."""
+        """Whether the room has failed at a rank, or one of its ranks has died."""
         return bool(self.died) or any(end["state"] != SUCCESS for end in self.ends.values())
 
     @property
     def first_cause(self) -> Failure | None:
-        """The earliest cause reported by a rank."""
+        """The earliest failure cause that a rank reported; None if there is none."""
         causes = [end["cause"] for end in self.ends.values() if end["cause"] is not None]
         return min(causes, key=lambda cause: cause["at_ns"], default=None)
 
     @property
     def ended_ns(self) -> int:
-        """Time of the last end, or death of a rank, so far."""
+        """Time of the latest end of the room at a rank, or exit of a rank, so far."""
         return max([self.opened_ns, *(end["at_ns"] for end in self.ends.values()), *self.died.values()])
 
 
 @dataclass(slots=True)
 class Disturbance:
-    """Something done to a rank's process, or to all if `rank` is None.
+    """A kill, pause, fault or other event that may make rooms fail.
 
-    `until_ns` is None while it lasts. `codes` are the failures that it explains; all if there are none. Rooms opened
-    from `before_ns` on are not affected, because another process has taken the rank's place.
+    Attributes:
+        kind: "kill", "pause", "replace", "fault", "died", "starved" (no CPU time) or "scene" (a scenario).
+        rank: name of the disturbed rank; None: all ranks.
+        from_ns, until_ns: start and end; `until_ns` is None while the disturbance lasts.
+        codes: failure codes that the disturbance explains; empty: all codes.
+        before_ns: rooms opened at or after this time are not affected, because another process has replaced the
+            disturbed one; None: all rooms are affected.
     """
 
     kind: str
@@ -94,14 +104,14 @@ class Disturbance:
     before_ns: int | None = None
 
     def concerns(self, room: LiveRoom) -> bool:
-        """Whether the room has the rank and the disturbed process."""
+        """Whether the disturbed process takes part in the room."""
         return (self.rank is None or self.rank in room.ranks) and (
             self.before_ns is None or room.opened_ns < self.before_ns
         )
 
 
 class Corruption(NamedTuple):
-    """Wrong bytes, or bytes written without permission."""
+    """Wrong bytes in a received room, or a stray write to a free page, found at a decode rank."""
 
     rank: str
     mismatch: Mismatch
@@ -109,20 +119,32 @@ class Corruption(NamedTuple):
 
 
 class RoomAccounting:
-    """All rooms of one fleet.
+    """Records all rooms of one fleet and classifies their results.
 
     Attributes:
-        rooms: by number; all that are not over, and the latest of the others.
-        hung, corrupt, unexpected: findings, each reported once.
-        done, failed: counts of rooms that are over; `expected` of the failed ones are explained.
-        verified_bytes, delivered_bytes: compared by decode ranks; of all prompts that arrived, compared or not.
-        causes: failed rooms by the code of their first cause.
-        in_flight: rooms by decode dp group that have not ended at all their decode ranks. A failed room whose pages a
-            paused rank may still write to is not over, but is not in flight either.
+        rooms: rooms by number: all that are not over, and the latest `_KEPT_ROOMS` of those that are.
+        disturbances: all recorded disturbances.
+        hung: rooms found to hang.
+        corrupt: wrong bytes found.
+        unexpected: failed rooms that no disturbance explains.
+        opened: number of rooms opened.
+        done, failed: number of rooms that are over and have succeeded or failed.
+        expected: number of failed rooms that an abort or a disturbance explains.
+        verified_bytes: bytes that decode ranks have compared.
+        delivered_bytes: KV bytes of all rooms that have succeeded, compared or not.
+        causes: number of failed rooms by the code of their first cause.
+        in_flight: number of rooms, by decode dp group, that have not ended at all their decode ranks. A failed room
+            whose pages a paused rank may still write to is not over, but is not in flight either.
     """
 
     def __init__(self, patience_s: float, grace_s: float, token_bytes: int) -> None:
-        """A room hangs after `patience_s`; a disturbance explains failures until `grace_s` after its end."""
+        """Starts without rooms.
+
+        Args:
+            patience_s: time after which a room that has not ended hangs.
+            grace_s: time after the end of a disturbance in which it still explains failures.
+            token_bytes: KV bytes of one token over the whole model.
+        """
         self._token_bytes = token_bytes
         self._patience_ns = round(patience_s * _NS)
         self._grace_ns = round(grace_s * _NS)
@@ -146,7 +168,7 @@ class RoomAccounting:
     # ---- events -----------------------------------------------------------------------------------------------------
 
     def add(self, room: LiveRoom, ranks: Iterable[str]) -> None:
-        """Records a room that is being opened at these ranks; its other ranks are down."""
+        """Records a new room; `ranks` are those of its ranks that are running and get the command to open it."""
         room.expects = set(ranks)
         self.rooms[room.number] = self._open[room.number] = room
         self.in_flight[room.decode_dp] += 1
@@ -156,7 +178,11 @@ class RoomAccounting:
                 self._note_end(room, rank, room.opened_ns)
 
     def ended(self, rank: str, ended: Ended) -> LiveRoom | None:
-        """Records the end of a room at a rank; returns the room if it is known."""
+        """Records the end of a room at a rank.
+
+        Returns:
+            The room; None if it is unknown or its end at this rank was recorded before.
+        """
         room = self.rooms.get(ended["room"])
         if room is None or rank in room.ends:
             return None
@@ -167,7 +193,7 @@ class RoomAccounting:
         return room
 
     def released(self, rank: str, number: int, at_ns: int) -> LiveRoom | None:
-        """Records that a room's pages are free at a rank; returns the room if it is known."""
+        """Records that a room's pages are free at a rank; returns the room, or None if it is unknown."""
         room = self.rooms.get(number)
         if room is None:
             return None
@@ -176,7 +202,7 @@ class RoomAccounting:
         return room
 
     def died(self, rank: str, at_ns: int) -> None:
-        """Records the exit of a rank's process, which ends all its rooms there."""
+        """Records the exit of a rank's process: all open rooms end at this rank and expect nothing more from it."""
         for room in self.open:
             if rank in room.ranks:
                 if rank not in room.ends:
@@ -184,18 +210,18 @@ class RoomAccounting:
                 self._finish(room, rank)
 
     def disturb(self, disturbance: Disturbance) -> Disturbance:
-        """Records a disturbance."""
+        """Records a disturbance and returns it, so that the caller can set its end later."""
         self.disturbances.append(disturbance)
         return disturbance
 
     def stray(self, rank: str, mismatch: Mismatch, at_ns: int) -> None:
-        """Records a write to a free page."""
+        """Records a stray write to a free page."""
         self.corrupt.append(Corruption(rank, mismatch, at_ns))
 
     # ---- findings ---------------------------------------------------------------------------------------------------
 
     def find_overdue(self, now_ns: int) -> list[LiveRoom]:
-        """Records and returns the rooms newly found to hang at a rank that lives and was not paused."""
+        """Returns the rooms newly found to hang at a rank and adds them to `hung`; skips rooms with a paused rank."""
         found = []
         for room in self.open:
             if now_ns - room.opened_ns - self._paused_ns(room, now_ns) <= self._patience_ns:
@@ -223,7 +249,7 @@ class RoomAccounting:
         )
 
     def _paused_ns(self, room: LiveRoom, now_ns: int) -> int:
-        """Returns the time in a room's life in which one of its ranks was paused."""
+        """Returns the time since the room was opened in which its ranks were paused, summed over the pauses."""
         paused = 0
         for each in self.disturbances:
             if each.kind == "pause" and each.concerns(room):
@@ -234,7 +260,7 @@ class RoomAccounting:
         return any(each.kind == "pause" and each.until_ns is None and each.concerns(room) for each in self.disturbances)
 
     def _note_end(self, room: LiveRoom, rank: str, end: Ended | int) -> None:
-        """Records the end of a room at a rank, or the time of the rank's death."""
+        """Records the end of a room at a rank; `end` is the rank's report, or the time at which the rank died."""
         if isinstance(end, int):
             room.died[rank] = end
         else:
@@ -244,7 +270,7 @@ class RoomAccounting:
             self.in_flight[room.decode_dp] -= 1
 
     def _finish(self, room: LiveRoom, rank: str) -> None:
-        """Removes a rank from those that a room expects; classifies the room after the last one."""
+        """Removes a rank from `room.expects`; when none is left, the room is over and is counted by its result."""
         if rank not in room.expects:
             return
         room.expects.discard(rank)
@@ -268,7 +294,7 @@ class RoomAccounting:
 
 
 def describe(rooms: Collection[LiveRoom], most: int = 8) -> str:
-    """Returns the numbers of rooms and the ranks that still have them, in words."""
+    """Returns a text that lists room numbers, each with the ranks that have not released the room; at most `most`."""
     listed = sorted(rooms, key=lambda room: room.number)[:most]
     words = [f"{room.number} ({', '.join(sorted(room.expects)) or 'nobody'})" for room in listed]
     more = f" and {len(rooms) - most} more" if len(rooms) > most else ""

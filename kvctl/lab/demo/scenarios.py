@@ -1,7 +1,8 @@
-"""Named faults of `kvctl demo`: a small fleet to which something real happens, and the health code that reports it.
+"""Fault scenarios of `kvctl demo`: what is done to a small fleet, and the health code that should report it.
 
-A scenario is data and a script. The script runs beside the traffic, on its thread: a generator that acts on real
-processes and connections and then yields the seconds until it continues. It lasts until the demo ends.
+A scenario consists of parameters of the fleet and a script. The script is a generator that acts on processes and
+connections of the fleet and yields the seconds after which it wants to continue. It runs in the event loop of the
+traffic until the demo ends.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvctl.lab.demo.traffic import Traffic
 from kvctl.lab.faults.specification import FAULTS
 from kvctl.lab.ranks.request import Sizes
 
-# The agents are on this machine and are asked on the thread that opens rooms.
+# Queries of agents block the thread that opens rooms; all agents are on this machine, so they answer fast.
 _ANSWER_NS = 500_000_000
 _BEGIN_S = 2.0
 _FOREVER_S = 1e9
@@ -41,12 +42,12 @@ _SPARE_FILES = 4
 
 
 class ScenarioContext:
-    """The fleet, its traffic, and an operator's queries and commands, for a script.
+    """Access of a script to the fleet, its traffic, and the queries and commands of an operator.
 
     Attributes:
         traffic: opens rooms and disturbs ranks.
-        prefill, decode: names of the ranks.
-        say: prints a line about an action.
+        prefill, decode: names of the prefill ranks and of the decode ranks.
+        say: function that prints a line about an action of the script.
     """
 
     def __init__(self, traffic: Traffic, say: Callable[[str], None]) -> None:
@@ -56,18 +57,18 @@ class ScenarioContext:
         self.say = say
 
     def holds(self, rank: str, room: int) -> bool:
-        """Whether a room has a region of a decode rank's ring in which nothing has landed."""
+        """Whether a room has a granted region in a decode rank's staging ring in which nothing has landed yet."""
         wanted = str(room)
         return any(each["room"] == wanted and each["state"] in ("granted", "revoking") for each in self.regions(rank))
 
     def regions(self, rank: str) -> list[dict[str, Any]]:
-        """Returns the granted regions of a decode rank's ring, the oldest first."""
+        """Returns the allocations of a decode rank's staging ring, the oldest first, as the command `staging` does."""
         return [
             each for data in self._ask(rank, Call("staging")) if data["ring"] for each in data["ring"]["allocations"]
         ]
 
     def gated(self, rank: str) -> bool:
-        """Whether a prefill rank has a part that waits for a watermark."""
+        """Whether a prefill rank has a part that is gated by the watermark of a staging ring."""
         parts = [part for data in self._ask(rank, Call("staging")) for part in data["gated"]]
         return any(part["waiting_for"].startswith("watermark") for part in parts)
 
@@ -77,16 +78,20 @@ class ScenarioContext:
         return any(row["peer"] == peer and row["state"] in ("suspect", "lost") for row in rows)
 
     def force_release(self, rank: str, serial: int) -> None:
-        """Does the same as `kvctl staging release --force`."""
+        """Frees a region of a decode rank's staging ring, as `kvctl staging release --force` does.
+
+        Args:
+            serial: serial number of the region's grant.
+        """
         self._ask(rank, Call("release", {"serial": serial, "force": True}))
 
     def drain(self, rank: str) -> bool:
-        """Does the same as `kvctl drain`; returns False if the rank did not answer in time."""
+        """Drains a rank, as `kvctl drain` does; returns False if the rank did not answer in time."""
         return bool(self._ask(rank, Call("drain")))
 
     @staticmethod
     def _ask(rank: str, call: Call) -> list[Any]:
-        """Returns the rank's answers; none if there are none in time."""
+        """Sends an admin command to a rank; returns its answers, an empty list if the rank did not answer in time."""
         try:
             with Fleet([rank], {}, _ANSWER_NS) as fleet:
                 return [data for _, data in fleet.survey([call]).answers(call.command)]
@@ -95,23 +100,23 @@ class ScenarioContext:
 
 
 Script = Callable[[ScenarioContext], Iterator[float]]
-"""Actions of a scenario; yields the seconds until it continues."""
+"""A generator that performs the actions of a scenario and yields the seconds after which it continues."""
 
 
 class ScriptRunner:
-    """Runs a script on the traffic's turns."""
+    """Runs the script of a scenario in the event loop of the traffic."""
 
     def __init__(self, traffic: Traffic, script: Script, say: Callable[[str], None]) -> None:
-        """The script begins after a short time, when rooms flow."""
+        """Schedules the start of the script after `_BEGIN_S`, when rooms are being transferred."""
         self._steps = script(ScenarioContext(traffic, say))
         self._traffic = traffic
         self._over = False
         traffic.later(_BEGIN_S, self._step)
-        # Every failure from now on is intended or a consequence.
+        # Every failure of a room from now on is expected.
         traffic.accounting.disturb(Disturbance("scene", None, time.monotonic_ns()))
 
     def end(self) -> None:
-        """Stops the script."""
+        """Stops the script; its next step does not run."""
         self._over = True
 
     def _step(self) -> None:
@@ -123,7 +128,7 @@ class ScriptRunner:
 
 
 def stuck_room(context: ScenarioContext) -> Iterator[float]:
-    """Keeps one room stuck at any time; each fails at its deadline and is followed by the next."""
+    """Opens rooms whose transfer never completes, so that at any time one is stuck; each room fails at its deadline."""
     writer, tokens = context.prefill[-1], context.traffic.fleet.plan.tokens[1]
     timeout_s = context.traffic.fleet.plan.timings["waiting_timeout_s"]
     while True:
@@ -136,7 +141,7 @@ def stuck_room(context: ScenarioContext) -> Iterator[float]:
 
 
 def pinned_ring(context: ScenarioContext) -> Iterator[float]:
-    """Stops the writer between the grant and the write of a room's second forward."""
+    """Pauses a prefill rank after it was granted a ring region for a room's second forward, before it writes to it."""
     fleet = context.traffic.fleet
     writer, reader = context.prefill[-1], context.decode[0]
     instance = fleet.ranks[writer].planned["instance"]
@@ -150,7 +155,7 @@ def pinned_ring(context: ScenarioContext) -> Iterator[float]:
         yield _POLL_S
         if context.holds(reader, room.number):
             break
-        context.traffic.resume(writer)  # it had written before it was stopped
+        context.traffic.resume(writer)  # the writer was paused too late: it had written the region
     pid = fleet.ranks[writer].pid
     context.say(f"room {room.number}: {writer} (pid {pid}) is stopped and holds the oldest region of {reader}'s ring")
     behind: list[LiveRoom] = []
@@ -163,7 +168,7 @@ def pinned_ring(context: ScenarioContext) -> Iterator[float]:
 
 
 def dead_peer(context: ScenarioContext) -> Iterator[float]:
-    """Kills a decode rank for good."""
+    """Kills a decode rank and does not restart it."""
     victim = context.decode[-1]
     pid = context.traffic.fleet.ranks[victim].pid
     context.traffic.kill(victim)
@@ -172,7 +177,7 @@ def dead_peer(context: ScenarioContext) -> Iterator[float]:
 
 
 def slow_layer(context: ScenarioContext) -> Iterator[float]:
-    """Delays all writes of one prefill rank; the other writers are not affected."""
+    """Delays all writes of one prefill rank; the writes of other prefill ranks are not affected."""
     writer = context.prefill[-1]
     context.traffic.fault(writer, _LATE_WRITES, _FOREVER_S)
     context.say(f"every write of {writer} leaves 0.2 s late")
@@ -180,7 +185,7 @@ def slow_layer(context: ScenarioContext) -> Iterator[float]:
 
 
 def compat(context: ScenarioContext) -> Iterator[float]:
-    """Only reports the page size with which the plan started a rank."""
+    """Does nothing but print which rank the fleet's plan has started with another page size."""
     plan = context.traffic.fleet.plan
     for name, page_size in plan.odd_pages.items():
         context.say(f"{name} has pages of {page_size} tokens, all others of {plan.page_size}")
@@ -188,7 +193,7 @@ def compat(context: ScenarioContext) -> Iterator[float]:
 
 
 def bootstrap(context: ScenarioContext) -> Iterator[float]:
-    """Sends rooms to an instance with a missing rank, as a router that does not know it."""
+    """Sends rooms to a prefill instance with a missing rank, as a router would that does not know of it."""
     fleet = context.traffic.fleet
     (absent,) = fleet.plan.absent
     context.say(f"{absent} is not started, but its instance still gets rooms")
@@ -198,7 +203,7 @@ def bootstrap(context: ScenarioContext) -> Iterator[float]:
 
 
 def fd_low(context: ScenarioContext) -> Iterator[float]:
-    """Lowers the limit of open files from outside, as `prlimit` does."""
+    """Lowers the limit of open files of a decode rank's process to just above the current number, like `prlimit`."""
     victim = context.decode[-1]
     pid = context.traffic.fleet.ranks[victim].pid
     count = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
@@ -209,7 +214,7 @@ def fd_low(context: ScenarioContext) -> Iterator[float]:
 
 
 def corrupt(context: ScenarioContext) -> Iterator[float]:
-    """Flips bytes after the checksum was computed, as a faulty cable or memory would."""
+    """Corrupts writes of a prefill rank after their checksum was computed, as a faulty cable or memory would."""
     writer = context.prefill[-1]
     context.traffic.fault(writer, _WRONG_BYTES, _FOREVER_S)
     context.say(f"one write in twenty of {writer} has a wrong byte")
@@ -217,7 +222,7 @@ def corrupt(context: ScenarioContext) -> Iterator[float]:
 
 
 def grant_loss(context: ScenarioContext) -> Iterator[float]:
-    """Drops the answers to one prefill rank's staging requests; all other messages arrive."""
+    """Drops the staging grants sent to one prefill rank; all other messages arrive."""
     writer = context.prefill[-1]
     context.traffic.fault(writer, _NO_GRANTS, _FOREVER_S)
     context.say(f"{writer} gets no staging grants any more; all other messages arrive")
@@ -225,7 +230,7 @@ def grant_loss(context: ScenarioContext) -> Iterator[float]:
 
 
 def oversized_chunk(context: ScenarioContext) -> Iterator[float]:
-    """Opens long prompts now and then at the rank that the plan started with a small ring."""
+    """Opens long prompts at intervals at the decode rank that the fleet's plan has started with a small ring."""
     fleet = context.traffic.fleet
     ((odd, mib),) = fleet.plan.odd_rings.items()
     dp = fleet.ranks[odd].planned["dp"]
@@ -236,7 +241,7 @@ def oversized_chunk(context: ScenarioContext) -> Iterator[float]:
 
 
 def plan_mismatch(context: ScenarioContext) -> Iterator[float]:
-    """Lets the two sides disagree on a prompt's length, as engines with different tokenizers or templates do."""
+    """Makes prefill and decode disagree on a prompt's length, as engines with different tokenizers or templates do."""
     plan = context.traffic.fleet.plan
     tokens, more = plan.page_size * 8, plan.page_size
     context.say(f"for some prompts the decode side expects {tokens} tokens, and the prefill side makes {tokens + more}")
@@ -246,13 +251,13 @@ def plan_mismatch(context: ScenarioContext) -> Iterator[float]:
 
 
 def stuck_waiting(context: ScenarioContext) -> Iterator[float]:
-    """Drops a prefill rank's failure reports; keeps one room waiting at any time, as `stuck_room`."""
+    """Drops a prefill rank's failure reports and aborts rooms there, so that one room waits at decode at any time."""
     fleet, writer = context.traffic.fleet, context.prefill[-1]
     timeout_s = fleet.plan.timings["waiting_timeout_s"]
     context.traffic.fault(writer, _NO_FAILURES, _FOREVER_S)
     while True:
         room = context.traffic.open(fleet.plan.chunk_tokens, hangs_at=writer, chunks=1)
-        yield _JOINED_S  # both ends have joined by then
+        yield _JOINED_S  # both sides have opened the room by then
         context.traffic.abort(room, writer, "the engine is out of memory")
         waiting = " and ".join(room.decode)
         context.say(
@@ -262,7 +267,7 @@ def stuck_waiting(context: ScenarioContext) -> Iterator[float]:
 
 
 def stuck_scatter(context: ScenarioContext) -> Iterator[float]:
-    """Stops a decode rank's copies out of its ring; everything lands and stays there."""
+    """Delays the copies from a decode rank's staging ring to its pages so long that landed parts stay in the ring."""
     reader = context.decode[0]
     context.traffic.fault(reader, _NO_SCATTERS, _FOREVER_S)
     context.say(f"{reader} copies nothing from its ring to its pages any more")
@@ -270,7 +275,7 @@ def stuck_scatter(context: ScenarioContext) -> Iterator[float]:
 
 
 def draining(context: ScenarioContext) -> Iterator[float]:
-    """Drains a prefill rank without telling the router, which still sends requests there."""
+    """Drains a prefill rank without telling the router, which still sends rooms to it."""
     writer = context.prefill[-1]
     while not context.drain(writer):
         yield _PAUSE_S
@@ -279,10 +284,11 @@ def draining(context: ScenarioContext) -> Iterator[float]:
 
 
 def gated_empty(context: ScenarioContext) -> Iterator[float]:
-    """Force-releases the regions of a writer that was only paused, while the ring's news do not reach it.
+    """Force-releases the ring regions of a paused prefill rank while watermarks and room aborts do not reach it.
 
-    Agents alone do not get into this state: a region is freed when its writer has written it, returned it or ended, and
-    a writer whose region is force-released is told that its room has failed.
+    When the rank is resumed, its parts wait for a watermark although the ring is empty. Agents alone do not get into
+    this state: a region is freed when its writer has written it, returned it or exited, and a force-release sends the
+    writer a message that its room has failed.
     """
     traffic, writer, reader = context.traffic, context.prefill[0], context.decode[0]
     traffic.closed = True  # grants to other rooms would advance the ring
@@ -312,14 +318,16 @@ _TWO_INSTANCES = (Sizes(), Sizes())
 
 @dataclass(frozen=True)
 class Scenario:
-    """One named fault.
+    """One fault scenario.
 
     Attributes:
-        does: effect, for a list.
-        code: health code that should come first.
-        look: commands that show it, the best one first.
-        options: of `kvctl demo`, unless the user gave them.
-        plan: fields of `FleetPlan`.
+        name: argument of `kvctl demo` that selects the scenario.
+        does: one-line description, for the list of scenarios.
+        code: health code that `kvctl doctor` should report first.
+        look: commands that show the fault, the most useful one first.
+        script: actions of the scenario.
+        options: values for options of `kvctl demo` that the user did not give.
+        plan: values for fields of `FleetPlan`.
         config: configuration of every agent.
     """
 
@@ -460,7 +468,7 @@ SCENARIOS_BY_NAME: dict[str, Scenario] = {scenario.name: scenario for scenario i
 
 
 def listed() -> list[dict[str, str | None]]:
-    """Returns rows for `kvctl demo --list-faults`: the scenarios, then the faults with a value or time."""
+    """Returns the rows of `kvctl demo --list-faults`: the scenarios, then the kinds of faults that take a value."""
     scenarios: list[dict[str, str | None]] = [
         {"fault": each.name, "kind": "scene", "does": each.does, "code": each.code} for each in SCENARIOS
     ]

@@ -1,4 +1,4 @@
-"""One run of a live fleet: traffic, faults, artifacts of findings; finally it is drained, counted and judged."""
+"""Runs traffic and faults against a live fleet, saves artifacts of findings, drains the fleet and sums up results."""
 
 from __future__ import annotations
 
@@ -27,25 +27,29 @@ LINE_INTERVAL_S = 1.0
 _MAX_SHOWN_FINDINGS = 20
 _SERVE_S = 60.0
 _TURN_S = 0.05
-# A paused rank does not answer, and all other ranks wait meanwhile.
+# The traffic stands still while this process waits for the answer of a rank, which may be paused.
 _ANSWER_NS = 1_000_000_000
 _MAX_SAVED_FINDINGS = 3
 
 
 class Artifacts:
-    """Files about findings: the room as every rank sees it, and the inputs of all state machines for `kvctl replay`.
+    """Saves files about findings: the room as every rank sees it, and recordings of all agents for `kvctl replay`.
 
-    They are saved at once: the recordings of that minute say more about a hung room than any log afterwards.
+    The files are saved as soon as a finding is seen, because agents keep only their latest inputs.
 
     Attributes:
-        saved: paths of the files, and errors.
+        saved: paths of the saved files, and error messages.
     """
 
     def __init__(self, directory: Path | None, ranks: Sequence[str]) -> None:
-        """Creates `directory` now, so that a finding is not lost for lack of it; None: saves nothing.
+        """Creates the directory now, so that an error appears before the run and not at the first finding.
+
+        Args:
+            directory: directory for the files; None: saves nothing.
+            ranks: names of all ranks.
 
         Raises:
-            OSError: it cannot be created.
+            OSError: the directory cannot be created.
         """
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
@@ -55,7 +59,7 @@ class Artifacts:
         self.saved: list[str] = []
 
     def save_new(self, accounting: RoomAccounting) -> None:
-        """Saves the latest finding, for the first few findings."""
+        """Saves files about the latest findings if there are new ones, up to `_MAX_SAVED_FINDINGS` in all."""
         count = len(accounting.hung) + len(accounting.corrupt) + len(accounting.unexpected)
         if count == self._count:
             return
@@ -71,11 +75,11 @@ class Artifacts:
                 path = self._directory / f"finding-{count}.kvrec"
                 save_recording(fleet, path, Series(0, 0, lambda moments, nbytes, left_ns: None))
                 self.saved.append(str(path))
-        except (OSError, CliError) as error:  # a full disk must not end the run that found something
+        except (OSError, CliError) as error:  # a full disk must not end the run
             self.saved.append(f"not saved: {error}")
 
     def _save_room(self, fleet: Fleet, directory: Path, number: int, room: LiveRoom | None) -> None:
-        """Saves the data of `kvctl rooms show` and of the accounting."""
+        """Saves a room as JSON: the data of `kvctl rooms show`, and the state of the room in the accounting."""
         survey = fleet.survey([Call("room", {"room": str(number)})])
         details = [detail for _, data in survey.answers("room") for detail in data]
         joined = join(details, {agent.name: agent.clock for agent in survey.agents})
@@ -86,10 +90,12 @@ class Artifacts:
 
 
 class Soak:
-    """Runs traffic and faults against a fleet.
+    """Runs traffic and faults against a fleet and collects the results.
 
     Attributes:
-        traffic, watch: results of the rooms, and resources of the ranks.
+        traffic: opens the rooms and has their results.
+        watch: collects the resource usage of the ranks.
+        faults: executes the fault schedule.
     """
 
     def __init__(
@@ -102,12 +108,16 @@ class Soak:
         script: Script | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """
+        """Prepares the run; opens no rooms yet.
+
         Args:
-            fleet: started already.
-            everywhere: faults in force at every rank all the time.
-            evidence: directory for artifacts of findings.
-            script: a scenario's script, which passes lines about its actions to `say`.
+            fleet: a fleet that has been started.
+            options: arrival of the rooms.
+            faults: schedule of faults, relative to now.
+            everywhere: specs of faults that every rank has in force all the time; "" for none.
+            evidence: directory for artifacts of findings; None: saves none.
+            script: script of a scenario.
+            say: function to which the script passes lines about its actions.
         """
         self.fleet = fleet
         self.watch = LeakWatch(fleet)
@@ -122,10 +132,11 @@ class Soak:
         self._not_drained = ""
 
     def run(self, seconds: float | None, on_line: Callable[[dict[str, Any]], None]) -> None:
-        """Runs for some time, or until interrupted.
+        """Runs traffic and faults.
 
         Args:
-            on_line: called with a row of the live view every second.
+            seconds: duration of the run; None: until KeyboardInterrupt.
+            on_line: callback that gets a row of the live view every second.
         """
         deadline = None if seconds is None else self.began + seconds
         line_at = self.began + LINE_INTERVAL_S
@@ -136,13 +147,16 @@ class Soak:
                 on_line(self.line())
 
     def drain(self) -> None:
-        """Ends every fault, and waits until every rank serves and nothing of any room is left."""
+        """Ends all faults, waits until all ranks serve and no rank holds resources of any room, and sweeps free pages.
+
+        If one of these waits times out, the summary says so and the run is not sound.
+        """
         self.faults.end()
         if self._script is not None:
             self._script.end()
         ranks = self.fleet.ranks.values()
         try:
-            # Rooms flow until all serve: a rank without rooms would never show that it can.
+            # Rooms are opened until all ranks serve: a restarted rank must also show that it can serve a room.
             self.traffic.until(lambda: all(rank.serving for rank in ranks), _SERVE_S, "every rank serves again")
             self.traffic.drain(self.fleet.plan.patience_s)
             self.traffic.until(self._clean, self.fleet.plan.patience_s, "nothing of any room is left", quiet=True)
@@ -175,7 +189,7 @@ class Soak:
     # ---- results ----------------------------------------------------------------------------------------------------
 
     def line(self) -> dict[str, Any]:
-        """Returns a row of the live view: changes since the previous row."""
+        """Returns a row of the live view: totals, and rates since the previous call."""
         accounting, now = self.traffic.accounting, time.monotonic()
         at, done, nbytes = self._before
         self._before = (now, accounting.done, accounting.delivered_bytes)
@@ -198,7 +212,7 @@ class Soak:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Returns all counts and every finding."""
+        """Returns the results of the run: all counts, the findings, and one row per rank."""
         accounting, plan = self.traffic.accounting, self.fleet.plan
         leaks = self.watch.leaks()
         fired: dict[str, int] = {}
@@ -244,7 +258,7 @@ class Soak:
 
     @property
     def sound(self) -> bool:
-        """Whether nothing was found."""
+        """Whether the run has no findings: no hang, corruption, unexplained failure, crash or leak, and it drained."""
         accounting = self.traffic.accounting
         found = (
             accounting.hung,
@@ -291,7 +305,7 @@ class Soak:
 
 
 def _describe(room: LiveRoom) -> str:
-    """Returns the result of a room in one line."""
+    """Describes the result of a room in one line."""
     cause = room.first_cause
     why = f"{cause['rank']}: {cause['text']} ({cause['code']})" if cause else "no cause given"
     ends = ", ".join(f"{name} {end['state']}" for name, end in room.ends.items() if end["state"] != SUCCESS)

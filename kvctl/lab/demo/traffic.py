@@ -1,6 +1,6 @@
-"""Endless random rooms through a live fleet: a router that chooses them, and traffic that drives and accounts for them.
+"""Opens random rooms in a live fleet: a router that chooses them, and the event loop that opens and accounts for them.
 
-Run the traffic from the thread that started the fleet, because it polls the fleet.
+Run the event loop on the thread that started the fleet, because it polls the fleet.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from kvctl.lab.ranks.group import Event, FleetError
 from kvctl.lab.ranks.messages import Abort, Ended, OpenRoom, Released, SendRoom
 from kvctl.lab.ranks.plan import PlannedRank
 
-# Shares of rooms with a cached prefix, of rooms computed before they are opened, and of rooms sent in layer groups.
+# Shares of rooms with a cached prefix, of rooms that prefill computes without waiting for decode to open them, and of
+# rooms sent in layer groups.
 _WITH_PREFIX = 0.25
 _AT_ONCE = 0.5
 _IN_GROUPS = 0.3
@@ -30,21 +31,21 @@ _MAX_GROUPS = 3
 SHORT_GAP_S = 0.05
 _TICK_S = 0.05
 _OVERDUE_INTERVAL_S = 0.5
-# A router notices a silent rank by its own health checks, not at once.
+# A router notices a silent rank only after this time, by its own health checks.
 _NOTICED_AFTER_S = 1.0
-# If this process gets the CPU this much later than requested, the ranks do not get it in time either.
+# If this process wakes up this much later than requested, the ranks are assumed to lack CPU time as well.
 _STARVED_S = 0.75
 _LOST = FAULTS_BY_NAME["control-loss"].explains
 
 
 @dataclass(frozen=True, slots=True)
 class RoomChoice:
-    """One room to open.
+    """One room to open, as chosen by the router.
 
     Attributes:
-        send: command for its prefill ranks.
-        aborter: rank that aborts it after `abort_after_s`; None: no abort.
-        hangs_at: prefill rank whose last forward never ends; None: none.
+        send: command for the room's prefill ranks.
+        aborter: name of the rank that aborts the room after `abort_after_s`; None: the room is not aborted.
+        hangs_at: name of the prefill rank whose last forward of the room never ends; None: all forwards end.
     """
 
     room: LiveRoom
@@ -55,10 +56,13 @@ class RoomChoice:
 
 
 class Router:
-    """Chooses rooms as the small router of a disaggregated fleet does, reproducibly by seed.
+    """Chooses the prefill instance, decode dp group and length of random rooms, as the router of a PD fleet would.
 
-    Only ranks that serve take part. A room needs all ranks of its prefill instance and of its decode dp group, and a
-    free slot at each of them; rooms whose pages are not free yet occupy slots.
+    The seed determines all random choices. `choose` returns a room only if all ranks of its prefill instance and of its
+    decode dp group serve and have a free slot. A room occupies a slot at a rank until its pages are free there.
+
+    Attributes:
+        held: number of occupied slots by rank name.
     """
 
     def __init__(
@@ -73,13 +77,18 @@ class Router:
         aborts: float = 0.0,
         longest_gap_s: float = SHORT_GAP_S,
     ) -> None:
-        """Args:
-        ranks: by name.
-        tokens: minimum and maximum prompt length; lengths are log-uniform, like real prompts.
-        slots: slots of a rank.
-        concurrency: rooms in flight over all decode dp groups, split evenly, so that a stuck group stops no other.
-        aborts: share of rooms that one of their ranks aborts.
-        longest_gap_s: maximum time between two forwards of a room.
+        """Creates a router with all slots free.
+
+        Args:
+            ranks: the planned ranks by name.
+            seed: seed of all random choices.
+            tokens: minimum and maximum prompt length; lengths are log-uniform, like those of real prompts.
+            page_size: tokens per page; cached prefixes are whole pages.
+            slots: number of slots of each rank.
+            concurrency: maximum rooms in flight, split evenly over the decode dp groups, so that a stuck group does not
+                stop the others.
+            aborts: share of rooms that one of their ranks aborts.
+            longest_gap_s: maximum time between two forwards of a room.
         """
         self._ranks = ranks
         self._draw = random.Random(seed)
@@ -101,11 +110,13 @@ class Router:
     def choose(
         self, serving: Mapping[str, Collection[int]], in_flight: Mapping[int, int], now_ns: int
     ) -> RoomChoice | None:
-        """Returns the next room, or None if no ranks can serve one now.
+        """Returns a random room for ranks that serve; None if no instance and dp group can take a room now.
 
         Args:
-            serving: prefill instances with which each rank can exchange rooms; none for ranks that are down.
-            in_flight: rooms in flight of each decode dp group.
+            serving: prefill instances with which each rank can exchange rooms, by rank name; empty for a rank that is
+                down.
+            in_flight: number of rooms in flight by decode dp group.
+            now_ns: current time on the monotonic clock.
         """
         free = [dp for dp in self._dps if in_flight.get(dp, 0) < self._limit]
         pairs = [(instance, dp) for instance in self._prefill_dp for dp in self._groups(instance, serving, free)]
@@ -117,7 +128,11 @@ class Router:
     def place(
         self, instance: int, decode_dp: int, tokens: int, now_ns: int, prefix_tokens: int | None = None
     ) -> RoomChoice:
-        """Returns a room for this prefill instance and decode dp group, whether or not they serve."""
+        """Returns a room for a given prefill instance and decode dp group, whether or not their ranks serve.
+
+        Args:
+            prefix_tokens: length of the prefix that the decode side has cached; None: random.
+        """
         draw = self._draw
         number = self._next = self._next + draw.randint(1, 7)
         members = self._instance(instance)
@@ -149,12 +164,12 @@ class Router:
             at_once=draw.random() < _AT_ONCE,
         )
         aborter = draw.choice([*prefill, *decode]) if draw.random() < self._aborts else None
-        # Most aborts come within the time that a room takes, some long after.
+        # Most aborts come within the usual duration of a room, some long after.
         after_s = draw.expovariate(1 / 0.05)
         return RoomChoice(room, send, aborter, after_s)
 
     def taken(self, name: str) -> None:
-        """Occupies a slot of a rank that was sent a room."""
+        """Occupies a slot of a rank to which a room was sent."""
         self.held[name] += 1
 
     def freed(self, name: str) -> None:
@@ -162,17 +177,22 @@ class Router:
         self.held[name] -= 1
 
     def forget(self, name: str) -> None:
-        """Frees all slots of a rank whose process has ended."""
+        """Frees all slots of a rank whose process has exited or was replaced."""
         self.held[name] = 0
 
     def gap_s(self, rate: float, bursty: bool) -> float:
-        """Draws the time to the next arrival at `rate` rooms per second; bursty: most arrive close together."""
+        """Returns a random time to the next arrival.
+
+        Args:
+            rate: mean number of rooms per second.
+            bursty: whether most rooms arrive close together, with long gaps between bursts.
+        """
         if bursty:
             return self._draw.expovariate(rate * 8) if self._draw.random() < 0.9 else self._draw.expovariate(rate / 9)
         return self._draw.expovariate(rate)
 
     def _groups(self, instance: int, serving: Mapping[str, Collection[int]], free: Sequence[int]) -> list[int]:
-        """Returns the decode dp groups that can take a room of an instance."""
+        """Returns those of the decode dp groups in `free` that can take a room from a prefill instance now."""
         if not all(serving[name] and self._has_slot(name) for name in self._instance(instance)):
             return []
         return [
@@ -194,16 +214,16 @@ class Router:
 
 
 class DeadlineMissed(FleetError):
-    """A condition was not met in time; the text names it."""
+    """Raised when a condition was not met in time; the text names the condition."""
 
 
 @dataclass(frozen=True)
 class TrafficOptions:
-    """Arrival of rooms.
+    """Options for the arrival of rooms.
 
     Args:
-        rate: rooms per second; 0: the plan's concurrency at all times.
-        bursty: with a rate, most rooms arrive close together.
+        rate: rooms per second; 0: opens rooms whenever fewer than the plan's concurrency are in flight.
+        bursty: whether most rooms arrive close together; only with a rate.
         aborts: share of rooms that one of their ranks aborts.
         longest_gap_s: maximum time between two forwards of a room.
     """
@@ -215,15 +235,15 @@ class TrafficOptions:
 
 
 class Traffic:
-    """Keeps rooms in flight, or opens them at a rate.
+    """Event loop of a live fleet: opens rooms, handles the events of the ranks, and disturbs ranks on request.
 
     Attributes:
-        accounting: results of all rooms.
-        first_success_ns: by rank, the first success of a room in its current process.
-        fired: how often each fault fired, by rank and process.
-        crashes: exits of processes that had not been killed or stopped.
-        starved_s: time that this process waited for a CPU, in periods in which ranks may have been lost.
-        closed: open only rooms that are requested with `open`.
+        accounting: results of all rooms, and the disturbances that explain failures.
+        first_success_ns: time of the first success of a room in each rank's current process, by rank name.
+        fired: how often each kind of fault has fired, by (rank name, number of the rank's process).
+        crashes: exits of processes that had not been killed or stopped by this fleet.
+        starved_s: total time by which this process woke up late, counting only delays above `_STARVED_S`.
+        closed: if set, no rooms are opened except by `open`.
     """
 
     def __init__(
@@ -233,11 +253,12 @@ class Traffic:
         on_event: Callable[[Event], None] = lambda event: None,
         on_turn: Callable[[], None] = lambda: None,
     ) -> None:
-        """Opens nothing before `run` or `until`.
+        """Prepares the event loop; rooms are opened once `run`, `until` or `turn` is called.
 
         Args:
-            on_event: called with every message and exit of the ranks.
-            on_turn: called after every turn.
+            fleet: a fleet that has been started.
+            on_event: callback for every message and exit of a rank, after it was handled.
+            on_turn: callback at the end of every turn.
         """
         plan = fleet.plan
         self.fleet = fleet
@@ -282,13 +303,13 @@ class Traffic:
         chunks: int = 2,
         computes: int | None = None,
     ) -> LiveRoom:
-        """Opens a specific room, whether or not its ranks serve.
+        """Opens a room with the given properties, whether or not its ranks serve.
 
         Args:
-            aborter: rank that soon aborts it.
-            gap_s: time between its two forwards.
-            hangs_at: prefill rank whose last forward, of `chunks`, never ends.
-            computes: number of tokens that its prefill ranks compute, if not `tokens`.
+            aborter: name of a rank that aborts the room shortly afterwards.
+            gap_s: if given, the room is computed in two forwards with this time between them.
+            hangs_at: if given, the room is computed in `chunks` forwards, the last of which never ends on this rank.
+            computes: number of tokens that the prefill ranks compute; None: `tokens`.
         """
         choice = self._router.place(instance, decode_dp, tokens, time.monotonic_ns(), prefix_tokens)
         send = replace(choice.send, tokens=tokens if computes is None else computes)
@@ -300,23 +321,27 @@ class Traffic:
         return choice.room
 
     def abort(self, room: LiveRoom, rank: str, reason: str = "the client has gone") -> None:
-        """Tells a rank to abort a room."""
+        """Sends a rank the command to abort a room."""
         room.aborted = True
         self.fleet.send(rank, Abort(room.number, reason))
 
     # ---- time -------------------------------------------------------------------------------------------------------
 
     def run(self, seconds: float) -> None:
-        """Runs traffic for some time."""
+        """Runs the event loop for some seconds."""
         deadline = time.monotonic() + seconds
         while (left_s := deadline - time.monotonic()) > 0:
             self.turn(min(left_s, _TICK_S))
 
     def until(self, condition: Callable[[], bool], timeout_s: float, waited_for: str, quiet: bool = False) -> None:
-        """Runs traffic until a condition is met; `quiet`: opens no new rooms meanwhile.
+        """Runs the event loop until a condition is met.
+
+        Args:
+            waited_for: description of the condition, for the error message.
+            quiet: whether to open no new rooms meanwhile.
 
         Raises:
-            DeadlineMissed: it is not met in time; names `waited_for`.
+            DeadlineMissed: the condition is not met within `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -325,10 +350,10 @@ class Traffic:
             self.turn(_TICK_S, quiet)
 
     def drain(self, timeout_s: float) -> None:
-        """Opens no new rooms and waits until all have ended and their pages are free, at every rank that lives.
+        """Opens no new rooms and waits until, at every running rank, all rooms have ended and their pages are free.
 
         Raises:
-            DeadlineMissed: names the rooms and the ranks that hold them.
+            DeadlineMissed: rooms are left after `timeout_s`; the message names them and the ranks that hold them.
         """
         deadline = time.monotonic() + timeout_s
         while left := self.accounting.open:
@@ -337,7 +362,12 @@ class Traffic:
             self.turn(_TICK_S, quiet=True)
 
     def turn(self, timeout_s: float, quiet: bool = False) -> None:
-        """Does what is due, then polls the fleet once, for at most `timeout_s`."""
+        """Runs the event loop once: performs scheduled actions, opens rooms, and polls the fleet.
+
+        Args:
+            timeout_s: maximum time to wait for events.
+            quiet: whether to open no new rooms.
+        """
         now = time.monotonic()
         while self._later and self._later[0][0] <= now:
             heapq.heappop(self._later)[2]()
@@ -356,37 +386,41 @@ class Traffic:
         self._on_turn()
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Schedules an action for a later turn."""
+        """Schedules an action for the first turn after this many seconds."""
         heapq.heappush(self._later, (time.monotonic() + seconds, next(self._order), action))
 
     # ---- disturbances -----------------------------------------------------------------------------------------------
 
     def kill(self, name: str) -> None:
-        """Kills a rank; failures of its rooms are expected."""
+        """Kills a rank's process and records the disturbance, which explains failures of the rank's rooms."""
         self._killed.add(name)
         self._recovered(name)
         self._down[name] = self.accounting.disturb(Disturbance("kill", name, time.monotonic_ns()))
         self.fleet.kill(name)
 
     def restart(self, name: str, faults: str = "") -> None:
-        """Restarts a killed rank, with faults in force from the start; it gets rooms once it serves."""
+        """Restarts a rank that has been killed; the router sends it rooms once it serves.
+
+        Args:
+            faults: specs of faults in force from the start of the process.
+        """
         self.fleet.restart(name, faults)
         self.first_success_ns.pop(name, None)
 
     def pause(self, name: str) -> None:
-        """Pauses a rank; the router notices a little later."""
+        """Pauses a rank's process; the router sends it rooms for another `_NOTICED_AFTER_S`."""
         self._down[name] = self.accounting.disturb(Disturbance("pause", name, time.monotonic_ns()))
         self.fleet.pause(name)
 
     def resume(self, name: str) -> None:
-        """Resumes a paused rank."""
+        """Resumes the process of a paused rank."""
         self.fleet.resume(name)
         self._recovered(name)
 
     def replace(self, name: str) -> None:
-        """Starts another process in a paused rank's place; it gets rooms once it serves.
+        """Replaces a paused rank's process by a new one; the router sends it rooms once it serves.
 
-        The rooms of the paused process count as ended there now: its engine's requests have been given up.
+        The rooms of the paused process are recorded as ended there, as if its engine's requests had been aborted.
         """
         pause = self._replaced[name] = self._down[name]
         now_ns = pause.before_ns = time.monotonic_ns()
@@ -397,18 +431,18 @@ class Traffic:
         self.fleet.replace(name)
 
     def resume_replaced(self, name: str) -> None:
-        """Resumes the process that was replaced: from now on it has to release its rooms."""
+        """Resumes the replaced process of a rank and records the end of its pause."""
         self.fleet.resume_replaced(name)
         self._replaced[name].until_ns = time.monotonic_ns()
 
     def end_replaced(self, name: str, *, kill: bool) -> None:
-        """Ends the process that was replaced, by SIGKILL or in order."""
+        """Ends the replaced process of a rank, with SIGKILL if `kill` is set and with a Stop command otherwise."""
         self.fleet.end_replaced(name, kill=kill)
         pause = self._replaced[name]
         pause.until_ns = pause.until_ns or time.monotonic_ns()
 
     def fault(self, name: str, spec: str, seconds: float) -> None:
-        """Puts faults in force at a rank for some time; they explain only the failures of their kinds."""
+        """Sets faults of a rank's agent for some seconds; they explain only failures with the codes of their kinds."""
         now_ns = time.monotonic_ns()
         codes = {code for fault in parse_faults(spec) for code in fault.kind.explains}
         until_ns = now_ns + round(seconds * 1e9)
@@ -420,12 +454,19 @@ class Traffic:
             down.until_ns = time.monotonic_ns()
 
     def _note_starvation(self, since_ns: int, waited_s: float) -> None:
-        """Records a period without CPU time: it makes ranks silent, which explains that others take them for lost."""
+        """Records a disturbance if this process woke up much later than requested.
+
+        The ranks probably lacked CPU time as well and sent no heartbeats, so that peers declared them lost.
+
+        Args:
+            since_ns: time at which the wait began.
+            waited_s: requested time of the wait.
+        """
         now_ns = time.monotonic_ns()
         late_s = (now_ns - since_ns) / 1e9 - waited_s
         if late_s > _STARVED_S:
             self.starved_s += late_s
-            # A silent rank may be heard, and given up, slightly earlier or later than this process was late.
+            # The ranks' delays, and their peers' reactions, may come earlier or later than the delay of this process.
             lost_ns = round(self.fleet.plan.timings["lost_s"] * 1e9)
             self.accounting.disturb(Disturbance("starved", None, since_ns - lost_ns, now_ns + lost_ns, _LOST))
 
@@ -449,7 +490,7 @@ class Traffic:
         return True
 
     def _instances(self, name: str) -> list[int]:
-        """Returns the prefill instances that a rank serves in the router's view."""
+        """Returns the prefill instances with which a rank can exchange rooms, as far as the router knows."""
         rank, down = self.fleet.ranks[name], self._down.get(name)
         if down is None:
             return rank.instances
