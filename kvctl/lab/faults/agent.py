@@ -1,4 +1,4 @@
-"""Builds an ordinary agent from parts that inject faults."""
+"""Builds an agent whose clock, transport, control channel and arrival loop inject faults."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FaultState(TypedDict):
 
 
 class FaultyClock(Clock):
-    """Correct monotonic time; wall time shifted by `clock-jump`."""
+    """Clock whose wall time is shifted by the fault `clock-jump`; its monotonic time is correct."""
 
     def __init__(self, faults: FaultInjector) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class FaultyClock(Clock):
 
 
 class FaultyArrivals(ArrivalLoop):
-    """Arrival loop that delays copies out of the ring by `slow-scatter`."""
+    """Arrival loop that delays the copies from the staging ring to pages by the fault `slow-scatter`."""
 
     def __init__(self, faults: FaultInjector, *loop: Any) -> None:
         super().__init__(*loop)
@@ -64,11 +64,12 @@ class FaultyArrivals(ArrivalLoop):
 
 
 def faulty_agent(faults: FaultInjector, **arguments: Any) -> Agent:
-    """Builds an agent, without starting it, whose admin socket also serves the command `fault`.
+    """Builds an agent with fault injection, without starting it; its admin socket also serves the command `fault`.
 
     Args:
-        faults: may be set and cleared at any time; in force from the start, when the incarnation is generated.
-        arguments: as for `Agent`.
+        faults: the faults in force, which may change at any time. Those set before this call affect the construction
+            of the agent as well, such as its incarnation.
+        arguments: keyword arguments of `Agent`.
     """
 
     def transport(*opened: Any) -> Transport:
@@ -86,7 +87,11 @@ def faulty_agent(faults: FaultInjector, **arguments: Any) -> Agent:
 
 
 def _change(faults: FaultInjector, recorder: FlightRecorder, args: dict[str, Any]) -> FaultState:
-    """The admin command `fault`."""
+    """Handles the admin command `fault`: clears faults if requested, then sets those of the given specs.
+
+    Raises:
+        RequestRefused: a spec is invalid, or an agent cannot inject the fault.
+    """
     try:
         wanted = parse_faults(args["spec"]) if "spec" in args else ()
         if foreign := [fault.text for fault in wanted if fault.kind.level != "agent"]:

@@ -1,7 +1,7 @@
-"""Faults of one rank during one batch run: in force from its start to its end, with their effects and aborts.
+"""Applies faults to one rank during one run of a batch and reports their effects.
 
-A room may fail with a cause that a fault in force explains. Everything else is as without faults: the other rooms are
-verified, and when all rooms have ended the rank holds no resources.
+With faults, a room may fail with a cause that a fault in force explains. The other rooms are verified as usual, and
+when all rooms have ended the rank must hold no resources.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.runtime.handles import Handle
 
 ABORTED = "given up by --faults abort"
-"""Reason of an abort by this fault."""
+"""Reason given for a room that the fault `abort` aborts."""
 
 _DRAIN_S = 10.0
 _POLL_S = 0.005
@@ -30,19 +30,19 @@ _FIRST_ROOM_NS = 50_000_000
 class _PlannedAbort(NamedTuple):
     handle: Handle
     began_ns: int
-    share: float  # of the usual duration of a room
+    share: float  # delay as a fraction of the usual duration of a room
 
 
 class Aborts:
-    """Aborts a share of the rooms, each on one of its ranks at a random time.
+    """Aborts a share of the rooms, each room at a random time on one of its ranks.
 
-    All ranks draw the same random numbers for a room, so that exactly one of them aborts it, without communication. The
-    time is a fraction of the rank's usual duration of a room, so that most aborts meet a room in flight, in any of its
-    states; some come too late and have no effect.
+    All ranks generate the same random numbers for a room, so that exactly one rank aborts the room, without
+    communication. The delay is a random fraction of the mean duration of a room on this rank, so that most aborts occur
+    while the room is in flight, in any of its states; some come too late and have no effect.
     """
 
     def __init__(self, start: Start, share: float) -> None:
-        """`share`: fraction of all rooms that one rank or another aborts."""
+        """Prepares aborts of the fraction `share` of all rooms, over all ranks together."""
         self._seed = start.seed
         self._share = share
         self._role = start.role
@@ -54,7 +54,7 @@ class Aborts:
         self._total_ns = self._finished = 0
 
     def began(self, room: Room, handle: Handle, now_ns: int) -> None:
-        """Decides whether this rank will abort a room that is now in flight."""
+        """Records that a room is in flight from now on and decides whether, and when, this rank aborts it."""
         if not self._share:
             return
         self._began[room.number] = now_ns
@@ -65,7 +65,7 @@ class Aborts:
             self._planned[room.number] = _PlannedAbort(handle, now_ns, random.random())
 
     def ended(self, number: int, now_ns: int) -> None:
-        """Records the end of a room."""
+        """Records the end of a room, whose duration enters the mean, and cancels its planned abort."""
         self._planned.pop(number, None)
         began_ns = self._began.pop(number, None)
         if began_ns is not None:
@@ -78,7 +78,7 @@ class Aborts:
         return min(map(self._due_ns, self._planned.values()), default=None)
 
     def abort_due(self, now_ns: int) -> None:
-        """Aborts the rooms that are due."""
+        """Aborts the rooms whose planned abort is due."""
         if self._planned:
             for number, planned in list(self._planned.items()):
                 if self._due_ns(planned) <= now_ns:
@@ -91,14 +91,14 @@ class Aborts:
 
 
 class BatchFaults:
-    """Faults of all levels during one run; an agent's faults are in force until `end`.
+    """The faults of one rank during one run, both those of its agent and those of the driver of the rooms.
 
     Attributes:
-        aborts: aborts that the fault `abort` requires.
+        aborts: performs the fault `abort`.
     """
 
     def __init__(self, agent: Agent, start: Start, injector: FaultInjector, faults: Sequence[Fault]) -> None:
-        """Puts those of `faults` that an agent injects in force in its `injector`."""
+        """Sets the faults of level "agent" in the agent's injector, where they are in force until `end`."""
         self.aborts = Aborts(start, sum(fault.share for fault in faults if fault.name == "abort"))
         self._agent = agent
         self._injector = injector
@@ -110,7 +110,12 @@ class BatchFaults:
                 injector.set(fault)
 
     def failed(self, index: int, failure: Failure | None) -> None:
-        """Records the first cause of a failed room."""
+        """Records whether a fault explains the failure of a room.
+
+        Args:
+            index: index of the room.
+            failure: first cause of the failure.
+        """
         if failure is None:
             return
         if failure["code"] == "ABORTED" and failure["text"] == ABORTED:
@@ -119,10 +124,10 @@ class BatchFaults:
             self._kinds[index] = "fault"
 
     def end(self, failures: Mapping[int, str]) -> FaultReport:
-        """Ends the faults and reports their effects.
+        """Clears the agent's faults, waits until rooms have released their resources, and reports the faults' effects.
 
         Args:
-            failures: causes of all failed rooms, by index.
+            failures: causes of all failed rooms, by room index.
         """
         self._injector.clear()
         fired = {name: count - self._before.get(name, 0) for name, count in self._injector.counts().items()}
@@ -133,7 +138,7 @@ class BatchFaults:
         )
 
     def _resources_left(self) -> list[str]:
-        """Returns the resources that rooms still hold; waits a while for them to be freed."""
+        """Waits up to `_DRAIN_S` for all resources of rooms to be freed; returns descriptions of those still held."""
         deadline = time.monotonic() + _DRAIN_S
         while (held := self._resources()) and time.monotonic() < deadline:
             time.sleep(_POLL_S)

@@ -1,7 +1,7 @@
 """Control channel that loses, delays, duplicates, reorders, truncates and garbles frames, or loses some message types.
 
-Faults apply to outgoing and incoming frames, on the control loop's thread: delayed frames leave and arrive when the
-loop runs next after their time, which is part of `due_ns`. A frame between two faulty agents is affected twice.
+Faults apply to outgoing and incoming frames on the control loop's thread, so a frame between two faulty agents is
+affected twice. `due_ns` includes the times of delayed frames, so that the loop wakes up to send or deliver them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.events import Received, Unsendable
 from kvctl_agent.runtime.control_channel import ControlChannel, PeerAddress
 
-# Longer than an iteration of the loop and a quick answer, so that later frames overtake; far below any deadline.
+# Longer than an iteration of the loop and a quick answer, so that later frames can overtake; far below any deadline.
 _MAX_DELAY_NS = 30_000_000
 _MAX_GARBAGE_BYTES = 512
 
@@ -88,7 +88,7 @@ class FaultyControlChannel(ControlChannel):
         heapq.heappush(heap, _DelayedFrame(self._now_ns() + wait_ns, next(self._numbers), address, frame, messages))
 
     def _apply_faults(self, frame: bytes) -> list[tuple[bytes, int]]:
-        """Returns the frames to deliver in place of a frame, each with its delay in nanoseconds."""
+        """Applies the faults in force to a frame; returns (frame, delay in ns) of each frame to deliver instead."""
         faults = self._faults
         if faults.should_fire("control-loss"):
             return []
@@ -113,7 +113,10 @@ class FaultyControlChannel(ControlChannel):
 
 
 def _without(frame: bytes, types: Sequence[str]) -> tuple[bytes, int]:
-    """Returns the frame without messages of these types, and the number of removed messages."""
+    """Returns a frame without messages of these types, and the number of removed messages.
+
+    The type "watermark" also removes the watermarks inside heartbeats and staging grants.
+    """
     try:
         incarnation, messages, _ = codec.decode(frame)
     except RemoteProtocolError:
@@ -129,9 +132,10 @@ def _without(frame: bytes, types: Sequence[str]) -> tuple[bytes, int]:
 
 
 def _garbage(random: Random, frame: bytes) -> bytes:
-    """Returns random bytes, half of the time after a valid header, so that the header's check passes.
+    """Returns a frame of random bytes; in half of the cases with the original header, which passes the header check.
 
-    Nothing of the message is kept: a broken connection does not produce a well-formed message with a wrong page number.
+    No other bytes of the frame are kept: a broken connection does not produce a well-formed message with, for example,
+    a wrong page number.
     """
     header = frame[: codec.HEADER_BYTES] if random.random() < 0.5 else b""
     return header + random.randbytes(random.randrange(_MAX_GARBAGE_BYTES))

@@ -1,8 +1,8 @@
-"""The faults in force in one agent, their random decisions, and how often each kind has fired.
+"""Stores the faults in force in one agent, decides randomly when they fire, and counts how often each kind has fired.
 
-Faults are set and cleared from any thread and queried on the agent's threads; a kind that is not in force costs one
-lookup. Every kind has its own random generator, so that with the same seed the n-th frame or write of an agent is
-affected in the same way, whatever else is in force.
+Faults are set and cleared from any thread and queried on the agent's threads; the query for a kind that is not in force
+costs one lookup. Every kind has its own random generator, so that with the same seed a kind affects the n-th frame or
+write of an agent in the same way, whatever other faults are in force.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class _InForce(NamedTuple):
 
 
 class FaultInjector:
-    """The faults of one agent."""
+    """The faults in force in one agent."""
 
     def __init__(self, name: str, seed: int = 0) -> None:
-        """`name` and `seed` seed the random generators."""
+        """Starts without faults; the agent's `name` and `seed` determine all random decisions."""
         self._name = name
         self._seed = seed
         self._generators: dict[str, random.Random] = {}
@@ -34,13 +34,13 @@ class FaultInjector:
         self._lock = threading.Lock()
 
     def set(self, fault: Fault, seconds: float | None = None) -> None:
-        """Puts a fault in force, replacing one of the same kind.
+        """Puts a fault in force; replaces a fault of the same kind.
 
         Args:
-            seconds: duration; None: until it is cleared.
+            seconds: duration; None: until the fault is cleared.
 
         Raises:
-            ValueError: agents cannot inject this fault.
+            ValueError: an agent cannot inject a fault of this kind into itself.
         """
         if fault.kind.level != "agent":
             raise ValueError(
@@ -52,7 +52,7 @@ class FaultInjector:
             self._in_force[fault.name] = _InForce(fault, until)
 
     def clear(self, name: str | None = None) -> None:
-        """Ends a kind of fault, or all faults; no effect if none is in force."""
+        """Ends the fault of this kind, or all faults if `name` is None; no effect if no such fault is in force."""
         with self._lock:
             for each in list(self._in_force) if name is None else [name]:
                 self._in_force.pop(each, None)
@@ -62,7 +62,7 @@ class FaultInjector:
         return [fault.text for name in list(self._in_force) if (fault := self.find(name)) is not None]
 
     def counts(self) -> dict[str, int]:
-        """Returns how often each kind has fired so far, including kinds no longer in force."""
+        """Returns how often each kind of fault has fired so far, including kinds no longer in force."""
         with self._lock:
             return dict(self._counts)
 
@@ -74,17 +74,21 @@ class FaultInjector:
         return entry.fault
 
     def ns(self, name: str) -> int:
-        """Returns the value of a time or jump, 0 while it is not in force."""
+        """Returns the value in nanoseconds of a fault of unit "time" or "jump"; 0 while it is not in force."""
         fault = self.find(name)
         return fault.ns if fault is not None else 0
 
     def messages(self, name: str) -> tuple[str, ...]:
-        """Returns the message types of a fault, none while it is not in force."""
+        """Returns the message types of a fault of unit "messages"; none while it is not in force."""
         fault = self.find(name)
         return fault.messages if fault is not None else ()
 
     def should_fire(self, name: str) -> random.Random | None:
-        """Decides whether a share fires this time; returns its random generator for further decisions, or None."""
+        """Decides randomly whether a fault of unit "share" fires now, and counts it if it does.
+
+        Returns:
+            The random generator of this kind, for further decisions, if the fault fires; otherwise None.
+        """
         fault = self.find(name)
         if fault is None:
             return None
@@ -95,6 +99,6 @@ class FaultInjector:
         return generator
 
     def count(self, name: str) -> None:
-        """Counts a kind as fired."""
+        """Counts one firing of a kind of fault."""
         with self._lock:
             self._counts[name] += 1

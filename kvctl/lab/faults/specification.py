@@ -1,7 +1,7 @@
-"""All kinds of faults and the syntax of their specs: `control-loss=5%`, `pause=prefill-0@5s+3s`.
+"""Defines all kinds of faults and parses their specs, such as `control-loss=5%` or `pause=prefill-0@5s+3s`.
 
-`kvctl bench --faults`, `kvctl demo` and the admin command `fault` read the same specs. The level of a kind is the
-injector: the agent itself, the driver of the rooms, or the owner of the processes.
+`kvctl bench --faults`, `kvctl demo` and the admin command `fault` accept the same specs. The level of a kind says what
+injects it: the agent itself ("agent"), the driver of the rooms ("room") or the parent of the processes ("process").
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MESSAGES = (
     "room-drained",
     "bye",
 )
-"""Types of control messages, by their names on the wire."""
+"""Names on the wire of the control messages that `message-loss` can drop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,11 @@ class FaultKind:
     """One kind of fault.
 
     Attributes:
-        unit: form of the value: a "share" (5%), a "time" (20ms), a "jump" (-1h), "messages"
+        level: what injects the fault; see the module.
+        unit: form of the value in a spec: a "share" (5%), a "time" (20ms), a "jump" (-1h), "messages"
             (staging-grants+watermark), or a "rank" with start and duration (decode-1@5s+3s).
-        low, high: bounds in nanoseconds of a time, a jump, or the duration of a rank's fault.
-        explains: failure codes of rooms that it can cause; any other failure is a bug.
+        low, high: bounds in nanoseconds; of the value for units "time" and "jump", of the duration for unit "rank".
+        explains: failure codes of rooms that the fault can cause; any other failure is a bug.
     """
 
     name: str
@@ -76,7 +77,7 @@ class FaultKind:
 
     @property
     def example(self) -> str:
-        """An example spec."""
+        """A valid spec of this kind, for help and error messages."""
         return f"{self.name}={_EXAMPLES.get(self.name) or _EXAMPLES[self.unit]}"
 
 
@@ -218,18 +219,20 @@ FAULT_COMMAND = Command(
         Arg("clear", "bool", "end every fault in force first"),
     ),
 )
-"""Admin command of agents that were started with fault injection; other agents do not have it."""
+"""Admin command `fault`, which only agents that were started with fault injection have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One parsed fault.
+    """A fault parsed from a spec; which fields are set depends on the unit of its kind.
 
     Attributes:
-        share: from 0 to 1, for unit "share".
-        ns: for units "time" and "jump".
-        messages: message types, for unit "messages".
-        rank, at_ns, for_ns: for unit "rank"; `for_ns` is None if it lasts until the end.
+        share: probability from 0 to 1, for unit "share".
+        ns: value in nanoseconds, for units "time" and "jump".
+        messages: names of message types, for unit "messages".
+        rank: name of the rank, for unit "rank".
+        at_ns: start after the start of the run, for unit "rank".
+        for_ns: duration, for unit "rank"; None: until the end of the run.
     """
 
     kind: FaultKind
@@ -242,12 +245,12 @@ class Fault:
 
     @property
     def name(self) -> str:
-        """Name of its kind."""
+        """Name of the fault's kind."""
         return self.kind.name
 
     @property
     def text(self) -> str:
-        """The spec, as `parse_fault` reads it."""
+        """The spec of the fault, from which `parse_fault` returns an equal fault."""
         if self.kind.unit == "share":
             return f"{self.name}={f'{self.share * 100:.6f}'.rstrip('0').rstrip('.')}%"
         if self.kind.unit == "messages":
@@ -259,10 +262,10 @@ class Fault:
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
-    """Parses faults joined by commas.
+    """Parses specs separated by commas.
 
     Raises:
-        ValueError: as `parse_fault`; or a fault that can occur only once is given twice.
+        ValueError: a spec is invalid, or a kind whose unit is not "rank" occurs twice.
     """
     faults = tuple(parse_fault(word.strip()) for word in text.split(","))
     names = [fault.name for fault in faults if fault.kind.unit != "rank"]
@@ -273,10 +276,10 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
 
 
 def parse_fault(text: str) -> Fault:
-    """Parses one fault.
+    """Parses one spec.
 
     Raises:
-        ValueError: unknown fault or invalid value; names the allowed ones.
+        ValueError: the kind is unknown or the value is invalid; the message names what is allowed.
     """
     name, separator, value = text.partition("=")
     kind = FAULTS_BY_NAME.get(name)
@@ -338,7 +341,7 @@ def _time(kind: FaultKind, text: str, value: str, low: int, high: int) -> int:
 
 
 def _time_text(ns: int) -> str:
-    """Formats a time in the largest unit in which it is a whole number, at least microseconds."""
+    """Formats a time in the largest unit in which it is a whole number, or in fractional microseconds."""
     for unit, size in reversed(_NS.items()):
         if ns and ns % size == 0:
             return f"{ns // size}{unit}"

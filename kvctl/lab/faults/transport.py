@@ -1,7 +1,7 @@
 """Transport that refuses posts, fails writes whose bytes still land, delays writes, flips bytes and loses tags.
 
-All other behaviour is the real engine's. Failures follow the contract of `transport.base`, so code that mishandles
-these faults would mishandle a real engine's failures.
+Everything else is passed on to a real transport. Injected failures obey the contract of `kvctl_agent.transport.base`,
+so code that mishandles them would mishandle the failures of a real transfer engine as well.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from kvctl_agent.transport.base import (
     Write,
 )
 
-# Long enough that a room ends, and its memory is wanted again, before the bytes land.
+# Long enough that a room can end and its pages can be reused before the bytes land.
 _MAX_LATE_NS = 200_000_000
 
 
 class FaultyTransport:
-    """Wraps an engine with fault injection."""
+    """Transport that wraps another transport and injects faults into its writes and arrivals."""
 
     def __init__(self, engine: Transport, faults: FaultInjector) -> None:
         self._engine = engine
@@ -129,12 +129,12 @@ class FaultyTransport:
 
 
 class CorruptWrite:
-    """A write with a flipped first byte in one descriptor while it is on the wire.
+    """A write in which the first byte of a random descriptor is wrong.
 
-    The byte is flipped in the source memory and restored when the engine has read it.
+    The byte is flipped in the source memory before the post and restored when the write has finished.
     """
 
-    _flipping = threading.Lock()  # two writes may flip the same byte
+    _flipping = threading.Lock()  # for two writes that flip the same byte
 
     def __init__(self, post: Callable[[], Write], addrs: Addresses, random: Random) -> None:
         self._byte = ctypes.c_ubyte.from_address(int(addrs[random.randrange(len(addrs))]))
@@ -171,9 +171,11 @@ class CorruptWrite:
 
 
 class LateWrite:
-    """A write that is posted to the engine later; if it is released before, nothing lands.
+    """A write that is posted to the wrapped transport with a delay; if it is released before the post, nothing lands.
 
-    `bytes` is 0 if only the engine knows the size.
+    Attributes:
+        bytes: size of the write; 0 if only the wrapped transport knows the size.
+        descriptors: number of descriptors.
     """
 
     def __init__(self, post: Callable[[], Write], nbytes: int, descriptors: int, pause_ns: int) -> None:
@@ -195,7 +197,7 @@ class LateWrite:
 
 
 class SlowWrite:
-    """A write that is not reported complete before a certain time."""
+    """A write that is reported complete no earlier than a certain time after its post."""
 
     def __init__(self, write: Write, pause_ns: int) -> None:
         self.bytes = write.bytes
@@ -211,10 +213,14 @@ class SlowWrite:
 
 
 class DoubtfulWrite:
-    """A failed write whose bytes and tag land late or never, like a packet delivered after the sender got an error.
+    """A write that is reported as failed although its bytes and tag land later, like a packet delivered after an error.
 
-    They land when `release` is called after their time; until then, and while they land, `release` returns False.
-    `bytes` is 0 if only the engine knows the size.
+    The write is posted by the first call of `release` after a delay; `release` returns False until the post has
+    completed. If `release` is not called again after the delay, nothing lands.
+
+    Attributes:
+        bytes: size of the write; 0 if only the wrapped transport knows the size.
+        descriptors: number of descriptors.
     """
 
     def __init__(self, post: Callable[[], Write], nbytes: int, descriptors: int, later_ns: int) -> None:
@@ -235,6 +241,6 @@ class DoubtfulWrite:
             if self._write is None:
                 self._write = self._post()
             self._over = self._write.release()
-        except TransportError:  # this agent or the peer is closed: nothing landed and nothing will
+        except TransportError:  # this agent or the peer is closed: nothing lands any more
             self._over = True
         return self._over
