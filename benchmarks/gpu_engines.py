@@ -223,12 +223,12 @@ def answer(wire: Connection) -> Any:
     try:
         if not wire.poll(ANSWER_S):
             raise KvctlError(f"no answer within {ANSWER_S:g} s")
-        told = wire.recv()
+        reply = wire.recv()
     except (EOFError, OSError) as error:
         raise KvctlError("its process died") from error
-    if isinstance(told, KvctlError):
-        raise told
-    return told
+    if isinstance(reply, KvctlError):
+        raise reply
+    return reply
 
 
 def named(index: int) -> str:
@@ -243,25 +243,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--save", type=Path, help="write the rows as JSON")
     parser.add_argument("--self-check", action="store_true", help="little memory, once")
     parser.add_argument("--rehearse", action="store_true", help="the same on host memory")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        pairs, devices = ([(HOST, HOST)], []) if asked.rehearse else gpus(asked.source, asked.target)
+        pairs, devices = ([(HOST, HOST)], []) if options.rehearse else gpus(options.source, options.target)
     except DeviceError as error:
         print(f"gpu_engines: {error}", file=sys.stderr)
         return 3
-    if asked.self_check:
+    if options.self_check:
         pairs = pairs[:1]
-    small = asked.self_check or asked.rehearse
+    small = options.self_check or options.rehearse
     total, repeats = (SMALL_BYTES, 1) if small else (TOTAL_BYTES, REPEATS)
     print(f"{'engine':10}{'from':>7}{'to':>7}{'writes':>9}{'of KiB':>10}{'ms':>10}{'GB/s':>9}  verified")
     rows: list[dict[str, Any]] = []
     for source, target in pairs:
-        for engine in asked.engines.split(","):
+        for engine in options.engines.split(","):
             for row in measure(Cell(engine, source, target), total, repeats):
                 rows.append(row)
                 print(line(row), flush=True)
-    if asked.save:
-        asked.save.write_bytes(
+    if options.save:
+        options.save.write_bytes(
             orjson.dumps({"devices": devices, "rows": rows}, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
         )
     return int(not all(row.get("verified") for row in rows))

@@ -55,16 +55,16 @@ class Ran:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs all commands; returns 0 if every measured claim holds, every byte was verified and no bench failed."""
-    asked = _options().parse_args(arguments)
-    asked.out.mkdir(parents=True, exist_ok=True)
-    ends = time.monotonic() + asked.seconds
-    wanted = [bench for bench in benches(asked.slow) if not asked.only or bench.name in asked.only]
-    ran = [_run(bench, asked, ends) for bench in wanted]
-    lines = [line for each in ran for line in _lines(each, asked.rehearse)]
+    options = _options().parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    ends = time.monotonic() + options.seconds
+    wanted = [bench for bench in benches(options.slow) if not options.only or bench.name in options.only]
+    ran = [_run(bench, options, ends) for bench in wanted]
+    lines = [line for each in ran for line in _lines(each, options.rehearse)]
     saved = {
         "schema": SCHEMA,
         "at": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-        "rehearsal": asked.rehearse,
+        "rehearsal": options.rehearse,
         "env": next((each.document["env"] for each in ran if each.document is not None), {}),
         "claims": lines,
         "benches": [
@@ -80,9 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for each in ran
         ],
     }
-    (asked.out / "list.json").write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
+    (options.out / "list.json").write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
     print(_table(lines))
-    print(f"saved in {asked.out}: list.json, and each bench's result and table")
+    print(f"saved in {options.out}: list.json, and each bench's result and table")
     failed = any(each.status for each in ran if not each.stopped)
     return int(failed or any(line["result"] == "FAIL" for line in lines))
 
@@ -101,26 +101,26 @@ def _options() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(bench: Bench, asked: argparse.Namespace, save: Path) -> list[str]:
-    where = f"--device cuda --prefill-gpus {asked.prefill_gpus} --decode-gpus {asked.decode_gpus}"
-    words = shlex.split(bench.tiny if asked.rehearse else f"{bench.options} {where}")
-    if asked.transport and "--transport" not in words:
-        words += ["--transport", asked.transport]
+def _command(bench: Bench, options: argparse.Namespace, save: Path) -> list[str]:
+    where = f"--device cuda --prefill-gpus {options.prefill_gpus} --decode-gpus {options.decode_gpus}"
+    words = shlex.split(bench.tiny if options.rehearse else f"{bench.options} {where}")
+    if options.transport and "--transport" not in words:
+        words += ["--transport", options.transport]
     save_as = ["--save", str(save), "--html", str(save.with_suffix(".html"))]
-    return [sys.executable, "-m", "kvctl", "bench", *words, "--verify", asked.verify, "-o", "table", *save_as]
+    return [sys.executable, "-m", "kvctl", "bench", *words, "--verify", options.verify, "-o", "table", *save_as]
 
 
-def _run(bench: Bench, asked: argparse.Namespace, ends: float) -> Ran:
+def _run(bench: Bench, options: argparse.Namespace, ends: float) -> Ran:
     """Runs one command until it ends or the time is up, and saves its output.
 
     Args:
         ends: end of the time for all commands, on the monotonic clock in seconds.
     """
-    save = asked.out / f"{bench.name}.json"
+    save = options.out / f"{bench.name}.json"
     save.unlink(missing_ok=True)
-    ran = Ran(bench, _command(bench, asked, save))
+    ran = Ran(bench, _command(bench, options, save))
     left_s = ends - time.monotonic()
-    if left_s < (1.0 if asked.rehearse else bench.least_s):
+    if left_s < (1.0 if options.rehearse else bench.least_s):
         ran.why_not = f"{max(0.0, left_s):.0f} s were left"
         print(f"\n== {bench.name}: not run, {ran.why_not}", flush=True)
         return ran

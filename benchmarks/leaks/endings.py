@@ -115,10 +115,10 @@ def finish(sides: Sides, ending: Ending, room: int) -> None:
                 code = end["error"]["code"] if end["error"] else end["state"]
                 if end["released"] and code in ENDINGS[ending]:
                     continue
-                told = f"{ending.__name__}: room {room} ended as {end} on the {side.role} side"
+                text = f"{ending.__name__}: room {room} ended as {end} on the {side.role} side"
                 if not end["released"] or not code.startswith("KV_ROOM_STUCK"):
-                    raise RuntimeError(told)
-                late = told
+                    raise RuntimeError(text)
+                late = text
     if late:
         raise Late(late)
 

@@ -37,7 +37,7 @@ class SideProcess:
     def __init__(self, role: str, sizes: dict[str, int], directory: Path, **config: Any) -> None:
         self.role = role
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
-        asked = {
+        arguments = {
             "role": role,
             "sizes": sizes,
             "name": role,
@@ -48,7 +48,7 @@ class SideProcess:
         scratch.mkdir(exist_ok=True)
         environment = {"KVCTL_SOCKET_DIR": str(directory), "TMPDIR": str(scratch), "PYTHONPATH": str(REPOSITORY)}
         self.process = subprocess.Popen(
-            [sys.executable, str(SIDE), json.dumps(asked)],
+            [sys.executable, str(SIDE), json.dumps(arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,

@@ -219,11 +219,11 @@ def _over(handles: list[Any]) -> bool:
 
 
 def main() -> None:
-    asked = json.loads(sys.argv[1])
+    arguments = json.loads(sys.argv[1])
     # Engines print to stdout: redirect that to stderr, and write the answers to a copy of the original stdout.
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
-        side = Side(**asked)
+        side = Side(**arguments)
         for line in sys.stdin:
             ask = json.loads(line)
             do = ask.pop("do")

@@ -187,7 +187,7 @@ def demo(settings: Settings, **options: Any) -> None:
 
 @contextlib.contextmanager
 def _sigterm_unwinds() -> Iterator[None]:
-    """Makes SIGTERM stop the ranks in order, as Ctrl-C does; ranks that are killed would leave their sockets behind."""
+    """Makes SIGTERM stop the ranks cleanly, as Ctrl-C does; ranks that are killed would leave their sockets behind."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -68,7 +68,7 @@ def _act(settings: Settings, call: Call, agents: tuple[str, ...], everyone: bool
 
 
 def _check_selected(settings: Settings, agents: tuple[str, ...], everyone: bool, draining: bool) -> None:
-    """Raises click.UsageError unless the command line selects agents, or all of them.
+    """Raises click.UsageError unless the command line names agents, selects them with -e or -l, or has --all.
 
     Endpoints of a context or of the environment name the fleet, so they do not count as a selection.
 

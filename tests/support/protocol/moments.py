@@ -60,7 +60,7 @@ def in_flight(*, choose: object = None) -> World:
 
 
 def silence(world: World, name: str, seconds: float) -> None:
-    """Stops an agent for some simulated seconds while the others continue."""
+    """Stops an agent for `seconds` of simulated time while the others continue."""
     world.paused.add(name)
     for _ in range(round(seconds)):
         world.tick(SECOND)
@@ -105,7 +105,7 @@ def part(world: World, chunk: int = 0) -> Part:
 
 
 def take(world: World, kind: str, to: str | None = None) -> Item:
-    """Removes and returns the first item of a kind from the pool, if `to` is given the first one of this agent."""
+    """Removes and returns the first item of a kind from the pool; with `to`, the first one for this agent."""
     place = next(n for n, item in enumerate(world.pool) if item.kind == kind and to in (None, item.to))
     return world.pool.pop(place)
 

@@ -127,7 +127,7 @@ def open_and_compute(world: World, dice: random.Random, room: int, *, late: floa
     """Opens one room at the ranks of one dp group and lets one prefill instance compute it.
 
     Args:
-        late: probability that other steps happen between these calls.
+        late: probability that the room is computed before it is opened, and that other steps happen between the calls.
     """
     number = dice.randrange(len(world.instances))
     pages = dice.randrange(7)
