@@ -197,7 +197,7 @@ MEASURES_BY_NAME: dict[str, Measure] = {measure.name: measure for measure in MEA
 
 
 class ThresholdError(ValueError):
-    """A threshold is invalid; the message names it and the correct form."""
+    """A threshold is invalid; the message names the threshold and the correct form."""
 
 
 @dataclass(frozen=True, slots=True)

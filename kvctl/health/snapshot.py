@@ -37,7 +37,7 @@ HEALTH_CALLS: tuple[Call, ...] = (
 
 
 class HistogramSum(NamedTuple):
-    """Sum and number of observations of a histogram of seconds."""
+    """Sum (in seconds) and number of the observations of a histogram."""
 
     seconds: float
     observations: float
@@ -114,7 +114,7 @@ class Agent:
         return None if samples is None else sum(amount(sample, "value") for sample in samples)
 
     def histogram(self, metric: str, **labels: str) -> HistogramSum:
-        """Returns sum and number of observations of a histogram over the samples with these labels."""
+        """Returns sum and number of a histogram's observations over the samples with these labels; 0 without any."""
         samples = self.samples(metric, **labels) or ()
         seconds = sum(amount(sample, "sum") for sample in samples)
         return HistogramSum(seconds, sum(amount(sample, "count") for sample in samples))

@@ -78,7 +78,7 @@ _HEALTH = Question("health", HEALTH_CALLS)
 
 
 class Feed(Protocol):
-    """Interface between the app and the thread that reads the fleet."""
+    """Interface through which the app controls the thread that reads the fleet."""
 
     @property
     def recorded(self) -> bool:
@@ -152,7 +152,7 @@ class SourceFeed:
         self._step = 0
         self._paused = self._stopped = self._urgent = False
         self._acknowledged = True
-        # Used by the thread only.
+        # State of the feed's thread, which no other thread uses.
         self._due_ns = self._health_due_ns = 0
         self._viewed_last = False
         self._endpoints: dict[str, Endpoint] = {}

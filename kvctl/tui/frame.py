@@ -60,7 +60,7 @@ def tabs(view: str, path: Sequence[str]) -> Ends:
 
 
 def banner(store: Store, mode: Mode) -> list[Ends]:
-    """Returns a line for each condition that affects all data on screen: recording, pause, silent agents."""
+    """Returns lines about conditions that affect the data on screen: a recording, a pause, errors, silent agents."""
     lines: list[Ends] = []
     position = store.position
     if position is not None:

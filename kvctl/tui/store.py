@@ -25,7 +25,7 @@ from kvctl_agent.contract.commands import Level
 from kvctl_agent.contract.snapshots import RoomDetail
 
 _FORGET_NS = 600_000_000_000
-_MAX_EVENTS = 2_000  # as many rows as rooms: all are sorted at every reading
+_MAX_EVENTS = 2_000  # like the limit of rooms, because all events are sorted at every reading
 # Number of values in a series, one per reading: enough for a curve as wide as the widest screen.
 _MAX_VALUES = 240
 
@@ -159,7 +159,7 @@ class Store:
         return rows
 
     def statuses(self) -> list[Row]:
-        """Returns all answers to `status`, with a field `health` added: the health codes raised about the agent."""
+        """Returns all answers to `status`, with a field `health` added: the codes raised about the agent, worst first."""
         raised = [each for each in self.judged.raised if each.severity > Severity.INFO] if self.judged else []
         return [
             {**row, "health": list(dict.fromkeys(each.code for each in raised if row["name"] in each.agents))}
@@ -173,7 +173,7 @@ class Store:
 
     @property
     def answering(self) -> int:
-        """Number of agents that answer."""
+        """Number of agents that answered the last reading."""
         return sum(not agent.trouble for agent in self.agents.values())
 
     @property
@@ -183,7 +183,7 @@ class Store:
 
     @property
     def events(self) -> Sequence[Row]:
-        """Events of the flight recorders since the view was first opened, oldest first."""
+        """Events of the agents' flight recorders since the events view was first opened, the oldest first."""
         return self._events
 
     def room(self, number: str) -> RoomTimeline | None:

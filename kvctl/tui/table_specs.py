@@ -66,7 +66,7 @@ class TableQuery:
 
     @property
     def texts(self) -> list[str]:
-        """Texts that a row must contain in any column."""
+        """Filters that are not comparisons: texts that a row must contain, each in some column."""
         return [piece for piece in self._pieces if not is_comparison(piece)]
 
     @property

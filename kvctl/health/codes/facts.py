@@ -21,7 +21,7 @@ BOOTSTRAP = "KV_ROOM_STUCK_BOOTSTRAP"
 _MIN_SILENCE_NS = 3_000_000_000
 # Two ranks of a room may differ in the room's age by this much.
 _CLOCK_SLACK_NS = 2_000_000_000
-# Both sides of a comparison must have sent this many parts.
+# Minimum number of parts of a writer for its times to be compared with those of other writers.
 _MIN_PARTS = 20
 _SLOW_FACTOR = 5.0
 # On a busy machine, shorter times depend on which process gets a core.
@@ -320,7 +320,7 @@ def slow_writers(snapshot: Snapshot) -> Mapping[str, SlowWriter]:
 
 
 def _median(values: Iterable[float]) -> float:
-    """Returns the median; `statistics` takes 11 ms to import, a twentieth of the start of `kvctl health`."""
+    """Returns the median, without importing `statistics`, which takes 11 ms, 5 % of the start of `kvctl health`."""
     ordered = sorted(values)
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

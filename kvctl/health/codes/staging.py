@@ -1,4 +1,4 @@
-"""Health codes about staging rings and grants: pinned, deadlocked, too small, unanswered, quarantined."""
+"""Health codes about staging rings: pinned, deadlocked or too small rings, unanswered requests, quarantined memory."""
 
 from __future__ import annotations
 
@@ -420,7 +420,7 @@ class GateTime(NamedTuple):
 
 
 def gated_writers(snapshot: Snapshot) -> Mapping[str, GateTime]:
-    """Returns the writers whose parts are gated for most of their time, by name."""
+    """Returns the gate times of the writers whose parts are gated for most of their time, by the writer's name."""
     found: dict[str, GateTime] = {}
     metric = "kvctl_stage_seconds"
     for agent in snapshot.of_role("prefill"):

@@ -77,7 +77,10 @@ class LiveRoom:
 
     @property
     def patience_ns(self) -> int:
-        """Minimum age in its state of a stuck room: several resends, and several times the agent's p99 latency."""
+        """Time in one state after which the room can count as stuck.
+
+        At least 10 s and several resend intervals; longer if the agent's p99 latency is long.
+        """
         p99 = amount(inner(self.agent.status, "latency"), "p99_ns")
         resends = _RESENDS * self.agent.period_ns("resend_s")
         usual = min(_P99_FACTOR * p99, self.agent.period_ns("waiting_timeout_s") * _MAX_DEADLINE_SHARE)

@@ -20,7 +20,7 @@ from kvctl.render.units import duration, percent, size, three_digits
 
 # One write within a host runs at the speed of one or two copies. TCP over the loopback device reaches a fifth of that,
 # and takes 10 µs for a small descriptor where shared memory takes 1. Measurements from the start of the ranks, when all
-# are busy, do not count; those of a later probe do.
+# ranks are busy, are ignored; measurements of a later probe are used.
 _MIN_MEMORY_SHARE = 1 / 20
 _MIN_MEMORY_SHARE_TCP = 1 / 4
 _TCP_DESCRIPTOR_NS = 8_000
@@ -324,7 +324,7 @@ _GAPS = {
 def transport_error(snapshot: Snapshot) -> Iterator[Finding]:
     names, silent = snapshot.once(all_names), snapshot.once(absent)
     for rank, all_failures in failed_by_rank(snapshot, "KV_TRANSPORT").items():
-        # A write to an absent agent: that agent has a finding of its own.
+        # Failed writes to an absent agent are left out, because another finding reports that agent.
         failures = [each for each in all_failures if not any(name in silent for name in named_in(each.text, names))]
         if failures:
             agent = snapshot.agents.get(rank)

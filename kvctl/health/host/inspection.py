@@ -19,7 +19,7 @@ _FIND_STOPPER = "find out what stopped it (a debugger, job control, a freezer)"
 
 
 def local_agents(snapshot: Snapshot) -> tuple[LocalAgent, ...]:
-    """Returns the agents that answered over a Unix socket."""
+    """Returns the agents on this host: those that answered over a Unix socket."""
     return tuple(
         LocalAgent(agent.name, listener_pid(path), int(number(agent.status, "pid") or 0))
         for agent in snapshot.agents.values()

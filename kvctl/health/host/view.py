@@ -1,4 +1,4 @@
-"""Read-only view of a host (files below a root, environment, limits), and the type of a check's result."""
+"""Read-only view of a host (files, environment, limits) that tests can replace, and the type of a check's result."""
 
 from __future__ import annotations
 

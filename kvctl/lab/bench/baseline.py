@@ -51,7 +51,7 @@ def load_baseline(path: Path) -> dict[str, Any]:
 def compare(
     rows: Sequence[dict[str, Any]], shape: Mapping[str, Any], baseline: Mapping[str, Any], max_regress: float
 ) -> list[dict[str, Any]]:
-    """Adds a field `baseline` to each row: the saved rate, its change and the verdict.
+    """Returns the rows with a field `baseline` added: the saved rate, the change since and the verdict.
 
     The field is None if the saved result lacks the same measurement or has no rate for it.
 

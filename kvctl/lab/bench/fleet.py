@@ -33,12 +33,12 @@ _READY_S = 60.0
 _READY_S_PER_RANK = 2.0
 _ROOFLINE_S = 30.0
 _STOP_S = 15.0
-# The rank's own deadline comes first, because its error message has more detail.
+# Time by which the deadline here is later than the rank's own deadline, whose error message has more details.
 _MARGIN_S = 15.0
-# A tenth of the rate of the slowest transport in use.
+# A tenth of the rate of the slowest transport.
 _SLOWEST_BYTES_PER_S = 10e6
 _MIN_RUN_S = 30.0
-# Three times a layer of the largest models, for one chunk on one GPU.
+# Three times the compute time of one layer of the largest models, for one chunk on one GPU.
 _SLOWEST_LAYER_MS = 100.0
 # A lost message is resent after a second, and may be lost again.
 _FAULTS_S = 60.0

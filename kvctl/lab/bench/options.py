@@ -25,7 +25,7 @@ _STATE = re.compile(r"([a-z][a-z0-9_-]*):(\d{1,9})x(\d{1,9})x(\d{1,9})(?::(pages
 
 
 def parse_tokens(text: str) -> Tokens:
-    """Parses prompt lengths: `1024`, `16,4096` (rooms alternate) or `256..2048` (uniformly distributed)."""
+    """Parses prompt lengths: `1024`, `16,4096` (assigned to rooms in turn) or `256..2048` (uniformly distributed)."""
     low, separator, high = text.partition("..")
     if separator:
         return Tokens(low=_positive(low, text), high=_positive(high, text))

@@ -106,9 +106,9 @@ class Preset:
 
 
 _RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
-# Long enough for several layer groups, and a single chunk, as the model of pipelining assumes.
+# Prompt length for the comparison with the model of pipelining, which assumes a single chunk and several layer groups.
 _RATIO_TOKENS = 8192
-# Few rooms and many repeats, so that compared cases take turns about every second.
+# Few rooms per case and many repeats, so that compared cases take turns about every second.
 _RATIO_ROOMS = 2
 _RATIO_TURNS = 4
 _LONE_ROOMS = 6
@@ -120,7 +120,7 @@ def _lengths(options: Options) -> list[Tokens]:
 
 
 def _ratio_load(options: Options) -> tuple[Load, ...]:
-    """Returns the longest prompt that is a single chunk."""
+    """Returns a load with the longest prompt of at most `_RATIO_TOKENS`, which is a single chunk."""
     lengths = sorted(max(length.values) for length in _lengths(options))
     most = max((length for length in lengths if length <= _RATIO_TOKENS), default=lengths[0])
     return (Load(1, Tokens(values=(most,)), _RATIO_ROOMS),)
@@ -266,7 +266,8 @@ PRESETS: dict[str, Preset] = {
 POINT_SECONDS = 5.0
 """Time limit per load and path on GPUs: path slice, with a descriptor per row, takes 1 s per room of a large model."""
 
-# Rooms one at a time: a GPU computes one forward at a time, so a second room in flight would measure the queue.
+# Rooms run one at a time: a GPU computes one forward at a time, so with a second room in flight its wait in the queue
+# would be measured.
 _PIPELINE_SWEEP_COMPUTED = Preset(
     "pipeline-sweep",
     "layer groups with forwards computed on the GPU: exposed transfer and TTFT over prompt lengths",

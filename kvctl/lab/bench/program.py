@@ -112,7 +112,9 @@ class Ratios:
         yield self._plain(plan)
         for turn, (load, ratio) in enumerate(self.points):
             # All paths get the compute time of the slowest, so that they are compared on the same work.
-            slowest = max((latency(Case(_lone(plan, load), path)) or 0.0 for path in plan["paths"]), default=0.0)
+            slowest = max(
+                (latency(Case(_lowest_concurrency(plan, load), path)) or 0.0 for path in plan["paths"]), default=0.0
+            )
             yield self._at(plan, turn, slowest / ratio / plan["shape"]["layers"])
 
     def derived(self, plan: Plan, case: Case, latency: Latency, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,7 +122,7 @@ class Ratios:
 
         A case without compute has no such fields.
         """
-        plain_ms = latency(Case(_lone(plan, case.load), case.path))
+        plain_ms = latency(Case(_lowest_concurrency(plan, case.load), case.path))
         if not case.layer_ms or not plain_ms:
             return {}
         ratio = self.points[case.turn - 1][1]
@@ -139,7 +141,7 @@ class Ratios:
         }
 
     def _plain(self, plan: Plan) -> Stage:
-        loads = dict.fromkeys(_lone(plan, load) for load, _ in self.points)
+        loads = dict.fromkeys(_lowest_concurrency(plan, load) for load, _ in self.points)
         return Stage(tuple(Case(load, path) for load in loads for path in plan["paths"]), self.repeat)
 
     def _at(self, plan: Plan, turn: int, layer_ms: float) -> Stage:
@@ -171,7 +173,7 @@ def exposed_by_model(compute_ms: float, transfer_ms: float, whole_ms: float, gro
     return max(whole_ms / groups, compute_ms / groups + transfer_ms - compute_ms)
 
 
-def _lone(plan: Plan, load: int) -> int:
+def _lowest_concurrency(plan: Plan, load: int) -> int:
     """Returns the index of the load with the same prompt lengths and the lowest concurrency."""
     loads = plan["loads"]
     same = (at for at, other in enumerate(loads) if other["tokens"] == loads[load]["tokens"])

@@ -136,8 +136,8 @@ class Outcome:
     """Results of all fleets of a bench.
 
     Args:
-        preset: Name of the preset, or "".
-        source: The traffic, if it is a trace or sessions.
+        preset: Name of the preset; "" without one.
+        source: The trace or sessions that define the requests; None if the loads define them.
     """
 
     def __init__(self, preset: str = "", source: Source | None = None) -> None:

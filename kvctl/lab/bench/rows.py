@@ -76,13 +76,13 @@ def row_of(
         "layer_ms": case.layer_ms,
         "arrivals": "open" if any(room["arrival_ms"] is not None for room in prompts) else "closed",
         "rooms": len(timings) + failed + explained.total(),
-        # Rooms if every batch had run completely, for the repeats that ran so far.
+        # Number of rooms that the repeats so far would have had if every batch had run completely.
         "planned_rooms": len({each.trial.repeat for each in trials}) * sum(end - at for at, end in planned["batches"]),
         "ok": len(timings),
         "aborted": explained["aborted"],
         "failed_by_fault": explained["fault"],
         "failed": failed,
-        "faults_struck": _faults_struck(reports),
+        "faults_struck": _fault_counts(reports),
         "verified": correct,
         "verified_parts": sum(parts.values()) if correct else None if correct is None else 0,
         **_rates(trials, planned, roofline, sum(rank["role"] == "decode" for rank in names.values())),
@@ -112,7 +112,7 @@ def mismatches(trial: TimedTrial) -> list[Mismatch]:
 
 
 def with_delta(rows: Sequence[dict[str, Any]], within: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Adds `delta_ratio` (of GB/s) and `ttft_delta_ratio` to each row, against the first row of the same load.
+    """Returns the rows with `delta_ratio` (of GB/s) and `ttft_delta_ratio` added, against the first row of their load.
 
     Both are None in the first row of a load. Rows of one load are adjacent in the result.
 
@@ -213,14 +213,14 @@ def _latency_over_copy(timings: Sequence[RoomTiming], gb_per_s: float | None) ->
     """Returns the median over rooms of the latency divided by the time of one copy of the same bytes.
 
     Args:
-        gb_per_s: Rate of the copy; None, if it is unknown, makes the result None.
+        gb_per_s: Rate of the copy. If it is None (unknown), the result is None.
     """
     if not gb_per_s or not timings:
         return None
     return median([each.latency_ns * gb_per_s / max(1, each.nbytes) for each in timings])
 
 
-def _faults_struck(reports: _Reports) -> dict[str, int]:
+def _fault_counts(reports: _Reports) -> dict[str, int]:
     """Counts how often each kind of injected fault fired, over all ranks."""
     struck: Counter[str] = Counter()
     for _, report in reports:

@@ -195,12 +195,16 @@ class Session:
 
 
 def trials_of(program: Program, plan: Plan) -> int:
-    """Returns the number of trials of a program."""
+    """Returns the number of trials that a program runs on a plan."""
     return sum(stage.trials(plan) for stage in program.outline(plan))
 
 
 def measure(sessions: Sequence[Session], steps: Steps, roofline: bool = True) -> None:
-    """Starts every fleet, runs all trials in turns, and measures the roofline before and after.
+    """Starts every fleet, runs their trials in turns, and measures the roofline before and after the trials.
+
+    Args:
+        steps: Display that counts the trials.
+        roofline: Whether to measure the roofline.
 
     Raises:
         FleetError: A rank died, failed or hung.

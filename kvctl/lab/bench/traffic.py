@@ -41,7 +41,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Prompts in the order of their arrival, and the size of their blocks, a fraction if a trace was scaled."""
+    """Prompts in the order of their arrival, and the tokens of a block, which need not be whole in a scaled trace."""
 
     prompts: tuple[Prompt, ...]
     block_tokens: Fraction
@@ -53,7 +53,7 @@ class Source:
 
     Attributes:
         facts: origin, scale and skipped lines, for the saved result.
-        cache_tokens: capacity of each decode dp rank's prefix cache; None for half of the memory, shared equally.
+        cache_tokens: capacity of each decode dp rank's prefix cache; None for an equal share of half of the memory.
     """
 
     facts: Mapping[str, Any]

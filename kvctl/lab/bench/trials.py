@@ -121,7 +121,7 @@ class TrialRunner:
         self._verify = verify
         self._decode_ms = decode_ms
         self._on_step = on_step
-        # Random, so that an observer of two fleets does not take their rooms for the same.
+        # Random, so that kvctl, if it observes two fleets, does not join rooms of both under one number.
         self._next_room = (secrets.randbelow(1 << 30) + 1) * plan["room_stride"] << 10
 
     def trials(self, cases: Sequence[Case], repeat: int) -> Iterator[Trial]:
@@ -183,7 +183,7 @@ class TrialRunner:
         self._on_step(f"filling for {doing}")
         self._fleet.prepare(number, case.path, rooms, poison=True, doing=doing, pipeline=case.pipeline)
         self._on_step(doing)
-        # Not the first room, which warms up, and not the last, which runs alone; agents forget early ones.
+        # The first room warms up and the last one runs alone; agents no longer have the events of early rooms.
         shown = rooms[max(len(rooms) // 2, len(rooms) - _EVENTS_KEPT_ROOMS)].index
         self._watch(case.observed)
         started = time.monotonic()

@@ -22,7 +22,11 @@ _VERDICT_STYLES = {"PASS": "green", "FAIL": "bold red", "False": "bold red", "Tr
 
 
 def nanoseconds(*keys: str, per: float = 1e6) -> Callable[[Row], int | None]:
-    """Returns a function that gets `row[key][key]…` in nanoseconds, or None; the row has it in units of `per` ns."""
+    """Returns a function that reads `row[key][key]…` and converts it to nanoseconds; None if the row lacks it.
+
+    Args:
+        per: Nanoseconds per unit of the value in the row.
+    """
 
     def value(row: Row) -> int | None:
         number: Any = row
@@ -228,7 +232,7 @@ _LINES: tuple[tuple[Callable[[Row], bool], Sequence[tuple[str, Column, bool]]], 
     (lambda row: True, _quantiles("latency", "latency_ms", "mean", "p50", "p90", "p95", "p99")),
     (lambda row: row["floor_ratio"] is not None, (("latency, times one copy's", COLUMNS["floor"], True),)),
     (
-        # A request does more than be transferred: it queues, computes or decodes.
+        # Requests are not only transferred: they also queue, compute or decode.
         lambda row: bool(row["layer_ms"] or row["compute"] == "gpu" or row["decode_ms"] or row["arrivals"] == "open"),
         _quantiles("TTFT", "ttft_ms", "mean", "p95"),
     ),

@@ -176,7 +176,7 @@ def drawing(name: str, frame: Frame, width: float, *children: Markup | None) -> 
 
 
 def _readable(labels: Sequence[tuple[float, str]]) -> Sequence[tuple[float, str]]:
-    """Returns the labels (position, text) of an axis that can be drawn without overlap: every n-th, n minimal."""
+    """Returns every n-th label (position, text) of an axis, with the smallest n at which labels do not overlap."""
     for stride in range(1, len(labels)):
         kept = labels[(len(labels) - 1) % stride :: stride]
         half = [text_width(text) / 2 + 3 for _, text in kept]

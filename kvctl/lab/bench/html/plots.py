@@ -50,12 +50,12 @@ _STAGES = {
 # A limit this much above all measured values would leave a linear axis almost empty.
 _MAX_HEADROOM = 3.0
 _MAX_RATE_SPREAD = 12.0
-# Loads whose times differ more are drawn on a logarithmic axis, or as shares: on one linear scale the short ones would
-# be invisible.
+# If times differ by a larger factor, they are drawn on a logarithmic axis or as shares, because the shortest times
+# would be invisible on a linear axis.
 _MAX_TIME_SPREAD = 8.0
 _BARS_PER_FIGURE = 30
 _MAX_RINGS = 12
-# A ring that is used less is drawn up to its own peak, which would be invisible on the scale of its size.
+# The chart of a ring that is used less ends at the ring's peak, which would be invisible if the chart ended at its size.
 _MIN_RING_USE = 0.25
 
 

@@ -66,7 +66,7 @@ class Axis:
         return float(f"{found:.2g}") if found is not None and self.key == "ratio" else found
 
     def text(self, value: float) -> str:
-        """Formats a value: `concurrency 4`, `1,024 tokens`, `transfer : compute 0.5`."""
+        """Formats a value with the axis' name or unit: `concurrency 4`, `1,024 tokens`, `transfer : compute 0.5`."""
         return self.words.format(self.label(value))
 
 
