@@ -38,7 +38,7 @@ class Unit(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One number that describes a fleet and that thresholds can be set for.
+    """A number computed from a snapshot of the fleet, for which thresholds can be set.
 
     Attributes:
         area: key of `AREAS`.

@@ -127,7 +127,7 @@ class Confirm(ModalScreen[bool]):
 
 
 class Help(ModalScreen[None]):
-    """Help page that fills the screen; Esc, `q`, `?`, Enter, space and Ctrl-C close it."""
+    """Help page shown over the panels; Esc, `q`, `?`, Enter, space and Ctrl-C close it."""
 
     DEFAULT_CSS = """
     Help { align: center middle; background: transparent; }

@@ -205,7 +205,10 @@ class SourceFeed:
                 self._read(question)
 
     def _next(self) -> Question | None:
-        """Waits until a question is due and returns it; performs requested actions meanwhile; None after `stop`."""
+        """Waits until a question is due and returns it, performing requested actions meanwhile.
+
+        Returns None after `stop`.
+        """
         with self._changed:
             while not self._stopped:
                 actions, self._actions = self._actions, []
@@ -235,7 +238,7 @@ class SourceFeed:
         return None
 
     def _move_recording(self) -> None:
-        """Moves a recording to the requested survey; without a request, to the next one. Advances a live source."""
+        """Advances the source by one survey, or moves a recording to the position requested with `seek`."""
         before = self._source.moment if isinstance(self._source, RecordedSource) else 0
         if not self._urgent:
             self._source.advance()

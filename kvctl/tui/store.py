@@ -159,7 +159,7 @@ class Store:
         return rows
 
     def statuses(self) -> list[Row]:
-        """Returns all answers to `status`, with a field `health` added: the codes raised about the agent, worst first."""
+        """Returns all answers to `status` with a field `health` added: health codes about the agent, worst first."""
         raised = [each for each in self.judged.raised if each.severity > Severity.INFO] if self.judged else []
         return [
             {**row, "health": list(dict.fromkeys(each.code for each in raised if row["name"] in each.agents))}

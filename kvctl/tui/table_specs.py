@@ -98,7 +98,7 @@ class Listing:
 
 
 def listing(spec: TableSpec, rows: Sequence[Row], query: TableQuery) -> Listing:
-    """Filters and sorts rows; ignores filters and order if they are invalid for this view, as those of another view."""
+    """Filters and sorts rows; ignores filters and order that are invalid for this view, for example another view's."""
     if not query.is_valid_for(spec.view):
         query = replace(query, filters="", order="")
     texts = query.texts

@@ -80,7 +80,7 @@ def _fixed_ports(host: HostView) -> Iterator[tuple[str, int]]:
 
 
 def explain_faults(survey: Survey, host: HostView | None) -> list[Finding]:
-    """Returns a finding for each agent that did not answer, with the state of its process as the cause.
+    """Returns a finding for each fault of a survey: an agent that did not answer, with the state of its process.
 
     The code of a finding is the code of the fault.
 

@@ -55,7 +55,7 @@ _MAX_RATE_SPREAD = 12.0
 _MAX_TIME_SPREAD = 8.0
 _BARS_PER_FIGURE = 30
 _MAX_RINGS = 12
-# The chart of a ring that is used less ends at the ring's peak, which would be invisible if the chart ended at its size.
+# If a smaller share of a ring is used, its chart ends at the ring's peak, which would otherwise be invisible.
 _MIN_RING_USE = 0.25
 
 
