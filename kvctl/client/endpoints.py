@@ -59,7 +59,7 @@ class Endpoint:
 
 @dataclass(slots=True)
 class Discovery:
-    """Result of a discovery.
+    """Result of `discover`: which agents exist and which are alive.
 
     Attributes:
         directory: socket directory that was searched.

@@ -31,7 +31,7 @@ from kvctl_agent.contract.sockets import shortage
 # libzmq keeps a mailbox, a connection and, while it connects, a timer's worth of descriptors per socket.
 _DESCRIPTORS_PER_SOCKET = 4
 _DESCRIPTORS_OF_KVCTL = 64
-_DESCRIPTORS_OF_ZMQ = 8  # of a context; libzmq aborts if it gets some of them and not all
+_DESCRIPTORS_OF_ZMQ = 8  # per context; libzmq aborts if it gets only some of them
 _HANDSHAKE_EVENTS = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_CONNECT_RETRIED

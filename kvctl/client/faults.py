@@ -18,7 +18,7 @@ class FaultCode(StrEnum):
     STOPPED = "stopped"  # the process is stopped: SIGSTOP, job control, a debugger
     PROTOCOL = ErrorCode.PROTOCOL.value
     NOT_PERMITTED = ErrorCode.NOT_PERMITTED.value
-    NOT_CAPTURED = "not-captured"  # missing in the recording that is queried
+    NOT_CAPTURED = "not-captured"  # the queried recording does not have the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,12 @@ _EXITS: dict[str, ExitCode] = {
     # An agent that lacks a command has another version than kvctl.
     ErrorCode.UNKNOWN_COMMAND: ExitCode.PROTOCOL,
 }
-# If no agent answered, the first of these that applies.
+# Order of precedence of the exit codes if no agent answered.
 _RANKING = (ExitCode.PROTOCOL, ExitCode.NOT_PERMITTED, ExitCode.TIMEOUT, ExitCode.FAILED, ExitCode.NO_AGENT)
 
 
 def exit_code(answered: int, faults: Iterable[Fault]) -> ExitCode:
-    """Returns the exit code of a command: `answered` is the number of agents that answered, `faults` the others'."""
+    """Returns the exit code of a command that `answered` agents answered, and that others failed with `faults`."""
     codes = {_EXITS.get(fault.code, ExitCode.FAILED) for fault in faults}
     if not codes:
         return ExitCode.OK if answered else ExitCode.NO_AGENT

@@ -70,7 +70,7 @@ class Survey:
     remarks: list[str] = field(default_factory=list)
 
     def answers(self, command: str) -> list[tuple[AgentAnswer, Any]]:
-        """Returns (agent, data) of every agent that answered `command`."""
+        """Returns every agent that answered `command`, paired with its answer."""
         return [(agent, agent.data[command]) for agent in self.agents if command in agent.data]
 
     def drop_unknown_room_faults(self) -> int:

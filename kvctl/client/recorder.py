@@ -41,7 +41,7 @@ _LIMITS = {"rooms": _ROWS, "history": _ROWS, "slow": _ROWS, "failed": _ROWS, "ev
 _ROOMS_IN_TOTAL = 4000
 _ROOMS_PER_AGENT = 200
 _ROOMS_AT_ONCE = 12  # two requests each; an agent's socket queues 64 requests
-_NAMED = 5  # agents in one remark
+_NAMED = 5  # maximum agents named in one remark
 
 
 @dataclass(slots=True)
@@ -53,10 +53,10 @@ class Saved:
     incarnation: str
     inputs: int = 0
     missed: int = 0
-    dropped: int = 0  # pieces that the agent no longer had
+    dropped: int = 0  # number of pieces that the agent had discarded
     nbytes: int = 0  # size of its inputs in the file
     fault: str = ""  # why the agent stopped recording
-    refused: bool = False  # it did not return all of its inputs
+    refused: bool = False  # whether it did not return all of its inputs
 
 
 @dataclass(slots=True)
@@ -230,7 +230,7 @@ def _fetch_inputs(fleet: Fleet, saving: Saving, writer: _Writer) -> None:
 
 
 def _take_page(each: _InputPages, reply: Reply, writer: _Writer) -> Fault | None:
-    """Writes the page of inputs in `reply` and updates `each`; returns a fault if the page is malformed."""
+    """Writes the page of inputs in `reply` and records the progress in `each`; returns a fault for a malformed page."""
     try:
         page, header, saved = reply.data, reply.data["header"], each.saved
         if each.since is None:

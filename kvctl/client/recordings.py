@@ -325,7 +325,7 @@ def _snapshots(file: IO[bytes]) -> list[_Packed]:
     return found
 
 
-_DEFAULT_ROWS = 1000  # of the agents
+_DEFAULT_ROWS = 1000  # default limit of the agents
 
 
 class RecordingSource:
@@ -353,7 +353,7 @@ class RecordingSource:
         self._labels = labels or {}
         self._file = load(path)
         self._histories: dict[tuple[Endpoint, str], _History] = {}
-        self._in_histories = 0  # number of snapshots
+        self._in_histories = 0  # number of snapshots added to the histories
         self.moments: Sequence[int] = self._file.at_ns
         self.moment = 0
         self.seek(at % len(self.moments))

@@ -14,7 +14,7 @@ from kvctl.client.clock import ClockOffset
 from kvctl_agent.contract.snapshots import Failure, OwedParts, RoomDetail
 from kvctl_agent.contract.states import STAGES, STATE_LABELS
 
-_NO_NONCE = "0"  # of a prefill rank before a decode rank has opened the room
+_NO_NONCE = "0"  # reported by a prefill rank before a decode rank has opened the room
 
 
 @dataclass(slots=True)

@@ -99,10 +99,12 @@ def prefill_dp(inputs: PlanInputs, room: int) -> int:
 
 
 def transfer_slices(inputs: PlanInputs, room: int, decode_dp: int) -> TransferSlices:
-    """Returns all KV slices of a room that is sent to `decode_dp`, ordered by reader, segment, layer, cp rank and head.
+    """Returns all KV slices of a room that decode dp rank `decode_dp` receives.
 
-    A writer sends a decode rank the heads and layers that both hold. Among writers that hold the same head, number
-    (mix64(room) + reader) % replicas is chosen, which spreads rooms and decode ranks over the replicas.
+    They are ordered by reader, segment, layer, cp rank and head.
+
+    A writer sends a decode rank the heads and layers that both hold. Among writers that hold the same head, the one
+    with index (mix64(room) + reader) % replicas sends it, which spreads rooms and decode ranks over the replicas.
     Decode ranks that hold the same head each get their own copy. If cp ranks share a room, their slices have the same
     heads and layers, and `writer_cells` returns the pages of each.
 

@@ -89,7 +89,7 @@ def _too_large(nbytes: int, span: MemorySpan) -> MemoryLayoutError:
     return MemoryLayoutError(f"{nbytes} bytes do not fit into {span.nbytes} bytes of staging")
 
 
-# Rooms of one prompt length share the entries, and so do all writers of the same heads.
+# Entries are shared by rooms of the same prompt length, and by all writers of the same heads.
 _CACHED_SPANS = 1024
 
 

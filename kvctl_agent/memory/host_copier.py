@@ -49,7 +49,7 @@ class HostCopier:
         self.pieces_at_once = copy_pool.threads
 
     def gather(self, rows: RowIndex, pieces: Sequence[Piece], into: Sequence[MemorySpan]) -> PendingCopy:
-        host_rows(rows)  # made here once, not by every thread
+        host_rows(rows)  # creates the index arrays once, not in every thread
         work = zip(pieces, into, strict=True)
         self._copy_pool.run([partial(gather_piece, piece, rows, _array(span)) for piece, span in work])
         return _CompletedCopy()

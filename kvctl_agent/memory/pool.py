@@ -195,6 +195,8 @@ class KVPool:
     ) -> KVPool:
         """Allocates a zeroed pool in one allocation, ordered by segment, layer and plane, with the aux rows last.
 
+        With a device, the aux rows have an allocation of their own in host memory.
+
         Args:
             shards: The rank's shards, from `layout.parallel.local_shards` for this `page_size`.
             page_size: Tokens per page.
@@ -287,7 +289,7 @@ class KVPool:
         return PoolAddresses(segments, base, self.aux_row_bytes, self.aux_slots)
 
     def regions(self) -> list[Region]:
-        """Returns the regions to register with a transport: one per allocation, or per group of adjacent tensors."""
+        """Returns the regions to register with a transport: one for each allocation or group of adjacent tensors."""
         if self._allocations:
             return [allocation.region for allocation in self._allocations]
         regions = [block for segment in self.segments for layer in segment.blocks for block in layer]

@@ -1,4 +1,4 @@
-"""Checks an engine's tensors and describes them as planes of rows of heads, without importing torch."""
+"""Checks an engine's tensors and derives the geometry of each segment from their shapes, without importing torch."""
 
 from __future__ import annotations
 
@@ -233,7 +233,9 @@ class TensorSpec(NamedTuple):
 
 
 def kv_spec(kv: DraftKV, page_size: int, name: str = "kv") -> TensorSpec:
-    """Checks K and V, or latent rows, and their scales; `name` is "kv" for the target model, "draft" for the draft.
+    """Checks K and V, or latent rows, and their scales, and returns their description.
+
+    `name` is "kv" for the target model and "draft" for the draft model.
 
     Raises:
         MemoryLayoutError: a tensor is unusable; the text names the layer and the tensor.

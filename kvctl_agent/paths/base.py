@@ -1,7 +1,7 @@
-"""Interface of the transfer paths: a path starts a flight for each part, and a worker advances the flights.
+"""Interface of the transfer paths: a path starts a `Flight` for each part, which a worker thread then advances.
 
 A path uses the pool's memory and one transport. It has no access to rooms, ring grants or a peer's state: a part is
-passed to it only when the watermark permits the write.
+passed to it only when it may be sent (on path staged, when the watermark permits the write).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from kvctl_agent.protocol.events import Transfer
 
 
 class PageRuns(NamedTuple):
-    """Page runs as three int64 arrays: run i moves counts[i] pages from src_first[i] to dst_first[i]."""
+    """Runs of consecutive pages: run i has counts[i] pages, from src_first[i] on and to dst_first[i] on."""
 
     src_first: npt.NDArray[np.int64]
     dst_first: npt.NDArray[np.int64]

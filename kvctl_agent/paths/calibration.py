@@ -19,12 +19,12 @@ from kvctl_agent.memory.region import Region
 from kvctl_agent.paths.path_chooser import CopyCost, DirectCost
 
 _ROWS = (256, 512, 1024, 2048, 8192, 32768)
-_PIECE = 1 << 20  # so that seconds are seconds per MiB
+_PIECE = 1 << 20  # one MiB, so that a measured time is the time per MiB
 _ROUNDS = 6
 _DEVICE_ROWS = (256, 1024, 4096)
 _DIRECT_ROW = 512
 _PAGE_ROWS = 16
-_BLOCKS = 32  # as if so many layers
+_BLOCKS = 32  # number of blocks, like the planes of a part's layers
 _SMALL, _BIG = 1 << 20, 16 << 20
 _WAIT_S = 5.0
 _MIN_COPIES = 3
@@ -84,7 +84,9 @@ def measure_copies(memory: Bytes) -> CopyCost:
         for index, row_bytes in enumerate(_ROWS):
             row = np.dtype((np.void, row_bytes))
             rows, piece = cold[: cold.nbytes // row_bytes * row_bytes].view(row), hot.view(row)
-            sources, targets = random.integers(len(rows), size=(2, len(piece)))  # other rows: those read are in cache
+            sources, targets = random.integers(
+                len(rows), size=(2, len(piece))
+            )  # different rows, because the rows just read are in cache
             since = time.perf_counter()
             np.take(rows, sources, out=piece, mode="clip")
             between = time.perf_counter()

@@ -106,7 +106,7 @@ class DirectPath:
         return DirectFlight(connection, connection.mapping, order, self._copies, self._programs, parts)
 
 
-# Prompts of one length share the entries; an entry has 6 KiB for 80 layers.
+# Prompts of the same length share an entry; an entry takes 6 KiB for 80 layers.
 _BATCHES = 256
 
 

@@ -16,17 +16,17 @@ import threading
 from math import inf, log2, sqrt
 from random import Random
 
-_ENOUGH = 3  # forwards with one N before its mean is used
-_MEMORY = 16  # forwards over which the mean of an N is taken
-_LINE_MEMORY = 128  # forwards over which the model is fitted
-_STALE = 512  # forwards of a size after which the mean of an N that was not used is dropped
-_HEAD_START, _SHARE = 4, 16  # trials allowed: _HEAD_START, and one in _SHARE forwards
-_TURN = 3  # a trial takes place in one of _TURN forwards at random, so that ranks do not try at the same time
-_OUTLIER = 3.0  # standard deviations at which the exposed time of a forward is cut off
-_PACE = 1.5  # ratio of compute per token at which an engine counts as computing at another pace
-_LEAST_COMPUTE = 1 / 16  # of the transfer time; a shorter compute can hide nothing, and the forward is ignored
-_GAIN = 0.01  # predicted gain, as a share of the total time, from which a trial is made
-_PER_OCTAVE = 2  # prompt sizes distinguished per factor of two
+_ENOUGH = 3  # number of forwards with an N after which the mean of that N is used
+_MEMORY = 16  # number of recent forwards in the mean of an N
+_LINE_MEMORY = 128  # number of recent forwards to which the model is fitted
+_STALE = 512  # number of forwards of a size class without an N after which the mean of that N is dropped
+_HEAD_START, _SHARE = 4, 16  # allowed trials: _HEAD_START, plus one per _SHARE forwards
+_TURN = 3  # a trial takes place in one of _TURN forwards at random, so that not all ranks try at once
+_OUTLIER = 3.0  # standard deviations above the mean at which the exposed time of a forward is clipped
+_PACE = 1.5  # ratio by which the compute time per token must change to count as another pace
+_LEAST_COMPUTE = 1 / 16  # fraction of the transfer time; forwards with less compute time hide nothing and are ignored
+_GAIN = 0.01  # smallest predicted gain, as a fraction of the total time, that justifies a trial
+_PER_OCTAVE = 2  # number of size classes of prompts per factor of two
 _LADDER = (2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 26, 32, 40, 52, 64, 80, 104, 128)  # the curve is flat between these
 
 
@@ -40,7 +40,7 @@ class GroupSizeTuner:
     def __init__(self, random: Random) -> None:
         self._random = random
         self._lock = threading.Lock()
-        self._sizes: dict[int, _Size] = {}  # by the logarithm of the tokens, hence few
+        self._sizes: dict[int, _Size] = {}  # by size class, the logarithm of the tokens, so there are few
 
     def observe(self, tokens: float, groups: int, compute_ns: int, transfer_ns: int, exposed_ns: int) -> None:
         """Records a forward whose layers were grouped.
@@ -163,12 +163,12 @@ class _Size:
         self._arms: dict[int, _Arm] = {}
         self._compute = _Line()
         self._transfer = _Line()
-        self.choices = 0  # choices made; forwards with other numbers of groups may be observed, too
+        self.choices = 0  # number of choices; forwards with other numbers of groups may be observed, too
         self._count = 0
         self._trials = 0
-        self._pace = 0.0  # compute per token, recent forwards
-        self._other_pace = 0  # forwards in a row at another pace
-        self._variance = 0.0  # of the exposed time around the mean of its N
+        self._pace = 0.0  # mean compute time per token of recent forwards
+        self._other_pace = 0  # number of consecutive forwards at another pace
+        self._variance = 0.0  # of the exposed time of a forward around the mean of its N
 
     def differs_in_pace(self, compute: float) -> bool:
         """Returns whether a forward's compute time per token deviates from that of recent forwards.
@@ -192,7 +192,7 @@ class _Size:
             arm = self._arms[groups] = _Arm()
         arm.last = self._count
         if arm.count >= _ENOUGH:
-            # A delay by other load does not depend on N, but uncut it would distort the mean for many forwards.
+            # A delay caused by other load does not depend on N; unclipped, it would distort the mean for many forwards.
             exposed = min(exposed, arm.mean + _OUTLIER * sqrt(self._variance))
         residual = arm.add(exposed)
         if arm.count > 1:
@@ -205,7 +205,10 @@ class _Size:
         return arm is not None and arm.count >= _ENOUGH and self._count - arm.last <= _STALE
 
     def best(self, formula: int) -> int:
-        """Returns the N with the lowest measured time; an N other than `formula` must win by its standard error."""
+        """Returns the N with the lowest measured time.
+
+        An N other than `formula` must be faster by at least the standard error of its mean.
+        """
 
         def score(groups: int) -> float:
             arm = self._arms[groups]
@@ -218,7 +221,7 @@ class _Size:
         return self._trials < _HEAD_START + self.choices / _SHARE
 
     def trial(self, best: int, num_layers: int, formula: int) -> int | None:
-        """Returns an N to try in the next forward, which may be faster than `best`, or None."""
+        """Returns an N other than `best` to measure in the next forward; None if no trial is worthwhile."""
         now = min(self._predicted(best))
         predicted = {
             groups: min(self._predicted(groups))

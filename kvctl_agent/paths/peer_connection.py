@@ -74,7 +74,7 @@ class MappedMemory:
             self._unmap()
 
     def _unmap(self) -> None:
-        with contextlib.suppress(DeviceError):  # a lost device has no mappings any more
+        with contextlib.suppress(DeviceError):  # a lost device no longer has mappings
             self._mapping.close()
 
 

@@ -92,7 +92,7 @@ def _numbers(addresses: SegmentAddresses, pages: Pages, lo: int, hi: int) -> npt
 
     They fit into int32, which `_rows` has checked.
     """
-    inside: list[npt.NDArray[np.int32]] = []  # of one layer
+    inside: list[npt.NDArray[np.int32]] = []  # row indices of one layer
     before = 0
     for plane in addresses.shard.segment.planes:
         rows = np.arange(before, before + plane.rows, dtype=np.int32)

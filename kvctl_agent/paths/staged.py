@@ -24,7 +24,7 @@ from kvctl_agent.protocol.events import Transfer
 from kvctl_agent.protocol.messages import Grant
 from kvctl_agent.transport.base import Write
 
-# Pieces of one part on the wire at a time: enough to keep a connection busy, few enough to stay in cache.
+# Maximum pieces of one part in flight: enough to keep a connection busy, few enough to stay in cache.
 _IN_FLIGHT = 4
 
 

@@ -87,7 +87,7 @@ class Peer:
     def check_alive(self) -> None:
         """Raises PeerDisconnected if the peer's process or its transport has ended.
 
-        Without this check a write by process number could hit another process with the same number, or freed memory.
+        Without this check a write could go to another process that has the same PID by now, or to freed memory.
         """
         # A transport that closes removes its socket; a process's descriptor becomes readable when it exits.
         if self._closed or not self._path.exists() or select.select([self._pidfd], [], [], 0)[0]:
@@ -154,7 +154,8 @@ class LoopbackWrite:
 class LoopbackTransport(CheckedTransport[Peer, LoopbackWrite]):
     """Transport of one loopback agent.
 
-    `params` may have `directory`, the directory of the agent's socket; by default, each user has one.
+    `params` may have `directory`, the directory of the agent's socket; the default is a temporary directory of the
+    user.
 
     Agents remove the sockets of killed processes from the directory when they start and when they close.
     """

@@ -52,7 +52,7 @@ class DecodeInvariants:
                 self._peer_infos[name] = peer.info
             if not peer.usable:
                 self._lost.add(name)
-        self._unknown_serials = machine.ring.last_serial  # up to this one
+        self._unknown_serials = machine.ring.last_serial  # serials up to this one were granted before the recording
         self._ring = _Ring(self._local.ring_bytes, self._unknown_serials, complete=not machine.rooms)
 
     def feasible(self, event: ev.Event) -> bool:
@@ -382,7 +382,7 @@ class _Room:
         self.accepted: set[str] = set()
         self.drained: set[str] = set()
         self.acked: set[str] = set()
-        self.cells: dict[tuple[int, int], Chunk] = {}  # by writer and chunk, as the next three
+        self.cells: dict[tuple[int, int], Chunk] = {}  # by (writer, chunk), as are `planned` and `covered`
         self.planned: dict[tuple[int, int], int] = {}  # a bit for each layer
         self.covered: dict[tuple[int, int], int] = {}
         self.slices: dict[int, list[TransferSlice]] = {}  # by writer

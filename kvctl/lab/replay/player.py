@@ -26,8 +26,8 @@ from kvctl_agent.protocol.recording import RAISED, REFUSED, outcome
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.telemetry.room_records import RoomRecord
 
-_HISTORY_INPUTS = 8  # shown before a violation
-_REMEMBERED = 4096  # inputs among which those are searched
+_HISTORY_INPUTS = 8  # number of inputs shown before a violation
+_REMEMBERED = 4096  # number of latest inputs in which they are searched
 _PROGRESS_EVERY = 4096
 
 _Outcome = Sequence[ev.Action] | str
@@ -138,7 +138,7 @@ class _RecordedPaths:
     """Path chooser that repeats the recorded choices; if none is left, it chooses a path that every part can take."""
 
     def __init__(self) -> None:
-        self.following: list[str] = []  # the next choice last
+        self.following: list[str] = []  # choices still to return; the next choice is last
 
     def choose(self, peer: PeerInfo, part_slice: TransferSlice, layers: int, pages: ev.Pages) -> str:
         if self.following:
@@ -150,7 +150,7 @@ class _RecordedPaths:
 
 
 class _NullTelemetry:
-    """Telemetry for a replayed machine: has its recorded wall clock and room records, and discards the rest."""
+    """Telemetry for a replayed machine: supplies the recorded wall clock and room records, and discards all else."""
 
     def __init__(self, role: Role, clock_offset_ns: int) -> None:
         self.metrics = self.recorder = self.rooms = self.clock = self
@@ -172,7 +172,7 @@ def _machine(start: Start, paths: _RecordedPaths) -> tuple[Machine, DecodeInvari
     """Builds the machine in its recorded state, and the checker of its invariants.
 
     Raises:
-        RecordingError: the checkpoint is not of a state machine; its values may be of any type.
+        RecordingError: the checkpoint does not describe a state machine.
     """
     try:
         local, timing, state = build(start.checkpoint)

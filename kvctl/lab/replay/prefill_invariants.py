@@ -43,7 +43,7 @@ class _Transfer:
         self.grants: dict[tuple[int, int], msg.Grant] = {}  # by the peer's incarnation and the serial
         self.revoked: set[int] = set()  # serials
         self.failed = self.released = self.drained = False
-        self.done = False  # RoomDone arrived
+        self.done = False  # whether RoomDone has arrived
         self.peer_knows_failure = False
 
 

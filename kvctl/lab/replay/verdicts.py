@@ -49,7 +49,7 @@ class BreachReport(TypedDict):
 
     invariant: str
     text: str
-    number: int  # of the input
+    number: int  # number of the input
     at_ns: int  # wall clock
     room: str | None
     story: list[str]  # the latest inputs of the room, and the actions of each
@@ -60,8 +60,8 @@ class ShrunkReport(TypedDict):
 
     inputs: int
     story: list[str]
-    early: bool  # the time was up before every input had been tried
-    fresh: bool  # starts with a new machine instead of the checkpoint
+    early: bool  # whether the time limit ended the search before every input had been tried
+    fresh: bool  # whether it starts with a new machine instead of the checkpoint
 
 
 class AgentVerdict(TypedDict):
@@ -72,9 +72,9 @@ class AgentVerdict(TypedDict):
     incarnation: str
     inputs: int
     rooms: int
-    pieces: int  # segments without a gap
-    missed: int  # inputs that the agent did not record
-    dropped: int  # pieces that the agent no longer had
+    pieces: int  # number of segments without a gap
+    missed: int  # number of inputs that the agent did not record
+    dropped: int  # number of pieces that the agent had discarded
     first_at_ns: int | None
     last_at_ns: int | None
     notes: list[str]

@@ -43,7 +43,12 @@ _starting = threading.Lock()
 
 
 class Protocol(NamedTuple):
-    """The environment variable that selects a protocol, and the flag of builds that support it; "" for none."""
+    """Requirements of one of the engine's protocols.
+
+    Attributes:
+        variable: Environment variable that selects the protocol; "" if none does.
+        flag: Attribute that builds with support for the protocol set to True; "" if every build supports it.
+    """
 
     variable: str
     flag: str

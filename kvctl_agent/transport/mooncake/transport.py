@@ -67,7 +67,8 @@ class MooncakeTransport(CheckedTransport[Peer, MooncakeWrite]):
     """Transport of a Mooncake engine.
 
     `params` may have `protocol` (tcp, rdma, nvlink, nvlink_intra or efa), `device` (RDMA devices to use, joined by +;
-    default all) and `host` (the address at which peers reach this agent; by default only this host can).
+    default all) and `host` (the address at which peers reach this agent; default 127.0.0.1, for peers on this host
+    only).
     """
 
     name = "mooncake"
