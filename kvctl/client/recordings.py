@@ -474,7 +474,7 @@ class _History:
         self._layers: dict[str, Answer] = {}  # by number
 
     def add(self, agent: RecordedAgent) -> None:
-        """Adds the agent's answers in the next snapshot."""
+        """Adds the events and finished rooms in an agent's answers; call once per snapshot, in order."""
         for answer in agent.answers:
             if answer.fault is not None:
                 continue

@@ -50,7 +50,7 @@ class Copier(Protocol):
     parts_at_once: int
 
     def gather(self, rows: RowIndex, pieces: Sequence[Piece], into: Sequence[MemorySpan]) -> PendingCopy:
-        """Starts to copy pieces of one part from the pool, piece i to the start of span `into[i]`.
+        """Starts to copy pieces of one part from the pool, `pieces[i]` to the start of `into[i]`.
 
         Raises:
             MemoryLayoutError: a piece lies outside the rank's layers or is larger than its span.

@@ -84,9 +84,8 @@ def measure_copies(memory: Bytes) -> CopyCost:
         for index, row_bytes in enumerate(_ROWS):
             row = np.dtype((np.void, row_bytes))
             rows, piece = cold[: cold.nbytes // row_bytes * row_bytes].view(row), hot.view(row)
-            sources, targets = random.integers(
-                len(rows), size=(2, len(piece))
-            )  # different rows, because the rows just read are in cache
+            # The scatter uses other rows than the gather, because the rows just read are in cache.
+            sources, targets = random.integers(len(rows), size=(2, len(piece)))
             since = time.perf_counter()
             np.take(rows, sources, out=piece, mode="clip")
             between = time.perf_counter()
