@@ -110,7 +110,10 @@ class _Registry(NamedTuple):
 
 @lru_cache(maxsize=1)
 def _registry() -> _Registry:
-    """Collects all classes of protocol and layout, so that no new one is forgotten; imports all of their modules."""
+    """Collects the types that a checkpoint may contain: all classes in the modules of protocol and layout.
+
+    All of these modules are imported, so that no new class is forgotten.
+    """
     immutable: set[type] = {RoomState}
     mutable: set[type] = {RoomRecord, BusyTime}
     for package in (protocol, layout):

@@ -277,7 +277,7 @@ class Action(msgspec.Struct, frozen=True):
 
 
 class Send(Action, frozen=True):
-    """Send a message to a peer: over the connection `route`, or without it to the peer's present incarnation."""
+    """Send a message to a peer: over the connection `route` if given, otherwise to the present incarnation."""
 
     peer: str
     message: Message
@@ -294,7 +294,7 @@ class ConnectPeer(Action, frozen=True):
 
 
 class DropPeer(Action, frozen=True):
-    """Disconnect the transport from a peer."""
+    """Disconnect the transport from a lost peer, and reconnect the control channel to it."""
 
     peer: str
 

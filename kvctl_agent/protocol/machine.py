@@ -125,7 +125,7 @@ class MachineContext:
 
 
 def failure_of(message: msg.RoomFailure) -> Failure:
-    """Returns the first cause of a failure that a message carries."""
+    """Returns the first cause (rank, code, time, text) that a failure message carries."""
     return {"rank": message.rank, "code": message.code, "at_ns": message.at_ns, "text": message.text}
 
 
@@ -199,10 +199,10 @@ class PeerSessions:
         return lapsed
 
     def lose(self, peer: Peer, *, proven: bool, text: str) -> None:
-        """Marks a peer as lost and fails its rooms.
+        """Marks a peer as lost, and fails its rooms.
 
         Args:
-            proven: none of this incarnation's writes is in flight, nor ever will be.
+            proven: none of this incarnation's writes is in flight or will be.
             text: cause of the loss.
         """
         context = self._context
@@ -217,7 +217,7 @@ class PeerSessions:
         context.actions.append(ev.DropPeer(peer.name))
 
     def is_stale(self, peer: Peer, incarnation: int) -> bool:
-        """Returns whether the sender of a Hello or HelloAck must be ignored because of its incarnation; counts it then.
+        """Returns whether to ignore a Hello or HelloAck because of its sender's incarnation; counts it as dropped then.
 
         An incarnation that has ended, or 0, is ignored. A usable peer is replaced only by the incarnation that the
         registry names; if the registry names none, by a higher incarnation, since incarnations grow with time. Once the

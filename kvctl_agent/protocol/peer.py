@@ -66,7 +66,7 @@ class LocalInfo(msgspec.Struct, frozen=True):
 
     @property
     def layers(self) -> range:
-        """Global ids of this rank's KV and draft layers; both are adjacent: draft layers follow the last stage's."""
+        """Global ids of this rank's KV and draft layers; draft layers directly follow those of the last stage."""
         own = [shard for shard in self.shards if not shard.segment.state and shard.num_layers]
         return range(own[0].layer_lo, own[-1].layer_hi)
 
@@ -184,8 +184,8 @@ class Lease:
     """A writer's permission to post to one incarnation of a peer; it expires when the peer is silent for too long.
 
     The control loop renews it, and workers check it before each post. So a process that was frozen (stopped, or its
-    machine paused) and then replaced does not post the writes it had queued. The lease is no proof for the peer: a
-    process can be frozen between the check and the post.
+    machine paused) and then replaced does not post the writes it had queued. The lease does not prove to the peer that
+    nothing will be written: a process can be frozen between the check and the post.
     """
 
     __slots__ = ("length_ns", "renewed_ns")
@@ -346,7 +346,7 @@ class Peer:
         return f"{self.name} refused: {'; '.join(self.differences)}"
 
     def hear(self, now_ns: int) -> tuple[bool, bool]:
-        """Records a message of the present incarnation, which renews the lease and ends the state suspect.
+        """Records a message of the present incarnation: renews the lease, and makes a suspect peer ready again.
 
         Returns:
             whether the lease had expired, and whether the peer was suspect.

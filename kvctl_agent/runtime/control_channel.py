@@ -226,7 +226,7 @@ class ControlChannel:
             self._unsendable.append(Unsendable(peer, room, nonce, text))
 
     def _put(self, address: PeerAddress, frame: bytes, messages: int) -> None:
-        """Passes a frame to the peer's socket; counts its `messages` as unsent if the socket does not accept it."""
+        """Passes a frame of `messages` messages to the peer's socket; counts them as unsent if it is not accepted."""
         peer = address.peer
         try:
             if self._router is not None:

@@ -146,7 +146,7 @@ def connect(
         max_bytes: size limit of a received message.
 
     Raises:
-        zmq.ZMQError: no descriptor is left.
+        zmq.ZMQError: no file descriptor is left.
     """
     socket = context.socket(zmq.DEALER)
     _options(socket, max_bytes)

@@ -11,7 +11,7 @@ from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol import events as ev
 
 _Claim = tuple[str, ev.Pages, npt.NDArray[np.intp]]
-"""Kind of memory, index of each of its places in the owning room's list, and the numbers that the room owns."""
+"""Name of a kind of memory, its array of `PageOwners._places`, and the indices in it that the room owns."""
 
 
 class PageOwners:
@@ -70,7 +70,7 @@ class PageOwners:
         return list(self._rooms)
 
     def release(self, room: int) -> None:
-        """Frees a room's memory, to which nothing can be written for the room any more; ignores unknown rooms."""
+        """Frees a room's memory; to be called once no write for the room can be in flight. Ignores unknown rooms."""
         self._free(self._rooms.pop(room, ()))
 
     def _free(self, claims: Iterable[_Claim]) -> None:

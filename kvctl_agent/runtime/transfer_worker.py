@@ -162,7 +162,7 @@ class TransferWorker(AgentThread):
         return not order.cancel.lease.valid(time.monotonic_ns()) or self._slow(order.peer)
 
     def _slow(self, peer: str) -> bool:
-        """Returns whether a peer has a long-running flight and others, so that no more parts to it should begin."""
+        """Returns whether a peer has several flights, the oldest of them long-running, so that no more should begin."""
         began = [flight.began_ns for flight in self._active if flight.order.peer == peer]
         return len(began) >= _ACTIVE_SLOW and began[0] <= time.monotonic_ns() - _STUCK_NS
 

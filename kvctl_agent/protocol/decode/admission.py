@@ -284,9 +284,10 @@ class Instances:
         return ()
 
     def _mismatched_for_less_than(self, peer: Peer, patience_ns: int) -> bool:
-        """Returns whether this incarnation of a peer has been mismatched for less than `patience_ns`.
+        """Returns whether this incarnation of a peer has mismatched for less than `patience_ns` since the first call.
 
-        The first call sets the start of that time. After a shorter time the peer may still turn out to fit.
+        Within that time the mismatch may end, for example because a process that conflicts with the peer is found to be
+        gone.
         """
         peer.mismatch_since_ns = peer.mismatch_since_ns or self.context.now_ns
         return self.context.now_ns - peer.mismatch_since_ns < patience_ns

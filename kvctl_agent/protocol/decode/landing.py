@@ -93,7 +93,10 @@ class Grants:
             allocation.posted = True
 
     def _revoking(self, peer: Peer, serial: int) -> Allocation | None:
-        """Returns the allocation that this peer was asked to give back; without one, counts the message as dropped."""
+        """Returns the allocation that this peer was asked to give back.
+
+        Returns None, and counts the message as dropped, if there is no such allocation.
+        """
         allocation = self.state.grant_table.find(serial)
         if allocation is None or allocation.state is not RegionState.REVOKING or allocation.room.peer != peer.name:
             self.context.drop("late")

@@ -115,7 +115,7 @@ class RecvRoom:
         """Sets the parts that the room has to receive.
 
         Args:
-            shares: transfer slices that this rank receives KV by.
+            shares: KV transfer slices that this rank receives.
             chunks_of: returns the chunks that a writer, named by its unique rank, has to send.
             finals: final parts to receive, each with its transfer slice (None for aux), and its items or its row of
                 aux.
@@ -263,7 +263,10 @@ class RecvRooms:
     state: DecodeState
 
     def find(self, peer: Peer, number: int, nonce: int) -> tuple[RecvRoom, WriterTransfer] | None:
-        """Returns the room and transfer that a message is about; None, counting the message as dropped, without one."""
+        """Returns the room and transfer that a message is about.
+
+        Returns None, and counts the message as dropped, if there is no such transfer.
+        """
         room = self.state.rooms.get(number)
         if room is None or room.nonce != nonce:
             known = self.state.tombstones.find(RoomKey("", number, nonce)) is not None

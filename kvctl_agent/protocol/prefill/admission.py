@@ -197,9 +197,9 @@ class SendAdmission:
         return None
 
     def _refuse_draining(self, number: int) -> Failure:
-        """Returns the failure of a room opened while this agent drains, and schedules the same failure here.
+        """Returns the failure of a room opened while this agent drains, and schedules the room's failure here, too.
 
-        A draining agent's engine begins no new rooms, so no decode rank may wait for one.
+        The engine of a draining agent begins no new rooms, so no decode rank may wait for one.
         """
         failure = self.context.failure(DRAINING, f"{self.context.local.name} is draining and takes no new rooms")
         self.rooms.abort_unopened(number, failure)

@@ -105,8 +105,10 @@ class Dispatch:
         self.rooms.progress(room)
 
     def on_staging_refused(self, peer: Peer, message: msg.StagingRefused) -> None:
-        """Gives a part that can never fit the decode rank's ring a path that needs no ring, and sends it if it is
-        ready."""
+        """Chooses a path that needs no ring for a part that can never fit the decode rank's ring.
+
+        The part is dispatched at once if it is ready.
+        """
         found = self.rooms.find(peer, message.room, message.nonce)
         if found is None:
             return

@@ -42,7 +42,7 @@ Parked = dict[tuple[int, int, PartKey], tuple[PeerTransfer, Part]]
 
 
 class EndedRoom(NamedTuple):
-    """Outcome of a room that ended before the engine, or a decode rank, had opened it; late openers get it."""
+    """Outcome of a room that ended before the engine, or a decode rank, had opened it; kept for late openings."""
 
     at_ns: int
     state: RoomState
@@ -275,7 +275,10 @@ class SendRooms:
         return room
 
     def find(self, peer: Peer, number: int, nonce: int) -> tuple[SendRoom, PeerTransfer] | None:
-        """Returns the room and transfer that a message is about; None, counting the message as dropped, without one."""
+        """Returns the room and transfer that a message is about.
+
+        Returns None, and counts the message as dropped, if there is no such transfer.
+        """
         transfer = self.state.transfers.get(RoomKey(peer.name, number, nonce))
         if transfer is None:
             self.context.drop("tombstone")

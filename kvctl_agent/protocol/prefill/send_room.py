@@ -360,7 +360,12 @@ class SendRoom:
         return all(transfer.drained for transfer in self.transfers.values())
 
     def mark_ready(self, transfer: PeerTransfer, chunks: Sequence[SendableChunk], at_ns: int) -> list[Part]:
-        """Marks the planned parts of a transfer that are complete with these chunks as ready; returns these parts."""
+        """Marks planned parts of a transfer as ready if all of their pages are computed now; returns these parts.
+
+        Args:
+            chunks: layers and pages that may be sent from now on.
+            at_ns: monotonic time at which they were computed.
+        """
         ready: list[Part] = []
         for lo, hi, old, new in chunks:
             for part in transfer.parts_between(lo, hi, old, new):
