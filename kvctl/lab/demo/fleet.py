@@ -118,7 +118,7 @@ class FleetPlan:
 
     @property
     def patience_s(self) -> float:
-        """Time after which a room hangs: the sum of the deadlines of all its states, peer loss and a margin."""
+        """Time after which a room counts as hung: all its states' deadlines, the time of peer loss and a margin."""
         times = self.timings
         return times["bootstrap_timeout_s"] + 2 * times["waiting_timeout_s"] + times["lost_s"] + 5
 

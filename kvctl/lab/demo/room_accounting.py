@@ -1,8 +1,8 @@
 """Records the result of every room at every rank, and decides whether a failure is explained by a disturbance.
 
-A room hangs if it has not ended at a running rank after a certain time, not counting time in which one of its ranks was
-paused. A failure is expected if the room was aborted, or if one of its ranks was disturbed (killed, paused, given a
-fault) while the room was open; any other failure is a finding.
+A room counts as hung if it has not ended at a running rank after a certain time, not counting time in which one of its
+ranks was paused. A failure is expected if the room was aborted, or if one of its ranks was disturbed (killed,
+paused, given a fault) while the room was open; any other failure is a finding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LiveRoom:
         decode: names of the decode ranks, those of one dp group.
         ranks: names of all ranks that know the room: the whole prefill instance and the decode ranks.
         opened_ns: time at which the router opened the room.
-        aborted: whether a rank was told to abort the room.
+        aborted: whether the command to abort the room was sent to a rank.
         expects: ranks that have not reported yet that the room's pages are free.
         ends: end of the room as reported by each rank, by rank name.
         released: time at which the room's pages became free, by rank name.
@@ -141,7 +141,7 @@ class RoomAccounting:
         """Starts without rooms.
 
         Args:
-            patience_s: time after which a room that has not ended hangs.
+            patience_s: time after its opening at which a room that has not ended counts as hung.
             grace_s: time after the end of a disturbance in which it still explains failures.
             token_bytes: KV bytes of one token over the whole model.
         """
@@ -162,7 +162,7 @@ class RoomAccounting:
 
     @property
     def open(self) -> list[LiveRoom]:
-        """Rooms that are not over."""
+        """Rooms that have not ended, or whose pages are not free, at some running rank."""
         return list(self._open.values())
 
     # ---- events -----------------------------------------------------------------------------------------------------

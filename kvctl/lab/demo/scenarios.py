@@ -42,7 +42,7 @@ _SPARE_FILES = 4
 
 
 class ScenarioContext:
-    """Access of a script to the fleet, its traffic, and the queries and commands of an operator.
+    """Gives a script access to the fleet, its traffic, and an operator's queries and commands.
 
     Attributes:
         traffic: opens rooms and disturbs ranks.
@@ -141,7 +141,7 @@ def stuck_room(context: ScenarioContext) -> Iterator[float]:
 
 
 def pinned_ring(context: ScenarioContext) -> Iterator[float]:
-    """Pauses a prefill rank after it was granted a ring region for a room's second forward, before it writes to it."""
+    """Pauses a prefill rank that was granted a ring region for a room's second forward, before it writes the region."""
     fleet = context.traffic.fleet
     writer, reader = context.prefill[-1], context.decode[0]
     instance = fleet.ranks[writer].planned["instance"]
@@ -321,7 +321,7 @@ class Scenario:
     """One fault scenario.
 
     Attributes:
-        name: argument of `kvctl demo` that selects the scenario.
+        name: value of `kvctl demo --fault` that selects the scenario.
         does: one-line description, for the list of scenarios.
         code: health code that `kvctl doctor` should report first.
         look: commands that show the fault, the most useful one first.

@@ -147,9 +147,10 @@ class Soak:
                 on_line(self.line())
 
     def drain(self) -> None:
-        """Ends all faults, waits until all ranks serve and no rank holds resources of any room, and sweeps free pages.
+        """Ends all faults and waits until all ranks serve and no rank holds resources of any room.
 
-        If one of these waits times out, the summary says so and the run is not sound.
+        Finally, all ranks search their free pages for stray writes. If one of the waits times out, the
+        summary says so and the run is not sound.
         """
         self.faults.end()
         if self._script is not None:

@@ -62,7 +62,7 @@ class Engine(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether the engine accepts another room now; False while enough forwards are submitted and not complete."""
+        """Whether the engine accepts another room now; False while its queue of submitted forwards is full."""
         ...
 
     def begin(self, asked_ns: int, chunks: int, deadline_ns: int) -> Job:
@@ -141,7 +141,7 @@ class _SleepingJob:
 
 
 class Forward:
-    """Computes rooms and hands them to the agent chunk by chunk and layer group by layer group, as a scheduler does."""
+    """Computes rooms and sends their pages by chunk and layer group through the agent, like an engine's scheduler."""
 
     def __init__(self, agent: Agent, content: Content, engine: Engine, deadline_ns: int) -> None:
         """Computes rooms until `deadline_ns`, the end of the run."""

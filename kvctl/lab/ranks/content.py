@@ -1,4 +1,7 @@
-"""The KV pool of a synthetic rank: its allocation, the pages of each room, and the test pattern written into them."""
+"""The KV pool of a synthetic rank: its allocation, the pages of each room, and the test pattern written into them.
+
+Memory that must not contain the pattern is filled with poison, a fixed byte value (`pattern.POISON`).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def own_coord(start: Start) -> RankCoord:
 
 
 def allocate_pool(start: Start) -> KVPool:
-    """Allocates the rank's planned pool, on its GPU if it has one.
+    """Allocates the KV pool that a Start command specifies, on the rank's GPU if it has one.
 
     Raises:
         DeviceError: the GPU does not exist or has too little memory.
@@ -106,7 +109,7 @@ class Content:
         self._reset(start.seed)
 
     def take(self, rooms: Sequence[Room]) -> None:
-        """Replaces all rooms by those of a batch; a batch always gets the same pages on a rank, in every run."""
+        """Replaces all rooms by those of a batch; on a given rank, a batch gets the same pages in every run."""
         self._reset(rooms[0].index if rooms else 0)
         for room in rooms:
             self.add(room)

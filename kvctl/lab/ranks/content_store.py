@@ -1,4 +1,4 @@
-"""Writes and checks the test pattern in a KV pool, with numpy.
+"""Writes and checks the test pattern, and the poison where no pattern belongs, in a KV pool with numpy.
 
 `HostStore` works on a pool in host memory, `MirrorStore` on a pool on a device, through copies in host memory;
 `gpu_store` does the same with a kernel on a GPU. What is said of pages applies to the items of a state component as
@@ -92,7 +92,7 @@ def _rows(shard: LocalShard, plane: Plane, dtype_bytes: int) -> Rows:
 
 
 class WrittenPage(NamedTuple):
-    """A page that contains other bytes than poison although nothing may have been written to it.
+    """A page that should contain only poison but contains other bytes.
 
     Attributes:
         found: content of the page.

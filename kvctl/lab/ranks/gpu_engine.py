@@ -36,8 +36,8 @@ _Q_LORA, _ROPE, _NOPE, _V = 1536, 64, 128, 128
 class LayerWork(NamedTuple):
     """Computation of one layer on one prefill rank: matrix products and attention of the model's sizes.
 
-    Norms, activations, rotary embedding, the MoE router and reductions between tensor-parallel ranks are left out: a
-    forward spends little time on the former and only waits in the latter. The experts that compute a token are
+    Norms, activations, rotary embedding and the MoE router are left out because they take little time, reductions
+    between tensor-parallel ranks because they mostly wait. The experts that compute a token are
     simulated by one product of their combined width.
 
     Attributes:
@@ -269,7 +269,13 @@ class GpuEngine:
         return GpuJob(self, chunks * self._layers, deadline_ns)
 
     def put(self, tokens: int, before: int, layers: int) -> Any:
-        """Submits layers for a chunk that follows `before` tokens of its prompt; returns the mark behind them."""
+        """Submits the computation of a chunk in a number of layers; returns a timeline mark recorded after it.
+
+        Args:
+            tokens: number of tokens of the chunk.
+            before: number of tokens of the prompt before the chunk.
+            layers: number of layers to compute.
+        """
         for _ in range(layers):
             self._layer.compute(self._part(tokens), before)
         return self.timeline.mark()
@@ -297,7 +303,7 @@ class GpuJob:
     """Forward of one room's prompt on a GPU."""
 
     def __init__(self, engine: GpuEngine, steps: int, deadline_ns: int) -> None:
-        """Records the start of the forward.
+        """Records a timeline mark at the start of the forward.
 
         Args:
             steps: number of chunks times number of layers.

@@ -89,7 +89,7 @@ class LiveRooms:
             self._send("released", Released(room=number, at_ns=now_ns))
 
     def abort(self, command: Abort) -> None:
-        """Aborts a room; no effect if its pages are free already."""
+        """Aborts a room; no effect if the room has ended or is unknown."""
         if handle := self.handles.get(command.room):
             handle.abort(command.reason)
 

@@ -152,7 +152,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Floors:
-    """Tells a prefill rank to measure a limit of this machine, the ceiling for any transfer rate; nothing else runs."""
+    """Tells a prefill rank to measure a limit of transfer rates on this machine, while no other rank does anything."""
 
     do: ClassVar[str] = "floors"
     kind: FloorKind
@@ -164,7 +164,7 @@ class Prepare:
 
     Args:
         batch: number of the batch; a prefill rank writes the test pattern of the same batch only once.
-        path: transfer path of the agent's configuration.
+        path: transfer path of the run: "bulk", "slice", "staged", "direct" or "auto".
         rooms: all rooms of the batch, also those in which the rank takes no part.
         poison: whether decode ranks fill their pools with poison.
         pipeline: "off", "on", "measured" or a number of layers per group.
@@ -282,7 +282,7 @@ class Tell:
     """Tells a rank to report its resources as `Usage`.
 
     Args:
-        token: number that the report repeats, so that the parent can match them.
+        token: number that the report repeats, so that the parent knows which command it answers.
         sweep: whether to search all free pages for bytes written after their room was released.
     """
 
@@ -360,8 +360,8 @@ class FaultReport(TypedDict):
     """Effects of injected faults on a rank during a run."""
 
     explained: list[list[Any]]  # [index, "aborted" or "fault"] of failed rooms whose cause is one of the faults
-    struck: dict[str, int]  # how often each kind fired
-    left: list[str]  # resources still held although all rooms are over, in words
+    struck: dict[str, int]  # how often each kind of fault fired
+    left: list[str]  # descriptions of resources still held although all rooms have ended
 
 
 class RunReport(TypedDict):
@@ -406,12 +406,12 @@ class Mismatch(TypedDict):
 
 
 class VerifyReport(TypedDict):
-    """Answer to `Verify`."""
+    """Answer to `Verify`: how many rooms and bytes were compared, and what was wrong."""
 
     rooms: int
     bytes: int
     mismatches: list[Mismatch]  # a bounded number
-    bad_rooms: list[int]  # indices
+    bad_rooms: list[int]  # indices of rooms with wrong content
 
 
 class Stopped(TypedDict):

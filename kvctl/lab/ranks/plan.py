@@ -55,7 +55,7 @@ class PlannedShape(TypedDict):
 
 
 class PlannedRank(TypedDict):
-    """One process of the fleet."""
+    """Position, pool size and device of one rank process."""
 
     role: Role
     instance: int  # prefill instance; -1 for decode

@@ -142,7 +142,7 @@ def _ranks(
 
 
 def _shares(volume: TransferVolume, instance: int, need: LoadNeeds, device: str) -> Iterator[PlannedShare]:
-    """Yields the shares of a longest room of the load, for every prefill and decode dp group that may handle it."""
+    """Yields what each writer sends to each decode rank for a longest room of the load, for all dp groups."""
     inputs = volume.inputs[instance]
     # Room numbers 0 to dp - 1 cover every prefill dp group.
     for room in range(inputs.prefill.dp):
