@@ -403,7 +403,7 @@ def test_another_gpu_of_the_same_process(gpu, pool, monkeypatch):
     data = np.random.default_rng(3).integers(0, 256, MIB, np.uint8)
     gpu.upload(source.addr, data)
     exports = [Export(target.addr, MIB, "ipc", bytes(64), other.describe()["uuid"])]
-    monkeypatch.setattr(sharing, "_given", set(exports))  # made memory has no handle everywhere
+    monkeypatch.setattr(sharing, "_exported", set(exports))  # made memory has no handle everywhere
     mapping = gpu.open(exports, same_process=True)
     made = gpu.copies()
     block = np.array([[source.addr, mapping.translate(target.addr), 0, 0, 1]], np.int64)
