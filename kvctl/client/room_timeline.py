@@ -73,7 +73,7 @@ class RoomTimeline:
         timeline: events of all ranks in local time; `relative_ns` is the time since the first event.
         parts: times of each part.
         failure: the first cause of the failure, in local time; None if the room has not failed.
-        debts: missing parts of an active room, the longest wait first.
+        missing_parts: missing parts of an active room, the longest wait first.
     """
 
     room: str
@@ -86,7 +86,7 @@ class RoomTimeline:
     timeline: list[dict[str, Any]]
     parts: list[PartTimeline]
     failure: Failure | None
-    debts: list[MissingParts]
+    missing_parts: list[MissingParts]
 
     @property
     def failing_rank(self) -> str | None:
@@ -207,7 +207,7 @@ def _join_one(ranks: list[RoomDetail], clocks: Mapping[str, ClockOffset], shifts
         timeline=timeline,
         parts=_parts(events, {rank["agent"]: rank["role"] for rank in ranks}),
         failure=failure,
-        debts=_missing_parts(ranks, clocks),
+        missing_parts=_missing_parts(ranks, clocks),
     )
 
 

@@ -38,13 +38,13 @@ BUNDLE = View(
 
 @click.group(cls=KvctlGroup)
 def debug() -> None:
-    """Bundles: everything about a fleet in one file, to send to somebody."""
+    """Bundles: all data about a fleet in one file, for a report."""
 
 
 @debug.command(
     short_help="Save everything about the fleet in one file.",
     examples=[
-        ("A bundle to send to somebody", "kvctl debug bundle incident.tar.zst --redact"),
+        ("A bundle for a report", "kvctl debug bundle incident.tar.zst --redact"),
         ("The files that it would hold", "kvctl debug bundle --list"),
         ("Redact a bundle that exists", "kvctl debug bundle --from incident.tar.zst --redact public.tar.zst"),
     ],

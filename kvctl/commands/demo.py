@@ -47,16 +47,18 @@ _CONCURRENCY = 16
 
 def _faults(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> tuple[Scenario | Fault, ...]:
     words = [word.strip() for text in texts for word in text.split(",")]
-    scenes = [SCENARIOS_BY_NAME[word] for word in words if word in SCENARIOS_BY_NAME]
-    if len(scenes) > 1:
-        raise click.BadParameter(f"{scenes[0].name} and {scenes[1].name}: only one scene is possible", ctx, param)
+    scenarios = [SCENARIOS_BY_NAME[word] for word in words if word in SCENARIOS_BY_NAME]
+    if len(scenarios) > 1:
+        raise click.BadParameter(
+            f"{scenarios[0].name} and {scenarios[1].name}: only one scenario is possible", ctx, param
+        )
     specs = [word for word in words if word not in SCENARIOS_BY_NAME]
     for word in specs:
         if word and "=" not in word and word not in FAULTS_BY_NAME:
             hint = near(word, [*SCENARIOS_BY_NAME, *FAULTS_BY_NAME]) or "; kvctl demo --list-faults lists them"
             raise click.BadParameter(f"{word!r} is not a fault{hint}", ctx, param)
     try:
-        return (*scenes, *(parse_faults(",".join(specs)) if specs else ()))
+        return (*scenarios, *(parse_faults(",".join(specs)) if specs else ()))
     except ValueError as error:
         raise click.BadParameter(str(error), ctx, param) from error
 
@@ -126,11 +128,11 @@ def _directory(ctx: click.Context, param: click.Parameter, path: Path | None) ->
     metavar="FAULT",
     callback=_faults,
     shell_complete=lambda ctx, param, incomplete: [name for name in SCENARIOS_BY_NAME if name.startswith(incomplete)],
-    help=f"A scene: {', '.join(SCENARIOS_BY_NAME)}; or faults such as "
+    help=f"A scenario: {', '.join(SCENARIOS_BY_NAME)}; or faults such as "
     + ", ".join(FAULTS_BY_NAME[name].example for name in _SHOWN_FAULTS)
     + ". Repeatable.",
 )
-@click.option("--list-faults", is_flag=True, help="List the scenes and faults with their effects, and end.")
+@click.option("--list-faults", is_flag=True, help="List the scenarios and faults with their effects, and end.")
 @click.option(
     "--faults", type=click.Choice(["random"]), metavar="random", help="All faults at random times; with --minutes."
 )
@@ -160,7 +162,7 @@ def _directory(ctx: click.Context, param: click.Parameter, path: Path | None) ->
 def demo(settings: Settings, **options: Any) -> None:
     """Run a small fleet with traffic on this machine, verify every byte, and inject faults if wanted.
 
-    Prints one line per second; use kvctl status, top, rooms or doctor in a second terminal. A scene, such as --fault
+    Prints one line per second; use kvctl status, top, rooms or doctor in a second terminal. A scenario, such as --fault
     stuck-room, begins after a few seconds and lasts, so that it can be found. With --minutes the fleet runs at full
     load, is drained at the end, and a summary is printed; the exit code is 0 only if nothing hung, was corrupted,
     leaked, crashed, or failed without a fault that explains it. Ctrl-C ends the fleet and leaves nothing behind.
@@ -177,11 +179,11 @@ def demo(settings: Settings, **options: Any) -> None:
         )
     if options["bursty"] and options["rate"] is None:
         raise click.UsageError("--bursty needs --rate: without it the number of rooms in flight is constant")
-    scene = next((fault for fault in options["given"] if isinstance(fault, Scenario)), None)
-    if scene is not None:
-        options |= {name: value for name, value in scene.options.items() if not _chosen(name)}
+    scenario = next((fault for fault in options["given"] if isinstance(fault, Scenario)), None)
+    if scenario is not None:
+        options |= {name: value for name, value in scenario.options.items() if not _chosen(name)}
     with _sigterm_unwinds():
-        code = _run(output, _plan(options, scene), options, scene)
+        code = _run(output, _plan(options, scenario), options, scenario)
     raise click.exceptions.Exit(code)
 
 
@@ -210,7 +212,7 @@ def _calm(options: dict[str, Any]) -> bool:
     return options["minutes"] is None
 
 
-def _plan(options: dict[str, Any], scene: Scenario | None) -> FleetPlan:
+def _plan(options: dict[str, Any], scenario: Scenario | None) -> FleetPlan:
     tokens: Tokens = options["tokens"]
     lengths = tokens.values or (tokens.low, tokens.high)
     seed = options["seed"]
@@ -225,7 +227,7 @@ def _plan(options: dict[str, Any], scene: Scenario | None) -> FleetPlan:
         verify=options["verify"],
         config=CALM_TIMINGS if _calm(options) else {},
     )
-    return plan if scene is None else replace(plan, **scene.plan, config={**plan.config, **scene.config})
+    return plan if scenario is None else replace(plan, **scenario.plan, config={**plan.config, **scenario.config})
 
 
 def _traffic(options: dict[str, Any], aborts: float) -> TrafficOptions:
@@ -235,22 +237,22 @@ def _traffic(options: dict[str, Any], aborts: float) -> TrafficOptions:
     return TrafficOptions(rate, bursty, aborts, _CALM_GAP_S if _calm(options) else SHORT_GAP_S)
 
 
-def _run(output: Output, plan: FleetPlan, options: dict[str, Any], scene: Scenario | None) -> ExitCode:
+def _run(output: Output, plan: FleetPlan, options: dict[str, Any], scenario: Scenario | None) -> ExitCode:
     minutes = options["minutes"]
     seconds = None if minutes is None else minutes * 60
     output.note(f"seed {plan.seed}")
     began = time.monotonic()
 
     def say(line: str) -> None:
-        assert scene is not None
-        output.note(f"{scene.name}: {line}; try {', '.join(scene.look)}")
+        assert scenario is not None
+        output.note(f"{scenario.name}: {line}; try {', '.join(scenario.look)}")
 
     try:
         with LiveFleet(plan) as fleet:
             schedule, everywhere, aborts = _requested_faults(fleet, options, seconds)
             fleet.start()
             output.note(f"{', '.join(fleet.ranks)} serve after {time.monotonic() - began:.1f} s; Ctrl-C ends them")
-            script = None if scene is None else scene.script
+            script = None if scenario is None else scenario.script
             soak = Soak(fleet, _traffic(options, aborts), schedule, everywhere, options["evidence"], script, say)
             return _soak(output, soak, seconds)
     except FleetError as error:

@@ -141,7 +141,7 @@ def global_options() -> list[click.Option]:
             "from_file",
             type=click.Path(exists=True, dir_okay=False, path_type=Path),
             metavar="FILE",
-            help="Read this recording or bundle instead of live agents; with -w, all its moments in order.",
+            help="Read this recording or bundle instead of live agents; with -w, all its snapshots in order.",
         ),
         _option(
             "--color", type=click.Choice(COLOURS), help="Colours on stdout. [default: auto, which honours NO_COLOR]"

@@ -285,7 +285,7 @@ def _document(room: RoomTimeline, timeline: Sequence[Row]) -> dict[str, Any]:
         "started_at_ns": room.started_at_ns,
         "first_failing_rank": room.failing_rank,
         "failure": room.failure,
-        "owed_parts": [asdict(debt) for debt in room.debts],
+        "owed_parts": [asdict(missing) for missing in room.missing_parts],
         "ranks": ranks,
         "clocks": [{"agent": agent, **asdict(clock)} for agent, clock in sorted(room.clocks.items())],
         "parts": [asdict(part) for part in room.parts],

@@ -206,7 +206,7 @@ def dropped_note(answers: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 
 
 _MOST_BARS = 32
-_MOST_DEBTS = 16
+_MAX_MISSING = 16
 
 
 def room_blocks(room: RoomTimeline, timeline: Sequence[Row], width: int) -> list[Block]:
@@ -217,7 +217,7 @@ def room_blocks(room: RoomTimeline, timeline: Sequence[Row], width: int) -> list
         width: width of the terminal, in columns.
     """
     return [
-        Text([*_header(room), *_verdict(room), *_debts(room), *_waits(room)]),
+        Text([*_header(room), *_verdict(room), *_missing_parts(room), *_waits(room)]),
         Grid(RANKS, rank_rows(room)),
         *([Text(_part_bars(room, width))] if room.parts else []),
         Grid(TIMELINE, timeline),
@@ -272,26 +272,26 @@ def _verdict(room: RoomTimeline) -> list[Line]:
     return lines
 
 
-def _debts(room: RoomTimeline) -> list[Line]:
+def _missing_parts(room: RoomTimeline) -> list[Line]:
     """Formats the parts that are missing, by writer and decode rank, with their age and what they wait for."""
     lines: list[Line] = []
-    for debt in room.debts[:_MOST_DEBTS]:
-        owed = []
-        if debt.chunks and debt.layers:
-            ranges = f"{_range('chunk', debt.chunks)}, {_range('layer', debt.layers)}"
-            owed.append(f"{debt.cells} cell{'s' * (debt.cells != 1)} ({ranges})")
-        if debt.finals:
-            owed.append(f"{debt.finals} final part{'s' * (debt.finals != 1)}")
+    for missing in room.missing_parts[:_MAX_MISSING]:
+        described = []
+        if missing.chunks and missing.layers:
+            ranges = f"{_range('chunk', missing.chunks)}, {_range('layer', missing.layers)}"
+            described.append(f"{missing.cells} cell{'s' * (missing.cells != 1)} ({ranges})")
+        if missing.finals:
+            described.append(f"{missing.finals} final part{'s' * (missing.finals != 1)}")
         lines.append(
             [
-                (debt.writer, "bold"),
+                (missing.writer, "bold"),
                 (" owes ", ""),
-                (debt.decode, "bold"),
-                (f" {' and '.join(owed)} for {units.duration(debt.age_ns)}: {debt.waits_for}", ""),
+                (missing.decode, "bold"),
+                (f" {' and '.join(described)} for {units.duration(missing.age_ns)}: {missing.waits_for}", ""),
             ]
         )
-    if len(room.debts) > _MOST_DEBTS:
-        lines.append([(f"{len(room.debts) - _MOST_DEBTS} more debts (-o json has all)", "dim")])
+    if len(room.missing_parts) > _MAX_MISSING:
+        lines.append([(f"{len(room.missing_parts) - _MAX_MISSING} more missing parts (-o json has all)", "dim")])
     return lines
 
 

@@ -66,7 +66,7 @@ def banner(store: Store, mode: Mode) -> list[Ends]:
     if position is not None:
         playing = position.playing and mode.paused_ns is None
         state = "playing" if playing else "paused" if position.index < position.count - 1 else "at its end"
-        text = f" {'▶' if playing else '■'} {mode.source}: moment {position.index + 1} of {position.count}, {state} "
+        text = f" {'▶' if playing else '■'} {mode.source}: snapshot {position.index + 1} of {position.count}, {state} "
         lines.append(([(text, "bold yellow"), ("  [ ] seek, space plays and pauses", "dim")], []))
     elif mode.paused_ns is not None:
         age = units.duration(mode.paused_ns // _SECOND_NS * _SECOND_NS)

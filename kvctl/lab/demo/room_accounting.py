@@ -88,7 +88,7 @@ class Disturbance:
     """A kill, pause, fault or other event that may make rooms fail.
 
     Attributes:
-        kind: "kill", "pause", "replace", "fault", "died", "starved" (no CPU time) or "scene" (a scenario).
+        kind: "kill", "pause", "replace", "fault", "died", "starved" (no CPU time) or "scenario".
         rank: name of the disturbed rank; None: all ranks.
         from_ns, until_ns: start and end; `until_ns` is None while the disturbance lasts.
         codes: failure codes that the disturbance explains; empty: all codes.

@@ -113,7 +113,7 @@ class ScriptRunner:
         self._over = False
         traffic.later(_BEGIN_S, self._step)
         # Every failure of a room from now on is expected.
-        traffic.accounting.disturb(Disturbance("scene", None, time.monotonic_ns()))
+        traffic.accounting.disturb(Disturbance("scenario", None, time.monotonic_ns()))
 
     def end(self) -> None:
         """Stops the script; its next step does not run."""
@@ -470,6 +470,6 @@ SCENARIOS_BY_NAME: dict[str, Scenario] = {scenario.name: scenario for scenario i
 def listed() -> list[dict[str, str | None]]:
     """Returns the rows of `kvctl demo --list-faults`: the scenarios, then the kinds of faults that take a value."""
     scenarios: list[dict[str, str | None]] = [
-        {"fault": each.name, "kind": "scene", "does": each.does, "code": each.code} for each in SCENARIOS
+        {"fault": each.name, "kind": "scenario", "does": each.does, "code": each.code} for each in SCENARIOS
     ]
     return scenarios + [{"fault": each.example, "kind": each.level, "does": each.help, "code": None} for each in FAULTS]

@@ -184,7 +184,7 @@ def test_a_writer_says_what_its_parts_wait_for(canned: Any) -> None:
     ranks[1]["owed_parts"] = [owed("prefill-0", 2, "a grant", age_ns=9), owed("prefill-0", 3, "its write to end")]
     ranks[2]["owed_parts"] = []
     (room,) = join(ranks, clocks())
-    assert [(debt.writer, debt.cells, debt.waits_for) for debt in room.debts] == [
+    assert [(part.writer, part.cells, part.waits_for) for part in room.missing_parts] == [
         ("prefill-0", 2, "waits for a grant"),
         ("prefill-0", 3, "waits for its write to end"),
         ("prefill-0", 3, "says that they are sent, and they have not arrived"),
@@ -196,7 +196,7 @@ def test_a_writer_that_tells_nothing_owes_what_has_not_arrived(canned: Any) -> N
     decode, failed = canned.room_detail("decode-0"), canned.room_detail("prefill-0", failed=True)
     decode["owed_parts"] = [owed("prefill-0", 8), owed("prefill-1", 4), owed("prefill-2", 4)]
     (room,) = join([decode, failed], clocks())
-    assert [(debt.writer, debt.cells, debt.waits_for) for debt in room.debts] == [
+    assert [(part.writer, part.cells, part.waits_for) for part in room.missing_parts] == [
         ("prefill-0", 8, "has failed the room"),
         ("prefill-1", 4, "does not know the room"),
         ("prefill-2", 4, "was not asked or did not answer"),
@@ -207,4 +207,4 @@ def test_without_their_decode_rank_writers_are_believed(canned: Any) -> None:
     writer = canned.room_detail("prefill-0")
     writer["owed_parts"] = [owed("prefill-0", 2, "a grant")]
     (room,) = join([writer], clocks())
-    assert [(debt.decode, debt.waits_for) for debt in room.debts] == [("decode-0", "waits for a grant")]
+    assert [(part.decode, part.waits_for) for part in room.missing_parts] == [("decode-0", "waits for a grant")]

@@ -57,7 +57,7 @@ SUMMARY: dict[str, Any] = {
         (("--faults", "random"), "--faults random needs --minutes"),
         (("--fault", "control-los=5%"), "did you mean control-loss"),
         (("--fault", "stuckroom"), "'stuckroom' is not a fault, did you mean stuck-room"),
-        (("--fault", "dead-peer,corrupt"), "dead-peer and corrupt: only one scene is possible"),
+        (("--fault", "dead-peer,corrupt"), "dead-peer and corrupt: only one is possible"),
         (("--fault", "mystery"), "'mystery' is not a fault; kvctl demo --list-faults lists them"),
         (("--list-faults", "--columns", "speed"), "speed"),
         (
@@ -86,21 +86,21 @@ def test_all_that_can_be_done_to_a_fleet_is_listed(kvctl: Any):
     outcome = kvctl("demo", "--list-faults", "-o", "json")
     assert outcome.code == 0
     rows = json.loads(outcome.out)["data"]
-    scenes = {row["fault"]: row["code"] for row in rows if row["kind"] == "scene"}
-    assert scenes == {scene.name: scene.code for scene in SCENARIOS}
-    assert [row["fault"].partition("=")[0] for row in rows[len(scenes) :]] == list(FAULTS_BY_NAME)
+    scenarios = {row["fault"]: row["code"] for row in rows if row["kind"] == "scenario"}
+    assert scenarios == {scenario.name: scenario.code for scenario in SCENARIOS}
+    assert [row["fault"].partition("=")[0] for row in rows[len(scenarios) :]] == list(FAULTS_BY_NAME)
     assert all(row["does"].endswith(".") for row in rows)
 
 
-@pytest.mark.parametrize("scene", SCENARIOS, ids=lambda scene: scene.name)
-def test_a_scene_s_fleet_can_be(scene: Scenario):
-    prefill = scene.options.get("prefill_instances", FleetPlan().prefill)
-    ring_mb = scene.options.get("ring_mb", 0)
-    plan = FleetPlan(prefill=prefill, ring_mb=ring_mb, config={**CALM_TIMINGS, **scene.config}, **scene.plan)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_a_scenario_s_fleet_can_be(scenario: Scenario):
+    prefill = scenario.options.get("prefill_instances", FleetPlan().prefill)
+    ring_mb = scenario.options.get("ring_mb", 0)
+    plan = FleetPlan(prefill=prefill, ring_mb=ring_mb, config={**CALM_TIMINGS, **scenario.config}, **scenario.plan)
     ranks = rank_names(plan.resolve()[0]["ranks"])
     assert plan.absent | plan.odd_pages.keys() <= set(ranks)
     assert plan.prefixed("b-").absent == {f"b-{name}" for name in plan.absent}
-    assert scene.config.keys() <= KEYS_BY_NAME.keys()
+    assert scenario.config.keys() <= KEYS_BY_NAME.keys()
     assert plan.patience_s > plan.timings["waiting_timeout_s"]
 
 

@@ -304,7 +304,7 @@ def test_export_refuses_what_it_cannot_write(specimen, build, drive, tmp_path: P
 
 def test_brackets_seek_in_a_recording_and_space_plays_on(specimen, build, drive) -> None:
     async def script(pilot: Any) -> None:
-        assert "fleet.kvrec: moment 4 of 40, playing" in bar(pilot, "banner")
+        assert "fleet.kvrec: snapshot 4 of 40, playing" in bar(pilot, "banner")
         await press(pilot, "right_square_bracket")
         assert "moment 5 of 40, paused" in bar(pilot, "banner")
         later = len(pilot.app.store.trends.p50)

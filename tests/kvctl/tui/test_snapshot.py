@@ -76,7 +76,7 @@ def test_a_recording_shows_its_last_moment(fleet: Any, kvctl: Any, tmp_path: Pat
         "20s",
     )
     assert outcome.code == 0
-    assert "fleet.kvrec: moment 1 of 1" in path.read_text()
+    assert "fleet.kvrec: snapshot 1 of 1" in path.read_text()
     assert "decode-1" in path.read_text()
 
 
