@@ -57,7 +57,7 @@ SUMMARY: dict[str, Any] = {
         (("--faults", "random"), "--faults random needs --minutes"),
         (("--fault", "control-los=5%"), "did you mean control-loss"),
         (("--fault", "stuckroom"), "'stuckroom' is not a fault, did you mean stuck-room"),
-        (("--fault", "dead-peer,corrupt"), "dead-peer and corrupt: only one is possible"),
+        (("--fault", "dead-peer,corrupt"), "dead-peer and corrupt: only one scenario is possible"),
         (("--fault", "mystery"), "'mystery' is not a fault; kvctl demo --list-faults lists them"),
         (("--list-faults", "--columns", "speed"), "speed"),
         (

@@ -306,10 +306,10 @@ def test_brackets_seek_in_a_recording_and_space_plays_on(specimen, build, drive)
     async def script(pilot: Any) -> None:
         assert "fleet.kvrec: snapshot 4 of 40, playing" in bar(pilot, "banner")
         await press(pilot, "right_square_bracket")
-        assert "moment 5 of 40, paused" in bar(pilot, "banner")
+        assert "snapshot 5 of 40, paused" in bar(pilot, "banner")
         later = len(pilot.app.store.trends.p50)
         await press(pilot, "left_square_bracket", "left_square_bracket")
-        assert "moment 3 of 40, paused" in bar(pilot, "banner")
+        assert "snapshot 3 of 40, paused" in bar(pilot, "banner")
         assert len(pilot.app.store.trends.p50) < later
         await press(pilot, "space")
         assert not pilot.app.feed.paused
@@ -347,7 +347,7 @@ def test_help_lists_every_key_that_works(specimen, build, drive) -> None:
         text = "\n".join("".join(part for part, _ in line) for line in pilot.app.screen._draw(90))
         for label in ("1 - 7", "/", "Enter", "Esc", "Space", "s ", "e ", "y ", "E ", "t ", "?", "q ", "a ", "r "):
             assert f"\n{label}" in f"\n{text}"
-        assert "one moment back" not in text
+        assert "previous snapshot" not in text
         await press(pilot, "escape")
         assert not isinstance(pilot.app.screen, Help)
 
