@@ -56,7 +56,7 @@ _COLUMNS = (
     Column("bytes", kind=Kind.BYTES),
     Column("failure", _failure, help="First cause of the failure: rank, code and text."),
     Column("tokens", kind=Kind.COUNT, width=Width.NORMAL),
-    Column("parked", kind=Kind.COUNT, width=Width.NORMAL, help="Parts that wait for space in a ring."),
+    Column("parked", kind=Kind.COUNT, width=Width.NORMAL, help="Parts that wait for a ring region or a lease."),
     Column(
         "missing", kind=Kind.LIST, width=Width.WIDE, header="WAITS FOR", help="Agents whose message ends this state."
     ),

@@ -37,7 +37,7 @@ def _used(row: Row) -> float | None:
 
 
 def _ahead(row: Row) -> int | None:
-    """Returns the number of bytes granted for later rounds of the ring, which writers cannot use yet."""
+    """Returns the bytes granted beyond the size of the ring, which cannot be written yet."""
     ring = row.get("ring")
     return max(0, ring["used_bytes"] - ring["size_bytes"]) if ring else None
 
@@ -101,10 +101,10 @@ STAGING = View(
         Column("pieces_used", "buffers.pieces_used", Kind.COUNT, Width.NORMAL, help="Pieces in use."),
         Column("fallbacks", "fallbacks_total", Kind.COUNT, Width.NORMAL, help="Parts that were sent on another path."),
         Column("oldest_state", _oldest("state"), width=Width.WIDE, help="State of the oldest allocation."),
-        Column("ahead", _ahead, Kind.BYTES, Width.WIDE, help="Bytes granted for later rounds of the ring."),
+        Column("ahead", _ahead, Kind.BYTES, Width.WIDE, help="Bytes granted beyond the size of the ring."),
         Column("high_water", "ring.high_water_bytes", Kind.BYTES, Width.WIDE, help="Most bytes in use at once."),
         Column("head", "ring.head_bytes", Kind.BYTES, Width.WIDE, help="Offset of the next allocation."),
-        Column("round", "ring.round", Kind.COUNT, Width.WIDE, help="Times that the head has wrapped around the ring."),
+        Column("round", "ring.round", Kind.COUNT, Width.WIDE, help="Rounds begun by the head."),
         Column("tail_round", "ring.watermark.round", Kind.COUNT, Width.WIDE, help="Round of the watermark."),
         Column("tail", "ring.watermark.tail", Kind.BYTES, Width.WIDE, help="Offset of the watermark."),
         Column("tail_age", "ring.watermark.age_ns", Kind.DURATION, Width.WIDE, help="Time since the watermark moved."),

@@ -271,7 +271,7 @@ def room_rows(records: list[RoomRecord], clock: Clock, agent_name: str) -> list[
 
 
 def _forward_done(record: RoomRecord, clock: Clock) -> int | None:
-    """Returns the monotonic end of a prefill rank's forward; None on a decode rank.
+    """Returns the monotonic time at which the forward ended on a prefill rank; None on a decode rank.
 
     If the engine has not reported the end, returns the end of the room, or the current time while the room is active.
     """

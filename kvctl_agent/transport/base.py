@@ -144,7 +144,9 @@ class Transport(Protocol):
         ...
 
     def prepare_remote(self, peer: str, addrs: Addresses, sizes: Sizes) -> Prepared:
-        """Checks descriptors of `peer`'s memory and returns a list of them, valid for the current incarnation.
+        """Checks descriptors of `peer`'s memory and returns a list of them.
+
+        The list is valid until the peer is disconnected or connected again as another incarnation.
 
         Raises:
             TransportError: as for `prepare_local`, or the peer is not connected.

@@ -82,7 +82,7 @@ def fingerprint(device: str, lanes: list[str], gpus: Mapping[int, Gpu]) -> dict[
 
 
 def _available_bytes() -> int:
-    """Returns the free bytes of the machine or of the control group, whichever is less."""
+    """Returns the available memory in bytes: the machine's, or the rest of the cgroup's limit if that is less."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(meminfo["MemAvailable"].split()[0]) << 10
     group = Path("/sys/fs/cgroup")

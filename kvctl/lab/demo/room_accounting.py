@@ -294,7 +294,7 @@ class RoomAccounting:
 
 
 def describe(rooms: Collection[LiveRoom], most: int = 8) -> str:
-    """Returns a text that lists room numbers, each with the ranks that have not released the room; at most `most`."""
+    """Lists the first `most` rooms by number with the ranks that have not released them, and counts the others."""
     listed = sorted(rooms, key=lambda room: room.number)[:most]
     words = [f"{room.number} ({', '.join(sorted(room.expects)) or 'nobody'})" for room in listed]
     more = f" and {len(rooms) - most} more" if len(rooms) > most else ""

@@ -65,7 +65,7 @@ class Aborts:
             self._planned[room.number] = _PlannedAbort(handle, now_ns, random.random())
 
     def ended(self, number: int, now_ns: int) -> None:
-        """Records the end of a room, whose duration enters the mean, and cancels its planned abort."""
+        """Records the end of a room, adds its duration to the mean of this rank, and cancels its planned abort."""
         self._planned.pop(number, None)
         began_ns = self._began.pop(number, None)
         if began_ns is not None:

@@ -97,7 +97,7 @@ def import_torch() -> Any:
 class TorchLayer:
     """Computes one layer with PyTorch; all layers of the model use the same random weights.
 
-    Inputs and the outputs of products are preallocated. Only the time of the computation matters, not its result.
+    Inputs and outputs of the matrix products are preallocated. Only the time matters, not the result.
     """
 
     def __init__(self, work: LayerWork, device: str, tokens: int, prompt: int) -> None:

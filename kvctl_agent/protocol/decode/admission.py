@@ -74,7 +74,7 @@ class RecvAdmission:
         self._open(room)
 
     def open_waiting(self) -> None:
-        """Opens the rooms whose prefill instance is ready and at which they are not open yet."""
+        """Opens the waiting rooms whose prefill instance is ready now."""
         for room in list(self.state.rooms.values()):
             if room.failure is None:
                 self._open(room)

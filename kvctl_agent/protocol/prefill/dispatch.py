@@ -197,7 +197,7 @@ class Dispatch:
             self.dispatch(room, transfer, part)
 
     def dispatch(self, room: SendRoom, transfer: PeerTransfer, part: Part) -> None:
-        """Queues a ready part for a worker, or adds it to the gated parts if it may not be sent yet."""
+        """Queues a ready part for a worker, or parks it until its region is open and the peer's lease is valid."""
         if room.failure is not None:
             return
         peer = self.context.peers[transfer.peer]
