@@ -428,34 +428,47 @@ def stuck_bootstrap(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def _never_opened(snapshot: Snapshot) -> Iterator[Finding]:
-    """Yields a finding about rooms that prefill engines began and no decode rank opened within half of the timeout."""
+    """Yields a finding about rooms that prefill engines began and no decode rank opened within half of the timeout.
+
+    If a decode rank has failed the room since then, it reached the deadline there a moment earlier; that failure is
+    reported instead.
+    """
     decode = list(snapshot.of_role("decode"))
     if not decode or snapshot.once(absent) or not all(agent.rooms_complete for agent in decode):
         return
     opened = decode_rooms(snapshot)
+    names = {agent.name for agent in decode}
+    given_up_ns = {
+        failed.room: failed.ago_ns
+        for failures in snapshot.once(failed_rooms).values()
+        for failed in failures
+        if not names.isdisjoint((failed.rank, *failed.known_to))
+    }
     late: dict[str, float] = {}
     agents: dict[str, None] = {}
     for agent, row in unopened_rooms(snapshot, refused=False):
         age_ns = amount(row, "state_age_ns")
-        if age_ns >= agent.period_ns("bootstrap_timeout_s") // 2 and text(row, "room") not in opened:
-            late[text(row, "room")] = age_ns
+        room = text(row, "room")
+        known = room in opened or given_up_ns.get(room, age_ns) < age_ns
+        if age_ns >= agent.period_ns("bootstrap_timeout_s") // 2 and not known:
+            late[room] = age_ns
             agents[agent.name] = None
     if not late:
         return
-    room = max(late, key=lambda each: late[each])
-    age = int(late[room])
-    names = list(agents)
+    oldest = max(late, key=lambda each: late[each])
+    age = int(late[oldest])
+    prefill = list(agents)
     yield stuck_bootstrap.finding(
-        names[0],
+        prefill[0],
         severity=Severity.WARNING,
-        agents=names,
+        agents=prefill,
         since_ns=age,
         weight=len(late),
-        evidence={"waiting_rooms": len(late), "oldest_room": room, "state_age_ns": age, "prefill": names},
-        cause=f"the engine{'s' * (len(names) > 1)} of {listed(names)} began {counted(len(late), 'room')} that no "
-        f"decode rank has opened, the oldest, room {room}, {duration(age)} ago",
-        remedy=f"`kvctl rooms show {room}` shows which ranks know it; check whether the router sent it to a decode "
-        f"instance that knows this prefill instance; `kvctl rooms abort {room}` ends it",
+        evidence={"waiting_rooms": len(late), "oldest_room": oldest, "state_age_ns": age, "prefill": prefill},
+        cause=f"the engine{'s' * (len(prefill) > 1)} of {listed(prefill)} began {counted(len(late), 'room')} that no "
+        f"decode rank has opened, the oldest, room {oldest}, {duration(age)} ago",
+        remedy=f"`kvctl rooms show {oldest}` shows which ranks know it; check whether the router sent it to a decode "
+        f"instance that knows this prefill instance; `kvctl rooms abort {oldest}` ends it",
     )
 
 

@@ -95,6 +95,18 @@ def test_rooms_that_no_decode_rank_opened_are_one_finding():
     assert found.cause.startswith("the engines of prefill-0 and prefill-1 began 2 rooms that no decode rank has opened")
 
 
+def test_a_room_that_the_decode_rank_gave_up_a_moment_before_the_prefill_rank_is_one_it_had_opened():
+    fleet = Fleet()
+    fleet.room("prefill-0", "7", state="Bootstrapping", state_age_ns=160 * S, peers=[])
+    fleet.failed(["decode-0"], "7", "KV_ROOM_STUCK_BOOTSTRAP", "decode-0", "1 of 2 prefill ranks registered", ago_s=1)
+    (found,) = fleet.examine()
+    assert (found.code, found.subject) == ("KV_ROOM_STUCK_BOOTSTRAP", "room 7")
+    assert "1 of 2 prefill ranks registered" in found.cause
+    fleet.room("prefill-0", "8", state="Bootstrapping", state_age_ns=160 * S, peers=[])
+    fleet.failed(["decode-0"], "8", "KV_ROOM_STUCK_BOOTSTRAP", "decode-0", "0 of 2", ago_s=300)  # an earlier room 8
+    assert any("no decode rank has opened, the oldest, room 8" in found.cause for found in fleet.examine())
+
+
 def test_an_agent_that_does_not_say_since_when():
     fleet = drained("decode-1")
     del fleet.answers["decode-1"]["status"]["draining_age_ns"]
