@@ -10,6 +10,7 @@ import gc
 import os
 import shutil
 import signal
+import socket
 import stat
 import tempfile
 import threading
@@ -57,7 +58,9 @@ class Held:
         """Returns one line for each resource in `later` that is not in this one."""
         lines = [f"thread {thread.name}" for thread in later.threads - self.threads]
         lines += [f"child process {pid}: {_command(pid)}" for pid in later.children - self.children]
-        lines += [f"file descriptor {fd}: {target}" for fd, target in later.descriptors - self.descriptors]
+        lines += [
+            f"file descriptor {fd}: {_described(fd, target)}" for fd, target in later.descriptors - self.descriptors
+        ]
         return sorted(lines)
 
 
@@ -150,6 +153,22 @@ def _descriptors() -> set[tuple[int, str]]:
         except FileNotFoundError:  # the directory's own descriptor
             continue
     return {(fd, target) for fd, target in found if fd != _tracker()._fd}
+
+
+def _described(fd: int, target: str) -> str:
+    """The descriptor's target, with the addresses of both ends if it is a socket."""
+    if not target.startswith("socket:"):
+        return target
+    try:
+        duplicate = os.dup(fd)
+    except OSError:  # closed in the meantime
+        return target
+    with socket.socket(fileno=duplicate) as copy:
+        try:
+            peer = copy.getpeername()
+        except OSError as error:
+            peer = error
+        return f"{target} {copy.family.name} {copy.type.name} from {copy.getsockname()} to {peer}"
 
 
 def _tracker() -> Any:

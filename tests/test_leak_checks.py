@@ -25,6 +25,10 @@ def test_child_is_over():
 def test_descriptor():
     os.open("/dev/null", os.O_RDONLY)
 
+def test_socket():
+    kept.append(socket.socket())
+    kept[-1].bind(("127.0.0.1", 0))
+
 def test_zmq_socket(zmq_context):
     kept.append(zmq_context.socket(zmq.DEALER))
 
@@ -65,6 +69,7 @@ def test_what_a_test_leaves_behind_fails_it(tmp_path: Path) -> None:
         "test_thread",
         "test_child",
         "test_descriptor",
+        "test_socket",
         "test_zmq_socket",
         "test_zmq_context",
         "test_admin_socket",
@@ -73,6 +78,7 @@ def test_what_a_test_leaves_behind_fails_it(tmp_path: Path) -> None:
         "thread forgotten",
         "sleep 30",
         "/dev/null",
+        "AF_INET SOCK_STREAM from ('127.0.0.1', ",
         "socket was still open",
         "anon_inode",
         f"{'n' * 60}.sock",

@@ -137,7 +137,7 @@ class Engine:
         if self._registered:
             self._engine.batch_unregister_memory(self._registered)
         for number in self._listeners:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as listener:
+            with contextlib.suppress(OSError), _copy(number) as listener:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(_STOP_S * 1e6)))
         for _, copy in _sockets():
             with copy, contextlib.suppress(OSError):
@@ -228,7 +228,7 @@ def _sockets(close: bool = False) -> list[tuple[int, socket.socket]]:
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):  # noqa: PTH115
                 continue
-            copy = socket.socket(fileno=os.dup(int(name)))
+            copy = _copy(int(name))
         except OSError:  # closed in the meantime
             continue
         if copy.family in (socket.AF_INET, socket.AF_INET6):
@@ -239,19 +239,33 @@ def _sockets(close: bool = False) -> list[tuple[int, socket.socket]]:
     return found
 
 
+def _copy(number: int) -> socket.socket:
+    """Returns a duplicate of the engine's socket, which the caller must close.
+
+    Raises:
+        OSError: the engine has closed it.
+    """
+    duplicate = os.dup(number)
+    try:
+        return socket.socket(fileno=duplicate)
+    except OSError:
+        os.close(duplicate)
+        raise
+
+
 def _listens(copy: socket.socket) -> bool:
     return bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _listens_at(number: int) -> bool:
-    with socket.socket(fileno=os.dup(number)) as copy:
+    with _copy(number) as copy:
         return _listens(copy)
 
 
 def _bind_to_loopback(number: int) -> bool:
     """Restricts a listener to connections from this host; returns whether the kernel permits that."""
     try:
-        with socket.socket(fileno=os.dup(number)) as copy:
+        with _copy(number) as copy:
             copy.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo\0")
     except OSError:  # kernels before 5.7 require a capability
         return False

@@ -96,12 +96,16 @@ class TestAbort:
         fleet.check(but=tuple(room for room in aborted if room.wait(0) == FAILED))
         assert fleet.errors() == []
 
-    def test_pages_come_back_only_when_the_writers_have_drained(self, make_fleet: Any) -> None:
+    def test_pages_come_back_only_when_the_writers_have_drained(
+        self, make_fleet: Any, request: pytest.FixtureRequest
+    ) -> None:
         """The one worker is busy elsewhere with the part in its queue: until it is through, pages are not free."""
         fleet = make_fleet(prefill=(1, 1), path="slice", workers=1).start()
         fleet.run(1, 4)
-        gate = threading.Event()
-        fleet.prefill[0].parts.workers[0].put(gate.wait)  # type: ignore[arg-type]
+        busy, gate = threading.Event(), threading.Event()
+        request.addfinalizer(gate.set)
+        fleet.prefill[0].parts.workers[0].put(lambda: busy.set() or gate.wait())  # type: ignore[arg-type]
+        assert busy.wait(60)
         room = fleet.feed(fleet.claim(fleet.receive(fleet.room(2, 8))))
         (receive,) = room.receives.values()
         wait(lambda: fleet.prefill[0].parts.workers[0]._jobs.qsize())  # type: ignore[attr-defined]
