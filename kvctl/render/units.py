@@ -65,8 +65,10 @@ def size(value: float | None) -> str:
     return f"{three_digits(amount)} TiB"
 
 
-def three_digits(value: float) -> str:
+def three_digits(value: float | None) -> str:
     """Formats at most three significant digits without trailing zeros or exponents: `0.72`, `12.3`, `412`, `0.0004`."""
+    if value is None:
+        return UNKNOWN
     magnitude = abs(value)
     decimals = 0 if magnitude >= 99.95 else 1 if magnitude >= 9.995 else 2 if magnitude >= 0.005 else 4
     text = f"{value:.{decimals}f}"

@@ -52,10 +52,6 @@ def _verdict(value: Any) -> str:
     return units.UNKNOWN if not value else f"{palette.VERDICT_GLYPHS.get(value, '?')} {value}"
 
 
-def _number(value: Any) -> str:
-    return units.UNKNOWN if value is None else units.three_digits(value)
-
-
 def _rate(value: Any) -> str:
     """Formats a rate with a constant number of digits, so that successive lines can be compared."""
     if value is None:
@@ -107,7 +103,7 @@ class Kind(Enum):
     LAYERS = KindRules(_layers, lambda value: _layers(value) if value else "")
     VERDICT = KindRules(_verdict)  # ok, info, warning, critical, unknown
     COUNT = KindRules(units.count, parse=_parse_number)
-    NUMBER = KindRules(_number, parse=_parse_number)
+    NUMBER = KindRules(units.three_digits, parse=_parse_number)
     RATE = KindRules(_rate, parse=_parse_number)
     RATIO = KindRules(units.percent, suffix="_ratio", parse=_parse_ratio)
     DURATION = KindRules(units.duration, suffix="_ns", parse=units.parse_duration, unit="5s")

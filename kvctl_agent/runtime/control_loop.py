@@ -315,7 +315,7 @@ class ControlLoop:
         A turn costs about 60 µs whatever it carries. With many rooms in flight no room waits for this turn: they wait
         for processor time, which fewer turns leave free.
         """
-        rooms = len(self._machine.open)
+        rooms = self._machine.open_rooms
         if self._arrivals is not None and rooms != self._open_rooms:
             self._arrivals.expect(rooms)
         self._open_rooms = rooms

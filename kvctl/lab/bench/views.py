@@ -393,15 +393,13 @@ def _faults(outcome: Outcome, rows: Sequence[Row]) -> list[str]:
 
 def _roofline(outcome: Outcome) -> str:
     """Returns a line with the measured limits of the machine and its transports."""
-
-    def rate(value: float | None) -> str:
-        return units.UNKNOWN if value is None else units.three_digits(value)
-
-    writes = ", ".join(f"over {transport} {rate(each['write'])} GB/s" for transport, each in outcome.roofline().items())
-    copies = f"memcpy {rate(outcome.best_roofline('memcpy'))} GB/s on one thread"
+    writes = ", ".join(
+        f"over {transport} {units.three_digits(each['write'])} GB/s" for transport, each in outcome.roofline().items()
+    )
+    copies = f"memcpy {units.three_digits(outcome.best_roofline('memcpy'))} GB/s on one thread"
     if outcome.measured[0].results.plan["device"] != "cpu":
-        within, between = outcome.best_roofline("device"), outcome.best_roofline("peer")
-        copies = f"copy within the GPU {rate(within)} GB/s, to the decode rank's {rate(between)} GB/s"
+        within, between = (units.three_digits(outcome.best_roofline(kind)) for kind in ("device", "peer"))
+        copies = f"copy within the GPU {within} GB/s, to the decode rank's {between} GB/s"
     return f"limits of this machine, measured in the same run: {copies}, one write {writes}"
 
 

@@ -182,12 +182,10 @@ class Restart(NamedTuple):
     """Recovery time of a restarted rank.
 
     Attributes:
-        ready_s: seconds from the start of the process until it could serve; None: it was killed before.
         served_s: seconds from the start of the process until its first room succeeded; None: it was killed before.
     """
 
     rank: str
-    ready_s: float | None
     served_s: float | None
 
 
@@ -207,6 +205,7 @@ class FaultRunner:
         self._ended = False
         self.injected: Counter[str] = Counter()
         self.restarts: list[Restart] = []
+        self._killed: set[str] = set()  # ranks that have been killed and not been started again
         self._restarting: dict[str, int] = {}  # ranks whose new process has not served yet, and its start
         self.now: dict[str, tuple[str, float]] = {}
         for fault in faults:
@@ -221,7 +220,7 @@ class FaultRunner:
             ready_ns = self._traffic.fleet.ranks[name].serving_ns
             if ready_ns and served_ns > since_ns:
                 del self._restarting[name]
-                self.restarts.append(Restart(name, (ready_ns - since_ns) / 1e9, (served_ns - since_ns) / 1e9))
+                self.restarts.append(Restart(name, (served_ns - since_ns) / 1e9))
 
     def end(self) -> None:
         """Cancels all scheduled faults, resumes paused ranks, restarts ranks that are down, and ends agents' faults."""
@@ -231,8 +230,9 @@ class FaultRunner:
                 self._traffic.resume(name)
             if rank.replaced is not None:
                 self._end_replaced(name, _LEAVES_AFTER_S)
-            if not rank.running:
-                self._start(name, "")
+            if name in self._killed or not rank.running:
+                self._killed.add(name)
+                self._restart(name, "", 0.0)
             else:
                 self._traffic.fleet.fault(name, "clear")
 
@@ -262,13 +262,15 @@ class FaultRunner:
     def _kill(self, name: str, down_s: float, spec: str, again_s: float) -> None:
         self._note_cut_short(name)
         self._traffic.kill(name)
+        self._killed.add(name)
         self.injected["kill"] += 1
         self._later(down_s, partial(self._restart, name, spec, again_s))
 
     def _restart(self, name: str, spec: str, again_s: float) -> None:
-        rank = self._traffic.fleet.ranks[name]
-        if rank.running:  # its exit has not been seen yet
-            self._later(0.05, partial(self._restart, name, spec, again_s))
+        if name not in self._killed:  # `end` has restarted it
+            return
+        if self._traffic.fleet.ranks[name].running:  # its exit has not been seen yet
+            self._later(0.05, partial(self._restart, name, spec, again_s), always=True)
             return
         self._start(name, spec)
         if spec:
@@ -282,6 +284,7 @@ class FaultRunner:
             self._kill(name, 0.1, "", 0.0)
 
     def _start(self, name: str, spec: str) -> None:
+        self._killed.discard(name)
         self._traffic.restart(name, spec)
         self._restarting[name] = time.monotonic_ns()
 
@@ -315,7 +318,5 @@ class FaultRunner:
 
     def _note_cut_short(self, name: str) -> None:
         """Adds an entry to `restarts` if the rank's process is killed before it has served a room."""
-        since_ns = self._restarting.pop(name, None)
-        if since_ns is not None:
-            ready_ns = self._traffic.fleet.ranks[name].serving_ns
-            self.restarts.append(Restart(name, (ready_ns - since_ns) / 1e9 if ready_ns else None, None))
+        if self._restarting.pop(name, None) is not None:
+            self.restarts.append(Restart(name, None))

@@ -156,19 +156,19 @@ class OverviewPanel(Panel):
         trends = store.trends
         if width < _WIDE:
             curves = [
-                inline_chart("GB/s", [*trends.throughput], _rate, width, "green"),
-                inline_chart("rooms/s", [*trends.finished], _rate, width, "blue"),
+                inline_chart("GB/s", [*trends.throughput], units.three_digits, width, "green"),
+                inline_chart("rooms/s", [*trends.finished], units.three_digits, width, "blue"),
                 inline_chart("p99", [*trends.p99], units.duration, width, "magenta"),
             ]
             return [*_wrap(summary, width), *curves]
         height = 3 if self._height >= _TALL else 1
         left = min(width // 2, 74)
         half = (width - left - 2 * _GAP) // 2
-        first = chart("GB/s", [*trends.throughput], _rate, half, height, "green")
+        first = chart("GB/s", [*trends.throughput], units.three_digits, half, height, "green")
         second = chart("p99", [*trends.p99], units.duration, half, height, "magenta")
         right = beside(first, second, half)
         more = beside(
-            chart("rooms/s", [*trends.finished], _rate, half, height, "blue"),
+            chart("rooms/s", [*trends.finished], units.three_digits, half, height, "blue"),
             chart("p50", [*trends.p50], units.duration, half, height, "magenta"),
             half,
         )
@@ -186,10 +186,6 @@ def _remedy(finding: Row, width: int, tall: bool) -> list[Line]:
     """Draws the remedy of a finding, and above it the cause if the screen is `tall`."""
     remedy = findings.labelled("remedy", finding["remedy"], width)
     return [*findings.labelled("cause", finding["cause"], width), *remedy] if tall else remedy
-
-
-def _rate(value: float | None) -> str:
-    return units.UNKNOWN if value is None else units.three_digits(value)
 
 
 def _wrap(lines: Sequence[Line], width: int) -> list[Line]:
