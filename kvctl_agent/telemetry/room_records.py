@@ -6,9 +6,10 @@ formatting. A row may therefore be one update old, but no single value is torn.
 
 from __future__ import annotations
 
-import heapq
 import itertools
-from collections import deque
+import math
+from bisect import insort
+from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
@@ -95,6 +96,7 @@ class RoomRecord:
         "sent",
         "state_at",
         "state_now",
+        "stores",
         "tokens",
     )
 
@@ -103,6 +105,7 @@ class RoomRecord:
         self.nonce = nonce
         self.nonces: list[int] = []
         self.key = (room, nonce)  # key in RoomRecords; a prefill rank learns the nonce later
+        self.stores = 0  # collections of RoomRecords that contain the record
         self.opened_at = opened_at
         self.finished_at: int | None = None
         self.state_now = RoomState.BOOTSTRAPPING
@@ -296,19 +299,23 @@ class _FailedRecords:
         self._count = self._bytes = 0
         self.dropped = 0
 
-    def add(self, record: RoomRecord, code: str) -> None:
+    def add(self, record: RoomRecord, code: str) -> list[RoomRecord]:
+        """Adds a record; returns the records that it displaces."""
         nbytes = record.nbytes
+        displaced: list[RoomRecord] = []
         self._by_code.setdefault(code, deque()).append((record, nbytes))
         self._count += 1
         self._bytes += nbytes
         while self._count > self._limit or (self._bytes > FAILED_BYTES and self._count > 1):
             most = max(self._by_code, key=lambda code: len(self._by_code[code]))
-            _, nbytes = self._by_code[most].popleft()
+            oldest, nbytes = self._by_code[most].popleft()
+            displaced.append(oldest)
             if not self._by_code[most]:
                 del self._by_code[most]
             self._count -= 1
             self._bytes -= nbytes
             self.dropped += 1
+        return displaced
 
     def records(self) -> list[RoomRecord]:
         """Returns the stored records, latest first."""
@@ -331,11 +338,11 @@ class RoomRecords:
         self._role: Role = role
         self._timeline_events = timeline_events
         self._active: dict[tuple[int, int], RoomRecord] = {}
-        self._latest: deque[RoomRecord] = deque(maxlen=history)
-        # Min-heap: the fastest of the slowest rooms is at the top and is evicted first.
-        self._slowest: list[tuple[int, int, RoomRecord]] = []
-        self._slowest_limit = history
+        self._latest: deque[RoomRecord] = deque()
+        self._slowest: list[tuple[int, int, RoomRecord]] = []  # latency, number of the room, record; fastest first
         self._failed = _FailedRecords(failed)
+        self._history = history
+        self._by_room: dict[int, dict[RoomRecord, None]] = {}  # every stored record, in the order of opening
         self._order = itertools.count()
 
     def open(self, room: int, nonce: int) -> RoomRecord:
@@ -348,6 +355,8 @@ class RoomRecords:
         if key in self._active:
             raise ValueError(f"room {room} with nonce {nonce} is already open")
         record = RoomRecord(room, nonce, self._role, self._clock.now_ns(), self._timeline_events)
+        record.stores = 1
+        self._by_room.setdefault(room, {})[record] = None
         self._active[key] = record
         return record
 
@@ -357,17 +366,32 @@ class RoomRecords:
             return
         record.finish(self._clock.now_ns())
         # Added to the finished rooms before it is removed: a concurrent reader may see it twice but never misses it.
+        displaced = [record]  # from the active rooms
+        record.stores += 1
         self._latest.append(record)
+        if len(self._latest) > self._history:
+            displaced.append(self._latest.popleft())
         if record.failure is not None:
-            self._failed.add(record, record.failure["code"])
-        latency = record.latency_ns
-        if latency is not None and self._slowest_limit:
-            entry = (latency, next(self._order), record)
-            if len(self._slowest) < self._slowest_limit:
-                heapq.heappush(self._slowest, entry)
-            else:
-                heapq.heappushpop(self._slowest, entry)
+            record.stores += 1
+            displaced += self._failed.add(record, record.failure["code"])
+        latency, slowest = record.latency_ns, self._slowest
+        if latency is not None and (len(slowest) < self._history or (slowest and latency >= slowest[0][0])):
+            record.stores += 1
+            insort(slowest, (latency, next(self._order), record))
+            if len(slowest) > self._history:
+                displaced.append(slowest.pop(0)[2])
         del self._active[record.key]
+        for each in displaced:
+            each.stores -= 1
+            if not each.stores:
+                self._remove(each)
+
+    def _remove(self, record: RoomRecord) -> None:
+        """Removes a record that no collection contains any more from the index."""
+        same_number = self._by_room[record.room]
+        del same_number[record]
+        if not same_number:
+            del self._by_room[record.room]
 
     def active(self) -> list[RoomRecord]:
         """Returns the active records, oldest first."""
@@ -375,20 +399,12 @@ class RoomRecords:
 
     def find(self, room: int) -> list[RoomRecord]:
         """Returns all stored records with this room number: active ones first, then finished ones, latest first."""
-        found = [record for record in self.active() if record.room == room]
-        latest, slowest = reversed(_copy(self._latest)), (record for _, _, record in self._slow())
-        for record in (*latest, *slowest, *self._failed.records()):
-            if record.room == room and not any(record is other for other in found):
-                found.append(record)
-        return found
+        return sorted(_copy(self._by_room.get(room, ())), key=_end_order)
 
     def states(self) -> dict[str, int]:
         """Returns the number of active rooms by state label."""
-        counts: dict[str, int] = {}
-        for record in self.active():
-            label = record.state_now.label
-            counts[label] = counts.get(label, 0) + 1
-        return counts
+        counts = Counter([record.state_now for record in self.active()])
+        return {state.label: count for state, count in counts.items()}
 
     def rows(self, state: str | None, limit: int) -> list[RoomRow]:
         """Returns rows of active rooms, oldest first; `state` is a state label, or None for all."""
@@ -413,7 +429,8 @@ class RoomRecords:
 
     def slow(self, limit: int) -> list[RoomRow]:
         """Returns rows of the rooms with the highest latency, slowest first; failed rooms have no latency."""
-        return [self.row(record) for _, _, record in self._slow()[:limit]]
+        slowest = itertools.islice(reversed(self._slowest.copy()), limit)
+        return [self.row(record) for _, _, record in slowest]
 
     def detail(self, room: int) -> list[RoomDetail]:
         """Returns the row and timeline of every record with this room number, in the order of `find`."""
@@ -466,9 +483,6 @@ class RoomRecords:
             "failure": record.failure,
         }
 
-    def _slow(self) -> list[tuple[int, int, RoomRecord]]:
-        return sorted(self._slowest.copy(), reverse=True)
-
     def _timeline_event(self, event: Event) -> TimelineEvent:
         moved = f"{event.path} {event.nbytes} bytes" if event.nbytes else event.path
         return {
@@ -481,6 +495,11 @@ class RoomRecords:
             "peer": event.peer,
             "detail": ", ".join(text for text in (event.detail, moved) if text),
         }
+
+
+def _end_order(record: RoomRecord) -> float:
+    """Sort key: active records first, then finished ones, latest first."""
+    return -math.inf if record.finished_at is None else -record.finished_at
 
 
 def _copy(items: Collection[_T]) -> list[_T]:

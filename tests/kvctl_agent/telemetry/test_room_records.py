@@ -8,6 +8,8 @@ import tracemalloc
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvctl_agent.contract.snapshots import Failure, Role, RoomDetail, RoomRow
 from kvctl_agent.contract.states import RoomState
@@ -302,6 +304,37 @@ class TestNumbers:
         rooms.open(7, 99)
         rooms.open(8, 1)
         assert [record.nonce for record in rooms.find(7)] == [99, 3, 2, 0]
+
+    @given(
+        history=st.integers(0, 3),
+        failed=st.integers(0, 3),
+        rooms_opened=st.lists(
+            st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(0, 5), st.sampled_from(["", "", "A", "B"]))
+        ),
+        waiting=st.integers(0, 4),
+    )
+    def test_find_returns_what_a_search_of_all_lists_finds(
+        self, history: int, failed: int, rooms_opened: list[tuple[int, int, int, str]], waiting: int
+    ) -> None:
+        """Rooms of few numbers open and end in any order; each nonce is used once and numbers the room."""
+        clock = FrozenClock(at=1)
+        rooms = book(clock, history=history, failed=failed)
+        active: list[RoomRecord] = []
+        for nonce, (number, took, ending, code) in enumerate(rooms_opened):
+            active.append(rooms.open(number, nonce))
+            clock.at += took + 1
+            if len(active) > waiting:
+                record = active.pop(ending % len(active))
+                if code:
+                    record.fail(failure(code), clock.at)
+                record.state(RoomState.FAILED if code else RoomState.SUCCESS, clock.at)
+                rooms.close(record)
+            rows = [*rooms.rows(None, 99), *rooms.history(99), *rooms.slow(99), *rooms.failed(99)["rooms"]]
+            for number in range(3):
+                stored = {int(row["nonce"]): row["finished_at_ns"] for row in rows if row["room"] == str(number)}
+                ended = sorted((at, nonce) for nonce, at in stored.items() if at is not None)
+                expected = [nonce for nonce, at in stored.items() if at is None] + [each for _, each in ended[::-1]]
+                assert [record.nonce for record in rooms.find(number)] == expected
 
     def test_an_unknown_room(self) -> None:
         assert book(Clock()).find(1) == []
