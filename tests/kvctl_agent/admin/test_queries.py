@@ -159,6 +159,12 @@ def test_the_contracts_shape_at_any_moment_of_live_transfers(fleet: Any, connect
     assert fleet.errors() == []
 
 
+def written(agent: Any) -> float:
+    """Number of parts of KV that a prefill rank has sent."""
+    total: float = agent.telemetry.metrics.total("kvctl_writes_total")
+    return total
+
+
 class TestPipelined:
     """Eight layers in four groups, each of which takes 10 ms to compute."""
 
@@ -171,10 +177,16 @@ class TestPipelined:
             groups = fleet.prefill[0].layer_groups(ForwardInfo((128,))).groups
             for send in room.sends:
                 send.prefetch(groups)
-            for group in groups:
+            for index, group in enumerate(groups):
                 time.sleep(0.01)
                 for send in room.sends:
                     send.layers(group, room.src, last=True)
+                if index < len(groups) - 1:  # all but the last are sent before the forward ends, however busy the host
+                    sent = number * len(groups) + index + 1
+                    deadline = time.monotonic() + 60
+                    while any(written(agent) < sent for agent in fleet.prefill):
+                        assert time.monotonic() < deadline
+                        time.sleep(0.001)
             for send in room.sends:
                 send.finish(aux_index=number)
             assert room.wait() == {RoomState.SUCCESS}
