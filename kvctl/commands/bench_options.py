@@ -12,6 +12,7 @@ import click
 from kvctl.commands.options import KvctlCommand
 from kvctl.lab.bench.options import (
     parse_bench_faults,
+    parse_busy_engines,
     parse_cp_modes,
     parse_gpus,
     parse_instances,
@@ -217,10 +218,15 @@ def _compute() -> list[click.Option]:
         "Send layer groups while later layers are computed: off, on, measured, or layers per group; several are "
         "compared."
     )
+    busy = (
+        "Ranks whose engine thread runs Python between its calls, as a scheduler does: off, prefill, decode, both; "
+        "several are compared. Use with --rate."
+    )
     output = "Tokens decoded for each request. [default: 32 with --decode-ms]"
     return [
         option("--compute", None, compute, type=click.Choice(COMPUTES), default=COMPUTES[0]),
         option("--pipeline pipelines", "A,B,…", pipeline, parse_pipelines, default="off"),
+        option("--busy-engine busy_engines", "A,B,…", busy, parse_busy_engines, default="off"),
         option("--layer-ms", "X", "Compute time per layer and chunk.", type=_MILLISECONDS, default=0.0),
         option("--decode-ms", "X", "Time per decode step.", type=_MILLISECONDS, default=0.0),
         option("--output-tokens", "N", output, type=_COUNT),

@@ -288,7 +288,12 @@ def _scaled(
         requested,
         least,
         loads=lambda divisor: _filled(preset, options, part.loads(_shortened(options, divisor))),
-        cases=together * max(1, len(options["paths"])) * len(options["pipelines"]) * options["repeat"] * part.runs,
+        cases=together
+        * max(1, len(options["paths"]))
+        * len(options["pipelines"])
+        * len(options["busy_engines"])
+        * options["repeat"]
+        * part.runs,
         dtype=options["dtype"],
         limits=limits,
     )

@@ -5,15 +5,18 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, cast
 
 from kvctl.lab.faults.specification import Fault, parse_fault
+from kvctl.lab.ranks.busy_loop import LoopTimes
 from kvctl.lab.ranks.group import RankGroup, rank_names
 from kvctl.lab.ranks.messages import (
     Command,
     FloorMeasured,
     Floors,
+    MeasureLoop,
     Prepare,
     Ready,
     Room,
@@ -126,6 +129,7 @@ class Fleet:
         layer_ms: float = 0.0,
         decode_ms: float = 0.0,
         show: int = -1,
+        busy_engine: str = "off",
     ) -> dict[str, RunReport]:
         """Transfers the prepared rooms and returns each rank's report; the ranks drive the rooms themselves.
 
@@ -135,17 +139,29 @@ class Fleet:
             layer_ms: Simulated compute time of one layer for one chunk.
             decode_ms: Simulated time of one decode step.
             show: Index of the room whose parts the reports list; -1 for none.
+            busy_engine: Ranks whose engine thread runs Python between its calls, one of `BUSY_ENGINES`.
         """
         timeout_s = self._limit_s(rooms) + self._simulated_s(rooms, layer_ms, decode_ms)
         if self._faults:
             timeout_s += _FAULTS_S + last_ns(self._faults) / 1e9
         command = Run(tuple(windows), timeout_s, layer_ms, decode_ms, show, self._request.faults)
+        commands = dict.fromkeys(self.names, command)
+        commands |= dict.fromkeys(self.busy(busy_engine), replace(command, busy=True))
         self._stops = StopSchedule(self._faults, self._signal)
         try:
-            answers = self._all(command, timeout_s + _MARGIN_S, doing)
+            answers = self._group.ask(commands, timeout_s + _MARGIN_S, doing)
         finally:
             self._stops.end()
         return cast(dict[str, RunReport], answers)
+
+    def busy(self, busy_engine: str) -> list[str]:
+        """Returns the names of the ranks with a busy engine; `busy_engine` is one of `BUSY_ENGINES`."""
+        return [name for name, rank in self.names.items() if busy_engine in (rank["role"], "both")]
+
+    def measure_loop(self, busy_engine: str, seconds: float) -> dict[str, LoopTimes]:
+        """Runs the loop of a busy engine on the ranks that `busy_engine` names, all at once, while no rooms run."""
+        commands = dict.fromkeys(self.busy(busy_engine), MeasureLoop(seconds))
+        return cast(dict[str, LoopTimes], self._group.ask(commands, seconds + _MARGIN_S, "measuring the engine's loop"))
 
     def verify(self, mode: str, rooms: Sequence[Room], doing: str) -> dict[str, VerifyReport]:
         """Has every decode rank compare the received bytes with the expected ones; `mode` is one of `VERIFY_MODES`."""

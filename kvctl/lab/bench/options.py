@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from fractions import Fraction
 
 from kvctl.lab.faults.specification import Fault, parse_faults
-from kvctl.lab.ranks.request import PIPELINES, Load, Sizes, State, Tokens
+from kvctl.lab.ranks.request import BUSY_ENGINES, PIPELINES, Load, Sizes, State, Tokens
 from kvctl_agent.contract.config import KEYS_BY_NAME
 
 CP_MODES = KEYS_BY_NAME["cp_mode"].choices
@@ -129,6 +129,11 @@ def parse_cp_modes(text: str) -> tuple[str, ...]:
 def parse_pipelines(text: str) -> tuple[str, ...]:
     """Parses a comma-separated list of pipeline settings, each one of `PIPELINES` or a number of layers per group."""
     return _choices(text, (*PIPELINES, "4"), lambda word: word in PIPELINES or (word.isdecimal() and int(word) > 0))
+
+
+def parse_busy_engines(text: str) -> tuple[str, ...]:
+    """Parses a comma-separated list of `BUSY_ENGINES`."""
+    return _choices(text, BUSY_ENGINES, lambda word: word in BUSY_ENGINES)
 
 
 def parse_scale(text: str) -> Fraction:

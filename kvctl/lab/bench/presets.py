@@ -73,7 +73,7 @@ class Part:
         options["concurrency"], options["tokens"], options["sweep"]
     )
     program: Callable[[Options], Program] = lambda options: SideBySide(
-        options["layer_ms"], options["repeat"], options["observe"]
+        options["layer_ms"], options["repeat"], options["observe"], options["busy_engines"]
     )
     runs: int = 1
     weight: float = 1.0

@@ -22,6 +22,7 @@ class Case:
         layer_ms: simulated compute time of one layer for one chunk.
         turn: number of the stage for cases that belong to a point of `Ratios`, counted from 1; otherwise 0.
         observed: whether `kvctl top` and `kvctl status` observe the fleet meanwhile.
+        busy_engine: ranks whose engine thread runs Python between its calls, one of `BUSY_ENGINES`.
     """
 
     load: int
@@ -30,6 +31,7 @@ class Case:
     layer_ms: float = 0.0
     turn: int = 0
     observed: bool = False
+    busy_engine: str = "off"
 
 
 Latency = Callable[[Case], float | None]
@@ -63,7 +65,7 @@ class Program(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """Compares every path with every pipeline setting on every load, in turns.
+    """Compares every path with every pipeline setting and every choice of busy engines on every load, in turns.
 
     With `observe` each case runs twice: without observers, and observed by `kvctl top` and `kvctl status`.
     """
@@ -71,13 +73,15 @@ class SideBySide:
     layer_ms: float
     repeat: int
     observe: bool = False
+    busy_engines: tuple[str, ...] = ("off",)
 
     def outline(self, plan: Plan) -> list[Stage]:
         cases = (
-            Case(load, path, pipeline, self.layer_ms, observed=observed)
+            Case(load, path, pipeline, self.layer_ms, observed=observed, busy_engine=busy)
             for load in range(len(plan["loads"]))
             for path in plan["paths"]
             for pipeline in plan["pipelines"]
+            for busy in self.busy_engines
             for observed in ((False, True) if self.observe else (False,))
         )
         return [Stage(tuple(cases), self.repeat)]

@@ -20,7 +20,7 @@ from kvctl.lab.bench.trials import LOAD_STRIDE, Trial
 from kvctl.lab.bench.variants import Variant, sizes_text
 from kvctl.lab.ranks.messages import Gpu, Mismatch, Ready
 from kvctl.lab.ranks.plan import Plan, PlannedRank
-from kvctl.lab.ranks.request import FloorKind
+from kvctl.lab.ranks.request import BUSY_ENGINES, FloorKind
 
 SCHEMA = "kvctl.bench/1"
 _MAX_PROBLEMS = 3
@@ -92,9 +92,10 @@ class Results:
         """Returns the trials of each case, with the cases in the plan's order of loads, paths and pipelines."""
         paths, pipelines = self.plan["paths"], self.plan["pipelines"]
 
-        def order(case: Case) -> tuple[int, int, float, int, int, bool]:
+        def order(case: Case) -> tuple[int, int, float, int, int, int, bool]:
             pipeline = pipelines.index(case.pipeline) if case.pipeline in pipelines else -1
-            return case.load, case.turn, case.layer_ms, paths.index(case.path), pipeline, case.observed
+            busy = BUSY_ENGINES.index(case.busy_engine)
+            return case.load, case.turn, case.layer_ms, paths.index(case.path), pipeline, busy, case.observed
 
         return {case: self._trials[case] for case in sorted(self._trials, key=order)}
 

@@ -143,6 +143,28 @@ def rate(trials: Iterable[TimedTrial]) -> Rate:
     return Rate(ns / 1e9, rooms / ns * 1e9, nbytes / ns) if ns else Rate(0.0, 0.0, 0.0)
 
 
+def served_rooms_per_s(trials: Iterable[TimedTrial]) -> float | None:
+    """Returns the rate at which rooms succeed, from the first to the last success of each trial.
+
+    None unless a trial has two rooms. With open-loop arrivals, compare it with `asked_rooms_per_s`: a lower value means
+    that rooms pile up.
+    """
+    return _rate_of(sorted(each.success_ns for each in trial.timings.values()) for trial in trials)
+
+
+def asked_rooms_per_s(trials: Iterable[TimedTrial]) -> float | None:
+    """Returns the rate at which rooms arrive, as drawn; None in a closed loop."""
+    arrivals = ([room.arrival_ms for room in trial.trial.rooms if room.arrival_ms is not None] for trial in trials)
+    return _rate_of(sorted(round(at_ms * 1e6) for at_ms in each) for each in arrivals)
+
+
+def _rate_of(trials_ns: Iterable[Sequence[int]]) -> float | None:
+    """Returns intervals per second between ascending times, over several trials."""
+    spans = [(len(times) - 1, times[-1] - times[0]) for times in trials_ns if len(times) > 1]
+    ns = sum(span for _, span in spans)
+    return sum(count for count, _ in spans) / ns * 1e9 if ns else None
+
+
 def observer_cost(alone: Sequence[TimedTrial], watched: Sequence[TimedTrial]) -> float | None:
     """Returns the share of throughput lost to observers: the median over pairs of trials of the same rooms.
 

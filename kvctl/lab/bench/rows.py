@@ -13,9 +13,10 @@ from dataclasses import asdict
 from typing import Any
 
 from kvctl.lab.bench.machine import copy_roofline
-from kvctl.lab.bench.room_timing import RoomTiming, TimedTrial, rate
+from kvctl.lab.bench.room_timing import RoomTiming, TimedTrial, asked_rooms_per_s, rate, served_rooms_per_s
 from kvctl.lab.bench.statistics import median, stage_us, summary_ms
 from kvctl.lab.bench.timelines import layer_groups
+from kvctl.lab.ranks.busy_loop import LoopTimes
 from kvctl.lab.ranks.messages import Mismatch, Ready, RunReport
 from kvctl.lab.ranks.plan import Plan, PlannedLoad, PlannedRank
 from kvctl.lab.ranks.request import FloorKind
@@ -66,6 +67,7 @@ def row_of(
         "compute": plan["compute"],
         "pipeline": case.pipeline,
         "cp_mode": plan["cp_mode"],
+        "busy_engine": case.busy_engine,
         "observed": case.observed,
         "concurrency": planned["concurrency"],
         "in_flight": planned["in_flight"],
@@ -75,6 +77,9 @@ def row_of(
         "page_order": plan["page_order"],
         "layer_ms": case.layer_ms,
         "arrivals": "open" if any(room["arrival_ms"] is not None for room in prompts) else "closed",
+        "asked_rooms_per_s": asked_rooms_per_s(trials),
+        "served_rooms_per_s": served_rooms_per_s(trials),
+        **_engine_loop(trials, reports),
         "rooms": len(timings) + failed + explained.total(),
         # Number of rooms that the repeats so far would have had if every batch had run completely.
         "planned_rooms": len({each.trial.repeat for each in trials}) * sum(end - at for at, end in planned["batches"]),
@@ -189,6 +194,25 @@ def _rates(
             f"{name}_ratio": typical.gb_per_s / most if (most := roofline[kind]) else None
             for name, kind in names.items()
         },
+    }
+
+
+def _engine_loop(trials: Sequence[TimedTrial], reports: _Reports) -> dict[str, float | None]:
+    """Returns the fields on the loops of busy engines: how much slower they ran than with an idle agent, and stalls."""
+    busy = [report["loop"] for _, report in reports if "loop" in report]
+    idle = [times for trial in trials for measured in trial.trial.idle_loops for times in measured.values()]
+    if not busy or not idle:
+        return dict.fromkeys(("engine_slowdown_ratio", "engine_stall_ms", "engine_idle_stall_ms", "engine_call_ms"))
+
+    def ns_of_one(loops: Sequence[LoopTimes]) -> float:
+        return sum(each["ns"] for each in loops) / sum(each["iterations"] for each in loops)
+
+    return {
+        "engine_slowdown_ratio": 1 - ns_of_one(idle) / ns_of_one(busy),
+        "engine_stall_ms": max(each["longest_ns"] for each in busy) / 1e6,
+        # The median: on a host that runs other work, one of many short measurements has a long stall of its own.
+        "engine_idle_stall_ms": median([each["longest_ns"] / 1e6 for each in idle]),
+        "engine_call_ms": max(each["longest_call_ns"] for each in busy) / 1e6,
     }
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from kvctl.lab.bench.fleet import Fleet
 from kvctl.lab.bench.program import Case
+from kvctl.lab.ranks.busy_loop import LoopTimes
 from kvctl.lab.ranks.group import FleetError
 from kvctl.lab.ranks.messages import Room, RunReport, VerifyReport
 from kvctl.lab.ranks.plan import Plan, PlannedRoom
@@ -22,6 +23,7 @@ LOAD_STRIDE = 1 << 24
 
 # At the end of a trial, agents still have all events of about this many rooms.
 _EVENTS_KEPT_ROOMS = 32
+_IDLE_LOOP_S = 0.5
 _HOLD_ROOMS = 4
 _HOLD_PAUSE_S = 0.5
 # The first room on a path waits for kernels to compile and connections to open, so only the second one is timed.
@@ -38,6 +40,7 @@ class Trial:
         reports: report of each rank on the run, by rank name.
         verdicts: report of each decode rank on the verification, by rank name; empty if nothing was verified.
         shown: index of the room whose parts the reports list; -1 for none.
+        idle_loops: speed of the engine's loop before and after the run, of each rank with a busy engine.
     """
 
     case: Case
@@ -47,6 +50,7 @@ class Trial:
     reports: Mapping[str, RunReport]
     verdicts: Mapping[str, VerifyReport] = field(default_factory=dict)
     shown: int = -1
+    idle_loops: Sequence[Mapping[str, LoopTimes]] = ()
 
 
 class TimeBudget:
@@ -186,21 +190,27 @@ class TrialRunner:
         # The first room warms up and the last one runs alone; agents no longer have the events of early rooms.
         shown = rooms[max(len(rooms) // 2, len(rooms) - _EVENTS_KEPT_ROOMS)].index
         self._watch(case.observed)
+        idle_loops = [self._fleet.measure_loop(case.busy_engine, _IDLE_LOOP_S)]
         started = time.monotonic()
-        reports = self._fleet.run(planned["windows"], rooms, doing, case.layer_ms, self._decode_ms, shown)
-        self._budget.ran(case, repeat, planned["rooms"][first : first + count], time.monotonic() - started)
+        reports = self._fleet.run(
+            planned["windows"], rooms, doing, case.layer_ms, self._decode_ms, shown, case.busy_engine
+        )
+        seconds = time.monotonic() - started
+        idle_loops.append(self._fleet.measure_loop(case.busy_engine, _IDLE_LOOP_S))
+        self._budget.ran(case, repeat, planned["rooms"][first : first + count], seconds)
         _check_released(reports, doing)
         verdicts: Mapping[str, VerifyReport] = {}
         if self._verify != "off":
             self._on_step(f"verifying {doing}")
             verdicts = self._fleet.verify(self._verify, rooms, doing)
-        return Trial(case, batch, repeat, rooms, reports, verdicts, shown)
+        return Trial(case, batch, repeat, rooms, reports, verdicts, shown, idle_loops)
 
     def _description(self, case: Case, batch: int) -> str:
         """Returns a description of a trial for the progress display and for error messages."""
         planned = self._plan["loads"][case.load]
         watched = ["watched"] if case.observed else []
-        words = [*watched, f"batch {batch + 1} of {len(planned['batches'])}"]
+        busy = [f"busy engine {case.busy_engine}"] if case.busy_engine != "off" else []
+        words = [*busy, *watched, f"batch {batch + 1} of {len(planned['batches'])}"]
         if len(self._plan["pipelines"]) > 1:
             words.insert(0, f"pipeline {case.pipeline}")
         words.insert(0, case.path)

@@ -16,7 +16,7 @@ from kvctl.render.view import Column, Kind, Row, View, Width
 from kvctl_agent.contract.choices import HOST
 
 # Fields besides the path in which rows of one load may differ; a terminal shows only the fields that do differ.
-_DISTINGUISHING = ("fleet", "transport", "cp_mode", "pipeline", "observed")
+_DISTINGUISHING = ("fleet", "transport", "cp_mode", "pipeline", "busy_engine", "observed")
 _MAX_PATH_COLUMNS = 4
 _VERDICT_STYLES = {"PASS": "green", "FAIL": "bold red", "False": "bold red", "True": "green"}
 
@@ -53,6 +53,7 @@ BENCH = View(
         _wide("transport"),
         _wide("cp_mode"),
         _wide("pipeline"),
+        _wide("busy_engine"),
         _wide("observed", kind=Kind.FLAG),
         Column("concurrency", kind=Kind.COUNT, header="CONC"),
         Column("tokens", "tokens_drawn"),
@@ -79,6 +80,12 @@ BENCH = View(
         _wide("tpot", nanoseconds("tpot_ms", "mean"), Kind.DURATION),
         _wide("hidden", nanoseconds("hidden_ms", "mean"), Kind.DURATION),
         _wide("groups", kind=Kind.COUNT),
+        _wide("asked", "asked_rooms_per_s", Kind.RATE, "ASKED ROOMS/S"),
+        _wide("served", "served_rooms_per_s", Kind.RATE, "SERVED ROOMS/S"),
+        _wide("engine_slower", "engine_slowdown_ratio", Kind.RATIO),
+        _wide("engine_stall", nanoseconds("engine_stall_ms"), Kind.DURATION),
+        _wide("engine_idle_stall", nanoseconds("engine_idle_stall_ms"), Kind.DURATION),
+        _wide("engine_call", nanoseconds("engine_call_ms"), Kind.DURATION),
         _wide("prefix_hit", "prefix_hit_ratio", Kind.RATIO),
         _wide("descriptors_per_room", kind=Kind.NUMBER),
         _wide("writes_per_room", kind=Kind.NUMBER),
@@ -123,12 +130,14 @@ COLUMNS = {column.name: column for column in BENCH.columns}
 def contestants(rows: Sequence[Row]) -> list[str]:
     """Returns a name for each row, composed of the values of the fields in which the rows differ."""
     chosen: list[str] = []
-    for field in ("fleet", "transport", "cp_mode", "path", "pipeline", "observed"):
+    for field in ("fleet", "transport", "cp_mode", "path", "pipeline", "busy_engine", "observed"):
         known = {tuple(row.get(each) for each in chosen) for row in rows}
         if len({tuple(row.get(each) for each in (*chosen, field)) for row in rows}) > len(known):
             chosen.append(field)
 
     def word(row: Row, field: str) -> str:
+        if field == "busy_engine":
+            return "engine idle" if row[field] == "off" else f"busy {row[field]}"
         return ("watched" if row[field] else "alone") if field == "observed" else str(row[field])
 
     return [" ".join(word(row, field) for field in chosen or ["path"]) for row in rows]
@@ -235,6 +244,19 @@ _LINES: tuple[tuple[Callable[[Row], bool], Sequence[tuple[str, Column, bool]]], 
         # Requests are not only transferred: they also queue, compute or decode.
         lambda row: bool(row["layer_ms"] or row["compute"] == "gpu" or row["decode_ms"] or row["arrivals"] == "open"),
         _quantiles("TTFT", "ttft_ms", "mean", "p95"),
+    ),
+    (
+        lambda row: row["asked_rooms_per_s"] is not None,
+        (("asked, rooms/s", _rate("asked_rooms_per_s"), False), ("served, rooms/s", _rate("served_rooms_per_s"), True)),
+    ),
+    (
+        lambda row: row["busy_engine"] != "off",
+        (
+            ("engine's loop slowed down by", COLUMNS["engine_slower"], False),
+            ("  its longest stall", COLUMNS["engine_stall"], False),
+            ("  and with an idle agent", COLUMNS["engine_idle_stall"], False),
+            ("  its longest call of the agent", COLUMNS["engine_call"], False),
+        ),
     ),
     (lambda row: row["tpot_ms"]["mean"] is not None, _quantiles("TPOT", "tpot_ms", "mean")),
     (

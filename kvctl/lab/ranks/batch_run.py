@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from kvctl.lab.faults.batch_faults import Aborts, BatchFaults
+from kvctl.lab.ranks.busy_loop import BusyLoop
 from kvctl.lab.ranks.compute import Forward, Job, PipelineClock, SleepingEngine
 from kvctl.lab.ranks.content import own_side
 from kvctl.lab.ranks.geometry import model_shape
@@ -46,6 +47,7 @@ class BatchRun(ABC):
         handles: the agent's handle of every opened room, by room number.
         held: indices of ended rooms whose pages were not free at the end of the run.
         ring_samples: fill levels of the staging ring, as in `RunReport.ring_samples`.
+        busy: the loop that this thread runs instead of waiting; None: it waits.
     """
 
     def __init__(self, worker: Worker, command: Run, faults: BatchFaults | None) -> None:
@@ -59,6 +61,7 @@ class BatchRun(ABC):
         self.handles: dict[int, Handle] = {}
         self.held: list[int] = []
         self.ring_samples: list[list[int]] = []
+        self.busy = BusyLoop() if command.busy else None
 
     def drive(self, deadline_ns: int) -> None:
         """Runs until every room has ended, or until the deadline; then waits for the pages to become free.
@@ -83,6 +86,11 @@ class BatchRun(ABC):
 
     def next_change(self, until_ns: int) -> StateChange | None:
         """Waits for the next state change of any room; returns None if none occurs before `until_ns`."""
+        if self.busy is not None:
+            self.busy.iterate()
+            while self.worker.changes.empty() and time.monotonic_ns() < until_ns:
+                self.busy.iterate()
+            until_ns = 0
         left_s = (until_ns - time.monotonic_ns()) / 1e9
         try:
             change: StateChange = (
@@ -150,10 +158,13 @@ class PrefillRun(BatchRun):
 
     def _compute(self, forward: Forward, number: int) -> None:
         room, send, waiting_ns = self.rooms[number], self._sends[number], self._waiting_ns.pop(number)
+        since_ns = time.monotonic_ns()
         try:
             self._jobs[number] = forward.run(room, send, waiting_ns, self._prefetched)
         except KvctlError as error:
             send.abort(str(error))
+        if self.busy is not None:
+            self.busy.called(since_ns)
 
     def _changed(self, change: StateChange) -> None:
         number = change.handle.room

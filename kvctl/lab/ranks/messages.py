@@ -3,8 +3,8 @@
 A rank belongs to one of two kinds of fleet, chosen by `Start.live`:
 
 - In a batch fleet (`kvctl bench`, `tune`) the parent leads all ranks through phases. In each phase it sends one command
-  to a rank and waits for one answer: Start, Floors, Prepare, Run, Verify, Stop. During Run the ranks open and send the
-  rooms of a batch by themselves; the parent is not involved.
+  to a rank and waits for one answer: Start, Floors, Prepare, MeasureLoop, Run, Verify, Stop. During Run the ranks open
+  and send the rooms of a batch by themselves; the parent is not involved.
 - In a live fleet (`kvctl demo`) the parent opens rooms one by one at any time: OpenRoom, SendRoom, Abort, SetFault,
   Tell. These commands have no answers; the ranks send the reports Serving, Ended, Released, Usage and FaultState.
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NotRequired, TypedDict, get_args
 
+from kvctl.lab.ranks.busy_loop import LoopTimes
 from kvctl.lab.ranks.plan import PlannedShape
 from kvctl.lab.ranks.request import FloorKind, Role, Sizes
 from kvctl_agent.contract.choices import HOST
@@ -189,6 +190,7 @@ class Run:
         decode_ms: simulated time of one decode step; the rooms of a decode rank are decoded together.
         show: index of the room whose parts `RunReport.waterfall` lists; -1 for none.
         faults: specs of the faults in force during the run; only for ranks started with `faulty`.
+        busy: whether the engine's thread runs `BusyLoop` between its calls, instead of waiting.
     """
 
     do: ClassVar[str] = "run"
@@ -198,6 +200,15 @@ class Run:
     decode_ms: float = 0.0
     show: int = -1
     faults: tuple[str, ...] = ()
+    busy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureLoop:
+    """Tells a rank to run `BusyLoop` for `seconds` while no rooms are in flight; answered with `LoopTimes`."""
+
+    do: ClassVar[str] = "measure-loop"
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +302,7 @@ class Tell:
     sweep: bool = False
 
 
-Command = Start | Stop | Floors | Prepare | Run | Verify | OpenRoom | SendRoom | Abort | SetFault | Tell
+Command = Start | Stop | Floors | Prepare | MeasureLoop | Run | Verify | OpenRoom | SendRoom | Abort | SetFault | Tell
 COMMANDS: dict[str, type[Command]] = {kind.do: kind for kind in get_args(Command)}
 
 
@@ -385,6 +396,7 @@ class RunReport(TypedDict):
     cpu_ns: int
     peak_rss_bytes: int
     faults: NotRequired[FaultReport]  # if any were in force
+    loop: NotRequired[LoopTimes]  # if the engine's thread was busy
     # Prefill computing on a GPU: [index, ns of the room's forward without transfers], as `compute` in `rooms`; measured
     # before the run for each prompt length.
     compute_alone: NotRequired[list[list[int]]]

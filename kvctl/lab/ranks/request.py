@@ -36,6 +36,9 @@ PAGE_ORDERS = ("random", "contiguous")
 PIPELINES = ("off", "on", "measured")
 """Pipeline modes; a decimal number of layers per group is allowed as well."""
 
+BUSY_ENGINES = ("off", "prefill", "decode", "both")
+"""Ranks whose engine thread runs Python between its calls of the agent, as a scheduler does."""
+
 STAGED_PATHS = (STAGED, "auto")
 """Paths on which parts may go through the decode rank's ring."""
 

@@ -18,6 +18,7 @@ from kvctl.lab.faults.injector import FaultInjector
 from kvctl.lab.faults.specification import parse_fault, parse_faults
 from kvctl.lab.ranks import measure
 from kvctl.lab.ranks.batch_run import DecodeRun, PrefillRun
+from kvctl.lab.ranks.busy_loop import measure_idle
 from kvctl.lab.ranks.content import Content, allocate_pool, own_coord, own_side
 from kvctl.lab.ranks.geometry import model_shape
 from kvctl.lab.ranks.gpu_engine import GpuEngine, layer_work
@@ -27,6 +28,7 @@ from kvctl.lab.ranks.messages import (
     FaultState,
     FloorMeasured,
     Floors,
+    MeasureLoop,
     OpenRoom,
     Prepare,
     Ready,
@@ -131,7 +133,13 @@ class Worker:
             self.gpu = self._gpu_engine()
         self._live = LiveRooms(start, self.agent, self.content, send) if start.live else None
         self._handlers: dict[type, Callable[[Any], Mapping[str, Any] | None]] = (
-            {Floors: self._floors, Prepare: self.prepare, Run: self.run, Verify: self.verify}
+            {
+                Floors: self._floors,
+                Prepare: self.prepare,
+                MeasureLoop: lambda command: measure_idle(command.seconds),
+                Run: self.run,
+                Verify: self.verify,
+            }
             if self._live is None
             else {
                 StateChange: self._live.changed,
@@ -265,6 +273,8 @@ class Worker:
         )
         if in_force is not None:
             report["faults"] = in_force.end(run.failures)
+        if run.busy is not None:
+            report["loop"] = run.busy.times
         if self.gpu is not None:
             tokens = {room.index: room.tokens for room in rooms.values()}
             report["compute_alone"] = [[row[0], self.gpu.alone_ns(tokens[row[0]])] for row in run.rows]

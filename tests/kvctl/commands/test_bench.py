@@ -431,6 +431,22 @@ def test_interrupting_fleets_in_turns_prints_what_each_has_measured(spawn: Run):
     assert "Traceback" not in err
 
 
+def test_beside_a_busy_engine(spawn: Run) -> None:
+    options = ["--path", "staged", "--rate", "100", "--busy-engine", "off,prefill", "-o", "jsonl"]
+    bench = spawn(*TINY, *LOOPBACK, *options)
+    out, err = bench.communicate(timeout=110)
+    assert bench.returncode == 0, err
+    idle, busy = (orjson.loads(line) for line in out.splitlines())
+    assert [row["busy_engine"] for row in (idle, busy)] == ["off", "prefill"]
+    assert idle["verified"]
+    assert busy["verified"]
+    assert idle["asked_rooms_per_s"] == busy["asked_rooms_per_s"] > 0
+    assert busy["served_rooms_per_s"] > 0
+    assert idle["engine_slowdown_ratio"] is None
+    assert busy["engine_slowdown_ratio"] < 1
+    assert busy["engine_stall_ms"] > 0 < busy["engine_call_ms"]
+
+
 def test_what_being_watched_costs(spawn: Run) -> None:
     bench = spawn(*TINY, *LOOPBACK, "--path", "staged", "--observe", "--repeat", "2", "-o", "jsonl")
     out, err = bench.communicate(timeout=110)

@@ -278,6 +278,45 @@ def _stacked(title: str, runs: Sequence[Run], parts: Callable[[Run], tuple[_Part
     return figures(*(figure(title, common_load(runs), bar_chart(title, _bars(each, bar), axis)) for each in columns))
 
 
+# ---- busy engines ---------------------------------------------------------------------------------------------------
+
+
+def busy_engines(runs: Sequence[Run]) -> Markup | None:
+    """Returns the section on engines whose thread runs Python; None if no engine was busy."""
+    busy = [run for run in runs if lookup(run, "engine_stall_ms") is not None]
+    if not busy:
+        return None
+    slower = _busy_bars("Slowdown", "%", busy, lambda run: 100 * (lookup(run, "engine_slowdown_ratio") or 0.0))
+    drawn = [figure("Slowdown of the engine's loop", common_load(busy), slower)]
+    stalls = _busy_bars("Longest stall", "ms", busy, lambda run: lookup(run, "engine_stall_ms") or 0.0)
+    idle = max(lookup(run, "engine_idle_stall_ms") or 0.0 for run in busy)
+    drawn.append(figure("Longest stall of the engine's loop", f"with an idle agent {milliseconds(idle)}", stalls))
+    timed = [run for run in runs if lookup(run, "asked_rooms_per_s") and lookup(run, "served_rooms_per_s")]
+    if timed:
+        asked = max(lookup(run, "asked_rooms_per_s") or 0.0 for run in timed)
+        level = Level(f"asked {significant(asked)} rooms/s", asked)
+        rooms = _busy_bars("Rooms", "rooms/s", timed, lambda run: lookup(run, "served_rooms_per_s") or 0.0, level)
+        drawn.insert(0, figure("Rooms served", common_load(timed), rooms))
+    lead = (
+        "The thread that calls the agent runs a loop of plain Python between its calls, as a scheduler does, so the "
+        "agent's threads wait for the interpreter. The loop is compared with the same loop while the agent is idle, "
+        "measured before and after each batch."
+    )
+    return section("Beside a busy engine", lead, figures(*drawn))
+
+
+def _busy_bars(title: str, unit: str, runs: Sequence[Run], value: Callable[[Run], float], *levels: Level) -> Markup:
+    """Returns a bar chart with a bar per run; a loop that ran faster than before has no bar."""
+
+    def bar(entry: Entry) -> Bar:
+        figure_text = significant(value(entry.run))
+        tip = _tip(entry.series.label, entry.run, f"{figure_text} {unit}")
+        return Bar(entry.label, (Piece(max(0.0, value(entry.run)), f"fill c{entry.series.colour}", tip),), figure_text)
+
+    most = max([*(value(run) for run in runs), *(level.value for level in levels), 1.0])
+    return bar_chart(title, _bars(arranged(runs), bar), charts.from_zero(most, unit, significant), levels)
+
+
 _Groups = Sequence[tuple[str, Sequence[Entry]]]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvctl.lab.bench.html.charts import Level
 from kvctl.lab.bench.html.markup import Markup, joined, lookup, milliseconds, significant, tag, times
-from kvctl.lab.bench.html.plots import exposed, latencies, rings, rooflines, stages, throughput
+from kvctl.lab.bench.html.plots import busy_engines, exposed, latencies, rings, rooflines, stages, throughput
 from kvctl.lab.bench.html.series import DIMENSIONS, Run, Series, load_of, load_text, series_of, varied_dimensions
 from kvctl.lab.bench.html.waterfall import waterfalls
 from kvctl.lab.bench.timelines import ReportData
@@ -39,6 +39,7 @@ def render(report: ReportData) -> str:
         _header(title, report, runs, levels),
         _results(runs),
         throughput(runs, levels),
+        busy_engines(runs),
         latencies(runs),
         exposed(runs),
         waterfalls(report.get("waterfalls", ())),

@@ -25,6 +25,7 @@ _PATH_COLOURS = {"staged": 0, "slice": 1, "auto": 2, "bulk": 3, "direct": 4}
 DIMENSIONS: dict[str, Callable[[Any], str]] = {
     "path": str,
     "pipeline": lambda value: {"off": "not pipelined", "on": "pipelined"}.get(str(value), f"pipeline {value}"),
+    "busy_engine": lambda value: "engine idle" if value == "off" else f"busy {value}",
     "cp_mode": lambda value: f"CP {value}",
     "transport": str,
     "fleet": str,

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 import pytest
 
+from kvctl.lab.bench.html.report import render as html
 from kvctl.lab.bench.program import Case, SideBySide
 from kvctl.lab.bench.results import Measured, Outcome, Results
 from kvctl.lab.bench.traffic import Prompt, Source, Traffic
 from kvctl.lab.bench.trials import Trial
 from kvctl.lab.bench.variants import Variant
 from kvctl.lab.bench.views import BENCH, PLAN, blocks, plan_rows, plan_table
+from kvctl.lab.ranks.busy_loop import LoopTimes
 from kvctl.lab.ranks.messages import Room
 from kvctl.lab.ranks.request import PlanRequest, Sizes
 from kvctl.render.report import Grid
@@ -268,6 +271,41 @@ class TestObserved:
 
     def test_is_nothing_where_nobody_watched(self) -> None:
         assert "status -w" not in shown(outcome(measured(trial(self.ALONE))))
+
+
+class TestBusyEngine:
+    """The loop of a busy engine beside rooms, against the same loop beside an idle agent."""
+
+    CASE = Case(0, "staged", busy_engine="prefill")
+
+    def busy(self) -> Trial:
+        plain = trial(self.CASE, 30)
+        loop: LoopTimes = {"iterations": 100, "ns": 20_000_000, "longest_ns": 9_000_000, "longest_call_ns": 3_000_000}
+        idle: LoopTimes = {"iterations": 200, "ns": 10_000_000, "longest_ns": 100_000, "longest_call_ns": 0}
+        reports: Any = {name: {**report, "loop": loop} for name, report in plain.reports.items() if "prefill" in name}
+        return replace(plain, reports={**plain.reports, **reports}, idle_loops=[dict.fromkeys(reports, idle)] * 2)
+
+    def test_is_compared_with_the_idle_loop(self) -> None:
+        (row,) = outcome(measured(self.busy())).rows()
+        assert row["engine_slowdown_ratio"] == pytest.approx(0.75)
+        assert (row["engine_stall_ms"], row["engine_idle_stall_ms"], row["engine_call_ms"]) == (9.0, 0.1, 3.0)
+
+    def test_has_lines_in_the_table(self) -> None:
+        text = shown(outcome(measured(trial(Case(0, "staged"), 30), self.busy())))
+        assert "engine's loop slowed down by" in text
+        assert re.search(r"its longest stall +- +9 ms", text)
+        assert re.search(r"engine idle +.*busy prefill", text, re.IGNORECASE)
+
+    def test_has_a_section_in_the_report(self) -> None:
+        page = html(outcome(measured(trial(Case(0, "staged"), 30), self.busy())).report("kvctl bench", ""))
+        assert "Beside a busy engine" in page
+        assert "Longest stall of the engine" in page
+        assert "Beside a busy engine" not in html(outcome(measured(trial(Case(0, "staged")))).report("", ""))
+
+    def test_a_loop_without_rooms_is_not_busy(self) -> None:
+        (row,) = outcome(measured(trial(Case(0, "staged")))).rows()
+        assert row["busy_engine"] == "off"
+        assert row["engine_slowdown_ratio"] is None
 
 
 class TestOnGpus:

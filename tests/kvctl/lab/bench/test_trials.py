@@ -23,6 +23,7 @@ class FleetOnPaper:
         self.shown: list[int] = []
         self.verified = 0
         self.held = list(held)
+        self.loops: list[str] = []
 
     def prepare(
         self, batch: int, path: str, rooms: tuple[Room, ...], poison: bool, doing: str, pipeline: str = "off"
@@ -38,10 +39,16 @@ class FleetOnPaper:
         layer_ms: float,
         decode_ms: float,
         show: int = -1,
+        busy_engine: str = "off",
     ) -> dict[str, Any]:
+        self.loops.append(f"run {busy_engine}")
         self.paces.append((layer_ms, decode_ms))
         self.shown.append(show)
         return {"decode-0": {"held": self.held, "failures": [[0, "decode-0: peer lost"]]}}
+
+    def measure_loop(self, busy_engine: str, seconds: float) -> dict[str, Any]:
+        self.loops.append(f"idle {busy_engine}")
+        return {}
 
     def verify(self, mode: str, rooms: Sequence[Room], doing: str) -> dict[str, Any]:
         self.verified += 1
@@ -93,6 +100,16 @@ def test_pipelines_stand_side_by_side_like_paths():
         ("staged", "off", 0.5),
         ("staged", "on", 0.5),
     ]
+
+
+def test_the_loop_of_a_busy_engine_is_measured_before_and_after_each_run():
+    cases = SideBySide(0.0, 1, busy_engines=("off", "both")).outline(plan(batches=([[0, 3]],)))[0].cases
+    assert [(case.path, case.busy_engine) for case in cases[:2]] == [("slice", "off"), ("slice", "both")]
+    fleet = FleetOnPaper()
+    runner = TrialRunner(fleet, plan(batches=([[0, 3]],)), "full", 0.0, lambda text: None)
+    (trial,) = runner.trials([cases[1]], 1)
+    assert fleet.loops == ["idle both", "run both", "idle both"]
+    assert len(trial.idle_loops) == 2
 
 
 def test_a_case_is_run_with_its_own_pipeline_and_pace():

@@ -1,0 +1,56 @@
+"""A loop of plain Python on the engine's thread, as a scheduler's, and the measurement of its speed and stalls.
+
+While a thread runs Python, every other thread of the process waits for the interpreter (the GIL), by default up to 5 ms
+each time. So an agent beside a busy scheduler behaves differently from one beside a thread that sleeps.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TypedDict
+
+_ADDITIONS = 2000  # about 70 µs: short beside the switch interval, long beside reading the clock
+
+
+class LoopTimes(TypedDict):
+    """Measurements of a busy loop.
+
+    `ns` is the time of all iterations together, without the calls of the agent between them.
+    """
+
+    iterations: int
+    ns: int
+    longest_ns: int  # the longest iteration
+    longest_call_ns: int  # the longest call of the agent: all pages of a room, and its end
+
+
+class BusyLoop:
+    """Runs iterations of plain Python and measures them."""
+
+    def __init__(self) -> None:
+        self.times = LoopTimes(iterations=0, ns=0, longest_ns=0, longest_call_ns=0)
+
+    def iterate(self) -> None:
+        """Runs one iteration."""
+        since = time.monotonic_ns()
+        total = 0
+        for number in range(_ADDITIONS):
+            total += number
+        ns = time.monotonic_ns() - since
+        times = self.times
+        times["iterations"] += 1
+        times["ns"] += ns
+        times["longest_ns"] = max(times["longest_ns"], ns)
+
+    def called(self, since_ns: int) -> None:
+        """Records that a call of the agent, begun at `since_ns` on the monotonic clock, has returned."""
+        self.times["longest_call_ns"] = max(self.times["longest_call_ns"], time.monotonic_ns() - since_ns)
+
+
+def measure_idle(seconds: float) -> LoopTimes:
+    """Runs the loop for `seconds`, with nothing between its iterations."""
+    loop = BusyLoop()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        loop.iterate()
+    return loop.times
