@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import socket
@@ -18,6 +19,7 @@ import zmq
 
 from kvctl_agent.contract.choices import BULK, DIRECT, SLICE, STAGED
 from kvctl_agent.contract.keys import KeyPair
+from kvctl_agent.contract.processors import FEW_CORES, available_cores, engine_threads
 from kvctl_agent.contract.settings import Settings
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.contract.sockets import shortage
@@ -66,6 +68,8 @@ from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.flight_recorder import FlightRecorder
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.transport.base import Transport
+from kvctl_agent.transport.nixl.threads import DESCRIPTORS_PER_THREAD, with_threads
+from kvctl_agent.transport.nixl.threads import thread_count as engine_thread_count
 from kvctl_agent.transport.registry import open_transport, parse_params
 
 _SCRATCH_BYTES = 64 << 20  # after the ring; writers measure their connection with it; larger than CPU caches
@@ -76,7 +80,6 @@ _MAX_NAME_BYTES = 255  # of a ZMQ identity
 _DESCRIPTORS = 64
 _PATHS = (AUTO, BULK, SLICE, STAGED, DIRECT)
 _MOST_WORKERS = 4
-_FEW_CORES = 4  # with at most this many, ranks that share a host have no core to spare
 
 
 class Closable(Protocol):
@@ -204,13 +207,13 @@ def build_parts(
         raise ConfigError("with pipeline stages a rank's pool is not the whole model: pass model= to the agent")
     shape = model or pool.shape()
     pool.assign_shards(layout_of(shape, pool.page_size, rank.parallel_config, rank.coord))
-    check_settings(settings, pool)
+    params = engine_params(settings, role, rank, pool.device)
+    check_settings(settings, pool, engine_thread_count(params))
 
     with contextlib.ExitStack() as undo:
         # The transport and the memory that it registers.
         memory: list[Closable | None] = []
         undo.callback(close_all, memory)
-        params = parse_params(settings["transport_params"])
         transport = make.transport(settings["transport"], name, params, pool.device)
         undo.callback(transport.close)
         mailbox = Mailbox()
@@ -364,9 +367,27 @@ def worker_count(settings: Settings, device: Device | None) -> int:
     return thread_count(settings["workers"], _MOST_WORKERS if device is None else 1)
 
 
-def check_settings(settings: Settings, pool: KVPool) -> None:
+def engine_params(settings: Settings, role: str, rank: Rank, device: Device | None) -> dict[str, str]:
+    """Returns the transport's parameters, and adds the automatic ones to the settings, for `kvctl config`.
+
+    Only prefill ranks write. On a GPU the CPU copies nothing, and NIXL's threads do not make the device current, which
+    UCX needs when it connects a peer: there, threads are used only if they are configured.
+
+    Raises:
+        ConfigError: the configured parameters are malformed.
+    """
+    params = parse_params(settings["transport_params"])
+    if settings["transport"] == "nixl":
+        ranks = math.prod((rank.dp_size, rank.pp_size, rank.cp_size, rank.tp_size))
+        writes = role == "prefill" and device is None
+        params = with_threads(params, engine_threads(available_cores(), ranks) if writes else 0)
+        settings.complete("transport_params", ",".join(f"{name}={value}" for name, value in params.items()))
+    return params
+
+
+def check_settings(settings: Settings, pool: KVPool, engine_threads: int) -> None:
     """Raises ConfigError if settings do not suit the pool's device, or the process can open too few descriptors."""
-    if (text := shortage(_DESCRIPTORS)) is not None:
+    if (text := shortage(_DESCRIPTORS + engine_threads * DESCRIPTORS_PER_THREAD)) is not None:
         raise ConfigError(f"this process cannot hold an agent: {text}")
     check_path(settings["path"], pool)
     if pool.device is not None and settings["checksum"]:
@@ -379,7 +400,7 @@ def thread_count(configured: int | None, most: int) -> int:
     """Returns `configured`; if it is None, 1 on a machine with few cores and `most` otherwise."""
     if configured is not None:
         return configured
-    return 1 if len(os.sched_getaffinity(0)) <= _FEW_CORES else most
+    return 1 if available_cores() <= FEW_CORES else most
 
 
 def check_path(path: str, pool: KVPool) -> None:

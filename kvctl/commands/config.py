@@ -84,7 +84,7 @@ def config() -> None:
 )
 @pass_settings
 def show(settings: Settings, origin: bool) -> None:
-    """List every value with its origin: default, file, environment or argument.
+    """List every value with its origin: default, automatic, file, environment or argument.
 
     Agents with the same value from the same origin share a row.
     """

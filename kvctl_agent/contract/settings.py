@@ -27,14 +27,14 @@ _FALSE = ("0", "false", "off", "no")
 
 
 class Setting(NamedTuple):
-    """A value and its source: "default", "file <path>", "environment KVCTL_X" or "argument"."""
+    """A value and its source: "default", "automatic", "file <path>", "environment KVCTL_X" or "argument"."""
 
     value: Value
     origin: str
 
 
 class Settings(Mapping[str, Any]):
-    """Mapping from every configuration key to its value; only `change` changes a value.
+    """Mapping from every configuration key to its value; only `change` and `complete` change a value.
 
     Values are typed Any: write `workers: int | None = settings["workers"]`; the loader has checked that the value has
     the key's declared type.
@@ -82,6 +82,13 @@ class Settings(Mapping[str, Any]):
         if before.value != now.value:
             self._entries = entries
         return before.value, now.value
+
+    def complete(self, name: str, value: Value) -> None:
+        """Replaces a value by one that the agent has completed; the origin of a default becomes "automatic"."""
+        before = self._entries[name]
+        if value != before.value:
+            origin = "automatic" if before.origin == "default" else before.origin
+            self._entries[name] = Setting(value, origin)
 
     def rows(self) -> list[ConfigRow]:
         """Returns the reply to the admin command `config`: one row per key, in order of declaration."""

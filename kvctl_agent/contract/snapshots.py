@@ -51,7 +51,7 @@ class ConfigRow(TypedDict):
     key: str
     value: str | int | float | bool | None
     default: str | int | float | bool | None
-    origin: str  # "default", "file <path>", "environment KVCTL_X", "argument"
+    origin: str  # "default", "automatic", "file <path>", "environment KVCTL_X", "argument"
     unit: str
     runtime: bool
     help: str

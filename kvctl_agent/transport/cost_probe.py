@@ -27,7 +27,7 @@ DEVICE_BIG_BYTES = 256 << 20
 """Size of the large write between GPUs; with 16 MiB NVLink reaches half its rate."""
 _PAYS_US = 4000.0
 _SIZES = (512, 4096, 32768, 262144)
-_COUNTS = (256, 256, 64, 8)
+_COUNTS = (256, 256, 512, 8)
 _LEAST_BYTES = 2 * 262144
 
 

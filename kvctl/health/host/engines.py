@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from kvctl.health.finding import Severity
 from kvctl.health.host.view import Fact, HostView
+from kvctl_agent.contract.processors import engine_threads
 
 Environments = Mapping[str, Mapping[str, str]]
 """Environment variables of agents, by the agent's name."""
@@ -118,6 +120,49 @@ def engine_facts(host: HostView, environments: Environments) -> Iterator[Fact]:
     for (tls, devices), owners in _grouped(environments, ("UCX_TLS", "UCX_NET_DEVICES")).items():
         yield _ucx(host, tls, devices, owners)
     yield from _mooncake_settings(environments)
+
+
+class NixlWriter(NamedTuple):
+    """A prefill agent with NIXL and a KV pool in host memory.
+
+    Attributes:
+        name: name of the agent.
+        threads: threads of its NIXL backend.
+        ranks: number of ranks of its instance.
+    """
+
+    name: str
+    threads: int
+    ranks: int
+
+
+def thread_facts(cores: int, writers: Iterable[NixlWriter]) -> Iterator[Fact]:
+    """Checks the number of NIXL's threads of the prefill agents of this host, if there are any, against its cores."""
+    writers = list(writers)
+    if not writers:
+        return
+    total = sum(writer.threads for writer in writers)
+    found = f"{total} in {len(writers)} agent{'s' * (len(writers) != 1)}, {cores} core{'s' * (cores != 1)}"
+    without = [each for each in writers if not each.threads and engine_threads(cores, each.ranks)]
+    if total > cores:
+        yield Fact(
+            "NIXL threads",
+            found,
+            "large writes take turns, and one peer that does not answer keeps all cores busy",
+            Severity.WARNING,
+            "remove num_threads from transport_params, so that each agent chooses it, or lower it",
+        )
+    elif without:
+        names = without[0].name if len(without) == 1 else f"{without[0].name} and {len(without) - 1} others"
+        yield Fact(
+            "NIXL threads",
+            f"{found}; none in {names}",
+            "one core copies all bytes of such an agent, at a fraction of the rate of several",
+            Severity.WARNING,
+            f"remove num_threads=0 from transport_params; automatic: {engine_threads(cores, without[0].ranks)}",
+        )
+    else:
+        yield Fact("NIXL threads", found, "large writes are divided among them" if total else "too few cores for any")
 
 
 def _wheels(host: HostView) -> Iterator[Fact]:

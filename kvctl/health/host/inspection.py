@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from kvctl.client.faults import Fault, FaultCode
@@ -10,8 +11,9 @@ from kvctl.client.fleet import Survey
 from kvctl.health.answers import inner, number, text, texts
 from kvctl.health.finding import Finding, Severity
 from kvctl.health.host import engines, system
+from kvctl.health.host.engines import NixlWriter
 from kvctl.health.host.view import Fact, HostView, LocalAgent, listener_pid
-from kvctl.health.snapshot import Snapshot
+from kvctl.health.snapshot import Agent, Snapshot
 from kvctl_agent.contract import VERSION
 
 _FIXED_PORTS = ("KVCTL_ADMIN_ENDPOINT", "KVCTL_METRICS_ENDPOINT")
@@ -45,10 +47,22 @@ def inspect(host: HostView, directory: Path, snapshot: Snapshot | None = None) -
         *engines.device_facts(host, environments),
         *system.limit_facts(host),
         *engines.engine_facts(host, environments),
+        *engines.thread_facts(host.cores(), _nixl_writers(agents.values())),
         *system.environment_facts(host, directory, dict(_fixed_ports(host))),
         version_fact({agent.name: text(agent.status, "version") for agent in agents.values()}),
     ]
     return sorted(found, key=lambda fact: -fact.severity)
+
+
+def _nixl_writers(agents: Iterable[Agent]) -> Iterator[NixlWriter]:
+    """Yields the prefill agents of this host whose KV pool is in host memory and whose transport is NIXL."""
+    for agent in agents:
+        threads = text(inner(agent.status, "transport"), "threads")
+        local = agent.answer.endpoint.path is not None
+        if local and threads.isdecimal() and (agent.role, text(agent.status, "device")) == ("prefill", "cpu"):
+            sizes = inner(agent.status, "sizes")
+            ranks = math.prod(int(number(sizes, axis) or 1) for axis in sizes)
+            yield NixlWriter(agent.name, int(threads), ranks)
 
 
 def version_fact(agents: Mapping[str, str]) -> Fact:

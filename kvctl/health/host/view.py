@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvctl.health.finding import Severity
+from kvctl_agent.contract.processors import available_cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class HostView:
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     limit: Callable[[int], tuple[int, int]] = resource.getrlimit
     packages: Callable[[], Mapping[str, str]] = _packages
-    cores: Callable[[], int] = lambda: len(os.sched_getaffinity(0))
+    cores: Callable[[], int] = available_cores
     agents: tuple[LocalAgent, ...] = ()
 
     def path(self, path: str) -> Path:

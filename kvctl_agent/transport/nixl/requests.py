@@ -99,7 +99,9 @@ class InFlight(AbandonedWrites[NixlWrite]):
         self._open: set[NixlWrite] = set()
 
     def post(self, peer: Peer, handle: int, nbytes: int, descriptors: int) -> NixlWrite:
-        """Posts a request. Between host memories of one host, this call copies the bytes, with the GIL released.
+        """Posts a request.
+
+        Between host memories of one host, this call copies the bytes, with the GIL released, unless NIXL's threads do.
 
         Raises:
             PeerDisconnected, TransportError: the post failed; the request is freed.

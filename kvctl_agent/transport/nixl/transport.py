@@ -53,6 +53,7 @@ from kvctl_agent.transport.engine_errors import captured_stderr, explain_refusal
 from kvctl_agent.transport.environment import require_cuda_transports
 from kvctl_agent.transport.nixl import binding
 from kvctl_agent.transport.nixl.requests import InFlight, NixlPrepared, NixlWrite, Peer
+from kvctl_agent.transport.nixl.threads import thread_count
 
 _MAGIC = b"kvctl-nixl-2"
 _LINGER_S = 0.1
@@ -71,6 +72,7 @@ class NixlTransport:
     def __init__(self, agent_name: str, params: Mapping[str, str], device: Device | None = None) -> None:
         backend_params = dict(params)
         self._backend = backend_params.pop("backend", "UCX")
+        self._threads = thread_count(backend_params)
         own_name = f"{quote(agent_name, safe='', errors='surrogatepass')}#{secrets.token_hex(8)}"
         self._device = device
         if device is not None:
@@ -232,6 +234,7 @@ class NixlTransport:
         return {
             "engine": f"nixl {self._engine.version}",
             "backend": self._backend,
+            "threads": self._threads,
             "lanes": [settings.get("UCX_TLS", "UCX default")],
             "environment": settings,
         }

@@ -19,11 +19,18 @@ import pytest
 
 import kvctl_agent
 from kvctl_agent.transport import Arrival, Region, Transport, Write, open_transport
+from kvctl_agent.transport.registry import parse_params
 
 POOL_BYTES = 4 << 20
 DUTY_S = 0.005
 REPOSITORY = Path(kvctl_agent.__file__).parents[1]
 PEER = Path(__file__).with_name("peer.py")
+
+
+def open_engine(engine: str, name: str) -> Transport:
+    """Opens a transport given by its name, and after a space its parameters."""
+    transport, _, params = engine.partition(" ")
+    return open_transport(transport, name, parse_params(params))
 
 
 class Agent:
@@ -35,7 +42,7 @@ class Agent:
 
     def __init__(self, engine: str, name: str, neighbours: list[Agent]) -> None:
         self._neighbours = neighbours
-        self.transport: Transport = open_transport(engine, name)
+        self.transport: Transport = open_engine(engine, name)
         self.pool = np.zeros(POOL_BYTES, np.uint8)
         self.addr = self.pool.ctypes.data
         self.transport.register([Region(self.addr, POOL_BYTES)])
@@ -179,9 +186,19 @@ def _sockets() -> set[str]:
     return {target for target in found if target.startswith("socket:")}
 
 
-@pytest.fixture(scope="module", params=["nixl", "mooncake", "loopback"])
+ENGINES = ["nixl", "mooncake", "loopback"]
+WITH_THREADS = pytest.mark.parametrize(
+    "engine",
+    [*ENGINES, *(f"nixl num_threads={threads},split_batch_size=1" for threads in (2, 4))],
+    indirect=True,
+    scope="module",
+)
+"""Runs a module's tests also on NIXL with threads, which then send even a single descriptor."""
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> str:
-    """Runs each test that uses it on every transport."""
+    """Runs each test that uses it on every transport; parameters follow the transport's name after a space."""
     name: str = request.param
     if name == "mooncake":
         request.getfixturevalue("mooncake_started")

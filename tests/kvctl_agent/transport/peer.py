@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvctl_agent.transport import Region, Transport, open_transport
+from kvctl_agent.transport.registry import parse_params
 
 POOL_BYTES = int(os.environ.get("PEER_POOL_BYTES", 4 << 20))
 DUTY_S = 0.005
@@ -64,7 +65,8 @@ def idle(transport: Transport, seconds: float, poll_s: float) -> float:
 
 def main() -> None:
     engine, name, answers = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    transport = open_transport(engine, name)
+    transport_name, _, params = engine.partition(" ")
+    transport = open_transport(transport_name, name, parse_params(params))
     pool = np.zeros(POOL_BYTES, np.uint8)
     transport.register([Region(pool.ctypes.data, POOL_BYTES)])
     with os.fdopen(answers, "w") as out:

@@ -9,6 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from tests.kvctl_agent.transport.conftest import WITH_THREADS
+
+pytestmark = WITH_THREADS
 WRITES = 300
 
 

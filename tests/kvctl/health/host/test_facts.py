@@ -223,6 +223,33 @@ class TestEngines:
         ]
 
 
+class TestThreads:
+    def said(self, cores: int, *writers: tuple[str, int, int]) -> list[Fact]:
+        return list(engines.thread_facts(cores, [engines.NixlWriter(*writer) for writer in writers]))
+
+    def test_without_nixl_there_is_nothing_to_say(self) -> None:
+        assert self.said(64) == []
+
+    @pytest.mark.parametrize(
+        ("cores", "writers", "severity", "found", "remedy"),
+        [
+            (64, [("a", 8, 4), ("b", 8, 4)], Severity.INFO, "16 in 2 agents, 64 cores", ""),
+            (2, [("a", 0, 1)], Severity.INFO, "0 in 1 agent, 2 cores", ""),
+            (64, [("a", 0, 4), ("b", 8, 4)], Severity.WARNING, "none in a", "automatic: 8"),
+            (32, [("a", 0, 8), ("b", 0, 8), ("c", 0, 8)], Severity.WARNING, "none in a and 2 others", "automatic: 2"),
+            (8, [("a", 8, 1), ("b", 8, 1)], Severity.WARNING, "16 in 2 agents, 8 cores", "lower it"),
+        ],
+    )
+    def test_a_number_that_does_not_suit_the_host(
+        self, cores: int, writers: list[tuple[str, int, int]], severity: Severity, found: str, remedy: str
+    ) -> None:
+        (fact,) = self.said(cores, *writers)
+        assert (fact.topic, fact.severity) == ("NIXL threads", severity)
+        assert found in fact.found
+        assert remedy in fact.remedy
+        assert bool(fact.remedy) is (severity is Severity.WARNING)
+
+
 class TestSurroundings:
     def said(self, host: HostView, directory: Path, **ports: int) -> list[Fact]:
         return list(system.environment_facts(host, directory, ports))
