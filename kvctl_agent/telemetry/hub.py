@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from array import array
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -348,7 +349,8 @@ class SpanRate:
 
     Overlapping spans are merged when they are added, so the memory depends on the gaps between transfers and not on
     their number. A span stops growing at 1/64 of the window, which keeps the start of the window precise; of a span
-    that crosses an end of the window, the proportional share of its bytes counts.
+    that crosses an end of the window, the proportional share of its bytes counts. Totals over all stored spans make the
+    cost of a query depend only on the spans that cross or lie outside the window's ends.
     """
 
     def __init__(self, window_ns: int) -> None:
@@ -357,6 +359,8 @@ class SpanRate:
         self._writers = threading.Lock()
         self._version = 0  # odd while a writer changes the spans; a reader that notices it retries
         self._spans: deque[_Span] = deque()
+        self._busy_ns = 0  # total length of the spans
+        self._bytes = 0.0
         self._rooms: deque[int] = deque()
         self._latest = 0
 
@@ -370,7 +374,7 @@ class SpanRate:
             self._version += 1
 
     def room(self, at: int) -> None:
-        """Counts a room that finished at monotonic `at`."""
+        """Counts a room that finished at monotonic `at`, which is not before that of the previous call."""
         with self._writers:
             self._version += 1
             self._rooms.append(at)
@@ -379,18 +383,43 @@ class SpanRate:
 
     def window(self, now: int) -> RateWindow:
         """Returns the rate over the window that ends at monotonic `now`."""
-        spans, rooms = self._copy()
+        while True:
+            version = self._version
+            if version % 2 == 0:
+                try:
+                    window = self._window_at(now)
+                except RuntimeError:  # changed during the iteration
+                    continue
+                if version == self._version:
+                    return window
+            time.sleep(0)  # let the writer finish
+
+    def _window_at(self, now: int) -> RateWindow:
         since = now - self._window
-        moved, busy = 0.0, 0
-        for start, end, nbytes in spans:
-            inside = min(end, now) - max(start, since)
-            if inside > 0:
-                moved += nbytes * inside / (end - start)
-                busy += inside
-        finished = sum(since < at <= now for at in rooms)
+        moved, busy, finished = self._bytes, self._busy_ns, len(self._rooms)
+        for start, end, nbytes in self._spans:
+            if start >= since:
+                break
+            outside = min(end, since) - start
+            moved -= nbytes * outside / (end - start)
+            busy -= outside
+        for start, end, nbytes in reversed(self._spans):
+            if end <= now:
+                break
+            outside = end - max(start, now)
+            moved -= nbytes * outside / (end - start)
+            busy -= outside
+        for at in self._rooms:
+            if at > since:
+                break
+            finished -= 1
+        for at in reversed(self._rooms):
+            if at <= now:
+                break
+            finished -= 1
         return {
             "window_ns": self._window,
-            "bytes": round(moved),
+            "bytes": round(moved) if busy else 0,
             "gb_per_s": moved / busy if busy else None,  # bytes per ns are GB per s
             "rooms_per_s": finished * 1e9 / self._window if finished else None,
         }
@@ -398,6 +427,7 @@ class SpanRate:
     def _merge(self, start: int, end: int, nbytes: float) -> None:
         spans = self._spans
         later: list[_Span] = []
+        self._bytes += nbytes
         while spans and spans[-1][1] >= start:
             last = spans.pop()
             last_start, last_end, last_bytes = last
@@ -410,8 +440,10 @@ class SpanRate:
                 spans.append((last_start, last_end, last_bytes + share))
                 start, nbytes = last_end, nbytes - share
                 break
+            self._busy_ns -= last_end - last_start
             start, end, nbytes = min(start, last_start), max(end, last_end), nbytes + last_bytes
         if start < end:
+            self._busy_ns += end - start
             spans.append((start, end, nbytes))
         spans.extend(reversed(later))
 
@@ -419,43 +451,35 @@ class SpanRate:
         self._latest = max(self._latest, moment)
         since = self._latest - self._window
         while self._spans and self._spans[0][1] <= since:
-            self._spans.popleft()
+            start, end, nbytes = self._spans.popleft()
+            self._busy_ns -= end - start
+            self._bytes = self._bytes - nbytes if self._spans else 0.0  # zero, so that rounding errors do not add up
         while self._rooms and self._rooms[0] <= since:
             self._rooms.popleft()
-
-    def _copy(self) -> tuple[list[_Span], list[int]]:
-        while True:
-            version = self._version
-            if version % 2 == 0:
-                try:
-                    copy = list(self._spans), list(self._rooms)
-                except RuntimeError:  # changed during the iteration
-                    continue
-                if version == self._version:
-                    return copy
-            time.sleep(0)  # let the writer finish
 
 
 class Latencies:
     """Exact quantiles of the last `keep` room latencies; the reported count includes all earlier latencies."""
 
     def __init__(self, keep: int = 1024) -> None:
-        self._kept: deque[int] = deque(maxlen=keep)
+        self._keep = keep
+        self._latest: deque[int] = deque()
+        self._ascending: list[int] = []
         self._count = 0
 
     def add(self, latency_ns: int) -> None:
         """Adds one latency; only one thread may call this method."""
-        self._kept.append(latency_ns)
+        # Kept in order, so that a query does not sort: it copies, while a room costs two binary searches.
+        ascending = self._ascending
+        if len(self._latest) == self._keep:
+            del ascending[bisect_left(ascending, self._latest.popleft())]
+        self._latest.append(latency_ns)
+        insort(ascending, latency_ns)
         self._count += 1
 
     def summary(self) -> LatencySummary:
         """Returns the quantiles in ns, by nearest rank (None before the first latency), and the number of latencies."""
-        while True:
-            try:
-                kept = sorted(self._kept)
-                break
-            except RuntimeError:  # a value was added during the iteration
-                continue
+        kept = self._ascending.copy()
         return {
             "p50_ns": nearest_rank(kept, 0.50),
             "p90_ns": nearest_rank(kept, 0.90),

@@ -120,6 +120,26 @@ def test_in_any_order_time_is_the_union_and_no_byte_is_lost(spans: list[tuple[in
     assert window["gb_per_s"] == pytest.approx(total / union(spans))
 
 
+@given(spans_strategy, st.lists(st.integers(0, 3000)), st.integers(1, 2000), st.integers(0, 4000))
+def test_a_window_is_the_sum_of_the_shares_of_its_spans(
+    spans: list[tuple[int, int, int]], rooms: list[int], length: int, now: int
+) -> None:
+    """Compares the totals that the rate keeps with a sum over all stored spans, also where it has dropped old ones."""
+    made = rate(spans, length)
+    for at in sorted(rooms):
+        made.room(at)
+    shares = [
+        (max(0, min(end, now) - max(start, now - length)), end - start, nbytes) for start, end, nbytes in made._spans
+    ]
+    busy = sum(inside for inside, _, _ in shares)
+    moved = sum(nbytes * inside / whole for inside, whole, nbytes in shares)
+    window = made.window(now)
+    assert window["bytes"] == pytest.approx(moved, abs=1)
+    assert window["gb_per_s"] == (pytest.approx(moved / busy, abs=1e-6) if busy else None)
+    finished = sum(now - length < at <= now for at in made._rooms)
+    assert window["rooms_per_s"] == (finished * 1e9 / length if finished else None)
+
+
 def test_rooms_per_second() -> None:
     made = SpanRate(2 * SECOND)
     for number in range(10):
@@ -168,6 +188,15 @@ class TestLatencies:
 
     def test_one_value_is_every_quantile(self) -> None:
         assert [nearest_rank([7], quantile) for quantile in (0.0, 0.5, 1.0)] == [7, 7, 7]
+
+    @given(st.lists(st.integers(0, 20)), st.integers(1, 8))
+    def test_quantiles_are_those_of_the_latest(self, values: list[int], keep: int) -> None:
+        latencies = Latencies(keep)
+        for value in values:
+            latencies.add(value)
+        kept = sorted(values[-keep:])
+        quantiles = {f"p{percent}_ns": nearest_rank(kept, percent / 100) for percent in (50, 90, 99)}
+        assert latencies.summary() == {**quantiles, "count": len(values)}
 
     def test_only_the_latest_are_summarised_but_all_are_counted(self) -> None:
         latencies = Latencies(keep=10)
