@@ -32,6 +32,7 @@ from kvctl_agent.contract.sockets import shortage
 _DESCRIPTORS_PER_SOCKET = 4
 _DESCRIPTORS_OF_KVCTL = 64
 _DESCRIPTORS_OF_ZMQ = 8  # per context; libzmq aborts if it gets only some of them
+_SILENCE_MS = 100  # without any answer, after which agents are checked for having ended
 _HANDSHAKE_EVENTS = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_CONNECT_RETRIED
@@ -183,7 +184,12 @@ class Fanout:
             poller.register(monitor, zmq.POLLIN)
         deadline = time.monotonic_ns() + timeout_ns
         while pending and (left_ns := deadline - time.monotonic_ns()) > 0:
-            for socket, _ in poller.poll(left_ns // 1_000_000 + 1):
+            ready = poller.poll(min(left_ns // 1_000_000 + 1, _SILENCE_MS))
+            if not ready:
+                for endpoint in {waiting.endpoint for waiting in pending.values()}:
+                    if (fault := _ended_or_stopped(endpoint)) is not None:
+                        self._fail_pending(endpoint, fault.code, fault.message, pending, replies)
+            for socket, _ in ready:
                 if socket in by_socket:
                     self._drain(socket, by_socket[socket], pending, replies)
                     continue
@@ -256,7 +262,7 @@ class Fanout:
     def _fail_pending(
         self,
         endpoint: Endpoint,
-        code: FaultCode,
+        code: str,
         text: str,
         pending: dict[bytes, _Pending],
         replies: dict[int, Reply],
@@ -281,15 +287,20 @@ def _decoded(waiting: _Pending, body: bytes) -> Reply:
     return _fault_reply(waiting, ErrorCode.PROTOCOL, text)
 
 
+def _ended_or_stopped(endpoint: Endpoint) -> Fault | None:
+    """Returns the fault of a local agent whose process has ended or is stopped; None otherwise."""
+    if endpoint.path is None:
+        return None
+    if (pid := stopped_pid(endpoint.path)) is not None:
+        return stopped(endpoint.name, pid)
+    if probe(endpoint.path) in (errno.ECONNREFUSED, errno.ENOENT):
+        return Fault(endpoint.name, FaultCode.UNREACHABLE, "its process ended before it answered")
+    return None
+
+
 def _timeout_fault(endpoint: Endpoint, timeout_ns: int) -> Fault:
-    """Returns the fault for a request without an answer: the process may have ended or been stopped meanwhile."""
-    if endpoint.path is not None:
-        if (pid := stopped_pid(endpoint.path)) is not None:
-            return stopped(endpoint.name, pid)
-        if probe(endpoint.path) in (errno.ECONNREFUSED, errno.ENOENT):
-            return Fault(endpoint.name, FaultCode.UNREACHABLE, "its process ended before it answered")
     text = f"no answer within {timeout_ns / 1e9:g} s: the process hangs, or raise --timeout"
-    return Fault(endpoint.name, FaultCode.TIMEOUT, text)
+    return _ended_or_stopped(endpoint) or Fault(endpoint.name, FaultCode.TIMEOUT, text)
 
 
 def _fault_reply(waiting: _Pending, code: str, message: str) -> Reply:

@@ -102,15 +102,26 @@ class Fleet:
         labels: role, instance coordinates (dp, pp, cp, tp, unique), name, version or device; all must match.
         timeout_ns: longest time to wait for the answers to one batch of requests.
         keys: keys for agents on TCP.
+        discovery_ns: time for which surveys reuse the discovered agents and their answers to `hello`, unless a survey
+            has a fault or no agent. Discovery connects to each agent, so ten surveys a second cost a busy fleet twice
+            as much with it.
     """
 
     def __init__(
-        self, endpoints: Sequence[str], labels: Mapping[str, str], timeout_ns: int, keys: KeyNames = NO_KEYS
+        self,
+        endpoints: Sequence[str],
+        labels: Mapping[str, str],
+        timeout_ns: int,
+        keys: KeyNames = NO_KEYS,
+        discovery_ns: int = 0,
     ) -> None:
         self._endpoints = endpoints
         self._labels = labels
         self._timeout_ns = timeout_ns
         self._fanout = Fanout(keys)
+        self._discovery_ns = discovery_ns
+        self._discovery_due_ns = 0
+        self._hellos: dict[Endpoint, Reply] = {}
 
     def __enter__(self) -> Fleet:
         return self
@@ -126,7 +137,13 @@ class Fleet:
             clock_rounds: number of hellos per agent; the first includes the time to connect, so a precise clock offset
                 needs several.
         """
-        survey = gather(discover(self._endpoints), calls, self._labels, self.ask)
+        now = time.monotonic_ns()
+        if now >= self._discovery_due_ns:
+            self._found, self._hellos = discover(self._endpoints), {}
+            self._discovery_due_ns = now + self._discovery_ns
+        survey = gather(self._found, calls, self._labels, self.ask, self._hellos)
+        if survey.faults or not survey.agents:
+            self._discovery_due_ns = 0
         for _ in range(clock_rounds - 1):
             self._refine_clocks(survey.agents)
         survey.at_ns, survey.tick_ns = time.time_ns(), time.monotonic_ns()
@@ -153,7 +170,9 @@ class Fleet:
                 agent.clock = estimate(reply.sent_at_ns, reply.received_at_ns, reply.data["now_ns"])
 
 
-def gather(found: Discovery, calls: Sequence[Call], labels: Mapping[str, str], ask: Ask) -> Survey:
+def gather(
+    found: Discovery, calls: Sequence[Call], labels: Mapping[str, str], ask: Ask, hellos: dict[Endpoint, Reply]
+) -> Survey:
     """Queries the live agents of `found`, and returns those with a compatible protocol that match the labels.
 
     Args:
@@ -161,21 +180,29 @@ def gather(found: Discovery, calls: Sequence[Call], labels: Mapping[str, str], a
         calls: commands to send, each at most once.
         labels: labels that an agent must have.
         ask: sends requests and returns one reply per request, in their order.
+        hellos: replies to `hello` to use; those of other agents are requested and added.
     """
     survey = Survey(found, faults=list(found.faults))
-    asked = [_HELLO, *([_STATUS] if labels and _STATUS not in calls else []), *calls]
-    by_endpoint: dict[Endpoint, list[Reply]] = {}
-    for reply in ask([(endpoint, call) for endpoint in found.live for call in asked]):
-        by_endpoint.setdefault(reply.endpoint, []).append(reply)
+    asked = [*([_STATUS] if labels and _STATUS not in calls else []), *calls]
+    requests = [
+        (endpoint, call) for endpoint in found.live for call in (asked if endpoint in hellos else (_HELLO, *asked))
+    ]
+    by_endpoint: dict[Endpoint, list[Reply]] = {endpoint: [] for endpoint in found.live}
+    for reply in ask(requests):
+        if reply.call == _HELLO:
+            hellos[reply.endpoint] = reply
+        else:
+            by_endpoint[reply.endpoint].append(reply)
     for endpoint, replies in by_endpoint.items():
-        _add_agent(endpoint, replies, labels, survey)
+        _add_agent(endpoint, hellos[endpoint], replies, labels, survey)
     rename_duplicates(survey.agents)
     survey.agents.sort(key=lambda agent: agent.name)
     return survey
 
 
-def _add_agent(endpoint: Endpoint, replies: Sequence[Reply], labels: Mapping[str, str], survey: Survey) -> None:
-    hello, *others = replies
+def _add_agent(
+    endpoint: Endpoint, hello: Reply, others: Sequence[Reply], labels: Mapping[str, str], survey: Survey
+) -> None:
     fault = hello.fault or _protocol_fault(endpoint, hello.data)
     if fault is not None:
         survey.faults.append(fault)

@@ -386,7 +386,7 @@ class RecordingSource:
         """Returns the answers in the current snapshot, with the clock offsets measured when it was recorded."""
         snapshot = self._file[self.moment]
         with content_errors(self._path):
-            survey = gather(self._select(snapshot), calls, self._labels, self._ask)
+            survey = gather(self._select(snapshot), calls, self._labels, self._ask, {})
             survey.at_ns = survey.tick_ns = snapshot.at_ns
             survey.remarks.append(self._when())
             for agent in survey.agents:

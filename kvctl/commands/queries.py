@@ -22,6 +22,9 @@ from kvctl_agent.contract.admin import socket_dir
 
 Read = Callable[[Survey], Report]
 
+_DISCOVERY_NS = 1_000_000_000
+"""With `-w`, the longest time until a new agent is shown."""
+
 
 def source(settings: Settings) -> Source:
     """Returns the source of the answers: the live agents, or the file of `--from`.
@@ -30,7 +33,8 @@ def source(settings: Settings) -> Source:
         CliError: the file cannot be read.
     """
     if settings.from_file is None:
-        return Fleet(settings.endpoints, settings.labels, settings.timeout_ns, settings.keys)
+        discovery_ns = 0 if settings.watch_ns is None else _DISCOVERY_NS
+        return Fleet(settings.endpoints, settings.labels, settings.timeout_ns, settings.keys, discovery_ns)
     from kvctl.client.recordings import RecordingSource
 
     first = 0 if settings.watch_ns is not None else -1

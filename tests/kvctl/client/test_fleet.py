@@ -53,6 +53,21 @@ def test_a_refused_command_is_a_fault_of_that_agent_only(start: Any) -> None:
     assert [(fault.agent, fault.code) for fault in found.faults] == [("decode-1", "not-permitted")]
 
 
+def test_repeated_surveys_reuse_the_discovered_agents_until_a_fault(start: Any) -> None:
+    first = start("decode-0")
+    with Fleet((), {}, 2 * SECOND_NS, discovery_ns=3600 * SECOND_NS) as fleet:
+        assert [agent.name for agent in fleet.survey().agents] == ["decode-0"]
+        start("decode-1", protocol=[7, 9])
+        again = fleet.survey([Call("status")])
+        assert [(agent.name, agent.data.keys()) for agent in again.agents] == [("decode-0", {"status"})]
+        first.close()
+        (fault,) = fleet.survey([Call("status")]).faults
+        assert (fault.agent, fault.code) == ("decode-0", "unreachable")
+        found = fleet.survey([Call("status")])
+        assert found.agents == []
+        assert [(fault.agent, fault.code) for fault in found.faults] == [("decode-1", "protocol")]
+
+
 def test_more_rounds_find_the_offset_of_a_clock_that_is_ahead(start: Any, socket_directory: Path) -> None:
     start("decode-0", ahead_ns=3600 * SECOND_NS)
     (agent,) = survey(rounds=3).agents
