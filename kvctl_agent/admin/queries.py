@@ -285,6 +285,8 @@ class AdminQueries:
         peers = [peer.state for peer in list(parts.machine.peers.values())]
         for peer_state in PeerState:
             metrics.set("kvctl_peers", peers.count(peer_state), peer_state.value)
+        wait_ns = parts.telemetry.interpreter.wait_ns
+        metrics.set("kvctl_interpreter_wait_seconds", None if wait_ns is None else wait_ns / 1e9)
         if isinstance(parts.machine, PrefillMachine):
             metrics.set("kvctl_parts_parked", len(parts.machine.parked()))
         use = ring_use(parts.machine)

@@ -125,6 +125,12 @@ METRICS: tuple[Metric, ...] = (
         "bytes",
         "Quarantined memory: not reused because a write to it may still be in flight.",
     ),
+    Metric(
+        "kvctl_interpreter_wait_seconds",
+        "gauge",
+        "seconds",
+        "Mean wait of the agent's loop for the Python interpreter (GIL), each time, over the last 10 s.",
+    ),
     Metric("kvctl_peers", "gauge", "", "Peers, by state.", ("state",)),
     Metric("kvctl_peer_lost_total", "counter", "", "Peers lost."),
     Metric(

@@ -276,7 +276,11 @@ class ControlLoop:
                 self._poller.register(socket, zmq.POLLIN)
         self._channel_due_ns = self._channel.due_ns or self._tick_ns
         due = min(self._tick_ns, self._channel_due_ns)
-        return dict(self._poller.poll(max(0, (due - time.monotonic_ns()) // 1_000_000 + 1))).keys()
+        since_ns = time.monotonic_ns()
+        limit_ms = max(0, (due - since_ns) // 1_000_000 + 1)
+        ready = dict(self._poller.poll(limit_ms)).keys()
+        self._telemetry.interpreter.note(limit_ms * 1_000_000, time.monotonic_ns() - since_ns)
+        return ready
 
     def _try_turn(self, ready: Set[Any]) -> None:
         try:

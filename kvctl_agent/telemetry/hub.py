@@ -13,6 +13,8 @@ from array import array
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
 
 from kvctl_agent.contract.snapshots import LatencySummary, LayerRow, LayerStage, RateWindow, Role
 from kvctl_agent.contract.states import STAGES
@@ -25,6 +27,11 @@ RATE_WINDOW_NS = 10_000_000_000
 MAX_GROUPS = 1024
 """Limit of (layer group, path) pairs in `StageTimes`, far above the number that any grouping produces."""
 
+INTERPRETER_WINDOW_NS = 10_000_000_000
+"""Time spent in waits after which `InterpreterWaits` computes its figure anew."""
+
+_MIN_WAITS = 20
+_SCHEDSTAT: Final = Path("/proc/thread-self/schedstat")
 _SLICE_BITS = 4
 _SLICES = 1 << _SLICE_BITS
 _TOP_BIT = 40  # 2**40 ns are 18 minutes; longer durations count as 18 minutes
@@ -41,6 +48,7 @@ class Telemetry:
         copying_since_ns: decode, monotonic: start of the oldest running copy; 0: no copy runs.
         arrival_turn_ns: decode, monotonic: start of the arrival thread's latest iteration; 0: none yet.
         drain_began_ns, drain_ended_ns: monotonic: time of the latest drain, and of the latest resume; 0: never.
+        interpreter: waits of the agent's loop for the interpreter.
         on_finish: called with the record of each finished room, on the control thread, so it must only enqueue.
     """
 
@@ -62,6 +70,7 @@ class Telemetry:
         self.stages = StageTimes(name)
         self.rate = SpanRate(RATE_WINDOW_NS)
         self.latencies = Latencies()
+        self.interpreter = InterpreterWaits()
         self.on_finish: Callable[[RoomRecord], None] | None = None
         self.copying_since_ns = self.arrival_turn_ns = 0
         self.drain_began_ns = self.drain_ended_ns = 0
@@ -339,6 +348,56 @@ def _middle(bucket: int) -> int:
     shift = (bucket >> _SLICE_BITS) - 1
     low = (bucket - (shift << _SLICE_BITS)) << shift
     return low + (1 << shift) // 2
+
+
+class InterpreterWaits:
+    """Measures how long the agent's loop waits for the Python interpreter (the GIL) after each timed wait.
+
+    A timed wait ends late if the kernel has no core for the thread, or if another thread runs Python: it gives the
+    interpreter up after `sys.getswitchinterval()`, by default 5 ms. The kernel counts the time without a core; the rest
+    is the interpreter. One thread alone calls `note`; any thread reads `wait_ns`.
+
+    Attributes:
+        wait_ns: mean of the latest complete window; None if too few of its waits reached their time limit.
+    """
+
+    def __init__(self) -> None:
+        self.wait_ns: float | None = None
+        self._late = LogHistogram()
+        self._late_ns = self._waited_ns = 0
+        self._no_core_ns: int | None = None
+
+    def note(self, asked_ns: int, took_ns: int) -> None:
+        """Notes a wait with a time limit of `asked_ns` that took `took_ns`; one that ended early shows nothing."""
+        if self._no_core_ns is None:
+            self._no_core_ns = _no_core_ns()
+        self._waited_ns += min(asked_ns, took_ns)  # a stop of the whole process does not end the window
+        if took_ns >= asked_ns > 0:
+            self._late.add(took_ns - asked_ns)
+            self._late_ns += took_ns - asked_ns
+        if self._waited_ns >= INTERPRETER_WINDOW_NS:
+            self._end_window(self._no_core_ns)
+
+    def _end_window(self, no_core_before_ns: int) -> None:
+        self._no_core_ns = _no_core_ns()
+        if self._late.count < _MIN_WAITS:
+            self.wait_ns = None
+        else:
+            late_ns = max(0, self._late_ns - (self._no_core_ns - no_core_before_ns))
+            # A single long stop of the whole process raises the mean, but not the quantile.
+            self.wait_ns = min(late_ns / self._late.count, self._late.quantiles(0.9)[0] or 0)
+        self._late, self._late_ns, self._waited_ns = LogHistogram(), 0, 0
+
+
+def _no_core_ns() -> int:
+    """Returns how long the calling thread has been ready to run without a core; 0 if the kernel does not count it.
+
+    With a busy interpreter the call itself may wait for it up to three times.
+    """
+    try:
+        return int(_SCHEDSTAT.read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
 
 
 class SpanRate:

@@ -47,6 +47,7 @@ CODES: tuple[Code, ...] = (
     staging.ring_small,
     transport.descriptor_flood,
     peers.peer_blocking,
+    transport.gil_wait,
     transport.ready_gap,
     staging.quarantine,
     rooms.room_duplicate,

@@ -33,6 +33,8 @@ _LONG_GAP_S = 2.0
 _GAP_FACTOR = 50.0
 _LONG_OBSERVATION_NS = 10_000_000_000
 _GAP_STAGES = ("gate", "queue", "gather")
+# Beside a busy thread the wait is Python's switch interval, 5 ms; beside an idle one 0.15 ms, most of it the timer's.
+_LONG_GIL_WAIT_S = 0.001
 _FDS_LOW = 0.8
 _FDS_CRITICAL = 0.95
 # Far above the rate of any NVLink connection or network card.
@@ -335,6 +337,38 @@ def transport_error(snapshot: Snapshot) -> Iterator[Finding]:
                 f"which part failed and to which peer; then see the engine's own log of {rank}",
                 evidence={"transport_errors_total": agent and agent.total("kvctl_transport_errors_total")},
             )
+
+
+@health_code(
+    "KV_GIL_WAIT",
+    Severity.WARNING,
+    "transport",
+    sees="rooms are slow and few while cores and connections are idle; the engine's process uses one core for Python",
+    means="The agent's threads and the engine's share one Python interpreter. A thread that runs Python, such as a "
+    "scheduler's loop, gives it up when it blocks, or after sys.getswitchinterval(), 5 ms by default. Until then the "
+    "agent's loop waits, each time that it returns from the kernel, and a room takes several such steps: a prefill "
+    "rank beside a busy thread served 8 of the 50 rooms asked in a second. The wait is measured on timed waits that "
+    "end late, without the time in which the kernel had no core for the thread.",
+    remedy="Find the thread with kvctl stacks. Let it block (a queue or a socket with a timeout, a CUDA event) instead "
+    "of polling; move tokenizing, logging and metrics into other processes. As a last resort, "
+    "sys.setswitchinterval(0.0005) in the engine: 50 of 50 rooms were served then, and the engine's loop ran 15 % "
+    "slower. kvctl bench --busy-engine prefill --rate R measures the case on this host.",
+    alert=f"kvctl_interpreter_wait_seconds > {_LONG_GIL_WAIT_S}",
+)
+def gil_wait(snapshot: Snapshot) -> Iterator[Finding]:
+    for agent in snapshot.agents.values():
+        wait_s = agent.total("kvctl_interpreter_wait_seconds") or 0.0
+        if wait_s <= _LONG_GIL_WAIT_S or not agent.total("kvctl_parts_total"):
+            continue
+        yield gil_wait.finding(
+            agent.name,
+            weight=wait_s,
+            evidence={"gil_wait_ns": round(wait_s * 1e9)},
+            cause=f"another thread of the process of {agent.name} runs Python almost without a pause, so the agent's "
+            f"loop waits {duration(wait_s * 1e9)} for the interpreter (GIL) each time, several times for each room",
+            remedy=f"`kvctl stacks -e {agent.name}` shows the thread: let it block instead of polling; as a last "
+            "resort call sys.setswitchinterval(0.0005) in the engine, which slows its own loop",
+        )
 
 
 @health_code(
