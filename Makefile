@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup bench test pytest check explore docs clean soak quiet man fuzz
+.PHONY: help setup bench test pytest check explore docs clean soak quiet man fuzz peer side-by-side
 
 # Tests and benchmarks start hundreds of Python processes: without bytecode each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
@@ -35,9 +35,12 @@ WORKERS ?= 3
 # Of `make soak`: on which transports, and what decides what happens to whom. MINUTES is 5 on each unless given.
 TRANSPORT ?= nixl mooncake
 SEED ?= $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
+# Of `make side-by-side`: the folder outside the checkout where `make peer` installs SGLang's side; options of the script.
+PEER ?= $(HOME)/.cache/kvctl-peer
+SIDE_BY_SIDE_ARGS ?=
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## make .venv with CPU torch, NIXL, Mooncake and the tools; again only when pyproject.toml or constraints.txt change
 	@echo "setup: $(VENV) is ready"
@@ -45,6 +48,14 @@ setup: $(STAMP)  ## make .venv with CPU torch, NIXL, Mooncake and the tools; aga
 bench: $(STAMP)  ## move KV from 4 TP prefill ranks to 4 DP decode ranks over NIXL, verify every byte, print the table
 	@echo "bench: kvctl bench --prefill-tp 4 --decode-dp 4"
 	@$(BIN)/kvctl bench --prefill-tp 4 --decode-dp 4
+
+side-by-side: $(STAMP)  ## SGLang's transfer classes (if make peer has installed them) and kvctl in turns, as one table: a quarter of an hour
+	@$(BIN)/python benchmarks/side_by_side.py $(if $(wildcard $(PEER)/sglang_pd.py),--peer $(PEER)) $(SIDE_BY_SIDE_ARGS)
+
+peer:  ## install the harness of SGLang's side, with a venv of its own (2 GB), into PEER: make peer HARNESS=DIR
+	@[[ -f "$(HARNESS)/install.sh" ]] || { echo "peer: no install.sh in '$(HARNESS)': name the harness: make peer HARNESS=DIR" >&2; exit 2; }
+	@bash "$(HARNESS)/install.sh" "$(PEER)"
+	@cp "$(HARNESS)"/*.py "$(PEER)"
 
 soak: $(STAMP)  ## random faults and garbage against live fleets, every byte verified: make soak MINUTES=30 TRANSPORT=nixl SEED=7
 	@seed=$(SEED); minutes=$(or $(MINUTES),5); bad=0; \

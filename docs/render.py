@@ -6,6 +6,7 @@ A test compares the pages with the code, so that they cannot become outdated.
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -27,6 +28,9 @@ from kvctl_agent.contract.metrics import METRICS
 
 HERE = Path(__file__).parent
 NOTE = "<!-- Written by docs/render.py from what the code declares: `make docs`. -->"
+# Results of `benchmarks/side_by_side.py` by host; docs/performance.md has them between these lines.
+SIDE_BY_SIDE = HERE / "side_by_side"
+BEGIN, END = "<!-- Written from docs/side_by_side/ by `make docs`. -->", "<!-- End of what is written. -->"
 HELP_COLUMNS = 100
 HELP_NAMES = ["-h", "--help"]  # as every command has them when the program runs
 # A wrong byte is no matter of a minute.
@@ -212,6 +216,18 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
+def performance() -> str:
+    """The hand-written page on performance with the results of side_by_side.py, a section per host."""
+    markdown = runpy.run_path(str(HERE.parent / "benchmarks" / "side_by_side.py"))["markdown"]
+    sections = [
+        f"### {path.stem.replace('-', ' ')}\n\n{markdown(json.loads(path.read_text()))}"
+        for path in sorted(SIDE_BY_SIDE.glob("*.json"))
+    ]
+    written = "\n\n".join([BEGIN, *sections, END])
+    page = (HERE / "performance.md").read_text()
+    return re.sub(f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda match: written, page, flags=re.DOTALL)
+
+
 def pages() -> dict[str, str]:
     """Returns every generated file by its path below docs/."""
     return {
@@ -227,7 +243,7 @@ def pages() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    written = pages()
+    written = {**pages(), "performance.md": performance()}
     for folder in ("commands", "health"):
         for old in (HERE / folder).glob("*.md"):
             if f"{folder}/{old.name}" not in written:

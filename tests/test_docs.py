@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shlex
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import click
 import pytest
 
+from benchmarks.side_by_side import ROWS
 from kvctl.cli import cli
 from kvctl.commands import wait
 from kvctl.commands.options import GlobalOptions, KvctlGroup
@@ -29,7 +31,8 @@ from kvctl_agent.contract.metrics import METRICS_BY_NAME
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES: dict[str, str] = runpy.run_path(str(DOCS / "render.py"))["pages"]()
+RENDER = runpy.run_path(str(DOCS / "render.py"))
+PAGES: dict[str, str] = RENDER["pages"]()
 WRITTEN = [path for path in DOCS.glob("*.md") if path.name not in PAGES]
 BY_HAND = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "README.md", *sorted(WRITTEN))}
 
@@ -77,6 +80,22 @@ def mentions() -> Iterator[Mention]:
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_what_the_code_declares(name: str) -> None:
     assert (DOCS / name).read_text() == PAGES[name], "run: make docs"
+
+
+def test_the_page_on_performance_has_what_was_measured_side_by_side() -> None:
+    assert (DOCS / "performance.md").read_text() == RENDER["performance"](), "run: make docs"
+
+
+@pytest.mark.parametrize("result", sorted((DOCS / "side_by_side").glob("*.json")), ids=lambda path: path.stem)
+def test_the_rows_measured_side_by_side_are_those_of_the_script(result: Path) -> None:
+    document = json.loads(result.read_text())
+    rows = {row.name: row for row in ROWS}
+    assert rows.keys() >= {*document["rows"]}
+    for row in (rows[name] for name in document["rows"]):
+        if row.work.name in document["works"]:
+            assert document["works"][row.work.name]["work"] == row.work.text, "measure it again"
+    page = (DOCS / "performance.md").read_text()
+    assert all(f"| {rows[name].work.text} |" in page for name in document["rows"])
 
 
 def test_no_page_is_left_of_what_is_gone() -> None:
@@ -213,7 +232,7 @@ def test_files_and_targets_are_there(page: str) -> None:
         if _FILE.fullmatch(name) and name not in _OF_THE_READER:
             assert any(place.endswith(f"/{name.rstrip('/')}") for place in places()), name
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"(?:`|^)make (\w+)", BY_HAND[page], re.MULTILINE):
+    for target in re.findall(r"(?:`|^)make ([\w-]+)", BY_HAND[page], re.MULTILINE):
         assert f"\n{target}:" in makefile, target
 
 
