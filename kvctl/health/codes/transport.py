@@ -352,7 +352,7 @@ def transport_error(snapshot: Snapshot) -> Iterator[Finding]:
     remedy="Find the thread with kvctl stacks. Let it block (a queue or a socket with a timeout, a CUDA event) instead "
     "of polling; move tokenizing, logging and metrics into other processes. As a last resort, "
     "sys.setswitchinterval(0.0005) in the engine: 50 of 50 rooms were served then, and the engine's loop ran 15 % "
-    "slower. kvctl bench --busy-engine prefill --rate R measures the case on this host.",
+    "slower. kvctl bench --busy-engine off,prefill --rate 50 measures the case on this host.",
     alert=f"kvctl_interpreter_wait_seconds > {_LONG_GIL_WAIT_S}",
 )
 def gil_wait(snapshot: Snapshot) -> Iterator[Finding]:
