@@ -10,6 +10,7 @@ import math
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
+from operator import itemgetter
 from typing import Final
 
 from kvctl_agent.contract.metrics import METRICS_BY_NAME, Metric
@@ -44,8 +45,9 @@ class Metrics:
     def __init__(self, declared: Mapping[str, Metric] = METRICS_BY_NAME) -> None:
         self._declared = declared
         self._writers = threading.Lock()
-        self._counters: dict[_Key, float] = {}
-        self._histograms: dict[_Key, _Histogram] = {}
+        self._counters: dict[str, dict[tuple[str, ...], float]] = {}  # values by name and label values
+        self._series = 0  # of counters
+        self._histograms: dict[str, dict[tuple[str, ...], _Histogram]] = {}
         self._gauges: dict[_Key, float | None] = {}
 
     def add(self, name: str, value: float, *labels: str) -> None:
@@ -72,23 +74,27 @@ class Metrics:
     def _add(self, name: str, value: float, labels: tuple[str, ...]) -> None:
         if value < 0:
             raise ValueError(f"counter {name} cannot go down (by {value})")
-        key = (name, labels)
         try:
-            self._counters[key] += value
+            self._counters[name][labels] += value
         except KeyError:
             self._check("counter", name, labels)
-            if len(self._counters) >= _MOST_SERIES:
-                key = (name, (OTHER,) * len(labels))
-            self._counters[key] = self._counters.get(key, 0) + value
+            if self._series >= _MOST_SERIES:
+                labels = (OTHER,) * len(labels)
+            values = self._counters.setdefault(name, {})
+            self._series += labels not in values
+            values[labels] = values.get(labels, 0) + value
 
     def _observe(self, name: str, seconds: float, labels: tuple[str, ...]) -> None:
-        histogram = self._histograms.get((name, labels))
-        if histogram is None:
-            bounds = self._check("histogram", name, labels).buckets
-            histogram = self._histograms[name, labels] = _Histogram(bounds)
-        seconds = max(0.0, seconds)
-        histogram.counts[bisect_left(histogram.bounds, seconds)] += 1
-        histogram.sum += seconds
+        try:
+            histogram = self._histograms[name][labels]
+        except KeyError:
+            histogram = _Histogram(self._check("histogram", name, labels).buckets)
+            self._histograms.setdefault(name, {})[labels] = histogram
+        if seconds > 0:
+            histogram.counts[bisect_left(histogram.bounds, seconds)] += 1
+            histogram.sum += seconds
+        else:
+            histogram.counts[0] += 1
 
     def set(self, name: str, value: float | None, *labels: str) -> None:
         """Sets a gauge; None means that the value is unknown."""
@@ -110,8 +116,7 @@ class Metrics:
         declared = self._declared[name]
         if declared.kind != "counter":
             raise ValueError(f"{name} is a {declared.kind}, not a counter")
-        counters = self._counters.copy()
-        return {labels: value for (counter, labels), value in counters.items() if counter == name}
+        return self._counters.get(name, {}).copy()
 
     def snapshot(self) -> list[MetricFamily]:
         """Returns all declared metric families, in order of declaration, with their current values.
@@ -119,14 +124,15 @@ class Metrics:
         A counter without labels that was never incremented is 0; other metrics without a value have no samples.
         """
         samples: dict[str, list[MetricSample]] = {name: [] for name in self._declared}
-        for (name, labels), value in sorted(self._counters.copy().items()):
-            samples[name].append({"labels": self._labels(name, labels), "value": value})
+        for name, values in self._counters.copy().items():
+            for labels, value in sorted(values.copy().items()):
+                samples[name].append({"labels": self._labels(name, labels), "value": value})
         gauges = self._gauges.copy()
         for name, labels in sorted(gauges):
             samples[name].append({"labels": self._labels(name, labels), "value": gauges[name, labels]})
-        histograms = self._histograms.copy()
-        for name, labels in sorted(histograms):
-            samples[name].append(self._histogram_sample(name, labels, histograms[name, labels]))
+        for name, histograms in self._histograms.copy().items():
+            for labels, histogram in sorted(histograms.copy().items(), key=itemgetter(0)):
+                samples[name].append(self._histogram_sample(name, labels, histogram))
         for metric in self._declared.values():
             if metric.kind == "counter" and not metric.labels and not samples[metric.name]:
                 samples[metric.name].append({"labels": {}, "value": 0})
