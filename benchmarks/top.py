@@ -4,8 +4,13 @@ The agents are real admin servers with generated answers, as threads of another 
 measured: the share of a core that the kernel reports for its process, in each view. The readings are counted at the
 agents, because a tool that reads less often than it should would appear cheap.
 
+With --loss, the agents are the eight ranks of `kvctl bench` with small rooms, which take all cores of a small host, and
+the share of rooms per second that they lose to `kvctl top` and `kvctl status -w 0.1` is printed: the median of rounds
+with these two running, compared with the rounds between them without.
+
     python benchmarks/top.py
     python benchmarks/top.py --agents 256 --view rooms
+    python benchmarks/top.py --loss --seconds 10
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import os
 import pty
 import select
 import signal
+import statistics
 import struct
 import subprocess
 import sys
@@ -24,16 +30,20 @@ import tempfile
 import termios
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from kvctl.client.calls import Call
+from kvctl.client.fleet import Fleet
 from kvctl_agent.admin.server import SERVED_HERE, AdminServer
 from kvctl_agent.contract.commands import COMMANDS
 from kvctl_agent.contract.states import STAGES
 
 VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events")
+LOAD = "--prefill-tp 4 --decode-dp 4 --tokens 16 --path staged --concurrency 64 --rooms 1000000 --verify off"
 SIZE = (120, 40)
 WARM_UP_S = 6.0
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -287,8 +297,9 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
-def measure(view: str, seconds: float, agents: Agents, directory: str) -> tuple[float, float]:
-    """Runs `kvctl top` in one view; returns the share of a core that it takes, and its readings per second."""
+@contextlib.contextmanager
+def top(view: str, directory: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs `kvctl top` in a terminal that nobody looks at."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", SIZE[1], SIZE[0], 0, 0))
     environment = {**os.environ, "KVCTL_SOCKET_DIR": directory, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
@@ -299,17 +310,71 @@ def measure(view: str, seconds: float, agents: Agents, directory: str) -> tuple[
     reader = threading.Thread(target=_swallow, args=(leader, done))
     reader.start()
     try:
-        time.sleep(WARM_UP_S)
-        before, asked, started = cpu_s(process.pid), agents.asked(), time.monotonic()
-        time.sleep(seconds)
-        took = time.monotonic() - started
-        return (cpu_s(process.pid) - before) / took, (agents.asked() - asked) / took
+        yield process
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(10)
         done.set()
         reader.join()
         os.close(leader)
+
+
+def measure(view: str, seconds: float, agents: Agents, directory: str) -> tuple[float, float]:
+    """Runs `kvctl top` in one view; returns the share of a core that it takes, and its readings per second."""
+    with top(view, directory) as process:
+        time.sleep(WARM_UP_S)
+        before, asked, started = cpu_s(process.pid), agents.asked(), time.monotonic()
+        time.sleep(seconds)
+        took = time.monotonic() - started
+        return (cpu_s(process.pid) - before) / took, (agents.asked() - asked) / took
+
+
+def measure_loss(seconds: float, rounds: int, directory: str) -> None:
+    """Prints the rooms per second of a busy fleet with and without observers, in turns of `seconds`."""
+    os.environ["KVCTL_SOCKET_DIR"] = directory
+    kvctl = [sys.executable, "-m", "kvctl"]
+    load = subprocess.Popen([*kvctl, "bench", *LOAD.split()], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    shares: list[tuple[float, float]] = []
+    try:
+        with Fleet((), {}, 10 * S) as fleet:
+
+            def finished() -> int:
+                answers = fleet.survey([Call("status")]).answers("status")
+                return sum(data["rooms_finished_total"]["Success"] for _, data in answers if data["role"] == "decode")
+
+            while not finished():
+                if load.poll() is not None:
+                    raise SystemExit(f"kvctl bench {LOAD} ended with {load.returncode} before its first room")
+                time.sleep(1)
+            for _ in range(rounds):
+                for watched in rates:
+                    with contextlib.ExitStack() as observers:
+                        processes = []
+                        if watched:
+                            processes.append(observers.enter_context(top("overview", directory)))
+                            status = subprocess.Popen([*kvctl, "status", "-w", "0.1"], stdout=subprocess.DEVNULL)
+                            observers.callback(status.wait)
+                            observers.callback(status.terminate)
+                            processes.append(status)
+                        time.sleep(WARM_UP_S)
+                        rooms, cpu, started = finished(), [cpu_s(each.pid) for each in processes], time.monotonic()
+                        time.sleep(seconds)
+                        took = time.monotonic() - started
+                        rates[watched].append((finished() - rooms) / took)
+                        if watched:
+                            used = [
+                                (cpu_s(each.pid) - before) / took for each, before in zip(processes, cpu, strict=True)
+                            ]
+                            shares.append((used[0], used[1]))
+    finally:
+        load.terminate()
+        load.wait(60)
+    alone, observed = statistics.median(rates[False]), statistics.median(rates[True])
+    spread = ", ".join(f"{without:.0f} and {with_them:.0f}" for without, with_them in zip(*rates.values(), strict=True))
+    of_top, of_status = (statistics.median(values) for values in zip(*shares, strict=True))
+    print(f"{alone:.0f} rooms/s alone, {observed:.0f} observed: {1 - observed / alone:.1%} lost (rounds: {spread})")
+    print(f"kvctl top {of_top:.1%} of a core, kvctl status -w 0.1 {of_status:.1%}")
 
 
 def _swallow(leader: int, done: threading.Event) -> None:
@@ -328,6 +393,8 @@ def main() -> None:
     parser.add_argument("--rooms", type=int, default=1000, help="active rooms of each agent")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each view")
     parser.add_argument("--view", choices=VIEWS, help="only this one")
+    parser.add_argument("--loss", action="store_true", help="measure what a busy fleet loses to observers")
+    parser.add_argument("--rounds", type=int, default=3, help="with --loss")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
@@ -335,6 +402,9 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="kv-", dir="/tmp") as directory:
         Path(directory).chmod(0o700)
+        if options.loss:
+            measure_loss(options.seconds, options.rounds, directory)
+            return
         agents = Agents(options.agents, options.rooms, directory)
         try:
             print(

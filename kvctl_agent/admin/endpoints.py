@@ -66,8 +66,8 @@ class AdminEndpoint(ABC):
         return None
 
     @abstractmethod
-    def receive(self) -> ClientRequest | None:
-        """Returns the next request without waiting, or None if there is none; drops frames after the fourth."""
+    def receive(self) -> list[ClientRequest]:
+        """Returns requests that have arrived, without waiting; drops frames after the fourth of a request."""
 
     def send(self, identity: bytes, frames: list[bytes]) -> bool:
         """Sends a reply; drops it if the client has disconnected or its queue is full.
@@ -108,12 +108,11 @@ class UnixEndpoint(AdminEndpoint):
     def max_wait_ms(self) -> int | None:
         return self._router.max_wait_ms
 
-    def receive(self) -> ClientRequest | None:
-        try:
-            identity, *frames = self._router.recv_multipart()
-        except zmq.Again:
-            return None
-        return ClientRequest(identity, frames[:_MOST_FRAMES], Level.ADMIN, "socket")
+    def receive(self) -> list[ClientRequest]:
+        return [
+            ClientRequest(identity, frames[:_MOST_FRAMES], Level.ADMIN, "socket")
+            for identity, *frames in self._router.recv_all()
+        ]
 
     def _send(self, frames: list[bytes], timeout_ms: int) -> None:
         self._router.send_multipart(frames, timeout_ms=timeout_ms)
@@ -141,11 +140,11 @@ class CurveEndpoint(AdminEndpoint):
     def poll_key(self) -> zmq.Socket[bytes]:
         return self.socket
 
-    def receive(self) -> ClientRequest | None:
+    def receive(self) -> list[ClientRequest]:
         try:
             identity = self.socket.recv(zmq.DONTWAIT)
         except zmq.Again:
-            return None
+            return []
         user = ""
         frames: list[bytes] = []
         while self.socket.getsockopt(zmq.RCVMORE):
@@ -153,7 +152,7 @@ class CurveEndpoint(AdminEndpoint):
             user = str(frame.get("User-Id"))
             if len(frames) < _MOST_FRAMES:
                 frames.append(frame.bytes)
-        return ClientRequest(identity, frames, self._level(bytes.fromhex(user)), f"key {user[:8]}")
+        return [ClientRequest(identity, frames, self._level(bytes.fromhex(user)), f"key {user[:8]}")]
 
     def _send(self, frames: list[bytes], timeout_ms: int) -> None:
         self.socket.setsockopt(zmq.SNDTIMEO, timeout_ms)

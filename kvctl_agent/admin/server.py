@@ -21,6 +21,7 @@ import zmq
 from kvctl_agent.admin.endpoints import (
     FRAME_LIMIT,
     AdminEndpoint,
+    ClientRequest,
     RemoteEndpoint,
     UnixEndpoint,
     open_remote_endpoint,
@@ -207,18 +208,15 @@ class AdminServer:
                     ready = dict(poller.poll(min(limits_ms, default=None)))
                     for endpoint in endpoints:
                         if endpoint.poll_key in ready or endpoint.max_wait_ms is not None:
-                            self._turn(endpoint)
+                            for request in endpoint.receive():
+                                self._reply(endpoint, request)
         finally:
             self._path = None
             with self._wake_lock:
                 os.close(self._wake)
                 self._wake = None
 
-    def _turn(self, endpoint: AdminEndpoint) -> None:
-        """Receives a request from the endpoint, if there is one, and replies to it."""
-        received = endpoint.receive()
-        if received is None:
-            return
+    def _reply(self, endpoint: AdminEndpoint, received: ClientRequest) -> None:
         self.client = received.origin
         try:
             reply = self._answer(received.frames, received.level)

@@ -304,6 +304,14 @@ class UnixRouter:
         self._update_signal()
         return message
 
+    def recv_all(self) -> list[list[bytes]]:
+        """Returns all messages that have arrived, each as `recv_multipart` returns it; reads each connection once."""
+        self._process_events(0)
+        messages = list(self._arrived)
+        self._arrived.clear()
+        self._update_signal()
+        return messages
+
     def send_multipart(self, frames: Sequence[bytes], flags: int = zmq.NOBLOCK, timeout_ms: int = 0) -> None:
         """Sends a message to the peer whose routing id is the first frame.
 

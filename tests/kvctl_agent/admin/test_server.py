@@ -120,9 +120,8 @@ class TestRefusals:
         monkeypatch.setattr(server_module, "parse_body", lambda *_: Request(drain, {}))
         receive = UnixEndpoint.receive
 
-        def as_reader(door: UnixEndpoint) -> ClientRequest | None:
-            asked = receive(door)
-            return asked and asked._replace(level=Level.READ)
+        def as_reader(endpoint: UnixEndpoint) -> list[ClientRequest]:
+            return [request._replace(level=Level.READ) for request in receive(endpoint)]
 
         monkeypatch.setattr(UnixEndpoint, "receive", as_reader)
         error = connect(serve()).ask("drain")["error"]

@@ -119,6 +119,23 @@ class TestMessages:
         assert not poller.poll(50)
         client.close()
 
+    def test_all_messages_at_once(self, make: Make, dealer: Dealer) -> None:
+        router = make()
+        client = dealer(router)
+        for number in range(50):
+            client.send(b"%d" % number)
+        assert router.poll(WAIT_MS)
+        found = [router.recv_multipart()[1]]
+        while len(found) < 50:
+            assert router.poll(WAIT_MS)
+            found += [frames[1] for frames in router.recv_all()]
+        assert found == [b"%d" % number for number in range(50)]
+        assert router.recv_all() == []
+        poller = zmq.Poller()
+        poller.register(router.fileno(), zmq.POLLIN)
+        assert not poller.poll(0)
+        client.close()
+
     def test_a_new_connection_takes_the_name_of_an_older_one(self, make: Make, dealer: Dealer) -> None:
         router = make(peers_choose_names=True)
         for _ in range(2):
