@@ -22,7 +22,7 @@ from kvctl.render.report import Report
 from kvctl.render.status import STATUS, STATUS_LINES, FleetSummary, Rates, rates, screen, status_line, summarise
 
 _STATUS_ONLY = (Call("status"),)
-_HEALTH_EVERY_NS = 2_000_000_000
+_HEALTH_EVERY_NS = 5_000_000_000
 
 
 @click.command(
@@ -80,7 +80,7 @@ def _codes_of(agent: str, findings: Iterable[Finding]) -> list[str]:
 class _Stream:
     """Prints one line per reading, with the rates since the previous one.
 
-    Health needs several answers of each agent and changes slowly. It is therefore read at most every two seconds, so
+    Health needs several answers of each agent and changes slowly. It is therefore read at most every five seconds, so
     that `-w 0.1` costs a fleet next to nothing. With `--from`, it is read every time.
     """
 

@@ -24,8 +24,10 @@ from kvctl.health.mutes import Judged, judge, load_or_warn
 from kvctl.health.snapshot import HEALTH_CALLS, Snapshot
 
 # The health codes need much more data than any view. The pause after a reading for them is this many times the CPU time
-# of the reading, so that they use at most a thirtieth of a core, however large the fleet is.
-_HEALTH_REST = 30
+# of the reading, so that they use at most a hundredth of a core and the agents' answers little more, but at most half a
+# minute, so that the findings of a very large fleet are not too old.
+_HEALTH_REST = 100
+_LONGEST_HEALTH_REST_NS = 30_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +260,8 @@ class SourceFeed:
         except (CliError, OSError) as error:
             reading = Reading(question, time.time_ns(), None, str(error))
         if question is _HEALTH:
-            rest = max(self._interval_ns, (time.thread_time_ns() - started) * _HEALTH_REST)
+            rest = min((time.thread_time_ns() - started) * _HEALTH_REST, _LONGEST_HEALTH_REST_NS)
+            rest = max(self._interval_ns, rest)
             self._health_due_ns = time.monotonic_ns() + rest
         self._deliver(reading)
 

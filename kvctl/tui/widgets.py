@@ -50,8 +50,10 @@ class Canvas(Widget, can_focus=True):
         self.heading: tuple[Line, Line] | None = None
         self.top = 0
         self.background_style = ""
-        self._strips: list[Strip] = []
+        self._strip_lines: list[tuple[Span, ...]] = []
+        self._strips: list[Strip] = []  # of the lines in `_strip_lines`
         self._drawn_for: object = None
+        self._current = False
 
     @property
     def palette(self) -> Palette:
@@ -62,8 +64,8 @@ class Canvas(Widget, can_focus=True):
         raise NotImplementedError
 
     def redraw(self) -> None:
-        """Discards the cached lines, so that the widget is drawn again at the next refresh."""
-        self._drawn_for = None
+        """Draws the widget again at the next refresh; lines that are the same as before keep their strips."""
+        self._current = False
         self.refresh()
 
     def title_lines(self, width: int) -> list[Line]:
@@ -80,14 +82,15 @@ class Canvas(Widget, can_focus=True):
     def render_line(self, y: int) -> Strip:
         size = self.size
         drawn_for = (size, self.app.theme, self.has_focus)
-        if self._drawn_for != drawn_for:
+        if not self._current or self._drawn_for != drawn_for:
             drawn = self.draw(size.width, max(0, size.height - (self.heading is not None)))
-            lines = [*self.title_lines(size.width), *drawn]
-            self._strips = [self._strip(line, size.width) for line in lines[: size.height]]
-            self._drawn_for = drawn_for
+            lines = [tuple(line) for line in [*self.title_lines(size.width), *drawn][: size.height]]
+            before = dict(zip(self._strip_lines, self._strips, strict=True)) if self._drawn_for == drawn_for else {}
+            self._strips = [before.get(line) or self._strip(line, size.width) for line in lines]
+            self._strip_lines, self._drawn_for, self._current = lines, drawn_for, True
         return self._strips[y] if y < len(self._strips) else self._strip([], size.width)
 
-    def _strip(self, line: Line, width: int) -> Strip:
+    def _strip(self, line: Sequence[Span], width: int) -> Strip:
         style, background = self.palette.style, self.background_style
         strip = Strip(
             [Segment(printable(text), style(f"{name} {background}" if background else name)) for text, name in line]
@@ -127,6 +130,8 @@ class Bar(Canvas, can_focus=False):
 
     def show(self, *lines: tuple[Line, Line]) -> None:
         """Replaces the lines, which are pairs of left and right text."""
+        if lines == self._lines:
+            return
         if len(lines) != len(self._lines):
             self.styles.height = len(lines)
             self.display = bool(lines)
