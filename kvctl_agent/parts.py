@@ -370,8 +370,8 @@ def worker_count(settings: Settings, device: Device | None) -> int:
 def engine_params(settings: Settings, role: str, rank: Rank, device: Device | None) -> dict[str, str]:
     """Returns the transport's parameters, and adds the automatic ones to the settings, for `kvctl config`.
 
-    Only prefill ranks write. On a GPU the CPU copies nothing, and NIXL's threads do not make the device current, which
-    UCX needs when it connects a peer: there, threads are used only if they are configured.
+    Only prefill ranks write, and only between host memories the CPU copies: with a pool on a GPU, threads are used only
+    if they are configured.
 
     Raises:
         ConfigError: the configured parameters are malformed.

@@ -51,7 +51,7 @@ KEYS: tuple[Key, ...] = (
         str,
         "",
         "Engine parameters: name=value pairs separated by commas. nixl: backend, and the parameters of that backend. "
-        "num_threads (UCX): threads that divide large writes among them; automatic: on prefill ranks with host memory "
+        "num_threads (UCX): threads among which large writes are divided; automatic: on prefill ranks with host memory "
         "half of the rank's share of the cores, at most 8, none with at most 4 cores. "
         "mooncake: protocol (tcp, rdma, nvlink, nvlink_intra, efa), device (several joined by +), host. loopback: "
         "directory.",

@@ -1,4 +1,4 @@
-"""Processor cores that a process may use, and the number of threads that a transfer engine gets from them."""
+"""Processor cores that a process may use, and the number of threads that post writes on them."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ def available_cores(root: Path = Path("/")) -> int:
 
 
 def engine_threads(cores: int, ranks: int) -> int:
-    """Returns the number of NIXL's threads for a prefill rank with its KV pool in host memory; 0: no thread.
+    """Returns the number of threads that post the writes of a prefill rank with its KV pool in host memory; 0: none.
 
     A rank gets half of its share of the cores, at most 8 threads, or none if that is less than two: one thread copies
-    no faster than the thread that posts, and is a hand-over more. Measured with 1,024-token rooms in pages of 32 KiB:
+    no faster than the thread that calls the transport. Measured with NIXL's own threads (`num_threads`), 1,024-token
+    rooms, pages of 32 KiB:
 
     - 64 cores, TP1 -> TP1: none 3.7 GB/s, 4 threads 12.7, 8 threads 21.3, with half the CPU time of none.
     - 64 cores, TP4 -> TP4, all eight ranks on the host: none 7.6 GB/s, 4 threads 22.4, 8 threads 26.7.
-    - 2 cores: 2 threads gain nothing, and a post waits for their turn.
+    - 2 cores: 2 threads are not faster than none.
 
     Args:
         cores: cores that the rank may use (`available_cores`).

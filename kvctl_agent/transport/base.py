@@ -163,7 +163,7 @@ class Transport(Protocol):
         Raises:
             PeerDisconnected: the engine reports that the peer is gone.
             TransportError: the peer is not connected, memory is not registered, there are no descriptors, or the engine
-                failed.
+                failed. If threads of the transport post the write, `poll` of the result raises what the engine reports.
         """
         ...
 

@@ -8,7 +8,7 @@ on a machine with as many agents as cores a notification takes 8 to 16 ms, becau
 with work. The thread can also sleep until the engine has work, but then it wakes for every tag and competes with the
 posting and polling threads for UCX's spin lock: with eight agents on two cores that took 10 % of all cycles, and a room
 took 6.0 ms of CPU time instead of 5.0, its 99th percentile 3 to 7 ms instead of 1.9. The agent has threads that call
-the transport anyway, and those calls are sufficient for UCX. The threads of `num_threads` are others: `nixl.threads`.
+the transport anyway, and those calls are sufficient for UCX. Several threads may post: `nixl.threads`.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 
 from kvctl_agent.errors import TransportError
 from kvctl_agent.transport.base import AbandonedWrites, Indices, Sizes
@@ -57,7 +58,7 @@ class NixlPrepared:
         """Returns the total bytes of the descriptors at `index`."""
         if self._uniform_bytes is not None:
             return self._uniform_bytes * len(index)
-        return int(self._sizes[index].sum())
+        return int(self._sizes.take(index, mode="clip").sum())  # NIXL reports an index out of range
 
     def release(self, engine: Engine) -> None:
         """Frees the list in NIXL; idempotent."""
@@ -88,7 +89,70 @@ class NixlWrite:
         return self._in_flight.drain(self)
 
 
-class InFlight(AbandonedWrites[NixlWrite]):
+class DividedWrite:
+    """A write whose slices are posted by several threads, as a `Write`.
+
+    It ends when all slices have ended; if one fails, the others may still be in flight until then.
+    """
+
+    def __init__(self, in_flight: InFlight, slices: list[Slice], nbytes: int, descriptors: int) -> None:
+        self.bytes = nbytes
+        self.descriptors = descriptors
+        self.error: TransportError | None = None
+        self._in_flight = in_flight
+        self._left = slices
+
+    def poll(self) -> bool:
+        if not self._in_flight.advance(self):
+            return False
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def release(self) -> bool:
+        return self._in_flight.drain(self)
+
+    def advance(self) -> bool:
+        """Polls the slices that have not ended, and returns whether none is left; the first failure is in `error`."""
+        left = []
+        for each in self._left:
+            if each.posted and (each.write is None or self._in_flight.advance(each.write)):
+                self.error = self.error or (each.error if each.write is None else each.write.error)
+            else:
+                left.append(each)
+        self._left = left
+        return not left
+
+
+class Slice:
+    """One slice of a divided write.
+
+    Attributes:
+        posted: Whether `write` or `error` is set.
+        write: The posted request; None before it is posted, and if that failed.
+        error: The reason why it could not be posted.
+    """
+
+    def __init__(self, post: Callable[[], NixlWrite]) -> None:
+        self.posted = False
+        self.write: NixlWrite | None = None
+        self.error: TransportError | None = None
+        self._post: Callable[[], NixlWrite] | None = post
+
+    def run(self) -> None:
+        """Posts the slice; called once, by a posting thread."""
+        assert self._post is not None
+        try:
+            self.write = self._post()
+        except TransportError as error:
+            self.error = error
+        except Exception as error:  # for example MemoryError; the write must end
+            self.error = TransportError(f"nixl: cannot post a slice of a write: {error!r}")
+        self._post = None
+        self.posted = True
+
+
+class InFlight(AbandonedWrites[NixlWrite | DividedWrite]):
     """Posts, polls and drains the transfer requests of one agent that NIXL has not finished."""
 
     def __init__(self, engine: Engine) -> None:
@@ -101,7 +165,7 @@ class InFlight(AbandonedWrites[NixlWrite]):
     def post(self, peer: Peer, handle: int, nbytes: int, descriptors: int) -> NixlWrite:
         """Posts a request.
 
-        Between host memories of one host, this call copies the bytes, with the GIL released, unless NIXL's threads do.
+        Between host memories of one host, this call copies the bytes, with the GIL released.
 
         Raises:
             PeerDisconnected, TransportError: the post failed; the request is freed.
@@ -120,8 +184,10 @@ class InFlight(AbandonedWrites[NixlWrite]):
             self._free(write)
         return write
 
-    def advance(self, write: NixlWrite) -> bool:
-        """Polls a request and returns whether NIXL has finished it; a failure is stored in its `error`."""
+    def advance(self, write: NixlWrite | DividedWrite) -> bool:
+        """Polls a write and returns whether NIXL has finished it; a failure is stored in its `error`."""
+        if isinstance(write, DividedWrite):
+            return write.advance()
         if write.handle is None:
             return True
         self._engine.enter()

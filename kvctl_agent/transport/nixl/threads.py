@@ -1,59 +1,146 @@
-"""Chooses the parameters of NIXL's UCX backend that concern its threads.
+"""Threads that post large writes in slices, each through a UCX worker of its own.
 
-With `num_threads`, the backend has that many threads, each with its own UCX worker and endpoints to all peers. A write
-of at least `split_batch_size` descriptors is divided among them; smaller ones are posted on the calling thread, as
-without threads. Measured with NIXL 1.5.1 between processes of one host, over CMA and over TCP:
+One UCX worker is used by one thread at a time, so that all copies between two processes run on one core, however many
+threads post. With `num_workers`, NIXL's UCX backend has several workers and binds each posting thread to one of them. A
+large write is therefore divided into slices that these threads post; each slice has a tag, which NIXL sends on the
+slice's own endpoint after its bytes, and the target delivers the tag of the write when it has those of all slices.
 
-- Order: the tag is sent after each thread has flushed its endpoint. 1,200 writes of 2,048 descriptors, two in flight,
-  with 2 and 4 threads: no tag arrived before its bytes.
-- Polling: unchanged. The threads copy without a call of the writer, but its `poll` sends the tag, and wire-up needs
-  calls of the target. The first divided write to a peer takes 20 to 35 ms, because every thread wires up.
-- Posts: a post of 4,096 pages of 32 KiB returns after 5 ms instead of 31, but waits for threads that still copy an
-  earlier write. A stopped peer does not delay it.
-- Idle threads sleep (CPU time below 0.1 %). With a write pending to a peer that does not answer, all threads that have
-  a share of it poll without a pause until it is complete, or has failed because the peer was disconnected.
-- A dead peer is reported by each thread that meets it, so a write posted after the first report may still be accepted
-  and fail in `poll`.
-- File descriptors: 9 to 10 per thread, and per peer one for each thread, at both ends. Those of a disconnected peer are
-  closed when the threads send the next divided write.
+NIXL can divide writes itself, and this module takes over its parameters `num_threads` and `split_batch_size`, because
+NIXL 1.5.1 then loses errors: of each thread's requests it checks only the last one, and it sends the tag over another
+endpoint, which has not failed. A copy that failed in the middle of a thread's share (a page that was not mapped) was
+reported as a success, and its tag arrived. Here, as in undivided writes, a failed copy breaks the endpoint on which the
+tag would be sent, and the write fails. Besides, NIXL's threads poll without a pause while a stopped peer owes an
+answer, and sockets of a disconnected peer stay open until their next share of a write. The threads of this module sleep
+unless they post, and any call of the transport makes progress for all workers.
+
+Each UCX worker takes 9 to 10 file descriptors, and one per peer at both ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from queue import SimpleQueue
 
 from kvctl_agent.errors import ConfigError
 
 DESCRIPTORS_PER_THREAD = 10
 
-# A hand-over to a thread costs 50 to 80 µs, as much as 8 descriptors of 32 KiB or 30 of 512 bytes. NIXL's default of
-# 1024 leaves rooms of up to 256 tokens (32 layers, pages of 16 tokens) to one core.
-_SPLIT_BATCH_SIZE = "128"
+# A hand-over to a thread costs 50 to 80 µs, as much as 8 descriptors of 32 KiB or 30 of 512 bytes.
+_SPLIT_BATCH_SIZE = 128
 
 
 def thread_count(params: Mapping[str, str]) -> int:
-    """Returns the number of threads that backend parameters specify.
+    """Returns the number of threads that transport parameters specify.
 
     Raises:
         ConfigError: `num_threads` is not a number.
     """
-    text = params.get("num_threads", "0")
-    if not (text.isascii() and text.isdecimal()):
-        raise ConfigError(f"transport_params: num_threads is {text!r}; it takes a number of threads, 0 for none")
-    return int(text)
+    return _number(params, "num_threads", 0)
+
+
+def slice_size(params: Mapping[str, str]) -> int:
+    """Returns the smallest number of descriptors of a slice.
+
+    Raises:
+        ConfigError: `split_batch_size` is not a number, or 0.
+    """
+    return _number(params, "split_batch_size", _SPLIT_BATCH_SIZE, 1)
 
 
 def with_threads(params: Mapping[str, str], automatic: int) -> dict[str, str]:
-    """Returns transport parameters completed with those of the threads; configured ones are kept.
-
-    Args:
-        params: the configured parameters.
-        automatic: the number of threads if `params` has none.
-    """
-    if params.get("backend", "UCX") != "UCX" or not thread_count({"num_threads": str(automatic), **params}):
+    """Returns transport parameters with a number of threads: the configured one, or `automatic` if that is not 0."""
+    if "num_threads" in params or not automatic or params.get("backend", "UCX") != "UCX":
         return dict(params)
-    return {
-        **params,
-        "num_threads": params.get("num_threads", str(automatic)),
-        "split_batch_size": params.get("split_batch_size", _SPLIT_BATCH_SIZE),
-    }
+    return {**params, "num_threads": str(automatic)}
+
+
+def _number(params: Mapping[str, str], name: str, default: int, minimum: int = 0) -> int:
+    text = params.get(name, str(default))
+    if not (text.isascii() and text.isdecimal() and int(text) >= minimum):
+        raise ConfigError(f"transport_params: {name} is {text!r}; it takes a number of at least {minimum}")
+    return int(text)
+
+
+class PostingThreads:
+    """Threads that run functions in the order in which they were queued."""
+
+    def __init__(self, name: str, count: int) -> None:
+        """Starts `count` threads, whose names start with `name`."""
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # A static method, because threads that refer to this object would keep it and its owner alive.
+        self._threads = [
+            threading.Thread(target=self._run, args=(self._queue,), name=f"{name}-post-{number}", daemon=True)
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def count(self) -> int:
+        return len(self._threads)
+
+    def put(self, function: Callable[[], None]) -> None:
+        """Queues a function, which must not raise."""
+        self._queue.put(function)
+
+    def close(self) -> None:
+        """Runs the functions that are queued, and ends the threads."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    @staticmethod
+    def _run(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+        while (function := queue.get()) is not None:
+            function()
+
+
+_WHOLE = b"\0"
+_SLICE = struct.Struct("<BQH")  # 1, number of the write, number of its slices
+_MOST_INCOMPLETE = 4096
+
+
+class SliceTags:
+    """Encodes the tags of whole and of divided writes, and joins the tags of the slices at the target."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._missing: dict[tuple[str, int], int] = {}
+        self._lock = threading.Lock()
+
+    def encode(self, tag: bytes, slices: int = 1) -> bytes:
+        """Returns what is sent for `tag` with each slice of a write."""
+        return _WHOLE + tag if slices == 1 else _SLICE.pack(1, next(self._numbers), slices) + tag
+
+    def join(self, sender: str, received: bytes) -> bytes | None:
+        """Returns the tag of a write when the last of its slices has arrived, None before.
+
+        Writes that failed on the way never get complete; of those, the oldest are forgotten.
+
+        Args:
+            sender: NIXL's name of the sender.
+            received: what `encode` returned there.
+        """
+        if received[:1] == _WHOLE:
+            return received[1:]
+        if len(received) <= _SLICE.size:
+            return None
+        _, number, slices = _SLICE.unpack_from(received)
+        with self._lock:
+            missing = self._missing.pop((sender, number), slices) - 1
+            if missing:
+                self._missing[sender, number] = missing
+                if len(self._missing) > _MOST_INCOMPLETE:
+                    del self._missing[next(iter(self._missing))]
+                return None
+        return received[_SLICE.size :]
+
+    def forget(self, sender: str) -> None:
+        """Forgets the incomplete writes of a sender."""
+        with self._lock:
+            for key in [key for key in self._missing if key[0] == sender]:
+                del self._missing[key]

@@ -34,8 +34,9 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -52,10 +53,10 @@ from kvctl_agent.transport.device_map import DeviceMap, device_name
 from kvctl_agent.transport.engine_errors import captured_stderr, explain_refusal
 from kvctl_agent.transport.environment import require_cuda_transports
 from kvctl_agent.transport.nixl import binding
-from kvctl_agent.transport.nixl.requests import InFlight, NixlPrepared, NixlWrite, Peer
-from kvctl_agent.transport.nixl.threads import thread_count
+from kvctl_agent.transport.nixl.requests import DividedWrite, InFlight, NixlPrepared, NixlWrite, Peer, Slice
+from kvctl_agent.transport.nixl.threads import PostingThreads, SliceTags, slice_size, thread_count
 
-_MAGIC = b"kvctl-nixl-2"
+_MAGIC = b"kvctl-nixl-3"
 _LINGER_S = 0.1
 _SHOWN = ("UCX_", "NIXL_", "CUDA_VISIBLE_DEVICES")
 _LOCAL = "this agent's memory"
@@ -72,7 +73,12 @@ class NixlTransport:
     def __init__(self, agent_name: str, params: Mapping[str, str], device: Device | None = None) -> None:
         backend_params = dict(params)
         self._backend = backend_params.pop("backend", "UCX")
-        self._threads = thread_count(backend_params)
+        threads = thread_count(backend_params)
+        self._slice_size = slice_size(backend_params)
+        if threads and self._backend == "UCX":
+            backend_params.setdefault("num_workers", str(threads + 1))
+        for ours in ("num_threads", "split_batch_size"):
+            backend_params.pop(ours, None)
         own_name = f"{quote(agent_name, safe='', errors='surrogatepass')}#{secrets.token_hex(8)}"
         self._device = device
         if device is not None:
@@ -91,6 +97,8 @@ class NixlTransport:
         self._peers_lock = threading.RLock()
         self._landed: deque[Arrival] = deque()
         self._linger_until = 0.0
+        self._slices = SliceTags()
+        self._posting = PostingThreads(agent_name, threads) if threads else None
 
     def register(self, regions: Sequence[Region]) -> None:
         self._check_open()
@@ -137,6 +145,7 @@ class NixlTransport:
             if known is None:
                 return
             self._keys.pop(known.engine_name, None)
+            self._slices.forget(known.engine_name)
             self._enter()
             for prepared in known.prepared:
                 prepared.release(self._engine)
@@ -159,22 +168,30 @@ class NixlTransport:
 
     def write(
         self, peer: str, local_addrs: Addresses, remote_addrs: Addresses, sizes: Sizes, tag: bytes | None
-    ) -> NixlWrite:
+    ) -> NixlWrite | DividedWrite:
         known = self._peer(peer)
-        here = self._descriptors(self._memory, local_addrs, sizes, _LOCAL)
-        there = self._descriptors(known.memory, remote_addrs, sizes, f"peer {peer!r}")
-        try:
-            handle = self._agent.createXferReq(
-                self._engine.binding.NIXL_WRITE,
-                here,
-                there,
-                known.engine_name,
-                check_tag(tag) if tag is not None else b"",
-                [],
+        edges = self._edges(len(sizes))
+        slices = [
+            (
+                self._descriptors(self._memory, local_addrs[cut], sizes[cut], _LOCAL),
+                self._descriptors(known.memory, remote_addrs[cut], sizes[cut], f"peer {peer!r}"),
+                sizes[cut],
             )
-        except self._engine.errors as error:
-            raise self._error(error, f"cannot prepare a write of {len(sizes)} descriptors", known) from error
-        return self._in_flight.post(known, handle, int(sizes.sum()), len(sizes))
+            for cut in edges
+        ]
+
+        def post(number: int, sent: bytes) -> NixlWrite:
+            self._enter()
+            here, there, cut_sizes = slices[number]
+            try:
+                handle = self._agent.createXferReq(
+                    self._engine.binding.NIXL_WRITE, here, there, known.engine_name, sent, []
+                )
+            except self._engine.errors as error:
+                raise self._error(error, f"cannot prepare a write of {len(cut_sizes)} descriptors", known) from error
+            return self._in_flight.post(known, handle, int(cut_sizes.sum()), len(cut_sizes))
+
+        return self._post(post, int(sizes.sum()), len(sizes), edges, tag)
 
     def write_prepared(
         self,
@@ -184,35 +201,80 @@ class NixlTransport:
         remote: Prepared,
         remote_index: Indices,
         tag: bytes | None,
-    ) -> NixlWrite:
-        # Locked, because a disconnect on another thread frees the lists; the request copies them.
-        with self._peers_lock:
-            known = self._peer(peer)
-            if not isinstance(local, NixlPrepared) or local.owner is not None or local.handle is None:
-                raise TransportError("nixl: the local list is not one of this agent's memory")
-            if not isinstance(remote, NixlPrepared) or remote.owner is not known or remote.handle is None:
-                raise TransportError(f"nixl: the remote list does not belong to peer {peer!r} as connected now")
-            try:
-                # Only this call of NIXL merges adjacent descriptors (`createXferReq` does not): 30,000 contiguous rows
-                # of 512 bytes are one copy of 1 ms instead of 30,000 of 2.4 µs each.
-                handle = self._agent.makeXferReq(
-                    self._engine.binding.NIXL_WRITE,
-                    local.handle,
-                    np.ascontiguousarray(local_index, np.int32),
-                    remote.handle,
-                    np.ascontiguousarray(remote_index, np.int32),
-                    check_tag(tag) if tag is not None else b"",
-                    [],
-                )
-            except self._engine.errors as error:
-                raise self._error(error, f"cannot prepare a write of {len(local_index)} descriptors", known) from error
-        return self._in_flight.post(known, handle, local.bytes_of(local_index), len(local_index))
+    ) -> NixlWrite | DividedWrite:
+        known = self._peer(peer)
+        mine, theirs = self._check_lists(known, local, remote)
+        edges = self._edges(len(local_index) if len(local_index) == len(remote_index) else 0)
+
+        def post(number: int, sent: bytes) -> NixlWrite:
+            self._enter()
+            cut = edges[number]
+            # Locked, because a disconnect on another thread frees the lists; the request copies them.
+            with self._peers_lock:
+                self._check_lists(known, local, remote)
+                try:
+                    # Only this call of NIXL merges adjacent descriptors (`createXferReq` does not): 30,000 contiguous
+                    # rows of 512 bytes are one copy of 1 ms instead of 30,000 of 2.4 µs each.
+                    handle = self._agent.makeXferReq(
+                        self._engine.binding.NIXL_WRITE,
+                        mine.handle,
+                        np.ascontiguousarray(local_index[cut], np.int32),
+                        theirs.handle,
+                        np.ascontiguousarray(remote_index[cut], np.int32),
+                        sent,
+                        [],
+                    )
+                except self._engine.errors as error:
+                    what = f"cannot prepare a write of {len(local_index)} descriptors"
+                    raise self._error(error, what, known) from error
+            return self._in_flight.post(known, handle, mine.bytes_of(local_index[cut]), len(local_index[cut]))
+
+        return self._post(post, mine.bytes_of(local_index), len(local_index), edges, tag)
+
+    def _check_lists(self, peer: Peer, local: Prepared, remote: Prepared) -> tuple[NixlPrepared, NixlPrepared]:
+        if not isinstance(local, NixlPrepared) or local.owner is not None or local.handle is None:
+            raise TransportError("nixl: the local list is not one of this agent's memory")
+        if not isinstance(remote, NixlPrepared) or remote.owner is not peer or remote.handle is None:
+            raise TransportError(f"nixl: the remote list does not belong to peer {peer.key!r} as connected now")
+        return local, remote
+
+    def _edges(self, descriptors: int) -> list[slice]:
+        """Divides the descriptors of a write into slices for the posting threads; one slice if there are few."""
+        most = 1 if self._posting is None else self._posting.count
+        count = max(1, min(most, descriptors // self._slice_size))
+        edges = [descriptors * number // count for number in range(count)]
+        return [slice(first, end) for first, end in zip(edges, [*edges[1:], None], strict=True)]
+
+    def _post(
+        self,
+        post: Callable[[int, bytes], NixlWrite],
+        nbytes: int,
+        descriptors: int,
+        edges: list[slice],
+        tag: bytes | None,
+    ) -> NixlWrite | DividedWrite:
+        """Posts a write: its slices on the posting threads if there are several, otherwise on this thread.
+
+        Args:
+            post: posts a slice, given by its number, with what is sent as its tag.
+            nbytes: bytes of the write.
+            descriptors: descriptors of the write.
+            edges: descriptors of each slice.
+            tag: tag of the write.
+        """
+        sent = b"" if tag is None else self._slices.encode(check_tag(tag), len(edges))
+        if self._posting is None or len(edges) == 1:
+            return post(0, sent)
+        slices = [Slice(partial(post, number, sent)) for number in range(len(edges))]
+        for each in slices:
+            self._posting.put(each.run)
+        return DividedWrite(self._in_flight, slices, nbytes, descriptors)
 
     def tell(self, peer: str, tag: bytes) -> None:
         known = self._peer(peer)
         self._linger_until = time.monotonic() + _LINGER_S
         try:
-            self._agent.genNotif(known.engine_name, check_tag(tag), [])
+            self._agent.genNotif(known.engine_name, self._slices.encode(check_tag(tag)), [])
         except self._engine.errors as error:
             raise self._error(error, "cannot send a tag", known) from error
 
@@ -234,7 +296,7 @@ class NixlTransport:
         return {
             "engine": f"nixl {self._engine.version}",
             "backend": self._backend,
-            "threads": self._threads,
+            "threads": self._posting.count if self._posting is not None else 0,
             "lanes": [settings.get("UCX_TLS", "UCX default")],
             "environment": settings,
         }
@@ -249,6 +311,8 @@ class NixlTransport:
         while time.monotonic() < self._linger_until:
             self.progress()
             time.sleep(0.0005)
+        if self._posting is not None:
+            self._posting.close()
         self._closed = True
         self._in_flight.close()
         for peer in list(self._peers):
@@ -273,8 +337,9 @@ class NixlTransport:
             raise TransportError(f"nixl: cannot collect tags: {error}") from error
         return [
             Arrival(self._keys.get(sender) or _agent_name(sender), tag)
-            for sender, tags in notified.items()
-            for tag in tags
+            for sender, received in notified.items()
+            for each in received
+            if (tag := self._slices.join(sender, each)) is not None
         ]
 
     def _register(self, device: int, regions: list[Region]) -> Any:

@@ -32,14 +32,14 @@ def test_a_prefill_rank_divides_its_writes_among_threads(make_fleet: Any, path: 
     fleet.settle()
     fleet.check()
     assert fleet.errors() == []
-    assert shown(fleet.prefill[0]) == ("num_threads=8,split_batch_size=128", "automatic", "8")
+    assert shown(fleet.prefill[0]) == ("num_threads=8", "automatic", "8")
     assert shown(fleet.decode[0]) == ("", "default", "0")
 
 
 @pytest.mark.usefixtures("cores")
 @pytest.mark.parametrize(
     ("configured", "value", "threads"),
-    [("num_threads=0", "num_threads=0", "0"), ("num_threads=3", "num_threads=3,split_batch_size=128", "3")],
+    [("num_threads=0", "num_threads=0", "0"), ("num_threads=3", "num_threads=3", "3")],
 )
 def test_a_configured_number_is_kept(make_fleet: Any, configured: str, value: str, threads: str) -> None:
     fleet = make_fleet("nixl", model=MODEL, prefill=(1, 1), decode=(1, 1), transport_params=configured)

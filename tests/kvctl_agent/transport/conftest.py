@@ -193,7 +193,7 @@ WITH_THREADS = pytest.mark.parametrize(
     indirect=True,
     scope="module",
 )
-"""Runs a module's tests also on NIXL with threads, which then send even a single descriptor."""
+"""Runs a module's tests also on NIXL with threads, which then divide even a write of two descriptors."""
 
 
 @pytest.fixture(scope="module", params=ENGINES)

@@ -52,8 +52,7 @@ def test_death_and_return_of_a_peer(crew: Any, engine: str) -> None:
     for call in (
         write,
         lambda: transport.tell("peer", b"dead"),
-        # Each thread of NIXL detects the death by itself, if it is the first to write, only in poll().
-        lambda: agent.finish(transport.write_prepared("peer", local, ONE, remote, ONE, b"dead")),
+        lambda: transport.write_prepared("peer", local, ONE, remote, ONE, b"dead"),
     ):
         with pytest.raises(PeerDisconnected, match="'peer'"):
             call()
