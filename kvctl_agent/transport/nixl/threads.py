@@ -13,6 +13,10 @@ tag would be sent, and the write fails. Besides, NIXL's threads poll without a p
 answer, and sockets of a disconnected peer stay open until their next share of a write. The threads of this module sleep
 unless they post, and any call of the transport makes progress for all workers.
 
+Measured on two cores, 4,096 pages of 32 KiB to another process: the post returns after 0.14 ms instead of 26, and the
+write is complete after 28 ms instead of 26, or beside a Python thread that computes after 54 instead of 62. Of 1,200
+such writes over CMA and TCP, two in flight, no tag arrived before its bytes.
+
 Each UCX worker takes 9 to 10 file descriptors, and one per peer at both ends.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvctl_agent.errors import ConfigError, PeerDisconnected
+from kvctl_agent.errors import ConfigError, PeerDisconnected, TransportError
 from kvctl_agent.transport import Region, open_transport
 from kvctl_agent.transport.nixl.threads import SliceTags, thread_count, with_threads
 
@@ -104,6 +105,48 @@ def test_a_copy_that_fails_in_any_slice_fails_the_write_and_its_tag_does_not_arr
     with pytest.raises(PeerDisconnected):
         one.finish(one.transport.write("peer", one.at(*(rows * 512)), there, nbytes, b"t"))
     assert two.collect(1, timeout_s=0.1) == []
+
+
+def test_released_writes_complete_and_tell_their_tags(crew: Any) -> None:
+    one, two = crew.agent(ENGINE), crew.agent(ENGINE)
+    one.transport.connect("peer", two.transport.metadata())
+    one.pool[:] = 7
+    writes = [post(one, two, b"%d" % number) for number in range(8)]
+    for write in writes:
+        write.release()
+    assert sorted(arrival.tag for arrival in two.collect(8)) == [b"%d" % number for number in range(8)]
+    assert (two.pool[: ROWS * ROW_BYTES] == 7).all()
+    until = time.monotonic() + 60
+    while not all([write.release() for write in writes]):  # noqa: C419 - each is to be driven
+        assert time.monotonic() < until
+        one.wait()
+
+
+def test_all_writes_to_a_peer_that_dies_end(crew: Any) -> None:
+    agent, peer = crew.agent(ENGINE), crew.peer(ENGINE)
+    agent.transport.connect("peer", peer.metadata)
+    agent.finish(post(agent, peer))
+    os.kill(peer.process.pid, signal.SIGSTOP)
+    writes = [post(agent, peer) for _ in range(20)]
+    peer.kill()
+    for write in writes:
+        with contextlib.suppress(PeerDisconnected):  # those that were complete before end without an error
+            agent.finish(write)
+    with pytest.raises(PeerDisconnected):
+        agent.finish(post(agent, peer))
+
+
+def test_closing_with_writes_to_a_stopped_peer_is_bounded(crew: Any) -> None:
+    agent, peer = crew.agent(ENGINE), crew.peer(ENGINE)
+    os.kill(peer.process.pid, signal.SIGSTOP)
+    agent.transport.connect("peer", peer.metadata)
+    write = post(agent, peer)
+    started = time.monotonic()
+    agent.transport.close()
+    assert time.monotonic() - started < 20
+    with pytest.raises(TransportError, match="when the transport was closed"):
+        write.poll()
+    peer.kill()
 
 
 class TestSliceTags:
