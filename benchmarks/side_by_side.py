@@ -53,8 +53,8 @@ class Work:
     Attributes:
         decode_dp: independent decode groups of one rank each; 1 with `decode_tp` ranks in one group.
         path: path of our side.
-        options: further options of `kvctl bench`, for what only our side can measure.
-        note: what they mean; "" for a work that both sides run.
+        options: further options of `kvctl bench`.
+        note: what they mean; "" without any. Only our side can measure them, except `--busy-engine`.
     """
 
     name: str
@@ -73,6 +73,11 @@ class Work:
     def ranks(self) -> int:
         """Number of ranks that take part in one room."""
         return self.prefill_tp + self.decode_tp
+
+    @property
+    def busy_engine(self) -> bool:
+        """Whether the engine's thread runs Python."""
+        return "--busy-engine" in self.options
 
     @property
     def text(self) -> str:
@@ -183,9 +188,12 @@ _OBSERVED = Work(
 )
 
 
+_BUSY_RATE = "50"
+
+
 def _busy(name: str, path: str, rooms: int, device: Device = "cpu") -> Work:
-    options = ("--rate", "50", "--busy-engine", "off,prefill")
-    note = "50 rooms/s asked, busy prefill engine"
+    options = ("--rate", _BUSY_RATE, "--busy-engine", "off,prefill")
+    note = f"{_BUSY_RATE} rooms/s asked, busy prefill engine"
     return Work(name, 1024, 8, rooms, prefill_tp=1, device=device, path=path, options=options, note=note)
 
 
@@ -280,7 +288,7 @@ def ours(work: Work, options: argparse.Namespace, limit_s: float) -> tuple[Figur
         "p50_ms": run["latency_ms"]["p50"],
         "cpu_ms": run["cpu_seconds"] * 1e3 / run["ok"] / work.ranks,
     }
-    if "--busy-engine" in work.options:
+    if work.busy_engine:
         figures |= {
             "served_rooms_per_s": run["served_rooms_per_s"],
             "served_ratio": run["served_rooms_per_s"] / document["runs"][0]["served_rooms_per_s"],
@@ -299,6 +307,8 @@ def peer(work: Work, options: argparse.Namespace, limit_s: float) -> Figures:
         RunFailed: it did not end, failed, or received wrong bytes.
     """
     words = work.peer_options(options.prefill_gpus, options.decode_gpus)
+    if work.busy_engine:
+        return _busy_peer(words, options.peer, limit_s)
     harness = [_peer_python(options.peer), "-W", "ignore", str(options.peer / "sglang_pd.py"), *words]
     out = _run(harness, {"SGLANG_SRC": str(options.peer / "src")}, limit_s)
     run = json.loads(next(line for line in reversed(out.splitlines()) if line.startswith("{")))
@@ -309,6 +319,24 @@ def peer(work: Work, options: argparse.Namespace, limit_s: float) -> Figures:
         "rooms_per_s": run["rooms_s"],
         "p50_ms": run["lat_ms_p50"],
         "cpu_ms": (run["cpu_P_s"] + run["cpu_D_s"]) * 1e3 / run["rooms"] / work.ranks,
+    }
+
+
+def _busy_peer(words: Sequence[str], folder: Path, limit_s: float) -> Figures:
+    """Runs SGLang's classes beside an idle and a busy engine thread; returns the figures of the latter."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "busy_engine_peer.py"), "--peer", str(folder)]
+    idle, busy = (
+        json.loads(_run([*command, "--rate", _BUSY_RATE, *more, "--", *words], {}, limit_s / 2))
+        for more in (["--idle"], [])
+    )
+    if not idle["verified"] or not busy["verified"]:
+        raise RunFailed("not every byte was verified")
+    return {
+        "p50_ms": busy["latency_ms"]["p50"],
+        "served_rooms_per_s": busy["served_rooms_per_s"],
+        "served_ratio": busy["served_rooms_per_s"] / idle["served_rooms_per_s"],
+        "engine_slowdown": busy["engine_slowdown_ratio"],
+        "engine_stall_ms": busy["engine_stall_ms"],
     }
 
 
@@ -392,7 +420,7 @@ class Comparison:
 
     def _measure(self, work: Work, number: int) -> None:
         for side in ("peer", "ours"):
-            if side == "ours" or (self._options.peer and not work.note):
+            if side == "ours" or (self._options.peer and (work.busy_engine or not work.note)):
                 self._measure_side(work, side, number)
         for row in self._rows:
             if row.work == work:
