@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
@@ -403,8 +403,8 @@ class RoomRecords:
 
     def states(self) -> dict[str, int]:
         """Returns the number of active rooms by state label."""
-        counts = Counter([record.state_now for record in self.active()])
-        return {state.label: count for state, count in counts.items()}
+        states = [record.state_now for record in self.active()]
+        return {state.label: states.count(state) for state in dict.fromkeys(states)}
 
     def rows(self, state: str | None, limit: int) -> list[RoomRow]:
         """Returns rows of active rooms, oldest first; `state` is a state label, or None for all."""
