@@ -6,6 +6,7 @@ Usage: python benchmarks/copy_rates.py [--piece-kib 256 1024 4096]
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ import numpy as np
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, local_shards
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.allocations import RingMemory, StagingBuffers
-from kvctl_agent.memory.host_copier import CopyPool, copy_threads, gather_piece, scatter_piece
+from kvctl_agent.memory.host_copier import CopyPool, gather_piece, scatter_piece
 from kvctl_agent.memory.part_layout import Piece
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.segment import RowIndex
@@ -104,7 +105,7 @@ def measure(pool: KVPool, case: Case, piece_bytes: int, threads: int) -> tuple[f
     ring = RingMemory(part.region_bytes)
     landing = ring.view(0, part.region_bytes).array
     assert landing is not None
-    crew = CopyPool(threads).start()
+    pool_threads = CopyPool(threads).start()
 
     def gathered(piece: Piece) -> None:
         buffer = buffers.acquire()
@@ -131,12 +132,18 @@ def measure(pool: KVPool, case: Case, piece_bytes: int, threads: int) -> tuple[f
 
     def over(step: Callable[[Piece], None]) -> float:
         jobs = [partial(step, piece) for piece in pieces]
-        return gb_per_s(part.nbytes, lambda: crew.run(jobs))
+
+        def copied() -> None:
+            copy = pool_threads.begin(jobs, part.nbytes)
+            while not copy.done():
+                time.sleep(20e-6)
+
+        return gb_per_s(part.nbytes, copied)
 
     try:
         return over(gathered), over(scattered), over(sent)
     finally:
-        crew.close()
+        pool_threads.close()
         buffers.close()
         ring.close()
 
@@ -152,7 +159,7 @@ def main() -> None:
     for case in CASES:
         pool = case_pool(case.shape)
         for piece_kib in options.piece_kib:
-            for threads in range(1, copy_threads() + 1):
+            for threads in range(1, min(4, len(os.sched_getaffinity(0))) + 1):
                 rates = measure(pool, case, piece_kib << 10, threads)
                 cells = "".join(f"{rate:>8.1f} ({rate / floor:4.2f})" for rate in rates)
                 print(f"{case.name:<36}{piece_kib:>5} KiB{threads:>8}{cells}", flush=True)

@@ -127,7 +127,7 @@ class Agent:
                 remote=remote,
             )
         except BaseException:
-            self.parts.release(ended=self.parts.stop(lambda: _SHORTEST_STOP_S))
+            self.parts.release(ended=self.parts.stop(_SHORTEST_STOP_S))
             raise
         # An engine that does not close its agent still exits cleanly. The reference is weak so that an agent that was
         # never started can be collected; one that was is referenced by the handlers of its admin thread.
@@ -175,8 +175,6 @@ class Agent:
             parts.exports.start(self.observe.metrics, parts.telemetry)
             parts.control.open(parts.lifecycle.instances)
             parts.copy_pool.start()
-            for thread in parts.threads:
-                thread.start()
             parts.control.start()
         except BaseException:
             self.close()
@@ -264,7 +262,7 @@ class Agent:
                 parts.mailbox.put(ev.AbortRoom(room, f"agent {self.name} is closing"))
             while parts.handles.rooms and time.monotonic() < deadline - timeout / 2:
                 time.sleep(0.002)
-        ended = parts.stop(lambda: max(_SHORTEST_STOP_S, deadline - time.monotonic()))
+        ended = parts.stop(max(_SHORTEST_STOP_S, deadline - time.monotonic()))
         try:
             self.admin.close()
         except DeadlineExceeded as error:  # a handler is still running; the thread ends after it
@@ -381,13 +379,13 @@ class Agent:
         self.parts.connections.calibrate_once()
 
     def measure_connection(self) -> ConnectionCost:
-        """Prefill: makes a transfer worker measure the cost of writes to the first connected peer, between parts.
+        """Prefill: measures the cost of writes to the first connected peer, between parts.
 
         Raises:
             LocalProtocolError: no peer is connected, or the peer offers no scratch memory.
-            DeadlineExceeded: the transfer worker was too busy.
+            DeadlineExceeded: the rank was too busy.
         """
-        if not (self.accepting or self.draining) or not self.parts.workers:
+        if not (self.accepting or self.draining) or self.parts.transfers is None:
             raise LocalProtocolError(f"{self.name} ({self.parts.lifecycle.state}) has no connection to measure")
         return self.parts.connections.measure()
 

@@ -10,6 +10,7 @@ import math
 import os
 import secrets
 import socket
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -51,7 +52,7 @@ from kvctl_agent.protocol.peer import LocalInfo, Timing
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.recording import InputLog
 from kvctl_agent.rank import Rank
-from kvctl_agent.runtime.arrival_loop import ArrivalLoop
+from kvctl_agent.runtime.arrivals import Arrivals
 from kvctl_agent.runtime.bootstrap import Registries, RegistryServer
 from kvctl_agent.runtime.control_channel import ControlChannel
 from kvctl_agent.runtime.control_loop import ControlLoop, Mailbox
@@ -62,7 +63,7 @@ from kvctl_agent.runtime.liveness import host_identity
 from kvctl_agent.runtime.page_owners import PageOwners
 from kvctl_agent.runtime.peer_connections import PeerConnections
 from kvctl_agent.runtime.pipelining import Pipelining
-from kvctl_agent.runtime.transfer_worker import TransferWorker
+from kvctl_agent.runtime.transfers import Transfers
 from kvctl_agent.security.curve import RefusedConnections, ZapAuthenticator
 from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.flight_recorder import FlightRecorder
@@ -79,7 +80,7 @@ _MAX_NAME_BYTES = 255  # of a ZMQ identity
 # the process if there are too few.
 _DESCRIPTORS = 64
 _PATHS = (AUTO, BULK, SLICE, STAGED, DIRECT)
-_MOST_WORKERS = 4
+_COPY_THREADS = 4
 
 
 class Closable(Protocol):
@@ -95,7 +96,7 @@ class PartFactories:
     clock: Callable[[], Clock] = Clock
     transport: Callable[..., Transport] = open_transport
     control_channel: Callable[..., ControlChannel] = ControlChannel
-    arrival_loop: Callable[..., ArrivalLoop] = ArrivalLoop
+    arrivals: Callable[..., Arrivals] = Arrivals
     ring: Callable[..., RingMemory] = RingMemory
 
 
@@ -103,8 +104,8 @@ class PartFactories:
 class AgentParts:
     """All components of one agent except its admin server.
 
-    A prefill rank has staging buffers, transfer workers and, if its pool is on a device, a poller of the engine's
-    events; a decode rank has a staging ring (unless staging is off) and an arrival loop.
+    A prefill rank has staging buffers, transfers and, if its pool is on a device, a poller of the engine's events; a
+    decode rank has a staging ring (unless staging is off) and arrivals.
     """
 
     name: str
@@ -121,8 +122,8 @@ class AgentParts:
     copy_pool: CopyPool
     copiers: tuple[Closable, ...]
     forwards: EventPoller | None
-    workers: tuple[TransferWorker, ...]
-    arrivals: ArrivalLoop | None
+    transfers: Transfers | None
+    arrivals: Arrivals | None
     connections: PeerConnections
     pipelining: Pipelining
     inputs: InputLog
@@ -134,27 +135,14 @@ class AgentParts:
     control: ControlLoop
     lifecycle: Lifecycle
 
-    @property
-    def threads(self) -> tuple[EventPoller | TransferWorker | ArrivalLoop, ...]:
-        """The threads that send or receive KV data, in the order in which they are started and stopped."""
-        return tuple(each for each in (self.forwards, *self.workers, self.arrivals) if each is not None)
-
-    def stop(self, left_s: Callable[[], float]) -> bool:
-        """Stops all threads and fails the open rooms; returns whether all threads have ended.
-
-        Args:
-            left_s: called before each thread is stopped; returns the seconds that this thread may take to end.
-        """
-        ended = True
-        for thread in self.threads:
-            ended &= thread.close(left_s())
-        self.mailbox.put(ev.Shutdown(ended and all(worker.drained for worker in self.workers)))
-        ended &= self.control.close(left_s())
+    def stop(self, timeout: float) -> bool:
+        """Stops the control loop, which fails the open rooms; returns whether it has ended with nothing in progress."""
+        ended = self.control.close(timeout)
         self.handles.close()
         return ended
 
     def release(self, *, ended: bool) -> None:
-        """Closes exporters, transport and sockets; frees memory only if all threads have `ended` and no copy runs."""
+        """Closes exporters, transport and sockets; frees memory only if the loop has `ended` and no copy runs."""
         self.exports.close()
         self.transport.close()
         self.mailbox.close()
@@ -223,34 +211,30 @@ def build_parts(
         transport.register(regions(pool, buffers or ring))
         local = local_of(name, role, rank, shape, pool, incarnation, settings, transport, ring)
 
-        # The threads that transfer parts.
-        copy_pool = CopyPool(thread_count(settings["copy_threads"], 2), f"{name}-copy")
+        # What transfers parts.
+        copy_pool = CopyPool(copy_thread_count(settings["copy_threads"]), f"{name}-copy", mailbox.wake)
         copiers: list[Closable] = []
         undo.callback(close_all, copiers)
         by_peer: dict[str, PeerConnection] = {}
         direct_sms: int | None = settings["direct_sms"]
-        workers: tuple[TransferWorker, ...] = ()
-        arrivals: ArrivalLoop | None = None
+        reported: deque[ev.Event] = deque()
+        transfers: Transfers | None = None
+        arrivals: Arrivals | None = None
         forwards: EventPoller | None = None
         if buffers is not None:
-            workers = tuple(
-                TransferWorker(
-                    f"{name}-transfer-{number}",
-                    paths_of(pool.device, copy_pool, buffers, direct_sms, copiers),
-                    AuxPath(),
-                    by_peer,
-                    transport.progress,
-                    mailbox.put,
-                    telemetry.metrics,
-                    settings["checksum"],
-                    pool.device is not None,
-                )
-                for number in range(worker_count(settings, pool.device))
+            transfers = Transfers(
+                paths_of(pool.device, copy_pool, buffers, direct_sms, copiers),
+                AuxPath(),
+                by_peer,
+                transport.progress,
+                reported.append,
+                mailbox.wake,
+                telemetry.metrics,
+                many=available_cores() > FEW_CORES,
+                checksum=settings["checksum"],
+                on_device=pool.device is not None,
             )
-            forwards = EventPoller(f"{name}-forwards", pool.device) if pool.device is not None else None
-        else:
-            copier = copier_of(pool.device, copy_pool, copiers)
-            arrivals = make.arrival_loop(f"{name}-arrivals", transport, pool, ring, copier, mailbox.put, telemetry)
+            forwards = EventPoller(pool.device, mailbox.wake) if pool.device is not None else None
 
         # The machine, and the connections whose costs determine its choice of paths.
         chooser = PathChooser(shape, pool.page_size, settings["path"], settings["staging"])
@@ -262,12 +246,23 @@ def build_parts(
             chooser,
             telemetry.recorder,
             by_peer,
-            next(iter(workers), None),
+            transfers,
             direct_sms,
         )
         pipelining = Pipelining(local.layers, pool.page_size, settings, telemetry.metrics)
         inputs = InputLog(settings["record_inputs"])
         machine = machine_of(local, settings, telemetry, chooser, inputs, connections)
+        if transfers is None:
+            copier = copier_of(pool.device, copy_pool, copiers)
+            arrivals = make.arrivals(
+                transport,
+                pool,
+                ring,
+                copier,
+                lambda *events: reported.extend(events),
+                lambda: machine.open_rooms,
+                telemetry,
+            )
 
         # The engine's handles, the control channel and its loop.
         handles = HandleRegistry(name, on_state, page_owners_of(pool) if role == "decode" else None)
@@ -290,8 +285,11 @@ def build_parts(
             handles,
             connections,
             pipelining,
-            workers=workers,
+            transfers=transfers,
             arrivals=arrivals,
+            forwards=forwards,
+            reported=reported,
+            few_cores=available_cores() <= FEW_CORES,
             server=server,
             authenticator=authenticator,
             inputs=inputs if settings["record_inputs"] else None,
@@ -313,7 +311,7 @@ def build_parts(
         copy_pool=copy_pool,
         copiers=tuple(copiers),
         forwards=forwards,
-        workers=workers,
+        transfers=transfers,
         arrivals=arrivals,
         connections=connections,
         pipelining=pipelining,
@@ -362,11 +360,6 @@ def page_owners_of(pool: KVPool) -> PageOwners:
     return PageOwners([("page", pool.num_pages), ("aux row", pool.aux_slots), *kinds])
 
 
-def worker_count(settings: Settings, device: Device | None) -> int:
-    """Returns the number of transfer workers of a prefill rank: by default 1 on a GPU or few cores, else 4."""
-    return thread_count(settings["workers"], _MOST_WORKERS if device is None else 1)
-
-
 def engine_params(settings: Settings, role: str, rank: Rank, device: Device | None) -> dict[str, str]:
     """Returns the transport's parameters, and adds the automatic ones to the settings, for `kvctl config`.
 
@@ -396,11 +389,11 @@ def check_settings(settings: Settings, pool: KVPool, engine_threads: int) -> Non
         )
 
 
-def thread_count(configured: int | None, most: int) -> int:
-    """Returns `configured`; if it is None, 1 on a machine with few cores and `most` otherwise."""
+def copy_thread_count(configured: int | None) -> int:
+    """Returns the number of copy threads; by default none on few cores, where the control loop copies, and else 4."""
     if configured is not None:
         return configured
-    return 1 if available_cores() <= FEW_CORES else most
+    return 0 if available_cores() <= FEW_CORES else _COPY_THREADS
 
 
 def check_path(path: str, pool: KVPool) -> None:
@@ -431,7 +424,7 @@ def staging_memory(
         copier = HostCopier if device is None else DeviceCopier
         budget = (settings["staging_buffer_mb"] or (_BUFFER_MB if device is None else _DEVICE_BUFFER_MB)) << 20
         piece_bytes = min(copier.piece_bytes, budget // 2)  # at least two: one is filled while another is sent
-        pieces = worker_count(settings, device) * (budget // piece_bytes)
+        pieces = budget // piece_bytes
         return StagingBuffers(pieces, piece_bytes, device, mem_pool), None
     if settings["staging"] == "off":
         return None, None

@@ -190,7 +190,6 @@ def _engine() -> list[click.Option]:
         option("--path paths", "A,B,…", paths, parse_names, default=""),
         option("--ring-mb", "N", ring, type=int),
         option("--chunk-tokens", "N", "Tokens per chunk of the grid. [default: 8192]", type=int),
-        option("--workers", "N", "Transfer workers per prefill rank.", type=int),
     ]
 
 

@@ -116,7 +116,7 @@ class AdminActions:
                 the peer is silent or not connected, or the measurement failed.
         """
         parts = self._parts
-        if parts.role != "prefill" or not parts.workers:
+        if parts.role != "prefill" or parts.transfers is None:
             raise self._refusal(f"{self._parts.name} is a decode rank: connections are measured by prefill ranks")
         if bytes is not None and not 1 << 20 <= bytes <= _MOST_PROBED_BYTES:
             raise RequestRefused(ErrorCode.BAD_ARGUMENT, f"bytes is from {1 << 20} to {_MOST_PROBED_BYTES}")

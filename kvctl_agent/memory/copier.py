@@ -7,14 +7,14 @@ from typing import NamedTuple, Protocol
 
 from kvctl_agent.memory.part_layout import PartLayout, Piece
 from kvctl_agent.memory.region import MemorySpan
-from kvctl_agent.memory.segment import RowIndex, SegmentMemory
+from kvctl_agent.memory.segment import RowIndex
 
 
 class PendingCopy(Protocol):
     """Handle of a copy that has been started."""
 
     def done(self) -> bool:
-        """Returns whether the copy has ended, without waiting. Once True, the result stays True.
+        """Returns whether the copy has ended; once True, the result stays True. The call may copy a piece itself.
 
         Raises:
             KvctlError: the copy failed; it no longer reads or writes any memory.
@@ -64,16 +64,6 @@ class Copier(Protocol):
         Raises:
             MemoryLayoutError: a part lies outside the rank's layers or is larger than its region.
             DeviceError: the copy could not be started.
-        """
-        ...
-
-    def prepare(self, memory: SegmentMemory, head: int, heads: int) -> None:
-        """Compiles the kernels that scatter to local heads [head, head + heads) and waits for the compiler.
-
-        Does nothing on the host.
-
-        Raises:
-            DeviceError: a kernel does not compile.
         """
         ...
 

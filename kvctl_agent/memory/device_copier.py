@@ -78,6 +78,11 @@ class DeviceCopier:
         return self._copies.begin(launches, page_ids)
 
     def prepare(self, memory: SegmentMemory, head: int, heads: int) -> None:
+        """Compiles the kernels that scatter to local heads [head, head + heads) and waits for the compiler.
+
+        Raises:
+            DeviceError: a kernel does not compile.
+        """
         memory.check_heads(head, heads)
         self._copies.prepare([table.geometry for table in block_table(memory, heads).scatters])
 

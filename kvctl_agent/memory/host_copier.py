@@ -10,7 +10,6 @@ strided view of the pages, indexed by the page list itself. A call costs 1.5 to 
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -31,28 +30,21 @@ from kvctl_agent.memory.region import MemorySpan
 from kvctl_agent.memory.segment import RowIndex, SegmentMemory
 
 
-class _CompletedCopy:
-    """Handle of a copy that has already ended."""
-
-    def done(self) -> bool:
-        return True
-
-
 class HostCopier:
-    """Copies parts in host memory on the threads of a copy pool, which may be shared and is closed by its owner."""
+    """Copies parts in host memory with a copy pool, which may be shared and is closed by its owner."""
 
     piece_bytes = PIECE_BYTES
     parts_at_once = 1  # so that a part is complete as soon as its own copy has ended
 
     def __init__(self, copy_pool: CopyPool) -> None:
         self._copy_pool = copy_pool
-        self.pieces_at_once = copy_pool.threads
+        self.pieces_at_once = max(1, copy_pool.threads)
 
     def gather(self, rows: RowIndex, pieces: Sequence[Piece], into: Sequence[MemorySpan]) -> PendingCopy:
         host_rows(rows)  # creates the index arrays once, not in every thread
         work = zip(pieces, into, strict=True)
-        self._copy_pool.run([partial(gather_piece, piece, rows, _array(span)) for piece, span in work])
-        return _CompletedCopy()
+        jobs = [partial(gather_piece, piece, rows, _array(span)) for piece, span in work]
+        return self._copy_pool.begin(jobs, sum(piece.nbytes for piece in pieces))
 
     def scatter(self, landed: Sequence[LandedPart]) -> PendingCopy:
         jobs = []
@@ -60,11 +52,7 @@ class HostCopier:
             host_rows(rows)
             array = _array(region)
             jobs += [partial(scatter_piece, piece, rows, array[piece.offset :]) for piece in layout.pieces()]
-        self._copy_pool.run(jobs)
-        return _CompletedCopy()
-
-    def prepare(self, memory: SegmentMemory, head: int, heads: int) -> None:
-        """Does nothing: host copies need no compilation."""
+        return self._copy_pool.begin(jobs, sum(part.layout.region_bytes for part in landed))
 
     def close(self) -> None:
         """Does nothing: the owner of the copy pool closes it."""
@@ -370,103 +358,115 @@ def _row(nbytes: int) -> np.dtype[np.void]:
     return np.dtype((np.void, nbytes))
 
 
-def copy_threads() -> int:
-    """Returns the number of threads to copy with: two if the process may use at least two cores, else one."""
-    return min(2, len(os.sched_getaffinity(0)))
+# Handing a copy to another thread takes longer than copying this much.
+_INLINE_BYTES = 256 << 10
 
 
 class CopyPool:
-    """Runs lists of jobs on the calling thread and `threads - 1` helper threads.
+    """Copies on threads of its own, so that the control loop does not wait for bytes; without threads, on the loop.
 
-    The owner must close the pool. Helpers are daemon threads, so a process whose owner does not close it still exits.
+    The owner must close the pool. The threads are daemons, so a process whose owner does not close it still exits.
     """
 
-    def __init__(self, threads: int | None = None, name: str = "kvctl-copy") -> None:
-        """Creates a pool whose helper threads are started by `start`.
+    def __init__(self, threads: int = 0, name: str = "kvctl-copy", wake: Callable[[], None] = lambda: None) -> None:
+        """Creates a pool whose threads are started by `start`.
 
         Args:
-            threads: Threads including the caller; `copy_threads()` if None.
-            name: Prefix of the helper threads' names.
+            threads: Number of threads; with 0, a copy makes progress in the calls of its `done`, one job per call.
+            name: Prefix of the threads' names.
+            wake: Called by a thread when a copy has ended.
         """
-        self.threads = copy_threads() if threads is None else max(1, threads)
-        self._batches: SimpleQueue[_Batch | None] = SimpleQueue()
+        self.threads = threads
+        self._wake = wake
+        self._copies: SimpleQueue[_Copy | None] = SimpleQueue()
         self._closed = False
-        self._helpers = [
-            threading.Thread(target=self._help, name=f"{name}-{number}", daemon=True)
-            for number in range(1, self.threads)
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True) for number in range(threads)
         ]
 
     def start(self) -> CopyPool:
-        """Starts the helper threads; returns the pool itself."""
-        for helper in self._helpers:
-            helper.start()
+        """Starts the threads; returns the pool itself."""
+        for thread in self._threads:
+            thread.start()
         return self
 
-    def run(self, jobs: Sequence[Callable[[], object]]) -> None:
-        """Runs all jobs, in any order and on any thread of the pool, and returns when all have ended.
+    def begin(self, jobs: Sequence[Callable[[], object]], nbytes: int) -> PendingCopy:
+        """Begins a copy that consists of `jobs`, which run in any order; `nbytes` is what they copy together.
 
-        Once a job has raised an exception, no further job is started; the exception is raised here after the running
-        jobs have ended.
+        Once a job has raised an exception, no further job is started; `done` raises it when the running jobs have
+        ended.
 
         Raises:
             LocalProtocolError: the pool is closed.
         """
         if self._closed:
             raise LocalProtocolError("the copy pool is closed; its owner must stop copying before closing it")
-        batch = _Batch(jobs)
-        for _ in self._helpers[: len(jobs) - 1]:
-            self._batches.put(batch)
-        batch.work()
-        batch.wait()
+        copy = _Copy(jobs, self._wake)
+        if self._threads and nbytes > _INLINE_BYTES:
+            copy.shared = True
+            for _ in self._threads[: len(jobs)]:
+                self._copies.put(copy)
+        return copy
 
     def close(self) -> None:
-        """Stops and joins the helper threads; idempotent. Batches that are already queued are finished first."""
+        """Stops and joins the threads; idempotent. Copies that have begun are finished first."""
         if self._closed:
             return
         self._closed = True
-        for _ in self._helpers:
-            self._batches.put(None)
-        for helper in self._helpers:
-            if helper.ident is not None:
-                helper.join()
+        for _ in self._threads:
+            self._copies.put(None)
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
 
-    def _help(self) -> None:
-        while (batch := self._batches.get()) is not None:
-            batch.work()
+    def _run(self) -> None:
+        while (copy := self._copies.get()) is not None:
+            while copy.run_job():
+                pass
 
 
-class _Batch:
-    """The jobs of one `CopyPool.run`. Threads take one job at a time, so a slower core runs fewer jobs."""
+class _Copy:
+    """A copy in progress. Threads take one job at a time, so a slower core runs fewer jobs.
 
-    def __init__(self, jobs: Sequence[Callable[[], object]]) -> None:
+    Attributes:
+        shared: Whether the pool's threads run the jobs, and not the caller of `done`.
+    """
+
+    def __init__(self, jobs: Sequence[Callable[[], object]], wake: Callable[[], None]) -> None:
+        self.shared = False
         self._jobs: Iterator[Callable[[], object]] = iter(jobs)
+        self._wake = wake
+        self._left = len(jobs)
         self._running = 0
         self._error: BaseException | None = None
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
 
-    def work(self) -> None:
-        """Runs jobs until none is left or one has failed."""
-        while (job := self._take()) is not None:
-            error = None
-            try:
-                job()
-            except BaseException as raised:
-                error = raised
-            with self._changed:
-                self._running -= 1
-                self._error = self._error or error
-                self._changed.notify_all()
-
-    def wait(self) -> None:
-        """Waits for jobs that still run on other threads and raises the first exception of a job."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._running == 0)
+    def done(self) -> bool:
+        if not self.shared:
+            self.run_job()
+        if self._running or (self._left and self._error is None):
+            return False
         if self._error is not None:
             raise self._error
+        return True
 
-    def _take(self) -> Callable[[], object] | None:
-        with self._changed:
+    def run_job(self) -> bool:
+        """Runs one job; returns False if none was left or one has failed."""
+        with self._lock:
             job = None if self._error else next(self._jobs, None)
-            if job is not None:
-                self._running += 1
-            return job
+            if job is None:
+                return False
+            self._running += 1
+        error = None
+        try:
+            job()
+        except BaseException as raised:
+            error = raised
+        with self._lock:
+            self._error = self._error or error
+            self._left -= 1
+            self._running -= 1
+            over = not self._running and (not self._left or self._error is not None)
+        if over and self.shared:
+            self._wake()
+        return True

@@ -1,9 +1,9 @@
 """Path staged: gathers a part into staging and writes it to the reader's ring, from which the reader scatters it.
 
 A part has one contiguous region of the ring, so it takes one descriptor per piece however scattered its pages are. It
-is divided into pieces that stay in cache (on a device, pieces large enough for the full write rate), and the next piece
-is gathered while the previous one is on the wire. The tag is sent with the last piece, after all others are complete,
-because tags of different writes may be delivered out of order.
+is divided into pieces that stay in cache (on a device, pieces large enough for the full write rate), and the next
+pieces are gathered while the previous ones are on the wire. The tag is sent with the last piece, after all others are
+complete, because tags of different writes may be delivered out of order.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class StagedFlight(Flight):
         self._rows = RowIndex(memory, order.src_pages, share.src_head, share.heads)
         self._target = connection.ring_base + grant.offset
         self._pieces = layout.pieces(min(copier.piece_bytes, buffers.buffer_bytes))
-        self._next = 0
+        self._gathers = 0  # pieces whose gather has begun
+        self._next = 0  # the next piece to post
         self._writes: list[tuple[Write, Buffer]] = []
         self._gather: PendingCopy | None = None  # the gather into `_filling`
         self._filling: list[Buffer] = []
@@ -60,18 +61,16 @@ class StagedFlight(Flight):
     def advance(self) -> bool:
         self._reap()
         cancel = self.order.cancel
-        while self._next < len(self._pieces) and cancel.may_post(time.monotonic_ns()):
-            if not self._gathered_buffers and not (self._begin() and self._gathered()):
-                return False
-            self._reap()
-            last = self._next == len(self._pieces) - 1
-            if last and self._writes:
-                return False
-            self._post(self.order.tag if last else None)
         if cancel.cancelled:
             self._drop()
-        elif self._next < len(self._pieces):
-            return False  # the lease has expired; the remaining pieces wait for the next one
+        else:
+            self._collect()
+            self._post_gathered()
+            if self._gathers < len(self._pieces) and cancel.may_post(time.monotonic_ns()) and self._begin():
+                self._collect()
+                self._post_gathered()
+            if self._next < len(self._pieces):
+                return False
         self._reap()
         return not self._writes and self._gather is None
 
@@ -85,12 +84,10 @@ class StagedFlight(Flight):
         return not self._writes and self._gather is None
 
     def _begin(self) -> bool:
-        """Starts the gather of the next pieces if none is running; returns whether a gather is now running."""
-        if self._gather is not None:
-            return True
-        if len(self._writes) >= _IN_FLIGHT:
+        """Begins the gather of the next pieces; returns False if one is running, or too few buffers are free."""
+        if self._gather is not None or len(self._writes) + len(self._gathered_buffers) >= _IN_FLIGHT:
             return False
-        pieces = self._pieces[self._next : self._next + self._copier.pieces_at_once]
+        pieces = self._pieces[self._gathers : self._gathers + self._copier.pieces_at_once]
         for _ in pieces:
             buffer = self._buffers.acquire()
             if buffer is None:
@@ -101,24 +98,34 @@ class StagedFlight(Flight):
         self._since_ns = time.monotonic_ns()
         into = [buffer.span for buffer in self._filling]
         self._gather = self._copier.gather(self._rows, pieces[: len(into)], into)
+        self._gathers += len(into)
         return True
 
-    def _gathered(self) -> bool:
-        """Returns whether the running gather is done; if so, moves its buffers to `_gathered_buffers`.
+    def _collect(self) -> None:
+        """Moves the buffers of the running gather to `_gathered_buffers` if it is done.
 
         Raises:
             KvctlError: the gather failed.
         """
-        assert self._gather is not None
+        if self._gather is None:
+            return
         try:
             if not self._gather.done():
-                return False
+                return
         except KvctlError:
             self._gather = None  # a failed copy no longer uses the buffers
             raise
         self.gather_ns += time.monotonic_ns() - self._since_ns
-        self._gathered_buffers, self._filling, self._gather = self._filling, [], None
-        return True
+        self._gathered_buffers += self._filling
+        self._filling, self._gather = [], None
+
+    def _post_gathered(self) -> None:
+        """Posts the gathered pieces that may be posted: under the lease, and the last one after all others."""
+        while self._gathered_buffers and self.order.cancel.may_post(time.monotonic_ns()):
+            last = self._next == len(self._pieces) - 1
+            if last and self._writes:
+                return
+            self._post(self.order.tag if last else None)
 
     def _post(self, tag: bytes | None) -> None:
         buffer, piece = self._gathered_buffers[0], self._pieces[self._next]
@@ -143,7 +150,7 @@ class StagedFlight(Flight):
         """Releases all buffers that have not been posted, except those of a gather that is still running."""
         if self._gather is not None:
             with contextlib.suppress(KvctlError):  # the part has already failed or been cancelled
-                self._gathered()
+                self._collect()
         if self._gather is None:
             self._gathered_buffers += self._filling  # buffers of a gather that failed
             self._filling = []
@@ -152,7 +159,7 @@ class StagedFlight(Flight):
 
 
 class StagedPath:
-    """Path staged, with the staging buffers and the copier of one worker thread."""
+    """Path staged, with the rank's staging buffers and copier."""
 
     def __init__(self, buffers: StagingBuffers, copier: Copier) -> None:
         self._buffers = buffers

@@ -1,7 +1,10 @@
 """Control loop: the thread that owns the protocol machine, the control sockets and the registry.
 
-Each turn waits for input, passes it to the machine, executes the machine's actions and sends one frame to each peer.
-The loop never waits for a peer, a worker or an observer; exceptions are recorded and the loop continues.
+Each turn waits for input, passes it to the machine, executes the machine's actions, lets the tasks (transfers,
+arrivals, device events) make progress, and sends one frame to each peer. One thread does all of this, because a
+hand-over to another thread takes as long as the transfer of a small room, and because after each wait a thread may have
+to wait again, for 5 ms, until the engine's thread gives up the interpreter. The loop never waits for a peer or an
+observer; exceptions are recorded and the loop continues.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from functools import partial
+from math import inf
 from typing import Any
 
 import zmq
@@ -26,14 +30,16 @@ from kvctl_agent.protocol.messages import Hello, PeerInfo
 from kvctl_agent.protocol.peer import LocalInfo, Peer, PeerState
 from kvctl_agent.protocol.recording import InputLog
 from kvctl_agent.runtime import control_endpoints
-from kvctl_agent.runtime.arrival_loop import ArrivalLoop
+from kvctl_agent.runtime.arrivals import Arrivals
 from kvctl_agent.runtime.bootstrap import Registries, RegistryServer
 from kvctl_agent.runtime.control_channel import ControlChannel
+from kvctl_agent.runtime.event_poller import EventPoller
 from kvctl_agent.runtime.handles import HandleRegistry
 from kvctl_agent.runtime.liveness import is_dead
 from kvctl_agent.runtime.peer_connections import PeerConnections
 from kvctl_agent.runtime.pipelining import Pipelining
-from kvctl_agent.runtime.transfer_worker import TransferWorker
+from kvctl_agent.runtime.transfers import Transfers
+from kvctl_agent.runtime.waiting import DescriptorWait, LoopTask, minimize_timer_slack
 from kvctl_agent.security.curve import ZapAuthenticator
 from kvctl_agent.telemetry.hub import Telemetry
 
@@ -42,6 +48,9 @@ _LIVENESS_NS = 500_000_000
 _FEW_ROOMS = 4
 _PAUSE_A_ROOM_S = 50e-6
 _LONGEST_PAUSE_S = 1e-3
+_LONGEST_WAIT_S = 0.1
+_ROUNDS_A_TURN = 2  # then messages are read and sent again
+_LAST_TURN_S = 1.0
 
 
 class Mailbox:
@@ -149,8 +158,11 @@ class ControlLoop:
         connections: PeerConnections,
         pipelining: Pipelining,
         *,
-        workers: Sequence[TransferWorker] = (),
-        arrivals: ArrivalLoop | None = None,
+        transfers: Transfers | None = None,
+        arrivals: Arrivals | None = None,
+        forwards: EventPoller | None = None,
+        reported: deque[ev.Event] | None = None,
+        few_cores: bool = False,
         server: RegistryServer | None = None,
         authenticator: Callable[[], ZapAuthenticator] | None = None,
         inputs: InputLog | None = None,
@@ -158,8 +170,11 @@ class ControlLoop:
         """Creates the loop; `open` binds and connects its sockets, `start` starts its thread.
 
         Args:
-            workers: prefill: threads that execute `Transfer`.
-            arrivals: decode: thread that executes `Scatter` and `Check`.
+            transfers: prefill: executes `Transfer`.
+            arrivals: decode: executes `Scatter` and `Check`.
+            forwards: prefill, pool on a device: polls the engine's events.
+            reported: events that the tasks have reported, to be handled in the same turn.
+            few_cores: whether ranks that share this host have no core to spare, so that the loop makes fewer turns.
             server: first prefill rank: the registry of its instance.
             authenticator: starts the authenticator of the control sockets; None without keys.
             inputs: records every event before the machine handles it.
@@ -177,16 +192,19 @@ class ControlLoop:
         self._telemetry = telemetry
         self._handles = handles
         self._connections = connections
-        self._workers = workers
-        self._arrivals = arrivals
+        self._tasks: list[LoopTask] = [task for task in (forwards, transfers, arrivals) if task is not None]
+        self._transfers = transfers
+        self._forwards = forwards
+        self._reported = deque[ev.Event]() if reported is None else reported
+        self._few_cores = few_cores
         self.requests = OperatorRequests(mailbox.put)
-        self._stopping = False
+        self._stop_by_s = inf
         self._tick_ns = 0
         self._liveness_ns = 0
         self._channel_due_ns = 0
         self._flush_now = self._ask_now = False
-        self._open_rooms = 0
         self._poller = zmq.Poller()
+        self._descriptors = DescriptorWait(())
         self._polled = (-1, -1)
         self._registry_keys: Set[Any] = frozenset()
         self._thread = threading.Thread(target=self._run, name=f"{local.name}-control", daemon=True)
@@ -196,12 +214,13 @@ class ControlLoop:
             ev.DropPeer: self._drop_peer,
             ev.ForgetPeer: self._forget_peer,
             ev.FindInstance: self._find_instance,
-            ev.Transfer: self._transfer,
             ev.StateChanged: handles.change_state,
             ev.Released: handles.release,
             ev.Overlapped: pipelining.learn,
             ev.Answered: self.requests.answer,
         }
+        if transfers is not None:
+            self.executors[ev.Transfer] = transfers.put
         if arrivals is not None:
             self.executors |= {ev.Scatter: arrivals.put, ev.Check: arrivals.put}
 
@@ -229,30 +248,40 @@ class ControlLoop:
         self._thread.start()
 
     def close(self, timeout: float) -> bool:
-        """Stops after the current turn and closes the sockets; waits up to `timeout` seconds for the thread.
+        """Fails the open rooms and ends the loop as soon as the tasks are idle, at the latest after `timeout` seconds.
 
         Returns:
-            whether the thread has ended or was never started.
+            whether the thread has ended, or was never started, and no task was in progress.
         """
-        self._stopping = True
+        self._stop_by_s = time.monotonic() + timeout
         self._mailbox.wake()
         if self._thread.ident is None:
             self._close_sockets()
         elif self._thread.is_alive():
-            self._thread.join(timeout)
+            self._thread.join(timeout + _LAST_TURN_S)
         if self._authenticator is not None:
             self._authenticator.close()
-        return not self._thread.is_alive()
+        return not self._thread.is_alive() and self._idle()
 
     def _run(self) -> None:
+        minimize_timer_slack()
         try:
-            while not self._stopping:
-                self._try_turn(self._poll())
-                self._pause()
-            self._try_turn(frozenset())  # handles the events that were queued before `close`
+            ended = False
+            while not ended:
+                stopping = self._stop_by_s < inf  # before the turn, so that it handles all events put before `close`
+                self._try_turn()
+                ended = stopping and (self._idle() or time.monotonic() >= self._stop_by_s)
+            if self._forwards is not None:
+                self._forwards.close()
+            drained = self._transfers is None or self._transfers.drained
+            self._mailbox.put(ev.Shutdown(drained and self._idle()))
+            self._try_turn(wait=False)
         finally:
             self._channel.flush(everything=True)
             self._close_sockets()
+
+    def _idle(self) -> bool:
+        return all(task.idle() for task in self._tasks)
 
     def _close_sockets(self) -> None:
         self._channel.close()
@@ -265,26 +294,43 @@ class ControlLoop:
         changes = self._channel.changes, self._registries.changes
         if changes != self._polled:
             self._polled = changes
-            for socket, _ in self._poller.sockets[:]:
-                self._poller.unregister(socket)
-            registry_sockets = [
-                *self._registries.sockets(),
-                *([control_endpoints.poll_key(self._server.socket)] if self._server else []),
-            ]
-            self._registry_keys = frozenset(registry_sockets)
-            for socket in (self._mailbox_key, *registry_sockets, *self._channel.sockets()):
-                self._poller.register(socket, zmq.POLLIN)
+            self._register_sockets()
         self._channel_due_ns = self._channel.due_ns or self._tick_ns
-        due = min(self._tick_ns, self._channel_due_ns)
-        since_ns = time.monotonic_ns()
-        limit_ms = max(0, (due - since_ns) // 1_000_000 + 1)
-        ready = dict(self._poller.poll(limit_ms)).keys()
-        self._telemetry.interpreter.note(limit_ms * 1_000_000, time.monotonic_ns() - since_ns)
-        return ready
+        due_s = (min(self._tick_ns, self._channel_due_ns) - time.monotonic_ns()) * 1e-9
+        wait_s = min((due_s, *(task.wait_s() for task in self._tasks)))
+        if self._few_cores and (rooms := self._machine.open_rooms) > _FEW_ROOMS:
+            # A turn costs about 60 µs whatever it carries. With many rooms in flight no room waits for this turn: they
+            # wait for processor time, which fewer turns leave free.
+            time.sleep(min((rooms - _FEW_ROOMS) * _PAUSE_A_ROOM_S, _LONGEST_PAUSE_S, max(wait_s, 0.0)))
+            wait_s = 0.0
+        ready = self._poller.poll(0)
+        if not ready and wait_s > 0:
+            wait_s, since_ns = min(wait_s, _LONGEST_WAIT_S), time.monotonic_ns()
+            readable = self._descriptors.wait(wait_s)
+            self._telemetry.interpreter.note(int(wait_s * 1e9), time.monotonic_ns() - since_ns)
+            if readable:
+                ready = self._poller.poll(0)
+        return dict(ready).keys()
 
-    def _try_turn(self, ready: Set[Any]) -> None:
+    def _register_sockets(self) -> None:
+        for socket, _ in self._poller.sockets[:]:
+            self._poller.unregister(socket)
+        registry_sockets = [
+            *self._registries.sockets(),
+            *([control_endpoints.poll_key(self._server.socket)] if self._server else []),
+        ]
+        self._registry_keys = frozenset(registry_sockets)
+        sockets = [self._mailbox_key, *registry_sockets, *self._channel.sockets()]
+        for socket in sockets:
+            self._poller.register(socket, zmq.POLLIN)
+        # A socket's descriptor becomes readable only for new messages, so `poll(0)` has to find nothing first.
+        self._descriptors = DescriptorWait(
+            [socket if isinstance(socket, int) else int(socket.getsockopt(zmq.FD)) for socket in sockets]
+        )
+
+    def _try_turn(self, *, wait: bool = True) -> None:
         try:
-            self._turn(ready)
+            self._turn(self._poll() if wait else frozenset())
         except Exception as error:
             self._record_bug(error)
 
@@ -309,22 +355,25 @@ class ControlLoop:
             self._check_liveness(now)
             self._feed(ev.Tick())
         if channel_due or self._flush_now:
-            self._flush_now = False
-            for unsendable in self._channel.flush():
-                self._feed(unsendable)
+            self._flush()
+        self._run_tasks()
+        if self._flush_now:
+            self._flush()
 
-    def _pause(self) -> None:
-        """Passes the number of open rooms to the arrival loop; with many, sleeps so that each turn has more messages.
+    def _flush(self) -> None:
+        self._flush_now = False
+        for unsendable in self._channel.flush():
+            self._feed(unsendable)
 
-        A turn costs about 60 µs whatever it carries. With many rooms in flight no room waits for this turn: they wait
-        for processor time, which fewer turns leave free.
-        """
-        rooms = self._machine.open_rooms
-        if self._arrivals is not None and rooms != self._open_rooms:
-            self._arrivals.expect(rooms)
-        self._open_rooms = rooms
-        if rooms > _FEW_ROOMS:
-            time.sleep(min((rooms - _FEW_ROOMS) * _PAUSE_A_ROOM_S, _LONGEST_PAUSE_S))
+    def _run_tasks(self) -> None:
+        """Lets every task make progress and handles the events that they report, until there are no more."""
+        for _ in range(_ROUNDS_A_TURN):
+            for task in self._tasks:
+                task.turn()
+            if not self._reported:
+                return
+            while self._reported:
+                self._feed(self._reported.popleft())
 
     def _feed(self, event: ev.Event) -> None:
         """Passes one event to the machine and executes the actions that it returns."""
@@ -405,10 +454,6 @@ class ControlLoop:
             route = peer.route
         self._channel.queue(action.peer, action.message, route)
         self._flush_now = True
-
-    def _transfer(self, action: ev.Transfer) -> None:
-        # By peer and room, so that parts of one peer, and of one room, are spread over the workers.
-        self._workers[hash((action.peer, action.room)) % len(self._workers)].put(action)
 
     def _connect_peer(self, action: ev.ConnectPeer) -> None:
         try:

@@ -1,6 +1,6 @@
 """Polls the engine's device events, and posts the engine's report about a forward once that forward is done.
 
-A device event that completes wakes no thread, so a thread polls while any event is pending. Each poll takes the
+A device event that completes wakes no thread, so the control loop polls while any event is pending. Each poll takes the
 interpreter lock from the engine; the pause between polls is therefore a small fraction of the time since the last event
 completed. The poller has no deadlines: the machine gets `Launched` for each forward, and enforces its own deadlines.
 """
@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import Any, NamedTuple, Protocol
 
 from kvctl_agent.contract.states import RoomState
@@ -18,7 +19,6 @@ from kvctl_agent.contract.values import shown
 from kvctl_agent.device.base import Device, Event
 from kvctl_agent.errors import DeviceError, KvctlError, LocalProtocolError
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.runtime.threads import AgentThread, minimize_timer_slack
 
 _SHORTEST_S = 20e-6  # without minimal timer slack, the kernel sleeps for about 70 µs
 _LONGEST_S = 200e-6
@@ -48,26 +48,29 @@ class _Deferred(NamedTuple):
     make: Callable[[int], ev.Event]
 
 
-class EventPoller(AgentThread):
-    """Thread that polls the device events of a prefill rank; any thread may call `pending` and `post_after`.
+class EventPoller:
+    """Polls the device events of a prefill rank on the control loop's thread.
+
+    Any thread may call `pending` and `post_after`.
 
     Events of one room are posted in the order of the calls, whatever the order in which the device completes them;
     rooms do not wait for each other.
     """
 
-    def __init__(self, name: str, device: Device) -> None:
-        super().__init__(name)
+    def __init__(self, device: Device, wake: Callable[[], None]) -> None:
+        """Creates a poller; it calls `wake` to wake the control loop."""
         self._device = device
+        self._wake = wake
         self._deferred: dict[Sender, deque[_Deferred]] = {}  # no queue is empty
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
         self._active_s = 0.0  # time at which an event was last added or completed
         self._stopping = False
 
-    def _request_stop(self) -> None:
-        with self._changed:
+    def close(self) -> None:
+        """Forgets all deferred events; the rooms have ended."""
+        with self._lock:
             self._stopping = True
             self._deferred.clear()
-            self._changed.notify()
 
     @property
     def waiting(self) -> int:
@@ -91,7 +94,7 @@ class EventPoller(AgentThread):
             pending: event of the engine to wait for; None for no wait beyond that for the earlier events.
             make: returns the event to post, for the present monotonic time in ns.
         """
-        with self._changed:
+        with self._lock:
             if pending is not None:
                 self._active_s = time.monotonic()
             queue = self._deferred.get(sender)
@@ -101,20 +104,25 @@ class EventPoller(AgentThread):
                 sender.post_unless_over(make(time.monotonic_ns()))
             elif not self._stopping:
                 self._deferred[sender] = deque([_Deferred(pending, make)])
-                self._changed.notify()
+                self._wake()
 
-    def _run(self) -> None:
-        minimize_timer_slack()
-        while not self._stopping:
-            with self._changed:
-                while not self._deferred and not self._stopping:
-                    self._changed.wait()
-                queues = list(self._deferred.items())
-            incomplete: set[int] = set()
-            for sender, queue in queues:
-                self._post_ready(sender, queue, incomplete)
-            silence_s = time.monotonic() - self._active_s
-            time.sleep(min(max(silence_s * _SHARE_OF_SILENCE, _SHORTEST_S), _LONGEST_S))
+    def idle(self) -> bool:
+        return True
+
+    def turn(self) -> None:
+        if not self._deferred:
+            return
+        with self._lock:
+            queues = list(self._deferred.items())
+        incomplete: set[int] = set()
+        for sender, queue in queues:
+            self._post_ready(sender, queue, incomplete)
+
+    def wait_s(self) -> float:
+        if not self._deferred:
+            return inf
+        silence_s = time.monotonic() - self._active_s
+        return min(max(silence_s * _SHARE_OF_SILENCE, _SHORTEST_S), _LONGEST_S)
 
     def _post_ready(self, sender: Sender, queue: deque[_Deferred], incomplete: set[int]) -> None:
         """Posts the deferred events of one room up to the first whose device event is incomplete.
@@ -128,11 +136,11 @@ class EventPoller(AgentThread):
             try:
                 if pending is not None and not _done(pending, incomplete):
                     return
-            except Exception as error:  # a failed kernel or a bug fails this room, but does not end the thread
+            except Exception as error:  # a failed kernel or a bug fails this room, but does not end the loop
                 text = str(error) if isinstance(error, KvctlError) else f"{type(error).__name__}: {error}"
                 sender.post_unless_over(ev.ForwardFailed(sender.room, f"its forward failed: {text}"))
                 break
-            with self._changed:
+            with self._lock:
                 if self._stopping:
                     return
                 over = not sender.post_unless_over(queue.popleft().make(time.monotonic_ns()))
@@ -140,7 +148,7 @@ class EventPoller(AgentThread):
                 if not queue:
                     del self._deferred[sender]
                     return
-        with self._changed:
+        with self._lock:
             self._deferred.pop(sender, None)
 
 

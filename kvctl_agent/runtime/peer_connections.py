@@ -1,7 +1,7 @@
 """Connections of a prefill rank: connects peers, maps their memory and measures the cost of writing to them.
 
-The control loop connects and drops peers. Measurements run on a transfer worker between parts: a busy connection cannot
-be measured, and a connection that is being measured must not be in use.
+The control loop connects and drops peers. Measurements run between parts, on a thread of their own: a busy connection
+cannot be measured, and a connection that is being measured must not be in use.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvctl_agent.paths.path_chooser import AUTO, DirectCost, PathChooser
 from kvctl_agent.paths.peer_connection import MappedMemory, PeerConnection
 from kvctl_agent.protocol.messages import PeerInfo
 from kvctl_agent.runtime.liveness import host_identity
-from kvctl_agent.runtime.transfer_worker import TransferWorker
+from kvctl_agent.runtime.transfers import Transfers
 from kvctl_agent.telemetry.flight_recorder import FlightRecorder
 from kvctl_agent.transport.base import Transport
 from kvctl_agent.transport.cost_probe import LEAST_ROUNDS, measure_connection
@@ -46,7 +46,7 @@ class MeasuredCost(NamedTuple):
 
 
 class CostMeasurement:
-    """One measurement of a connection, pending or done; the worker calls `run`, any thread may call `wait`.
+    """One measurement of a connection, pending or done; one thread calls `run`, any thread may call `wait`.
 
     Attributes:
         peer: agent name of the peer.
@@ -69,7 +69,7 @@ class CostMeasurement:
             self._result = self._measure(self._connection)
         except KvctlError as error:
             self._result = error
-        except Exception as error:  # a bug: `wait` reports it, and the worker continues
+        except Exception as error:  # a bug: `wait` reports it
             self._result = TransportError(f"{type(error).__name__}: {error}")
         self.ended_ns = time.monotonic_ns()
         self._done.set()
@@ -104,7 +104,7 @@ class PeerConnections:
         chooser: PathChooser,
         recorder: FlightRecorder,
         by_peer: dict[str, PeerConnection],
-        worker: TransferWorker | None = None,
+        transfers: Transfers | None = None,
         direct_programs: int | None = None,
     ) -> None:
         """Creates the table of connections.
@@ -112,12 +112,12 @@ class PeerConnections:
         Args:
             buffers: staging buffers of a prefill rank; None without staging.
             chooser: path chooser to calibrate.
-            by_peer: empty mapping, shared with the transfer workers.
-            worker: prefill: worker that measures connections between parts.
+            by_peer: empty mapping, shared with the transfers.
+            transfers: prefill: runs measurements of connections between parts.
             direct_programs: limit of the direct path's share of the device, as for `DirectPath`.
         """
         self.by_peer = by_peer
-        self._worker = worker
+        self._transfers = transfers
         self.measured: dict[str, MeasuredCost] = {}
         self.memory_gb_per_s: float | None = None
         self._scratch: dict[str, Region] = {}
@@ -152,7 +152,7 @@ class PeerConnections:
         self._transport.disconnect(peer)
 
     def close(self) -> None:
-        """Unmaps the memory of all peers; to be called after the workers have ended."""
+        """Unmaps the memory of all peers; to be called after the control loop has ended."""
         for connection in list(self.by_peer.values()):
             connection.close()
 
@@ -180,15 +180,15 @@ class PeerConnections:
 
         Raises:
             LocalProtocolError: no peer is connected or offers scratch memory, or this is a decode rank.
-            DeadlineExceeded: the transfer worker was too busy.
+            DeadlineExceeded: the rank was too busy.
         """
         cost = self._begin(self._first(), self._measure).wait(_MEASURE_S)
         if cost is None:
-            raise DeadlineExceeded(f"{self._name}: the transfer worker measured no connection within {_MEASURE_S:g} s")
+            raise DeadlineExceeded(f"{self._name}: measured no connection between parts within {_MEASURE_S:g} s")
         return cost
 
     def begin(self, peer: str | None, big_bytes: int | None) -> CostMeasurement:
-        """Makes the worker measure the connection to `peer` (None: to the first peer) once, between parts.
+        """Has the connection to `peer` (None: to the first peer) measured once, between parts.
 
         On a slow connection each kind of write is done only once, so that parts wait for a few seconds at most.
 
@@ -205,30 +205,29 @@ class PeerConnections:
         return self._begin(connection, lambda connection: self._measure(connection, big_bytes, least_rounds=1))
 
     def _begin(self, connection: PeerConnection, measure: Callable[..., ConnectionCost]) -> CostMeasurement:
-        if self._worker is None:
+        if self._transfers is None:
             raise LocalProtocolError(
                 f"{self._name} is a decode rank: a connection is measured by its writer, a prefill rank"
             )
         measuring = CostMeasurement(connection, measure)
-        self._worker.put(measuring.run)
+        self._transfers.run_between(measuring.run)
         return measuring
 
     def calibrate_once(self) -> None:
-        """Makes the worker calibrate the chooser when the first peer is connected, if it chooses paths by cost.
+        """Has the chooser calibrated when the first peer is connected, if it chooses paths by cost.
 
-        Parts queued for this worker meanwhile wait. On a device the worker also compiles the kernels, so that no part
-        waits for the compiler.
+        Parts wait meanwhile. On a device the kernels are compiled as well, so that no part waits for the compiler.
         """
-        worker = self._worker
-        if self._pool.device is not None and worker is not None and self._chooser.path not in (BULK, SLICE):
-            worker.put(self._compile)
+        transfers = self._transfers
+        if self._pool.device is not None and transfers is not None and self._chooser.path not in (BULK, SLICE):
+            transfers.run_between(self._compile)
         costs_decide = self._chooser.path == AUTO and self._chooser.staging == "auto"
-        if costs_decide and worker is not None and self.by_peer and not self._calibrating:
+        if costs_decide and transfers is not None and self.by_peer and not self._calibrating:
             self._calibrating = True
-            worker.put(self.calibrate)
+            transfers.run_between(self.calibrate)
 
     def calibrate(self) -> None:
-        """Measures the costs by which the setting `auto` chooses a path; runs on a transfer worker."""
+        """Measures the costs by which the setting `auto` chooses a path; runs between parts."""
         if self._chooser.connection is not None:
             return
         try:
@@ -280,7 +279,7 @@ class PeerConnections:
             mapping.release()
 
     def _compile(self) -> None:
-        """Compiles every kernel that parts of the present connections may need; runs on a transfer worker."""
+        """Compiles every kernel that parts of the present connections may need; runs between parts."""
         device = self._pool.device
         wanted: set[Geometry] = set()
         for connection in list(self.by_peer.values()):

@@ -48,7 +48,7 @@ CALM_TIMINGS: Mapping[str, Setting] = {
 }
 """The agents' default timings, with deadlines short enough for a user to watch them expire."""
 
-_TRANSFER_WORKERS = {"copy_threads": 1, "workers": 1, "staging_buffer_mb": 16}
+_SMALL_AGENT = {"copy_threads": 0, "staging_buffer_mb": 16}
 # Rooms that wait for a dead or silent peer keep their pages, in addition to the rooms in flight.
 _SPARE = 3
 # Transfer engines take seconds of CPU time to import, and the ranks share the cores.
@@ -319,7 +319,7 @@ class LiveFleet:
             aux_slots=plan.slots,
             config={
                 **self._planned["config"],
-                **_TRANSFER_WORKERS,
+                **_SMALL_AGENT,
                 **SHORT_TIMINGS,
                 **plan.config,
                 "staging_ring_mb": ring,

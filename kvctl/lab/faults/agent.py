@@ -16,7 +16,7 @@ from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.errors import RequestRefused
 from kvctl_agent.parts import PartFactories
 from kvctl_agent.protocol.events import Check, Scatter
-from kvctl_agent.runtime.arrival_loop import ArrivalLoop
+from kvctl_agent.runtime.arrivals import Arrivals
 from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.flight_recorder import FlightRecorder
 from kvctl_agent.transport.base import Transport
@@ -41,13 +41,13 @@ class FaultyClock(Clock):
         return super().wall_ns(moment_ns) + self._faults.ns("clock-jump")
 
 
-class FaultyArrivals(ArrivalLoop):
-    """Arrival loop that delays the copies from the staging ring to pages by the fault `slow-scatter`."""
+class FaultyArrivals(Arrivals):
+    """Arrivals that delays the copies from the staging ring to pages by the fault `slow-scatter`."""
 
-    def __init__(self, faults: FaultInjector, *loop: Any) -> None:
-        super().__init__(*loop)
+    def __init__(self, faults: FaultInjector, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._faults = faults
-        self._delayed: deque[tuple[int, Scatter]] = deque()  # appended by the control loop, removed here
+        self._delayed: deque[tuple[int, Scatter]] = deque()
 
     def put(self, order: Scatter | Check) -> None:
         pause_ns = self._faults.ns("slow-scatter")
@@ -79,7 +79,7 @@ def faulty_agent(faults: FaultInjector, **arguments: Any) -> Agent:
         clock=partial(FaultyClock, faults),
         transport=transport,
         control_channel=partial(FaultyControlChannel, faults),
-        arrival_loop=partial(FaultyArrivals, faults),
+        arrivals=partial(FaultyArrivals, faults),
     )
     agent = Agent(**arguments, factories=factories)
     agent.admin.add(FAULT_COMMAND, partial(_change, faults, agent.telemetry.recorder))

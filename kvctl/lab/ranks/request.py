@@ -223,7 +223,6 @@ class PlanRequest:
     transport: str = "nixl"
     ring_mb: int | None = None
     chunk_tokens: int | None = None
-    workers: int | None = None
     faults: tuple[str, ...] = ()
     device: str = "cpu"
     compute: str = "sleep"

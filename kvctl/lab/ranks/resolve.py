@@ -74,8 +74,6 @@ def make_plan(request: PlanRequest) -> Plan:
     }
     if any(each.prefill.cp > 1 for each in inputs):
         config["cp_mode"] = request.cp_mode
-    if request.workers is not None:
-        config["workers"] = request.workers
     if request.direct_sms is not None:
         config["direct_sms"] = request.direct_sms
     if request.requests or request.rate:
@@ -224,7 +222,6 @@ def _check_numbers(request: PlanRequest) -> None:
     for option, value in (
         ("--rooms", request.rooms),
         ("--ring-mb", request.ring_mb),
-        ("--workers", request.workers),
         ("--direct-sms", request.direct_sms),
     ):
         if value is not None:

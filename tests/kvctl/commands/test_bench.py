@@ -134,7 +134,7 @@ def test_every_path_of_unequal_layouts_verifies(spawn: Run, transport: str, tmp_
         ["--prefill-dp", "2", "--decode-dp", "2", "--path", "bulk,staged", "--chunk-tokens", "32"],
         ["--decode-dp", "2", "--prefix-hit", "0.5", "--tokens", "16..200", "--concurrency", "5"],
         ["--sweep", "concurrency=1,3", "--sweep", "tokens=16,50", "--path", "auto", "--repeat", "2"],
-        ["--verify", "sample", "--workers", "2", "--ring-mb", "1", "--page-order", "contiguous"],
+        ["--verify", "sample", "--ring-mb", "1", "--page-order", "contiguous"],
     ],
     ids=" ".join,
 )

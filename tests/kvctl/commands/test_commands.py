@@ -254,7 +254,7 @@ def test_events_are_narrowed_by_age(fleet: Any, kvctl: Any) -> None:
 
 
 def test_agents_that_agree_share_a_configuration_row(fleet: Any, kvctl: Any) -> None:
-    rows = data(kvctl("config", "-o", "json", "--filter", "key=workers").out)
+    rows = data(kvctl("config", "-o", "json", "--filter", "key=copy_threads").out)
     assert {row["value"]: row["agents"] for row in rows} == {
         1: ["decode-0", "decode-1", "prefill-0"],
         4: ["prefill-1"],

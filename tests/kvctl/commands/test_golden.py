@@ -39,7 +39,7 @@ COMMANDS = {
     "events": ("events",),
     "config": ("config", "show"),
     "config-origin": ("config", "show", "--origin"),
-    "config-explain": ("config", "explain", "workers"),
+    "config-explain": ("config", "explain", "copy_threads"),
     "contexts": ("context", "ls"),
 }
 CODES = {"peers-diff": 1}

@@ -28,14 +28,14 @@ ARGUMENTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("staging", "release"): ("decode-0:7", "--yes"),
     ("peers", "diff"): ("prefill-0", "decode-1"),
     ("peers", "probe"): ("prefill-0", "decode-0"),
-    ("config", "explain"): ("workers",),
-    ("config", "set"): ("workers", "2", "--yes"),
+    ("config", "explain"): ("copy_threads",),
+    ("config", "set"): ("copy_threads", "2", "--yes"),
     ("drain",): ("decode-0", "--yes"),
     ("resume",): ("decode-0", "--yes"),
     ("health", "explain"): ("KV_RING_FULL",),
     ("wait",): ("--for", "ready"),
 }
-# They read no agent, start workers, or write files.
+# They read no agent, start copy_threads, or write files.
 NOT_HERE = {"bench", "demo", "tune", "top", "record", "replay", "debug", "completion", "help", "key", "context"}
 
 

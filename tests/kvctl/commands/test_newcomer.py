@@ -157,7 +157,7 @@ def test_what_was_seen_is_kept_and_read_again(shell: Shell, fleet: Any, tmp_path
 COMMANDS = (
     "status", "agents", "rooms", "rooms history", "rooms slow", "rooms show 18446744073709551615", "staging",
     "staging map", "layers", "peers", "peers matrix", "peers diff prefill-0 decode-0", "bootstrap", "metrics", "events",
-    "stacks", "config show", "config show --origin", "config explain workers", "context ls", "version --agents",
+    "stacks", "config show", "config show --origin", "config explain copy_threads", "context ls", "version --agents",
 )  # fmt: skip
 CASES = [(command, OUTPUTS[number % len(OUTPUTS)]) for number, command in enumerate(COMMANDS)]
 # One interpreter that forks a child for each line of its input: faster than a new process, with the same exit.

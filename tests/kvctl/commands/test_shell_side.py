@@ -33,7 +33,7 @@ def test_diff_names_the_factor_and_fails(fleet: Any, kvctl: Any) -> None:
     assert "decode-1 and prefill-1 do not fit: page_size 64 ≠ 32" in outcome.err
     first, *others = data(outcome)
     assert (first["factor"], first["a"], first["b"], first["verdict"]) == ("page_size", "32", "64", "incompatible")
-    assert [(row["factor"], row["a"], row["b"]) for row in others] == [("workers", 1, 4)]
+    assert [(row["factor"], row["a"], row["b"]) for row in others] == [("copy_threads", 1, 4)]
 
 
 def test_diff_of_two_that_fit(fleet: Any, kvctl: Any) -> None:
@@ -93,12 +93,14 @@ def test_stacks_show_the_thread_that_answers(start: Any, kvctl: Any) -> None:
     assert "extract_stack" in text
 
 
-@pytest.mark.parametrize("spelled", ["workers", "WORKERS", "KVCTL_WORKERS", "SGLANG_DISAGGREGATION_QUEUE_SIZE"])
+@pytest.mark.parametrize(
+    "spelled", ["copy_threads", "COPY_THREADS", "KVCTL_COPY_THREADS", "SGLANG_DISAGGREGATION_QUEUE_SIZE"]
+)
 def test_a_key_is_explained_by_any_of_its_names(spelled: str, fleet: Any, kvctl: Any) -> None:
     rows = data(kvctl("config", "explain", spelled, "-o", "json"))
     assert {row["value"]: row["agents"] for row in rows} == {1: ["decode-0", "decode-1", "prefill-0"], 4: ["prefill-1"]}
     assert {(row["key"], row["minimum"], row["maximum"], row["environment"]) for row in rows} == {
-        ("workers", 1, 64, "KVCTL_WORKERS")
+        ("copy_threads", 1, 64, "KVCTL_COPY_THREADS")
     }
 
 
@@ -111,7 +113,7 @@ def test_a_key_is_explained_without_agents(kvctl: Any) -> None:
 
 def test_a_key_that_is_not_there_is_nearly_another(kvctl: Any) -> None:
     outcome = kvctl("config", "explain", "worker")
-    assert (outcome.code, "did you mean workers" in outcome.err) == (2, True)
+    assert (outcome.code, "did you mean copy_threads" in outcome.err) == (2, True)
 
 
 def test_origins_leave_the_defaults_out(fleet: Any, kvctl: Any) -> None:

@@ -377,12 +377,12 @@ class TestProbe:
         writer = fleet.prefill[0]
 
         def left() -> None:
-            """A client asks, and is gone before the worker comes to it."""
+            """A client asks, and is gone before the measurement begins."""
             held = threading.Event()
-            writer.parts.workers[0].put(lambda: held.wait(PATIENCE_S) and None)
+            writer.parts.transfers.run_between(lambda: held.wait(PATIENCE_S) and None)
             assert desk.ask(writer, "probe", bytes=1 << 20)["running"]
             over = threading.Event()
-            writer.parts.workers[0].put(over.set)
+            writer.parts.transfers.run_between(over.set)
             held.set()
             assert over.wait(PATIENCE_S)
 

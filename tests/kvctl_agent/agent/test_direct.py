@@ -50,14 +50,13 @@ def written(fleet: Any, path: str) -> int:
 
 
 class Gate:
-    """Lets no kernel of a worker end before it is opened."""
+    """Lets no kernel of a prefill rank end before it is opened."""
 
     def __init__(self, agent: Any) -> None:
         self.open = threading.Event()
         self.begun = 0
-        for worker in agent.parts.workers:
-            copies = worker._paths["direct"]._copies
-            copies.begin = self._gated(copies.begin)
+        copies = agent.parts.transfers._paths["direct"]._copies
+        copies.begin = self._gated(copies.begin)
 
     def _gated(self, begin: Any) -> Any:
         def gated(*args: Any, **named: Any) -> Any:

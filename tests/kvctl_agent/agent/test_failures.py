@@ -99,16 +99,16 @@ class TestAbort:
     def test_pages_come_back_only_when_the_writers_have_drained(
         self, make_fleet: Any, request: pytest.FixtureRequest
     ) -> None:
-        """The one worker is busy elsewhere with the part in its queue: until it is through, pages are not free."""
-        fleet = make_fleet(prefill=(1, 1), path="slice", workers=1).start()
+        """A connection is being measured, so the part waits in the queue: until it is dropped, pages are not free."""
+        fleet = make_fleet(prefill=(1, 1), path="slice").start()
         fleet.run(1, 4)
         busy, gate = threading.Event(), threading.Event()
         request.addfinalizer(gate.set)
-        fleet.prefill[0].parts.workers[0].put(lambda: busy.set() or gate.wait())  # type: ignore[arg-type]
+        fleet.prefill[0].parts.transfers.run_between(lambda: busy.set() or gate.wait())
         assert busy.wait(60)
         room = fleet.feed(fleet.claim(fleet.receive(fleet.room(2, 8))))
         (receive,) = room.receives.values()
-        wait(lambda: fleet.prefill[0].parts.workers[0]._jobs.qsize())  # type: ignore[attr-defined]
+        wait(lambda: fleet.prefill[0].parts.transfers._queue)
         receive.abort("enough")
         wait(lambda: receive.state is RoomState.FAILED)
         assert receive.wait(0.1) is RoomState.FAILED
@@ -503,8 +503,8 @@ class TestCalibration:
         assert text.startswith("connection to decode-0: one write ")
 
     def test_it_touches_no_buffer_that_is_in_use(self, make_fleet: Any) -> None:
-        """Another worker may be sending already: what it gathered must not be overwritten."""
-        fleet = make_fleet(prefill=(1, 1), workers=2, path="auto").start()
+        """Parts may have been gathered already: they must not be overwritten."""
+        fleet = make_fleet(prefill=(1, 1), path="auto").start()
         agent = fleet.prefill[0]
         fleet.run(1, 4)
         wait(lambda: agent.parts.chooser.connection is not None)
@@ -515,7 +515,7 @@ class TestCalibration:
         agent.parts.buffers.release(held.pop())
         agent.parts.chooser.connection = None
         done = threading.Event()
-        agent.parts.workers[0].put(lambda: (agent.parts.connections.calibrate(), done.set()))
+        agent.parts.transfers.run_between(lambda: (agent.parts.connections.calibrate(), done.set()))
         assert done.wait(60)
         assert agent.parts.chooser.connection is not None
         for buffer in held:

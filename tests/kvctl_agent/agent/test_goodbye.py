@@ -86,29 +86,29 @@ def test_memory_that_a_thread_may_still_touch_is_kept_and_nobody_is_told_that_it
     fleet.prefill[0].wait_ready(60)
     agent, other = (fleet.prefill[0], fleet.decode[0]) if side == "prefill" else (fleet.decode[0], fleet.prefill[0])
     entered, leave = threading.Event(), threading.Event()
+    threads: list[threading.Thread] = []
 
     def stuck(*arguments: Any) -> Any:
+        threads.append(threading.current_thread())
         entered.set()
         leave.wait(60)
         return []
 
     if side == "prefill":
-        agent.parts.workers[0].put(stuck)
-        thread = agent.parts.workers[0]._thread
+        agent.parts.transfers.run_between(stuck)
     else:
         agent.parts.transport.arrivals = stuck
-        thread = agent.parts.arrivals._thread
     assert entered.wait(60), "the thread never came to what holds it"
     memory = agent.parts.buffers if side == "prefill" else agent.parts.ring
     try:
         agent.close(1.0)
-        assert thread.is_alive()
+        assert threads[0].is_alive()
         assert not memory._memory._closed, "it was freed under the thread"
         wait(lambda: other.parts.machine.peers[agent.name].state == "lost")
         assert not other.parts.machine.peers[agent.name].proven_dead
     finally:
         leave.set()
-        thread.join(60)
+        threads[0].join(60)
     # What the agent has kept for the thread's sake.
     memory.close()
     agent.parts.copy_pool.close()

@@ -303,7 +303,7 @@ def test_any_value_for_any_argument_of_send(fleet: Any) -> None:
     assert fleet.total(fleet.decode + fleet.prefill, "kvctl_internal_errors_total") == 0
 
 
-AGENT = ["role", "rank", "pool", "name", "bootstrap", "model", "on_state", "workers", "lost_s", "path", "checksum"]
+AGENT = ["role", "rank", "pool", "name", "bootstrap", "model", "on_state", "copy_threads", "lost_s", "path", "checksum"]
 
 
 def test_any_value_for_any_argument_of_an_agent(make_fleet: Any) -> None:

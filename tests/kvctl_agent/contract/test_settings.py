@@ -35,34 +35,34 @@ def test_without_sources_every_key_has_its_default(nowhere: dict[str, str]) -> N
 
 
 def test_each_source_overrides_the_weaker_ones_and_is_the_origin(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.toml", 'path = "slice"\nworkers = 2\nstaging_ring_mb = 8\n')
-    environ = {"KVCTL_WORKERS": "3", "KVCTL_STAGING_RING_MB": "9"}
+    file = write(tmp_path / "a.toml", 'path = "slice"\ncopy_threads = 2\nstaging_ring_mb = 8\n')
+    environ = {"KVCTL_COPY_THREADS": "3", "KVCTL_STAGING_RING_MB": "9"}
     settings = load_settings({"staging_ring_mb": 10}, environ, file)
     assert (settings["path"], settings.origin("path")) == ("slice", f"file {file}")
-    assert (settings["workers"], settings.origin("workers")) == (3, "environment KVCTL_WORKERS")
+    assert (settings["copy_threads"], settings.origin("copy_threads")) == (3, "environment KVCTL_COPY_THREADS")
     assert (settings["staging_ring_mb"], settings.origin("staging_ring_mb")) == (10, "argument")
     assert (settings["transport"], settings.origin("transport")) == ("nixl", "default")
 
 
 def test_rows_are_the_answer_to_config(nowhere: dict[str, str]) -> None:
-    rows = load_settings({"workers": 4}, nowhere).rows()
+    rows = load_settings({"copy_threads": 4}, nowhere).rows()
     assert [row["key"] for row in rows] == [key.name for key in KEYS]
-    (workers,) = (row for row in rows if row["key"] == "workers")
-    assert (workers["value"], workers["default"], workers["origin"]) == (4, None, "argument")
+    (copy_threads,) = (row for row in rows if row["key"] == "copy_threads")
+    assert (copy_threads["value"], copy_threads["default"], copy_threads["origin"]) == (4, None, "argument")
     assert all(row["help"] for row in rows)
 
 
 class TestFile:
     def test_the_user_file_is_read_when_there(self, tmp_path: Path) -> None:
-        file = write(tmp_path / "kvctl" / "agent.toml", "workers = 7")
+        file = write(tmp_path / "kvctl" / "agent.toml", "copy_threads = 7")
         settings = load_settings({}, {"XDG_CONFIG_HOME": str(tmp_path)})
-        assert (settings["workers"], settings.origin("workers")) == (7, f"file {file}")
+        assert (settings["copy_threads"], settings.origin("copy_threads")) == (7, f"file {file}")
 
     def test_kvctl_config_names_another_file(self, tmp_path: Path) -> None:
-        file = write(tmp_path / "other.toml", "workers = 7")
-        write(tmp_path / "kvctl" / "agent.toml", "workers = 8")
+        file = write(tmp_path / "other.toml", "copy_threads = 7")
+        write(tmp_path / "kvctl" / "agent.toml", "copy_threads = 8")
         environ = {"XDG_CONFIG_HOME": str(tmp_path), "KVCTL_CONFIG": str(file)}
-        assert load_settings({}, environ)["workers"] == 7
+        assert load_settings({}, environ)["copy_threads"] == 7
 
     def test_a_file_that_was_asked_for_must_exist(self, tmp_path: Path) -> None:
         missing = tmp_path / "missing.toml"
@@ -71,7 +71,9 @@ class TestFile:
         with pytest.raises(ConfigError, match=r"missing\.toml does not exist"):
             load_settings({}, {}, missing)
 
-    @pytest.mark.parametrize("text", ["workers = ", "workers", "[a", "workers = 1\nworkers = 2", 'x = "\\q"'])
+    @pytest.mark.parametrize(
+        "text", ["copy_threads = ", "copy_threads", "[a", "copy_threads = 1\ncopy_threads = 2", 'x = "\\q"']
+    )
     def test_what_is_not_toml_says_where(self, tmp_path: Path, text: str) -> None:
         file = write(tmp_path / "a.toml", text)
         with pytest.raises(ConfigError, match=r"a\.toml is not valid TOML: .*\(at (line \d|end of document)"):
@@ -88,18 +90,25 @@ class TestFile:
             load_settings({}, {}, tmp_path)
 
     @pytest.mark.parametrize(
-        "text", ['workers = "2"', "workers = 2.0", "workers = true", "workers = [2]", "workers = {a = 2}"]
+        "text",
+        [
+            'copy_threads = "2"',
+            "copy_threads = 2.0",
+            "copy_threads = true",
+            "copy_threads = [2]",
+            "copy_threads = {a = 2}",
+        ],
     )
     def test_types_are_not_converted(self, tmp_path: Path, text: str) -> None:
         file = write(tmp_path / "a.toml", text)
-        with pytest.raises(ConfigError, match=r"workers = .*a\.toml.*takes an int from 1 to 64, or auto"):
+        with pytest.raises(ConfigError, match=r"copy_threads = .*a\.toml.*takes an int from 0 to 64, or auto"):
             load_settings({}, {}, file)
 
     def test_auto_takes_back_what_is_automatic_by_default(self, tmp_path: Path) -> None:
-        file = write(tmp_path / "a.toml", 'workers = "auto"')
+        file = write(tmp_path / "a.toml", 'copy_threads = "auto"')
         settings = load_settings({}, {}, file)
-        assert settings["workers"] is None
-        assert settings.origin("workers").startswith("file")
+        assert settings["copy_threads"] is None
+        assert settings.origin("copy_threads").startswith("file")
 
 
 class TestUnknownNames:
@@ -109,12 +118,12 @@ class TestUnknownNames:
             load_settings({}, {}, file)
 
     def test_in_the_arguments(self, nowhere: dict[str, str]) -> None:
-        with pytest.raises(ConfigError, match=r"'worker' \(argument\), did you mean workers"):
-            load_settings({"worker": 1}, nowhere)
+        with pytest.raises(ConfigError, match=r"'copy_thread' \(argument\), did you mean copy_threads"):
+            load_settings({"copy_thread": 1}, nowhere)
 
     def test_in_the_environment(self, nowhere: dict[str, str]) -> None:
-        with pytest.raises(ConfigError, match="KVCTL_WORKER, did you mean KVCTL_WORKERS"):
-            load_settings({}, {**nowhere, "KVCTL_WORKER": "1"})
+        with pytest.raises(ConfigError, match="KVCTL_COPY_THREAD, did you mean KVCTL_COPY_THREADS"):
+            load_settings({}, {**nowhere, "KVCTL_COPY_THREAD": "1"})
 
     def test_variables_of_the_tool_are_not_mistakes(self, nowhere: dict[str, str]) -> None:
         environ = {variable: "x" for variable in TOOL_VARIABLES if variable != "KVCTL_CONFIG"}
@@ -128,16 +137,16 @@ class TestUnknownNames:
             load_settings({"qqqq": 1}, nowhere)
 
     def test_reading_one_is_a_key_error_with_a_suggestion(self, nowhere: dict[str, str]) -> None:
-        with pytest.raises(KeyError, match="did you mean workers"):
-            load_settings({}, nowhere)["worker"]
+        with pytest.raises(KeyError, match="did you mean copy_threads"):
+            load_settings({}, nowhere)["copy_thread"]
 
 
 class TestValues:
     @pytest.mark.parametrize(
         ("variable", "text", "value"),
         [
-            ("KVCTL_WORKERS", "64", 64),
-            ("KVCTL_WORKERS", "auto", None),
+            ("KVCTL_COPY_THREADS", "64", 64),
+            ("KVCTL_COPY_THREADS", "auto", None),
             ("KVCTL_HEARTBEAT_S", "0.5", 0.5),
             ("KVCTL_HEARTBEAT_S", "2", 2.0),
             ("KVCTL_HEARTBEAT_S", "5e-1", 0.5),
@@ -152,10 +161,10 @@ class TestValues:
         assert settings[name] == value
         assert type(settings[name]) is type(value)
 
-    @pytest.mark.parametrize("text", ["64.0", "", " 2", "2 ", "0x2", "1_0", "٣", "1e1", "two", "0", "65", "9" * 99])
-    def test_text_that_is_no_worker_count(self, nowhere: dict[str, str], text: str) -> None:
-        with pytest.raises(ConfigError, match=r"environment KVCTL_WORKERS.*an int from 1 to 64"):
-            load_settings({}, {**nowhere, "KVCTL_WORKERS": text})
+    @pytest.mark.parametrize("text", ["64.0", "", " 2", "2 ", "0x2", "1_0", "٣", "1e1", "two", "-1", "65", "9" * 99])
+    def test_text_that_is_no_thread_count(self, nowhere: dict[str, str], text: str) -> None:
+        with pytest.raises(ConfigError, match=r"environment KVCTL_COPY_THREADS.*an int from 0 to 64"):
+            load_settings({}, {**nowhere, "KVCTL_COPY_THREADS": text})
 
     @pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e999", "1,5", "", "0.01", "61"])
     def test_text_that_is_no_heartbeat(self, nowhere: dict[str, str], text: str) -> None:
@@ -169,8 +178,8 @@ class TestValues:
 
     @pytest.mark.parametrize("value", ["2", 2.0, True, 0, 65, [2]])
     def test_arguments_are_not_converted(self, nowhere: dict[str, str], value: Value) -> None:
-        with pytest.raises(ConfigError, match=r"workers = .* \(argument\)"):
-            load_settings({"workers": value}, nowhere)
+        with pytest.raises(ConfigError, match=r"copy_threads = .* \(argument\)"):
+            load_settings({"copy_threads": value}, nowhere)
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, True, 10**400, "1"])
     def test_arguments_that_are_no_number(self, nowhere: dict[str, str], value: Value) -> None:
@@ -181,7 +190,7 @@ class TestValues:
         assert type(load_settings({"heartbeat_s": 2}, nowhere)["heartbeat_s"]) is float
 
     def test_none_is_automatic_only_where_that_is_the_default(self, nowhere: dict[str, str]) -> None:
-        assert load_settings({"workers": None}, {**nowhere, "KVCTL_WORKERS": "2"})["workers"] is None
+        assert load_settings({"copy_threads": None}, {**nowhere, "KVCTL_COPY_THREADS": "2"})["copy_threads"] is None
         with pytest.raises(ConfigError, match="transport = None"):
             load_settings({"transport": None}, nowhere)
 
@@ -190,7 +199,7 @@ class TestValues:
     ("key", "value", "wanted"),
     [
         ("chunk_tokens", np.int64(64), 64),
-        ("workers", np.uint8(2), 2),
+        ("copy_threads", np.uint8(2), 2),
         ("lost_s", np.float64(20.5), 20.5),
         ("lost_s", np.int32(20), 20.0),
     ],
@@ -247,6 +256,6 @@ def test_whatever_the_environment_holds_it_is_valid_settings_or_a_config_error(e
 
 
 def test_what_is_allowed_reads_as_a_sentence() -> None:
-    assert allowed(KEYS_BY_NAME["workers"]) == "an int from 1 to 64, or auto"
+    assert allowed(KEYS_BY_NAME["copy_threads"]) == "an int from 0 to 64, or auto"
     assert allowed(KEYS_BY_NAME["staging_ring_mb"]) == "an int from 1 to 1048576 MiB"
     assert allowed(KEYS_BY_NAME["pipeline"]) == "one of off, on, measured"

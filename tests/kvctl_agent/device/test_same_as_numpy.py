@@ -100,7 +100,7 @@ def settle(work: PendingCopy) -> None:
 def there_and_back(model: str, dtype: str, page_size: int, device: Device | None, kernel: DeviceCopier) -> None:
     """Gathers and scatters a part by numpy in host memory and by the kernel on a device, or in host memory, too."""
     _, head, heads, *_ = MODELS[model]
-    numpy = HostCopier(CopyPool(1))
+    numpy = HostCopier(CopyPool())
     results = []
     for copier, place in ((numpy, None), (kernel, device)):
         with ExitStack() as stack:

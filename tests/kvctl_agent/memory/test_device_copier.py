@@ -65,7 +65,7 @@ def gathered(memory: SegmentMemory, head: int, heads: int, layers: tuple[int, in
     out = np.empty(part.region_bytes, np.uint8)
     (whole,) = part.pieces(part.nbytes)
     rows = RowIndex(memory, PAGES, head, heads)
-    HostCopier(CopyPool(1)).gather(rows, [whole], [MemorySpan(out.ctypes.data, out.nbytes, out)])
+    HostCopier(CopyPool()).gather(rows, [whole], [MemorySpan(out.ctypes.data, out.nbytes, out)])
     return part, out
 
 
@@ -109,7 +109,7 @@ class TestSameAsNumpy:
         self, device: HostDevice, ring: RingMemory, planes: str, head: int, heads: int
     ) -> None:
         copier = DeviceCopier(device.copies())
-        host = HostCopier(CopyPool(1))
+        host = HostCopier(CopyPool())
         with (
             filled(PLANES[planes], None) as source,
             filled(PLANES[planes], device, 2) as memory,
@@ -182,7 +182,7 @@ class TestLaunches:
                 wanted = np.empty(part.region_bytes, np.uint8)
                 (whole,) = part.pieces(part.nbytes)
                 rows = RowIndex(memory, pages, head, 2)
-                HostCopier(CopyPool(1)).gather(rows, [whole], [MemorySpan(0, wanted.nbytes, wanted)])
+                HostCopier(CopyPool()).gather(rows, [whole], [MemorySpan(0, wanted.nbytes, wanted)])
                 stretch = ring.view(at, part.nbytes)
                 device.fill(stretch.addr, part.nbytes, 0)
                 finish(copier.gather(rows, [whole], [stretch]))
@@ -225,7 +225,7 @@ class TestRefusal:
         with filled(PLANES["K and V alike"], None) as memory:
             part, rows = memory.part_layout(2, 4, len(PAGES), 2), RowIndex(memory, PAGES, 0, 2)
             with pytest.raises(MemoryLayoutError, match="on a device; the host cannot copy it"):
-                HostCopier(CopyPool(1)).scatter([LandedPart(rows, part, ring.view(0, part.region_bytes))])
+                HostCopier(CopyPool()).scatter([LandedPart(rows, part, ring.view(0, part.region_bytes))])
 
     def test_a_failed_copy_says_so_when_asked(self, device: HostDevice, ring: RingMemory) -> None:
         copier = DeviceCopier(device.copies())

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,6 @@ from kvctl_agent.layout.shape import Plane, Segment
 from kvctl_agent.memory.allocations import Bytes
 from kvctl_agent.memory.host_copier import (
     CopyPool,
-    copy_threads,
     gather,
     gather_piece,
     head_slice,
@@ -345,31 +346,46 @@ class TestPartLayout:
         assert part.pieces(900)[-1].spans == (Span(0, 1, 5, 10), Span(0, 2, 0, 10), Span(0, 3, 0, 10))
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
+def run(pool: CopyPool, jobs: list[Callable[[], Any]], nbytes: int = 1 << 20) -> None:
+    """Runs a copy to its end, as the control loop does."""
+    copy = pool.begin(jobs, nbytes)
+    deadline = time.monotonic() + 60
+    while not copy.done():
+        assert time.monotonic() < deadline
+        time.sleep(0.0002)
+
+
+@pytest.mark.parametrize("threads", [0, 1, 2, 3])
 def test_every_job_runs_exactly_once(threads: int) -> None:
     pool = CopyPool(threads).start()
     try:
         for count in (0, 1, 2, 50):
             done: list[int] = []
-            pool.run([partial(done.append, number) for number in range(count)])
+            run(pool, [partial(done.append, number) for number in range(count)])
             assert sorted(done) == list(range(count))
     finally:
         pool.close()
 
 
-def test_one_thread_is_the_caller_itself() -> None:
-    pool = CopyPool(1).start()
+@pytest.mark.parametrize(("threads", "nbytes"), [(0, 1 << 20), (2, 1 << 10)])
+def test_without_threads_and_for_few_bytes_the_caller_copies_job_by_job(threads: int, nbytes: int) -> None:
+    pool = CopyPool(threads).start()
     seen: list[int] = []
-    pool.run([lambda: seen.append(threading.get_ident())])
+    copy = pool.begin([lambda: seen.append(threading.get_ident())] * 2, nbytes)
+    assert not copy.done()
+    assert copy.done()
     pool.close()
-    assert seen == [threading.get_ident()]
+    assert seen == [threading.get_ident()] * 2
 
 
-def test_two_threads_run_two_jobs_at_the_same_time() -> None:
-    pool = CopyPool(2).start()
+def test_two_threads_run_two_jobs_at_the_same_time_and_wake_the_loop() -> None:
+    woken = threading.Event()
+    pool = CopyPool(2, wake=woken.set).start()
     meeting = threading.Barrier(2)
     try:
-        pool.run([partial(meeting.wait, 20), partial(meeting.wait, 20)])
+        copy = pool.begin([partial(meeting.wait, 20), partial(meeting.wait, 20)], 1 << 20)
+        assert woken.wait(60)
+        assert copy.done()
     finally:
         pool.close()
 
@@ -394,10 +410,10 @@ def test_an_error_is_raised_after_the_running_jobs_ended_and_stops_the_rest() ->
 
     try:
         with pytest.raises(ValueError, match="page 3"):
-            pool.run([fails, slow, *[later] * 20])
+            run(pool, [fails, slow, *[later] * 20])
         assert slow_done.is_set()
         assert len(started) < 20
-        pool.run([slow_done.clear])
+        run(pool, [slow_done.clear])
         assert not slow_done.is_set(), "the pool still works after an error"
     finally:
         pool.close()
@@ -406,13 +422,9 @@ def test_an_error_is_raised_after_the_running_jobs_ended_and_stops_the_rest() ->
 def test_close_joins_its_threads_and_refuses_later_work() -> None:
     before = threading.active_count()
     pool = CopyPool(3).start()
-    assert threading.active_count() == before + 2
+    assert threading.active_count() == before + 3
     pool.close()
     pool.close()
     assert threading.active_count() == before
     with pytest.raises(LocalProtocolError, match="closed"):
-        pool.run([])
-
-
-def test_the_default_is_one_or_two_threads() -> None:
-    assert copy_threads() in (1, 2)
+        pool.begin([], 0)

@@ -44,7 +44,7 @@ def test_slice_and_staged_serve_any_two_layouts(
 ) -> None:
     made = ends(geometry(**LAYOUTS[layout]))
     by_writer = [SlicePath() for _ in made.writers]  # a slice path belongs to one rank's pool
-    staged = StagedPath(buffers, HostCopier(CopyPool(1)))
+    staged = StagedPath(buffers, HostCopier(CopyPool()))
     for name in ("slice", "staged"):
         made.poison()
         for share in made.geometry.shares():

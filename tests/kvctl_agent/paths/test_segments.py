@@ -76,7 +76,7 @@ def test_every_segment_lands_where_the_plan_says_and_nowhere_else(
     prefill, decode = SIDES[sides]
     made = ends(geometry(model=MODELS[model], prefill=prefill, decode=decode, pages=20))
     by_writer = [SlicePath() for _ in made.writers]
-    staged = StagedPath(buffers, HostCopier(CopyPool(1)))
+    staged = StagedPath(buffers, HostCopier(CopyPool()))
     for share in made.geometry.shares() + made.geometry.state_shares():
         state = made.geometry.inputs().segments[share.segment].state
         src, dst = moved(made, share)

@@ -46,7 +46,7 @@ class StandInMachine:
         self.peers: dict[str, Any] = {}
         self.handled: list[Any] = []
         self.answers: dict[int, list[ev.Action] | Exception] = {}
-        self.open: list[int] = []
+        self.open_rooms = 0
 
     def roster(self, instance: str) -> tuple[str, ...]:
         return ("prefill-0", "prefill-1")

@@ -15,6 +15,7 @@ from kvctl_agent.errors import DeviceError, LocalProtocolError
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.runtime.event_poller import EventPoller
 from kvctl_agent.runtime.handles import PoolLimits, Receive, Send
+from tests.support.driven_task import DrivenTask
 from tests.support.host_device import HostDevice, HostEvent
 
 BOUNDS = PoolLimits(num_pages=10_000, aux_slots=4, layers=range(8), state_slots=())
@@ -45,12 +46,20 @@ def device() -> HostDevice:
     return HostDevice()
 
 
+def poller(device: HostDevice) -> tuple[EventPoller, DrivenTask]:
+    """A poller, and the thread that stands for the control loop."""
+    made = EventPoller(device, lambda: driven.wake())
+    driven = DrivenTask(made)
+    return made, driven
+
+
 @pytest.fixture
 def forwards(device: HostDevice) -> Iterator[EventPoller]:
-    made = EventPoller("forwards", device)
-    made.start()
+    made, driven = poller(device)
+    driven.start()
     yield made
-    assert made.close(30)
+    made.close()
+    assert driven.close(30)
 
 
 @pytest.fixture
@@ -144,7 +153,7 @@ class TestOrder:
             return True
 
         between.done = record_anew  # type: ignore[method-assign]
-        with forwards._changed:  # nobody looks before both are there
+        with forwards._lock:  # nobody looks before both are there
             threads = [
                 threading.Thread(target=send.pages, args=([page],), kwargs={"event": each})
                 for send, page, each in ((first, 1, event), (second, 2, between))
@@ -251,19 +260,17 @@ class TestEnds:
         assert posted.wait(2)[1].room == 8
 
     def test_close_drops_what_is_waited_for(self, device: HostDevice, posted: Posted) -> None:
-        forwards = EventPoller("forwards", device)
-        forwards.start()
+        forwards, driven = poller(device)
+        driven.start()
         event = device.engine_event(slow=NEVER)
         send = Send(7, posted.put, BOUNDS, forwards)
         send.pages([1], event=event)
-        assert forwards.close(30)
+        forwards.close()
         assert forwards.waiting == 0
         end(event)
         send.pages([2], event=event)
         assert posted == []
-
-    def test_close_of_what_was_never_started(self, device: HostDevice) -> None:
-        assert EventPoller("forwards", device).close(1)
+        assert driven.close(30)
 
 
 class TestCost:

@@ -12,7 +12,7 @@ class Case(NamedTuple):
 
     Attributes:
         prefill: the prefill instances; rooms take turns.
-        path, staging, cp_mode, chunk_tokens, workers, early_send: the agents' configuration.
+        path, staging, cp_mode, chunk_tokens, copy_threads, early_send: the agents' configuration.
         grouped: prefill sends layer groups while it computes.
         prefix: pages that decode has cached: "none", "some" (whole pages of some rooms), "all" (all of one room).
     """
@@ -30,5 +30,5 @@ class Case(NamedTuple):
     chunk_tokens: int = 8192
     page_order: str = "random"
     staging: str = "auto"
-    workers: int = 1
+    copy_threads: int = 0
     early_send: bool = True

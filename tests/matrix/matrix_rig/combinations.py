@@ -48,7 +48,7 @@ AXES: dict[str, tuple[object, ...]] = {
     "cp_mode": ("rank0", "all", "all-chunk", "room-hash"),
     "chunk_tokens": (48, 8192),
     "page_order": ("random", "contiguous"),
-    "workers": (1, 2),
+    "copy_threads": (0, 2),
     "early_send": (True, False),
 }
 NAMES = tuple(AXES)
@@ -79,7 +79,7 @@ class Combination(NamedTuple):
     cp_mode: str
     chunk_tokens: int
     page_order: str
-    workers: int
+    copy_threads: int
     early_send: bool
 
     @property
@@ -89,7 +89,7 @@ class Combination(NamedTuple):
         decode = f"tp{self.decode_tp}dp{self.decode_dp}pp_{self.decode_pp}"
         how = f"{self.path}{'_grouped' if self.grouped else ''}"
         rest = f"page{self.page_size}-prefix_{self.prefix}-{self.cp_mode}-chunk{self.chunk_tokens}-{self.page_order}"
-        rest += f"-workers{self.workers}{'' if self.early_send else '-late'}"
+        rest += f"-copies{self.copy_threads}{'' if self.early_send else '-late'}"
         return f"{self.transport}-{self.model}-{prefill}-to-{decode}-{how}-{rest}"
 
     @property
@@ -117,7 +117,7 @@ class Combination(NamedTuple):
             cp_mode=self.cp_mode,
             chunk_tokens=self.chunk_tokens,
             page_order=self.page_order,
-            workers=self.workers,
+            copy_threads=self.copy_threads,
             early_send=self.early_send,
         )
 

@@ -60,8 +60,7 @@ def starts_of(case: Case, role: Role, directory: Path) -> Iterator[Start]:
         "path": case.path,
         "staging": case.staging,
         "chunk_tokens": case.chunk_tokens,
-        "workers": case.workers,
-        "copy_threads": case.workers,
+        "copy_threads": case.copy_threads,
         "pp_early_send": case.early_send,
     }
     if role == "prefill":

@@ -1,4 +1,4 @@
-"""Transfer workers: orders become flights, and nothing that a peer or an engine does stops the others.
+"""Transfers: orders become flights, and nothing that a peer or an engine does stops the others.
 
 The paths here are stand-ins whose flights end when the test says so; real ones are tested with the agent.
 """
@@ -21,8 +21,9 @@ from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.protocol.events import Event, PartFailed, PartSent, Transfer
 from kvctl_agent.protocol.peer import CancelToken, Lease
 from kvctl_agent.protocol.tag import PartKey, PartKind
-from kvctl_agent.runtime.transfer_worker import TransferWorker
+from kvctl_agent.runtime.transfers import Transfers
 from kvctl_agent.telemetry.hub import Telemetry
+from tests.support.driven_task import DrivenTask
 
 AtBest = Callable[[Callable[[], float], float], None]
 NONE = np.empty(0, np.int32)
@@ -59,7 +60,7 @@ class StandInFlight(Flight):
 
 
 class Bench:
-    """A worker, its peers' wires, and what it reported."""
+    """Transfers, their peers' wires, and what they reported."""
 
     def __init__(self, telemetry: Telemetry, on_device: bool = False) -> None:
         self.wires: dict[str, Wire] = {name: Wire() for name in ("good", "bad", "third")}
@@ -67,9 +68,17 @@ class Bench:
         self.progressed = 0
         connections = {name: cast(PeerConnection, SimpleNamespace(peer=name)) for name in self.wires}
         paths, report = {"bulk": self, "staged": self}, self.reported.put
-        self.worker = TransferWorker(
-            "transfer", paths, self, connections, self.progress, report, telemetry.metrics, on_device=on_device
+        self.transfers = Transfers(
+            paths,
+            self,
+            connections,
+            self.progress,
+            report,
+            lambda: self.loop.wake(),
+            telemetry.metrics,
+            on_device=on_device,
         )
+        self.loop = DrivenTask(self.transfers)
 
     def progress(self) -> None:
         self.progressed += 1
@@ -88,7 +97,7 @@ class Bench:
         cancel = cancel or CancelToken(Lease(1 << 62))
         key = PartKey(0, 0, 0, 2)
         order = Transfer(peer, room, 1, kind, key, "bulk", None, NONE, NONE, None, b"t", cancel, time.monotonic_ns(), 0)
-        self.worker.put(order)
+        self.loop.put(order)
         return cancel
 
     def report(self, timeout_s: float = 60.0) -> Any:
@@ -105,17 +114,17 @@ class Bench:
 @pytest.fixture
 def bench(telemetry: Telemetry) -> Iterator[Bench]:
     bench = Bench(telemetry)
-    bench.worker.start()
+    bench.loop.start()
     yield bench
-    assert bench.worker.close(60)
+    assert bench.loop.close(60)
 
 
 @pytest.fixture
 def on_device(telemetry: Telemetry) -> Iterator[Bench]:
     bench = Bench(telemetry, on_device=True)
-    bench.worker.start()
+    bench.loop.start()
     yield bench
-    assert bench.worker.close(60)
+    assert bench.loop.close(60)
 
 
 def test_a_part_is_reported_with_its_moments_and_counted(bench: Bench, telemetry: Telemetry) -> None:
@@ -176,7 +185,7 @@ def test_a_stopped_peer_gets_no_more_parts_until_it_goes_on(bench: Bench) -> Non
     assert wire.started == [room for room in range(40) if room != 23]
 
 
-def test_a_waiting_worker_costs_little(bench: Bench, at_best: AtBest) -> None:
+def test_waiting_costs_little(bench: Bench, at_best: AtBest) -> None:
     bench.wires["bad"].done = False
     cancel = bench.order("bad", 1)
     time.sleep(0.1)
@@ -216,7 +225,7 @@ class TestFence:
     def test_a_part_that_was_complete_when_the_fence_rose_is_over_at_once(self, bench: Bench) -> None:
         cancel = CancelToken(Lease(1 << 62))
         gate = threading.Event()
-        bench.worker.put(lambda: gate.wait(60))  # type: ignore[arg-type, return-value]
+        bench.transfers.run_between(lambda: gate.wait(60))  # type: ignore[arg-type, return-value]
         bench.order("good", 1, cancel)
         cancel.cancelled = True
         gate.set()
@@ -333,7 +342,7 @@ class TestFailure:
         assert "no connection to stranger" in bench.report().text
 
     @pytest.mark.parametrize("where", ["start", "advance"])
-    def test_a_bug_costs_one_part_and_not_the_thread(self, bench: Bench, where: str) -> None:
+    def test_a_bug_costs_one_part_and_not_the_loop(self, bench: Bench, where: str) -> None:
         wire = bench.wires["bad"]
         if where == "start":
             wire.start_error = IndexError("index 7 is out of bounds")
@@ -348,46 +357,54 @@ class TestFailure:
 
 
 class TestJobs:
-    def test_a_job_runs_on_the_thread_between_parts(self, bench: Bench) -> None:
-        names: list[str] = []
-        bench.order("good", 1)
-        bench.worker.put(lambda: names.append(threading.current_thread().name))
+    def test_a_job_runs_beside_the_loop_while_no_part_is_transferred(self, bench: Bench) -> None:
+        begun, gate = threading.Event(), threading.Event()
+        wire = bench.wires["bad"]
+        wire.done = False
+        bench.order("bad", 1)
+        while not wire.started:
+            time.sleep(0.001)
+        bench.transfers.run_between(lambda: begun.set() or gate.wait(60))  # type: ignore[arg-type]
         bench.order("good", 2)
-        assert [bench.report().room for _ in range(2)] == [1, 2]
-        assert set(names) == {"transfer"} == bench.wires["good"].threads
+        assert bench.nothing_reported()
+        assert not begun.is_set()
+        wire.done = True
+        assert bench.report().room == 1
+        assert begun.wait(60)
+        assert bench.nothing_reported()
+        assert bench.wires["good"].started == []
+        gate.set()
+        assert bench.report().room == 2
 
     def test_a_job_that_raises_costs_only_itself(self, bench: Bench) -> None:
-        bench.worker.put(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+        bench.transfers.run_between(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
         bench.order("good", 2)
         assert bench.report().room == 2
 
 
 class TestClose:
-    def test_what_was_queued_is_done_first_and_what_comes_after_never_runs(self, telemetry: Telemetry) -> None:
+    def test_what_was_queued_is_done_first(self, telemetry: Telemetry) -> None:
         bench = Bench(telemetry)
         for room in range(20):
             bench.order("good", room)
-        bench.worker.start()
-        assert bench.worker.close(60)
+        bench.loop.start()
+        assert bench.loop.close(60)
         assert [bench.report().room for _ in range(20)] == list(range(20))
-        bench.order("good", 99)
-        assert bench.nothing_reported()
-        assert bench.worker.close(60)
 
-    def test_a_worker_that_was_never_started_is_closed(self, telemetry: Telemetry) -> None:
-        assert Bench(telemetry).worker.close(0.1)
+    def test_it_is_idle_before_its_first_turn(self, telemetry: Telemetry) -> None:
+        assert Bench(telemetry).loop.close(0.1)
 
     def test_a_write_that_never_ends_keeps_it_until_its_fence_is_raised(self, telemetry: Telemetry) -> None:
         bench = Bench(telemetry)
-        bench.worker.start()
+        bench.loop.start()
         wire = bench.wires["bad"]
         wire.done = wire.drained = False
         cancel = bench.order("bad", 1)
         while not wire.started:
             time.sleep(0.001)
-        assert not bench.worker.close(0.1)
+        assert not bench.loop.close(0.1)
         cancel.cancelled = True
-        assert bench.worker.close(60)
+        assert bench.loop.close(60)
 
 
 def test_without_work_it_lets_the_engine_work_often_at_first_and_seldom_later(bench: Bench) -> None:

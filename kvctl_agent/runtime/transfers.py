@@ -1,11 +1,10 @@
-"""Transfer workers of a prefill rank: threads that execute `Transfer` actions.
+"""Transfers of a prefill rank: starts a flight for each `Transfer` action and advances it until its write completes.
 
-A part is transferred by a flight (`paths.base.Flight`), which the worker advances until the write has completed. A
-worker never waits for a peer. A flight whose room has failed, or whose write has failed, is abandoned: it no longer
-counts as active, but is polled until the transport can no longer write, and only then reported as ended. Parts for a
-peer that has a long-running flight wait until that flight ends, so that a stopped peer does not occupy all staging
-buffers. A stopped peer therefore delays no other peer, and no memory is reused while a write from or to it may be in
-flight.
+The control loop calls `turn`, which never waits for a peer. A flight (`paths.base.Flight`) whose room has failed, or
+whose write has failed, is abandoned: it no longer counts as active, but is polled until the transport can no longer
+write, and only then reported as ended. Parts for a peer that has a long-running flight wait until that flight ends, so
+that a stopped peer does not occupy all staging buffers. A stopped peer therefore delays no other peer, and no memory is
+reused while a write from or to it may be in flight.
 
 Nothing is posted to a peer whose lease has expired: its parts wait until the lease is renewed, or until their rooms
 fail because the peer is lost.
@@ -13,10 +12,10 @@ fail because the peer is lost.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from queue import Empty, SimpleQueue
 
 from msgspec.structs import replace
 
@@ -26,18 +25,19 @@ from kvctl_agent.paths.base import Flight, Path
 from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.protocol.events import Event, PartFailed, PartSent, Transfer
 from kvctl_agent.protocol.tag import PartKind, Tag, with_checksum
-from kvctl_agent.runtime.threads import AgentThread, minimize_timer_slack
 from kvctl_agent.telemetry.metrics import Metrics
 
-_ACTIVE = 4  # flights at once
-# A GPU shared by several ranks takes 120 µs to switch to another rank whenever one has no more work for it.
-_ACTIVE_ON_DEVICE = 16
+_ACTIVE = 4  # flights at once on few cores, where the post itself copies the bytes
+# A GPU shared by several ranks takes 120 µs to switch to another rank whenever one has no more work for it. With cores
+# to spare, the engine's threads and the copy threads work on several parts at once.
+_ACTIVE_MANY = 16
 _ACTIVE_SLOW = 2  # to a slow peer: enough to keep a slow connection busy
 _STUCK_NS = 50_000_000
-_SPIN_S = 20e-6
-_SLEEP_S = 500e-6
+_STARTING_NS = 200_000  # parts begin for this long in one turn: posting may copy bytes, and flights must be polled
+_SHORTEST_S = 20e-6
+_LONGEST_S = 500e-6
 # A GPU transfers a part in less time than a long pause takes, and hosts with GPUs have a core to spare for polling.
-_YOUNG_NS = 1_000_000
+_SHORTEST_ON_DEVICE_S = 10e-6
 _SHARE_OF_AGE = 1 / 64
 _DRAIN_S = 0.01
 # After the last flight the transport still has tags to send and peers to answer, and does so only when it is called.
@@ -45,93 +45,124 @@ _AFTERMATH_S = 5e-3
 _AFTERMATH_TURNS = 20
 _IDLE_S = 0.1
 
-Job = Transfer | Callable[[], None]
 
-
-class TransferWorker(AgentThread):
-    """Thread that transfers parts.
+class Transfers:
+    """Executes `Transfer` actions on the control loop's thread; any thread may call `run_between`.
 
     Args:
-        paths: transfer paths by name; used by this worker only.
+        paths: transfer paths by name.
         aux: path of aux rows.
         connections: connections by peer, written by the control loop; entries are replaced, never changed.
-        progress: makes the transport progress; called periodically while the worker is idle.
-        report: puts events into the control loop's mailbox.
+        progress: makes the transport progress; called periodically while no part is transferred.
+        report: takes the events for the machine.
+        wake: wakes the control loop; called from other threads.
+        many: whether there are cores, or a GPU, to work on many parts at once.
         checksum: send a checksum of the bytes with every part.
         on_device: a GPU transfers the parts, so their completion is polled often.
     """
 
     def __init__(
         self,
-        name: str,
         paths: Mapping[str, Path],
         aux: Path,
         connections: Mapping[str, PeerConnection],
         progress: Callable[[], None],
         report: Callable[[Event], None],
+        wake: Callable[[], None],
         metrics: Metrics,
+        *,
+        many: bool = False,
         checksum: bool = False,
         on_device: bool = False,
     ) -> None:
-        super().__init__(name)
         self._checksum = checksum
         self._on_device = on_device
-        self._most_active = _ACTIVE_ON_DEVICE if on_device else _ACTIVE
+        self._most_active = _ACTIVE_MANY if many or on_device else _ACTIVE
         self._paths = paths
         self._aux = aux
         self._connections = connections
         self._progress = progress
         self._report = report
+        self._wake = wake
         self._metrics = metrics
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._queue: deque[Transfer] = deque()
         self._active: list[Flight] = []
         self._draining: list[Flight] = []
         self._waiting: dict[str, deque[Transfer]] = {}  # by slow peer
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._job_running = False
         self._drop_cancelled_at = 0.0
+        self._progress_due_s = 0.0
         self._idle_turns = 0
+        self._moved = False
+        self._pause_s = _SHORTEST_S
 
     @property
     def drained(self) -> bool:
-        """Whether none of the worker's writes is in flight."""
-        return not self._active and not self._draining
+        """Whether no write is in flight."""
+        return not self._active and not self._draining and not self._job_running
 
-    def put(self, job: Job) -> None:
-        """Queues a part, or a function to call on this thread between parts."""
-        self._jobs.put(job)
+    def put(self, order: Transfer) -> None:
+        """Queues a part."""
+        self._idle_turns = 0
+        self._queue.append(order)
 
-    def _request_stop(self) -> None:
-        self._jobs.put(None)  # it stops after the jobs queued so far
+    def run_between(self, job: Callable[[], None]) -> None:
+        """Runs `job` on a thread of its own while no part is transferred: measurements of a connection take long."""
+        self._jobs.append(job)
+        self._wake()
 
-    def _run(self) -> None:
-        if self._on_device:
-            minimize_timer_slack()
-        stopping = False
-        pause_s = _SPIN_S
-        while not (stopping and not self._active and not self._waiting):
-            moved = self._begin_waiting()
-            # One job per iteration: posting may itself copy the bytes, and earlier flights need to be polled.
-            if self._has_capacity() and not stopping:
-                job = self._next(idle=not self._active)
-                if job is _NOTHING:
-                    self._let_engine_work()
-                elif job is None:
-                    stopping = True
-                else:
-                    moved = True
-                    self._begin(job)  # type: ignore[arg-type]
-            for flight in self._active[:]:
-                if self._advance(flight):
-                    self._active.remove(flight)
-                    moved = True
-            self._drain()
-            if moved or not self._active:
-                pause_s = _SPIN_S
-            elif self._on_device:
-                age_ns = time.monotonic_ns() - self._active[-1].began_ns
-                time.sleep(0 if age_ns < _YOUNG_NS else min(age_ns * 1e-9 * _SHARE_OF_AGE, _SLEEP_S))
-            else:
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _SLEEP_S)
+    def idle(self) -> bool:
+        return not (self._queue or self._active or self._waiting or self._job_running)
+
+    def wait_s(self) -> float:
+        if self._moved or (self._queue and self._may_begin()):
+            return 0.0
+        if self._active:
+            if not self._on_device:
+                return self._pause_s
+            age_s = (time.monotonic_ns() - self._active[-1].began_ns) * 1e-9
+            return min(max(age_s * _SHARE_OF_AGE, _SHORTEST_ON_DEVICE_S), _LONGEST_S)
+        if self._draining or self._waiting:
+            return _DRAIN_S
+        return max(0.0, self._progress_due_s - time.monotonic())
+
+    def turn(self) -> None:
+        self._start_job()
+        self._moved = self._begin_waiting()
+        until_ns = time.monotonic_ns() + _STARTING_NS
+        while self._queue and self._may_begin():
+            self._begin(self._queue.popleft())
+            self._moved = True
+            if time.monotonic_ns() >= until_ns:
+                break
+        for flight in self._active[:]:
+            if self._advance(flight):
+                self._active.remove(flight)
+                self._moved = True
+        self._drain()
+        self._pause_s = _SHORTEST_S if self._moved else min(2 * self._pause_s, _LONGEST_S)
+        if not self._active and time.monotonic() >= self._progress_due_s:
+            self._let_engine_work()
+
+    def _may_begin(self) -> bool:
+        return not self._jobs and not self._job_running and self._has_capacity()
+
+    def _start_job(self) -> None:
+        """Starts the next job if no part is being transferred."""
+        if self._jobs and not self._job_running and not self._active:
+            self._job_running = True
+            threading.Thread(
+                target=self._run_job, args=[self._jobs.popleft()], name="kvctl-between", daemon=True
+            ).start()
+
+    def _run_job(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Exception:  # reported by the function itself
+            self._metrics.add("kvctl_transport_errors_total", 1)
+        self._job_running = False
+        self._wake()
 
     def _begin_waiting(self) -> bool:
         """Begins the waiting parts that may begin now, and drops the cancelled ones; returns whether there were any."""
@@ -176,37 +207,20 @@ class TransferWorker(AgentThread):
         since = time.monotonic_ns() - _STUCK_NS
         return sum(flight.began_ns > since for flight in self._active) < self._most_active
 
-    def _next(self, idle: bool) -> Job | object | None:
-        """Returns the next job, or `_NOTHING` if there is none; waits for a job only if `idle`."""
-        try:
-            job = self._jobs.get(timeout=self._idle_s()) if idle else self._jobs.get_nowait()
-        except Empty:
-            return _NOTHING
-        self._idle_turns = 0
-        return job
-
-    def _idle_s(self) -> float:
-        if self._draining or self._waiting:
-            return _DRAIN_S
-        return _AFTERMATH_S if self._idle_turns < _AFTERMATH_TURNS else _IDLE_S
-
     def _let_engine_work(self) -> None:
+        """Lets the transport send tags and answer peers: often after the last flight, and seldom later."""
         self._idle_turns += 1
+        self._progress_due_s = time.monotonic() + (_AFTERMATH_S if self._idle_turns < _AFTERMATH_TURNS else _IDLE_S)
         try:
             self._progress()
         except KvctlError:
             self._metrics.add("kvctl_transport_errors_total", 1)
 
-    def _begin(self, job: Job) -> None:
-        if not isinstance(job, Transfer):
-            try:
-                job()
-            except Exception:  # reported by the function itself; the thread must survive
-                self._metrics.add("kvctl_transport_errors_total", 1)
-        elif job.peer in self._waiting or self._must_wait(job):
-            self._waiting.setdefault(job.peer, deque()).append(job)
+    def _begin(self, order: Transfer) -> None:
+        if order.peer in self._waiting or self._must_wait(order):
+            self._waiting.setdefault(order.peer, deque()).append(order)
         else:
-            self._start(job)
+            self._start(order)
 
     def _start(self, order: Transfer) -> None:
         if order.cancel.cancelled:
@@ -226,7 +240,7 @@ class TransferWorker(AgentThread):
 
     def _advance(self, flight: Flight) -> bool:
         """Advances one flight; returns whether the flight is no longer active."""
-        order = flight.order
+        order, posts = flight.order, flight.posts
         try:
             done = flight.advance()
         except Exception as error:
@@ -240,6 +254,8 @@ class TransferWorker(AgentThread):
             return True
         if done:
             self._report_done(flight)
+        elif flight.posts != posts:
+            self._moved = True
         return done
 
     def _report_done(self, flight: Flight) -> None:
@@ -274,7 +290,7 @@ class TransferWorker(AgentThread):
             # The engine may notice that a peer is gone before its heartbeats are missed.
             code = "KV_PEER_LOST" if isinstance(error, PeerDisconnected) else "KV_TRANSPORT"
             self._metrics.add("kvctl_transport_errors_total", 1)
-        # An error of another type is a bug, which fails the part but does not end the thread.
+        # An error of another type is a bug, which fails the part but does not end the loop.
         text = str(error) if isinstance(error, KvctlError) else f"{type(error).__name__}: {error}"
         text = f"{order.key} to {order.peer} by {order.path}: {text}"
         self._report(PartFailed(order.peer, order.room, order.nonce, order.kind, order.key, code, text, in_flight))
@@ -291,12 +307,9 @@ def _checksum(connection: PeerConnection, order: Transfer) -> int:
 def _abandoned(flight: Flight) -> bool:
     """Abandons a flight; returns whether the transport can no longer write any of its bytes.
 
-    Returns False after an exception, which does not prove that and must not end the thread.
+    Returns False after an exception, which does not prove that and must not end the loop.
     """
     try:
         return flight.give_up()
     except Exception:
         return False
-
-
-_NOTHING = object()

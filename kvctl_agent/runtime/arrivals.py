@@ -1,29 +1,29 @@
-"""Arrival loop of a decode rank: polls for arrived tags, scatters landed parts and computes checksums of parts.
+"""Arrivals at a decode rank: polls for arrived tags, scatters landed parts and computes checksums of parts.
 
 Transfer engines cannot wake a thread on arrival, so the loop polls: often while bytes are expected, seldom otherwise. A
 poll costs about 10 µs and several ranks may share a core, so the pause grows with the time since the last arrival. The
 pause adds to the writer's latency too: UCX acknowledges a flushed write only when the reader polls.
 
-Scatters on a device run asynchronously, and the loop polls for tags meanwhile: without a pause while the latest scatter
-is young, since most scatters take less time than a pause would, and with short pauses afterwards.
+Scatters run asynchronously, and the loop polls for tags meanwhile: with the shortest pauses while the latest scatter is
+young, since most scatters on a GPU take less time than a longer pause would.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
 from typing import NamedTuple, TypeVar
 
 from kvctl_agent.errors import DeviceError, RemoteProtocolError
 from kvctl_agent.memory.allocations import RingMemory
 from kvctl_agent.memory.checksum import aux_checksum, part_checksum
 from kvctl_agent.memory.copier import Copier, LandedPart, PendingCopy
+from kvctl_agent.memory.device_copier import DeviceCopier
 from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.memory.segment import RowIndex, SegmentMemory
+from kvctl_agent.memory.segment import RowIndex
 from kvctl_agent.protocol.events import Arrived, Check, Checked, Event, Scatter, Scattered, ScatterFailed
 from kvctl_agent.protocol.tag import Tag
-from kvctl_agent.runtime.threads import AgentThread, minimize_timer_slack
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.transport.base import Transport
 
@@ -38,6 +38,7 @@ _SHARE_ON_DEVICE = 1 / 64
 _WRITER_COUNTS = (8, 4, 2, 1)  # numbers of writers among which this rank's heads may be divided
 _YOUNG_S = 200e-6
 _COPYING_S = 20e-6
+_BROKEN_NS = 20_000_000
 _RECORD_EVERY_NS = 60_000_000_000  # an engine that stays broken must not fill the flight recorder
 
 
@@ -51,119 +52,102 @@ class _RunningScatter(NamedTuple):
     orders: list[Scatter]
 
 
-class ArrivalLoop(AgentThread):
-    """Thread that polls the transport and executes `Scatter` and `Check` actions.
+class Arrivals:
+    """Polls the transport and executes `Scatter` and `Check` actions on the control loop's thread.
 
     Args:
         ring: memory of the staging ring; None if staging is off.
-        copier: used by this loop only.
-        report: puts events into the control loop's mailbox.
+        copier: used by this object only.
+        report: takes the events for the machine.
+        open_rooms: returns the number of open rooms: without any, tags are polled for seldom; with many, less often
+            than with one.
     """
 
     def __init__(
         self,
-        name: str,
         transport: Transport,
         pool: KVPool,
         ring: RingMemory | None,
         copier: Copier,
         report: Callable[..., None],
+        open_rooms: Callable[[], int],
         telemetry: Telemetry,
     ) -> None:
-        super().__init__(name)
         self._transport = transport
         self._pool = pool
         self._ring = ring
         self._copier = copier
         self._report = report
+        self._open_rooms = open_rooms
         self._telemetry = telemetry
-        self._orders: SimpleQueue[Scatter | Check | None] = SimpleQueue()
-        segments = [(memory, memory.shard.heads) for memory in pool.segments if memory.blocks]
-        self._to_prepare = [
-            (memory, heads // writers)
-            for memory, heads in segments
-            for writers in _WRITER_COUNTS
-            if heads % writers == 0
-        ]
+        self._compiling = pool.device is None  # whether the kernels that scatter are being compiled, or need not be
+        self._orders: list[Scatter | Check] = []
         self._scatters: list[_RunningScatter] = []
         self._scatter_began_s = 0.0  # start of the latest scatter
-        self._rooms = 0
-        self._stopping = False
+        self._active_s = time.monotonic()  # time of the last arrival or order
         self._record_ns = 0
+        self._poll_again_ns = 0
         self._checksum_skipped = False  # a checksum from a writer was not compared
 
     def put(self, order: Scatter | Check) -> None:
-        """Queues an action for this thread."""
-        self._orders.put(order)
+        """Queues an action for the next turn."""
+        self._orders.append(order)
 
-    def expect(self, rooms: int) -> None:
-        """Sets the number of open rooms: without any the loop polls seldom; with many, less often than with one."""
-        if rooms and not self._rooms:
-            self._orders.put(None)  # ends the long pause
-        self._rooms = rooms
+    def idle(self) -> bool:
+        return not self._scatters
 
-    def _request_stop(self) -> None:
-        self._stopping = True
-        self._orders.put(None)
+    def turn(self) -> None:
+        self._telemetry.arrival_turn_ns = time.monotonic_ns()
+        orders, self._orders = self._orders, []
+        if self._poll_arrivals() or orders:
+            self._active_s = time.monotonic()
+        self._execute(orders)
+        self._report_finished()
+        if not self._compiling and not self._open_rooms():
+            self._compiling = True
+            threading.Thread(target=self._compile, name="kvctl-compile", daemon=True).start()
 
-    def _run(self) -> None:
-        if self._pool.device is not None:
-            minimize_timer_slack()
-        active = time.monotonic()
-        while not (self._stopping and not self._scatters):
-            self._telemetry.arrival_turn_ns = time.monotonic_ns()
-            if self._poll_arrivals():
-                active = time.monotonic()
-            orders = self._take_orders(self._pause(active))
-            self._execute(orders)
-            self._report_finished()
-            if orders:
-                active = time.monotonic()
-            elif not self._rooms and self._to_prepare:
-                self._prepare(*self._to_prepare.pop())
-
-    def _prepare(self, memory: SegmentMemory, heads: int) -> None:
-        """Compiles the kernels that scatter parts with `heads` heads of a segment; called while no room is open."""
+    def _compile(self) -> None:
+        """Compiles the kernels of all scatters that are likely, which takes seconds, on a thread of its own."""
+        assert self._pool.device is not None
+        copier = DeviceCopier(self._pool.device.copies())
         try:
-            self._copier.prepare(memory, 0, heads)
-        except Exception as error:  # not even a bug may end the thread
+            for memory in self._pool.segments:
+                for writers in _WRITER_COUNTS if memory.blocks else ():
+                    if memory.shard.heads % writers == 0:
+                        copier.prepare(memory, 0, memory.shard.heads // writers)
+        except Exception as error:  # a scatter compiles its kernel itself, or fails by name
             self._telemetry.recorder.record("device", f"a copy kernel could not be compiled: {error}", "error")
+        finally:
+            copier.close()
 
-    def _pause(self, active: float) -> float:
-        """Returns the seconds to wait for an action before the next poll; `active` is the time of the last activity."""
+    def wait_s(self) -> float:
+        if self._orders:
+            return 0.0
         now = time.monotonic()
         if self._scatters:
-            return 0.0 if now - self._scatter_began_s < _YOUNG_S else _COPYING_S
-        if not self._rooms:
+            return _SHORTEST_ON_DEVICE_S if now - self._scatter_began_s < _YOUNG_S else _COPYING_S
+        rooms = self._open_rooms()
+        if not rooms:
             return _IDLE_S
         share, shortest = _SHARE_OF_SILENCE, _SHORTEST_S
         if self._pool.device is not None:
             share, shortest = _SHARE_ON_DEVICE, _SHORTEST_ON_DEVICE_S
-        return min(max((now - active) * share, shortest * min(self._rooms, _MANY_ROOMS)), _LONGEST_S)
-
-    def _take_orders(self, pause: float) -> list[Scatter | Check]:
-        """Returns all queued actions; waits up to `pause` seconds for the first."""
-        orders: list[Scatter | Check | None] = []
-        try:
-            if pause:
-                orders.append(self._orders.get(timeout=pause))
-            else:
-                time.sleep(0)  # let other threads of the process run
-            while True:
-                orders.append(self._orders.get_nowait())
-        except Empty:
-            return [order for order in orders if order is not None]
+        return min(max((now - self._active_s) * share, shortest * min(rooms, _MANY_ROOMS)), _LONGEST_S)
 
     def _poll_arrivals(self) -> bool:
         """Reports the tags that have arrived; returns whether there were any."""
+        if time.monotonic_ns() < self._poll_again_ns:
+            return False
         try:
             arrivals = self._transport.arrivals()
         except Exception as error:
+            now = time.monotonic_ns()
+            self._poll_again_ns = now + _BROKEN_NS
             self._telemetry.metrics.add("kvctl_transport_errors_total", 1)
-            if time.monotonic_ns() >= self._record_ns:
-                self._record_ns = time.monotonic_ns() + _RECORD_EVERY_NS
+            if now >= self._record_ns:
+                self._record_ns = now + _RECORD_EVERY_NS
                 self._telemetry.recorder.record("transport", f"cannot poll arrivals: {error}", "error")
-            time.sleep(_IDLE_S)
             return False
         if not arrivals:
             return False
@@ -255,7 +239,7 @@ class ArrivalLoop(AgentThread):
         try:
             return execute(order)
         except Exception as error:
-            # The pages were checked when the room was opened, so this is a bug of the agent; the thread survives it.
+            # The pages were checked when the room was opened, so this is a bug of the agent; the loop survives it.
             self._record(order, error)
             return None
 

@@ -1,4 +1,4 @@
-"""The arrival loop: hears tags soon while bytes are expected, costs little otherwise, and outlives anything."""
+"""Arrivals: the loop hears tags soon while bytes are expected, costs little otherwise, and outlives anything."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.segment import RowIndex
 from kvctl_agent.protocol.events import Arrived, Check, Checked, Scatter, Scattered, ScatterFailed
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
-from kvctl_agent.runtime.arrival_loop import ArrivalLoop
+from kvctl_agent.runtime.arrivals import Arrivals
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.transport.base import Arrival
+from tests.support.driven_task import DrivenTask
 from tests.support.host_device import HostDevice, at
 
 AtBest = Callable[[Callable[[], float], float], None]
@@ -62,17 +63,24 @@ class Rig:
             local_shards(SHAPE, 4, ParallelConfig(), RankCoord(0, 0, 0, 0)), 4, 16, device=device
         )
         self.ring = RingMemory(1 << 20, device)
-        self.copier: Copier = HostCopier(CopyPool(1)) if device is None else DeviceCopier(device.copies())
+        self.copier: Copier = HostCopier(CopyPool()) if device is None else DeviceCopier(device.copies())
         self.reported: Queue[Any] = Queue()
-        self.loop = ArrivalLoop(
-            "arrivals",
-            self.tags,
+        self.rooms = 0
+        arrivals = Arrivals(
+            self.tags,  # type: ignore[arg-type]
             self.pool,
             self.ring,
             self.copier,
             lambda *events: [self.reported.put(event) for event in events],
+            lambda: self.rooms,
             telemetry,
-        )  # type: ignore[arg-type]
+        )
+        self.loop = DrivenTask(arrivals)
+
+    def expect(self, rooms: int) -> None:
+        """Sets the number of open rooms; in an agent the message that opens one wakes the loop."""
+        self.rooms = rooms
+        self.loop.wake()
 
     def report(self, timeout_s: float = 60.0) -> Any:
         return self.reported.get(timeout=timeout_s)
@@ -160,9 +168,9 @@ def test_garbage_is_counted_and_spoils_nothing(rig: Rig, telemetry: Telemetry, g
 def test_it_looks_often_while_bytes_are_expected_and_seldom_otherwise(rig: Rig) -> None:
     for _ in range(10):  # a busy machine may let it look less often than it would
         seldom = rig.looks(0.3)
-        rig.loop.expect(1)
+        rig.expect(1)
         often = rig.looks(0.3)
-        rig.loop.expect(0)
+        rig.expect(0)
         again = rig.looks(0.3)
         assert seldom < 250
         assert again < 250
@@ -184,11 +192,11 @@ def test_expecting_wakes_it_from_its_long_pause(rig: Rig, at_best: AtBest) -> No
     def usual_s() -> float:
         waits: list[float] = []
         for _ in range(9):
-            rig.loop.expect(0)
+            rig.expect(0)
             time.sleep(0.012)
             rig.tags.waiting = [TAG.pack()]
             since = time.monotonic()
-            rig.loop.expect(1)
+            rig.expect(1)
             rig.report()
             waits.append(time.monotonic() - since)
         return statistics.median(waits)
@@ -225,7 +233,7 @@ class TestScatter:
     @pytest.mark.parametrize(
         "wrong", [scatter(offset=1 << 20), scatter(pages=(99,)), scatter(heads=3), scatter(lo=3, hi=9)]
     )
-    def test_an_order_that_does_not_fit_is_recorded_and_the_thread_goes_on(
+    def test_an_order_that_does_not_fit_is_recorded_and_the_loop_goes_on(
         self, rig: Rig, telemetry: Telemetry, wrong: Scatter
     ) -> None:
         rig.loop.put(wrong)
@@ -234,7 +242,7 @@ class TestScatter:
         errors = [row for row in telemetry.recorder.since(None, 100)["events"] if row["severity"] == "error"]
         assert [(row["kind"], row["room"]) for row in errors] == [("scatter", "7")]
 
-    def test_a_part_in_its_pages_is_compared_on_this_thread(self, rig: Rig, telemetry: Telemetry) -> None:
+    def test_a_part_in_its_pages_is_compared_on_the_loop(self, rig: Rig, telemetry: Telemetry) -> None:
         order = scatter()
         pages = np.array([3, 9], np.int32)
         rig.loop.put(Check(7, 9, PartKind.KV, order.key, order.share, np.array([99], np.int32)))  # no such page
@@ -314,20 +322,19 @@ class TestOnADevice:
         with running(rig):
             assert [type(rig.report()) for _ in range(3)] == [ScatterFailed] * 3
 
-    def test_a_kernel_that_cannot_be_prepared_does_not_end_the_thread(
-        self, telemetry: Telemetry, device: HostDevice
+    def test_a_kernel_that_cannot_be_prepared_does_not_end_the_loop(
+        self, telemetry: Telemetry, device: HostDevice, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        rig = Rig(telemetry, device)
-        asked: list[int] = []
+        asked = threading.Event()
 
-        def broken(memory: Any, head: int, heads: int) -> None:
-            asked.append(heads)
+        def broken(*arguments: Any) -> None:
+            asked.set()
             raise RuntimeError("a bug of the compiler's")
 
-        rig.copier.prepare = broken  # type: ignore[method-assign]
+        monkeypatch.setattr(DeviceCopier, "prepare", broken)
+        rig = Rig(telemetry, device)
         with running(rig):
-            while len(asked) < 2:
-                time.sleep(0.001)
+            assert asked.wait(60)
             rig.tags.waiting = [TAG.pack()]
             assert isinstance(rig.report(), Arrived)
 
@@ -369,7 +376,7 @@ def test_an_engine_that_fails_to_answer_is_recorded_and_asked_again(
 
 
 def test_a_failing_engine_does_not_flood_the_recorder(rig: Rig, telemetry: Telemetry) -> None:
-    rig.loop.expect(1)
+    rig.expect(1)
     since, asked = time.monotonic(), rig.tags.asked
     rig.tags.error = TransportError("the engine broke")
     while rig.tags.asked < asked + 20:
