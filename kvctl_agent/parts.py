@@ -459,7 +459,7 @@ def copier_of(device: Device | None, copy_pool: CopyPool, copiers: list[Closable
 def paths_of(
     device: Device | None, copy_pool: CopyPool, buffers: StagingBuffers, direct_sms: int | None, copiers: list[Closable]
 ) -> dict[str, Path]:
-    """Returns the transfer paths of one worker by name, and appends their copiers to `copiers`."""
+    """Returns the transfer paths by name, and appends their copiers to `copiers`."""
     staged = StagedPath(buffers, copier_of(device, copy_pool, copiers))
     paths: dict[str, Path] = {BULK: BulkPath(), SLICE: SlicePath(), STAGED: staged}
     if device is not None:

@@ -29,7 +29,7 @@ def hidden_share(row: Row) -> float | None:
 _STAGES = {
     "ready": "time from the first layer group of the chunk being ready until this part was ready",
     "gate": "wait for a grant and the watermark of the decode rank's ring",
-    "queue": "wait for a transfer worker",
+    "queue": "wait for the control loop",
     "gather": "copy into the staging buffer",
     "post": "posting the write to the transfer engine",
     "wire": "time until the transfer engine reported completion",

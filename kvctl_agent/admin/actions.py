@@ -101,7 +101,7 @@ class AdminActions:
         return [self._done(key, "set", f"{key} = {_shown(now)}, was {_shown(before)}; until the agent ends")]
 
     def probe(self, peer: str | None = None, bytes: int | None = None, busy: bool = False) -> Probe:
-        """Makes a transfer worker measure the cost of writes to a peer, between parts.
+        """Measures the cost of writes to a peer, between parts.
 
         If the measurement takes longer than 1.5 s, the reply has `running` set, and repeating the request returns the
         result.

@@ -36,7 +36,7 @@ class Setting(NamedTuple):
 class Settings(Mapping[str, Any]):
     """Mapping from every configuration key to its value; only `change` and `complete` change a value.
 
-    Values are typed Any: write `workers: int | None = settings["workers"]`; the loader has checked that the value has
+    Values are typed Any: write `path: str = settings["path"]`; the loader has checked that the value has
     the key's declared type.
     """
 

@@ -261,7 +261,7 @@ class Watermark(TypedDict):
 
 
 class CopyUse(TypedDict):
-    """Progress of the copies from ring to pages, which a decode rank's arrival thread makes."""
+    """Progress of the copies from ring to pages, which a decode rank's control loop makes."""
 
     waiting: int  # landed parts that are not copied yet
     copying_age_ns: int | None  # age of the oldest running copy; None: no copy runs

@@ -33,7 +33,7 @@ class RoomState(IntEnum):
 STATE_LABELS: tuple[str, ...] = tuple(state.label for state in RoomState)
 
 # Stages of one part, in order; timeline events, `kvctl layers` and the bench use these names. A stage ends when:
-# ready: its KV is computed; gate: grant, watermark and lease permit the write; queue: a transfer worker took the part;
+# ready: its KV is computed; gate: grant, watermark and lease permit the write; queue: its transfer began;
 # gather: it is copied into staging; post: it is posted to the transfer engine; wire: the engine reports completion;
 # arrive: the decode rank received its tag; scatter: it is in its pages.
 STAGES: tuple[str, ...] = ("ready", "gate", "queue", "gather", "post", "wire", "arrive", "scatter")

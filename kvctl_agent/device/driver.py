@@ -103,7 +103,7 @@ def _memory_remedy(driver: Any) -> str:
     """Returns a text with the free memory and the settings that reduce memory use."""
     failed, free, total = driver.cuMemGetInfo()
     available = "" if failed else f"{free / 2**30:.2f} of {total / 2**30:.2f} GiB are free; "
-    return f"{available}reduce staging_buffer_mb, workers or staging_ring_mb, or the size of the engine's own pool"
+    return f"{available}reduce staging_buffer_mb or staging_ring_mb, or the size of the engine's own pool"
 
 
 class Context:

@@ -1,6 +1,6 @@
 """Row copies on a CUDA stream; each request uploads its tables, launches a kernel per batch, and records an event.
 
-A transfer worker calls `begin` for every part, with a budget of 30 µs. Kernels, events, memory for tables and argument
+The control loop calls `begin` for every part, with a budget of 30 µs. Kernels, events, memory for tables and argument
 blocks are therefore created in advance, and `begin` makes only a few calls to numpy and the driver.
 """
 

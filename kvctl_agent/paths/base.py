@@ -1,4 +1,4 @@
-"""Interface of the transfer paths: a path starts a `Flight` for each part, which a worker thread then advances.
+"""Interface of the transfer paths: a path starts a `Flight` for each part, which the control loop then advances.
 
 A path uses the pool's memory and one transport. It has no access to rooms, ring grants or a peer's state: a part is
 passed to it only when it may be sent (on path staged, when the watermark permits the write).
@@ -22,7 +22,7 @@ class Flight(ABC):
     Attributes:
         connection: The connection to the reader.
         order: The part to transfer, as ordered by the state machine.
-        began_ns: Time at which a worker took the part.
+        began_ns: Time at which the transfer began.
         gather_ns: Time spent gathering.
         post_ns: Time spent in the engine's post call; includes the copy if the engine copies in that call.
         descriptors: Descriptors passed to the engine, before it merges them; kernels on path direct.
@@ -96,7 +96,7 @@ class Path(Protocol):
     """Interface of a transfer path."""
 
     def start(self, connection: PeerConnection, order: Transfer) -> Flight:
-        """Starts the transfer of a part. The worker then advances the returned flight.
+        """Starts the transfer of a part. The control loop then advances the returned flight.
 
         Raises:
             MemoryLayoutError: the part cannot use this path, or does not fit the pools.

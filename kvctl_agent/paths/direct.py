@@ -79,7 +79,7 @@ class DirectFlight(Flight):
 
 
 class DirectPath:
-    """Path direct, with the kernel launcher of one worker thread.
+    """Path direct, with the kernel launcher of the control loop.
 
     `programs` is the maximum number of thread blocks, and so of multiprocessors, of a kernel; `PROGRAMS` if None.
     """

@@ -49,7 +49,7 @@ class GroupSizeTuner:
             tokens: Average tokens per request, as passed to `choose`.
             groups: Number of layer groups the forward had, at least 2.
             compute_ns: Time from the forward's start to its end.
-            transfer_ns: Time during which at least one worker thread was transferring parts of the forward.
+            transfer_ns: Time during which the rank was transferring parts of the forward.
             exposed_ns: Time from the forward's end until all its bytes had landed.
         """
         if tokens < 1 or groups < 2 or compute_ns <= 0 or compute_ns < transfer_ns * _LEAST_COMPUTE:

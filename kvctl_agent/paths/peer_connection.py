@@ -25,7 +25,7 @@ Numbers = npt.NDArray[np.int64]
 class MappedMemory:
     """Reference-counted mapping of a peer's memory, used by the kernels of path direct; thread-safe.
 
-    The control loop drops a connection when its peer is lost, was replaced or has sent Bye. Workers may have kernels
+    The control loop drops a connection when its peer is lost, was replaced or has sent Bye. Kernels may be
     running on the mapping at that time, so the memory is unmapped only after the last of them has ended.
 
     Attributes:

@@ -185,9 +185,9 @@ class SetTimeouts(Event, frozen=True):
 
 
 class PartSent(Event, frozen=True):
-    """A transfer worker has finished a part: it was written, or it was dropped because its room has failed.
+    """The transfer of a part has ended: it was written, or it was dropped because its room has failed.
 
-    `checksum` is the one in the tag; None if the worker computes none.
+    `checksum` is the one in the tag; None without checksums.
     """
 
     peer: str
@@ -330,7 +330,7 @@ class Transfer(Action, frozen=True):
     tag: bytes
     cancel: CancelToken
     ready_ns: int
-    opened_ns: int  # when the part was queued for the worker
+    opened_ns: int  # when the part was queued
 
 
 class Scatter(Action, frozen=True):
@@ -368,7 +368,7 @@ class StateChanged(Action, frozen=True):
 class Overlapped(Action, frozen=True):
     """Report how the compute and the transfer of a room sent in layer groups overlapped.
 
-    `pages`, `compute_ns` and `transfer_ns` are averages per forward. `transfer_ns` is the time during which a worker
+    `pages`, `compute_ns` and `transfer_ns` are averages per forward. `transfer_ns` is the time during which the rank
     had a part of the room; `exposed_ns` is the portion of it after the last forward.
     """
 

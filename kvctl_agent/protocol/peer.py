@@ -183,7 +183,7 @@ def _missing_count(pool: WireDict, segments: int) -> str:
 class Lease:
     """A writer's permission to post to one incarnation of a peer; it expires when the peer is silent for too long.
 
-    The control loop renews it, and workers check it before each post. So a process that was frozen (stopped, or its
+    The machine renews it, and transfers check it before each post. So a process that was frozen (stopped, or its
     machine paused) and then replaced does not post the writes it had queued. The lease does not prove to the peer that
     nothing will be written: a process can be frozen between the check and the post.
     """

@@ -1,4 +1,4 @@
-"""Threads of an agent: the control loop, transfer workers or the arrival loop, and the poller of the engine's events.
+"""The control loop of an agent with its tasks (transfers, arrivals, the engine's events), its sockets and its handles.
 
 Each thread owns the objects that it changes; threads exchange immutable messages through queues. A call from the
 engine's own thread only puts a message into a queue.

@@ -46,7 +46,7 @@ class Telemetry:
 
     Attributes:
         copying_since_ns: decode, monotonic: start of the oldest running copy; 0: no copy runs.
-        arrival_turn_ns: decode, monotonic: start of the arrival thread's latest iteration; 0: none yet.
+        arrival_turn_ns: decode, monotonic: start of the control loop's latest turn; 0: none yet.
         drain_began_ns, drain_ended_ns: monotonic: time of the latest drain, and of the latest resume; 0: never.
         interpreter: waits of the agent's loop for the interpreter.
         on_finish: called with the record of each finished room, on the control thread, so it must only enqueue.
@@ -205,7 +205,7 @@ class StageTimes:
 
     def __init__(self, agent_name: str) -> None:
         self._agent = agent_name
-        self._writers = threading.Lock()  # transfer workers add; a reader takes no lock
+        self._writers = threading.Lock()  # several threads add; a reader takes no lock
         self._groups: dict[tuple[tuple[int, int], str], _Group] = {}
         self.dropped = 0
 

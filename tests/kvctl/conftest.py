@@ -412,16 +412,16 @@ def bootstrap(name: str) -> list[dict[str, Any]]:
 
 
 def config(name: str) -> list[dict[str, Any]]:
-    workers = 4 if name == "prefill-1" else 1
+    threads = 4 if name == "prefill-1" else 1
     return [
         {
-            "key": "workers",
-            "value": workers,
+            "key": "copy_threads",
+            "value": threads,
             "default": None,
-            "origin": "argument" if workers == 4 else "default",
+            "origin": "argument" if threads == 4 else "default",
             "unit": "",
             "runtime": False,
-            "help": "Transfer workers per prefill rank.",
+            "help": "Threads that gather and scatter.",
         },
         {
             "key": "staging_ring_mb",

@@ -100,6 +100,11 @@ class Room:
         return [handle.error for handle in self.handles if handle.error]
 
 
+def mute(agent: Agent) -> None:
+    """Makes an agent ignore all messages from now on, so that it answers nobody; its process lives."""
+    agent.parts.control._handle = lambda event, now_ns: []  # type: ignore[method-assign, assignment]
+
+
 class Fleet:
     """Agents of a prefill and a decode instance.
 

@@ -237,16 +237,16 @@ def _oldest_landed_ns(room: LiveRoom) -> int:
 
 
 def _arrival_thread_state(room: LiveRoom) -> str:
-    """Returns a clause on the state of the decode rank's arrival thread, which copies landed parts; "" if unknown."""
+    """Returns a clause on the state of the decode rank's control loop, which copies landed parts; "" if unknown."""
     copies = inner(inner(room.agent.staging, "ring"), "copies")
     waiting = counted(amount(copies, "waiting"), "landed part")
     copying_ns, turn_ns = number(copies, "copying_age_ns"), number(copies, "turn_age_ns")
     if copying_ns is not None:
         return f"; one copy has been running for {duration(copying_ns)}, with {waiting} not copied"
     if turn_ns is not None and turn_ns >= room.patience_ns:
-        return f"; its arrival thread has not looked for work for {duration(turn_ns)}, with {waiting} not copied"
+        return f"; its control loop has not looked for work for {duration(turn_ns)}, with {waiting} not copied"
     if amount(copies, "waiting"):
-        return f"; its arrival thread runs and has begun no copy of {waiting}"
+        return f"; its control loop runs and has begun no copy of {waiting}"
     return ""
 
 
@@ -382,7 +382,7 @@ def _remedy(code: str, room: LiveRoom) -> str:
         name = room.agent.name
         return (
             f"`kvctl staging map -e {name}` lists the landed parts that are not copied; `kvctl stacks -e {name}` shows "
-            f"what its arrival thread does; `kvctl rooms abort {room.number}` fails the room"
+            f"what its threads do; `kvctl rooms abort {room.number}` fails the room"
         )
     return (
         f"`kvctl rooms show {room.number}` shows both ends on one timeline; `kvctl rooms abort {room.number}` fails it "

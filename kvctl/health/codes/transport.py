@@ -245,10 +245,11 @@ def descriptor_flood(snapshot: Snapshot) -> Iterator[Finding]:
     Severity.WARNING,
     "transport",
     sees="parts are posted long after they were computed",
-    means="Between a part's ready event and its post it passes the gate (grant, watermark, lease), the queue for a "
-    "transfer worker, and the gather. Here they take seconds, many times the time on the wire; the shares show which "
-    "of them is the bottleneck.",
-    remedy="Gate: a larger ring. Queue: more workers. Gather: more copy threads, or a path without a gather.",
+    means="Between a part's ready event and its post it passes the gate (grant, watermark, lease), the queue for the "
+    "control loop, and the gather. Here they take seconds, many times the time on the wire; the shares show which of "
+    "them is the bottleneck.",
+    remedy="Gate: a larger ring. Queue: more cores, or fewer busy Python threads in the process. Gather: more copy "
+    "threads, or a path without a gather.",
     alert='sum by (instance) (rate(kvctl_stage_seconds_sum{stage=~"gate|queue|gather"}[5m])) > 2 * sum by (instance) '
     '(rate(kvctl_stage_seconds_count{stage="wire"}[5m]))',
 )
@@ -302,7 +303,7 @@ _GAPS = {
         "for the ring or the peer's sign of life",
         "`kvctl staging` shows whose ring they wait for: raise staging_ring_mb there",
     ),
-    "queue": ("for a transfer worker", "`kvctl config -e {agent}` shows workers: raise it, or add cores"),
+    "queue": ("for the control loop", "`kvctl stacks -e {agent}` shows what its threads do: add cores"),
     "gather": (
         "the copy into the staging buffer",
         "`kvctl config -e {agent}` shows copy_threads: raise it, or add cores",

@@ -1,4 +1,4 @@
-"""Builds an agent whose clock, transport, control channel and arrival loop inject faults."""
+"""Builds an agent whose clock, transport, control channel and arrivals inject faults."""
 
 from __future__ import annotations
 

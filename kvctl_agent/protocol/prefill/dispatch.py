@@ -1,8 +1,7 @@
-"""Handles the prefill engine's calls, and queues ready parts for the transfer workers.
+"""Handles the prefill engine's calls, and queues ready parts for transfer.
 
-- A ready part is queued for a worker if its path needs no ring, or if it has a grant and the watermark has passed its
-  region; in both cases the peer's lease must be valid. Otherwise the part is gated and holds neither a worker nor a
-  staging buffer.
+- A ready part is queued if its path needs no ring, or if it has a grant and the watermark has passed its region; in
+  both cases the peer's lease must be valid. Otherwise the part is gated and holds no staging buffer.
 - The final parts, aux row and state, are queued only after all KV parts of their transfer.
 """
 
@@ -28,14 +27,14 @@ from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey
 
 @dataclass(eq=False)
 class Dispatch:
-    """Queues ready parts for the transfer workers, and handles grants, watermarks and the workers' results."""
+    """Queues ready parts for transfer, and handles grants, watermarks and the results of transfers."""
 
     context: MachineContext
     state: PrefillState
     rooms: SendRooms
     staging: StagingRequests
 
-    # ---- results of the workers -------------------------------------------------------------------------------
+    # ---- results of transfers -------------------------------------------------------------------------------
 
     def on_part_sent(self, event: ev.PartSent) -> None:
         transfer = self.state.transfers.get(RoomKey(event.peer, event.room, event.nonce))
@@ -197,7 +196,7 @@ class Dispatch:
             self.dispatch(room, transfer, part)
 
     def dispatch(self, room: SendRoom, transfer: PeerTransfer, part: Part) -> None:
-        """Queues a ready part for a worker, or parks it until its region is open and the peer's lease is valid."""
+        """Queues a ready part, or parks it until its region is open and the peer's lease is valid."""
         if room.failure is not None:
             return
         peer = self.context.peers[transfer.peer]

@@ -59,7 +59,7 @@ class PrefillMachine(Machine):
             ev.Received: self.on_received,
             ev.Unsendable: self.on_unsendable,
             ev.PeerDead: sessions.on_peer_dead,
-            # transport and workers
+            # transport and transfers
             ev.PeerConnected: readers.on_peer_connected,
             ev.PeerUnusable: readers.on_peer_unusable,
             ev.PartSent: dispatch.on_part_sent,

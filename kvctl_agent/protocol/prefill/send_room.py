@@ -152,7 +152,7 @@ class ComputedPages:
 class PartState(IntEnum):
     PLANNED = 0  # its pages are not computed yet
     READY = 1  # computed; gated while it has no grant, the watermark is behind its region, or the peer is silent
-    QUEUED = 2  # queued for a transfer worker: from here on the part may be in flight
+    QUEUED = 2  # queued for transfer: from here on the part may be in flight
     SENT = 3
 
 
@@ -226,9 +226,9 @@ class PeerTransfer:
         shares: transfer slices of KV that this rank sends, one per segment; their layers are disjoint.
         chunks: chunks of the grid, narrowed to the pages that this rank sends.
         planned: number of (chunk, layer) cells to send.
-        to_queue: number of cells that are not queued for a worker yet.
+        to_queue: number of cells that are not queued for transfer yet.
         to_send: number of cells and final parts that are not sent yet.
-        in_flight: number of parts queued for a transfer worker that has not reported their end.
+        in_flight: number of parts queued for transfer whose end has not been reported.
     """
 
     writer: int
@@ -339,7 +339,7 @@ class SendRoom:
     forward_begun_ns: int | None = None  # monotonic; None if the engine did not report it
     computed_ns: int | None = None  # when the last pages were computed
     forward_done_ns: int = 0  # when the last data was ready: the last pages, then the final parts
-    spans: BusyTime = field(default_factory=BusyTime)  # times with a part in a worker, where layer groups are sent
+    spans: BusyTime = field(default_factory=BusyTime)  # times with a part in transfer, where layer groups are sent
     failure: Failure | None = None
 
     @property

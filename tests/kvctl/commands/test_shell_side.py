@@ -93,14 +93,12 @@ def test_stacks_show_the_thread_that_answers(start: Any, kvctl: Any) -> None:
     assert "extract_stack" in text
 
 
-@pytest.mark.parametrize(
-    "spelled", ["copy_threads", "COPY_THREADS", "KVCTL_COPY_THREADS", "SGLANG_DISAGGREGATION_QUEUE_SIZE"]
-)
+@pytest.mark.parametrize("spelled", ["copy_threads", "COPY_THREADS", "KVCTL_COPY_THREADS"])
 def test_a_key_is_explained_by_any_of_its_names(spelled: str, fleet: Any, kvctl: Any) -> None:
     rows = data(kvctl("config", "explain", spelled, "-o", "json"))
     assert {row["value"]: row["agents"] for row in rows} == {1: ["decode-0", "decode-1", "prefill-0"], 4: ["prefill-1"]}
     assert {(row["key"], row["minimum"], row["maximum"], row["environment"]) for row in rows} == {
-        ("copy_threads", 1, 64, "KVCTL_COPY_THREADS")
+        ("copy_threads", 0, 64, "KVCTL_COPY_THREADS")
     }
 
 

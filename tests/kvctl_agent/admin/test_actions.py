@@ -18,6 +18,7 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol.events import Answered, Drain, Event
 from kvctl_agent.runtime.control_loop import OperatorRequests
+from tests.support.agents import mute
 
 PATIENCE_S = 60  # for what takes milliseconds on a quiet machine
 
@@ -138,11 +139,10 @@ class TestAbort:
         until(lambda: not desk.ask(writer, "rooms"))
         fleet.claim(fleet.receive(fleet.room(7, 8)))
         until(lambda: [row["state"] for row in desk.ask(writer, "rooms")] == ["WaitingForInput"])
-        fleet.decode[0].parts.control.close(5)  # nobody says that it has heard of the failure
+        mute(fleet.decode[0])  # it does not confirm the failure
         desk.done(writer, "abort", room="7")
         lives = desk.ask(writer, "room", room="7")
         assert [(life["state"], life["missing"]) for life in lives] == [("Failed", ["decode-0"]), ("Success", [])]
-        fleet.decode[0].close(0.5)  # it would wait for a control loop that has gone
 
     def test_a_control_loop_that_does_not_answer_is_said_so(self, make_fleet: Any, desk: Desk) -> None:
         held = threading.Event()
@@ -180,7 +180,7 @@ class TestRelease:
         room = fleet.claim(fleet.receive(fleet.room(7, 8)))
         room.sends[0].prefetch()
         until(lambda: allocations(fleet))
-        fleet.prefill[0].parts.control.close(5)
+        mute(fleet.prefill[0])
         decode = fleet.decode[0]
         until(lambda: [row["state"] for row in allocations(fleet)] == ["quarantined"])
         (held,) = allocations(fleet)
@@ -401,13 +401,12 @@ class TestProbe:
     def test_nothing_is_written_to_a_peer_that_is_silent(self, make_fleet: Any, desk: Desk) -> None:
         """What it has registered may be gone with it."""
         fleet = make_fleet("loopback", prefill=(1, 1), heartbeat_s=0.1, suspect_s=0.4, lost_s=600.0).start()
-        fleet.decode[0].parts.control.close(5)
+        mute(fleet.decode[0])
         until(lambda: [row["state"] for row in desk.ask(fleet.prefill[0], "peers")] == ["suspect"])
         for peer in ({}, {"peer": "decode-0"}):
             code, text = desk.refusal(fleet.prefill[0], "probe", **peer)
             assert code == "refused"
             assert "decode-0 has been silent for " in text
-        fleet.decode[0].close(0.5)  # it would wait for a control loop that has gone
 
     def test_what_cannot_be_measured(self, make_fleet: Any, desk: Desk) -> None:
         fleet = make_fleet("loopback", staging="off", path="auto").start()

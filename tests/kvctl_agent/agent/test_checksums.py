@@ -29,7 +29,7 @@ def test_what_is_in_the_pages_is_compared_with_what_was_sent(
         taken.append(part_checksum(*of) ^ differs)
         return taken[-1]
 
-    monkeypatch.setattr("kvctl_agent.runtime.arrival_loop.part_checksum", checksum)
+    monkeypatch.setattr("kvctl_agent.runtime.arrivals.part_checksum", checksum)
     room = fleet.claim(fleet.receive(fleet.room(7, 8)))
     fleet.feed(room)
     assert room.wait(PATIENCE_S) == {RoomState.FAILED if differs else RoomState.SUCCESS}, room.errors()

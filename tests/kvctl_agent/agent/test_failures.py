@@ -21,6 +21,7 @@ from kvctl_agent.errors import (
 )
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.parts import AgentParts, build_parts
+from tests.support.agents import mute
 
 FAILED, SUCCESS = {RoomState.FAILED}, {RoomState.SUCCESS}
 
@@ -391,7 +392,7 @@ class TestClose:
     def test_with_every_peer_gone_it_still_ends(self, make_fleet: Any) -> None:
         fleet = make_fleet(prefill=(1, 1)).start()
         rooms = [fleet.receive(fleet.room(number, 3)) for number in range(5)]
-        fleet.prefill[0].parts.control.close(1)  # it no longer answers, but its process lives
+        mute(fleet.prefill[0])
         since = time.monotonic()
         fleet.decode[0].close(1.0)
         assert time.monotonic() - since < 30
