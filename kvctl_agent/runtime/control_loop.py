@@ -185,6 +185,7 @@ class ControlLoop:
         self._channel = channel
         self._mailbox = mailbox
         self._mailbox_key = mailbox.fileno()
+        self._mailbox_only: Set[Any] = frozenset({self._mailbox_key})
         self._registries = registries
         self._server = server
         self._start_authenticator = authenticator
@@ -205,6 +206,7 @@ class ControlLoop:
         self._flush_now = self._ask_now = False
         self._poller = zmq.Poller()
         self._descriptors = DescriptorWait(())
+        self._sockets_used = True  # since `poll` found nothing to read
         self._polled = (-1, -1)
         self._registry_keys: Set[Any] = frozenset()
         self._thread = threading.Thread(target=self._run, name=f"{local.name}-control", daemon=True)
@@ -303,14 +305,21 @@ class ControlLoop:
             # wait for processor time, which fewer turns leave free.
             time.sleep(min((rooms - _FEW_ROOMS) * _PAUSE_A_ROOM_S, _LONGEST_PAUSE_S, max(wait_s, 0.0)))
             wait_s = 0.0
-        ready = self._poller.poll(0)
-        if not ready and wait_s > 0:
-            wait_s, since_ns = min(wait_s, _LONGEST_WAIT_S), time.monotonic_ns()
-            readable = self._descriptors.wait(wait_s)
-            self._telemetry.interpreter.note(int(wait_s * 1e9), time.monotonic_ns() - since_ns)
-            if readable:
-                ready = self._poller.poll(0)
-        return dict(ready).keys()
+        # A ZeroMQ socket's descriptor becomes readable for new messages only, and any call on the socket may take that
+        # notice: after such calls the sockets are asked themselves.
+        if self._sockets_used:
+            if ready := self._poller.poll(0):
+                return dict(ready).keys()
+            self._sockets_used = False
+        wait_s = min(max(wait_s, 0.0), _LONGEST_WAIT_S)
+        since_ns = time.monotonic_ns()
+        readable = self._descriptors.wait(wait_s)
+        self._telemetry.interpreter.note(int(wait_s * 1e9), time.monotonic_ns() - since_ns)
+        if not readable:
+            return frozenset()
+        if readable == 1 and self._descriptors.first:
+            return self._mailbox_only
+        return dict(self._poller.poll(0)).keys()
 
     def _register_sockets(self) -> None:
         for socket, _ in self._poller.sockets[:]:
@@ -323,7 +332,7 @@ class ControlLoop:
         sockets = [self._mailbox_key, *registry_sockets, *self._channel.sockets()]
         for socket in sockets:
             self._poller.register(socket, zmq.POLLIN)
-        # A socket's descriptor becomes readable only for new messages, so `poll(0)` has to find nothing first.
+        self._sockets_used = True
         self._descriptors = DescriptorWait(
             [socket if isinstance(socket, int) else int(socket.getsockopt(zmq.FD)) for socket in sockets]
         )
@@ -339,13 +348,15 @@ class ControlLoop:
             self._feed(event)
         now = time.monotonic_ns()
         channel_due = now >= self._channel_due_ns
-        if channel_due or ready - {self._mailbox_key}:
+        if channel_due or ready - self._mailbox_only:
+            self._sockets_used = True
             for received in self._channel.receive(ready):
                 if isinstance(received.message, Hello):
                     self._check_replaced(received)
                 self._feed(received)
         if self._ask_now or now >= self._tick_ns or not self._registry_keys.isdisjoint(ready):
             self._ask_now = False
+            self._sockets_used = True
             if self._server is not None:
                 self._server.turn()
             for instance in self._registries.turn(ready, now):
@@ -362,6 +373,7 @@ class ControlLoop:
 
     def _flush(self) -> None:
         self._flush_now = False
+        self._sockets_used = True
         for unsendable in self._channel.flush():
             self._feed(unsendable)
 

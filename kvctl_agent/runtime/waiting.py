@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 _PR_SET_TIMERSLACK = 29
 _POLLIN = 1
@@ -46,13 +46,22 @@ class DescriptorWait:
         self._count = len(descriptors)
         self._polled = (_PollFd * self._count)(*(_PollFd(fd, _POLLIN, 0) for fd in descriptors))
         self._timeout = _TimeSpec()
+        self._timeout_at = ctypes.byref(self._timeout)
 
-    def wait(self, timeout_s: float) -> bool:
-        """Returns whether a descriptor became readable within `timeout_s` seconds; a signal may end the wait early."""
-        self._timeout.seconds = int(timeout_s)
-        self._timeout.nanoseconds = int((timeout_s - int(timeout_s)) * 1e9)
-        ready: Any = _libc.ppoll(self._polled, self._count, ctypes.byref(self._timeout), None)
-        return bool(ready > 0)
+    def wait(self, timeout_s: float) -> int:
+        """Returns the number of descriptors that are readable, at the latest after `timeout_s` seconds.
+
+        A signal may end the wait early, as if none were readable.
+        """
+        self._timeout.seconds = seconds = int(timeout_s)
+        self._timeout.nanoseconds = int((timeout_s - seconds) * 1e9)
+        ready: int = _libc.ppoll(self._polled, self._count, self._timeout_at, None)
+        return max(0, ready)
+
+    @property
+    def first(self) -> bool:
+        """Whether the first descriptor was readable when the last wait ended."""
+        return bool(self._polled[0].revents)
 
 
 def minimize_timer_slack() -> None:
