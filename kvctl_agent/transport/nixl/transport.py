@@ -54,7 +54,7 @@ from kvctl_agent.transport.engine_errors import captured_stderr, explain_refusal
 from kvctl_agent.transport.environment import require_cuda_transports
 from kvctl_agent.transport.nixl import binding
 from kvctl_agent.transport.nixl.requests import DividedWrite, InFlight, NixlPrepared, NixlWrite, Peer, Slice
-from kvctl_agent.transport.nixl.threads import PostingThreads, SliceTags, slice_size, thread_count
+from kvctl_agent.transport.nixl.threads import NO_TAG, SLICE_BYTES, PostingThreads, SliceTags, slice_size, thread_count
 
 _MAGIC = b"kvctl-nixl-3"
 _LINGER_S = 0.1
@@ -170,7 +170,8 @@ class NixlTransport:
         self, peer: str, local_addrs: Addresses, remote_addrs: Addresses, sizes: Sizes, tag: bytes | None
     ) -> NixlWrite | DividedWrite:
         known = self._peer(peer)
-        edges = self._edges(len(sizes))
+        nbytes = int(sizes.sum())
+        edges = self._edges(len(sizes), nbytes)
         slices = [
             (
                 self._descriptors(self._memory, local_addrs[cut], sizes[cut], _LOCAL),
@@ -191,7 +192,7 @@ class NixlTransport:
                 raise self._error(error, f"cannot prepare a write of {len(cut_sizes)} descriptors", known) from error
             return self._in_flight.post(known, handle, int(cut_sizes.sum()), len(cut_sizes))
 
-        return self._post(post, int(sizes.sum()), len(sizes), edges, tag)
+        return self._post(post, nbytes, len(sizes), edges, tag)
 
     def write_prepared(
         self,
@@ -204,7 +205,8 @@ class NixlTransport:
     ) -> NixlWrite | DividedWrite:
         known = self._peer(peer)
         mine, theirs = self._check_lists(known, local, remote)
-        edges = self._edges(len(local_index) if len(local_index) == len(remote_index) else 0)
+        nbytes = mine.bytes_of(local_index)
+        edges = self._edges(len(local_index) if len(local_index) == len(remote_index) else 0, nbytes)
 
         def post(number: int, sent: bytes) -> NixlWrite:
             self._enter()
@@ -229,7 +231,7 @@ class NixlTransport:
                     raise self._error(error, what, known) from error
             return self._in_flight.post(known, handle, mine.bytes_of(local_index[cut]), len(local_index[cut]))
 
-        return self._post(post, mine.bytes_of(local_index), len(local_index), edges, tag)
+        return self._post(post, nbytes, len(local_index), edges, tag)
 
     def _check_lists(self, peer: Peer, local: Prepared, remote: Prepared) -> tuple[NixlPrepared, NixlPrepared]:
         if not isinstance(local, NixlPrepared) or local.owner is not None or local.handle is None:
@@ -238,10 +240,10 @@ class NixlTransport:
             raise TransportError(f"nixl: the remote list does not belong to peer {peer.key!r} as connected now")
         return local, remote
 
-    def _edges(self, descriptors: int) -> list[slice]:
-        """Divides the descriptors of a write into slices for the posting threads; one slice if there are few."""
-        most = 1 if self._posting is None else self._posting.count
-        count = max(1, min(most, descriptors // self._slice_size))
+    def _edges(self, descriptors: int, nbytes: int) -> list[slice]:
+        """Divides the descriptors of a write into slices for the posting threads; one slice of a small write."""
+        most = 1 if self._posting is None else min(self._posting.count, descriptors)
+        count = max(1, min(most, max(descriptors // self._slice_size, nbytes // SLICE_BYTES)))
         edges = [descriptors * number // count for number in range(count)]
         return [slice(first, end) for first, end in zip(edges, [*edges[1:], None], strict=True)]
 
@@ -253,7 +255,7 @@ class NixlTransport:
         edges: list[slice],
         tag: bytes | None,
     ) -> NixlWrite | DividedWrite:
-        """Posts a write: its slices on the posting threads if there are several, otherwise on this thread.
+        """Posts a write: a large one on the posting threads, if there are any, and a small one on this thread.
 
         Args:
             post: posts a slice, given by its number, with what is sent as its tag.
@@ -263,8 +265,9 @@ class NixlTransport:
             tag: tag of the write.
         """
         sent = b"" if tag is None else self._slices.encode(check_tag(tag), len(edges))
-        if self._posting is None or len(edges) == 1:
+        if self._posting is None or (len(edges) == 1 and nbytes < SLICE_BYTES):
             return post(0, sent)
+        sent = sent or NO_TAG
         slices = [Slice(partial(post, number, sent)) for number in range(len(edges))]
         for each in slices:
             self._posting.put(each.run)

@@ -228,6 +228,10 @@ def test_damaged_metadata_never_reaches_the_engine(pair: Pair) -> None:
 def test_what_was_told_just_before_closing_arrives(crew: Any, engine: str) -> None:
     agent, peer = crew.agent(engine), crew.peer(engine)
     agent.transport.connect("peer", peer.metadata)
+    # A busy machine may take longer to set up the connection than closing waits.
+    peer.send("collect", count=1, timeout_s=60)
+    agent.finish(agent.transport.write("peer", agent.at(0), peer.at(0), sizes(8), b"first"))
+    assert len(peer.answer()["arrivals"]) == 1
     peer.send("collect", count=20, timeout_s=60)
     for number in range(20):
         agent.transport.tell("peer", bytes([number]))

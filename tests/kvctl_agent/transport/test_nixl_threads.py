@@ -17,7 +17,7 @@ import pytest
 
 from kvctl_agent.errors import ConfigError, PeerDisconnected, TransportError
 from kvctl_agent.transport import Region, open_transport
-from kvctl_agent.transport.nixl.threads import SliceTags, thread_count, with_threads
+from kvctl_agent.transport.nixl.threads import SLICE_BYTES, SliceTags, thread_count, with_threads
 
 THREADS = 4
 ENGINE = f"nixl num_threads={THREADS},split_batch_size=128"
@@ -104,6 +104,28 @@ def test_a_copy_that_fails_in_any_slice_fails_the_write_and_its_tag_does_not_arr
     there = (start + rows * page).astype(np.uint64)
     with pytest.raises(PeerDisconnected):
         one.finish(one.transport.write("peer", one.at(*(rows * 512)), there, nbytes, b"t"))
+    assert two.collect(1, timeout_s=0.1) == []
+
+
+@pytest.mark.parametrize("tag", [b"t", None])
+def test_a_copy_that_fails_in_a_large_write_of_one_descriptor_fails_it(crew: Any, tag: bytes | None) -> None:
+    """Posted by a thread on an endpoint of its own, where no later write would show the failure."""
+    one, two = crew.agent(ENGINE), crew.agent(ENGINE)
+    target = mmap.mmap(-1, SLICE_BYTES)
+    start = np.frombuffer(target, np.uint8).ctypes.data
+    two.transport.register([Region(start, SLICE_BYTES)])
+    one.transport.connect("peer", two.transport.metadata())
+    there, nbytes = np.array([start], np.uint64), np.array([SLICE_BYTES], np.uint64)
+    one.pool[:] = 7
+    one.finish(one.transport.write("peer", one.at(0), there, nbytes, tag))
+    assert (np.frombuffer(target, np.uint8) == 7).all()
+    assert [arrival.tag for arrival in two.collect(1, timeout_s=60 if tag else 0.1)] == ([tag] if tag else [])
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    # The first page: UCX takes a copy that the kernel cut short in the middle of a descriptor for complete.
+    assert libc.mprotect(start, mmap.PAGESIZE, mmap.PROT_READ) == 0
+    with pytest.raises(PeerDisconnected):
+        one.finish(one.transport.write("peer", one.at(0), there, nbytes, tag))
     assert two.collect(1, timeout_s=0.1) == []
 
 
