@@ -138,7 +138,7 @@ class KeyName(click.ParamType[Key]):
     short_help="Describe a key: meaning, allowed values, and the value on each agent.",
     examples=[
         ("The meaning of a key, and its value on each agent", "kvctl config explain staging_ring_mb"),
-        ("By its SGLang name", "kvctl config explain SGLANG_DISAGGREGATION_QUEUE_SIZE"),
+        ("By its SGLang name", "kvctl config explain SGLANG_DISAGG_STAGING_POOL_SIZE_MB"),
     ],
 )
 @click.argument("wanted", metavar="KEY", type=KeyName())  # `key` is the parameter of the global option --key

@@ -110,7 +110,7 @@ def test_a_key_is_explained_without_agents(kvctl: Any) -> None:
 
 
 def test_a_key_that_is_not_there_is_nearly_another(kvctl: Any) -> None:
-    outcome = kvctl("config", "explain", "worker")
+    outcome = kvctl("config", "explain", "copy_thread")
     assert (outcome.code, "did you mean copy_threads" in outcome.err) == (2, True)
 
 

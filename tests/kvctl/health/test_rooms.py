@@ -137,11 +137,11 @@ def test_everything_landed_and_is_not_in_its_pages():
         ),
         (
             {"waiting": 3, "copying_age_ns": None, "turn_age_ns": 24 * S},
-            "its arrival thread has not looked for work for 24 s, with 3 landed parts not copied",
+            "its control loop has not looked for work for 24 s, with 3 landed parts not copied",
         ),
         (
             {"waiting": 1, "copying_age_ns": None, "turn_age_ns": 2 * MS},
-            "its arrival thread runs and has begun no copy of 1 landed part",
+            "its control loop runs and has begun no copy of 1 landed part",
         ),
     ],
 )

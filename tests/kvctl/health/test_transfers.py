@@ -169,7 +169,7 @@ def test_too_many_descriptors():
     assert "with staging on" in found.remedy
 
 
-@pytest.mark.parametrize(("stage", "says"), [("gather", "the copy"), ("queue", "for a transfer worker")])
+@pytest.mark.parametrize(("stage", "says"), [("gather", "the copy"), ("queue", "for the control loop")])
 def test_parts_that_are_ready_for_long(stage, says):
     before, fleet = Fleet(), Fleet()
     for name, seconds in {"gate": 1.0, stage: 200.0, "wire": 0.4}.items():

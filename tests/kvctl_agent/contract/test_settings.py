@@ -176,7 +176,7 @@ class TestValues:
         with pytest.raises(ConfigError, match=expected):
             load_settings({"path": "stage"}, nowhere)
 
-    @pytest.mark.parametrize("value", ["2", 2.0, True, 0, 65, [2]])
+    @pytest.mark.parametrize("value", ["2", 2.0, True, -1, 65, [2]])
     def test_arguments_are_not_converted(self, nowhere: dict[str, str], value: Value) -> None:
         with pytest.raises(ConfigError, match=r"copy_threads = .* \(argument\)"):
             load_settings({"copy_threads": value}, nowhere)
