@@ -25,7 +25,8 @@ _HELD = frozenset({"_used", "in_flight", "_in_flight", "_outbox_bytes", "_runnin
 BOUNDS = {
     r"telemetry\.rooms\._(latest|slowest|failed\._by_code)": 256,  # history_rooms, failed_rooms
     r"telemetry\.recorder\._ring": 4096,  # recorder_events
-    r"telemetry\.latencies\._kept": 1024,
+    r"telemetry\.rooms\._by_room": 1024,  # every record of the histories above, and the active ones
+    r"telemetry\.latencies\._(latest|ascending)": 1024,
     r"telemetry\.rate\._spans": 4096,  # intervals of the last ten seconds
     r"telemetry\.rate\._rooms": 100_000,  # rooms of the last ten seconds
     r"telemetry\.stages\._groups": 1024,

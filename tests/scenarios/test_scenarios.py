@@ -191,7 +191,7 @@ def test_parts_that_stay_in_the_ring(begun: Begun) -> None:
     evidence = found["evidence"]
     assert evidence["decode"] == "decode-0"
     assert evidence["landed_cells"] == evidence["planned_cells"] > evidence["scattered_cells"]
-    assert re.search(r"its arrival thread runs and has begun no copy of \d+ landed part", found["cause"])
+    assert re.search(r"its control loop runs and has begun no copy of \d+ landed part", found["cause"])
     fleet.shows(found, r"decode-0\b.*\blanded\b")
 
 

@@ -26,7 +26,7 @@ from kvctl.lab.ranks.request import Role  # noqa: E402
 from kvctl_agent import parts  # noqa: E402
 from kvctl_agent.memory.region import Region  # noqa: E402
 from kvctl_agent.paths import calibration  # noqa: E402
-from kvctl_agent.runtime import arrival_loop, peer_connections  # noqa: E402
+from kvctl_agent.runtime import arrivals, peer_connections  # noqa: E402
 from kvctl_agent.transport import cost_probe  # noqa: E402
 from kvctl_agent.transport.registry import TRANSPORTS, open_transport  # noqa: E402
 from tests.matrix.matrix_rig.arena import Arena  # noqa: E402
@@ -142,8 +142,8 @@ def _settle_in() -> None:
     peer_connections._COPIES_BYTES = 2 * _MIB
     calibration._ROUNDS = 1
     cost_probe._BUDGET_S = 0.0
-    arrival_loop._SHORTEST_S = 500e-6
-    arrival_loop._LONGEST_S = 4e-3
+    arrivals._SHORTEST_S = 500e-6
+    arrivals._LONGEST_S = 4e-3
 
 
 if __name__ == "__main__":
