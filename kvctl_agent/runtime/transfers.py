@@ -35,6 +35,8 @@ _ACTIVE_SLOW = 2  # to a slow peer: enough to keep a slow connection busy
 _STUCK_NS = 50_000_000
 _STARTING_NS = 200_000  # parts begin for this long in one turn: posting may copy bytes, and flights must be polled
 _SHORTEST_S = 20e-6
+# Threads that post or copy need the interpreter for moments; without pauses the loop gives it up only after 5 ms.
+_SHORTEST_MANY_S = 50e-6
 _LONGEST_S = 500e-6
 # A GPU transfers a part in less time than a long pause takes, and hosts with GPUs have a core to spare for polling.
 _SHORTEST_ON_DEVICE_S = 10e-6
@@ -77,7 +79,9 @@ class Transfers:
     ) -> None:
         self._checksum = checksum
         self._on_device = on_device
+        self._many = many
         self._most_active = _ACTIVE_MANY if many or on_device else _ACTIVE
+        self._shortest_s = _SHORTEST_MANY_S if many and not on_device else _SHORTEST_S
         self._paths = paths
         self._aux = aux
         self._connections = connections
@@ -95,7 +99,7 @@ class Transfers:
         self._progress_due_s = 0.0
         self._idle_turns = 0
         self._moved = False
-        self._pause_s = _SHORTEST_S
+        self._pause_s = self._shortest_s
 
     @property
     def drained(self) -> bool:
@@ -116,7 +120,9 @@ class Transfers:
         return not (self._queue or self._active or self._waiting or self._job_running)
 
     def wait_s(self) -> float:
-        if self._moved or (self._queue and self._may_begin()):
+        if self._queue and self._may_begin():
+            return 0.0
+        if self._moved and not self._many:
             return 0.0
         if self._active:
             if not self._on_device:
@@ -141,7 +147,7 @@ class Transfers:
                 self._active.remove(flight)
                 self._moved = True
         self._drain()
-        self._pause_s = _SHORTEST_S if self._moved else min(2 * self._pause_s, _LONGEST_S)
+        self._pause_s = self._shortest_s if self._moved else min(2 * self._pause_s, _LONGEST_S)
         if not self._active and time.monotonic() >= self._progress_due_s:
             self._let_engine_work()
 

@@ -35,7 +35,7 @@ DESCRIPTORS_PER_THREAD = 10
 # A hand-over to a thread costs 50 to 80 µs, as much as 8 descriptors of 32 KiB or 30 of 512 bytes.
 _SPLIT_BATCH_SIZE = 128
 SLICE_BYTES = 512 << 10
-"""Smallest number of bytes of a slice of few descriptors, and of an undivided write that a posting thread posts."""
+"""Smallest number of bytes of a slice of fewer descriptors than `split_batch_size`."""
 
 
 def thread_count(params: Mapping[str, str]) -> int:
@@ -104,9 +104,6 @@ class PostingThreads:
         while (function := queue.get()) is not None:
             function()
 
-
-NO_TAG = b"\1"
-"""Sent after each slice of a write without a tag, and dropped at the target: without it, a failed copy is a success."""
 
 _WHOLE = b"\0"
 _SLICE = struct.Struct("<BQH")  # 1, number of the write, number of its slices

@@ -54,7 +54,7 @@ from kvctl_agent.transport.engine_errors import captured_stderr, explain_refusal
 from kvctl_agent.transport.environment import require_cuda_transports
 from kvctl_agent.transport.nixl import binding
 from kvctl_agent.transport.nixl.requests import DividedWrite, InFlight, NixlPrepared, NixlWrite, Peer, Slice
-from kvctl_agent.transport.nixl.threads import NO_TAG, SLICE_BYTES, PostingThreads, SliceTags, slice_size, thread_count
+from kvctl_agent.transport.nixl.threads import SLICE_BYTES, PostingThreads, SliceTags, slice_size, thread_count
 
 _MAGIC = b"kvctl-nixl-3"
 _LINGER_S = 0.1
@@ -171,7 +171,7 @@ class NixlTransport:
     ) -> NixlWrite | DividedWrite:
         known = self._peer(peer)
         nbytes = int(sizes.sum())
-        edges = self._edges(len(sizes), nbytes)
+        edges = self._edges(len(sizes), nbytes if tag is not None else 0)
         slices = [
             (
                 self._descriptors(self._memory, local_addrs[cut], sizes[cut], _LOCAL),
@@ -206,7 +206,8 @@ class NixlTransport:
         known = self._peer(peer)
         mine, theirs = self._check_lists(known, local, remote)
         nbytes = mine.bytes_of(local_index)
-        edges = self._edges(len(local_index) if len(local_index) == len(remote_index) else 0, nbytes)
+        descriptors = len(local_index) if len(local_index) == len(remote_index) else 0
+        edges = self._edges(descriptors, nbytes if tag is not None else 0)
 
         def post(number: int, sent: bytes) -> NixlWrite:
             self._enter()
@@ -241,7 +242,11 @@ class NixlTransport:
         return local, remote
 
     def _edges(self, descriptors: int, nbytes: int) -> list[slice]:
-        """Divides the descriptors of a write into slices for the posting threads; one slice of a small write."""
+        """Divides the descriptors of a write into slices for the posting threads; one slice of a small write.
+
+        `nbytes` is 0 for a write without a tag. A copy that failed shows only in a tag on the same endpoint, so the
+        pieces of path staged, of which the last alone has a tag, must all be posted by one thread.
+        """
         most = 1 if self._posting is None else min(self._posting.count, descriptors)
         count = max(1, min(most, max(descriptors // self._slice_size, nbytes // SLICE_BYTES)))
         edges = [descriptors * number // count for number in range(count)]
@@ -255,7 +260,7 @@ class NixlTransport:
         edges: list[slice],
         tag: bytes | None,
     ) -> NixlWrite | DividedWrite:
-        """Posts a write: a large one on the posting threads, if there are any, and a small one on this thread.
+        """Posts a write: its slices on the posting threads if there are several, otherwise on this thread.
 
         Args:
             post: posts a slice, given by its number, with what is sent as its tag.
@@ -265,9 +270,8 @@ class NixlTransport:
             tag: tag of the write.
         """
         sent = b"" if tag is None else self._slices.encode(check_tag(tag), len(edges))
-        if self._posting is None or (len(edges) == 1 and nbytes < SLICE_BYTES):
+        if self._posting is None or len(edges) == 1:
             return post(0, sent)
-        sent = sent or NO_TAG
         slices = [Slice(partial(post, number, sent)) for number in range(len(edges))]
         for each in slices:
             self._posting.put(each.run)
