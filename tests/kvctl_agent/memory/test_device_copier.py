@@ -65,7 +65,7 @@ def gathered(memory: SegmentMemory, head: int, heads: int, layers: tuple[int, in
     out = np.empty(part.region_bytes, np.uint8)
     (whole,) = part.pieces(part.nbytes)
     rows = RowIndex(memory, PAGES, head, heads)
-    HostCopier(CopyPool()).gather(rows, [whole], [MemorySpan(out.ctypes.data, out.nbytes, out)])
+    finish(HostCopier(CopyPool()).gather(rows, [whole], [MemorySpan(out.ctypes.data, out.nbytes, out)]))
     return part, out
 
 
@@ -123,7 +123,7 @@ class TestSameAsNumpy:
                 device.upload(stretch.addr, region[: part.region_bytes])
                 landed.append(LandedPart(RowIndex(memory, pages, head, heads), part, stretch))
                 numpys = MemorySpan(0, part.region_bytes, region[: part.region_bytes])
-                host.scatter([LandedPart(RowIndex(model, pages, head, heads), part, numpys)])
+                finish(host.scatter([LandedPart(RowIndex(model, pages, head, heads), part, numpys)]))
             # The last one writes over pages of the others: launches do not order rows, so it comes after them.
             finish(copier.scatter(landed[:2]))
             finish(copier.scatter(landed[2:]))
@@ -182,7 +182,7 @@ class TestLaunches:
                 wanted = np.empty(part.region_bytes, np.uint8)
                 (whole,) = part.pieces(part.nbytes)
                 rows = RowIndex(memory, pages, head, 2)
-                HostCopier(CopyPool()).gather(rows, [whole], [MemorySpan(0, wanted.nbytes, wanted)])
+                finish(HostCopier(CopyPool()).gather(rows, [whole], [MemorySpan(0, wanted.nbytes, wanted)]))
                 stretch = ring.view(at, part.nbytes)
                 device.fill(stretch.addr, part.nbytes, 0)
                 finish(copier.gather(rows, [whole], [stretch]))
