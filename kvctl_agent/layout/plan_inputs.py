@@ -77,6 +77,11 @@ class PlanInputs:
                     suffix = "" if segment.index == 0 else f" ({segment.name})"
                     raise LayoutError(f"{role} tp={side.tp}{suffix}: {error}") from None
 
+    def __hash__(self) -> int:
+        # Plans are looked up by their inputs several times a room, and a hash of all fields of the model takes longer
+        # than the rest of a look-up. A process meets few different inputs.
+        return hash((self.page_size, self.prefill.tp, self.decode.tp))
+
     @property
     def segments(self) -> tuple[Segment, ...]:
         """The segments of the model: KV, draft and state components."""

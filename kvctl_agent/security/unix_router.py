@@ -18,6 +18,7 @@ import resource
 import select
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -304,11 +305,14 @@ class UnixRouter:
         self._update_signal()
         return message
 
-    def recv_all(self) -> list[list[bytes]]:
-        """Returns all messages that have arrived, each as `recv_multipart` returns it; reads each connection once."""
-        self._process_events(0)
-        messages = list(self._arrived)
-        self._arrived.clear()
+    def recv_all(self, most: int = sys.maxsize) -> list[list[bytes]]:
+        """Returns up to `most` messages that have arrived, each as `recv_multipart` returns it.
+
+        Reads each connection at most once, and none while `most` messages wait already.
+        """
+        if len(self._arrived) < most:
+            self._process_events(0)
+        messages = [self._arrived.popleft() for _ in range(min(most, len(self._arrived)))]
         self._update_signal()
         return messages
 

@@ -77,8 +77,8 @@ class Worker:
 
     Attributes:
         at: position of the rank in its instance.
-        changes: queue of the rooms' state changes, in the order in which they occurred; the server's inbox in a live
-            fleet.
+        changes: queue of the rooms' state changes that the rank acts on, in the order in which they occurred; the
+            server's inbox in a live fleet.
         path, pipeline: transfer path and pipeline mode of the prepared batch.
         gpu: engine that computes prompts on a GPU; None: computation is simulated by sleeping.
         held: indices of rooms whose pages may still be written to after the last run.
@@ -124,8 +124,7 @@ class Worker:
             name=start.name,
             bootstrap=start.bootstraps if decode else (start.bootstraps[start.instance],),
             model=model_shape(start.shape, start.page_size),
-            # Called on the agent's control thread, so it only records the time and queues the change.
-            on_state=lambda handle, state: self.changes.put(StateChange(handle, state, time.monotonic_ns())),
+            on_state=self._queue_change,
             **start.config,
         )
         if start.compute == "gpu" and not decode:
@@ -214,6 +213,16 @@ class Worker:
         """Closes the agent, then the pool, to which the agent can no longer write."""
         self.agent.close(CLOSE_TIMEOUT_S)
         self._pool.close()
+
+    def _queue_change(self, handle: Handle, state: RoomState) -> None:
+        """Queues a state change of a room; called on the agent's control thread.
+
+        A change that a batch run does not act on would only wake the main thread, which then has the interpreter while
+        the agent needs it.
+        """
+        wanted = self.start.live or state.finished
+        if wanted or (state is RoomState.WAITING_FOR_INPUT and self.start.role == "prefill"):
+            self.changes.put(StateChange(handle, state, time.monotonic_ns()))
 
     # ---- batch fleets -----------------------------------------------------------------------------------------------
 

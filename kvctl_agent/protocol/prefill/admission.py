@@ -227,7 +227,7 @@ def _indices(data: bytes, count: int, limit: int, what: str, peer: str) -> ev.Pa
     if len(data) != 4 * count:
         raise LayoutError(f"{len(data)} bytes of numbers for {what}")
     numbers = np.frombuffer(data, dtype="<i4")
-    if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < limit:
+    if len(numbers) and int(np.frombuffer(data, dtype="<u4").max()) >= min(limit, 1 << 31):  # also a negative one
         raise LayoutError(f"{what}: {numbers.min()}..{numbers.max()} is outside {peer}'s pool of {limit}")
     return numbers
 

@@ -188,3 +188,9 @@ def test_a_malformed_field_of_a_peer_is_a_difference_like_any_other(value: objec
 def test_oversized_fields_of_a_peer_are_truncated_in_texts() -> None:
     flood = BASE.to_wire() | {"cp_mode": "x" * 10_000, "y" * 10_000: 1}
     assert all(len(str(factor)) < 200 for factor in differences(BASE.to_wire(), flood))
+
+
+def test_equal_inputs_find_each_other_in_a_table() -> None:
+    table = {PLAIN: "known"}
+    assert table[replace(PLAIN)] == "known"
+    assert replace(PLAIN, chunk_pages=PLAIN.chunk_pages + 1) not in table

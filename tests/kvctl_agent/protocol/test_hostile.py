@@ -246,6 +246,22 @@ def test_items_that_cannot_be_are_refused(states: list[bytes], text: str) -> Non
     assert not world.p().open_rooms
 
 
+@pytest.mark.parametrize("page", [-1, -(2**31), 2**31 - 1])
+@pytest.mark.parametrize("num_pages", [64, 2**31 - 1, 2**40])
+def test_pages_outside_any_pool_are_refused(page: int, num_pages: int) -> None:
+    world = World(ParallelConfig(), num_pages=num_pages)
+    world.connect()
+    pages = page.to_bytes(4, "little", signed=True)
+    opening = msg.RoomOpen(7, 1, pages, 0, 1, world.inputs.to_wire(), -1, [], to=world.p().local.incarnation)
+    world.feed("prefill-0", ev.Received("decode-0", world.d().local.incarnation, opening))
+    answer = codec.decode(world.pool[-1].what)[1][0]
+    if page < 0 or page >= num_pages:
+        assert isinstance(answer, msg.RoomRefused)
+        assert answer.text == f"pages 0..1: {page}..{page} is outside decode-0's pool of {num_pages}"
+    else:
+        assert isinstance(answer, msg.RoomAccepted)
+
+
 def test_an_opening_may_not_want_more_pages_than_a_prompt_can_have() -> None:
     world = world_of(ParallelConfig())
     world.connect()

@@ -136,6 +136,23 @@ class TestMessages:
         assert not poller.poll(0)
         client.close()
 
+    def test_a_limited_call_leaves_the_rest_readable(self, make: Make, dealer: Dealer) -> None:
+        router = make()
+        client = dealer(router)
+        for number in range(5):
+            client.send(b"%d" % number)
+        found: list[bytes] = []
+        poller = zmq.Poller()
+        poller.register(router.fileno(), zmq.POLLIN)
+        while len(found) < 5:
+            assert poller.poll(WAIT_MS)
+            messages = router.recv_all(2)
+            assert len(messages) <= 2
+            found += [frames[1] for frames in messages]
+        assert found == [b"%d" % number for number in range(5)]
+        assert not poller.poll(0)
+        client.close()
+
     def test_a_new_connection_takes_the_name_of_an_older_one(self, make: Make, dealer: Dealer) -> None:
         router = make(peers_choose_names=True)
         for _ in range(2):

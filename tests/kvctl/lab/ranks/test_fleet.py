@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import statistics
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvctl.lab.ranks.request import Load, Request, Sizes, State, Tokens
-from kvctl_agent.contract.states import STAGES
+from kvctl_agent.contract.states import STAGES, RoomState
 
 MS = 1_000_000
 Start = Callable[..., Any]
@@ -171,3 +172,26 @@ def test_what_is_not_over_at_the_deadline_is_named(fleet: Start):
     causes = [text for _, text in reports["decode-0"]["failures"]]
     assert len(causes) == 2
     assert all("run's deadline" in text or "run is over" in text for text in causes)
+
+
+class RecordedQueue(queue.SimpleQueue[Any]):
+    """Queue of state changes that keeps the states that were put into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: set[RoomState] = set()
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        self.states.add(item.state)
+        super().put(item)
+
+
+def test_ranks_are_woken_only_by_changes_that_they_act_on(fleet: Start):
+    ranks = fleet(prefill=(Sizes(tp=2),))
+    queues = {name: RecordedQueue() for name in ranks.workers}
+    for name, worker in ranks.workers.items():
+        worker.changes = queues[name]
+    assert all(not report["failures"] for report in ranks.run("staged").values())
+    for name, worker in ranks.workers.items():
+        waits = {RoomState.WAITING_FOR_INPUT} if worker.start.role == "prefill" else set()
+        assert queues[name].states == {*waits, RoomState.SUCCESS}
