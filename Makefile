@@ -42,7 +42,7 @@ SIDE_BY_SIDE_ARGS ?=
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP)  ## make .venv with CPU torch, NIXL, Mooncake and the tools; again only when pyproject.toml or constraints.txt change
+setup: $(STAMP)  ## make .venv with CPU torch, NIXL, Mooncake and the tools; again only when pyproject.toml, constraints.txt or C sources change
 	@echo "setup: $(VENV) is ready"
 
 bench: $(STAMP)  ## move KV from 4 TP prefill ranks to 4 DP decode ranks over NIXL, verify every byte, print the table
@@ -149,7 +149,7 @@ ifneq ($(WHOLE),yes)
 .PHONY: $(STAMP)
 endif
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt kvctl_agent/memory/_row_copies.c
 	@rm -f $@
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "setup: $(PYTHON) must be Python 3.11 or newer; name another: make PYTHON=python3.12" >&2; exit 1; }

@@ -35,6 +35,7 @@ from kvctl_agent.memory.allocations import RingMemory, StagingBuffers
 from kvctl_agent.memory.copier import Copier
 from kvctl_agent.memory.device_copier import DeviceCopier
 from kvctl_agent.memory.host_copier import CopyPool, HostCopier
+from kvctl_agent.memory.native_copier import BUILT, NativeCopier, NativeCopyPool
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.region import Region
 from kvctl_agent.paths.base import Path
@@ -119,7 +120,7 @@ class AgentParts:
     transport: Transport
     buffers: StagingBuffers | None
     ring: RingMemory | None
-    copy_pool: CopyPool
+    copy_pool: CopyPool | NativeCopyPool
     copiers: tuple[Closable, ...]
     forwards: EventPoller | None
     transfers: Transfers | None
@@ -212,7 +213,7 @@ def build_parts(
         local = local_of(name, role, rank, shape, pool, incarnation, settings, transport, ring)
 
         # What transfers parts.
-        copy_pool = CopyPool(copy_thread_count(settings["copy_threads"]), f"{name}-copy", mailbox.wake)
+        copy_pool = copy_pool_of(copy_thread_count(settings["copy_threads"]), name, mailbox)
         copiers: list[Closable] = []
         undo.callback(close_all, copiers)
         by_peer: dict[str, PeerConnection] = {}
@@ -449,15 +450,28 @@ def copies_ended(copiers: Iterable[Closable], recorder: FlightRecorder) -> bool:
     return True
 
 
-def copier_of(device: Device | None, copy_pool: CopyPool, copiers: list[Closable]) -> Copier:
+def copy_pool_of(threads: int, name: str, mailbox: Mailbox) -> CopyPool | NativeCopyPool:
+    """Returns a copy pool that wakes the control loop: the native one, if the extension has been built."""
+    return NativeCopyPool(threads, mailbox.fileno()) if BUILT else CopyPool(threads, f"{name}-copy", mailbox.wake)
+
+
+def copier_of(device: Device | None, copy_pool: CopyPool | NativeCopyPool, copiers: list[Closable]) -> Copier:
     """Creates a copier for one thread, and appends it to `copiers`."""
-    copier = HostCopier(copy_pool) if device is None else DeviceCopier(device.copies())
+    copier: Copier
+    if device is not None:
+        copier = DeviceCopier(device.copies())
+    else:
+        copier = NativeCopier(copy_pool) if isinstance(copy_pool, NativeCopyPool) else HostCopier(copy_pool)
     copiers.append(copier)
     return copier
 
 
 def paths_of(
-    device: Device | None, copy_pool: CopyPool, buffers: StagingBuffers, direct_sms: int | None, copiers: list[Closable]
+    device: Device | None,
+    copy_pool: CopyPool | NativeCopyPool,
+    buffers: StagingBuffers,
+    direct_sms: int | None,
+    copiers: list[Closable],
 ) -> dict[str, Path]:
     """Returns the transfer paths by name, and appends their copiers to `copiers`."""
     staged = StagedPath(buffers, copier_of(device, copy_pool, copiers))

@@ -41,13 +41,16 @@ class Copier(Protocol):
 
     Attributes:
         piece_bytes: Size of the largest piece into which a part should be divided.
-        pieces_at_once: Number of pieces to pass to one `gather` for the best rate.
         parts_at_once: Number of parts to pass to one `scatter` for the best rate.
     """
 
     piece_bytes: int
-    pieces_at_once: int
     parts_at_once: int
+
+    @property
+    def pieces_at_once(self) -> int:
+        """Number of pieces to pass to one `gather` for the best rate at present."""
+        ...
 
     def gather(self, rows: RowIndex, pieces: Sequence[Piece], into: Sequence[MemorySpan]) -> PendingCopy:
         """Starts to copy pieces of one part from the pool, `pieces[i]` to the start of `into[i]`.

@@ -1,10 +1,11 @@
 """Copier for host memory: numpy copies between a pool's pages and contiguous staging, on the threads of a copy pool.
 
-This is the hot loop of transfers on the CPU. Every copy is one numpy call that copies whole rows with the GIL released,
-and one core cannot saturate the memory bus, so two threads double the rate. The numpy calls were chosen by measurement
-(`benchmarks/copy_rates.py` prints the rates): `take` into `out` with mode="clip" is the only form of take that neither
-buffers nor checks each row; `x[idx]` allocates, and copying through it is a third slower. Scatters assign through a
-strided view of the pages, indexed by the page list itself. A call costs 1.5 to 2 µs of Python.
+It is used where the native extension is not built (`native_copier`), and is the reference of that extension's tests.
+Every copy is one numpy call that copies whole rows with the GIL released, and one core cannot saturate the memory bus,
+so two threads double the rate. The numpy calls were chosen by measurement (`benchmarks/copy_rates.py` prints the
+rates): `take` into `out` with mode="clip" is the only form of take that neither buffers nor checks each row; `x[idx]`
+allocates, and copying through it is a third slower. Scatters assign through a strided view of the pages, indexed by the
+page list itself. A call costs 1.5 to 2 µs of Python.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ class HostCopier:
     def gather(self, rows: RowIndex, pieces: Sequence[Piece], into: Sequence[MemorySpan]) -> PendingCopy:
         host_rows(rows)  # creates the index arrays once, not in every thread
         work = zip(pieces, into, strict=True)
-        jobs = [partial(gather_piece, piece, rows, _array(span)) for piece, span in work]
+        jobs = [partial(gather_piece, piece, rows, host_array(span)) for piece, span in work]
         return self._copy_pool.begin(jobs, sum(piece.nbytes for piece in pieces))
 
     def scatter(self, landed: Sequence[LandedPart]) -> PendingCopy:
         jobs = []
         for rows, layout, region in landed:
             host_rows(rows)
-            array = _array(region)
+            array = host_array(region)
             jobs += [partial(scatter_piece, piece, rows, array[piece.offset :]) for piece in layout.pieces()]
         return self._copy_pool.begin(jobs, sum(part.layout.region_bytes for part in landed))
 
@@ -58,7 +59,8 @@ class HostCopier:
         """Does nothing: the owner of the copy pool closes it."""
 
 
-def _array(span: MemorySpan) -> Bytes:
+def host_array(span: MemorySpan) -> Bytes:
+    """Returns the bytes of a span; raises MemoryLayoutError if it is on a device."""
     if span.array is None:
         raise MemoryLayoutError(f"staging memory at {span.addr:#x} is on a device; the host cannot copy it")
     return span.array

@@ -2,8 +2,10 @@
 
 A part has one contiguous region of the ring, so it takes one descriptor per piece however scattered its pages are. It
 is divided into pieces that stay in cache (on a device, pieces large enough for the full write rate), and the next
-pieces are gathered while the previous ones are on the wire. The tag is sent with the last piece, after all others are
-complete, because tags of different writes may be delivered out of order.
+pieces are gathered while the previous ones are on the wire. Pieces gathered together are posted as one write. The tag
+is sent with the last piece, after all others are complete, because tags of different writes may be delivered out of
+order. The last piece has a write of its own unless the whole part is one write: a transport may divide a write with a
+tag among connections, and a piece that failed is seen only on its own.
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ from kvctl_agent.protocol.events import Transfer
 from kvctl_agent.protocol.messages import Grant
 from kvctl_agent.transport.base import Write
 
-# Maximum pieces of one part in flight: enough to keep a connection busy, few enough to stay in cache.
+# Pieces of one part that may be in flight, unless twice as many as are gathered at once are more: enough to keep a
+# connection busy, few enough to stay in cache.
 _IN_FLIGHT = 4
+_SHARE_OF_BUFFERS = 1 / 2  # of one part, so that it leaves buffers for others
 
 
 class StagedFlight(Flight):
@@ -52,11 +56,12 @@ class StagedFlight(Flight):
         self._pieces = layout.pieces(min(copier.piece_bytes, buffers.buffer_bytes))
         self._gathers = 0  # pieces whose gather has begun
         self._next = 0  # the next piece to post
-        self._writes: list[tuple[Write, Buffer]] = []
+        self._writes: list[tuple[Write, list[Buffer]]] = []
         self._gather: PendingCopy | None = None  # the gather into `_filling`
         self._filling: list[Buffer] = []
         self._since_ns = 0
-        self._gathered_buffers: list[Buffer] = []  # not yet posted; the last piece waits here for all others
+        self._gathered: list[Buffer] = []  # not yet posted; the last piece waits here for all others
+        self._most_buffers = max(1, int(buffers.count * _SHARE_OF_BUFFERS))
 
     def advance(self) -> bool:
         self._reap()
@@ -65,8 +70,11 @@ class StagedFlight(Flight):
             self._drop()
         else:
             self._collect()
+            # Threads and devices gather the next pieces while this thread posts; the collection that follows copies
+            # them if there are neither.
+            begun = self._begin()
             self._post_gathered()
-            if self._gathers < len(self._pieces) and cancel.may_post(time.monotonic_ns()) and self._begin():
+            if begun:
                 self._collect()
                 self._post_gathered()
             if self._next < len(self._pieces):
@@ -77,17 +85,24 @@ class StagedFlight(Flight):
     def give_up(self) -> bool:
         self._drop()
         # Buffers that the engine may still read are not released.
-        for write, buffer in self._writes[:]:
+        for each in self._writes[:]:
+            write, buffers = each
             if write.release():
-                self._buffers.release(buffer)
-                self._writes.remove((write, buffer))
+                self._release(buffers)
+                self._writes.remove(each)
         return not self._writes and self._gather is None
 
     def _begin(self) -> bool:
-        """Begins the gather of the next pieces; returns False if one is running, or too few buffers are free."""
-        if self._gather is not None or len(self._writes) + len(self._gathered_buffers) >= _IN_FLIGHT:
+        """Begins the gather of the next pieces.
+
+        Returns False if one is running, all pieces are gathered, the lease has expired, or too few buffers are free.
+        """
+        at_once = self._copier.pieces_at_once
+        in_flight = len(self._gathered) + sum(len(buffers) for _, buffers in self._writes)
+        most = min(max(_IN_FLIGHT, 2 * at_once), self._most_buffers)
+        pieces = self._pieces[self._gathers : self._gathers + min(at_once, most - in_flight)]
+        if self._gather is not None or in_flight >= most or not self.order.cancel.may_post(time.monotonic_ns()):
             return False
-        pieces = self._pieces[self._gathers : self._gathers + self._copier.pieces_at_once]
         for _ in pieces:
             buffer = self._buffers.acquire()
             if buffer is None:
@@ -102,7 +117,7 @@ class StagedFlight(Flight):
         return True
 
     def _collect(self) -> None:
-        """Moves the buffers of the running gather to `_gathered_buffers` if it is done.
+        """Moves the buffers of the running gather to `_gathered` if it is done.
 
         Raises:
             KvctlError: the gather failed.
@@ -116,35 +131,44 @@ class StagedFlight(Flight):
             self._gather = None  # a failed copy no longer uses the buffers
             raise
         self.gather_ns += time.monotonic_ns() - self._since_ns
-        self._gathered_buffers += self._filling
+        self._gathered += self._filling
         self._filling, self._gather = [], None
 
     def _post_gathered(self) -> None:
         """Posts the gathered pieces that may be posted: under the lease, and the last one after all others."""
-        while self._gathered_buffers and self.order.cancel.may_post(time.monotonic_ns()):
-            last = self._next == len(self._pieces) - 1
-            if last and self._writes:
-                return
-            self._post(self.order.tag if last else None)
+        while self._gathered and self.order.cancel.may_post(time.monotonic_ns()):
+            count, left = len(self._gathered), len(self._pieces) - self._next
+            last = count == left
+            if last and count < len(self._pieces):
+                if count == 1 and self._writes:
+                    return
+                count, last = max(1, count - 1), count == 1
+            self._post(count, self.order.tag if last else None)
 
-    def _post(self, tag: bytes | None) -> None:
-        buffer, piece = self._gathered_buffers[0], self._pieces[self._next]
-        local = np.array([buffer.span.addr], np.uint64)
-        remote = np.array([self._target + piece.offset], np.uint64)
+    def _post(self, count: int, tag: bytes | None) -> None:
+        """Posts the first `count` gathered pieces as one write."""
+        buffers, pieces = self._gathered[:count], self._pieces[self._next : self._next + count]
+        local = np.array([buffer.span.addr for buffer in buffers], np.uint64)
+        remote = np.array([self._target + piece.offset for piece in pieces], np.uint64)
+        sizes = np.array([piece.nbytes for piece in pieces], np.uint64)
         since = time.monotonic_ns()
-        write = self.connection.transport.write(
-            self.connection.peer, local, remote, np.array([piece.nbytes], np.uint64), tag
-        )
+        write = self.connection.transport.write(self.connection.peer, local, remote, sizes, tag)
         self.count(write, since)
-        self._writes.append((write, self._gathered_buffers.pop(0)))
-        self._next += 1
+        self._writes.append((write, buffers))
+        del self._gathered[:count]
+        self._next += count
 
     def _reap(self) -> None:
         """Releases the buffers of complete writes."""
-        for write, buffer in self._writes[:]:
+        for each in self._writes[:]:
+            write, buffers = each
             if write.poll():
-                self._writes.remove((write, buffer))
-                self._buffers.release(buffer)
+                self._writes.remove(each)
+                self._release(buffers)
+
+    def _release(self, buffers: list[Buffer]) -> None:
+        for buffer in buffers:
+            self._buffers.release(buffer)
 
     def _drop(self) -> None:
         """Releases all buffers that have not been posted, except those of a gather that is still running."""
@@ -152,10 +176,10 @@ class StagedFlight(Flight):
             with contextlib.suppress(KvctlError):  # the part has already failed or been cancelled
                 self._collect()
         if self._gather is None:
-            self._gathered_buffers += self._filling  # buffers of a gather that failed
+            self._gathered += self._filling  # buffers of a gather that failed
             self._filling = []
-        while self._gathered_buffers:
-            self._buffers.release(self._gathered_buffers.pop())
+        self._release(self._gathered)
+        self._gathered = []
 
 
 class StagedPath:

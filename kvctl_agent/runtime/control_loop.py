@@ -9,6 +9,7 @@ observer; exceptions are recorded and the loop continues.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -81,14 +82,20 @@ class Mailbox:
                 self._woken = True
                 os.eventfd_write(self._fd, 1)
 
-    def take(self) -> list[ev.Event]:
-        """Removes and returns all queued events, in order."""
-        if self._woken:
+    def take(self, readable: bool = False) -> list[ev.Event]:
+        """Removes and returns all queued events, in order.
+
+        Args:
+            readable: the descriptor was found readable, so that it is reset also if somebody else has written to it, as
+                the native copy pool does.
+        """
+        if self._woken or readable:
             # `wake` sets the flag and writes in two steps. Without the lock the flag could be cleared between them,
             # which would leave the descriptor readable and the loop spinning.
             with self._lock:
                 if not self._closed:
-                    os.eventfd_read(self._fd)
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(self._fd)
                 self._woken = False
         events: list[ev.Event] = []
         queue = self._events
@@ -344,7 +351,7 @@ class ControlLoop:
             self._record_bug(error)
 
     def _turn(self, ready: Set[Any]) -> None:
-        for event in self._mailbox.take():
+        for event in self._mailbox.take(self._mailbox_key in ready):
             self._feed(event)
         now = time.monotonic_ns()
         channel_due = now >= self._channel_due_ns

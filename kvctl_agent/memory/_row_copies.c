@@ -1,0 +1,591 @@
+/* Copies between the pages of a pool and contiguous staging memory, without the GIL.
+ *
+ * The native form of the copies of host_copier.py, which stay the reference and the fallback. A numpy call copies the
+ * pages of one plane of one layer and then needs the GIL again. While the engine's thread runs Python that takes up to
+ * 5 ms each time, and between several copying threads it limits the rate to that of two or three. Here a piece of a part
+ * is one job whatever it consists of, the threads of a pool never take the GIL, and they wake the control loop by a file
+ * descriptor.
+ */
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+/* A copy of at most this many bytes takes less than 100 us and is done with the GIL held: if the engine's thread runs
+ * Python, getting the GIL back takes longer. */
+#define HELD_BYTES (256 << 10)
+#define MOST_AT_ONCE 64
+#define MOST_THREADS 64
+
+static int64_t now_ns(void)
+{
+    struct timespec at;
+    clock_gettime(CLOCK_MONOTONIC, &at);
+    return (int64_t)at.tv_sec * 1000000000 + at.tv_nsec;
+}
+
+/* ---- Rows: where the rows of a head slice are ------------------------------------------------------------------- */
+
+typedef struct {
+    int64_t rows;        /* of a page */
+    int64_t row_bytes;   /* of the slice in one row */
+    int64_t row_stride;  /* bytes from row to row */
+    int64_t page_stride; /* bytes from page to page */
+} Plane;
+
+typedef struct {
+    PyObject_HEAD
+    Py_ssize_t layers, planes;
+    int64_t num_slots;
+    uint64_t *blocks; /* [layers][planes]: address of the slice's first row in page 0 */
+    Plane *plane;
+} Rows;
+
+static int rows_init(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    Rows *self = (Rows *)object;
+    static char *names[] = {"blocks", "planes", "num_slots", NULL};
+    PyObject *blocks, *planes;
+    long long num_slots;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!L", names, &PyList_Type, &blocks, &PyList_Type, &planes, &num_slots))
+        return -1;
+    Py_ssize_t count = PyList_Size(planes), total = PyList_Size(blocks);
+    if (self->blocks != NULL || count < 1 || total < 1 || total % count || num_slots < 1) {
+        PyErr_SetString(PyExc_ValueError, "blocks must be a multiple of planes, and num_slots positive");
+        return -1;
+    }
+    self->blocks = PyMem_Calloc(total, sizeof *self->blocks);
+    self->plane = PyMem_Calloc(count, sizeof *self->plane);
+    if (self->blocks == NULL || self->plane == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < total; i++) {
+        self->blocks[i] = PyLong_AsUnsignedLongLong(PyList_GetItem(blocks, i));
+        if (PyErr_Occurred())
+            return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        long long rows, row_bytes, row_stride, page_stride;
+        if (!PyArg_ParseTuple(PyList_GetItem(planes, i), "LLLL", &rows, &row_bytes, &row_stride, &page_stride))
+            return -1;
+        if (rows < 1 || row_bytes < 1 || row_stride < row_bytes || page_stride < row_stride * (rows - 1) + row_bytes) {
+            PyErr_SetString(PyExc_ValueError, "rows of a plane overlap");
+            return -1;
+        }
+        self->plane[i] = (Plane){rows, row_bytes, row_stride, page_stride};
+    }
+    self->layers = total / count;
+    self->planes = count;
+    self->num_slots = num_slots;
+    return 0;
+}
+
+static void rows_dealloc(PyObject *object)
+{
+    Rows *self = (Rows *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyMem_Free(self->blocks);
+    PyMem_Free(self->plane);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(object);
+    Py_DECREF(type);
+}
+
+static PyType_Slot rows_slots[] = {
+    {Py_tp_init, rows_init},
+    {Py_tp_dealloc, rows_dealloc},
+    {Py_tp_doc, "Addresses of a head slice's rows in every block of a segment."},
+    {0, NULL},
+};
+static PyType_Spec rows_spec = {"kvctl_agent.memory._row_copies.Rows", sizeof(Rows), 0, Py_TPFLAGS_DEFAULT, rows_slots};
+
+/* ---- one copy ---------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    char *block;
+    const Plane *plane;
+    int64_t page_lo, page_hi;
+} Span;
+
+typedef struct {
+    const int64_t *pages;
+    int64_t num_slots;
+    const Span *spans;
+    int count;
+    char *staged;
+} Piece;
+
+typedef struct Work {
+    struct Work *next; /* in the queue of its pool */
+    bool gather, shared, seen;
+    int count, taken;  /* pieces; those that a thread has taken */
+    _Atomic int left;  /* pieces that are not copied yet */
+    _Atomic bool bad;  /* a page was outside the pool */
+    _Atomic int64_t ended_ns;
+    int64_t nbytes;
+    Piece *pieces;
+    Span *spans;
+} Work;
+
+/* Copies one piece; returns false if a page lies outside the pool. */
+static bool copy_piece(const Piece *piece, bool gather)
+{
+    char *staged = piece->staged;
+    for (int i = 0; i < piece->count; i++) {
+        const Span *span = &piece->spans[i];
+        const Plane plane = *span->plane;
+        const int64_t page_bytes = plane.rows * plane.row_bytes;
+        const bool whole_page = plane.row_stride == plane.row_bytes || plane.rows == 1;
+        const bool runs = whole_page && plane.page_stride == page_bytes;
+        for (int64_t at = span->page_lo; at < span->page_hi;) {
+            const int64_t page = piece->pages[at];
+            int64_t run = 1;
+            while (runs && at + run < span->page_hi && piece->pages[at + run] == page + run)
+                run++;
+            if (page < 0 || page + run > piece->num_slots)
+                return false;
+            char *pool = span->block + page * plane.page_stride;
+            if (whole_page) {
+                gather ? memcpy(staged, pool, run * page_bytes) : memcpy(pool, staged, run * page_bytes);
+                staged += run * page_bytes;
+            } else {
+                for (int64_t row = 0; row < plane.rows; row++, pool += plane.row_stride, staged += plane.row_bytes)
+                    gather ? memcpy(staged, pool, plane.row_bytes) : memcpy(pool, staged, plane.row_bytes);
+            }
+            at += run;
+        }
+    }
+    return true;
+}
+
+/* ---- Pool: threads that copy -------------------------------------------------------------------------------------- */
+
+typedef struct {
+    PyObject_HEAD
+    pthread_mutex_t lock;
+    pthread_cond_t queued, ended;
+    Work *first, **last;
+    bool ready, closing;
+    int wanted, threads, wake_fd;
+    pthread_t thread[MOST_THREADS];
+    PyObject *error;
+    _Atomic int64_t notice_ns; /* how long the control loop takes to notice that a copy has ended */
+    _Atomic int64_t piece_ns;  /* how long one thread takes to copy a piece */
+} Pool;
+
+typedef struct {
+    PyObject_HEAD
+    Pool *pool;
+    PyObject *kept; /* the objects whose memory the copy uses */
+    Work *work;
+} Copy;
+
+static PyTypeObject *rows_type, *copy_type;
+
+static void run_piece(Pool *pool, Work *work, int number)
+{
+    int64_t since = now_ns();
+    if (!work->bad && !copy_piece(&work->pieces[number], work->gather))
+        work->bad = true;
+    int64_t known = pool->piece_ns, took = now_ns() - since;
+    pool->piece_ns = known ? known + (took - known) / 8 : took;
+}
+
+static void wake(Pool *pool)
+{
+    uint64_t one = 1;
+    while (write(pool->wake_fd, &one, sizeof one) < 0 && errno == EINTR)
+        ;
+}
+
+static void *run_thread(void *argument)
+{
+    Pool *pool = argument;
+    pthread_mutex_lock(&pool->lock);
+    for (;;) {
+        Work *work = pool->first;
+        if (work == NULL) {
+            if (pool->closing)
+                break;
+            pthread_cond_wait(&pool->queued, &pool->lock);
+            continue;
+        }
+        int number = work->taken++;
+        if (work->taken == work->count) {
+            pool->first = work->next;
+            if (pool->first == NULL)
+                pool->last = &pool->first;
+        }
+        pthread_mutex_unlock(&pool->lock);
+        run_piece(pool, work, number);
+        pthread_mutex_lock(&pool->lock);
+        if (work->left == 1) {
+            work->ended_ns = now_ns();
+            work->left = 0; /* from here the owner may free `work` once it gets the lock */
+            wake(pool);
+            pthread_cond_broadcast(&pool->ended);
+        } else {
+            work->left--;
+        }
+    }
+    pthread_mutex_unlock(&pool->lock);
+    return NULL;
+}
+
+static int pool_init(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    Pool *self = (Pool *)object;
+    static char *names[] = {"threads", "wake_fd", "error", NULL};
+    int threads, wake_fd;
+    PyObject *error;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iiO", names, &threads, &wake_fd, &error))
+        return -1;
+    if (self->ready || threads < 0 || threads > MOST_THREADS) {
+        PyErr_SetString(PyExc_ValueError, "threads must be from 0 to 64");
+        return -1;
+    }
+    /* The owner may close its descriptor before the pool. */
+    self->wake_fd = fcntl(wake_fd, F_DUPFD_CLOEXEC, 0);
+    if (self->wake_fd < 0) {
+        PyErr_SetFromErrno(PyExc_OSError);
+        return -1;
+    }
+    pthread_mutex_init(&self->lock, NULL);
+    pthread_cond_init(&self->queued, NULL);
+    pthread_cond_init(&self->ended, NULL);
+    self->last = &self->first;
+    Py_INCREF(error);
+    self->error = error;
+    self->ready = true;
+    self->wanted = threads;
+    return 0;
+}
+
+static PyObject *pool_start(PyObject *object, PyObject *unused)
+{
+    Pool *self = (Pool *)object;
+    if (!self->ready || self->closing) {
+        PyErr_SetString(PyExc_ValueError, "the copy pool is closed");
+        return NULL;
+    }
+    /* Signals are for the threads of the engine. */
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int failed = 0;
+    for (; self->threads < self->wanted && !failed; self->threads += !failed)
+        failed = pthread_create(&self->thread[self->threads], NULL, run_thread, self);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (failed) {
+        errno = failed;
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    Py_RETURN_NONE;
+}
+
+static void stop_threads(Pool *self)
+{
+    Py_BEGIN_ALLOW_THREADS
+    pthread_mutex_lock(&self->lock);
+    self->closing = true;
+    pthread_cond_broadcast(&self->queued);
+    pthread_mutex_unlock(&self->lock);
+    for (int i = 0; i < self->threads; i++)
+        pthread_join(self->thread[i], NULL);
+    Py_END_ALLOW_THREADS
+    self->threads = 0;
+}
+
+static PyObject *pool_close(PyObject *object, PyObject *unused)
+{
+    stop_threads((Pool *)object);
+    Py_RETURN_NONE;
+}
+
+static void pool_dealloc(PyObject *object)
+{
+    Pool *self = (Pool *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    if (self->ready) {
+        stop_threads(self);
+        close(self->wake_fd);
+        pthread_cond_destroy(&self->ended);
+        pthread_cond_destroy(&self->queued);
+        pthread_mutex_destroy(&self->lock);
+        Py_DECREF(self->error);
+    }
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(object);
+    Py_DECREF(type);
+}
+
+/* Reads the spans of a piece, checks them, and returns the number of bytes they have, or -1 with an exception. */
+static int64_t read_spans(PyObject *spans, const Rows *rows, int64_t num_pages, Span *into)
+{
+    int64_t nbytes = 0;
+    Py_ssize_t count = PyTuple_Size(spans);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        long long layer, plane, lo, hi;
+        PyObject *span = PyTuple_GetItem(spans, i);
+        if (!PyTuple_Check(span) || !PyArg_ParseTuple(span, "LLLL", &layer, &plane, &lo, &hi)) {
+            if (!PyErr_Occurred())
+                PyErr_SetString(PyExc_TypeError, "a span is a tuple of four integers");
+            return -1;
+        }
+        if (layer < 0 || layer >= rows->layers || plane < 0 || plane >= rows->planes || lo < 0 || lo >= hi || hi > num_pages) {
+            PyErr_Format(PyExc_ValueError, "span (%lld, %lld, %lld, %lld) lies outside the %zd layers of this rank or the %lld pages of the part",
+                         layer, plane, lo, hi, rows->layers, (long long)num_pages);
+            return -1;
+        }
+        into[i] = (Span){(char *)rows->blocks[layer * rows->planes + plane], &rows->plane[plane], lo, hi};
+        nbytes += (hi - lo) * rows->plane[plane].rows * rows->plane[plane].row_bytes;
+    }
+    return nbytes;
+}
+
+static PyObject *pool_begin(PyObject *object, PyObject *args)
+{
+    Pool *self = (Pool *)object;
+    int gather;
+    PyObject *jobs;
+    if (!PyArg_ParseTuple(args, "pO!", &gather, &PyList_Type, &jobs))
+        return NULL;
+    if (!self->ready || self->closing) {
+        PyErr_SetString(PyExc_ValueError, "the copy pool is closed; its owner must stop copying before closing it");
+        return NULL;
+    }
+    Py_ssize_t count = PyList_Size(jobs), total = 0;
+    if (count < 1 || count > INT32_MAX) {
+        PyErr_SetString(PyExc_ValueError, "a copy has at least one piece");
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *job = PyList_GetItem(jobs, i);
+        if (!PyTuple_Check(job) || PyTuple_Size(job) != 4 || !PyTuple_Check(PyTuple_GetItem(job, 2))) {
+            PyErr_SetString(PyExc_TypeError, "a job is (rows, pages, spans, staged)");
+            return NULL;
+        }
+        total += PyTuple_Size(PyTuple_GetItem(job, 2));
+    }
+    Work *work = calloc(1, sizeof *work);
+    Piece *pieces = calloc(count, sizeof *pieces);
+    Span *spans = calloc(total, sizeof *spans);
+    if (work == NULL || pieces == NULL || spans == NULL) {
+        PyErr_NoMemory();
+        goto failed;
+    }
+    *work = (Work){.gather = gather, .count = (int)count, .left = (int)count, .pieces = pieces, .spans = spans};
+    Span *next = spans;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *job = PyList_GetItem(jobs, i), *rows_object = PyTuple_GetItem(job, 0), *of = PyTuple_GetItem(job, 2);
+        if (!PyObject_TypeCheck(rows_object, rows_type)) {
+            PyErr_SetString(PyExc_TypeError, "the first item of a job is a Rows");
+            goto failed;
+        }
+        Rows *rows = (Rows *)rows_object;
+        /* The arrays stay alive and in place while `kept` refers to them: numpy does not resize arrays that it lends,
+         * and the callers neither modify nor resize them. */
+        Py_buffer pages, staged;
+        if (PyObject_GetBuffer(PyTuple_GetItem(job, 1), &pages, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS))
+            goto failed;
+        bool wide = pages.itemsize == sizeof(int64_t) && pages.ndim == 1 && pages.format != NULL && strchr("lq", pages.format[0]);
+        pieces[i] = (Piece){.pages = pages.buf, .num_slots = rows->num_slots, .spans = next, .count = (int)PyTuple_Size(of)};
+        int64_t num_pages = pages.len / (Py_ssize_t)sizeof(int64_t);
+        PyBuffer_Release(&pages);
+        if (!wide) {
+            PyErr_SetString(PyExc_TypeError, "pages must be int64 in one dimension");
+            goto failed;
+        }
+        int64_t nbytes = read_spans(of, rows, num_pages, next);
+        if (nbytes < 0 || PyObject_GetBuffer(PyTuple_GetItem(job, 3), &staged, gather ? PyBUF_CONTIG : PyBUF_CONTIG_RO))
+            goto failed;
+        pieces[i].staged = staged.buf;
+        int64_t available = staged.len;
+        PyBuffer_Release(&staged);
+        if (available < nbytes) {
+            PyErr_Format(PyExc_ValueError, "staging memory of %lld bytes is too small for a piece of %lld bytes",
+                         (long long)available, (long long)nbytes);
+            goto failed;
+        }
+        work->nbytes += nbytes;
+        next += pieces[i].count;
+    }
+    Copy *copy = PyObject_New(Copy, copy_type);
+    if (copy == NULL)
+        goto failed;
+    Py_INCREF(object);
+    copy->pool = self;
+    copy->kept = PyList_AsTuple(jobs);
+    copy->work = work;
+    if (copy->kept == NULL) {
+        Py_DECREF(copy);
+        return NULL;
+    }
+    if (self->threads && work->nbytes > HELD_BYTES) {
+        work->shared = true;
+        pthread_mutex_lock(&self->lock);
+        *self->last = work;
+        self->last = &work->next;
+        if (count == 1)
+            pthread_cond_signal(&self->queued);
+        else
+            pthread_cond_broadcast(&self->queued);
+        pthread_mutex_unlock(&self->lock);
+    }
+    return (PyObject *)copy;
+failed:
+    free(spans);
+    free(pieces);
+    free(work);
+    return NULL;
+}
+
+static void noticed(Pool *pool, int64_t ns)
+{
+    int64_t known = pool->notice_ns;
+    pool->notice_ns = ns > known ? ns : known - known / 8;
+}
+
+/* The number of pieces for which copying takes at least twice as long as noticing its end. */
+static PyObject *pool_pieces_at_once(PyObject *object, void *unused)
+{
+    Pool *self = (Pool *)object;
+    int64_t least = self->threads > 1 ? self->threads : 1, piece_ns = self->piece_ns;
+    int64_t wanted = piece_ns ? 2 * self->notice_ns * least / piece_ns : 0;
+    return PyLong_FromLongLong(wanted < least ? least : wanted > MOST_AT_ONCE ? MOST_AT_ONCE : wanted);
+}
+
+static PyMethodDef pool_methods[] = {
+    {"begin", pool_begin, METH_VARARGS, "begin(gather, jobs): begins a copy of pieces (rows, pages, spans, staged)."},
+    {"start", pool_start, METH_NOARGS, "Starts the threads."},
+    {"close", pool_close, METH_NOARGS, "Finishes the copies that have begun and ends the threads; idempotent."},
+    {NULL, NULL, 0, NULL},
+};
+static PyGetSetDef pool_getset[] = {
+    {"pieces_at_once", pool_pieces_at_once, NULL, "Number of pieces to begin at once for the best rate.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+static PyType_Slot pool_slots[] = {
+    {Py_tp_init, pool_init},
+    {Py_tp_dealloc, pool_dealloc},
+    {Py_tp_methods, pool_methods},
+    {Py_tp_getset, pool_getset},
+    {Py_tp_doc, "Threads that copy without the GIL and wake the control loop; without threads, `Copy.done` copies."},
+    {0, NULL},
+};
+static PyType_Spec pool_spec = {"kvctl_agent.memory._row_copies.Pool", sizeof(Pool), 0, Py_TPFLAGS_DEFAULT, pool_slots};
+
+/* ---- Copy --------------------------------------------------------------------------------------------------------- */
+
+static PyObject *copy_done(PyObject *object, PyObject *unused)
+{
+    Copy *self = (Copy *)object;
+    Work *work = self->work;
+    Pool *pool = self->pool;
+    if (!work->shared && work->left) {
+        if (work->nbytes <= HELD_BYTES) {
+            while (work->left) {
+                run_piece(pool, work, work->taken++);
+                work->left--;
+            }
+        } else {
+            /* Copies for twice as long as the GIL was last waited for, at least one piece. */
+            int64_t ended, until = now_ns() + 2 * pool->notice_ns;
+            Py_BEGIN_ALLOW_THREADS
+            do {
+                run_piece(pool, work, work->taken++);
+                ended = now_ns();
+            } while (--work->left && ended < until);
+            Py_END_ALLOW_THREADS
+            noticed(pool, now_ns() - ended);
+        }
+    }
+    if (work->left)
+        Py_RETURN_FALSE;
+    if (work->shared && !work->seen) {
+        work->seen = true;
+        noticed(pool, now_ns() - work->ended_ns);
+    }
+    if (work->bad) {
+        PyErr_SetString(pool->error, "a page lies outside the pool: the page list was modified while it was copied");
+        return NULL;
+    }
+    Py_RETURN_TRUE;
+}
+
+static void copy_dealloc(PyObject *object)
+{
+    Copy *self = (Copy *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    Work *work = self->work;
+    Pool *pool = self->pool;
+    if (work->shared) {
+        /* Also if `left` is 0: a thread may still hold the lock in which it set it. */
+        Py_BEGIN_ALLOW_THREADS
+        pthread_mutex_lock(&pool->lock);
+        for (Work **at = &pool->first; *at != NULL; at = &(*at)->next) {
+            if (*at != work)
+                continue;
+            *at = work->next;
+            if (pool->last == &work->next)
+                pool->last = at;
+            work->left -= work->count - work->taken;
+            break;
+        }
+        while (work->left)
+            pthread_cond_wait(&pool->ended, &pool->lock);
+        pthread_mutex_unlock(&pool->lock);
+        Py_END_ALLOW_THREADS
+    }
+    free(work->spans);
+    free(work->pieces);
+    free(work);
+    Py_XDECREF(self->kept);
+    Py_DECREF(pool);
+    PyObject_Free(object);
+    Py_DECREF(type);
+}
+
+static PyMethodDef copy_methods[] = {
+    {"done", copy_done, METH_NOARGS, "Returns whether the copy has ended; without threads, copies a part of it."},
+    {NULL, NULL, 0, NULL},
+};
+static PyType_Slot copy_slots[] = {
+    {Py_tp_dealloc, copy_dealloc},
+    {Py_tp_methods, copy_methods},
+    {Py_tp_doc, "A copy in progress."},
+    {0, NULL},
+};
+static PyType_Spec copy_spec = {
+    "kvctl_agent.memory._row_copies.Copy", sizeof(Copy), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, copy_slots};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_row_copies", "Copies of rows without the GIL.", -1, NULL, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__row_copies(void)
+{
+    PyObject *created = PyModule_Create(&module);
+    if (created == NULL)
+        return NULL;
+    PyObject *pool_type = PyType_FromSpec(&pool_spec);
+    rows_type = (PyTypeObject *)PyType_FromSpec(&rows_spec);
+    copy_type = (PyTypeObject *)PyType_FromSpec(&copy_spec);
+    if (pool_type == NULL || rows_type == NULL || copy_type == NULL || PyModule_AddObjectRef(created, "Pool", pool_type) ||
+        PyModule_AddObjectRef(created, "Rows", (PyObject *)rows_type)) {
+        Py_DECREF(created);
+        return NULL;
+    }
+    Py_DECREF(pool_type);
+    return created;
+}

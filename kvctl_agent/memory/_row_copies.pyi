@@ -1,0 +1,24 @@
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvctl_agent.memory.part_layout import Span
+
+class Rows:
+    def __init__(self, blocks: list[int], planes: list[tuple[int, int, int, int]], num_slots: int) -> None: ...
+
+class Copy:
+    def done(self) -> bool: ...
+
+class Pool:
+    def __init__(self, threads: int, wake_fd: int, error: type[Exception]) -> None: ...
+    def start(self) -> None: ...
+    def begin(
+        self,
+        gather: bool,
+        jobs: Sequence[tuple[Rows, npt.NDArray[np.int64], tuple[Span, ...], npt.NDArray[np.uint8]]],
+    ) -> Copy: ...
+    def close(self) -> None: ...
+    @property
+    def pieces_at_once(self) -> int: ...

@@ -1,0 +1,135 @@
+"""Copier for host memory that copies without the GIL: the native form of `host_copier`.
+
+A numpy call copies the pages of one plane of one layer and then takes the GIL again. Beside an engine whose thread runs
+Python that takes up to 5 ms each time, and several copying threads delay each other. Here one call copies any number of
+pieces, and the threads of the pool never need the GIL (`_row_copies.c`).
+
+The extension is optional: a kvctl that was built without a C compiler or Python's headers uses `host_copier`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvctl_agent.errors import LocalProtocolError, MemoryLayoutError
+from kvctl_agent.memory.allocations import Bytes
+from kvctl_agent.memory.copier import LandedPart, PendingCopy
+from kvctl_agent.memory.host_copier import host_array
+from kvctl_agent.memory.part_layout import PIECE_BYTES, Piece, Span
+from kvctl_agent.memory.region import MemorySpan
+from kvctl_agent.memory.segment import RowIndex, SegmentMemory
+
+try:
+    from kvctl_agent.memory import _row_copies
+except ImportError:
+    BUILT = False
+else:
+    BUILT = True
+
+Job = tuple["_row_copies.Rows", npt.NDArray[np.int64], tuple[Span, ...], Bytes]
+"""One piece: rows of the pool, pages, spans of the piece, and staging memory of at least its size."""
+
+
+class NativeCopyPool:
+    """Threads that copy without the GIL and wake the control loop; without threads, `done` of a copy copies.
+
+    The owner must close the pool. A process whose owner does not close it still exits.
+    """
+
+    def __init__(self, threads: int, wake_fd: int) -> None:
+        """Creates a pool whose threads are started by `start`.
+
+        Args:
+            threads: Number of threads; with 0, a copy makes progress in the calls of its `done`.
+            wake_fd: Eventfd to which the pool writes when a copy of its threads has ended.
+        """
+        self.threads = threads
+        self._pool = _row_copies.Pool(threads, wake_fd, MemoryLayoutError)
+        self._closed = False
+
+    def start(self) -> NativeCopyPool:
+        """Starts the threads; returns the pool itself."""
+        self._pool.start()
+        return self
+
+    @property
+    def pieces_at_once(self) -> int:
+        """Number of pieces to begin at once: more, the longer the control loop takes to notice the end of a copy."""
+        return self._pool.pieces_at_once
+
+    def begin(self, gather: bool, jobs: list[Job]) -> PendingCopy:
+        """Begins a copy of one or more pieces, from the pool to staging if `gather`, otherwise from staging.
+
+        Raises:
+            LocalProtocolError: the pool is closed.
+            MemoryLayoutError: a piece lies outside the part or the rank, or is larger than its staging memory.
+        """
+        if self._closed:
+            raise LocalProtocolError("the copy pool is closed; its owner must stop copying before closing it")
+        try:
+            return self._pool.begin(gather, jobs)
+        except ValueError as error:
+            raise MemoryLayoutError(str(error)) from None
+
+    def close(self) -> None:
+        """Ends the threads; idempotent. Copies that have begun are finished first."""
+        self._closed = True
+        self._pool.close()
+
+
+class NativeCopier:
+    """Copies parts in host memory with a native copy pool, which may be shared and is closed by its owner."""
+
+    piece_bytes = PIECE_BYTES
+    parts_at_once = 1  # so that a part is complete as soon as its own copy has ended
+
+    def __init__(self, copy_pool: NativeCopyPool) -> None:
+        self._copy_pool = copy_pool
+
+    @property
+    def pieces_at_once(self) -> int:
+        return self._copy_pool.pieces_at_once
+
+    def gather(self, rows: RowIndex, pieces: Sequence[Piece], into: Sequence[MemorySpan]) -> PendingCopy:
+        where, pages = _native_rows(rows)
+        jobs = [(where, pages, piece.spans, host_array(span)) for piece, span in zip(pieces, into, strict=True)]
+        return self._copy_pool.begin(True, jobs)
+
+    def scatter(self, landed: Sequence[LandedPart]) -> PendingCopy:
+        jobs: list[Job] = []
+        for rows, layout, region in landed:
+            where, pages = _native_rows(rows)
+            array = host_array(region)
+            jobs += [(where, pages, piece.spans, array[piece.offset :]) for piece in layout.pieces()]
+        return self._copy_pool.begin(False, jobs)
+
+    def close(self) -> None:
+        """Does nothing: the owner of the copy pool closes it."""
+
+
+def _native_rows(rows: RowIndex) -> tuple[_row_copies.Rows, npt.NDArray[np.int64]]:
+    """Returns the addresses of a part's heads in every block, which are kept while the pool is open, and its pages."""
+    memory = rows.memory
+    key = "native rows", rows.head, rows.heads
+    where = memory.derived.get(key)
+    if where is None:
+        where = memory.derived[key] = _head_slice(memory, rows.head, rows.heads)
+    return where, np.ascontiguousarray(rows.raw_pages, np.int64)
+
+
+def _head_slice(memory: SegmentMemory, head: int, heads: int) -> _row_copies.Rows:
+    planes = memory.shard.segment.planes
+    blocks = [
+        memory.view(block).ctypes.data + head * plane.head_bytes
+        for layer in memory.blocks
+        for plane, block in zip(planes, layer, strict=True)
+    ]
+    where = memory.addresses
+    strides = [
+        (plane.rows, heads * plane.head_bytes, where.row_bytes(number), where.page_bytes(number))
+        for number, plane in enumerate(planes)
+    ]
+    return _row_copies.Rows(blocks, strides, memory.num_slots)

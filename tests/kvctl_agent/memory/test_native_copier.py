@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvctl_agent.errors import LocalProtocolError, MemoryLayoutError
+from kvctl_agent.layout.shape import Plane
+from kvctl_agent.memory.allocations import Bytes
+from kvctl_agent.memory.copier import LandedPart, PendingCopy
+from kvctl_agent.memory.host_copier import CopyPool, HostCopier
+from kvctl_agent.memory.native_copier import BUILT, NativeCopier, NativeCopyPool
+from kvctl_agent.memory.part_layout import PartLayout, Piece, Span
+from kvctl_agent.memory.region import MemorySpan
+from kvctl_agent.memory.segment import RowIndex
+from tests.support.pools import PLANES, filled
+
+CAN_BUILD = shutil.which("cc") is not None and (Path(sysconfig.get_path("include")) / "Python.h").exists()
+needs_extension = pytest.mark.skipif(not BUILT, reason="built without a C compiler or without Python's headers")
+
+
+def test_the_extension_is_built_where_it_can_be() -> None:
+    assert BUILT or not CAN_BUILD, "make setup builds it; see its output"
+
+
+@pytest.fixture
+def wake_fd() -> Iterator[int]:
+    fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    yield fd
+    os.close(fd)
+
+
+def finish(copy: PendingCopy) -> None:
+    deadline = time.monotonic() + 60
+    while not copy.done():
+        assert time.monotonic() < deadline
+        time.sleep(0)
+
+
+def spans_of(pieces: tuple[Piece, ...], region: Bytes) -> list[MemorySpan]:
+    return [MemorySpan(0, piece.nbytes, region[piece.offset :]) for piece in pieces]
+
+
+def whole(array: Bytes) -> MemorySpan:
+    return MemorySpan(0, array.nbytes, array)
+
+
+@needs_extension
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_it_copies_what_numpy_copies(data: st.DataObject) -> None:
+    planes = data.draw(st.sampled_from(list(PLANES.values())))
+    total = data.draw(st.integers(1, 6))
+    head = data.draw(st.integers(0, total - 1))
+    heads = data.draw(st.integers(1, total - head))
+    unique = data.draw(st.booleans())
+    pages = data.draw(st.lists(st.integers(0, 11), min_size=1, max_size=12, unique=unique))
+    layers = range(5, 5 + data.draw(st.integers(1, 3)))
+    piece_bytes = data.draw(st.integers(1, 4000))
+    threads = data.draw(st.sampled_from([0, 1, 3]))
+    fd = os.eventfd(0, os.EFD_NONBLOCK)
+    native_pool, numpy_pool = NativeCopyPool(threads, fd).start(), CopyPool()
+    native, numpy = NativeCopier(native_pool), HostCopier(numpy_pool)
+    try:
+        with filled(layers, 12, total, planes) as memory:
+            part = memory.part_layout(layers.start, layers.stop, len(pages), heads)
+            rows = RowIndex(memory, pages, head, heads)
+            regions = [np.zeros(part.region_bytes, np.uint8) for _ in range(2)]
+            for copier, region in zip((native, numpy), regions, strict=True):
+                pieces = part.pieces(piece_bytes)
+                finish(copier.gather(rows, pieces, spans_of(pieces, region)))
+            assert np.array_equal(*regions)
+            if not unique:
+                return
+            landed = np.random.default_rng(3).integers(0, 256, part.region_bytes, dtype=np.uint8)
+            results = []
+            before = [block.array().copy() for layer in memory.blocks for block in layer]
+            for copier in (native, numpy):
+                for block, old in zip((block for layer in memory.blocks for block in layer), before, strict=True):
+                    block.array()[:] = old
+                finish(copier.scatter([LandedPart(rows, part, whole(landed))]))
+                results.append([block.array().tobytes() for layer in memory.blocks for block in layer])
+            assert results[0] == results[1]
+    finally:
+        native_pool.close()
+        numpy_pool.close()
+        os.close(fd)
+
+
+LARGE = (Plane("k", 16, 256), Plane("v", 16, 256))
+
+
+@needs_extension
+class TestPool:
+    def test_threads_copy_while_this_one_waits_for_the_descriptor(self, wake_fd: int) -> None:
+        with filled(range(4), 200, 8, LARGE) as memory:
+            pool = NativeCopyPool(3, wake_fd).start()
+            copier = NativeCopier(pool)
+            pages = np.random.default_rng(0).permutation(200)
+            part = memory.part_layout(0, 4, 200, 2)
+            pieces = part.pieces(1 << 19)
+            region = np.zeros(part.region_bytes, np.uint8)
+            copy = copier.gather(RowIndex(memory, pages, 3, 2), pieces, spans_of(pieces, region))
+            assert select.select([wake_fd], [], [], 60)[0] == [wake_fd]
+            assert copy.done()
+            assert os.eventfd_read(wake_fd) == 1, "once a copy, not once a piece"
+            wanted = np.zeros_like(region)
+            finish(HostCopier(CopyPool()).gather(RowIndex(memory, pages, 3, 2), pieces, spans_of(pieces, wanted)))
+            assert np.array_equal(region, wanted)
+            pool.close()
+
+    def test_few_bytes_are_copied_at_once_and_wake_nobody(self, wake_fd: int) -> None:
+        with filled(range(2), 8, 2, LARGE) as memory:
+            pool = NativeCopyPool(2, wake_fd).start()
+            part = memory.part_layout(0, 2, 2, 2)
+            pieces = part.pieces(1)
+            region = np.zeros(part.region_bytes, np.uint8)
+            copy = NativeCopier(pool).gather(RowIndex(memory, [5, 1], 0, 2), pieces, spans_of(pieces, region))
+            assert copy.done()
+            assert select.select([wake_fd], [], [], 0)[0] == []
+            pool.close()
+
+    def test_without_threads_a_large_copy_advances_in_the_calls_of_done(self, wake_fd: int) -> None:
+        with filled(range(4), 200, 8, LARGE) as memory:
+            pool = NativeCopyPool(0, wake_fd).start()
+            part = memory.part_layout(0, 4, 200, 8)
+            pieces = part.pieces(1 << 18)
+            region = np.zeros(part.region_bytes, np.uint8)
+            rows = RowIndex(memory, range(200), 0, 8)
+            copy = NativeCopier(pool).gather(rows, pieces, spans_of(pieces, region))
+            assert not region.any(), "nothing yet"
+            assert not copy.done(), "it is not all copied in the first call"
+            finish(copy)
+            assert select.select([wake_fd], [], [], 0)[0] == []
+            pool.close()
+
+    def test_more_pieces_are_begun_at_once_where_their_end_is_noticed_late(self, wake_fd: int) -> None:
+        with filled(range(4), 200, 8, LARGE) as memory:
+            pool = NativeCopyPool(2, wake_fd).start()
+            copier = NativeCopier(pool)
+            assert copier.pieces_at_once == 2
+            part = memory.part_layout(0, 4, 200, 8)
+            pieces = part.pieces(1 << 18)
+            region = np.zeros(part.region_bytes, np.uint8)
+            copy = copier.gather(RowIndex(memory, range(200), 0, 8), pieces, spans_of(pieces, region))
+            assert select.select([wake_fd], [], [], 60)[0]
+            time.sleep(0.05)  # the loop was busy
+            assert copy.done()
+            assert copier.pieces_at_once > 8
+            pool.close()
+
+    def test_a_copy_that_nobody_waits_for_is_over_when_it_is_dropped(self, wake_fd: int) -> None:
+        with filled(range(4), 200, 8, LARGE) as memory:
+            pool = NativeCopyPool(2, wake_fd).start()
+            part = memory.part_layout(0, 4, 200, 8)
+            pieces = part.pieces(1 << 16)
+            rows = RowIndex(memory, range(200), 0, 8)
+            regions = []
+            for _ in range(50):
+                regions.append(np.zeros(part.region_bytes, np.uint8))
+                copy = NativeCopier(pool).gather(rows, pieces, spans_of(pieces, regions[-1]))
+                del copy
+                regions[-1][:] = 0
+            pool.close()
+            assert not any(region.any() for region in regions)
+
+    def test_closing_finishes_what_has_begun_and_leaves_no_thread(self, wake_fd: int) -> None:
+        tasks = Path("/proc/self/task")
+        before = len(list(tasks.iterdir()))
+        with filled(range(4), 200, 8, LARGE) as memory:
+            pool = NativeCopyPool(4, wake_fd).start()
+            assert len(list(tasks.iterdir())) == before + 4
+            part = memory.part_layout(0, 4, 200, 8)
+            pieces = part.pieces(1 << 17)
+            region = np.zeros(part.region_bytes, np.uint8)
+            rows = RowIndex(memory, range(200), 0, 8)
+            copier = NativeCopier(pool)
+            copies = [copier.gather(rows, pieces, spans_of(pieces, region)) for _ in range(5)]
+            pool.close()
+            pool.close()
+            assert all(copy.done() for copy in copies)
+            with pytest.raises(LocalProtocolError, match="closed"):
+                copier.gather(rows, pieces, spans_of(pieces, region))
+        assert len(list(tasks.iterdir())) == before
+
+    def test_many_copies_from_many_threads_of_the_pool_and_this_one(self, wake_fd: int) -> None:
+        """A test for sanitizers, and for crashes."""
+        with filled(range(4), 200, 8, LARGE) as memory:
+            pool = NativeCopyPool(4, wake_fd).start()
+            copier = NativeCopier(pool)
+            part = memory.part_layout(0, 4, 200, 2)
+            pieces = part.pieces(1 << 17)
+            rows = [RowIndex(memory, np.random.default_rng(seed).permutation(200), 0, 2) for seed in range(4)]
+            wanted = []
+            for each in rows:
+                region = np.zeros(part.region_bytes, np.uint8)
+                finish(HostCopier(CopyPool()).gather(each, pieces, spans_of(pieces, region)))
+                wanted.append(region)
+            stop = time.monotonic() + 1
+            while time.monotonic() < stop:
+                regions = [np.zeros(part.region_bytes, np.uint8) for _ in rows]
+                copies = [
+                    copier.gather(each, pieces, spans_of(pieces, region))
+                    for each, region in zip(rows, regions, strict=True)
+                ]
+                for copy in copies:
+                    finish(copy)
+                assert all(map(np.array_equal, regions, wanted))
+            pool.close()
+
+    def test_signals_reach_the_threads_of_python(self, wake_fd: int) -> None:
+        pool = NativeCopyPool(2, wake_fd).start()
+        ours = {thread.native_id for thread in threading.enumerate()}
+        for task in Path("/proc/self/task").iterdir():
+            status = (task / "status").read_text()
+            blocked = int(next(line for line in status.splitlines() if line.startswith("SigBlk")).split()[1], 16)
+            if int(task.name) not in ours and "python" in status.splitlines()[0] and blocked:
+                break
+        else:
+            pytest.fail("no thread has its signals blocked")
+        pool.close()
+
+
+@needs_extension
+class TestRefusals:
+    def test_pages_that_were_changed_after_the_check(self, wake_fd: int) -> None:
+        with filled(range(2), 200, 8, LARGE) as memory:
+            for threads in (0, 2):
+                pool = NativeCopyPool(threads, wake_fd).start()
+                pages = np.arange(200)
+                rows = RowIndex(memory, pages, 0, 8)
+                pages[150] = 200
+                part = memory.part_layout(0, 2, 200, 8)
+                pieces = part.pieces()
+                copy = NativeCopier(pool).gather(rows, pieces, spans_of(pieces, np.zeros(part.region_bytes, np.uint8)))
+                with pytest.raises(MemoryLayoutError, match="the page list was modified"):
+                    finish(copy)
+                pool.close()
+
+    def test_spans_outside_the_part_or_the_rank_and_staging_that_is_too_small(self, wake_fd: int) -> None:
+        with filled(range(2), 8, 2, LARGE) as memory:
+            pool = NativeCopyPool(0, wake_fd)
+            copier = NativeCopier(pool)
+            rows = RowIndex(memory, [1, 5], 0, 2)
+            out = np.zeros(1 << 20, np.uint8)
+            for span in (Span(2, 0, 0, 1), Span(0, 2, 0, 1), Span(0, 0, 0, 3), Span(0, 0, 1, 1), Span(-1, 0, 0, 1)):
+                with pytest.raises(MemoryLayoutError, match="lies outside the 2 layers of this rank or the 2 pages"):
+                    copier.gather(rows, [Piece(0, 1, (span,))], [whole(out)])
+            piece = PartLayout(0, 1, 2, (16 * 512, 16 * 512)).pieces()[0]
+            with pytest.raises(
+                MemoryLayoutError, match="staging memory of 100 bytes is too small for a piece of 32768"
+            ):
+                copier.gather(rows, [piece], [whole(out[:100])])
+            with pytest.raises(MemoryLayoutError, match="on a device"):
+                copier.gather(rows, [piece], [MemorySpan(1 << 40, 1 << 20, None)])
+            pool.close()
