@@ -23,7 +23,9 @@ from typing import Any
 
 import zmq
 
+from kvctl_agent import interpreter
 from kvctl_agent.errors import LocalProtocolError
+from kvctl_agent.interpreter import YIELD_S, InterpreterSharing
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.bootstrap_registry import Rank, Register
 from kvctl_agent.protocol.machine import Machine
@@ -80,7 +82,7 @@ class Mailbox:
         with self._lock:
             if not self._closed and not self._woken:
                 self._woken = True
-                os.eventfd_write(self._fd, 1)
+                interpreter.eventfd_write(self._fd)
 
     def take(self, readable: bool = False) -> list[ev.Event]:
         """Removes and returns all queued events, in order.
@@ -95,7 +97,7 @@ class Mailbox:
             with self._lock:
                 if not self._closed:
                     with contextlib.suppress(BlockingIOError):
-                        os.eventfd_read(self._fd)
+                        interpreter.eventfd_read(self._fd)
                 self._woken = False
         events: list[ev.Event] = []
         queue = self._events
@@ -170,6 +172,7 @@ class ControlLoop:
         forwards: EventPoller | None = None,
         reported: deque[ev.Event] | None = None,
         few_cores: bool = False,
+        sharing: InterpreterSharing | None = None,
         server: RegistryServer | None = None,
         authenticator: Callable[[], ZapAuthenticator] | None = None,
         inputs: InputLog | None = None,
@@ -182,6 +185,7 @@ class ControlLoop:
             forwards: prefill, pool on a device: polls the engine's events.
             reported: events that the tasks have reported, to be handled in the same turn.
             few_cores: whether ranks that share this host have no core to spare, so that the loop makes fewer turns.
+            sharing: decides which waits keep the GIL; shared with the transport.
             server: first prefill rank: the registry of its instance.
             authenticator: starts the authenticator of the control sockets; None without keys.
             inputs: records every event before the machine handles it.
@@ -211,10 +215,11 @@ class ControlLoop:
         self._liveness_ns = 0
         self._channel_due_ns = 0
         self._flush_now = self._ask_now = False
-        self._poller = zmq.Poller()
+        self._polled: list[zmq.Socket[bytes] | int] = []
         self._descriptors = DescriptorWait(())
-        self._sockets_used = True  # since `poll` found nothing to read
-        self._polled = (-1, -1)
+        self._sharing = InterpreterSharing() if sharing is None else sharing
+        self._sockets_used = True  # since they were asked and had no input
+        self._changes = (-1, -1)
         self._registry_keys: Set[Any] = frozenset()
         self._thread = threading.Thread(target=self._run, name=f"{local.name}-control", daemon=True)
         self.executors: dict[type[ev.Action], Callable[[Any], None]] = {
@@ -301,8 +306,8 @@ class ControlLoop:
     def _poll(self) -> Set[Any]:
         """Waits for input or for the next deadline; returns the readable sockets and descriptors."""
         changes = self._channel.changes, self._registries.changes
-        if changes != self._polled:
-            self._polled = changes
+        if changes != self._changes:
+            self._changes = changes
             self._register_sockets()
         self._channel_due_ns = self._channel.due_ns or self._tick_ns
         due_s = (min(self._tick_ns, self._channel_due_ns) - time.monotonic_ns()) * 1e-9
@@ -310,38 +315,54 @@ class ControlLoop:
         if self._few_cores and (rooms := self._machine.open_rooms) > _FEW_ROOMS:
             # A turn costs about 60 µs whatever it carries. With many rooms in flight no room waits for this turn: they
             # wait for processor time, which fewer turns leave free.
-            time.sleep(min((rooms - _FEW_ROOMS) * _PAUSE_A_ROOM_S, _LONGEST_PAUSE_S, max(wait_s, 0.0)))
+            self._sleep(min((rooms - _FEW_ROOMS) * _PAUSE_A_ROOM_S, _LONGEST_PAUSE_S, max(wait_s, 0.0)))
             wait_s = 0.0
         # A ZeroMQ socket's descriptor becomes readable for new messages only, and any call on the socket may take that
         # notice: after such calls the sockets are asked themselves.
-        if self._sockets_used:
-            if ready := self._poller.poll(0):
-                return dict(ready).keys()
-            self._sockets_used = False
-        wait_s = min(max(wait_s, 0.0), _LONGEST_WAIT_S)
+        ready = {socket for socket in self._polled if _has_input(socket)} if self._sockets_used else set[Any]()
+        self._sockets_used = bool(ready)
+        for index in self._wait(0.0 if ready else min(max(wait_s, 0.0), _LONGEST_WAIT_S)):
+            socket = self._polled[index]
+            if isinstance(socket, int) or _has_input(socket):
+                ready.add(socket)
+        return ready
+
+    def _wait(self, wait_s: float) -> list[int]:
+        """Waits for input at most `wait_s` seconds, or longer if the GIL is contended; returns as `DescriptorWait`."""
+        wait_s, held = self._sharing.plan(wait_s, time.monotonic_ns())
+        if held:
+            return self._descriptors.wait(wait_s, held=True)
+        if self._sharing.contended and (not wait_s or self._descriptors.wait(0.0, held=True)):
+            # A wait that ends at once would give the engine's thread no time to take the GIL.
+            self._sleep(YIELD_S)
+            return self._descriptors.wait(0.0, held=True)
         since_ns = time.monotonic_ns()
         readable = self._descriptors.wait(wait_s)
-        self._telemetry.interpreter.note(int(wait_s * 1e9), time.monotonic_ns() - since_ns)
-        if not readable:
-            return frozenset()
-        if readable == 1 and self._descriptors.first:
-            return self._mailbox_only
-        return dict(self._poller.poll(0)).keys()
+        self._waited(wait_s, since_ns)
+        return readable
+
+    def _sleep(self, seconds: float) -> None:
+        since_ns = time.monotonic_ns()
+        time.sleep(seconds)
+        self._waited(seconds, since_ns)
+
+    def _waited(self, asked_s: float, since_ns: int) -> None:
+        """Notes a wait without the GIL, begun at `since_ns` with a time limit of `asked_s` seconds."""
+        now_ns = time.monotonic_ns()
+        asked_ns, took_ns = int(asked_s * 1e9), now_ns - since_ns
+        self._sharing.released(asked_ns, took_ns, now_ns)
+        self._telemetry.interpreter.note(asked_ns, took_ns)
 
     def _register_sockets(self) -> None:
-        for socket, _ in self._poller.sockets[:]:
-            self._poller.unregister(socket)
         registry_sockets = [
             *self._registries.sockets(),
             *([control_endpoints.poll_key(self._server.socket)] if self._server else []),
         ]
         self._registry_keys = frozenset(registry_sockets)
-        sockets = [self._mailbox_key, *registry_sockets, *self._channel.sockets()]
-        for socket in sockets:
-            self._poller.register(socket, zmq.POLLIN)
+        self._polled = [self._mailbox_key, *registry_sockets, *self._channel.sockets()]
         self._sockets_used = True
         self._descriptors = DescriptorWait(
-            [socket if isinstance(socket, int) else int(socket.getsockopt(zmq.FD)) for socket in sockets]
+            [socket if isinstance(socket, int) else int(socket.getsockopt(zmq.FD)) for socket in self._polled]
         )
 
     def _try_turn(self, *, wait: bool = True) -> None:
@@ -491,3 +512,7 @@ class ControlLoop:
     def _forget_peer(self, action: ev.ForgetPeer) -> None:
         self._connections.drop(action.peer)
         self._channel.disconnect(action.peer)
+
+
+def _has_input(socket: zmq.Socket[bytes] | int) -> bool:
+    return not isinstance(socket, int) and bool(socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)

@@ -9,6 +9,7 @@ from typing import Protocol
 _PR_SET_TIMERSLACK = 29
 _POLLIN = 1
 _libc = ctypes.CDLL(None)
+_held = ctypes.PyDLL(None)  # does not release the GIL
 
 
 class LoopTask(Protocol):
@@ -48,20 +49,20 @@ class DescriptorWait:
         self._timeout = _TimeSpec()
         self._timeout_at = ctypes.byref(self._timeout)
 
-    def wait(self, timeout_s: float) -> int:
-        """Returns the number of descriptors that are readable, at the latest after `timeout_s` seconds.
+    def wait(self, timeout_s: float, *, held: bool = False) -> list[int]:
+        """Returns the indices of the descriptors that are readable, at the latest after `timeout_s` seconds.
 
         A signal may end the wait early, as if none were readable.
+
+        Args:
+            held: keep the GIL during the wait.
         """
         self._timeout.seconds = seconds = int(timeout_s)
         self._timeout.nanoseconds = int((timeout_s - seconds) * 1e9)
-        ready: int = _libc.ppoll(self._polled, self._count, self._timeout_at, None)
-        return max(0, ready)
-
-    @property
-    def first(self) -> bool:
-        """Whether the first descriptor was readable when the last wait ended."""
-        return bool(self._polled[0].revents)
+        libc = _held if held else _libc
+        if libc.ppoll(self._polled, self._count, self._timeout_at, None) <= 0:
+            return []
+        return [index for index, polled in enumerate(self._polled) if polled.revents]
 
 
 def minimize_timer_slack() -> None:

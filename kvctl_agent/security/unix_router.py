@@ -25,6 +25,7 @@ from pathlib import Path
 
 import zmq
 
+from kvctl_agent import interpreter
 from kvctl_agent.errors import RemoteProtocolError
 
 MAX_CONNECTIONS = 128
@@ -243,6 +244,7 @@ class UnixRouter:
         self._by_fd: dict[int, _Connection] = {}
         self._by_name: dict[bytes, _Connection] = {}
         self._arrived: collections.deque[list[bytes]] = collections.deque()
+        self._received = interpreter.ReceiveBuffer(_READ_BYTES)
         self._signalled = False
         self._accepted = 0
         self._muted = False
@@ -377,9 +379,9 @@ class UnixRouter:
         if bool(self._arrived) != self._signalled:
             self._signalled = not self._signalled
             if self._signalled:
-                os.eventfd_write(self._signal, 1)
+                interpreter.eventfd_write(self._signal)
             else:
-                os.eventfd_read(self._signal)
+                interpreter.eventfd_read(self._signal)
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_A_TURN):
@@ -434,7 +436,7 @@ class UnixRouter:
 
     def _read(self, connection: _Connection) -> None:
         try:
-            data = connection.socket.recv(_READ_BYTES)
+            data = self._received.recv(connection.fd)
             messages = connection.decoder.feed(data) if data else None
         except BlockingIOError:
             return
@@ -463,14 +465,21 @@ class UnixRouter:
         self._by_name[connection.name] = connection
 
     def _queue(self, connection: _Connection, data: bytes) -> None:
-        idle = not connection.queue
-        connection.queue.append(memoryview(data))
-        connection.queued_bytes += len(data)
-        if idle:
-            self._write(connection)
-            if connection.queue:
-                connection.waits = True
-                self._epoll.modify(connection.fd, select.EPOLLIN | select.EPOLLOUT)
+        sent = 0
+        if not connection.queue:
+            try:
+                sent = interpreter.send(connection.fd, data)
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._drop(connection)
+                return
+            if sent == len(data):
+                return
+            connection.waits = True
+            self._epoll.modify(connection.fd, select.EPOLLIN | select.EPOLLOUT)
+        connection.queue.append(memoryview(data)[sent:])
+        connection.queued_bytes += len(data) - sent
 
     def _write(self, connection: _Connection) -> None:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import select
 import threading
 import time
@@ -10,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvctl_agent import interpreter
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.runtime.control_loop import Mailbox
 
@@ -86,17 +86,17 @@ def test_a_take_between_the_two_steps_of_a_waker_leaves_nothing_readable(
     mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the loop, which polls the descriptor, would spin until somebody else happens to wake it."""
-    write = os.eventfd_write
+    write = interpreter.eventfd_write
     taken = threading.Event()
     taker: list[threading.Thread] = []
 
-    def slow_write(fd: int, value: int) -> None:
+    def slow_write(fd: int) -> None:
         taker.append(threading.Thread(target=lambda: (mailbox.take(), taken.set())))
         taker[0].start()
         taken.wait(0.05)  # the take may have to wait for us
-        write(fd, value)
+        write(fd)
 
-    monkeypatch.setattr(os, "eventfd_write", slow_write)
+    monkeypatch.setattr(interpreter, "eventfd_write", slow_write)
     mailbox.put(ev.SendRoom(1))
     monkeypatch.undo()
     taker[0].join()

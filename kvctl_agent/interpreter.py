@@ -1,0 +1,137 @@
+"""Sharing the Python interpreter (the GIL) with the engine's thread.
+
+A thread that releases the GIL gets it back at once if no other thread runs Python. Beside a thread that computes, such
+as a scheduler's loop, it waits until that thread gives the GIL up: by default `sys.getswitchinterval()`, 5 ms, each
+time. A release shorter than the wake-up of the other thread, some 10 µs, costs no such wait, but wakes that thread for
+nothing. The system calls of this module never wait, and do not release the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+_held = ctypes.PyDLL(None, use_errno=True)  # functions of a PyDLL keep the GIL, those of a CDLL release it
+_held.recv.restype = _held.send.restype = _held.read.restype = ctypes.c_ssize_t
+_held.recv.argtypes = _held.send.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
+_held.read.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t)
+_held.eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
+
+_MSG_DONTWAIT, _MSG_NOSIGNAL = 0x40, 0x4000
+_SCHEDSTAT = b"/proc/thread-self/schedstat"
+_SCHEDSTAT_BYTES = 128
+
+_CONTENDED_NS = 200_000  # timers end up to 0.1 ms late by themselves
+_LONGEST_NS = 10_000_000  # of one wait for the GIL; what is longer is a stop of the process
+_HOLD_NS = 300_000
+YIELD_S = 100e-6
+"""Enough for the engine's thread to wake up and take the GIL."""
+
+
+def send(fd: int, data: bytes) -> int:
+    """Sends bytes on a socket; returns the number of bytes sent.
+
+    Raises:
+        BlockingIOError: the socket's send buffer is full.
+        OSError: the peer has closed the connection.
+    """
+    return _checked(_held.send(fd, data, len(data), _MSG_DONTWAIT | _MSG_NOSIGNAL))
+
+
+class ReceiveBuffer:
+    """Receives from sockets, at most `nbytes` bytes at a time."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._buffer = ctypes.create_string_buffer(nbytes)
+
+    def recv(self, fd: int) -> bytes:
+        """Returns the bytes that have arrived; none if the peer has closed the connection.
+
+        Raises:
+            BlockingIOError: no bytes have arrived.
+            OSError: the connection is broken.
+        """
+        return self._buffer[: _checked(_held.recv(fd, self._buffer, len(self._buffer), _MSG_DONTWAIT))]
+
+
+def eventfd_write(fd: int) -> None:
+    """Adds 1 to a non-blocking eventfd. Raises OSError if the descriptor is closed."""
+    _checked(_held.eventfd_write(fd, 1))
+
+
+def eventfd_read(fd: int) -> None:
+    """Resets a non-blocking eventfd. Raises BlockingIOError if it is 0, OSError if the descriptor is closed."""
+    _checked(_held.eventfd_read(fd, ctypes.byref(ctypes.c_uint64())))
+
+
+def no_core_ns() -> int:
+    """Returns how long the calling thread has been ready to run without a core; 0 if the kernel does not count it."""
+    fd = _held.open(_SCHEDSTAT, os.O_RDONLY | os.O_CLOEXEC)
+    if fd < 0:
+        return 0
+    buffer = ctypes.create_string_buffer(_SCHEDSTAT_BYTES)
+    _held.read(fd, buffer, _SCHEDSTAT_BYTES)
+    _held.close(fd)
+    try:
+        return int(buffer.value.split()[1])
+    except (IndexError, ValueError):
+        return 0
+
+
+def _checked(result: int) -> int:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result
+
+
+class InterpreterSharing:
+    """Decides whether the control loop keeps the GIL during a wait, from how long it took to get it back before.
+
+    While another thread runs Python, a short wait is made with the GIL, because the wait for the GIL after it would
+    take far longer. The loop holds the GIL no longer than `_HOLD_NS` that way, so that the engine's thread is not
+    stopped for longer. A longer wait is prolonged to what getting the GIL back takes: a loop that wakes up more often
+    interrupts the engine without being quicker.
+
+    Another cause of late wake-ups is subtracted: the time in which the kernel had no core for the loop's thread.
+    """
+
+    def __init__(self, now_ns: int = 0) -> None:
+        self._cost_ns = 0.0
+        self._since_ns = now_ns
+        self._no_core_ns: int | None = None
+
+    @property
+    def contended(self) -> bool:
+        """Whether another thread runs Python almost without a pause."""
+        return self._cost_ns >= _CONTENDED_NS
+
+    def plan(self, wait_s: float, now_ns: int) -> tuple[float, bool]:
+        """Returns how many seconds to wait, and whether to keep the GIL meanwhile.
+
+        Args:
+            wait_s: seconds after which the next turn is due; 0 if there is work already.
+        """
+        contended = self.contended
+        if (contended or not wait_s) and now_ns + wait_s * 1e9 <= self._since_ns + _HOLD_NS:
+            return wait_s, True
+        return max(wait_s, self._cost_ns * 1e-9) if contended and wait_s else wait_s, False
+
+    def released(self, asked_ns: int, took_ns: int, now_ns: int) -> None:
+        """Notes a wait without the GIL.
+
+        Args:
+            asked_ns: time limit of the wait.
+            took_ns: duration of the wait; a wait that ended before its limit shows nothing about the GIL.
+            now_ns: end of the wait on the monotonic clock.
+        """
+        self._since_ns = now_ns
+        late_ns = took_ns - asked_ns
+        if not asked_ns or late_ns < 0:
+            return
+        if late_ns >= _CONTENDED_NS:
+            before_ns, self._no_core_ns = self._no_core_ns, no_core_ns()
+            if before_ns is None:
+                return
+            late_ns = min(max(0, late_ns - (self._no_core_ns - before_ns)), _LONGEST_NS)
+        self._cost_ns = (self._cost_ns + late_ns) / 2
