@@ -1,0 +1,153 @@
+"""Sharing the GIL: which waits of the control loop keep it, for how long, and system calls that never wait."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from kvctl_agent import interpreter
+from kvctl_agent.interpreter import InterpreterSharing, ReceiveBuffer
+
+US, MS = 1_000, 1_000_000
+HOLD_NS = interpreter._HOLD_NS
+
+
+@pytest.fixture
+def no_core_ns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The kernel's count of the time without a core, as the list's only item."""
+    count = [7_000 * MS]
+    monkeypatch.setattr(interpreter, "no_core_ns", lambda: count[0])
+    return count
+
+
+class Loop:
+    """A control loop on a clock of its own, whose waits without the GIL end `late_ns` late."""
+
+    def __init__(self) -> None:
+        self.now_ns = 5 * MS
+        self.sharing = InterpreterSharing(self.now_ns)
+
+    def work(self, ns: int) -> None:
+        self.now_ns += ns
+
+    def plan(self, wait_s: float) -> tuple[float, bool]:
+        return self.sharing.plan(wait_s, self.now_ns)
+
+    def release(self, asked_ns: int, late_ns: int, times: int = 1) -> None:
+        for _ in range(times):
+            self.now_ns += asked_ns + late_ns
+            self.sharing.released(asked_ns, asked_ns + late_ns, self.now_ns)
+
+
+@pytest.fixture
+def loop(no_core_ns: list[int]) -> Loop:
+    return Loop()
+
+
+@pytest.fixture
+def contended(loop: Loop) -> Loop:
+    loop.release(1 * MS, 4 * MS, times=20)
+    assert loop.sharing.contended
+    return loop
+
+
+def test_alone_every_wait_releases_the_gil_for_as_long_as_asked(loop: Loop) -> None:
+    loop.release(1 * MS, 60 * US, times=20)
+    assert not loop.sharing.contended
+    for wait_s in (20e-6, 5e-3, 0.1):
+        assert loop.plan(wait_s) == (wait_s, False)
+
+
+def test_a_poll_keeps_the_gil_until_the_acquisition_is_old(loop: Loop) -> None:
+    loop.work(HOLD_NS)
+    assert loop.plan(0.0) == (0.0, True)
+    loop.work(1)
+    assert loop.plan(0.0) == (0.0, False)
+    loop.release(0, 0)
+    assert loop.plan(0.0) == (0.0, True)
+
+
+def test_beside_a_thread_that_computes_a_short_wait_keeps_the_gil(contended: Loop) -> None:
+    assert contended.plan(50e-6) == (50e-6, True)
+
+
+def test_waits_and_work_share_one_limit(contended: Loop) -> None:
+    held_ns = 0
+    while contended.plan(50e-6)[1]:
+        contended.work(50 * US + 10 * US)
+        held_ns += 60 * US
+    assert HOLD_NS - 60 * US <= held_ns <= HOLD_NS + 10 * US
+
+
+def test_a_longer_wait_lasts_as_long_as_getting_the_gil_back_takes(contended: Loop) -> None:
+    assert contended.plan(HOLD_NS * 1e-9 + 1e-6) == (pytest.approx(4e-3, rel=0.01), False)
+    assert contended.plan(0.1) == (0.1, False)
+
+
+def test_work_that_is_there_is_not_delayed_by_the_plan(contended: Loop) -> None:
+    contended.work(2 * HOLD_NS)
+    assert contended.plan(0.0) == (0.0, False)
+
+
+def test_contention_ends_with_a_few_punctual_waits(contended: Loop) -> None:
+    contended.release(1 * MS, 20 * US, times=5)
+    assert not contended.sharing.contended
+    assert contended.plan(50e-6) == (50e-6, False)
+
+
+def test_a_wait_that_ended_early_shows_nothing(contended: Loop) -> None:
+    contended.release(5 * MS, -3 * MS, times=50)
+    contended.release(0, 0, times=50)
+    assert contended.plan(1e-3) == (pytest.approx(4e-3, rel=0.01), False)
+
+
+def test_time_without_a_core_is_not_contention(loop: Loop, no_core_ns: list[int]) -> None:
+    for _ in range(20):
+        no_core_ns[0] += 4 * MS
+        loop.release(1 * MS, 4 * MS + 50 * US)
+    assert not loop.sharing.contended
+
+
+def test_a_stop_of_the_process_prolongs_no_wait_by_seconds(contended: Loop) -> None:
+    contended.release(1 * MS, 30_000 * MS)
+    assert contended.plan(1e-3)[0] <= 10e-3
+
+
+class TestCalls:
+    def test_bytes_go_through_a_socket(self) -> None:
+        here, there = socket.socketpair()
+        with here, there:
+            buffer = ReceiveBuffer(4)
+            assert interpreter.send(here.fileno(), b"a\0cdef") == 6
+            assert [buffer.recv(there.fileno()), buffer.recv(there.fileno())] == [b"a\0cd", b"ef"]
+            with pytest.raises(BlockingIOError):
+                buffer.recv(there.fileno())
+            here.close()
+            assert buffer.recv(there.fileno()) == b""
+            with pytest.raises(BrokenPipeError):
+                interpreter.send(there.fileno(), b"x")
+
+    def test_a_full_socket_takes_a_part_and_then_nothing(self) -> None:
+        here, there = socket.socketpair()
+        with here, there:
+            data = bytes(16 << 20)
+            assert 0 < interpreter.send(here.fileno(), data) < len(data)
+            with pytest.raises(BlockingIOError):
+                interpreter.send(here.fileno(), data)
+
+    def test_an_eventfd(self) -> None:
+        fd = os.eventfd(0, os.EFD_NONBLOCK)
+        interpreter.eventfd_write(fd)
+        interpreter.eventfd_write(fd)
+        interpreter.eventfd_read(fd)
+        with pytest.raises(BlockingIOError):
+            interpreter.eventfd_read(fd)
+        os.close(fd)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            interpreter.eventfd_write(fd)
+
+    def test_the_time_without_a_core_only_grows(self) -> None:
+        before = interpreter.no_core_ns()
+        assert 0 <= before <= interpreter.no_core_ns()
