@@ -1,7 +1,7 @@
 """Access to the CUDA driver: loads it on first use, turns errors into texts with a remedy, and manages contexts.
 
 All GPU code in `kvctl_agent.device` calls functions of the module that `load` returns (`cuda.bindings.driver`) and
-passes their results to `checked`. The driver's functions release the GIL.
+passes their results to `checked`. These functions release the GIL, except those of `load_short_calls`.
 
 A context does not survive a fork: in the child all calls fail as "not initialized" without an effect, so no guard is
 needed.
@@ -9,10 +9,11 @@ needed.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from kvctl_agent.errors import DeviceError, DeviceUnavailable
@@ -73,6 +74,56 @@ def load() -> Any:
     return driver
 
 
+@lru_cache(1)
+def _short_calls(driver: Any) -> ShortCalls:
+    return ShortCalls(driver)
+
+
+def load_short_calls() -> ShortCalls:
+    """Returns the functions of the driver that the control loop calls for every part. Raises as `load`."""
+    return _short_calls(load())
+
+
+_NUMBER, _WORD = ctypes.c_uint, ctypes.c_size_t  # a word is an address, a handle or a size
+_SHORT = {
+    "cuCtxSetCurrent": (_WORD,),
+    "cuEventQuery": (_WORD,),
+    "cuEventRecord": (_WORD, _WORD),
+    "cuLaunchKernel": (_WORD, *[_NUMBER] * 7, _WORD, _WORD, _WORD),
+    "cuMemcpyHtoDAsync": (_WORD,) * 4,
+    "cuStreamWaitEvent": (_WORD, _WORD, _NUMBER),
+}
+_ABI = 12_000  # version of CUDA whose declarations of these functions `_SHORT` has
+
+
+class ShortCalls:
+    """Functions of the driver that take microseconds, called without releasing the GIL.
+
+    Beside an engine's thread that runs Python, each release may cost a wait of 5 ms for the GIL, and a part takes ten
+    of these calls. The arguments and results are those of `cuda.bindings.driver`. Memory that `cuMemcpyHtoDAsync` reads
+    must be pinned: pageable memory is copied within the call.
+    """
+
+    def __init__(self, driver: Any) -> None:
+        """Wraps what `load` returned, whose own functions are called if the driver does not provide theirs."""
+        self._driver = driver
+
+    def __getattr__(self, name: str) -> Callable[..., tuple[Any]]:
+        failed, address, *_ = self._driver.cuGetProcAddress(name.encode(), _ABI, 0)
+        call = getattr(self._driver, name) if failed or not address else self._short(address, _SHORT[name])
+        setattr(self, name, call)
+        return call
+
+    def _short(self, address: int, types: tuple[Any, ...]) -> Callable[..., tuple[Any]]:
+        function, status = ctypes.PYFUNCTYPE(ctypes.c_int, *types)(address), self._driver.CUresult
+
+        def call(*args: Any) -> tuple[Any]:
+            failed = function(*map(int, args))
+            return (status(failed) if failed else 0,)
+
+        return call
+
+
 def checked(result: tuple[Any, ...], message: str) -> Any:
     """Checks the status of a driver call and returns its other results: None, one value, or a tuple of several.
 
@@ -112,6 +163,7 @@ class Context:
     def __init__(self, device: Any, label: str) -> None:
         """Retains the primary context of `device`, a `CUdevice`; error texts begin with `label`."""
         self._driver = load()
+        self._calls = load_short_calls()
         self._label = label
         self._handle = checked(self._driver.cuDevicePrimaryCtxRetain(device), f"{label}: no context")
 
@@ -121,7 +173,7 @@ class Context:
         Calls the driver every time (a fraction of a microsecond), because an engine may have changed the thread's
         current context.
         """
-        checked(self._driver.cuCtxSetCurrent(self._handle), self._label)
+        checked(self._calls.cuCtxSetCurrent(self._handle), self._label)
 
     @contextmanager
     def visit(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from kvctl_agent.device.driver import Context, checked, load
+from kvctl_agent.device.driver import Context, checked, load, load_short_calls
 from kvctl_agent.errors import DeviceError
 
 
@@ -23,7 +23,7 @@ class CudaEvent:
 
     def done(self) -> bool:
         if not self._done:
-            status = load().cuEventQuery(self.handle)[0]
+            status = load_short_calls().cuEventQuery(self.handle)[0]
             self._done = not status or self._is_done(status)
         return self._done
 
@@ -47,7 +47,7 @@ class CudaEvent:
         # Within the event's context, because the default stream's handle is 0 on every device.
         with self._context.visit():
             handle = getattr(stream, "cuda_stream", stream)
-            checked(load().cuStreamWaitEvent(handle, self.handle, 0), "cannot make a stream wait")
+            checked(load_short_calls().cuStreamWaitEvent(handle, self.handle, 0), "cannot make a stream wait")
 
 
 class _PooledEvent(CudaEvent):
@@ -65,6 +65,7 @@ class EventPool:
 
     def __init__(self, context: Context) -> None:
         self._driver = load()
+        self._calls = load_short_calls()
         self._context = context
         self._free: deque[Any] = deque()
         self._flags = self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
@@ -81,7 +82,7 @@ class EventPool:
             with self._context.visit():
                 handle = checked(self._driver.cuEventCreate(self._flags), "no event")
         event = _PooledEvent(self._context, handle, self._free)
-        checked(self._driver.cuEventRecord(handle, stream), "cannot record an event")
+        checked(self._calls.cuEventRecord(handle, stream), "cannot record an event")
         return event
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvctl_agent.device.base import Batch, BlockRanges, Event, Geometry, PageIds
-from kvctl_agent.device.driver import Context, checked, load
+from kvctl_agent.device.driver import Context, checked, load, load_short_calls
 from kvctl_agent.device.events import EventPool
 from kvctl_agent.device.kernels import ARGUMENTS, Kernel, Kernels, Tile, Variant, alignment, variant
 from kvctl_agent.device.launch_tables import RANGE_BYTES, TableCache, UploadSlot, UploadSlots, split, table_bytes
@@ -93,6 +93,7 @@ class CudaRowCopies:
             DeviceError: the memory cannot be allocated.
         """
         self._driver = load()
+        self._calls = load_short_calls()
         self._context = context
         self._kernels = kernels
         self._events = events
@@ -209,7 +210,7 @@ class CudaRowCopies:
         """
         ahead = self._last is not None and not self._last.done()
         stream = self._uploads if ahead else self._stream
-        checked(self._driver.cuMemcpyHtoDAsync(slot.device, slot.host, nbytes, stream), "cannot upload tables")
+        checked(self._calls.cuMemcpyHtoDAsync(slot.device, slot.host, nbytes, stream), "cannot upload tables")
         if ahead:
             self._events.record(stream).wait(self._stream)
 
@@ -260,7 +261,7 @@ class CudaRowCopies:
         _ARGUMENTS.pack_into(launch.arguments, 0, blocks_at, ranges_at, pages_at, items, tiles, most)
         grid = items if programs is None or items < programs else programs
         kernel, stream = launch.kernel, self._stream
-        launched = self._driver.cuLaunchKernel(
+        launched = self._calls.cuLaunchKernel(
             kernel.function, grid or 1, 1, 1, kernel.threads, 1, 1, kernel.shared, stream, launch.parameters, 0
         )
         checked(launched, "cannot launch the copy kernel")

@@ -82,6 +82,9 @@ class FakeDriver:
     def cuInit(self, flags):
         return OK
 
+    def cuGetProcAddress(self, symbol, version, flags):
+        return real.CUresult.CUDA_ERROR_NOT_FOUND, 0, 0
+
     def cuGetErrorString(self, status):
         return (*OK, b"words of the driver")
 
