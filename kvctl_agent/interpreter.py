@@ -51,7 +51,8 @@ class ReceiveBuffer:
             BlockingIOError: no bytes have arrived.
             OSError: the connection is broken.
         """
-        return self._buffer[: _checked(_held.recv(fd, self._buffer, len(self._buffer), _MSG_DONTWAIT))]
+        received = _checked(_held.recv(fd, self._buffer, len(self._buffer), _MSG_DONTWAIT))
+        return ctypes.string_at(self._buffer, received)
 
 
 def eventfd_write(fd: int) -> None:

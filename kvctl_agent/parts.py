@@ -28,6 +28,7 @@ from kvctl_agent.contract.values import encodable, shown
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import ConfigError, DeadlineExceeded, DeviceError
 from kvctl_agent.export import Exports
+from kvctl_agent.interpreter import InterpreterSharing
 from kvctl_agent.layout.chunks import chunk_pages
 from kvctl_agent.layout.parallel import local_shards as layout_of
 from kvctl_agent.layout.shape import ModelShape
@@ -203,7 +204,8 @@ def build_parts(
         # The transport and the memory that it registers.
         memory: list[Closable | None] = []
         undo.callback(close_all, memory)
-        transport = make.transport(settings["transport"], name, params, pool.device)
+        sharing = InterpreterSharing()
+        transport = make.transport(settings["transport"], name, params, pool.device, sharing)
         undo.callback(transport.close)
         mailbox = Mailbox()
         undo.callback(mailbox.close)
@@ -291,6 +293,7 @@ def build_parts(
             forwards=forwards,
             reported=reported,
             few_cores=available_cores() <= FEW_CORES,
+            sharing=sharing,
             server=server,
             authenticator=authenticator,
             inputs=inputs if settings["record_inputs"] else None,

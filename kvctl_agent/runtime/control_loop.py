@@ -515,4 +515,4 @@ class ControlLoop:
 
 
 def _has_input(socket: zmq.Socket[bytes] | int) -> bool:
-    return not isinstance(socket, int) and bool(socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+    return not isinstance(socket, int) and bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)

@@ -7,31 +7,35 @@ from collections.abc import Callable, Mapping
 
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import ConfigError
+from kvctl_agent.interpreter import InterpreterSharing
 from kvctl_agent.transport.base import Transport
 
 MAX_NAME_CHARACTERS = 256
 """Longest agent name; the sender's name is sent with every tag."""
 
 
-def _nixl(agent_name: str, params: Mapping[str, str], device: Device | None) -> Transport:
+Sharing = InterpreterSharing | None
+
+
+def _nixl(agent_name: str, params: Mapping[str, str], device: Device | None, sharing: Sharing) -> Transport:
     from kvctl_agent.transport.nixl.transport import NixlTransport
 
-    return NixlTransport(agent_name, params, device)
+    return NixlTransport(agent_name, params, device, sharing)
 
 
-def _loopback(agent_name: str, params: Mapping[str, str], device: Device | None) -> Transport:
+def _loopback(agent_name: str, params: Mapping[str, str], device: Device | None, sharing: Sharing) -> Transport:
     from kvctl_agent.transport.loopback import LoopbackTransport
 
     return LoopbackTransport(agent_name, params)
 
 
-def _mooncake(agent_name: str, params: Mapping[str, str], device: Device | None) -> Transport:
+def _mooncake(agent_name: str, params: Mapping[str, str], device: Device | None, sharing: Sharing) -> Transport:
     from kvctl_agent.transport.mooncake.transport import MooncakeTransport
 
     return MooncakeTransport(agent_name, params)
 
 
-TRANSPORTS: dict[str, Callable[[str, Mapping[str, str], Device | None], Transport]] = {
+TRANSPORTS: dict[str, Callable[[str, Mapping[str, str], Device | None, Sharing], Transport]] = {
     "nixl": _nixl,
     "mooncake": _mooncake,
     "loopback": _loopback,
@@ -39,7 +43,11 @@ TRANSPORTS: dict[str, Callable[[str, Mapping[str, str], Device | None], Transpor
 
 
 def open_transport(
-    name: str, agent_name: str, params: Mapping[str, str] | None = None, device: Device | None = None
+    name: str,
+    agent_name: str,
+    params: Mapping[str, str] | None = None,
+    device: Device | None = None,
+    sharing: Sharing = None,
 ) -> Transport:
     """Creates and starts the transport of an agent.
 
@@ -49,6 +57,7 @@ def open_transport(
             sender of its tags.
         params: The engine's own settings (`transport_params`).
         device: Device of the memory to be registered, in addition to the host; None for the host only.
+        sharing: Tells whether the engine's thread runs Python, in which case threads of a transport are slow.
 
     Raises:
         TransportUnavailable: the engine or a library it needs is not installed; the text says how to get it.
@@ -61,7 +70,7 @@ def open_transport(
         raise ConfigError(f"transport: unknown {name!r}; allowed: {', '.join(TRANSPORTS)}{hint}")
     if len(agent_name) > MAX_NAME_CHARACTERS:
         raise ConfigError(f"agent name: {len(agent_name)} characters; allowed: up to {MAX_NAME_CHARACTERS}")
-    return TRANSPORTS[name](agent_name, params or {}, device)
+    return TRANSPORTS[name](agent_name, params or {}, device, sharing)
 
 
 def parse_params(text: str) -> dict[str, str]:

@@ -46,6 +46,7 @@ import numpy.typing as npt
 from kvctl_agent.contract.choices import HOST
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import PeerDisconnected, TransportError
+from kvctl_agent.interpreter import InterpreterSharing
 from kvctl_agent.memory.region import Region
 from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, Sizes
 from kvctl_agent.transport.checks import check_tag
@@ -70,7 +71,13 @@ class NixlTransport:
 
     name = "nixl"
 
-    def __init__(self, agent_name: str, params: Mapping[str, str], device: Device | None = None) -> None:
+    def __init__(
+        self,
+        agent_name: str,
+        params: Mapping[str, str],
+        device: Device | None = None,
+        sharing: InterpreterSharing | None = None,
+    ) -> None:
         backend_params = dict(params)
         self._backend = backend_params.pop("backend", "UCX")
         threads = thread_count(backend_params)
@@ -80,6 +87,7 @@ class NixlTransport:
         for ours in ("num_threads", "split_batch_size"):
             backend_params.pop(ours, None)
         own_name = f"{quote(agent_name, safe='', errors='surrogatepass')}#{secrets.token_hex(8)}"
+        self._sharing = InterpreterSharing() if sharing is None else sharing
         self._device = device
         if device is not None:
             require_cuda_transports()
@@ -246,8 +254,11 @@ class NixlTransport:
 
         `nbytes` is 0 for a write without a tag. A copy that failed shows only in a tag on the same endpoint, so the
         pieces of path staged, of which the last alone has a tag, must all be posted by one thread.
+
+        Beside an engine's thread that runs Python a write is not divided. Each posting thread would wait for the GIL
+        twice, 5 ms each time and one thread after another, which takes longer than the copy.
         """
-        most = 1 if self._posting is None else min(self._posting.count, descriptors)
+        most = 1 if self._posting is None or self._sharing.contended else min(self._posting.count, descriptors)
         count = max(1, min(most, max(descriptors // self._slice_size, nbytes // SLICE_BYTES)))
         edges = [descriptors * number // count for number in range(count)]
         return [slice(first, end) for first, end in zip(edges, [*edges[1:], None], strict=True)]

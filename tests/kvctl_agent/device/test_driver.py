@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import re
 import sys
 import threading
@@ -9,7 +10,7 @@ import pytest
 
 from kvctl_agent import device
 from kvctl_agent.device import driver as binding
-from kvctl_agent.device.driver import Context, checked, load
+from kvctl_agent.device.driver import Context, checked, load, load_short_calls
 from kvctl_agent.errors import DeviceError, DeviceUnavailable
 
 
@@ -122,3 +123,24 @@ def test_every_function_that_is_used_exists_in_the_real_package_and_in_the_stand
     }
     enums = {name for source in sources for name in re.findall(r"\bdriver\.(CU\w+)", source)}
     assert not [name for name in used | enums if not hasattr(real, name)]
+
+
+def test_short_calls_of_the_driver_itself_take_handles_and_return_statuses(driver, monkeypatch):
+    queried: list[int] = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t)
+    def query(event: int) -> int:
+        queried.append(event)
+        return 0 if event == 7 else driver.CUresult.CUDA_ERROR_NOT_READY
+
+    monkeypatch.setattr(driver, "cuGetProcAddress", lambda *_: (0, ctypes.cast(query, ctypes.c_void_p).value, 0))
+    calls = load_short_calls()
+    assert calls.cuEventQuery(driver.CUevent(7)) == (0,)
+    assert calls.cuEventQuery(1 << 47) == (driver.CUresult.CUDA_ERROR_NOT_READY,)
+    assert queried == [7, 1 << 47]
+    assert driver.calls["cuEventQuery"] == 0
+
+
+def test_a_driver_that_lacks_a_short_call_is_called_through_the_package(driver):
+    assert load_short_calls().cuCtxSetCurrent(1000)[0] == 0
+    assert driver.calls["cuCtxSetCurrent"] == 1

@@ -107,11 +107,12 @@ def test_a_copy_that_fails_in_any_slice_fails_the_write_and_its_tag_does_not_arr
     assert two.collect(1, timeout_s=0.1) == []
 
 
-@pytest.mark.parametrize(("tag", "slices"), [(b"t", 4), (None, 1)])
-def test_a_write_of_few_large_descriptors_is_divided_if_it_has_a_tag(
-    crew: Any, tag: bytes | None, slices: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("tag", "contended", "slices"), [(b"t", False, 4), (None, False, 1), (b"t", True, 1)])
+def test_a_write_of_few_large_descriptors_is_divided_if_it_has_a_tag_and_threads_need_not_wait_for_the_gil(
+    crew: Any, tag: bytes | None, contended: bool, slices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = crew.agent(ENGINE), crew.agent(ENGINE)
+    monkeypatch.setattr(InterpreterSharing, "contended", contended)
     one.transport.connect("peer", two.transport.metadata())
     posted: list[int] = []
     post = one.transport._in_flight.post

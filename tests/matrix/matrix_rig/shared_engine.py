@@ -54,7 +54,7 @@ class SharedEngine:
         transport.register(self._regions)
         self.metadata = transport.metadata()
 
-    def open(self, agent_name: str, params: Mapping[str, str], device: Any = None) -> Facade:
+    def open(self, agent_name: str, params: Mapping[str, str], device: Any = None, sharing: Any = None) -> Facade:
         """Creates a facade for one rank; registered as a transport."""
         with self._lock:
             number = next(self._numbers)
