@@ -128,12 +128,12 @@ def test_every_function_that_is_used_exists_in_the_real_package_and_in_the_stand
 def test_short_calls_of_the_driver_itself_take_handles_and_return_statuses(driver, monkeypatch):
     queried: list[int] = []
 
-    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t)
     def query(event: int) -> int:
         queried.append(event)
         return 0 if event == 7 else driver.CUresult.CUDA_ERROR_NOT_READY
 
-    monkeypatch.setattr(driver, "cuGetProcAddress", lambda *_: (0, ctypes.cast(query, ctypes.c_void_p).value, 0))
+    function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t)(query)
+    monkeypatch.setattr(driver, "cuGetProcAddress", lambda *_: (0, ctypes.cast(function, ctypes.c_void_p).value, 0))
     calls = load_short_calls()
     assert calls.cuEventQuery(driver.CUevent(7)) == (0,)
     assert calls.cuEventQuery(1 << 47) == (driver.CUresult.CUDA_ERROR_NOT_READY,)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from kvctl_agent.errors import ConfigError, PeerDisconnected, TransportError
+from kvctl_agent.interpreter import InterpreterSharing
 from kvctl_agent.transport import Region, open_transport
 from kvctl_agent.transport.nixl.threads import SLICE_BYTES, SliceTags, thread_count, with_threads
 
