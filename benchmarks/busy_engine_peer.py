@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kvctl.lab.bench.statistics import percentile
-from kvctl.lab.ranks.busy_loop import BusyLoop, measure_idle
+from kvctl.lab.ranks.busy_loop import BusyLoop, LoopTimes, measure_idle, slowdown
 
 IDLE_LOOP_S = 1.0
 TIMEOUT_S = 600.0
@@ -85,9 +86,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     if given.idle:
         return row
     busy, idle = [report["busy"] for report in prefill], [each for report in prefill for each in report["idle"]]
-    idle_ns, busy_ns = (sum(e["ns"] for e in loops) / sum(e["iterations"] for e in loops) for loops in (idle, busy))
     return row | {
-        "engine_slowdown_ratio": 1 - idle_ns / busy_ns,
+        "engine_slowdown_ratio": slowdown(busy, idle),
         "engine_stall_ms": max(each["longest_ns"] for each in busy) / 1e6,
         "engine_idle_stall_ms": max(each["longest_ns"] for each in idle) / 1e6,
     }
@@ -131,14 +131,14 @@ class Commands:
 class Reports:
     """The harness's queue of reports; those of the measured run are also written to a file for the parent."""
 
-    def __init__(self, reports: Any, number: int, more: dict[str, Any]) -> None:
+    def __init__(self, reports: Any, number: int, more: Callable[[], dict[str, Any]]) -> None:
         self._reports = reports
         self._path = Path(options["directory"]) / f"{os.getpid()}-{number}.json"
         self._more = more
 
     def put(self, report: Any) -> None:
         if report[0] == "done":
-            self._path.write_text(json.dumps({**report[3], **self._more}))
+            self._path.write_text(json.dumps({**report[3], **self._more()}))
         self._reports.put(report)
 
     def __getattr__(self, name: str) -> Any:
@@ -148,14 +148,16 @@ class Reports:
 def prefill_rank(a: Any, rank: int, port: int, commands: Any, reports: Any) -> None:
     """Runs a prefill rank of the harness whose thread is busy, in the measured run, where it otherwise sleeps."""
     loop: BusyLoop | None = None
-    more: dict[str, Any] = {}
+    idle: list[LoopTimes] = []
 
     def begin(base: int, rooms: int) -> None:
         nonlocal loop
         if options["busy"]:
-            more["idle"] = [measure_idle(IDLE_LOOP_S)]
+            idle.append(measure_idle(IDLE_LOOP_S))
             loop = BusyLoop()
-            more["busy"] = loop.times
+
+    def measured() -> dict[str, Any]:
+        return {} if loop is None else {"idle": idle, "busy": loop.times}
 
     def wait(seconds: float) -> None:
         if loop is None:
@@ -169,7 +171,7 @@ def prefill_rank(a: Any, rank: int, port: int, commands: Any, reports: Any) -> N
     harness.time = SimpleNamespace(
         sleep=wait, monotonic=time.monotonic, perf_counter=time.perf_counter, process_time=time.process_time
     )
-    _prefill_main(a, rank, port, Commands(commands, begin), Reports(reports, rank, more))
+    _prefill_main(a, rank, port, Commands(commands, begin), Reports(reports, rank, measured))
 
 
 def decode_rank(a: Any, group: int, rank: int, port: int, commands: Any, reports: Any) -> None:
@@ -207,7 +209,7 @@ def decode_rank(a: Any, group: int, rank: int, port: int, commands: Any, reports
 
     harness.load_sglang = paced
     number = 1000 + group * a.decode_tp + rank
-    _decode_main(a, group, rank, port, Commands(commands, begin), Reports(reports, number, {}))
+    _decode_main(a, group, rank, port, Commands(commands, begin), Reports(reports, number, dict))
 
 
 if CHILD in os.environ:

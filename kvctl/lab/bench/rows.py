@@ -16,7 +16,7 @@ from kvctl.lab.bench.machine import copy_roofline
 from kvctl.lab.bench.room_timing import RoomTiming, TimedTrial, asked_rooms_per_s, rate, served_rooms_per_s
 from kvctl.lab.bench.statistics import median, stage_us, summary_ms
 from kvctl.lab.bench.timelines import layer_groups
-from kvctl.lab.ranks.busy_loop import LoopTimes
+from kvctl.lab.ranks.busy_loop import slowdown
 from kvctl.lab.ranks.messages import Mismatch, Ready, RunReport
 from kvctl.lab.ranks.plan import Plan, PlannedLoad, PlannedRank
 from kvctl.lab.ranks.request import FloorKind
@@ -203,12 +203,8 @@ def _engine_loop(trials: Sequence[TimedTrial], reports: _Reports) -> dict[str, f
     idle = [times for trial in trials for measured in trial.trial.idle_loops for times in measured.values()]
     if not busy or not idle:
         return dict.fromkeys(("engine_slowdown_ratio", "engine_stall_ms", "engine_idle_stall_ms", "engine_call_ms"))
-
-    def ns_of_one(loops: Sequence[LoopTimes]) -> float:
-        return sum(each["ns"] for each in loops) / sum(each["iterations"] for each in loops)
-
     return {
-        "engine_slowdown_ratio": 1 - ns_of_one(idle) / ns_of_one(busy),
+        "engine_slowdown_ratio": slowdown(busy, idle),
         "engine_stall_ms": max(each["longest_ns"] for each in busy) / 1e6,
         # The median: on a host that runs other work, one of many short measurements has a long stall of its own.
         "engine_idle_stall_ms": median([each["longest_ns"] / 1e6 for each in idle]),

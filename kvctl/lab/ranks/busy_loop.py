@@ -7,9 +7,13 @@ each time. So an agent beside a busy scheduler behaves differently from one besi
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Sequence
+from statistics import median, median_low
 from typing import TypedDict
 
 _ADDITIONS = 2000  # about 70 µs: short beside the switch interval, long beside reading the clock
+_RESOLUTION_NS = 100  # of the typical iteration
 
 
 class LoopTimes(TypedDict):
@@ -20,6 +24,7 @@ class LoopTimes(TypedDict):
 
     iterations: int
     ns: int
+    typical_ns: int  # the median iteration, which nothing interrupts
     longest_ns: int  # the longest iteration
     longest_call_ns: int  # the longest call of the agent: all pages of a room, and its end
 
@@ -28,7 +33,20 @@ class BusyLoop:
     """Runs iterations of plain Python and measures them."""
 
     def __init__(self) -> None:
-        self.times = LoopTimes(iterations=0, ns=0, longest_ns=0, longest_call_ns=0)
+        self._durations: Counter[int] = Counter()  # in units of the resolution
+        self._iterations = self._ns = self._longest_ns = self._longest_call_ns = 0
+
+    @property
+    def times(self) -> LoopTimes:
+        """The measurements so far."""
+        typical = median_low(self._durations.elements()) if self._durations else 0
+        return LoopTimes(
+            iterations=self._iterations,
+            ns=self._ns,
+            typical_ns=typical * _RESOLUTION_NS,
+            longest_ns=self._longest_ns,
+            longest_call_ns=self._longest_call_ns,
+        )
 
     def iterate(self) -> None:
         """Runs one iteration."""
@@ -37,14 +55,15 @@ class BusyLoop:
         for number in range(_ADDITIONS):
             total += number
         ns = time.monotonic_ns() - since
-        times = self.times
-        times["iterations"] += 1
-        times["ns"] += ns
-        times["longest_ns"] = max(times["longest_ns"], ns)
+        self._iterations += 1
+        self._ns += ns
+        self._durations[ns // _RESOLUTION_NS] += 1
+        if ns > self._longest_ns:
+            self._longest_ns = ns
 
     def called(self, since_ns: int) -> None:
         """Records that a call of the agent, begun at `since_ns` on the monotonic clock, has returned."""
-        self.times["longest_call_ns"] = max(self.times["longest_call_ns"], time.monotonic_ns() - since_ns)
+        self._longest_call_ns = max(self._longest_call_ns, time.monotonic_ns() - since_ns)
 
 
 def measure_idle(seconds: float) -> LoopTimes:
@@ -54,3 +73,13 @@ def measure_idle(seconds: float) -> LoopTimes:
     while time.monotonic() < end:
         loop.iterate()
     return loop.times
+
+
+def slowdown(busy: Sequence[LoopTimes], idle: Sequence[LoopTimes]) -> float:
+    """Returns the share of their speed that busy loops lost to other threads; 0.5: an iteration took twice the time.
+
+    They are compared with the typical iteration beside idle agents, or with their own if that is shorter: a core that
+    has just begun to compute is up to 40 % slower than after a second, and an idle loop may be interrupted too.
+    """
+    alone_ns = min(median(each["typical_ns"] for each in loops) for loops in (busy, idle))
+    return 1 - alone_ns * sum(each["iterations"] for each in busy) / sum(each["ns"] for each in busy)
