@@ -23,7 +23,7 @@ _SCHEDSTAT_BYTES = 128
 
 _CONTENDED_NS = 200_000  # timers end up to 0.1 ms late by themselves
 _LONGEST_NS = 10_000_000  # of one wait for the GIL; what is longer is a stop of the process
-_HOLD_NS = 300_000
+_HOLD_NS = 500_000
 YIELD_S = 100e-6
 """Enough for the engine's thread to wake up and take the GIL."""
 
@@ -97,9 +97,9 @@ class InterpreterSharing:
     Another cause of late wake-ups is subtracted: the time in which the kernel had no core for the loop's thread.
     """
 
-    def __init__(self, now_ns: int = 0) -> None:
+    def __init__(self) -> None:
         self._cost_ns = 0.0
-        self._since_ns = now_ns
+        self._since_ns = self._cpu_ns = self._waited_ns = 0  # of the latest acquisition; waits with the GIL
         self._no_core_ns: int | None = None
 
     @property
@@ -107,26 +107,33 @@ class InterpreterSharing:
         """Whether another thread runs Python almost without a pause."""
         return self._cost_ns >= _CONTENDED_NS
 
-    def plan(self, wait_s: float, now_ns: int) -> tuple[float, bool]:
+    def plan(self, wait_s: float, now_ns: int, cpu_ns: int) -> tuple[float, bool]:
         """Returns how many seconds to wait, and whether to keep the GIL meanwhile.
 
         Args:
             wait_s: seconds after which the next turn is due; 0 if there is work already.
+            now_ns: time on the monotonic clock.
+            cpu_ns: CPU time of the loop's thread.
         """
+        if now_ns - self._since_ns - (cpu_ns - self._cpu_ns) - self._waited_ns >= _CONTENDED_NS:
+            self._acquired(now_ns, cpu_ns)  # the thread has waited in a call, while the engine's thread had the GIL
         contended = self.contended
-        if (contended or not wait_s) and now_ns + wait_s * 1e9 <= self._since_ns + _HOLD_NS:
+        wait_ns = int(wait_s * 1e9)
+        if (contended or not wait_ns) and now_ns + wait_ns <= self._since_ns + _HOLD_NS:
+            self._waited_ns += wait_ns
             return wait_s, True
-        return max(wait_s, self._cost_ns * 1e-9) if contended and wait_s else wait_s, False
+        return max(wait_s, self._cost_ns * 1e-9) if contended and wait_ns else wait_s, False
 
-    def released(self, asked_ns: int, took_ns: int, now_ns: int) -> None:
+    def released(self, asked_ns: int, took_ns: int, now_ns: int, cpu_ns: int) -> None:
         """Notes a wait without the GIL.
 
         Args:
             asked_ns: time limit of the wait.
             took_ns: duration of the wait; a wait that ended before its limit shows nothing about the GIL.
             now_ns: end of the wait on the monotonic clock.
+            cpu_ns: CPU time of the loop's thread.
         """
-        self._since_ns = now_ns
+        self._acquired(now_ns, cpu_ns)
         late_ns = took_ns - asked_ns
         if not asked_ns or late_ns < 0:
             return
@@ -136,3 +143,6 @@ class InterpreterSharing:
                 return
             late_ns = min(max(0, late_ns - (self._no_core_ns - before_ns)), _LONGEST_NS)
         self._cost_ns = (self._cost_ns + late_ns) / 2
+
+    def _acquired(self, now_ns: int, cpu_ns: int) -> None:
+        self._since_ns, self._cpu_ns, self._waited_ns = now_ns, cpu_ns, 0

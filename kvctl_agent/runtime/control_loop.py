@@ -312,7 +312,7 @@ class ControlLoop:
         self._channel_due_ns = self._channel.due_ns or self._tick_ns
         due_s = (min(self._tick_ns, self._channel_due_ns) - time.monotonic_ns()) * 1e-9
         wait_s = min((due_s, *(task.wait_s() for task in self._tasks)))
-        if self._few_cores and (rooms := self._machine.open_rooms) > _FEW_ROOMS:
+        if self._few_cores and not self._sharing.contended and (rooms := self._machine.open_rooms) > _FEW_ROOMS:
             # A turn costs about 60 µs whatever it carries. With many rooms in flight no room waits for this turn: they
             # wait for processor time, which fewer turns leave free.
             self._sleep(min((rooms - _FEW_ROOMS) * _PAUSE_A_ROOM_S, _LONGEST_PAUSE_S, max(wait_s, 0.0)))
@@ -329,7 +329,7 @@ class ControlLoop:
 
     def _wait(self, wait_s: float) -> list[int]:
         """Waits for input at most `wait_s` seconds, or longer if the GIL is contended; returns as `DescriptorWait`."""
-        wait_s, held = self._sharing.plan(wait_s, time.monotonic_ns())
+        wait_s, held = self._sharing.plan(wait_s, time.monotonic_ns(), time.thread_time_ns())
         if held:
             return self._descriptors.wait(wait_s, held=True)
         if self._sharing.contended and (not wait_s or self._descriptors.wait(0.0, held=True)):
@@ -350,7 +350,7 @@ class ControlLoop:
         """Notes a wait without the GIL, begun at `since_ns` with a time limit of `asked_s` seconds."""
         now_ns = time.monotonic_ns()
         asked_ns, took_ns = int(asked_s * 1e9), now_ns - since_ns
-        self._sharing.released(asked_ns, took_ns, now_ns)
+        self._sharing.released(asked_ns, took_ns, now_ns, time.thread_time_ns())
         self._telemetry.interpreter.note(asked_ns, took_ns)
 
     def _register_sockets(self) -> None:

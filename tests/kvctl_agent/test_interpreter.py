@@ -26,19 +26,21 @@ class Loop:
     """A control loop on a clock of its own, whose waits without the GIL end `late_ns` late."""
 
     def __init__(self) -> None:
-        self.now_ns = 5 * MS
-        self.sharing = InterpreterSharing(self.now_ns)
+        self.now_ns = self.cpu_ns = 5 * MS
+        self.sharing = InterpreterSharing()
+        self.release(0, 0)
 
     def work(self, ns: int) -> None:
         self.now_ns += ns
+        self.cpu_ns += ns
 
     def plan(self, wait_s: float) -> tuple[float, bool]:
-        return self.sharing.plan(wait_s, self.now_ns)
+        return self.sharing.plan(wait_s, self.now_ns, self.cpu_ns)
 
     def release(self, asked_ns: int, late_ns: int, times: int = 1) -> None:
         for _ in range(times):
             self.now_ns += asked_ns + late_ns
-            self.sharing.released(asked_ns, asked_ns + late_ns, self.now_ns)
+            self.sharing.released(asked_ns, asked_ns + late_ns, self.now_ns, self.cpu_ns)
 
 
 @pytest.fixture
@@ -76,9 +78,16 @@ def test_beside_a_thread_that_computes_a_short_wait_keeps_the_gil(contended: Loo
 def test_waits_and_work_share_one_limit(contended: Loop) -> None:
     held_ns = 0
     while contended.plan(50e-6)[1]:
-        contended.work(50 * US + 10 * US)
+        contended.now_ns += 50 * US
+        contended.work(10 * US)
         held_ns += 60 * US
     assert HOLD_NS - 60 * US <= held_ns <= HOLD_NS + 10 * US
+
+
+def test_a_call_in_which_the_thread_waited_for_the_gil_begins_a_new_acquisition(contended: Loop) -> None:
+    contended.work(HOLD_NS)
+    contended.now_ns += 4 * MS
+    assert contended.plan(50e-6) == (50e-6, True)
 
 
 def test_a_longer_wait_lasts_as_long_as_getting_the_gil_back_takes(contended: Loop) -> None:
