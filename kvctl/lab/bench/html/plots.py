@@ -300,7 +300,7 @@ def busy_engines(runs: Sequence[Run]) -> Markup | None:
     lead = (
         "The thread that calls the agent runs a loop of plain Python between its calls, as a scheduler does, so the "
         "agent's threads wait for the interpreter. The loop is compared with the same loop while the agent is idle, "
-        "measured before and after each batch."
+        "measured before and after each batch, and with its own iterations that nothing interrupted."
     )
     return section("Beside a busy engine", lead, figures(*drawn))
 
