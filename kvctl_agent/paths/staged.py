@@ -2,10 +2,12 @@
 
 A part has one contiguous region of the ring, so it takes one descriptor per piece however scattered its pages are. It
 is divided into pieces that stay in cache (on a device, pieces large enough for the full write rate), and the next
-pieces are gathered while the previous ones are on the wire. Pieces gathered together are posted as one write. The tag
-is sent with the last piece, after all others are complete, because tags of different writes may be delivered out of
-order. The last piece has a write of its own unless the whole part is one write: a transport may divide a write with a
-tag among connections, and a piece that failed is seen only on its own.
+pieces are gathered while the previous ones are on the wire. Pieces gathered together are posted as one write.
+
+All writes of a part share its tag if the transport can do that. Otherwise the tag is sent with the last piece, after
+all others are complete, because tags of different writes may be delivered out of order. The last piece then has a write
+of its own unless the whole part is one write: a transport may divide a write with a tag among connections, and a piece
+that failed is seen only on its own.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from kvctl_agent.paths.base import Flight
 from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.protocol.events import Transfer
 from kvctl_agent.protocol.messages import Grant
-from kvctl_agent.transport.base import Write
+from kvctl_agent.transport.base import SharedTag, Write
 
 # Pieces of one part that may be in flight, unless twice as many as are gathered at once are more: enough to keep a
 # connection busy, few enough to stay in cache.
@@ -54,6 +56,7 @@ class StagedFlight(Flight):
         self._rows = RowIndex(memory, order.src_pages, share.src_head, share.heads)
         self._target = connection.ring_base + grant.offset
         self._pieces = layout.pieces(min(copier.piece_bytes, buffers.buffer_bytes))
+        self._shared: SharedTag | None = None
         self._gathers = 0  # pieces whose gather has begun
         self._next = 0  # the next piece to post
         self._writes: list[tuple[Write, list[Buffer]]] = []
@@ -137,6 +140,11 @@ class StagedFlight(Flight):
     def _post_gathered(self) -> None:
         """Posts the gathered pieces that may be posted: under the lease, and the last one after all others."""
         while self._gathered and self.order.cancel.may_post(time.monotonic_ns()):
+            if self._next == 0 and len(self._gathered) < len(self._pieces):
+                self._shared = self.connection.transport.share_tag(self.order.tag, len(self._pieces))
+            if self._shared is not None:
+                self._post(len(self._gathered), self._shared)
+                return
             count, left = len(self._gathered), len(self._pieces) - self._next
             last = count == left
             if last and count < len(self._pieces):
@@ -145,7 +153,7 @@ class StagedFlight(Flight):
                 count, last = max(1, count - 1), count == 1
             self._post(count, self.order.tag if last else None)
 
-    def _post(self, count: int, tag: bytes | None) -> None:
+    def _post(self, count: int, tag: bytes | SharedTag | None) -> None:
         """Posts the first `count` gathered pieces as one write."""
         buffers, pieces = self._gathered[:count], self._pieces[self._next : self._next + count]
         local = np.array([buffer.span.addr for buffer in buffers], np.uint64)

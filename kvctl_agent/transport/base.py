@@ -53,6 +53,20 @@ class Arrival(NamedTuple):
     tag: bytes
 
 
+class SharedTag(NamedTuple):
+    """A tag that several writes to one peer share: it arrives when the bytes of all of them have.
+
+    Attributes:
+        tag: The tag.
+        number: Number of the tag, unique to its sender.
+        descriptors: Descriptors of all these writes together.
+    """
+
+    tag: bytes
+    number: int
+    descriptors: int
+
+
 class Prepared(Protocol):
     """Opaque list of checked descriptors; valid until its peer is disconnected or the transport is closed."""
 
@@ -153,8 +167,16 @@ class Transport(Protocol):
         """
         ...
 
+    def share_tag(self, tag: bytes, descriptors: int) -> SharedTag | None:
+        """Returns a tag for several writes that have `descriptors` descriptors together.
+
+        Returns None if the transport has no use for it: then the tag must be sent with the last write, after all others
+        are complete.
+        """
+        ...
+
     def write(
-        self, peer: str, local_addrs: Addresses, remote_addrs: Addresses, sizes: Sizes, tag: bytes | None
+        self, peer: str, local_addrs: Addresses, remote_addrs: Addresses, sizes: Sizes, tag: bytes | SharedTag | None
     ) -> Write:
         """Writes sizes[i] bytes from local_addrs[i] to remote_addrs[i] for all i, and sends `tag` after them.
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvctl_agent.errors import TransportError
 from kvctl_agent.memory.region import Region
-from kvctl_agent.transport.base import MAX_TAG_BYTES, Addresses, Indices, Prepared, Sizes
+from kvctl_agent.transport.base import MAX_TAG_BYTES, Addresses, Indices, Prepared, SharedTag, Sizes
 
 
 def check_tag(tag: bytes) -> bytes:
@@ -125,8 +125,15 @@ class CheckedTransport(ABC, Generic[P, W]):
         known.ranges.check(addrs, sizes, f"peer {peer!r}")
         return CheckedList(addrs, sizes, known)
 
-    def write(self, peer: str, local_addrs: Addresses, remote_addrs: Addresses, sizes: Sizes, tag: bytes | None) -> W:
+    def share_tag(self, tag: bytes, descriptors: int) -> SharedTag | None:
+        return None
+
+    def write(
+        self, peer: str, local_addrs: Addresses, remote_addrs: Addresses, sizes: Sizes, tag: bytes | SharedTag | None
+    ) -> W:
         known = self._peer(peer)
+        if isinstance(tag, SharedTag):
+            raise TransportError(f"{self.name}: writes do not share tags")
         self._ranges.check(local_addrs, sizes, "this agent")
         known.ranges.check(remote_addrs, sizes, f"peer {peer!r}")
         count = len(sizes)

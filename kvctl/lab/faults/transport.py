@@ -22,6 +22,7 @@ from kvctl_agent.transport.base import (
     Arrival,
     Indices,
     Prepared,
+    SharedTag,
     Sizes,
     Transport,
     Write,
@@ -64,8 +65,11 @@ class FaultyTransport:
     def prepare_remote(self, peer: str, addrs: Addresses, sizes: Sizes) -> Prepared:
         return self._engine.prepare_remote(peer, addrs, sizes)
 
+    def share_tag(self, tag: bytes, descriptors: int) -> SharedTag | None:
+        return self._engine.share_tag(tag, descriptors)
+
     def write(
-        self, peer: str, local_addrs: Addresses, remote_addrs: Addresses, sizes: Sizes, tag: bytes | None
+        self, peer: str, local_addrs: Addresses, remote_addrs: Addresses, sizes: Sizes, tag: bytes | SharedTag | None
     ) -> Write:
         post = partial(self._engine.write, peer, local_addrs, remote_addrs, sizes, tag)
         return self._post(post, int(sizes.sum()), local_addrs)

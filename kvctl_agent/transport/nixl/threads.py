@@ -3,7 +3,8 @@
 One UCX worker is used by one thread at a time, so that all copies between two processes run on one core, however many
 threads post. With `num_workers`, NIXL's UCX backend has several workers and binds each posting thread to one of them. A
 large write is therefore divided into slices that these threads post; each slice has a tag, which NIXL sends on the
-slice's own endpoint after its bytes, and the target delivers the tag of the write when it has those of all slices.
+slice's own endpoint after its bytes, and the target delivers the tag of the write when it has those of all slices. The
+writes of a part on path staged share a tag in the same way, so that they need not wait for each other.
 
 NIXL can divide writes itself, and this module takes over its parameters `num_threads` and `split_batch_size`, because
 NIXL 1.5.1 then loses errors: of each thread's requests it checks only the last one, and it sends the tag over another
@@ -29,6 +30,7 @@ from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 
 from kvctl_agent.errors import ConfigError
+from kvctl_agent.transport.base import SharedTag
 
 DESCRIPTORS_PER_THREAD = 10
 
@@ -106,39 +108,57 @@ class PostingThreads:
 
 
 _WHOLE = b"\0"
-_SLICE = struct.Struct("<BQH")  # 1, number of the write, number of its slices
+# 1, number of the tag, descriptors of all writes and of this slice
+_SLICE = struct.Struct("<BQHH")
+MAX_SHARED = 0xFFFF
+"""Most descriptors of writes that share a tag."""
+
 _MOST_INCOMPLETE = 4096
 
 
 class SliceTags:
-    """Encodes the tags of whole and of divided writes, and joins the tags of the slices at the target."""
+    """Encodes tags, and joins those of slices at the target: of the slices of one write, or of writes that share one.
+
+    A slice counts as often as it has descriptors, so that its sender need not know into how many slices the writes will
+    be divided.
+    """
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self._missing: dict[tuple[str, int], int] = {}
         self._lock = threading.Lock()
 
-    def encode(self, tag: bytes, slices: int = 1) -> bytes:
-        """Returns what is sent for `tag` with each slice of a write."""
-        return _WHOLE + tag if slices == 1 else _SLICE.pack(1, next(self._numbers), slices) + tag
+    def share(self, tag: bytes, descriptors: int) -> SharedTag:
+        """Returns a tag for slices that have `descriptors` descriptors together, at most `MAX_SHARED`."""
+        return SharedTag(tag, next(self._numbers), descriptors)
+
+    @staticmethod
+    def whole(tag: bytes) -> bytes:
+        """Returns what is sent for the tag of an undivided write."""
+        return _WHOLE + tag
+
+    @staticmethod
+    def slice(shared: SharedTag, descriptors: int) -> bytes:
+        """Returns what is sent with a slice of `descriptors` descriptors."""
+        return _SLICE.pack(1, shared.number, shared.descriptors, descriptors) + shared.tag
 
     def join(self, sender: str, received: bytes) -> bytes | None:
-        """Returns the tag of a write when the last of its slices has arrived, None before.
+        """Returns the tag when the last of its slices has arrived, None before.
 
-        Writes that failed on the way never get complete; of those, the oldest are forgotten.
+        Tags of writes that failed on the way never get complete; of those, the oldest are forgotten.
 
         Args:
             sender: NIXL's name of the sender.
-            received: what `encode` returned there.
+            received: what `whole` or `slice` returned there.
         """
         if received[:1] == _WHOLE:
             return received[1:]
         if len(received) <= _SLICE.size:
             return None
-        _, number, slices = _SLICE.unpack_from(received)
+        _, number, all_descriptors, descriptors = _SLICE.unpack_from(received)
         with self._lock:
-            missing = self._missing.pop((sender, number), slices) - 1
-            if missing:
+            missing = self._missing.pop((sender, number), all_descriptors) - descriptors
+            if missing > 0:
                 self._missing[sender, number] = missing
                 if len(self._missing) > _MOST_INCOMPLETE:
                     del self._missing[next(iter(self._missing))]

@@ -48,16 +48,23 @@ from kvctl_agent.device.base import Device
 from kvctl_agent.errors import PeerDisconnected, TransportError
 from kvctl_agent.interpreter import InterpreterSharing
 from kvctl_agent.memory.region import Region
-from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, Sizes
+from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, SharedTag, Sizes
 from kvctl_agent.transport.checks import check_tag
 from kvctl_agent.transport.device_map import DeviceMap, device_name
 from kvctl_agent.transport.engine_errors import captured_stderr, explain_refusal
 from kvctl_agent.transport.environment import require_cuda_transports
 from kvctl_agent.transport.nixl import binding
 from kvctl_agent.transport.nixl.requests import DividedWrite, InFlight, NixlPrepared, NixlWrite, Peer, Slice
-from kvctl_agent.transport.nixl.threads import SLICE_BYTES, PostingThreads, SliceTags, slice_size, thread_count
+from kvctl_agent.transport.nixl.threads import (
+    MAX_SHARED,
+    SLICE_BYTES,
+    PostingThreads,
+    SliceTags,
+    slice_size,
+    thread_count,
+)
 
-_MAGIC = b"kvctl-nixl-3"
+_MAGIC = b"kvctl-nixl-4"
 _LINGER_S = 0.1
 _SHOWN = ("UCX_", "NIXL_", "CUDA_VISIBLE_DEVICES")
 _LOCAL = "this agent's memory"
@@ -174,8 +181,14 @@ class NixlTransport:
         known.prepared.append(prepared)
         return prepared
 
+    def share_tag(self, tag: bytes, descriptors: int) -> SharedTag | None:
+        # Without threads, writes are posted one after another, and tags of their own would be mere cost.
+        if self._posting is None or not 1 < descriptors <= MAX_SHARED:
+            return None
+        return self._slices.share(check_tag(tag), descriptors)
+
     def write(
-        self, peer: str, local_addrs: Addresses, remote_addrs: Addresses, sizes: Sizes, tag: bytes | None
+        self, peer: str, local_addrs: Addresses, remote_addrs: Addresses, sizes: Sizes, tag: bytes | SharedTag | None
     ) -> NixlWrite | DividedWrite:
         known = self._peer(peer)
         nbytes = int(sizes.sum())
@@ -252,8 +265,8 @@ class NixlTransport:
     def _edges(self, descriptors: int, nbytes: int) -> list[slice]:
         """Divides the descriptors of a write into slices for the posting threads; one slice of a small write.
 
-        `nbytes` is 0 for a write without a tag. A copy that failed shows only in a tag on the same endpoint, so the
-        pieces of path staged, of which the last alone has a tag, must all be posted by one thread.
+        `nbytes` is 0 for a write without a tag. A copy that failed shows only in a tag on the same endpoint, so writes
+        of which the last alone has a tag must all be posted by one thread.
 
         Beside an engine's thread that runs Python a write is not divided. Each posting thread would wait for the GIL
         twice, 5 ms each time and one thread after another, which takes longer than the copy.
@@ -269,9 +282,11 @@ class NixlTransport:
         nbytes: int,
         descriptors: int,
         edges: list[slice],
-        tag: bytes | None,
+        tag: bytes | SharedTag | None,
     ) -> NixlWrite | DividedWrite:
-        """Posts a write: its slices on the posting threads if there are several, otherwise on this thread.
+        """Posts a write on this thread, or its slices on the posting threads.
+
+        The posting threads post writes that are divided, and large ones that share a tag.
 
         Args:
             post: posts a slice, given by its number, with what is sent as its tag.
@@ -280,19 +295,30 @@ class NixlTransport:
             edges: descriptors of each slice.
             tag: tag of the write.
         """
-        sent = b"" if tag is None else self._slices.encode(check_tag(tag), len(edges))
-        if self._posting is None or len(edges) == 1:
-            return post(0, sent)
-        slices = [Slice(partial(post, number, sent)) for number in range(len(edges))]
+        sent = self._tags(tag, descriptors, edges)
+        large = isinstance(tag, SharedTag) and nbytes >= SLICE_BYTES and not self._sharing.contended
+        if self._posting is None or (len(edges) == 1 and not large):
+            return post(0, sent[0])
+        slices = [Slice(partial(post, number, each)) for number, each in enumerate(sent)]
         for each in slices:
             self._posting.put(each.run)
         return DividedWrite(self._in_flight, slices, nbytes, descriptors)
+
+    def _tags(self, tag: bytes | SharedTag | None, descriptors: int, edges: list[slice]) -> list[bytes]:
+        """Returns what is sent with each slice of a write."""
+        if tag is None:
+            return [b""] * len(edges)
+        if isinstance(tag, SharedTag):
+            return [self._slices.slice(tag, len(range(descriptors)[cut])) for cut in edges]
+        if len(edges) == 1:
+            return [self._slices.whole(check_tag(tag))]
+        return [self._slices.slice(self._slices.share(check_tag(tag), len(edges)), 1)] * len(edges)
 
     def tell(self, peer: str, tag: bytes) -> None:
         known = self._peer(peer)
         self._linger_until = time.monotonic() + _LINGER_S
         try:
-            self._agent.genNotif(known.engine_name, self._slices.encode(check_tag(tag)), [])
+            self._agent.genNotif(known.engine_name, self._slices.whole(check_tag(tag)), [])
         except self._engine.errors as error:
             raise self._error(error, "cannot send a tag", known) from error
 

@@ -30,6 +30,7 @@ from kvctl_agent.protocol.events import Transfer
 from kvctl_agent.protocol.messages import Grant
 from kvctl_agent.protocol.peer import CancelToken, Lease
 from kvctl_agent.protocol.tag import PartKey, PartKind
+from kvctl_agent.transport.base import SharedTag
 from tests.support.host_device import HostDevice
 
 PAGES = np.array([3, 9, 4, 1, 15, 0, 2, 8, 7, 11, 13, 12], np.int32)
@@ -41,14 +42,16 @@ PART = PartLayout(0, 4, len(PAGES), (256, 256))
 class LateWrite:
     """A write whose bytes land, and whose tag is heard, when the test completes it."""
 
-    def __init__(self, here: int, there: int, nbytes: int, tag: bytes | None) -> None:
-        self.here, self.there, self.bytes, self.tag, self.descriptors = here, there, nbytes, tag, 1
+    def __init__(self, here: Any, there: Any, sizes: Any, tag: bytes | SharedTag | None) -> None:
+        self.pieces = list(zip(here.tolist(), there.tolist(), sizes.tolist(), strict=True))
+        self.here, self.bytes, self.tag, self.descriptors = int(here[0]), int(sizes.sum()), tag, len(here)
         self.error: Exception | None = None
         self.finished = False
         self.given_up = False
 
     def complete(self) -> None:
-        ctypes.memmove(self.there, self.here, self.bytes)
+        for here, there, nbytes in self.pieces:
+            ctypes.memmove(there, here, nbytes)
         self.finished = True
 
     def poll(self) -> bool:
@@ -66,12 +69,15 @@ class LateTransport:
     def __init__(self) -> None:
         self.writes: list[LateWrite] = []
         self.error: Exception | None = None
+        self.shares_tags = False
 
-    def write(self, peer: str, here: Any, there: Any, sizes: Any, tag: bytes | None) -> LateWrite:
+    def share_tag(self, tag: bytes, descriptors: int) -> SharedTag | None:
+        return SharedTag(tag, 1, descriptors) if self.shares_tags else None
+
+    def write(self, peer: str, here: Any, there: Any, sizes: Any, tag: bytes | SharedTag | None) -> LateWrite:
         if self.error is not None:
             raise self.error
-        assert len(here) == 1, "a piece is one descriptor"
-        self.writes.append(LateWrite(int(here[0]), int(there[0]), int(sizes[0]), tag))
+        self.writes.append(LateWrite(here, there, sizes, tag))
         return self.writes[-1]
 
     @property
@@ -195,6 +201,44 @@ def test_the_tag_leaves_only_when_all_other_pieces_are_complete(bench: Bench) ->
     bench.transport.open[0].complete()
     assert flight.advance()
     assert bench.landed()
+
+
+@pytest.mark.parametrize("shares_tags", [False, True])
+@pytest.mark.parametrize("at_once", [2, 3, 5])
+def test_pieces_gathered_together_are_one_write(at_once: int, shares_tags: bool) -> None:
+    bench = Bench()
+    bench.copier = HostCopier(CopyPool())
+    bench.copier.pieces_at_once = at_once
+    bench.transport.shares_tags = shares_tags
+    flight = bench.start(bench.staging(64))
+    for _ in range(1000):
+        if flight.advance():
+            break
+        for write in bench.transport.open:
+            write.complete()
+    count = len(PART.pieces(4096))
+    writes = bench.transport.writes
+    assert [write.descriptors for write in writes[:-2]] == [at_once] * (len(writes) - 2)
+    assert sum(write.descriptors for write in writes) == flight.descriptors == count
+    if not shares_tags:
+        assert [write.tag for write in writes] == [None] * (len(writes) - 1) + [b"tag"]
+        assert writes[-1].descriptors == 1, "a transport may divide a write with a tag"
+    assert bench.landed()
+    assert bench.buffers.in_use == 0
+    close(bench)
+
+
+def test_writes_that_share_the_tag_wait_for_none(bench: Bench) -> None:
+    bench.transport.shares_tags = True
+    flight = bench.start(bench.staging(32))
+    for _ in range(64):
+        assert not flight.advance()
+    count = len(PART.pieces(4096))
+    assert len(bench.transport.open) == 4 < count, "as many as may be in flight"
+    drive(bench, flight, lambda writes: writes[-1])
+    assert [write.tag for write in bench.transport.writes] == [SharedTag(b"tag", 1, count)] * count
+    assert bench.landed()
+    assert bench.buffers.in_use == 0
 
 
 def test_a_buffer_is_not_filled_again_before_its_write_is_complete(bench: Bench) -> None:

@@ -127,6 +127,55 @@ def test_a_write_of_few_large_descriptors_is_divided_if_it_has_a_tag_and_threads
     assert (two.pool[: 4 * SLICE_BYTES] == 7).all()
 
 
+def test_writes_share_a_tag_that_arrives_after_the_bytes_of_all(crew: Any) -> None:
+    one, two = crew.agent(ENGINE), crew.agent(ENGINE)
+    one.transport.connect("peer", two.transport.metadata())
+    sizes = np.full(8, SLICE_BYTES, np.uint64)
+    offsets = np.arange(8) * SLICE_BYTES
+    for value in range(1, 21):
+        one.pool[:] = value
+        shared = one.transport.share_tag(bytes([value]), 8)
+        writes = []
+        for lo, hi in ((0, 1), (1, 5), (5, 7)):
+            writes.append(
+                one.transport.write("peer", one.at(*offsets[lo:hi]), two.at(*offsets[lo:hi]), sizes[lo:hi], shared)
+            )
+        for write in writes:
+            one.finish(write)
+        assert two.collect(1, timeout_s=0.01) == [], "one descriptor is missing"
+        one.finish(one.transport.write("peer", one.at(*offsets[7:]), two.at(*offsets[7:]), sizes[7:], shared))
+        assert [arrival.tag for arrival in two.collect(1)] == [bytes([value])]
+        assert (two.pool[: 8 * SLICE_BYTES] == value).all()
+
+
+def test_a_copy_that_fails_withholds_a_shared_tag(crew: Any) -> None:
+    one, two = crew.agent(ENGINE), crew.agent(ENGINE)
+    page = mmap.PAGESIZE
+    target = mmap.mmap(-1, 8 * SLICE_BYTES)
+    start = np.frombuffer(target, np.uint8).ctypes.data
+    two.transport.register([Region(start, 8 * SLICE_BYTES)])
+    one.transport.connect("peer", two.transport.metadata())
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    assert libc.mprotect(start + 3 * SLICE_BYTES, page, mmap.PROT_READ) == 0
+    shared = one.transport.share_tag(b"t", 8)
+    failed = 0
+    for number in range(8):
+        here, there = one.at(number * SLICE_BYTES), np.array([start + number * SLICE_BYTES], np.uint64)
+        write = one.transport.write("peer", here, there, np.array([SLICE_BYTES], np.uint64), shared)
+        try:
+            one.finish(write)
+        except PeerDisconnected:
+            failed += 1
+    assert failed
+    assert two.collect(1, timeout_s=0.1) == []
+
+
+def test_only_a_transport_with_threads_shares_tags(crew: Any) -> None:
+    assert crew.agent("nixl").transport.share_tag(b"t", 8) is None
+    assert crew.agent(ENGINE).transport.share_tag(b"t", 1) is None
+
+
 def test_released_writes_complete_and_tell_their_tags(crew: Any) -> None:
     one, two = crew.agent(ENGINE), crew.agent(ENGINE)
     one.transport.connect("peer", two.transport.metadata())
@@ -170,35 +219,41 @@ def test_closing_with_writes_to_a_stopped_peer_is_bounded(crew: Any) -> None:
 
 
 class TestSliceTags:
-    def test_the_tag_of_a_write_arrives_with_its_last_slice(self) -> None:
+    def test_a_tag_arrives_with_the_last_slice(self) -> None:
         sender, target = SliceTags(), SliceTags()
-        first, second = (sender.encode(tag, 3) for tag in (b"first", b"second"))
+        first, second = (sender.slice(sender.share(tag, 3), 1) for tag in (b"first", b"second"))
         received = [target.join("a", each) for each in (first, second, first, first, second, second)]
         assert received == [None, None, None, b"first", None, b"second"]
 
+    def test_a_slice_counts_as_often_as_it_has_descriptors(self) -> None:
+        sender, target = SliceTags(), SliceTags()
+        shared = sender.share(b"t", 6)
+        received = [target.join("a", sender.slice(shared, count)) for count in (1, 3, 2)]
+        assert received == [None, None, b"t"]
+
     def test_whole_writes_and_other_senders_do_not_count(self) -> None:
         sender, target = SliceTags(), SliceTags()
-        sent = sender.encode(b"t", 2)
+        sent = sender.slice(sender.share(b"t", 2), 1)
         assert target.join("a", sent) is None
         assert target.join("b", sent) is None
-        assert target.join("a", sender.encode(b"whole")) == b"whole"
+        assert target.join("a", sender.whole(b"whole")) == b"whole"
         assert target.join("a", sent) == b"t"
 
     def test_slices_of_a_forgotten_sender_are_gone(self) -> None:
         sender, target = SliceTags(), SliceTags()
-        sent = sender.encode(b"t", 2)
+        sent = sender.slice(sender.share(b"t", 2), 1)
         assert target.join("a", sent) is None
         target.forget("a")
         assert target.join("a", sent) is None
 
     def test_writes_that_never_get_complete_take_bounded_memory(self) -> None:
         sender, target = SliceTags(), SliceTags()
-        sent = [sender.encode(b"t", 2) for _ in range(5000)]
+        sent = [sender.slice(sender.share(b"t", 2), 1) for _ in range(5000)]
         assert all(target.join("a", each) is None for each in sent)
         assert target.join("a", sent[-1]) == b"t"
         assert target.join("a", sent[0]) is None
 
-    @pytest.mark.parametrize("received", [b"", b"\1", b"\1" * 11])
+    @pytest.mark.parametrize("received", [b"", b"\1", b"\1" * 13])
     def test_what_no_agent_sends_is_ignored(self, received: bytes) -> None:
         assert SliceTags().join("a", received) is None
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from kvctl_agent.errors import PeerDisconnected, TransportError
 from kvctl_agent.memory.region import Region
-from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, Sizes, Transport, Write
+from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, SharedTag, Sizes, Transport, Write
 
 _MAGIC = b"shared"
 _ADDRESS = struct.Struct("<6s16sIH")  # magic, the engine's name, the rank's number, length of the rank's name
@@ -153,10 +153,14 @@ class Facade:
     def prepare_remote(self, peer: str, addrs: Addresses, sizes: Sizes) -> Prepared:
         return self._engine.transport.prepare_remote(self._address(peer).engine, addrs, sizes)
 
+    def share_tag(self, tag: bytes, descriptors: int) -> None:
+        """The ranks of all cases share one engine, whose tags name the rank: none is shared."""
+
     def write(
-        self, peer: str, local_addrs: Addresses, remote_addrs: Addresses, sizes: Sizes, tag: bytes | None
+        self, peer: str, local_addrs: Addresses, remote_addrs: Addresses, sizes: Sizes, tag: bytes | SharedTag | None
     ) -> Write:
         to = self._address(peer)
+        assert not isinstance(tag, SharedTag)
         write = self._engine.transport.write(to.engine, local_addrs, remote_addrs, sizes, self._sealed(to, tag))
         return _FacadeWrite(self, peer, to, write)
 
