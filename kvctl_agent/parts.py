@@ -20,7 +20,7 @@ import zmq
 
 from kvctl_agent.contract.choices import BULK, DIRECT, SLICE, STAGED
 from kvctl_agent.contract.keys import KeyPair
-from kvctl_agent.contract.processors import FEW_CORES, available_cores, engine_threads
+from kvctl_agent.contract.processors import FEW_CORES, available_cores, copy_threads, engine_threads
 from kvctl_agent.contract.settings import Settings
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.contract.sockets import shortage
@@ -82,7 +82,6 @@ _MAX_NAME_BYTES = 255  # of a ZMQ identity
 # the process if there are too few.
 _DESCRIPTORS = 64
 _PATHS = (AUTO, BULK, SLICE, STAGED, DIRECT)
-_COPY_THREADS = 4
 
 
 class Closable(Protocol):
@@ -215,7 +214,9 @@ def build_parts(
         local = local_of(name, role, rank, shape, pool, incarnation, settings, transport, ring)
 
         # What transfers parts.
-        copy_pool = copy_pool_of(copy_thread_count(settings["copy_threads"]), name, mailbox)
+        if settings["copy_threads"] is None:
+            settings.complete("copy_threads", copy_threads(available_cores(), ranks_of(rank)))
+        copy_pool = copy_pool_of(settings["copy_threads"], name, mailbox)
         copiers: list[Closable] = []
         undo.callback(close_all, copiers)
         by_peer: dict[str, PeerConnection] = {}
@@ -375,11 +376,15 @@ def engine_params(settings: Settings, role: str, rank: Rank, device: Device | No
     """
     params = parse_params(settings["transport_params"])
     if settings["transport"] == "nixl":
-        ranks = math.prod((rank.dp_size, rank.pp_size, rank.cp_size, rank.tp_size))
         writes = role == "prefill" and device is None
-        params = with_threads(params, engine_threads(available_cores(), ranks) if writes else 0)
+        params = with_threads(params, engine_threads(available_cores(), ranks_of(rank)) if writes else 0)
         settings.complete("transport_params", ",".join(f"{name}={value}" for name, value in params.items()))
     return params
+
+
+def ranks_of(rank: Rank) -> int:
+    """Returns the number of ranks of the rank's instance, which are assumed to share this host."""
+    return math.prod((rank.dp_size, rank.pp_size, rank.cp_size, rank.tp_size))
 
 
 def check_settings(settings: Settings, pool: KVPool, engine_threads: int) -> None:
@@ -391,13 +396,6 @@ def check_settings(settings: Settings, pool: KVPool, engine_threads: int) -> Non
         raise ConfigError(
             "checksum: not available for pools on a GPU, since it would read every byte back; set checksum = false"
         )
-
-
-def copy_thread_count(configured: int | None) -> int:
-    """Returns the number of copy threads; by default none on few cores, where the control loop copies, and else 4."""
-    if configured is not None:
-        return configured
-    return 0 if available_cores() <= FEW_CORES else _COPY_THREADS
 
 
 def check_path(path: str, pool: KVPool) -> None:

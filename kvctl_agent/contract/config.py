@@ -52,7 +52,7 @@ KEYS: tuple[Key, ...] = (
         "",
         "Engine parameters: name=value pairs separated by commas. nixl: backend, and the parameters of that backend. "
         "num_threads (UCX): threads among which large writes are divided; automatic: on prefill ranks with host memory "
-        "half of the rank's share of the cores, at most 8, none with at most 4 cores. "
+        "the rank's share of the cores, at most 8, none with at most 4 cores. "
         "mooncake: protocol (tcp, rdma, nvlink, nvlink_intra, efa), device (several joined by +), host. loopback: "
         "directory.",
         sglang="SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS",
@@ -114,7 +114,8 @@ KEYS: tuple[Key, ...] = (
         "copy_threads",
         int,
         None,
-        "Threads that gather and scatter; 0: the control loop does. Automatic: 0 with at most 4 cores, otherwise 4.",
+        "Threads that gather and scatter in host memory; 0: the control loop does. Automatic: none with at most 4 "
+        "cores, otherwise half of the rank's share of the cores, from 1 to 8.",
         minimum=0,
         maximum=64,
     ),

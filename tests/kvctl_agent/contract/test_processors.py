@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvctl_agent.contract.processors import available_cores, engine_threads
+from kvctl_agent.contract.processors import available_cores, copy_threads, engine_threads
 
 
 @pytest.fixture
@@ -57,15 +57,22 @@ def test_this_machine_has_cores() -> None:
 @pytest.mark.parametrize(
     ("cores", "ranks", "threads"),
     [
-        *[(1, 1, 0), (2, 1, 0), (4, 1, 0), (5, 1, 2), (8, 1, 4), (16, 1, 8), (192, 1, 8)],
-        *[(64, 4, 8), (64, 8, 4), (64, 16, 2), (64, 32, 0), (32, 8, 2), (16, 8, 0), (8, 16, 0)],
+        *[(1, 1, 0), (2, 1, 0), (4, 1, 0), (5, 1, 5), (8, 1, 8), (16, 1, 8), (192, 1, 8)],
+        *[(64, 4, 8), (64, 8, 8), (64, 16, 4), (64, 64, 0), (32, 8, 4), (16, 8, 2), (8, 8, 0), (8, 16, 0)],
     ],
 )
-def test_threads_are_half_of_the_ranks_share_of_the_cores(cores: int, ranks: int, threads: int) -> None:
+def test_threads_are_the_ranks_share_of_the_cores(cores: int, ranks: int, threads: int) -> None:
     assert engine_threads(cores, ranks) == threads
 
 
-def test_the_threads_of_all_ranks_never_exceed_half_of_the_cores() -> None:
+@pytest.mark.parametrize(
+    ("cores", "ranks", "threads"), [(1, 1, 0), (4, 1, 0), (5, 1, 2), (8, 8, 1), (16, 4, 2), (64, 4, 8), (192, 1, 8)]
+)
+def test_a_rank_has_at_least_one_copy_thread_where_cores_are_not_few(cores: int, ranks: int, threads: int) -> None:
+    assert copy_threads(cores, ranks) == threads
+
+
+def test_the_threads_of_all_ranks_never_exceed_the_cores() -> None:
     for cores in range(1, 257):
         for ranks in range(1, 65):
-            assert ranks * engine_threads(cores, ranks) <= cores / 2
+            assert ranks * engine_threads(cores, ranks) <= cores
