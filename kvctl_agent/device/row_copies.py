@@ -212,7 +212,8 @@ class CudaRowCopies:
         stream = self._uploads if ahead else self._stream
         checked(self._calls.cuMemcpyHtoDAsync(slot.device, slot.host, nbytes, stream), "cannot upload tables")
         if ahead:
-            self._events.record(stream).wait(self._stream)
+            uploaded = self._events.record(stream)
+            checked(self._driver.cuStreamWaitEvent(self._stream, uploaded.handle, 0), "cannot make a stream wait")
 
     def _copy_batch(self, batch: Batch, blocks_at: int, pages_at: int, programs: int | None) -> None:
         geometry, blocks = batch

@@ -1,7 +1,6 @@
 """Path bulk: writes whole pages directly into the reader's pages, with one descriptor per page run.
 
-The path requires the same heads on both sides. Items of state are treated as pages. The aux row, one small write, is
-sent in the same way.
+The path requires the same heads on both sides. Items of state are treated as pages. The aux row is one small write.
 """
 
 from __future__ import annotations
@@ -13,9 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvctl_agent.errors import LayoutError, MemoryLayoutError
+from kvctl_agent.memory.addresses import PoolAddresses
 from kvctl_agent.paths.base import Flight, WriteFlight
 from kvctl_agent.paths.peer_connection import Numbers, PeerConnection
 from kvctl_agent.protocol.events import Transfer
+from kvctl_agent.transport.base import Addresses, Prepared, Sizes
+
+_MAX_AUX_ROWS = 1 << 20
 
 
 class PageRuns(NamedTuple):
@@ -75,21 +78,48 @@ class BulkPath:
 
 
 class AuxPath:
-    """Sends the aux row of a room in one write."""
+    """Sends the aux row of a room in one write.
+
+    Rows are named by their index in descriptor lists of all rows: with addresses, a post took 2.5 times the CPU time.
+    Caches the list of the local rows; that of the peer's rows is kept in its connection.
+    """
+
+    def __init__(self) -> None:
+        self._rows: Prepared | None = None
 
     def start(self, connection: PeerConnection, order: Transfer) -> Flight:
         began_ns = time.monotonic_ns()
         local, remote = connection.local, connection.remote
-        (row,), (slot,) = order.src_pages.tolist(), order.dst_pages.tolist()
+        (row,) = order.src_pages.tolist()
         if not 0 <= row < local.aux_slots or local.aux_row_bytes != remote.aux_row_bytes:
             raise MemoryLayoutError(
                 f"aux row {row} of {local.aux_row_bytes} bytes cannot go to a row of {remote.aux_row_bytes} bytes: "
                 "pass an aux row to finish(), and use rows of one size on both sides"
             )
-        source, target, nbytes = (
-            np.array([number], np.int64) for number in (local.aux_addr(row), remote.aux_addr(slot), local.aux_row_bytes)
+        if self._rows is None:
+            self._rows = connection.transport.prepare_local(*_aux_rows(local))
+        if connection.aux_rows is None:
+            connection.aux_rows = connection.transport.prepare_remote(connection.peer, *_aux_rows(remote))
+        prepared = self._rows, order.src_pages, connection.aux_rows, order.dst_pages
+        return WriteFlight(
+            connection,
+            order,
+            began_ns,
+            lambda: connection.transport.write_prepared(connection.peer, *prepared, order.tag),
         )
-        return _post(connection, order, began_ns, source, target, nbytes)
+
+
+def _aux_rows(addresses: PoolAddresses) -> tuple[Addresses, Sizes]:
+    """Returns addresses and sizes of all aux rows.
+
+    Raises:
+        MemoryLayoutError: there are more rows than requests that a rank can have; a peer states their number.
+    """
+    count, nbytes = addresses.aux_slots, addresses.aux_row_bytes
+    if count > _MAX_AUX_ROWS:
+        raise MemoryLayoutError(f"{count} aux rows are too many to list; a pool may have {_MAX_AUX_ROWS}")
+    rows = np.arange(count, dtype=np.uint64) * np.uint64(nbytes) + np.uint64(addresses.aux_base)
+    return rows, np.full(count, nbytes, np.uint64)
 
 
 def _post(

@@ -148,6 +148,7 @@ class PeerConnection:
         ring_base: Address of the peer's staging ring; 0 if it has none.
         segments: The addresses of each segment on both sides, in the model's order.
         prepared: Descriptor lists of the peer's pool by (segment, first head, heads), created on first use.
+        aux_rows: Descriptor list of the peer's aux rows; None until first used.
         mapping: Mapping of the peer's memory for path direct; None if there is none.
         why_not: Why there is no mapping, as text; "" if there is one.
         routes: Routes of path direct by (segment, first source head, first destination head, heads), created on first
@@ -178,6 +179,7 @@ class PeerConnection:
         pairs = zip(self.local.segments, remote.segments, strict=True)
         self.segments = tuple(SegmentPair(here, there, mapping) for here, there in pairs)
         self.prepared: dict[tuple[int, int, int], Prepared] = {}
+        self.aux_rows: Prepared | None = None
         self.mapping = mapping
         self.why_not = why_not
         self.routes: dict[tuple[int, int, int, int], tuple[Route, ...]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -149,6 +150,16 @@ class TestSlice:
             SlicePath().start(made.connection(made.geometry.shares()[0]), made.order(None, [1], [1]))
 
 
+def _counted(call: Any, name: str, calls: list[str]) -> Any:
+    """`call`, which adds `name` to `calls`."""
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(name)
+        return call(*arguments)
+
+    return counted
+
+
 class TestAux:
     def test_the_row_lands_in_its_slot_and_nowhere_else(self, ends: Any, geometry: Any, landed: Any) -> None:
         made = ends(geometry())
@@ -160,6 +171,30 @@ class TestAux:
         assert made.tags(1) == [b"tag"]
         assert np.array_equal(made.readers[0].aux, wanted)
         made.check()
+
+    def test_the_rows_of_both_sides_are_listed_once(
+        self, ends: Any, geometry: Any, landed: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made = ends(geometry())
+        prepared: list[str] = []
+        for name in ("prepare_local", "prepare_remote"):
+            monkeypatch.setattr(made.here, name, _counted(getattr(made.here, name), name, prepared))
+        path, connection = AuxPath(), made.connection(made.geometry.shares()[0])
+        wanted = made.readers[0].aux.copy()
+        for row, slot in ((0, 3), (3, 0), (2, 1)):
+            wanted[slot] = made.writers[0].aux[row]
+            landed(path.start(connection, made.order(None, [row], [slot], kind=PartKind.AUX)), made.there)
+        assert np.array_equal(made.readers[0].aux, wanted)
+        assert prepared == ["prepare_local", "prepare_remote"]
+
+    def test_a_peer_that_states_a_billion_rows_is_refused_before_they_are_listed(
+        self, ends: Any, geometry: Any
+    ) -> None:
+        made = ends(geometry())
+        connection = made.connection(made.geometry.shares()[0])
+        connection.remote = replace(connection.remote, aux_slots=1 << 30)
+        with pytest.raises(MemoryLayoutError, match="1073741824 aux rows are too many"):
+            AuxPath().start(connection, made.order(None, [1], [3], kind=PartKind.AUX))
 
     @pytest.mark.parametrize("row", [-1, 4])
     def test_a_row_that_was_not_given_says_what_to_do(self, ends: Any, geometry: Any, row: int) -> None:
