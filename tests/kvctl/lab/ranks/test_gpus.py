@@ -165,3 +165,18 @@ def test_without_gpus_it_is_said(monkeypatch: pytest.MonkeyPatch):
 def test_host_pools_have_no_gpu():
     planned = make_plan(request(device="cpu", memory_bytes=8 * GIB))
     assert placed(planned) == [("prefill", -1)] * 4 + [("decode", -1)]
+
+
+def test_a_batch_on_gpus_has_more_windows_of_rooms(have: Callable[..., None]):
+    have(140 * GIB, 140 * GIB)
+    load = Load(8, Tokens(values=(1024,)))
+    on_gpus = make_plan(request(loads=(load,), rooms=256))
+    on_host = make_plan(request(loads=(load,), rooms=256, device="cpu", memory_bytes=140 * GIB))
+    assert [end - first for first, end in on_gpus["loads"][0]["batches"]] == [128, 128]
+    assert [end - first for first, end in on_host["loads"][0]["batches"]] == [32] * 8
+
+
+def test_a_small_gpu_has_smaller_batches(have: Callable[..., None]):
+    have(8 * GIB)
+    planned = make_plan(request(loads=(Load(8, Tokens(values=(1024,))),), rooms=256))
+    assert all(end - first < 16 for first, end in planned["loads"][0]["batches"])
