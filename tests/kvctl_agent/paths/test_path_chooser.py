@@ -135,7 +135,7 @@ class TestDirect:
 
     @pytest.mark.parametrize("share", [SAME, CUT])
     def test_it_is_taken_where_it_is_cheapest(self, share: TransferSlice) -> None:
-        cheap, dear = DirectCost(10.0, 1.0), DirectCost(1e6, 1.0)
+        cheap, dear = DirectCost(10.0, 1.0), DirectCost(10.0, 1e6)
         assert self.made(cost=cheap).choose(RING, share, 32, SCATTERED, True) == "direct"
         assert self.made(cost=dear).choose(RING, share, 32, SCATTERED, True) == "staged"
         assert self.made(cost=cheap).choose(RING, share, 32, SCATTERED, False) == "staged"
@@ -145,6 +145,16 @@ class TestDirect:
         made = self.made(cost=DirectCost(10.0, 4.0))
         mib = SAME.payload_bytes(64, 4) / (1 << 20)
         assert made.costs(SAME, 4, SCATTERED, True)["direct"] == pytest.approx(10 + 4 * mib)
+
+    @pytest.mark.parametrize("us_per_part", [10.0, 1e4])
+    def test_small_parts_go_direct_even_if_its_kernels_began_late_when_they_were_measured(
+        self, us_per_part: float
+    ) -> None:
+        made = self.made(cost=DirectCost(us_per_part, 4.0))
+        alone = chooser(connection=DEAR_DESCRIPTORS, copy=FREE_COPIES).costs(CUT, 4, RUN[:1])
+        costs = made.costs(CUT, 4, RUN[:1], True)
+        assert costs["staged"] == pytest.approx(alone["staged"] + 2 * us_per_part)
+        assert costs["direct"] < costs["staged"]
 
     def test_before_anything_was_measured_it_is_taken(self) -> None:
         assert self.made(connection=None, copy=None).choose(RING, CUT, 32, SCATTERED, True) == "direct"
