@@ -27,6 +27,7 @@ class Flight(ABC):
         post_ns: Time spent in the engine's post call; includes the copy if the engine copies in that call.
         descriptors: Descriptors passed to the engine, before it merges them; kernels on path direct.
         posts: Writes submitted to the engine; kernels on path direct.
+        row: The aux row that was sent in the tag; None if the part's bytes were written.
     """
 
     def __init__(self, connection: PeerConnection, order: Transfer, began_ns: int) -> None:
@@ -37,6 +38,7 @@ class Flight(ABC):
         self.post_ns = 0
         self.descriptors = 0
         self.posts = 0
+        self.row: bytes | None = None
 
     @abstractmethod
     def advance(self) -> bool:

@@ -187,7 +187,7 @@ class SetTimeouts(Event, frozen=True):
 class PartSent(Event, frozen=True):
     """The transfer of a part has ended: it was written, or it was dropped because its room has failed.
 
-    `checksum` is the one in the tag; None without checksums.
+    `checksum` and `row` are those in the tag, or None.
     """
 
     peer: str
@@ -198,6 +198,7 @@ class PartSent(Event, frozen=True):
     moments: dict[str, int] = {}  # end time of each stage by name, monotonic ns
     dropped: bool = False
     checksum: int | None = None
+    row: bytes | None = None
 
 
 class PartFailed(Event, frozen=True):
@@ -355,6 +356,13 @@ class Check(Action, frozen=True):
     key: PartKey
     share: TransferSlice | None
     pages: Pages
+
+
+class StoreAux(Action, frozen=True):
+    """Copy an aux row that arrived in a tag to its slot, before the actions that follow."""
+
+    slot: int
+    row: bytes
 
 
 class StateChanged(Action, frozen=True):

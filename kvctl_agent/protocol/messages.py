@@ -32,7 +32,7 @@ Addresses = Annotated[list[int], msgspec.Meta(max_length=1 << 16)]
 WireDict = Annotated[dict[Name, int | Text | Addresses], msgspec.Meta(max_length=64)]
 Axes = Annotated[list[int], msgspec.Meta(max_length=4)]  # dp, pp, cp, tp
 Stages = Annotated[list[Layer], msgspec.Meta(max_length=1 << 12)]
-Tags = Annotated[list[Annotated[bytes, msgspec.Meta(min_length=32, max_length=256)]], msgspec.Meta(max_length=1 << 18)]
+Tags = Annotated[list[Annotated[bytes, msgspec.Meta(min_length=32, max_length=4096)]], msgspec.Meta(max_length=1 << 18)]
 States = Annotated[list[bytes], msgspec.Meta(max_length=64)]
 
 MAX_TEXT = 4096

@@ -41,6 +41,7 @@ ACTIONS: dict[type, str] = {
     ev.Transfer: "t",
     ev.Scatter: "c",
     ev.Check: "k",
+    ev.StoreAux: "x",
     ev.StateChanged: "=",
     ev.Released: "r",
     ev.Overlapped: "o",

@@ -1,7 +1,7 @@
 """Keys of rooms and parts, and the tag that a write carries to its decode rank.
 
 A tag names the part that has landed and its ring region. It is a fixed binary struct, so that it is cheap to make and
-passes through any transport that carries bytes.
+passes through any transport that carries bytes. The tag of a small aux row contains the row.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kvctl_agent.contract.values import layer_range
 from kvctl_agent.errors import RemoteProtocolError
 
-_MAGIC = 0xC7
+_MAGIC, _MAGIC_WITH_ROW = 0xC7, 0xC8
 _LAYOUT = struct.Struct("<BBQQQQIIHH")
 _CHECKSUM = struct.Struct("<I")
 TAG_BYTES = _LAYOUT.size
@@ -61,7 +61,7 @@ class Tag(NamedTuple):
 
     `incarnation` is the decode rank's; `serial` is that of the grant, or 0 for a part written straight to its pages.
     `checksum` is that of the writer's bytes (see `memory.checksum`), or None if the writer computes none; the packed
-    tag is shorter then.
+    tag is shorter then. `row` is the aux row, or None if the bytes of the part were written; a tag has not both.
     """
 
     kind: PartKind
@@ -71,9 +71,12 @@ class Tag(NamedTuple):
     serial: int
     key: PartKey
     checksum: int | None = None
+    row: bytes | None = None
 
     def pack(self) -> bytes:
         data = _LAYOUT.pack(_MAGIC, self.kind, self.incarnation, self.room, self.nonce, self.serial, *self.key)
+        if self.row is not None:
+            return with_row(data, self.row)
         return data if self.checksum is None else with_checksum(data, self.checksum)
 
     @classmethod
@@ -83,19 +86,27 @@ class Tag(NamedTuple):
         Raises:
             RemoteProtocolError: wrong length, magic or kind, or an empty layer range.
         """
-        if len(data) not in (TAG_BYTES, TAG_BYTES + CHECKSUM_BYTES):
+        has_row = len(data) > TAG_BYTES and data[0] == _MAGIC_WITH_ROW
+        if len(data) not in (TAG_BYTES, TAG_BYTES + CHECKSUM_BYTES) and not has_row:
             raise RemoteProtocolError(f"tag of {len(data)} bytes, expected {TAG_BYTES} or {CHECKSUM_BYTES} more")
         magic, kind, incarnation, room, nonce, serial, writer, chunk, lo, hi = _LAYOUT.unpack_from(data)
-        if magic != _MAGIC:
+        if magic != _MAGIC and not has_row:
             raise RemoteProtocolError(f"tag starts with {magic:#x}, expected {_MAGIC:#x}")
-        if kind not in (PartKind.KV, PartKind.AUX, PartKind.STATE):
+        if kind not in (PartKind.KV, PartKind.AUX, PartKind.STATE) or (has_row and kind != PartKind.AUX):
             raise RemoteProtocolError(f"tag of unknown kind {kind}")
         if kind != PartKind.AUX and lo >= hi:
             raise RemoteProtocolError(f"tag with empty layer range {layer_range(lo, hi)}")
-        checksum = _CHECKSUM.unpack_from(data, TAG_BYTES)[0] if len(data) > TAG_BYTES else None
-        return cls(PartKind(kind), incarnation, room, nonce, serial, PartKey(writer, chunk, lo, hi), checksum)
+        part = PartKind(kind), incarnation, room, nonce, serial, PartKey(writer, chunk, lo, hi)
+        if has_row:
+            return cls(*part, row=data[TAG_BYTES:])
+        return cls(*part, _CHECKSUM.unpack_from(data, TAG_BYTES)[0] if len(data) > TAG_BYTES else None)
 
 
 def with_checksum(packed: bytes, checksum: int) -> bytes:
     """Returns a packed tag with a checksum appended; `packed` has none yet."""
     return packed + _CHECKSUM.pack(checksum)
+
+
+def with_row(packed: bytes, row: bytes) -> bytes:
+    """Returns the packed tag of an aux row with the row appended; `packed` has no checksum."""
+    return bytes((_MAGIC_WITH_ROW,)) + packed[1:] + row

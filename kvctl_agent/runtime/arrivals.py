@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+
 from kvctl_agent.errors import DeviceError, RemoteProtocolError
 from kvctl_agent.memory.allocations import RingMemory
 from kvctl_agent.memory.checksum import aux_checksum, part_checksum
@@ -22,7 +24,7 @@ from kvctl_agent.memory.copier import Copier, LandedPart, PendingCopy
 from kvctl_agent.memory.device_copier import DeviceCopier
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.segment import RowIndex
-from kvctl_agent.protocol.events import Arrived, Check, Checked, Event, Scatter, Scattered, ScatterFailed
+from kvctl_agent.protocol.events import Arrived, Check, Checked, Event, Scatter, Scattered, ScatterFailed, StoreAux
 from kvctl_agent.protocol.tag import Tag
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.transport.base import Transport
@@ -53,7 +55,7 @@ class _RunningScatter(NamedTuple):
 
 
 class Arrivals:
-    """Polls the transport and executes `Scatter` and `Check` actions on the control loop's thread.
+    """Polls the transport and executes `Scatter`, `Check` and `StoreAux` actions on the control loop's thread.
 
     Args:
         ring: memory of the staging ring; None if staging is off.
@@ -92,6 +94,11 @@ class Arrivals:
     def put(self, order: Scatter | Check) -> None:
         """Queues an action for the next turn."""
         self._orders.append(order)
+
+    def store_aux(self, order: StoreAux) -> None:
+        """Copies an aux row to its slot, at once: the room may succeed with the next action."""
+        assert self._pool.aux is not None
+        self._pool.aux[order.slot] = np.frombuffer(order.row, np.uint8)
 
     def idle(self) -> bool:
         return not self._scatters

@@ -181,7 +181,7 @@ class ControlLoop:
 
         Args:
             transfers: prefill: executes `Transfer`.
-            arrivals: decode: executes `Scatter` and `Check`.
+            arrivals: decode: executes `Scatter`, `Check` and `StoreAux`.
             forwards: prefill, pool on a device: polls the engine's events.
             reported: events that the tasks have reported, to be handled in the same turn.
             few_cores: whether ranks that share this host have no core to spare, so that the loop makes fewer turns.
@@ -236,7 +236,7 @@ class ControlLoop:
         if transfers is not None:
             self.executors[ev.Transfer] = transfers.put
         if arrivals is not None:
-            self.executors |= {ev.Scatter: arrivals.put, ev.Check: arrivals.put}
+            self.executors |= {ev.Scatter: arrivals.put, ev.Check: arrivals.put, ev.StoreAux: arrivals.store_aux}
 
     def open(self, instances: Sequence[str]) -> None:
         """Binds and connects the control sockets; registers with, or looks up, the registries at `instances`.

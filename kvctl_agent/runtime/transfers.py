@@ -271,7 +271,8 @@ class Transfers:
             return
         moments = flight.moments()
         checksum = Tag.unpack(order.tag).checksum if self._checksum else None
-        self._report(PartSent(order.peer, order.room, order.nonce, order.kind, order.key, moments, checksum=checksum))
+        part = order.peer, order.room, order.nonce, order.kind, order.key
+        self._report(PartSent(*part, moments, checksum=checksum, row=flight.row))
         if order.kind is PartKind.KV:
             path = (order.path,)
             self._metrics.update(

@@ -81,7 +81,11 @@ SEEDS: dict[str, list[bytes]] = {
         codec.MAGIC + bytes(8) + b"\x91\x82\xa1t\xa9heartbeat\xa7sent_ns\xcb\x7f\xf8" + bytes(6),  # not a number
         codec.MAGIC + bytes(8) + b"\x91\x82\xa1t\xa2\xc3\x28\xa4room\x01",  # no UTF-8
     ],
-    "tag": [_TAG, Tag(PartKind.AUX, 1, 2, 3, 0, PartKey(0, 0, 0, 0)).pack()],
+    "tag": [
+        _TAG,
+        Tag(PartKind.AUX, 1, 2, 3, 0, PartKey(0, 0, 0, 0)).pack(),
+        Tag(PartKind.AUX, 1, 2, 3, 0, PartKey(0, 0, 0, 0), row=b"row").pack(),
+    ],
     "registry": [
         registry.encode(registry.Register(_RANK)),
         registry.encode(registry.Lookup("decode-0")),

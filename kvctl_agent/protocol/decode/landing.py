@@ -285,10 +285,15 @@ class Landing:
 
     def _take_final(self, room: RecvRoom, tag: Tag, at_ns: int) -> str | None:
         final = tag.kind, tag.key
+        if tag.row is not None and len(tag.row) != self.context.local.pool["aux_row_bytes"]:
+            return "malformed"
         if not room.land_final(final):
             return "duplicate" if final in room.finals_landed else "unplanned"
         room.record.event("aux" if tag.kind is PartKind.AUX else "state", at_ns, writer=tag.key.writer)
         self._begin(room)
+        if tag.row is not None and room.failure is None:
+            (slot,) = room.final_parts[final][1].tolist()
+            self.context.actions.append(ev.StoreAux(slot, tag.row))
         if tag.checksum is not None and room.failure is None:
             room.checks[final] = PartChecksum(tag.checksum, {}, IN_PLACE)
             share, pages = room.final_parts[final]

@@ -51,7 +51,7 @@ class Dispatch:
             else:
                 transfer.to_send -= 1
                 final = transfer.finals[event.kind, event.key]
-                final.checksum = event.checksum
+                final.checksum, final.row = event.checksum, event.row
                 final.state = PartState.SENT
             if not transfer.resend_ns:
                 transfer.resend_ns = self.context.now_ns + 2 * self.context.timing.resend_ns

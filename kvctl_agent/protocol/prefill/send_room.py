@@ -189,6 +189,7 @@ class Part:
     nbytes: int = field(init=False)
 
     kind = PartKind.KV
+    row = None
 
     def __post_init__(self) -> None:
         self.layers = self.key.hi - self.key.lo
@@ -209,6 +210,7 @@ class Final:
     share: TransferSlice | None
     dst: Pages  # one row of aux, or items of a state
     checksum: int | None = None
+    row: bytes | None = None  # the aux row, once sent in its tag
     state: PartState = PartState.PLANNED
 
     serial = 0  # final parts never go through the ring
@@ -312,7 +314,7 @@ class PeerTransfer:
 
     def tag(self, part: Part | Final, incarnation: int) -> bytes:
         """Returns the packed tag that the write of a part carries to this incarnation of the decode rank."""
-        return Tag(part.kind, incarnation, self.room, self.nonce, part.serial, part.key, part.checksum).pack()
+        return Tag(part.kind, incarnation, self.room, self.nonce, part.serial, part.key, part.checksum, part.row).pack()
 
 
 @dataclass(slots=True, eq=False)

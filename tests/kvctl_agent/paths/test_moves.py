@@ -7,14 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace as replace_struct
 
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.memory.allocations import StagingBuffers
 from kvctl_agent.memory.host_copier import CopyPool, HostCopier
+from kvctl_agent.paths import bulk
 from kvctl_agent.paths.bulk import AuxPath, BulkPath
 from kvctl_agent.paths.slice import SlicePath
 from kvctl_agent.paths.staged import StagedPath
-from kvctl_agent.protocol.tag import PartKind
+from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
+from tests.kvctl_agent.paths.conftest import POISON
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "tp2 to tp1": {},
@@ -171,6 +174,41 @@ class TestAux:
         assert made.tags(1) == [b"tag"]
         assert np.array_equal(made.readers[0].aux, wanted)
         made.check()
+
+    def test_a_small_row_is_sent_in_its_tag_and_nothing_is_written(
+        self, ends: Any, geometry: Any, landed: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made = ends(geometry())
+        written: list[str] = []
+        for name in ("write", "write_prepared"):
+            monkeypatch.setattr(made.here, name, _counted(getattr(made.here, name), name, written))
+        tag = Tag(PartKind.AUX, 1, 2, 3, 0, PartKey(0, 0, 0, 0))
+        order = replace_struct(made.order(None, [1], [3], kind=PartKind.AUX), tag=tag.pack())
+        flight = AuxPath().start(made.connection(made.geometry.shares()[0]), order)
+        assert flight.advance()
+        row = made.writers[0].aux[1].tobytes()
+        assert flight.row == row
+        (arrived,) = made.tags(1)
+        assert Tag.unpack(arrived) == tag._replace(row=row)
+        assert not written
+        assert (made.readers[0].aux == POISON).all()
+
+    @pytest.mark.parametrize("why", ["checksum", "large"])
+    def test_a_row_with_a_checksum_and_a_large_row_are_written(
+        self, ends: Any, geometry: Any, landed: Any, monkeypatch: pytest.MonkeyPatch, why: str
+    ) -> None:
+        made = ends(geometry())
+        tag = Tag(PartKind.AUX, 1, 2, 3, 0, PartKey(0, 0, 0, 0), checksum=4 if why == "checksum" else None).pack()
+        if why == "large":
+            monkeypatch.setattr(bulk, "MAX_ROW_IN_TAG", made.writers[0].aux_row_bytes - 1)
+        flight = AuxPath().start(
+            made.connection(made.geometry.shares()[0]),
+            replace_struct(made.order(None, [1], [3], kind=PartKind.AUX), tag=tag),
+        )
+        landed(flight, made.there)
+        assert flight.row is None
+        assert made.tags(1) == [tag]
+        assert np.array_equal(made.readers[0].aux[3], made.writers[0].aux[1])
 
     def test_the_rows_of_both_sides_are_listed_once(
         self, ends: Any, geometry: Any, landed: Any, monkeypatch: pytest.MonkeyPatch

@@ -12,10 +12,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvctl_agent.errors import RemoteProtocolError
+from kvctl_agent.paths.bulk import MAX_ROW_IN_TAG
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.messages import PROTOCOL_VERSION
 from kvctl_agent.protocol.tag import CHECKSUM_BYTES, TAG_BYTES, PartKey, PartKind, Tag
+from kvctl_agent.transport.base import MAX_TAG_BYTES
 
 WHO = msg.PeerInfo(
     "d",
@@ -139,7 +141,7 @@ def test_a_frame_of_countless_messages_is_refused_before_one_is_made(body: bytes
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("tags", [[b""] * 1000, [b"x" * 31], [b"x" * 257], [TAG] * ((1 << 18) + 1)])
+@pytest.mark.parametrize("tags", [[b""] * 1000, [b"x" * 31], [b"x" * 4097], [TAG] * ((1 << 18) + 1)])
 def test_lists_and_sizes_of_tags_are_bounded(tags: list[bytes]) -> None:
     assert codec.decode(raw({"t": "part-ready", "room": 1, "nonce": 2, "tags": tags})) == (7, [], 1)
 
@@ -173,15 +175,33 @@ keys = st.builds(PartKey, st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), 
 checksums = st.none() | st.integers(0, 2**32 - 1)
 
 
-@given(st.builds(Tag, st.sampled_from(PartKind), u64, u64, u64, u64, keys, checksums))
+@given(st.builds(Tag, st.sampled_from(PartKind), u64, u64, u64, u64, keys, checksums, st.none()))
 def test_a_tag_survives_the_round_trip(tag: Tag) -> None:
     assert Tag.unpack(tag.pack()) == tag
     assert len(tag.pack()) == TAG_BYTES + (0 if tag.checksum is None else CHECKSUM_BYTES)
 
 
+@given(st.builds(Tag, st.just(PartKind.AUX), u64, u64, u64, u64, keys, st.none(), st.binary(min_size=1)))
+def test_a_tag_with_its_aux_row_survives_the_round_trip(tag: Tag) -> None:
+    assert Tag.unpack(tag.pack()) == tag
+
+
+def test_a_tag_with_the_largest_row_can_be_sent_again() -> None:
+    tag = Tag(PartKind.AUX, 1, 2, 3, 0, PartKey(0, 0, 0, 0), row=bytes(MAX_ROW_IN_TAG)).pack()
+    assert len(tag) <= MAX_TAG_BYTES
+    again = msg.PartReady(2, 3, [tag])
+    assert codec.decode(codec.encode(1, [again])) == (1, [again], 0)
+
+
+@pytest.mark.parametrize("kind", [PartKind.KV, PartKind.STATE])
+def test_only_an_aux_row_comes_in_its_tag(kind: PartKind) -> None:
+    with pytest.raises(RemoteProtocolError, match="tag of unknown kind"):
+        Tag.unpack(Tag(kind, 1, 2, 3, 0, PartKey(0, 0, 0, 2), row=b"row").pack())
+
+
 @given(st.one_of(st.binary(max_size=80), st.binary(min_size=TAG_BYTES, max_size=TAG_BYTES)))
 def test_random_bytes_are_a_tag_or_a_remote_protocol_error(data: bytes) -> None:
-    for candidate in (data, b"\xc7" + data[1:]):
+    for candidate in (data, b"\xc7" + data[1:], b"\xc8" + data[1:]):
         with contextlib.suppress(RemoteProtocolError):
             assert Tag.unpack(candidate).pack() == candidate
 

@@ -73,13 +73,14 @@ who = st.builds(
     cp_mode=text | st.sampled_from(CP_MODES),
 )
 tags = st.builds(
-    lambda kind, numbers, key, checksum: Tag._make(
-        [kind, *(n % 2**64 for n in numbers), PartKey(*key), checksum]
+    lambda kind, numbers, key, checksum, row: Tag._make(
+        [kind, *(n % 2**64 for n in numbers), PartKey(*key), checksum, row]
     ).pack(),
     st.sampled_from(PartKind),
     st.tuples(number, number, number, number),
     st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3), st.integers(1, 65535)),
     st.none() | st.integers(0, 2**32 - 1),
+    st.none() | st.binary(max_size=20),
 )
 part = st.fixed_dictionaries({"chunk": number, "lo": number, "hi": number, "nbytes": number})
 grant = st.fixed_dictionaries(

@@ -26,7 +26,7 @@ from kvctl_agent.memory.host_copier import CopyPool, HostCopier, gather_piece
 from kvctl_agent.memory.part_layout import PartLayout
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.segment import RowIndex
-from kvctl_agent.protocol.events import Arrived, Check, Checked, Scatter, Scattered, ScatterFailed
+from kvctl_agent.protocol.events import Arrived, Check, Checked, Scatter, Scattered, ScatterFailed, StoreAux
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.runtime.arrivals import Arrivals
 from kvctl_agent.telemetry.hub import Telemetry
@@ -60,13 +60,18 @@ class Rig:
     def __init__(self, telemetry: Telemetry, device: HostDevice | None = None) -> None:
         self.tags = Tags()
         self.pool = KVPool.allocate(
-            local_shards(SHAPE, 4, ParallelConfig(), RankCoord(0, 0, 0, 0)), 4, 16, device=device
+            local_shards(SHAPE, 4, ParallelConfig(), RankCoord(0, 0, 0, 0)),
+            4,
+            16,
+            aux_slots=4,
+            aux_row_bytes=8,
+            device=device,
         )
         self.ring = RingMemory(1 << 20, device)
         self.copier: Copier = HostCopier(CopyPool()) if device is None else DeviceCopier(device.copies())
         self.reported: Queue[Any] = Queue()
         self.rooms = 0
-        arrivals = Arrivals(
+        self.arrivals = Arrivals(
             self.tags,  # type: ignore[arg-type]
             self.pool,
             self.ring,
@@ -75,7 +80,7 @@ class Rig:
             lambda: self.rooms,
             telemetry,
         )
-        self.loop = DrivenTask(arrivals)
+        self.loop = DrivenTask(self.arrivals)
 
     def expect(self, rooms: int) -> None:
         """Sets the number of open rooms; in an agent the message that opens one wakes the loop."""
@@ -395,3 +400,12 @@ def test_close_ends_it_in_the_middle_of_a_pause(telemetry: Telemetry) -> None:
     rig.tags.waiting = [TAG.pack()]
     with pytest.raises(Empty):
         rig.reported.get(timeout=0.05)
+
+
+def test_a_row_that_came_in_its_tag_is_in_its_slot_when_the_call_returns(telemetry: Telemetry) -> None:
+    rig = Rig(telemetry)
+    aux = rig.pool.aux
+    assert aux is not None
+    rig.arrivals.store_aux(StoreAux(2, bytes(range(8))))
+    assert aux[2].tolist() == list(range(8))
+    assert not aux[[0, 1, 3]].any()

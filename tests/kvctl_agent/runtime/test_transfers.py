@@ -37,6 +37,7 @@ class Wire:
         self.error: Exception | None = None
         self.start_error: Exception | None = None
         self.drained: bool | None = True  # None: nobody can tell
+        self.row: bytes | None = None
         self.started: list[int] = []
         self.threads: set[str] = set()
 
@@ -45,7 +46,7 @@ class StandInFlight(Flight):
     def __init__(self, connection: Any, order: Transfer, wire: Wire) -> None:
         super().__init__(connection, order, time.monotonic_ns())
         self.wire = wire
-        self.posts, self.descriptors = 1, 3
+        self.posts, self.descriptors, self.row = 1, 3, wire.row
 
     def advance(self) -> bool:
         self.wire.threads.add(threading.current_thread().name)
@@ -140,6 +141,12 @@ def test_a_part_is_reported_with_its_moments_and_counted(bench: Bench, telemetry
     assert moments[-1] <= time.monotonic_ns()
     for metric, count in (("kvctl_writes_total", 1), ("kvctl_descriptors_total", 3), ("kvctl_engine_posts_total", 1)):
         assert telemetry.metrics.total(metric, "bulk") == count
+
+
+def test_a_row_sent_in_its_tag_is_reported_so_that_it_can_be_sent_again(bench: Bench) -> None:
+    bench.wires["good"].row = b"row"
+    bench.order("good", 1, kind=PartKind.AUX)
+    assert bench.report().row == b"row"
 
 
 def test_aux_rows_are_no_parts_in_the_counters(bench: Bench, telemetry: Telemetry) -> None:

@@ -29,7 +29,9 @@ from kvctl_agent.telemetry.hub import Telemetry
 from tests.support.protocol.forwards import forwards
 from tests.support.protocol.oracle import PAGE_SIZE, UNIT, Broken, Expected, Instance, Oracle, Write, place_of
 
-__all__ = ["UNIT", "Broken", "Instance", "World", "Write"]
+__all__ = ["AUX_ROW_BYTES", "UNIT", "Broken", "Instance", "World", "Write"]
+
+AUX_ROW_BYTES = 8
 
 MS = 1_000_000
 SECOND = 1000 * MS
@@ -177,7 +179,12 @@ class World(Oracle):  # type: ignore[misc]
             incarnation=self.lives,
             transport="simulated",
             metadata=b"",
-            pool={"num_pages": self.num_pages, "aux_slots": self.aux_slots, "slots": slots},
+            pool={
+                "num_pages": self.num_pages,
+                "aux_slots": self.aux_slots,
+                "aux_row_bytes": AUX_ROW_BYTES,
+                "slots": slots,
+            },
             host="here",
             pid=self.lives,
             ring_base=1 << 20,
