@@ -12,6 +12,7 @@ machines send them again.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Container, Iterator, Sequence, Set
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from kvctl_agent.protocol import codec
 from kvctl_agent.protocol.events import Received, Unsendable
 from kvctl_agent.protocol.messages import Ack, Message, PartAck, RoomDone
 from kvctl_agent.runtime import control_endpoints
+from kvctl_agent.security.unix_dealer import UnixDealer
 from kvctl_agent.security.unix_router import UnixRouter
 from kvctl_agent.telemetry.hub import Telemetry
 
@@ -71,7 +73,7 @@ class ControlChannel:
         self.due_ns: int | None = None
         self._router: control_endpoints.Router | None = None
         self._router_key: zmq.Socket[bytes] | int | None = None
-        self._dealers: dict[PeerAddress, zmq.Socket[bytes]] = {}
+        self._dealers: dict[PeerAddress, control_endpoints.Dealer] = {}
         self._endpoints: dict[str, str] = {}
         self._outbox: dict[PeerAddress, list[Message]] = {}
         self._patient: dict[PeerAddress, list[Message]] = {}
@@ -103,7 +105,7 @@ class ControlChannel:
     def _open(self, address: PeerAddress) -> None:
         """Connects a DEALER; replaces a connection to the same address."""
         # Connect first: if no descriptor is left, the old connection stays in use.
-        made = control_endpoints.connect(
+        made = control_endpoints.connect_to_peer(
             self._context, address.route.decode(), self._identity, codec.MAX_FRAME_BYTES, self._keys
         )
         self._close(address)
@@ -156,7 +158,8 @@ class ControlChannel:
 
     def sockets(self) -> list[zmq.Socket[bytes] | int]:
         """Returns the sockets and descriptors to poll."""
-        return [*self._dealers.values(), *([self._router_key] if self._router_key is not None else [])]
+        dealers = map(control_endpoints.poll_key, self._dealers.values())
+        return [*dealers, *([self._router_key] if self._router_key is not None else [])]
 
     def queue(self, peer: str, message: Message, route: bytes = b"") -> None:
         """Queues a message for the next flush; messages of the types in `_PATIENT` may wait for a later one.
@@ -254,7 +257,8 @@ class ControlChannel:
                 else:  # not an agent, or a connection that another one has replaced
                     self._telemetry.metrics.add("kvctl_control_dropped_total", 1, "stranger")
         for address, dealer in list(self._dealers.items()):
-            if dealer in ready:
+            absent = isinstance(dealer, UnixDealer) and not dealer.connected
+            if absent or control_endpoints.poll_key(dealer) in ready:
                 for frames in _frames(dealer):
                     yield from self._read(address, frames)
 
@@ -290,16 +294,20 @@ class ControlChannel:
         """Closes all sockets after they have sent their queued frames, or after a short linger."""
         if self._router is not None:
             control_endpoints.close(self._router, _GOODBYE_MS)
+        until_ns = time.monotonic_ns() + _GOODBYE_MS * 1_000_000
         for dealer in self._dealers.values():
-            dealer.close(_GOODBYE_MS)
+            dealer.close(max(0, until_ns - time.monotonic_ns()) // 1_000_000)
         self._dealers.clear()
         self._router = None
 
 
-def _frames(socket: control_endpoints.Router) -> Iterator[list[bytes]]:
-    """Yields the messages that have arrived at a readable socket; at most `_FRAMES_A_TURN`."""
+def _frames(socket: control_endpoints.Router | control_endpoints.Dealer) -> Iterator[list[bytes]]:
+    """Yields the messages that have arrived at a readable socket; a few hundred, or what one read has brought."""
     if isinstance(socket, UnixRouter):
         yield from socket.recv_all(_FRAMES_A_TURN)
+        return
+    if isinstance(socket, UnixDealer):
+        yield from socket.recv_all()
         return
     for _ in range(_FRAMES_A_TURN):
         # Asked first: the exception of an empty socket takes longer than most messages.

@@ -22,6 +22,7 @@ from kvctl_agent.contract.keys import KeyPair
 from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import ConfigError
 from kvctl_agent.security import curve
+from kvctl_agent.security.unix_dealer import UnixDealer
 from kvctl_agent.security.unix_router import UnixRouter
 
 _LINGER_MS = 0
@@ -30,6 +31,7 @@ _HIGH_WATER = 20_000
 _MAX_PEERS = 256  # connections to a Unix socket, so from one host
 
 Router = zmq.Socket[bytes] | UnixRouter
+Dealer = zmq.Socket[bytes] | UnixDealer
 
 
 def control_address(bootstrap: str, name: str) -> str:
@@ -114,9 +116,9 @@ def address(router: Router) -> str:
     return router.address if isinstance(router, UnixRouter) else router.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
-def poll_key(router: Router) -> zmq.Socket[bytes] | int:
-    """Returns the key to register a ROUTER with `zmq.Poller`: the socket, or the descriptor of a UnixRouter."""
-    return router.fileno() if isinstance(router, UnixRouter) else router
+def poll_key(socket: Router | Dealer) -> zmq.Socket[bytes] | int:
+    """Returns the key to register a socket with a poller: the socket itself, or a descriptor if it is not libzmq's."""
+    return socket.fileno() if isinstance(socket, UnixRouter | UnixDealer) else socket
 
 
 def close(router: Router, linger_ms: int = _LINGER_MS) -> None:
@@ -155,6 +157,22 @@ def connect(
     socket.setsockopt(zmq.IDENTITY, identity)
     socket.connect(endpoint)
     return socket
+
+
+def connect_to_peer(
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    identity: bytes,
+    max_bytes: int,
+    keys: KeyPair | None = None,
+) -> Dealer:
+    """Connects a DEALER as `connect` does; a connection within this host does not use libzmq."""
+    if not endpoint.startswith("ipc://"):
+        return connect(context, endpoint, identity, max_bytes, keys)
+    try:
+        return UnixDealer(endpoint.removeprefix("ipc://"), identity, max_bytes, _HIGH_WATER)
+    except OSError as error:
+        raise zmq.ZMQError(error.errno) from error
 
 
 def _remove_unused(path: Path) -> None:

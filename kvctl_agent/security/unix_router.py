@@ -64,10 +64,19 @@ def _command(name: bytes, body: bytes) -> bytes:
     return bytes([_COMMAND, len(content)]) + content
 
 
-# Greeting (signature, version, mechanism, as-server flag 0, filler) followed by READY; sent together.
-OPENING = (b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)) + _command(
-    b"READY", _property(b"Socket-Type", b"ROUTER") + _property(b"Identity", b"")
-)
+def opening(socket_type: bytes, identity: bytes = b"") -> bytes:
+    """Returns what a socket sends first: its greeting and READY.
+
+    Args:
+        socket_type: ROUTER or DEALER.
+        identity: routing id under which a ROUTER addresses the socket.
+    """
+    # Signature, version, mechanism, as-server flag 0, filler.
+    greeting = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+    return greeting + _command(b"READY", _property(b"Socket-Type", socket_type) + _property(b"Identity", identity))
+
+
+OPENING = opening(b"ROUTER")
 
 
 def encode_message(frames: Sequence[bytes]) -> bytes:
