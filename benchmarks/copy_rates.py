@@ -1,6 +1,6 @@
-"""Prints the rates of the gather and scatter kernels as ratios of this machine's memcpy rate in the same run.
+"""Prints the rates of both copiers for host memory as ratios of this machine's memcpy rate in the same run.
 
-Usage: python benchmarks/copy_rates.py [--piece-kib 256 1024 4096]
+Usage: python benchmarks/copy_rates.py
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -19,8 +18,9 @@ import numpy as np
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, local_shards
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.allocations import RingMemory, StagingBuffers
-from kvctl_agent.memory.host_copier import CopyPool, gather_piece, scatter_piece
-from kvctl_agent.memory.part_layout import Piece
+from kvctl_agent.memory.copier import Copier, LandedPart, PendingCopy
+from kvctl_agent.memory.host_copier import CopyPool, HostCopier
+from kvctl_agent.memory.native_copier import BUILT, NativeCopier, NativeCopyPool
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.segment import RowIndex
 from kvctl_agent.paths.calibration import memcpy_gb_per_s
@@ -91,8 +91,8 @@ def gb_per_s(nbytes: int, work: Callable[[], None]) -> float:
     return median(rates)
 
 
-def measure(pool: KVPool, case: Case, piece_bytes: int, threads: int) -> tuple[float, float, float]:
-    """Returns three rates in GB/s of payload: gather, scatter, and gather, copy to the ring and scatter together."""
+def measure(pool: KVPool, case: Case, copier: Copier, threads: int) -> tuple[float, float]:
+    """Returns the rates of gathers into buffers that stay in cache and of scatters from a ring, in GB/s of payload."""
     (memory,) = pool.segments
     layers, total, heads = memory.shard.num_layers, memory.num_slots, case.heads
     each = layers * heads * memory.shard.segment.page_head_bytes
@@ -100,70 +100,56 @@ def measure(pool: KVPool, case: Case, piece_bytes: int, threads: int) -> tuple[f
     order = np.arange(count) if case.contiguous else np.random.default_rng(0).permutation(total)[:count]
     rows = RowIndex(memory, order, head=0 if heads == memory.shard.heads else 1, heads=heads)
     part = memory.part_layout(0, layers, count, heads)
-    pieces = part.pieces(piece_bytes)
-    buffers = StagingBuffers(threads, max(piece.nbytes for piece in pieces))
+    pieces = part.pieces(copier.piece_bytes)
+    at_once = max(1, threads)
+    buffers = StagingBuffers(at_once, max(piece.nbytes for piece in pieces))
     ring = RingMemory(part.region_bytes)
-    landing = ring.view(0, part.region_bytes).array
-    assert landing is not None
-    pool_threads = CopyPool(threads).start()
+    spans = [buffer.span for _ in range(at_once) if (buffer := buffers.acquire()) is not None]
 
-    def gathered(piece: Piece) -> None:
-        buffer = buffers.acquire()
-        assert buffer is not None
-        assert buffer.span.array is not None
-        gather_piece(piece, rows, buffer.span.array)
-        buffers.release(buffer)
+    def gathered() -> None:
+        for first in range(0, len(pieces), at_once):
+            group = pieces[first : first + at_once]
+            finish(copier.gather(rows, group, spans[: len(group)]))
 
-    def scattered(piece: Piece) -> None:
-        buffer = buffers.acquire()
-        assert buffer is not None
-        assert buffer.span.array is not None
-        scatter_piece(piece, rows, buffer.span.array)
-        buffers.release(buffer)
-
-    def sent(piece: Piece) -> None:
-        buffer = buffers.acquire()
-        assert buffer is not None
-        assert buffer.span.array is not None
-        gather_piece(piece, rows, buffer.span.array)
-        np.copyto(landing[piece.offset : piece.offset + piece.nbytes], buffer.span.array[: piece.nbytes])
-        buffers.release(buffer)
-        scatter_piece(piece, rows, landing[piece.offset : piece.offset + piece.nbytes])
-
-    def over(step: Callable[[Piece], None]) -> float:
-        jobs = [partial(step, piece) for piece in pieces]
-
-        def copied() -> None:
-            copy = pool_threads.begin(jobs, part.nbytes)
-            while not copy.done():
-                time.sleep(20e-6)
-
-        return gb_per_s(part.nbytes, copied)
+    def scattered() -> None:
+        finish(copier.scatter([LandedPart(rows, part, ring.view(0, part.region_bytes))]))
 
     try:
-        return over(gathered), over(scattered), over(sent)
+        return gb_per_s(part.nbytes, gathered), gb_per_s(part.nbytes, scattered)
     finally:
-        pool_threads.close()
         buffers.close()
         ring.close()
 
 
+def finish(copy: PendingCopy) -> None:
+    """Polls a copy until it has ended, as the control loop does."""
+    while not copy.done():
+        time.sleep(20e-6)
+
+
 def main() -> None:
     """Measures all cases and prints the table; takes a few seconds."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--piece-kib", type=int, nargs="+", default=[1024])
-    options = parser.parse_args()
+    argparse.ArgumentParser(description=__doc__).parse_args()
     floor = memcpy_gb_per_s()
     print(f"memcpy floor, one thread: {floor:.1f} GB/s; below: GB/s (ratio to the floor)")
-    print(f"{'case':<36}{'piece':>9}{'threads':>8}{'gather':>15}{'scatter':>15}{'through ring':>15}")
+    print(f"{'case':<36}{'threads':>8}{'copier':>8}{'gather':>15}{'scatter':>15}")
+    wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
     for case in CASES:
         pool = case_pool(case.shape)
-        for piece_kib in options.piece_kib:
-            for threads in range(1, min(4, len(os.sched_getaffinity(0))) + 1):
-                rates = measure(pool, case, piece_kib << 10, threads)
-                cells = "".join(f"{rate:>8.1f} ({rate / floor:4.2f})" for rate in rates)
-                print(f"{case.name:<36}{piece_kib:>5} KiB{threads:>8}{cells}", flush=True)
+        for threads in range(min(4, len(os.sched_getaffinity(0))) + 1):
+            numpy_pool = CopyPool(threads).start()
+            copiers: dict[str, Copier] = {"numpy": HostCopier(numpy_pool)}
+            native_pool = NativeCopyPool(threads, wake_fd).start() if BUILT else None
+            if native_pool is not None:
+                copiers["native"] = NativeCopier(native_pool)
+            for name, copier in copiers.items():
+                cells = "".join(f"{rate:>8.1f} ({rate / floor:4.2f})" for rate in measure(pool, case, copier, threads))
+                print(f"{case.name:<36}{threads:>8}{name:>8}{cells}", flush=True)
+            numpy_pool.close()
+            if native_pool is not None:
+                native_pool.close()
         pool.close()
+    os.close(wake_fd)
 
 
 if __name__ == "__main__":

@@ -75,6 +75,10 @@ from kvctl_agent.transport.nixl.threads import DESCRIPTORS_PER_THREAD, with_thre
 from kvctl_agent.transport.nixl.threads import thread_count as engine_thread_count
 from kvctl_agent.transport.registry import open_transport, parse_params
 
+_NUMPY_COPIES = (
+    "copies use numpy, which is slow beside a busy engine: reinstall kvctl where a C compiler and Python's headers are "
+    "installed (Debian: gcc, python3-dev)"
+)
 _SCRATCH_BYTES = 64 << 20  # after the ring; writers measure their connection with it; larger than CPU caches
 _BUFFER_MB, _DEVICE_BUFFER_MB = 64, 512
 _MAX_NAME_BYTES = 255  # of a ZMQ identity
@@ -217,6 +221,8 @@ def build_parts(
         if settings["copy_threads"] is None:
             settings.complete("copy_threads", copy_threads(available_cores(), ranks_of(rank)))
         copy_pool = copy_pool_of(settings["copy_threads"], name, mailbox)
+        if not BUILT and pool.device is None:
+            telemetry.recorder.record("copy", _NUMPY_COPIES, "warning")
         copiers: list[Closable] = []
         undo.callback(close_all, copiers)
         by_peer: dict[str, PeerConnection] = {}
