@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections import deque
 
 _held = ctypes.PyDLL(None, use_errno=True)  # functions of a PyDLL keep the GIL, those of a CDLL release it
 _held.recv.restype = _held.send.restype = _held.read.restype = ctypes.c_ssize_t
@@ -22,6 +23,7 @@ _SCHEDSTAT = b"/proc/thread-self/schedstat"
 _SCHEDSTAT_BYTES = 128
 
 _CONTENDED_NS = 200_000  # timers end up to 0.1 ms late by themselves
+_WAITS = 3
 _LONGEST_NS = 10_000_000  # of one wait for the GIL; what is longer is a stop of the process
 _HOLD_NS = 500_000
 YIELD_S = 100e-6
@@ -94,11 +96,14 @@ class InterpreterSharing:
     stopped for longer. A longer wait is prolonged to what getting the GIL back takes: a loop that wakes up more often
     interrupts the engine without being quicker.
 
-    Another cause of late wake-ups is subtracted: the time in which the kernel had no core for the loop's thread.
+    A thread that computes makes every wake-up late. The least late of the last few counts, because single ones have
+    other causes: the thread that has the GIL may be without a core. The time in which the kernel had no core for the
+    loop's thread is subtracted.
     """
 
     def __init__(self) -> None:
-        self._cost_ns = 0.0
+        self._cost_ns = 0
+        self._late_ns: deque[int] = deque([0] * _WAITS, _WAITS)
         self._since_ns = self._cpu_ns = self._waited_ns = 0  # of the latest acquisition; waits with the GIL
         self._no_core_ns: int | None = None
 
@@ -142,7 +147,8 @@ class InterpreterSharing:
             if before_ns is None:
                 return
             late_ns = min(max(0, late_ns - (self._no_core_ns - before_ns)), _LONGEST_NS)
-        self._cost_ns = (self._cost_ns + late_ns) / 2
+        self._late_ns.append(late_ns)
+        self._cost_ns = min(self._late_ns)
 
     def _acquired(self, now_ns: int, cpu_ns: int) -> None:
         self._since_ns, self._cpu_ns, self._waited_ns = now_ns, cpu_ns, 0
