@@ -7,13 +7,14 @@ each time. So an agent beside a busy scheduler behaves differently from one besi
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
-from statistics import median, median_low
+from statistics import median_low
 from typing import TypedDict
 
 _ADDITIONS = 2000  # about 70 µs: short beside the switch interval, long beside reading the clock
-_RESOLUTION_NS = 100  # of the typical iteration
+# The iterations of a millisecond are alike but for interruptions; those of two seconds are not: depending on what else
+# a host runs, its cores change their speed by up to 80 %.
+_ALIKE = 15
 
 
 class LoopTimes(TypedDict):
@@ -24,7 +25,7 @@ class LoopTimes(TypedDict):
 
     iterations: int
     ns: int
-    typical_ns: int  # the median iteration, which nothing interrupts
+    undisturbed_ns: int  # as long as the iterations would have taken if each had been as its neighbours' median
     longest_ns: int  # the longest iteration
     longest_call_ns: int  # the longest call of the agent: all pages of a room, and its end
 
@@ -33,20 +34,8 @@ class BusyLoop:
     """Runs iterations of plain Python and measures them."""
 
     def __init__(self) -> None:
-        self._durations: Counter[int] = Counter()  # in units of the resolution
-        self._iterations = self._ns = self._longest_ns = self._longest_call_ns = 0
-
-    @property
-    def times(self) -> LoopTimes:
-        """The measurements so far."""
-        typical = median_low(self._durations.elements()) if self._durations else 0
-        return LoopTimes(
-            iterations=self._iterations,
-            ns=self._ns,
-            typical_ns=typical * _RESOLUTION_NS,
-            longest_ns=self._longest_ns,
-            longest_call_ns=self._longest_call_ns,
-        )
+        self.times = LoopTimes(iterations=0, ns=0, undisturbed_ns=0, longest_ns=0, longest_call_ns=0)
+        self._latest: list[int] = []
 
     def iterate(self) -> None:
         """Runs one iteration."""
@@ -55,15 +44,21 @@ class BusyLoop:
         for number in range(_ADDITIONS):
             total += number
         ns = time.monotonic_ns() - since
-        self._iterations += 1
-        self._ns += ns
-        self._durations[ns // _RESOLUTION_NS] += 1
-        if ns > self._longest_ns:
-            self._longest_ns = ns
+        self._latest.append(ns)
+        if len(self._latest) == _ALIKE:
+            self._add(self._latest)
+            self._latest = []
+
+    def _add(self, durations: list[int]) -> None:
+        times = self.times
+        times["iterations"] += len(durations)
+        times["ns"] += sum(durations)
+        times["undisturbed_ns"] += len(durations) * median_low(durations)
+        times["longest_ns"] = max(times["longest_ns"], *durations)
 
     def called(self, since_ns: int) -> None:
         """Records that a call of the agent, begun at `since_ns` on the monotonic clock, has returned."""
-        self._longest_call_ns = max(self._longest_call_ns, time.monotonic_ns() - since_ns)
+        self.times["longest_call_ns"] = max(self.times["longest_call_ns"], time.monotonic_ns() - since_ns)
 
 
 def measure_idle(seconds: float) -> LoopTimes:
@@ -76,10 +71,11 @@ def measure_idle(seconds: float) -> LoopTimes:
 
 
 def slowdown(busy: Sequence[LoopTimes], idle: Sequence[LoopTimes]) -> float:
-    """Returns the share of their speed that busy loops lost to other threads; 0.5: an iteration took twice the time.
+    """Returns the share of their time that busy loops lost to interruptions, beyond that of idle loops.
 
-    They are compared with the typical iteration beside idle agents, or with their own if that is shorter: a core that
-    has just begun to compute is up to 40 % slower than after a second, and an idle loop may be interrupted too.
+    The durations of iterations are not compared, because a core may have another speed when the other loop runs.
     """
-    alone_ns = min(median(each["typical_ns"] for each in loops) for loops in (busy, idle))
-    return 1 - alone_ns * sum(each["iterations"] for each in busy) / sum(each["ns"] for each in busy)
+    speed, idle_speed = (
+        sum(each["undisturbed_ns"] for each in loops) / sum(each["ns"] for each in loops) for loops in (busy, idle)
+    )
+    return 1 - speed / idle_speed

@@ -299,8 +299,8 @@ def busy_engines(runs: Sequence[Run]) -> Markup | None:
         drawn.insert(0, figure("Rooms served", common_load(timed), rooms))
     lead = (
         "The thread that calls the agent runs a loop of plain Python between its calls, as a scheduler does, so the "
-        "agent's threads wait for the interpreter. The loop is compared with the same loop while the agent is idle, "
-        "measured before and after each batch, and with its own iterations that nothing interrupted."
+        "agent's threads wait for the interpreter. The slowdown is the time lost to interruptions, compared with the "
+        "same loop while the agent is idle, measured before and after each batch."
     )
     return section("Beside a busy engine", lead, figures(*drawn))
 

@@ -281,9 +281,11 @@ class TestBusyEngine:
     def busy(self) -> Trial:
         plain = trial(self.CASE, 30)
         loop = LoopTimes(
-            iterations=100, ns=20_000_000, typical_ns=60_000, longest_ns=9_000_000, longest_call_ns=3_000_000
+            iterations=100, ns=20_000_000, undisturbed_ns=5_000_000, longest_ns=9_000_000, longest_call_ns=3_000_000
         )
-        idle = LoopTimes(iterations=200, ns=11_000_000, typical_ns=50_000, longest_ns=100_000, longest_call_ns=0)
+        idle = LoopTimes(
+            iterations=200, ns=11_000_000, undisturbed_ns=11_000_000, longest_ns=100_000, longest_call_ns=0
+        )
         reports: Any = {name: {**report, "loop": loop} for name, report in plain.reports.items() if "prefill" in name}
         return replace(plain, reports={**plain.reports, **reports}, idle_loops=[dict.fromkeys(reports, idle)] * 2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -10,39 +11,43 @@ from kvctl.lab.ranks import busy_loop
 from kvctl.lab.ranks.busy_loop import BusyLoop, LoopTimes, slowdown
 
 
-def times(*, mean_us: float, typical_us: float) -> LoopTimes:
-    ns, typical_ns = round(1000 * mean_us * 1000), round(typical_us * 1000)
-    return LoopTimes(iterations=1000, ns=ns, typical_ns=typical_ns, longest_ns=0, longest_call_ns=0)
+class Host:
+    """A host whose clock advances by the given durations of iterations, in µs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._now_ns = 0
+        self._steps: Iterator[int] = iter(())
+        monkeypatch.setattr(busy_loop, "time", SimpleNamespace(monotonic_ns=self._clock))
+
+    def _clock(self) -> int:
+        self._now_ns += next(self._steps)
+        return self._now_ns
+
+    def run(self, durations_us: Sequence[int]) -> LoopTimes:
+        self._steps = iter([step for each in durations_us for step in (0, 1000 * each)])
+        loop = BusyLoop()
+        for _ in durations_us:
+            loop.iterate()
+        return loop.times
 
 
-@pytest.mark.parametrize(
-    ("busy", "idle", "lost"),
-    [
-        (times(mean_us=100, typical_us=50), times(mean_us=50, typical_us=50), 0.5),
-        # The core was slow at first, or the idle loop was interrupted: the loop beside rooms did not get faster.
-        (times(mean_us=50, typical_us=50), times(mean_us=70, typical_us=70), 0.0),
-        (times(mean_us=50, typical_us=50), times(mean_us=70, typical_us=50), 0.0),
-        # Rooms slow every iteration down, for example by their use of the memory.
-        (times(mean_us=100, typical_us=100), times(mean_us=50, typical_us=50), 0.5),
-    ],
-)
-def test_the_loop_is_compared_with_its_undisturbed_iterations(busy: LoopTimes, idle: LoopTimes, lost: float) -> None:
-    assert slowdown([busy], [idle, idle]) == pytest.approx(lost)
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    return Host(monkeypatch)
 
 
-def test_interruptions_change_the_mean_and_not_the_typical_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_ns = 0
+def test_an_interruption_is_time_lost(host: Host) -> None:
+    busy = host.run(([70] * 14 + [70 + 1050]) * 100)
+    assert (busy["iterations"], busy["ns"], busy["longest_ns"]) == (1500, 1500 * 140_000, 1_120_000)
+    assert slowdown([busy], [host.run([70] * 1500)] * 2) == pytest.approx(0.5)
 
-    def clock() -> int:
-        nonlocal now_ns
-        now_ns += next(durations)
-        return now_ns
 
-    durations = iter([0, 70_000, 0, 70_000, 0, 5_000_000, 0, 70_000, 0, 70_000])
-    monkeypatch.setattr(busy_loop, "time", SimpleNamespace(monotonic_ns=clock))
-    loop = BusyLoop()
-    for _ in range(5):
-        loop.iterate()
-    assert loop.times == LoopTimes(
-        iterations=5, ns=5_280_000, typical_ns=70_000, longest_ns=5_000_000, longest_call_ns=0
-    )
+def test_a_core_that_changes_its_speed_is_no_slowdown(host: Host) -> None:
+    fast, slow = host.run([50] * 1500), host.run([90] * 1500)
+    assert slowdown([fast], [slow, slow]) == slowdown([slow], [fast, fast]) == 0
+    assert slowdown([host.run([50] * 750 + [90] * 750)], [fast]) == 0
+
+
+def test_interruptions_beside_an_idle_agent_are_not_the_rooms_doing(host: Host) -> None:
+    disturbed = host.run(([70] * 14 + [140]) * 100)
+    assert slowdown([disturbed], [disturbed]) == 0
