@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -175,6 +176,8 @@ class Agent:
             parts.exports.start(self.observe.metrics, parts.telemetry)
             parts.control.open(parts.lifecycle.instances)
             parts.copy_pool.start()
+            if (interval_ms := parts.settings["switch_interval_ms"]) is not None:
+                sys.setswitchinterval(interval_ms * 1e-3)
             parts.control.start()
         except BaseException:
             self.close()

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
+import struct
 from collections import deque
 
 _held = ctypes.PyDLL(None, use_errno=True)  # functions of a PyDLL keep the GIL, those of a CDLL release it
@@ -19,6 +21,7 @@ _held.read.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t)
 _held.eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 
 _MSG_DONTWAIT, _MSG_NOSIGNAL = 0x40, 0x4000
+_EPOLL_EVENT = struct.Struct("=Ii4x" if platform.machine() == "x86_64" else "=I4xi4x")  # packed on x86-64
 _SCHEDSTAT = b"/proc/thread-self/schedstat"
 _SCHEDSTAT_BYTES = 128
 
@@ -55,6 +58,13 @@ class ReceiveBuffer:
         """
         received = _checked(_held.recv(fd, self._buffer, len(self._buffer), _MSG_DONTWAIT))
         return ctypes.string_at(self._buffer, received)
+
+
+def epoll_poll(fd: int, most: int = 256) -> list[tuple[int, int]]:
+    """Returns the descriptors of an epoll set that are ready, at most `most` of them, each with its events."""
+    found = ctypes.create_string_buffer(_EPOLL_EVENT.size * most)
+    count = _checked(_held.epoll_wait(fd, found, most, 0))
+    return [(ready, events) for events, ready in _EPOLL_EVENT.iter_unpack(found[: count * _EPOLL_EVENT.size])]
 
 
 def eventfd_write(fd: int) -> None:

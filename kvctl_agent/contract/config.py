@@ -120,6 +120,17 @@ KEYS: tuple[Key, ...] = (
         maximum=64,
     ),
     Key(
+        "switch_interval_ms",
+        float,
+        None,
+        "Time after which a thread that runs Python gives the interpreter to a thread that waits for it, such as the "
+        "agent's: sys.setswitchinterval of the whole process. Automatic: unchanged, in Python 5 ms. With less an agent "
+        "beside a busy scheduler serves more rooms and interrupts the scheduler more often.",
+        unit="ms",
+        minimum=0.05,
+        maximum=100,
+    ),
+    Key(
         "chunk_tokens",
         int,
         8192,

@@ -341,6 +341,11 @@ class ControlLoop:
         self._waited(wait_s, since_ns)
         return readable
 
+    def _yield_interpreter(self) -> None:
+        """Lets the engine's thread run if it computes and this thread has had the GIL for long: a turn may be long."""
+        if self._sharing.contended and not self._sharing.plan(0.0, time.monotonic_ns(), time.thread_time_ns())[1]:
+            self._sleep(YIELD_S)
+
     def _sleep(self, seconds: float) -> None:
         since_ns = time.monotonic_ns()
         time.sleep(seconds)
@@ -374,6 +379,7 @@ class ControlLoop:
     def _turn(self, ready: Set[Any]) -> None:
         for event in self._mailbox.take(self._mailbox_key in ready):
             self._feed(event)
+            self._yield_interpreter()
         now = time.monotonic_ns()
         channel_due = now >= self._channel_due_ns
         if channel_due or ready - self._mailbox_only:
@@ -382,6 +388,7 @@ class ControlLoop:
                 if isinstance(received.message, Hello):
                     self._check_replaced(received)
                 self._feed(received)
+                self._yield_interpreter()
         if self._ask_now or now >= self._tick_ns or not self._registry_keys.isdisjoint(ready):
             self._ask_now = False
             self._sockets_used = True
@@ -410,10 +417,12 @@ class ControlLoop:
         for _ in range(_ROUNDS_A_TURN):
             for task in self._tasks:
                 task.turn()
+                self._yield_interpreter()
             if not self._reported:
                 return
             while self._reported:
                 self._feed(self._reported.popleft())
+                self._yield_interpreter()
 
     def _feed(self, event: ev.Event) -> None:
         """Passes one event to the machine and executes the actions that it returns."""

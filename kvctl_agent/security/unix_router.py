@@ -370,7 +370,8 @@ class UnixRouter:
         self._release_reserve()
 
     def _process_events(self, timeout_s: float) -> None:
-        for fd, events in self._epoll.poll(timeout_s):
+        found = self._epoll.poll(timeout_s) if timeout_s else interpreter.epoll_poll(self._epoll.fileno())
+        for fd, events in found:
             if fd == self._listener.fileno():
                 self._accept()
                 continue

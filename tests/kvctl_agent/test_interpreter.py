@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 
 import pytest
@@ -152,6 +153,17 @@ class TestCalls:
             assert 0 < interpreter.send(here.fileno(), data) < len(data)
             with pytest.raises(BlockingIOError):
                 interpreter.send(here.fileno(), data)
+
+    def test_an_epoll_set(self) -> None:
+        here, there = socket.socketpair()
+        with here, there, select.epoll() as epoll:
+            epoll.register(here, select.EPOLLIN)
+            assert interpreter.epoll_poll(epoll.fileno()) == []
+            there.send(b"x")
+            assert interpreter.epoll_poll(epoll.fileno()) == [(here.fileno(), select.EPOLLIN)]
+            epoll.register(there, select.EPOLLOUT)
+            assert sorted(interpreter.epoll_poll(epoll.fileno())) == sorted(epoll.poll(0))
+            assert len(interpreter.epoll_poll(epoll.fileno(), most=1)) == 1
 
     def test_an_eventfd(self) -> None:
         fd = os.eventfd(0, os.EFD_NONBLOCK)
