@@ -12,6 +12,7 @@ import ctypes
 import os
 import platform
 import struct
+import time
 from collections import deque
 
 _held = ctypes.PyDLL(None, use_errno=True)  # functions of a PyDLL keep the GIL, those of a CDLL release it
@@ -29,8 +30,7 @@ _CONTENDED_NS = 200_000  # timers end up to 0.1 ms late by themselves
 _WAITS = 3
 _LONGEST_NS = 10_000_000  # of one wait for the GIL; what is longer is a stop of the process
 _HOLD_NS = 500_000
-YIELD_S = 100e-6
-"""Enough for the engine's thread to wake up and take the GIL."""
+_YIELD_NS = 100_000  # enough for the engine's thread to wake up and take the GIL
 
 
 def send(fd: int, data: bytes) -> int:
@@ -64,7 +64,7 @@ def epoll_poll(fd: int, most: int = 256) -> list[tuple[int, int]]:
     """Returns the descriptors of an epoll set that are ready, at most `most` of them, each with its events."""
     found = ctypes.create_string_buffer(_EPOLL_EVENT.size * most)
     count = _checked(_held.epoll_wait(fd, found, most, 0))
-    return [(ready, events) for events, ready in _EPOLL_EVENT.iter_unpack(found[: count * _EPOLL_EVENT.size])]
+    return [(ready, events) for events, ready in _EPOLL_EVENT.iter_unpack(found.raw[: count * _EPOLL_EVENT.size])]
 
 
 def eventfd_write(fd: int) -> None:
@@ -159,6 +159,14 @@ class InterpreterSharing:
             late_ns = min(max(0, late_ns - (self._no_core_ns - before_ns)), _LONGEST_NS)
         self._late_ns.append(late_ns)
         self._cost_ns = min(self._late_ns)
+
+    def yield_if_due(self) -> None:
+        """Lets the engine's thread run if it computes and this thread has had the GIL for long."""
+        if self.contended and not self.plan(0.0, time.monotonic_ns(), time.thread_time_ns())[1]:
+            since_ns = time.monotonic_ns()
+            time.sleep(_YIELD_NS * 1e-9)
+            now_ns = time.monotonic_ns()
+            self.released(_YIELD_NS, now_ns - since_ns, now_ns, time.thread_time_ns())
 
     def _acquired(self, now_ns: int, cpu_ns: int) -> None:
         self._since_ns, self._cpu_ns, self._waited_ns = now_ns, cpu_ns, 0

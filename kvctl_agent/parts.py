@@ -243,6 +243,7 @@ def build_parts(
                 many=available_cores() > FEW_CORES,
                 checksum=settings["checksum"],
                 on_device=pool.device is not None,
+                sharing=sharing,
             )
             forwards = EventPoller(pool.device, mailbox.wake) if pool.device is not None else None
 

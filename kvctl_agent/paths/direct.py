@@ -169,8 +169,9 @@ def geometries(segments: Iterable[SegmentPair]) -> set[Geometry]:
 def check_pages(segment: SegmentPair, src: Pages, dst: Pages) -> None:
     """Raises MemoryLayoutError for a page outside its pool; a kernel that writes to a wrong address faults the GPU."""
     for pages, side in ((src, segment.local), (dst, segment.remote)):
-        # As in `RowIndex`: `min` and `max` take four times as long.
-        if pages.item(pages.argmin()) < 0 or pages.item(pages.argmax()) >= side.num_slots:
+        # As unsigned numbers, negative ones are too large. `argmax`, as in `RowIndex`, takes half as long but releases
+        # the GIL.
+        if np.maximum.reduce(pages.view(np.uint32)) >= side.num_slots:
             owner = "the local pool" if side is segment.local else "the peer's pool"
             raise MemoryLayoutError(
                 f"{side.shard.segment.name}: pages {pages.min()} to {pages.max()} are not all in {owner} of "

@@ -25,7 +25,7 @@ import zmq
 
 from kvctl_agent import interpreter
 from kvctl_agent.errors import LocalProtocolError
-from kvctl_agent.interpreter import YIELD_S, InterpreterSharing
+from kvctl_agent.interpreter import InterpreterSharing
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.bootstrap_registry import Rank, Register
 from kvctl_agent.protocol.machine import Machine
@@ -334,17 +334,12 @@ class ControlLoop:
             return self._descriptors.wait(wait_s, held=True)
         if self._sharing.contended and (not wait_s or self._descriptors.wait(0.0, held=True)):
             # A wait that ends at once would give the engine's thread no time to take the GIL.
-            self._sleep(YIELD_S)
+            self._sharing.yield_if_due()
             return self._descriptors.wait(0.0, held=True)
         since_ns = time.monotonic_ns()
         readable = self._descriptors.wait(wait_s)
         self._waited(wait_s, since_ns)
         return readable
-
-    def _yield_interpreter(self) -> None:
-        """Lets the engine's thread run if it computes and this thread has had the GIL for long: a turn may be long."""
-        if self._sharing.contended and not self._sharing.plan(0.0, time.monotonic_ns(), time.thread_time_ns())[1]:
-            self._sleep(YIELD_S)
 
     def _sleep(self, seconds: float) -> None:
         since_ns = time.monotonic_ns()
@@ -379,7 +374,7 @@ class ControlLoop:
     def _turn(self, ready: Set[Any]) -> None:
         for event in self._mailbox.take(self._mailbox_key in ready):
             self._feed(event)
-            self._yield_interpreter()
+            self._sharing.yield_if_due()
         now = time.monotonic_ns()
         channel_due = now >= self._channel_due_ns
         if channel_due or ready - self._mailbox_only:
@@ -388,7 +383,7 @@ class ControlLoop:
                 if isinstance(received.message, Hello):
                     self._check_replaced(received)
                 self._feed(received)
-                self._yield_interpreter()
+                self._sharing.yield_if_due()
         if self._ask_now or now >= self._tick_ns or not self._registry_keys.isdisjoint(ready):
             self._ask_now = False
             self._sockets_used = True
@@ -417,12 +412,12 @@ class ControlLoop:
         for _ in range(_ROUNDS_A_TURN):
             for task in self._tasks:
                 task.turn()
-                self._yield_interpreter()
+                self._sharing.yield_if_due()
             if not self._reported:
                 return
             while self._reported:
                 self._feed(self._reported.popleft())
-                self._yield_interpreter()
+                self._sharing.yield_if_due()
 
     def _feed(self, event: ev.Event) -> None:
         """Passes one event to the machine and executes the actions that it returns."""

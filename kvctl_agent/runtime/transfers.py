@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from msgspec.structs import replace
 
 from kvctl_agent.errors import DeviceError, KvctlError, PeerDisconnected, TransportError
+from kvctl_agent.interpreter import InterpreterSharing
 from kvctl_agent.memory.checksum import aux_checksum, part_checksum
 from kvctl_agent.paths.base import Flight, Path
 from kvctl_agent.paths.peer_connection import PeerConnection
@@ -61,6 +62,7 @@ class Transfers:
         many: whether there are cores, or a GPU, to work on many parts at once.
         checksum: send a checksum of the bytes with every part.
         on_device: a GPU transfers the parts, so their completion is polled often.
+        sharing: lets the engine's thread run between parts.
     """
 
     def __init__(
@@ -76,9 +78,11 @@ class Transfers:
         many: bool = False,
         checksum: bool = False,
         on_device: bool = False,
+        sharing: InterpreterSharing | None = None,
     ) -> None:
         self._checksum = checksum
         self._on_device = on_device
+        self._sharing = InterpreterSharing() if sharing is None else sharing
         self._many = many
         self._most_active = _ACTIVE_MANY if many or on_device else _ACTIVE
         self._shortest_s = _SHORTEST_MANY_S if many and not on_device else _SHORTEST_S
@@ -139,12 +143,14 @@ class Transfers:
         until_ns = time.monotonic_ns() + _STARTING_NS
         while self._queue and self._may_begin():
             self._begin(self._queue.popleft())
+            self._sharing.yield_if_due()
             self._moved = True
             if time.monotonic_ns() >= until_ns:
                 break
         for flight in self._active[:]:
             if self._advance(flight):
                 self._active.remove(flight)
+                self._sharing.yield_if_due()
                 self._moved = True
         self._drain()
         self._pause_s = self._shortest_s if self._moved else min(2 * self._pause_s, _LONGEST_S)

@@ -13,9 +13,8 @@ from array import array
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Final
 
+from kvctl_agent import interpreter
 from kvctl_agent.contract.snapshots import LatencySummary, LayerRow, LayerStage, RateWindow, Role
 from kvctl_agent.contract.states import STAGES
 from kvctl_agent.telemetry.clock import Clock
@@ -31,7 +30,6 @@ INTERPRETER_WINDOW_NS = 10_000_000_000
 """Time spent in waits after which `InterpreterWaits` computes its figure anew."""
 
 _MIN_WAITS = 20
-_SCHEDSTAT: Final = Path("/proc/thread-self/schedstat")
 _SLICE_BITS = 4
 _SLICES = 1 << _SLICE_BITS
 _TOP_BIT = 40  # 2**40 ns are 18 minutes; longer durations count as 18 minutes
@@ -370,7 +368,7 @@ class InterpreterWaits:
     def note(self, asked_ns: int, took_ns: int) -> None:
         """Notes a wait with a time limit of `asked_ns` that took `took_ns`; one that ended early shows nothing."""
         if self._no_core_ns is None:
-            self._no_core_ns = _no_core_ns()
+            self._no_core_ns = interpreter.no_core_ns()
         self._waited_ns += min(asked_ns, took_ns)  # a stop of the whole process does not end the window
         if took_ns >= asked_ns > 0:
             self._late.add(took_ns - asked_ns)
@@ -379,7 +377,7 @@ class InterpreterWaits:
             self._end_window(self._no_core_ns)
 
     def _end_window(self, no_core_before_ns: int) -> None:
-        self._no_core_ns = _no_core_ns()
+        self._no_core_ns = interpreter.no_core_ns()
         if self._late.count < _MIN_WAITS:
             self.wait_ns = None
         else:
@@ -387,17 +385,6 @@ class InterpreterWaits:
             # A single long stop of the whole process raises the mean, but not the quantile.
             self.wait_ns = min(late_ns / self._late.count, self._late.quantiles(0.9)[0] or 0)
         self._late, self._late_ns, self._waited_ns = LogHistogram(), 0, 0
-
-
-def _no_core_ns() -> int:
-    """Returns how long the calling thread has been ready to run without a core; 0 if the kernel does not count it.
-
-    With a busy interpreter the call itself may wait for it up to three times.
-    """
-    try:
-        return int(_SCHEDSTAT.read_text().split()[1])
-    except (OSError, IndexError, ValueError):
-        return 0
 
 
 class SpanRate:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+from types import SimpleNamespace
 
 import pytest
 
@@ -130,6 +131,34 @@ def test_time_without_a_core_is_not_contention(loop: Loop, no_core_ns: list[int]
 def test_a_stop_of_the_process_prolongs_no_wait_by_seconds(contended: Loop) -> None:
     contended.release(1 * MS, 30_000 * MS)
     assert contended.plan(1e-3)[0] <= 10e-3
+
+
+class TestYielding:
+    @pytest.fixture
+    def slept_s(self, contended: Loop, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+        slept: list[float] = []
+
+        def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            contended.now_ns += round(seconds * 1e9) + 5 * MS
+
+        clock = SimpleNamespace(
+            sleep=sleep, monotonic_ns=lambda: contended.now_ns, thread_time_ns=lambda: contended.cpu_ns
+        )
+        monkeypatch.setattr(interpreter, "time", clock)
+        return slept
+
+    def test_the_engines_thread_runs_between_long_pieces_of_work(self, contended: Loop, slept_s: list[float]) -> None:
+        for _ in range(10):
+            contended.work(HOLD_NS * 2 // 5)
+            contended.sharing.yield_if_due()
+        assert slept_s == [100e-6] * 3
+
+    def test_alone_nobody_waits_for_the_gil(self, contended: Loop, slept_s: list[float]) -> None:
+        contended.release(1 * MS, 0)
+        contended.work(10 * HOLD_NS)
+        contended.sharing.yield_if_due()
+        assert slept_s == []
 
 
 class TestCalls:
