@@ -12,13 +12,14 @@ import ctypes
 import os
 import platform
 import struct
+import threading
 import time
 from collections import deque
 
 _held = ctypes.PyDLL(None, use_errno=True)  # functions of a PyDLL keep the GIL, those of a CDLL release it
-_held.recv.restype = _held.send.restype = _held.read.restype = ctypes.c_ssize_t
+_held.recv.restype = _held.send.restype = _held.pread.restype = ctypes.c_ssize_t
 _held.recv.argtypes = _held.send.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
-_held.read.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t)
+_held.pread.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_long)
 _held.eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 
 _MSG_DONTWAIT, _MSG_NOSIGNAL = 0x40, 0x4000
@@ -77,16 +78,38 @@ def eventfd_read(fd: int) -> None:
     _checked(_held.eventfd_read(fd, ctypes.byref(ctypes.c_uint64())))
 
 
+class _Schedstat:
+    """The kernel's counts of the thread that creates this object."""
+
+    def __init__(self) -> None:
+        self._fd: int = _held.open(_SCHEDSTAT, os.O_RDONLY | os.O_CLOEXEC)
+        self._buffer = ctypes.create_string_buffer(_SCHEDSTAT_BYTES)
+
+    def read(self) -> list[bytes]:
+        """Returns the counts; none if the kernel does not count."""
+        size = _held.pread(self._fd, self._buffer, _SCHEDSTAT_BYTES, 0)
+        return self._buffer.raw[: max(0, size)].split()
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+_thread = threading.local()
+
+
 def no_core_ns() -> int:
-    """Returns how long the calling thread has been ready to run without a core; 0 if the kernel does not count it."""
-    fd = _held.open(_SCHEDSTAT, os.O_RDONLY | os.O_CLOEXEC)
-    if fd < 0:
-        return 0
-    buffer = ctypes.create_string_buffer(_SCHEDSTAT_BYTES)
-    _held.read(fd, buffer, _SCHEDSTAT_BYTES)
-    _held.close(fd)
+    """Returns how long the calling thread has been ready to run without a core; 0 if the kernel does not count it.
+
+    The thread keeps the file open until it ends: on a host without a spare core most waits end late and read it, and
+    to open it takes 10 µs, to read it one.
+    """
     try:
-        return int(buffer.value.split()[1])
+        schedstat: _Schedstat = _thread.schedstat
+    except AttributeError:
+        schedstat = _thread.schedstat = _Schedstat()
+    try:
+        return int(schedstat.read()[1])
     except (IndexError, ValueError):
         return 0
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -161,6 +164,15 @@ class TestYielding:
         assert slept_s == []
 
 
+def schedstat_files() -> int:
+    """Returns the number of open files with the kernel's counts of a thread."""
+    found = 0
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the descriptor of the directory itself
+            found += each.readlink().name == "schedstat"
+    return found
+
+
 class TestCalls:
     def test_bytes_go_through_a_socket(self) -> None:
         here, there = socket.socketpair()
@@ -205,6 +217,18 @@ class TestCalls:
         with pytest.raises(OSError, match="Bad file descriptor"):
             interpreter.eventfd_write(fd)
 
-    def test_the_time_without_a_core_only_grows(self) -> None:
-        before = interpreter.no_core_ns()
-        assert 0 <= before <= interpreter.no_core_ns()
+    def test_the_time_without_a_core_only_grows_and_a_thread_that_has_ended_leaves_no_file_open(self) -> None:
+        counts: list[int] = []
+        opened: list[int] = []
+
+        def read() -> None:
+            counts.extend(interpreter.no_core_ns() for _ in range(2))
+            opened.append(schedstat_files())
+
+        before = schedstat_files()
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+        assert 0 <= counts[0] <= counts[1]
+        assert opened == [before + 1]
+        assert schedstat_files() == before
