@@ -306,6 +306,9 @@ static void stop_threads(Pool *self)
         pthread_join(self->thread[i], NULL);
     Py_END_ALLOW_THREADS
     self->threads = 0;
+    if (self->wake_fd >= 0)
+        close(self->wake_fd);
+    self->wake_fd = -1;
 }
 
 static PyObject *pool_close(PyObject *object, PyObject *unused)
@@ -320,7 +323,6 @@ static void pool_dealloc(PyObject *object)
     PyTypeObject *type = Py_TYPE(object);
     if (self->ready) {
         stop_threads(self);
-        close(self->wake_fd);
         pthread_cond_destroy(&self->ended);
         pthread_cond_destroy(&self->queued);
         pthread_mutex_destroy(&self->lock);

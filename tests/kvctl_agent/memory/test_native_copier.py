@@ -193,6 +193,13 @@ class TestPool:
                 copier.gather(rows, pieces, spans_of(pieces, region))
         assert len(list(tasks.iterdir())) == before
 
+    def test_closing_leaves_no_descriptor(self, wake_fd: int) -> None:
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        pool = NativeCopyPool(2, wake_fd).start()
+        assert len(list(Path("/proc/self/fd").iterdir())) == before + 1
+        pool.close()
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+
     def test_many_copies_from_many_threads_of_the_pool_and_this_one(self, wake_fd: int) -> None:
         """A test for sanitizers, and for crashes."""
         with filled(range(4), 200, 8, LARGE) as memory:
