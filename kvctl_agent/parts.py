@@ -80,7 +80,7 @@ _NUMPY_COPIES = (
     "installed (Debian: gcc, python3-dev)"
 )
 _SCRATCH_BYTES = 64 << 20  # after the ring; writers measure their connection with it; larger than CPU caches
-_BUFFER_MB, _DEVICE_BUFFER_MB = 64, 512
+_FEW_CORES_BUFFER_MB, _BUFFER_MB, _DEVICE_BUFFER_MB = 64, 256, 512
 _MAX_NAME_BYTES = 255  # of a ZMQ identity
 # An agent uses about 30 descriptors with the loopback transport and 40 with NIXL on two cores; libzmq and UCX abort
 # the process if there are too few.
@@ -431,7 +431,10 @@ def staging_memory(
     mem_pool = settings["mem_pool"]
     if role == "prefill":
         copier = HostCopier if device is None else DeviceCopier
-        budget = (settings["staging_buffer_mb"] or (_BUFFER_MB if device is None else _DEVICE_BUFFER_MB)) << 20
+        automatic = _DEVICE_BUFFER_MB
+        if device is None:
+            automatic = _FEW_CORES_BUFFER_MB if available_cores() <= FEW_CORES else _BUFFER_MB
+        budget = (settings["staging_buffer_mb"] or automatic) << 20
         piece_bytes = min(copier.piece_bytes, budget // 2)  # at least two: one is filled while another is sent
         pieces = budget // piece_bytes
         return StagingBuffers(pieces, piece_bytes, device, mem_pool), None

@@ -94,7 +94,7 @@ KEYS: tuple[Key, ...] = (
         "staging_buffer_mb",
         int,
         None,
-        "Size of a prefill rank's staging buffer; automatic: 64 on the host, 512 on a GPU.",
+        "Size of a prefill rank's staging buffer; automatic: 256 on the host, 64 with at most 4 cores, 512 on a GPU.",
         unit="MiB",
         minimum=1,
         maximum=1 << 20,
