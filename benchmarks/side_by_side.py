@@ -146,7 +146,7 @@ class Metric(NamedTuple):
 
 
 GB_PER_S = Metric("gb_per_s", "{:.3g} GB/s")
-ROOMS_PER_S = Metric("rooms_per_s", "{:.3g} rooms/s")
+ROOMS_PER_S = Metric("rooms_per_s", "{:,.4g} rooms/s")
 P50 = Metric("p50_ms", "p50 {:.2f} ms")
 CPU = Metric("cpu_ms", "CPU a room and rank: {:.2f} ms", "{:g} ms")
 OBSERVED = Metric("observer_cost", "{:.1%} slower when observed", "{:.0%}")
@@ -548,7 +548,7 @@ def markdown(document: Mapping[str, Any]) -> str:
     ]
     lines += [f"| {' | '.join(cells(row, document))} |" for row in rows]
     for device in devices:
-        limits = [f"{FLOORS[key]} {value:.3g} GB/s" for key, value in document["floors"][device].items()]
+        limits = [f"{FLOORS[key]} {value:,.4g} GB/s" for key, value in document["floors"][device].items()]
         lines += ["", f"Limits in the same run, {_DEVICES[device]}: {', '.join(limits)}."]
     if document["notes"]:
         lines += ["", *(f"- {note}" for note in document["notes"])]
