@@ -50,6 +50,7 @@ class UnixDealer:
         self._sent = 0  # bytes of the first message in the queue
         self._unsent = memoryview(b"")  # of the opening, which precedes the queue
         self._waits = False  # for space in the socket's send buffer
+        self._closed_there = False  # the peer reads no more; what it has sent before is still to be read
         self._retry_ns = 0
         self._socket: socket.socket | None = None
         self._epoll = select.epoll()
@@ -79,7 +80,7 @@ class UnixDealer:
         self._queue.append(encode_message([frame]))
         if self._socket is None:
             self._reconnect()
-        elif not self._waits:
+        elif not self._waits and not self._closed_there:
             self._write(self._socket)
 
     def recv_all(self) -> list[list[bytes]]:
@@ -100,7 +101,7 @@ class UnixDealer:
         if messages is None:
             self._disconnect()
             return []
-        if self._queue or self._unsent:
+        if (self._queue or self._unsent) and not self._closed_there:
             self._write(connection)
         return messages
 
@@ -131,7 +132,7 @@ class UnixDealer:
         except OSError:
             connection.close()
             return
-        self._socket, self._waits = connection, False
+        self._socket, self._waits, self._closed_there = connection, False, False
         self._decoder = MessageDecoder(self._max_bytes)
         self._unsent = memoryview(self._opening)
         self._write(connection)
@@ -151,8 +152,9 @@ class UnixDealer:
         except BlockingIOError:
             waits = True
         except OSError:
-            self._disconnect()
-            return
+            # The last messages of a peer that has closed the connection, such as its Goodbye, may not be read yet.
+            # `recv_all` disconnects when they are.
+            self._closed_there = True
         if waits != self._waits:
             self._waits = waits
             self._epoll.modify(connection, select.EPOLLIN | select.EPOLLOUT if waits else select.EPOLLIN)

@@ -349,7 +349,8 @@ class UnixRouter:
                 raise zmq.Again
             self._write(connection)
         self._queue(connection, data)
-        if connection.fd not in self._by_fd:
+        self._update_signal()
+        if self._by_fd.get(connection.fd) is not connection:
             raise zmq.ZMQError(errno.EHOSTUNREACH)
 
     def close(self, linger_ms: int = 0) -> None:
@@ -380,7 +381,7 @@ class UnixRouter:
                 continue
             if events & select.EPOLLOUT:
                 self._write(connection)
-            if events & ~select.EPOLLOUT:
+            if events & ~select.EPOLLOUT and self._by_fd.get(fd) is connection:
                 self._read(connection)
         self._replenish()
 
@@ -444,17 +445,18 @@ class UnixRouter:
         """Returns the oldest connection that never sent a message; without one, the connection that is idle longest."""
         return min(self._by_fd.values(), key=lambda each: (each.spoken, each.active_ns))
 
-    def _read(self, connection: _Connection) -> None:
+    def _read(self, connection: _Connection) -> bool:
+        """Reads what has arrived; returns False if nothing has, or the connection has ended and been dropped."""
         try:
             data = self._received.recv(connection.fd)
             messages = connection.decoder.feed(data) if data else None
         except BlockingIOError:
-            return
+            return False
         except (OSError, RemoteProtocolError):
             messages = None
         if messages is None:
             self._drop(connection)
-            return
+            return False
         if connection.decoder.identity is not None and connection.name not in self._by_name:
             self._name(connection, connection.decoder.identity)
         if connection.decoder.answers:
@@ -465,6 +467,13 @@ class UnixRouter:
             connection.spoken = True
             connection.active_ns = time.monotonic_ns()
             self._arrived.extend([connection.name, *frames] for frames in messages)
+        return self._by_fd.get(connection.fd) is connection
+
+    def _end(self, connection: _Connection) -> None:
+        """Drops a connection that the peer has closed, after reading its last messages, such as its Goodbye."""
+        while self._read(connection):
+            pass
+        self._drop(connection)
 
     def _name(self, connection: _Connection, identity: bytes) -> None:
         if self._peers_choose_names and identity and identity[0]:
@@ -482,7 +491,7 @@ class UnixRouter:
             except BlockingIOError:
                 pass
             except OSError:
-                self._drop(connection)
+                self._end(connection)
                 return
             if sent == len(data):
                 return
@@ -504,7 +513,7 @@ class UnixRouter:
         except BlockingIOError:
             return
         except OSError:
-            self._drop(connection)
+            self._end(connection)
             return
         if connection.waits:
             connection.waits = False

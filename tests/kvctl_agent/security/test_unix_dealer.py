@@ -92,6 +92,39 @@ def test_messages_go_both_ways(router: UnixRouter, dealer: Open) -> None:
     assert not readable(client)
 
 
+@pytest.mark.parametrize("unread", [False, True], ids=["all was read there", "something was not"])
+def test_the_last_words_of_a_router_are_read_after_a_send_that_fails(
+    router: UnixRouter, dealer: Open, unread: bool
+) -> None:
+    client = dealer()
+    client.send(b"hello")
+    assert routed(router, client, 1)
+    router.send_multipart([b"decode-0", b"goodbye"])
+    if unread:
+        client.send(b"not read")
+    router.close()
+    client.send(b"too late")
+    assert client.connected
+    assert received(client, 1) == [[b"goodbye"]]
+    while client.connected:
+        assert readable(client, WAIT_S)
+        assert client.recv_all() == []
+
+
+def test_the_last_words_of_a_dealer_are_read_after_a_send_that_fails(router: UnixRouter, dealer: Open) -> None:
+    client = dealer()
+    client.send(b"hello")
+    assert routed(router, client, 1)
+    client.send(b"goodbye")
+    client.close()
+    with pytest.raises(zmq.ZMQError):
+        router.send_multipart([b"decode-0", b"too late"])
+    poller = select.poll()
+    poller.register(router.fileno(), select.POLLIN)
+    assert poller.poll(WAIT_S * 1000), "the descriptor shows it"
+    assert router.recv_multipart() == [b"decode-0", b"goodbye"]
+
+
 def test_more_than_a_socket_holds_is_sent_as_the_peer_reads(router: UnixRouter, dealer: Open) -> None:
     client = dealer()
     frames = [bytes([number]) * 500_000 for number in range(20)]
