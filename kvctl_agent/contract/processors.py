@@ -52,7 +52,8 @@ def engine_threads(cores: int, ranks: int) -> int:
 def copy_threads(cores: int, ranks: int) -> int:
     """Returns the number of threads of a rank that gather and scatter in host memory; 0: the control loop copies.
 
-    Half as many as the threads that post, with which they take turns, and at least one, so that the loop does not copy.
+    Half of the rank's share of the cores, because the threads that post use the same cores; at most 8 and, so that the
+    loop does not copy, at least one.
 
     Args:
         cores: cores that the rank may use (`available_cores`).
