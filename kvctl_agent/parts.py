@@ -28,7 +28,7 @@ from kvctl_agent.contract.values import encodable, shown
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import ConfigError, DeadlineExceeded, DeviceError
 from kvctl_agent.export import Exports
-from kvctl_agent.interpreter import InterpreterSharing
+from kvctl_agent.gil import GilSharing
 from kvctl_agent.layout.chunks import chunk_pages
 from kvctl_agent.layout.parallel import local_shards as layout_of
 from kvctl_agent.layout.shape import ModelShape
@@ -207,7 +207,7 @@ def build_parts(
         # The transport and the memory that it registers.
         memory: list[Closable | None] = []
         undo.callback(close_all, memory)
-        sharing = InterpreterSharing()
+        sharing = GilSharing()
         transport = make.transport(settings["transport"], name, params, pool.device, sharing)
         undo.callback(transport.close)
         mailbox = Mailbox()

@@ -23,9 +23,9 @@ from typing import Any
 
 import zmq
 
-from kvctl_agent import interpreter
+from kvctl_agent import gil
 from kvctl_agent.errors import LocalProtocolError
-from kvctl_agent.interpreter import InterpreterSharing
+from kvctl_agent.gil import GilSharing
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.bootstrap_registry import Rank, Register
 from kvctl_agent.protocol.machine import Machine
@@ -82,7 +82,7 @@ class Mailbox:
         with self._lock:
             if not self._closed and not self._woken:
                 self._woken = True
-                interpreter.eventfd_write(self._fd)
+                gil.eventfd_write(self._fd)
 
     def take(self, readable: bool = False) -> list[ev.Event]:
         """Removes and returns all queued events, in order.
@@ -97,7 +97,7 @@ class Mailbox:
             with self._lock:
                 if not self._closed:
                     with contextlib.suppress(BlockingIOError):
-                        interpreter.eventfd_read(self._fd)
+                        gil.eventfd_read(self._fd)
                 self._woken = False
         events: list[ev.Event] = []
         queue = self._events
@@ -172,7 +172,7 @@ class ControlLoop:
         forwards: EventPoller | None = None,
         reported: deque[ev.Event] | None = None,
         few_cores: bool = False,
-        sharing: InterpreterSharing | None = None,
+        sharing: GilSharing | None = None,
         server: RegistryServer | None = None,
         authenticator: Callable[[], ZapAuthenticator] | None = None,
         inputs: InputLog | None = None,
@@ -217,7 +217,7 @@ class ControlLoop:
         self._flush_now = self._ask_now = False
         self._polled: list[zmq.Socket[bytes] | int] = []
         self._descriptors = DescriptorWait(())
-        self._sharing = InterpreterSharing() if sharing is None else sharing
+        self._sharing = GilSharing() if sharing is None else sharing
         self._sockets_used = True  # since they were asked and had no input
         self._changes = (-1, -1)
         self._registry_keys: Set[Any] = frozenset()

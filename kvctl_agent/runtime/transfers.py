@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from msgspec.structs import replace
 
 from kvctl_agent.errors import DeviceError, KvctlError, PeerDisconnected, TransportError
-from kvctl_agent.interpreter import InterpreterSharing
+from kvctl_agent.gil import GilSharing
 from kvctl_agent.memory.checksum import aux_checksum, part_checksum
 from kvctl_agent.paths.base import Flight, Path
 from kvctl_agent.paths.peer_connection import PeerConnection
@@ -78,11 +78,11 @@ class Transfers:
         many: bool = False,
         checksum: bool = False,
         on_device: bool = False,
-        sharing: InterpreterSharing | None = None,
+        sharing: GilSharing | None = None,
     ) -> None:
         self._checksum = checksum
         self._on_device = on_device
-        self._sharing = InterpreterSharing() if sharing is None else sharing
+        self._sharing = GilSharing() if sharing is None else sharing
         self._many = many
         self._most_active = _ACTIVE_MANY if many or on_device else _ACTIVE
         self._shortest_s = _SHORTEST_MANY_S if many and not on_device else _SHORTEST_S

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import zmq
 
-from kvctl_agent import interpreter
+from kvctl_agent import gil
 from kvctl_agent.errors import RemoteProtocolError
 
 MAX_CONNECTIONS = 128
@@ -253,7 +253,7 @@ class UnixRouter:
         self._by_fd: dict[int, _Connection] = {}
         self._by_name: dict[bytes, _Connection] = {}
         self._arrived: collections.deque[list[bytes]] = collections.deque()
-        self._received = interpreter.ReceiveBuffer(_READ_BYTES)
+        self._received = gil.ReceiveBuffer(_READ_BYTES)
         self._signalled = False
         self._accepted = 0
         self._muted = False
@@ -371,7 +371,7 @@ class UnixRouter:
         self._release_reserve()
 
     def _process_events(self, timeout_s: float) -> None:
-        found = self._epoll.poll(timeout_s) if timeout_s else interpreter.epoll_poll(self._epoll.fileno())
+        found = self._epoll.poll(timeout_s) if timeout_s else gil.epoll_poll(self._epoll.fileno())
         for fd, events in found:
             if fd == self._listener.fileno():
                 self._accept()
@@ -390,9 +390,9 @@ class UnixRouter:
         if bool(self._arrived) != self._signalled:
             self._signalled = not self._signalled
             if self._signalled:
-                interpreter.eventfd_write(self._signal)
+                gil.eventfd_write(self._signal)
             else:
-                interpreter.eventfd_read(self._signal)
+                gil.eventfd_read(self._signal)
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_A_TURN):
@@ -487,7 +487,7 @@ class UnixRouter:
         sent = 0
         if not connection.queue:
             try:
-                sent = interpreter.send(connection.fd, data)
+                sent = gil.send(connection.fd, data)
             except BlockingIOError:
                 pass
             except OSError:

@@ -14,7 +14,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from kvctl_agent import interpreter
+from kvctl_agent import gil
 from kvctl_agent.contract.snapshots import LatencySummary, LayerRow, LayerStage, RateWindow, Role
 from kvctl_agent.contract.states import STAGES
 from kvctl_agent.telemetry.clock import Clock
@@ -368,7 +368,7 @@ class InterpreterWaits:
     def note(self, asked_ns: int, took_ns: int) -> None:
         """Notes a wait with a time limit of `asked_ns` that took `took_ns`; one that ended early shows nothing."""
         if self._no_core_ns is None:
-            self._no_core_ns = interpreter.no_core_ns()
+            self._no_core_ns = gil.no_core_ns()
         self._waited_ns += min(asked_ns, took_ns)  # a stop of the whole process does not end the window
         if took_ns >= asked_ns > 0:
             self._late.add(took_ns - asked_ns)
@@ -377,7 +377,7 @@ class InterpreterWaits:
             self._end_window(self._no_core_ns)
 
     def _end_window(self, no_core_before_ns: int) -> None:
-        self._no_core_ns = interpreter.no_core_ns()
+        self._no_core_ns = gil.no_core_ns()
         if self._late.count < _MIN_WAITS:
             self.wait_ns = None
         else:

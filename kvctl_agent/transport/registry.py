@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import ConfigError
-from kvctl_agent.interpreter import InterpreterSharing
+from kvctl_agent.gil import GilSharing
 from kvctl_agent.transport.base import Transport
 
 MAX_NAME_CHARACTERS = 256
 """Longest agent name; the sender's name is sent with every tag."""
 
 
-Sharing = InterpreterSharing | None
+Sharing = GilSharing | None
 
 
 def _nixl(agent_name: str, params: Mapping[str, str], device: Device | None, sharing: Sharing) -> Transport:

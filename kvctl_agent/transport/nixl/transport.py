@@ -46,7 +46,7 @@ import numpy.typing as npt
 from kvctl_agent.contract.choices import HOST
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import PeerDisconnected, TransportError
-from kvctl_agent.interpreter import InterpreterSharing
+from kvctl_agent.gil import GilSharing
 from kvctl_agent.memory.region import Region
 from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, SharedTag, Sizes
 from kvctl_agent.transport.checks import check_tag
@@ -83,7 +83,7 @@ class NixlTransport:
         agent_name: str,
         params: Mapping[str, str],
         device: Device | None = None,
-        sharing: InterpreterSharing | None = None,
+        sharing: GilSharing | None = None,
     ) -> None:
         backend_params = dict(params)
         self._backend = backend_params.pop("backend", "UCX")
@@ -94,7 +94,7 @@ class NixlTransport:
         for ours in ("num_threads", "split_batch_size"):
             backend_params.pop(ours, None)
         own_name = f"{quote(agent_name, safe='', errors='surrogatepass')}#{secrets.token_hex(8)}"
-        self._sharing = InterpreterSharing() if sharing is None else sharing
+        self._sharing = GilSharing() if sharing is None else sharing
         self._device = device
         if device is not None:
             require_cuda_transports()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvctl_agent import interpreter
+from kvctl_agent import gil
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.runtime.control_loop import Mailbox
 
@@ -86,7 +86,7 @@ def test_a_take_between_the_two_steps_of_a_waker_leaves_nothing_readable(
     mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the loop, which polls the descriptor, would spin until somebody else happens to wake it."""
-    write = interpreter.eventfd_write
+    write = gil.eventfd_write
     taken = threading.Event()
     taker: list[threading.Thread] = []
 
@@ -96,7 +96,7 @@ def test_a_take_between_the_two_steps_of_a_waker_leaves_nothing_readable(
         taken.wait(0.05)  # the take may have to wait for us
         write(fd)
 
-    monkeypatch.setattr(interpreter, "eventfd_write", slow_write)
+    monkeypatch.setattr(gil, "eventfd_write", slow_write)
     mailbox.put(ev.SendRoom(1))
     monkeypatch.undo()
     taker[0].join()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvctl_agent import interpreter
+from kvctl_agent import gil
 from kvctl_agent.telemetry.hub import INTERPRETER_WINDOW_NS, InterpreterWaits
 
 MS = 1_000_000
@@ -16,7 +16,7 @@ ASKED_NS = INTERPRETER_WINDOW_NS // WAITS
 def no_core_ns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The kernel's count of the time without a core, as the list's only item."""
     count = [7_000 * MS]
-    monkeypatch.setattr(interpreter, "no_core_ns", lambda: count[0])
+    monkeypatch.setattr(gil, "no_core_ns", lambda: count[0])
     return count
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvctl_agent.errors import ConfigError, PeerDisconnected, TransportError
-from kvctl_agent.interpreter import InterpreterSharing
+from kvctl_agent.gil import GilSharing
 from kvctl_agent.transport import Region, open_transport
 from kvctl_agent.transport.nixl.threads import SLICE_BYTES, SliceTags, thread_count, with_threads
 
@@ -113,7 +113,7 @@ def test_a_write_of_few_large_descriptors_is_divided_if_it_has_a_tag_and_threads
     crew: Any, tag: bytes | None, contended: bool, slices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = crew.agent(ENGINE), crew.agent(ENGINE)
-    monkeypatch.setattr(InterpreterSharing, "contended", contended)
+    monkeypatch.setattr(GilSharing, "contended", contended)
     one.transport.connect("peer", two.transport.metadata())
     posted: list[int] = []
     post = one.transport._in_flight.post

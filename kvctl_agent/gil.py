@@ -1,4 +1,4 @@
-"""Sharing the Python interpreter (the GIL) with the engine's thread.
+"""Sharing the GIL with the engine's thread.
 
 A thread that releases the GIL gets it back at once if no other thread runs Python. Beside a thread that computes, such
 as a scheduler's loop, it waits until that thread gives the GIL up: by default `sys.getswitchinterval()`, 5 ms, each
@@ -121,7 +121,7 @@ def _checked(result: int) -> int:
     return result
 
 
-class InterpreterSharing:
+class GilSharing:
     """Decides whether the control loop keeps the GIL during a wait, from how long it took to get it back before.
 
     While another thread runs Python, a short wait is made with the GIL, because the wait for the GIL after it would

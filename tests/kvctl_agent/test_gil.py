@@ -12,18 +12,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvctl_agent import interpreter
-from kvctl_agent.interpreter import InterpreterSharing, ReceiveBuffer
+from kvctl_agent import gil
+from kvctl_agent.gil import GilSharing, ReceiveBuffer
 
 US, MS = 1_000, 1_000_000
-HOLD_NS = interpreter._HOLD_NS
+HOLD_NS = gil._HOLD_NS
 
 
 @pytest.fixture
 def no_core_ns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The kernel's count of the time without a core, as the list's only item."""
     count = [7_000 * MS]
-    monkeypatch.setattr(interpreter, "no_core_ns", lambda: count[0])
+    monkeypatch.setattr(gil, "no_core_ns", lambda: count[0])
     return count
 
 
@@ -32,7 +32,7 @@ class Loop:
 
     def __init__(self) -> None:
         self.now_ns = self.cpu_ns = 5 * MS
-        self.sharing = InterpreterSharing()
+        self.sharing = GilSharing()
         self.release(0, 0)
 
     def work(self, ns: int) -> None:
@@ -148,7 +148,7 @@ class TestYielding:
         clock = SimpleNamespace(
             sleep=sleep, monotonic_ns=lambda: contended.now_ns, thread_time_ns=lambda: contended.cpu_ns
         )
-        monkeypatch.setattr(interpreter, "time", clock)
+        monkeypatch.setattr(gil, "time", clock)
         return slept
 
     def test_the_engines_thread_runs_between_long_pieces_of_work(self, contended: Loop, slept_s: list[float]) -> None:
@@ -178,51 +178,51 @@ class TestCalls:
         here, there = socket.socketpair()
         with here, there:
             buffer = ReceiveBuffer(4)
-            assert interpreter.send(here.fileno(), b"a\0cdef") == 6
+            assert gil.send(here.fileno(), b"a\0cdef") == 6
             assert [buffer.recv(there.fileno()), buffer.recv(there.fileno())] == [b"a\0cd", b"ef"]
             with pytest.raises(BlockingIOError):
                 buffer.recv(there.fileno())
             here.close()
             assert buffer.recv(there.fileno()) == b""
             with pytest.raises(BrokenPipeError):
-                interpreter.send(there.fileno(), b"x")
+                gil.send(there.fileno(), b"x")
 
     def test_a_full_socket_takes_a_part_and_then_nothing(self) -> None:
         here, there = socket.socketpair()
         with here, there:
             data = bytes(16 << 20)
-            assert 0 < interpreter.send(here.fileno(), data) < len(data)
+            assert 0 < gil.send(here.fileno(), data) < len(data)
             with pytest.raises(BlockingIOError):
-                interpreter.send(here.fileno(), data)
+                gil.send(here.fileno(), data)
 
     def test_an_epoll_set(self) -> None:
         here, there = socket.socketpair()
         with here, there, select.epoll() as epoll:
             epoll.register(here, select.EPOLLIN)
-            assert interpreter.epoll_poll(epoll.fileno()) == []
+            assert gil.epoll_poll(epoll.fileno()) == []
             there.send(b"x")
-            assert interpreter.epoll_poll(epoll.fileno()) == [(here.fileno(), select.EPOLLIN)]
+            assert gil.epoll_poll(epoll.fileno()) == [(here.fileno(), select.EPOLLIN)]
             epoll.register(there, select.EPOLLOUT)
-            assert sorted(interpreter.epoll_poll(epoll.fileno())) == sorted(epoll.poll(0))
-            assert len(interpreter.epoll_poll(epoll.fileno(), most=1)) == 1
+            assert sorted(gil.epoll_poll(epoll.fileno())) == sorted(epoll.poll(0))
+            assert len(gil.epoll_poll(epoll.fileno(), most=1)) == 1
 
     def test_an_eventfd(self) -> None:
         fd = os.eventfd(0, os.EFD_NONBLOCK)
-        interpreter.eventfd_write(fd)
-        interpreter.eventfd_write(fd)
-        interpreter.eventfd_read(fd)
+        gil.eventfd_write(fd)
+        gil.eventfd_write(fd)
+        gil.eventfd_read(fd)
         with pytest.raises(BlockingIOError):
-            interpreter.eventfd_read(fd)
+            gil.eventfd_read(fd)
         os.close(fd)
         with pytest.raises(OSError, match="Bad file descriptor"):
-            interpreter.eventfd_write(fd)
+            gil.eventfd_write(fd)
 
     def test_the_time_without_a_core_only_grows_and_a_thread_that_has_ended_leaves_no_file_open(self) -> None:
         counts: list[int] = []
         opened: list[int] = []
 
         def read() -> None:
-            counts.extend(interpreter.no_core_ns() for _ in range(2))
+            counts.extend(gil.no_core_ns() for _ in range(2))
             opened.append(schedstat_files())
 
         before = schedstat_files()
