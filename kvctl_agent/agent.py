@@ -130,6 +130,7 @@ class Agent:
         except BaseException:
             self.parts.release(ended=self.parts.stop(_SHORTEST_STOP_S))
             raise
+        self._switch_interval_s: float | None = None  # of the process before `start` changed it
         # An engine that does not close its agent still exits cleanly. The reference is weak so that an agent that was
         # never started can be collected; one that was is referenced by the handlers of its admin thread.
         self._at_exit = partial(_close_if_alive, weakref.ref(self))
@@ -177,7 +178,10 @@ class Agent:
             parts.control.open(parts.lifecycle.instances)
             parts.copy_pool.start()
             if (interval_ms := parts.settings["switch_interval_ms"]) is not None:
+                before_s = sys.getswitchinterval()
                 sys.setswitchinterval(interval_ms * 1e-3)
+                if sys.getswitchinterval() != before_s:  # another agent of the process may have changed it
+                    self._switch_interval_s = before_s
             parts.control.start()
         except BaseException:
             self.close()
@@ -266,6 +270,8 @@ class Agent:
             while parts.handles.rooms and time.monotonic() < deadline - timeout / 2:
                 time.sleep(0.002)
         ended = parts.stop(max(_SHORTEST_STOP_S, deadline - time.monotonic()))
+        if self._switch_interval_s is not None:
+            sys.setswitchinterval(self._switch_interval_s)
         try:
             self.admin.close()
         except DeadlineExceeded as error:  # a handler is still running; the thread ends after it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -357,6 +358,16 @@ class TestDeadlines:
 
 
 class TestClose:
+    def test_the_switch_interval_is_the_process_s_own_again(self, make_fleet: Any) -> None:
+        before = sys.getswitchinterval()
+        fleet = make_fleet(prefill=(1, 1), switch_interval_ms=1.5)
+        assert sys.getswitchinterval() == before, "created, not started"
+        fleet.start()
+        assert sys.getswitchinterval() == pytest.approx(0.0015)
+        for agent in (*fleet.prefill, *fleet.decode):
+            agent.close(5)
+        assert sys.getswitchinterval() == before
+
     @pytest.mark.parametrize("side", ["prefill", "decode"])
     def test_rooms_in_flight_fail_with_a_cause_and_within_the_deadline(
         self, make_fleet: Any, transport: str, side: str
