@@ -235,7 +235,10 @@ class ControlChannel:
             if self._router is not None:
                 self._router.send_multipart([address.route, frame], zmq.NOBLOCK)
             else:
-                self._dealers[address].send(frame, zmq.NOBLOCK)
+                dealer = self._dealers[address]
+                dealer.send(frame, zmq.NOBLOCK)
+                if isinstance(dealer, UnixDealer) and not dealer.connected:  # only the newest frame waits
+                    self._telemetry.metrics.add("kvctl_control_dropped_total", messages, "absent")
             if self._unsent:
                 self._unsent.pop(peer, None)
         except (zmq.ZMQError, KeyError):

@@ -27,7 +27,8 @@ class UnixDealer:
     """DEALER socket with the subset of `zmq.Socket`'s methods that the agent uses; one thread uses it.
 
     The peer need not listen yet, and may restart: each call connects again if the connection has ended, at most every
-    50 ms. Messages wait meanwhile, except those that the kernel had already taken for the earlier connection.
+    50 ms. Only the newest message waits meanwhile: an agent repeats what is not answered, and a peer that comes back
+    after an hour should not have to read an hour of it.
     """
 
     def __init__(self, path: str, identity: bytes, max_bytes: int, limit: int) -> None:
@@ -70,12 +71,14 @@ class UnixDealer:
         return self._socket is not None
 
     def send(self, frame: bytes, flags: int = zmq.NOBLOCK) -> None:
-        """Sends a message of one frame, or queues it until the peer is connected and reads.
+        """Sends a message of one frame, or queues it until the peer reads.
 
         Raises:
             zmq.Again: the queue is full.
         """
-        if len(self._queue) >= self._limit:
+        if self._socket is None:
+            self._queue.clear()
+        elif len(self._queue) >= self._limit:
             raise zmq.Again
         self._queue.append(encode_message([frame]))
         if self._socket is None:
@@ -160,8 +163,10 @@ class UnixDealer:
             self._epoll.modify(connection, select.EPOLLIN | select.EPOLLOUT if waits else select.EPOLLIN)
 
     def _disconnect(self) -> None:
-        """Closes the connection; a message that was sent in part is sent again on the next one."""
+        """Closes the connection; of the queued messages the last one is sent on the next connection."""
         if self._socket is not None:
+            while len(self._queue) > 1:
+                self._queue.popleft()
             self._socket.close()
             self._socket = None
             self._sent = 0

@@ -7,6 +7,8 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from socket import AF_UNIX
+from socket import socket as Socket
 from typing import Any
 
 import numpy as np
@@ -146,13 +148,31 @@ def test_a_peer_that_does_not_read_costs_its_messages_and_no_time(
     make: Callable[..., ControlChannel], directory: Path, telemetry: Telemetry
 ) -> None:
     client = make("decode-0")
-    client.connect("prefill-0", f"ipc://{directory}/nobody")
-    started = time.monotonic()
-    for room in range(20_500):
+    directory.mkdir()
+    with Socket(AF_UNIX) as listener:
+        listener.bind(f"{directory}/mute")
+        listener.listen()
+        client.connect("prefill-0", f"ipc://{directory}/mute")
+        started = time.monotonic()
+        for room in range(25_000):
+            client.queue("prefill-0", drained(room))
+            client.flush()
+        assert time.monotonic() - started < 60
+    assert 0 < dropped(telemetry, "unsent") < 5_000, "of 25,000, 20,000 wait and the kernel holds some"
+    assert dropped(telemetry, "absent") == 0
+
+
+def test_of_the_messages_to_a_peer_that_does_not_listen_the_newest_waits(
+    make: Callable[..., ControlChannel], directory: Path, telemetry: Telemetry
+) -> None:
+    client, server = make("decode-0"), make("prefill-0", 7)
+    client.connect("prefill-0", f"ipc://{directory}/c")
+    for room in range(100):
         client.queue("prefill-0", drained(room))
         client.flush()
-    assert time.monotonic() - started < 60
-    assert dropped(telemetry, "unsent") == 500
+    assert (dropped(telemetry, "unsent"), dropped(telemetry, "absent")) == (0, 100)
+    server.serve(f"ipc://{directory}/c")
+    assert [got.message for got in routed(server, 1, sender=client)] == [drained(99)]
 
 
 @pytest.mark.parametrize(

@@ -134,20 +134,29 @@ def test_more_than_a_socket_holds_is_sent_as_the_peer_reads(router: UnixRouter, 
     assert not readable(client), "nothing is left to send"
 
 
-def test_messages_wait_for_a_peer_that_does_not_listen_yet(path: Path, dealer: Open) -> None:
+def test_the_newest_message_waits_for_a_peer_that_does_not_listen_yet(path: Path, dealer: Open) -> None:
     client = dealer(limit=2)
     assert not client.connected
-    client.send(b"first")
-    client.send(b"second")
-    with pytest.raises(zmq.Again):
-        client.send(b"one too many")
+    for number in range(10):
+        client.send(b"message %d" % number)
     router = UnixRouter(path, MAX_BYTES, peers_choose_names=True)
     try:
-        assert [frame for _, frame in routed(router, client, 2)] == [b"first", b"second"]
-        client.send(b"third")
-        assert routed(router, client, 1) == [[b"decode-0", b"third"]]
+        assert [frame for _, frame in routed(router, client, 1)] == [b"message 9"]
+        client.send(b"another")
+        assert routed(router, client, 1) == [[b"decode-0", b"another"]]
     finally:
         router.close()
+
+
+def test_the_queue_of_a_peer_that_does_not_read_is_limited(path: Path, dealer: Open) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.fspath(path))
+        listener.listen()
+        client = dealer(limit=2)
+        client.send(b"x" * 900_000)  # more than the socket holds
+        client.send(b"second")
+        with pytest.raises(zmq.Again):
+            client.send(b"one too many")
 
 
 def test_a_restarted_peer_gets_whole_messages(path: Path, dealer: Open) -> None:
