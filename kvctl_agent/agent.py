@@ -66,8 +66,8 @@ class Agent:
         pool: the worker's KV pool; it is registered in place.
         name: name of the agent and of its admin socket, unique on this host.
         bootstrap: endpoint of the bootstrap registry (`ipc:///path` or `tcp://address:port`), which rank 0 of the
-            prefill instance serves. A decode rank may pass a list with one endpoint for each prefill instance;
-            `receive` may name further ones.
+            prefill instance serves; there with port 0 on a free port, which `Agent.bootstrap` has. A decode rank may
+            pass a list with one endpoint for each prefill instance; `receive` may name further ones.
         model: shape of the whole model's KV; required if this rank's pool does not have all layers.
         on_state: called with the handle and the new state at each state change of a room. It runs on the control
             thread (for a fake room, on the thread that calls `send` or `receive`) and must only enqueue.
@@ -106,12 +106,15 @@ class Agent:
         settings = load_settings(config)
         keys = load_fleet_key(settings["fleet_key"])
         remote = remote_endpoint(settings, keys)
-        self._check_endpoint: Callable[[str], None] = partial(
+        self._check_endpoint: Callable[..., None] = partial(
             control_endpoints.check_endpoint, insecure=settings["insecure"], keys=keys is not None
         )
         instances = instances_of(role, bootstrap)
         for endpoint in instances:
-            self._check_endpoint(endpoint)
+            self._check_endpoint(endpoint, bound=role == "prefill" and not any(rank.coord))
+        if role == "prefill":
+            control = control_endpoints.control_address(instances[0], name, settings["listen"])
+            self._check_endpoint(control, bound=True)
         make = factories or PartFactories()
         self.parts = build_parts(name, role, rank, pool, instances, model, on_state, settings, keys, make)
         try:
@@ -147,6 +150,15 @@ class Agent:
         return self.parts.local.incarnation
 
     @property
+    def bootstrap(self) -> str | None:
+        """Endpoint of the agent's registry, or of its first one, for the other ranks and for `receive(prefill=...)`.
+
+        None before `start` if the registry has port 0, because `start` binds it.
+        """
+        endpoint = self.parts.lifecycle.instances[0]
+        return None if control_endpoints.any_port(endpoint) else endpoint
+
+    @property
     def telemetry(self) -> Telemetry:
         """The agent's telemetry: metrics, room records and the flight recorder."""
         return self.parts.telemetry
@@ -175,7 +187,7 @@ class Agent:
         try:
             self.admin.start()
             parts.exports.start(self.observe.metrics, parts.telemetry)
-            parts.control.open(parts.lifecycle.instances)
+            parts.lifecycle.instances = parts.control.open(parts.lifecycle.instances, parts.settings["listen"])
             parts.copy_pool.start()
             if (interval_ms := parts.settings["switch_interval_ms"]) is not None:
                 before_s = sys.getswitchinterval()

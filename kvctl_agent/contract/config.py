@@ -286,6 +286,13 @@ KEYS: tuple[Key, ...] = (
         maximum=60,
     ),
     Key(
+        "listen",
+        str,
+        "",
+        "Prefill: address or address:port of this host at which decode ranks reach the rank, such as 10.0.0.5. "
+        "Automatic: the directory or address of the registry, which only ranks on the registry's host can bind.",
+    ),
+    Key(
         "fleet_key",
         str,
         "",

@@ -24,19 +24,26 @@ _REPEAT_EVERY_NS = 1_000_000_000  # so that a restarted registry learns of this 
 
 
 class RegistryServer:
-    """Server of the bootstrap registry: answers registrations and look-ups from its socket."""
+    """Server of the bootstrap registry: answers registrations and look-ups from its socket.
+
+    Attributes:
+        endpoint: the endpoint to bind, and from `serve` on the bound one, with the port that was chosen.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: KeyPair | None = None) -> None:
         """Creates the server without a socket; `serve` binds the socket."""
         self._context = context
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._keys = keys
         self._registry = registry.Registry()
         self._socket: control_endpoints.Router | None = None
 
     def serve(self) -> RegistryServer:
         """Binds the socket and returns the server; raises ConfigError if the address is taken or cannot be bound."""
-        self._socket = control_endpoints.bind(self._context, self._endpoint, registry.MAX_REQUEST_BYTES, self._keys)
+        self._socket = control_endpoints.bind(self._context, self.endpoint, registry.MAX_REQUEST_BYTES, self._keys)
+        if control_endpoints.any_port(self.endpoint):
+            port = control_endpoints.address(self._socket).rpartition(":")[2]
+            self.endpoint = f"{self.endpoint.rpartition(':')[0]}:{port}"
         return self
 
     @property

@@ -11,6 +11,7 @@ import errno
 import hashlib
 import ipaddress
 import os
+import re
 import socket as socketlib
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -28,24 +29,36 @@ from kvctl_agent.security.unix_router import UnixRouter
 _LINGER_MS = 0
 _LONGEST = 1024
 _HIGH_WATER = 20_000
+_LISTEN = re.compile(r"(?P<host>\[[^\[\]/@?#\s]+\]|[^\[\]:/@?#\s]+)(:(?P<port>[0-9]{1,5}))?")
+_ANY_HOST = ("0.0.0.0", "[::]", "*")
 _MAX_PEERS = 256  # connections to a Unix socket, so from one host
 
 Router = zmq.Socket[bytes] | UnixRouter
 Dealer = zmq.Socket[bytes] | UnixDealer
 
 
-def control_address(bootstrap: str, name: str) -> str:
+def control_address(bootstrap: str, name: str, listen: str = "") -> str:
     """Returns the endpoint to bind a rank's control socket to.
 
-    The endpoint is in the directory of an ipc:// registry, or on a free port of the host of a tcp:// registry.
+    Without `listen` it is in the directory of an ipc:// registry, or on a free port of the host of a tcp:// registry.
 
     Args:
         bootstrap: endpoint of the registry.
         name: name of the rank.
+        listen: host or host:port of the endpoint, with an IPv6 address in brackets; "" for the default.
 
     Raises:
-        ConfigError: the registry's endpoint is neither ipc:// nor tcp://.
+        ConfigError: the registry's endpoint is neither ipc:// nor tcp://, or peers cannot connect to the host.
     """
+    if listen:
+        match = _LISTEN.fullmatch(listen)
+        if match is None or not _is_port(match["port"] or "0"):
+            raise ConfigError(f"listen = {shown(listen)}: write address or address:port, such as 10.0.0.5 or [fd00::5]")
+        if match["host"] in _ANY_HOST:
+            raise ConfigError(
+                f"listen = {listen}: peers cannot connect to {match['host']}; name an address of this host"
+            )
+        return f"tcp://{match['host']}:{match['port'] or '*'}"
     if bootstrap.startswith("ipc://"):
         # Names may be longer than a socket's path, so the file name is a hash of the name.
         checksum = hashlib.blake2s(name.encode(), digest_size=6).hexdigest()
@@ -54,16 +67,17 @@ def control_address(bootstrap: str, name: str) -> str:
     return f"tcp://{_tcp(bootstrap)[0]}:*"
 
 
-def check_endpoint(endpoint: str, *, insecure: bool, keys: bool = False) -> None:
-    """Checks an endpoint before it is bound.
+def check_endpoint(endpoint: str, *, insecure: bool, keys: bool = False, bound: bool = False) -> None:
+    """Checks an endpoint before it is bound or connected to.
 
     Args:
         insecure: allow public TCP addresses without keys.
         keys: whether the fleet has keys.
+        bound: whether this agent binds the endpoint, whose port may then be 0 or *.
 
     Raises:
-        ConfigError: not printable text of at most 1024 characters, an unknown scheme, a path over the limit, or a
-            public address without keys or `insecure`.
+        ConfigError: not printable text of at most 1024 characters, an unknown scheme, a path over the limit, no port to
+            connect to, or a public address without keys or `insecure`.
     """
     if not isinstance(endpoint, str) or not endpoint.isprintable() or len(endpoint) > _LONGEST:
         raise ConfigError(f"{shown(endpoint)} is not an endpoint: write ipc:///path or tcp://address:port")
@@ -75,12 +89,22 @@ def check_endpoint(endpoint: str, *, insecure: bool, keys: bool = False) -> None
             raise ConfigError(f"{endpoint}: the path exceeds {MAX_SOCKET_PATH_BYTES} bytes, the limit of a Unix socket")
         return
     host, _ = _tcp(endpoint)
+    if not bound and any_port(endpoint):
+        raise ConfigError(
+            f"{endpoint}: only the first rank of the prefill instance binds the registry, to a free port if its port "
+            "is 0; give the other ranks its Agent.bootstrap"
+        )
     if not keys and not insecure and not _loopback(host):
         raise ConfigError(
             f"{endpoint}: {host} is not a loopback address and there are no keys; anyone who reaches it could open "
             "rooms. Set fleet_key (kvctl key new), or use ipc:// or 127.0.0.1, or set insecure = true on a network you "
             "trust"
         )
+
+
+def any_port(endpoint: str) -> bool:
+    """Returns whether a valid endpoint leaves its port to the system, with port 0 or *."""
+    return not endpoint.startswith("ipc://") and not _tcp(endpoint)[1].strip("0*")
 
 
 def bind(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_bytes: int, keys: KeyPair | None = None) -> Router:
@@ -107,7 +131,9 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_bytes: int,
             socket.close(_LINGER_MS)
             raise
     except (zmq.ZMQError, OSError) as error:
-        raise ConfigError(f"cannot bind {endpoint}: {error}; is another agent using it?") from None
+        foreign = error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV)
+        hint = "set listen to an address of this host" if foreign else "is another agent using it?"
+        raise ConfigError(f"cannot bind {endpoint}: {error}; {hint}") from None
     return socket
 
 

@@ -238,8 +238,14 @@ class ControlLoop:
         if arrivals is not None:
             self.executors |= {ev.Scatter: arrivals.put, ev.Check: arrivals.put, ev.StoreAux: arrivals.store_aux}
 
-    def open(self, instances: Sequence[str]) -> None:
+    def open(self, instances: Sequence[str], listen: str = "") -> tuple[str, ...]:
         """Binds and connects the control sockets; registers with, or looks up, the registries at `instances`.
+
+        Args:
+            listen: prefill: host or host:port of the control socket, as for `control_address`.
+
+        Returns:
+            `instances`, with the port that was chosen for a registry that this rank serves.
 
         Raises:
             ConfigError: an address is taken or cannot be bound.
@@ -248,14 +254,15 @@ class ControlLoop:
         if self._start_authenticator is not None:
             self._authenticator = self._start_authenticator()
         if self._server is not None:
-            self._server.serve()
+            instances = (self._server.serve().endpoint,)
         if local.role == "prefill":
-            endpoint = self._channel.serve(control_endpoints.control_address(instances[0], local.name))
+            endpoint = self._channel.serve(control_endpoints.control_address(instances[0], local.name, listen))
             side = local.side
             sizes = [side.dp, side.pp, side.cp, side.tp]
             self._registries.request = Register(Rank(local.name, endpoint, local.incarnation, list(local.coord), sizes))
         for instance in instances:
             self._registries.ask(instance)
+        return tuple(instances)
 
     def start(self) -> None:
         """Starts the thread."""

@@ -31,7 +31,12 @@ class TestCheck:
         ["ipc:///tmp/x", "tcp://127.0.0.1:7000", "tcp://127.9.9.9:*", "tcp://localhost:0", "tcp://[::1]:7000"],
     )
     def test_ipc_and_loopback_addresses_are_fine(self, endpoint: str) -> None:
-        check_endpoint(endpoint, insecure=False)
+        check_endpoint(endpoint, insecure=False, bound=True)
+
+    @pytest.mark.parametrize("endpoint", ["tcp://localhost:0", "tcp://127.0.0.1:*", "tcp://[::1]:00"])
+    def test_a_free_port_is_for_the_rank_that_binds_it(self, endpoint: str) -> None:
+        with pytest.raises(ConfigError, match=r"give the other ranks its Agent\.bootstrap"):
+            check_endpoint(endpoint, insecure=False)
 
     @pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:7000", "tcp://10.1.2.3:7000", "tcp://*:7", "tcp://[::]:7000"])
     def test_an_address_that_others_reach_needs_insecure(self, endpoint: str) -> None:
@@ -67,6 +72,30 @@ class TestControlAddress:
     def test_tcp_takes_any_free_port_of_the_same_address(self) -> None:
         assert control_address("tcp://127.0.0.1:7000", "a") == "tcp://127.0.0.1:*"
         assert control_address("tcp://[::1]:7000", "a") == "tcp://[::1]:*"
+
+    @pytest.mark.parametrize("bootstrap", ["tcp://10.0.0.1:7000", "ipc:///run/kv/boot"])
+    @pytest.mark.parametrize(
+        ("listen", "endpoint"),
+        [
+            ("10.0.0.5", "tcp://10.0.0.5:*"),
+            ("10.0.0.5:7001", "tcp://10.0.0.5:7001"),
+            ("10.0.0.5:0", "tcp://10.0.0.5:0"),
+            ("[fd00::5]", "tcp://[fd00::5]:*"),
+            ("[fd00::5]:7001", "tcp://[fd00::5]:7001"),
+        ],
+    )
+    def test_listen_names_host_and_port(self, bootstrap: str, listen: str, endpoint: str) -> None:
+        assert control_address(bootstrap, "a", listen) == endpoint
+
+    @pytest.mark.parametrize("listen", ["0.0.0.0", "*", "[::]", "0.0.0.0:7"])
+    def test_listen_is_an_address_that_peers_can_connect_to(self, listen: str) -> None:
+        with pytest.raises(ConfigError, match=r"peers cannot connect to .*; name an address of this host"):
+            control_address("ipc:///run/kv/boot", "a", listen)
+
+    @pytest.mark.parametrize("listen", [":7000", "10.0.0.5:", "10.0.0.5:x", "10.0.0.5:70000", "tcp://10.0.0.5:7"])
+    def test_listen_is_no_other_text(self, listen: str) -> None:
+        with pytest.raises(ConfigError, match=r"listen = .*write address or address:port"):
+            control_address("ipc:///run/kv/boot", "a", listen)
 
 
 class TestBind:
