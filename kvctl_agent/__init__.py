@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvctl_agent.layout.shape import ModelShape, StateShape
     from kvctl_agent.memory.pool import DraftKV, KVPool, StateTensors
     from kvctl_agent.rank import Rank
+    from kvctl_agent.room import room_number
 
 _MODULES = {
     "Agent": "kvctl_agent.agent",
@@ -31,6 +32,7 @@ _MODULES = {
     "StateShape": "kvctl_agent.layout.shape",
     "StateTensors": "kvctl_agent.memory.pool",
     "local_shards": "kvctl_agent.layout.parallel",
+    "room_number": "kvctl_agent.room",
 }
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "StateShape",
     "StateTensors",
     "local_shards",
+    "room_number",
 ]
 
 
