@@ -1,60 +1,140 @@
-"""Base addresses of a pool, and the address arithmetic with which peers write into its pages.
+"""Addresses and strides of a pool, and the arithmetic with which peers write into its pages.
 
 A decode rank sends its `PoolAddresses` once, in Hello, and writers compute every destination address from it. The
 layers and heads of a rank follow from the plan and are not sent.
+
+A plane of a layer is described by strides: head h of row t of page p is `head_bytes` contiguous bytes at base +
+p * page + t * row + h * head. The layouts of all engines differ only in these numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvctl_agent.errors import RemoteProtocolError
+from kvctl_agent.errors import KvctlError, MemoryLayoutError, RemoteProtocolError
 from kvctl_agent.layout.parallel import LocalShard
+from kvctl_agent.layout.shape import Plane
 
 Indices = npt.NDArray[np.int64]
 
 _NUMBERS = ("num_pages", "aux_base", "aux_row_bytes", "aux_slots")
-_LISTS = ("slots", "bases")
+_LISTS = ("slots", "bases", "strides")
+
+
+class PlaneStrides(NamedTuple):
+    """Distances in bytes between consecutive pages, rows of a page, and heads of a row of one plane."""
+
+    page: int
+    row: int
+    head: int
+
+
+def contiguous_strides(plane: Plane, heads: int) -> PlaneStrides:
+    """Returns the strides of a contiguous plane `[pages, rows, heads, head_bytes]`."""
+    return PlaneStrides(plane.rows * heads * plane.head_bytes, heads * plane.head_bytes, plane.head_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentAddresses:
-    """Base addresses of one segment on one rank; layers are numbered as in the segment.
+    """Base addresses and strides of one segment on one rank; layers are numbered as in the segment.
 
-    Page p (for state: item p) of a plane is at base + p * `page_bytes` and has contiguous rows of all local heads.
+    The pages are transfer pages: an engine's page consists of `split` of them, each with the rows that the shard's
+    planes have. Strides of planes of state are those of items.
 
     Attributes:
-        shard: The rank's layers and heads of the segment.
-        num_slots: Pages, or items; 0 if the rank has no layer of the segment.
+        shard: The rank's layers and heads of the segment, with the rows of a transfer page.
+        num_slots: Transfer pages, or items; 0 if the rank has no layer of the segment.
         bases: For each local layer, the address of page 0 of each plane.
+        strides: The strides of each plane, `page` being that of the engine's pages; contiguous planes if empty.
+        split: Transfer pages in one page of the engine.
     """
 
     shard: LocalShard
     num_slots: int
     bases: tuple[tuple[int, ...], ...]
+    strides: tuple[PlaneStrides, ...] = ()
+    split: int = 1
+
+    def __post_init__(self) -> None:
+        """Sets the strides of contiguous planes if none are given."""
+        if not self.strides:
+            planes, heads = self.shard.segment.planes, self.shard.heads
+            object.__setattr__(self, "strides", tuple(contiguous_strides(plane, heads) for plane in planes))
 
     def row_bytes(self, plane: int) -> int:
-        """Returns the bytes of one row of a plane, with all local heads."""
+        """Returns the bytes of all local heads of one row of a plane, without gaps."""
         return self.shard.heads * self.shard.segment.planes[plane].head_bytes
 
     def page_bytes(self, plane: int) -> int:
-        """Returns the bytes of one page of a plane in one layer, with all local heads."""
+        """Returns the bytes of all local heads of one page of a plane in one layer, without gaps."""
         return self.shard.segment.planes[plane].rows * self.row_bytes(plane)
+
+    def split_stride(self, plane: int) -> int:
+        """Returns the bytes between consecutive transfer pages inside one page of the engine."""
+        return self.shard.segment.planes[plane].rows * self.strides[plane].row
+
+    def extent(self, plane: int) -> int:
+        """Returns the bytes from the base of a plane to the end of its last element; 0 without slots.
+
+        Other planes may lie inside: with K and V fused in one tensor, the extents of both overlap.
+        """
+        _, rows, head_bytes = self.shard.segment.planes[plane]
+        page, row, head = self.strides[plane]
+        pages = self.num_slots // self.split
+        if not pages:
+            return 0
+        return (pages - 1) * page + (rows * self.split - 1) * row + (self.shard.heads - 1) * head + head_bytes
+
+    def heads_contiguous(self, plane: int, heads: int | None = None) -> bool:
+        """Returns whether `heads` heads of a row (None: all local heads) are adjacent."""
+        count = self.shard.heads if heads is None else heads
+        return count == 1 or self.strides[plane].head == self.shard.segment.planes[plane].head_bytes
+
+    def page_contiguous(self, plane: int, heads: int | None = None) -> bool:
+        """Returns whether `heads` heads of a page (None: all local heads) are one run of bytes, in whatever order."""
+        _, rows, head_bytes = self.shard.segment.planes[plane]
+        count = self.shard.heads if heads is None else heads
+        _, row, head = self.strides[plane]
+        return _extent(head_bytes, (rows, row), (count, head)) == rows * count * head_bytes
+
+    def page_offsets(self, plane: int, pages: Indices) -> Indices:
+        """Returns the distance in bytes of each page from page 0 of a plane, int64 of the shape of `pages`."""
+        stride, split = np.int64(self.strides[plane].page), np.int64(self.split)
+        if split == 1:
+            return pages * stride
+        return pages // split * stride + pages % split * np.int64(self.split_stride(plane))
 
     def row_addrs(self, layer: int, plane: int, pages: Indices, head: int = 0) -> Indices:
         """Returns the address of local head `head` in every row of `pages`, int64 `[len(pages) * rows]`.
 
         `layer` is in the segment's numbering, `plane` an index into the segment's planes.
         """
-        _, rows, head_bytes = self.shard.segment.planes[plane]
-        row_indices = (pages[:, None] * rows + np.arange(rows, dtype=np.int64)).reshape(-1)
-        start = self.bases[layer - self.shard.layer_lo][plane] + head * head_bytes
-        return start + row_indices * self.row_bytes(plane)
+        start = self.bases[layer - self.shard.layer_lo][plane] + head * self.strides[plane].head
+        rows = np.arange(self.shard.segment.planes[plane].rows, dtype=np.int64) * self.strides[plane].row
+        return (start + self.page_offsets(plane, pages)[:, None] + rows).reshape(-1)
+
+    def at(self, shard: LocalShard, split: int) -> SegmentAddresses:
+        """Returns the addresses of the same memory in transfer pages, `split` of which make one page of this object.
+
+        Args:
+            shard: The shard of this object, with the rows of a transfer page.
+            split: Transfer pages in one page; 1 for state, which is never divided.
+
+        Raises:
+            MemoryLayoutError: the rows of the shard are not those of this object's pages divided by `split`.
+        """
+        for mine, theirs in zip(self.shard.segment.planes, shard.segment.planes, strict=True):
+            if mine.rows != theirs.rows * split:
+                raise MemoryLayoutError(
+                    f"{self.shard.segment.name}: a page of {mine.name} has {mine.rows} rows, which are not {split} "
+                    f"transfer pages of {theirs.rows}"
+                )
+        return SegmentAddresses(shard, self.num_slots * split, self.bases, self.strides, self.split * split)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +162,31 @@ class PoolAddresses:
         """Returns the address of aux row `slot`."""
         return self.aux_base + slot * self.aux_row_bytes
 
+    def at(self, shards: tuple[LocalShard, ...], split: int) -> PoolAddresses:
+        """Returns the addresses of the same memory in transfer pages, `split` of which make one page of the engine.
+
+        Args:
+            shards: The rank's shards for the size of a transfer page.
+            split: Transfer pages in one page of KV.
+
+        Raises:
+            MemoryLayoutError: the shards do not fit the pages divided by `split`.
+        """
+        pairs = zip(self.segments, shards, strict=True)
+        segments = tuple(each.at(shard, 1 if shard.segment.state else split) for each, shard in pairs)
+        return replace(self, segments=segments)
+
     def to_wire(self) -> dict[str, Any]:
-        """Returns the addresses as ints and lists of ints, for the codec.
+        """Returns the addresses as ints and lists of ints, for the codec; in the engine's pages, without `split`.
 
         `slots` has the pages or items of each segment. `bases` has the bases of all segments, ordered by segment, layer
-        and plane.
+        and plane; `strides` has page, row and head stride of each plane, ordered by segment.
         """
         return {
             "num_pages": self.num_pages,
             "slots": [segment.num_slots for segment in self.segments],
             "bases": [base for segment in self.segments for layer in segment.bases for base in layer],
+            "strides": [stride for segment in self.segments for plane in segment.strides for stride in plane],
             "aux_base": self.aux_base,
             "aux_row_bytes": self.aux_row_bytes,
             "aux_slots": self.aux_slots,
@@ -120,19 +215,24 @@ class PoolAddresses:
         for name in _LISTS:
             if not isinstance(wire[name], list | tuple) or not all(map(_is_address, wire[name])):
                 raise RemoteProtocolError(f"pool addresses: {name} is not a list of unsigned integers")
-        slots, bases = wire["slots"], tuple(wire["bases"])
+        slots, bases, strides = wire["slots"], tuple(wire["bases"]), tuple(wire["strides"])
         if len(slots) != len(shards):
             raise RemoteProtocolError(f"pool addresses: {len(slots)} slots, but the model has {len(shards)} segments")
         expected = sum(shard.num_layers * len(shard.segment.planes) for shard in shards)
         if len(bases) != expected:
             raise RemoteProtocolError(f"pool addresses: {len(bases)} bases, but that rank holds {expected} planes")
+        expected = 3 * sum(len(shard.segment.planes) for shard in shards)
+        if len(strides) != expected:
+            raise RemoteProtocolError(f"pool addresses: {len(strides)} strides, but the model has {expected}")
         segments = []
         for shard, count in zip(shards, slots, strict=True):
             planes = len(shard.segment.planes)
             end = shard.num_layers * planes
             segment_bases, bases = bases[:end], bases[end:]
             layers = tuple(segment_bases[first : first + planes] for first in range(0, end, planes))
-            segments.append(_checked(SegmentAddresses(shard, count, layers)))
+            segment_strides = tuple(PlaneStrides(*strides[first : first + 3]) for first in range(0, 3 * planes, 3))
+            strides = strides[3 * planes :]
+            segments.append(_checked(SegmentAddresses(shard, count, layers, segment_strides)))
             if not shard.segment.state and shard.num_layers and count != wire["num_pages"]:
                 raise RemoteProtocolError(
                     f"pool addresses: {shard.segment.name} has {count} pages, but num_pages is {wire['num_pages']}"
@@ -153,11 +253,36 @@ def _checked(segment: SegmentAddresses) -> SegmentAddresses:
         raise RemoteProtocolError(
             f"pool addresses: slots of {name} is {segment.num_slots}, but that rank holds {layers} of its layers"
         )
-    for layer in segment.bases:
-        for plane, base in enumerate(layer):
-            if base + segment.num_slots * segment.page_bytes(plane) >= 1 << 63:
-                raise RemoteProtocolError(f"pool addresses: {name} ends beyond 64 bits: {segment.num_slots} slots")
+    for number in range(len(segment.strides)):
+        check_strides(f"pool addresses: {name}", segment, number, RemoteProtocolError)
+        extent = segment.extent(number)
+        if any(layer[number] + extent >= 1 << 63 for layer in segment.bases):
+            raise RemoteProtocolError(f"pool addresses: {name} ends beyond 64 bits: {segment.num_slots} slots")
     return segment
+
+
+def check_strides(name: str, segment: SegmentAddresses, plane: int, error: type[KvctlError]) -> None:
+    """Raises `error` if elements of one plane overlap; `name` begins the text."""
+    _, rows, head_bytes = segment.shard.segment.planes[plane]
+    page, row, head = segment.strides[plane]
+    if _extent(head_bytes, (segment.num_slots, page), (rows, row), (segment.shard.heads, head)) is None:
+        raise error(
+            f"{name}: elements of plane {segment.shard.segment.planes[plane].name} overlap: {head_bytes} bytes at "
+            f"strides of {page} (page), {row} (row) and {head} (head)"
+        )
+
+
+def _extent(nbytes: int, *axes: tuple[int, int]) -> int | None:
+    """Returns the bytes from the first to the end of the last of the blocks of `nbytes` bytes along `axes`.
+
+    An axis is (count, stride). Returns None unless the axes are nested, that is, each stride is at least the extent of
+    all axes of smaller strides. Those of a permuted or sliced dense array are, and nested blocks do not overlap.
+    """
+    for count, stride in sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: axis[1]):
+        if stride < nbytes:
+            return None
+        nbytes += (count - 1) * stride
+    return nbytes
 
 
 def _is_address(value: object) -> bool:

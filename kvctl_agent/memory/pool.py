@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from kvctl_agent.contract.choices import HOST
@@ -85,6 +86,7 @@ class KVPool:
         self._owner = owner
         self._allocations = tuple(allocations)
         self._shapes = shapes
+        self._at: dict[int, tuple[SegmentMemory, ...]] = {}  # segments in transfer pages, by split
 
     @classmethod
     def from_tensors(
@@ -281,10 +283,30 @@ class KVPool:
         if by_name:
             raise MemoryLayoutError(f"the pool holds {', '.join(by_name)}, which the model does not have")
         self.segments = tuple(segments)
+        self._at.clear()
 
-    def addresses(self) -> PoolAddresses:
-        """Returns the addresses and sizes of the pool, which are sent to peers and used to build descriptors."""
-        segments = tuple(segment.addresses for segment in self.segments)
+    def segments_at(self, split: int) -> tuple[SegmentMemory, ...]:
+        """Returns the memory of each segment in transfer pages, `split` of which make one page of KV; cached.
+
+        Per-request state is not divided. The result is valid until the pool is closed or its shards are assigned.
+
+        Raises:
+            MemoryLayoutError: a page of some plane cannot be divided by `split`.
+        """
+        if split == 1:
+            return self.segments
+        if split not in self._at:
+            self._at[split] = tuple(
+                segment if segment.shard.segment.state else segment.at(split) for segment in self.segments
+            )
+        return self._at[split]
+
+    def addresses(self, split: int = 1) -> PoolAddresses:
+        """Returns the addresses and sizes of the pool, which are sent to peers and used to build descriptors.
+
+        `split` is that of `segments_at`; the addresses for peers are in the engine's pages.
+        """
+        segments = tuple(segment.addresses for segment in self.segments_at(split))
         base = 0 if self.aux is None else self.aux.ctypes.data
         return PoolAddresses(segments, base, self.aux_row_bytes, self.aux_slots)
 
@@ -301,8 +323,9 @@ class KVPool:
         """Frees the memory that the pool allocated, and drops its references to the engine's tensors; idempotent."""
         self._owner = None
         self.aux = None
-        for segment in self.segments:
+        for segment in chain(self.segments, *self._at.values()):
             segment.close()
+        self._at.clear()
         for allocation in self._allocations:
             allocation.close()
         self._allocations = ()
@@ -381,7 +404,7 @@ def _with_shard(memory: SegmentMemory | None, shard: LocalShard) -> SegmentMemor
     for noun, actual, planned in compared:
         if actual != planned:
             raise MemoryLayoutError(f"{name}: the pool has {actual} {noun}, but the plan requires {planned}")
-    return SegmentMemory(shard, memory.num_slots, memory.blocks, memory.view)
+    return SegmentMemory(shard, memory.num_slots, memory.blocks, memory.view, memory.addresses.strides)
 
 
 def _describe(planes: tuple[Plane, ...]) -> str:

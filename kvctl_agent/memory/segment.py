@@ -1,12 +1,14 @@
 """Memory of one segment on one rank, and the checked pages and heads of a part in it.
 
-A segment has a flat block of bytes for each plane of each local layer. Layers are numbered over the whole segment, so
-ranks of different pipeline stages use the same numbers.
+A segment has a block of memory for each plane of each local layer. The strides of the plane locate its pages, rows and
+heads in the block. Layers are numbered over the whole segment, so ranks of different pipeline stages use the same
+numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from kvctl_agent.contract.values import layer_range
 from kvctl_agent.device.base import PageIds
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.layout.parallel import LocalShard
-from kvctl_agent.memory.addresses import SegmentAddresses
+from kvctl_agent.memory.addresses import PlaneStrides, SegmentAddresses
 from kvctl_agent.memory.allocations import Bytes
 from kvctl_agent.memory.part_layout import PartLayout, part_layout
 from kvctl_agent.memory.region import Region
@@ -27,11 +29,11 @@ class SegmentMemory:
 
     Attributes:
         shard: The layers and heads of the segment on this rank; no layers if its pipeline stage has none.
-        num_slots: Pages (for state: items) of each block; 0 without layers.
-        blocks: For each local layer, the memory of each plane, in page order.
+        num_slots: Transfer pages (for state: items) of each block; 0 without layers.
+        blocks: For each local layer, the memory of each plane from its first to its last element.
         view: Function that returns the bytes of a block in host memory.
-        addresses: Addresses of the blocks.
-        nbytes: Total bytes of the blocks.
+        addresses: Addresses and strides of the blocks.
+        nbytes: Total bytes of the elements of all planes.
         derived: Views and tables that copiers derive from the blocks by (kind, heads), kept while the pool is open.
     """
 
@@ -41,16 +43,22 @@ class SegmentMemory:
         num_slots: int,
         blocks: Sequence[tuple[Region, ...]],
         view: Callable[[Region], Bytes] = Region.array,
+        strides: tuple[PlaneStrides, ...] = (),
+        split: int = 1,
     ) -> None:
-        """Wraps memory that the caller has checked; each block has `num_slots` pages of its plane."""
+        """Wraps memory that the caller has checked; each block has `num_slots` transfer pages of its plane.
+
+        `strides` and `split` are those of `SegmentAddresses`.
+        """
         self.shard = shard
         self.num_slots = num_slots
         self._heads = shard.heads
         self.blocks = tuple(blocks)
         self.view = view
         bases = tuple(tuple(block.addr for block in layer) for layer in self.blocks)
-        self.addresses = SegmentAddresses(shard, num_slots, bases)
-        self.nbytes = sum(block.nbytes for layer in self.blocks for block in layer)
+        self.addresses = SegmentAddresses(shard, num_slots, bases, strides, split)
+        planes = range(len(shard.segment.planes))
+        self.nbytes = shard.num_layers * num_slots * sum(map(self.addresses.page_bytes, planes))
         self._page_bytes: dict[int, tuple[int, ...]] = {}  # of a part, by its number of heads
         self.derived: dict[tuple[object, ...], Any] = {}
 
@@ -59,14 +67,42 @@ class SegmentMemory:
         """The segment's name: "kv", "draft" or the name of a state component."""
         return self.shard.segment.name
 
+    def at(self, split: int) -> SegmentMemory:
+        """Returns the same memory in transfer pages, `split` of which make one page of this object.
+
+        Raises:
+            MemoryLayoutError: the rows of a page cannot be divided by `split`.
+        """
+        segment = self.shard.segment
+        planes = tuple(plane._replace(rows=plane.rows // split) for plane in segment.planes)
+        shard = self.shard._replace(segment=replace(segment, planes=planes))
+        where = self.addresses.at(shard, split)
+        return SegmentMemory(shard, where.num_slots, self.blocks, self.view, where.strides, where.split)
+
     def block(self, layer: int, plane: int) -> Bytes:
-        """Returns all bytes of one plane of one layer as a flat array in page order.
+        """Returns the bytes of one plane of one layer, from its first to its last element, as a flat array.
+
+        They are in page order if the plane is contiguous; see `elements` for any plane.
 
         Raises:
             MemoryLayoutError: the rank does not have the layer, or the memory is on a device.
         """
         self._check_layers(layer, layer + 1)
         return self.view(self.blocks[layer - self.shard.layer_lo][plane])
+
+    def elements(self, layer: int, plane: int) -> Bytes:
+        """Returns a view of one plane of one layer, uint8 `[engine pages, rows, heads, head_bytes]`, strided.
+
+        Raises:
+            MemoryLayoutError: as for `block`.
+        """
+        _, rows, head_bytes = self.shard.segment.planes[plane]
+        split = self.addresses.split
+        return np.lib.stride_tricks.as_strided(
+            self.block(layer, plane),
+            (self.num_slots // split, rows * split, self.shard.heads, head_bytes),
+            (*self.addresses.strides[plane], 1),
+        )
 
     def check_heads(self, head: int, heads: int) -> None:
         """Raises MemoryLayoutError unless this rank has local heads [head, head + heads)."""

@@ -134,7 +134,8 @@ class SegmentPair:
     def _translated(self, mapping: MappedMemory) -> Numbers:
         if not self._remote.size:
             return self._remote
-        return mapping.translate_all(self._remote, self.remote.num_slots * self.page_bytes)
+        planes = range(self._remote.shape[1])
+        return mapping.translate_all(self._remote, np.array([self.remote.extent(plane) for plane in planes], np.int64))
 
 
 class PeerConnection:

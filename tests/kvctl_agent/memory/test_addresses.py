@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvctl_agent.errors import RemoteProtocolError
+from kvctl_agent.errors import MemoryLayoutError, RemoteProtocolError
 from kvctl_agent.layout.parallel import LocalShard
 from kvctl_agent.layout.shape import Plane, Segment
-from kvctl_agent.memory.addresses import PoolAddresses, SegmentAddresses
+from kvctl_agent.memory.addresses import PlaneStrides, PoolAddresses, SegmentAddresses
 
 K, V = 0, 1
 
@@ -53,6 +54,7 @@ class TestAddresses:
             "num_pages": 3,
             "slots": [3, 6, 0],
             "bases": [1000, 5000, 9000, 13000, 20000, 30000],
+            "strides": [96, 24, 12, 160, 40, 20, 48, 16, 8, 8, 8, 8],
             "aux_base": 77,
             "aux_row_bytes": 24,
             "aux_slots": 5,
@@ -78,6 +80,13 @@ class TestAddresses:
             ({"slots": [3, 0, 0]}, "slots of conv is 0, but that rank holds 2 of its layers"),
             ({"slots": [3, 6, 1]}, "slots of swa is 1, but that rank holds 0"),
             ({"slots": [3, 1 << 60, 0]}, "conv ends beyond 64 bits"),
+            ({"strides": [96, 24, 12]}, "3 strides, but the model has 12"),
+            ({"strides": "many"}, "strides is not a list"),
+            ({"strides": [-1] * 12}, "strides is not a list"),
+            ({"strides": [0] * 12}, "kv: elements of plane k overlap: 12 bytes at strides of 0"),
+            ({"strides": [96, 11, 24, *[1 << 40] * 9]}, "kv: elements of plane k overlap"),
+            ({"strides": [95, 24, 12, *[1 << 40] * 9]}, "kv: elements of plane k overlap"),
+            ({"strides": [1 << 62, 24, 12, 160, 40, 20, 48, 16, 8, 8, 8, 8]}, "kv ends beyond 64 bits"),
             ({"surprise": 1}, "surprise"),
         ],
     )
@@ -101,7 +110,7 @@ class TestAddresses:
         )
         wire = self.WHERE.to_wire()
         for name in data.draw(st.lists(st.sampled_from([*wire, "more"]), max_size=3)):
-            wire[name] = data.draw(lists if name in ("slots", "bases") else number)
+            wire[name] = data.draw(lists if name in ("slots", "bases", "strides") else number)
         try:
             where = PoolAddresses.from_wire(wire, self.HELD)
         except RemoteProtocolError:
@@ -111,4 +120,72 @@ class TestAddresses:
             assert bool(segment.num_slots) == bool(segment.bases) == bool(segment.shard.num_layers)
             for layer in segment.bases:
                 for plane, base in enumerate(layer):
-                    assert 0 <= base + segment.num_slots * segment.page_bytes(plane) < 1 << 63
+                    assert 0 <= base + segment.extent(plane) < 1 << 63
+                    assert segment.extent(plane) >= segment.num_slots * segment.page_bytes(plane)
+
+
+LAYOUTS = {
+    "nhd": PlaneStrides(4 * 3 * 8, 3 * 8, 8),
+    "hnd": PlaneStrides(4 * 3 * 8, 8, 4 * 8),
+    "fused rows": PlaneStrides(4 * 3 * 20, 20, 4 * 20),
+    "block-outer": PlaneStrides(7 * 4 * 3 * 8, 3 * 8, 8),
+    "heads outermost": PlaneStrides(4 * 8, 8, 6 * 4 * 8),
+}
+
+
+def strided(layout: str) -> SegmentAddresses:
+    """Six pages of four rows of three heads of eight bytes."""
+    shard = LocalShard(Segment(0, "kv", 0, 1, 3, (Plane("k", 4, 8),)), 0, 1, 0, 3)
+    return SegmentAddresses(shard, 6, ((1000,),), (LAYOUTS[layout],))
+
+
+class TestStrides:
+    @pytest.mark.parametrize("split", [1, 2, 4])
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_a_transfer_page_is_a_part_of_an_engine_page(self, layout: str, split: int) -> None:
+        whole = strided(layout)
+        segment = whole.shard.segment
+        planes = (Plane("k", 4 // split, 8),)
+        where = whole.at(whole.shard._replace(segment=replace(segment, planes=planes)), split)
+        assert (where.num_slots, where.extent(0)) == (6 * split, whole.extent(0))
+        for head in range(3):
+            rows = whole.row_addrs(0, 0, np.arange(6), head)
+            assert np.array_equal(where.row_addrs(0, 0, np.arange(6 * split), head), rows)
+        page, row, head = LAYOUTS[layout]
+        assert rows[4 * 5 + 3] == 1000 + 5 * page + 3 * row + 2 * head
+        assert where.extent(0) == rows[-1] + 8 - 1000
+
+    def test_what_is_one_run_of_bytes(self) -> None:
+        pages = {name: strided(name).page_contiguous(0) for name in LAYOUTS}
+        assert pages == {
+            "nhd": True,
+            "hnd": True,
+            "fused rows": False,
+            "block-outer": True,
+            "heads outermost": False,
+        }
+        heads = {name: strided(name).heads_contiguous(0) for name in LAYOUTS}
+        assert heads == {
+            "nhd": True,
+            "hnd": False,
+            "fused rows": False,
+            "block-outer": True,
+            "heads outermost": False,
+        }
+        assert strided("heads outermost").page_contiguous(0, heads=1)
+        assert strided("hnd").page_contiguous(0, heads=2)
+        assert not strided("nhd").page_contiguous(0, heads=2)
+        assert all(strided(name).heads_contiguous(0, heads=1) for name in LAYOUTS)
+
+    def test_a_page_that_is_divided_across_heads_is_no_longer_one_run(self) -> None:
+        whole = strided("hnd")
+        half = replace(whole.shard.segment, planes=(Plane("k", 2, 8),))
+        assert not whole.at(whole.shard._replace(segment=half), 2).page_contiguous(0)
+
+    def test_strides_travel_and_split_does_not(self) -> None:
+        whole = PoolAddresses((strided("hnd"),), 0, 0, 0)
+        shards = tuple(segment.shard for segment in whole.segments)
+        halves = tuple(shard._replace(segment=replace(shard.segment, planes=(Plane("k", 2, 8),))) for shard in shards)
+        assert PoolAddresses.from_wire(whole.to_wire(), shards).at(halves, 2) == whole.at(halves, 2)
+        with pytest.raises(MemoryLayoutError, match="a page of k has 4 rows, which are not 2 transfer pages of 4"):
+            whole.at(shards, 2)

@@ -208,6 +208,25 @@ class TestAllocate:
         with pytest.raises(MemoryLayoutError, match=message):
             KVPool.allocate(of_rank(1, 1), 4, pages, items, *aux)
 
+    def test_segments_in_transfer_pages_are_the_same_memory(self) -> None:
+        model = ModelShape(2, 2, 3, 5, 2, states=(StateShape("conv", (1,), 3, 2, 4),))
+        shards = local_shards(model, 8, ParallelConfig(), RankCoord(0, 0, 0, 0))
+        pool = KVPool.allocate(shards, 8, 5, {"conv": 4})
+        kv, conv = pool.segments_at(4)
+        assert [segment.shard for segment in (kv, conv)] == [
+            *local_shards(model, 2, ParallelConfig(), RankCoord(0, 0, 0, 0))
+        ]
+        assert (kv.num_slots, conv.num_slots) == (20, 4)
+        assert pool.addresses(4).segments == (kv.addresses, conv.addresses)
+        assert (kv.nbytes, kv.blocks) == (pool.segments[0].nbytes, pool.segments[0].blocks)
+        assert pool.segments_at(4)[0] is kv
+        assert pool.segments_at(1) is pool.segments
+        with pytest.raises(MemoryLayoutError, match="a page of k has 8 rows, which are not 3 transfer pages of 2"):
+            pool.segments_at(3)
+        pool.close()
+        with pytest.raises(MemoryLayoutError, match="the pool is closed"):
+            kv.block(0, K)
+
     def test_its_model_is_not_known(self) -> None:
         pool = KVPool.allocate(of_rank(0, 0), 4, 5, {"conv": 6, "index": 2})
         with pytest.raises(MemoryLayoutError, match="pass model= to the agent"):
