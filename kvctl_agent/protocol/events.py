@@ -366,11 +366,16 @@ class StoreAux(Action, frozen=True):
 
 
 class StateChanged(Action, frozen=True):
-    """Set the state of a room in the engine's handle."""
+    """Set the state of a room in the engine's handle.
+
+    `prefix_tokens`: on a prefill rank, the prompt tokens that every decode rank of the room has cached; None before all
+    of them have opened it, and on decode ranks.
+    """
 
     room: int
     state: RoomState
     failure: Failure | None = None
+    prefix_tokens: int | None = None
 
 
 class Overlapped(Action, frozen=True):

@@ -177,7 +177,12 @@ class PoolLimits(NamedTuple):
 
 
 class Send(Handle):
-    """Handle of a room on a prefill rank, for the engine's scheduler thread; no call blocks or waits for a device."""
+    """Handle of a room on a prefill rank, for the engine's scheduler thread; no call blocks or waits for a device.
+
+    Attributes:
+        prefix_tokens: prompt tokens that the decode side has cached and does not receive, a multiple of the page size;
+            the fewest of all decode ranks of the room. None before WAITING_FOR_INPUT, when all of them have opened it.
+    """
 
     def __init__(
         self, room: int, post: Callable[[ev.Event], None], bounds: PoolLimits, forwards: EventPoller | None = None
@@ -189,6 +194,7 @@ class Send(Handle):
             forwards: poller of the engine's events; None if the pool is host memory.
         """
         super().__init__(room, post)
+        self.prefix_tokens: int | None = None
         self._bounds = bounds
         self._forwards = forwards
         self._last = False
@@ -375,6 +381,8 @@ class HandleRegistry:
             return
         if state is RoomState.SUCCESS:  # before the engine can learn of it and pass the pages to another room
             self._free(room)
+        if isinstance(handle, Send):
+            handle.prefix_tokens = action.prefix_tokens  # before the state that tells the engine to read it
         handle.change_state(state, action.failure)
         self._forget(handle)
         if self._on_state is not None:

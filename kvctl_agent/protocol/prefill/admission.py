@@ -136,6 +136,7 @@ class SendAdmission:
             chunks=chunks,
             dst_pages=pages,
             prefix_pages=message.prefix_pages,
+            prefix_tokens=message.prefix_pages * inputs.page_size,
             total_pages=message.total_pages,
             finals=self._finals_of(peer.name, reader, inputs, message, pool["slots"]),  # type: ignore[arg-type]
             prefill_only=message.prefill_only,

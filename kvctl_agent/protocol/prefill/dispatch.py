@@ -307,14 +307,14 @@ class Forwards:
         ended = self.state.ended.get(event.room)
         if ended is not None and not ended.claimed:
             self.state.ended[event.room] = ended._replace(claimed=True)
-            self.context.actions.append(ev.StateChanged(event.room, ended.state, ended.failure))
+            self.context.actions.append(ev.StateChanged(event.room, ended.state, ended.failure, ended.prefix_tokens))
             self.context.actions.append(ev.Released(event.room))
             return
         room = self.state.rooms.get(event.room) or self.rooms.begin(event.room)
         if room.claimed:
             raise LocalProtocolError(f"room {event.room} is being sent already; a room number is used once at a time")
         room.claimed = True
-        self.context.actions.append(ev.StateChanged(room.room, room.state, room.failure))
+        self.context.actions.append(ev.StateChanged(room.room, room.state, room.failure, room.prefix_tokens))
         if room.released:  # the room failed before the engine called send()
             self.context.actions.append(ev.Released(room.room))
 

@@ -49,6 +49,7 @@ class EndedRoom(NamedTuple):
     failure: Failure | None
     claimed: bool  # the local engine had called send()
     openers: frozenset[str]  # decode ranks that had opened the room
+    prefix_tokens: int | None  # as in StateChanged
 
 
 def writer_quota(inputs: PlanInputs, ring_bytes: int) -> int:
@@ -295,7 +296,9 @@ class SendRooms:
             self.state.tombstones.add(transfer.key, room.failure, now_ns)
         if not room.claimed or (room.failure is not None and not room.opened):
             openers = frozenset(room.transfers)
-            self.state.ended[room.room] = EndedRoom(now_ns, room.state, room.failure, room.claimed, openers)
+            self.state.ended[room.room] = EndedRoom(
+                now_ns, room.state, room.failure, room.claimed, openers, room.prefix_tokens
+            )
         self.context.telemetry.finish(room.record, now_ns)
 
     def expire(self) -> None:
@@ -411,7 +414,7 @@ class SendRooms:
         room.since_ns = self.context.now_ns
         room.record.state(state, self.context.now_ns)
         if room.claimed:
-            self.context.actions.append(ev.StateChanged(room.room, state, room.failure))
+            self.context.actions.append(ev.StateChanged(room.room, state, room.failure, room.prefix_tokens))
 
     def progress(self, room: SendRoom) -> None:
         """Releases a room's pages once all parts are sent, and ends the room once every decode rank has confirmed it.

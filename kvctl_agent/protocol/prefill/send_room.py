@@ -242,6 +242,7 @@ class PeerTransfer:
     chunks: Sequence[Chunk]
     dst_pages: Pages
     prefix_pages: int
+    prefix_tokens: int
     total_pages: int
     finals: dict[tuple[PartKind, PartKey], Final]
     prefill_only: bool
@@ -347,6 +348,11 @@ class SendRoom:
     @property
     def opened(self) -> bool:
         return self.expected > 0 and len(self.transfers) >= self.expected
+
+    @property
+    def prefix_tokens(self) -> int | None:
+        """Prompt tokens that every decode rank of the room has cached; None before all of them have opened it."""
+        return min(transfer.prefix_tokens for transfer in self.transfers.values()) if self.opened else None
 
     @property
     def sent(self) -> bool:

@@ -121,6 +121,16 @@ class TestPrefix:
         fleet.check()
         assert fleet.total(fleet.prefill, "kvctl_parts_total") == 0
 
+    def test_prefill_reads_the_prefix_when_decode_has_opened_the_room(self, fleet: Any) -> None:
+        room = fleet.claim(fleet.room(1, 6, prefix=5))
+        assert [send.prefix_tokens for send in room.sends] == [None, None]
+        fleet.receive(room)
+        wait(lambda: all(send.state is RoomState.WAITING_FOR_INPUT for send in room.sends))
+        assert [send.prefix_tokens for send in room.sends] == [5 * fleet.model.page_size] * 2
+        fleet.feed(room)
+        assert room.wait() == {RoomState.SUCCESS}
+        assert [send.prefix_tokens for send in room.sends] == [5 * fleet.model.page_size] * 2
+
     def test_and_without_an_aux_row_it_moves_nothing(self, fleet: Any) -> None:
         fleet.run(1, 6, prefix=6)
         fleet.check()

@@ -15,6 +15,7 @@ from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import PeerState
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from tests.support.protocol.moments import dropped, messages_to, run_until, take
+from tests.support.protocol.oracle import PAGE_SIZE
 from tests.support.protocol.simulation import SECOND, Item, World, direct, staged
 
 LAYOUTS = [
@@ -138,6 +139,34 @@ def test_a_room_without_pages_and_aux_succeeds_when_all_have_accepted() -> None:
     assert room.state is RoomState.SUCCESS
     world.send(7, 3)
     world.settle()
+
+
+@pytest.mark.parametrize("claimed_first", [True, False])
+def test_prefill_learns_the_shortest_prefix_once_every_decode_rank_has_opened_the_room(claimed_first: bool) -> None:
+    world = World(ParallelConfig(tp=2), ParallelConfig(tp=2), choose=direct)
+    world.connect()
+    if claimed_first:
+        world.feed("prefill-0", ev.SendRoom(7))
+        assert world.prefixes["prefill-0", 7] is None
+    world.receive(7, 5, reader=0, prefix=3)
+    world.flush()
+    if claimed_first:
+        assert world.prefixes["prefill-0", 7] is None
+    world.receive(7, 5, reader=1, prefix=2)
+    world.flush()
+    if not claimed_first:
+        world.feed("prefill-0", ev.SendRoom(7))
+    assert world.prefixes["prefill-0", 7] == 2 * PAGE_SIZE
+
+
+def test_prefill_learns_the_prefix_of_a_room_that_has_ended_before_send() -> None:
+    world = World(ParallelConfig(), ParallelConfig())
+    world.connect()
+    world.receive(7, 3, prefix=3, aux=-1)
+    world.flush()
+    world.feed("prefill-0", ev.SendRoom(7))
+    assert world.sent["prefill-0", 7] is RoomState.SUCCESS
+    assert world.prefixes["prefill-0", 7] == 3 * PAGE_SIZE
 
 
 def test_aux_is_queued_only_after_all_kv_parts_of_its_leg() -> None:

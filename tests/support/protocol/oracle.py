@@ -119,6 +119,7 @@ class Oracle:
         self.rooms: dict[tuple[str, int, int], Expected] = {}  # by decode rank, room, nonce
         self.sent: dict[tuple[str, int], RoomState] = {}  # last state reported to each prefill engine, by (agent, room)
         self.sent_failures: dict[tuple[str, int], Any] = {}
+        self.prefixes: dict[tuple[str, int], int | None] = {}  # last prefix_tokens reported, likewise
         self.sent_released: set[tuple[str, int]] = set()
         self.flying: list[Write] = []
         self.ring_bytes: dict[str, dict[int, tuple[int, int, Any]]] = {}  # reader → unit → (serial, unit, last write)
@@ -313,6 +314,7 @@ class Oracle:
                 raise Broken(f"{name} room {action.room} goes from {before.label} to {action.state.label}")
             self.sent[name, action.room] = action.state
             self.sent_failures[name, action.room] = action.failure
+            self.prefixes[name, action.room] = action.prefix_tokens
             return
         room = self._latest(name, action.room)
         if room.state.finished and action.state is not RoomState.BOOTSTRAPPING:
