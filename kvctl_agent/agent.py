@@ -22,7 +22,7 @@ from kvctl_agent.admin.server import AdminServer
 from kvctl_agent.contract.config import Value
 from kvctl_agent.contract.connection_cost import ConnectionCost
 from kvctl_agent.contract.settings import Settings, load_settings
-from kvctl_agent.contract.snapshots import Role
+from kvctl_agent.contract.snapshots import Role, Stats
 from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import DeadlineExceeded, LayoutError, LocalProtocolError
 from kvctl_agent.layout.chunks import prefix_pages
@@ -172,6 +172,14 @@ class Agent:
     def layers(self) -> range:
         """Global ids of the layers in this rank's pool."""
         return self.parts.local.layers
+
+    def stats(self) -> Stats:
+        """Returns counts of rooms, bytes and failures, latencies, and the use of staging memory; for any thread.
+
+        The call takes no lock of the data path, and about 10 µs plus 5 µs for 100 active rooms, so that an engine can
+        call it in every step.
+        """
+        return self.observe.stats()
 
     # ---- lifecycle -------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,8 @@ from kvctl_agent.contract.snapshots import (
     RoomDetail,
     RoomRow,
     Staging,
+    StagingBuffers,
+    Stats,
     Status,
 )
 from kvctl_agent.contract.states import RoomState
@@ -61,23 +62,6 @@ _PROCESS_EVERY_NS = 5_000_000_000
 _MOST_MISSING = 256  # ranks listed in `bootstrap`
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _DESCRIPTOR_BYTES = 512  # size in lane_descriptor_ns: a token row of few heads
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """Counts of one agent that are cheap to compute, for tools in its own process that sample them often.
-
-    Attributes:
-        rooms: number of rooms in the protocol state machine.
-        open_rooms: number of rooms that are open with a peer; a prefill rank counts each decode rank of a room.
-        peers: state of each peer, by agent name.
-    """
-
-    rooms: int
-    open_rooms: int
-    ring_used_bytes: int
-    quarantined_bytes: int
-    peers: dict[str, str]
 
 
 class AdminQueries:
@@ -163,15 +147,11 @@ class AdminQueries:
 
     def status(self) -> Status:
         parts, telemetry = self._parts, self._parts.telemetry
-        pool = parts.pool
+        pool, stats = parts.pool, self.stats()
         if self._lanes is None:
             self._lanes = {key: _shown(value) for key, value in parts.transport.describe().items()}
         met = list(parts.machine.peers.values())
         in_use = kinds_in_use(parts.connections, pool, parts.local, met)
-        peers: dict[str, int] = {}
-        for peer in met:
-            peers[peer.state.value] = peers.get(peer.state.value, 0) + 1
-        total = telemetry.metrics.total
         return {
             "name": parts.name,
             "role": parts.role,
@@ -183,16 +163,13 @@ class AdminQueries:
             "uptime_ns": time.monotonic_ns() - self._started_ns,
             "transport": {**self._lanes, "lanes": [*self._lanes["lanes"], *in_use]},
             "device": "cpu" if pool.device is None else pool.device.name,
-            "rooms": telemetry.rooms.states(),
-            "rooms_finished_total": {
-                state.label: int(total("kvctl_rooms_finished_total", state.label))
-                for state in (RoomState.SUCCESS, RoomState.FAILED)
-            },
-            "bytes_total": int(total("kvctl_part_bytes_total")),
+            "rooms": stats["rooms"],
+            "rooms_finished_total": stats["rooms_finished_total"],
+            "bytes_total": sum(stats["bytes_total"].values()),
             "rate": telemetry.rate.window(time.monotonic_ns()),
-            "latency": telemetry.latencies.summary(),
-            "ring": ring_use(parts.machine),
-            "peers": peers,
+            "latency": stats["latency"],
+            "ring": stats["ring"],
+            "peers": stats["peers"],
             "pipeline": self._pipeline_use(),
             "pool": self._pool,
             "waiting_for": parts.lifecycle.waiting_for(),
@@ -236,21 +213,12 @@ class AdminQueries:
 
     def staging(self) -> Staging:
         parts = self._parts
-        buffers = parts.buffers
         return {
             "agent": parts.name,
             "role": parts.role,
             "enabled": parts.settings["staging"] != "off",
             "ring": ring_view(parts.machine, parts.telemetry),
-            "buffers": None
-            if buffers is None
-            else {
-                "size_bytes": buffers.count * buffers.buffer_bytes,
-                "piece_bytes": buffers.buffer_bytes,
-                "pieces": buffers.count,
-                "pieces_used": buffers.in_use,
-                "pieces_high_water": buffers.high_water,
-            },
+            "buffers": self._buffers(),
             "gated": gated_parts(parts.machine),
             "fallbacks_total": int(parts.telemetry.metrics.total("kvctl_fallbacks_total")),
         }
@@ -292,17 +260,29 @@ class AdminQueries:
             metrics.set("kvctl_quarantined_bytes", parts.machine.quarantined_bytes)
         return metrics.snapshot()
 
-    def statistics(self) -> Statistics:
-        """Returns current counts for tools in this process; not an admin command."""
-        machine = self._parts.machine
-        decode = machine if isinstance(machine, DecodeMachine) else None
-        return Statistics(
-            rooms=len(machine.rooms),
-            open_rooms=machine.open_rooms,
-            ring_used_bytes=decode.ring.used_bytes if decode else 0,
-            quarantined_bytes=decode.quarantined_bytes if decode else 0,
-            peers={peer.name: peer.state.value for peer in list(machine.peers.values())},
-        )
+    def stats(self) -> Stats:
+        """Returns the result of `Agent.stats`; not an admin command."""
+        machine, telemetry = self._parts.machine, self._parts.telemetry
+        peers = [peer.state.value for peer in list(machine.peers.values())]
+
+        def totals(name: str) -> dict[str, int]:
+            return {label: int(value) for (label,), value in telemetry.metrics.totals(name).items()}
+
+        return {
+            "rooms": telemetry.rooms.states(),
+            "rooms_finished_total": {
+                state.label: int(telemetry.metrics.total("kvctl_rooms_finished_total", state.label))
+                for state in (RoomState.SUCCESS, RoomState.FAILED)
+            },
+            "failures_total": totals("kvctl_room_failures_total"),
+            "parts_total": totals("kvctl_parts_total"),
+            "bytes_total": totals("kvctl_part_bytes_total"),
+            "latency": telemetry.latencies.summary(),
+            "ring": ring_use(machine),
+            "buffers": self._buffers(),
+            "quarantined_bytes": machine.quarantined_bytes if isinstance(machine, DecodeMachine) else 0,
+            "peers": {state: peers.count(state) for state in dict.fromkeys(peers)},
+        }
 
     # ---- parts ------------------------------------------------------------------------------------------------
 
@@ -328,6 +308,18 @@ class AdminQueries:
             "bytes": pool.nbytes,
             "layers": len(local.layers),
             "heads": local.shards[0].heads,
+        }
+
+    def _buffers(self) -> StagingBuffers | None:
+        buffers = self._parts.buffers
+        if buffers is None:
+            return None
+        return {
+            "size_bytes": buffers.count * buffers.buffer_bytes,
+            "piece_bytes": buffers.buffer_bytes,
+            "pieces": buffers.count,
+            "pieces_used": buffers.in_use,
+            "pieces_high_water": buffers.high_water,
         }
 
     def _process_use(self) -> ProcessUse:

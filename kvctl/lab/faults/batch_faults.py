@@ -154,6 +154,6 @@ class BatchFaults:
             resources.append(f"{buffers['pieces_used']} staging buffers")
         if gated:
             resources.append(f"{len(gated)} parked parts")
-        if open_rooms := self._agent.observe.statistics().open_rooms:
+        if open_rooms := self._agent.machine.open_rooms:
             resources.append(f"{open_rooms} open rooms")
         return [f"{self._agent.name} still holds {resource}" for resource in resources]

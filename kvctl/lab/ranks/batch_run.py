@@ -25,6 +25,7 @@ from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import KvctlError
 from kvctl_agent.layout.parallel import local_shards
+from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.runtime.handles import Handle, Send
 
 if TYPE_CHECKING:
@@ -198,8 +199,9 @@ class DecodeRun(BatchRun):
 
     def __init__(self, worker: Worker, command: Run, faults: BatchFaults | None) -> None:
         super().__init__(worker, command, faults)
-        observe = worker.agent.observe
-        self._samples = Samples((lambda: observe.statistics().ring_used_bytes) if worker.path in STAGED_PATHS else None)
+        machine = worker.agent.machine
+        assert isinstance(machine, DecodeMachine)
+        self._samples = Samples((lambda: machine.ring.used_bytes) if worker.path in STAGED_PATHS else None)
         self.ring_samples = self._samples.taken
         self._window = command.windows[worker.at.dp]
         self._arrivals = Arrivals(self.rooms.values(), time.monotonic_ns())

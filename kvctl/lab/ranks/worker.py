@@ -350,8 +350,8 @@ class Worker:
     def _report_usage(self, command: Tell) -> None:
         """Sends a `Usage` report with all resources that could leak."""
         assert self._live is not None
-        statistics, staging = self.agent.observe.statistics(), self.agent.observe.staging()
-        ring, buffers = staging["ring"], staging["buffers"]
+        stats = self.agent.stats()
+        ring, buffers = stats["ring"], stats["buffers"]
         usage = Usage(
             token=command.token,
             at_ns=time.monotonic_ns(),
@@ -359,10 +359,10 @@ class Worker:
             fds=measure.open_files(),
             threads=measure.threads(),
             rooms=len(self._live.handles),
-            records=statistics.rooms,
+            records=len(self.agent.machine.rooms),
             ring_bytes=ring["size_bytes"] if ring else 0,
-            ring_used_bytes=statistics.ring_used_bytes,
-            quarantined_bytes=statistics.quarantined_bytes,
+            ring_used_bytes=ring["used_bytes"] if ring else 0,
+            quarantined_bytes=stats["quarantined_bytes"],
             buffers_in_use=buffers["pieces_used"] if buffers else 0,
             strays=self._live.verifier.sweep() if command.sweep else [],
         )

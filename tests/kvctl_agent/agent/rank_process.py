@@ -136,7 +136,7 @@ class Worker:
         return self.agent.parts.machine.peers[peer].incarnation
 
     def quarantined(self) -> int:
-        return self.agent.observe.statistics().quarantined_bytes
+        return self.agent.stats()["quarantined_bytes"]
 
     def close(self) -> None:
         self.agent.close()
