@@ -23,6 +23,7 @@ from kvctl_agent.contract.config import Value
 from kvctl_agent.contract.connection_cost import ConnectionCost
 from kvctl_agent.contract.settings import Settings, load_settings
 from kvctl_agent.contract.snapshots import Role, Stats
+from kvctl_agent.contract.states import NO_INSTANCE
 from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import DeadlineExceeded, LayoutError, LocalProtocolError
 from kvctl_agent.layout.chunks import prefix_pages
@@ -67,7 +68,7 @@ class Agent:
         name: name of the agent and of its admin socket, unique on this host.
         bootstrap: endpoint of the bootstrap registry (`ipc:///path` or `tcp://address:port`), which rank 0 of the
             prefill instance serves; there with port 0 on a free port, which `Agent.bootstrap` has. A decode rank may
-            pass a list with one endpoint for each prefill instance; `receive` may name further ones.
+            pass a list with one endpoint for each prefill instance, or None; `connect` and `receive` name further ones.
         model: shape of the whole model's KV; required if this rank's pool does not have all layers.
         on_state: called with the handle and the new state at each state change of a room. It runs on the control
             thread (for a fake room, on the thread that calls `send` or `receive`) and must only enqueue.
@@ -92,7 +93,7 @@ class Agent:
         rank: Rank,
         pool: KVPool,
         name: str,
-        bootstrap: str | Sequence[str],
+        bootstrap: str | Sequence[str] | None = None,
         model: ModelShape | None = None,
         on_state: OnState | None = None,
         factories: PartFactories | None = None,
@@ -153,10 +154,10 @@ class Agent:
     def bootstrap(self) -> str | None:
         """Endpoint of the agent's registry, or of its first one, for the other ranks and for `receive(prefill=...)`.
 
-        None before `start` if the registry has port 0, because `start` binds it.
+        None on a decode rank without a registry, and before `start` if the registry has port 0, which `start` binds.
         """
-        endpoint = self.parts.lifecycle.instances[0]
-        return None if control_endpoints.any_port(endpoint) else endpoint
+        first, *_ = self.parts.lifecycle.instances or (None,)
+        return None if first is None or control_endpoints.any_port(first) else first
 
     @property
     def telemetry(self) -> Telemetry:
@@ -208,8 +209,25 @@ class Agent:
             raise
         return self
 
+    def connect(self, prefill: str) -> None:
+        """Decode: connects to a further prefill instance; returns without waiting for it (see `serving`).
+
+        Args:
+            prefill: endpoint of the instance's registry.
+
+        Raises:
+            ConfigError: `prefill` is not an endpoint, or needs keys.
+            LocalProtocolError: this is not a decode agent, or it is closed.
+        """
+        if self.role != "decode":
+            raise LocalProtocolError(f"agent {self.name} ({self.role}) connects to no prefill instance")
+        self._check_endpoint(prefill)
+        self.parts.lifecycle.add_instance(prefill)
+
     def wait_ready(self, timeout: float) -> None:
         """Waits until the rank is registered (prefill) or connected to every rank of its prefill instances (decode).
+
+        A decode rank that knows no prefill instance is not ready.
 
         Args:
             timeout: longest time to wait, in seconds.
@@ -354,7 +372,8 @@ class Agent:
         Args:
             room: the request's bootstrap_room, an unsigned 64-bit number.
             pages: page numbers in this rank's pool for the prompt after its cached prefix, in prompt order.
-            prefill: registry endpoint of the prefill instance that computes the room; None: the agent's first one.
+            prefill: registry endpoint of the prefill instance that computes the room, to which the agent connects if
+                necessary; None: the agent's first one.
             prefix_tokens: tokens that this rank has cached; a multiple of the page size.
             aux_index: row of the pool's aux tensor that receives the room's aux row; None without one.
             state_indices: for each state component, in the model's order, the room's items in this rank's pool.
@@ -363,8 +382,8 @@ class Agent:
 
         Raises:
             LocalProtocolError: the room is not an unsigned 64-bit number or is in use here; a page, item or aux row is
-                outside the pool, given twice, or belongs to another room that may still be written to; or this is not
-                a decode agent that accepts new rooms.
+                outside the pool, given twice, or belongs to another room that may still be written to; this is not a
+                decode agent that accepts new rooms; or it knows no prefill instance.
             LayoutError: the prefix is not page-aligned, or prefix and pages together are too many.
             ConfigError: `prefill` is not an endpoint, or needs keys.
         """
@@ -374,8 +393,13 @@ class Agent:
             self._check_endpoint(prefill)
         prefix = prefix_pages(prefix_tokens, self.pool.page_size)
         wanted = pages, prefix, aux_index, state_indices, prefill_only
-        opening = self._limits().opening(room, prefill or self.parts.lifecycle.instances[0], *wanted)
+        instance = prefill or self.bootstrap
+        if instance is None and not fake:
+            raise LocalProtocolError(f"room {room}: {NO_INSTANCE} to {self.name}: pass prefill=, or call connect")
+        opening = self._limits().opening(room, instance or "", *wanted)
         handle = Receive(room, _discard if fake else self.parts.mailbox.put, self.pool.device)
+        if prefill is not None and not fake:
+            self.parts.lifecycle.add_instance(prefill)
         self._begin(handle, opening, fake, written(opening))
         return handle
 

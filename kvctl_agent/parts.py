@@ -352,16 +352,18 @@ def check_arguments(role: object, rank: object, pool: object, name: object, mode
 
 
 def instances_of(role: str, bootstrap: object) -> tuple[str, ...]:
-    """Returns the bootstrap endpoints as a tuple.
+    """Returns the bootstrap endpoints as a tuple; empty for a decode rank that is given its instances later.
 
     Raises:
-        ConfigError: there is no endpoint, a prefill rank has several, or `bootstrap` is neither a text nor a sequence.
+        ConfigError: a prefill rank has none or several, or `bootstrap` is neither None nor a text or a sequence.
     """
+    if bootstrap is None:
+        bootstrap = ()
     if not isinstance(bootstrap, str | Sequence):
         raise ConfigError(f"bootstrap is {shown(bootstrap)}: it must be an endpoint or a list of endpoints")
     found = (bootstrap,) if isinstance(bootstrap, str) else tuple(bootstrap)
-    if not found or (role == "prefill" and len(found) > 1):
-        raise ConfigError(f"{len(found)} bootstrap endpoints: a {role} agent needs exactly one, or more")
+    if role == "prefill" and len(found) != 1:
+        raise ConfigError(f"{len(found)} bootstrap endpoints: a prefill agent needs exactly one")
     return found
 
 

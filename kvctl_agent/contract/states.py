@@ -37,3 +37,6 @@ STATE_LABELS: tuple[str, ...] = tuple(state.label for state in RoomState)
 # gather: it is copied into staging; post: it is posted to the transfer engine; wire: the engine reports completion;
 # arrive: the decode rank received its tag; scatter: it is in its pages.
 STAGES: tuple[str, ...] = ("ready", "gate", "queue", "gather", "post", "wire", "arrive", "scatter")
+
+NO_INSTANCE = "no prefill instance is known"
+"""Reason why a decode agent cannot serve that was created without a registry and has not been given one yet."""

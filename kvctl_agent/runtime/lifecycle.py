@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Literal
 
+from kvctl_agent.contract.states import NO_INSTANCE
 from kvctl_agent.errors import ConfigError, DeadlineExceeded, LocalProtocolError
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.bootstrap_registry import Roster
@@ -102,6 +103,21 @@ class Lifecycle:
             self._telemetry.drain(False)
             self._mailbox.put(ev.Drain(False))
 
+    def add_instance(self, endpoint: str) -> None:
+        """Decode: adds the registry of a prefill instance, and looks it up if the agent has been started.
+
+        Raises:
+            LocalProtocolError: the agent is closed.
+        """
+        if endpoint in self.instances:
+            return
+        with self._changing:
+            if self.state == "closed":
+                raise LocalProtocolError(f"agent {self._name} is closed")
+            if endpoint not in self.instances:
+                self.instances = (*self.instances, endpoint)
+        self._registries.add(endpoint)
+
     def rosters(self) -> list[tuple[str, Roster]]:
         """Returns the endpoint and the last answer of each registry; none before the agent is started."""
         rosters = [(instance, self._registries.roster(instance)) for instance in self.instances]
@@ -112,18 +128,23 @@ class Lifecycle:
 
         A prefill rank serves when it is registered, a decode rank when every rank of its instances is connected.
         """
-        if len(self.rosters()) < len(self.instances):
+        if self.state == "new":
             return "it has not been started"
+        if not self.instances:
+            return f"{NO_INSTANCE}: its engine names one in connect or receive"
         name, machine = self._name, self._machine
         waits: list[str] = []
-        for instance, roster in self.rosters():
+        for instance in self.instances:
             silent = f"no answer from the registry at {instance}"
+            if (roster := self._registries.roster(instance)) is None:
+                waits.append(silent)
+                continue
             if self._role == "prefill" and roster.refused:
                 return f"the registry refuses {roster.refused}"
             if self._role == "prefill":
                 return None if any(rank.name == name for rank in roster.ranks) else silent
             if not roster.complete:
-                at = f" at {instance}" if len(self.instances) > 1 else ""
+                at = f" at {instance}" if len(self.instances) > 1 and instance not in roster.missing else ""
                 waits.append(f"{roster.missing}{at}" if roster.missing else silent)
             elif not machine.roster(instance):
                 waits.append(f"the ranks of {instance} are not connected yet")

@@ -21,6 +21,7 @@ from kvctl.health.codes.stuck_rooms import stuck_rooms
 from kvctl.health.finding import Finding, Severity, counted, health_code, listed, named_in
 from kvctl.health.snapshot import Agent, Snapshot
 from kvctl.render.units import duration
+from kvctl_agent.contract.states import NO_INSTANCE
 
 _STARTUP_NS = 60_000_000_000
 
@@ -69,7 +70,10 @@ def not_ready(snapshot: Snapshot) -> Iterator[Finding]:
             weight=len(names),
             evidence={"waiting_for": reason, "uptime_ns": uptime, "waiting_agents": names, "done_rooms_total": done},
             cause=cause,
-            remedy="`kvctl bootstrap` shows which ranks have registered and which registries do not answer: start the "
+            remedy="`kvctl bootstrap` shows the known prefill instances: name one in the engine's configuration, "
+            "or send the engine a request"
+            if reason.startswith(NO_INSTANCE)
+            else "`kvctl bootstrap` shows which ranks have registered and which registries do not answer: start the "
             "missing ones, or remove the instance from the agent's configuration",
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvctl.health.finding import Severity
+from kvctl_agent.contract.states import NO_INSTANCE
 from tests.kvctl.health.fleets import MS, NOW, Fleet, S
 
 
@@ -213,6 +214,15 @@ def test_an_instance_that_never_answered_is_no_stuck_room():
     for name in ("decode-0", "decode-1"):
         fleet.status(name, uptime_ns=20 * S)
     assert fleet.examine() == []  # the others are on their way
+
+
+def test_a_decode_agent_without_an_instance_is_told_apart_from_missing_ranks():
+    fleet = Fleet()
+    fleet.status("decode-0", waiting_for=f"{NO_INSTANCE}: its engine names one in connect or receive")
+    (found,) = fleet.examine()
+    assert (found.code, found.subject) == ("KV_NOT_READY", "decode-0")
+    assert "no prefill instance is known" in found.cause
+    assert "name one in the engine's configuration" in found.remedy
 
 
 def test_a_room_that_nobody_opens():

@@ -20,7 +20,9 @@ def wait_for(state: PeerState) -> None:
     machine: Any = SimpleNamespace(peers={"prefill-0": peer})
     local: Any = SimpleNamespace(name="decode-0", role="decode")
     unused: Any = None
-    Lifecycle(local, ["ipc:///tmp/boot"], registries, machine, unused, unused).wait_ready(0)
+    lifecycle = Lifecycle(local, ["ipc:///tmp/boot"], registries, machine, unused, unused)
+    lifecycle.start()
+    lifecycle.wait_ready(0)
 
 
 def test_a_peer_that_refuses_us_ends_the_wait() -> None:
