@@ -23,7 +23,7 @@ import numpy as np
 import orjson
 
 from kvctl.lab.ranks.request import DTYPE_BYTES
-from kvctl_agent.device.base import Batch, Device, Event, Geometry
+from kvctl_agent.device.base import Batch, Device, Event, Geometry, PageStrides
 from kvctl_agent.device.cuda import open_device
 from kvctl_agent.errors import DeviceError
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, local_shards
@@ -217,7 +217,8 @@ def directs(here: Device, there: Device, repeats: int, name: str) -> Iterator[di
         base = mapping.translate(target.addr)
         rate = copy_gb_per_s(here, base, source.addr, repeats)
         slots = POOL_BYTES // (2 * layers * PAGE_SIZE * theirs)
-        geometry = Geometry(PAGE_SIZE, own, own, theirs, True, True)
+        strides = (PageStrides(PAGE_SIZE * row_bytes, row_bytes, own) for row_bytes in (own, theirs))
+        geometry = Geometry(PAGE_SIZE, 1, own, *strides)
         copier.prepare([geometry])
         random = np.random.default_rng(2)
         for tokens, programs in ((1024, None), (4096, None), (4096, 64), (4096, 32), (4096, 16), (4096, 8)):

@@ -30,6 +30,7 @@ __all__ = [
     "Mapping",
     "Packed",
     "PageIds",
+    "PageStrides",
     "RowCopies",
     "Table",
 ]
@@ -63,25 +64,89 @@ class Event(Protocol):
         ...
 
 
-class Geometry(NamedTuple):
-    """Row geometry of one kernel launch, in bytes. Launches with the same geometry share a compiled kernel.
+class PageStrides(NamedTuple):
+    """Strides in bytes of a paged side of a copy.
 
-    Each side is either *paged*: page p of a block begins at the block's address + p * rows * row distance; or *packed*:
-    the pages of a block are consecutive and their rows have no gaps.
+    Row r, head h of page p is at the block's address + p // split * page + p % split * sub + r * row + h * head.
+
+    Attributes:
+        page: Distance between pages of the engine, each of which consists of `split` consecutive pages of the copy.
+        row: Distance between rows.
+        head: Distance between heads.
+        split: Pages of the copy in a page of the engine.
+        sub: Distance between the pages of the copy within a page of the engine; unused if `split` is 1.
+    """
+
+    page: int
+    row: int
+    head: int
+    split: int = 1
+    sub: int = 0
+
+
+class Geometry(NamedTuple):
+    """Geometry of one kernel launch. Launches with the same geometry share a compiled kernel.
+
+    Each side is either *paged* and has strides, or *packed*: the pages of a block are consecutive, and rows and heads
+    have no gaps. Heads are copied in the order page, row, head.
 
     Attributes:
         rows: Rows of a page.
-        width: Bytes copied of each row.
-        src_row, dst_row: Distance between rows on a paged side; `width` on a packed side.
-        src_paged, dst_paged: Whether the source and the destination are paged.
+        heads: Heads of a row.
+        width: Bytes of a head in one row, contiguous on both sides.
+        src, dst: Strides of the source and the destination; None if packed.
     """
 
     rows: int
+    heads: int
     width: int
-    src_row: int
-    dst_row: int
-    src_paged: bool
-    dst_paged: bool
+    src: PageStrides | None
+    dst: PageStrides | None
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes that are copied of a page."""
+        return self.rows * self.heads * self.width
+
+    def reversed(self) -> Geometry:
+        """Returns the geometry with source and destination exchanged."""
+        return self._replace(src=self.dst, dst=self.src)
+
+    def merged(self) -> Geometry:
+        """Returns an equivalent geometry with the widest heads and the fewest rows, heads and split pages.
+
+        Heads that are adjacent on both sides become one, and so do rows. The order in which heads are copied changes
+        only if both sides are paged.
+        """
+        rows, heads, width = self.rows, self.heads, self.width
+        src, dst = (_unsplit(side, self.page_bytes) for side in (self.src, self.dst))
+        if src is not None and dst is not None and src.row < src.head and dst.row < dst.head:
+            # The rows of a head are closer together than the heads of a row.
+            rows, heads = heads, rows
+            src, dst = (side._replace(row=side.head, head=side.row) for side in (src, dst))
+        # A packed side has no gaps, so it never prevents a merge.
+        if heads == 1 or all(side.head == width for side in (src, dst) if side):
+            width, heads = width * heads, 1
+        elif rows == 1 or all(side.row == heads * side.head for side in (src, dst) if side):
+            src, dst = (side and side._replace(row=side.head) for side in (src, dst))
+            rows, heads = rows * heads, 1
+        if heads == 1 and (rows == 1 or all(side.row == width for side in (src, dst) if side)):
+            width, rows = width * rows, 1
+        src, dst = (side and _used(side, rows, heads, width) for side in (src, dst))
+        return Geometry(rows, heads, width, src, dst)
+
+
+def _unsplit(side: PageStrides | None, page_bytes: int) -> PageStrides | None:
+    """Returns the strides with `split` 1 if the pages of the copy are at equal distances."""
+    if side is not None and side.page == side.split * side.sub:
+        return PageStrides(side.sub, side.row, side.head)
+    return side
+
+
+def _used(side: PageStrides, rows: int, heads: int, width: int) -> PageStrides:
+    """Returns the strides with those that are not used replaced, so that equal copies have equal geometries."""
+    page, row, head, split, sub = side
+    return PageStrides(page, row if rows > 1 else width, head if heads > 1 else width, split, sub if split > 1 else 0)
 
 
 class Batch(NamedTuple):
@@ -148,7 +213,7 @@ class BlockRanges(NamedTuple):
 
     def batch(self) -> Batch:
         """Returns the equivalent batch, with one row per block."""
-        paged, packed = (0, 1) if self.table.geometry.src_paged else (1, 0)
+        paged, packed = (1, 0) if self.table.geometry.src is None else (0, 1)
         tables = []
         for lo, hi, shift, base, pages, first_page in self.ranges:
             blocks = np.zeros((hi - lo, 5), np.int64)

@@ -18,12 +18,21 @@ def copy_rows(
     tiles,
     most,
     ROWS: tl.constexpr,
-    SPLIT: tl.constexpr,
+    HEADS: tl.constexpr,
+    UNITS: tl.constexpr,
     UNIT: tl.constexpr,
-    SRC_ROW: tl.constexpr,
-    DST_ROW: tl.constexpr,
     SRC_PAGED: tl.constexpr,
+    SRC_PAGE: tl.constexpr,
+    SRC_ROW: tl.constexpr,
+    SRC_HEAD: tl.constexpr,
+    SRC_SPLIT: tl.constexpr,
+    SRC_SUB: tl.constexpr,
     DST_PAGED: tl.constexpr,
+    DST_PAGE: tl.constexpr,
+    DST_ROW: tl.constexpr,
+    DST_HEAD: tl.constexpr,
+    DST_SPLIT: tl.constexpr,
+    DST_SUB: tl.constexpr,
     ALIGN: tl.constexpr,
     WORD: tl.constexpr,
     WORD_BYTES: tl.constexpr,
@@ -40,10 +49,11 @@ def copy_rows(
         tiles: Largest number of tiles in a block.
         most: Largest number of blocks in a block range; unused for a batch.
         ROWS: Rows of a page.
-        SPLIT: Units of a row.
+        HEADS: Heads of a row.
+        UNITS: Units of a head.
         UNIT: Bytes that are contiguous on both sides, a power of two.
-        SRC_ROW, DST_ROW: Bytes from one row to the next on a paged side.
         SRC_PAGED, DST_PAGED: Whether each side is paged.
+        SRC_PAGE to SRC_SUB, DST_PAGE to DST_SUB: `PageStrides` of a paged side.
         ALIGN: Alignment in bytes of every unit's address on both sides, at most 16.
         WORD: Integer type of WORD_BYTES that is loaded and stored; two words of 8 bytes become one access of 16.
         TILE_UNITS: Units of a tile, a power of two.
@@ -64,27 +74,40 @@ def copy_rows(
             target_block = paged if DST_PAGED else packed
             source_pages = tl.load(entry + 5)
             target_pages = source_pages
-            units = tl.where(mine, pages * (ROWS * SPLIT), 0)
+            units = tl.where(mine, pages * (ROWS * HEADS * UNITS), 0)
         else:
             block = blocks_at.to(tl.pointer_type(tl.int64)) + item // tiles * 5
             source_block = tl.load(block)
             target_block = tl.load(block + 1)
             source_pages = tl.load(block + 2)
             target_pages = tl.load(block + 3)
-            units = tl.load(block + 4).to(tl.int32) * (ROWS * SPLIT)
+            units = tl.load(block + 4).to(tl.int32) * (ROWS * HEADS * UNITS)
         unit = item % tiles * TILE_UNITS + tl.arange(0, TILE_UNITS)
         live = unit < units  # Blocks differ in their number of pages.
-        row = unit // SPLIT
-        inside = unit % SPLIT * UNIT
+        row = unit // (HEADS * UNITS)
+        head = unit // UNITS % HEADS
+        inside = unit % UNITS * UNIT
         listed = pages_at.to(tl.pointer_type(tl.int32)) + row // ROWS
         if SRC_PAGED:
             page = tl.load(listed + source_pages, mask=live, other=0).to(tl.int64)
-            source = source_block + (page * ROWS + row % ROWS) * SRC_ROW + inside
+            if SRC_SPLIT > 1:
+                source = source_block + page // SRC_SPLIT * SRC_PAGE + page % SRC_SPLIT * SRC_SUB
+                source += row % ROWS * SRC_ROW + head * SRC_HEAD + inside
+            elif SRC_PAGE == ROWS * SRC_ROW:  # Fewer registers than the general form.
+                source = source_block + (page * ROWS + row % ROWS) * SRC_ROW + head * SRC_HEAD + inside
+            else:
+                source = source_block + page * SRC_PAGE + row % ROWS * SRC_ROW + head * SRC_HEAD + inside
         else:
             source = source_block + unit.to(tl.int64) * UNIT
         if DST_PAGED:
             page = tl.load(listed + target_pages, mask=live, other=0).to(tl.int64)
-            target = target_block + (page * ROWS + row % ROWS) * DST_ROW + inside
+            if DST_SPLIT > 1:
+                target = target_block + page // DST_SPLIT * DST_PAGE + page % DST_SPLIT * DST_SUB
+                target += row % ROWS * DST_ROW + head * DST_HEAD + inside
+            elif DST_PAGE == ROWS * DST_ROW:  # Fewer registers than the general form.
+                target = target_block + (page * ROWS + row % ROWS) * DST_ROW + head * DST_HEAD + inside
+            else:
+                target = target_block + page * DST_PAGE + row % ROWS * DST_ROW + head * DST_HEAD + inside
         else:
             target = target_block + unit.to(tl.int64) * UNIT
         # The compiler cannot derive the alignment; without it, every word would be a separate access.

@@ -12,7 +12,7 @@ from functools import lru_cache
 from threading import Lock
 from typing import Any, NamedTuple
 
-from kvctl_agent.device.base import Geometry
+from kvctl_agent.device.base import Geometry, PageStrides
 from kvctl_agent.device.driver import Context, checked, load
 from kvctl_agent.errors import DeviceError, DeviceUnavailable
 
@@ -42,12 +42,11 @@ class Variant(NamedTuple):
     """
 
     rows: int
-    split: int
+    heads: int
+    units: int
     unit: int
-    src_row: int
-    dst_row: int
-    src_paged: bool
-    dst_paged: bool
+    src: PageStrides | None
+    dst: PageStrides | None
     align: int
     tile_units: int
     warps: int
@@ -61,7 +60,7 @@ class Variant(NamedTuple):
     @property
     def page_units(self) -> int:
         """Number of units in a page."""
-        return self.rows * self.split
+        return self.rows * self.heads * self.units
 
 
 def variant(geometry: Geometry, bits: int, tile: Tile, ranges: bool = False) -> Variant:
@@ -76,31 +75,20 @@ def variant(geometry: Geometry, bits: int, tile: Tile, ranges: bool = False) -> 
     Raises:
         DeviceError: the geometry is invalid.
     """
-    rows, width, src_row, dst_row, src_paged, dst_paged = geometry
-    if rows < 1 or not 1 <= width <= min(src_row, dst_row):
-        raise DeviceError(f"invalid row geometry: {geometry}")
-    if src_row == dst_row == width:
-        # A page is contiguous on both sides, so it is treated as one row.
-        rows, width = 1, rows * width
-        src_row = dst_row = width
-    align = alignment(width | src_row | dst_row | bits)
+    rows, heads, width, src, dst = geometry.merged()
+    strides = [side for side in (src, dst) if side is not None]
+    if min(rows, heads, width) < 1 or any(
+        side.split < 1 or min(side.page, side.row, side.head, side.sub or width) < width for side in strides
+    ):
+        raise DeviceError(f"invalid geometry: {geometry}")
+    for page, row, head, _, sub in strides:
+        bits |= page | row | head | sub
+    align = alignment(width | bits)
     # At most 16 accesses per thread: narrow accesses need smaller tiles, or registers spill.
     tile_bytes = min(tile.nbytes, tile.warps * 32 * 16 * align)
     # Units are powers of two, so that no thread idles: a row of 1,152 bytes is nine units of 128.
     unit = min(_lowest_bit(width), tile_bytes)
-    return Variant(
-        rows,
-        width // unit,
-        unit,
-        src_row,
-        dst_row,
-        src_paged,
-        dst_paged,
-        align,
-        tile_bytes // unit,
-        tile.warps,
-        ranges,
-    )
+    return Variant(rows, heads, width // unit, unit, src, dst, align, tile_bytes // unit, tile.warps, ranges)
 
 
 def alignment(bits: int) -> int:
@@ -214,17 +202,23 @@ def constants(variant: Variant) -> dict[str, Any]:
 
     return {
         "ROWS": variant.rows,
-        "SPLIT": variant.split,
+        "HEADS": variant.heads,
+        "UNITS": variant.units,
         "UNIT": variant.unit,
-        "SRC_ROW": variant.src_row,
-        "DST_ROW": variant.dst_row,
-        "SRC_PAGED": variant.src_paged,
-        "DST_PAGED": variant.dst_paged,
+        **_strides("SRC", variant.src),
+        **_strides("DST", variant.dst),
         "ALIGN": variant.align,
         "WORD": language.dtype(f"int{8 * variant.word}"),
         "WORD_BYTES": variant.word,
         "TILE_UNITS": variant.tile_units,
         "RANGES": variant.ranges,
+    }
+
+
+def _strides(name: str, side: PageStrides | None) -> dict[str, Any]:
+    values = PageStrides(0, 0, 0) if side is None else side
+    return {f"{name}_PAGED": side is not None} | {
+        f"{name}_{field.upper()}": value for field, value in values._asdict().items()
     }
 
 

@@ -158,7 +158,7 @@ def split(batches: Sequence[Batch | BlockRanges], pages: PageIds, nbytes: int) -
     window = max(1, nbytes // 2 // _PAGE_ID_BYTES // 2)  # Each page may be listed for both sides.
     for each in batches:
         geometry, blocks = each.batch() if isinstance(each, BlockRanges) else each
-        paged = geometry.src_paged, geometry.dst_paged
+        paged = geometry.src is not None, geometry.dst is not None
         for lo in range(0, int(blocks[:, 4].max()), window):
             rest = blocks[blocks[:, 4] > lo].copy()
             rest[:, 4] = np.minimum(rest[:, 4] - lo, window)
@@ -166,7 +166,7 @@ def split(batches: Sequence[Batch | BlockRanges], pages: PageIds, nbytes: int) -
                 if paged[side]:
                     rest[:, 2 + side] += lo
                 else:
-                    rest[:, side] += lo * geometry.rows * geometry.width
+                    rest[:, side] += lo * geometry.page_bytes
                     rest[:, 2 + side] = 0
             for alike in np.unique(rest[:, 2:], axis=0):
                 group = rest[(rest[:, 2:] == alike).all(axis=1)]

@@ -118,7 +118,7 @@ class CudaRowCopies:
     def prepare(self, geometries: Sequence[Geometry]) -> None:
         self._context.enter()
         for geometry in geometries:
-            direct = geometry.src_paged and geometry.dst_paged
+            direct = geometry.src is not None and geometry.dst is not None
             # Copies between pages and staging use block ranges, or batches if these do not fit into a slot. Copies from
             # pages to pages use batches and may be bounded.
             for bounded, ranges in ((False, False), (True, False) if direct else (False, True)):

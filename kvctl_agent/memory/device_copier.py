@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvctl_agent.device.base import BlockRange, BlockRanges, Geometry, Packed, RowCopies, Table
+from kvctl_agent.device.base import BlockRange, BlockRanges, Geometry, Packed, PageStrides, RowCopies, Table
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.layout.parallel import LocalShard
-from kvctl_agent.layout.shape import Plane
 from kvctl_agent.memory.addresses import SegmentAddresses
 from kvctl_agent.memory.copier import LandedPart, PendingCopy
 from kvctl_agent.memory.part_layout import Piece
@@ -131,17 +130,17 @@ class BlockTable:
         self._offsets = list(accumulate(self._page_bytes * layers, initial=0))
         bases = np.array(addresses.bases, np.int64).reshape(-1)
         offsets = np.array(self._offsets[:-1], np.int64)
-        by_plane = [_gather_geometry(plane, heads, addresses.shard.heads) for plane in planes]
+        by_plane = [gather_geometry(addresses, number, heads) for number in range(len(planes))]
         self.gathers: list[Table] = []
         self.scatters: list[Table] = []
-        self._head_bytes: list[int] = []
+        self._head_strides: list[int] = []
         self._index: list[list[int]] = []  # by table, the number of its blocks before each block
         for geometry in dict.fromkeys(by_plane):
             in_table = [plane_geometry == geometry for plane_geometry in by_plane]
             mask = np.array(in_table * layers)
             self.gathers.append(Table(geometry, bases[mask], offsets[mask]))
-            self.scatters.append(Table(_reversed(geometry), bases[mask], offsets[mask]))
-            self._head_bytes.append(planes[in_table.index(True)].head_bytes)
+            self.scatters.append(Table(geometry.reversed(), bases[mask], offsets[mask]))
+            self._head_strides.append(addresses.strides[in_table.index(True)].head)
             self._index.append(list(accumulate(in_table * layers, initial=0)))
 
     def _table_ranges(
@@ -176,13 +175,13 @@ class BlockTable:
             if last < hi:
                 runs.append((last, hi, 0, page_hi, self._offsets[last] * num_pages - begin))
         ranges = []
-        for table, (index, head_bytes) in enumerate(zip(self._index, self._head_bytes, strict=True)):
+        for table, (index, stride) in enumerate(zip(self._index, self._head_strides, strict=True)):
             for lo, hi, page_lo, page_hi, offset in runs:
                 if index[lo] < index[hi]:
                     pages = page_hi - page_lo
                     packed = offset - self._offsets[lo] * pages
                     ranges.append(
-                        TableRange(table, BlockRange(index[lo], index[hi], head * head_bytes, packed, pages, page_lo))
+                        TableRange(table, BlockRange(index[lo], index[hi], head * stride, packed, pages, page_lo))
                     )
         return tuple(ranges)
 
@@ -231,21 +230,19 @@ def block_table(memory: SegmentMemory, heads: int) -> BlockTable:
     return table
 
 
-def gather_geometries(local: LocalShard, remote: LocalShard) -> set[Geometry]:
+def gather_geometries(local: SegmentAddresses, remote: LocalShard) -> set[Geometry]:
     """Returns the geometries of all gathers for a peer with shard `remote`, to compile their kernels in advance."""
-    heads = min(local.head_hi, remote.head_hi) - max(local.head_lo, remote.head_lo)
-    return {_gather_geometry(plane, heads, local.heads) for plane in local.segment.planes} if heads > 0 else set()
+    heads = min(local.shard.head_hi, remote.head_hi) - max(local.shard.head_lo, remote.head_lo)
+    planes = range(len(local.strides)) if heads > 0 else ()
+    return {gather_geometry(local, plane, heads) for plane in planes}
 
 
-def _gather_geometry(plane: Plane, heads: int, pool_heads: int) -> Geometry:
-    """Returns the geometry for gathering `heads` of `pool_heads` heads; a page of all heads is one wide row."""
-    rows, width, distance = plane.rows, heads * plane.head_bytes, pool_heads * plane.head_bytes
-    if heads == pool_heads:
-        rows, width, distance = 1, rows * width, rows * width
-    return Geometry(rows, width, distance, width, src_paged=True, dst_paged=False)
+def gather_geometry(addresses: SegmentAddresses, plane: int, heads: int) -> Geometry:
+    """Returns the geometry for gathering `heads` local heads of a plane."""
+    _, rows, head_bytes = addresses.shard.segment.planes[plane]
+    return Geometry(rows, heads, head_bytes, page_strides(addresses, plane), None)
 
 
-def _reversed(geometry: Geometry) -> Geometry:
-    """Returns the geometry with source and destination exchanged."""
-    rows, width, src_row, dst_row, src_paged, dst_paged = geometry
-    return Geometry(rows, width, dst_row, src_row, dst_paged, src_paged)
+def page_strides(addresses: SegmentAddresses, plane: int) -> PageStrides:
+    """Returns the strides of a plane for kernels."""
+    return PageStrides(*addresses.strides[plane], addresses.split, addresses.split_stride(plane))

@@ -12,7 +12,7 @@ from statistics import median
 
 import numpy as np
 
-from kvctl_agent.device.base import Batch, Geometry, RowCopies
+from kvctl_agent.device.base import Batch, Geometry, PageStrides, RowCopies
 from kvctl_agent.errors import DeadlineExceeded, DeviceError
 from kvctl_agent.memory.allocations import Bytes, HugePageMemory
 from kvctl_agent.memory.region import Region
@@ -109,7 +109,7 @@ def measure_device_copies(copies: RowCopies, source: Region, target: Region) -> 
     """
     rates: dict[int, float] = {}
     for row in _DEVICE_ROWS:
-        geometry = Geometry(_PAGE_ROWS, row, 2 * row, row, True, False)
+        geometry = Geometry(_PAGE_ROWS, 1, row, _wide_rows(row), None)
         nbytes = _usable(geometry, source, target, _BIG)
         if nbytes:
             copies.prepare([geometry])
@@ -133,7 +133,8 @@ def measure_direct(copies: RowCopies, source: Region, target: Region, programs: 
         DeviceError: a region is too small, or a copy failed.
         DeadlineExceeded: a copy did not end.
     """
-    geometry = Geometry(_PAGE_ROWS, _DIRECT_ROW, 2 * _DIRECT_ROW, 2 * _DIRECT_ROW, True, True)
+    paged = _wide_rows(_DIRECT_ROW)
+    geometry = Geometry(_PAGE_ROWS, 1, _DIRECT_ROW, paged, paged)
     small, big = (_usable(geometry, source, target, nbytes) for nbytes in (_SMALL, _BIG))
     if not small < big:
         raise DeviceError(f"{source.nbytes} and {target.nbytes} bytes are too little to measure the direct path with")
@@ -148,26 +149,38 @@ def _usable(geometry: Geometry, source: Region, target: Region, nbytes: int) -> 
 
     A payload has the same number of whole pages in each block.
     """
-    if source.nbytes < geometry.rows * geometry.src_row:
+    source_page, target_page = _page_bytes(geometry)
+    if source.nbytes < source_page:
         return 0
-    rows = min(nbytes // geometry.width, target.nbytes // geometry.dst_row)
-    return rows // (geometry.rows * _BLOCKS) * geometry.rows * _BLOCKS * geometry.width
+    pages = min(nbytes // geometry.page_bytes, target.nbytes // target_page)
+    return pages // _BLOCKS * _BLOCKS * geometry.page_bytes
+
+
+def _page_bytes(geometry: Geometry) -> tuple[int, int]:
+    """Returns the bytes of memory that a page takes up at the source and at the destination."""
+    src, dst = (geometry.page_bytes if side is None else side.page for side in (geometry.src, geometry.dst))
+    return src, dst
+
+
+def _wide_rows(row: int) -> PageStrides:
+    """Returns the strides of rows of which `row` bytes, half of each, are copied."""
+    return PageStrides(_PAGE_ROWS * 2 * row, 2 * row, row)
 
 
 def _best_us(
     copies: RowCopies, geometry: Geometry, source: Region, target: Region, nbytes: int, programs: int | None
 ) -> float:
-    page = geometry.rows * geometry.width
+    page, source_page = geometry.page_bytes, _page_bytes(geometry)[0]
     count = nbytes // page
     random = np.random.default_rng(0)
     blocks = np.empty((_BLOCKS, 5), np.int64)
     first = np.arange(_BLOCKS, dtype=np.int64) * (count // _BLOCKS)
     blocks[:, 0] = source.addr
-    blocks[:, 1] = target.addr + (0 if geometry.dst_paged else first * page)
+    blocks[:, 1] = target.addr + (first * page if geometry.dst is None else 0)
     blocks[:, 2], blocks[:, 3], blocks[:, 4] = first, count + first, count // _BLOCKS
     best = float("inf")
     for _ in range(_ROUNDS):
-        sources = random.integers(source.nbytes // (geometry.rows * geometry.src_row), size=count, dtype=np.int32)
+        sources = random.integers(source.nbytes // source_page, size=count, dtype=np.int32)
         targets = random.permutation(np.arange(count, dtype=np.int32))
         pages = np.concatenate((sources, targets))
         since = time.perf_counter()

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvctl_agent.device.base import Batch, Geometry, RowCopies
 from kvctl_agent.errors import DeviceError, MemoryLayoutError, TransportError
+from kvctl_agent.memory.device_copier import page_strides
 from kvctl_agent.paths.base import Flight
 from kvctl_agent.paths.peer_connection import MappedMemory, Numbers, PeerConnection, SegmentPair
 from kvctl_agent.protocol.events import Pages, Transfer
@@ -148,8 +149,10 @@ def routes(segment: SegmentPair, src_head: int, dst_head: int, heads: int) -> tu
     """
     lo, hi = segment.common_layers
     here, there = segment.bases(lo, hi)[0], segment.mapped_bases(lo, hi)
-    head_bytes = np.array([plane.head_bytes for plane in segment.local.shard.segment.planes], np.int64)
-    pairs = np.stack((here + src_head * head_bytes, there + dst_head * head_bytes), axis=2)
+    src, dst = (
+        np.array([strides.head for strides in side.strides], np.int64) for side in (segment.local, segment.remote)
+    )
+    pairs = np.stack((here + src_head * src, there + dst_head * dst), axis=2)
     found = _planes(segment, heads)
     return tuple(Route(geometry, lo, np.ascontiguousarray(pairs[:, planes])) for geometry, planes in found.items())
 
@@ -183,12 +186,7 @@ def _planes(segment: SegmentPair, heads: int) -> dict[Geometry, list[int]]:
     """Returns the indices of the planes of each geometry, for a slice of `heads` heads."""
     found: dict[Geometry, list[int]] = {}
     for number, plane in enumerate(segment.local.shard.segment.planes):
-        width = heads * plane.head_bytes
-        src, dst = segment.local.row_bytes(number), segment.remote.row_bytes(number)
-        if width == src == dst:  # all heads on both sides: a page is one row
-            page = plane.rows * width
-            geometry = Geometry(1, page, page, page, True, True)
-        else:
-            geometry = Geometry(plane.rows, width, src, dst, True, True)
+        src, dst = page_strides(segment.local, number), page_strides(segment.remote, number)
+        geometry = Geometry(plane.rows, heads, plane.head_bytes, src, dst)
         found.setdefault(geometry, []).append(number)
     return found

@@ -284,14 +284,14 @@ class PeerConnections:
         wanted: set[Geometry] = set()
         for connection in list(self.by_peer.values()):
             for segment in connection.segments:
-                wanted |= gather_geometries(segment.local.shard, segment.remote.shard)
+                wanted |= gather_geometries(segment.local, segment.remote.shard)
             if connection.mapping:
                 wanted |= geometries(connection.segments)
         if device is None or not wanted - self._compiled:
             return
         copies = device.copies()
         try:
-            copies.prepare(sorted(wanted - self._compiled))
+            copies.prepare([*(wanted - self._compiled)])
             self._compiled |= wanted
         except KvctlError as error:
             self._recorder.record("device", f"the copy kernels could not be compiled: {error}", "error")

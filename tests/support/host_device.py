@@ -25,6 +25,7 @@ from kvctl_agent.device.base import (
     Geometry,
     Mapping,
     PageIds,
+    PageStrides,
     RowCopies,
 )
 from kvctl_agent.errors import DeviceError
@@ -278,17 +279,30 @@ def at(addr: int, nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 def _copy_all(begun: Begun) -> None:
-    for (rows, width, src_row, dst_row, src_paged, dst_paged), blocks in begun.batches:
+    for geometry, blocks in begun.batches:
         for source, target, source_at, target_at, count in blocks.tolist():
-            from_pages = begun.pages[source_at : source_at + count] if src_paged else np.arange(count)
-            to_pages = begun.pages[target_at : target_at + count] if dst_paged else np.arange(count)
-            assert len(from_pages) == len(to_pages) == count > 0
-            values = _view(source, from_pages, rows, width, src_row)[from_pages]
-            _view(target, to_pages, rows, width, dst_row)[to_pages] = values
+            assert count > 0
+            values = _rows(source, begun.pages[source_at : source_at + count], count, geometry, geometry.src)
+            _rows(target, begun.pages[target_at : target_at + count], count, geometry, geometry.dst, values)
 
 
-def _view(addr: int, pages: npt.NDArray[Any], rows: int, width: int, row: int) -> npt.NDArray[np.uint8]:
-    """Returns a view of rows in memory: uint8 `[pages up to the last one used, rows, width]`; `row` is their stride."""
-    last = int(pages.max())
-    flat = at(addr, (last * rows + rows - 1) * row + width)
-    return np.lib.stride_tricks.as_strided(flat, (last + 1, rows, width), (rows * row, row, 1))
+def _rows(
+    addr: int,
+    pages: npt.NDArray[Any],
+    count: int,
+    geometry: Geometry,
+    side: PageStrides | None,
+    values: npt.NDArray[np.uint8] | None = None,
+) -> npt.NDArray[np.uint8]:
+    """Returns a copy of the rows of a block, uint8 `[count, rows, heads, width]`; first writes `values` to them."""
+    rows, heads, width, _, _ = geometry
+    if side is None:
+        side, pages = PageStrides(geometry.page_bytes, heads * width, width), np.arange(count)
+    assert len(pages) == count
+    number, sub = pages // side.split, pages % side.split
+    shape = int(number.max()) + 1, side.split, rows, heads, width
+    strides = side.page, side.sub, side.row, side.head, 1
+    view = np.lib.stride_tricks.as_strided(at(addr, 1), shape, strides)
+    if values is not None:
+        view[number, sub] = values
+    return view[number, sub]

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from kvctl_agent.device.base import Batch, Export, Geometry
+from kvctl_agent.device.base import Batch, Export
 from kvctl_agent.device.cuda import open_device
 from kvctl_agent.errors import DeviceError
+from tests.kvctl_agent.device.geometries import of_rows
 
 DEADLINE_S = 60.0
 
@@ -45,7 +46,7 @@ def serve(device: int, exports: list[list[Any]], target: int, width: int, pages:
     into = int(mapping.translate_all(np.array([target], np.int64))[0])
     block = np.array([[source.addr, into, 0, count, count]], np.int64)
     copies = gpu.copies()
-    done = copies.begin([Batch(Geometry(1, width, width, width, True, True), block)], listed)
+    done = copies.begin([Batch(of_rows(1, width, width, width, True, True), block)], listed)
     until = time.monotonic() + DEADLINE_S
     while not done.done():
         assert time.monotonic() < until, "the copy does not end"

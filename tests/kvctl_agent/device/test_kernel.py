@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
-from itertools import pairwise, product
+from itertools import pairwise, permutations, product
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvctl_agent.device.base import Batch, Geometry
+from kvctl_agent.device.base import Batch, Geometry, PageStrides
 from kvctl_agent.device.kernels import Tile, variant
 from kvctl_agent.device.launch_tables import split, table_bytes
 from kvctl_agent.errors import DeviceError
+from tests.kvctl_agent.device.geometries import of_rows
 from tests.kvctl_agent.device.interpreted import launch
 
 GATHER, SCATTER, DIRECT = (True, False), (False, True), (True, True)
@@ -22,13 +23,20 @@ SMALL = Tile(1024, 1)
 
 def row_by_row(batch: Batch, pages: np.ndarray) -> None:
     """The expected result of a launch, copied row by row."""
-    rows, width, src_row, dst_row, src_paged, dst_paged = batch.geometry
+    geometry = batch.geometry
     for src, dst, src_at, dst_at, count in batch.blocks.tolist():
-        for page, row in product(range(count), range(rows)):
-            packed = (page * rows + row) * width
-            source = src + ((int(pages[src_at + page]) * rows + row) * src_row if src_paged else packed)
-            target = dst + ((int(pages[dst_at + page]) * rows + row) * dst_row if dst_paged else packed)
-            ctypes.memmove(target, source, width)
+        for element in product(range(count), range(geometry.rows), range(geometry.heads)):
+            source = src + offset(geometry, geometry.src, pages[src_at:], *element)
+            target = dst + offset(geometry, geometry.dst, pages[dst_at:], *element)
+            ctypes.memmove(target, source, geometry.width)
+
+
+def offset(geometry: Geometry, side: PageStrides | None, pages: np.ndarray, page: int, row: int, head: int) -> int:
+    """Distance of a head of the `page`-th listed page from the block's address."""
+    if side is None:
+        return ((page * geometry.rows + row) * geometry.heads + head) * geometry.width
+    number, sub = divmod(int(pages[page]), side.split)
+    return number * side.page + sub * side.sub + row * side.row + head * side.head
 
 
 @dataclass
@@ -78,7 +86,7 @@ def sides(
     """Both sides of a copy of heads [head, head + count) of `heads`."""
     width, row = count * head_bytes, heads * head_bytes
     src_row, dst_row = (row if paged else width for paged in way)
-    geometry = Geometry(rows, width, src_row, dst_row, *way)
+    geometry = of_rows(rows, width, src_row, dst_row, *way)
     made = [
         Side(geometry, paged, row if paged else width, 9, blocks, head * head_bytes, shift if not side else 0)
         for side, paged in enumerate(way)
@@ -155,7 +163,7 @@ def test_any_tile_gives_the_same(tile: Tile) -> None:
 
 def test_both_sides_may_hold_different_heads() -> None:
     """TP4 to TP1: a writer's two heads are its whole row here and two of eight there."""
-    geometry = Geometry(16, 128, 128, 512, True, True)
+    geometry = of_rows(16, 128, 128, 512, True, True)
     source = Side(geometry, True, 128, 9, 2)
     target = Side(geometry, True, 512, 9, 2, start=256)
     check(geometry, source, target, [4, 2])
@@ -171,6 +179,99 @@ def test_pages_may_repeat_in_a_gather() -> None:
     geometry, (source, target) = sides(4, 4, 1, 2, 32, GATHER, blocks=1)
     pages = np.array([7, 7, 2, 7], np.int32)
     compare(Batch(geometry, np.array([[source.address(0), target.address(0), 0, 0, 4]])), pages, target)
+
+
+# ---- strides ------------------------------------------------------------------------------------------------------
+
+# Orders of the axes of a layer: pages, tokens of a page, heads, K and V; the elements of a head come last.
+ORDERS = ["".join(order) for order in permutations("pthk")]
+NHD, HND, FUSED, BLOCKS_OUTER = "kpth", "kpht", "phtk", "pkth"
+
+
+class Tensor:
+    """A layer's K and V in one tensor with axes in any order, with one page more than is used.
+
+    Attributes:
+        logical: view `[pages, tokens, heads, K and V, head bytes]`.
+    """
+
+    def __init__(self, order: str, sizes: dict[str, int], width: int, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        self.memory = random.integers(0, 256, (*(sizes[axis] for axis in order), width), np.uint8)
+        self.logical = self.memory.transpose(*(order.index(axis) for axis in "pthk"), 4)
+
+    def strides(self, split: int) -> PageStrides:
+        page, row, head, *_ = self.logical.strides
+        return PageStrides(page, row, head, split, self.logical.shape[1] // split * row)
+
+    def address(self, head: int, plane: int) -> int:
+        return int(self.memory.ctypes.data) + head * self.logical.strides[2] + plane * self.logical.strides[3]
+
+    def pages(self, split: int, head: int, heads: int) -> np.ndarray:
+        """Pages of the copy, `[K and V, pages, rows, heads, head bytes]`; a view where numpy can make one."""
+        pages, rows, _, planes, width = self.logical.shape
+        some = self.logical[:, :, head : head + heads].transpose(3, 0, 1, 2, 4)
+        return some.reshape(planes, pages * split, rows // split, heads, width)
+
+
+@pytest.mark.parametrize("splits", [(1, 1), (1, 4), (2, 1)], ids=str)
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_axis_order_is_gathered_scattered_and_copied_to_another(order: str, splits: tuple[int, int]) -> None:
+    """Pages of a copy have 4 rows; the pages of each side have `splits` times as many."""
+    sizes, width, heads, src_head, dst_head = {"p": 4, "h": 3, "k": 2}, 16, 2, 1, 0
+    source = Tensor(order, {**sizes, "t": 4 * splits[0]}, width, 1)
+    into = ORDERS[-1 - ORDERS.index(order)]
+    target, same = (Tensor(name, {**sizes, "t": 4 * splits[1]}, width, seed) for seed, name in ((2, into), (3, order)))
+    src, dst = source.strides(splits[0]), target.strides(splits[1])
+    pages = np.array([3, 0, 2, 1, 0, 3], np.int32)  # three of each side
+    wanted = source.pages(splits[0], src_head, heads)[:, pages[:3]]
+
+    packed = np.zeros(wanted.shape, np.uint8)
+    whole = [(int(plane.ctypes.data), number) for number, plane in enumerate(packed)]
+    blocks = [(source.address(src_head, number), at, 0, 0, 3) for at, number in whole]
+    launch(Batch(Geometry(4, heads, width, src, None), np.array(blocks)), pages, SMALL)
+    assert np.array_equal(packed, wanted)
+
+    for other, strides, geometry in (
+        (target, dst, Geometry(4, heads, width, None, dst)),
+        (target, dst, Geometry(4, heads, width, src, dst)),
+        (same, same.strides(splits[1]), Geometry(4, heads, width, src, same.strides(splits[1]))),
+    ):
+        other.memory[:] = 0
+        blocks = [
+            (source.address(src_head, number) if geometry.src else at, other.address(dst_head, number), 0, 3, 3)
+            for at, number in whole
+        ]
+        batch = Batch(geometry._replace(dst=strides), np.array(blocks))
+        launch(batch, pages, SMALL)
+        assert np.array_equal(other.pages(splits[1], dst_head, heads)[:, pages[3:]], wanted)
+        assert np.count_nonzero(other.memory) == np.count_nonzero(wanted)  # and nothing else was written
+
+
+def test_what_is_contiguous_on_both_sides_is_merged() -> None:
+    """Heads of NHD, then rows; heads of a page of one row; rows of HND between pages; but rows of HND stay apart."""
+    sizes = {"p": 4, "t": 8, "h": 3, "k": 2}
+    nhd, hnd, fused = (Tensor(order, sizes, 16, 0).strides(1) for order in (NHD, HND, FUSED))
+    assert Geometry(8, 3, 16, nhd, None).merged() == Geometry(1, 1, 384, PageStrides(384, 384, 384), None)
+    assert Geometry(8, 2, 16, nhd, None).merged() == Geometry(8, 1, 32, PageStrides(384, 48, 32), None)
+    assert Geometry(8, 3, 16, hnd, hnd).merged() == Geometry(1, 1, 384, *[PageStrides(384, 384, 384)] * 2)
+    assert Geometry(8, 3, 16, hnd, None).merged() == Geometry(8, 3, 16, PageStrides(384, 16, 128), None)
+    assert Geometry(8, 3, 16, fused, None).merged() == Geometry(8, 3, 16, PageStrides(768, 32, 256), None)
+    assert Geometry(1, 3, 16, hnd, None).merged() == Geometry(3, 1, 16, PageStrides(384, 128, 16), None)
+    blocks_outer = Tensor(BLOCKS_OUTER, sizes, 16, 0).strides(1)
+    assert Geometry(8, 3, 16, blocks_outer, nhd).merged() == Geometry(
+        1, 1, 384, PageStrides(768, 384, 384), PageStrides(384, 384, 384)
+    )
+
+
+@pytest.mark.parametrize("heads", [2, 8])
+def test_contiguous_pages_that_are_split_are_pages(heads: int) -> None:
+    """Pages of 64 tokens in transfer pages of 16 take the kernels of pages of 16."""
+    row = 8 * 256
+    split = Geometry(16, heads, 256, PageStrides(64 * row, row, 256, 4, 16 * row), None)
+    plain = Geometry(16, heads, 256, PageStrides(16 * row, row, 256), None)
+    assert split.merged() == plain.merged()
+    assert variant(split, 0, SMALL) == variant(plain, 0, SMALL)
 
 
 # ---- what does not fit one upload -------------------------------------------------------------------------------
@@ -202,22 +303,22 @@ def test_requests_that_were_split_copy_the_same(way: tuple[bool, bool], nbytes: 
 
 
 def test_a_page_that_is_contiguous_on_both_sides_is_one_row() -> None:
-    chosen = variant(Geometry(16, 1024, 1024, 1024, True, False), 0, Tile(16 << 10, 4))
-    assert (chosen.rows, chosen.split, chosen.unit, chosen.tile_units) == (1, 1, 16 << 10, 1)
+    chosen = variant(of_rows(16, 1024, 1024, 1024, True, False), 0, Tile(16 << 10, 4))
+    assert (chosen.rows, chosen.units, chosen.unit, chosen.tile_units) == (1, 1, 16 << 10, 1)
 
 
 def test_rows_split_into_powers_of_two() -> None:
-    chosen = variant(Geometry(16, 1152, 2304, 1152, True, False), 0, Tile(16 << 10, 4))
-    assert (chosen.rows, chosen.split, chosen.unit, chosen.align) == (16, 9, 128, 16)
+    chosen = variant(of_rows(16, 1152, 2304, 1152, True, False), 0, Tile(16 << 10, 4))
+    assert (chosen.rows, chosen.units, chosen.unit, chosen.align) == (16, 9, 128, 16)
     assert chosen.page_units == 144
     assert -(-8 * chosen.page_units // chosen.tile_units) == 9
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [Geometry(0, 8, 8, 8, True, False), Geometry(4, 0, 8, 8, True, False), Geometry(4, 16, 8, 16, True, False)],
+    [of_rows(0, 8, 8, 8, True, False), of_rows(4, 0, 8, 8, True, False), of_rows(4, 16, 8, 16, True, False)],
     ids=str,
 )
 def test_rows_that_cannot_be_are_refused(wrong: Geometry) -> None:
-    with pytest.raises(DeviceError, match="invalid row geometry"):
+    with pytest.raises(DeviceError, match="invalid geometry"):
         variant(wrong, 0, SMALL)

@@ -12,24 +12,25 @@ from pathlib import Path
 import pytest
 
 from kvctl_agent.device import kernels
-from kvctl_agent.device.base import Geometry
+from kvctl_agent.device.base import Geometry, PageStrides
 from kvctl_agent.device.kernels import ARGUMENTS, Program, Tile, program, variant
 from kvctl_agent.device.row_copies import DEFAULT
 from kvctl_agent.errors import DeviceUnavailable
+from tests.kvctl_agent.device.geometries import of_rows
 
 triton = pytest.importorskip("triton")
 
 H200 = 90
 GEOMETRIES = {
-    "two of eight heads": Geometry(16, 512, 2048, 512, True, False),
-    "into two of eight heads": Geometry(16, 512, 512, 2048, False, True),
-    "between slices": Geometry(16, 512, 512, 2048, True, True),
-    "pages": Geometry(16, 2048, 2048, 2048, True, True),
-    "pages of one token": Geometry(1, 512, 2048, 512, True, False),
-    "a page that is a tile and more": Geometry(64, 2048, 2048, 2048, True, False),
-    "latent": Geometry(1, 1152, 1152, 1152, True, False),
-    "three heads": Geometry(16, 768, 2048, 768, True, False),
-    "rows of fp8": Geometry(16, 144, 288, 144, False, True),
+    "two of eight heads": of_rows(16, 512, 2048, 512, True, False),
+    "into two of eight heads": of_rows(16, 512, 512, 2048, False, True),
+    "between slices": of_rows(16, 512, 512, 2048, True, True),
+    "pages": of_rows(16, 2048, 2048, 2048, True, True),
+    "pages of one token": of_rows(1, 512, 2048, 512, True, False),
+    "a page that is a tile and more": of_rows(64, 2048, 2048, 2048, True, False),
+    "latent": of_rows(1, 1152, 1152, 1152, True, False),
+    "three heads": of_rows(16, 768, 2048, 768, True, False),
+    "rows of fp8": of_rows(16, 144, 144, 288, False, True),
 }
 ALIGNED, HALF = 0x7F0000000000, 0x7F0000000008
 
@@ -102,7 +103,7 @@ def test_no_torch_and_no_driver_are_needed() -> None:
         "from kvctl_agent.device.base import Geometry\n"
         "from kvctl_agent.device.kernels import program\n"
         "from kvctl_agent.device.kernels import Tile, variant\n"
-        "program(variant(Geometry(16, 512, 2048, 512, True, False), 0, Tile(16384, 4)), 90)\n"
+        "program(variant(Geometry(16, 1, 512, None, None), 0, Tile(16384, 4)), 90)\n"
         "print('torch' in sys.modules, 'cuda' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -122,3 +123,52 @@ def test_what_triton_cannot_compile_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(kernels, "_compile", fails)
     with pytest.raises(DeviceUnavailable, match=r"capability 9\.9: ptxas: no such architecture; try a newer"):
         program(variant(GEOMETRIES["pages"], 1, DEFAULT.tile), 99)
+
+
+# Strides of a page of 16 tokens of 8 heads of 256 bytes, in vLLM's and FlashInfer's orders of the axes.
+ROW = 8 * 256
+STRIDED = {
+    "HND to packed": Geometry(16, 8, 256, PageStrides(16 * ROW, 256, 16 * 256), None),
+    "two heads of HND": Geometry(16, 2, 256, None, PageStrides(16 * ROW, 256, 16 * 256)),
+    "K and V in one row": Geometry(16, 8, 256, PageStrides(32 * ROW, 512, 16 * 512), None),
+    "HND to NHD": Geometry(16, 8, 256, PageStrides(16 * ROW, 256, 16 * 256), PageStrides(16 * ROW, ROW, 256)),
+    "split pages of HND": Geometry(16, 8, 256, PageStrides(64 * ROW, 256, 64 * 256, 4, 16 * 256), None),
+    "split pages to K and V in one row": Geometry(
+        16, 8, 256, PageStrides(64 * ROW, 256, 64 * 256, 4, 16 * 256), PageStrides(32 * ROW, 512, 16 * 512)
+    ),
+}
+
+
+@pytest.mark.parametrize("tile", [DEFAULT.tile, DEFAULT.bounded], ids=["whole device", "bounded"])
+@pytest.mark.parametrize("name", STRIDED)
+def test_strided_planes_are_copied_in_words_of_16_bytes_too(name: str, tile: Tile, tmp_path: Path) -> None:
+    code = program(variant(STRIDED[name], ALIGNED, tile), H200)
+    assert accesses(code)[".v2.b64"] == 2 * tile.nbytes // (tile.warps * 32 * 16)
+    used = registers(code, tmp_path)
+    assert used["STACK"] == used["LOCAL"] == 0
+
+
+# Constants of contiguous pages as they were before planes had strides: rows, units of a row, bytes of a unit, alignment
+# and units of a tile. With equal constants the compiled code is the same.
+CONSTANTS = {
+    "two of eight heads": (16, 1, 512, 16, 32),
+    "into two of eight heads": (16, 1, 512, 16, 32),
+    "between slices": (16, 1, 512, 16, 32),
+    "pages": (1, 2, 16 << 10, 16, 1),
+    "pages of one token": (1, 1, 512, 16, 32),
+    "a page that is a tile and more": (1, 8, 16 << 10, 16, 1),
+    "latent": (1, 9, 128, 16, 128),
+    "three heads": (16, 3, 256, 16, 64),
+    "rows of fp8": (16, 9, 16, 16, 1024),
+}
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_contiguous_pages_compile_to_the_constants_that_they_always_did(name: str) -> None:
+    chosen = variant(GEOMETRIES[name], ALIGNED, DEFAULT.tile)
+    rows, *others = CONSTANTS[name]
+    assert (chosen.rows, chosen.units, chosen.unit, chosen.align, chosen.tile_units) == (rows, *others)
+    assert chosen.heads == 1
+    for side in (chosen.src, chosen.dst):
+        assert side is None or side.split == 1
+        assert side is None or rows == 1 or side.page == rows * side.row

@@ -21,6 +21,7 @@ from kvctl_agent.device import sharing
 from kvctl_agent.device.base import Batch, Device, Event, Export, Geometry, RowCopies
 from kvctl_agent.device.cuda import open_device
 from kvctl_agent.errors import DeviceError, DeviceUnavailable
+from tests.kvctl_agent.device.geometries import of_rows
 from tests.kvctl_agent.device.gpu_peer import content
 from tests.support.host_device import HostDevice
 
@@ -175,7 +176,7 @@ def layout(
     random = np.random.default_rng(slots)
     order = [random.permutation(slots)[: sum(counts)] for _ in (0, 1)]
     src_row, dst_row = (row if paged else width for paged in way)
-    geometry = Geometry(page_size, width, src_row, dst_row, *way)
+    geometry = of_rows(page_size, width, src_row, dst_row, *way)
     block_bytes = slots * page_size * row + 512
     begins = np.cumsum([0, *counts]).tolist()
     table = []
@@ -246,7 +247,7 @@ def test_a_copy_begins_after_what_it_waits_for(gpu, copies):
     assert not late.done()
     # The last MiB of what the copy writes, on another stream.
     block = np.array([[memory.addr + 2 * size - MIB, small.addr, 0, 0, 1]], np.int64)
-    geometry = Geometry(1, MIB, MIB, MIB, True, False)
+    geometry = of_rows(1, MIB, MIB, MIB, True, False)
     done = copies.begin([Batch(geometry, block)], np.zeros(1, np.int32), after=late)
     settle(done)
     assert late.done()
@@ -299,7 +300,7 @@ def test_events_of_torch(gpu, copies):
         ready.record()
     block = np.array([[source.data_ptr(), target.data_ptr(), 0, 0, rows]], np.int64)
     order = np.random.default_rng(1).permutation(rows).astype(np.int32)
-    done = copies.begin([Batch(Geometry(1, width, width, width, True, False), block)], order, after=gpu.event_of(ready))
+    done = copies.begin([Batch(of_rows(1, width, width, width, True, False), block)], order, after=gpu.event_of(ready))
     attention.wait_event(done)
     with torch.cuda.stream(attention):
         seen.copy_(target)
@@ -407,7 +408,7 @@ def test_another_gpu_of_the_same_process(gpu, pool, monkeypatch):
     mapping = gpu.open(exports, same_process=True)
     made = gpu.copies()
     block = np.array([[source.addr, mapping.translate(target.addr), 0, 0, 1]], np.int64)
-    settle(made.begin([Batch(Geometry(1, MIB, MIB, MIB, True, True), block)], np.zeros(1, np.int32)))
+    settle(made.begin([Batch(of_rows(1, MIB, MIB, MIB, True, True), block)], np.zeros(1, np.int32)))
     made.close()
     assert np.array_equal(downloaded(other, target.addr, MIB), data)
     other.fill(target.addr, MIB, 0)

@@ -12,13 +12,14 @@ import pytest
 
 from kvctl_agent.device import driver as binding
 from kvctl_agent.device import kernels
-from kvctl_agent.device.base import Batch, BlockRange, BlockRanges, Geometry, Table
+from kvctl_agent.device.base import Batch, BlockRange, BlockRanges, Table
 from kvctl_agent.device.driver import Context
 from kvctl_agent.device.events import EventPool
 from kvctl_agent.device.kernels import ARGUMENTS, Kernels, Program, Variant
 from kvctl_agent.device.row_copies import DEFAULT, CudaRowCopies, Tuning
 from kvctl_agent.errors import DeadlineExceeded, DeviceError
 from tests.kvctl_agent.device.fake_driver import OK, FakeDriver
+from tests.kvctl_agent.device.geometries import of_rows
 from tests.kvctl_agent.device.interpreted import interpret
 
 APPENDED = 2
@@ -98,7 +99,7 @@ class Pool:
 
     def gather(self, count: int, at: int = 0) -> Batch:
         """The second half of each row of the first `count` pages listed from `at` on, packed."""
-        geometry = Geometry(self.rows, self.width, 2 * self.width, self.width, True, False)
+        geometry = of_rows(self.rows, self.width, 2 * self.width, self.width, True, False)
         sources = [int(block.ctypes.data) + self.width for block in self.pages]
         targets = [int(block.ctypes.data) for block in self.packed]
         rows = [(source, target, at, 0, count) for source, target in zip(sources, targets, strict=True)]
@@ -338,7 +339,7 @@ def test_each_alignment_has_its_own_variant(driver: Launching, shift: int, side:
     rows[0] = np.arange(1024) % 251
     at = [int(row.ctypes.data) + -int(row.ctypes.data) % 64 for row in rows]
     at[side] += shift
-    geometry = Geometry(1, 64, 64, 64, True, False)
+    geometry = of_rows(1, 64, 64, 64, True, False)
     copies.begin([Batch(geometry, np.array([[*at, 0, 0, 4]]))], np.arange(4, dtype=np.int32))
     assert driver.variants[-1].align == shift
     assert ctypes.string_at(at[0], 256) == ctypes.string_at(at[1], 256)

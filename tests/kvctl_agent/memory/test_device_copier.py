@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvctl_agent.device.base import Geometry
+from kvctl_agent.device.base import Geometry, PageStrides
 from kvctl_agent.errors import DeviceError, MemoryLayoutError
 from kvctl_agent.layout.parallel import LocalShard
 from kvctl_agent.layout.shape import Plane, Segment
@@ -22,6 +22,7 @@ from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.region import MemorySpan
 from kvctl_agent.memory.segment import RowIndex, SegmentMemory
 from tests.support.host_device import HostDevice
+from tests.support.strided import ORDERS, strided
 
 Planes = tuple[Plane, ...]
 
@@ -151,7 +152,7 @@ class TestLaunches:
             copier.prepare(memory, 2, 2)
             assert device.prepared == [batch.geometry for batch in scatter.batches]
             two = memory.shard._replace(head_lo=2, head_hi=4)
-            assert gather_geometries(memory.shard, two) == {batch.geometry for batch in gather.batches}
+            assert gather_geometries(memory.addresses, two) == {batch.geometry for batch in gather.batches}
             copier.close()
 
     def test_parts_of_different_writers_share_one(self, device: HostDevice, ring: RingMemory) -> None:
@@ -194,10 +195,11 @@ class TestLaunches:
         with filled(PLANES["K and V alike"], device) as memory:
             copier.prepare(memory, 0, HEADS)
             page = 4 * HEADS * 32
-            assert device.prepared == [Geometry(1, page, page, page, False, True)]
-            assert gather_geometries(memory.shard, memory.shard) == {Geometry(1, page, page, page, True, False)}
+            (scatter,), (gather,) = device.prepared, gather_geometries(memory.addresses, memory.shard)
+            assert scatter == gather.reversed()
+            assert gather.merged() == Geometry(1, 1, page, PageStrides(page, page, page), None)
             elsewhere = memory.shard._replace(head_lo=HEADS, head_hi=2 * HEADS)
-            assert gather_geometries(memory.shard, elsewhere) == set()
+            assert gather_geometries(memory.addresses, elsewhere) == set()
 
 
 class TestRefusal:
@@ -235,4 +237,43 @@ class TestRefusal:
             work: Any = copier.scatter([LandedPart(rows, part, ring.view(0, part.region_bytes))])
             with pytest.raises(DeviceError, match="told to fail"):
                 finish(work)
+        copier.close()
+
+
+class TestStrides:
+    """Planes in any order of the axes, and pages that consist of several transfer pages."""
+
+    SHARD = LocalShard(Segment(0, "kv", 0, 3, 4, (Plane("k", 4, 16), Plane("v", 4, 16))), 0, 3, 0, 4)
+    PAGES = np.array([5, 0, 2, 7, 3], np.int64)
+
+    @pytest.mark.parametrize("split", [1, 2, 4])
+    @pytest.mark.parametrize("order", ORDERS)
+    @pytest.mark.parametrize(("head", "heads"), [(0, 4), (1, 2)])
+    def test_gather_and_scatter(
+        self, device: HostDevice, ring: RingMemory, order: str, split: int, head: int, heads: int
+    ) -> None:
+        copier = DeviceCopier(device.copies())
+        memory, kept = strided(self.SHARD, 8 // split, order, split)
+        rows = RowIndex(memory, self.PAGES, head, heads)
+        part = memory.part_layout(1, 3, len(self.PAGES), heads)
+        stretch = ring.view(256, part.region_bytes)
+        (whole,) = part.pieces(part.nbytes)
+        finish(copier.gather(rows, [whole], [stretch]))
+        wanted = b"".join(
+            memory.elements(layer, plane).reshape(8, 4 // split, 4, 16)[self.PAGES, :, head : head + heads].tobytes()
+            for layer in (1, 2)
+            for plane in (0, 1)
+        )
+        assert read(device, stretch, part.nbytes).tobytes() == wanted
+
+        # All is cleared and comes back, in other pages of another order of the axes.
+        other, target = strided(self.SHARD, 8, ORDERS[ORDERS.index(order) - 1], seed=1)
+        other = other.at(split) if split > 1 else other
+        target[:] = 0
+        back = RowIndex(other, self.PAGES[::-1], head, heads)
+        finish(copier.scatter([LandedPart(back, other.part_layout(1, 3, len(self.PAGES), heads), stretch)]))
+        finish(copier.gather(back, [whole], [ring.view(1 << 16, part.region_bytes)]))
+        assert read(device, ring.view(1 << 16, part.nbytes), part.nbytes).tobytes() == wanted
+        assert np.count_nonzero(target) == np.count_nonzero(np.frombuffer(wanted, np.uint8))
+        assert kept.any()
         copier.close()

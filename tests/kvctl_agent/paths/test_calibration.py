@@ -40,7 +40,7 @@ def test_gathers_are_measured_by_row_and_stay_inside(memory: tuple[HugePageMemor
     used = {batch.geometry for begun in device.begun for batch in begun.batches}
     assert {geometry.width for geometry in used} == set(cost.row_bytes)
     assert set(device.prepared) == used
-    assert all(geometry.src_paged and not geometry.dst_paged for geometry in used)
+    assert all(geometry.src is not None and geometry.dst is None for geometry in used)
 
 
 def test_rows_that_do_not_fit_are_left_out(memory: tuple[HugePageMemory, HugePageMemory]) -> None:

@@ -11,13 +11,14 @@ import pytest
 
 from kvctl_agent.device.base import Export
 from kvctl_agent.errors import DeviceError, MemoryLayoutError, PeerDisconnected, TransportError
-from kvctl_agent.layout.parallel import ParallelConfig
-from kvctl_agent.layout.shape import ModelShape, StateShape
+from kvctl_agent.layout.parallel import LocalShard, ParallelConfig
+from kvctl_agent.layout.shape import ModelShape, Plane, Segment, StateShape
 from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.paths.direct import PROGRAMS, DirectPath, geometries
-from kvctl_agent.paths.peer_connection import MappedMemory, PeerConnection
+from kvctl_agent.paths.direct import PROGRAMS, DirectPath, check_pages, geometries, routes
+from kvctl_agent.paths.peer_connection import MappedMemory, PeerConnection, SegmentPair
 from kvctl_agent.protocol.tag import PartKind
 from tests.support.host_device import HostDevice, HostMapping
+from tests.support.strided import ORDERS, strided
 
 CONV = StateShape("conv", (0, 2, 3), 3, 8, 4)  # cut over tp
 INDEX = StateShape("index", (1, 4), 1, 1, 20)  # the same on every rank
@@ -114,7 +115,8 @@ def test_planes_of_one_geometry_go_in_one_kernel_and_whole_pages_as_one_row(
         flight = made.fly(DirectPath(device.copies()), share, [1, 2], [3, 4], connection=connection(made, share)[0])
         assert flight.posts == kernels
         (batch,) = device.begun[-1].batches
-        assert (batch.geometry.rows, batch.geometry.src_paged, batch.geometry.dst_paged) == (rows, True, True)
+        assert batch.geometry.merged().rows == rows
+        assert None not in (batch.geometry.src, batch.geometry.dst)
         assert device.begun[-1].pages.tolist() == [1, 2, 3, 4]
 
 
@@ -289,3 +291,40 @@ def test_building_a_launch_costs_microseconds(ends: Any, geometry: Any, engine: 
     order = made.order(share, np.arange(64), np.arange(64)[::-1])
     best = min(timeit.repeat(lambda: path.start(way, order), number=100, repeat=20)) / 100
     assert best < 100e-6, f"{best * 1e6:.1f} µs"
+
+
+@pytest.mark.parametrize("splits", [(1, 1), (4, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("order", ORDERS)
+def test_pages_of_different_strides_and_sizes(
+    engine: str, device: HostDevice, order: str, splits: tuple[int, int]
+) -> None:
+    """The engines' pages have their axes in different orders, and 4 tokens times `splits`."""
+    sides = []
+    for number, split in enumerate(splits):
+        planes = tuple(Plane(name, 4 * split, 16) for name in "kv")
+        shard = LocalShard(Segment(0, "kv", 0, 3, 4, planes), 0, 3, 0, 4)
+        sides.append(strided(shard, 8, ORDERS[ORDERS.index(order) - number], split, number))
+    (source, kept), (target, written) = sides
+    written[:] = 0
+    whole = Export(int(written.ctypes.data), written.nbytes, "ipc", b"", "HOST")
+    pair = SegmentPair(source.addresses, target.addresses, MappedMemory(HostMapping([whole], "nvlink")))
+    src, dst = np.array([7, 0, 3, 4]), np.array([1, 6, 2, 0])
+    check_pages(pair, src.astype(np.int32), dst.astype(np.int32))
+    batches = [route.batch(1, 3, len(src)) for route in routes(pair, 2, 1, 2)]
+    assert len(batches) == 1
+    device.copies().begin(batches, np.concatenate((src, dst), dtype=np.int32)).wait(None)
+    for layer in (1, 2):
+        for plane in (0, 1):
+            found, wanted = (
+                memory.elements(layer, plane).reshape(-1, 4, 4, 16)[pages, :, head : head + 2]
+                for memory, pages, head in ((target, dst, 1), (source, src, 2))
+            )
+            assert np.array_equal(found, wanted)
+            assert wanted.any()
+    moved = sum(
+        np.count_nonzero(source.elements(layer, plane).reshape(-1, 4, 4, 16)[src, :, 2:])
+        for layer in (1, 2)
+        for plane in (0, 1)
+    )
+    assert np.count_nonzero(written) == moved
+    assert kept.any()
