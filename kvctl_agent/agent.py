@@ -26,7 +26,6 @@ from kvctl_agent.contract.snapshots import Role, Stats
 from kvctl_agent.contract.states import NO_INSTANCE
 from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import DeadlineExceeded, LayoutError, LocalProtocolError
-from kvctl_agent.layout.chunks import prefix_pages
 from kvctl_agent.layout.layer_grouping import ForwardInfo, Grouping
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.pool import KVPool
@@ -365,34 +364,39 @@ class Agent:
         aux_index: int | None = None,
         state_indices: Sequence[Any] = (),
         prefill_only: bool = False,
+        tokens: int | None = None,
         fake: bool = False,
     ) -> Receive:
         """Decode: starts to receive the KV of `room` into `pages`.
 
         Args:
             room: the request's bootstrap_room, an unsigned 64-bit number.
-            pages: page numbers in this rank's pool for the prompt after its cached prefix, in prompt order.
+            pages: page numbers in this rank's pool for the prompt after its cached prefix, in prompt order. On cp ranks
+                that share a prompt, a page has this rank's tokens of `page_size * cp` consecutive ones, and every rank
+                passes as many pages.
             prefill: registry endpoint of the prefill instance that computes the room, to which the agent connects if
                 necessary; None: the agent's first one.
-            prefix_tokens: tokens that this rank has cached; a multiple of the page size.
+            prefix_tokens: tokens of the prompt that are cached here; a multiple of the page size times cp.
             aux_index: row of the pool's aux tensor that receives the room's aux row; None without one.
             state_indices: for each state component, in the model's order, the room's items in this rank's pool.
             prefill_only: whether the request ends with its prefill, so that only aux row and state are transferred.
+            tokens: length of the prompt with its cached prefix. Needed if the prefill side has smaller pages or the
+                decode side has several cp ranks, since the last page may then be filled in part.
             fake: as for `send`.
 
         Raises:
             LocalProtocolError: the room is not an unsigned 64-bit number or is in use here; a page, item or aux row is
                 outside the pool, given twice, or belongs to another room that may still be written to; this is not a
                 decode agent that accepts new rooms; or it knows no prefill instance.
-            LayoutError: the prefix is not page-aligned, or prefix and pages together are too many.
+            LayoutError: the prefix is not page-aligned, or prefix and pages together are too many, or not as many as
+                `tokens` need.
             ConfigError: `prefill` is not an endpoint, or needs keys.
         """
         room, fake = check_room(room), check_flag("fake", fake)
         self._check_running("decode", begun=fake)
         if prefill is not None:
             self._check_endpoint(prefill)
-        prefix = prefix_pages(prefix_tokens, self.pool.page_size)
-        wanted = pages, prefix, aux_index, state_indices, prefill_only
+        wanted = pages, prefix_tokens, aux_index, state_indices, prefill_only, tokens
         instance = prefill or self.bootstrap
         if instance is None and not fake:
             raise LocalProtocolError(f"room {room}: {NO_INSTANCE} to {self.name}: pass prefill=, or call connect")
@@ -419,7 +423,8 @@ class Agent:
 
     def _limits(self) -> PoolLimits:
         slots = tuple(memory.num_slots for memory in self.pool.segments if memory.shard.segment.state)
-        return PoolLimits(self.pool.num_pages, self.pool.aux_slots, self.layers, slots)
+        page_tokens = self.pool.page_size * (self.rank.cp_size if self.role == "decode" else 1)
+        return PoolLimits(self.pool.num_pages, self.pool.aux_slots, self.layers, slots, page_tokens)
 
     def set_pipeline(self, mode: str) -> None:
         """Changes the layer grouping of later forwards: `mode` is off, on, measured, or the layers per group."""

@@ -525,6 +525,7 @@ def local_of(
         page_size=pool.page_size,
         chunk_pages=chunk_pages(settings["chunk_tokens"], pool.page_size),
         cp_mode=settings["cp_mode"],
+        cp_interleave=settings["cp_interleave"],
         incarnation=incarnation,
         transport=settings["transport"],
         metadata=transport.metadata(),

@@ -150,6 +150,13 @@ KEYS: tuple[Key, ...] = (
         sglang="SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER",
     ),
     Key(
+        "cp_interleave",
+        int,
+        1,
+        "Decode: consecutive tokens of a prompt on one of the cp ranks that share it; it divides the page size.",
+        minimum=1,
+    ),
+    Key(
         "checksum",
         bool,
         False,

@@ -3,6 +3,10 @@
 A chunk is one cell of a grid that starts at page 0 of the prompt. It is numbered by its position on the grid, never by
 order of arrival. A prefix hit, or a prompt sent in other portions, changes which cells exist but not the number of any
 cell, so both sides always use the same numbers.
+
+The pages that are counted here are *transfer pages*: the longest runs of tokens that lie in one page on both sides and,
+if decode ranks share a prompt by context parallelism, on one decode rank. A page of an engine consists of one or more
+transfer pages.
 """
 
 from __future__ import annotations
@@ -10,20 +14,102 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.sizes import check_size
+
+PageIndices = npt.NDArray[np.int32]
+"""Indices of pages in a pool, int32 `[n]`."""
+
+
+class Stripe(NamedTuple):
+    """The pages of a prompt that are on one of several context-parallel decode ranks: `run` consecutive pages in turn.
+
+    The rank numbers its pages from 0 on, in the order of the prompt.
+
+    Attributes:
+        run: Consecutive pages on one rank.
+        ranks: Number of ranks that share the prompt.
+        rank: The rank, from 0 on.
+    """
+
+    run: int
+    ranks: int
+    rank: int
+
+    def before(self, page: int) -> int:
+        """Returns the number of this rank's pages among the first `page` pages of the prompt."""
+        rounds, rest = divmod(page, self.run * self.ranks)
+        return rounds * self.run + min(max(rest - self.rank * self.run, 0), self.run)
+
+    def position(self, own: int) -> int:
+        """Returns the position in the prompt of this rank's page number `own`."""
+        rounds, rest = divmod(own, self.run)
+        return (rounds * self.ranks + self.rank) * self.run + rest
+
+
+WHOLE = Stripe(1, 1, 0)
+"""Stripe of a decode rank that has all pages of a prompt."""
 
 
 class Chunk(NamedTuple):
     """`count` pages of a prompt from page `first` on, in cell `index` of the grid.
 
-    Pages are numbered from the start of the prompt, including a cached prefix.
+    Pages are numbered from the start of the prompt, including a cached prefix. The chunk has only pages of `stripe`,
+    and `first` is one of them.
     """
 
     # The fields hide tuple.index and tuple.count, which have no use on three numbers.
     index: int  # type: ignore[assignment]
     first: int
     count: int  # type: ignore[assignment]
+    stripe: Stripe = WHOLE
+
+    @property
+    def end(self) -> int:
+        """Page of the prompt that follows the last page of the chunk."""
+        stripe = self.stripe
+        if stripe.ranks == 1:
+            return self.first + self.count
+        return stripe.position(stripe.before(self.first) + self.count - 1) + 1
+
+    def own_range(self, prefix_pages: int) -> slice:
+        """Returns the chunk's range among the stripe's pages that follow a prefix of `prefix_pages` pages."""
+        first = self.stripe.before(self.first) - self.stripe.before(prefix_pages)
+        return slice(first, first + self.count)
+
+    def pages_of(self, pages: PageIndices, split: int) -> PageIndices:
+        """Returns the transfer pages of the chunk, as indices into a pool.
+
+        Args:
+            pages: The engine's pages of the prompt from its start on, as indices into the pool.
+            split: Number of transfer pages in a page of the engine.
+        """
+        if self.stripe.ranks == 1 and split == 1:
+            return pages[self.first : self.first + self.count]
+        first = self.stripe.before(self.first)
+        own = np.arange(first, first + self.count, dtype=np.int32)
+        run, ranks, rank = self.stripe
+        positions = (own // run * ranks + rank) * run + own % run
+        found: PageIndices = pages[positions // split] * split + positions % split
+        return found
+
+    def of_stripe(self, stripe: Stripe) -> Chunk:
+        """Returns the pages of this chunk, which has whole cells, that are in `stripe`; the count may be 0."""
+        if stripe.ranks == 1:
+            return self
+        first = stripe.before(self.first)
+        return Chunk(self.index, stripe.position(first), stripe.before(self.first + self.count) - first, stripe)
+
+
+def split_pages(pages: PageIndices, split: int) -> PageIndices:
+    """Returns the transfer pages of an engine's pages, `split` for each, in the same order."""
+    if split == 1:
+        return pages
+    found: PageIndices = pages[:, None] * split + np.arange(split, dtype=np.int32)
+    return found.reshape(-1)
 
 
 def page_count(tokens: int, page_size: int) -> int:

@@ -6,13 +6,14 @@ at run time and are not part of the plan.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
 
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.chunks import Chunk
+from kvctl_agent.layout.chunks import WHOLE, Chunk, Stripe
 from kvctl_agent.layout.context_parallel import owned_cells, sole_cp_sender
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, head_range, mix64, replicas, stage_layers
 from kvctl_agent.layout.plan_inputs import PLAN_VERSION, Factor, PlanInputs
@@ -37,7 +38,8 @@ class TransferSlice:
         layer_hi: End of the layers, exclusive.
         src_pool_heads: Heads in one row of the writer's pool; the source stride.
         dst_pool_heads: Heads in one row of the decode rank's pool; the destination stride.
-        page_head_bytes: Bytes of one head of one page (for state: one item) in one layer.
+        page_head_bytes: Bytes of one head of one transfer page (for state: one item) in one layer.
+        src_split, dst_split: Transfer pages in a page of the writer's and of the decode rank's pool.
     """
 
     writer: int
@@ -51,6 +53,8 @@ class TransferSlice:
     src_pool_heads: int
     dst_pool_heads: int
     page_head_bytes: int
+    src_split: int = 1
+    dst_split: int = 1
 
     @property
     def num_layers(self) -> int:
@@ -59,7 +63,7 @@ class TransferSlice:
 
     @property
     def whole_rows(self) -> bool:
-        """Whether both pools hold exactly these heads, so that whole pages can be sent unchanged (the bulk path)."""
+        """Whether both pools hold exactly these heads, so that whole transfer pages can be sent unchanged."""
         return self.heads == self.src_pool_heads == self.dst_pool_heads
 
     def payload_bytes(self, pages: int, layers: int | None = None) -> int:
@@ -105,8 +109,8 @@ def transfer_slices(inputs: PlanInputs, room: int, decode_dp: int) -> TransferSl
 
     A writer sends a decode rank the heads and layers that both hold. Among writers that hold the same head, the one
     with index (mix64(room) + reader) % replicas sends it, which spreads rooms and decode ranks over the replicas.
-    Decode ranks that hold the same head each get their own copy. If cp ranks share a room, their slices have the same
-    heads and layers, and `writer_cells` returns the pages of each.
+    Decode ranks that hold the same head each get their own copy. If cp ranks of either side share a room, their slices
+    have the same heads and layers, and `writer_cells` returns the pages of each.
 
     Raises:
         LayoutError: the decode instance has no such dp rank, or the inputs have another plan version.
@@ -159,15 +163,31 @@ def aux_writer(inputs: PlanInputs, room: int, reader: int) -> int:
     return candidates[(mix64(room) + reader) % len(candidates)]
 
 
-def writer_cells(inputs: PlanInputs, room: int, writer: int, total_pages: int, prefix_pages: int) -> tuple[Chunk, ...]:
-    """Returns the chunks of a room that a writer sends, clipped to the pages of its cp rank; empty if it sends none.
+def writer_cells(
+    inputs: PlanInputs, room: int, writer: int, reader: int, total_pages: int, prefix_pages: int
+) -> tuple[Chunk, ...]:
+    """Returns the chunks of a room that a writer sends to a decode rank; empty if it sends none.
+
+    The chunks have only pages of the writer's cp rank and of the decode rank's stripe.
 
     Raises:
-        LayoutError: the prefill instance has no such rank, or the prefix is longer than the prompt.
+        LayoutError: an instance has no such rank, or the prefix is longer than the prompt.
     """
     side = inputs.prefill
     rank = _coord(side, writer).cp
-    return owned_cells(inputs.cp_mode, side.cp, rank, room, total_pages, prefix_pages, inputs.chunk_pages)
+    cells = owned_cells(inputs.cp_mode, side.cp, rank, room, total_pages, prefix_pages, inputs.chunk_pages)
+    stripe = stripe_of(inputs, reader)
+    return tuple(cell for each in cells if (cell := each.of_stripe(stripe)).count)
+
+
+def stripe_of(inputs: PlanInputs, reader: int) -> Stripe:
+    """Returns the pages of each prompt that a decode rank has.
+
+    Raises:
+        LayoutError: the decode instance has no such rank.
+    """
+    ranks = inputs.decode.cp
+    return Stripe(inputs.stripe_pages, ranks, _coord(inputs.decode, reader).cp) if ranks > 1 else WHOLE
 
 
 @lru_cache(maxsize=4096)
@@ -202,26 +222,23 @@ def _plan(inputs: PlanInputs, prefill_dp: int, decode_dp: int, replica: int, cp:
     to_reader: dict[int, TransferSlices] = {}
     states_to_reader: dict[int, TransferSlices] = {}
     aux_candidates: dict[int, tuple[int, ...]] = {}
-    for stage in range(decode.pp):
-        for tp in range(decode.tp):
-            coord = RankCoord(dp=decode_dp, pp=stage, cp=0, tp=tp)
-            reader = decode.unique_rank(coord)
-            kv_slices: list[TransferSlice] = []
-            state_slices: list[TransferSlice] = []
-            for segment in inputs.segments:
-                senders = (0,) if segment.state else range(prefill.cp) if cp is None else (cp,)
-                slices = _segment_slices(inputs, segment, prefill_dp, coord, replica, tuple(senders))
-                (state_slices if segment.state else kv_slices).extend(slices)
-            kv += kv_slices
-            to_reader[reader], states_to_reader[reader] = tuple(kv_slices), tuple(state_slices)
-            for part_slice in kv_slices:
-                by_writer.setdefault(part_slice.writer, []).append(part_slice)
-            # The writers' tp ranks in head order, without the duplicates of other stages and cp ranks.
-            tps = dict.fromkeys(
-                prefill.coord(part_slice.writer).tp for part_slice in kv_slices if not part_slice.segment
-            )
-            last = [RankCoord(dp=prefill_dp, pp=prefill.pp - 1, cp=0, tp=writer_tp) for writer_tp in tps]
-            aux_candidates[reader] = tuple(map(prefill.unique_rank, last))
+    for stage, cp_rank, tp in itertools.product(range(decode.pp), range(decode.cp), range(decode.tp)):
+        coord = RankCoord(dp=decode_dp, pp=stage, cp=cp_rank, tp=tp)
+        reader = decode.unique_rank(coord)
+        kv_slices: list[TransferSlice] = []
+        state_slices: list[TransferSlice] = []
+        for segment in inputs.segments:
+            senders = (0,) if segment.state else range(prefill.cp) if cp is None else (cp,)
+            slices = _segment_slices(inputs, segment, prefill_dp, coord, replica, tuple(senders))
+            (state_slices if segment.state else kv_slices).extend(slices)
+        kv += kv_slices
+        to_reader[reader], states_to_reader[reader] = tuple(kv_slices), tuple(state_slices)
+        for part_slice in kv_slices:
+            by_writer.setdefault(part_slice.writer, []).append(part_slice)
+        # The writers' tp ranks in head order, without the duplicates of other stages and cp ranks.
+        tps = dict.fromkeys(prefill.coord(part_slice.writer).tp for part_slice in kv_slices if not part_slice.segment)
+        last = [RankCoord(dp=prefill_dp, pp=prefill.pp - 1, cp=0, tp=writer_tp) for writer_tp in tps]
+        aux_candidates[reader] = tuple(map(prefill.unique_rank, last))
     slices_by_writer = {writer: tuple(slices) for writer, slices in by_writer.items()}
     return _RoomPlan(tuple(kv), slices_by_writer, to_reader, states_to_reader, aux_candidates)
 
@@ -268,4 +285,6 @@ def _segment_slices(
                     src_pool_heads=src_heads.hi - src_heads.lo,
                     dst_pool_heads=dst_heads.hi - dst_heads.lo,
                     page_head_bytes=segment.page_head_bytes,
+                    src_split=1 if segment.state else inputs.prefill_split,
+                    dst_split=1 if segment.state else inputs.decode_split,
                 )

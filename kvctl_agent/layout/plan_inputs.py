@@ -15,9 +15,12 @@ from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, head_range
 from kvctl_agent.layout.shape import ModelShape, Segment, segments
 from kvctl_agent.layout.sizes import set_sizes
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 """Incremented whenever the same inputs result in another plan. 1: attention TP and DP, replicated heads, one stage.
-2: context and pipeline parallelism, latents, draft layers, state."""
+2: context and pipeline parallelism, latents, draft layers, state. 3: unequal pages, context parallelism on decode."""
+
+MAX_SPLIT = 4096
+"""Largest number of transfer pages in a page; bounds the page lists that a peer's page size can cause."""
 
 Wire = dict[str, int | str]
 
@@ -39,10 +42,12 @@ class PlanInputs:
 
     Attributes:
         shape: The model.
-        page_size: Tokens per page.
-        chunk_pages: Pages per cell of the chunk grid.
+        page_size: Tokens per transfer page (see `layout.chunks`), the page of the plan and the protocol.
+        chunk_pages: Transfer pages per cell of the chunk grid.
         prefill, decode: Parallel sizes of the two instances.
         cp_mode: One of `CP_MODES`.
+        prefill_split, decode_split: Transfer pages in a page of the prefill and of the decode engine.
+        stripe_pages: Consecutive transfer pages of a prompt on one decode cp rank.
         plan_version: `PLAN_VERSION` of the side that built the inputs.
 
     Raises:
@@ -55,14 +60,14 @@ class PlanInputs:
     prefill: ParallelConfig
     decode: ParallelConfig
     cp_mode: str = RANK0
+    prefill_split: int = 1
+    decode_split: int = 1
+    stripe_pages: int = 1
     plan_version: int = PLAN_VERSION
 
     def __post_init__(self) -> None:
-        set_sizes(self, "page_size", "chunk_pages", "plan_version")
-        if self.decode.cp != 1:
-            raise LayoutError(
-                f"decode cp={self.decode.cp}: decode has no context parallelism; start the decode instance with cp=1"
-            )
+        set_sizes(self, "page_size", "chunk_pages", "prefill_split", "decode_split", "stripe_pages", "plan_version")
+        self._check_splits()
         if self.cp_mode not in CP_MODES:
             raise LayoutError(f"cp_mode {self.cp_mode!r:.40} is unknown: it must be one of {', '.join(CP_MODES)}")
         for role, side in (("prefill", self.prefill), ("decode", self.decode)):
@@ -77,6 +82,22 @@ class PlanInputs:
                     suffix = "" if segment.index == 0 else f" ({segment.name})"
                     raise LayoutError(f"{role} tp={side.tp}{suffix}: {error}") from None
 
+    def _check_splits(self) -> None:
+        """Raises LayoutError if the pages of a side cannot be divided into transfer pages."""
+        for role, split in (("prefill", self.prefill_split), ("decode", self.decode_split)):
+            if split > MAX_SPLIT:
+                raise LayoutError(
+                    f"{role} page_size {split * self.page_size}: it may be at most {MAX_SPLIT} times {self.page_size}, "
+                    "the tokens of a transfer page"
+                )
+            for segment in self.segments:
+                scales = [plane.name for plane in segment.planes if plane.name.endswith("scale")]
+                if split > 1 and scales and not segment.state:
+                    raise LayoutError(
+                        f"{segment.name} has scales for each page ({', '.join(scales)}), so a {role} page of "
+                        f"{split * self.page_size} tokens cannot be divided: use pages of equal size on both sides"
+                    )
+
     def __hash__(self) -> int:
         # Plans are looked up by their inputs several times a room, and a hash of all fields of the model takes longer
         # than the rest of a look-up. A process meets few different inputs.
@@ -87,6 +108,24 @@ class PlanInputs:
         """The segments of the model: KV, draft and state components."""
         return segments(self.shape, self.page_size)
 
+    def span(self, prefix_pages: int, total_pages: int, tokens: int = 0) -> tuple[int, int]:
+        """Converts a room of the decode engine to transfer pages; returns those of the prefix and of the prompt.
+
+        Args:
+            prefix_pages, total_pages: Pages of the decode engine; a page of cp ranks that share a prompt counts once.
+            tokens: Length of the prompt; 0 if its last page counts as full.
+
+        Raises:
+            LayoutError: the last page of the prompt is not the one that its length says.
+        """
+        split = self.decode_split * self.decode.cp
+        total = -(-tokens // self.page_size) if tokens else total_pages * split
+        if -(-total // split) != total_pages:
+            raise LayoutError(
+                f"{total_pages} pages of {split * self.page_size} tokens do not end where a prompt of {tokens} does"
+            )
+        return prefix_pages * split, total
+
     def to_wire(self) -> Wire:
         """Returns the inputs as a flat mapping from names such as "prefill.tp" to values, to compare with a peer's."""
         return {
@@ -95,9 +134,33 @@ class PlanInputs:
             "page_size": self.page_size,
             "chunk_pages": self.chunk_pages,
             **_side_to_wire("prefill", self.prefill),
+            "prefill.split": self.prefill_split,
             **_side_to_wire("decode", self.decode),
+            "decode.split": self.decode_split,
+            "decode.stripe": self.stripe_pages,
             "cp_mode": self.cp_mode,
         }
+
+
+def transfer_page(prefill: int, decode: int, interleave: int = 0) -> int:
+    """Returns the tokens of a transfer page: the longest run that lies in one page of each side and on one decode rank.
+
+    Args:
+        prefill, decode: Tokens per page of the two sides.
+        interleave: Consecutive tokens of a prompt on one of several decode cp ranks; 0 if decode has one cp rank.
+
+    Raises:
+        LayoutError: of two of the numbers, the smaller does not divide the larger, or a decode page has tokens that do
+            not follow each other in whole runs.
+    """
+    if max(prefill, decode) % min(prefill, decode):
+        raise LayoutError(f"{Factor('page_size', prefill, decode)}: neither is a multiple of the other")
+    if interleave and (decode % interleave or max(prefill, interleave) % min(prefill, interleave)):
+        raise LayoutError(
+            f"cp_interleave {interleave}: it must divide the decode page of {decode} tokens, and divide the prefill "
+            f"page of {prefill} tokens or be a multiple of it"
+        )
+    return min(prefill, decode, interleave or decode)
 
 
 def differences(local: Mapping[str, int | str], remote: Mapping[str, object]) -> tuple[Factor, ...]:

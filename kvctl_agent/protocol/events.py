@@ -13,8 +13,8 @@ import numpy.typing as npt
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
-from kvctl_agent.layout.parallel import LocalShard
 from kvctl_agent.layout.plan import TransferSlice
+from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.protocol.messages import AnyMessage, Grant, Message, PeerInfo
 from kvctl_agent.protocol.peer import CancelToken
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
@@ -215,9 +215,11 @@ class PartFailed(Event, frozen=True):
 
 
 class OpenRoom(Event, frozen=True):
-    """Decode engine: receive this room into these pages (positions prefix_pages..total_pages).
+    """Decode engine: receive this room into these pages, those of the prompt after its cached prefix.
 
-    `instance` is the address of its prefill instance's registry; `states` has the item indices per state component.
+    `prefix_pages` and `total_pages` are pages of this engine; a page of cp ranks that share a prompt counts once.
+    `tokens` is the length of the prompt; 0 if its last page counts as full. `instance` is the address of its prefill
+    instance's registry; `states` has the item indices per state component.
     """
 
     room: int
@@ -229,6 +231,7 @@ class OpenRoom(Event, frozen=True):
     instance: str
     states: tuple[Pages, ...] = ()
     prefill_only: bool = False
+    tokens: int = 0
 
 
 class Arrived(Event, frozen=True):
@@ -286,12 +289,12 @@ class Send(Action, frozen=True):
 
 
 class ConnectPeer(Action, frozen=True):
-    """Connect the transport to a peer whose pool holds `shards`; answered by PeerConnected or PeerUnusable."""
+    """Connect the transport to a decode rank; answered by PeerConnected or PeerUnusable."""
 
     peer: str
     incarnation: int
     info: PeerInfo
-    shards: tuple[LocalShard, ...]
+    inputs: PlanInputs
 
 
 class DropPeer(Action, frozen=True):

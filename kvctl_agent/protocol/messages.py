@@ -76,6 +76,7 @@ class PeerInfo(msgspec.Struct, frozen=True):
     shared: Annotated[list[SharedMemory], msgspec.Meta(max_length=MAX_SHARED)] = []  # pool and ring, if on a device
     unshared: Text = ""  # why they are not shared, although on a device
     hostname: Name = ""  # for display
+    cp_interleave: Size = 1  # of a decode instance: consecutive tokens of a prompt on one of its cp ranks
 
     @property
     def process(self) -> str:
@@ -139,8 +140,8 @@ class RoomOpen(RoomMessage, frozen=True, tag="room-open"):
     a room that the decode rank has not opened there.
     """
 
-    pages: bytes  # int32 little-endian page indices for positions prefix_pages..total_pages
-    prefix_pages: PageCount
+    pages: bytes  # int32 little-endian: this rank's pages of the prompt after the prefix
+    prefix_pages: PageCount  # in transfer pages, as total_pages
     total_pages: PageCount
     inputs: Inputs  # all plan inputs, so that a mismatch names the factor
     aux_index: AuxIndex = -1  # row of the decode rank's aux pool; -1: this room has none

@@ -20,7 +20,14 @@ import msgspec
 
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.parallel import LocalShard, ParallelConfig, RankCoord, local_shards
-from kvctl_agent.layout.plan_inputs import PLAN_VERSION, PlanInputs, Wire, differences, shape_to_wire
+from kvctl_agent.layout.plan_inputs import (
+    PLAN_VERSION,
+    PlanInputs,
+    Wire,
+    differences,
+    shape_to_wire,
+    transfer_page,
+)
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.protocol.messages import Heartbeat, PeerInfo, SharedMemory, WireDict
 from kvctl_agent.protocol.ring import RingGate
@@ -54,6 +61,7 @@ class LocalInfo(msgspec.Struct, frozen=True):
     shared: tuple[SharedMemory, ...] = ()
     unshared: str = ""
     hostname: str = ""
+    cp_interleave: int = 1
 
     @property
     def unique_rank(self) -> int:
@@ -92,15 +100,16 @@ class LocalInfo(msgspec.Struct, frozen=True):
             shared=list(self.shared),
             unshared=self.unshared,
             hostname=self.hostname,
+            cp_interleave=self.cp_interleave,
         )
 
     def _plan(self) -> Wire:
-        """Returns the plan inputs that must be equal on both sides, in wire form."""
+        """Returns the plan inputs of this side, in wire form; all but the page size must be equal on both sides."""
         return {
             "plan_version": PLAN_VERSION,
             **shape_to_wire(self.shape),
             "page_size": self.page_size,
-            "chunk_pages": self.chunk_pages,
+            "chunk_tokens": self.chunk_pages * self.page_size,
         }
 
 
@@ -139,22 +148,36 @@ def plan_with_peer(local: LocalInfo, info: PeerInfo) -> PeerPlan:
         return PeerPlan(None, ("sizes and coordinates need the four axes dp, pp, cp, tp",))
     if info.transport != local.transport:
         return PeerPlan(None, (f"transport {local.transport} ≠ {info.transport}",))
-    factors = differences(local.peer_info().plan, info.plan)
-    if factors:
+    own, theirs = dict(local.peer_info().plan), dict(info.plan)
+    del own["page_size"]  # transfer pages exist for sizes of which one divides the other
+    other_size = theirs.pop("page_size", 0)
+    if factors := differences(own, theirs):
         return PeerPlan(None, tuple(map(str, factors)))
+    if not isinstance(other_size, int) or other_size < 1:
+        return PeerPlan(None, (f"its page_size is {other_size!r:.40}",))
     try:
         dp, pp, cp, tp = info.sizes
         side = ParallelConfig(dp, pp, cp, tp, tuple(info.stages))
         if side.unique_rank(RankCoord(*info.coord)) != info.unique_rank:
             return PeerPlan(None, (f"unique rank {info.unique_rank} does not fit coordinates {info.coord}",))
-        prefill, decode = (local.side, side) if local.role == "prefill" else (side, local.side)
+        sides, pages = [local.side, side], [local.page_size, other_size]
+        cp_mode, interleave = local.cp_mode, info.cp_interleave
+        if local.role == "decode":
+            sides.reverse()
+            pages.reverse()
+            cp_mode, interleave = info.cp_mode, local.cp_interleave
+        (prefill, decode), (prefill_page, decode_page) = sides, pages
+        page_size = transfer_page(prefill_page, decode_page, interleave if decode.cp > 1 else 0)
         inputs = PlanInputs(
             shape=local.shape,
-            page_size=local.page_size,
-            chunk_pages=local.chunk_pages,
+            page_size=page_size,
+            chunk_pages=local.chunk_pages * local.page_size // page_size,
             prefill=prefill,
             decode=decode,
-            cp_mode=local.cp_mode if local.role == "prefill" else info.cp_mode,
+            cp_mode=cp_mode,
+            prefill_split=prefill_page // page_size,
+            decode_split=decode_page // page_size,
+            stripe_pages=interleave // page_size if decode.cp > 1 else 1,
         )
     except LayoutError as error:
         return PeerPlan(None, (str(error),))

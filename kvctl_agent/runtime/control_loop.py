@@ -508,7 +508,7 @@ class ControlLoop:
 
     def _connect_peer(self, action: ev.ConnectPeer) -> None:
         try:
-            self._connections.connect(action.peer, action.info, action.shards)
+            self._connections.connect(action.peer, action.info, action.inputs)
         except Exception as error:
             self._feed(ev.PeerUnusable(action.peer, str(error)))
         else:

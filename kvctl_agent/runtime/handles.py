@@ -19,7 +19,8 @@ from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import encodable, integer, layer_range, shown
 from kvctl_agent.device.base import Device, Event
-from kvctl_agent.errors import LocalProtocolError
+from kvctl_agent.errors import LayoutError, LocalProtocolError
+from kvctl_agent.layout.chunks import page_count, prefix_pages
 from kvctl_agent.layout.sizes import as_list, check_size
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.messages import MAX_TEXT
@@ -98,37 +99,49 @@ class PoolLimits(NamedTuple):
     aux_slots: int
     layers: range
     state_slots: tuple[int, ...]  # of each state component, in the model's order
+    page_tokens: int  # tokens of a page; on cp ranks that share a prompt, of the pages with one number on all of them
 
     def opening(
         self,
         room: int,
         instance: str,
         pages: Any,
-        prefix_pages: int,
+        prefix_tokens: int,
         aux_index: int | None,
         state_indices: Sequence[Any],
         prefill_only: bool,
+        tokens: int | None,
     ) -> ev.OpenRoom:
         """Checks the arguments of `Agent.receive`; returns the event that opens the room, with a new random nonce.
 
         Raises:
             LocalProtocolError: an argument is invalid.
-            LayoutError: the room has too many pages.
+            LayoutError: the prefix is not page-aligned, or the prompt has another number of pages.
         """
         indices = self.pages(room, pages)
+        prefix = prefix_pages(prefix_tokens, self.page_tokens)
+        total = check_size("prefix and pages", prefix + len(indices), minimum=0)
+        if tokens is not None:
+            needed = page_count(check_size(f"room {room}: tokens", tokens, error=LocalProtocolError), self.page_tokens)
+            if needed != total:
+                raise LayoutError(
+                    f"room {room}: a prompt of {tokens} tokens has {needed} pages of {self.page_tokens} tokens, but "
+                    f"prefix and pages are {total}"
+                )
         prefill_only = check_flag(f"room {room}: prefill_only", prefill_only)
-        if prefill_only and (prefix_pages or len(indices)):
+        if prefill_only and total:
             raise LocalProtocolError(f"room {room}: a prefill-only room has no pages and no prefix here")
         return ev.OpenRoom(
             room=room,
             nonce=secrets.randbits(63) | 1,
             pages=indices,
-            prefix_pages=prefix_pages,
-            total_pages=check_size("prefix and pages", prefix_pages + len(indices), minimum=0),
+            prefix_pages=prefix,
+            total_pages=total,
             aux_index=self.aux(room, aux_index),
             instance=instance,
             states=self.states(room, state_indices),
             prefill_only=prefill_only,
+            tokens=tokens or 0,
         )
 
     def pages(self, room: int, indices: Any) -> ev.Pages:

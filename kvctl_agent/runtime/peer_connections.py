@@ -16,7 +16,8 @@ from kvctl_agent.contract.choices import BULK, SLICE
 from kvctl_agent.contract.connection_cost import ConnectionCost
 from kvctl_agent.device.base import Device, Export, Geometry
 from kvctl_agent.errors import DeadlineExceeded, DeviceError, KvctlError, LocalProtocolError, TransportError
-from kvctl_agent.layout.parallel import LocalShard
+from kvctl_agent.layout.parallel import RankCoord, local_shards
+from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.memory.addresses import PoolAddresses
 from kvctl_agent.memory.allocations import HugePageMemory, StagingBuffers
 from kvctl_agent.memory.device_copier import gather_geometries
@@ -131,8 +132,10 @@ class PeerConnections:
         self._calibrating = False
         self._compiled: set[Geometry] = set()
 
-    def connect(self, peer: str, info: PeerInfo, shards: tuple[LocalShard, ...]) -> None:
-        """Connects `peer`, whose pool holds `shards` of the model; raises KvctlError if that is impossible."""
+    def connect(self, peer: str, info: PeerInfo, inputs: PlanInputs) -> None:
+        """Connects `peer`, a decode rank; raises KvctlError if that is impossible."""
+        page_size = inputs.page_size * inputs.decode_split
+        shards = local_shards(inputs.shape, page_size, inputs.decode, RankCoord(*info.coord))
         addresses = PoolAddresses.from_wire(info.pool, shards)
         self._transport.connect(peer, info.metadata)
         self._scratch[peer] = Region(info.scratch_base, info.scratch_bytes)

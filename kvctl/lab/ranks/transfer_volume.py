@@ -84,7 +84,7 @@ class TransferVolume:
         cached = prefix_tokens // self._page_size
         found = []
         for share in transfer_slices(inputs, room, decode_dp):
-            cells = writer_cells(inputs, room, share.writer, items[0], cached)
+            cells = writer_cells(inputs, room, share.writer, share.reader, items[0], cached)
             if cells:
                 found.append(OwedParts(share, tuple(cell.count for cell in cells)))
         side = inputs.decode

@@ -18,7 +18,7 @@ from kvctl.lab.replay.invariants import Violation
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import layer_range
 from kvctl_agent.errors import RemoteProtocolError
-from kvctl_agent.layout.chunks import Chunk
+from kvctl_agent.layout.chunks import Chunk, split_pages
 from kvctl_agent.layout.plan import TransferSlice, aux_writer, slices_to_reader, state_slices_to_reader, writer_cells
 from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.protocol import events as ev
@@ -378,6 +378,7 @@ class _Room:
 
     def __init__(self, opening: ev.OpenRoom) -> None:
         self.opening = opening
+        self.prefix_pages, self.split = 0, 1  # in transfer pages; set by `plan`
         self.writers: tuple[str, ...] = ()  # ranks where it was opened, by unique rank
         self.accepted: set[str] = set()
         self.drained: set[str] = set()
@@ -393,10 +394,12 @@ class _Room:
     def plan(self, inputs: PlanInputs, reader: int) -> None:
         """Computes the parts that the writers must send to decode rank `reader`."""
         opening, room = self.opening, self.opening.room
+        prefix, total = inputs.span(opening.prefix_pages, opening.total_pages, opening.tokens)
+        self.prefix_pages, self.split = prefix, inputs.decode_split
         for part_slice in () if opening.prefill_only else slices_to_reader(inputs, room, reader):
             writer = part_slice.writer
             self.slices.setdefault(writer, []).append(part_slice)
-            for cell in writer_cells(inputs, room, writer, opening.total_pages, opening.prefix_pages):
+            for cell in writer_cells(inputs, room, writer, reader, total, prefix):
                 at = writer, cell.index
                 self.cells[at] = cell
                 self.planned[at] = self.planned.get(at, 0) | _bits(part_slice.layer_lo, part_slice.layer_hi)
@@ -414,8 +417,7 @@ class _Room:
         cell = self.cells.get((key.writer, key.chunk))
         if cell is None or not any(s.layer_lo <= key.lo < key.hi <= s.layer_hi for s in self.slices[key.writer]):
             return None
-        first = cell.first - self.opening.prefix_pages
-        return self.opening.pages[first : first + cell.count]
+        return split_pages(self.opening.pages, self.split)[cell.own_range(self.prefix_pages)]
 
     def add_covered(self, key: PartKey) -> None:
         """Records that the bytes of a part are in their pages."""

@@ -16,9 +16,16 @@ from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LayoutError, LocalProtocolError
 from kvctl_agent.layout import plan_inputs
-from kvctl_agent.layout.chunks import Chunk
-from kvctl_agent.layout.plan import TransferSlice, aux_writer, slices_to_reader, state_slices_to_reader, writer_cells
-from kvctl_agent.layout.plan_inputs import PlanInputs
+from kvctl_agent.layout.chunks import Chunk, split_pages
+from kvctl_agent.layout.plan import (
+    TransferSlice,
+    aux_writer,
+    slices_to_reader,
+    state_slices_to_reader,
+    stripe_of,
+    writer_cells,
+)
+from kvctl_agent.layout.plan_inputs import PlanInputs, Wire
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.decode.rooms import DecodeState, FinalKey, RecvRoom, RecvRooms
@@ -57,7 +64,7 @@ class RecvAdmission:
             [items.astype("<i4").tobytes() for items in event.states],
             event.prefill_only,
         )
-        room = RecvRoom(opening, event.instance, event.pages, record, context.now_ns)
+        room = RecvRoom(opening, event.instance, event.pages, record, context.now_ns, event.tokens)
         self.state.rooms[event.room] = room
         self.rooms.enter(room, RoomState.BOOTSTRAPPING)
         if clash := self.state.clashes.get(event.instance):
@@ -95,22 +102,45 @@ class RecvAdmission:
         inputs = first.inputs
         assert inputs is not None
         try:
+            self._to_transfer_pages(room, inputs, first.wire)
             self._plan(room, inputs, roster)
         except LayoutError as error:
             self.rooms.fail(room, context.failure("KV_PLAN_MISMATCH", f"room {room.room}: {error}"))
             return
-        room.opening = msgspec.structs.replace(room.opening, inputs=first.wire)
         for transfer in room.transfers.values():
             self.rooms.send_unanswered(room, transfer)
         room.record.peers = [room.writers[writer] for writer in room.shares]
         room.record.event("open", context.now_ns)
         room.resend_ns = context.now_ns + context.timing.resend_ns
 
+    def _to_transfer_pages(self, room: RecvRoom, inputs: PlanInputs, wire: Wire) -> None:
+        """Converts the pages of a room, which the engine has passed, to transfer pages.
+
+        Raises:
+            LayoutError: there are not as many pages as the prompt needs.
+        """
+        opening, split = room.opening, inputs.decode_split
+        given = opening.total_pages - opening.prefix_pages
+        prefix, total = inputs.span(opening.prefix_pages, opening.total_pages, room.tokens)
+        stripe = stripe_of(inputs, self.context.rank)
+        own = stripe.before(total) - stripe.before(prefix)
+        needed = -(-own // split)  # on a cp rank without tokens of the last page, one less than given
+        if not needed <= len(room.pages) <= given:
+            raise LayoutError(f"{len(room.pages)} pages after a prefix of {opening.prefix_pages}, not {needed}")
+        engine_pages = room.pages[:needed]
+        room.pages = split_pages(engine_pages, split)[:own]
+        room.prefix_pages = prefix
+        room.opening = msgspec.structs.replace(
+            opening,
+            pages=engine_pages.astype("<i4").tobytes(),
+            prefix_pages=prefix,
+            total_pages=total,
+            inputs=wire,
+        )
+
     def _plan(self, room: RecvRoom, inputs: PlanInputs, roster: tuple[str, ...]) -> None:
         opening = room.opening
         total, prefix = opening.total_pages, opening.prefix_pages
-        if len(room.pages) != total - prefix:
-            raise LayoutError(f"{len(room.pages)} pages for {prefix}..{total}")
         wanted = [] if opening.prefill_only else slices_to_reader(inputs, room.room, self.context.rank)
         finals: dict[FinalKey, tuple[TransferSlice | None, ev.Pages]] = {}
         if opening.aux_index >= 0:
@@ -129,7 +159,7 @@ class RecvAdmission:
         def chunks_of(writer: int) -> Sequence[Chunk]:
             cp = inputs.prefill.coord(writer).cp
             if cp not in chunks:
-                chunks[cp] = writer_cells(inputs, room.room, writer, total, prefix)
+                chunks[cp] = writer_cells(inputs, room.room, writer, self.context.rank, total, prefix)
             return chunks[cp]
 
         room.plan(wanted, chunks_of, finals, {name: self.context.peers[name].incarnation for name in roster})

@@ -77,6 +77,7 @@ class RecvRoom:
     pages: Pages
     record: RoomRecord
     since_ns: int  # start of the current deadline: when the state was entered, or the last progress
+    tokens: int = 0  # length of the prompt; 0 if its last page counts as full
     room: int = field(init=False)
     nonce: int = field(init=False)
     prefix_pages: int = field(init=False)
@@ -146,8 +147,7 @@ class RecvRoom:
             return None
         for share in self.shares[key.writer]:
             if share.layer_lo <= key.lo < key.hi <= share.layer_hi:
-                first = chunk.first - self.prefix_pages
-                return PlannedPart(share, self.pages[first : first + chunk.count])
+                return PlannedPart(share, self.pages[chunk.own_range(self.prefix_pages)])
         return None
 
     def owed_bytes(self, peer: str) -> int:

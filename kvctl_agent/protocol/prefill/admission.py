@@ -15,9 +15,8 @@ from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import encodable
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.chunks import Chunk
-from kvctl_agent.layout.parallel import local_shards
-from kvctl_agent.layout.plan import aux_writer, slices_of_writer, state_slices_to_reader, writer_cells
+from kvctl_agent.layout.chunks import Chunk, split_pages
+from kvctl_agent.layout.plan import aux_writer, slices_of_writer, state_slices_to_reader, stripe_of, writer_cells
 from kvctl_agent.layout.plan_inputs import PlanInputs, differences
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
@@ -80,7 +79,8 @@ class SendAdmission:
             return
         if room is None:
             room = self.rooms.begin(message.room)
-        room.expected = peer.inputs.decode.tp * peer.inputs.decode.pp
+        decode = peer.inputs.decode
+        room.expected = decode.tp * decode.cp * decode.pp
         room.transfers[peer.name] = transfer
         self.state.transfers[key] = transfer
         record = room.record
@@ -114,10 +114,13 @@ class SendAdmission:
             raise LayoutError(f"{self.context.local.name} has {len(self.state.transfers)} open rooms and takes no more")
         pool = peer.info.pool if peer.info is not None else {}
         span = f"pages {message.prefix_pages}..{message.total_pages}"
-        pages = _indices(message.pages, wanted, int(pool["num_pages"]), span, peer.name)  # type: ignore[arg-type]
+        reader = peer.info.unique_rank if peer.info is not None else 0
+        stripe = stripe_of(inputs, reader)
+        own = stripe.before(message.total_pages) - stripe.before(message.prefix_pages)
+        engine_pages = -(-own // inputs.decode_split)
+        pages = _indices(message.pages, engine_pages, int(pool["num_pages"]), span, peer.name)  # type: ignore[arg-type]
         if message.aux_index >= int(pool["aux_slots"]):  # type: ignore[arg-type]
             raise LayoutError(f"aux row {message.aux_index} is outside {peer.name}'s pool")
-        reader = peer.info.unique_rank if peer.info is not None else 0
         owed = [
             share
             for share in slices_of_writer(inputs, message.room, peer.coord.dp, self.context.rank)
@@ -125,7 +128,8 @@ class SendAdmission:
         ]
         chunks: Sequence[Chunk] = ()
         if owed:
-            chunks = writer_cells(inputs, message.room, self.context.rank, message.total_pages, message.prefix_pages)
+            span_pages = message.total_pages, message.prefix_pages
+            chunks = writer_cells(inputs, message.room, self.context.rank, reader, *span_pages)
         return PeerTransfer(
             writer=self.context.rank,
             room=message.room,
@@ -134,10 +138,11 @@ class SendAdmission:
             nonce=message.nonce,
             shares=owed,
             chunks=chunks,
-            dst_pages=pages,
+            dst_pages=split_pages(pages, inputs.decode_split)[:own],
             prefix_pages=message.prefix_pages,
             prefix_tokens=message.prefix_pages * inputs.page_size,
             total_pages=message.total_pages,
+            split=inputs.prefill_split,
             finals=self._finals_of(peer.name, reader, inputs, message, pool["slots"]),  # type: ignore[arg-type]
             prefill_only=message.prefill_only,
             cancel=CancelToken(peer.lease),
@@ -282,8 +287,7 @@ class Readers:
             self._send_hello_ack(peer)
         else:
             self.state.credits[peer_name] = StagingCredits(writer_quota(inputs, message.who.ring_bytes))
-            shards = local_shards(inputs.shape, inputs.page_size, inputs.decode, peer.coord)
-            self.context.actions.append(ev.ConnectPeer(peer_name, incarnation, message.who, shards))
+            self.context.actions.append(ev.ConnectPeer(peer_name, incarnation, message.who, inputs))
 
     def _refuse_name(self, peer: Peer, event: ev.Received) -> None:
         """Refuses a Hello that another process sends under the name of a peer that is ready.

@@ -181,8 +181,9 @@ class Dispatch:
             at_ns: monotonic time at which they were computed.
         """
         given, total = room.computed.given, room.computed.total
-        if not transfer.prefill_only and (given > transfer.total_pages or total not in (None, transfer.total_pages)):
-            expected = f"{transfer.peer} expects {transfer.total_pages}"
+        wanted = transfer.engine_pages
+        if not transfer.prefill_only and (given > wanted or total not in (None, wanted)):
+            expected = f"{transfer.peer} expects {wanted}"
             text = f"room {room.room}: this side computed {given} pages, {expected}"
             self.rooms.fail(room, self.context.failure("KV_PLAN_MISMATCH", text))
             return

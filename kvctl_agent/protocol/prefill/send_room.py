@@ -110,11 +110,9 @@ class ComputedPages:
         """Returns whether layers [lo, hi) may be sent up to `page`."""
         return self._sendable(min(self._counts[lo - self._first_layer : hi - self._first_layer])) >= page
 
-    def source(self, chunk: Chunk) -> Pages:
-        """Returns this rank's page indices of one chunk."""
-        if len(self._pages) > 1:
-            self._pages = [np.concatenate(self._pages)]
-        return self._pages[0][chunk.first : chunk.first + chunk.count]
+    def source(self, chunk: Chunk, split: int) -> Pages:
+        """Returns this rank's transfer pages of one chunk, `split` for each page of this rank."""
+        return chunk.pages_of(self._known(), split)
 
     def describe_missing(self) -> str:
         """Describes which layers lack which pages, for the text of a failure."""
@@ -129,9 +127,14 @@ class ComputedPages:
             self.given += len(pages)
             self.forwards += bool(len(pages))
             return
-        known = self.source(Chunk(0, first, len(pages)))
+        known = self._known()[first : first + len(pages)]
         if len(known) != len(pages) or not np.array_equal(known, pages):
             raise LayoutError(f"pages {first}-{first + len(pages)} are others than those given for other layers")
+
+    def _known(self) -> Pages:
+        if len(self._pages) > 1:
+            self._pages = [np.concatenate(self._pages)]
+        return self._pages[0]
 
     def _sendable(self, count: int) -> int:
         return count if count == self.total else self._whole_chunks(count)
@@ -226,7 +229,10 @@ class PeerTransfer:
 
     Attributes:
         shares: transfer slices of KV that this rank sends, one per segment; their layers are disjoint.
-        chunks: chunks of the grid, narrowed to the pages that this rank sends.
+        chunks: chunks of the grid, narrowed to the pages that this rank sends to the decode rank.
+        split: transfer pages in a page of this rank.
+        dst_pages: transfer pages of the decode rank after its cached prefix.
+        prefix_pages, total_pages: transfer pages of the prefix and of the prompt.
         planned: number of (chunk, layer) cells to send.
         to_queue: number of cells that are not queued for transfer yet.
         to_send: number of cells and final parts that are not sent yet.
@@ -244,6 +250,7 @@ class PeerTransfer:
     prefix_pages: int
     prefix_tokens: int
     total_pages: int
+    split: int
     finals: dict[tuple[PartKind, PartKey], Final]
     prefill_only: bool
     cancel: CancelToken
@@ -277,9 +284,13 @@ class PeerTransfer:
         return self.in_flight == 0
 
     def pages_at(self, chunk: Chunk) -> Pages:
-        """Returns the destination page indices of one chunk."""
-        first = chunk.first - self.prefix_pages
-        return self.dst_pages[first : first + chunk.count]
+        """Returns the destination pages of one chunk."""
+        return self.dst_pages[chunk.own_range(self.prefix_pages)]
+
+    @property
+    def engine_pages(self) -> int:
+        """Number of this rank's pages in the prompt."""
+        return -(-self.total_pages // self.split)
 
     def plan_parts(self, groups: Sequence[tuple[int, int]]) -> None:
         """Divides every undivided chunk into one part per layer group; without groups, into one per transfer slice."""
@@ -289,13 +300,14 @@ class PeerTransfer:
                     self._cut(chunk, lo, hi)
 
     def parts_between(self, lo: int, hi: int, old: int, new: int) -> list[Part]:
-        """Returns the parts with layers of [lo, hi) in the chunks that start within pages [old, new).
+        """Returns the parts with layers of [lo, hi) in the chunks that start within this rank's pages [old, new).
 
         If none of these layers of a chunk belongs to a part yet, [lo, hi) becomes a part, or one part per transfer
         slice.
         """
         found: list[Part] = []
-        for place in range(bisect_left(self._first_pages, old), bisect_left(self._first_pages, new)):
+        first, end = (bisect_left(self._first_pages, page * self.split) for page in (old, new))
+        for place in range(first, end):
             chunk = self.chunks[place]
             parts = self._parts_of_chunk.get(chunk.index, [])
             if not any(part.key.lo < hi and part.key.hi > lo for part in parts):
@@ -377,9 +389,9 @@ class SendRoom:
         ready: list[Part] = []
         for lo, hi, old, new in chunks:
             for part in transfer.parts_between(lo, hi, old, new):
-                end = part.chunk.first + part.chunk.count
+                end = -(-part.chunk.end // transfer.split)
                 if part.state is PartState.PLANNED and self.computed.ready(part.key.lo, part.key.hi, end):
-                    part.src_pages = self.computed.source(part.chunk)
+                    part.src_pages = self.computed.source(part.chunk, transfer.split)
                     part.ready_ns = at_ns
                     part.state = PartState.READY
                     ready.append(part)

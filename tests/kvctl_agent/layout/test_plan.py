@@ -190,7 +190,7 @@ def test_each_cp_rank_that_shares_a_room_owes_the_same_heads_and_layers() -> Non
     owed = transfer_slices(inputs, 3, 0)
     assert [(s.writer, s.dst_head, s.heads) for s in owed] == [(0, 0, 4), (1, 4, 4), (2, 0, 4), (3, 4, 4)]
     pages = {
-        writer: sum(cell.count for cell in writer_cells(inputs, 3, writer, total_pages=21, prefix_pages=0))
+        writer: sum(cell.count for cell in writer_cells(inputs, 3, writer, 0, total_pages=21, prefix_pages=0))
         for writer in range(4)
     }
     assert pages == {0: 11, 1: 11, 2: 10, 3: 10}
@@ -204,7 +204,7 @@ def test_cp_ranks_that_do_not_send_a_room_owe_nothing() -> None:
             chosen = sole_cp_sender(mode, 2, room)
             assert chosen is not None
             assert owing == {2 * chosen, 2 * chosen + 1}
-            assert {rank for rank in range(4) if writer_cells(inputs, room, rank, 5, 0)} == owing
+            assert {rank for rank in range(4) if writer_cells(inputs, room, rank, 0, 5, 0)} == owing
 
 
 # --- State. ---
@@ -306,8 +306,8 @@ def test_whole_rows_are_recognised_also_between_replicated_sides(prefill: int, d
         (lambda i: slices_to_reader(i, 0, 2), "rank 2 is not one of the 2 ranks"),
         (lambda i: state_slices_to_reader(i, 0, 2), "rank 2 is not one of the 2 ranks"),
         (lambda i: aux_writer(i, 0, -1), "rank -1 is not one of the 2 ranks"),
-        (lambda i: writer_cells(i, 0, 4, 1, 0), "rank 4 is not one of the 4 ranks"),
-        (lambda i: writer_cells(i, 0, 0, 1, 2), "prefix of 2 pages is longer than the prompt of 1"),
+        (lambda i: writer_cells(i, 0, 4, 0, 1, 0), "rank 4 is not one of the 4 ranks"),
+        (lambda i: writer_cells(i, 0, 0, 0, 1, 2), "prefix of 2 pages is longer than the prompt of 1"),
     ],
 )
 def test_ranks_that_do_not_exist_are_refused(ask: Callable[[PlanInputs], object], text: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.parallel import ParallelConfig
-from kvctl_agent.layout.plan_inputs import PLAN_VERSION, Factor, PlanInputs, differences
+from kvctl_agent.layout.plan_inputs import MAX_SPLIT, PLAN_VERSION, Factor, PlanInputs, differences
 from kvctl_agent.layout.shape import ModelShape, StateShape
 
 SHAPE = ModelShape(num_layers=32, num_kv_heads=8, k_dim=128, v_dim=128, dtype_bytes=2)
@@ -35,8 +35,12 @@ BASE = replace(PLAIN, page_size=64, prefill=ParallelConfig(dp=2, tp=4), decode=P
             "decode tp=12: 8 KV heads cannot be laid out over tp 12: 8 % 12 = 8 and 12 % 8 = 4",
         ),
         (
-            {"decode": ParallelConfig(cp=2)},
-            "decode cp=2: decode has no context parallelism; start the decode instance with cp=1",
+            {"prefill_split": MAX_SPLIT + 1},
+            f"prefill page_size {16 * (MAX_SPLIT + 1)}: it may be at most {MAX_SPLIT} times 16, the tokens of a",
+        ),
+        (
+            {"shape": replace(SHAPE, k_scale_bytes=4), "decode_split": 4},
+            "kv has scales for each page (k_scale), so a decode page of 64 tokens cannot be divided: use pages",
         ),
         (
             {"prefill": ParallelConfig(pp=33)},
@@ -105,6 +109,10 @@ CHANGES: dict[str, PlanInputs] = {
     "decode.dp": replace(BASE, decode=ParallelConfig(dp=2)),
     "decode.pp": replace(BASE, decode=ParallelConfig(dp=4, pp=2)),
     "decode.tp": replace(BASE, decode=ParallelConfig(dp=4, tp=2)),
+    "decode.cp": replace(BASE, decode=ParallelConfig(dp=4, cp=2)),
+    "prefill.split": replace(BASE, prefill_split=4),
+    "decode.split": replace(BASE, decode_split=4),
+    "decode.stripe": replace(BASE, stripe_pages=4),
     "cp_mode": replace(BASE, cp_mode="all"),
 }
 
@@ -117,7 +125,7 @@ def test_a_difference_names_its_factor_and_nothing_else(name: str) -> None:
 
 def test_every_plan_input_is_compared() -> None:
     compared = set(BASE.to_wire())
-    assert compared - set(CHANGES) == {"shape.kind", "decode.cp", "prefill.stages", "decode.stages"}
+    assert compared - set(CHANGES) == {"shape.kind", "prefill.stages", "decode.stages"}
     assert str(differences(replace(BASE, shape=MLA).to_wire(), BASE.to_wire())[3]) == "shape.kind mla ≠ mha"
     cut = replace(BASE, decode=ParallelConfig(dp=4, pp=2, stages=(12, 20)))
     even = replace(BASE, decode=ParallelConfig(dp=4, pp=2))
@@ -175,6 +183,9 @@ def test_the_wire_is_flat_and_survives_json() -> None:
         "decode.cp": 1,
         "decode.tp": 1,
         "decode.stages": "even",
+        "prefill.split": 1,
+        "decode.split": 1,
+        "decode.stripe": 1,
         "cp_mode": "rank0",
     }
     assert differences(wire, json.loads(json.dumps(wire))) == ()

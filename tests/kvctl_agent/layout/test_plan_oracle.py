@@ -149,7 +149,7 @@ def check_kv(case: Case) -> None:
     cells: dict[int, list[tuple[int, int]]] = {}
     chosen: set[int] = set()
     for share in owed:
-        mine = writer_cells(inputs, case.room, share.writer, case.total, case.prefix)
+        mine = writer_cells(inputs, case.room, share.writer, share.reader, case.total, case.prefix)
         assert all(cell.count > 0 for cell in mine)
         assert len({cell.index for cell in mine}) == len(mine)
         pages = [(cell.index, page) for cell in mine for page in range(cell.first, cell.first + cell.count)]

@@ -97,7 +97,7 @@ def test_it_says_what_a_count_for_each_layer_says(
         assert computed.complete == (set(model.counts.values()) == {model.total})
         for page in range(len(model.pages) + 1):
             assert computed.ready(4, 6, page) == (min(wanted[4], wanted[5]) >= page)
-        assert not model.pages or computed.source(Chunk(0, 0, len(model.pages))).tolist() == model.pages
+        assert not model.pages or computed.source(Chunk(0, 0, len(model.pages)), 1).tolist() == model.pages
 
 
 def test_layers_that_stand_at_one_page_are_one_span() -> None:

@@ -173,7 +173,7 @@ def test_our_own_wrong_page_list_fails_that_room_here() -> None:
     world.connect()
     room = world.receive(7, 5, prefix=5, aux=-1)
     wrong = world.receive(8, 0, aux=-1, extra=3)
-    assert "3 pages for 0..0" in wrong.failure["text"]
+    assert "3 pages after a prefix of 0, not 0" in wrong.failure["text"]
     assert wrong.released
     world.flush()
     assert room.state is RoomState.SUCCESS

@@ -301,8 +301,8 @@ def mismatched(**changes: object) -> World:
 @pytest.mark.parametrize(
     ("changes", "factor"),
     [
-        ({"page_size": 2}, "page_size 1 ≠ 2"),
-        ({"chunk_pages": 4}, "chunk_pages 2 ≠ 4"),
+        ({"chunk_pages": 4}, "chunk_tokens 2 ≠ 4"),
+        ({"page_size": 4, "chunk_pages": 1}, "chunk_tokens 2 ≠ 4"),
         ({"transport": "mooncake"}, "transport simulated ≠ mooncake"),
         ({"shape": ModelShape(3, 2, 32, 32, 2)}, "shape.num_layers 2 ≠ 3"),
         ({"pool": {}}, "its pool does not say num_pages"),
@@ -342,10 +342,7 @@ HEADS_8 = ModelShape(6, 8, 32, 32, 2)
         ({"sizes": [1, 2, 1, 1], "stages": [1, 2, 3]}, "stages=1,2,3 has 3 stages, but pp=2"),
         ({"sizes": [1, 2, 1, 1], "stages": [6, 0]}, "layers of a stage is 0"),
         ({"sizes": [1, 7, 1, 1]}, "decode pp=7: 6 layers cannot be divided into pp=7 stages: one would be empty"),
-        (
-            {"sizes": [1, 1, 2, 1]},
-            "decode cp=2: decode has no context parallelism; start the decode instance with cp=1",
-        ),
+        ({"sizes": [1, 1, 2, 1], "cp_interleave": 3}, "cp_interleave 3: it must divide the decode page of 1 tokens"),
         ({"sizes": [1, 1, 1]}, "sizes and coordinates need the four axes dp, pp, cp, tp"),
         ({"sizes": [2, 1, 1, 1], "unique_rank": 1}, "unique rank 1 does not fit coordinates [0, 0, 0, 0]"),
         ({"role": "prefill"}, "role prefill fits no prefill"),

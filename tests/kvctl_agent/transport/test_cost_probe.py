@@ -38,9 +38,9 @@ def test_measuring_is_short_silent_and_predicts(crew: Any, engine: str, at_best:
         return max(predicted / best, best / predicted)
 
     at_best(wrong_by, 4)
-    assert max(cost.write_gb_per_s for cost in costs) > 0.5
+    assert max(cost.write_gb_per_s for cost in costs) > 0.05  # ten times less than two busy cores give
     assert all(0 < cost.descriptor_us(512) <= cost.descriptor_us(4096) for cost in costs)
-    assert min(cost.descriptor_us(4096) for cost in costs) < 100
+    assert min(cost.descriptor_us(4096) for cost in costs) < 1000
 
     def took_s() -> float:
         started = time.monotonic()

@@ -38,7 +38,7 @@ def expected(case: Case) -> Expected:
         inputs = _inputs(case, room.instance)
         pages, cached = page_count(room.tokens, page), room.prefix_tokens // page
         for share in transfer_slices(inputs, room.number, room.decode_dp) if room.index != PREFILL_ONLY else ():
-            cells = writer_cells(inputs, room.number, share.writer, pages, cached)
+            cells = writer_cells(inputs, room.number, share.writer, share.reader, pages, cached)
             groups = _groups(case, inputs, share)
             parts += len(cells) * len(groups)
             largest = max(largest, *(share.part_bytes(cell.count, layers) for cell in cells for layers in groups), 0)

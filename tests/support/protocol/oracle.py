@@ -203,7 +203,7 @@ class Oracle:
         inputs, rank, reader = self.inputs_of(room.instance), place_of(name).rank, place_of(room.reader).rank
         dp = self.decode.coord(reader).dp
         owed = [share for share in slices_of_writer(inputs, room.room, dp, rank) if share.reader == reader]
-        cells = writer_cells(inputs, room.room, rank, room.total_pages, room.prefix_pages)
+        cells = writer_cells(inputs, room.room, rank, reader, room.total_pages, room.prefix_pages)
         return sum(share.num_layers for share in owed) * sum(cell.count for cell in cells)
 
     def begun(self, write: Write) -> None:
@@ -300,7 +300,7 @@ class Oracle:
             raise Broken(f"{write.writer} sends {key} as {share}")
         if state:
             return
-        cells = writer_cells(inputs, room.room, place.rank, room.total_pages, room.prefix_pages)
+        cells = writer_cells(inputs, room.room, place.rank, reader, room.total_pages, room.prefix_pages)
         owed = {cell.index: list(range(cell.first, cell.first + cell.count)) for cell in cells}
         if positions != owed.get(key.chunk):
             raise Broken(f"{write.writer} sends {key} with pages {positions}, and owes {owed.get(key.chunk)}")
