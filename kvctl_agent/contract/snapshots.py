@@ -369,7 +369,7 @@ class PeerRow(TypedDict):
     rooms: int
     errors_total: int
     last_error: str | None
-    differences: list[str]  # incompatible settings, such as "page_size 64 ≠ 32"
+    differences: list[str]  # incompatible settings, such as "page_size 64 ≠ 48"
 
 
 class EventRow(TypedDict):

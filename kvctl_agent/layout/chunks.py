@@ -93,8 +93,7 @@ class Chunk(NamedTuple):
         own = np.arange(first, first + self.count, dtype=np.int32)
         run, ranks, rank = self.stripe
         positions = (own // run * ranks + rank) * run + own % run
-        found: PageIndices = pages[positions // split] * split + positions % split
-        return found
+        return (pages[positions // split] * split + positions % split).astype(np.int32, copy=False)
 
     def of_stripe(self, stripe: Stripe) -> Chunk:
         """Returns the pages of this chunk, which has whole cells, that are in `stripe`; the count may be 0."""
@@ -108,8 +107,8 @@ def split_pages(pages: PageIndices, split: int) -> PageIndices:
     """Returns the transfer pages of an engine's pages, `split` for each, in the same order."""
     if split == 1:
         return pages
-    found: PageIndices = pages[:, None] * split + np.arange(split, dtype=np.int32)
-    return found.reshape(-1)
+    first = np.repeat(pages, split) * np.int32(split)
+    return first + np.tile(np.arange(split, dtype=np.int32), len(pages))
 
 
 def page_count(tokens: int, page_size: int) -> int:

@@ -1,6 +1,6 @@
 """Inputs of the transfer plan, which the prefill and the decode side compare field by field before the first transfer.
 
-The inputs are compared rather than the plans, so that a mismatch names the field ("page_size 64 ≠ 32").
+The inputs are compared rather than the plans, so that a mismatch names the field ("page_size 64 ≠ 48").
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Wire = dict[str, int | str]
 
 
 class Factor(NamedTuple):
-    """A plan input whose values on the two sides differ; formatted as "page_size 64 ≠ 32"."""
+    """A plan input whose values on the two sides differ; formatted as "page_size 64 ≠ 48"."""
 
     name: str
     local: int | str
@@ -154,7 +154,7 @@ def transfer_page(prefill: int, decode: int, interleave: int = 0) -> int:
             not follow each other in whole runs.
     """
     if max(prefill, decode) % min(prefill, decode):
-        raise LayoutError(f"{Factor('page_size', prefill, decode)}: neither is a multiple of the other")
+        raise LayoutError(f"{Factor('page_size', prefill, decode)}")
     if interleave and (decode % interleave or max(prefill, interleave) % min(prefill, interleave)):
         raise LayoutError(
             f"cp_interleave {interleave}: it must divide the decode page of {decode} tokens, and divide the prefill "

@@ -22,7 +22,7 @@ _PIECE_BYTES = 256 << 10
 
 
 def part_checksum(
-    pool: KVPool, transfer_slice: TransferSlice, pages: npt.ArrayLike, head: int, lo: int, hi: int
+    pool: KVPool, transfer_slice: TransferSlice, pages: npt.ArrayLike, head: int, lo: int, hi: int, split: int = 1
 ) -> int:
     """Returns the 32-bit checksum of a part of KV or state.
 
@@ -32,11 +32,12 @@ def part_checksum(
         pages: Page indices (for state: item indices) in this pool, in the part's order.
         head: First head of the slice, as an index into the heads of this pool.
         lo, hi: The part's layers [lo, hi), in the segment's numbering.
+        split: Transfer pages in a page of this pool: the slice's `src_split` or `dst_split`.
 
     Raises:
         MemoryLayoutError: the part does not lie in this pool.
     """
-    memory = pool.segments[transfer_slice.segment]
+    memory = pool.segments_at(split)[transfer_slice.segment]
     rows = RowIndex(memory, pages, head, transfer_slice.heads)
     pieces = memory.part_layout(lo, hi, len(rows), transfer_slice.heads).pieces(_PIECE_BYTES)
     scratch = np.empty(max(piece.nbytes for piece in pieces), np.uint8)

@@ -165,8 +165,13 @@ class PeerConnection:
         ring_base: int,
         mapping: MappedMemory | None = None,
         why_not: str = "",
+        split: int = 1,
     ) -> None:
         """Pairs the segments of the local pool with those of the peer's pool.
+
+        Args:
+            remote: In transfer pages.
+            split: Transfer pages in a page of the local pool.
 
         Raises:
             DeviceError: `mapping` does not cover the peer's pages.
@@ -174,7 +179,7 @@ class PeerConnection:
         self.peer = peer
         self.transport = transport
         self.pool = pool
-        self.local = pool.addresses()
+        self.local = pool.addresses(split)
         self.remote = remote
         self.ring_base = ring_base
         pairs = zip(self.local.segments, remote.segments, strict=True)

@@ -47,7 +47,7 @@ class StagedFlight(Flight):
         grant: Grant,
     ) -> None:
         super().__init__(connection, order, time.monotonic_ns())
-        memory, key = connection.pool.segments[share.segment], order.key
+        memory, key = connection.pool.segments_at(share.src_split)[share.segment], order.key
         layout = memory.part_layout(key.lo, key.hi, len(order.src_pages), share.heads)
         if layout.region_bytes > grant.end - grant.offset:
             raise MemoryLayoutError(f"{key} needs {layout.region_bytes} bytes, its grant {grant} is smaller")

@@ -22,6 +22,7 @@ from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.parallel import LocalShard, ParallelConfig, RankCoord, local_shards
 from kvctl_agent.layout.plan_inputs import (
     PLAN_VERSION,
+    Factor,
     PlanInputs,
     Wire,
     differences,
@@ -140,7 +141,7 @@ class PeerPlan(NamedTuple):
 def plan_with_peer(local: LocalInfo, info: PeerInfo) -> PeerPlan:
     """Compares a peer's layout with that of this agent, field by field, so that a mismatch names the factor.
 
-    A factor is a text such as "page_size 64 ≠ 32", with the value of this agent first.
+    A factor is a text such as "page_size 64 ≠ 48", with the value of this agent first.
     """
     if info.role == local.role or info.role not in ("prefill", "decode"):
         return PeerPlan(None, (f"role {local.role} fits no {info.role}: a prefill and a decode agent are needed",))
@@ -149,24 +150,26 @@ def plan_with_peer(local: LocalInfo, info: PeerInfo) -> PeerPlan:
     if info.transport != local.transport:
         return PeerPlan(None, (f"transport {local.transport} ≠ {info.transport}",))
     own, theirs = dict(local.peer_info().plan), dict(info.plan)
-    del own["page_size"]  # transfer pages exist for sizes of which one divides the other
+    del own["page_size"]
     other_size = theirs.pop("page_size", 0)
-    if factors := differences(own, theirs):
-        return PeerPlan(None, tuple(map(str, factors)))
     if not isinstance(other_size, int) or other_size < 1:
         return PeerPlan(None, (f"its page_size is {other_size!r:.40}",))
+    if max(local.page_size, other_size) % min(local.page_size, other_size):
+        return PeerPlan(None, (str(Factor("page_size", local.page_size, other_size)),))
+    if factors := differences(own, theirs):
+        return PeerPlan(None, tuple(map(str, factors)))
     try:
         dp, pp, cp, tp = info.sizes
         side = ParallelConfig(dp, pp, cp, tp, tuple(info.stages))
         if side.unique_rank(RankCoord(*info.coord)) != info.unique_rank:
             return PeerPlan(None, (f"unique rank {info.unique_rank} does not fit coordinates {info.coord}",))
-        sides, pages = [local.side, side], [local.page_size, other_size]
-        cp_mode, interleave = local.cp_mode, info.cp_interleave
-        if local.role == "decode":
-            sides.reverse()
-            pages.reverse()
+        here, there = (local.side, local.page_size), (side, other_size)
+        if local.role == "prefill":
+            (prefill, prefill_page), (decode, decode_page) = here, there
+            cp_mode, interleave = local.cp_mode, info.cp_interleave
+        else:
+            (prefill, prefill_page), (decode, decode_page) = there, here
             cp_mode, interleave = info.cp_mode, local.cp_interleave
-        (prefill, decode), (prefill_page, decode_page) = sides, pages
         page_size = transfer_page(prefill_page, decode_page, interleave if decode.cp > 1 else 0)
         inputs = PlanInputs(
             shape=local.shape,

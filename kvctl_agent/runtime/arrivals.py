@@ -188,7 +188,7 @@ class Arrivals:
         if share is None:
             found = aux_checksum(self._pool, int(order.pages[0]))
         elif self._pool.device is None:
-            found = part_checksum(self._pool, share, order.pages, share.dst_head, key.lo, key.hi)
+            found = part_checksum(self._pool, share, order.pages, share.dst_head, key.lo, key.hi, share.dst_split)
         elif not self._checksum_skipped:
             self._checksum_skipped = True
             text = "writers send checksums, but parts on a GPU are not checked: that would read every byte back"
@@ -218,7 +218,7 @@ class Arrivals:
 
     def _landed_part(self, order: Scatter) -> LandedPart:
         share, key = order.share, order.key
-        memory = self._pool.segments[share.segment]
+        memory = self._pool.segments_at(share.dst_split)[share.segment]
         layout = memory.part_layout(key.lo, key.hi, len(order.pages), share.heads)
         assert self._ring is not None
         rows = RowIndex(memory, order.pages, share.dst_head, share.heads)

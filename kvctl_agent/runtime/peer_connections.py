@@ -134,13 +134,14 @@ class PeerConnections:
 
     def connect(self, peer: str, info: PeerInfo, inputs: PlanInputs) -> None:
         """Connects `peer`, a decode rank; raises KvctlError if that is impossible."""
-        page_size = inputs.page_size * inputs.decode_split
-        shards = local_shards(inputs.shape, page_size, inputs.decode, RankCoord(*info.coord))
+        split, coord = inputs.decode_split, RankCoord(*info.coord)
+        shards = local_shards(inputs.shape, inputs.page_size * split, inputs.decode, coord)
         addresses = PoolAddresses.from_wire(info.pool, shards)
+        addresses = addresses.at(local_shards(inputs.shape, inputs.page_size, inputs.decode, coord), split)
         self._transport.connect(peer, info.metadata)
         self._scratch[peer] = Region(info.scratch_base, info.scratch_bytes)
         before = self.by_peer.get(peer)
-        self.by_peer[peer] = self._connection(peer, info, addresses)
+        self.by_peer[peer] = self._connection(peer, info, addresses, inputs.prefill_split)
         if before is not None:
             before.close()
         self.calibrate_once()
@@ -164,15 +165,15 @@ class PeerConnections:
         connection = self.by_peer.get(peer)
         return connection is not None and connection.mapping is not None
 
-    def _connection(self, peer: str, info: PeerInfo, addresses: PoolAddresses) -> PeerConnection:
+    def _connection(self, peer: str, info: PeerInfo, addresses: PoolAddresses, split: int) -> PeerConnection:
         mapping, why_not = map_peer_memory(self._pool.device, info)
         common = self._transport, self._pool, addresses, info.ring_base
         try:
-            connection = PeerConnection(peer, *common, mapping, why_not)
+            connection = PeerConnection(peer, *common, mapping, why_not, split=split)
         except DeviceError as error:
             if mapping is not None:
                 mapping.close()
-            connection = PeerConnection(peer, *common, why_not=str(error))
+            connection = PeerConnection(peer, *common, why_not=str(error), split=split)
         if self._pool.device is not None:
             text = f"direct by {connection.mapping.lane}" if connection.mapping else f"not direct: {connection.why_not}"
             self._recorder.record("direct", f"connection to {peer}: {text}", peer=peer)

