@@ -16,6 +16,8 @@ from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.security import unix_router
 
+VERSION = msg.PROTOCOL_VERSION
+
 _TAG = Tag(PartKind.KV, 7, 2**64 - 1, 1001, 3, PartKey(1, 2, 0, 32)).pack()
 _WHO = msg.PeerInfo(
     "decode-0",
@@ -35,8 +37,8 @@ _WHO = msg.PeerInfo(
     shared=[msg.SharedMemory(1 << 40, 64 << 20, "ipc", b"\0" * 64, "GPU-1")],
 )
 MESSAGES: tuple[msg.Message, ...] = (
-    msg.Hello(1, _WHO),
-    msg.HelloAck(1, _WHO, 7, ["page_size 64 ≠ 32"]),
+    msg.Hello(VERSION, _WHO),
+    msg.HelloAck(VERSION, _WHO, 7, ["page_size 64 ≠ 32"]),
     msg.Heartbeat(1, 2, 3, [4, 5, 6]),
     msg.RoomOpen(2**64 - 1, 2**63, b"\1\0\0\0", 0, 1, {"prefill.tp": 2, "cp_mode": "rank0"}, 3, [b"\1\0\0\0", b""]),
     msg.RoomAccepted(1, 2),

@@ -185,7 +185,7 @@ class TestDisagreement:
         fleet = make_fleet(prefill=(1, 1))
         fleet.prefill = [fleet.prefill_agent(0).start()]
         fleet.decode = [fleet.decode_agent(0, chunk_tokens=64).start()]
-        with pytest.raises(ConfigError, match="chunk_pages 2048 ≠ 16"):
+        with pytest.raises(ConfigError, match="chunk_tokens 8192 ≠ 64"):
             fleet.decode[0].wait_ready(60)
 
 

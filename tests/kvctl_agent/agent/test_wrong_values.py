@@ -148,7 +148,11 @@ def test_a_wrong_value_is_refused_at_once_and_the_rooms_beside_it_go_on(make_fle
         with pytest.raises(LocalProtocolError, match=text):
             call()
     with pytest.raises(LayoutError, match="prefix and pages is 2147483648: it must be a whole number from 0"):
-        Agent.receive(_with_page_size_one(decode), 7, [2], prefix_tokens=2**31 - 1)
+        decode._limits()._replace(page_tokens=1).opening(7, "", [2], 2**31 - 1, None, (), False, None)
+    with pytest.raises(LayoutError, match="a prompt of 9 tokens has 3 pages of 4 tokens, but prefix and pages are 2"):
+        decode.receive(7, [2], prefix_tokens=4, tokens=9)
+    with pytest.raises(LocalProtocolError, match="room 7: tokens is 'x': it must be a whole number"):
+        decode.receive(7, [2], tokens="x")
     with pytest.raises(ConfigError, match="7 is not an endpoint"):
         decode.receive(7, [2], prefill=7)
     send.pages([1], last=True)
@@ -377,14 +381,3 @@ def test_a_wait_of_any_length_is_one(fleet: Any) -> None:
         assert receive.wait(timeout) is RoomState.FAILED
     with pytest.raises(LocalProtocolError, match=re.escape("timeout is nan: it must be a number of seconds")):
         receive.wait(float("nan"))
-
-
-def _with_page_size_one(decode: Agent) -> Any:
-    """The agent, whose pages have one token each."""
-    pool = type("Pool", (), {"page_size": 1})()
-
-    class View:
-        def __getattr__(self, name: str) -> Any:
-            return pool if name == "pool" else getattr(decode, name)
-
-    return View()

@@ -19,6 +19,8 @@ from kvctl_agent.protocol.messages import PROTOCOL_VERSION
 from kvctl_agent.protocol.tag import CHECKSUM_BYTES, TAG_BYTES, PartKey, PartKind, Tag
 from kvctl_agent.transport.base import MAX_TAG_BYTES
 
+VERSION = msg.PROTOCOL_VERSION
+
 WHO = msg.PeerInfo(
     "d",
     "decode",
@@ -38,8 +40,8 @@ WHO = msg.PeerInfo(
 )
 TAG = Tag(PartKind.KV, 7, 1, 2, 3, PartKey(0, 0, 0, 32)).pack()
 EVERY: list[msg.Message] = [
-    msg.Hello(1, WHO),
-    msg.HelloAck(1, WHO, 7, ["page_size 64 ≠ 32"]),
+    msg.Hello(VERSION, WHO),
+    msg.HelloAck(VERSION, WHO, 7, ["page_size 64 ≠ 32"]),
     msg.Heartbeat(1, 2, 3, [4, 5, 6]),
     msg.RoomOpen(2**64 - 1, 2**64 - 1, b"\1\0\0\0", 0, 1, {"prefill.tp": 2, "cp_mode": "rank0"}, 3),
     msg.RoomOpen(1, 2, b"", 0, 0, {}, -1, [b"\1\0\0\0", b""], True),
@@ -215,5 +217,5 @@ def test_a_tag_without_layers_is_refused() -> None:
     "shared", [[WHO.shared[0]] * (msg.MAX_SHARED + 1), [msgspec.structs.replace(WHO.shared[0], addr=2**62)]]
 )
 def test_memory_that_no_arithmetic_could_bear_spoils_its_hello(shared: list[msg.SharedMemory]) -> None:
-    frame = codec.encode(1, [msg.Hello(1, msgspec.structs.replace(WHO, shared=shared)), msg.Bye(True)])
+    frame = codec.encode(1, [msg.Hello(VERSION, msgspec.structs.replace(WHO, shared=shared)), msg.Bye(True)])
     assert codec.decode(frame) == (1, [msg.Bye(True)], 1)

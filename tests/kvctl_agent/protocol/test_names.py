@@ -12,12 +12,14 @@ from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import PeerState
 from tests.support.protocol.simulation import SECOND, TIMING, World
 
+VERSION = msg.PROTOCOL_VERSION
+
 TWIN = 77
 
 
 def hello(world: World) -> msg.Hello:
     who = msgspec.structs.replace(world.d().local.peer_info(), pid=4711, hostname="node-2")
-    return msg.Hello(msg.PROTOCOL_VERSION, who)
+    return msg.Hello(VERSION, who)
 
 
 def answers(world: World, event: ev.Event) -> list[ev.Send]:
@@ -70,7 +72,7 @@ def test_the_next_process_is_let_in_at_once_when_the_end_of_the_one_before_is_pr
 
 def refusal(world: World) -> ev.Received:
     prefill = world.p().local
-    ack = msg.HelloAck(1, prefill.peer_info(), world.d().local.incarnation, taken="the name decode-0 is in use")
+    ack = msg.HelloAck(VERSION, prefill.peer_info(), world.d().local.incarnation, taken="the name decode-0 is in use")
     return ev.Received("prefill-0", prefill.incarnation, ack)
 
 

@@ -18,6 +18,8 @@ from kvctl_agent.protocol.prefill.admission import MAX_PEERS
 from tests.support.protocol.moments import in_flight, silence
 from tests.support.protocol.simulation import MS, SECOND, SHAPE, TIMING, World, direct, registry
 
+VERSION = msg.PROTOCOL_VERSION
+
 
 class TestStates:
     def peer(self) -> Peer:
@@ -98,7 +100,7 @@ def test_a_parked_part_goes_on_when_a_hello_is_what_renews_the_lease() -> None:
     world.send(7, 2)
     world.flush()
     assert len(world.p().parked()) == 1
-    hello = msg.Hello(msg.PROTOCOL_VERSION, world.d().local.peer_info())
+    hello = msg.Hello(VERSION, world.d().local.peer_info())
     world.feed("prefill-0", ev.Received("decode-0", world.d().local.incarnation, hello))
     assert world.p().parked() == []
     world.flush()
@@ -224,7 +226,7 @@ def test_what_comes_late_from_an_old_life_does_not_bring_it_back() -> None:
     world = World(ParallelConfig(), ParallelConfig())
     old = {item.to: item for item in world.pool if item.kind == "message"}["prefill-0"]
     world.connect()
-    answer = msg.HelloAck(1, world.p().local.peer_info(), world.d().local.incarnation)
+    answer = msg.HelloAck(VERSION, world.p().local.peer_info(), world.d().local.incarnation)
     first = world.p().local.incarnation
     world.restart("prefill-0", proven=False)
     for _ in range(6):
@@ -243,7 +245,7 @@ def test_what_comes_late_from_an_old_life_does_not_bring_it_back() -> None:
 def test_an_answer_to_the_hello_of_a_life_before_is_no_answer() -> None:
     """Else decode would take for ready a rank that has not met it."""
     world = World(ParallelConfig(), ParallelConfig())
-    stale = msg.HelloAck(1, world.p().local.peer_info(), world.d().local.incarnation)
+    stale = msg.HelloAck(VERSION, world.p().local.peer_info(), world.d().local.incarnation)
     world.restart("decode-0", proven=False)
     world.feed("decode-0", ev.Received("prefill-0", world.p().local.incarnation, stale))
     assert world.d().peers["prefill-0"].state is PeerState.CONNECTING
@@ -354,7 +356,7 @@ def test_a_layout_that_cannot_work_is_refused_at_hello_with_the_arithmetic(
     world = World(ParallelConfig(), ParallelConfig(), shape=HEADS_8)
     who = msgspec.structs.replace(world.d().local.peer_info(), **changes)
     world.pool.clear()
-    world.feed("prefill-0", ev.Received("decode-0", 77, msg.Hello(msg.PROTOCOL_VERSION, who)))
+    world.feed("prefill-0", ev.Received("decode-0", 77, msg.Hello(VERSION, who)))
     answer = codec.decode(world.pool[0].what)[1][0]
     assert isinstance(answer, msg.HelloAck)
     assert len(answer.differences) == 1
@@ -374,7 +376,7 @@ def test_a_prefill_rank_that_cannot_work_is_refused_by_decode(changes: dict[str,
     world = World(ParallelConfig(), ParallelConfig(), shape=HEADS_8)
     room = world.receive(7, 2)
     who = msgspec.structs.replace(world.p().local.peer_info(), **changes)
-    world.feed("decode-0", ev.Received("prefill-0", 77, msg.HelloAck(1, who, world.d().local.incarnation)))
+    world.feed("decode-0", ev.Received("prefill-0", 77, msg.HelloAck(VERSION, who, world.d().local.incarnation)))
     assert room.failure["code"] == "KV_COMPAT_MISMATCH"
     assert text in room.failure["text"]
 
@@ -384,7 +386,7 @@ def test_heads_that_a_draft_or_a_state_has_too_few_of_are_named() -> None:
     world = World(ParallelConfig(), ParallelConfig(), shape=shape)
     who = msgspec.structs.replace(world.d().local.peer_info(), sizes=[1, 1, 1, 2])
     world.pool.clear()
-    world.feed("prefill-0", ev.Received("decode-0", 77, msg.Hello(msg.PROTOCOL_VERSION, who)))
+    world.feed("prefill-0", ev.Received("decode-0", 77, msg.Hello(VERSION, who)))
     answer = codec.decode(world.pool[0].what)[1][0]
     assert isinstance(answer, msg.HelloAck)
     assert "decode tp=2 (ssm): 3 KV heads cannot be laid out over tp 2: 3 % 2 = 1" in answer.differences[0]
@@ -415,7 +417,7 @@ def test_another_version_is_refused_with_both_numbers() -> None:
     world.feed("prefill-0", ev.Received("decode-0", world.d().local.incarnation, hello))
     answer = codec.decode(world.pool[0].what)[1][0]
     assert isinstance(answer, msg.HelloAck)
-    assert answer.differences == ["protocol version 1 ≠ 9"]
+    assert answer.differences == [f"protocol version {VERSION} ≠ 9"]
 
 
 def test_a_rank_that_does_not_fit_the_roster_waits_for_the_registry_to_agree() -> None:
@@ -423,12 +425,12 @@ def test_a_rank_that_does_not_fit_the_roster_waits_for_the_registry_to_agree() -
     world = World(ParallelConfig(tp=2), ParallelConfig())
     me = world.d().local.incarnation
     wrong = world.p(1).local.peer_info()
-    world.feed("decode-0", ev.Received("prefill-0", 77, msg.HelloAck(1, wrong, me)))
+    world.feed("decode-0", ev.Received("prefill-0", 77, msg.HelloAck(VERSION, wrong, me)))
     peer = world.d().peers["prefill-0"]
     assert peer.differences == ("it says that it is rank 1, the roster says otherwise",)
     right = World(ParallelConfig(), ParallelConfig()).p(0).local.peer_info()
     for _ in range(2):
-        world.feed("decode-0", ev.Received("prefill-0", 78, msg.HelloAck(1, right, me)))
+        world.feed("decode-0", ev.Received("prefill-0", 78, msg.HelloAck(VERSION, right, me)))
     assert peer.differences == ("2 ranks on the roster ≠ 1 by its sizes",)
     assert peer.state is PeerState.CONNECTING
     notes = [row["text"] for row in world.d().telemetry.recorder.since(None, 100)["events"]]
@@ -436,7 +438,7 @@ def test_a_rank_that_does_not_fit_the_roster_waits_for_the_registry_to_agree() -
     room = world.receive(7, 2)
     assert room.state is RoomState.BOOTSTRAPPING
     world.feed("decode-0", ev.RosterKnown(registry(0), ("prefill-0",)))
-    world.feed("decode-0", ev.Received("prefill-0", 78, msg.HelloAck(1, right, me)))
+    world.feed("decode-0", ev.Received("prefill-0", 78, msg.HelloAck(VERSION, right, me)))
     assert peer.state is PeerState.READY
     assert world.d().rooms[7].transfers
 
@@ -450,7 +452,7 @@ def test_a_life_that_was_never_met_is_no_end_of_a_later_one() -> None:
     world.settle(ticks=5, until=lambda: peer.usable)
     met = peer.incarnation
     peer.ended_incarnations.clear()
-    world.feed("decode-0", ev.Received("prefill-0", 1, msg.HelloAck(1, world.p().local.peer_info(), me)))
+    world.feed("decode-0", ev.Received("prefill-0", 1, msg.HelloAck(VERSION, world.p().local.peer_info(), me)))
     assert (peer.incarnation, peer.state) == (met, PeerState.READY)
 
 
@@ -459,7 +461,7 @@ def test_a_registry_that_never_agrees_is_named_at_the_deadline() -> None:
     world.pool.clear()
     room = world.receive(7, 2)
     wrong = world.p(1).local.peer_info()
-    world.feed("decode-0", ev.Received("prefill-0", 77, msg.HelloAck(1, wrong, world.d().local.incarnation)))
+    world.feed("decode-0", ev.Received("prefill-0", 77, msg.HelloAck(VERSION, wrong, world.d().local.incarnation)))
     world.now_ns += TIMING.bootstrap_ns + SECOND
     world.feed("decode-0", ev.Tick())
     assert room.failure["text"].endswith(

@@ -13,6 +13,8 @@ from kvctl_agent.protocol.peer import PeerState
 from tests.support.protocol.moments import in_flight, silence
 from tests.support.protocol.simulation import SECOND, TIMING, World, direct, registry
 
+VERSION = msg.PROTOCOL_VERSION
+
 
 @pytest.mark.parametrize("given_up", [True, False])
 @pytest.mark.parametrize("choose", [None, direct])
@@ -58,7 +60,7 @@ def test_an_earlier_incarnation_that_comes_back_answers_for_itself() -> None:
     later = first.incarnation + 1
 
     def ack(incarnation: int) -> ev.Received:
-        return ev.Received("prefill-0", incarnation, msg.HelloAck(1, first.peer_info(), decode.local.incarnation))
+        return ev.Received("prefill-0", incarnation, msg.HelloAck(VERSION, first.peer_info(), decode.local.incarnation))
 
     world.feed("decode-0", ack(later))
     assert list(decode.peers["prefill-0"].former) == [first.incarnation]
@@ -86,7 +88,7 @@ def replaced(world: World) -> int:
     """prefill-0 is frozen with writes in flight, and another process takes its place; the frozen one's incarnation."""
     decode, frozen = world.d(), world.p().local
     silence(world, "prefill-0", 20)
-    ack = msg.HelloAck(1, frozen.peer_info(), decode.local.incarnation)
+    ack = msg.HelloAck(VERSION, frozen.peer_info(), decode.local.incarnation)
     world.feed("decode-0", ev.Received("prefill-0", frozen.incarnation + 100, ack, b"elsewhere"))
     assert decode.peers["prefill-0"].state is PeerState.READY
     return frozen.incarnation
@@ -154,7 +156,7 @@ def test_the_incarnation_that_the_registry_names_replaces_one_that_is_well() -> 
     world.pool.clear()
     world.feed("decode-0", ev.RosterKnown(registry(0), ("prefill-0",), (later,)))
     assert [type(codec.decode(item.what)[1][0]) for item in world.pool if item.kind == "message"] == [msg.Hello]
-    ack = msg.HelloAck(1, first.peer_info(), decode.local.incarnation)
+    ack = msg.HelloAck(VERSION, first.peer_info(), decode.local.incarnation)
     world.feed("decode-0", ev.Received("prefill-0", later + 500, ack))
     assert decode.peers["prefill-0"].incarnation == first.incarnation, "not one that is in no registry"
     world.feed("decode-0", ev.Received("prefill-0", later, ack))
