@@ -92,8 +92,9 @@ class Chunk(NamedTuple):
         first = self.stripe.before(self.first)
         own = np.arange(first, first + self.count, dtype=np.int32)
         run, ranks, rank = self.stripe
-        positions = (own // run * ranks + rank) * run + own % run
-        return (pages[positions // split] * split + positions % split).astype(np.int32, copy=False)
+        positions: PageIndices = (own // run * ranks + rank) * run + own % run
+        found: PageIndices = pages[positions // split] * split
+        return found + positions % split
 
     def of_stripe(self, stripe: Stripe) -> Chunk:
         """Returns the pages of this chunk, which has whole cells, that are in `stripe`; the count may be 0."""
