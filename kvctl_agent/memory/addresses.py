@@ -22,8 +22,8 @@ from kvctl_agent.layout.shape import Plane
 
 Indices = npt.NDArray[np.int64]
 
-_NUMBERS = ("num_pages", "aux_base", "aux_row_bytes", "aux_slots")
-_LISTS = ("slots", "bases", "strides")
+_NUMBERS = ("num_pages", "aux_slots")
+_LISTS = ("slots", "bases", "strides", "aux_bases", "aux_row_bytes")
 
 
 class PlaneStrides(NamedTuple):
@@ -143,24 +143,20 @@ class PoolAddresses:
 
     Attributes:
         segments: The addresses of each segment.
-        aux_base: Address of aux row 0; 0 without aux rows.
-        aux_row_bytes: Bytes of an aux row.
+        aux_bases: Address of row 0 of each aux buffer; empty without aux rows.
+        aux_row_bytes: Bytes of a row of each aux buffer.
         aux_slots: Number of aux rows.
     """
 
     segments: tuple[SegmentAddresses, ...]
-    aux_base: int
-    aux_row_bytes: int
+    aux_bases: tuple[int, ...]
+    aux_row_bytes: tuple[int, ...]
     aux_slots: int
 
     @property
     def num_pages(self) -> int:
         """Number of KV pages in the pool."""
         return self.segments[0].num_slots
-
-    def aux_addr(self, slot: int) -> int:
-        """Returns the address of aux row `slot`."""
-        return self.aux_base + slot * self.aux_row_bytes
 
     def at(self, shards: tuple[LocalShard, ...], split: int) -> PoolAddresses:
         """Returns the addresses of the same memory in transfer pages, `split` of which make one page of the engine.
@@ -187,8 +183,8 @@ class PoolAddresses:
             "slots": [segment.num_slots for segment in self.segments],
             "bases": [base for segment in self.segments for layer in segment.bases for base in layer],
             "strides": [stride for segment in self.segments for plane in segment.strides for stride in plane],
-            "aux_base": self.aux_base,
-            "aux_row_bytes": self.aux_row_bytes,
+            "aux_bases": list(self.aux_bases),
+            "aux_row_bytes": list(self.aux_row_bytes),
             "aux_slots": self.aux_slots,
         }
 
@@ -237,9 +233,14 @@ class PoolAddresses:
                 raise RemoteProtocolError(
                     f"pool addresses: {shard.segment.name} has {count} pages, but num_pages is {wire['num_pages']}"
                 )
-        if wire["aux_base"] + wire["aux_slots"] * wire["aux_row_bytes"] >= 1 << 63:
+        aux_bases, aux_row_bytes, aux_slots = tuple(wire["aux_bases"]), tuple(wire["aux_row_bytes"]), wire["aux_slots"]
+        if len(aux_bases) != len(aux_row_bytes) or bool(aux_bases) != bool(aux_slots):
+            raise RemoteProtocolError(
+                f"pool addresses: {len(aux_bases)} aux_bases, {len(aux_row_bytes)} aux_row_bytes, {aux_slots} aux_slots"
+            )
+        if any(base + aux_slots * nbytes >= 1 << 63 for base, nbytes in zip(aux_bases, aux_row_bytes, strict=True)):
             raise RemoteProtocolError("pool addresses: the aux rows end beyond 64 bits")
-        return cls(tuple(segments), wire["aux_base"], wire["aux_row_bytes"], wire["aux_slots"])
+        return cls(tuple(segments), aux_bases, aux_row_bytes, aux_slots)
 
 
 def _checked(segment: SegmentAddresses) -> SegmentAddresses:

@@ -53,6 +53,6 @@ def aux_checksum(pool: KVPool, row: int) -> int:
     Raises:
         MemoryLayoutError: the pool has no such row.
     """
-    if pool.aux is None or not 0 <= row < pool.aux_slots:
+    if not 0 <= row < pool.aux_slots:
         raise MemoryLayoutError(f"aux row {row} is outside the pool of {pool.aux_slots} rows")
-    return crc32(pool.aux[row].tobytes())
+    return crc32(pool.aux_row(row))

@@ -13,6 +13,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+import numpy as np
+
 from kvctl_agent.contract.choices import HOST
 from kvctl_agent.contract.values import shown
 from kvctl_agent.device.base import Device
@@ -22,6 +24,7 @@ from kvctl_agent.layout.shape import ModelShape, Plane, Segment, StateShape
 from kvctl_agent.layout.sizes import check_size
 from kvctl_agent.memory.addresses import PoolAddresses
 from kvctl_agent.memory.allocations import Allocation, Bytes, DeviceAllocation, HugePageMemory
+from kvctl_agent.memory.aux_rows import inspect_aux
 from kvctl_agent.memory.region import Region, merge_adjacent
 from kvctl_agent.memory.segment import SegmentMemory
 from kvctl_agent.memory.tensors import (
@@ -32,7 +35,6 @@ from kvctl_agent.memory.tensors import (
     check_layers,
     check_no_overlap,
     common_device,
-    inspect_tensor,
     kv_spec,
     state_spec,
 )
@@ -52,8 +54,8 @@ class KVPool:
     Attributes:
         page_size: Tokens per page.
         segments: The memory of each segment, in the model's order, KV first.
-        aux: The aux rows, uint8 `[aux_slots, aux_row_bytes]`, or None.
-        aux_slots, aux_row_bytes: Number and size of aux rows; 0 if there are none.
+        aux: The buffers of the aux rows, each uint8 `[aux_slots, row bytes]`; empty if there are none.
+        aux_slots: Number of aux rows; 0 if there are none.
         nbytes: Size of the whole pool.
         device: The device of all memory except the aux rows; None for the host.
     """
@@ -63,7 +65,7 @@ class KVPool:
         segments: Iterable[SegmentMemory],
         *,
         page_size: int,
-        aux: Bytes | None,
+        aux: Sequence[Bytes] = (),
         device: Device | None = None,
         owner: object = None,
         allocations: Sequence[Allocation] = (),
@@ -78,10 +80,9 @@ class KVPool:
         """
         self.segments = tuple(segments)
         self.page_size = page_size
-        self.aux = aux
-        self.aux_slots = 0 if aux is None else int(aux.shape[0])
-        self.aux_row_bytes = 0 if aux is None else int(aux.shape[1])
-        self.nbytes = sum(segment.nbytes for segment in self.segments) + (0 if aux is None else aux.nbytes)
+        self.aux = tuple(aux)
+        self.aux_slots = len(self.aux[0]) if self.aux else 0
+        self.nbytes = sum(segment.nbytes for segment in self.segments) + sum(buffer.nbytes for buffer in self.aux)
         self.device = device
         self._owner = owner
         self._allocations = tuple(allocations)
@@ -110,7 +111,9 @@ class KVPool:
             v: V of each layer, `[tokens, heads_local, v_dim]`, of the same dtype.
             page_size: Tokens per page; `tokens` must be a multiple of it.
             total_kv_heads: KV heads of the model, from its configuration.
-            aux: One row per request slot, uint8 `[slots, row_bytes]`, contiguous, on the CPU.
+            aux: One row per request slot, `[slots, ...]`, contiguous, on the CPU; or a list of such tensors, or of
+                (address, nbytes, item_bytes) of host memory, of which an aux row consists in this order. The caller
+                keeps memory given by addresses alive.
             k_scale, v_scale: For each layer the quantisation scales of each page, `[pages, heads_local, ...]`.
             draft: The draft model's layers, if this rank has them.
             state: The components of per-request state, in the same order on all ranks.
@@ -164,20 +167,12 @@ class KVPool:
         specs += [state_spec(each) for each in state if len(each.tensors)]
         tensors = [plane for spec in specs for layer in spec.layers for plane in layer]
         device_index = common_device(tensors)
-        rows = None
-        if aux is not None:
-            info = inspect_tensor(aux, "aux")
-            if len(info.shape) != 2 or info.itemsize != 1 or "uint8" not in info.dtype:
-                raise MemoryLayoutError(f"aux: {info.dtype} {info.shape}, expected uint8 [slots, row_bytes]")
-            if info.device != HOST:
-                raise MemoryLayoutError(f"aux: on {info.device_name}; aux rows must be on the CPU")
-            rows = info.region.array().reshape(info.shape)
-            tensors.append(info)
-        check_no_overlap(tensors)
+        buffers = inspect_aux(aux)
+        check_no_overlap([*tensors, *buffers])
         return cls(
             (_whole_segment(index, spec, page_size, specs[0]) for index, spec in enumerate(specs)),
             page_size=page_size,
-            aux=rows,
+            aux=[buffer.region.array().reshape(buffer.shape) for buffer in buffers],
             device=None if device_index == HOST else _open(device_index),
             owner=(kv, draft, tuple(state), aux),
             shapes=tuple(spec.shape for spec in specs),
@@ -247,7 +242,7 @@ class KVPool:
         return cls(
             segments,
             page_size=page_size,
-            aux=None if rows is None else rows.reshape(aux_slots, aux_row_bytes),
+            aux=() if rows is None else (rows.reshape(aux_slots, aux_row_bytes),),
             device=device,
             allocations=allocations,
         )
@@ -307,22 +302,33 @@ class KVPool:
         `split` is that of `segments_at`; the addresses for peers are in the engine's pages.
         """
         segments = tuple(segment.addresses for segment in self.segments_at(split))
-        base = 0 if self.aux is None else self.aux.ctypes.data
-        return PoolAddresses(segments, base, self.aux_row_bytes, self.aux_slots)
+        bases = tuple(buffer.ctypes.data for buffer in self.aux)
+        return PoolAddresses(segments, bases, tuple(buffer.shape[1] for buffer in self.aux), self.aux_slots)
+
+    def aux_row(self, slot: int) -> bytes:
+        """Returns a copy of aux row `slot`."""
+        return b"".join(buffer[slot].tobytes() for buffer in self.aux)
+
+    def store_aux_row(self, slot: int, row: bytes) -> None:
+        """Overwrites aux row `slot` with `row`, which has its size."""
+        first = 0
+        for buffer in self.aux:
+            nbytes = buffer.shape[1]
+            buffer[slot] = np.frombuffer(row, np.uint8, nbytes, first)
+            first += nbytes
 
     def regions(self) -> list[Region]:
         """Returns the regions to register with a transport: one for each allocation or group of adjacent tensors."""
         if self._allocations:
             return [allocation.region for allocation in self._allocations]
         regions = [block for segment in self.segments for layer in segment.blocks for block in layer]
-        if self.aux is not None:
-            regions.append(Region(self.aux.ctypes.data, self.aux.nbytes))
+        regions += [Region(buffer.ctypes.data, buffer.nbytes) for buffer in self.aux]
         return merge_adjacent(regions)
 
     def close(self) -> None:
         """Frees the memory that the pool allocated, and drops its references to the engine's tensors; idempotent."""
         self._owner = None
-        self.aux = None
+        self.aux = ()
         for segment in chain(self.segments, *self._at.values()):
             segment.close()
         self._at.clear()

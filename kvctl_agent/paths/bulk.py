@@ -104,14 +104,15 @@ class AuxPath:
                 f"aux row {row} of {local.aux_row_bytes} bytes cannot go to a row of {remote.aux_row_bytes} bytes: "
                 "pass an aux row to finish(), and use rows of one size on both sides"
             )
-        if local.aux_row_bytes <= MAX_ROW_IN_TAG and len(order.tag) == TAG_BYTES:
-            assert connection.pool.aux is not None
-            return _ToldFlight(connection, order, began_ns, connection.pool.aux[row].tobytes())
+        if sum(local.aux_row_bytes) <= MAX_ROW_IN_TAG and len(order.tag) == TAG_BYTES:
+            return _ToldFlight(connection, order, began_ns, connection.pool.aux_row(row))
         if self._rows is None:
             self._rows = connection.transport.prepare_local(*_aux_rows(local))
         if connection.aux_rows is None:
             connection.aux_rows = connection.transport.prepare_remote(connection.peer, *_aux_rows(remote))
-        prepared = self._rows, order.src_pages, connection.aux_rows, order.dst_pages
+        buffers = np.arange(len(local.aux_bases), dtype=np.int32)
+        src, dst = buffers * local.aux_slots + order.src_pages, buffers * remote.aux_slots + order.dst_pages
+        prepared = self._rows, src, connection.aux_rows, dst
         return WriteFlight(
             connection,
             order,
@@ -137,16 +138,17 @@ class _ToldFlight(Flight):
 
 
 def _aux_rows(addresses: PoolAddresses) -> tuple[Addresses, Sizes]:
-    """Returns addresses and sizes of all aux rows.
+    """Returns addresses and sizes of the rows of all aux buffers, one buffer after the other.
 
     Raises:
         MemoryLayoutError: there are more rows than requests that a rank can have; a peer states their number.
     """
-    count, nbytes = addresses.aux_slots, addresses.aux_row_bytes
+    count = addresses.aux_slots * len(addresses.aux_bases)
     if count > _MAX_AUX_ROWS:
         raise MemoryLayoutError(f"{count} aux rows are too many to list; a pool may have {_MAX_AUX_ROWS}")
-    rows = np.arange(count, dtype=np.uint64) * np.uint64(nbytes) + np.uint64(addresses.aux_base)
-    return rows, np.full(count, nbytes, np.uint64)
+    bases, sizes = np.array(addresses.aux_bases, np.uint64), np.array(addresses.aux_row_bytes, np.uint64)
+    rows = bases[:, None] + sizes[:, None] * np.arange(addresses.aux_slots, dtype=np.uint64)
+    return rows.reshape(-1).astype(np.uint64), np.repeat(sizes, addresses.aux_slots)
 
 
 def _post(

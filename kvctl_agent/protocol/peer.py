@@ -69,6 +69,11 @@ class LocalInfo(msgspec.Struct, frozen=True):
         return self.side.unique_rank(self.coord)
 
     @property
+    def aux_bytes(self) -> int:
+        """Bytes of an aux row of this rank's pool; 0 without aux rows."""
+        return sum(_aux_row_bytes(self.pool))
+
+    @property
     def shards(self) -> tuple[LocalShard, ...]:
         """The layers and heads of each segment that this rank's pool holds."""
         return local_shards(self.shape, self.page_size, self.side, self.coord)
@@ -186,7 +191,20 @@ def plan_with_peer(local: LocalInfo, info: PeerInfo) -> PeerPlan:
         return PeerPlan(None, (str(error),))
     if info.role == "decode" and (missing := _missing_count(info.pool, len(inputs.segments))):
         return PeerPlan(None, (f"its pool does not say {missing}",))
+    rows, others = _aux_row_bytes(local.pool), _aux_row_bytes(info.pool)
+    if rows and others and rows != others:
+        return PeerPlan(None, (f"aux_row_bytes {_plus(rows)} ≠ {_plus(others)}",))
     return PeerPlan(inputs, ())
+
+
+def _aux_row_bytes(pool: WireDict) -> list[int]:
+    """Returns the row size of each aux buffer of a pool in wire form; empty without aux rows."""
+    sizes = pool.get("aux_row_bytes")
+    return sizes if isinstance(sizes, list) else []
+
+
+def _plus(sizes: list[int]) -> str:
+    return f"{'+'.join(map(str, sizes)):.80}"
 
 
 def _missing_count(pool: WireDict, segments: int) -> str:

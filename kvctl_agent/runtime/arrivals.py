@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-import numpy as np
-
 from kvctl_agent.errors import DeviceError, RemoteProtocolError
 from kvctl_agent.memory.allocations import RingMemory
 from kvctl_agent.memory.checksum import aux_checksum, part_checksum
@@ -97,8 +95,7 @@ class Arrivals:
 
     def store_aux(self, order: StoreAux) -> None:
         """Copies an aux row to its slot, at once: the room may succeed with the next action."""
-        assert self._pool.aux is not None
-        self._pool.aux[order.slot] = np.frombuffer(order.row, np.uint8)
+        self._pool.store_aux_row(order.slot, order.row)
 
     def idle(self) -> bool:
         return not self._scatters

@@ -168,8 +168,7 @@ class Fleet:
             for kv in (0, 1):
                 ours = self.model.truth(layer, kv)[:, :, heads.lo : heads.hi]
                 pool.segments[0].block(layer, kv)[:] = ours.reshape(-1)
-        assert pool.aux is not None
-        pool.aux[:] = np.random.default_rng(99).integers(0, 256, pool.aux.shape, np.uint8)
+        pool.aux[0][:] = np.random.default_rng(99).integers(0, 256, pool.aux[0].shape, np.uint8)
         rank = Rank(dp=number // tp, tp=number % tp, dp_size=dp, tp_size=tp)
         return self._agent("prefill", f"prefill-{number}", rank, pool, config)
 
@@ -181,9 +180,8 @@ class Fleet:
             for kv in (0, 1):
                 pool.segments[0].block(layer, kv)[:] = POISON
                 self.image[name, layer, kv] = pool.segments[0].block(layer, kv).copy()
-        assert pool.aux is not None
-        pool.aux[:] = POISON
-        self.aux_image[name] = pool.aux.copy()
+        pool.aux[0][:] = POISON
+        self.aux_image[name] = pool.aux[0].copy()
         self.free[name] = [int(page) for page in self.random.permutation(self.model.pages)]
         rank = Rank(dp=number // tp, tp=number % tp, dp_size=dp, tp_size=tp)
         return self._agent("decode", name, rank, pool, config)
@@ -264,8 +262,7 @@ class Fleet:
                     image = self.image[name, layer, kv].reshape(model.pages, model.page_size, heads.hi - heads.lo, -1)
                     image[pages] = model.truth(layer, kv)[room.src[room.prefix :]][:, :, heads.lo : heads.hi]
             if room.aux is not None:
-                aux = self.prefill[0].pool.aux
-                assert aux is not None
+                (aux,) = self.prefill[0].pool.aux
                 self.aux_image[name][room.aux] = aux[room.aux]
 
     def recycle(self, room: Room) -> None:
@@ -287,7 +284,7 @@ class Fleet:
                     wrong = np.flatnonzero((found != wanted).any(axis=1) & ~skip)
                     assert not len(wrong), f"{agent.name} layer {layer} kv {kv}: pages {wrong.tolist()} are wrong"
             if not but:
-                assert np.array_equal(pool.aux, self.aux_image[agent.name])
+                assert np.array_equal(pool.aux[0], self.aux_image[agent.name])
 
     # ---- reports of the agents --------------------------------------------------------------------------------
 

@@ -191,8 +191,7 @@ class Content:
 
     def aux(self) -> Bytes:
         """Returns a view of all aux rows, uint8 `[slots, AUX_ROW_BYTES]`."""
-        assert self._pool.aux is not None
-        return self._pool.aux
+        return self._pool.aux[0]
 
     def _reset(self, batch: int) -> None:
         """Removes all rooms and rebuilds the allocators, whose page order depends on the batch and the rank."""

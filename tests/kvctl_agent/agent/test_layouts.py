@@ -313,13 +313,13 @@ class TestRoomsThatMoveLittle:
         fleet = make(ParallelConfig(tp=2), ParallelConfig(tp=2), FULL)
         agents = fleet.prefill[0].agents
         for agent in agents:
-            agent.pool.aux[2] = 77  # type: ignore[index]
+            agent.pool.aux[0][2] = 77
         receives = fleet.receive(5, [], prefill_only=True, aux_index=1, state_indices=[[3]])
         sends = [agent.send(5) for agent in agents]
         feed(sends, agents, "plain", aux_index=2, state_indices=[[1]])
         assert ended([*receives, *sends]) == {RoomState.SUCCESS}
         fleet.check({"conv": [(1, 3)]})
-        assert all((agent.pool.aux[1] == 77).all() for agent in fleet.decode.agents)  # type: ignore[index]
+        assert all((agent.pool.aux[0][1] == 77).all() for agent in fleet.decode.agents)
 
     def test_a_prefill_only_room_has_no_pages(self, make: Make) -> None:
         with pytest.raises(LocalProtocolError, match="prefill-only room has no pages"):

@@ -76,7 +76,7 @@ def test_all_rooms_complete(make_fleet: Any, model: Any, seed: int) -> None:
         assert room.wait(60) == {RoomState.SUCCESS}, (room.number, room.errors(), fleet.events("room-failed"))
         fleet.expect(room)
     for rank in fleet.aux_image:
-        fleet.aux_image[rank][:] = next(agent for agent in fleet.decode if agent.name == rank).pool.aux
+        fleet.aux_image[rank][:] = next(agent for agent in fleet.decode if agent.name == rank).pool.aux[0]
     fleet.check()
     fleet.settle()
     assert fleet.errors() == []

@@ -30,8 +30,8 @@ class TestAddresses:
             SegmentAddresses(HELD[1], 6, ((20000,), (30000,))),
             SegmentAddresses(HELD[2], 0, ()),
         ),
-        aux_base=77,
-        aux_row_bytes=24,
+        aux_bases=(77,),
+        aux_row_bytes=(24,),
         aux_slots=5,
     )
 
@@ -46,7 +46,6 @@ class TestAddresses:
             expected = [base + ((page * rows + number) * 2 + 1) * row for page in (2, 0) for number in range(rows)]
             assert where.row_addrs(layer, plane, pages, head=1).tolist() == expected
             assert where.page_bytes(plane) == rows * 2 * row
-        assert self.WHERE.aux_addr(3) == 77 + 3 * 24
 
     def test_the_wire_form_is_plain_and_comes_back_equal(self) -> None:
         wire = self.WHERE.to_wire()
@@ -55,8 +54,8 @@ class TestAddresses:
             "slots": [3, 6, 0],
             "bases": [1000, 5000, 9000, 13000, 20000, 30000],
             "strides": [96, 24, 12, 160, 40, 20, 48, 16, 8, 8, 8, 8],
-            "aux_base": 77,
-            "aux_row_bytes": 24,
+            "aux_bases": [77],
+            "aux_row_bytes": [24],
             "aux_slots": 5,
         }
         assert PoolAddresses.from_wire(wire, self.HELD) == self.WHERE
@@ -67,8 +66,10 @@ class TestAddresses:
             ({"num_pages": None}, "num_pages is None"),
             ({"num_pages": 2}, "kv has 3 pages, but num_pages is 2"),
             ({"aux_slots": True}, "aux_slots is True"),
-            ({"aux_base": -1}, "aux_base is -1"),
-            ({"aux_row_bytes": (1 << 63) - 1}, "the aux rows end beyond 64 bits"),
+            ({"aux_bases": [-1]}, "aux_bases is not a list of unsigned integers"),
+            ({"aux_row_bytes": [(1 << 63) - 1]}, "the aux rows end beyond 64 bits"),
+            ({"aux_bases": [77, 88]}, "2 aux_bases, 1 aux_row_bytes, 5 aux_slots"),
+            ({"aux_slots": 0}, "1 aux_bases, 1 aux_row_bytes, 0 aux_slots"),
             ({"num_pages": 1 << 63}, "num_pages is"),
             ({"bases": [1.5, 2, 3, 4, 5, 6]}, "bases is not a list"),
             ({"bases": 7}, "bases is not a list"),
@@ -183,7 +184,7 @@ class TestStrides:
         assert not whole.at(whole.shard._replace(segment=half), 2).page_contiguous(0)
 
     def test_strides_travel_and_split_does_not(self) -> None:
-        whole = PoolAddresses((strided("hnd"),), 0, 0, 0)
+        whole = PoolAddresses((strided("hnd"),), (), (), 0)
         shards = tuple(segment.shard for segment in whole.segments)
         halves = tuple(shard._replace(segment=replace(shard.segment, planes=(Plane("k", 2, 8),))) for shard in shards)
         assert PoolAddresses.from_wire(whole.to_wire(), shards).at(halves, 2) == whole.at(halves, 2)

@@ -77,8 +77,7 @@ def test_pages_in_another_order_are_found(pools: tuple[KVPool, KVPool]) -> None:
 
 def test_an_aux_row_is_its_bytes(pools: tuple[KVPool, KVPool]) -> None:
     writer, reader = pools
-    assert writer.aux is not None
-    writer.aux[1] = np.arange(24, dtype=np.uint8)
+    writer.aux[0][1] = np.arange(24, dtype=np.uint8)
     assert aux_checksum(writer, 1) == crc32(bytes(range(24)))
     assert aux_checksum(reader, 0) != aux_checksum(writer, 1)
 

@@ -59,8 +59,8 @@ class TestAllocate:
         pool = KVPool.allocate(HELD, 4, 5, {"conv": 3}, aux_slots=2, aux_row_bytes=10, device=device)
         blocks, aux = pool.regions()
         assert (blocks.device, aux.device) == (index, HOST)
-        assert pool.aux is not None
-        assert (pool.aux.shape, aux.nbytes, aux.addr) == ((2, 10), 20, pool.addresses().aux_base)
+        assert pool.aux[0].shape == (2, 10)
+        assert (aux.nbytes, (aux.addr,)) == (20, pool.addresses().aux_bases)
         for segment in pool.segments:
             for region in (block for layer in segment.blocks for block in layer):
                 assert region.device == index

@@ -31,6 +31,34 @@ def wrap(k: Any, v: Any, **more: Any) -> KVPool:
     return KVPool.from_tensors(k, v, **{"page_size": 4, "total_kv_heads": 8, **more})
 
 
+class TestAuxBuffers:
+    def test_a_row_is_one_row_of_each_buffer_by_tensor_or_address(self) -> None:
+        ids, logits = torch.arange(4, dtype=torch.int32), np.arange(4 * 2 * 3, dtype=np.float64).reshape(4, 2, 3)
+        raw = np.arange(4 * 5, dtype=np.uint8)
+        pool = wrap(layers(2, (8, 2, 4)), layers(2, (8, 2, 4)), aux=[ids, logits, (raw.ctypes.data, 20, 5)])
+        assert [buffer.shape for buffer in pool.aux] == [(4, 4), (4, 48), (4, 5)]
+        assert (pool.aux_slots, pool.addresses().aux_row_bytes) == (4, (4, 48, 5))
+        assert pool.addresses().aux_bases == (ids.data_ptr(), logits.ctypes.data, raw.ctypes.data)
+        assert pool.nbytes == 2 * 2 * 8 * 2 * 4 * 2 + 4 * (4 + 48 + 5)
+        wanted = ids[2].numpy().tobytes() + logits[2].tobytes() + raw[10:15].tobytes()
+        assert pool.aux_row(2) == wanted
+        pool.store_aux_row(0, wanted)
+        assert pool.aux_row(0) == wanted
+        assert (int(ids[0]), logits[0].tolist(), raw[:5].tolist()) == (2, logits[2].tolist(), [10, 11, 12, 13, 14])
+        assert (int(ids[1]), raw[5]) == (1, 5)
+        covered = [(region.addr, region.addr + region.nbytes) for region in pool.regions()]
+        for buffer in pool.aux:
+            assert any(lo <= buffer.ctypes.data and buffer.ctypes.data + buffer.nbytes <= hi for lo, hi in covered)
+        pool.close()
+        assert pool.aux == ()
+
+    @pytest.mark.parametrize("aux", [None, [], ()])
+    def test_a_pool_may_have_none(self, aux: Any) -> None:
+        pool = wrap(layers(2, (8, 2, 4)), layers(2, (8, 2, 4)), aux=aux)
+        assert (pool.aux, pool.aux_slots) == ((), 0)
+        assert (pool.addresses().aux_bases, pool.addresses().aux_row_bytes) == ((), ())
+
+
 class TestFromTensors:
     def test_bf16_tensors_are_described_and_shared_not_copied(self) -> None:
         k, v = layers(3, (12, 2, 6)), layers(3, (12, 2, 10))
@@ -38,7 +66,7 @@ class TestFromTensors:
         assert pool.shape() == ModelShape(3, 8, 6, 10, 2)
         (kv,) = pool.segments
         assert (kv.shard.num_layers, kv.shard.heads, pool.num_pages, pool.page_size) == (3, 2, 3, 4)
-        assert (pool.aux_slots, pool.aux_row_bytes) == (5, 24)
+        assert (pool.aux_slots, pool.addresses().aux_row_bytes) == (5, (24,))
         assert pool.nbytes == 3 * 12 * 2 * (6 + 10) * 2 + 5 * 24
         v[1][3, 1, 2] = 1.0
         offset = ((3 * 2 + 1) * 10 + 2) * 2
@@ -126,11 +154,23 @@ GOOD = layers(2, (8, 2, 4))
             GOOD, layers(2, (8, 2, 4)), {"total_kv_heads": 3}, "total_kv_heads is 3, not a multiple of the 2", id="H"
         ),
         pytest.param(
-            GOOD, layers(2, (8, 2, 4)), {"aux": torch.zeros(4, 4)}, "aux: torch.float32.*expected uint8", id="aux dtype"
+            GOOD, layers(2, (8, 2, 4)), {"aux": torch.zeros(())}, r"aux: shape \(\) is empty", id="aux number"
         ),
         pytest.param(
-            GOOD, layers(2, (8, 2, 4)), {"aux": torch.zeros(4, dtype=torch.uint8)}, "aux: .*expected uint8", id="aux"
+            GOOD, layers(2, (8, 2, 4)), {"aux": torch.zeros(4, 6)[:, :3]}, "aux: .*not contiguous", id="aux slice"
         ),
+        pytest.param(
+            GOOD, layers(2, (8, 2, 4)), {"aux": [torch.zeros(4), torch.zeros(3, 2)]},
+            "aux 1: 3 rows, but aux 0 has 4", id="aux rows"
+        ),
+        pytest.param(GOOD, layers(2, (8, 2, 4)), {"aux": [GOOD[0]]}, "aux 0 and layer 0 k share memory", id="aux is K"),
+        pytest.param(
+            GOOD, layers(2, (8, 2, 4)), {"aux": [(1 << 20, 25, 8)]}, "aux 0: 25 bytes at address 1048576 are not rows",
+            id="aux bytes"
+        ),
+        pytest.param(GOOD, layers(2, (8, 2, 4)), {"aux": [(0, 24, 8)]}, "aux 0: 24 bytes at address 0", id="aux null"),
+        pytest.param(GOOD, layers(2, (8, 2, 4)), {"aux": (64, 24, 8)}, "aux 0: int is neither", id="aux numbers"),
+        pytest.param(GOOD, layers(2, (8, 2, 4)), {"aux": [(64, 24)]}, r"aux 0 is \(64, 24\): it", id="aux pair"),
     ],
 )  # fmt: skip
 def test_what_is_not_served_is_refused_by_name(k: Any, v: Any, more: dict[str, Any], message: str) -> None:
@@ -180,13 +220,12 @@ class TestAllocate:
                         assert not block.any()
             assert len(ends) == 3 * 4 + 1 * 2 + 2, "three layers, the draft, two layers of conv"
             where = pool.addresses()
-            ends.append((where.aux_base, where.aux_base + 7 * 24))
+            ends.append((where.aux_bases[0], where.aux_bases[0] + 7 * 24))
             assert ends == sorted(ends), "segments, layers and planes in order, aux last"
             assert all(end <= start for (_, end), (start, _) in pairwise(ends))
             assert region.addr <= ends[0][0]
             assert ends[-1][1] <= region.addr + region.nbytes
-            assert pool.aux is not None
-            assert pool.aux.shape == (7, 24)
+            assert [buffer.shape for buffer in pool.aux] == [(7, 24)]
             assert [segment.num_slots for segment in pool.segments] == [5, 5, 6, 0]
             assert pool.nbytes == sum(end - start for start, end in ends)
         finally:

@@ -125,8 +125,7 @@ class Ends:
                 for layer, plane in planes_of(memory.shard):
                     truth = self.geometry.truth(memory.shard.segment, layer, plane)
                     memory.block(layer, plane)[:] = truth[:, :, heads].reshape(-1)
-            assert pool.aux is not None
-            pool.aux[:] = np.random.default_rng(1).integers(0, 256, pool.aux.shape, np.uint8)
+            pool.aux[0][:] = np.random.default_rng(1).integers(0, 256, pool.aux[0].shape, np.uint8)
 
     def poison(self) -> None:
         """Fills the readers with poison and expects nothing else."""
@@ -135,8 +134,7 @@ class Ends:
                 for layer, plane in planes_of(memory.shard):
                     memory.block(layer, plane)[:] = POISON
                     self.image[number, index, layer, plane] = memory.block(layer, plane).copy()
-            assert pool.aux is not None
-            pool.aux[:] = POISON
+            pool.aux[0][:] = POISON
 
     def connection(self, share: TransferSlice) -> PeerConnection:
         pool, theirs = self.writers[share.writer], self.readers[share.reader].addresses()

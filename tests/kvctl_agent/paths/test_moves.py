@@ -167,12 +167,12 @@ class TestAux:
     def test_the_row_lands_in_its_slot_and_nowhere_else(self, ends: Any, geometry: Any, landed: Any) -> None:
         made = ends(geometry())
         share = made.geometry.shares()[0]
-        wanted = made.readers[0].aux.copy()
-        wanted[3] = made.writers[0].aux[1]
+        wanted = made.readers[0].aux[0].copy()
+        wanted[3] = made.writers[0].aux[0][1]
         order = made.order(None, [1], [3], kind=PartKind.AUX)
         landed(AuxPath().start(made.connection(share), order), made.there)
         assert made.tags(1) == [b"tag"]
-        assert np.array_equal(made.readers[0].aux, wanted)
+        assert np.array_equal(made.readers[0].aux[0], wanted)
         made.check()
 
     def test_a_small_row_is_sent_in_its_tag_and_nothing_is_written(
@@ -186,12 +186,12 @@ class TestAux:
         order = replace_struct(made.order(None, [1], [3], kind=PartKind.AUX), tag=tag.pack())
         flight = AuxPath().start(made.connection(made.geometry.shares()[0]), order)
         assert flight.advance()
-        row = made.writers[0].aux[1].tobytes()
+        row = made.writers[0].aux[0][1].tobytes()
         assert flight.row == row
         (arrived,) = made.tags(1)
         assert Tag.unpack(arrived) == tag._replace(row=row)
         assert not written
-        assert (made.readers[0].aux == POISON).all()
+        assert (made.readers[0].aux[0] == POISON).all()
 
     @pytest.mark.parametrize("why", ["checksum", "large"])
     def test_a_row_with_a_checksum_and_a_large_row_are_written(
@@ -200,7 +200,7 @@ class TestAux:
         made = ends(geometry())
         tag = Tag(PartKind.AUX, 1, 2, 3, 0, PartKey(0, 0, 0, 0), checksum=4 if why == "checksum" else None).pack()
         if why == "large":
-            monkeypatch.setattr(bulk, "MAX_ROW_IN_TAG", made.writers[0].aux_row_bytes - 1)
+            monkeypatch.setattr(bulk, "MAX_ROW_IN_TAG", made.writers[0].aux[0].shape[1] - 1)
         flight = AuxPath().start(
             made.connection(made.geometry.shares()[0]),
             replace_struct(made.order(None, [1], [3], kind=PartKind.AUX), tag=tag),
@@ -208,7 +208,7 @@ class TestAux:
         landed(flight, made.there)
         assert flight.row is None
         assert made.tags(1) == [tag]
-        assert np.array_equal(made.readers[0].aux[3], made.writers[0].aux[1])
+        assert np.array_equal(made.readers[0].aux[0][3], made.writers[0].aux[0][1])
 
     def test_the_rows_of_both_sides_are_listed_once(
         self, ends: Any, geometry: Any, landed: Any, monkeypatch: pytest.MonkeyPatch
@@ -218,11 +218,11 @@ class TestAux:
         for name in ("prepare_local", "prepare_remote"):
             monkeypatch.setattr(made.here, name, _counted(getattr(made.here, name), name, prepared))
         path, connection = AuxPath(), made.connection(made.geometry.shares()[0])
-        wanted = made.readers[0].aux.copy()
+        wanted = made.readers[0].aux[0].copy()
         for row, slot in ((0, 3), (3, 0), (2, 1)):
-            wanted[slot] = made.writers[0].aux[row]
+            wanted[slot] = made.writers[0].aux[0][row]
             landed(path.start(connection, made.order(None, [row], [slot], kind=PartKind.AUX)), made.there)
-        assert np.array_equal(made.readers[0].aux, wanted)
+        assert np.array_equal(made.readers[0].aux[0], wanted)
         assert prepared == ["prepare_local", "prepare_remote"]
 
     def test_a_peer_that_states_a_billion_rows_is_refused_before_they_are_listed(

@@ -186,6 +186,6 @@ class TestRefusals:
         share = made.geometry.shares()[0]
         theirs = made.readers[0].addresses()
         huge = SegmentAddresses(theirs.segments[0].shard, 1 << 40, theirs.segments[0].bases)
-        connection = PeerConnection("reader", made.here, made.writers[0], PoolAddresses((huge,), 0, 0, 0), 0)
+        connection = PeerConnection("reader", made.here, made.writers[0], PoolAddresses((huge,), (), (), 0), 0)
         with pytest.raises(MemoryLayoutError, match=r"kv: \d+ rows cannot be numbered by 32 bits"):
             SlicePath().start(connection, made.order(share, [1], [1]))

@@ -404,8 +404,7 @@ def test_close_ends_it_in_the_middle_of_a_pause(telemetry: Telemetry) -> None:
 
 def test_a_row_that_came_in_its_tag_is_in_its_slot_when_the_call_returns(telemetry: Telemetry) -> None:
     rig = Rig(telemetry)
-    aux = rig.pool.aux
-    assert aux is not None
+    (aux,) = rig.pool.aux
     rig.arrivals.store_aux(StoreAux(2, bytes(range(8))))
     assert aux[2].tolist() == list(range(8))
     assert not aux[[0, 1, 3]].any()

@@ -182,7 +182,7 @@ class World(Oracle):  # type: ignore[misc]
             pool={
                 "num_pages": self.num_pages,
                 "aux_slots": self.aux_slots,
-                "aux_row_bytes": AUX_ROW_BYTES,
+                "aux_row_bytes": [AUX_ROW_BYTES],
                 "slots": slots,
             },
             host="here",

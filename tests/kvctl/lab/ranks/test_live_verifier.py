@@ -144,7 +144,7 @@ def test_a_write_after_the_release_is_found_by_a_sweep(rooms: Rooms, pool: KVPoo
 
 def test_it_is_found_by_the_next_owner_too(rooms: Rooms, pool: KVPool):
     page_of(pool, 7)[0] = 0x22
-    pool.aux[2] = 0  # type: ignore[index]
+    pool.aux[0][2] = 0
     for number in range(4):
         rooms.open(number, number, 96)
     assert {stray["where"].split(" page")[0] for stray in rooms.verifier.sweep()} == {"layer 1 k", "aux row 2 byte 0"}
