@@ -43,6 +43,7 @@ class Case(NamedTuple):
         heads: number of heads copied.
         contiguous: whether the pages are consecutive instead of random.
         pages: number of pages; None for as many as `ROUND_BYTES` contain.
+        layout: layout of the pool.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Case(NamedTuple):
     heads: int
     contiguous: bool = False
     pages: int | None = None  # None: as many as ROUND_BYTES contain
+    layout: str = "nhd"
 
 
 CASES = (
@@ -65,14 +67,17 @@ CASES = (
     Case("K 192, V 128, scales, 2 of 8 heads", replace(PLAIN, k_dim=192, k_scale_bytes=4, v_scale_bytes=4), 2),
     Case("latents of 1,152 B", ModelShape(1, 1, 576, 0, 2, kind="mla"), 1),
     Case("4 pages of 32 layers of latents", ModelShape(32, 1, 576, 0, 2, kind="mla"), 1, pages=4),
+    Case("HND, 2 of 8 heads", PLAIN, 2, layout="hnd"),
+    Case("HND, K and V fused, whole", PLAIN, 8, layout="fused"),
+    Case("HND, K and V fused, 2 of 8 heads", PLAIN, 2, layout="fused"),
 )
 
 
-def case_pool(shape: ModelShape) -> KVPool:
-    """Allocates a pool of about `POOL_BYTES` for a model."""
+def case_pool(shape: ModelShape, layout: str) -> KVPool:
+    """Allocates a pool of about `POOL_BYTES` for a model in one of `POOL_LAYOUTS`."""
     whole = local_shards(shape, PAGE_SIZE, ParallelConfig(), RankCoord(0, 0, 0, 0))
     page_bytes = shape.num_layers * shape.num_kv_heads * whole[0].segment.page_head_bytes
-    return KVPool.allocate(whole, PAGE_SIZE, POOL_BYTES // page_bytes)
+    return KVPool.allocate(whole, PAGE_SIZE, POOL_BYTES // page_bytes, layout=layout)
 
 
 def gb_per_s(nbytes: int, work: Callable[[], None]) -> float:
@@ -135,7 +140,7 @@ def main() -> None:
     print(f"{'case':<36}{'threads':>8}{'copier':>8}{'gather':>15}{'scatter':>15}")
     wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
     for case in CASES:
-        pool = case_pool(case.shape)
+        pool = case_pool(case.shape, case.layout)
         for threads in range(min(4, len(os.sched_getaffinity(0))) + 1):
             numpy_pool = CopyPool(threads).start()
             copiers: dict[str, Copier] = {"numpy": HostCopier(numpy_pool)}

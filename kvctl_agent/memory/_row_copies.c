@@ -35,26 +35,48 @@ static int64_t now_ns(void)
     return (int64_t)at.tv_sec * 1000000000 + at.tv_nsec;
 }
 
-/* ---- Rows: where the rows of a head slice are ------------------------------------------------------------------- */
+/* ---- HeadSlice: the addresses of some heads in every block of a segment ------------------------------------------- */
 
 typedef struct {
-    int64_t rows;        /* of a page */
-    int64_t row_bytes;   /* of the slice in one row */
-    int64_t row_stride;  /* bytes from row to row */
-    int64_t page_stride; /* bytes from page to page */
+    int64_t rows, heads; /* runs of a page: contiguous heads of a row are one, and so are contiguous rows of a page */
+    int64_t run_bytes;
+    int64_t row_stride, head_stride;
+    int64_t page_bytes; /* of the slice in one page, without gaps */
+    int64_t page_stride;
+    int64_t split; /* transfer pages in a page of the engine; `page_stride` is that of the engine's pages */
+    int64_t split_stride;
 } Plane;
+
+/* Merges heads into rows, rows into pages and transfer pages into pages where they are contiguous. */
+static void merge(Plane *plane)
+{
+    plane->page_bytes = plane->rows * plane->heads * plane->run_bytes;
+    plane->split_stride = plane->rows * plane->row_stride;
+    if (plane->heads == 1 || plane->head_stride == plane->run_bytes) {
+        plane->run_bytes *= plane->heads;
+        plane->heads = 1;
+        if (plane->rows == 1 || plane->row_stride == plane->run_bytes) {
+            plane->run_bytes *= plane->rows;
+            plane->rows = 1;
+        }
+    }
+    if (plane->page_stride == plane->split * plane->split_stride) {
+        plane->page_stride = plane->split_stride;
+        plane->split = 1;
+    }
+}
 
 typedef struct {
     PyObject_HEAD
     Py_ssize_t layers, planes;
     int64_t num_slots;
-    uint64_t *blocks; /* [layers][planes]: address of the slice's first row in page 0 */
+    uint64_t *blocks; /* [layers][planes]: address of the slice's first head in row 0 of page 0 */
     Plane *plane;
-} Rows;
+} HeadSlice;
 
-static int rows_init(PyObject *object, PyObject *args, PyObject *kwargs)
+static int head_slice_init(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    Rows *self = (Rows *)object;
+    HeadSlice *self = (HeadSlice *)object;
     static char *names[] = {"blocks", "planes", "num_slots", NULL};
     PyObject *blocks, *planes;
     long long num_slots;
@@ -77,14 +99,16 @@ static int rows_init(PyObject *object, PyObject *args, PyObject *kwargs)
             return -1;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        long long rows, row_bytes, row_stride, page_stride;
-        if (!PyArg_ParseTuple(PyList_GetItem(planes, i), "LLLL", &rows, &row_bytes, &row_stride, &page_stride))
+        long long rows, heads, head_bytes, page, row, head, split;
+        if (!PyArg_ParseTuple(PyList_GetItem(planes, i), "LLLLLLL", &rows, &heads, &head_bytes, &page, &row, &head, &split))
             return -1;
-        if (rows < 1 || row_bytes < 1 || row_stride < row_bytes || page_stride < row_stride * (rows - 1) + row_bytes) {
-            PyErr_SetString(PyExc_ValueError, "rows of a plane overlap");
+        if (rows < 1 || heads < 1 || head_bytes < 1 || split < 1) {
+            PyErr_SetString(PyExc_ValueError, "a plane has rows, heads, bytes and pages");
             return -1;
         }
-        self->plane[i] = (Plane){rows, row_bytes, row_stride, page_stride};
+        self->plane[i] = (Plane){.rows = rows, .heads = heads, .run_bytes = head_bytes, .row_stride = row,
+                                 .head_stride = head, .page_stride = page, .split = split};
+        merge(&self->plane[i]);
     }
     self->layers = total / count;
     self->planes = count;
@@ -92,9 +116,9 @@ static int rows_init(PyObject *object, PyObject *args, PyObject *kwargs)
     return 0;
 }
 
-static void rows_dealloc(PyObject *object)
+static void head_slice_dealloc(PyObject *object)
 {
-    Rows *self = (Rows *)object;
+    HeadSlice *self = (HeadSlice *)object;
     PyTypeObject *type = Py_TYPE(object);
     PyMem_Free(self->blocks);
     PyMem_Free(self->plane);
@@ -103,13 +127,13 @@ static void rows_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
-static PyType_Slot rows_slots[] = {
-    {Py_tp_init, rows_init},
-    {Py_tp_dealloc, rows_dealloc},
-    {Py_tp_doc, "Addresses of a head slice's rows in every block of a segment."},
+static PyType_Slot head_slice_slots[] = {
+    {Py_tp_init, head_slice_init},
+    {Py_tp_dealloc, head_slice_dealloc},
+    {Py_tp_doc, "Addresses and strides of some heads in every block of a segment."},
     {0, NULL},
 };
-static PyType_Spec rows_spec = {"kvctl_agent.memory._row_copies.Rows", sizeof(Rows), 0, Py_TPFLAGS_DEFAULT, rows_slots};
+static PyType_Spec head_slice_spec = {"kvctl_agent.memory._row_copies.HeadSlice", sizeof(HeadSlice), 0, Py_TPFLAGS_DEFAULT, head_slice_slots};
 
 /* ---- one copy ---------------------------------------------------------------------------------------------------- */
 
@@ -146,9 +170,8 @@ static bool copy_piece(const Piece *piece, bool gather)
     for (int i = 0; i < piece->count; i++) {
         const Span *span = &piece->spans[i];
         const Plane plane = *span->plane;
-        const int64_t page_bytes = plane.rows * plane.row_bytes;
-        const bool whole_page = plane.row_stride == plane.row_bytes || plane.rows == 1;
-        const bool runs = whole_page && plane.page_stride == page_bytes;
+        const bool whole_page = plane.run_bytes == plane.page_bytes;
+        const bool runs = whole_page && plane.split == 1 && plane.page_stride == plane.page_bytes;
         for (int64_t at = span->page_lo; at < span->page_hi;) {
             const int64_t page = piece->pages[at];
             int64_t run = 1;
@@ -156,13 +179,20 @@ static bool copy_piece(const Piece *piece, bool gather)
                 run++;
             if (page < 0 || page + run > piece->num_slots)
                 return false;
-            char *pool = span->block + page * plane.page_stride;
+            char *pool = span->block;
+            if (plane.split == 1)
+                pool += page * plane.page_stride;
+            else
+                pool += page / plane.split * plane.page_stride + page % plane.split * plane.split_stride;
             if (whole_page) {
-                gather ? memcpy(staged, pool, run * page_bytes) : memcpy(pool, staged, run * page_bytes);
-                staged += run * page_bytes;
+                gather ? memcpy(staged, pool, run * plane.page_bytes) : memcpy(pool, staged, run * plane.page_bytes);
+                staged += run * plane.page_bytes;
             } else {
-                for (int64_t row = 0; row < plane.rows; row++, pool += plane.row_stride, staged += plane.row_bytes)
-                    gather ? memcpy(staged, pool, plane.row_bytes) : memcpy(pool, staged, plane.row_bytes);
+                for (int64_t row = 0; row < plane.rows; row++, pool += plane.row_stride) {
+                    char *part = pool;
+                    for (int64_t head = 0; head < plane.heads; head++, part += plane.head_stride, staged += plane.run_bytes)
+                        gather ? memcpy(staged, part, plane.run_bytes) : memcpy(part, staged, plane.run_bytes);
+                }
             }
             at += run;
         }
@@ -192,7 +222,7 @@ typedef struct {
     Work *work;
 } Copy;
 
-static PyTypeObject *rows_type, *copy_type;
+static PyTypeObject *head_slice_type, *copy_type;
 
 static void run_piece(Pool *pool, Work *work, int number)
 {
@@ -334,7 +364,7 @@ static void pool_dealloc(PyObject *object)
 }
 
 /* Reads the spans of a piece, checks them, and returns the number of bytes they have, or -1 with an exception. */
-static int64_t read_spans(PyObject *spans, const Rows *rows, int64_t num_pages, Span *into)
+static int64_t read_spans(PyObject *spans, const HeadSlice *rows, int64_t num_pages, Span *into)
 {
     int64_t nbytes = 0;
     Py_ssize_t count = PyTuple_Size(spans);
@@ -352,7 +382,7 @@ static int64_t read_spans(PyObject *spans, const Rows *rows, int64_t num_pages, 
             return -1;
         }
         into[i] = (Span){(char *)rows->blocks[layer * rows->planes + plane], &rows->plane[plane], lo, hi};
-        nbytes += (hi - lo) * rows->plane[plane].rows * rows->plane[plane].row_bytes;
+        nbytes += (hi - lo) * rows->plane[plane].page_bytes;
     }
     return nbytes;
 }
@@ -391,12 +421,12 @@ static PyObject *pool_begin(PyObject *object, PyObject *args)
     *work = (Work){.gather = gather, .count = (int)count, .left = (int)count, .pieces = pieces, .spans = spans};
     Span *next = spans;
     for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *job = PyList_GetItem(jobs, i), *rows_object = PyTuple_GetItem(job, 0), *of = PyTuple_GetItem(job, 2);
-        if (!PyObject_TypeCheck(rows_object, rows_type)) {
-            PyErr_SetString(PyExc_TypeError, "the first item of a job is a Rows");
+        PyObject *job = PyList_GetItem(jobs, i), *slice_object = PyTuple_GetItem(job, 0), *of = PyTuple_GetItem(job, 2);
+        if (!PyObject_TypeCheck(slice_object, head_slice_type)) {
+            PyErr_SetString(PyExc_TypeError, "the first item of a job is a HeadSlice");
             goto failed;
         }
-        Rows *rows = (Rows *)rows_object;
+        HeadSlice *rows = (HeadSlice *)slice_object;
         /* The arrays stay alive and in place while `kept` refers to them: numpy does not resize arrays that it lends,
          * and the callers neither modify nor resize them. */
         Py_buffer pages, staged;
@@ -581,10 +611,10 @@ PyMODINIT_FUNC PyInit__row_copies(void)
     if (created == NULL)
         return NULL;
     PyObject *pool_type = PyType_FromSpec(&pool_spec);
-    rows_type = (PyTypeObject *)PyType_FromSpec(&rows_spec);
+    head_slice_type = (PyTypeObject *)PyType_FromSpec(&head_slice_spec);
     copy_type = (PyTypeObject *)PyType_FromSpec(&copy_spec);
-    if (pool_type == NULL || rows_type == NULL || copy_type == NULL || PyModule_AddObjectRef(created, "Pool", pool_type) ||
-        PyModule_AddObjectRef(created, "Rows", (PyObject *)rows_type)) {
+    if (pool_type == NULL || head_slice_type == NULL || copy_type == NULL || PyModule_AddObjectRef(created, "Pool", pool_type) ||
+        PyModule_AddObjectRef(created, "HeadSlice", (PyObject *)head_slice_type)) {
         Py_DECREF(created);
         return NULL;
     }

@@ -5,8 +5,10 @@ import numpy.typing as npt
 
 from kvctl_agent.memory.part_layout import Span
 
-class Rows:
-    def __init__(self, blocks: list[int], planes: list[tuple[int, int, int, int]], num_slots: int) -> None: ...
+class HeadSlice:
+    def __init__(
+        self, blocks: list[int], planes: list[tuple[int, int, int, int, int, int, int]], num_slots: int
+    ) -> None: ...
 
 class Copy:
     def done(self) -> bool: ...
@@ -17,7 +19,7 @@ class Pool:
     def begin(
         self,
         gather: bool,
-        jobs: Sequence[tuple[Rows, npt.NDArray[np.int64], tuple[Span, ...], npt.NDArray[np.uint8]]],
+        jobs: Sequence[tuple[HeadSlice, npt.NDArray[np.int64], tuple[Span, ...], npt.NDArray[np.uint8]]],
     ) -> Copy: ...
     def close(self) -> None: ...
     @property

@@ -102,6 +102,15 @@ class SegmentAddresses:
         _, row, head = self.strides[plane]
         return _extent(head_bytes, (rows, row), (count, head)) == rows * count * head_bytes
 
+    def contiguous(self, plane: int) -> bool:
+        """Returns whether a plane is contiguous, as `[num_slots, rows, heads, head_bytes]`."""
+        _, rows, head_bytes = self.shard.segment.planes[plane]
+        page, row, head = self.strides[plane]
+        rows *= self.split
+        axes = (self.num_slots // self.split, page), (rows, row), (self.shard.heads, head)
+        expected = rows * self.row_bytes(plane), self.row_bytes(plane), head_bytes
+        return all(count == 1 or stride == wanted for (count, stride), wanted in zip(axes, expected, strict=True))
+
     def page_offsets(self, plane: int, pages: Indices) -> Indices:
         """Returns the distance in bytes of each page from page 0 of a plane, int64 of the shape of `pages`."""
         stride, split = np.int64(self.strides[plane].page), np.int64(self.split)

@@ -5,7 +5,8 @@ Every copy is one numpy call that copies whole rows with the GIL released, and o
 so two threads double the rate. The numpy calls were chosen by measurement (`benchmarks/copy_rates.py` prints the
 rates): `take` into `out` with mode="clip" is the only form of take that neither buffers nor checks each row; `x[idx]`
 allocates, and copying through it is a third slower. Scatters assign through a strided view of the pages, indexed by the
-page list itself. A call costs 1.5 to 2 µs of Python.
+page list itself. A call costs 1.5 to 2 µs of Python. Planes that are not contiguous are copied more simply and more
+slowly, through a view of their strides.
 """
 
 from __future__ import annotations
@@ -138,7 +139,12 @@ def gather(span: Span, rows: HostRows, out: Bytes) -> int:
     layer, plane, page_lo, page_hi = span
     staged = _staged(span, rows, out, "out")
     views = rows.slice
-    if rows.as_runs[plane]:
+    if views.elements is not None:
+        elements = views.elements[layer][plane]
+        staged.view(elements.dtype).reshape(-1, *elements.shape[2:])[:] = elements[
+            views.places(rows.pages[page_lo:page_hi])
+        ]
+    elif rows.as_runs[plane]:
         runs = views.runs[layer][plane]
         target = staged.reshape(page_hi - page_lo, *runs.shape[1:])
         for page, lo, hi in rows.runs(page_lo, page_hi):
@@ -158,7 +164,11 @@ def scatter(span: Span, rows: HostRows, src: Bytes) -> int:
     layer, plane, page_lo, page_hi = span
     staged = _staged(span, rows, src, "src")
     views = rows.slice
-    if rows.as_runs[plane]:
+    if views.elements is not None:
+        elements = views.elements[layer][plane]
+        places = views.places(rows.pages[page_lo:page_hi])
+        elements[places] = staged.view(elements.dtype).reshape(-1, *elements.shape[2:])
+    elif rows.as_runs[plane]:
         runs = views.runs[layer][plane]
         source = staged.reshape(page_hi - page_lo, *runs.shape[1:])
         for page, lo, hi in rows.runs(page_lo, page_hi):
@@ -178,8 +188,8 @@ def _staged(span: Span, rows: HostRows, array: Bytes, name: str) -> Bytes:
     """
     if not 0 <= span.page_lo < span.page_hi <= len(rows.pages):
         raise MemoryLayoutError(f"{span} lies outside the {len(rows.pages)} pages of the part")
-    if not 0 <= span.layer < len(rows.slice.takes):
-        raise MemoryLayoutError(f"{span} lies outside the {len(rows.slice.takes)} layers of this rank")
+    if not 0 <= span.layer < rows.slice.layers:
+        raise MemoryLayoutError(f"{span} lies outside the {rows.slice.layers} layers of this rank")
     nbytes = (span.page_hi - span.page_lo) * rows.slice.page_bytes[span.plane]
     if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous or array.nbytes < nbytes:
         raise MemoryLayoutError(
@@ -260,7 +270,10 @@ class HeadSlice:
     `head_slice` keeps them while the pool is open.
 
     Attributes:
+        layers: Number of layers.
         heads: Number of heads in the slice.
+        elements: None if all planes are contiguous. Else for each layer and plane, the slice as a strided array
+            `[engine pages, split, rows, heads]` of items of `head_bytes`; the next attributes are then not used.
         whole: Whether the slice has all local heads, so that a page is one row.
         unit_heads: Heads in one row of `takes`: the largest number that divides both the local heads and `heads`.
         units_per_row: Rows of `takes` in one row of a page.
@@ -287,6 +300,7 @@ class HeadSlice:
             heads: Number of heads.
         """
         planes = where.shard.segment.planes
+        self.layers = len(blocks)
         self._where = where
         self._starts = tuple(head * plane.head_bytes for plane in planes)
         self._widths = tuple(heads * plane.head_bytes for plane in planes)
@@ -301,11 +315,34 @@ class HeadSlice:
         else:
             self.take_rows = tuple(_row(self.unit_heads * plane.head_bytes) for plane in planes)
             self.put_rows = tuple(_row(width) for width in self._widths)
+        self.stack: npt.NDArray[np.uint8] | None = None
+        self.elements: list[tuple[Rows, ...]] | None = None
+        if not all(map(where.contiguous, range(len(planes)))):
+            self.elements = [
+                tuple(self._elements(block, plane, head) for plane, block in enumerate(layer)) for layer in blocks
+            ]
+            return
         byte = np.dtype(np.uint8)
         self.takes = [tuple(self._take(block, plane) for plane, block in enumerate(layer)) for layer in blocks]
         self.puts = [tuple(self._put(block, plane) for plane, block in enumerate(layer)) for layer in blocks]
         self.runs = [tuple(self._strided(block, plane, byte) for plane, block in enumerate(layer)) for layer in blocks]
         self.stack = self._stack([block for layer in blocks for block in layer])
+
+    def places(self, pages: Indices) -> tuple[Indices, Indices]:
+        """Returns the indices of pages in the first two dimensions of `elements`."""
+        split = np.int64(self._where.split)
+        return pages // split, pages % split
+
+    def _elements(self, block: Bytes, plane: int, head: int) -> Rows:
+        where, split = self._where, self._where.split
+        page, row, head_stride = where.strides[plane]
+        return np.ndarray(
+            (where.num_slots // split, split, self.rows[plane], self.heads),
+            dtype=_row(where.shard.segment.planes[plane].head_bytes),
+            buffer=block,
+            offset=head * head_stride,
+            strides=(page, where.split_stride(plane), row, head_stride),
+        )
 
     def _take(self, block: Bytes, plane: int) -> Rows:
         shifted = block[self._starts[plane] :]

@@ -23,14 +23,14 @@ from kvctl_agent.memory.region import MemorySpan
 from kvctl_agent.memory.segment import RowIndex, SegmentMemory
 
 try:
-    from kvctl_agent.memory import _row_copies
+    from kvctl_agent.memory._row_copies import HeadSlice, Pool
 except ImportError:
     BUILT = False
 else:
     BUILT = True
 
-Job = tuple["_row_copies.Rows", npt.NDArray[np.int64], tuple[Span, ...], Bytes]
-"""One piece: rows of the pool, pages, spans of the piece, and staging memory of at least its size."""
+Job = tuple["HeadSlice", npt.NDArray[np.int64], tuple[Span, ...], Bytes]
+"""One piece: heads of the pool, pages, spans of the piece, and staging memory of at least its size."""
 
 
 class NativeCopyPool:
@@ -47,7 +47,7 @@ class NativeCopyPool:
             wake_fd: Eventfd to which the pool writes when a copy of its threads has ended.
         """
         self.threads = threads
-        self._pool = _row_copies.Pool(threads, wake_fd, MemoryLayoutError)
+        self._pool = Pool(threads, wake_fd, MemoryLayoutError)
         self._closed = False
 
     def start(self) -> NativeCopyPool:
@@ -110,7 +110,7 @@ class NativeCopier:
         """Does nothing: the owner of the copy pool closes it."""
 
 
-def _native_rows(rows: RowIndex) -> tuple[_row_copies.Rows, npt.NDArray[np.int64]]:
+def _native_rows(rows: RowIndex) -> tuple[HeadSlice, npt.NDArray[np.int64]]:
     """Returns the addresses of a part's heads in every block, which are kept while the pool is open, and its pages."""
     memory = rows.memory
     key = "native rows", rows.head, rows.heads
@@ -120,16 +120,15 @@ def _native_rows(rows: RowIndex) -> tuple[_row_copies.Rows, npt.NDArray[np.int64
     return where, np.ascontiguousarray(rows.raw_pages, np.int64)
 
 
-def _head_slice(memory: SegmentMemory, head: int, heads: int) -> _row_copies.Rows:
-    planes = memory.shard.segment.planes
-    blocks = [
-        memory.view(block).ctypes.data + head * plane.head_bytes
-        for layer in memory.blocks
-        for plane, block in zip(planes, layer, strict=True)
-    ]
+def _head_slice(memory: SegmentMemory, head: int, heads: int) -> HeadSlice:
     where = memory.addresses
-    strides = [
-        (plane.rows, heads * plane.head_bytes, where.row_bytes(number), where.page_bytes(number))
-        for number, plane in enumerate(planes)
+    blocks = [
+        memory.view(block).ctypes.data + head * strides.head
+        for layer in memory.blocks
+        for strides, block in zip(where.strides, layer, strict=True)
     ]
-    return _row_copies.Rows(blocks, strides, memory.num_slots)
+    planes = [
+        (plane.rows, heads, plane.head_bytes, *strides, where.split)
+        for plane, strides in zip(memory.shard.segment.planes, where.strides, strict=True)
+    ]
+    return HeadSlice(blocks, planes, memory.num_slots)

@@ -25,6 +25,7 @@ from kvctl_agent.layout.sizes import check_size
 from kvctl_agent.memory.addresses import PoolAddresses
 from kvctl_agent.memory.allocations import Allocation, Bytes, DeviceAllocation, HugePageMemory
 from kvctl_agent.memory.aux_rows import inspect_aux
+from kvctl_agent.memory.pool_layouts import place_segment
 from kvctl_agent.memory.region import Region, merge_adjacent
 from kvctl_agent.memory.segment import SegmentMemory
 from kvctl_agent.memory.tensors import (
@@ -40,9 +41,6 @@ from kvctl_agent.memory.tensors import (
 )
 
 __all__ = ["DraftKV", "KVPool", "PoolAddresses", "StateTensors"]
-
-# Layers of an allocated pool start on a cache line pair, as staging regions do.
-_BLOCK_ALIGN_BYTES = 256
 
 
 class KVPool:
@@ -189,8 +187,9 @@ class KVPool:
         aux_row_bytes: int = 0,
         device: Device | None = None,
         mem_pool: str = "default",
+        layout: str = "nhd",
     ) -> KVPool:
-        """Allocates a zeroed pool in one allocation, ordered by segment, layer and plane, with the aux rows last.
+        """Allocates a zeroed pool in one allocation, ordered by segment, with the aux rows last.
 
         With a device, the aux rows have an allocation of their own in host memory.
 
@@ -202,9 +201,11 @@ class KVPool:
             aux_slots, aux_row_bytes: Number and size of aux rows.
             device: The device for all memory except the aux rows; None for the host.
             mem_pool: The device's memory pool, as for `Device.allocate`.
+            layout: Order of the axes of KV, one of `POOL_LAYOUTS`.
 
         Raises:
-            MemoryLayoutError: a number is missing or not positive, or the memory cannot be allocated.
+            MemoryLayoutError: a number is missing or not positive, the layout is unknown, or the memory cannot be
+                allocated.
             DeviceError: the device's memory cannot be allocated.
         """
         items = state_slots or {}
@@ -219,26 +220,15 @@ class KVPool:
                 f"got {num_pages} pages, items {dict(items)}, aux {aux_slots} x {aux_row_bytes}"
                 + (f": none for {', '.join(missing)}" if missing else "")
             )
-        sizes = [
-            [count * plane.rows * shard.heads * plane.head_bytes for plane in shard.segment.planes]
-            for shard, count in zip(shards, slots, strict=True)
-        ]
+        placed = [place_segment(shard, count, layout) for shard, count in zip(shards, slots, strict=True)]
         aux_bytes = aux_slots * aux_row_bytes
-        blocks_bytes = sum(
-            shard.num_layers * sum(map(_aligned, planes)) for shard, planes in zip(shards, sizes, strict=True)
-        )
-        allocations, view, rows = _allocations(blocks_bytes, aux_bytes, device, mem_pool)
+        allocations, view, rows = _allocations(sum(each.nbytes for each in placed), aux_bytes, device, mem_pool)
         addr, _, device_index = allocations[0].region
         segments = []
-        for shard, count, planes in zip(shards, slots, sizes, strict=True):
-            blocks = []
-            for _ in range(shard.num_layers):
-                layer = []
-                for nbytes in planes:
-                    layer.append(Region(addr, nbytes, device_index))
-                    addr += _aligned(nbytes)
-                blocks.append(tuple(layer))
-            segments.append(SegmentMemory(shard, count, blocks, view))
+        for shard, count, (offsets, strides, nbytes) in zip(shards, slots, placed, strict=True):
+            bases = [[addr + offset for offset in layer] for layer in offsets]
+            segments.append(SegmentMemory.at_addresses(shard, count, bases, strides, device_index, view))
+            addr += nbytes
         return cls(
             segments,
             page_size=page_size,
@@ -415,7 +405,3 @@ def _with_shard(memory: SegmentMemory | None, shard: LocalShard) -> SegmentMemor
 
 def _describe(planes: tuple[Plane, ...]) -> str:
     return ", ".join(f"{plane.name} {plane.rows} x {plane.head_bytes} bytes" for plane in planes)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _BLOCK_ALIGN_BYTES) * _BLOCK_ALIGN_BYTES

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvctl_agent.contract.choices import HOST
 from kvctl_agent.contract.values import layer_range
 from kvctl_agent.device.base import PageIds
 from kvctl_agent.errors import MemoryLayoutError
@@ -61,6 +62,23 @@ class SegmentMemory:
         self.nbytes = shard.num_layers * num_slots * sum(map(self.addresses.page_bytes, planes))
         self._page_bytes: dict[int, tuple[int, ...]] = {}  # of a part, by its number of heads
         self.derived: dict[tuple[object, ...], Any] = {}
+
+    @classmethod
+    def at_addresses(
+        cls,
+        shard: LocalShard,
+        num_slots: int,
+        bases: Sequence[Sequence[int]],
+        strides: tuple[PlaneStrides, ...],
+        device: int = HOST,
+        view: Callable[[Region], Bytes] = Region.array,
+    ) -> SegmentMemory:
+        """Returns the memory of planes at `bases`, one address for each local layer and plane, on one device."""
+        where = SegmentAddresses(shard, num_slots, tuple(map(tuple, bases)), strides)
+        blocks = [
+            tuple(Region(base, where.extent(plane), device) for plane, base in enumerate(layer)) for layer in bases
+        ]
+        return cls(shard, num_slots, blocks, view, strides)
 
     @property
     def name(self) -> str:
