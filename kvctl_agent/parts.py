@@ -582,7 +582,7 @@ def machine_of(
     connections: PeerConnections,
 ) -> PrefillMachine | DecodeMachine:
     """Creates the rank's protocol state machine; `inputs` records its events and the path chooser's results."""
-    timing, reaches = timing_of(settings), connections.reaches
+    timing, reaches, runs = timing_of(settings), connections.reaches, connections.runs
     if local.unshared:
         telemetry.recorder.record("direct", f"writers cannot map this rank's memory: {local.unshared}", "warning")
     if local.role == "decode":
@@ -593,10 +593,12 @@ def machine_of(
             timing,
             telemetry,
             choose=inputs.recording_paths(
-                lambda peer, share, n, pages: chooser.choose(peer.ring_bytes, share, n, pages, reaches(peer.name))
+                lambda peer, share, n, pages: chooser.choose(
+                    peer.ring_bytes, share, n, pages, reaches(peer.name), runs(peer.name, share)
+                )
             ),
             fallback=inputs.recording_paths(
-                lambda peer, share, n, pages: chooser.without_ring(share, reaches(peer.name))
+                lambda peer, share, n, pages: chooser.without_ring(share, reaches(peer.name), runs(peer.name, share))
             ),
             early_send=settings["pp_early_send"],
         )

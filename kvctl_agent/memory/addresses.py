@@ -111,12 +111,13 @@ class SegmentAddresses:
         expected = rows * self.row_bytes(plane), self.row_bytes(plane), head_bytes
         return all(count == 1 or stride == wanted for (count, stride), wanted in zip(axes, expected, strict=True))
 
-    def page_offsets(self, plane: int, pages: Indices) -> Indices:
+    def page_offsets(self, plane: int, pages: npt.NDArray[np.integer[Any]]) -> Indices:
         """Returns the distance in bytes of each page from page 0 of a plane, int64 of the shape of `pages`."""
-        stride, split = np.int64(self.strides[plane].page), np.int64(self.split)
-        if split == 1:
-            return pages * stride
-        return pages // split * stride + pages % split * np.int64(self.split_stride(plane))
+        wide = pages.astype(np.int64, copy=False)
+        page = self.strides[plane].page
+        if self.split == 1:
+            return wide * page
+        return wide // self.split * page + wide % self.split * self.split_stride(plane)
 
     def row_addrs(self, layer: int, plane: int, pages: Indices, head: int = 0) -> Indices:
         """Returns the address of local head `head` in every row of `pages`, int64 `[len(pages) * rows]`.

@@ -1,7 +1,7 @@
 """Path bulk: writes whole pages directly into the reader's pages, with one descriptor per page run.
 
-The path requires the same heads on both sides. Items of state are treated as pages. The aux row is sent in its tag
-or in one small write.
+The path requires the same heads on both sides, and pages that are one run of bytes in the same order. Items of state
+are treated as pages. The aux row is sent in its tag or in one small write.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import numpy.typing as npt
 from kvctl_agent.errors import LayoutError, MemoryLayoutError
 from kvctl_agent.memory.addresses import PoolAddresses
 from kvctl_agent.paths.base import Flight, WriteFlight
-from kvctl_agent.paths.peer_connection import Numbers, PeerConnection
+from kvctl_agent.paths.peer_connection import PeerConnection
+from kvctl_agent.paths.runs import whole_pages
 from kvctl_agent.protocol.events import Transfer
 from kvctl_agent.protocol.tag import TAG_BYTES, with_row
 from kvctl_agent.transport.base import Addresses, Prepared, Sizes
@@ -26,22 +27,25 @@ MAX_ROW_IN_TAG = 2048
 
 
 class PageRuns(NamedTuple):
-    """Runs of consecutive pages: run i has counts[i] pages, from src_first[i] on and to dst_first[i] on."""
+    """Runs of adjacent pages: run i has counts[i] pages, from src_first[i] on and to dst_first[i] on."""
 
     src_first: npt.NDArray[np.int64]
     dst_first: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
 
 
-def page_run_arrays(src_pages: npt.ArrayLike, dst_pages: npt.ArrayLike) -> PageRuns:
+def page_run_arrays(src_pages: npt.ArrayLike, dst_pages: npt.ArrayLike, page_bytes: int = 1) -> PageRuns:
     """Returns the fewest runs that move src_pages[i] to dst_pages[i] for every i, ordered by source page.
+
+    A page is named by its offset in the pool; with `page_bytes` 1, by its index.
 
     Unsorted pages are sorted first: allocators return pages in descending order after a free, and the order in which
     the pages of a part are written does not matter.
 
     Args:
-        src_pages: Page indices in the writer's pool, one-dimensional, without duplicates.
-        dst_pages: Page indices in the decode rank's pool, of the same length.
+        src_pages: Pages in the writer's pool, one-dimensional, without duplicates.
+        dst_pages: Pages in the decode rank's pool, of the same length.
+        page_bytes: Distance of adjacent pages.
 
     Raises:
         LayoutError: the two lists differ in length or are not one-dimensional.
@@ -58,7 +62,7 @@ def page_run_arrays(src_pages: npt.ArrayLike, dst_pages: npt.ArrayLike) -> PageR
         order = np.argsort(src, kind="stable")
         src, dst = src[order], dst[order]
         step = np.diff(src)
-    breaks = np.flatnonzero((step != 1) | (np.diff(dst) != 1)) + 1
+    breaks = np.flatnonzero((step != page_bytes) | (np.diff(dst) != page_bytes)) + 1
     first = np.concatenate((np.zeros(min(1, src.size), dtype=np.int64), breaks))
     return PageRuns(src[first], dst[first], np.diff(first, append=src.size))
 
@@ -71,14 +75,27 @@ class BulkPath:
         if share is None or not share.whole_rows:
             raise MemoryLayoutError(f"path bulk needs the same heads on both sides, but {order.key} has {share}")
         began_ns = time.monotonic_ns()
-        runs = page_run_arrays(order.src_pages, order.dst_pages)
         segment = connection.segments[share.segment]
+        if not whole_pages(runs := segment.runs(share.heads)):
+            raise MemoryLayoutError(f"path bulk needs contiguous pages in the same order, but {order.key} has {runs}")
         local_bases, remote_bases = segment.bases(order.key.lo, order.key.hi)
-        page_bytes = segment.page_bytes[:, None]
-        local = local_bases[:, :, None] + runs.src_first * page_bytes  # [layers, planes, runs]
-        remote = remote_bases[:, :, None] + runs.dst_first * page_bytes
-        sizes = np.broadcast_to(runs.counts * page_bytes, local.shape)
-        return _post(connection, order, began_ns, local, remote, sizes)
+        descriptors = []
+        for planes in segment.alike:
+            first, page_bytes = planes[0], runs[planes[0]].page_bytes
+            src = segment.local.page_offsets(first, order.src_pages)
+            dst = segment.remote.page_offsets(first, order.dst_pages)
+            src, dst, counts = page_run_arrays(src, dst, page_bytes)
+            sources = local_bases[:, planes, None] + src  # [layers, planes, runs]
+            targets = remote_bases[:, planes, None] + dst
+            sizes = np.broadcast_to(counts * page_bytes, sources.shape)
+            descriptors.append([numbers.reshape(-1).astype(np.uint64) for numbers in (sources, targets, sizes)])
+        local, remote, nbytes = (np.concatenate(each) for each in zip(*descriptors, strict=True))
+        return WriteFlight(
+            connection,
+            order,
+            began_ns,
+            lambda: connection.transport.write(connection.peer, local, remote, nbytes, order.tag),
+        )
 
 
 class AuxPath:
@@ -149,15 +166,3 @@ def _aux_rows(addresses: PoolAddresses) -> tuple[Addresses, Sizes]:
     bases, sizes = np.array(addresses.aux_bases, np.uint64), np.array(addresses.aux_row_bytes, np.uint64)
     rows = bases[:, None] + sizes[:, None] * np.arange(addresses.aux_slots, dtype=np.uint64)
     return rows.reshape(-1).astype(np.uint64), np.repeat(sizes, addresses.aux_slots)
-
-
-def _post(
-    connection: PeerConnection, order: Transfer, began_ns: int, local: Numbers, remote: Numbers, sizes: Numbers
-) -> Flight:
-    source, target, nbytes = (numbers.reshape(-1).astype(np.uint64) for numbers in (local, remote, sizes))
-    return WriteFlight(
-        connection,
-        order,
-        began_ns,
-        lambda: connection.transport.write(connection.peer, source, target, nbytes, order.tag),
-    )

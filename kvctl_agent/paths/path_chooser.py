@@ -22,6 +22,7 @@ from kvctl_agent.contract.choices import BULK, DIRECT, SLICE, STAGED
 from kvctl_agent.contract.connection_cost import ConnectionCost
 from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.layout.shape import ModelShape, segments
+from kvctl_agent.paths.runs import PlaneRuns, contiguous_runs, whole_pages
 
 AUTO = "auto"
 # Request and grant over the control channel, and waking the scatter, measured between idle processes on one host.
@@ -99,7 +100,13 @@ class PathChooser:
         self.direct: DirectCost | None = None
 
     def choose(
-        self, ring_bytes: int, share: TransferSlice, layers: int, dst_pages: npt.NDArray[np.int32], direct: bool = False
+        self,
+        ring_bytes: int,
+        share: TransferSlice,
+        layers: int,
+        dst_pages: npt.NDArray[np.int32],
+        direct: bool = False,
+        runs: tuple[PlaneRuns, ...] = (),
     ) -> str:
         """Returns the path of a part of KV.
 
@@ -111,53 +118,62 @@ class PathChooser:
             layers: Number of layers of the part.
             dst_pages: The reader's pages.
             direct: Whether the peer's memory is mapped.
+            runs: Contiguous runs of each plane; if empty, both pools are assumed to be contiguous.
         """
-        if self.path == BULK and not share.whole_rows:
-            return SLICE  # path bulk requires the same heads on both sides
+        if self.path == BULK and not self._whole_pages(share, runs):
+            return SLICE
         if self.path != AUTO:
             return self.path
         staged = ring_bytes > 0 and self.staging != "off"
         if staged and self.staging == "on":
             return STAGED
         if not staged and not direct:
-            return self.without_ring(share)
+            return self.without_ring(share, runs=runs)
         if self.connection is None or self.copy is None or (direct and self.direct is None):
             return DIRECT if direct else STAGED
-        costs = self.costs(share, layers, dst_pages, direct)
+        costs = self.costs(share, layers, dst_pages, direct, runs)
         if not staged:
             del costs[STAGED]
         return min(costs, key=lambda path: costs[path])
 
-    def without_ring(self, share: TransferSlice, direct: bool = False) -> str:
+    def without_ring(self, share: TransferSlice, direct: bool = False, runs: tuple[PlaneRuns, ...] = ()) -> str:
         """Returns the path of a part that has no ring region, such as state, which is small and scattered.
 
-        `direct` says whether the peer's memory is mapped.
+        `direct` says whether the peer's memory is mapped; `runs` is as for `choose`.
         """
         if self.path == DIRECT or (self.path == AUTO and direct):
             return DIRECT
-        return BULK if share.whole_rows and self.path != SLICE else SLICE
+        return BULK if self.path != SLICE and self._whole_pages(share, runs) else SLICE
+
+    def _whole_pages(self, share: TransferSlice, runs: tuple[PlaneRuns, ...]) -> bool:
+        """Returns whether path bulk is possible: it sends the same heads of both sides, in whole pages."""
+        return share.whole_rows and whole_pages(runs)
 
     def costs(
-        self, share: TransferSlice, layers: int, dst_pages: npt.NDArray[np.int32], direct: bool = False
+        self,
+        share: TransferSlice,
+        layers: int,
+        dst_pages: npt.NDArray[np.int32],
+        direct: bool = False,
+        runs: tuple[PlaneRuns, ...] = (),
     ) -> dict[str, float]:
         """Returns the predicted cost of a part on each path, in µs; the arguments are those of `choose`."""
         assert self.connection is not None
         assert self.copy is not None
         pages, cells = len(dst_pages), layers * len(dst_pages)
-        planes = self._segments[share.segment].planes
+        runs = runs or contiguous_runs(self._segments[share.segment].planes, share)
         nbytes = share.payload_bytes(pages, layers)
         staged = self.connection.write_us(1, nbytes)
-        for plane in planes:
-            row = share.heads * plane.head_bytes
-            page = row * plane.rows
-            staged += self.copy.gather_us(cells * page, page if share.heads == share.src_pool_heads else row)
-            staged += self.copy.scatter_us(cells * page, page if share.heads == share.dst_pool_heads else row)
+        for plane in runs:
+            staged += self.copy.gather_us(cells * plane.page_bytes, plane.gather_bytes)
+            staged += self.copy.scatter_us(cells * plane.page_bytes, plane.scatter_bytes)
         costs = {STAGED: staged * _STAGED_FACTOR + _STAGED_FIXED_US}
-        if share.whole_rows:
-            runs = 1 + int(np.count_nonzero(np.diff(np.sort(dst_pages)) != 1)) if pages else 1
-            costs[BULK] = self.connection.write_us(len(planes) * layers * runs, nbytes)
+        if self._whole_pages(share, runs):
+            consecutive = 1 + int(np.count_nonzero(np.diff(np.sort(dst_pages)) != 1)) if pages else 1
+            descriptors = layers * sum(consecutive if plane.adjacent else pages for plane in runs)
+            costs[BULK] = self.connection.write_us(descriptors, nbytes)
         else:
-            costs[SLICE] = self.connection.write_us(sum(plane.rows for plane in planes) * cells, nbytes)
+            costs[SLICE] = self.connection.write_us(sum(plane.per_page for plane in runs) * cells, nbytes)
         if direct and self.direct is not None:
             costs[DIRECT] = self.direct.us(nbytes)
             # The kernels of a gather and a scatter are launched and awaited too. Without this, a rank whose GPU was

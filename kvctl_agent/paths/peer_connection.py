@@ -14,6 +14,7 @@ from kvctl_agent.device.base import Mapping
 from kvctl_agent.errors import DeviceError, MemoryLayoutError, PeerDisconnected
 from kvctl_agent.memory.addresses import PoolAddresses, SegmentAddresses
 from kvctl_agent.memory.pool import KVPool
+from kvctl_agent.paths.runs import PlaneRuns, segment_runs
 from kvctl_agent.transport.base import Prepared, Transport
 
 if TYPE_CHECKING:
@@ -82,8 +83,8 @@ class SegmentPair:
     """One segment in the local pool and in a peer's pool, which may hold different layers and heads of it.
 
     Attributes:
-        local, remote: Addresses in the local pool and in the peer's pool.
-        page_bytes: Bytes of a page of each plane in the peer's pool, int64 `[planes]`.
+        local, remote: Addresses in the local pool and in the peer's pool, in the pair's transfer pages.
+        alike: Indices of the planes, those of the same strides and sizes together.
     """
 
     def __init__(self, local: SegmentAddresses, remote: SegmentAddresses, mapping: MappedMemory | None = None) -> None:
@@ -94,11 +95,22 @@ class SegmentPair:
         """
         self.local = local
         self.remote = remote
-        planes = len(remote.shard.segment.planes)
-        self.page_bytes = np.array([remote.page_bytes(plane) for plane in range(planes)], np.int64)
-        self._local = np.array(local.bases, np.int64).reshape(-1, planes)
-        self._remote = np.array(remote.bases, np.int64).reshape(-1, planes)
+        planes = local.shard.segment.planes
+        by_strides: dict[object, list[int]] = {}
+        for number, (_, rows, head_bytes) in enumerate(planes):
+            key = rows, head_bytes, local.strides[number], remote.strides[number]
+            by_strides.setdefault(key, []).append(number)
+        self.alike = list(by_strides.values())
+        self._runs: dict[int, tuple[PlaneRuns, ...]] = {}
+        self._local = np.array(local.bases, np.int64).reshape(-1, len(planes))
+        self._remote = np.array(remote.bases, np.int64).reshape(-1, len(planes))
         self._mapped = None if mapping is None else self._translated(mapping)
+
+    def runs(self, heads: int) -> tuple[PlaneRuns, ...]:
+        """Returns the runs of parts of `heads` heads for each plane; cached."""
+        if heads not in self._runs:
+            self._runs[heads] = segment_runs(self.local, self.remote, heads)
+        return self._runs[heads]
 
     @property
     def common_layers(self) -> tuple[int, int]:
@@ -145,7 +157,8 @@ class PeerConnection:
         peer: Name under which the transport knows the peer.
         transport: The transport.
         pool: The local pool, which is the source.
-        local, remote: Addresses of the local pool, and of the peer's pool, which is the destination.
+        local, remote: Addresses of the local pool, and of the peer's pool, which is the destination, in the pair's
+            transfer pages.
         ring_base: Address of the peer's staging ring; 0 if it has none.
         segments: The addresses of each segment on both sides, in the model's order.
         prepared: Descriptor lists of the peer's pool by (segment, first head, heads), created on first use.

@@ -17,6 +17,7 @@ from kvctl_agent.contract.connection_cost import ConnectionCost
 from kvctl_agent.device.base import Device, Export, Geometry
 from kvctl_agent.errors import DeadlineExceeded, DeviceError, KvctlError, LocalProtocolError, TransportError
 from kvctl_agent.layout.parallel import RankCoord, local_shards
+from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.memory.addresses import PoolAddresses
 from kvctl_agent.memory.allocations import HugePageMemory, StagingBuffers
@@ -27,6 +28,7 @@ from kvctl_agent.paths.calibration import measure_copies, measure_device_copies,
 from kvctl_agent.paths.direct import PROGRAMS, geometries
 from kvctl_agent.paths.path_chooser import AUTO, DirectCost, PathChooser
 from kvctl_agent.paths.peer_connection import MappedMemory, PeerConnection
+from kvctl_agent.paths.runs import PlaneRuns
 from kvctl_agent.protocol.messages import PeerInfo
 from kvctl_agent.runtime.liveness import host_identity
 from kvctl_agent.runtime.transfers import Transfers
@@ -164,6 +166,11 @@ class PeerConnections:
         """Returns whether the peer's memory is mapped, so that the direct path can be used. Any thread may call it."""
         connection = self.by_peer.get(peer)
         return connection is not None and connection.mapping is not None
+
+    def runs(self, peer: str, share: TransferSlice) -> tuple[PlaneRuns, ...]:
+        """Returns the contiguous runs of parts of `share` for each plane; empty if the peer is not connected."""
+        connection = self.by_peer.get(peer)
+        return () if connection is None else connection.segments[share.segment].runs(share.heads)
 
     def _connection(self, peer: str, info: PeerInfo, addresses: PoolAddresses, split: int) -> PeerConnection:
         mapping, why_not = map_peer_memory(self._pool.device, info)
