@@ -23,13 +23,15 @@ from kvctl_agent.memory.region import MemorySpan
 from kvctl_agent.memory.segment import RowIndex, SegmentMemory
 
 try:
-    from kvctl_agent.memory._row_copies import HeadSlice, Pool
-except ImportError:
+    from kvctl_agent.memory import _row_copies
+
+    _HeadSlice, _Pool = _row_copies.HeadSlice, _row_copies.Pool
+except (ImportError, AttributeError):  # not built, or built by an earlier version
     BUILT = False
 else:
     BUILT = True
 
-Job = tuple["HeadSlice", npt.NDArray[np.int64], tuple[Span, ...], Bytes]
+Job = tuple["_row_copies.HeadSlice", npt.NDArray[np.int64], tuple[Span, ...], Bytes]
 """One piece: heads of the pool, pages, spans of the piece, and staging memory of at least its size."""
 
 
@@ -47,7 +49,7 @@ class NativeCopyPool:
             wake_fd: Eventfd to which the pool writes when a copy of its threads has ended.
         """
         self.threads = threads
-        self._pool = Pool(threads, wake_fd, MemoryLayoutError)
+        self._pool = _Pool(threads, wake_fd, MemoryLayoutError)
         self._closed = False
 
     def start(self) -> NativeCopyPool:
@@ -110,7 +112,7 @@ class NativeCopier:
         """Does nothing: the owner of the copy pool closes it."""
 
 
-def _native_rows(rows: RowIndex) -> tuple[HeadSlice, npt.NDArray[np.int64]]:
+def _native_rows(rows: RowIndex) -> tuple[_row_copies.HeadSlice, npt.NDArray[np.int64]]:
     """Returns the addresses of a part's heads in every block, which are kept while the pool is open, and its pages."""
     memory = rows.memory
     key = "native rows", rows.head, rows.heads
@@ -120,7 +122,7 @@ def _native_rows(rows: RowIndex) -> tuple[HeadSlice, npt.NDArray[np.int64]]:
     return where, np.ascontiguousarray(rows.raw_pages, np.int64)
 
 
-def _head_slice(memory: SegmentMemory, head: int, heads: int) -> HeadSlice:
+def _head_slice(memory: SegmentMemory, head: int, heads: int) -> _row_copies.HeadSlice:
     where = memory.addresses
     blocks = [
         memory.view(block).ctypes.data + head * strides.head
@@ -131,4 +133,4 @@ def _head_slice(memory: SegmentMemory, head: int, heads: int) -> HeadSlice:
         (plane.rows, heads, plane.head_bytes, *strides, where.split)
         for plane, strides in zip(memory.shard.segment.planes, where.strides, strict=True)
     ]
-    return HeadSlice(blocks, planes, memory.num_slots)
+    return _HeadSlice(blocks, planes, memory.num_slots)
