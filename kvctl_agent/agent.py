@@ -38,6 +38,7 @@ from kvctl_agent.parts import (
 )
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.decode import DecodeMachine
+from kvctl_agent.protocol.messages import MAX_RENEWED
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime import control_endpoints
@@ -69,7 +70,8 @@ class Agent:
             prefill instance serves; there with port 0 on a free port, which `Agent.bootstrap` has. A decode rank may
             pass a list with one endpoint for each prefill instance, or None; `connect` and `receive` name further ones.
         model: shape of the whole model's KV; required if this rank's pool does not have all layers.
-        on_state: called with the handle and the new state at each state change of a room. It runs on the control
+        on_state: called with the handle and the new state at each state change of a room, and with the unchanged state
+            when pages that a prefill engine has recalled may be reused (`Send.recalled`). It runs on the control
             thread (for a fake room, on the thread that calls `send` or `receive`) and must only enqueue.
         factories: constructors of the components that tests and fault injection replace.
         config: values of configuration keys declared in `contract.config`; `kvctl config` shows the origin "argument".
@@ -406,6 +408,30 @@ class Agent:
             self.parts.lifecycle.add_instance(prefill)
         self._begin(handle, opening, fake, written(opening))
         return handle
+
+    def renew(self, rooms: Sequence[int], *, prefill: str | None = None) -> None:
+        """Decode: asks a prefill instance to keep rooms that this engine is going to open.
+
+        Restarts the deadlines of rooms that wait there to be opened: `hold_s` of computed rooms, `bootstrap_timeout_s`
+        of others. To be repeated several times within the shorter of the two: the message is not acknowledged, and a
+        prefill rank that does not know a room ignores it. Does nothing for rooms that are open.
+
+        Args:
+            rooms: room numbers, at most 65536.
+            prefill: registry endpoint of the prefill instance; None: the agent's first one.
+
+        Raises:
+            LocalProtocolError: a room is not an unsigned 64-bit number, there are too many, or this is not a running
+                decode agent.
+            ConfigError: `prefill` is not an endpoint, or needs keys.
+        """
+        self._check_running("decode", begun=True)
+        if prefill is not None:
+            self._check_endpoint(prefill)
+        numbers = tuple(check_room(room) for room in rooms)
+        if len(numbers) > MAX_RENEWED:
+            raise LocalProtocolError(f"{len(numbers)} rooms to renew: at most {MAX_RENEWED} at once")
+        self.parts.mailbox.put(ev.RenewRooms(prefill or self.parts.lifecycle.instances[0], numbers))
 
     def _check_running(self, role: str, *, begun: bool) -> None:
         """Raises LocalProtocolError unless the agent has this role and accepts rooms (when draining: only `begun`)."""

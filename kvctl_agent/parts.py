@@ -566,6 +566,8 @@ def timing_of(settings: Settings) -> Timing:
         resend_ns=_ns(settings["resend_s"]),
         bootstrap_ns=_ns(settings["bootstrap_timeout_s"]),
         waiting_ns=_ns(settings["waiting_timeout_s"]),
+        unclaimed_ns=_ns(settings["unclaimed_s"]),
+        hold_ns=_ns(settings["hold_s"] or 0),
     )
 
 

@@ -256,6 +256,26 @@ KEYS: tuple[Key, ...] = (
         sglang="SGLANG_DISAGGREGATION_WAITING_TIMEOUT",
     ),
     Key(
+        "unclaimed_s",
+        float,
+        120.0,
+        "Longest time from the opening of a room by a decode rank until the prefill engine calls send() for it. The "
+        "prefill rank enforces it, and the room fails on both sides.",
+        unit="s",
+        minimum=0.1,
+        maximum=86400,
+    ),
+    Key(
+        "hold_s",
+        float,
+        None,
+        "Longest time for which a prefill rank keeps a computed room that no decode rank has opened; Agent.renew on "
+        "the decode side restarts it. Automatic: bootstrap_timeout_s.",
+        unit="s",
+        minimum=0.1,
+        maximum=86400,
+    ),
+    Key(
         "heartbeat_s",
         float,
         1.0,

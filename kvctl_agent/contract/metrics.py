@@ -118,6 +118,12 @@ METRICS: tuple[Metric, ...] = (
         "",
         "Staging requests refused because the part can never fit into the ring.",
     ),
+    Metric(
+        "kvctl_rooms_recalled_total",
+        "counter",
+        "",
+        "Recalls of rooms whose pages the local engine took back, as when it preempts a request.",
+    ),
     Metric("kvctl_ring_revokes_total", "counter", "", "Unwritten grants revoked."),
     Metric(
         "kvctl_quarantined_bytes",

@@ -151,6 +151,23 @@ class Finish(Event, frozen=True):
     states: tuple[Pages, ...] = ()
 
 
+class Recall(Event, frozen=True):
+    """Engine: take the room's pages back; on a prefill rank Recalled follows, or Released if all parts are sent.
+
+    `serial` counts the recalls of the room by the prefill engine.
+    """
+
+    room: int
+    serial: int = 0
+
+
+class RenewRooms(Event, frozen=True):
+    """Decode engine: these rooms of a prefill instance will be opened later, so their ranks must keep them."""
+
+    instance: str
+    rooms: tuple[int, ...]
+
+
 class AbortRoom(Event, frozen=True):
     """The engine or an operator aborts the room; an operator's request has a nonzero `ticket` and is answered."""
 
@@ -407,6 +424,16 @@ class Answered(Action, frozen=True):
     text: str
     freed: tuple[int, ...] = ()
     drained: tuple[str, ...] = ()
+
+
+class Recalled(Action, frozen=True):
+    """Mark the pages that the prefill engine has recalled as reusable: they are not read any more.
+
+    `serial` is that of the engine's Recall.
+    """
+
+    room: int
+    serial: int
 
 
 class Released(Action, frozen=True):

@@ -22,6 +22,9 @@ from kvctl_agent.protocol.tag import RoomKey
 from kvctl_agent.telemetry.flight_recorder import Severity
 from kvctl_agent.telemetry.hub import Telemetry
 
+RECALLED = "RECALLED"
+"""Code of a room that has ended because a decode engine took its pages back."""
+
 T = TypeVar("T")
 
 

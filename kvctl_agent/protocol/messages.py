@@ -37,6 +37,7 @@ States = Annotated[list[bytes], msgspec.Meta(max_length=64)]
 
 MAX_TEXT = 4096
 MAX_SHARED = 1 << 12
+MAX_RENEWED = 1 << 16
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
@@ -257,11 +258,26 @@ class Ack(RoomMessage, frozen=True, tag="ack"):
 
 
 class RoomAbort(RoomFailure, frozen=True, tag="room-abort"):
-    """Decode → prefill: the room failed; asks the rank to stop, and to send RoomDrained when nothing is in flight."""
+    """Decode → prefill: the room failed; asks the rank to stop, and to send RoomDrained when nothing is in flight.
+
+    `recall`: the decode rank only takes its pages back; the prefill rank keeps the room until it is opened again, under
+    another nonce.
+    """
+
+    recall: bool = False
 
 
 class RoomDrained(RoomMessage, frozen=True, tag="room-drained"):
     """Prefill → decode: none of this rank's writes for the room is in flight, nor ever will be."""
+
+
+class RoomRenew(Message, frozen=True, tag="room-renew"):
+    """Decode → prefill: prolongs the deadline of rooms that the decode rank is going to open.
+
+    It is not answered: the engine repeats it.
+    """
+
+    rooms: Annotated[list[U64], msgspec.Meta(max_length=MAX_RENEWED)]
 
 
 class Bye(Message, frozen=True, tag="bye"):
@@ -291,5 +307,6 @@ AnyMessage = (
     | Ack
     | RoomAbort
     | RoomDrained
+    | RoomRenew
     | Bye
 )

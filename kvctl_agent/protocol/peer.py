@@ -129,6 +129,13 @@ class Timing(msgspec.Struct, frozen=True):
     bootstrap_ns: int
     waiting_ns: int
     revoke_ns: int = 5_000_000_000  # age at which an unwritten grant that blocks others is revoked
+    unclaimed_ns: int = 1 << 62  # for the prefill engine to call send() for a room that a decode rank has opened
+    hold_ns: int = 0  # for which a computed room waits to be opened; 0: as `bootstrap_ns`
+
+    @property
+    def held_ns(self) -> int:
+        """Time for which a computed room waits to be opened or renewed."""
+        return self.hold_ns or self.bootstrap_ns
 
     @property
     def lease_ns(self) -> int:
@@ -243,13 +250,26 @@ class Lease:
 
 
 class CancelToken:
-    """Token of a transfer, cancelled when its room fails: queued writes are then dropped, writes in flight finish."""
+    """Token of the queued parts of a transfer.
 
-    __slots__ = ("cancelled", "lease")
+    Attributes:
+        cancelled: the room has failed or was recalled by the decode rank: queued parts are dropped, and parts in
+            transfer are abandoned.
+        recalled: the prefill engine takes its pages back: queued parts are dropped, and parts in transfer are finished,
+            so that the writer knows of each part whether the decode rank has it.
+    """
+
+    __slots__ = ("cancelled", "lease", "recalled")
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
         self.cancelled = False
+        self.recalled = False
+
+    @property
+    def dropped(self) -> bool:
+        """Whether queued parts must not begin any more."""
+        return self.cancelled or self.recalled
 
     def may_post(self, now_ns: int) -> bool:
         return not self.cancelled and self.lease.valid(now_ns)

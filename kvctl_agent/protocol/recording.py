@@ -44,6 +44,7 @@ ACTIONS: dict[type, str] = {
     ev.StoreAux: "x",
     ev.StateChanged: "=",
     ev.Released: "r",
+    ev.Recalled: "l",
     ev.Overlapped: "o",
     ev.ConnectPeer: "+",
     ev.DropPeer: "-",

@@ -230,6 +230,7 @@ class ControlLoop:
             ev.FindInstance: self._find_instance,
             ev.StateChanged: handles.change_state,
             ev.Released: handles.release,
+            ev.Recalled: handles.end_recall,
             ev.Overlapped: pipelining.learn,
             ev.Answered: self.requests.answer,
         }

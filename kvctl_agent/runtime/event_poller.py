@@ -106,6 +106,12 @@ class EventPoller:
                 self._deferred[sender] = deque([_Deferred(pending, make)])
                 self._wake()
 
+    def forget(self, sender: Sender, event: ev.Event) -> None:
+        """Drops the deferred events of a room, whose pages were recalled, and posts an event after earlier ones."""
+        with self._lock:
+            self._deferred.pop(sender, None)
+            sender.post_unless_over(event)
+
     def idle(self) -> bool:
         return True
 
@@ -138,10 +144,12 @@ class EventPoller:
                     return
             except Exception as error:  # a failed kernel or a bug fails this room, but does not end the loop
                 text = str(error) if isinstance(error, KvctlError) else f"{type(error).__name__}: {error}"
-                sender.post_unless_over(ev.ForwardFailed(sender.room, f"its forward failed: {text}"))
+                with self._lock:
+                    if self._deferred.get(sender) is queue:
+                        sender.post_unless_over(ev.ForwardFailed(sender.room, f"its forward failed: {text}"))
                 break
             with self._lock:
-                if self._stopping:
+                if self._deferred.get(sender) is not queue:  # closing, or the engine has recalled the pages
                     return
                 over = not sender.post_unless_over(queue.popleft().make(time.monotonic_ns()))
                 self._active_s = time.monotonic()
@@ -149,7 +157,8 @@ class EventPoller:
                     del self._deferred[sender]
                     return
         with self._lock:
-            self._deferred.pop(sender, None)
+            if self._deferred.get(sender) is queue:
+                del self._deferred[sender]
 
 
 def _done(pending: PendingEvent, incomplete: set[int]) -> bool:

@@ -23,6 +23,7 @@ from kvctl_agent.errors import LayoutError, LocalProtocolError
 from kvctl_agent.layout.chunks import page_count, prefix_pages
 from kvctl_agent.layout.sizes import as_list, check_size
 from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol.machine import RECALLED
 from kvctl_agent.protocol.messages import MAX_TEXT
 from kvctl_agent.runtime.event_poller import EventPoller, PendingEvent
 from kvctl_agent.runtime.page_owners import PageOwners
@@ -212,11 +213,56 @@ class Send(Handle):
         self._forwards = forwards
         self._last = False
         self._finished = False
+        self._recalls = 0  # number of calls of `recall`
+        self._recalled = 0  # number of calls after which nothing is read from the pages passed before
 
     @property
     def sent(self) -> bool:
         """Whether the engine may release the room's pages, since they will not be read again."""
         return self.released
+
+    @property
+    def recalled(self) -> bool:
+        """Whether the engine may reuse the pages that it passed before the last `recall`: they are not read any more.
+
+        Also true once the room is released. False before the first `recall`.
+        """
+        return self.released or 0 < self._recalls == self._recalled
+
+    def recall(self) -> None:
+        """Takes the room's pages back, as an engine does that preempts a request and computes it again later.
+
+        No part begins to be sent from these pages any more, and reports that wait for a device event are dropped. Once
+        `recalled` is true the engine may reuse the pages; `on_state` is called then, with the state unchanged. To go on
+        it passes the whole prompt again, from position 0, under the page numbers that hold it then, by `pages` or
+        `layers`, and calls `finish` again; it may do so before `recalled` is true. Parts that were sent before are not
+        sent again. If all of them were, `sent` becomes true and nothing need be passed.
+
+        The deadlines of the room continue. Does nothing if the room has ended: then the pages may be reused once it is
+        released.
+        """
+        self._last = self._finished = False
+        self._recalls += 1
+        event = ev.Recall(self.room, self._recalls)
+        if self._forwards is None:
+            self.post_unless_over(event)
+        else:
+            self._forwards.forget(self, event)
+
+    def end_recall(self, serial: int) -> None:
+        """Records the end of a recall; called by the control loop."""
+        with self._changed:
+            self._recalled = serial
+            self._changed.notify_all()
+
+    def wait_recalled(self, timeout: float) -> bool:
+        """Waits until `recalled` is true, or for `timeout` seconds; returns whether it is.
+
+        Raises:
+            LocalProtocolError: `timeout` is not a number.
+        """
+        with self._changed:
+            return self._changed.wait_for(lambda: self.recalled, check_timeout(timeout))
 
     def prefetch(self, groups: Iterable[range] = ()) -> None:
         """Announces the forward and requests staging memory, so that grants arrive before the data is computed.
@@ -330,6 +376,22 @@ class Receive(Handle):
         self._device = device
         self._event: Event | None = None
 
+    def recall(self) -> None:
+        """Takes the room's pages back: the room ends here, and its prefill ranks keep it.
+
+        The state becomes FAILED with the code RECALLED. Once `released` is true no writer writes to the pages any more,
+        and `Agent.receive` may open the room again, with other pages: everything is sent again. The prefill ranks wait
+        for that as for a room that nobody has opened yet (`hold_s`), and other decode ranks of the room are not
+        affected. If a prefill rank had sent everything and released its pages by then, the room cannot be opened again:
+        it fails with RECALLED on every rank. Does nothing if the room has ended.
+        """
+        self.post_unless_over(ev.Recall(self.room))
+
+    @property
+    def recalled(self) -> bool:
+        """Whether `recall` has ended the room, and nothing writes to its pages any more."""
+        return self.released and self.error is not None and self.error["code"] == RECALLED
+
     @property
     def event(self) -> Event | None:
         """Device event to wait for on the engine's stream before reading the pages: `stream.wait_event(receive.event)`.
@@ -408,6 +470,14 @@ class HandleRegistry:
             self._free(action.room)
             handle.release()
             self._forget(handle)
+
+    def end_recall(self, action: ev.Recalled) -> None:
+        """Executes `Recalled`: marks the pages that the engine took back as reusable, and calls `on_state`."""
+        handle = self._handles.get(action.room)
+        if isinstance(handle, Send):
+            handle.end_recall(action.serial)
+            if self._on_state is not None:
+                self._on_state(handle, handle.state)
 
     def refuse(self, room: int, text: str) -> None:
         """Fails a room that the machine has refused to open, with this text as the cause."""

@@ -184,10 +184,10 @@ class Transfers:
             while orders and self._has_capacity() and not self._must_wait(orders[0]):
                 moved = True
                 self._start(orders.popleft())
-            if now >= self._drop_cancelled_at and any(order.cancel.cancelled for order in orders):
+            if now >= self._drop_cancelled_at and any(order.cancel.dropped for order in orders):
                 for _ in range(len(orders)):
                     order = orders.popleft()
-                    if order.cancel.cancelled:
+                    if order.cancel.dropped:
                         moved = True
                         self._start(order)
                     else:
@@ -200,7 +200,7 @@ class Transfers:
 
     def _must_wait(self, order: Transfer) -> bool:
         """Returns whether a part must not begin now. A cancelled part need not wait, since it is dropped."""
-        if order.cancel.cancelled:
+        if order.cancel.dropped:
             return False
         return not order.cancel.lease.valid(time.monotonic_ns()) or self._slow(order.peer)
 
@@ -235,7 +235,7 @@ class Transfers:
             self._start(order)
 
     def _start(self, order: Transfer) -> None:
-        if order.cancel.cancelled:
+        if order.cancel.dropped:
             self._report(PartSent(order.peer, order.room, order.nonce, order.kind, order.key, dropped=True))
             return
         connection = self._connections.get(order.peer)

@@ -41,6 +41,10 @@ def _of(name: str, scene: Scene, **budget: object) -> Configuration:
     return Configuration(name, scene, Budget(**budget))  # type: ignore[arg-type]
 
 
+def _recalled(*recalled: tuple[str, int], **scene: object) -> Scene:
+    return Scene(recalled=recalled, **scene)  # type: ignore[arg-type]
+
+
 SMALL = (
     # What the network does.
     _of("one room, anything lost", Scene(), losses=2, copies=1, overtakings=1, early=1),
@@ -76,6 +80,25 @@ SMALL = (
     _of("prefill aborts", Scene(writers=2, ring=1), losses=1, aborts=((P0, 7),)),
     _of("both abort", Scene(rooms=2, granted=True), copies=1, aborts=((D, 7), (P0, 8))),
     _of("a number is used again", Scene(again=(7,)), again=(7,), aborts=((D, 7),), losses=1, copies=1, overtakings=1),
+    # Engines take pages back and go on later, or never open a room.
+    _of("prefill recalls", _recalled((P0, 7)), recalls=((P0, 7),), losses=1, copies=1, overtakings=1),
+    _of("prefill recalls past the ring", _recalled((P0, 7), paths=direct, pages=2), recalls=((P0, 7),), losses=1),
+    _of("prefill recalls final parts", _recalled((P0, 7), aux=3, states=(1,)), recalls=((P0, 7),), losses=1),
+    _of("prefill recalls one of two rooms", _recalled((P0, 7), rooms=2), recalls=((P0, 7),), early=1),
+    _of("one of two writers recalls", _recalled((P0, 7), writers=2, ring=1), recalls=((P0, 7),), losses=1),
+    _of("prefill recalls as a region is taken back", _recalled((P0, 7)), recalls=((P0, 7),), releases=1, losses=1),
+    _of("prefill recalls and is paused", _recalled((P0, 7), paths=direct), recalls=((P0, 7),), pauses=(P0,)),
+    _of("prefill recalls, and the room is given up", _recalled((P0, 7)), recalls=((P0, 7),), aborts=((D, 7),)),
+    _of("decode recalls", _recalled((D, 7)), recalls=((D, 7),), losses=1, copies=1, overtakings=1),
+    _of("decode recalls past the ring", _recalled((D, 7), paths=direct, pages=2), recalls=((D, 7),), losses=1),
+    _of("decode recalls final parts", _recalled((D, 7), aux=3, states=(1,)), recalls=((D, 7),), losses=1),
+    _of("decode recalls from two writers", _recalled((D, 7), writers=2, ring=1), recalls=((D, 7),)),
+    _of("decode recalls and a writer is killed", _recalled((D, 7)), recalls=((D, 7),), kills=(P0,), restarts=(P0,)),
+    _of("decode recalls and a writer is frozen", _recalled((D, 7)), recalls=((D, 7),), freezes=(P0,), restarts=(P0,)),
+    _of("decode recalls and starts anew", _recalled((D, 7)), recalls=((D, 7),), kills=(D,), restarts=(D,)),
+    _of("both recall", _recalled((D, 7), (P0, 7)), recalls=((D, 7), (P0, 7)), losses=1),
+    _of("a computed room is opened late", Scene(opened=False, asked=False, aux=3), lapses=1, losses=2, copies=1),
+    _of("decode recalls and opens late", _recalled((D, 7), aux=3), recalls=((D, 7),), lapses=1, losses=1),
     # Somebody is silent.
     _of("a writer is paused", Scene(), pauses=(P0,), losses=1, copies=1),
     _of("a writer is paused twice", Scene(granted=True), pauses=(P0, P0)),

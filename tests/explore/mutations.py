@@ -17,10 +17,10 @@ from kvctl_agent.protocol.decode.admission import Instances
 from kvctl_agent.protocol.decode.reclaim import Reclaim
 from kvctl_agent.protocol.decode.rooms import RecvRoom, RecvRooms, WriterTransfer
 from kvctl_agent.protocol.machine import PeerSessions, Tombstones
-from kvctl_agent.protocol.peer import Peer
+from kvctl_agent.protocol.peer import CancelToken, Peer
 from kvctl_agent.protocol.prefill.dispatch import Dispatch
 from kvctl_agent.protocol.prefill.rooms import SendRooms, StagingRequests
-from kvctl_agent.protocol.prefill.send_room import Part, PartState, PeerTransfer
+from kvctl_agent.protocol.prefill.send_room import Part, PartState, PeerTransfer, SendRoom
 from kvctl_agent.protocol.ring import Allocation, GrantTable, Region, RegionState, Ring
 from tests.explore.configurations import P0, Configuration, D
 from tests.explore.explorer.flow import Budget
@@ -238,6 +238,35 @@ def _not_asked_after_a_silence(patch: Patch) -> None:
     patch.setattr(Instances, "_resynchronise", lambda instances, peer: None)
 
 
+def _recall_drops_nothing(patch: Patch) -> None:
+    patch.setattr(CancelToken, "dropped", property(lambda cancel: cancel.cancelled))
+
+
+def _recall_ends_at_once(patch: Patch) -> None:
+    end_recall = Dispatch.end_recall
+
+    def at_once(dispatch: Any, room: SendRoom) -> None:
+        with pytest.MonkeyPatch.context() as meanwhile:
+            meanwhile.setattr(SendRoom, "drained", property(lambda room: True))
+            end_recall(dispatch, room)
+
+    patch.setattr(Dispatch, "end_recall", at_once)
+
+
+def _grant_returned_once(patch: Patch) -> None:
+    return_grant = StagingRequests.return_grant
+
+    def once(staging: Any, transfer: PeerTransfer, part: Part, serial: int) -> None:
+        if serial > part.revoked:
+            return_grant(staging, transfer, part, serial)
+
+    patch.setattr(StagingRequests, "return_grant", once)
+
+
+def _done_without_the_rank_that_recalled(patch: Patch) -> None:
+    patch.setattr(SendRoom, "opened", property(lambda room: room.expected > 0))
+
+
 MUTATIONS = (
     Mutation(
         "the tombstone is dropped",
@@ -334,6 +363,41 @@ MUTATIONS = (
         Budget(leaves=(P0,)),
         IN_FLIGHT,
         _goodbye_always_drained,
+    ),
+    Mutation(
+        "parts that were queued before a recall are sent",
+        Scene(paths=direct, recalled=((P0, 7),)),
+        Budget(recalls=((P0, 7),)),
+        r"that its engine has recalled",
+        _recall_drops_nothing,
+    ),
+    Mutation(
+        "a recall is reported with a write in flight",
+        Scene(paths=direct, recalled=((P0, 7),)),
+        Budget(recalls=((P0, 7),)),
+        r"gives pages of room 7 back while",
+        _recall_ends_at_once,
+    ),
+    Mutation(
+        "the grant of a recalled part is returned once",
+        Scene(granted=True, recalled=((P0, 7),)),
+        Budget(recalls=((P0, 7),), losses=1),
+        STUCK,
+        _grant_returned_once,
+    ),
+    Mutation(
+        "a room is done without the decode rank that recalled it",
+        Scene(paths=direct, recalled=((D, 7),)),
+        Budget(recalls=((D, 7),)),
+        r"only \[\] has received it",
+        _done_without_the_rank_that_recalled,
+    ),
+    Mutation(
+        "drained is said with a write in flight, after a recall",
+        Scene(paths=direct, recalled=((D, 7),)),
+        Budget(recalls=((D, 7),)),
+        IN_FLIGHT,
+        _drained_said_too_early,
     ),
     Mutation(
         "success on the last chunk",

@@ -50,6 +50,7 @@ MESSAGES = (
     "ack",
     "room-abort",
     "room-drained",
+    "room-renew",
     "bye",
 )
 """Names on the wire of the control messages that `message-loss` can drop."""

@@ -134,7 +134,7 @@ class DecodeInvariants:
                         continue
             case msg.StagingRevoked():
                 region = self._ring.live.get(message.serial)
-                if region is not None and region.revoking and region.room.peer == name:
+                if region is not None and not region.scattering and region.room.peer == name:
                     self._ring.free(region)
             case msg.TooLate():
                 region = self._ring.live.get(message.serial)

@@ -43,6 +43,7 @@ class _Transfer:
         self.grants: dict[tuple[int, int], msg.Grant] = {}  # by the peer's incarnation and the serial
         self.revoked: set[int] = set()  # serials
         self.failed = self.released = self.drained = False
+        self.recalled = False  # the decode rank takes its pages back, and the room waits to be opened again
         self.done = False  # whether RoomDone has arrived
         self.peer_knows_failure = False
 
@@ -89,6 +90,8 @@ class PrefillInvariants:
                 self._released.discard(event.room)
             case ev.Finish():
                 self._finished.add(event.room)
+            case ev.Recall():
+                self._finished.discard(event.room)
             case ev.PartSent():
                 self._completed(event)
             case ev.PartFailed():
@@ -107,7 +110,7 @@ class PrefillInvariants:
         match event:
             case ev.AbortRoom() | ev.PartFailed():
                 self._fail(event.room)
-            case ev.Received(message=msg.RoomAbort() | msg.RoomFailed() as message):
+            case ev.Received(message=msg.RoomAbort(recall=False) | msg.RoomFailed() as message):
                 if RoomKey(event.peer, message.room, message.nonce) in self._transfers:
                     self._fail(message.room)
         self._remove_finished(rooms_of(event, actions))
@@ -143,6 +146,7 @@ class PrefillInvariants:
             case msg.RoomAbort() | msg.RoomFailed():
                 if transfer := self._transfer_of(event.peer, message):
                     transfer.peer_knows_failure = True
+                    transfer.recalled |= isinstance(message, msg.RoomAbort) and message.recall
             case msg.Ack(of="room-failed"):
                 if transfer := self._transfer_of(event.peer, message):
                     transfer.peer_knows_failure = transfer.failed
@@ -154,8 +158,13 @@ class PrefillInvariants:
 
     def _completed(self, event: ev.PartSent | ev.PartFailed) -> None:
         """Records that a worker has finished a part, which is no longer in flight."""
-        if transfer := self._transfer_of(event.peer, event):
-            transfer.in_flight.pop((event.kind, event.key), None)
+        if (transfer := self._transfer_of(event.peer, event)) is None:
+            return
+        transfer.in_flight.pop((event.kind, event.key), None)
+        if isinstance(event, ev.PartSent) and event.dropped:  # may be sent again, if its pages were recalled
+            transfer.sent_finals.discard((event.kind, event.key))
+            if event.kind is PartKind.KV:
+                transfer.sent_layers[event.key.chunk] &= ~((1 << event.key.hi) - (1 << event.key.lo))
 
     # ---- actions --------------------------------------------------------------------------------------------------
 
@@ -241,6 +250,10 @@ class PrefillInvariants:
                     text = f"room {message.room} is reported to {name} as drained while {_first(transfer)} is in flight"
                     raise Violation("drained-in-flight", text, message.room)
                 transfer.drained = True
+                if transfer.recalled and not transfer.failed:
+                    key = RoomKey(name, message.room, message.nonce)
+                    del self._transfers[key]
+                    self._by_room[message.room].remove(key)
             case msg.StagingRevoked():
                 if message.serial in transfer.in_flight.values():
                     text = f"serial {message.serial} is reported to {name} as revoked while it is being written"

@@ -197,6 +197,15 @@ class Instances:
         self.send_hello()
         self.admission.open_waiting()
 
+    def on_renew_rooms(self, event: ev.RenewRooms) -> None:
+        """Sends RoomRenew to the ready ranks of an instance; looks the instance up if it is not known yet."""
+        if event.instance not in self.state.rosters:
+            self.state.rosters[event.instance] = ()
+            self.context.actions.append(ev.FindInstance(event.instance))
+        for name in self.state.rosters[event.instance]:
+            if self.context.is_ready(name):
+                self.context.send(name, msg.RoomRenew(list(event.rooms)))
+
     def on_roster_missing(self, event: ev.RosterMissing) -> None:
         self.state.absent_ranks[event.instance] = event.text
 

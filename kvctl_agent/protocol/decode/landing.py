@@ -79,26 +79,28 @@ class Grants:
             context.send(peer.name, msg.StagingGrants(room.room, room.nonce, grants, mark))
 
     def on_staging_revoked(self, peer: Peer, message: msg.StagingRevoked) -> None:
-        allocation = self._revoking(peer, message.serial)
+        """Frees a region that its writer will never write: it was revoked, or the pages of its part were recalled."""
+        allocation = self._unwritten(peer, message.serial, RegionState.REVOKING, RegionState.GRANTED)
         if allocation is not None:
-            self.context.telemetry.metrics.add("kvctl_ring_revokes_total", 1)
+            if allocation.state is RegionState.REVOKING:
+                self.context.telemetry.metrics.add("kvctl_ring_revokes_total", 1)
             self.free([allocation])
             self.unblock()  # the freed one may have been the last allocation that overlaps a region to be retired
 
     def on_too_late(self, peer: Peer, message: msg.TooLate) -> None:
-        allocation = self._revoking(peer, message.serial)
+        allocation = self._unwritten(peer, message.serial, RegionState.REVOKING)
         if allocation is not None:
             allocation.state = RegionState.GRANTED
             allocation.at_ns = self.context.now_ns
             allocation.posted = True
 
-    def _revoking(self, peer: Peer, serial: int) -> Allocation | None:
-        """Returns the allocation that this peer was asked to give back.
+    def _unwritten(self, peer: Peer, serial: int, *states: RegionState) -> Allocation | None:
+        """Returns the allocation with this serial, if it is this peer's and in one of these states.
 
         Returns None, and counts the message as dropped, if there is no such allocation.
         """
         allocation = self.state.grant_table.find(serial)
-        if allocation is None or allocation.state is not RegionState.REVOKING or allocation.room.peer != peer.name:
+        if allocation is None or allocation.state not in states or allocation.room.peer != peer.name:
             self.context.drop("late")
             return None
         return allocation

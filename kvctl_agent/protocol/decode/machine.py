@@ -35,6 +35,8 @@ class DecodeMachine(Machine):
         self._events = {
             # the engine
             ev.OpenRoom: admission.on_open_room,
+            ev.Recall: rooms.on_recall,
+            ev.RenewRooms: instances.on_renew_rooms,
             ev.AbortRoom: self.on_abort_room,
             # the control channel and the registry
             ev.Received: self.on_received,

@@ -23,7 +23,7 @@ from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.events import Pages
-from kvctl_agent.protocol.machine import MachineContext, Tombstones, failure_of
+from kvctl_agent.protocol.machine import RECALLED, MachineContext, Tombstones, failure_of
 from kvctl_agent.protocol.messages import RoomOpen
 from kvctl_agent.protocol.peer import FormerIncarnation, LocalInfo, Peer, PeerState, Timing
 from kvctl_agent.protocol.ring import GrantTable
@@ -84,6 +84,7 @@ class RecvRoom:
     state: RoomState = RoomState.BOOTSTRAPPING
     resend_ns: int = 0
     failure: Failure | None = None
+    recalled: bool = False  # the engine took its pages back, which is the failure; the prefill ranks keep the room
     released: bool = False
     overdue: bool = False  # the room failed long ago; memory that may still be written is quarantined
     transfers: dict[str, WriterTransfer] = field(default_factory=dict)
@@ -345,11 +346,23 @@ class RecvRooms:
             return
         room.failure = failure
         room.record.fail(failure, self.context.now_ns)
-        self.context.telemetry.metrics.add("kvctl_room_failures_total", 1, failure["code"])
-        self.context.note("room-failed", f"{failure['rank']}: {failure['text']}", "error", room=room.room)
+        if room.recalled:
+            self.context.telemetry.metrics.add("kvctl_rooms_recalled_total", 1)
+            self.context.note("room-recalled", failure["text"], room=room.room)
+        else:
+            self.context.telemetry.metrics.add("kvctl_room_failures_total", 1, failure["code"])
+            self.context.note("room-failed", f"{failure['rank']}: {failure['text']}", "error", room=room.room)
         self.enter(room, RoomState.FAILED)
         self._send_outcome(room)
         self.settle(room)
+
+    def on_recall(self, event: ev.Recall) -> None:
+        """Ends a room whose pages the engine takes back; the prefill ranks keep it, and it may be opened again."""
+        room = self.state.rooms.get(event.room)
+        if room is not None and not room.state.finished:
+            room.recalled = True
+            text = f"room {room.room}: the engine of {self.context.local.name} recalled its pages"
+            self.fail(room, self.context.failure(RECALLED, text))
 
     def settle(self, room: RecvRoom) -> None:
         """Forgets an ended room once no prefill rank has to answer any more.
@@ -391,7 +404,7 @@ class RecvRooms:
         if room.failure is not None:
             if transfer.drained:
                 return False
-            message: msg.Message = msg.RoomAbort(room.room, room.nonce, **room.failure)
+            message: msg.Message = msg.RoomAbort(room.room, room.nonce, **room.failure, recall=room.recalled)
         elif room.state is RoomState.SUCCESS:
             if transfer.acked:
                 return False

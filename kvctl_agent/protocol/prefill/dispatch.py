@@ -19,7 +19,7 @@ from kvctl_agent.errors import LayoutError, LocalProtocolError
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.machine import MachineContext
-from kvctl_agent.protocol.peer import Peer
+from kvctl_agent.protocol.peer import CancelToken, Peer
 from kvctl_agent.protocol.prefill.rooms import PrefillState, SendRooms, StagingRequests
 from kvctl_agent.protocol.prefill.send_room import Final, Part, PartState, PeerTransfer, SendableChunk, SendRoom
 from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey
@@ -55,6 +55,38 @@ class Dispatch:
                 final.state = PartState.SENT
             if not transfer.resend_ns:
                 transfer.resend_ns = self.context.now_ns + 2 * self.context.timing.resend_ns
+        elif room.failure is None and transfer.recalled is None:
+            self._part_dropped(transfer, event)
+        self.rooms.progress(room)
+        self.end_recall(room)
+
+    def _part_dropped(self, transfer: PeerTransfer, event: ev.PartSent) -> None:
+        """Plans a part again that was queued when the engine recalled its pages, and was dropped."""
+        if event.kind is not PartKind.KV:
+            transfer.finals[event.kind, event.key].state = PartState.PLANNED
+            return
+        part = transfer.parts[event.key]
+        part.state = PartState.PLANNED
+        transfer.to_queue += part.layers
+        self.staging.give_back(transfer, part)
+        self.staging.request_next(transfer.peer)
+
+    def end_recall(self, room: SendRoom) -> None:
+        """Reports a recall as done once no part that was queued before it is in transfer.
+
+        Pages that the engine has passed since then may be sent from now on.
+        """
+        if not room.recalling or room.failure is not None or not room.drained:
+            return
+        self.context.actions.append(ev.Recalled(room.room, room.recalling))
+        room.recalling = 0
+        self.staging.request_all(room)
+        if room.computed.given or room.computed.total is not None:
+            for transfer in room.transfers.values():
+                self.advance(room, transfer, room.computed.sendable(), self.context.now_ns)
+                if room.failure is not None:
+                    return
+                self.queue_finals(room, transfer)
         self.rooms.progress(room)
 
     def _part_sent(self, room: SendRoom, transfer: PeerTransfer, part: Part, moments: dict[str, int]) -> None:
@@ -94,7 +126,9 @@ class Dispatch:
             part = transfer.parts.get(PartKey(self.context.rank, grant.chunk, grant.lo, grant.hi))
             if part is None or grant.offset + part.nbytes > grant.end or grant.end > peer.info.ring_bytes:
                 self.context.drop("unknown-part")
-            elif part.path != STAGED or part.grant is not None or grant.serial <= part.revoked:
+            elif part.path == STAGED and part.grant is None and (grant.serial <= part.revoked or not part.requested):
+                self.staging.return_grant(transfer, part, grant.serial)  # revoked, or its pages were recalled
+            elif part.path != STAGED or part.grant is not None:
                 self.context.drop("late")
             else:
                 part.grant = grant
@@ -187,6 +221,8 @@ class Dispatch:
             text = f"room {room.room}: this side computed {given} pages, {expected}"
             self.rooms.fail(room, self.context.failure("KV_PLAN_MISMATCH", text))
             return
+        if room.recalling or transfer.recalled is not None:
+            return
         room.since_ns = self.context.now_ns
         if room.state is RoomState.WAITING_FOR_INPUT:
             self.rooms.enter(room, RoomState.TRANSFERRING)
@@ -198,7 +234,7 @@ class Dispatch:
 
     def dispatch(self, room: SendRoom, transfer: PeerTransfer, part: Part) -> None:
         """Queues a ready part, or parks it until its region is open and the peer's lease is valid."""
-        if room.failure is not None:
+        if room.failure is not None or transfer.recalled is not None:
             return
         peer = self.context.peers[transfer.peer]
         grant = part.grant if part.path == STAGED else None
@@ -216,6 +252,8 @@ class Dispatch:
     def queue_finals(self, room: SendRoom, transfer: PeerTransfer) -> None:
         """Queues the final parts of a transfer if all of its KV parts are queued and the peer's lease is valid."""
         if room.failure is not None or not room.finished or transfer.to_queue:
+            return
+        if room.recalling or transfer.recalled is not None:
             return
         if not self.context.peers[transfer.peer].may_post(self.context.now_ns):
             return  # called again when the lease is renewed
@@ -332,6 +370,7 @@ class Forwards:
             return
         room.groups = event.groups
         room.prefetched = True
+        room.recalled = False
         if not room.computed.given and not room.launched:  # otherwise the forward of a later chunk begins
             room.forward_begun_ns = room.record.forward_begun_at = event.at_ns or self.context.now_ns
         self.staging.request_all(room)
@@ -370,8 +409,11 @@ class Forwards:
             return
         if room.computed.complete:
             room.forward_done_ns = room.computed_ns = room.record.forward_done_at = event.at_ns
-        if event.layers is None and not room.prefetched:
-            room.prefetched = True  # from here on a chunk is one part per share
+            if not room.transfers:
+                room.since_ns = self.context.now_ns  # from here on the room waits to be opened
+        again, room.recalled = room.recalled, False
+        if (event.layers is None and not room.prefetched) or again:
+            room.prefetched = room.prefetched or event.layers is None  # from here on a chunk is one part per share
             self.staging.request_all(room)
         for transfer in room.transfers.values():
             self.dispatch.advance(room, transfer, chunks, event.at_ns)
@@ -396,6 +438,38 @@ class Forwards:
         for transfer in room.transfers.values():
             self.dispatch.queue_finals(room, transfer)
         self.rooms.progress(room)
+
+    def on_recall(self, event: ev.Recall) -> None:
+        """Takes the room's pages back: none is read once Recalled is reported.
+
+        Parts that were sent stay sent. The others wait until the engine passes their pages again; grants and credits
+        are given back meanwhile, since the engine may first serve other rooms, which need them.
+        """
+        room = self._claimed(event.room)
+        if room is None or room.failure is not None:
+            return  # its pages are released when nothing is in flight
+        room.recalled, room.recalling = True, event.serial
+        room.computed = self.rooms.nothing_computed()
+        room.prefetched = room.finished = False
+        room.groups, room.deferred, room.launched = (), [], 0
+        room.aux_src, room.state_src = -1, ()
+        room.forward_begun_ns = room.computed_ns = room.record.forward_begun_at = room.record.forward_done_at = None
+        room.since_ns = self.context.now_ns
+        room.record.event("recall", self.context.now_ns)
+        self.context.telemetry.metrics.add("kvctl_rooms_recalled_total", 1)
+        for transfer in room.transfers.values():
+            transfer.cancel.recalled = True
+            if transfer.recalled is not None:
+                continue
+            transfer.cancel = CancelToken(transfer.cancel.lease)
+            for part in transfer.parts.values():
+                if part.state < PartState.QUEUED:
+                    self.rooms.unpark(room, transfer, part)
+                    part.state, part.src_pages = PartState.PLANNED, None
+                    self.staging.give_back(transfer, part)
+            self.staging.request_next(transfer.peer)
+        self.rooms.progress(room)  # if all parts are sent, the pages are not needed again
+        self.dispatch.end_recall(room)
 
     def _claimed(self, number: int) -> SendRoom | None:
         """Returns the room for which the engine has called send(); None if there is none.

@@ -54,6 +54,7 @@ class PrefillMachine(Machine):
             ev.ForwardFailed: forwards.on_forward_failed,
             ev.SendPages: forwards.on_send_pages,
             ev.Finish: forwards.on_finish,
+            ev.Recall: forwards.on_recall,
             ev.AbortRoom: self.on_abort_room,
             # the control channel
             ev.Received: self.on_received,
@@ -80,6 +81,7 @@ class PrefillMachine(Machine):
             msg.RoomDone: rooms.on_room_done,
             msg.RoomFailed: rooms.on_room_failed,
             msg.RoomAbort: rooms.on_room_abort,
+            msg.RoomRenew: rooms.on_room_renew,
             msg.Ack: rooms.on_ack,
             msg.PartAck: rooms.on_part_ack,
             msg.StagingGrants: dispatch.on_staging_grants,

@@ -209,6 +209,8 @@ class StagingRequests:
 
     def request(self, room: SendRoom, transfer: PeerTransfer) -> None:
         """Chooses missing paths, and requests regions for all staged parts in one message if the credits allow it."""
+        if room.recalled or transfer.recalled is not None:
+            return
         if room.prefetched:
             transfer.plan_parts(room.groups)
         info = self.context.peers[transfer.peer].info
@@ -244,6 +246,23 @@ class StagingRequests:
         self.state.credits[peer].refund(part)
         self.request_next(peer)
 
+    def give_back(self, transfer: PeerTransfer, part: Part) -> None:
+        """Gives back the grant and the credits of a part whose pages the engine has recalled.
+
+        The room may wait for its pages for long, and possibly for rooms that need this ring and these credits.
+        """
+        self.state.credits[transfer.peer].refund(part)
+        part.requested = False
+        part.asks = part.asked_ns = 0
+        if part.grant is not None:
+            self.return_grant(transfer, part, part.grant.serial)
+            part.grant = None
+
+    def return_grant(self, transfer: PeerTransfer, part: Part, serial: int) -> None:
+        """Returns a grant that will never be written; a lost message is repeated when the grant is received again."""
+        part.revoked = max(part.revoked, serial)
+        self.context.send(transfer.peer, msg.StagingRevoked(transfer.room, transfer.nonce, serial))
+
     def send(self, transfer: PeerTransfer, parts: list[Part]) -> None:
         for part in parts:
             part.asks += 1
@@ -271,9 +290,11 @@ class SendRooms:
         """Creates a room when the local engine or a decode rank opens it, whichever comes first."""
         self.state.ended.pop(number, None)
         record = self.context.telemetry.rooms.open(number, 0)
-        computed = ComputedPages(self.layers, self.context.local.chunk_pages)
-        room = self.state.rooms[number] = SendRoom(number, record, computed, self.context.now_ns)
+        room = self.state.rooms[number] = SendRoom(number, record, self.nothing_computed(), self.context.now_ns)
         return room
+
+    def nothing_computed(self) -> ComputedPages:
+        return ComputedPages(self.layers, self.context.local.chunk_pages)
 
     def find(self, peer: Peer, number: int, nonce: int) -> tuple[SendRoom, PeerTransfer] | None:
         """Returns the room and transfer that a message is about.
@@ -382,14 +403,58 @@ class SendRooms:
             key = RoomKey(peer.name, message.room, message.nonce)
             if key not in self.state.tombstones:
                 self.state.tombstones.add(key, failure_of(message), self.context.now_ns)
-                self.abort_unopened(message.room, failure_of(message))
+                if not message.recall:
+                    self.abort_unopened(message.room, failure_of(message))
             self.context.send(peer.name, msg.RoomDrained(message.room, message.nonce))
             return
         room, transfer = found
         transfer.abort_received = transfer.failed_acked = True
         transfer.drained_sent = False  # the abort was resent, so the answer was lost
-        self.fail(room, failure_of(message))
+        if message.recall:
+            self._recall_transfer(room, transfer, failure_of(message))
+        else:
+            self.fail(room, failure_of(message))
         self.progress(room)
+
+    def _recall_transfer(self, room: SendRoom, transfer: PeerTransfer, cause: Failure) -> None:
+        """Stops a transfer whose decode rank has recalled its pages; `progress` ends it once nothing is in flight."""
+        if room.failure is not None or transfer.recalled is not None:
+            return
+        transfer.recalled = cause
+        transfer.cancel.cancelled = True
+        for part in transfer.parts.values():
+            self.unpark(room, transfer, part)
+        self.state.credits[transfer.peer].forget(transfer)
+        self.context.note("room-recalled", cause["text"], room=room.room, peer=transfer.peer)
+        self.staging.request_next(transfer.peer)
+
+    def _end_recalled(self, room: SendRoom, transfer: PeerTransfer) -> None:
+        """Ends a recalled transfer of which nothing is in flight; the room waits until it is opened again.
+
+        A room that the local engine has not claimed is not known to anybody any more, and is forgotten.
+        """
+        now_ns, cause, record = self.context.now_ns, transfer.recalled, room.record
+        self.context.send(transfer.peer, msg.RoomDrained(transfer.room, transfer.nonce))
+        del room.transfers[transfer.peer], self.state.transfers[transfer.key]
+        self.state.tombstones.add(transfer.key, cause, now_ns)
+        record.planned -= transfer.planned
+        record.sent = (record.sent or 0) - sum(
+            part.layers for part in transfer.parts.values() if part.state is PartState.SENT
+        )
+        record.peers.remove(transfer.peer)
+        room.since_ns = now_ns
+        if not room.claimed and not room.transfers:
+            assert cause is not None
+            record.fail(cause, now_ns)
+            del self.state.rooms[room.room]
+            self.context.telemetry.finish(record, now_ns)
+
+    def on_room_renew(self, peer: Peer, message: msg.RoomRenew) -> None:
+        """Restarts the deadline of rooms that wait to be opened."""
+        for number in message.rooms:
+            room = self.state.rooms.get(number)
+            if room is not None and room.claimed and room.failure is None and not room.opened:
+                room.since_ns = self.context.now_ns
 
     def on_ack(self, peer: Peer, message: msg.Ack) -> None:
         found = self.find(peer, message.room, message.nonce)
@@ -424,6 +489,8 @@ class SendRooms:
         if room.failure is not None:
             self._settle(room)
             return
+        for transfer in [each for each in room.transfers.values() if each.recalled is not None and each.drained]:
+            self._end_recalled(room, transfer)
         if not room.released and room.sent:
             self._release(room)
             for transfer in room.transfers.values():  # time to ask how the room ended, in case RoomDone is lost
@@ -507,7 +574,7 @@ class SendRooms:
                 self.resend(room, transfer)
         if now_ns >= self.state.deadlines_due_ns:
             # Engines may announce thousands of rooms long before they are opened: check deadlines seldom.
-            shortest = min(timing.bootstrap_ns, timing.waiting_ns)
+            shortest = min(timing.bootstrap_ns, timing.waiting_ns, timing.unclaimed_ns, timing.held_ns)
             self.state.deadlines_due_ns = now_ns + min(_DEADLINES_EVERY_NS, shortest // 4)
             for room in list(self.state.rooms.values()):
                 if room.failure is None:
@@ -529,10 +596,21 @@ class SendRooms:
     def _check_deadline(self, room: SendRoom) -> None:
         waited = self.context.now_ns - room.since_ns
         stuck = f"room {room.room} was stuck in {room.state.label} for {waited / 1e9:.1f} s"
-        if room.state is RoomState.BOOTSTRAPPING and waited > self.context.timing.bootstrap_ns:
-            opened = f"{len(room.transfers)} of {room.expected or '?'} decode ranks opened it"
-            self.fail(room, self.context.failure("KV_ROOM_STUCK_BOOTSTRAP", f"{stuck}: {opened}"))
-        elif room.state is not RoomState.BOOTSTRAPPING and waited > self.context.timing.waiting_ns:
+        timing = self.context.timing
+        if not room.claimed and waited > timing.unclaimed_ns:
+            text = f"{', '.join(room.transfers)} opened room {room.room} {waited / 1e9:.1f} s ago"
+            text += f", and the engine of {self.context.local.name} has not called send() for it"
+            self.fail(room, self.context.failure("KV_ROOM_UNCLAIMED", text))
+        elif room.computed.complete and not room.transfers:
+            if waited > timing.held_ns:
+                text = f"room {room.room} was computed at {self.context.local.name}, and in {waited / 1e9:.1f} s "
+                text += "no decode rank has opened or renewed it"
+                self.fail(room, self.context.failure("KV_HOLD_EXPIRED", text))
+        elif not room.opened:
+            if waited > timing.bootstrap_ns:
+                opened = f"{len(room.transfers)} of {room.expected or '?'} decode ranks opened it"
+                self.fail(room, self.context.failure("KV_ROOM_STUCK_BOOTSTRAP", f"{stuck}: {opened}"))
+        elif waited > timing.waiting_ns:
             if room.done and room.drained:
                 # The decode ranks have all that they wanted: a failure here would give the room two different ends.
                 text = f"room {room.room} is received by every decode rank, but for {waited / 1e9:.1f} s"
@@ -562,6 +640,8 @@ class SendRooms:
             return "the event of its forward is not done"
         if room.deferred:
             return "finish() was not called, and until then this stage keeps its pages back (pp_early_send is off)"
+        if room.recalled:
+            return "the engine recalled its pages, and has not passed them again"
         if not room.computed.complete:
             return f"the engine gave no last pages: {room.computed.describe_missing()}"
         for transfer in room.transfers.values():
@@ -608,7 +688,7 @@ class SendRooms:
             if not transfer.failed_acked:
                 self.send_failed(transfer, room.failure)
             return
-        if transfer.done:
+        if transfer.done or transfer.recalled is not None:
             return
         # A part whose tag was lost keeps its ring region, and others may wait for that: do not wait until all are sent.
         sent: list[Part | Final] = [

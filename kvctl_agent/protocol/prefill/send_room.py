@@ -237,6 +237,8 @@ class PeerTransfer:
         to_queue: number of cells that are not queued for transfer yet.
         to_send: number of cells and final parts that are not sent yet.
         in_flight: number of parts queued for transfer whose end has not been reported.
+        recalled: why the transfer ends: the decode rank has recalled its pages, and may open the room again; None
+            otherwise.
     """
 
     writer: int
@@ -254,6 +256,7 @@ class PeerTransfer:
     finals: dict[tuple[PartKind, PartKey], Final]
     prefill_only: bool
     cancel: CancelToken
+    recalled: Failure | None = None
     parts: dict[PartKey, Part] = field(default_factory=dict)
     in_flight: int = 0
     done: bool = False
@@ -344,6 +347,8 @@ class SendRoom:
     groups: tuple[tuple[int, int], ...] = ()  # layer groups announced by the engine
     deferred: list[SendPages] = field(default_factory=list)  # pages of an early stage that sends only at finish()
     launched: int = 0  # forwards running on the device, with pages to follow
+    recalled: bool = False  # the engine has taken its pages back, and has not begun to pass them again
+    recalling: int = 0  # serial of the recall while parts queued before it are in transfer; 0: none
     expected: int = 0  # number of decode ranks that must open the room; 0: not known before the first opens it
     transfers: dict[str, PeerTransfer] = field(default_factory=dict)
     finished: bool = False
@@ -368,8 +373,12 @@ class SendRoom:
 
     @property
     def sent(self) -> bool:
-        """Whether all pages are computed and all parts are sent, so that the pages will not be read again."""
-        return self.opened and self.computed.complete and all(transfer.sent for transfer in self.transfers.values())
+        """Whether all pages are computed and all parts are sent, so that the pages will not be read again.
+
+        Pages that were recalled need not be computed again if all parts were sent before.
+        """
+        computed = self.computed.complete or self.recalled
+        return self.opened and computed and all(transfer.sent for transfer in self.transfers.values())
 
     @property
     def done(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
-from tests.explore.explorer.machines import Age, Done, Machines, role_of
+from tests.explore.explorer.machines import Age, Done, Lapse, Machines, role_of
 from tests.explore.explorer.witness import Witnesses
 
 State = tuple[int, ...]
@@ -27,6 +27,8 @@ class Budget(NamedTuple):
         early: Ticks of one agent while other steps are possible.
         overtakings: of messages, tags or parts by a later one of the same queue.
         aborts: (agent, room).
+        recalls: (agent, room): an engine takes the pages of a room back, and goes on with other pages.
+        lapses: rooms that wait to be opened or claimed for longer than they may.
         releases: releases of a decode rank's allocation by an operator, without force.
         failures: scatters that fail, as on a device error.
         pauses: agents that stop processing events for any time; their writes in flight may land meanwhile.
@@ -45,6 +47,8 @@ class Budget(NamedTuple):
     overtakings: int = 0
     early: int = 0
     aborts: tuple[tuple[str, int], ...] = ()
+    recalls: tuple[tuple[str, int], ...] = ()
+    lapses: int = 0
     releases: int = 0
     failures: int = 0
     pauses: tuple[str, ...] = ()
@@ -80,6 +84,7 @@ class Start(NamedTuple):
         calls: (agent, its calls), each made at once by an engine, at some time.
         revival: (agent, calls) made by engines after a restart of that agent.
         again: calls for a room whose number is used a second time.
+        recalled: calls by which an engine goes on after a recall, by (agent, room).
     """
 
     world: Any
@@ -88,6 +93,7 @@ class Start(NamedTuple):
     again: dict[int, tuple[tuple[str, tuple[ev.Event, ...]], ...]]
     paths: Callable[..., str]
     rosters: tuple[ev.RosterKnown, ...]  # what a decode rank knows from its start
+    recalled: dict[tuple[str, int], tuple[ev.Event, ...]]
 
 
 class Flow:
@@ -193,7 +199,7 @@ class Flow:
 
     # ---- what machines do -----------------------------------------------------------------------------------------
 
-    def _feed(self, state: list[int], agent: int, key: Any, events: tuple[ev.Event | Age, ...]) -> bool:
+    def _feed(self, state: list[int], agent: int, key: Any, events: tuple[ev.Event | Age | Lapse, ...]) -> bool:
         done = self.machines.step(state[agent], key, events)
         if done is None:
             return False

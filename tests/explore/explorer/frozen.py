@@ -34,7 +34,10 @@ TIMING = Timing(
     bootstrap_ns=1 << 60,
     waiting_ns=1 << 60,
     revoke_ns=0,
+    unclaimed_ns=10,
+    hold_ns=10,
 )
+LAPSED = 20  # longer than a room may wait to be opened or claimed
 FAILURE: Failure = {"rank": "somebody", "code": "ABORTED", "at_ns": 0, "text": "for some reason"}
 
 

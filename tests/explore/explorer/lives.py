@@ -7,7 +7,7 @@ import msgspec
 from kvctl_agent.protocol import events as ev
 from tests.explore.explorer.flow import Channel, Flow, Kind, Start, Step
 from tests.explore.explorer.frozen import AGES, machine_of
-from tests.explore.explorer.machines import Age, role_of
+from tests.explore.explorer.machines import Age, Lapse, role_of
 
 
 class Lives(Flow):  # type: ignore[misc]
@@ -66,6 +66,28 @@ class Lives(Flow):  # type: ignore[misc]
     def _abort(self, state: list[int], step: Step) -> None:
         state[self._budget] = self._spend(state[self._budget], "aborts", (self.names[step.agent], step.other))
         self._feed(state, step.agent, ("abort", step.other), (ev.AbortRoom(step.other, "enough"),))
+
+    def _recall(self, state: list[int], step: Step) -> None:
+        """An engine takes the pages of a room back, and calls again later.
+
+        The calls that a prefill engine was going to make are replaced by those that compute the room in other pages.
+        """
+        agent, name, room = step.agent, self.names[step.agent], step.other
+        state[self._budget] = self._spend(state[self._budget], "recalls", (name, room))
+        place = self._place("engine", agent, agent)
+        pending = [(item, self._events[item][0]) for item in self.contents[state[place]]]
+        left = [item for item, call in pending if getattr(call, "room", None) != room]
+        state[place] = self._content(tuple(left))
+        recall = ev.Recall(room, 1 + len(self.budgets[0].recalls) - len(self.budgets[state[self._budget]].recalls))
+        self._feed(state, agent, ("recall", recall.serial, room), (recall,))
+        self._will_call(state, name, self.start.recalled[name, room])
+
+    def _lapse(self, state: list[int], step: Step) -> None:
+        self._feed(state, step.agent, ("lapse", step.other), (Lapse(step.other),))
+
+    def _lapse_early(self, state: list[int], step: Step) -> None:
+        state[self._budget] = self._spend(state[self._budget], "lapses")
+        self._lapse(state, step)
 
     def _release(self, state: list[int], step: Step) -> None:
         state[self._budget] = self._spend(state[self._budget], "releases")

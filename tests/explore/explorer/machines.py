@@ -15,7 +15,7 @@ from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import LocalInfo
 from kvctl_agent.protocol.tag import Tag
 from tests.explore.explorer.canonical import Walk
-from tests.explore.explorer.frozen import AGES, NOW_NS, FrozenDecode, FrozenPrefill, Machine, freeze, thaw
+from tests.explore.explorer.frozen import AGES, LAPSED, NOW_NS, FrozenDecode, FrozenPrefill, Machine, freeze, thaw
 from tests.support.protocol.oracle import Broken, Write, place_of
 
 
@@ -26,6 +26,12 @@ class Age(NamedTuple):
     tick: bool
 
 
+class Lapse(NamedTuple):
+    """Input: a room of a prefill rank has waited to be opened, or to be claimed, for longer than it may."""
+
+    room: int
+
+
 class Knows(NamedTuple):
     """Properties of a machine's state that the space reads.
 
@@ -34,12 +40,14 @@ class Knows(NamedTuple):
         serials: of the ring's live allocations, in order.
         peers: by name: incarnation, whether messages may be sent to it, and the age of the silence (an index into
         AGES).
+        held: rooms of a prefill rank that wait to be opened although they are computed, or to be claimed.
     """
 
     life: int
     idle: bool
     peers: dict[str, tuple[int, bool, int]]
     serials: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
 
 
 class Done(NamedTuple):
@@ -94,7 +102,7 @@ class Machines:
         machine: Machine = thaw(self._frozen[state])
         return machine
 
-    def step(self, state: int, key: Hashable, events: tuple[ev.Event | Age, ...]) -> Done | None:
+    def step(self, state: int, key: Hashable, events: tuple[ev.Event | Age | Lapse, ...]) -> Done | None:
         """Feed the events that `key` identifies; None if the engine may not make this call now.
 
         Raises:
@@ -107,11 +115,11 @@ class Machines:
             done = self._done[place] = self._compute(state, events)
             return done
 
-    def _compute(self, state: int, events: tuple[ev.Event | Age, ...]) -> Done | None:
+    def _compute(self, state: int, events: tuple[ev.Event | Age | Lapse, ...]) -> Done | None:
         machine = self.machine(state)
         name = machine.local.name
         transfers = list(machine.state.transfers.values()) if isinstance(machine, FrozenPrefill) else []
-        down = [transfer for transfer in transfers if not transfer.cancel.cancelled]
+        down = [(transfer, transfer.cancel) for transfer in transfers if not transfer.cancel.dropped]
         actions: list[ev.Action] = []
         seen: list[Seen] = []
         for event in events:
@@ -121,11 +129,15 @@ class Machines:
                 if not event.tick:
                     continue
                 event = ev.Tick()
+            elif isinstance(event, Lapse):
+                machine.rooms[event.room].since_ns = NOW_NS - LAPSED
+                machine.state.deadlines_due_ns = 0
+                event = ev.Tick()
             try:
                 found = machine.handle(event, NOW_NS)
             except LocalProtocolError:
                 return None
-            if isinstance(event, ev.SendRoom | ev.OpenRoom | ev.SendPages | ev.Finish):
+            if isinstance(event, ev.SendRoom | ev.OpenRoom | ev.SendPages | ev.Finish | ev.Recall):
                 seen.append(("called", name, event))
             seen += self._told(machine, found)
             actions += found
@@ -135,12 +147,12 @@ class Machines:
             tuple(_send(machine, action) for action in actions if isinstance(action, ev.Send)),
             tuple(ev.PeerConnected(action.peer) for action in actions if isinstance(action, ev.ConnectPeer)),
             tuple(
-                (self.order(name, machine.local.incarnation, action), action.cancel.cancelled)
+                (self.order(name, machine.local.incarnation, action), action.cancel.dropped)
                 for action in actions
                 if isinstance(action, ev.Transfer)
             ),
             tuple(self._scatter(action) for action in actions if isinstance(action, ev.Scatter)),
-            frozenset((transfer.peer, transfer.room, transfer.nonce) for transfer in down if transfer.cancel.cancelled),
+            frozenset((transfer.peer, transfer.room, transfer.nonce) for transfer, cancel in down if cancel.dropped),
             self.see(tuple(seen)),
         )
 
@@ -165,6 +177,8 @@ class Machines:
                 told.append(("changed", name, action.room, action.state))
             elif isinstance(action, ev.Released):
                 told.append(("released", name, action.room))
+            elif isinstance(action, ev.Recalled):
+                told.append(("recalled", name, action.room))
         return told
 
     def order(self, name: str, life: int, order: ev.Transfer) -> int:
@@ -193,7 +207,7 @@ def _name(value: object) -> Hashable | None:
     if isinstance(value, msg.PeerInfo):
         return value.name
     if isinstance(value, ev.Transfer):
-        return value.peer, value.tag, value.path, value.grant
+        return value.peer, value.tag, value.path, value.grant, value.src_pages.tobytes()
     return None
 
 
@@ -211,7 +225,14 @@ def _knows(machine: Machine) -> Knows:
     serials: tuple[int, ...] = ()
     if isinstance(machine, FrozenDecode):
         serials = tuple(allocation.region.serial for allocation in machine.state.grant_table.allocations())
-    return Knows(machine.local.incarnation, idle, peers, serials)
+    held: tuple[int, ...] = ()
+    if isinstance(machine, FrozenPrefill):
+        held = tuple(room.room for room in machine.rooms.values() if room.failure is None and _is_held(room))
+    return Knows(machine.local.incarnation, idle, peers, serials, held)
+
+
+def _is_held(room: Any) -> bool:
+    return bool(room.computed.complete and not room.transfers if room.claimed else room.transfers)
 
 
 def _send(machine: Machine, action: ev.Send) -> tuple[str, bytes, bool]:

@@ -49,6 +49,7 @@ class Scene:
         groups: layers in a group; a part of one page and one layer is one unit with one writer.
         states: items of each state component.
         cp: context parallel ranks, which share each chunk.
+        recalled: (agent, room) whose engine takes the pages of the room back, and has other pages for it.
         again: rooms whose number is opened again, under another nonce, after the first use is over.
         revived: agents after whose restart another room is sent.
         paths: the path of each part.
@@ -67,6 +68,7 @@ class Scene:
     groups: tuple[int, ...] = ()
     states: tuple[int, ...] = ()
     cp: int = 1
+    recalled: tuple[tuple[str, int], ...] = ()
     again: tuple[int, ...] = ()
     revived: tuple[str, ...] = ()
     paths: Callable[..., str] = staged
@@ -112,11 +114,18 @@ class Scene:
             room: (self._opening(room, 2000 + room, 100 * room + 50), *self._forwards(world, room))
             for room in self.again
         }
+        recalled = {entry: self._after_recall(world, *entry) for entry in self.recalled}
         late = (self._opening(REVIVED, 9000, 9000), *self._forwards(world, REVIVED))
         told = set(numbers) if self.asked else set()
         world.sent = {key: state for key, state in world.sent.items() if key[1] in told}
         rosters = (ev.RosterKnown(registry(0), world.prefill_names),)
-        return Start(world, tuple(calls), dict.fromkeys(self.revived, late), again, self.paths, rosters)
+        return Start(world, tuple(calls), dict.fromkeys(self.revived, late), again, self.paths, rosters, recalled)
+
+    def _after_recall(self, world: _World, name: str, room: int) -> tuple[ev.Event, ...]:
+        """Returns the calls by which an engine goes on with a room whose pages it has recalled."""
+        if name.startswith("decode"):
+            return self._opening(room, 3000 + room, 100 * room + 30)[1]
+        return next(calls[1:] for caller, calls in self._forwards(world, room) if caller == name)
 
     def _opening(self, room: int, nonce: int, first: int) -> Calls:
         pages = np.arange(first, first + self.pages, dtype=np.int32)

@@ -37,7 +37,7 @@ class Space(Lives):  # type: ignore[misc]
             elif item.kind == "begin":
                 write = item.what
                 number = self.machines.order(write.writer, write.incarnation, write.order)
-                self._put(state, self._place("begin", by, by), self._item((number, write.order.cancel.cancelled)))
+                self._put(state, self._place("begin", by, by), self._item((number, write.order.cancel.dropped)))
             else:
                 raise AssertionError(f"a world that starts with a {item.kind} on its way")
         for name, calls in self.start.calls:
@@ -120,8 +120,12 @@ class Space(Lives):  # type: ignore[misc]
         if quiet:
             yield Step("time"), False
             first = self.budgets[0]
-            gone = budget.kills, budget.freezes, budget.leaves
-            if (*gone, budget.again) != (first.kills, first.freezes, first.leaves, first.again):
+            gone = budget.kills, budget.freezes, budget.leaves, budget.recalls, budget.lapses
+            before = first.kills, first.freezes, first.leaves, first.recalls, first.lapses
+            if (*gone, budget.again) != (*before, first.again):
+                for agent, there in enumerate(state[: len(names)]):
+                    for room in self.machines.knows[there].held if there >= 0 and not paused >> agent & 1 else ():
+                        yield Step("lapse", agent=agent, other=room), False
                 # Somebody may never come: gone, or refused for the sake of an earlier life of the number.
                 for name, room in self.witnesses.waiting[state[self._oracle]]:
                     yield Step("deadline", agent=self._at[name], other=room), False
@@ -168,6 +172,12 @@ class Space(Lives):  # type: ignore[misc]
         for name, room in budget.aborts:
             if awake[self._at[name]]:
                 yield Step("abort", agent=self._at[name], other=room), True
+        for name, room in budget.recalls:
+            if awake[self._at[name]] and self.witnesses.open(state[self._oracle], name, room):
+                yield Step("recall", agent=self._at[name], other=room), True
+        for agent, there in enumerate(awake if budget.lapses else ()):
+            for room in self.machines.knows[state[agent]].held if there else ():
+                yield Step("lapse early", agent=agent, other=room), True
         for agent, there in enumerate(awake if budget.releases else ()):
             for serial in self.machines.knows[state[agent]].serials if there else ():
                 yield Step("release", agent=agent, other=serial), True
@@ -228,6 +238,7 @@ class Space(Lives):  # type: ignore[misc]
         if kind == "begin":
             number, raised = self.items[item]
             if raised:
+                self._see(state, self.machines.see((("undone", number),)))
                 self._over(state, number, dropped=True)
             else:
                 self._see(state, self.machines.see((("begun", number),)))

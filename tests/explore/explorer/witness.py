@@ -42,6 +42,10 @@ class Witness(Oracle):  # type: ignore[misc]
             self.changed(what[0], ev.StateChanged(what[1], what[2]))
         elif kind == "released":
             self.released(*what)
+        elif kind == "recalled":
+            self.recalled(*what)
+        elif kind == "undone":
+            self.undone(writes[what[0]])
         elif kind == "begun":
             self.begun(writes[what[0]])
         elif kind == "landed":
@@ -111,6 +115,12 @@ class Witness(Oracle):  # type: ignore[misc]
         sent = [key[1] for key, state in self.sent.items() if not (state.finished and key in self.sent_released)]
         return frozenset(rooms + sent)
 
+    def open(self, name: str, number: int) -> bool:
+        """Returns whether an engine has a room that has not ended: on a prefill rank it has called send()."""
+        found = [room.state for room in self.rooms.values() if (room.reader, room.room) == (name, number)]
+        found += [state for key, state in self.sent.items() if key == (name, number)]
+        return bool(found) and not found[-1].finished
+
     @property
     def waiting(self) -> tuple[tuple[str, int], ...]:
         """(agent, room) whose engine waits for its peers to join; only a deadline ends this if they never do."""
@@ -129,7 +139,15 @@ class Witnesses:
         self._frozen: list[bytes] = []
         self._numbers: dict[Hashable, int] = {}
         self._after: dict[tuple[int, int], tuple[int, bool]] = {}
+        self._open: dict[tuple[int, str, int], bool] = {}
         self._walk = Walk(_name)
+
+    def open(self, state: int, name: str, number: int) -> bool:
+        """As `Witness.open`, of the oracle in a state."""
+        key = state, name, number
+        if key not in self._open:
+            self._open[key] = self.witness(state).open(name, number)
+        return self._open[key]
 
     def number(self, witness: Witness) -> int:
         key = self._walk.of(witness)
@@ -164,5 +182,5 @@ class Witnesses:
 
 def _name(value: object) -> Hashable | None:
     if isinstance(value, ev.Transfer):
-        return value.peer, value.tag, value.path, value.grant
+        return value.peer, value.tag, value.path, value.grant, value.src_pages.tobytes()
     return None

@@ -60,7 +60,9 @@ EVERY: list[msg.Message] = [
     msg.RoomFailed(1, 2, "decode-0", "CODE", 3, "text"),
     msg.Ack(1, 2, "room-done"),
     msg.RoomAbort(1, 2, "decode-0", "CODE", 3, "text"),
+    msg.RoomAbort(1, 2, "decode-0", "RECALLED", 3, "text", recall=True),
     msg.RoomDrained(1, 2),
+    msg.RoomRenew([1, 2**64 - 1]),
     msg.Bye(True),
 ]
 

@@ -19,8 +19,9 @@ from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.decode.rooms import RecvRoom
 from kvctl_agent.protocol.peer import CancelToken
 from kvctl_agent.protocol.prefill.send_room import ComputedPages, PeerTransfer
+from tests.support.protocol.oracle import place_of
 from tests.support.protocol.scenarios import open_and_compute, world
-from tests.support.protocol.simulation import SECOND, Broken, World
+from tests.support.protocol.simulation import SECOND, Broken, Item, World
 
 
 def history(dice: random.Random, *, answers: float = 1.0) -> tuple[World, list[int]]:
@@ -118,6 +119,87 @@ def harmed(seed: int) -> World:
     found.prove()
     found.settle()
     return found
+
+
+def preempt(world: World, dice: random.Random, serial: int) -> None:
+    """One engine takes the pages of a room back; a prefill engine computes it again, before or after that is done."""
+    sending = [
+        key for key, state in world.sent.items() if not state.finished and key[1] in world.machines[key[0]].rooms
+    ]
+    sending = [(name, room) for name, room in sending if world.machines[name].rooms[room].claimed]
+    receiving = [room for room in world.rooms.values() if not room.state.finished]
+    if sending and (not receiving or dice.random() < 0.6):
+        name, room = dice.choice(sending)
+        place = place_of(name)
+        split = [dice.randrange(world.prompts[name, room][0] + 1)]
+        groups = [dice.randint(1, world.shape.num_layers)] if dice.random() < 0.5 else []
+        calls = world.recall(room, place.rank, place.instance, serial=serial, split=split, groups=groups)
+        if dice.random() < 0.5:
+            world.stir(dice, 30)
+        world.pool.append(Item("engine", name, name, calls))
+    elif receiving:
+        expected = dice.choice(receiving)
+        world.feed(expected.reader, ev.Recall(expected.room))
+
+
+def reopen(world: World) -> None:
+    """Decode engines open the rooms again that they have recalled, as soon as their pages are released."""
+    last = {(room.reader, room.room): room for room in world.rooms.values()}
+    for room in last.values():
+        if room.released and room.state is RoomState.FAILED and room.failure["text"].endswith("recalled its pages"):
+            world.receive(
+                room.room,
+                room.total_pages,
+                reader=int(room.reader.rpartition("-")[2]),
+                prefix=room.prefix_pages,
+                aux=room.aux_index,
+                instance=room.instance,
+                states=[len(items) for items in room.items],
+                prefill_only=room.prefill_only,
+            )
+
+
+def preempted(seed: int) -> World:
+    """A history in which engines take pages back and go on later, up to its end."""
+    dice = random.Random(seed)
+    found, _ = history(dice)
+    loss, copies = dice.choice([0, 0.05, 0.2]), dice.choice([0, 0.05, 0.2])
+    for serial in range(1, dice.choice([2, 3, 5])):
+        found.stir(dice, dice.choice([5, 20, 50, 100, 200]), loss=loss, copies=copies)
+        preempt(found, dice, serial)
+        reopen(found)
+    for _ in range(40):
+        found.stir(dice, 20, loss=loss, copies=copies)
+        reopen(found)
+        if found.over():
+            break
+    found.settle()
+    return found
+
+
+@settings(max_examples=100)
+@given(seed=st.integers(0, 1 << 32))
+def test_preempted_rooms_succeed_or_fail_because_their_pages_were_released(seed: int) -> None:
+    found = preempted(seed)
+    for room in found.rooms.values():
+        assert room.state is RoomState.SUCCESS or room.failure["code"] == "RECALLED", room.failure
+    found.check_empty()
+
+
+def test_preempted_histories_cover_both_sides_and_every_end() -> None:
+    """Else the oracle above would be content with nothing."""
+    seen: Counter[str] = Counter()
+    for seed in range(60):
+        found = preempted(seed)
+        seen["prefill"] += len(found.recalls)
+        last = {(room.reader, room.room): room for room in found.rooms.values()}
+        seen["decode"] += len(found.rooms) - len(last)
+        seen["success after a recall by decode"] += sum(
+            room.state is RoomState.SUCCESS and len([each for each in found.rooms if each[:2] == key]) > 1
+            for key, room in last.items()
+        )
+        seen["too late"] += sum(room.state is RoomState.FAILED for room in last.values())
+    assert min(seen.values()) > 3, seen
 
 
 @settings(max_examples=100)

@@ -48,12 +48,19 @@ class TestSerials:
         world = asked(1)
         granted(world)
         (allocation,) = world.d().state.grant_table.allocations()
-        give(world, answer(7, 1000, allocation.region.serial), to="decode-0", by="prefill-0")
-        assert allocation.state is RegionState.GRANTED
         allocation.state = RegionState.REVOKING
         give(world, answer(7, 1000, allocation.region.serial + 1), to="decode-0", by="prefill-0")
         assert allocation.state is RegionState.REVOKING
         assert len(world.d().state.grant_table) == 1
+
+    def test_a_writer_may_give_a_grant_back_unasked_and_too_late_answers_only_a_revoke(self) -> None:
+        world = asked(1)
+        granted(world)
+        (allocation,) = world.d().state.grant_table.allocations()
+        give(world, msg.TooLate(7, 1000, allocation.region.serial), to="decode-0", by="prefill-0")
+        assert not allocation.posted
+        give(world, msg.StagingRevoked(7, 1000, allocation.region.serial), to="decode-0", by="prefill-0")
+        assert len(world.d().state.grant_table) == 0
 
     def test_a_writer_whose_tombstone_has_it_says_that_it_is_revoked(self) -> None:
         """Also of a room that it has buried, and of a revoke that comes again."""

@@ -15,6 +15,7 @@ TO_PREFILL = {
     msg.RoomOpen,
     msg.RoomDone,
     msg.RoomAbort,
+    msg.RoomRenew,
     msg.StagingGrants,
     msg.StagingRefused,
     msg.StagingRevoke,
@@ -45,6 +46,7 @@ OF_PREFILL = {
 }
 OF_DECODE = {
     ev.OpenRoom,
+    ev.RenewRooms,
     ev.Arrived,
     ev.Scattered,
     ev.ScatterFailed,

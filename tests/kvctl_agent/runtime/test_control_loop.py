@@ -85,6 +85,9 @@ class StandInExecutor:
     def release(self, action: ev.Released) -> None:
         self._do(("released", action.room))
 
+    def end_recall(self, action: ev.Recalled) -> None:
+        self._do(("recalled", action.room))
+
     def learn(self, action: ev.Overlapped) -> None:
         self._do(action)
 

@@ -128,6 +128,7 @@ class Oracle:
         self.queued: Counter[tuple[str, int, str, int, int]] = Counter()  # (layer, page) pairs ordered, by transfer
         self.computed: set[tuple[str, int, int, int]] = set()  # (prefill rank, room, layer, page) that its engine has
         self.finished: set[tuple[str, int]] = set()  # (prefill rank, room) whose engine is done
+        self.taken_back: set[tuple[str, int, int]] = set()  # (prefill rank, room, page) that its engine has recalled
         self.paths: Counter[str] = Counter()  # number of ordered parts by path
         self.cut: Counter[bool] = (
             Counter()
@@ -144,6 +145,7 @@ class Oracle:
         self.sent_released = {key for key in self.sent_released if key[0] != name}
         self.computed = {entry for entry in self.computed if entry[0] != name}
         self.finished = {entry for entry in self.finished if entry[0] != name}
+        self.taken_back = {entry for entry in self.taken_back if entry[0] != name}
         # Writes into an ended process have no effect; the engine reports them as completed later.
         self.rooms = {key: room for key, room in self.rooms.items() if key[0] != name}
 
@@ -159,7 +161,12 @@ class Oracle:
 
     def called(self, name: str, event: ev.Event) -> None:
         """Records a call of an engine: pages that it has computed, or the end of its forwards."""
-        if isinstance(event, ev.Finish):
+        if isinstance(event, ev.Recall):
+            mine = {entry for entry in self.computed if entry[:2] == (name, event.room)}
+            self.taken_back |= {(name, event.room, page) for *_, page in mine}
+            self.computed -= mine
+            self.finished.discard((name, event.room))
+        elif isinstance(event, ev.Finish):
             self.finished.add((name, event.room))
         elif isinstance(event, ev.SendPages):
             lo, hi = event.layers or (0, sum(segment.layer_hi for segment in self.inputs.segments))
@@ -206,6 +213,24 @@ class Oracle:
         cells = writer_cells(inputs, room.room, rank, reader, room.total_pages, room.prefix_pages)
         return sum(share.num_layers for share in owed) * sum(cell.count for cell in cells)
 
+    def undone(self, write: Write) -> None:
+        """Records a queued part that was dropped: it may be ordered once more."""
+        order = write.order
+        if order.kind is PartKind.KV:
+            transfer = (write.writer, write.incarnation, order.peer, order.room, order.nonce)
+            self.queued[transfer] -= (order.key.hi - order.key.lo) * len(order.src_pages)
+
+    def recalled(self, name: str, number: int) -> None:
+        """Checks that no write reads pages which an engine has recalled, and may reuse from now on."""
+        for write in self.flying:
+            if write.writer == name and write.order.room == number and self._taken_back(write):
+                raise Broken(f"{name} gives pages of room {number} back while {write.order.key} is in flight")
+
+    def _taken_back(self, write: Write) -> bool:
+        order = write.order
+        pages = order.src_pages.tolist() if order.kind is PartKind.KV else []
+        return any((write.writer, order.room, page) in self.taken_back for page in pages)
+
     def begun(self, write: Write) -> None:
         """Checks and records a write that begins; from now on no cancellation stops it."""
         order = write.order
@@ -213,6 +238,8 @@ class Oracle:
             raise Broken(f"{order.key} of room {order.room} begins after the room has failed: it was to be dropped")
         if (write.writer, order.room) in self.sent_released:
             raise Broken(f"{write.writer} reads pages of room {order.room} after it was released")
+        if self._taken_back(write):
+            raise Broken(f"{write.writer} reads pages of room {order.room} that its engine has recalled")
         for other in self.flying:
             if _reader(other) == _reader(write) and _overlap(other.order, order):
                 raise Broken(f"two writes in flight to the same ring bytes: {other.order.key} and {order.key}")
@@ -312,6 +339,8 @@ class Oracle:
             before = self.sent.get((name, action.room))
             if before is not None and before.finished and before != action.state:
                 raise Broken(f"{name} room {action.room} goes from {before.label} to {action.state.label}")
+            if action.state is RoomState.SUCCESS:
+                self._check_received(name, action.room)
             self.sent[name, action.room] = action.state
             self.sent_failures[name, action.room] = action.failure
             self.prefixes[name, action.room] = action.prefix_tokens
@@ -322,6 +351,14 @@ class Oracle:
         room.state, room.failure = action.state, action.failure
         if action.state is RoomState.SUCCESS:
             self._check_success(room)
+
+    def _check_received(self, name: str, number: int) -> None:
+        """Checks that as many decode ranks have received a room as one dp group has, unless one has ended since."""
+        opened = [room for room in self.rooms.values() if room.room == number]
+        received = {room.reader for room in opened if room.state is RoomState.SUCCESS}
+        expected = self.decode.tp * self.decode.cp * self.decode.pp
+        if len(received) < expected <= len({room.reader for room in opened}):
+            raise Broken(f"{name} ends room {number} with Success, and only {sorted(received)} has received it")
 
     def _check_success(self, room: Expected) -> None:
         wanted = self.wanted(room)

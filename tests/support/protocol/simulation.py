@@ -139,6 +139,8 @@ class World(Oracle):  # type: ignore[misc]
         self.paused: set[str] = set()
         self.ended: list[tuple[str, int]] = []  # name and incarnation
         self.lives = 0
+        self.recalls: dict[tuple[str, int], int] = {}  # serial of the last recall that has ended, by (agent, room)
+        self.prompts: dict[tuple[str, int], tuple[int, Sequence[int]]] = {}  # pages and items given to `send`, likewise
         self.counts: Counter[str] = Counter()
         for number in range(len(self.instances)):
             for name in self.names_of(number):
@@ -317,6 +319,7 @@ class World(Oracle):  # type: ignore[misc]
             name = self.names_of(instance)[rank]
             base = 10_000 * (1 + max((page // 10_000 for _, page in self.source), default=0))
             self.sent.setdefault((name, room), RoomState.BOOTSTRAPPING)
+            self.prompts[name, room] = pages, states
             for position in range(pages):
                 self.source[name, base + position] = (room, position)
             finish = ev.Finish(room, aux, self.now_ns, self.compute_states(name, room, states))
@@ -325,10 +328,26 @@ class World(Oracle):  # type: ignore[misc]
             calls = forwards(room, layers, base, sends, groups, declare=declare, told=told, finish=finish, dice=dice)
             self.pool.append(Item("engine", name, name, calls))
 
+    def recall(
+        self, room: int, rank: int = 0, instance: int = 0, *, serial: int = 1, **options: Any
+    ) -> tuple[ev.Event, ...]:
+        """Lets one prefill engine take a room's pages back, and forget the calls that it was going to make.
+
+        Returns its further calls, by which it computes the room in other pages; `options` are as for `send`.
+        """
+        name = self.names_of(instance)[rank]
+        pages, states = self.prompts[name, room]
+        self.pool = [
+            item for item in self.pool if not (item.kind == "engine" and item.to == name and item.what[0].room == room)
+        ]
+        self.feed(name, ev.Recall(room, serial))
+        self.send(room, pages, ranks=[rank], instance=instance, states=states, **options)
+        return tuple(self.pool.pop().what[1:])
+
     def compute_states(self, name: str, room: int, counts: Sequence[int]) -> tuple[ev.Pages, ...]:
         """Allocates the items that hold a room's state on a prefill rank, and returns them by component."""
         components = [segment.index for segment in segments(self.shape, PAGE_SIZE) if segment.state]
-        base = 500 * (1 + len({number for number, _ in self.items.values()} - {room}))
+        base = 500 * (1 + max((item for *_, item in self.items), default=0) // 500)
         found = tuple(np.arange(base, base + count, dtype=np.int32)[::-1].copy() for count in counts)
         for segment, numbers in zip(components, found, strict=False):
             for position, item in enumerate(numbers.tolist()):
@@ -403,6 +422,9 @@ class World(Oracle):  # type: ignore[misc]
             self.changed(name, action)
         elif isinstance(action, ev.Released):
             self.released(name, action.room)
+        elif isinstance(action, ev.Recalled):
+            self.recalled(name, action.room)
+            self.recalls[name, action.room] = action.serial
 
     # ---- the transfer engine --------------------------------------------------------------------------------------
 
@@ -414,7 +436,8 @@ class World(Oracle):  # type: ignore[misc]
         self.pool.append(Item("event", write.writer, write.writer, done))
 
     def _begin(self, write: Write) -> None:
-        if write.order.cancel.cancelled:
+        if write.order.cancel.dropped:
+            self.undone(write)
             self._over(write, dropped=True)
             return
         self.begun(write)

@@ -1,0 +1,311 @@
+"""Recall on both sides: an engine takes the pages of a room back and goes on later, and no byte is wrong or twice."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.layout.parallel import ParallelConfig
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol.prefill.send_room import PartState
+from tests.support.protocol.simulation import SECOND, Item, World, direct, mixed, staged
+
+P0, D = "prefill-0", "decode-0"
+
+
+def small(**options: object) -> World:
+    """One writer and one reader with chunks of one page."""
+    found = World(ParallelConfig(tp=1), ParallelConfig(), **{"chunk_pages": 1, **options})  # type: ignore[arg-type]
+    found.connect()
+    return found
+
+
+def begin(world: World, kind: str = "begin") -> list[Item]:
+    return [item for item in world.pool if item.kind == kind]
+
+
+def happen(world: World, *kinds: str) -> None:
+    """Executes the items of some kinds until there are none."""
+    while items := [item for item in world.pool if item.kind in kinds]:
+        world.pool.remove(items[0])
+        world.happen(items[0])
+
+
+def go_on(world: World, calls: tuple[ev.Event, ...], name: str = P0) -> None:
+    world.pool.append(Item("engine", name, name, calls))
+
+
+def succeeded(world: World) -> bool:
+    return {room.state for room in world.rooms.values()} == {RoomState.SUCCESS} == set(world.sent.values())
+
+
+@pytest.mark.parametrize("paths", [direct, staged, mixed])
+@pytest.mark.parametrize("steps", range(0, 60, 3))
+def test_a_recall_at_any_step_and_the_room_succeeds_from_other_pages(paths: object, steps: int) -> None:
+    world = small(choose=paths, ring=2)
+    world.receive(7, 4)
+    world.send(7, 4, split=[2])
+    dice = random.Random(steps)
+    world.stir(dice, steps, delay=0)
+    while not world.sent[P0, 7].finished and not (7 in world.p().rooms and world.p().rooms[7].claimed):
+        world.happen(world.pool.pop(0))
+    if not world.sent[P0, 7].finished:
+        calls = world.recall(7, split=[1])
+        world.flush()
+        released = (P0, 7) in world.sent_released
+        assert released or world.recalls[P0, 7] == 1
+        go_on(world, calls)
+    world.settle()
+    assert succeeded(world)
+    world.check_empty()
+
+
+def test_parts_queued_are_dropped_and_parts_in_transfer_finish() -> None:
+    world = small(choose=direct)
+    world.receive(7, 2, aux=-1)
+    world.send(7, 2)
+    happen(world, "message", "engine")
+    assert len(begin(world)) == 2
+    first = begin(world)[0]
+    world.pool.remove(first)
+    world.happen(first)  # from here on the write is in flight
+    calls = world.recall(7)
+    assert (P0, 7) not in world.recalls
+    happen(world, "begin", "event")
+    assert (P0, 7) not in world.recalls  # the first one is still in flight
+    happen(world, "complete", "event")
+    assert world.recalls[P0, 7] == 1
+    states = [part.state for part in world.p().rooms[7].transfers[D].parts.values()]
+    assert states == [PartState.SENT, PartState.PLANNED]
+    go_on(world, calls)
+    world.settle()
+    assert succeeded(world)
+    assert world.paths["slice"] == 3  # one of the two was ordered twice
+
+
+def test_pages_passed_before_the_recall_is_done_are_sent_after_it() -> None:
+    world = small(choose=direct)
+    world.receive(7, 2, aux=-1)
+    world.send(7, 2)
+    happen(world, "message", "engine")
+    calls = world.recall(7)
+    go_on(world, calls)
+    happen(world, "engine")
+    assert len(begin(world)) == 2  # those of the old pages only
+    world.settle()
+    assert succeeded(world)
+
+
+def test_a_second_recall_before_the_first_has_ended() -> None:
+    world = small(choose=direct)
+    world.receive(7, 2)
+    world.send(7, 2)
+    happen(world, "message", "engine")
+    go_on(world, world.recall(7))
+    happen(world, "engine")
+    calls = world.recall(7, serial=2)
+    world.flush()
+    assert world.recalls[P0, 7] == 2
+    go_on(world, calls)
+    world.settle()
+    assert succeeded(world)
+
+
+def test_grants_and_credits_are_given_back_so_that_another_room_passes() -> None:
+    world = small(ring=2)
+    for room in (7, 8):
+        world.receive(room, 1)
+    world.send(7, 1)
+    happen(world, "message", "engine")
+    assert world.d().state.grant_table.ring.used_bytes
+    assert world.p().state.credits[D].asked_bytes
+    world.feed(P0, ev.Recall(7, 1))
+    world.flush()
+    assert not world.d().state.grant_table.ring.used_bytes
+    assert world.p().state.credits[D].asked_bytes == 0
+    world.send(8, 1)
+    world.settle(until=lambda: world.sent.get((P0, 8)) is RoomState.SUCCESS)
+    go_on(world, world.recall(7, serial=2))
+    world.settle()
+    assert succeeded(world)
+    world.check_empty()
+
+
+def test_a_lost_return_of_a_grant_is_repeated_when_the_grant_comes_again() -> None:
+    world = small(ring=2)
+    world.receive(7, 1)
+    world.send(7, 1)
+    while not any(part.grant for transfer in world.p().state.transfers.values() for part in transfer.parts.values()):
+        world.happen(world.pool.pop(0))
+    calls = world.recall(7)
+    world.pool = [item for item in world.pool if item.kind != "message"]  # StagingRevoked is among them
+    go_on(world, calls)
+    world.settle()
+    assert succeeded(world)
+    world.check_empty()
+
+
+def test_a_recall_of_a_room_that_is_sent_needs_no_pages_again() -> None:
+    world = small(choose=direct)
+    world.receive(7, 2)
+    world.send(7, 2)
+    happen(world, "message", "engine", "begin")
+    calls = world.recall(7)  # both parts are in flight, and the aux row is queued
+    happen(world, "complete", "begin", "event", "complete", "event")
+    room = world.p().rooms[7]
+    if not room.released:  # the aux row was dropped
+        go_on(world, calls)
+    world.settle()
+    assert succeeded(world)
+    world.feed(P0, ev.Recall(7, 9))  # of a room that has ended
+    assert world.recalls.get((P0, 7)) in (None, 1)
+
+
+def test_a_recall_in_layer_groups_keeps_the_parts_as_they_were_cut() -> None:
+    world = small(choose=direct)
+    world.receive(7, 2)
+    world.send(7, 2, groups=[1])
+    happen(world, "message", "engine")
+    calls = world.recall(7, groups=[2])
+    go_on(world, calls)
+    world.settle()
+    assert succeeded(world)
+    assert world.cut[True] >= 4
+
+
+def test_a_failure_during_a_recall_releases_the_pages() -> None:
+    world = small(choose=direct)
+    world.receive(7, 2)
+    world.send(7, 2)
+    happen(world, "message", "engine")
+    world.recall(7)
+    world.feed(D, ev.AbortRoom(7, "enough"))
+    world.settle()
+    assert world.sent[P0, 7] is RoomState.FAILED
+    assert (P0, 7) in world.sent_released
+    assert (P0, 7) not in world.recalls
+    world.check_empty()
+
+
+# ---- decode -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("paths", [direct, staged])
+@pytest.mark.parametrize("steps", range(0, 60, 3))
+def test_a_decode_rank_recalls_at_any_step_and_opens_the_room_again(paths: object, steps: int) -> None:
+    world = small(choose=paths, ring=2)
+    first = world.receive(7, 4)
+    world.send(7, 4, split=[2])
+    world.stir(random.Random(steps), steps, delay=0)
+    world.feed(D, ev.Recall(7))
+    world.settle(until=lambda: first.released)
+    if first.state is RoomState.SUCCESS:
+        return
+    assert (first.state, first.failure["code"]) == (RoomState.FAILED, "RECALLED")
+    second = world.receive(7, 4)
+    world.settle()
+    assert second.state is world.sent[P0, 7]
+    if second.state is RoomState.FAILED:
+        assert second.failure["code"] == "RECALLED"
+        assert "must be computed again" in second.failure["text"]
+    world.check_empty()
+
+
+def test_the_prefill_room_waits_with_its_computed_pages() -> None:
+    world = small(choose=direct)
+    first = world.receive(7, 2)
+    world.send(7, 2)
+    happen(world, "message", "engine")
+    world.feed(D, ev.Recall(7))
+    world.settle(until=lambda: first.released)
+    assert (P0, 7) not in world.sent_released
+    assert world.sent[P0, 7] is RoomState.TRANSFERRING
+    assert not world.p().rooms[7].opened
+    second = world.receive(7, 2)
+    world.settle()
+    assert second.state is RoomState.SUCCESS
+    world.check_empty()
+
+
+def test_one_of_two_decode_ranks_recalls_and_the_other_is_not_affected() -> None:
+    world = World(ParallelConfig(tp=1), ParallelConfig(tp=2), chunk_pages=1, choose=direct)
+    world.connect()
+    first = world.receive(7, 2)
+    other = world.receive(7, 2, reader=1)
+    world.send(7, 2)
+    happen(world, "message", "engine")
+    world.feed(D, ev.Recall(7))
+    world.settle(until=lambda: first.released and other.state is RoomState.SUCCESS)
+    assert not world.sent[P0, 7].finished
+    assert (P0, 7) not in world.sent_released
+    second = world.receive(7, 2)
+    world.settle()
+    assert second.state is world.sent[P0, 7] is RoomState.SUCCESS
+    world.check_empty()
+
+
+def test_a_room_that_is_not_opened_again_gives_its_pages_up() -> None:
+    world = small(choose=direct)
+    first = world.receive(7, 2)
+    world.send(7, 2)
+    happen(world, "message", "engine")
+    world.feed(D, ev.Recall(7))
+    world.settle(until=lambda: first.released)
+    world.tick(121 * SECOND)
+    assert world.sent_failures[P0, 7]["code"] == "KV_HOLD_EXPIRED"
+    assert (P0, 7) in world.sent_released
+    world.settle()
+
+
+def test_a_recall_before_the_room_is_opened_or_claimed() -> None:
+    world = small()
+    first = world.receive(7, 2)
+    world.feed(D, ev.Recall(7))
+    world.flush()
+    assert first.released
+    assert 7 not in world.p().rooms
+    second = world.receive(7, 2)
+    world.flush()
+    world.feed(D, ev.Recall(7))
+    world.flush()
+    assert second.released
+    assert 7 not in world.p().rooms  # nobody knows it: the engine has not called send()
+    third = world.receive(7, 2)
+    world.send(7, 2)
+    world.settle()
+    assert third.state is world.sent[P0, 7] is RoomState.SUCCESS
+    world.check_empty()
+
+
+def test_memory_of_a_recalled_room_is_kept_for_a_writer_that_is_lost() -> None:
+    world = small(choose=direct)
+    first = world.receive(7, 2)
+    world.send(7, 2)
+    happen(world, "message", "engine", "begin")
+    world.paused.add(P0)
+    world.feed(D, ev.Recall(7))
+    for _ in range(20):
+        world.tick(SECOND)
+    assert first.state is RoomState.FAILED
+    assert not first.released
+    assert world.d().quarantined_bytes
+    world.kill(P0)
+    assert first.released
+
+
+def test_both_sides_recall_at_once() -> None:
+    world = small(choose=direct)
+    first = world.receive(7, 2)
+    world.send(7, 2)
+    happen(world, "message", "engine", "begin")
+    calls = world.recall(7)
+    world.feed(D, ev.Recall(7))
+    world.settle(until=lambda: first.released)
+    assert world.recalls[P0, 7] == 1
+    second = world.receive(7, 2)
+    go_on(world, calls)
+    world.settle()
+    assert second.state is world.sent[P0, 7] is RoomState.SUCCESS
+    world.check_empty()
