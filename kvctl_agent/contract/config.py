@@ -155,6 +155,7 @@ KEYS: tuple[Key, ...] = (
         1,
         "Decode: consecutive tokens of a prompt on one of the cp ranks that share it; it divides the page size.",
         minimum=1,
+        maximum=1 << 20,
     ),
     Key(
         "checksum",

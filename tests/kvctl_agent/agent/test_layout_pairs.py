@@ -1,0 +1,56 @@
+"""Instances with unlike pools, pages and parallel sizes, over every transport; every byte is compared."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from benchmarks.layout_pairs import LayoutPair, random_pair, run_pair
+from kvctl_agent.layout.parallel import ParallelConfig
+from kvctl_agent.layout.shape import ModelShape
+
+MODEL = ModelShape(2, 4, 8, 4, 2)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_pairs(no_leaks: None, socket_dir: Path, seed: int) -> None:
+    run_pair(random_pair(seed), "loopback", socket_dir)
+
+
+@pytest.fixture(scope="module")
+def engines() -> None:
+    """Both engines in use once: Mooncake keeps some descriptors open as long as the process lives."""
+    for transport in ("nixl", "mooncake"):
+        with tempfile.TemporaryDirectory(prefix="kv-", dir="/tmp") as directory:
+            run_pair(random_pair(0, most_ranks=1), transport, Path(directory))
+
+
+@pytest.mark.parametrize("transport", ["nixl", "mooncake"])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_pairs_over_an_engine(
+    engines: None, no_leaks: None, socket_dir: Path, transport: str, seed: int
+) -> None:
+    run_pair(random_pair(1000 + seed, most_ranks=2), transport, socket_dir)
+
+
+@pytest.mark.parametrize("interleave", [1, 4, 16])
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("prefill", [ParallelConfig(tp=4), ParallelConfig(cp=2)])
+def test_decode_context_parallelism(
+    engines: None, no_leaks: None, socket_dir: Path, prefill: ParallelConfig, cp: int, interleave: int
+) -> None:
+    pair = LayoutPair(
+        MODEL,
+        prefill,
+        ParallelConfig(cp=cp),
+        (16, 16),
+        ("nhd", "nhd"),
+        interleave,
+        "all",
+        "staged",
+        64,
+        ((150, 0), (333, 1)),
+    )
+    run_pair(pair, "nixl" if cp == 2 else "loopback", socket_dir)
