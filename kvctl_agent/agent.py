@@ -23,7 +23,7 @@ from kvctl_agent.contract.config import Value
 from kvctl_agent.contract.connection_cost import ConnectionCost
 from kvctl_agent.contract.settings import Settings, load_settings
 from kvctl_agent.contract.snapshots import Role, Stats
-from kvctl_agent.contract.states import NO_INSTANCE
+from kvctl_agent.contract.states import NO_INSTANCE, UNREGISTERED
 from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import DeadlineExceeded, LayoutError, LocalProtocolError
 from kvctl_agent.layout.layer_grouping import ForwardInfo, Grouping
@@ -34,6 +34,7 @@ from kvctl_agent.parts import (
     build_parts,
     check_arguments,
     check_path,
+    check_same_geometry,
     instances_of,
 )
 from kvctl_agent.protocol import events as ev
@@ -118,15 +119,15 @@ class Agent:
             control = control_endpoints.control_address(instances[0], name, settings["listen"])
             self._check_endpoint(control, bound=True)
         make = factories or PartFactories()
-        self.parts = build_parts(name, role, rank, pool, instances, model, on_state, settings, keys, make)
+        self._arguments = model, on_state, settings, keys, make
+        self.parts = build_parts(name, role, rank, pool, instances, *self._arguments)
         try:
             self.observe = AdminQueries(self.parts)
-            operator = AdminActions(self.parts, lambda: self.admin.client)
             telemetry = self.telemetry
             self.admin = AdminServer(
                 name,
-                {**self.observe.handlers(), **operator.handlers()},
-                self.observe.hello,
+                self._admin_handlers(),
+                lambda: self.observe.hello(),
                 metrics=telemetry.metrics,
                 recorder=telemetry.recorder,
                 clock=telemetry.clock,
@@ -135,11 +136,16 @@ class Agent:
         except BaseException:
             self.parts.release(ended=self.parts.stop(_SHORTEST_STOP_S))
             raise
+        self._drain_again = False  # after `register`
         self._switch_interval_s: float | None = None  # of the process before `start` changed it
         # An engine that does not close its agent still exits cleanly. The reference is weak so that an agent that was
         # never started can be collected; one that was is referenced by the handlers of its admin thread.
         self._at_exit = partial(_close_if_alive, weakref.ref(self))
         atexit.register(self._at_exit)
+
+    def _admin_handlers(self) -> dict[str, Callable[[dict[str, Any]], Any]]:
+        operator = AdminActions(self.parts, lambda: self.admin.client)
+        return {**self.observe.handlers(), **operator.handlers()}
 
     @property
     def settings(self) -> Settings:
@@ -148,7 +154,10 @@ class Agent:
 
     @property
     def incarnation(self) -> int:
-        """Id of this agent object: a restarted agent with the same name has a different, higher one."""
+        """Id under which peers know this agent; a restarted one of the same name has a different, higher id.
+
+        `register` changes it, too.
+        """
         return self.parts.local.incarnation
 
     @property
@@ -196,15 +205,13 @@ class Agent:
         parts.lifecycle.start()
         try:
             self.admin.start()
-            parts.exports.start(self.observe.metrics, parts.telemetry)
-            parts.lifecycle.instances = parts.control.open(parts.lifecycle.instances, parts.settings["listen"])
-            parts.copy_pool.start()
+            parts.exports.start(lambda: self.observe.metrics(), parts.telemetry)
             if (interval_ms := parts.settings["switch_interval_ms"]) is not None:
                 before_s = sys.getswitchinterval()
                 sys.setswitchinterval(interval_ms * 1e-3)
                 if sys.getswitchinterval() != before_s:  # another agent of the process may have changed it
                     self._switch_interval_s = before_s
-            parts.control.start()
+            parts.start()
         except BaseException:
             self.close()
             raise
@@ -290,6 +297,85 @@ class Agent:
                 raise DeadlineExceeded(f"{self.name}: rooms still in flight after {timeout:g} s: {first}")
             time.sleep(0.002)
 
+    def unregister(self, timeout: float = 30.0) -> None:
+        """Gives the pool's memory back to the engine, which may then free or unmap it, as in vLLM's sleep mode.
+
+        The agent stops accepting rooms, waits for those in flight, tells its peers that it is gone, and releases the
+        transport and its staging memory. The admin socket stays. `register` ends this state.
+
+        Args:
+            timeout: longest time to wait for the rooms in flight, in seconds.
+
+        Raises:
+            DeadlineExceeded: something of the named rooms may still be in flight. The pool must not be freed; the agent
+                accepts rooms again, unless it was draining before.
+            LocalProtocolError: the agent is not running.
+        """
+        deadline = time.monotonic() + check_timeout(timeout)
+        parts, was_draining = self.parts, self.draining
+        parts.lifecycle.begin_drain()
+        aborted: set[int] = set()
+        while (rooms := {*parts.handles.rooms, *parts.machine.rooms}) or not self._refuses_rooms:
+            # Rooms of a prefill rank that only decode ranks have opened: the engine will not begin them any more.
+            for room in rooms.difference(parts.handles.rooms, aborted) if self.role == "prefill" else ():
+                parts.mailbox.put(ev.AbortRoom(room, f"agent {self.name}: {UNREGISTERED}"))
+                aborted.add(room)
+            if time.monotonic() >= deadline:
+                if not was_draining:
+                    parts.lifecycle.resume()
+                first = ", ".join(str(room) for room in sorted(rooms)[:8])
+                raise DeadlineExceeded(
+                    f"{self.name}: its memory cannot be given back, rooms still in flight after {timeout:g} s: {first}"
+                )
+            time.sleep(0.002)
+        parts.lifecycle.unregister()
+        self._drain_again = was_draining
+        ended = parts.stop(max(_SHORTEST_STOP_S, deadline - time.monotonic()))
+        parts.release(ended=ended)
+        if not ended:
+            raise DeadlineExceeded(f"{self.name}: its control thread has not ended, and may still read its memory")
+        parts.machine.peers.clear()  # shown by the admin socket
+        parts.telemetry.recorder.record("memory", UNREGISTERED)
+
+    @property
+    def _refuses_rooms(self) -> bool:
+        """Whether the machine refuses the rooms that peers open; only prefill ranks accept any."""
+        machine = self.parts.machine
+        return not isinstance(machine, PrefillMachine) or machine.state.draining
+
+    def register(self, pool: KVPool | None = None) -> None:
+        """Takes memory for the KV pool again after `unregister`; returns without waiting for peers (see `wait_ready`).
+
+        Args:
+            pool: a pool of the same geometry, at any addresses; None: the same pool, whose memory is at its old
+                addresses again.
+
+        Raises:
+            MemoryLayoutError: the pool's geometry differs from the former one; the text names what differs.
+            LocalProtocolError: the agent is not unregistered.
+            ConfigError, DeviceError, TransportUnavailable: as `Agent` and `start`. The agent stays unregistered.
+        """
+        former = self.parts
+        if former.lifecycle.state != "unregistered":
+            raise LocalProtocolError(f"agent {self.name} is {former.lifecycle.state}, not unregistered")
+        pool = self.pool if pool is None else pool
+        model, on_state, *_ = self._arguments
+        check_arguments(self.role, self.rank, pool, self.name, model, on_state)
+        check_same_geometry(former, pool, model)
+        instances = former.lifecycle.instances
+        parts = build_parts(self.name, self.role, self.rank, pool, instances, *self._arguments, former)
+        try:
+            parts.lifecycle.start()
+            parts.start()
+            if self._drain_again:
+                parts.lifecycle.begin_drain()
+        except BaseException:
+            parts.release(ended=parts.stop(_SHORTEST_STOP_S))
+            raise
+        self.pool, self.parts = pool, parts
+        self.observe = AdminQueries(parts)
+        self.admin.replace(self._admin_handlers())
+
     def close(self, timeout: float = 5.0) -> None:
         """Fails the rooms in flight, stops all threads and releases all resources, within about `timeout` seconds.
 
@@ -303,12 +389,12 @@ class Agent:
         if before == "closed":
             return
         deadline = time.monotonic() + timeout
-        if before != "new":
+        if before in ("running", "draining"):
             for room in parts.handles.rooms:
                 parts.mailbox.put(ev.AbortRoom(room, f"agent {self.name} is closing"))
             while parts.handles.rooms and time.monotonic() < deadline - timeout / 2:
                 time.sleep(0.002)
-        ended = parts.stop(max(_SHORTEST_STOP_S, deadline - time.monotonic()))
+        ended = before == "unregistered" or parts.stop(max(_SHORTEST_STOP_S, deadline - time.monotonic()))
         if self._switch_interval_s is not None:
             sys.setswitchinterval(self._switch_interval_s)
         try:
@@ -316,7 +402,9 @@ class Agent:
         except DeadlineExceeded as error:  # a handler is still running; the thread ends after it
             parts.telemetry.recorder.record("admin", str(error), "warning")
         atexit.unregister(self._at_exit)
-        parts.release(ended=ended)
+        parts.exports.close()
+        if before != "unregistered":
+            parts.release(ended=ended)
 
     def __enter__(self) -> Agent:
         return self

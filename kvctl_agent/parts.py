@@ -26,11 +26,12 @@ from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.contract.sockets import shortage
 from kvctl_agent.contract.values import encodable, shown
 from kvctl_agent.device.base import Device
-from kvctl_agent.errors import ConfigError, DeadlineExceeded, DeviceError
+from kvctl_agent.errors import ConfigError, DeadlineExceeded, DeviceError, MemoryLayoutError
 from kvctl_agent.export import Exports
 from kvctl_agent.gil import GilSharing
 from kvctl_agent.layout.chunks import chunk_pages
 from kvctl_agent.layout.parallel import local_shards as layout_of
+from kvctl_agent.layout.plan_inputs import differences, shape_to_wire
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.allocations import RingMemory, StagingBuffers
 from kvctl_agent.memory.copier import Copier
@@ -140,6 +141,12 @@ class AgentParts:
     control: ControlLoop
     lifecycle: Lifecycle
 
+    def start(self) -> None:
+        """Binds and connects the control sockets, and starts the threads. Raises as `Agent.start`."""
+        self.lifecycle.instances = self.control.open(self.lifecycle.instances, self.settings["listen"])
+        self.copy_pool.start()
+        self.control.start()
+
     def stop(self, timeout: float) -> bool:
         """Stops the control loop, which fails the open rooms; returns whether it has ended with nothing in progress."""
         ended = self.control.close(timeout)
@@ -147,8 +154,7 @@ class AgentParts:
         return ended
 
     def release(self, *, ended: bool) -> None:
-        """Closes exporters, transport and sockets; frees memory only if the loop has `ended` and no copy runs."""
-        self.exports.close()
+        """Closes transport and sockets; frees memory only if the loop has `ended` and no copy runs."""
         self.transport.close()
         self.mailbox.close()
         if not ended:
@@ -173,6 +179,7 @@ def build_parts(
     settings: Settings,
     keys: KeyPair | None,
     make: PartFactories,
+    former: AgentParts | None = None,
 ) -> AgentParts:
     """Builds all components of an agent. Raises as `Agent`, and then releases the components built so far.
 
@@ -181,21 +188,25 @@ def build_parts(
         model: shape of the whole model's KV; None: `pool` has all layers.
         keys: the fleet's key pair, for control sockets over TCP; None without encryption.
         make: constructors of the replaceable components.
+        former: released components of the same agent, whose telemetry and exporters continue; None for a new agent.
     """
     # Identity and telemetry.
-    clock = make.clock()
+    clock = make.clock() if former is None else former.telemetry.clock
     born = clock.wall_ns(clock.now_ns())
     incarnation = born >> 20 << 20 | secrets.randbits(20) | 1  # increases with each start
-    exports = Exports(settings, name, role)
-    telemetry = Telemetry(
-        name,
-        role,
-        history=settings["history_rooms"],
-        failed=settings["failed_rooms"],
-        timeline_events=settings["timeline_events"],
-        recorder_events=settings["recorder_events"],
-        clock=clock,
-    )
+    if former is None:
+        exports = Exports(settings, name, role)
+        telemetry = Telemetry(
+            name,
+            role,
+            history=settings["history_rooms"],
+            failed=settings["failed_rooms"],
+            timeline_events=settings["timeline_events"],
+            recorder_events=settings["recorder_events"],
+            clock=clock,
+        )
+    else:
+        exports, telemetry = former.exports, former.telemetry
     if model is None and rank.pp_size > 1:
         raise ConfigError("with pipeline stages a rank's pool is not the whole model: pass model= to the agent")
     shape = model or pool.shape()
@@ -349,6 +360,20 @@ def check_arguments(role: object, rank: object, pool: object, name: object, mode
             raise ConfigError(f"{argument} is {shown(value)}: it must be a {kind.__name__}")
     if on_state is not None and not callable(on_state):
         raise ConfigError(f"on_state is {shown(on_state)}: it must be callable")
+
+
+def check_same_geometry(former: AgentParts, pool: KVPool, model: ModelShape | None) -> None:
+    """Raises MemoryLayoutError if peers could not use `pool` in place of the pool of `former`."""
+    local = former.local
+
+    def geometry(shape: ModelShape, page_size: int, rows: Iterable[int], device: Device | None) -> dict[str, int | str]:
+        name = "cpu" if device is None else device.name
+        return {**shape_to_wire(shape), "page_size": page_size, "aux_row_bytes": str(list(rows)), "device": name}
+
+    before = geometry(local.shape, local.page_size, local.aux_row_bytes, former.pool.device)
+    after = geometry(model or pool.shape(), pool.page_size, pool.addresses().aux_row_bytes, pool.device)
+    if factors := differences(before, after):
+        raise MemoryLayoutError(f"{former.name}: the pool differs from the former one: {'; '.join(map(str, factors))}")
 
 
 def instances_of(role: str, bootstrap: object) -> tuple[str, ...]:

@@ -117,6 +117,10 @@ class AdminServer:
         self._commands[command.name] = command
         self._handlers[command.name] = handler
 
+    def replace(self, handlers: Mapping[str, Handler]) -> None:
+        """Replaces handlers of commands; a request that is being answered keeps its handler."""
+        self._handlers.update(handlers)
+
     @property
     def path(self) -> Path | None:
         """Path of the Unix socket while it is served."""

@@ -40,3 +40,6 @@ STAGES: tuple[str, ...] = ("ready", "gate", "queue", "gather", "post", "wire", "
 
 NO_INSTANCE = "no prefill instance is known"
 """Reason why a decode agent cannot serve that was created without a registry and has not been given one yet."""
+
+UNREGISTERED = "its engine has unregistered its memory"
+"""Reason why an agent cannot serve between `Agent.unregister` and `Agent.register`, as in the sleep mode of engines."""

@@ -69,9 +69,9 @@ class LocalInfo(msgspec.Struct, frozen=True):
         return self.side.unique_rank(self.coord)
 
     @property
-    def aux_bytes(self) -> int:
-        """Bytes of an aux row of this rank's pool; 0 without aux rows."""
-        return sum(_aux_row_bytes(self.pool))
+    def aux_row_bytes(self) -> list[int]:
+        """Row size of each aux buffer of this rank's pool, in bytes; empty without aux rows."""
+        return _aux_row_bytes(self.pool)
 
     @property
     def shards(self) -> tuple[LocalShard, ...]:
@@ -198,7 +198,7 @@ def plan_with_peer(local: LocalInfo, info: PeerInfo) -> PeerPlan:
         return PeerPlan(None, (str(error),))
     if info.role == "decode" and (missing := _missing_count(info.pool, len(inputs.segments))):
         return PeerPlan(None, (f"its pool does not say {missing}",))
-    rows, others = _aux_row_bytes(local.pool), _aux_row_bytes(info.pool)
+    rows, others = local.aux_row_bytes, _aux_row_bytes(info.pool)
     if rows and others and rows != others:
         return PeerPlan(None, (f"aux_row_bytes {_plus(rows)} ≠ {_plus(others)}",))
     return PeerPlan(inputs, ())

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Literal
 
-from kvctl_agent.contract.states import NO_INSTANCE
+from kvctl_agent.contract.states import NO_INSTANCE, UNREGISTERED
 from kvctl_agent.errors import ConfigError, DeadlineExceeded, LocalProtocolError
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.bootstrap_registry import Roster
@@ -18,7 +18,7 @@ from kvctl_agent.runtime.bootstrap import Registries
 from kvctl_agent.runtime.control_loop import Mailbox
 from kvctl_agent.telemetry.hub import Telemetry
 
-State = Literal["new", "running", "draining", "closed"]
+State = Literal["new", "running", "draining", "unregistered", "closed"]
 
 _POLL_S = 0.01
 
@@ -83,6 +83,18 @@ class Lifecycle:
             self._mailbox.put(ev.Drain(True))
             self.state = "draining"
 
+    def unregister(self) -> None:
+        """Marks the agent, which has drained, as having given its pool back.
+
+        Raises:
+            LocalProtocolError: the agent is not draining: an operator has resumed it, or another thread closes it.
+        """
+        with self._changing:
+            if self.state != "draining":
+                raise LocalProtocolError(f"agent {self._name} is {self.state}")
+            self._telemetry.drain(False)
+            self.state = "unregistered"
+
     def leave(self) -> None:
         """Starts to drain if the agent is running, and makes `resume` fail from now on."""
         self._leaving = True
@@ -130,6 +142,8 @@ class Lifecycle:
         """
         if self.state == "new":
             return "it has not been started"
+        if self.state == "unregistered":
+            return UNREGISTERED
         if not self.instances:
             return f"{NO_INSTANCE}: its engine names one in connect or receive"
         name, machine = self._name, self._machine

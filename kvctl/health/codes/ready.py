@@ -21,7 +21,7 @@ from kvctl.health.codes.stuck_rooms import stuck_rooms
 from kvctl.health.finding import Finding, Severity, counted, health_code, listed, named_in
 from kvctl.health.snapshot import Agent, Snapshot
 from kvctl.render.units import duration
-from kvctl_agent.contract.states import NO_INSTANCE
+from kvctl_agent.contract.states import NO_INSTANCE, UNREGISTERED
 
 _STARTUP_NS = 60_000_000_000
 
@@ -39,7 +39,7 @@ _STARTUP_NS = 60_000_000_000
 def not_ready(snapshot: Snapshot) -> Iterator[Finding]:
     """Yields one finding for all agents that wait for the same reason.
 
-    Agents whose wait is explained by stuck rooms or silent agents are left out.
+    Agents whose wait is explained by stuck rooms, silent agents or their engine's sleep mode are left out.
     """
     known = snapshot.once(all_names) | snapshot.once(absent)
     reported = {stuck.room.agent.name for stuck in snapshot.once(stuck_rooms) if stuck.code == BOOTSTRAP}
@@ -50,7 +50,7 @@ def not_ready(snapshot: Snapshot) -> Iterator[Finding]:
             continue
         if any(name in snapshot.once(absent) for name in named_in(reason, known)):
             continue
-        if agent.status.get("draining") or amount(agent.status, "uptime_ns") < _STARTUP_NS:
+        if agent.status.get("draining") or reason == UNREGISTERED or amount(agent.status, "uptime_ns") < _STARTUP_NS:
             continue
         by_reason.setdefault(reason, []).append(agent)
     for reason, agents in by_reason.items():

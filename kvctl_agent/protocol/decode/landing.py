@@ -287,7 +287,7 @@ class Landing:
 
     def _take_final(self, room: RecvRoom, tag: Tag, at_ns: int) -> str | None:
         final = tag.kind, tag.key
-        if tag.row is not None and len(tag.row) != self.context.local.aux_bytes:
+        if tag.row is not None and len(tag.row) != sum(self.context.local.aux_row_bytes):
             return "malformed"
         if not room.land_final(final):
             return "duplicate" if final in room.finals_landed else "unplanned"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvctl.health.finding import Severity
-from kvctl_agent.contract.states import NO_INSTANCE
+from kvctl_agent.contract.states import NO_INSTANCE, UNREGISTERED
 from tests.kvctl.health.fleets import MS, NOW, Fleet, S
 
 
@@ -214,6 +214,12 @@ def test_an_instance_that_never_answered_is_no_stuck_room():
     for name in ("decode-0", "decode-1"):
         fleet.status(name, uptime_ns=20 * S)
     assert fleet.examine() == []  # the others are on their way
+
+
+def test_an_engine_in_sleep_mode_is_no_finding():
+    fleet = Fleet()
+    fleet.status("decode-0", waiting_for=UNREGISTERED, accepting=False)
+    assert fleet.examine() == []
 
 
 def test_a_decode_agent_without_an_instance_is_told_apart_from_missing_ranks():
