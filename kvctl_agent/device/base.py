@@ -31,8 +31,10 @@ __all__ = [
     "Packed",
     "PageIds",
     "PageStrides",
+    "PendingChecksum",
     "RowCopies",
     "Table",
+    "checksum_word",
 ]
 
 Blocks = npt.NDArray[np.int64]
@@ -225,11 +227,38 @@ class BlockRanges(NamedTuple):
         return Batch(self.table.geometry, np.concatenate(tables))
 
 
+def checksum_word(head_bytes: int) -> int:
+    """Returns the bytes of the words of which the checksum of heads of `head_bytes` bytes consists: 4, 2 or 1."""
+    return min(4, head_bytes & -head_bytes)
+
+
+class PendingChecksum(Protocol):
+    """A checksum that is being computed."""
+
+    @property
+    def value(self) -> int:
+        """The 32-bit checksum, once `done` has returned True."""
+        ...
+
+    def done(self) -> bool:
+        """Returns whether the checksum is known, without waiting; once True, the result stays True.
+
+        Raises:
+            DeviceError: the checksum could not be computed.
+        """
+        ...
+
+
 class RowCopies(Protocol):
     """Copies rows between pages and packed memory, or from pages to pages, in order on its own stream."""
 
-    def prepare(self, geometries: Sequence[Geometry]) -> None:
-        """Compiles and loads the kernels for these geometries; this takes about 1 s per geometry, once per machine."""
+    def prepare(self, geometries: Sequence[Geometry], checksum: bool = False) -> None:
+        """Compiles and loads the kernels for these geometries; this takes about 1 s per geometry, once per machine.
+
+        Args:
+            geometries: Geometries of copies; if `checksum`, of rows whose checksum will be computed.
+            checksum: Whether to prepare `checksum` instead of `begin`.
+        """
         ...
 
     def begin(
@@ -253,6 +282,21 @@ class RowCopies(Protocol):
 
         Raises:
             DeviceError: the copies could not be launched.
+        """
+        ...
+
+    def checksum(self, batches: Sequence[Batch | BlockRanges], pages: PageIds) -> PendingChecksum:
+        """Enqueues the computation of the checksum of paged rows; see `memory.checksum`.
+
+        Poll the result until it is done, even if it is no longer needed.
+
+        Args:
+            batches: Batches and block ranges of gathers, whose destination addresses are positions in the part. The
+                width of a geometry is that of a head.
+            pages: As for `begin`.
+
+        Raises:
+            DeviceError: the kernel could not be launched.
         """
         ...
 

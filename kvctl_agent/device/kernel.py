@@ -1,4 +1,4 @@
-"""The Triton kernel that copies rows between pages and packed memory, or from pages to pages.
+"""The Triton kernel that copies rows between pages and packed memory, or from pages to pages, or sums them up.
 
 Only Triton's compiler and interpreter load this module. The kernel must not refer to module variables: the compiler
 does not allow them, and its cache key is the source of the function.
@@ -17,6 +17,7 @@ def copy_rows(
     items,
     tiles,
     most,
+    sum_at,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     UNITS: tl.constexpr,
@@ -38,8 +39,9 @@ def copy_rows(
     WORD_BYTES: tl.constexpr,
     TILE_UNITS: tl.constexpr,
     RANGES: tl.constexpr,
+    CHECK: tl.constexpr,
 ):
-    """Copies all units of all blocks. Programs take tiles in turn, so any number of programs copies all of them.
+    """Copies all units of all blocks, or computes their checksum. Programs take tiles in turn, so any number of programs copies all of them.
 
     Args:
         blocks_at: Address of `Batch.blocks`; for a table, of pairs of `paged` and `before`, int64.
@@ -48,6 +50,7 @@ def copy_rows(
         items: blocks * tiles; for a table, ranges * most * tiles.
         tiles: Largest number of tiles in a block.
         most: Largest number of blocks in a block range; unused for a batch.
+        sum_at: Address of the checksum, uint32, to which that of the units is added; unused for a copy.
         ROWS: Rows of a page.
         HEADS: Heads of a row.
         UNITS: Units of a head.
@@ -58,8 +61,14 @@ def copy_rows(
         WORD: Integer type of WORD_BYTES that is loaded and stored; two words of 8 bytes become one access of 16.
         TILE_UNITS: Units of a tile, a power of two.
         RANGES: Whether to copy block ranges of a table; otherwise a batch.
+        CHECK: 0 for a copy. For a checksum the bytes of its words, which are at least WORD_BYTES; nothing is stored,
+            and the addresses on the destination side are positions in the part. See `memory.checksum`.
     """
-    words = tl.arange(0, UNIT // WORD_BYTES)[None, :]
+    if CHECK:
+        words = tl.arange(0, UNIT // CHECK)[None, :]
+        total = tl.full((TILE_UNITS, UNIT // CHECK), 0, tl.uint32)
+    else:
+        words = tl.arange(0, UNIT // WORD_BYTES)[None, :]
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         # No branch, so that independent loads are issued together: each wait is a large part of a tile's time.
         if RANGES:
@@ -111,6 +120,23 @@ def copy_rows(
         else:
             target = target_block + unit.to(tl.int64) * UNIT
         # The compiler cannot derive the alignment; without it, every word would be a separate access.
-        sources = tl.multiple_of(source.to(tl.pointer_type(WORD)), ALIGN)[:, None] + words
-        targets = tl.multiple_of(target.to(tl.pointer_type(WORD)), ALIGN)[:, None] + words
-        tl.store(targets, tl.load(sources, mask=live[:, None]), mask=live[:, None])
+        sources = tl.multiple_of(source.to(tl.pointer_type(WORD)), ALIGN)[:, None]
+        if CHECK:
+            mixed = target.to(tl.uint32)[:, None] + (words * CHECK).to(tl.uint32)
+            mixed *= 0x9E3779B1
+            for part in tl.static_range(CHECK // WORD_BYTES):
+                word = tl.load(sources + (words * (CHECK // WORD_BYTES) + part), mask=live[:, None], other=0)
+                mixed ^= word.to(tl.uint32) << (8 * WORD_BYTES * part)
+            mixed ^= mixed >> 16
+            mixed *= 0x21F0AAAD
+            mixed ^= mixed >> 15
+            mixed *= 0x735A2D97
+            mixed ^= mixed >> 15
+            total += tl.where(live[:, None], mixed, 0)
+        else:
+            targets = tl.multiple_of(target.to(tl.pointer_type(WORD)), ALIGN)[:, None] + words
+            tl.store(targets, tl.load(sources + words, mask=live[:, None]), mask=live[:, None])
+    if CHECK:
+        checksum = tl.sum(tl.sum(total, axis=1), axis=0)
+        # An empty launch has no address.
+        tl.atomic_add(sum_at.to(tl.pointer_type(tl.uint32)), checksum, mask=items > 0, sem="relaxed")

@@ -12,7 +12,7 @@ from functools import lru_cache
 from threading import Lock
 from typing import Any, NamedTuple
 
-from kvctl_agent.device.base import Geometry, PageStrides
+from kvctl_agent.device.base import Geometry, PageStrides, checksum_word
 from kvctl_agent.device.driver import Context, checked, load
 from kvctl_agent.errors import DeviceError, DeviceUnavailable
 
@@ -39,6 +39,7 @@ class Variant(NamedTuple):
         tile_units: Units that one thread block copies per iteration.
         warps: Warps of a thread block.
         ranges: Whether the kernel copies block ranges of a table.
+        check: Bytes of the words of a checksum; 0 for a copy.
     """
 
     rows: int
@@ -51,11 +52,12 @@ class Variant(NamedTuple):
     tile_units: int
     warps: int
     ranges: bool
+    check: int = 0
 
     @property
     def word(self) -> int:
-        """Size in bytes of a word; the compiler merges two words of 8 bytes into one access of 16."""
-        return min(self.align, 8)
+        """Size in bytes of a word that is loaded; the compiler merges words into accesses of up to 16 bytes."""
+        return min(self.align, self.check or 8)
 
     @property
     def page_units(self) -> int:
@@ -63,14 +65,15 @@ class Variant(NamedTuple):
         return self.rows * self.heads * self.units
 
 
-def variant(geometry: Geometry, bits: int, tile: Tile, ranges: bool = False) -> Variant:
-    """Returns the kernel variant that copies blocks of a geometry.
+def variant(geometry: Geometry, bits: int, tile: Tile, ranges: bool = False, checksum: bool = False) -> Variant:
+    """Returns the kernel variant that copies blocks of a geometry, or computes their checksum.
 
     Args:
         geometry: Row geometry of the blocks.
         bits: Bitwise or of all addresses and offsets of the blocks, which shows their common alignment.
         tile: Largest tile.
         ranges: Whether the kernel copies block ranges of a table.
+        checksum: Whether the kernel computes the checksum of the blocks; the width of the geometry is that of a head.
 
     Raises:
         DeviceError: the geometry is invalid.
@@ -88,7 +91,8 @@ def variant(geometry: Geometry, bits: int, tile: Tile, ranges: bool = False) -> 
     tile_bytes = min(tile.nbytes, tile.warps * 32 * 16 * align)
     # Units are powers of two, so that no thread idles: a row of 1,152 bytes is nine units of 128.
     unit = min(_lowest_bit(width), tile_bytes)
-    return Variant(rows, heads, width // unit, unit, src, dst, align, tile_bytes // unit, tile.warps, ranges)
+    check = checksum_word(geometry.width) if checksum else 0
+    return Variant(rows, heads, width // unit, unit, src, dst, align, tile_bytes // unit, tile.warps, ranges, check)
 
 
 def alignment(bits: int) -> int:
@@ -109,6 +113,7 @@ ARGUMENTS = {
     "items": "i32",
     "tiles": "i32",
     "most": "i32",
+    "sum_at": "i64",
 }
 
 _MISSING = "a KV pool on a GPU needs Triton: pip install 'kvctl[gpu]'"
@@ -208,10 +213,11 @@ def constants(variant: Variant) -> dict[str, Any]:
         **_strides("SRC", variant.src),
         **_strides("DST", variant.dst),
         "ALIGN": variant.align,
-        "WORD": language.dtype(f"int{8 * variant.word}"),
+        "WORD": language.dtype(f"{'u' if variant.check else ''}int{8 * variant.word}"),
         "WORD_BYTES": variant.word,
         "TILE_UNITS": variant.tile_units,
         "RANGES": variant.ranges,
+        "CHECK": variant.check,
     }
 
 

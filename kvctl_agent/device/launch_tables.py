@@ -1,4 +1,4 @@
-"""Tables that the copy kernel reads: their upload slots, their cache on the device, and splitting of large requests."""
+"""Tables that the copy kernel reads, results that it returns, and splitting of large requests."""
 
 from __future__ import annotations
 
@@ -86,6 +86,41 @@ class UploadSlots:
         self._device = self._host = None
 
 
+class ResultCells:
+    """Pinned host memory for results of 32 bits, which are copied there from the device."""
+
+    def __init__(self, context: Context) -> None:
+        self._driver = load()
+        self._context = context
+        self._memory: list[Any] = []
+        self._free: list[int] = []
+
+    def take(self) -> int:
+        """Returns the address of a free cell.
+
+        Raises:
+            DeviceError: the memory cannot be allocated.
+        """
+        if not self._free:
+            with self._context.visit():
+                memory = checked(self._driver.cuMemHostAlloc(_CELLS * _CELL_BYTES, 0), "cannot pin memory for results")
+            self._memory.append(memory)
+            self._free += range(int(memory), int(memory) + _CELLS * _CELL_BYTES, _CELL_BYTES)
+        return self._free.pop()
+
+    def read(self, cell: int) -> int:
+        """Returns the result in a cell, and makes the cell free. The copy to it must have ended."""
+        self._free.append(cell)
+        return ctypes.c_uint32.from_address(cell).value
+
+    def close(self) -> None:
+        """Frees the memory; idempotent. All work on the stream must have ended."""
+        memory, self._memory, self._free = self._memory, [], []
+        with self._context.visit():
+            for each in memory:
+                self._driver.cuMemFreeHost(each)
+
+
 class TableCache:
     """Cache of block tables in device memory, each uploaded on first use on one stream.
 
@@ -132,6 +167,9 @@ class TableCache:
 
 
 RANGE_BYTES = 6 * 8
+RESULT_BYTES = 8
+"""Bytes of an upload slot for a result that a kernel adds up, aligned."""
+_CELLS, _CELL_BYTES = 1024, 4
 _BLOCK_BYTES = 5 * 8
 _PAGE_ID_BYTES = 4
 
@@ -144,10 +182,12 @@ def table_bytes(batches: Sequence[Batch | BlockRanges], pages: PageIds) -> int:
     return nbytes
 
 
-def split(batches: Sequence[Batch | BlockRanges], pages: PageIds, nbytes: int) -> Iterator[tuple[Batch, PageIds]]:
+def split(
+    batches: Sequence[Batch | BlockRanges], pages: PageIds, nbytes: int
+) -> Iterator[tuple[list[Batch], PageIds]]:
     """Splits a request whose tables are too large for one upload, for example thousands of pages of one token each.
 
-    Yields batches, each with its own page list, that together make the same copies.
+    Yields requests of one batch, each with its own page list, that together make the same copies.
 
     Args:
         batches: The batches and block ranges of the request.
@@ -175,4 +215,4 @@ def split(batches: Sequence[Batch | BlockRanges], pages: PageIds, nbytes: int) -
                 group[:, 2] = 0
                 group[:, 3] = count if all(paged) else 0
                 for at in range(0, len(group), rows):
-                    yield Batch(geometry, group[at : at + rows]), np.concatenate(listed)
+                    yield [Batch(geometry, group[at : at + rows])], np.concatenate(listed)

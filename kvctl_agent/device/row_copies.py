@@ -19,7 +19,16 @@ from kvctl_agent.device.base import Batch, BlockRanges, Event, Geometry, PageIds
 from kvctl_agent.device.driver import Context, checked, load, load_short_calls
 from kvctl_agent.device.events import EventPool
 from kvctl_agent.device.kernels import ARGUMENTS, Kernel, Kernels, Tile, Variant, alignment, variant
-from kvctl_agent.device.launch_tables import RANGE_BYTES, TableCache, UploadSlot, UploadSlots, split, table_bytes
+from kvctl_agent.device.launch_tables import (
+    RANGE_BYTES,
+    RESULT_BYTES,
+    ResultCells,
+    TableCache,
+    UploadSlot,
+    UploadSlots,
+    split,
+    table_bytes,
+)
 from kvctl_agent.errors import DeadlineExceeded, DeviceError
 
 _MAX_COUNT = 2**31 - 1
@@ -83,6 +92,22 @@ class _Launch:
         return tiles
 
 
+class _Checksum:
+    """`PendingChecksum` of one or more requests, each of which has a result cell."""
+
+    def __init__(self, event: Event, results: ResultCells, cells: list[int]) -> None:
+        self.value = 0
+        self._event = event
+        self._results = results
+        self._cells = cells
+
+    def done(self) -> bool:
+        if self._cells and self._event.done():
+            self.value = sum(map(self._results.read, self._cells)) & 0xFFFFFFFF
+            self._cells = []
+        return not self._cells
+
+
 class CudaRowCopies:
     """`RowCopies` for a CUDA device. One thread uses it; another may call `close` afterwards."""
 
@@ -98,7 +123,7 @@ class CudaRowCopies:
         self._kernels = kernels
         self._events = events
         self._tuning = tuning
-        self._launches: dict[tuple[Geometry, int, bool, bool], _Launch] = {}
+        self._launches: dict[tuple[Geometry, int, bool, bool, bool], _Launch] = {}
         self._slots = UploadSlots(context, tuning.slots, tuning.slot_bytes)
         try:
             with context.visit():
@@ -113,9 +138,10 @@ class CudaRowCopies:
             self._slots.close()
             raise
         self._tables = TableCache(context, self._stream)
+        self._results = ResultCells(context)
         self._last: Event | None = None  # the event of the most recent request
 
-    def prepare(self, geometries: Sequence[Geometry]) -> None:
+    def prepare(self, geometries: Sequence[Geometry], checksum: bool = False) -> None:
         self._context.enter()
         for geometry in geometries:
             direct = geometry.src is not None and geometry.dst is not None
@@ -123,7 +149,7 @@ class CudaRowCopies:
             # pages to pages use batches and may be bounded.
             for bounded, ranges in ((False, False), (True, False) if direct else (False, True)):
                 # An empty launch, because the driver loads code on first use.
-                self._launch(self._kernel(geometry, 0, bounded, ranges), 0, 0, 0, 0, 1, 1, None)
+                self._launch(self._kernel(geometry, 0, bounded, ranges, checksum), 0, 0, 0, 0, 1, 1, None, 0)
         checked(self._driver.cuStreamSynchronize(self._stream), "cannot launch the copy kernel")
 
     def begin(
@@ -138,17 +164,14 @@ class CudaRowCopies:
         self._context.enter()
         if after is not None:
             after.wait(self._stream)
-        try:
-            if table_bytes(batches, pages) <= self._slots.nbytes:
-                return self._begin(batches, pages, programs)
-            for batch, listed in split(batches, pages, self._slots.nbytes):
-                done = self._begin([batch], listed, programs)
-        except BaseException:
-            # Copies launched before the failed call still read tables and write rows, and the caller gets no event.
-            for stream in (self._uploads, self._stream):
-                self._driver.cuStreamSynchronize(stream)
-            raise
-        return done
+        return self._enqueue(batches, pages, programs, None)
+
+    def checksum(self, batches: Sequence[Batch | BlockRanges], pages: PageIds) -> _Checksum:
+        if self._stream is None:
+            raise DeviceError("these copies are closed")
+        self._context.enter()
+        cells: list[int] = []
+        return _Checksum(self._enqueue(batches, pages, None, cells), self._results, cells)
 
     def close(self) -> None:
         if self._stream is None:
@@ -162,6 +185,7 @@ class CudaRowCopies:
                 self._driver.cuStreamDestroy(each)
         self._tables.close()
         self._slots.close()
+        self._results.close()
 
     def _await_end(self) -> None:
         """Waits until all requests have ended; returns early if the device is lost, on which nothing runs any more.
@@ -176,7 +200,30 @@ class CudaRowCopies:
                     raise DeadlineExceeded(f"a copy on the GPU has not ended within {_END_S:g} s")
                 time.sleep(_POLL_S)
 
-    def _begin(self, batches: Sequence[Batch | BlockRanges], pages: PageIds, programs: int | None) -> Event:
+    def _enqueue(
+        self, batches: Sequence[Batch | BlockRanges], pages: PageIds, programs: int | None, cells: list[int] | None
+    ) -> Event:
+        """Launches the kernels of a copy or, if `cells` is a list, of a checksum, and appends its result cells."""
+        nbytes = self._slots.nbytes - (0 if cells is None else 2 * RESULT_BYTES)
+        fits = table_bytes(batches, pages) <= nbytes
+        try:
+            for some, listed in [(batches, pages)] if fits else split(batches, pages, nbytes):
+                if cells is not None:
+                    cells.append(self._results.take())
+                done = self._begin(some, listed, programs, cells[-1] if cells else 0)
+        except BaseException:
+            # Kernels launched before the failed call still read tables and use rows, and the caller gets no event.
+            for stream in (self._uploads, self._stream):
+                self._driver.cuStreamSynchronize(stream)
+            for cell in cells or ():
+                self._results.read(cell)
+            raise
+        return done
+
+    def _begin(
+        self, batches: Sequence[Batch | BlockRanges], pages: PageIds, programs: int | None, cell: int = 0
+    ) -> Event:
+        """Launches the kernels of one upload slot: copies, or if a result cell is given, the checksum of the rows."""
         slot = self._slots.take()
         at = 0
         for each in batches:
@@ -189,16 +236,25 @@ class CudaRowCopies:
                 slot.words[at // 8 : at // 8 + blocks.size] = blocks.reshape(-1)
                 at += blocks.nbytes
         slot.page_ids[at // 4 : at // 4 + len(pages)] = pages
-        self._upload(slot, at + pages.nbytes)
+        end = at + pages.nbytes
+        sum_at = 0
+        if cell:
+            end += -end % RESULT_BYTES
+            slot.words[end // 8] = 0
+            sum_at = slot.device + end
+            end += RESULT_BYTES
+        self._upload(slot, end)
         # The upload runs while the launch arguments are computed.
         tables_at, pages_at = slot.device, slot.device + at
         for each in batches:
             if isinstance(each, BlockRanges):
-                self._copy_ranges(each, tables_at, pages_at, programs)
+                self._copy_ranges(each, tables_at, pages_at, programs, sum_at)
                 tables_at += RANGE_BYTES * len(each.ranges)
             else:
-                self._copy_batch(each, tables_at, pages_at, programs)
+                self._copy_batch(each, tables_at, pages_at, programs, sum_at)
                 tables_at += each.blocks.nbytes
+        if cell:
+            checked(self._driver.cuMemcpyDtoHAsync(cell, sum_at, 4, self._stream), "cannot read a checksum back")
         done = slot.until = self._last = self._events.record(self._stream)
         return done
 
@@ -215,16 +271,18 @@ class CudaRowCopies:
             uploaded = self._events.record(stream)
             checked(self._driver.cuStreamWaitEvent(self._stream, uploaded.handle, 0), "cannot make a stream wait")
 
-    def _copy_batch(self, batch: Batch, blocks_at: int, pages_at: int, programs: int | None) -> None:
+    def _copy_batch(self, batch: Batch, blocks_at: int, pages_at: int, programs: int | None, sum_at: int) -> None:
         geometry, blocks = batch
         # One pass instead of three. The bitwise or of the page counts is at least their maximum, and equal to it if all
         # counts are equal.
         source, target, _, _, pages = np.bitwise_or.reduce(blocks).tolist()
-        launch = self._kernel(geometry, source | target, programs is not None, False)
+        launch = self._kernel(geometry, source | target, programs is not None, False, sum_at != 0)
         tiles = launch.tiles(pages, len(blocks))
-        self._launch(launch, blocks_at, 0, pages_at, tiles * len(blocks), tiles, 1, programs)
+        self._launch(launch, blocks_at, 0, pages_at, tiles * len(blocks), tiles, 1, programs, sum_at)
 
-    def _copy_ranges(self, block_ranges: BlockRanges, ranges_at: int, pages_at: int, programs: int | None) -> None:
+    def _copy_ranges(
+        self, block_ranges: BlockRanges, ranges_at: int, pages_at: int, programs: int | None, sum_at: int
+    ) -> None:
         table, ranges = block_ranges
         bits, most, pages = table.bits, 0, 0
         for lo, hi, shift, packed, count, _ in ranges:
@@ -233,17 +291,17 @@ class CudaRowCopies:
                 most = hi - lo
             if count > pages:
                 pages = count
-        launch = self._kernel(table.geometry, bits, programs is not None, True)
+        launch = self._kernel(table.geometry, bits, programs is not None, True, sum_at != 0)
         blocks = most * len(ranges)
         tiles = launch.tiles(pages, blocks)
         blocks_at = self._tables.address(table)
-        self._launch(launch, blocks_at, ranges_at, pages_at, tiles * blocks, tiles, most, programs)
+        self._launch(launch, blocks_at, ranges_at, pages_at, tiles * blocks, tiles, most, programs, sum_at)
 
-    def _kernel(self, geometry: Geometry, bits: int, bounded: bool, ranges: bool) -> _Launch:
-        key = (geometry, alignment(bits), bounded, ranges)
+    def _kernel(self, geometry: Geometry, bits: int, bounded: bool, ranges: bool, checksum: bool) -> _Launch:
+        key = (geometry, alignment(bits), bounded, ranges, checksum)
         launch = self._launches.get(key)
         if launch is None:
-            chosen = variant(geometry, bits, self._tuning.bounded if bounded else self._tuning.tile, ranges)
+            chosen = variant(geometry, bits, self._tuning.bounded if bounded else self._tuning.tile, ranges, checksum)
             launch = self._launches[key] = _Launch(chosen, self._kernels.get(chosen))
         return launch
 
@@ -257,9 +315,10 @@ class CudaRowCopies:
         tiles: int,
         most: int,
         programs: int | None,
+        sum_at: int,
     ) -> None:
         """Launches a kernel with these arguments of `copy_rows`, on at most `programs` thread blocks unless None."""
-        _ARGUMENTS.pack_into(launch.arguments, 0, blocks_at, ranges_at, pages_at, items, tiles, most)
+        _ARGUMENTS.pack_into(launch.arguments, 0, blocks_at, ranges_at, pages_at, items, tiles, most, sum_at)
         grid = items if programs is None or items < programs else programs
         kernel, stream = launch.kernel, self._stream
         launched = self._calls.cuLaunchKernel(

@@ -27,9 +27,11 @@ from kvctl_agent.device.base import (
     PageIds,
     PageStrides,
     RowCopies,
+    checksum_word,
 )
 from kvctl_agent.errors import DeviceError
 from kvctl_agent.memory.allocations import HugePageMemory
+from kvctl_agent.memory.checksum import bytes_checksum
 
 JUNK = 0xA5
 """What fresh memory is full of: memory of a device is not zeroed."""
@@ -108,6 +110,24 @@ class HostStream:
                 self._queue.popleft().run()
 
 
+class HostChecksum:
+    """`PendingChecksum` whose bytes are read when its completion is polled."""
+
+    def __init__(self, stream: HostStream, begun: Begun) -> None:
+        self.value = 0
+        self._begun = begun
+        self._event = stream.put(self._compute)
+        self.done = self._event.done
+
+    def _compute(self) -> None:
+        for geometry, blocks in self._begun.batches:
+            word = checksum_word(geometry.width)
+            for source, position, at, _, count in blocks.tolist():
+                rows = _rows(source, self._begun.pages[at : at + count], count, geometry, geometry.src)
+                self.value += bytes_checksum(rows.reshape(-1), word, position)
+        self.value &= 0xFFFFFFFF
+
+
 class HostCopies:
     """`RowCopies` with numpy; a copy is executed when its completion is polled."""
 
@@ -116,8 +136,8 @@ class HostCopies:
         self._stream = HostStream(device)
         self.closed = False
 
-    def prepare(self, geometries: Sequence[Geometry]) -> None:
-        self._device.prepared.extend(geometries)
+    def prepare(self, geometries: Sequence[Geometry], checksum: bool = False) -> None:
+        (self._device.prepared_sums if checksum else self._device.prepared).extend(geometries)
 
     def begin(
         self,
@@ -135,6 +155,13 @@ class HostCopies:
         begun = Begun(kept, pages.copy(), after, programs)
         self._device.begun.append(begun)
         return self._stream.put(lambda: _copy_all(begun), after)
+
+    def checksum(self, batches: Sequence[Batch | BlockRanges], pages: PageIds) -> HostChecksum:
+        assert not self.closed, "a checksum after close()"
+        assert pages.dtype == np.int32
+        each = tuple(batch.batch() if isinstance(batch, BlockRanges) else batch for batch in batches)
+        self._device.summed.extend(batch.geometry for batch in each)
+        return HostChecksum(self._stream, Begun(each, pages.copy(), None, None))
 
     def close(self) -> None:
         self._stream.run_to(None)
@@ -179,7 +206,8 @@ class HostDevice:
         why_no_export, why_no_open: reasons with which `export` and `open` refuse, if set.
         lane: the interconnect that mappings report.
         begun: every copy, in order.
-        prepared: every prepared geometry.
+        prepared, prepared_sums: every geometry that was prepared for copies, and for checksums.
+        summed: geometry of every batch whose checksum was computed.
         mappings: every opened mapping.
     """
 
@@ -191,6 +219,8 @@ class HostDevice:
         self.why_no_export = self.why_no_open = ""
         self.begun: list[Begun] = []
         self.prepared: list[Geometry] = []
+        self.prepared_sums: list[Geometry] = []
+        self.summed: list[Geometry] = []
         self.mappings: list[HostMapping] = []
         self._allocations: list[HugePageMemory] = []
         self._driver = HostStream(self)

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvctl_agent.device.base import Batch, Geometry, PageStrides
+from kvctl_agent.device.base import Batch, Geometry, PageStrides, checksum_word
 from kvctl_agent.device.kernels import Tile, variant
 from kvctl_agent.device.launch_tables import split, table_bytes
 from kvctl_agent.errors import DeviceError
+from kvctl_agent.memory.checksum import bytes_checksum
 from tests.kvctl_agent.device.geometries import of_rows
 from tests.kvctl_agent.device.interpreted import launch
 
@@ -293,7 +294,7 @@ def test_requests_that_were_split_copy_the_same(way: tuple[bool, bool], nbytes: 
     row_by_row(batch, pages)
     wanted = target.memory.copy()
     target.memory[:] = before
-    for some, listed in split([batch], pages, nbytes):
+    for (some,), listed in split([batch], pages, nbytes):
         assert table_bytes([some], listed) <= nbytes
         row_by_row(some, listed)
     assert np.array_equal(target.memory, wanted)
@@ -322,3 +323,28 @@ def test_rows_split_into_powers_of_two() -> None:
 def test_rows_that_cannot_be_are_refused(wrong: Geometry) -> None:
     with pytest.raises(DeviceError, match="invalid geometry"):
         variant(wrong, 0, SMALL)
+
+
+# ---- checksums ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 6, 12, 16, 144, 256])
+@pytest.mark.parametrize("order", [NHD, HND, FUSED])
+@pytest.mark.parametrize(("shift", "split"), [(0, 1), (0, 2), (1, 1), (2, 2)])
+def test_the_checksum_of_a_launch_is_that_of_its_packed_bytes(order: str, width: int, shift: int, split: int) -> None:
+    """`shift`: bytes by which the memory is off its alignment, so that words are loaded in parts."""
+    sizes = {"p": 4, "t": 4 * split, "h": 3, "k": 2}
+    tensor = Tensor(order, sizes, width, 1)
+    memory = np.zeros(tensor.memory.nbytes + 8, np.uint8)
+    moved = memory[shift : shift + tensor.memory.nbytes]
+    moved[:] = tensor.memory.reshape(-1)
+    strides, by = tensor.strides(split), int(moved.ctypes.data) - int(tensor.memory.ctypes.data)
+    pages = np.array([5, 0, 2] if split > 1 else [3, 0, 2], np.int32)
+    packed = tensor.pages(split, 1, 2)[:, pages]
+    positions = 1000 * width, 1000 * width + packed[0].nbytes  # behind other planes of the part
+    blocks = [(tensor.address(1, number) + by, at, 0, 0, 3) for number, at in enumerate(positions)]
+    batch = Batch(Geometry(4, 2, width, strides, None), np.array(blocks))
+    total = np.zeros(1, np.uint32)
+    launch(batch, pages, SMALL, total=total)
+    assert total[0] == bytes_checksum(packed.reshape(-1), checksum_word(width), positions[0])
+    assert np.array_equal(moved, tensor.memory.reshape(-1))

@@ -172,3 +172,25 @@ def test_contiguous_pages_compile_to_the_constants_that_they_always_did(name: st
     for side in (chosen.src, chosen.dst):
         assert side is None or side.split == 1
         assert side is None or rows == 1 or side.page == rows * side.row
+
+
+@pytest.mark.parametrize("ranges", [False, True])
+@pytest.mark.parametrize("name", [*GEOMETRIES, *STRIDED])
+def test_checksums_load_16_bytes_a_lane_and_store_nothing(name: str, ranges: bool, tmp_path: Path) -> None:
+    geometry = {**GEOMETRIES, **STRIDED}[name]
+    chosen = variant(geometry._replace(src=geometry.src or geometry.dst, dst=None), ALIGNED, DEFAULT.tile, ranges, True)
+    code = program(chosen, H200)
+    assert chosen.check == chosen.word == 4
+    loads = Counter(re.findall(r"(ld|st)\.global\S*?\.v4\.b32", code.ptx))
+    assert loads == {"ld": DEFAULT.tile.nbytes // (code.threads * 16)}
+    assert len(re.findall(r"atom\.\S*add", code.ptx)) == 1
+    used = registers(code, tmp_path)
+    assert used["STACK"] == used["LOCAL"] == 0
+    assert used["REG"] <= 64  # at least four thread blocks on a multiprocessor hide the latency of loads
+
+
+@pytest.mark.parametrize(("width", "bits", "word"), [(256, 2, 2), (6, 0, 2), (3, 0, 1)])
+def test_checksums_of_badly_aligned_rows_compile(width: int, bits: int, word: int) -> None:
+    chosen = variant(of_rows(4, width, 2 * width, width, True, False), bits, DEFAULT.tile, False, True)
+    assert (chosen.word, chosen.check) == (word, 4 if width == 256 else word)
+    assert program(chosen, H200).cubin
