@@ -34,6 +34,7 @@ from kvctl_agent.layout.parallel import local_shards as layout_of
 from kvctl_agent.layout.plan_inputs import differences, shape_to_wire
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.allocations import RingMemory, StagingBuffers
+from kvctl_agent.memory.checksum import Checksums, DeviceChecksums, HostChecksums
 from kvctl_agent.memory.copier import Copier
 from kvctl_agent.memory.device_copier import DeviceCopier
 from kvctl_agent.memory.host_copier import CopyPool, HostCopier
@@ -243,8 +244,9 @@ def build_parts(
         arrivals: Arrivals | None = None
         forwards: EventPoller | None = None
         if buffers is not None:
+            copier = copier_of(pool.device, copy_pool, copiers)
             transfers = Transfers(
-                paths_of(pool.device, copy_pool, buffers, direct_sms, copiers),
+                paths_of(pool.device, copier, buffers, direct_sms, copiers),
                 AuxPath(),
                 by_peer,
                 transport.progress,
@@ -252,7 +254,7 @@ def build_parts(
                 mailbox.wake,
                 telemetry.metrics,
                 many=available_cores() > FEW_CORES,
-                checksum=settings["checksum"],
+                checksums=checksums_of(pool, copier) if settings["checksum"] else None,
                 on_device=pool.device is not None,
                 sharing=sharing,
             )
@@ -270,6 +272,7 @@ def build_parts(
             by_peer,
             transfers,
             direct_sms,
+            settings["checksum"],
         )
         pipelining = Pipelining(local.layers, pool.page_size, settings, telemetry.metrics)
         inputs = InputLog(settings["record_inputs"])
@@ -281,9 +284,11 @@ def build_parts(
                 pool,
                 ring,
                 copier,
+                checksums_of(pool, copier),
                 lambda *events: reported.extend(events),
                 lambda: machine.open_rooms,
                 telemetry,
+                settings["checksum"],
             )
 
         # The engine's handles, the control channel and its loop.
@@ -426,10 +431,6 @@ def check_settings(settings: Settings, pool: KVPool, engine_threads: int) -> Non
     if (text := shortage(_DESCRIPTORS + engine_threads * DESCRIPTORS_PER_THREAD)) is not None:
         raise ConfigError(f"this process cannot hold an agent: {text}")
     check_path(settings["path"], pool)
-    if pool.device is not None and settings["checksum"]:
-        raise ConfigError(
-            "checksum: not available for pools on a GPU, since it would read every byte back; set checksum = false"
-        )
 
 
 def check_path(path: str, pool: KVPool) -> None:
@@ -504,16 +505,20 @@ def copier_of(device: Device | None, copy_pool: CopyPool | NativeCopyPool, copie
     return copier
 
 
+def checksums_of(pool: KVPool, copier: Copier) -> Checksums:
+    """Creates what computes checksums in the thread, and on a device on the stream, of the copier."""
+    return DeviceChecksums(pool, copier.copies) if isinstance(copier, DeviceCopier) else HostChecksums(pool)
+
+
 def paths_of(
     device: Device | None,
-    copy_pool: CopyPool | NativeCopyPool,
+    copier: Copier,
     buffers: StagingBuffers,
     direct_sms: int | None,
     copiers: list[Closable],
 ) -> dict[str, Path]:
-    """Returns the transfer paths by name, and appends their copiers to `copiers`."""
-    staged = StagedPath(buffers, copier_of(device, copy_pool, copiers))
-    paths: dict[str, Path] = {BULK: BulkPath(), SLICE: SlicePath(), STAGED: staged}
+    """Returns the transfer paths by name, and appends the copies of path direct to `copiers`."""
+    paths: dict[str, Path] = {BULK: BulkPath(), SLICE: SlicePath(), STAGED: StagedPath(buffers, copier)}
     if device is not None:
         copies = device.copies()
         copiers.append(copies)

@@ -41,7 +41,9 @@ def copy_rows(
     RANGES: tl.constexpr,
     CHECK: tl.constexpr,
 ):
-    """Copies all units of all blocks, or computes their checksum. Programs take tiles in turn, so any number of programs copies all of them.
+    """Copies all units of all blocks, or computes their checksum.
+
+    Programs take tiles in turn, so any number of programs covers all of them.
 
     Args:
         blocks_at: Address of `Batch.blocks`; for a table, of pairs of `paged` and `before`, int64.

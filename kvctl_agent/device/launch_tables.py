@@ -182,9 +182,7 @@ def table_bytes(batches: Sequence[Batch | BlockRanges], pages: PageIds) -> int:
     return nbytes
 
 
-def split(
-    batches: Sequence[Batch | BlockRanges], pages: PageIds, nbytes: int
-) -> Iterator[tuple[list[Batch], PageIds]]:
+def split(batches: Sequence[Batch | BlockRanges], pages: PageIds, nbytes: int) -> Iterator[tuple[list[Batch], PageIds]]:
     """Splits a request whose tables are too large for one upload, for example thousands of pages of one token each.
 
     Yields requests of one batch, each with its own page list, that together make the same copies.

@@ -63,10 +63,6 @@ class Checksums(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Frees all resources; idempotent."""
-        ...
-
 
 class HostChecksums:
     """Computes checksums of parts in host memory, in the calls of `begin`."""
@@ -79,12 +75,9 @@ class HostChecksums:
     ) -> PendingChecksum:
         return _Known(part_checksum(self._pool, part, pages, head, lo, hi, split))
 
-    def close(self) -> None:
-        """Does nothing."""
-
 
 class DeviceChecksums:
-    """Computes checksums of parts in a device's memory by a kernel, on a stream that this object owns and closes."""
+    """Computes checksums of parts in a device's memory by a kernel, on the stream of `copies`."""
 
     def __init__(self, pool: KVPool, copies: RowCopies) -> None:
         self._pool = pool
@@ -102,9 +95,6 @@ class DeviceChecksums:
         # A gather to address 0: the addresses of its destination are positions.
         launches = table.gather_launches(first, end, 0, len(rows), len(rows), layout.nbytes, head, 0)
         return self._copies.checksum(launches, rows.page_ids)
-
-    def close(self) -> None:
-        self._copies.close()
 
 
 class _Known(NamedTuple):

@@ -24,7 +24,7 @@ from kvctl_agent.memory.segment import RowIndex, SegmentMemory
 
 
 class DeviceCopier:
-    """Converts pieces and parts to kernel launches on one stream, which the copier owns and closes.
+    """Converts pieces and parts to kernel launches on one stream, `copies`, which the copier owns and closes.
 
     Pieces are large, because writes saturate NVLink only if they are large (H200, cuda_ipc: 64 writes of 4 MiB reach
     107 GB/s, one of 256 MiB 373 GB/s).
@@ -35,7 +35,7 @@ class DeviceCopier:
     parts_at_once = 64
 
     def __init__(self, copies: RowCopies) -> None:
-        self._copies = copies
+        self.copies = copies
 
     def gather(self, rows: RowIndex, pieces: Sequence[Piece], into: Sequence[MemorySpan]) -> PendingCopy:
         table, num_pages = block_table(rows.memory, rows.heads), len(rows)
@@ -48,7 +48,7 @@ class DeviceCopier:
             last_layer, last_plane, _, page_hi = spans[-1]
             lo, hi = layer * planes + plane, last_layer * planes + last_plane + 1
             launches += table.gather_launches(lo, hi, page_lo, page_hi, num_pages, nbytes, rows.head, target.addr)
-        return self._copies.begin(launches, rows.page_ids)
+        return self.copies.begin(launches, rows.page_ids)
 
     def scatter(self, landed: Sequence[LandedPart]) -> PendingCopy:
         by_table: dict[Table, list[Packed]] = {}
@@ -74,19 +74,24 @@ class DeviceCopier:
         else:
             # Converts and joins the page ids of all parts in one call; they are in bounds, so they fit into int32.
             page_ids = np.concatenate(page_lists, dtype=np.int32, casting="unsafe")
-        return self._copies.begin(launches, page_ids)
+        return self.copies.begin(launches, page_ids)
 
-    def prepare(self, memory: SegmentMemory, head: int, heads: int) -> None:
+    def prepare(self, memory: SegmentMemory, head: int, heads: int, checksum: bool = False) -> None:
         """Compiles the kernels that scatter to local heads [head, head + heads) and waits for the compiler.
+
+        If `checksum`, compiles the kernels that compute the checksum of these heads too.
 
         Raises:
             DeviceError: a kernel does not compile.
         """
         memory.check_heads(head, heads)
-        self._copies.prepare([table.geometry for table in block_table(memory, heads).scatters])
+        table = block_table(memory, heads)
+        self.copies.prepare([each.geometry for each in table.scatters])
+        if checksum:
+            self.copies.prepare([each.geometry for each in table.gathers], checksum=True)
 
     def close(self) -> None:
-        self._copies.close()
+        self.copies.close()
 
 
 def _too_large(nbytes: int, span: MemorySpan) -> MemoryLayoutError:

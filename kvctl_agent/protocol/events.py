@@ -273,7 +273,7 @@ class ScatterFailed(Event, frozen=True):
 
 
 class Checked(Event, frozen=True):
-    """The checksum of a part in its pages was computed; `found` is None if the bytes are on a device and not read."""
+    """The checksum of a part in its pages was computed; `found` is None if that failed, as `text` says."""
 
     room: int
     nonce: int
@@ -281,6 +281,7 @@ class Checked(Event, frozen=True):
     key: PartKey
     found: int | None
     at_ns: int
+    text: str = ""
 
 
 class Shutdown(Event, frozen=True):

@@ -13,11 +13,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
+from kvctl_agent.device.base import PendingChecksum
 from kvctl_agent.errors import DeviceError, RemoteProtocolError
 from kvctl_agent.memory.allocations import RingMemory
-from kvctl_agent.memory.checksum import aux_checksum, part_checksum
+from kvctl_agent.memory.checksum import Checksums, aux_checksum
 from kvctl_agent.memory.copier import Copier, LandedPart, PendingCopy
 from kvctl_agent.memory.device_copier import DeviceCopier
 from kvctl_agent.memory.pool import KVPool
@@ -42,14 +43,15 @@ _BROKEN_NS = 20_000_000
 _RECORD_EVERY_NS = 60_000_000_000  # an engine that stays broken must not fill the flight recorder
 
 
-_Order = TypeVar("_Order", Scatter, Check)
-_Result = TypeVar("_Result")
-
-
 class _RunningScatter(NamedTuple):
     began_ns: int
     copy: PendingCopy
     orders: list[Scatter]
+
+
+class _RunningCheck(NamedTuple):
+    order: Check
+    checksum: PendingChecksum
 
 
 class Arrivals:
@@ -57,10 +59,11 @@ class Arrivals:
 
     Args:
         ring: memory of the staging ring; None if staging is off.
-        copier: used by this object only.
+        copier, checksums: used by this object only.
         report: takes the events for the machine.
         open_rooms: returns the number of open rooms: without any, tags are polled for seldom; with many, less often
             than with one.
+        compile_checksums: whether to compile the kernels of checksums before the first room.
     """
 
     def __init__(
@@ -69,25 +72,29 @@ class Arrivals:
         pool: KVPool,
         ring: RingMemory | None,
         copier: Copier,
+        checksums: Checksums,
         report: Callable[..., None],
         open_rooms: Callable[[], int],
         telemetry: Telemetry,
+        compile_checksums: bool = False,
     ) -> None:
         self._transport = transport
         self._pool = pool
         self._ring = ring
         self._copier = copier
+        self._checksums = checksums
         self._report = report
         self._open_rooms = open_rooms
         self._telemetry = telemetry
+        self._compile_checksums = compile_checksums
         self._compiling = pool.device is None  # whether the kernels that scatter are being compiled, or need not be
         self._orders: list[Scatter | Check] = []
         self._scatters: list[_RunningScatter] = []
+        self._checks: list[_RunningCheck] = []
         self._scatter_began_s = 0.0  # start of the latest scatter
         self._active_s = time.monotonic()  # time of the last arrival or order
         self._record_ns = 0
         self._poll_again_ns = 0
-        self._checksum_skipped = False  # a checksum from a writer was not compared
 
     def put(self, order: Scatter | Check) -> None:
         """Queues an action for the next turn."""
@@ -98,7 +105,7 @@ class Arrivals:
         self._pool.store_aux_row(order.slot, order.row)
 
     def idle(self) -> bool:
-        return not self._scatters
+        return not self._scatters and not self._checks
 
     def turn(self) -> None:
         self._telemetry.arrival_turn_ns = time.monotonic_ns()
@@ -107,6 +114,7 @@ class Arrivals:
             self._active_s = time.monotonic()
         self._execute(orders)
         self._report_finished()
+        self._report_checked()
         if not self._compiling and not self._open_rooms():
             self._compiling = True
             threading.Thread(target=self._compile, name="kvctl-compile", daemon=True).start()
@@ -119,7 +127,7 @@ class Arrivals:
             for memory in self._pool.segments:
                 for writers in _WRITER_COUNTS if memory.blocks else ():
                     if memory.shard.heads % writers == 0:
-                        copier.prepare(memory, 0, memory.shard.heads // writers)
+                        copier.prepare(memory, 0, memory.shard.heads // writers, self._compile_checksums)
         except Exception as error:  # a scatter compiles its kernel itself, or fails by name
             self._telemetry.recorder.record("device", f"a copy kernel could not be compiled: {error}", "error")
         finally:
@@ -129,6 +137,8 @@ class Arrivals:
         if self._orders:
             return 0.0
         now = time.monotonic()
+        if self._checks:
+            return _SHORTEST_ON_DEVICE_S
         if self._scatters:
             return _SHORTEST_ON_DEVICE_S if now - self._scatter_began_s < _YOUNG_S else _COPYING_S
         rooms = self._open_rooms()
@@ -166,11 +176,11 @@ class Arrivals:
         return True
 
     def _execute(self, orders: list[Scatter | Check]) -> None:
-        """Executes actions: scatters as many parts at once as the copier takes, and computes checksums one by one."""
+        """Executes actions: scatters as many parts at once as the copier takes, and starts checksums one by one."""
         batch: list[Scatter] = []
         for order in orders:
             if isinstance(order, Check):
-                self._try(order, self._check)
+                self._check(order)
                 continue
             batch.append(order)
             if len(batch) >= self._copier.parts_at_once:
@@ -181,21 +191,39 @@ class Arrivals:
 
     def _check(self, order: Check) -> None:
         share, key = order.share, order.key
-        found: int | None = None
-        if share is None:
-            found = aux_checksum(self._pool, int(order.pages[0]))
-        elif self._pool.device is None:
-            found = part_checksum(self._pool, share, order.pages, share.dst_head, key.lo, key.hi, share.dst_split)
-        elif not self._checksum_skipped:
-            self._checksum_skipped = True
-            text = "writers send checksums, but parts on a GPU are not checked: that would read every byte back"
-            self._telemetry.recorder.record("checksum", text, "warning")
-        self._report(Checked(order.room, order.nonce, order.kind, key, found, time.monotonic_ns()))
+        try:
+            if share is None:
+                self._report_check(order, aux_checksum(self._pool, int(order.pages[0])))
+                return
+            where = order.pages, share.dst_head, key.lo, key.hi, share.dst_split
+            self._checks.append(_RunningCheck(order, self._checksums.begin(share, *where)))
+        except Exception as error:
+            self._report_check(order, None, error)
+
+    def _report_checked(self) -> None:
+        """Reports the checksums that have been computed."""
+        for running in self._checks[:]:
+            order, checksum = running
+            try:
+                if not checksum.done():
+                    continue
+            except Exception as error:
+                self._report_check(order, None, error)
+            else:
+                self._report_check(order, checksum.value)
+            self._checks.remove(running)
+
+    def _report_check(self, order: Check, found: int | None, error: Exception | None = None) -> None:
+        text = ""
+        if error is not None:
+            self._record(order, error)
+            text = str(error)
+        self._report(Checked(order.room, order.nonce, order.kind, order.key, found, time.monotonic_ns(), text))
 
     def _scatter(self, orders: list[Scatter]) -> None:
         parts, valid = [], []
         for order in orders:
-            if (part := self._try(order, self._landed_part)) is not None:
+            if (part := self._try_landed_part(order)) is not None:
                 parts.append(part)
                 valid.append(order)
         if not valid:
@@ -239,9 +267,9 @@ class Arrivals:
     def _update_copying_since(self) -> None:
         self._telemetry.copying_since_ns = self._scatters[0].began_ns if self._scatters else 0
 
-    def _try(self, order: _Order, execute: Callable[[_Order], _Result]) -> _Result | None:
+    def _try_landed_part(self, order: Scatter) -> LandedPart | None:
         try:
-            return execute(order)
+            return self._landed_part(order)
         except Exception as error:
             # The pages were checked when the room was opened, so this is a bug of the agent; the loop survives it.
             self._record(order, error)

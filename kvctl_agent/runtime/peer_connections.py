@@ -109,6 +109,7 @@ class PeerConnections:
         by_peer: dict[str, PeerConnection],
         transfers: Transfers | None = None,
         direct_programs: int | None = None,
+        checksum: bool = False,
     ) -> None:
         """Creates the table of connections.
 
@@ -118,6 +119,7 @@ class PeerConnections:
             by_peer: empty mapping, shared with the transfers.
             transfers: prefill: runs measurements of connections between parts.
             direct_programs: limit of the direct path's share of the device, as for `DirectPath`.
+            checksum: whether parts are sent with checksums, whose kernels are compiled in advance.
         """
         self.by_peer = by_peer
         self._transfers = transfers
@@ -132,6 +134,7 @@ class PeerConnections:
         self._recorder = recorder
         self._direct_programs = direct_programs or PROGRAMS
         self._calibrating = False
+        self._checksum = checksum
         self._compiled: set[Geometry] = set()
 
     def connect(self, peer: str, info: PeerInfo, inputs: PlanInputs) -> None:
@@ -230,7 +233,8 @@ class PeerConnections:
         Parts wait meanwhile. On a device the kernels are compiled as well, so that no part waits for the compiler.
         """
         transfers = self._transfers
-        if self._pool.device is not None and transfers is not None and self._chooser.path not in (BULK, SLICE):
+        kernels = self._checksum or self._chooser.path not in (BULK, SLICE)
+        if self._pool.device is not None and transfers is not None and kernels:
             transfers.run_between(self._compile)
         costs_decide = self._chooser.path == AUTO and self._chooser.staging == "auto"
         if costs_decide and transfers is not None and self.by_peer and not self._calibrating:
@@ -303,6 +307,8 @@ class PeerConnections:
         copies = device.copies()
         try:
             copies.prepare([*(wanted - self._compiled)])
+            if self._checksum:
+                copies.prepare([each for each in wanted - self._compiled if each.dst is None], checksum=True)
             self._compiled |= wanted
         except KvctlError as error:
             self._recorder.record("device", f"the copy kernels could not be compiled: {error}", "error")

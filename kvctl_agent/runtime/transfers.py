@@ -19,9 +19,10 @@ from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
+from kvctl_agent.device.base import PendingChecksum
 from kvctl_agent.errors import DeviceError, KvctlError, PeerDisconnected, TransportError
 from kvctl_agent.gil import GilSharing
-from kvctl_agent.memory.checksum import aux_checksum, part_checksum
+from kvctl_agent.memory.checksum import Checksums, aux_checksum
 from kvctl_agent.paths.base import Flight, Path
 from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.protocol.events import Event, PartFailed, PartSent, Transfer
@@ -60,7 +61,7 @@ class Transfers:
         report: takes the events for the machine.
         wake: wakes the control loop; called from other threads.
         many: whether there are cores, or a GPU, to work on many parts at once.
-        checksum: send a checksum of the bytes with every part.
+        checksums: computes a checksum of the bytes of every part, which is sent with it; None to send none.
         on_device: a GPU transfers the parts, so their completion is polled often.
         sharing: lets the engine's thread run between parts.
     """
@@ -76,11 +77,12 @@ class Transfers:
         metrics: Metrics,
         *,
         many: bool = False,
-        checksum: bool = False,
+        checksums: Checksums | None = None,
         on_device: bool = False,
         sharing: GilSharing | None = None,
     ) -> None:
-        self._checksum = checksum
+        self._checksums = checksums
+        self._summing: list[tuple[Transfer, PendingChecksum]] = []  # parts whose checksum is being computed
         self._on_device = on_device
         self._sharing = GilSharing() if sharing is None else sharing
         self._many = many
@@ -108,7 +110,7 @@ class Transfers:
     @property
     def drained(self) -> bool:
         """Whether no write is in flight."""
-        return not self._active and not self._draining and not self._job_running
+        return not self._active and not self._summing and not self._draining and not self._job_running
 
     def put(self, order: Transfer) -> None:
         """Queues a part."""
@@ -121,13 +123,15 @@ class Transfers:
         self._wake()
 
     def idle(self) -> bool:
-        return not (self._queue or self._active or self._waiting or self._job_running)
+        return not (self._queue or self._active or self._summing or self._waiting or self._job_running)
 
     def wait_s(self) -> float:
         if self._queue and self._may_begin():
             return 0.0
         if self._moved and not self._many:
             return 0.0
+        if self._summing:
+            return _SHORTEST_ON_DEVICE_S
         if self._active:
             if not self._on_device:
                 return self._pause_s
@@ -147,6 +151,7 @@ class Transfers:
             self._moved = True
             if time.monotonic_ns() >= until_ns:
                 break
+        self._take_checksums()
         for flight in self._active[:]:
             if self._advance(flight):
                 self._active.remove(flight)
@@ -162,7 +167,7 @@ class Transfers:
 
     def _start_job(self) -> None:
         """Starts the next job if no part is being transferred."""
-        if self._jobs and not self._job_running and not self._active:
+        if self._jobs and not self._job_running and not self._active and not self._summing:
             self._job_running = True
             threading.Thread(
                 target=self._run_job, args=[self._jobs.popleft()], name="kvctl-between", daemon=True
@@ -214,7 +219,7 @@ class Transfers:
 
         Long-running flights do not count: their peer may have stopped, and a few of them would block all other peers.
         """
-        if len(self._active) < self._most_active:
+        if len(self._active) + len(self._summing) < self._most_active:
             return True
         since = time.monotonic_ns() - _STUCK_NS
         return sum(flight.began_ns > since for flight in self._active) < self._most_active
@@ -235,6 +240,39 @@ class Transfers:
             self._start(order)
 
     def _start(self, order: Transfer) -> None:
+        """Starts a part: first its checksum, if one is to be sent, otherwise its flight."""
+        connection = self._connections.get(order.peer)
+        if self._checksums is None or connection is None or order.cancel.dropped:
+            self._fly(order)
+            return
+        share, key = order.share, order.key
+        try:
+            if share is None:
+                order = _with_checksum(order, aux_checksum(connection.pool, int(order.src_pages[0])))
+            else:  # The pages are computed and no longer change.
+                where = order.src_pages, share.src_head, key.lo, key.hi, share.src_split
+                self._summing.append((order, self._checksums.begin(share, *where)))
+                return
+        except Exception as error:
+            self._report_failed(order, error, in_flight=False)
+            return
+        self._fly(order)
+
+    def _take_checksums(self) -> None:
+        """Starts the flights of the parts whose checksum is known."""
+        for each in self._summing[:]:
+            order, pending = each
+            try:
+                if not pending.done():
+                    continue
+            except DeviceError as error:
+                self._report_failed(order, error, in_flight=False)
+            else:
+                self._fly(_with_checksum(order, pending.value))
+            self._summing.remove(each)
+            self._moved = True
+
+    def _fly(self, order: Transfer) -> None:
         if order.cancel.dropped:
             self._report(PartSent(order.peer, order.room, order.nonce, order.kind, order.key, dropped=True))
             return
@@ -244,8 +282,6 @@ class Transfers:
             return
         path = self._aux if order.kind is PartKind.AUX else self._paths[order.path]
         try:
-            if self._checksum:
-                order = replace(order, tag=with_checksum(order.tag, _checksum(connection, order)))
             self._active.append(path.start(connection, order))
         except Exception as error:
             self._report_failed(order, error, in_flight=False)
@@ -276,7 +312,7 @@ class Transfers:
             self._report(PartSent(order.peer, order.room, order.nonce, order.kind, order.key, dropped=True))
             return
         moments = flight.moments()
-        checksum = Tag.unpack(order.tag).checksum if self._checksum else None
+        checksum = None if self._checksums is None else Tag.unpack(order.tag).checksum
         part = order.peer, order.room, order.nonce, order.kind, order.key
         self._report(PartSent(*part, moments, checksum=checksum, row=flight.row))
         if order.kind is PartKind.KV:
@@ -309,12 +345,8 @@ class Transfers:
         self._report(PartFailed(order.peer, order.room, order.nonce, order.kind, order.key, code, text, in_flight))
 
 
-def _checksum(connection: PeerConnection, order: Transfer) -> int:
-    """Returns the checksum of a part's bytes in this rank's pool, which are computed and no longer change."""
-    share, key = order.share, order.key
-    if share is None:
-        return aux_checksum(connection.pool, int(order.src_pages[0]))
-    return part_checksum(connection.pool, share, order.src_pages, share.src_head, key.lo, key.hi, share.src_split)
+def _with_checksum(order: Transfer, checksum: int) -> Transfer:
+    return replace(order, tag=with_checksum(order.tag, checksum))
 
 
 def _abandoned(flight: Flight) -> bool:

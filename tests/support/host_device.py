@@ -91,6 +91,7 @@ class HostStream:
 
     def __init__(self, device: HostDevice) -> None:
         self._device = device
+        device.streams.append(self)
         self._lock = threading.RLock()
         self._queue: deque[HostEvent] = deque()
 
@@ -209,6 +210,7 @@ class HostDevice:
         prepared, prepared_sums: every geometry that was prepared for copies, and for checksums.
         summed: geometry of every batch whose checksum was computed.
         mappings: every opened mapping.
+        streams: every stream.
     """
 
     def __init__(self, slow: int = 3, index: int = HOST, lane: str = "same device") -> None:
@@ -223,6 +225,7 @@ class HostDevice:
         self.summed: list[Geometry] = []
         self.mappings: list[HostMapping] = []
         self._allocations: list[HugePageMemory] = []
+        self.streams: list[HostStream] = []
         self._driver = HostStream(self)
         self._uuid = f"HOST-{next(_numbers)}"
 

@@ -344,8 +344,11 @@ class Landing:
         check = room.checks.pop((event.kind, event.key), None)
         if check is None:
             return
-        if event.found is not None and event.found != check.checksum:
-            part = "the aux row" if event.kind is PartKind.AUX else str(event.key)
+        part = "the aux row" if event.kind is PartKind.AUX else str(event.key)
+        if event.found is None:
+            text = f"the checksum of {part} from {room.writers[event.key.writer]} could not be computed: {event.text}"
+            self.rooms.fail(room, self.context.failure("KV_DEVICE", text))
+        elif event.found != check.checksum:
             text = f"{part} from {room.writers[event.key.writer]} ({check.path}) was sent with checksum "
             text += f"{check.checksum:08x}, in the pages it is {event.found:08x}"
             self.rooms.fail(room, self.context.failure(CHECKSUM, text))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.errors import ConfigError, DeviceError, TransportError
+from kvctl_agent.errors import DeviceError, TransportError
 from kvctl_agent.transport.loopback import LoopbackTransport
 from tests.support.host_device import HostCopies, HostDevice
 
@@ -115,8 +115,3 @@ def test_an_agent_that_cannot_be_made_gives_its_memory_back(
         fleet.prefill_agent(0) if role == "prefill" else fleet.decode_agent(0)
     pool, staging = made
     assert (pool._closed, staging._closed) == (False, True)
-
-
-def test_checksums_are_refused(make_fleet: Any) -> None:
-    with pytest.raises(ConfigError, match="checksum"):
-        make_fleet("loopback", device={"prefill": HostDevice()}, checksum=True).start()

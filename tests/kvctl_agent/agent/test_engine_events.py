@@ -195,10 +195,6 @@ class TestHostMemory:
 
 
 class TestSettings:
-    def test_checksums_are_of_host_memory(self, make_fleet: Any, devices: Any) -> None:
-        with pytest.raises(ConfigError, match="checksum: not available for pools on a GPU"):
-            make_fleet(device=devices, checksum=True).start()
-
     def test_the_direct_path_is_of_devices(self, make_fleet: Any) -> None:
         with pytest.raises(ConfigError, match="direct"):
             make_fleet(path="direct").start()

@@ -55,4 +55,6 @@ def launch(
         more = 0, 1
     tiles = -(-count * chosen.page_units // chosen.tile_units)
     sum_at = 0 if total is None else total.ctypes.data
-    interpret(chosen, programs, [tables.ctypes.data, more[0], pages.ctypes.data, blocks * tiles, tiles, more[1], sum_at])
+    interpret(
+        chosen, programs, [tables.ctypes.data, more[0], pages.ctypes.data, blocks * tiles, tiles, more[1], sum_at]
+    )

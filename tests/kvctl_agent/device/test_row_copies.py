@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -12,12 +13,13 @@ import pytest
 
 from kvctl_agent.device import driver as binding
 from kvctl_agent.device import kernels
-from kvctl_agent.device.base import Batch, BlockRange, BlockRanges, Table
+from kvctl_agent.device.base import Batch, BlockRange, BlockRanges, PendingChecksum, Table
 from kvctl_agent.device.driver import Context
 from kvctl_agent.device.events import EventPool
 from kvctl_agent.device.kernels import ARGUMENTS, Kernels, Program, Variant
 from kvctl_agent.device.row_copies import DEFAULT, CudaRowCopies, Tuning
 from kvctl_agent.errors import DeadlineExceeded, DeviceError
+from kvctl_agent.memory.checksum import bytes_checksum
 from tests.kvctl_agent.device.fake_driver import OK, FakeDriver
 from tests.kvctl_agent.device.geometries import of_rows
 from tests.kvctl_agent.device.interpreted import interpret
@@ -326,6 +328,88 @@ def test_more_rows_than_the_kernel_counts_are_refused(driver: Launching) -> None
     with pytest.raises(DeviceError, match="too many for one launch"):
         copies.begin([batch], PAGES)
     copies.close()
+
+
+# ---- checksums ---------------------------------------------------------------------------------------------------
+
+
+def checksum_of(pool: Pool, pages: np.ndarray) -> int:
+    """As `pool.gather`, from position 0 on."""
+    return bytes_checksum(pool.pages[:, pages][:, :, :, 1].reshape(-1), 4, 0)
+
+
+def settled(pending: PendingChecksum) -> int:
+    deadline = time.monotonic() + 60
+    while not pending.done():
+        assert time.monotonic() < deadline
+    return pending.value
+
+
+def positions(pool: Pool, *counts: int) -> BlockRanges:
+    """The ranges of parts with these page counts, each from position 0 on."""
+    table, found = ranges(pool, *counts)
+    return BlockRanges(table, [each._replace(packed=0) for each in found])
+
+
+@pytest.mark.parametrize("slot_bytes", [SMALL.slot_bytes, 256])
+def test_checksums_are_read_back_with_the_event(driver: Launching, slot_bytes: int) -> None:
+    """In one request, and in several if the tables fit no slot."""
+    copies, pool = make(SMALL._replace(slot_bytes=slot_bytes)), Pool(slots=90, blocks=3)
+    pages = np.random.default_rng(1).permutation(90).astype(np.int32)[:70]
+    pending = copies.checksum([positions(pool, 70)], pages)
+    driver.patience = 2
+    assert settled(pending) == checksum_of(pool, pages)
+    assert (len(driver.launches) > 1) == (slot_bytes == 256)
+    assert not driver.calls["cuEventSynchronize"]
+    assert pending.done()
+    assert not pool.packed.any()
+    copies.close()
+
+
+def test_a_checksum_waits_for_its_event_and_survives_later_requests(driver: Launching) -> None:
+    copies, pool = make(), Pool()
+    copies.prepare([pool.gather(1).geometry], checksum=True)
+    driver.patience = 50
+    part, before = positions(pool, 5), driver.calls.copy()
+    pending = [copies.checksum([part], pages) for pages in (PAGES, PAGES[::-1])]
+    made = driver.calls - before
+    assert (made["cuLaunchKernel"], made["cuMemcpyDtoHAsync"]) == (2, 2)
+    assert made["cuMemAlloc"] == 1  # the block table
+    assert not any(each.done() for each in pending)
+    driver.patience = 0
+    for _ in range(2 * SMALL.slots):
+        copies.begin([pool.gather(5)], PAGES)
+    assert [settled(each) for each in pending] == [checksum_of(pool, PAGES), checksum_of(pool, PAGES[::-1])]
+    copies.close()
+    assert not driver.allocated
+
+
+def test_the_cells_of_results_are_reused(driver: Launching, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvctl_agent.device.launch_tables._CELLS", 4)
+    copies, pool = make(), Pool()
+    pinned = driver.calls["cuMemHostAlloc"]
+    for _ in range(20):
+        assert settled(copies.checksum([positions(pool, 5)], PAGES)) == checksum_of(pool, PAGES)
+    assert driver.calls["cuMemHostAlloc"] == pinned + 1
+    pending = [copies.checksum([positions(pool, 5)], PAGES) for _ in range(6)]
+    assert driver.calls["cuMemHostAlloc"] == pinned + 2
+    assert {settled(each) for each in pending} == {checksum_of(pool, PAGES)}
+    copies.close()
+
+
+@pytest.mark.parametrize("name", ["cuLaunchKernel", "cuMemcpyDtoHAsync", "cuEventRecord"])
+def test_a_failed_checksum_leaves_nothing_under_way(driver: Launching, name: str) -> None:
+    copies, pool = make(), Pool()
+    driver.failing[name] = (driver.CUresult.CUDA_ERROR_LAUNCH_FAILED,)
+    with pytest.raises(DeviceError, match="LAUNCH_FAILED"):
+        copies.checksum([positions(pool, 5)], PAGES)
+    del driver.failing[name]
+    pinned = driver.calls["cuMemHostAlloc"]
+    assert settled(copies.checksum([positions(pool, 5)], PAGES)) == checksum_of(pool, PAGES)
+    assert driver.calls["cuMemHostAlloc"] == pinned
+    copies.close()
+    with pytest.raises(DeviceError, match="closed"):
+        copies.checksum([positions(pool, 5)], PAGES)
 
 
 # ---- addresses ---------------------------------------------------------------------------------------------------

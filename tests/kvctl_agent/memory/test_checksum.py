@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 
 from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.layout.parallel import ParallelConfig, local_shards
+from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, local_shards
 from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.layout.shape import ModelShape
-from kvctl_agent.memory.checksum import aux_checksum, part_checksum
+from kvctl_agent.memory.checksum import DeviceChecksums, aux_checksum, bytes_checksum, part_checksum
 from kvctl_agent.memory.pool import KVPool
+from kvctl_agent.memory.segment import SegmentMemory
+from tests.support.host_device import HostDevice
+from tests.support.strided import strided
 
 SHAPE = ModelShape(num_layers=3, num_kv_heads=4, k_dim=8, v_dim=6, dtype_bytes=2)
 # The second half of the heads: all that the writer has, heads 2 and 3 of the reader's.
@@ -73,6 +76,146 @@ def test_bytes_outside_the_part_are_ignored(pools: tuple[KVPool, KVPool]) -> Non
 def test_pages_in_another_order_are_found(pools: tuple[KVPool, KVPool]) -> None:
     writer, reader = pools
     assert part_checksum(reader, SHARE, np.array(THERE[::-1], np.int32), 2, 0, 3) != checksums(writer, reader)[0]
+
+
+# ---- properties --------------------------------------------------------------------------------------------------
+
+NBYTES = 4096
+
+
+def reference(data: bytes, word: int, position: int) -> int:
+    """The checksum as it is defined."""
+    total = 0
+    for at in range(0, len(data), word):
+        x = int.from_bytes(data[at : at + word], "little") ^ (position + at) * 0x9E3779B1 & 0xFFFFFFFF
+        x = (x ^ x >> 16) * 0x21F0AAAD & 0xFFFFFFFF
+        x = (x ^ x >> 15) * 0x735A2D97 & 0xFFFFFFFF
+        total += x ^ x >> 15
+    return total & 0xFFFFFFFF
+
+
+@pytest.mark.parametrize("word", [1, 2, 4])
+@pytest.mark.parametrize("position", [0, 4096, (1 << 32) - 64, (1 << 40) + 4])
+def test_it_is_as_it_is_defined(word: int, position: int) -> None:
+    data = np.random.default_rng(word).integers(0, 256, 1200, np.uint8)
+    assert bytes_checksum(data, word, position) == reference(data.tobytes(), word, position)
+    whole = bytes_checksum(data, word, 64)
+    halves = bytes_checksum(data[:400], word, 64) + bytes_checksum(data[400:], word, 464)
+    assert whole == halves & 0xFFFFFFFF
+
+
+@pytest.fixture(params=["random", "zeros", "small floats", "pages alike"])
+def data(request: pytest.FixtureRequest) -> np.ndarray:
+    """Bytes of a part: some have few different words, as quantised or unused heads do."""
+    random = np.random.default_rng(7)
+    made = {
+        "random": random.integers(0, 256, NBYTES, np.uint8),
+        "zeros": np.zeros(NBYTES, np.uint8),
+        "small floats": (random.normal(size=NBYTES // 4).astype(np.float32) * 1e-3).view(np.uint8),
+        "pages alike": np.tile(random.integers(0, 256, 256, np.uint8), NBYTES // 256),
+    }
+    return made[request.param]
+
+
+@pytest.mark.parametrize("word", [1, 2, 4])
+def test_every_error_within_one_word_is_found(data: np.ndarray, word: int) -> None:
+    right = bytes_checksum(data, word, 0)
+    random = np.random.default_rng(word)
+    for at in range(0, NBYTES, 7):
+        for error in (1, 128, int(random.integers(1, 256))):
+            wrong = data.copy()
+            wrong[at] ^= error
+            assert bytes_checksum(wrong, word, 0) != right
+
+
+def test_no_two_flipped_bits_cancel_out(data: np.ndarray) -> None:
+    """Sums of differences: of 8 million pairs of flipped bits, about 0.002 are expected to be missed."""
+    right = bytes_checksum(data, 4, 0)
+    changes = []
+    for at in range(0, NBYTES, 4):
+        for bit in (0, 1, 15, 31):
+            word = data[at : at + 4].copy()
+            word[bit // 8] ^= 1 << bit % 8
+            changes.append(bytes_checksum(word, 4, at) - bytes_checksum(data[at : at + 4], 4, at) & 0xFFFFFFFF)
+    different = np.array(changes, np.uint32)
+    assert right == bytes_checksum(data, 4, 0)
+    assert len(np.unique(different)) >= len(different) - 1
+    assert np.intersect1d(different, -different).size == 0
+
+
+def test_swaps_shifts_and_zeroed_runs_are_found() -> None:
+    random = np.random.default_rng(3)
+    data = random.integers(0, 256, NBYTES, np.uint8)
+    right = bytes_checksum(data, 4, 0)
+    wrong: list[np.ndarray] = []
+    for size in (4, 8, 64, 256, 1024):  # words, rows, pages
+        pieces = data.reshape(-1, size)
+        for _ in range(50):
+            first, second = random.choice(len(pieces), 2, replace=False)
+            swapped = pieces.copy()
+            swapped[[first, second]] = swapped[[second, first]]
+            wrong.append(swapped.reshape(-1))
+            zeroed = pieces.copy()
+            zeroed[first] = 0
+            wrong.append(zeroed.reshape(-1))
+        wrong += [np.roll(data, size), pieces[::-1].reshape(-1), np.concatenate((data[size:], data[:size] * 0))]
+    assert all(bytes_checksum(each, 4, 0) != right for each in wrong)
+    assert bytes_checksum(data[:-4], 4, 0) != right
+    assert bytes_checksum(data, 4, 4) != right
+
+
+def test_checksums_are_spread_evenly() -> None:
+    """Of parts that differ in one word: 16 bits of the checksum, high and low, against a chi-squared bound."""
+    data = np.zeros(64, np.uint8)
+    found = []
+    for number in range(40_000):
+        data[:4] = np.frombuffer(number.to_bytes(4, "little"), np.uint8)
+        found.append(bytes_checksum(data, 4, 0))
+    assert len(set(found)) == len(found)
+    for shift in (0, 8, 24):
+        counts = np.bincount(np.array(found, np.uint64).astype(np.int64) >> shift & 255, minlength=256)
+        expected = len(found) / 256
+        assert ((counts - expected) ** 2 / expected).sum() < 400  # 255 degrees of freedom: 1e-7 lie above 388
+
+
+@pytest.mark.parametrize(("k", "v", "dtype"), [(8, 6, 2), (3, 5, 1), (4, 4, 4), (6, 8, 1)])
+def test_the_value_does_not_depend_on_strides_and_split_pages(k: int, v: int, dtype: int) -> None:
+    """The same part in a pool of HND and in pages of twice the size, and by the kernel of a device."""
+    shape = ModelShape(3, 4, k, v, dtype)
+    plain = KVPool.allocate(local_shards(shape, 4, ParallelConfig(), RankCoord(0, 0, 0, 0)), 4, 16)
+    share = TransferSlice(1, 0, 0, 0, 2, 2, 0, 3, 2, 4, 4 * (k + v) * dtype)
+    random = np.random.default_rng(5)
+    for layer in range(3):
+        for plane in range(2):
+            block = plain.segments[0].block(layer, plane)
+            block[:] = random.integers(0, 256, block.nbytes, np.uint8)
+    pages = np.array([9, 4, 5, 0], np.int32)
+    right = part_checksum(plain, share, pages, 1, 1, 3)
+    device = HostDevice()
+    copies = device.copies()
+    for split in (1, 2):
+        if split == 2:  # the same memory in pages of 8 tokens
+            shards = local_shards(shape, 8, ParallelConfig(), RankCoord(0, 0, 0, 0))
+            memory = plain.segments[0]
+            plain = KVPool([SegmentMemory(shards[0], 8, memory.blocks)], page_size=8, aux=None, owner=plain)
+        assert part_checksum(plain, share, pages, 1, 1, 3, split) == right
+        pending = DeviceChecksums(plain, copies).begin(share, pages, 1, 1, 3, split)
+        while not pending.done():
+            pass
+        assert pending.value == right
+    if k == v:
+        memory, kept = strided(plain.segments[0].shard, 8, "plhtk")
+        for layer in range(3):
+            for plane in range(2):
+                memory.elements(layer, plane)[:] = plain.segments[0].elements(layer, plane)
+        fused = KVPool([memory], page_size=8, aux=None, owner=kept)
+        pending = DeviceChecksums(fused, copies).begin(share, pages, 1, 1, 3, 2)
+        while not pending.done():
+            pass
+        assert pending.value == right
+    assert part_checksum(plain, share, pages, 2, 1, 3, 2) != right  # another head
+    assert part_checksum(plain, share, pages, 1, 0, 2, 2) != right  # other layers
+    assert part_checksum(plain, share, pages + 1, 1, 1, 3, 2) != right  # other pages
 
 
 def test_an_aux_row_is_its_bytes(pools: tuple[KVPool, KVPool]) -> None:

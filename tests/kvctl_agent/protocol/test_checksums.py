@@ -101,6 +101,21 @@ def test_a_part_that_differs_fails_its_room_everywhere_and_is_named(choose: Any,
     world.check_empty()
 
 
+@pytest.mark.parametrize("choose", [direct, staged])
+def test_a_checksum_that_cannot_be_computed_fails_its_room(choose: Any) -> None:
+    world = world_of(choose)
+    world.held_back = True
+    room = move(world)
+    check = world.checks[0]
+    world.feed("decode-0", replace(world.answer(check), found=None, text="the GPU is lost"))
+    world.settle()
+    assert room.state is RoomState.FAILED
+    failure = failures(world)["decode-0"]["failure"]
+    assert failure["code"] == "KV_DEVICE"
+    assert "could not be computed: the GPU is lost" in failure["text"]
+    world.check_empty()
+
+
 def failures(world: World) -> dict[str, Any]:
     """By agent, what it remembers of the room."""
     return {

@@ -26,6 +26,7 @@ from kvctl_agent.memory.host_copier import CopyPool, HostCopier, gather_piece
 from kvctl_agent.memory.part_layout import PartLayout
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.segment import RowIndex
+from kvctl_agent.parts import checksums_of
 from kvctl_agent.protocol.events import Arrived, Check, Checked, Scatter, Scattered, ScatterFailed, StoreAux
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.runtime.arrivals import Arrivals
@@ -57,7 +58,7 @@ class Tags:
 
 
 class Rig:
-    def __init__(self, telemetry: Telemetry, device: HostDevice | None = None) -> None:
+    def __init__(self, telemetry: Telemetry, device: HostDevice | None = None, compile_checksums: bool = False) -> None:
         self.tags = Tags()
         self.pool = KVPool.allocate(
             local_shards(SHAPE, 4, ParallelConfig(), RankCoord(0, 0, 0, 0)),
@@ -76,9 +77,11 @@ class Rig:
             self.pool,
             self.ring,
             self.copier,
+            checksums_of(self.pool, self.copier),
             lambda *events: [self.reported.put(event) for event in events],
             lambda: self.rooms,
             telemetry,
+            compile_checksums,
         )
         self.loop = DrivenTask(self.arrivals)
 
@@ -252,7 +255,9 @@ class TestScatter:
         pages = np.array([3, 9], np.int32)
         rig.loop.put(Check(7, 9, PartKind.KV, order.key, order.share, np.array([99], np.int32)))  # no such page
         rig.loop.put(Check(7, 9, PartKind.KV, order.key, order.share, pages))
-        found = rig.report()
+        failed, found = rig.report(), rig.report()
+        assert failed.found is None
+        assert "page 99 is outside the pool" in failed.text
         assert isinstance(found, Checked)
         assert (found.room, found.nonce, found.kind, found.key) == (7, 9, PartKind.KV, order.key)
         assert found.found == part_checksum(rig.pool, order.share, pages, 2, 1, 3)
@@ -343,14 +348,30 @@ class TestOnADevice:
             rig.tags.waiting = [TAG.pack()]
             assert isinstance(rig.report(), Arrived)
 
-    def test_checksums_are_not_compared(self, on_device: Rig, telemetry: Telemetry) -> None:
-        """Writers in host memory may send them: their parts are taken as they are, and that is said once."""
-        order = scatter()
+    def test_checksums_are_computed_on_the_device(self, on_device: Rig, device: HostDevice) -> None:
+        order, pages = scatter(), np.array([3, 9], np.int32)
+        on_device.loop.put(Check(7, 9, PartKind.KV, order.key, order.share, pages))
+        assert on_device.report().found == part_checksum(on_device.pool, order.share, pages, 2, 1, 3)
+        assert device.summed
+
+    def test_a_checksum_that_fails_is_told(self, on_device: Rig, device: HostDevice) -> None:
+        order, pages = scatter(), np.array([3, 9], np.int32)
+        device.fail_next = 1
         for _ in range(2):
-            on_device.loop.put(Check(7, 9, PartKind.KV, order.key, order.share, np.array([3, 9], np.int32)))
-            assert on_device.report().found is None
-        said = [row["text"] for row in telemetry.recorder.since(None, 100)["events"] if row["kind"] == "checksum"]
-        assert len(said) == 1
+            on_device.loop.put(Check(7, 9, PartKind.KV, order.key, order.share, pages))
+        failed, found = on_device.report(), on_device.report()
+        assert (failed.found, failed.text) == (None, "the stand-in device was told to fail this copy")
+        assert found.found is not None
+
+    def test_kernels_of_checksums_are_compiled_where_they_are_expected(
+        self, telemetry: Telemetry, device: HostDevice
+    ) -> None:
+        with running(Rig(telemetry, device, compile_checksums=True)):
+            deadline = time.monotonic() + 60
+            while len(device.prepared_sums) < len(device.prepared) or not device.prepared:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+        assert {geometry.reversed() for geometry in device.prepared_sums} == {*device.prepared}
 
     def test_close_waits_for_what_was_begun(self, telemetry: Telemetry, device: HostDevice) -> None:
         device.slow = 200
