@@ -161,9 +161,9 @@ KEYS: tuple[Key, ...] = (
         "checksum",
         bool,
         False,
-        "Prefill: send a CRC-32 with every part, which the decode rank compares with the CRC-32 of the bytes in its "
-        "pages. On a difference the room fails, and the error names the writer and the part. Costs one pass over the "
-        "bytes on each side.",
+        "Prefill: send a checksum with every part, which the decode rank compares with that of the bytes in its pages, "
+        "in host memory or on a GPU. On a difference the room fails, and the error names the writer and the part. Costs "
+        "one pass over the bytes on each side. Decode, with a pool on a GPU: compile the kernels in advance.",
     ),
     Key(
         "pp_early_send",

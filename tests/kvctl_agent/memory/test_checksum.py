@@ -197,7 +197,7 @@ def test_the_value_does_not_depend_on_strides_and_split_pages(k: int, v: int, dt
         if split == 2:  # the same memory in pages of 8 tokens
             shards = local_shards(shape, 8, ParallelConfig(), RankCoord(0, 0, 0, 0))
             memory = plain.segments[0]
-            plain = KVPool([SegmentMemory(shards[0], 8, memory.blocks)], page_size=8, aux=None, owner=plain)
+            plain = KVPool([SegmentMemory(shards[0], 8, memory.blocks)], page_size=8, owner=plain)
         assert part_checksum(plain, share, pages, 1, 1, 3, split) == right
         pending = DeviceChecksums(plain, copies).begin(share, pages, 1, 1, 3, split)
         while not pending.done():
@@ -208,7 +208,8 @@ def test_the_value_does_not_depend_on_strides_and_split_pages(k: int, v: int, dt
         for layer in range(3):
             for plane in range(2):
                 memory.elements(layer, plane)[:] = plain.segments[0].elements(layer, plane)
-        fused = KVPool([memory], page_size=8, aux=None, owner=kept)
+        fused = KVPool([memory], page_size=8, owner=kept)
+        assert part_checksum(fused, share, pages, 1, 1, 3, 2) == right
         pending = DeviceChecksums(fused, copies).begin(share, pages, 1, 1, 3, 2)
         while not pending.done():
             pass
