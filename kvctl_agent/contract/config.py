@@ -162,8 +162,8 @@ KEYS: tuple[Key, ...] = (
         bool,
         False,
         "Prefill: send a checksum with every part, which the decode rank compares with that of the bytes in its pages, "
-        "in host memory or on a GPU. On a difference the room fails, and the error names the writer and the part. Costs "
-        "one pass over the bytes on each side. Decode, with a pool on a GPU: compile the kernels in advance.",
+        "in host memory or on a GPU. On a difference the room fails, and the error names the writer and the part. "
+        "Costs one pass over the bytes on each side. Decode, with a pool on a GPU: compile the kernels in advance.",
     ),
     Key(
         "pp_early_send",
