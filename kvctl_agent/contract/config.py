@@ -134,7 +134,7 @@ KEYS: tuple[Key, ...] = (
         "chunk_tokens",
         int,
         8192,
-        "Tokens per cell of the fixed chunk grid.",
+        "Tokens per cell of the fixed chunk grid. Decode ranks use the grid of each prefill instance.",
         unit="tokens",
         minimum=1,
         maximum=1 << 24,
@@ -391,8 +391,11 @@ KEYS: tuple[Key, ...] = (
 
 KEYS_BY_NAME: dict[str, Key] = {key.name: key for key in KEYS}
 
+# Prefixes of the environment variables that plugins of engines read; the loader ignores them.
+PLUGIN_PREFIXES: tuple[str, ...] = ("KVCTL_SGLANG_", "KVCTL_VLLM_")
+
 # Environment variables of the command line. They share the prefix KVCTL_ with the keys; the loader reports every
-# KVCTL_ variable that is neither a key nor in this list as an error.
+# KVCTL_ variable that is neither a key nor in this list nor a plugin's as an error.
 TOOL_VARIABLES: tuple[str, ...] = (
     "KVCTL_COLOR",
     "KVCTL_COLUMNS",

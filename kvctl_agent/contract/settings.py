@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvctl_agent.contract.config import KEYS, KEYS_BY_NAME, TOOL_VARIABLES, Key, Value
+from kvctl_agent.contract.config import KEYS, KEYS_BY_NAME, PLUGIN_PREFIXES, TOOL_VARIABLES, Key, Value
 from kvctl_agent.contract.snapshots import ConfigRow
 from kvctl_agent.contract.values import integer, shown
 from kvctl_agent.errors import ConfigError
@@ -152,7 +152,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Setting]:
     by_variable = {key.environment: key for key in KEYS}
     entries = {}
     for variable in sorted(environ):
-        if not variable.startswith(PREFIX) or variable in TOOL_VARIABLES:
+        if not variable.startswith(PREFIX) or variable in TOOL_VARIABLES or variable.startswith(PLUGIN_PREFIXES):
             continue
         key = by_variable.get(variable)
         if key is None:

@@ -69,6 +69,11 @@ class LocalInfo(msgspec.Struct, frozen=True):
         return self.side.unique_rank(self.coord)
 
     @property
+    def chunk_tokens(self) -> int:
+        """Tokens per cell of the chunk grid, whole pages; on a decode rank without meaning."""
+        return self.chunk_pages * self.page_size
+
+    @property
     def aux_row_bytes(self) -> list[int]:
         """Row size of each aux buffer of this rank's pool, in bytes; empty without aux rows."""
         return _aux_row_bytes(self.pool)
@@ -110,12 +115,15 @@ class LocalInfo(msgspec.Struct, frozen=True):
         )
 
     def _plan(self) -> Wire:
-        """Returns the plan inputs of this side, in wire form; all but the page size must be equal on both sides."""
+        """Returns the plan inputs of this side, in wire form.
+
+        All but `page_size` and `chunk_tokens` must be equal on both sides; the chunk grid is that of the prefill side.
+        """
         return {
             "plan_version": PLAN_VERSION,
             **shape_to_wire(self.shape),
             "page_size": self.page_size,
-            "chunk_tokens": self.chunk_pages * self.page_size,
+            "chunk_tokens": self.chunk_tokens,
         }
 
 
@@ -162,10 +170,12 @@ def plan_with_peer(local: LocalInfo, info: PeerInfo) -> PeerPlan:
     if info.transport != local.transport:
         return PeerPlan(None, (f"transport {local.transport} ≠ {info.transport}",))
     own, theirs = dict(local.peer_info().plan), dict(info.plan)
-    del own["page_size"]
-    other_size = theirs.pop("page_size", 0)
+    del own["page_size"], own["chunk_tokens"]
+    other_size, other_chunk = theirs.pop("page_size", 0), theirs.pop("chunk_tokens", 0)
     if not isinstance(other_size, int) or other_size < 1:
         return PeerPlan(None, (f"its page_size is {other_size!r:.40}",))
+    if not isinstance(other_chunk, int) or other_chunk < 1 or other_chunk % other_size:
+        return PeerPlan(None, (f"its chunk_tokens is {other_chunk!r:.40}, with pages of {other_size} tokens",))
     if max(local.page_size, other_size) % min(local.page_size, other_size):
         return PeerPlan(None, (str(Factor("page_size", local.page_size, other_size)),))
     if factors := differences(own, theirs):
@@ -178,15 +188,15 @@ def plan_with_peer(local: LocalInfo, info: PeerInfo) -> PeerPlan:
         here, there = (local.side, local.page_size), (side, other_size)
         if local.role == "prefill":
             (prefill, prefill_page), (decode, decode_page) = here, there
-            cp_mode, interleave = local.cp_mode, info.cp_interleave
+            cp_mode, interleave, chunk_tokens = local.cp_mode, info.cp_interleave, local.chunk_tokens
         else:
             (prefill, prefill_page), (decode, decode_page) = there, here
-            cp_mode, interleave = info.cp_mode, local.cp_interleave
+            cp_mode, interleave, chunk_tokens = info.cp_mode, local.cp_interleave, other_chunk
         page_size = transfer_page(prefill_page, decode_page, interleave if decode.cp > 1 else 0)
         inputs = PlanInputs(
             shape=local.shape,
             page_size=page_size,
-            chunk_pages=local.chunk_pages * local.page_size // page_size,
+            chunk_pages=chunk_tokens // page_size,
             prefill=prefill,
             decode=decode,
             cp_mode=cp_mode,

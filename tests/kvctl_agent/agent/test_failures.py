@@ -181,11 +181,17 @@ class TestDisagreement:
         assert receive.error is not None
         assert factor in receive.error["text"]
 
-    def test_on_the_chunk_grid(self, make_fleet: Any) -> None:
-        fleet = make_fleet(prefill=(1, 1))
-        fleet.prefill = [fleet.prefill_agent(0).start()]
+    def test_on_the_chunk_grid_only_among_prefill_ranks(self, make_fleet: Any) -> None:
+        fleet = make_fleet(prefill=(1, 2))
+        fleet.prefill = [fleet.prefill_agent(number, chunk_tokens=16).start() for number in range(2)]
         fleet.decode = [fleet.decode_agent(0, chunk_tokens=64).start()]
-        with pytest.raises(ConfigError, match="chunk_tokens 8192 ≠ 64"):
+        fleet.decode[0].wait_ready(60)
+        fleet.run(1, 11, (3, 9))
+        fleet.check()
+        assert fleet.total(fleet.decode, "kvctl_parts_total") == 2 * 3
+        fleet.prefill[1].close()
+        fleet.prefill[1] = fleet.prefill_agent(1, chunk_tokens=32).start()
+        with pytest.raises(ConfigError, match="chunk_pages 4 ≠ 8 on prefill-1"):
             fleet.decode[0].wait_ready(60)
 
 

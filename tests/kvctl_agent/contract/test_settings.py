@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl_agent.contract.config import KEYS, KEYS_BY_NAME, TOOL_VARIABLES, Value
+from kvctl_agent.contract.config import KEYS, KEYS_BY_NAME, PLUGIN_PREFIXES, TOOL_VARIABLES, Value
 from kvctl_agent.contract.settings import Settings, allowed, load_settings
 from kvctl_agent.errors import ConfigError
 
@@ -128,6 +128,13 @@ class TestUnknownNames:
     def test_variables_of_the_tool_are_not_mistakes(self, nowhere: dict[str, str]) -> None:
         environ = {variable: "x" for variable in TOOL_VARIABLES if variable != "KVCTL_CONFIG"}
         assert load_settings({}, {**nowhere, **environ}) == load_settings({}, nowhere)
+
+    def test_variables_of_plugins_are_not_mistakes(self, nowhere: dict[str, str]) -> None:
+        environ = {"KVCTL_SGLANG_ROLE": "x", "KVCTL_VLLM_HEARTBEAT": "7"}
+        assert load_settings({}, {**nowhere, **environ}) == load_settings({}, nowhere)
+        assert not [key for key in KEYS if key.environment.startswith(PLUGIN_PREFIXES)]
+        with pytest.raises(ConfigError, match="unknown environment variable KVCTL_VLLMX"):
+            load_settings({}, {**nowhere, "KVCTL_VLLMX": "1"})
 
     def test_no_variable_of_the_tool_is_a_keys_variable(self) -> None:
         assert not {key.environment for key in KEYS} & set(TOOL_VARIABLES)

@@ -172,10 +172,10 @@ def test_a_rank_that_has_moved_to_another_registry_is_followed() -> None:
 def test_an_instance_that_does_not_fit_fails_its_own_rooms_and_names_the_factor() -> None:
     world = World(ParallelConfig(), ParallelConfig(), others=[Instance(ParallelConfig())])
     local = world.p(0, 1).local
-    world.machines["p1-prefill-0"] = world._machine(msgspec.structs.replace(local, chunk_pages=64))
+    world.machines["p1-prefill-0"] = world._machine(msgspec.structs.replace(local, transport="mooncake"))
     waiting = world.receive(8, 2, instance=1)
     world.connect()
-    assert waiting.failure["text"] == "p1-prefill-0 refused: chunk_tokens 64 ≠ 2"
+    assert waiting.failure["text"] == "p1-prefill-0 refused: transport mooncake ≠ simulated"
     later = world.receive(9, 2, instance=1)
     assert later.failure["code"] == "KV_COMPAT_MISMATCH"
     own = world.receive(7, 2)

@@ -13,7 +13,7 @@ from kvctl_agent.layout.shape import ModelShape, StateShape
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.peer import Peer, PeerState
+from kvctl_agent.protocol.peer import Peer, PeerState, plan_with_peer
 from kvctl_agent.protocol.prefill.admission import MAX_PEERS
 from tests.support.protocol.moments import in_flight, silence
 from tests.support.protocol.simulation import MS, SECOND, SHAPE, TIMING, World, direct, registry
@@ -303,8 +303,6 @@ def mismatched(**changes: object) -> World:
 @pytest.mark.parametrize(
     ("changes", "factor"),
     [
-        ({"chunk_pages": 4}, "chunk_tokens 2 ≠ 4"),
-        ({"page_size": 4, "chunk_pages": 1}, "chunk_tokens 2 ≠ 4"),
         ({"transport": "mooncake"}, "transport simulated ≠ mooncake"),
         ({"shape": ModelShape(3, 2, 32, 32, 2)}, "shape.num_layers 2 ≠ 3"),
         ({"pool": {}}, "its pool does not say num_pages"),
@@ -392,8 +390,31 @@ def test_heads_that_a_draft_or_a_state_has_too_few_of_are_named() -> None:
     assert "decode tp=2 (ssm): 3 KV heads cannot be laid out over tp 2: 3 % 2 = 1" in answer.differences[0]
 
 
+def test_a_decode_rank_uses_the_chunk_grid_of_each_prefill_instance() -> None:
+    world = mismatched(chunk_pages=64)
+    world.flush()
+    assert world.chunk_pages == 2
+    assert world.d().peers["prefill-0"].inputs.chunk_pages == world.p().peers["decode-0"].inputs.chunk_pages == 2
+    room = world.receive(7, 5)
+    world.send(7, 5)
+    world.settle(ticks=1)
+    assert room.state is RoomState.SUCCESS
+    assert sum(world.paths.values()) == 2 * 3, "two writers with three chunks each"
+
+
+@pytest.mark.parametrize("chunk", [0, -2, "2", 3])
+def test_a_chunk_grid_that_is_none_is_refused(chunk: object) -> None:
+    world = World(ParallelConfig(), ParallelConfig())
+    who = world.p().local.peer_info()
+    plan = who.plan | {"page_size": 2, "chunk_tokens": chunk}
+    info = msgspec.structs.replace(who, plan=plan)
+    found = plan_with_peer(msgspec.structs.replace(world.d().local, page_size=2), info)
+    assert found.inputs is None
+    assert found.differences == (f"its chunk_tokens is {chunk!r}, with pages of 2 tokens",)
+
+
 def test_a_refused_peer_is_asked_again_so_that_its_restart_is_seen() -> None:
-    world = mismatched(chunk_pages=4)
+    world = mismatched(shape=ModelShape(3, 2, 32, 32, 2))
     world.flush()
     assert world.d().peers["prefill-0"].state is PeerState.REFUSED
     before = world.d().telemetry.recorder.since(None, 100)["next"]
@@ -402,7 +423,7 @@ def test_a_refused_peer_is_asked_again_so_that_its_restart_is_seen() -> None:
         world.flush()
     assert world.d().telemetry.recorder.since(None, 100)["next"] == before, "the same refusal is noted once"
     for name in world.prefill_names:
-        world.chunk_pages = 4
+        world.shape = ModelShape(3, 2, 32, 32, 2)
         world.restart(name, proven=False)
     for _ in range(5):
         world.tick(SECOND)
