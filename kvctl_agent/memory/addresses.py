@@ -100,7 +100,7 @@ class SegmentAddresses:
         _, rows, head_bytes = self.shard.segment.planes[plane]
         count = self.shard.heads if heads is None else heads
         _, row, head = self.strides[plane]
-        return _extent(head_bytes, (rows, row), (count, head)) == rows * count * head_bytes
+        return nested_extent(head_bytes, (rows, row), (count, head)) == rows * count * head_bytes
 
     def contiguous(self, plane: int) -> bool:
         """Returns whether a plane is contiguous, as `[num_slots, rows, heads, head_bytes]`."""
@@ -276,14 +276,14 @@ def check_strides(name: str, segment: SegmentAddresses, plane: int, error: type[
     """Raises `error` if elements of one plane overlap; `name` begins the text."""
     _, rows, head_bytes = segment.shard.segment.planes[plane]
     page, row, head = segment.strides[plane]
-    if _extent(head_bytes, (segment.num_slots, page), (rows, row), (segment.shard.heads, head)) is None:
+    if nested_extent(head_bytes, (segment.num_slots, page), (rows, row), (segment.shard.heads, head)) is None:
         raise error(
             f"{name}: elements of plane {segment.shard.segment.planes[plane].name} overlap: {head_bytes} bytes at "
             f"strides of {page} (page), {row} (row) and {head} (head)"
         )
 
 
-def _extent(nbytes: int, *axes: tuple[int, int]) -> int | None:
+def nested_extent(nbytes: int, *axes: tuple[int, int]) -> int | None:
     """Returns the bytes from the first to the end of the last of the blocks of `nbytes` bytes along `axes`.
 
     An axis is (count, stride). Returns None unless the axes are nested, that is, each stride is at least the extent of

@@ -29,15 +29,18 @@ from kvctl_agent.memory.pool_layouts import place_segment
 from kvctl_agent.memory.region import Region, merge_adjacent
 from kvctl_agent.memory.segment import SegmentMemory
 from kvctl_agent.memory.tensors import (
+    KV_AXES,
     DraftKV,
     StateTensors,
     Tensors,
     TensorSpec,
+    check_axes,
     check_layers,
     check_no_overlap,
     common_device,
     kv_spec,
     state_spec,
+    tensors_at,
 )
 
 __all__ = ["DraftKV", "KVPool", "PoolAddresses", "StateTensors"]
@@ -100,12 +103,16 @@ class KVPool:
         v_scale: Tensors | None = None,
         draft: DraftKV | None = None,
         state: Sequence[StateTensors] = (),
+        axes: str | None = None,
+        overlaid: bool = False,
     ) -> KVPool:
         """Wraps an engine's tensors. The pool references them until it is closed.
 
+        K and V may be views of one tensor, and all layers too: pass `kv[:, 0]` and `kv[:, 1]`, or `kv[..., :k_dim]` and
+        `kv[..., k_dim:]`. Tensors may have any strides, equal in all layers, whose last dimension is contiguous.
+
         Args:
-            k: K of each layer, torch or numpy, `[tokens, heads_local, k_dim]`, contiguous, all on the CPU or all on
-                one GPU.
+            k: K of each layer, torch or numpy, `[tokens, heads_local, k_dim]`, all on the CPU or all on one GPU.
             v: V of each layer, `[tokens, heads_local, v_dim]`, of the same dtype.
             page_size: Tokens per page; `tokens` must be a multiple of it.
             total_kv_heads: KV heads of the model, from its configuration.
@@ -115,12 +122,17 @@ class KVPool:
             k_scale, v_scale: For each layer the quantisation scales of each page, `[pages, heads_local, ...]`.
             draft: The draft model's layers, if this rank has them.
             state: The components of per-request state, in the same order on all ranks.
+            axes: Names of the dimensions of each K and V: "tokens heads dim" (the default), "pages tokens heads dim",
+                "pages heads tokens dim" (HND), or another order of these with dim last.
+            overlaid: Whether tensors may share memory, because the engine never uses both for one page or slot at one
+                time, as vLLM's groups of hybrid models do.
 
         Raises:
             MemoryLayoutError: a tensor is unusable; the text names the layer and the tensor.
             DeviceUnavailable: the tensors are on a GPU, and the packages for GPUs are not installed.
         """
-        return cls._of_tensors(DraftKV(k, v, total_kv_heads, k_scale, v_scale), page_size, aux, draft, state)
+        kv = DraftKV(k, v, total_kv_heads, k_scale, v_scale, axes)
+        return cls._of_tensors(kv, page_size, aux, draft, state, overlaid)
 
     @classmethod
     def mla(
@@ -132,20 +144,81 @@ class KVPool:
         scale: Tensors | None = None,
         draft: DraftKV | None = None,
         state: Sequence[StateTensors] = (),
+        axes: str | None = None,
+        overlaid: bool = False,
     ) -> KVPool:
         """Wraps the tensors of a model with multi-head latent attention; every tensor-parallel rank has all of them.
 
         Args:
-            latent: Latent rows of each layer, `[tokens, dim]` or `[tokens, 1, dim]`, contiguous, all on one device.
+            latent: Latent rows of each layer, `[tokens, dim]` or `[tokens, 1, dim]`, all on one device.
             scale: For each layer the quantisation scales of each page, `[pages, ...]`.
+            axes: Names of the dimensions, such as "pages tokens dim"; None for those above.
 
         The other arguments and the exceptions are those of `from_tensors`.
         """
-        return cls._of_tensors(DraftKV(latent, None, 1, scale), page_size, aux, draft, state)
+        kv = DraftKV(latent, None, 1, scale, axes=axes)
+        return cls._of_tensors(kv, page_size, aux, draft, state, overlaid)
+
+    @classmethod
+    def from_addresses(
+        cls,
+        k: Sequence[tuple[int, int, int]],
+        v: Sequence[tuple[int, int, int]] | None,
+        *,
+        page_size: int,
+        total_kv_heads: int,
+        heads: int,
+        k_dim: int,
+        v_dim: int = 0,
+        dtype_bytes: int,
+        axes: str = KV_AXES,
+        gpu: int | None = None,
+        aux: Any = None,
+        state: Sequence[StateTensors] = (),
+        overlaid: bool = False,
+    ) -> KVPool:
+        """Wraps memory that an engine describes by addresses, as SGLang's KVArgs does; the caller keeps it alive.
+
+        Args:
+            k: For each layer (address, nbytes, item_bytes) of K, where an item is a page; or of latents.
+            v: The same of V; None for latents.
+            heads: KV heads on this rank; 1 for latents.
+            k_dim, v_dim: Elements of K and V per token and head.
+            dtype_bytes: Bytes of an element.
+            axes: Names of the dimensions of a page: "tokens heads dim", or "heads tokens dim" (HND).
+            gpu: Number of the GPU that has the memory; None for the host.
+
+        The other arguments are those of `from_tensors`.
+
+        Raises:
+            MemoryLayoutError: a buffer or size is unusable; the text names the layer.
+            DeviceUnavailable: the memory is on a GPU, and the packages for GPUs are not installed.
+        """
+        names = check_axes(axes)
+        if "pages" in names:
+            raise MemoryLayoutError(f"axes is {axes!r}: it names the dimensions of a page, without pages")
+        each = check_size("dtype_bytes", dtype_bytes, error=MemoryLayoutError)
+        device = HOST if gpu is None else check_size("gpu", gpu, 0, error=MemoryLayoutError)
+        sizes = {"tokens": page_size, "heads": heads, "dim": k_dim}
+        if v is not None:
+            sizes["v_dim"] = v_dim
+        sizes = {name: check_size(name, size, error=MemoryLayoutError) for name, size in sizes.items()}
+        tensors = tensors_at(k, "k" if v is not None else "latent", names, sizes, each, device)
+        v_tensors = None
+        if v is not None:
+            v_tensors = tensors_at(v, "v", names, {**sizes, "dim": sizes["v_dim"]}, each, device)
+        kv = DraftKV(tensors, v_tensors, total_kv_heads, axes=f"pages {' '.join(names)}")
+        return cls._of_tensors(kv, page_size, aux, None, state, overlaid)
 
     @classmethod
     def _of_tensors(
-        cls, kv: DraftKV, page_size: int, aux: Any, draft: DraftKV | None, state: Sequence[StateTensors]
+        cls,
+        kv: DraftKV,
+        page_size: int,
+        aux: Any,
+        draft: DraftKV | None,
+        state: Sequence[StateTensors],
+        overlaid: bool,
     ) -> KVPool:
         page_size = check_size("page_size", page_size, error=MemoryLayoutError)
         if not isinstance(draft, DraftKV | None):
@@ -166,7 +239,8 @@ class KVPool:
         tensors = [plane for spec in specs for layer in spec.layers for plane in layer]
         device_index = common_device(tensors)
         buffers = inspect_aux(aux)
-        check_no_overlap([*tensors, *buffers])
+        if not overlaid:
+            check_no_overlap([*tensors, *buffers])
         return cls(
             (_whole_segment(index, spec, page_size, specs[0]) for index, spec in enumerate(specs)),
             page_size=page_size,
@@ -374,7 +448,8 @@ def _whole_segment(index: int, spec: TensorSpec, page_size: int, target: TensorS
         planes = spec.shape.planes(page_size)
         segment = Segment(index, spec.name, first, first + count, spec.shape.num_kv_heads, planes)
     shard = LocalShard(segment, segment.layer_lo, segment.layer_hi, 0, spec.heads)
-    return SegmentMemory(shard, spec.num_slots, [tuple(plane.region for plane in layer) for layer in spec.layers])
+    bases = [[plane.addr for plane in layer] for layer in spec.layers]
+    return SegmentMemory.at_addresses(shard, spec.num_slots, bases, spec.strides, spec.layers[0][0].device)
 
 
 def _with_shard(memory: SegmentMemory | None, shard: LocalShard) -> SegmentMemory:

@@ -40,12 +40,13 @@ class MemorySpan(NamedTuple):
 
 
 def merge_adjacent(regions: Iterable[Region]) -> list[Region]:
-    """Returns the regions sorted by address, with adjacent regions joined so that the engine registers fewer."""
+    """Returns the regions sorted by address, with adjacent and overlapping ones joined: the engine registers fewer."""
     merged: list[Region] = []
     for region in sorted(regions):
         last = merged[-1] if merged else None
-        if last is not None and last.addr + last.nbytes == region.addr and last.device == region.device:
-            merged[-1] = Region(last.addr, last.nbytes + region.nbytes, last.device)
+        if last is not None and last.addr + last.nbytes >= region.addr and last.device == region.device:
+            end = max(last.addr + last.nbytes, region.addr + region.nbytes)
+            merged[-1] = Region(last.addr, end - last.addr, last.device)
         else:
             merged.append(region)
     return merged

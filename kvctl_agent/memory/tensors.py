@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -16,11 +14,17 @@ from kvctl_agent.contract.values import integer, shown
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.layout.shape import ModelShape, StateShape
 from kvctl_agent.layout.sizes import check_size, check_sizes
+from kvctl_agent.memory.addresses import PlaneStrides, nested_extent
+from kvctl_agent.memory.overlap import Elements, disjoint, elements
 from kvctl_agent.memory.region import Region
 
 
 class TensorInfo(NamedTuple):
-    """Address, shape, dtype and device of a torch tensor or numpy array; `device` is a GPU's number, or HOST."""
+    """Address, shape, strides, dtype and device of a torch tensor or numpy array.
+
+    `nbytes` is the distance from the first element to the end of the last, `strides` are in bytes (empty if the tensor
+    is contiguous), and `device` is a GPU's number, or HOST.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -29,6 +33,7 @@ class TensorInfo(NamedTuple):
     addr: int
     nbytes: int
     device: int = HOST
+    strides: tuple[int, ...] = ()
 
     @property
     def region(self) -> Region:
@@ -41,7 +46,7 @@ class TensorInfo(NamedTuple):
         return "the CPU" if self.device == HOST else f"cuda:{self.device}"
 
     def expect(self, shape: tuple[int, ...], like: TensorInfo) -> None:
-        """Raises MemoryLayoutError unless the tensor has this shape and the dtype of `like`."""
+        """Raises MemoryLayoutError unless the tensor has this shape, and the dtype of `like`."""
         if self.shape != shape:
             raise MemoryLayoutError(f"{self.name}: shape {self.shape}, expected {shape}")
         if self.dtype != like.dtype:
@@ -54,63 +59,126 @@ def check_layer_tensors(
     """Returns `inspect(tensor, name)` for the tensor of every layer of one plane; `names` are for error texts.
 
     Raises:
-        MemoryLayoutError: the tensors differ in shape or dtype, or `inspect` raised it.
+        MemoryLayoutError: the tensors differ in shape, strides or dtype, or `inspect` raised it.
     """
     infos = [inspect(tensor, name) for tensor, name in zip(tensors, names, strict=True)]
     for info in infos:
         info.expect(infos[0].shape, infos[0])
+        if info.strides != infos[0].strides:
+            raise MemoryLayoutError(
+                f"{info.name}: strides of {info.strides} bytes, but {infos[0].name} has {infos[0].strides}; all layers "
+                "need the same strides"
+            )
     return infos
 
 
-def inspect_rows(tensor: Any, name: str, page_size: int) -> TensorInfo:
-    """Checks and describes K or V of a layer, `[tokens, heads, head_dim]` (NHD).
+KV_AXES = "tokens heads dim"
+"""Axes of a contiguous K or V tensor of a layer."""
+_AXES = {"pages", "tokens", "heads", "dim"}
+
+
+class KVSizes(NamedTuple):
+    """Sizes and strides of K, V or latents of one layer."""
+
+    num_pages: int
+    heads: int
+    dim: int
+    strides: PlaneStrides
+
+
+def check_axes(axes: object) -> tuple[str, ...]:
+    """Returns the names in `axes`, such as "pages heads tokens dim".
 
     Raises:
-        MemoryLayoutError: the tensor has another layout, or its tokens are not whole pages.
+        MemoryLayoutError: `axes` does not name tokens, at most pages and heads, and dim last.
     """
-    shape = _shape(tensor, name)
-    if len(shape) == 3 and _is_hnd(tensor, shape):
+    names = tuple(axes.split()) if isinstance(axes, str) else ()
+    if len(set(names)) != len(names) or not {"tokens", "dim"} <= set(names) <= _AXES or names[-1] != "dim":
         raise MemoryLayoutError(
-            f"{name}: the memory of shape {shape} is HND (heads outermost), which is not supported; "
-            "configure the engine for NHD, [tokens, heads, head_dim]"
+            f"axes is {shown(axes)}: it must name the dimensions of a layer's K, such as {KV_AXES!r} or "
+            "'pages heads tokens dim', with dim last"
         )
-    if len(shape) != 3:
+    return names
+
+
+def kv_sizes(info: TensorInfo, axes: tuple[str, ...], page_size: int) -> KVSizes:
+    """Returns the sizes and strides of K, V or latents of a layer, whose dimensions are `axes`.
+
+    Raises:
+        MemoryLayoutError: the tensor has other dimensions, or its tokens are not whole pages.
+    """
+    if len(info.shape) != len(axes):
         raise MemoryLayoutError(
-            f"{name}: shape {shape} has {len(shape)} dimensions; a pool is [tokens, heads, head_dim] (NHD) "
-            "per layer. Pass a paged NHD tensor as a view of this shape; HND is not supported"
+            f"{info.name}: shape {info.shape} has {len(info.shape)} dimensions, but axes is {' '.join(axes)!r}; pass "
+            "axes= with their names, such as 'pages heads tokens dim'; pass views of a tensor that K and V share"
         )
-    info = inspect_tensor(tensor, name)
-    if shape[0] % page_size:
-        hint = " (is it HND, heads first? that is not supported)" if shape[1] % page_size == 0 else ""
-        raise MemoryLayoutError(f"{name}: {shape[0]} tokens are not whole pages of {page_size}{hint}")
-    return info
+    shape, strides = dict(zip(axes, info.shape, strict=True)), dict(zip(axes, info.strides, strict=True))
+    if "pages" in shape and shape["tokens"] != page_size:
+        raise MemoryLayoutError(f"{info.name}: pages of {shape['tokens']} tokens, but page_size is {page_size}")
+    if shape["tokens"] % page_size:
+        hint = " (is it HND? then pass axes=)" if shape.get("heads", 1) % page_size == 0 else ""
+        raise MemoryLayoutError(f"{info.name}: {shape['tokens']} tokens are not whole pages of {page_size}{hint}")
+    row, dim_bytes = strides["tokens"], shape["dim"] * info.itemsize
+    page = strides.get("pages", page_size * row)
+    num_pages = shape.get("pages", shape["tokens"] // page_size)
+    return KVSizes(
+        num_pages, shape.get("heads", 1), shape["dim"], PlaneStrides(page, row, strides.get("heads", dim_bytes))
+    )
 
 
-def inspect_latent(tensor: Any, name: str, page_size: int) -> TensorInfo:
-    """Checks and describes the latent rows of a layer, `[tokens, dim]` or `[tokens, 1, dim]`.
+def tensors_at(
+    buffers: object, plane: str, axes: tuple[str, ...], sizes: Mapping[str, int], itemsize: int, device: int
+) -> list[TensorInfo]:
+    """Returns the tensors `[pages, *axes]` of layers that an engine describes by addresses.
+
+    Args:
+        buffers: For each layer (address, nbytes, item_bytes), where an item is a page.
+        plane: Name for error texts.
+        axes: Dimensions of a page.
+        sizes: Size of each dimension of a page.
+        itemsize: Bytes of an element.
+        device: Number of the GPU, or HOST.
 
     Raises:
-        MemoryLayoutError: the tensor has another shape, or its tokens are not whole pages.
+        MemoryLayoutError: a buffer is malformed, or its items are smaller than a page; the text names the layer.
     """
-    shape = _shape(tensor, name)
-    if len(shape) not in (2, 3) or (len(shape) == 3 and shape[1] != 1):
-        raise MemoryLayoutError(f"{name}: shape {shape}; a latent is [tokens, dim] or [tokens, 1, dim] per layer")
-    info = inspect_tensor(tensor, name)
-    if shape[0] % page_size:
-        raise MemoryLayoutError(f"{name}: {shape[0]} tokens are not whole pages of {page_size}")
-    return info
+    check_layers(plane, buffers)
+    assert isinstance(buffers, Sequence)
+    page = tuple(sizes[axis] for axis in axes)
+    infos = []
+    for layer, buffer in enumerate(buffers):
+        name = f"layer {layer} {plane}"
+        numbers = [integer(each) for each in buffer] if isinstance(buffer, list | tuple) else []
+        if len(numbers) != 3 or None in numbers:
+            raise MemoryLayoutError(f"{name} is {shown(buffer)}: it must be (address, nbytes, item_bytes)")
+        addr, nbytes, item_bytes = (number or 0 for number in numbers)
+        if min(addr, nbytes) <= 0 or addr + nbytes >= 1 << 63 or item_bytes < itemsize * prod(page):
+            raise MemoryLayoutError(
+                f"{name}: {nbytes} bytes at address {addr} in items of {item_bytes} bytes; a page of {page} elements "
+                f"of {itemsize} bytes has {itemsize * prod(page)} bytes"
+            )
+        if nbytes % item_bytes:
+            raise MemoryLayoutError(f"{name}: {nbytes} bytes are not whole items of {item_bytes}")
+        strides = (item_bytes, *_contiguous(page, itemsize))
+        shape = (nbytes // item_bytes, *page)
+        extent = nbytes - item_bytes + itemsize * prod(page)
+        infos.append(TensorInfo(name, shape, f"{itemsize}-byte elements", itemsize, addr, extent, device, strides))
+    return infos
 
 
-def inspect_tensor(tensor: Any, name: str) -> TensorInfo:
-    """Checks a torch tensor or numpy array, and returns its address, shape and dtype; `name` is for error texts.
+def inspect_strided(tensor: Any, name: str) -> TensorInfo:
+    """Checks and describes a torch tensor or numpy array of any strides; `name` is for error texts.
 
     Raises:
-        MemoryLayoutError: the tensor is empty, read-only or not contiguous, or is on an unsupported device.
+        MemoryLayoutError: the tensor is empty or read-only, its elements overlap, the last dimension is not contiguous,
+            or it is on an unsupported device.
     """
+    if isinstance(tensor, TensorInfo):
+        return tensor._replace(name=name)
     shape = _shape(tensor, name)
     device = HOST
     if isinstance(tensor, np.ndarray):
-        contiguous, addr, itemsize = tensor.flags.c_contiguous, tensor.ctypes.data, tensor.itemsize
+        strides, addr, itemsize = tensor.strides, tensor.ctypes.data, tensor.itemsize
         if not tensor.flags.writeable:
             raise MemoryLayoutError(f"{name}: the array is read-only; a pool must be writable")
     else:
@@ -118,12 +186,45 @@ def inspect_tensor(tensor: Any, name: str) -> TensorInfo:
             raise MemoryLayoutError(f"{name}: on device {tensor.device}; a pool must be on the CPU or a CUDA GPU")
         if tensor.device.type == "cuda":
             device = tensor.device.index or 0
-        contiguous, addr, itemsize = tensor.is_contiguous(), tensor.data_ptr(), tensor.element_size()
+        addr, itemsize = tensor.data_ptr(), tensor.element_size()
+        strides = tuple(stride * itemsize for stride in tensor.stride())
     if min(shape, default=0) == 0:
         raise MemoryLayoutError(f"{name}: shape {shape} is empty")
-    if not contiguous:
-        raise MemoryLayoutError(f"{name}: shape {shape} is not contiguous; pass the whole pool, not a slice")
-    return TensorInfo(name, shape, str(tensor.dtype), itemsize, addr, itemsize * int(np.prod(shape)), device)
+    # The strides of dimensions of one element are arbitrary.
+    dense = _contiguous(shape, itemsize)
+    strides = tuple(own if size > 1 else usual for size, own, usual in zip(shape, strides, dense, strict=True))
+    if strides[-1] != itemsize:
+        raise MemoryLayoutError(f"{name}: the last dimension of shape {shape} is not contiguous")
+    nbytes = nested_extent(itemsize, *zip(shape, strides, strict=True))
+    if nbytes is None:
+        raise MemoryLayoutError(f"{name}: elements of shape {shape} and strides of {strides} bytes overlap")
+    return TensorInfo(name, shape, str(tensor.dtype), itemsize, addr, nbytes, device, strides)
+
+
+def inspect_tensor(tensor: Any, name: str) -> TensorInfo:
+    """Checks and describes a contiguous torch tensor or numpy array; `name` is for error texts.
+
+    Raises:
+        MemoryLayoutError: the tensor is not contiguous, or as for `inspect_strided`.
+    """
+    info = inspect_strided(tensor, name)
+    check_contiguous(info, 0)
+    return info
+
+
+def check_contiguous(info: TensorInfo, first: int) -> int:
+    """Returns the bytes of the dimensions from `first` on; raises MemoryLayoutError unless they are contiguous."""
+    if info.strides[first:] != _contiguous(info.shape, info.itemsize)[first:]:
+        raise MemoryLayoutError(
+            f"{info.name}: shape {info.shape} is not contiguous"
+            + (f" from dimension {first} on" if first else "; pass the whole pool, not a slice")
+        )
+    return info.itemsize * prod(info.shape[first:])
+
+
+def _contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Returns the strides of a contiguous tensor, in bytes."""
+    return tuple(itemsize * prod(shape[number + 1 :]) for number in range(len(shape)))
 
 
 def common_device(infos: Iterable[TensorInfo]) -> int:
@@ -143,11 +244,26 @@ def common_device(infos: Iterable[TensorInfo]) -> int:
 
 
 def check_no_overlap(infos: Iterable[TensorInfo]) -> None:
-    """Raises MemoryLayoutError if two tensors share memory, because transfers would overwrite one with the other."""
-    for before, after in pairwise(sorted(infos, key=lambda info: info.addr)):
-        if before.addr + before.nbytes > after.addr:
-            first, second = sorted((before.name, after.name))
-            raise MemoryLayoutError(f"{first} and {second} share memory; every layer needs its own tensors")
+    """Raises MemoryLayoutError if two tensors share bytes, because transfers would overwrite one with the other.
+
+    Tensors whose elements alternate, such as K and V of fused rows, share none.
+    """
+    ordered = sorted(infos, key=lambda info: info.addr)
+    for number, before in enumerate(ordered):
+        for after in ordered[number + 1 :]:
+            if before.addr + before.nbytes <= after.addr:
+                break
+            if not disjoint(_elements(before), _elements(after)):
+                first, second = sorted((before.name, after.name))
+                raise MemoryLayoutError(
+                    f"{first} and {second} share memory; every layer needs its own tensors. If the engine guarantees "
+                    "that no room uses both at one time, pass overlaid=True"
+                )
+
+
+def _elements(info: TensorInfo) -> Elements:
+    strides = info.strides or _contiguous(info.shape, info.itemsize)
+    return elements(info.addr, info.itemsize, zip(info.shape, strides, strict=True))
 
 
 def _shape(tensor: Any, name: str) -> tuple[int, ...]:
@@ -159,16 +275,6 @@ def _shape(tensor: Any, name: str) -> tuple[int, ...]:
     if not isinstance(tensor, np.ndarray) and not hasattr(tensor, "data_ptr"):
         raise MemoryLayoutError(f"{name}: {type(tensor).__name__} is neither a torch tensor nor a numpy array")
     return tuple(int(size) for size in tensor.shape)
-
-
-def _is_hnd(tensor: Any, shape: tuple[int, ...]) -> bool:
-    """Returns whether the tensor is a [tokens, heads, dim] view of [heads, tokens, dim] memory."""
-    if isinstance(tensor, np.ndarray):
-        strides = tuple(stride // tensor.itemsize for stride in tensor.strides)
-    else:
-        strides = tuple(tensor.stride())
-    tokens, heads, dim = shape
-    return heads > 1 and tokens > 1 and strides == (dim, tokens * dim, 1)
 
 
 Tensors = Sequence[Any]
@@ -183,6 +289,7 @@ class DraftKV:
         v: V of each layer; None for a latent.
         total_kv_heads: KV heads of the draft model; 1 for a latent.
         k_scale, v_scale: For each layer the scales of each page; scales of a latent are passed as `k_scale`.
+        axes: Names of the dimensions of each K and V, or None for `[tokens, heads, dim]`; see `KVPool.from_tensors`.
     """
 
     k: Tensors
@@ -190,6 +297,7 @@ class DraftKV:
     total_kv_heads: int = 1
     k_scale: Tensors | None = None
     v_scale: Tensors | None = None
+    axes: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,8 +306,8 @@ class StateTensors:
 
     Attributes:
         name: Name of the component, an identifier, the same on both sides.
-        tensors: For each layer `[slots, ...]`, contiguous, on the device of the KV; empty if this rank's pipeline stage
-            has no layer of the component.
+        tensors: For each layer `[slots, ...]`, on the device of the KV, with contiguous items; empty if this rank's
+            pipeline stage has no layer of the component.
         layers: For each layer of the component the KV layer whose pipeline stage holds it; None for the first KV
             layers. Used only if the agent is created without a model.
         heads: Size over the whole model of the dimension that is divided over tensor-parallel ranks. 1 if every rank
@@ -223,6 +331,7 @@ class TensorSpec(NamedTuple):
         heads: Heads on this rank.
         num_slots: Number of pages (for state: items).
         layers: For each layer, the tensor of each plane.
+        strides: The strides of each plane.
     """
 
     name: str
@@ -230,6 +339,7 @@ class TensorSpec(NamedTuple):
     heads: int
     num_slots: int
     layers: list[tuple[TensorInfo, ...]]
+    strides: tuple[PlaneStrides, ...]
 
 
 def kv_spec(kv: DraftKV, page_size: int, name: str = "kv") -> TensorSpec:
@@ -263,28 +373,38 @@ def kv_spec(kv: DraftKV, page_size: int, name: str = "kv") -> TensorSpec:
         return check_layer_tensors(tensors, [f"{label}layer {layer} {plane}" for layer in range(len(kv.k))], inspect)
 
     if kv.v is None:
-        planes = [layers(kv.k, "latent", partial(inspect_latent, page_size=page_size))]
+        planes = [layers(kv.k, "latent", inspect_strided)]
         first = planes[0][0]
-        heads, k_dim, v_dim = 1, first.shape[-1], 0
+        flat = "tokens dim" if len(first.shape) == 2 else KV_AXES
+        axes = check_axes(flat if kv.axes is None else kv.axes)
     else:
-        inspect = partial(inspect_rows, page_size=page_size)
-        planes = [layers(kv.k, "k", inspect), layers(kv.v, "v", inspect)]
+        planes = [layers(kv.k, "k", inspect_strided), layers(kv.v, "v", inspect_strided)]
         first, first_v = planes[0][0], planes[1][0]
-        heads, k_dim, v_dim = *first.shape[1:], first_v.shape[2]
-        first_v.expect((*first.shape[:2], v_dim), first)
+        axes = check_axes(KV_AXES if kv.axes is None else kv.axes)
+    num_pages, heads, k_dim, k_strides = kv_sizes(first, axes, page_size)
+    strides, v_dim = [k_strides], 0
+    if kv.v is None:
+        if heads != 1:
+            raise MemoryLayoutError(f"{first.name}: shape {first.shape}; a latent is [tokens, dim] or [tokens, 1, dim]")
+    else:
+        v_dim = first_v.shape[-1]
+        first_v.expect((*first.shape[:-1], v_dim), first)
+        strides.append(kv_sizes(first_v, axes, page_size).strides)
     if total_kv_heads % heads:
         raise MemoryLayoutError(
             f"{label}total_kv_heads is {total_kv_heads}, not a multiple of the {heads} heads on this rank; "
             "pass the number in the model's config"
         )
-    num_pages = first.shape[0] // page_size
     scale_bytes = []
     for plane, tensors in scales.items():
         if tensors is None:
             scale_bytes.append(0)
             continue
-        planes.append(layers(tensors, plane, inspect_tensor))
-        scale_bytes.append(_scale_bytes(planes[-1][0], num_pages, heads, latent=kv.v is None))
+        planes.append(layers(tensors, plane, inspect_strided))
+        scale = planes[-1][0]
+        scale_bytes.append(_scale_bytes(scale, num_pages, heads, latent=kv.v is None))
+        head_stride = scale_bytes[-1] if kv.v is None else scale.strides[1]
+        strides.append(PlaneStrides(scale.strides[0], scale.strides[0], head_stride))
     shape = ModelShape(
         num_layers=len(kv.k),
         num_kv_heads=total_kv_heads,
@@ -295,7 +415,7 @@ def kv_spec(kv: DraftKV, page_size: int, name: str = "kv") -> TensorSpec:
         k_scale_bytes=scale_bytes[0],
         v_scale_bytes=sum(scale_bytes[1:]),
     )
-    return TensorSpec(name, shape, heads, num_pages, list(zip(*planes, strict=True)))
+    return TensorSpec(name, shape, heads, num_pages, list(zip(*planes, strict=True)), tuple(strides))
 
 
 def state_spec(state: StateTensors) -> TensorSpec:
@@ -317,7 +437,8 @@ def state_spec(state: StateTensors) -> TensorSpec:
     if len(kv_layers) != count:
         raise MemoryLayoutError(f"{state.name}: {count} tensors, but {len(kv_layers)} KV layers in `layers`")
     names = [f"{state.name} layer {layer}" for layer in range(count)]
-    layers = check_layer_tensors(state.tensors, names, inspect_tensor)
+    layers = check_layer_tensors(state.tensors, names, inspect_strided)
+    item_bytes = check_contiguous(layers[0], 1)
     shape, axis = layers[0].shape, state.axis
     if axis is None:
         if total_heads != 1:
@@ -337,8 +458,10 @@ def state_spec(state: StateTensors) -> TensorSpec:
             f"{state.name}: heads is {total_heads}, not a multiple of the {heads} on this rank; "
             "pass the size over the whole model"
         )
-    component = StateShape(state.name, kv_layers, rows, total_heads, prod(row) * layers[0].itemsize)
-    return TensorSpec(state.name, component, heads, shape[0], [(layer,) for layer in layers])
+    head_bytes = prod(row) * layers[0].itemsize
+    component = StateShape(state.name, kv_layers, rows, total_heads, head_bytes)
+    strides = PlaneStrides(layers[0].strides[0], item_bytes // rows, head_bytes)
+    return TensorSpec(state.name, component, heads, shape[0], [(layer,) for layer in layers], (strides,))
 
 
 def check_layers(name: str, tensors: object) -> None:
@@ -366,4 +489,4 @@ def _scale_bytes(scale: TensorInfo, num_pages: int, heads: int, latent: bool) ->
             f"{scale.name}: shape {scale.shape}; scales are {layout}, one row per page, so the shape must begin with "
             f"{expected}"
         )
-    return scale.itemsize * prod(scale.shape[len(expected) :])
+    return check_contiguous(scale, len(expected))

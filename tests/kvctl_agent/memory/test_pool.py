@@ -133,14 +133,24 @@ GOOD = layers(2, (8, 2, 4))
         pytest.param(GOOD, layers(2, (8, 2, 4), torch.float16), {}, "layer 0 v: dtype torch.float16", id="dtype"),
         pytest.param(
             GOOD, [GOOD[0].clone(), torch.zeros(8, 2, 8, dtype=torch.bfloat16)[..., :4]], {},
-            "layer 1 v: .*not contiguous", id="a slice",
+            r"layer 1 v: strides of \(32, 16, 2\) bytes, but layer 0 v has \(16, 8, 2\)", id="a slice",
         ),
         pytest.param(
-            [torch.zeros(2, 8, 4).permute(1, 0, 2)], [torch.zeros(8, 2, 4)], {}, "layer 0 k: .*HND", id="HND, viewed"
+            [torch.zeros(8, 4, 2).permute(0, 2, 1)], [torch.zeros(8, 2, 4)], {},
+            "layer 0 k: the last dimension of shape .* is not contiguous", id="dim is not innermost",
+        ),
+        pytest.param(
+            [torch.zeros(8, 1, 4).expand(8, 2, 4)], [torch.zeros(8, 2, 4)], {},
+            "layer 0 k: elements of shape .* overlap", id="expanded",
+        ),
+        pytest.param(GOOD, layers(2, (8, 2, 4)), {"axes": "tokens heads"}, "axes is 'tokens heads'", id="axes"),
+        pytest.param(
+            [torch.zeros(2, 8, 2, 4)], [torch.zeros(2, 8, 2, 4)], {"axes": "pages tokens heads dim"},
+            "layer 0 k: pages of 8 tokens, but page_size is 4", id="other pages",
         ),
         pytest.param([torch.zeros(2, 8, 4)], [torch.zeros(2, 8, 4)], {}, "layer 0 k: .*HND", id="HND, raw"),
         pytest.param(
-            [torch.zeros(2, 2, 4, 8)], [torch.zeros(2, 2, 4, 8)], {}, "layer 0 k: .*4 dimensions.*NHD", id="paged"
+            [torch.zeros(2, 2, 4, 8)], [torch.zeros(2, 2, 4, 8)], {}, "layer 0 k: .*4 dimensions, but axes", id="paged"
         ),
         pytest.param(
             [torch.zeros(8, 2, 4, device="meta")], [torch.zeros(8, 2, 4)], {}, "layer 0 k: on device meta", id="device"
