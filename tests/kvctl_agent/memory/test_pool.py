@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import weakref
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -19,6 +20,7 @@ from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.layout.parallel import LocalShard, ParallelConfig, RankCoord, local_shards
 from kvctl_agent.layout.shape import ModelShape, StateShape
 from kvctl_agent.memory.pool import DraftKV, KVPool, StateTensors
+from kvctl_agent.memory.pool_layouts import POOL_LAYOUTS
 
 K, V = 0, 1
 
@@ -213,6 +215,121 @@ def of_rank(pp: int, tp: int) -> tuple[LocalShard, ...]:
     return local_shards(FULL, 4, STAGES, RankCoord(0, pp, 0, tp))
 
 
+PAGES, TOKENS, HEADS, DIM = 3, 4, 2, 8
+
+
+class TestLayouts:
+    """Tensors as engines have them: 3 pages of 4 tokens, 2 heads of 8 dims."""
+
+    @pytest.mark.parametrize(
+        ("shape", "axes", "strides"),
+        [
+            ((12, 2, 8), "tokens heads dim", (128, 32, 16)),
+            ((3, 4, 2, 8), "pages tokens heads dim", (128, 32, 16)),
+            ((3, 2, 4, 8), "pages heads tokens dim", (128, 16, 64)),
+            ((2, 3, 4, 8), "heads pages tokens dim", (64, 16, 192)),
+        ],
+    )
+    def test_axes_name_the_dimensions(self, shape: tuple[int, ...], axes: str, strides: tuple[int, ...]) -> None:
+        pool = wrap(layers(2, shape), layers(2, shape), axes=axes)
+        assert pool.shape() == ModelShape(2, 8, 8, 8, 2)
+        assert (pool.num_pages, pool.segments[0].shard.heads) == (3, 2)
+        assert pool.segments[0].addresses.strides == (strides,) * 2
+
+    def test_fused_rows_are_one_region_and_share_no_byte(self) -> None:
+        fused = [torch.zeros(PAGES, HEADS, TOKENS, 8 + 6, dtype=torch.bfloat16) for _ in range(2)]
+        pool = wrap([each[..., :8] for each in fused], [each[..., 8:] for each in fused], axes="pages heads tokens dim")
+        assert pool.shape() == ModelShape(2, 8, 8, 6, 2)
+        assert pool.regions() == sorted((each.data_ptr(), each.numel() * 2, HOST) for each in fused)
+        pool.segments[0].elements(1, V)[2, 3, 1] = 7
+        assert (fused[1][2, 1, 3, 8:].contiguous().view(torch.uint8) == 7).all()
+        assert fused[1].view(torch.uint8).count_nonzero() == 6 * 2
+
+    @pytest.mark.parametrize("first", [0, 1])
+    def test_one_tensor_of_k_and_v(self, first: int) -> None:
+        """vLLM's `[2, blocks, ...]` and `[blocks, 2, ...]`."""
+        kv = torch.zeros(*((2, 3) if first == 0 else (3, 2)), TOKENS, HEADS, DIM, dtype=torch.float16)
+        pool = wrap([kv.select(first, 0)], [kv.select(first, 1)], axes="pages tokens heads dim")
+        assert pool.regions() == [(kv.data_ptr(), kv.numel() * 2, HOST)]
+        assert pool.segments[0].addresses.contiguous(K) == (first == 0)
+
+    def test_one_tensor_of_all_layers_with_pages_outermost(self) -> None:
+        kv = torch.zeros(PAGES, 5, 2, TOKENS, HEADS, DIM, dtype=torch.float16)
+        k, v = ([kv[:, layer, plane] for layer in range(5)] for plane in (K, V))
+        pool = wrap(k, v, axes="pages tokens heads dim")
+        assert pool.regions() == [(kv.data_ptr(), kv.numel() * 2, HOST)]
+        assert pool.nbytes == kv.numel() * 2
+        v[3][2, 1, 0] = 1.0
+        assert pool.segments[0].elements(3, V)[2, 1, 0].any()
+
+    def test_memory_that_is_shared_is_refused_unless_the_engine_vouches_for_it(self) -> None:
+        kv = torch.zeros(PAGES, TOKENS, HEADS, DIM + 4, dtype=torch.float16)
+        k, v = [kv[..., :DIM]], [kv[..., 4:]]
+        with pytest.raises(MemoryLayoutError, match=r"layer 0 k and layer 0 v share memory.*pass overlaid=True"):
+            wrap(k, v, axes="pages tokens heads dim")
+        assert wrap(k, v, axes="pages tokens heads dim", overlaid=True).nbytes == 2 * PAGES * TOKENS * HEADS * DIM * 2
+
+    def test_state_and_scales_may_be_strided_by_page(self) -> None:
+        """vLLM's groups of hybrid models are views of one buffer of blocks."""
+        blocks = torch.zeros(PAGES, 4096, dtype=torch.uint8)
+        k, v = (blocks[:, start : start + 64].view(PAGES, TOKENS, HEADS, 8) for start in (0, 64))
+        conv = blocks[:, 200:248].view(PAGES, 3, 4, 4)
+        scales = [blocks[:, 300 + 8 * plane : 308 + 8 * plane].view(PAGES, HEADS, 4) for plane in (0, 1)]
+        pool = wrap(
+            [k], [v], axes="pages tokens heads dim", k_scale=scales[:1], v_scale=scales[1:],
+            state=[StateTensors("conv", [conv], heads=8, axis=2)],
+        )  # fmt: skip
+        kv, state = pool.segments
+        assert [strides.page for strides in (*kv.addresses.strides, *state.addresses.strides)] == [4096] * 5
+        state.elements(0, 0)[1, 2, 3] = 9
+        assert blocks.nonzero().tolist() == [[1, 200 + 2 * 16 + 3 * 4 + byte] for byte in range(4)]
+        kv.elements(0, 3)[2, 0, 1] = 9
+        assert blocks[2].nonzero().flatten().tolist() == [308 + 4 + byte for byte in range(4)]
+
+    def test_items_that_are_not_contiguous_are_refused(self) -> None:
+        state = StateTensors("conv", [torch.zeros(3, 4, 8)[:, :, :4]])
+        with pytest.raises(MemoryLayoutError, match=r"conv layer 0: shape .* is not contiguous from dimension 1 on"):
+            wrap(layers(1, (12, 2, 8)), layers(1, (12, 2, 8)), state=[state])
+
+
+SIZES: dict[str, Any] = {"page_size": TOKENS, "total_kv_heads": 8, "heads": HEADS, "k_dim": DIM, "dtype_bytes": 2}
+
+
+class TestAddresses:
+    def test_buffers_of_items_are_pools_like_tensors(self) -> None:
+        buffer = np.zeros(2 * PAGES * 200, np.uint8)
+        k, v = ((buffer.ctypes.data + start, PAGES * 200, 200) for start in (0, PAGES * 200))
+        pool = KVPool.from_addresses([k], [v], v_dim=4, **SIZES, axes="heads tokens dim")
+        assert pool.shape() == ModelShape(1, 8, 8, 4, 2)
+        assert pool.segments[0].addresses.strides == ((200, 16, 64), (200, 8, 32))
+        assert pool.num_pages == PAGES
+        pool.segments[0].elements(0, V)[2, 3, 1] = 1
+        assert buffer.nonzero()[0].tolist() == [PAGES * 200 + 2 * 200 + 32 + 3 * 8 + byte for byte in range(8)]
+
+    def test_latents_and_gpus(self) -> None:
+        pool = KVPool.from_addresses([(4096, 3 * 64, 64)], None, **{**SIZES, "total_kv_heads": 1, "heads": 1})
+        assert pool.shape() == ModelShape(1, 1, 8, 0, 2, kind="mla")
+        assert pool.regions() == [(4096, 192, HOST)]
+
+    @pytest.mark.parametrize(
+        ("buffer", "more", "message"),
+        [
+            ((4096, 384), {}, r"layer 0 k is .* it must be \(address, nbytes, item_bytes\)"),
+            ((4096, 384, "128"), {}, "layer 0 k is .* it must be"),
+            ((0, 384, 128), {}, "layer 0 k: 384 bytes at address 0"),
+            ((4096, 384, 127), {}, "layer 0 k: .* in items of 127 bytes; a page of .* has 128 bytes"),
+            ((1 << 62, 1 << 62, 128), {}, "layer 0 k: "),
+            ((4096, 385, 128), {}, "layer 0 k: 385 bytes are not whole items of 128"),
+            ((4096, 384, 128), {"axes": "pages tokens heads dim"}, "without pages"),
+            ((4096, 384, 128), {"heads": 0}, "heads is 0"),
+            ((4096, 384, 128), {}, "layer 0 k and layer 0 v share memory"),
+        ],
+    )
+    def test_others_are_refused(self, buffer: Any, more: dict[str, Any], message: str) -> None:
+        with pytest.raises(MemoryLayoutError, match=message):
+            KVPool.from_addresses([buffer], [buffer], v_dim=8, **{**SIZES, **more})
+
+
 class TestAllocate:
     def test_an_allocated_pool_is_one_region_that_holds_every_block(self) -> None:
         pool = KVPool.allocate(of_rank(1, 1), 4, 5, {"conv": 6}, aux_slots=7, aux_row_bytes=24)
@@ -256,6 +373,29 @@ class TestAllocate:
     ) -> None:
         with pytest.raises(MemoryLayoutError, match=message):
             KVPool.allocate(of_rank(1, 1), 4, pages, items, *aux)
+
+    @pytest.mark.parametrize("layout", POOL_LAYOUTS)
+    def test_every_layout_has_every_element_once(self, layout: str) -> None:
+        model = ModelShape(2, 3, 4, 6, 1, k_scale_bytes=2, v_scale_bytes=2, states=(StateShape("conv", (1,), 3, 3, 4),))
+        shards = local_shards(model, 4, ParallelConfig(), RankCoord(0, 0, 0, 0))
+        with closing(KVPool.allocate(shards, 4, 5, {"conv": 4}, 2, 16, layout=layout)) as pool:
+            (region,) = pool.regions()
+            whole = region.array()
+            for segment in pool.segments:
+                for layer in range(segment.shard.num_layers):
+                    for plane in range(len(segment.shard.segment.planes)):
+                        elements = segment.elements(layer, plane)
+                        assert not elements.any(), "no element belongs to two planes"
+                        elements[:] = 1
+            pool.aux[0][:] = 1
+            assert whole.sum(dtype=int) == pool.nbytes
+            heads_first = layout in ("hnd", "kv-inner-hnd", "block-outer-hnd", "fused")
+            assert pool.segments[0].addresses.heads_contiguous(K) == (not heads_first and layout != "fused-nhd")
+
+    def test_an_unknown_layout_is_refused(self) -> None:
+        shards = local_shards(ModelShape(1, 1, 4, 4, 1), 4, ParallelConfig(), RankCoord(0, 0, 0, 0))
+        with pytest.raises(MemoryLayoutError, match="pool layout 'dhn' is unknown: it must be one of nhd, hnd"):
+            KVPool.allocate(shards, 4, 5, layout="dhn")
 
     def test_segments_in_transfer_pages_are_the_same_memory(self) -> None:
         model = ModelShape(2, 2, 3, 5, 2, states=(StateShape("conv", (1,), 3, 2, 4),))

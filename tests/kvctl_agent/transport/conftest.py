@@ -165,27 +165,6 @@ class PeerProcess:
         return told
 
 
-@pytest.fixture(scope="session")
-def mooncake_started() -> None:
-    """Start Mooncake once, because the resources of its first engine live until the process ends and belong to no test.
-
-    One of its threads opens a socket, on a busy machine only after the engine has been closed again.
-    """
-    before = _sockets()
-    open_transport("mooncake", "first").close()
-    deadline = time.monotonic() + 5
-    while _sockets() <= before and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-
-def _sockets() -> set[str]:
-    found = set()
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            found.add(str(link.readlink()))
-    return {target for target in found if target.startswith("socket:")}
-
-
 ENGINES = ["nixl", "mooncake", "loopback"]
 WITH_THREADS = pytest.mark.parametrize(
     "engine",
