@@ -22,6 +22,7 @@ import numpy as np
 
 from kvctl_agent.agent import Agent
 from kvctl_agent.contract.states import RoomState
+from kvctl_agent.device.base import Device
 from kvctl_agent.layout.parallel import ParallelConfig, local_shards
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.pool import KVPool
@@ -106,13 +107,23 @@ def random_pair(seed: int, most_ranks: int = 4) -> LayoutPair:
     )
 
 
-def run_pair(pair: LayoutPair, transport: str, directory: Path, **config: Any) -> None:
+def run_pair(
+    pair: LayoutPair,
+    transport: str,
+    directory: Path,
+    devices: tuple[Device | None, Device | None] = (None, None),
+    **config: Any,
+) -> None:
     """Transfers the rooms of a pair and compares every byte of every decode pool.
+
+    Args:
+        devices: Devices of the prefill and of the decode pools, whose memory the host can read; None for the host.
+        config: Settings of all agents.
 
     Raises:
         AssertionError: a room failed, or a byte differs; the text has the pair.
     """
-    instances = _Instances(pair, transport, directory, config)
+    instances = _Instances(pair, transport, directory, devices, config)
     try:
         instances.start()
         for number in range(len(pair.rooms)):
@@ -130,10 +141,18 @@ class _Instances:
         wanted: by (decode rank, layer, plane), the expected contents of its pool, in the same form for its own heads.
     """
 
-    def __init__(self, pair: LayoutPair, transport: str, directory: Path, config: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        pair: LayoutPair,
+        transport: str,
+        directory: Path,
+        devices: tuple[Device | None, Device | None],
+        config: dict[str, Any],
+    ) -> None:
         self.pair = pair
         self.transport = transport
         self.bootstrap = f"ipc://{directory}/boot"
+        self.devices = devices
         self.config = config
         self.random = np.random.default_rng(len(repr(pair)))
         self.agents: dict[str, list[Agent]] = {"prefill": [], "decode": []}
@@ -211,7 +230,9 @@ class _Instances:
         pair, side = self.pair, getattr(self.pair, role)
         which = ("prefill", "decode").index(role)
         shards = local_shards(pair.model, pair.pages[which], side, side.coord(number))
-        pool = KVPool.allocate(shards, pair.pages[which], self.counts[role], layout=pair.layouts[which])
+        pool = KVPool.allocate(
+            shards, pair.pages[which], self.counts[role], layout=pair.layouts[which], device=self.devices[which]
+        )
         memory = pool.segments[0]
         shard = memory.shard
         for layer in range(shard.layer_lo, shard.layer_hi):

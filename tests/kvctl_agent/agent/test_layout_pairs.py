@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from benchmarks.layout_pairs import LayoutPair, random_pair, run_pair
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.shape import ModelShape
+from tests.support.host_device import HostDevice
 
 MODEL = ModelShape(2, 4, 8, 4, 2)
 
@@ -17,6 +19,18 @@ MODEL = ModelShape(2, 4, 8, 4, 2)
 @pytest.mark.parametrize("seed", range(40))
 def test_random_pairs(no_leaks: None, socket_dir: Path, seed: int) -> None:
     run_pair(random_pair(seed), "loopback", socket_dir)
+
+
+@pytest.mark.parametrize("path", ["staged", "slice", "bulk", "direct", "auto"])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_pairs_on_devices_with_checksums(no_leaks: None, socket_dir: Path, path: str, seed: int) -> None:
+    """One side in host memory, or both on devices: both sides find the same checksums."""
+    prefill, decode = (HostDevice() for _ in range(2))
+    devices = (prefill if seed % 4 else None, decode if seed % 3 else None)
+    if path == "direct":
+        devices = prefill, decode
+    run_pair(replace(random_pair(seed), path=path), "loopback", socket_dir, devices, checksum=True)
+    assert all(device is None or device.summed for device in devices)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import pytest
 
 import kvctl_agent
 from kvctl_agent.device import sharing
-from kvctl_agent.device.base import Batch, Device, Event, Export, Geometry, RowCopies
+from kvctl_agent.device.base import Batch, Device, Event, Export, Geometry, PageStrides, PendingChecksum, RowCopies
 from kvctl_agent.device.cuda import open_device
 from kvctl_agent.errors import DeviceError, DeviceUnavailable
 from tests.kvctl_agent.device.geometries import of_rows
@@ -70,7 +70,7 @@ def copies(gpu: Device) -> Iterator[RowCopies]:
     made.close()
 
 
-def settle(event: Event) -> None:
+def settle(event: Event | PendingChecksum) -> None:
     until = time.monotonic() + DEADLINE_S
     while not event.done():
         assert time.monotonic() < until, "the event does not come"
@@ -232,6 +232,53 @@ def test_many_requests_at_once(gpu, copies):
     events = [both.copy(copies, geometry, blocks[at : at + 6], pages) for at in range(0, len(blocks), 6)]
     settle(events[-1])
     assert all(event.done() for event in events)
+    both.check()
+
+
+# Strides of pages of 16 tokens of 8 heads of 256 bytes; two heads are copied.
+ROW = 8 * 256
+STRIDED = {
+    "HND to NHD": (PageStrides(16 * ROW, 256, 16 * 256), PageStrides(16 * ROW, ROW, 256)),
+    "K and V in one row to HND": (PageStrides(32 * ROW, 512, 16 * 512), PageStrides(16 * ROW, 256, 16 * 256)),
+    "split pages of HND to NHD": (PageStrides(64 * ROW, 256, 64 * 256, 4, 16 * 256), PageStrides(16 * ROW, ROW, 256)),
+    "gather of HND": (PageStrides(16 * ROW, 256, 16 * 256), None),
+    "scatter to K and V in one row": (None, PageStrides(32 * ROW, 512, 16 * 512)),
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_strided_pages_are_copied_as_by_numpy(gpu, copies, name):
+    geometry = Geometry(16, 2, 256, *STRIDED[name])
+    blocks, half = 4, 64 * 32 * ROW
+    table = [[number * 8192, half + number * 8192, 0, 40, 40] for number in range(blocks)]
+    if geometry.src is None or geometry.dst is None:
+        side = 0 if geometry.src is None else 1
+        for number in range(blocks):
+            table[number][side] = side * half + number * 40 * geometry.page_bytes
+    pages = np.concatenate([np.random.default_rng(3 + side).permutation(56)[:40] for side in (0, 1)]).astype(np.int32)
+    both = Both(gpu, 2 * half)
+    # The blocks of K and V in different pages would overlap here, so that each is copied in order.
+    for row in table:
+        settle(both.copy(copies, geometry, [row], pages))
+    both.check()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_checksums_are_numpys(gpu, copies, shape):
+    """Of many requests at once, one of which fits no upload slot."""
+    nbytes, geometry, blocks, pages = layout(GATHER, shape, [1, 40, 7])
+    both, host = Both(gpu, nbytes), HostDevice(slow=1)
+    found, wanted = [], []
+    for lo in (*range(len(blocks)), None):
+        some = np.array(blocks if lo is None else blocks[lo : lo + 1], np.int64)
+        some[:, 1] = np.arange(len(some)) << 20  # positions in a part
+        for device, addr, sums in ((copies, both.there.addr, found), (host.copies(), both.here.addr, wanted)):
+            moved = some + np.array([addr, 0, 0, 0, 0])
+            sums.append(device.checksum([Batch(geometry, moved)], pages))
+    for each in (*found, *wanted):
+        settle(each)
+    assert [each.value for each in found] == [each.value for each in wanted]
+    assert len({each.value for each in found}) == len(found)
     both.check()
 
 
