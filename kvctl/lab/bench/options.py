@@ -66,9 +66,11 @@ def parse_percent(text: str) -> float:
 
 
 def parse_bench_faults(text: str) -> tuple[Fault, ...]:
-    """Parses fault specifications, and rejects faults that end a rank; "" means none."""
+    """Parses fault specifications, and rejects faults that end a rank or preempt rooms; "" means none."""
     faults = parse_faults(text) if text else ()
     for fault in faults:
+        if fault.name == "preempt":
+            raise ValueError(f"{fault.text}: the rooms of a bench keep their pages; kvctl demo preempts rooms")
         if fault.name in ("kill", "replace"):
             raise ValueError(f"{fault.text}: a bench cannot go on without a rank; kvctl demo kills and restarts ranks")
     return faults

@@ -57,6 +57,7 @@ _FAULTS: tuple[tuple[str, tuple[str, ...], Callable[[Draw], str]], ...] = (
     ("write-error", ("prefill",), lambda draw: _percent(draw, 1, 5)),
     ("write-doubt", ("prefill",), lambda draw: _percent(draw, 1, 5)),
     ("slow-writer", ("prefill",), lambda draw: _milliseconds(draw, 1, 50)),
+    ("preempt", _BOTH, lambda draw: _percent(draw, 20, 80)),
     ("clock-jump", _BOTH, lambda draw: draw.choice(["-1h", "1h", "-30s", "30s"])),
 )
 

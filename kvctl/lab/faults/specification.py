@@ -178,6 +178,13 @@ FAULTS: tuple[FaultKind, ...] = (
         low=-3650 * _DAY_NS,
         high=3650 * _DAY_NS,
     ),
+    FaultKind(
+        "preempt",
+        "agent",
+        "share",
+        "Rooms of kvctl demo whose engine takes their pages back at a random time and goes on in other pages.",
+        explains=("KV_RECALL_LATE",),
+    ),
     FaultKind("abort", "room", "share", "Rooms aborted by one of their ranks at a random time.", explains=("ABORTED",)),
     FaultKind(
         "kill",

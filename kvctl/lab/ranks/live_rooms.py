@@ -3,6 +3,9 @@
 A decode rank receives each room and compares every byte of the rooms that succeed. A prefill rank computes each room in
 one or more simulated forwards, at once or when the decode side waits for it, and sends all layers together or in layer
 groups. Nothing blocks: delayed work is kept in a heap ordered by time.
+
+Under the fault `preempt` an engine takes the pages of a room back, fills them with poison as soon as the agent permits
+their reuse, and goes on with the room in other pages: it computes the prompt again, or opens the room again.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kvctl.lab.faults.injector import FaultInjector
 from kvctl.lab.ranks.content import Content
 from kvctl.lab.ranks.messages import Abort, Ended, Mismatch, OpenRoom, Released, Room, SendRoom, Start
 from kvctl.lab.ranks.pattern import Pages
@@ -22,13 +26,15 @@ from kvctl_agent.agent import Agent
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import KvctlError
-from kvctl_agent.runtime.handles import Handle, Send
+from kvctl_agent.protocol.machine import RECALLED
+from kvctl_agent.runtime.handles import Handle, Receive, Send
 
 if TYPE_CHECKING:
     from kvctl.lab.ranks.worker import StateChange
 
 _RELEASE_POLL_S = 0.01  # the agent does not report when the pages of a finished room become free
 _IDLE_S = 0.5
+_LONGEST_RUN_S = 0.5  # until a room is preempted; most are preempted early
 
 
 class LiveRooms:
@@ -40,20 +46,30 @@ class LiveRooms:
     """
 
     def __init__(
-        self, start: Start, agent: Agent, content: Content, send: Callable[[str, Mapping[str, Any]], None]
+        self,
+        start: Start,
+        agent: Agent,
+        content: Content,
+        faults: FaultInjector,
+        send: Callable[[str, Mapping[str, Any]], None],
     ) -> None:
         """Fills the whole pool with poison.
 
         Args:
+            faults: decides which rooms are preempted.
             send: sends a message to the parent; called with its kind and its data.
         """
         self._start = start
         self._agent = agent
         self._content = content
+        self._faults = faults
         self._send = send
         self.handles: dict[int, Handle] = {}
         self._ended_rooms: set[int] = set()
         self._to_compute: dict[int, SendRoom] = {}  # rooms that are computed once the decode side waits for them
+        self._commands: dict[int, OpenRoom | SendRoom] = {}  # by room, while it has a handle
+        self._recalled: dict[int, Send | Receive] = {}  # rooms whose pages the engine has taken back, not reused yet
+        self._forwards: dict[int, int] = {}  # by room: number of times that it was computed
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self.verifier = LiveVerifier(content, start.verify)
@@ -65,8 +81,9 @@ class LiveRooms:
         try:
             self._content.add(Room(command.index, number, command.tokens, command.prefix_tokens))
             self.verifier.opened(number)
+            self._commands[number] = command
             if isinstance(command, OpenRoom):
-                self.handles[number] = self._agent.receive(
+                handle: Send | Receive = self._agent.receive(
                     number,
                     self._content.pages(number)[command.prefix_tokens // self._start.page_size :],
                     prefill=self._start.bootstraps[command.instance],
@@ -75,13 +92,17 @@ class LiveRooms:
                     state_indices=self._content.states(number),
                 )
             else:
-                send = self.handles[number] = self._agent.send(number)
+                handle = self._agent.send(number)
                 if command.at_once:
-                    self._compute(command, send)
+                    self._compute(command, handle)
                 else:
                     self._to_compute[number] = command
+            self.handles[number] = handle
+            if draw := self._faults.should_fire("preempt"):
+                self._later(_LONGEST_RUN_S * draw.random() ** 2, partial(self._recall, handle))
         except KvctlError as error:
             self.handles.pop(number, None)
+            self._commands.pop(number, None)
             self._content.remove(number)
             cause = Failure(rank=self._start.name, code=type(error).__name__, at_ns=time.time_ns(), text=str(error))
             now_ns = time.monotonic_ns()
@@ -103,7 +124,7 @@ class LiveRooms:
                 assert isinstance(change.handle, Send)
                 self._compute(command, change.handle)
             return
-        if number in self._ended_rooms:
+        if number in self._ended_rooms or (number in self._recalled and _was_recalled(change.handle)):
             return
         self._ended_rooms.add(number)
         nbytes, mismatch = 0, None
@@ -124,11 +145,48 @@ class LiveRooms:
             del self.handles[number]
             self._content.remove(number)
             self._to_compute.pop(number, None)
+            self._recalled.pop(number, None)
+            self._forwards.pop(number, None)
+            del self._commands[number]
             self._send("released", Released(room=number, at_ns=time.monotonic_ns()))
-        waits = [_RELEASE_POLL_S if self._ended_rooms else _IDLE_S]
+        for number in [number for number, handle in self._recalled.items() if handle.recalled]:
+            self._go_on(self._recalled.pop(number))
+        waits = [_RELEASE_POLL_S if self._ended_rooms or self._recalled else _IDLE_S]
         if self._due:
             waits.append(max(0.0, self._due[0][0] - time.monotonic()))
         return min(waits)
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._due, (time.monotonic() + seconds, next(self._order), action))
+
+    def _recall(self, handle: Send | Receive) -> None:
+        """Takes the pages of a room back; `_go_on` follows once they may be reused."""
+        number = handle.room
+        if self.handles.get(number) is not handle or handle.state.finished or handle.released:
+            return
+        handle.recall()
+        self._recalled[number] = handle
+        self._to_compute.pop(number, None)
+        self._forwards[number] = self._forwards.get(number, 0) + 1  # forwards of the old pages end without effect
+
+    def _go_on(self, handle: Send | Receive) -> None:
+        """Gives a recalled room other pages, and computes it or opens it again."""
+        number, command = handle.room, self._commands[handle.room]
+        if isinstance(handle, Send):
+            if handle.released:  # all parts were sent, or the room has failed
+                return
+            room = self._content.rooms[number]
+            self._content.remove(number)
+            self._content.add(room)
+            assert isinstance(command, SendRoom)
+            if command.at_once or handle.state is not RoomState.BOOTSTRAPPING:
+                self._compute(command, handle)
+            else:
+                self._to_compute[number] = command
+            return
+        del self.handles[number]
+        self._content.remove(number)
+        self.open(command)
 
     def _compute(self, command: SendRoom, send: Send) -> None:
         self._content.fill_room(self._content.rooms[command.room])
@@ -139,13 +197,15 @@ class LiveRooms:
         for at, (first, end) in enumerate(itertools.pairwise(edges)):
             last = at == command.chunks - 1
             if not (last and command.hangs):
-                forward: Callable[[], None] = partial(self._forward_done, send, groups, pages[first:end], last=last)
-                heapq.heappush(self._due, (time.monotonic() + at * command.gap_s, next(self._order), forward))
+                number = self._forwards.get(send.room, 0)
+                self._later(
+                    at * command.gap_s, partial(self._forward_done, send, groups, pages[first:end], last, number)
+                )
 
-    def _forward_done(self, send: Send, groups: Sequence[range], pages: Pages, last: bool) -> None:
+    def _forward_done(self, send: Send, groups: Sequence[range], pages: Pages, last: bool, forward: int) -> None:
         number = send.room
-        if self.handles.get(number) is not send:
-            return  # the room was released, and another room may own its pages
+        if self.handles.get(number) is not send or self._forwards.get(number, 0) != forward:
+            return  # the room was released or preempted, and another room may own its pages
         if not groups:
             send.pages(pages, last=last)
         for group in groups:
@@ -158,6 +218,11 @@ class LiveRooms:
     ) -> None:
         ended = Ended(room=room, state=state.label, cause=cause, at_ns=at_ns, verified_bytes=nbytes, mismatch=mismatch)
         self._send("ended", ended)
+
+
+def _was_recalled(handle: Handle) -> bool:
+    """Whether a decode rank's room has ended because this engine took its pages back."""
+    return isinstance(handle, Receive) and handle.error is not None and handle.error["code"] == RECALLED
 
 
 def _split(layers: range, groups: int) -> list[range]:

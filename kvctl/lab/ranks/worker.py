@@ -130,7 +130,7 @@ class Worker:
         if start.compute == "gpu" and not decode:
             self._report_progress("getting its GPU ready to compute")
             self.gpu = self._gpu_engine()
-        self._live = LiveRooms(start, self.agent, self.content, send) if start.live else None
+        self._live = LiveRooms(start, self.agent, self.content, self.faults, send) if start.live else None
         self._handlers: dict[type, Callable[[Any], Mapping[str, Any] | None]] = (
             {
                 Floors: self._floors,

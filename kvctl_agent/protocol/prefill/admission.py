@@ -20,7 +20,7 @@ from kvctl_agent.layout.plan import aux_writer, slices_of_writer, state_slices_t
 from kvctl_agent.layout.plan_inputs import PlanInputs, differences
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.machine import RECALLED, MachineContext, PeerSessions
+from kvctl_agent.protocol.machine import MachineContext, PeerSessions
 from kvctl_agent.protocol.peer import CancelToken, Peer, PeerState, plan_with_peer
 from kvctl_agent.protocol.prefill.dispatch import Dispatch
 from kvctl_agent.protocol.prefill.rooms import (
@@ -81,7 +81,7 @@ class SendAdmission:
             room = self.rooms.begin(message.room)
         elif room.released and not transfer.sent:
             text = f"room {room.room}: {peer.name} recalled it after {self.context.local.name} had released its pages"
-            failure = self.context.failure(RECALLED, f"{text}: its prompt must be computed again")
+            failure = self.context.failure("KV_RECALL_LATE", f"{text}: its prompt must be computed again")
             self.rooms.fail(room, failure)
             self._refuse(key, failure)
             return

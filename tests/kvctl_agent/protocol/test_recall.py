@@ -208,7 +208,7 @@ def test_a_decode_rank_recalls_at_any_step_and_opens_the_room_again(paths: objec
     world.settle()
     assert second.state is world.sent[P0, 7]
     if second.state is RoomState.FAILED:
-        assert second.failure["code"] == "RECALLED"
+        assert second.failure["code"] == "KV_RECALL_LATE"
         assert "must be computed again" in second.failure["text"]
     world.check_empty()
 
