@@ -500,9 +500,9 @@ class Agent:
     def renew(self, rooms: Sequence[int], *, prefill: str | None = None) -> None:
         """Decode: asks a prefill instance to keep rooms that this engine is going to open.
 
-        Restarts the deadlines of rooms that wait there to be opened: `hold_s` of computed rooms, `bootstrap_timeout_s`
-        of others. To be repeated several times within the shorter of the two: the message is not acknowledged, and a
-        prefill rank that does not know a room ignores it. Does nothing for rooms that are open.
+        Restarts the deadlines of rooms that wait there to be opened: `hold_s`, if it is set, of computed rooms, and
+        `bootstrap_timeout_s` of others. To be repeated several times within the shorter of the two: the message is not
+        acknowledged, and a prefill rank that does not know a room ignores it. Does nothing for rooms that are open.
 
         Args:
             rooms: room numbers, at most 65536.

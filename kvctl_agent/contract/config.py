@@ -271,7 +271,7 @@ KEYS: tuple[Key, ...] = (
         float,
         None,
         "Longest time for which a prefill rank keeps a computed room that no decode rank has opened; Agent.renew on "
-        "the decode side restarts it. Automatic: bootstrap_timeout_s.",
+        "the decode side restarts it. Automatic: none, so that bootstrap_timeout_s applies to computed rooms, too.",
         unit="s",
         minimum=0.1,
         maximum=86400,

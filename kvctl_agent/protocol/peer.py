@@ -138,12 +138,7 @@ class Timing(msgspec.Struct, frozen=True):
     waiting_ns: int
     revoke_ns: int = 5_000_000_000  # age at which an unwritten grant that blocks others is revoked
     unclaimed_ns: int = 1 << 62  # for the prefill engine to call send() for a room that a decode rank has opened
-    hold_ns: int = 0  # for which a computed room waits to be opened; 0: as `bootstrap_ns`
-
-    @property
-    def held_ns(self) -> int:
-        """Time for which a computed room waits to be opened or renewed."""
-        return self.hold_ns or self.bootstrap_ns
+    hold_ns: int = 0  # for which a computed room waits to be opened; 0: as other rooms, for `bootstrap_ns`
 
     @property
     def lease_ns(self) -> int:

@@ -381,9 +381,9 @@ class Receive(Handle):
 
         The state becomes FAILED with the code RECALLED. Once `released` is true no writer writes to the pages any more,
         and `Agent.receive` may open the room again, with other pages: everything is sent again. The prefill ranks wait
-        for that as for a room that nobody has opened yet (`hold_s`), and other decode ranks of the room are not
+        for that as for a room that nobody has opened yet, and other decode ranks of the room are not
         affected. If a prefill rank had sent everything and released its pages by then, the room cannot be opened again:
-        it fails with KV_RECALL_LATE on every rank. Does nothing if the room has ended.
+        it fails with RECALL_LATE on every rank. Does nothing if the room has ended.
         """
         self.post_unless_over(ev.Recall(self.room))
 

@@ -41,6 +41,8 @@ CODES: tuple[Code, ...] = (
     stuck_rooms.stuck_transfer,
     stuck_rooms.stuck_bootstrap,
     stuck_rooms.stuck_waiting,
+    rooms.room_unclaimed,
+    rooms.hold_expired,
     ready.not_ready,
     transport.transport_error,
     staging.chunk_oversized,

@@ -172,6 +172,51 @@ def _prefill_only(snapshot: Snapshot) -> Iterator[Finding]:
     )
 
 
+# ---- rooms that one side never begins ---------------------------------------------------------------------------
+
+
+@health_code(
+    "KV_ROOM_UNCLAIMED",
+    Severity.WARNING,
+    "rooms",
+    sees="requests fail unclaimed_s after their start, while the prefill workers have nothing to do for them",
+    means="A decode rank opened a room, and the engine of a prefill rank did not call send() for it within "
+    "unclaimed_s. The request did not reach that engine, or waits in its queue for longer than that.",
+    remedy="Check that the router sends the request to the instance that the decode side names, under the same room "
+    "number; raise unclaimed_s if prefill queues are that long.",
+    alert=failure_alert("KV_ROOM_UNCLAIMED"),
+)
+def room_unclaimed(snapshot: Snapshot) -> Iterator[Finding]:
+    for rank, failures in failed_by_rank(snapshot, "KV_ROOM_UNCLAIMED").items():
+        yield failure_finding(
+            room_unclaimed,
+            failures,
+            f"the engine of {rank} never began {counted(len(failures), 'room')} that decode ranks had opened",
+            "which ranks know it; check where the router sent the request, and how long the engine's queue is",
+        )
+
+
+@health_code(
+    "KV_HOLD_EXPIRED",
+    Severity.WARNING,
+    "rooms",
+    sees="prompts are computed in vain: their rooms fail hold_s after their forward",
+    means="A prefill rank computed a room, and no decode rank opened it, opened it again after a recall, or renewed it "
+    "within hold_s. The rank has released the pages, so that other requests can use them.",
+    remedy="Find out why the decode side did not come: its queue is longer than hold_s and its engine does not call "
+    "Agent.renew, or the request ended there. Raise hold_s, or let the engine renew.",
+    alert=failure_alert("KV_HOLD_EXPIRED"),
+)
+def hold_expired(snapshot: Snapshot) -> Iterator[Finding]:
+    for rank, failures in failed_by_rank(snapshot, "KV_HOLD_EXPIRED").items():
+        yield failure_finding(
+            hold_expired,
+            failures,
+            f"{rank} computed {counted(len(failures), 'room')} that no decode rank opened in time",
+            "which ranks know it; check whether its request reached a decode engine, and whether that renews it",
+        )
+
+
 @health_code(
     "KV_ROOM_DUPLICATE",
     Severity.WARNING,

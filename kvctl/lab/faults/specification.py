@@ -26,7 +26,14 @@ _SECOND_NS = 1_000_000_000
 _DAY_NS = 24 * _NS["h"]
 
 LOST = ("KV_PEER_LOST",)
-STUCK = ("KV_ROOM_STUCK_BOOTSTRAP", "KV_ROOM_STUCK_WAITING", "KV_ROOM_STUCK_TRANSFER", "KV_ROOM_STUCK_SCATTER")
+STUCK = (
+    "KV_ROOM_STUCK_BOOTSTRAP",
+    "KV_ROOM_STUCK_WAITING",
+    "KV_ROOM_STUCK_TRANSFER",
+    "KV_ROOM_STUCK_SCATTER",
+    "KV_ROOM_UNCLAIMED",
+    "KV_HOLD_EXPIRED",
+)
 
 
 MESSAGES = (
@@ -183,7 +190,7 @@ FAULTS: tuple[FaultKind, ...] = (
         "agent",
         "share",
         "Rooms of kvctl demo whose engine takes their pages back at a random time and goes on in other pages.",
-        explains=("KV_RECALL_LATE",),
+        explains=("RECALL_LATE",),
     ),
     FaultKind("abort", "room", "share", "Rooms aborted by one of their ranks at a random time.", explains=("ABORTED",)),
     FaultKind(

@@ -81,7 +81,7 @@ class SendAdmission:
             room = self.rooms.begin(message.room)
         elif room.released and not transfer.sent:
             text = f"room {room.room}: {peer.name} recalled it after {self.context.local.name} had released its pages"
-            failure = self.context.failure("KV_RECALL_LATE", f"{text}: its prompt must be computed again")
+            failure = self.context.failure("RECALL_LATE", f"{text}: its prompt must be computed again")
             self.rooms.fail(room, failure)
             self._refuse(key, failure)
             return

@@ -409,7 +409,7 @@ class Forwards:
             return
         if room.computed.complete:
             room.forward_done_ns = room.computed_ns = room.record.forward_done_at = event.at_ns
-            if not room.transfers:
+            if not room.transfers and self.context.timing.hold_ns:
                 room.since_ns = self.context.now_ns  # from here on the room waits to be opened
         again, room.recalled = room.recalled, False
         if (event.layers is None and not room.prefetched) or again:

@@ -574,7 +574,9 @@ class SendRooms:
                 self.resend(room, transfer)
         if now_ns >= self.state.deadlines_due_ns:
             # Engines may announce thousands of rooms long before they are opened: check deadlines seldom.
-            shortest = min(timing.bootstrap_ns, timing.waiting_ns, timing.unclaimed_ns, timing.held_ns)
+            shortest = min(
+                timing.bootstrap_ns, timing.waiting_ns, timing.unclaimed_ns, timing.hold_ns or timing.bootstrap_ns
+            )
             self.state.deadlines_due_ns = now_ns + min(_DEADLINES_EVERY_NS, shortest // 4)
             for room in list(self.state.rooms.values()):
                 if room.failure is None:
@@ -601,8 +603,8 @@ class SendRooms:
             text = f"{', '.join(room.transfers)} opened room {room.room} {waited / 1e9:.1f} s ago"
             text += f", and the engine of {self.context.local.name} has not called send() for it"
             self.fail(room, self.context.failure("KV_ROOM_UNCLAIMED", text))
-        elif room.computed.complete and not room.transfers:
-            if waited > timing.held_ns:
+        elif timing.hold_ns and room.computed.complete and not room.transfers:
+            if waited > timing.hold_ns:
                 text = f"room {room.room} was computed at {self.context.local.name}, and in {waited / 1e9:.1f} s "
                 text += "no decode rank has opened or renewed it"
                 self.fail(room, self.context.failure("KV_HOLD_EXPIRED", text))

@@ -30,6 +30,23 @@ def test_corruption_is_not_forgotten_with_the_history():
     assert (found.subject, found.severity, found.weight) == ("decode-0", Severity.WARNING, 3)
 
 
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        ("KV_ROOM_UNCLAIMED", "the engine of prefill-0 never began 2 rooms that decode ranks had opened"),
+        ("KV_HOLD_EXPIRED", "prefill-0 computed 2 rooms that no decode rank opened in time"),
+    ],
+)
+def test_rooms_that_one_side_never_began(code: str, cause: str):
+    fleet = Fleet()
+    for number, ago_s in (("7", 20), ("6", 50)):
+        fleet.failed(["decode-0", "prefill-0"], number, code, "prefill-0", f"room {number} waited", ago_s=ago_s)
+    (found,) = fleet.examine()
+    assert (found.code, found.subject, found.severity, found.weight) == (code, "prefill-0", Severity.WARNING, 2)
+    assert found.cause == f"{cause}, last 20 s ago: room 7 waited"
+    assert "`kvctl rooms show 7`" in found.remedy
+
+
 def test_agents_that_do_not_fit():
     fleet = Fleet()
     for name in ("prefill-0", "prefill-1"):

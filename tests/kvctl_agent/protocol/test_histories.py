@@ -182,7 +182,7 @@ def preempted(seed: int) -> World:
 def test_preempted_rooms_succeed_or_fail_because_their_pages_were_released(seed: int) -> None:
     found = preempted(seed)
     for room in found.rooms.values():
-        assert room.state is RoomState.SUCCESS or room.failure["code"] in ("RECALLED", "KV_RECALL_LATE"), room.failure
+        assert room.state is RoomState.SUCCESS or room.failure["code"] in ("RECALLED", "RECALL_LATE"), room.failure
     found.check_empty()
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.prefill.send_room import PartState
-from tests.support.protocol.simulation import SECOND, Item, World, direct, mixed, staged
+from tests.support.protocol.simulation import SECOND, TIMING, Item, World, direct, mixed, registry, staged
 
 P0, D = "prefill-0", "decode-0"
 
@@ -208,7 +209,7 @@ def test_a_decode_rank_recalls_at_any_step_and_opens_the_room_again(paths: objec
     world.settle()
     assert second.state is world.sent[P0, 7]
     if second.state is RoomState.FAILED:
-        assert second.failure["code"] == "KV_RECALL_LATE"
+        assert second.failure["code"] == "RECALL_LATE"
         assert "must be computed again" in second.failure["text"]
     world.check_empty()
 
@@ -254,7 +255,7 @@ def test_a_room_that_is_not_opened_again_gives_its_pages_up() -> None:
     world.feed(D, ev.Recall(7))
     world.settle(until=lambda: first.released)
     world.tick(121 * SECOND)
-    assert world.sent_failures[P0, 7]["code"] == "KV_HOLD_EXPIRED"
+    assert world.sent_failures[P0, 7]["code"] == "KV_ROOM_STUCK_BOOTSTRAP"
     assert (P0, 7) in world.sent_released
     world.settle()
 
@@ -309,3 +310,59 @@ def test_both_sides_recall_at_once() -> None:
     world.settle()
     assert second.state is world.sent[P0, 7] is RoomState.SUCCESS
     world.check_empty()
+
+
+# ---- deadlines ----------------------------------------------------------------------------------------------------
+
+
+def test_a_room_that_is_never_claimed_fails_on_both_sides_with_a_deadline_of_its_own() -> None:
+    world = small(timing=msgspec.structs.replace(TIMING, unclaimed_ns=30 * SECOND))
+    room = world.receive(7, 2)
+    world.flush()
+    for _ in range(3):
+        assert room.state is RoomState.WAITING_FOR_INPUT
+        world.tick(10 * SECOND)
+        world.flush()
+    world.tick(SECOND)
+    world.flush()
+    assert (room.failure["rank"], room.failure["code"]) == (P0, "KV_ROOM_UNCLAIMED")
+    assert room.failure["text"].startswith("decode-0 opened room 7 31.0 s ago")
+    world.settle()
+
+
+def test_a_lease_is_renewed_until_the_room_is_opened_and_lapses_otherwise() -> None:
+    world = small(timing=msgspec.structs.replace(TIMING, hold_ns=30 * SECOND))
+    for room in (7, 8):
+        world.send(room, 2)
+    world.flush()
+    for _ in range(4):
+        world.tick(20 * SECOND)
+        world.flush()
+        world.feed(D, ev.RenewRooms(registry(0), (7, 9)))
+        world.flush()
+    assert world.sent[P0, 7] is RoomState.BOOTSTRAPPING
+    assert world.sent_failures[P0, 8]["code"] == "KV_HOLD_EXPIRED"
+    assert (P0, 8) in world.sent_released
+    opened = world.receive(7, 2)
+    world.settle()
+    assert opened.state is world.sent[P0, 7] is RoomState.SUCCESS
+    late = world.receive(8, 2)
+    world.settle()
+    assert late.failure["code"] == "KV_HOLD_EXPIRED"
+
+
+def test_without_a_lease_of_its_own_a_computed_room_waits_as_long_as_any() -> None:
+    world = small()
+    world.send(7, 2)
+    world.flush()
+    world.tick(119 * SECOND)
+    assert not world.sent[P0, 7].finished
+    world.tick(2 * SECOND)
+    assert world.sent_failures[P0, 7]["code"] == "KV_ROOM_STUCK_BOOTSTRAP"
+
+
+def test_renewal_of_an_unknown_instance_looks_it_up() -> None:
+    world = small(introduced=False)
+    world.feed(D, ev.RenewRooms(registry(0), (7,)))
+    world.flush()
+    assert world.d().is_ready(P0)

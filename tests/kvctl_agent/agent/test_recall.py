@@ -1,0 +1,232 @@
+"""Engines that take the pages of a room back, and deadlines of rooms that one side never begins; real transports."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.errors import LocalProtocolError
+from tests.support.agents import POISON
+from tests.support.host_device import JUNK, HostDevice
+
+SUCCESS, FAILED = {RoomState.SUCCESS}, {RoomState.FAILED}
+NEVER = 1 << 60
+
+
+@pytest.fixture(params=["nixl", "loopback"])
+def transport(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def blocks(agent: Any) -> list[np.ndarray]:
+    """The planes of an agent's pool with one row for each page."""
+    segment = agent.pool.segments[0]
+    layers = range(segment.shard.layer_lo, segment.shard.layer_hi)
+    return [segment.block(layer, kv).reshape(segment.num_slots, -1) for layer in layers for kv in (0, 1)]
+
+
+def move(fleet: Any, room: Any) -> np.ndarray:
+    """Moves a room's prompt to other pages of the prefill pools, and gives the old pages to somebody else."""
+    used = set(room.src.tolist())
+    other = np.array([page for page in range(fleet.model.pages) if page not in used][: len(room.src)])
+    for agent in fleet.prefill:
+        for block in blocks(agent):
+            block[other] = block[room.src]
+            block[room.src] = JUNK
+    return other
+
+
+def finish(fleet: Any, room: Any, pages: np.ndarray) -> None:
+    for send in room.sends:
+        send.pages(pages, last=True)
+        send.finish(aux_index=room.aux)
+
+
+class TestPrefill:
+    @pytest.mark.parametrize("path", ["staged", "slice", "bulk"])
+    def test_queued_parts_are_sent_from_the_new_pages(
+        self, make_fleet: Any, transport: str, path: str, request: pytest.FixtureRequest
+    ) -> None:
+        fleet = make_fleet(transport, prefill=(1, 1), decode=(1, 1), path=path, chunk_tokens=16).start()
+        room = fleet.claim(fleet.receive(fleet.room(1, 12, aux=2)))
+        busy, gate = threading.Event(), threading.Event()
+        request.addfinalizer(gate.set)
+        fleet.prefill[0].parts.transfers.run_between(lambda: busy.set() or gate.wait())
+        assert busy.wait(60)
+        fleet.feed(room, (4,))  # all parts wait for the measurement to end
+        (send,) = room.sends
+        assert not send.recalled
+        send.recall()
+        gate.set()
+        assert send.wait_recalled(60)
+        assert not send.sent
+        finish(fleet, room, move(fleet, room))
+        assert room.wait() == SUCCESS, room.errors()
+        fleet.expect(room)
+        fleet.check()
+        fleet.settle()
+        assert fleet.errors() == []
+
+    def test_at_any_time_under_load_and_every_byte_is_right(self, make_fleet: Any, transport: str) -> None:
+        fleet = make_fleet(transport, prefill=(1, 1), path="staged", chunk_tokens=16).start()
+        for number in range(1, 25):
+            room = fleet.claim(fleet.receive(fleet.room(number, 12)))
+            fleet.feed(room, (3, 7))
+            time.sleep(0.0003 * number)
+            for send in room.sends:
+                send.recall()
+            assert all(send.wait_recalled(60) for send in room.sends)
+            other = move(fleet, room)
+            if not all(send.sent for send in room.sends):
+                finish(fleet, room, other)
+            assert room.wait() == SUCCESS, room.errors()
+            for agent in fleet.prefill:  # all pages hold their own truth again
+                for layer in range(fleet.model.layers):
+                    for kv in (0, 1):
+                        agent.pool.segments[0].block(layer, kv)[:] = fleet.model.truth(layer, kv).reshape(-1)
+            fleet.expect(room)
+            fleet.check()
+            fleet.recycle(room)
+        fleet.settle()
+        assert fleet.errors() == []
+
+    def test_forwards_that_run_on_the_device_have_no_effect_any_more(self, make_fleet: Any) -> None:
+        device = HostDevice()
+        fleet = make_fleet(device={"prefill": device}, prefill=(1, 1), chunk_tokens=16).start()
+        room = fleet.claim(fleet.receive(fleet.room(1, 12)))
+        (send,) = room.sends
+        launched = [device.engine_event(lambda: None, slow=NEVER) for _ in range(2)]
+        send.prefetch()
+        send.pages(room.src[:4], event=launched[0])
+        send.pages(room.src[4:], last=True, event=launched[1])
+        send.finish()
+        send.recall()
+        assert send.wait_recalled(60)
+        for event in launched:
+            event.finish()
+        again = device.engine_event(lambda: None, slow=NEVER)
+        send.pages(move(fleet, room), last=True, event=again)
+        send.finish()
+        assert send.state is not RoomState.SUCCESS
+        again.finish()
+        assert room.wait() == SUCCESS, room.errors()
+        fleet.expect(room)
+        fleet.check()
+
+    def test_rooms_that_have_ended_or_move_nothing(self, make_fleet: Any) -> None:
+        fleet = make_fleet(prefill=(1, 1)).start()
+        room = fleet.run(1, 4)
+        room.sends[0].recall()
+        assert room.sends[0].recalled
+        fake = fleet.prefill[0].send(2, fake=True)
+        fake.recall()
+        fake.pages([1, 2], last=True)
+        fake.finish()
+        assert fake.recalled
+        lost = fleet.claim(fleet.receive(fleet.room(3, 4)))
+        lost.sends[0].abort("enough")
+        assert lost.wait() == FAILED
+        lost.sends[0].recall()
+        assert lost.sends[0].wait_recalled(60)
+        with pytest.raises(LocalProtocolError):
+            lost.sends[0].wait_recalled("soon")
+
+    def test_on_state_is_called_when_the_pages_may_be_reused(self, make_fleet: Any) -> None:
+        seen: list[bool] = []
+        back = threading.Event()
+
+        def on_state(handle: Any, state: RoomState) -> None:
+            seen.append(handle.recalled)
+            if handle.recalled and not state.finished:
+                back.set()
+
+        fleet = make_fleet(prefill=(1, 1), on_state=on_state).start()
+        (send,) = fleet.claim(fleet.room(1, 4)).sends
+        send.recall()
+        assert back.wait(60)
+
+
+class TestDecode:
+    def test_the_room_is_opened_again_in_other_pages(
+        self, make_fleet: Any, transport: str, request: pytest.FixtureRequest
+    ) -> None:
+        fleet = make_fleet(transport, prefill=(1, 1), decode=(1, 1), path="slice").start()
+        room = fleet.claim(fleet.receive(fleet.room(1, 12, aux=2)))
+        busy, gate = threading.Event(), threading.Event()
+        request.addfinalizer(gate.set)
+        fleet.prefill[0].parts.transfers.run_between(lambda: busy.set() or gate.wait())
+        assert busy.wait(60)
+        fleet.feed(room)
+        (receive,) = room.receives.values()
+        receive.recall()
+        gate.set()
+        assert receive.wait(60) is RoomState.FAILED
+        assert (receive.error["rank"], receive.error["code"]) == ("decode-0", "RECALLED")
+        assert receive.recalled
+        assert receive.released
+        assert not room.sends[0].state.finished
+        old = room.dst["decode-0"]
+        for block in blocks(fleet.decode[0]):
+            block[old] = POISON  # and nothing writes there any more
+        room.dst["decode-0"] = np.array([fleet.free["decode-0"].pop(0) for _ in range(12)])
+        fleet.receive(room)
+        assert room.wait() == SUCCESS, room.errors()
+        fleet.expect(room)
+        fleet.check()
+        fleet.settle()
+        assert fleet.errors() == []
+
+    def test_a_room_that_has_ended(self, make_fleet: Any) -> None:
+        fleet = make_fleet(prefill=(1, 1), decode=(1, 1)).start()
+        (receive,) = fleet.run(1, 4).receives.values()
+        receive.recall()
+        assert receive.state is RoomState.SUCCESS
+        assert not receive.recalled
+
+
+class TestDeadlines:
+    def test_a_room_that_the_prefill_engine_never_claims(self, make_fleet: Any) -> None:
+        fleet = make_fleet(prefill=(1, 1), decode=(1, 1), unclaimed_s=0.3).start()
+        room = fleet.receive(fleet.room(1, 4))
+        assert room.wait() == FAILED
+        (error,) = room.errors()
+        assert (error["rank"], error["code"]) == ("prefill-0", "KV_ROOM_UNCLAIMED")
+        assert "the engine of prefill-0 has not called send() for it" in error["text"]
+        late = fleet.claim(room).sends[0]
+        assert late.wait(60) is RoomState.FAILED
+        assert late.error["code"] == "KV_ROOM_UNCLAIMED"
+
+    def test_a_computed_room_that_nobody_opens(self, make_fleet: Any) -> None:
+        fleet = make_fleet(prefill=(1, 1), decode=(1, 1), hold_s=0.3).start()
+        room = fleet.feed(fleet.claim(fleet.room(1, 4)))
+        assert room.sends[0].wait(60) is RoomState.FAILED
+        assert room.sends[0].error["code"] == "KV_HOLD_EXPIRED"
+        assert room.sends[0].released
+
+    def test_renew_reaches_the_ranks_of_the_instance(self, make_fleet: Any) -> None:
+        fleet = make_fleet(prefill=(1, 2), decode=(1, 1)).start()
+        room = fleet.feed(fleet.claim(fleet.room(1, 4)))
+        deadline = time.monotonic() + 60
+        while not all(agent.machine.knows(1) for agent in fleet.prefill):
+            assert time.monotonic() < deadline
+        held = [agent.machine.rooms[1] for agent in fleet.prefill]
+        before = [each.since_ns for each in held]
+        while any(each.since_ns <= since_ns for each, since_ns in zip(held, before, strict=True)):
+            assert time.monotonic() < deadline
+            fleet.decode[0].renew([1, 2**64 - 1])
+        fleet.receive(room)
+        assert room.wait() == SUCCESS, room.errors()
+
+    @pytest.mark.parametrize("rooms", [[-1], ["1"], [1 << 64], range(1 << 17)])
+    def test_renew_refuses_what_is_no_room(self, make_fleet: Any, rooms: Any) -> None:
+        fleet = make_fleet(prefill=(1, 1), decode=(1, 1)).start()
+        with pytest.raises(LocalProtocolError):
+            fleet.decode[0].renew(rooms)
+        with pytest.raises(LocalProtocolError):
+            fleet.prefill[0].renew([1])
