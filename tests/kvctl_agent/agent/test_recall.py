@@ -165,7 +165,10 @@ class TestDecode:
         fleet.feed(room)
         (receive,) = room.receives.values()
         receive.recall()
-        gate.set()
+        deadline = time.monotonic() + 60
+        while fleet.prefill[0].machine.rooms[1].transfers["decode-0"].recalled is None:
+            assert time.monotonic() < deadline
+        gate.set()  # the parts are dropped, and not sent before the recall arrives
         assert receive.wait(60) is RoomState.FAILED
         assert (receive.error["rank"], receive.error["code"]) == ("decode-0", "RECALLED")
         assert receive.recalled
