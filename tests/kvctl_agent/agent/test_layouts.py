@@ -47,8 +47,9 @@ class Instance:
 class Fleet:
     """Instances that share one model."""
 
-    def __init__(self, directory: Path, shape: ModelShape, transport: str) -> None:
+    def __init__(self, directory: Path, shape: ModelShape, transport: str, layouts: tuple[str, str]) -> None:
         self.directory, self.shape, self.transport = directory, shape, transport
+        self.layouts = dict(zip(("prefill", "decode"), layouts, strict=True))
         self.stack = ExitStack()
         self.prefill: list[Instance] = []
         self.decode = Instance("decode", ParallelConfig())
@@ -76,6 +77,7 @@ class Fleet:
             {state.name: 16 for state in self.shape.states},
             aux_slots=4,
             aux_row_bytes=32,
+            layout=self.layouts[place.role],
         )
         self.stack.callback(pool.close)
         sizes = {f"{axis}_size": getattr(side, axis) for axis in coord._fields}
@@ -108,9 +110,9 @@ class Fleet:
                         wanted = np.full((memory.num_slots, plane.rows, here.heads, plane.head_bytes), POISON, np.uint8)
                         for source, target in pairs:
                             wanted[target] = _truth(memory, layer, place)[source]
-                        found = memory.block(layer, place)
+                        found = memory.elements(layer, place)
                         where = f"{agent.name} {segment.name} layer {layer} plane {plane.name}"
-                        assert np.array_equal(found, wanted.reshape(-1)), where
+                        assert np.array_equal(found, wanted), where
 
     def close(self) -> None:
         self.stack.close()
@@ -133,7 +135,7 @@ def _fill(agent: Agent, *, truth: bool) -> None:
     for memory in agent.pool.segments:
         for layer in range(memory.shard.layer_lo, memory.shard.layer_hi):
             for plane in range(len(memory.shard.segment.planes)):
-                memory.block(layer, plane)[:] = _truth(memory, layer, plane).reshape(-1) if truth else POISON
+                memory.elements(layer, plane)[:] = _truth(memory, layer, plane) if truth else POISON
 
 
 def groups_of(agent: Agent, size: int = 2) -> list[range]:
@@ -153,9 +155,10 @@ def make(no_leaks: None, short_directory: Path, socket_dir: Path) -> Iterator[Ma
         decode: ParallelConfig,
         shape: ModelShape = PLAIN,
         transport: str = "loopback",
+        layouts: tuple[str, str] = ("nhd", "nhd"),
         **config: Any,
     ) -> Fleet:
-        fleets.append(Fleet(short_directory, shape, transport))
+        fleets.append(Fleet(short_directory, shape, transport, layouts))
         return fleets[-1].start([prefill] if isinstance(prefill, ParallelConfig) else prefill, decode, **config)
 
     yield start
@@ -239,6 +242,38 @@ class TestEveryLayout:
         assert first.telemetry.metrics.total("kvctl_parts_total") == 0
         sends[0].finish()
         assert ended([*receives, *sends]) == {RoomState.SUCCESS}
+        fleet.check({"kv": MOVED})
+
+
+class TestStrides:
+    """The memory of the two sides differs in the order of its axes."""
+
+    @pytest.mark.parametrize("path", ["bulk", "slice", "staged"])
+    @pytest.mark.parametrize(
+        "layouts", [("nhd", "fused"), ("hnd", "nhd"), ("fused", "block-outer-hnd"), ("hnd", "hnd"), ("kv-inner", "nhd")]
+    )
+    @pytest.mark.parametrize("tp", [1, 2])
+    def test_every_segment_lands_between_different_layouts(
+        self, make: Make, tp: int, layouts: tuple[str, str], path: str
+    ) -> None:
+        fleet = make(ParallelConfig(tp=2), ParallelConfig(tp=tp), FULL, layouts=layouts, path=path, checksum=True)
+        agents = fleet.prefill[0].agents
+        receives = fleet.receive(5, DST, aux_index=1, state_indices=[[3], [4, 5, 6]])
+        sends = [agent.send(5) for agent in agents]
+        feed(sends, agents, "declared", aux_index=2, state_indices=[[1], [9, 8, 7]])
+        assert ended([*receives, *sends]) == {RoomState.SUCCESS}, [each.error for each in [*receives, *sends]]
+        fleet.check({"kv": MOVED, "conv": [(1, 3)], "index": [(9, 4), (8, 5), (7, 6)]})
+
+    def test_the_cheapest_path_is_chosen_over_a_real_engine(self, make: Make) -> None:
+        fleet = make(ParallelConfig(tp=2), ParallelConfig(), layouts=("hnd", "fused"), transport="nixl", path="auto")
+        agents = fleet.prefill[0].agents
+        handles: list[Send | Receive] = []
+        for room in range(4):
+            handles += fleet.receive(room, DST)
+            sends = [agent.send(room) for agent in agents]
+            feed(sends, agents, "plain")
+            handles += sends
+            assert ended(handles) == {RoomState.SUCCESS}
         fleet.check({"kv": MOVED})
 
 
