@@ -36,6 +36,7 @@ from kvctl_agent.parts import (
     check_path,
     check_same_geometry,
     instances_of,
+    with_suffix,
 )
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.decode import DecodeMachine
@@ -66,7 +67,8 @@ class Agent:
         role: "prefill" or "decode".
         rank: coordinates of this worker in its instance.
         pool: the worker's KV pool; it is registered in place.
-        name: name of the agent and of its admin socket, unique on this host.
+        name: name of the agent and of its admin socket, unique on this host and among all connected agents; the
+            setting `name_suffix` is appended after an @.
         bootstrap: endpoint of the bootstrap registry (`ipc:///path` or `tcp://address:port`), which rank 0 of the
             prefill instance serves; there with port 0 on a free port, which `Agent.bootstrap` has. A decode rank may
             pass a list with one endpoint for each prefill instance, or None; `connect` and `receive` name further ones.
@@ -78,6 +80,7 @@ class Agent:
         config: values of configuration keys declared in `contract.config`; `kvctl config` shows the origin "argument".
 
     Attributes:
+        name: the agent's whole name.
         parts: the agent's components, for tests and debugging.
         admin: the admin server.
         observe: handlers of the read-only admin commands.
@@ -102,11 +105,12 @@ class Agent:
         **config: Value,
     ) -> None:
         check_arguments(role, rank, pool, name, model, on_state)
+        settings = load_settings(config)
+        name = with_suffix(name, settings["name_suffix"])
         self.name = name
         self.role = role
         self.rank = rank
         self.pool = pool
-        settings = load_settings(config)
         keys = load_fleet_key(settings["fleet_key"])
         remote = remote_endpoint(settings, keys)
         self._check_endpoint: Callable[..., None] = partial(

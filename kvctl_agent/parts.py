@@ -358,13 +358,27 @@ def check_arguments(role: object, rank: object, pool: object, name: object, mode
     """Raises ConfigError if an argument of `Agent` has the wrong type or the name is unusable."""
     if not isinstance(role, str) or role not in ("prefill", "decode"):
         raise ConfigError(f"role {shown(role)}: must be 'prefill' or 'decode'")
-    if not isinstance(name, str) or not name.isprintable() or not 0 < len(name.encode()) <= _MAX_NAME_BYTES:
-        raise ConfigError(f"name is {shown(name)}: it must be 1 to {_MAX_NAME_BYTES} bytes of printable text")
+    check_name(name)
     for argument, value, kind in (("rank", rank, Rank), ("pool", pool, KVPool), ("model", model, ModelShape)):
         if not isinstance(value, kind) and (value is not None or kind is not ModelShape):
             raise ConfigError(f"{argument} is {shown(value)}: it must be a {kind.__name__}")
     if on_state is not None and not callable(on_state):
         raise ConfigError(f"on_state is {shown(on_state)}: it must be callable")
+
+
+def check_name(name: object) -> None:
+    """Raises ConfigError if the name of an agent is unusable."""
+    if not isinstance(name, str) or not name.isprintable() or not 0 < len(name.encode()) <= _MAX_NAME_BYTES:
+        raise ConfigError(f"name is {shown(name)}: it must be 1 to {_MAX_NAME_BYTES} bytes of printable text")
+
+
+def with_suffix(name: str, suffix: str) -> str:
+    """Returns the whole name of an agent, with the configured `name_suffix`; raises ConfigError if it is unusable."""
+    if not suffix:
+        return name
+    whole = f"{name}@{socket.gethostname() if suffix == 'hostname' else suffix}"
+    check_name(whole)
+    return whole
 
 
 def check_same_geometry(former: AgentParts, pool: KVPool, model: ModelShape | None) -> None:

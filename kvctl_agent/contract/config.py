@@ -314,6 +314,13 @@ KEYS: tuple[Key, ...] = (
         maximum=60,
     ),
     Key(
+        "name_suffix",
+        str,
+        "",
+        "Text that is appended to the agent's name after an @, so that engines on several hosts may give their agents "
+        "the same names; hostname: the name of this host. Peers, kvctl and the admin socket use the whole name.",
+    ),
+    Key(
         "listen",
         str,
         "",

@@ -86,6 +86,7 @@ class Registry:
         self._side: ParallelConfig | None = None
         self._since_ns = 0  # when the first rank registered
         self._ranks: dict[int, Rank] = {}
+        self._by_name: dict[str, int] = {}
         self._heard_ns: dict[int, int] = {}
         self._replaced: dict[int, deque[int]] = {}  # by rank, earlier incarnations of its holder
 
@@ -109,6 +110,13 @@ class Registry:
             self._since_ns = now_ns
         if side != self._side:
             return f"{rank.name} is of an instance of sizes {rank.sizes}, this registry serves {self._side}"
+        other = self._by_name.get(rank.name, unique)
+        if other != unique and now_ns - self._heard_ns[other] < _HOLDS_NS:
+            here, there = side.label(side.coord(unique)), side.label(side.coord(other))
+            return (
+                f"{rank.name} as {here}, because {there} has the same name: give every agent its own name, or set "
+                "name_suffix"
+            )
         holder = self._ranks.get(unique)
         if holder is not None and holder.name != rank.name:
             return f"{rank.name} claims {side.label(side.coord(unique))}, which {holder.name} holds"
@@ -122,6 +130,9 @@ class Registry:
                     f"{holder.incarnation:016x} at {holder.endpoint}: end this one, or give it its own name"
                 )
             replaced.append(holder.incarnation)
+        if other != unique:
+            del self._ranks[other]  # the process has come back with other coordinates
+        self._by_name[rank.name] = unique
         self._ranks[unique] = rank
         self._heard_ns[unique] = now_ns
         return ""

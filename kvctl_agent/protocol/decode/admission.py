@@ -183,7 +183,10 @@ class Instances:
             if not self.context.is_ready(name):
                 self.state.rosters[other] = ()  # the rank has moved to this instance
             else:
-                text = f"{name} of {event.instance} is in use by the instance at {other}: give every agent its own name"
+                text = (
+                    f"{name} of {event.instance} is in use by the instance at {other}: give every agent its own name, "
+                    "or set name_suffix"
+                )
                 self.context.note("name-taken", text, "error", peer=name)
                 self.state.clashes[event.instance] = text
                 self.admission.fail_waiting(event.instance, self.context.failure("KV_COMPAT_MISMATCH", text))

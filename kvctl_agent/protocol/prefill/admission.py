@@ -308,7 +308,8 @@ class Readers:
         heard_s = (self.context.now_ns - peer.heard_ns) / 1e9
         text = (
             f"the name {peer.name} is in use at {self.context.local.name} by {peer.info.process} (incarnation "
-            f"{peer.incarnation:016x}, heard {heard_s:.1f} s ago): give every agent its own name"
+            f"{peer.incarnation:016x}, heard {heard_s:.1f} s ago): give every agent its own name, or set "
+            "name_suffix"
         )
         if peer.name_refused_to != event.incarnation:
             peer.name_refused_to = event.incarnation

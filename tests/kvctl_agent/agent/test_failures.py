@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
 import time
@@ -244,6 +245,39 @@ class TestNames:
         fleet.decode[0].wait_ready(60)
         fleet.run(2, 4)
         fleet.check()
+
+    def test_the_same_names_on_several_hosts(self, make_fleet: Any) -> None:
+        fleet = make_fleet(prefill=(1, 2), decode=(2, 1))
+        for number, host in enumerate("ab"):
+            fleet.prefill.append(fleet.prefill_agent(number, name="prefill", name_suffix=host).start())
+            fleet.decode.append(fleet.decode_agent(number, name="decode", name_suffix=host).start())
+        for agent in fleet.prefill + fleet.decode:
+            agent.wait_ready(60)
+        assert [agent.name for agent in fleet.decode] == ["decode@a", "decode@b"]
+        assert set(fleet.prefill[0].parts.machine.peers) == {"decode@a", "decode@b"}
+        assert [agent.observe.hello()["name"] for agent in fleet.prefill] == ["prefill@a", "prefill@b"]
+        for number, decode in enumerate(fleet.decode):
+            room = fleet.claim(fleet.room(number, 4))
+            (pages,) = room.dst.values()
+            room.receives[decode.name] = decode.receive(number, pages)
+            fleet.feed(room)
+            assert room.wait() == {RoomState.SUCCESS}, room.errors()
+
+    def test_two_ranks_of_an_instance_need_two_names(self, make_fleet: Any) -> None:
+        fleet = make_fleet(prefill=(1, 2))
+        fleet.prefill.append(fleet.prefill_agent(0, name="prefill", name_suffix="a").start())
+        fleet.prefill[0].wait_ready(60)
+        second = fleet.prefill_agent(1, name="prefill@a")
+        with pytest.raises(AdminError, match="prefill@a"):
+            second.start()
+        second.close()
+
+    def test_the_suffix_may_be_the_name_of_the_host(self, make_fleet: Any) -> None:
+        agent = make_fleet().decode_agent(0, name_suffix="hostname")
+        assert agent.name == f"decode-0@{socket.gethostname()}"
+        agent.close()
+        with pytest.raises(ConfigError, match="it must be 1 to 255 bytes of printable text"):
+            make_fleet().decode_agent(0, name_suffix="x" * 250)
 
     def test_a_second_registry_at_the_same_place_is_refused_and_the_first_goes_on(self, make_fleet: Any) -> None:
         fleet = make_fleet(prefill=(1, 1)).start()

@@ -126,3 +126,24 @@ def test_a_registry_that_has_just_started_prefers_the_later_of_two_processes() -
             answers = {life: registry.answer(Register(rank(0, tp_size=1, life=life)), now * SECOND) for life in (5, 9)}
             assert answers[5].refused
             assert not answers[9].refused
+
+
+def test_two_ranks_of_one_name_are_refused_with_both_places() -> None:
+    registry = Registry()
+    registry.answer(Register(rank(0, name="worker")), 0)
+    answer = registry.answer(Register(rank(1, name="worker", life=2)), SECOND)
+    assert answer.refused == (
+        "worker as tp=1, because tp=0 has the same name: give every agent its own name, or set name_suffix"
+    )
+    assert [found.coord[3] for found in answer.ranks] == [0]
+    assert registry.answer(Register(rank(0, name="worker")), 2 * SECOND).refused == ""
+    assert registry.answer(Register(rank(1, name="worker@b", life=2)), 2 * SECOND).refused == ""
+
+
+def test_a_process_that_comes_back_with_other_coordinates_leaves_its_old_place() -> None:
+    registry = Registry()
+    registry.answer(Register(rank(0, name="worker")), 0)
+    answer = registry.answer(Register(rank(1, name="worker", life=2)), 6 * SECOND)
+    assert answer.refused == ""
+    assert [found.coord[3] for found in answer.ranks] == [1]
+    assert registry.answer(Register(rank(0, name="other")), 7 * SECOND).refused == ""

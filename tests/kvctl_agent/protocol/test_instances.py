@@ -130,7 +130,8 @@ def test_a_rank_name_that_another_instance_uses_is_refused_and_stays_so() -> Non
     for room in (waiting, later):
         assert room.failure["code"] == "KV_COMPAT_MISMATCH"
         assert room.failure["text"] == (
-            "prefill-1 of registry-1 is in use by the instance at registry-0: give every agent its own name"
+            "prefill-1 of registry-1 is in use by the instance at registry-0: give every agent its own name, "
+            "or set name_suffix"
         )
     own = world.receive(7, 2)
     world.send(7, 2)
