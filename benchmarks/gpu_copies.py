@@ -1,11 +1,13 @@
-"""Prints the duration of gathers, scatters and direct copies on a GPU as ratios of driver copies in the same run.
+"""Prints the duration of gathers, scatters, checksums and direct copies on a GPU as ratios of driver copies.
+
+The driver copies are made in the same run.
 
 Usage: python benchmarks/gpu_copies.py [--save FILE] [--repeats N]
 
 A duration is measured as by a transfer worker: from page numbers in host memory until the worker sees that the copy has
 completed. "Host" is the duration of the call that starts the copy. The floor is the time for the same bytes at the rate
-of one large copy within the GPU (each byte is read and written) or to the other GPU. Every case is verified before it
-is timed.
+of one large copy within the GPU (each byte is read and written) or to the other GPU. Copies of contiguous pools are
+verified before they are timed. A checksum reads each byte once and writes none; it is computed once on each side.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ from kvctl_agent.device.base import Batch, Device, Event, Geometry, PageStrides
 from kvctl_agent.device.cuda import open_device
 from kvctl_agent.errors import DeviceError
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, local_shards
+from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.allocations import RingMemory
+from kvctl_agent.memory.checksum import DeviceChecksums
 from kvctl_agent.memory.copier import LandedPart
 from kvctl_agent.memory.device_copier import DeviceCopier
 from kvctl_agent.memory.pool import KVPool
@@ -45,7 +49,7 @@ class Case(NamedTuple):
 
     Attributes:
         name: name used by the claims.
-        kind: "gather", or "scatter" of as many parts as make up the pool's heads.
+        kind: "gather", "checksum" (of the same part), or "scatter" of as many parts as make up the pool's heads.
         layers: layers of a part.
         tokens: tokens of a part.
         heads: heads of a part.
@@ -53,6 +57,7 @@ class Case(NamedTuple):
         most: largest allowed ratio to the floor; None if the ratio is only printed.
         dtype: element type of the pool.
         latent: whether the pool holds MLA latents, one row per token.
+        layout: layout of the pool.
     """
 
     name: str
@@ -64,6 +69,7 @@ class Case(NamedTuple):
     most: float | None = None
     dtype: str = "bf16"
     latent: bool = False
+    layout: str = "nhd"
 
 
 CASES = (
@@ -77,6 +83,14 @@ CASES = (
     Case("scatter, 80 layers, 4 x 2 of 8 heads, 1,024 tokens", "scatter", 80, 1024, 2, 8, 1.25),
     Case("scatter, 32 layers, 4 x 2 of 8 heads, 1,024 tokens", "scatter", 32, 1024, 2, 8),
     Case("scatter, 80 layers, 1 of 4 writers, 1,024 tokens", "scatter", 80, 1024, 8, 8),
+    Case("gather, 80 layers, 2 of 8 heads, HND", "gather", 80, 1024, 2, 8, layout="hnd"),
+    Case("gather, 80 layers, 8 of 8 heads, HND", "gather", 80, 1024, 8, 8, layout="hnd"),
+    Case("gather, 80 layers, 2 of 8 heads, K and V fused", "gather", 80, 1024, 2, 8, layout="fused"),
+    Case("scatter, 80 layers, 4 x 2 of 8 heads, K and V fused", "scatter", 80, 1024, 2, 8, layout="fused"),
+    Case("checksum, 80 layers, 2 of 8 heads, 1,024 tokens", "checksum", 80, 1024, 2, 8),
+    Case("checksum, 80 layers, 8 of 8 heads, 4,096 tokens", "checksum", 80, 4096, 8, 8),
+    Case("checksum, 32 layers, 2 of 8 heads, 1,024 tokens", "checksum", 32, 1024, 2, 8),
+    Case("checksum, 80 layers, 2 of 8 heads, K and V fused", "checksum", 80, 1024, 2, 8, layout="fused"),
 )
 
 
@@ -133,13 +147,16 @@ class Bench:
         here = local_shards(shape, PAGE_SIZE, ParallelConfig(), RankCoord(0, 0, 0, 0))
         page_bytes = sum(plane.rows * plane.head_bytes for plane in here[0].segment.planes) * case.pool_heads
         self.pages = case.tokens // PAGE_SIZE
-        self.pool = KVPool.allocate(here, PAGE_SIZE, POOL_BYTES // (page_bytes * case.layers), device=device)
+        count = POOL_BYTES // (page_bytes * case.layers)
+        self.pool = KVPool.allocate(here, PAGE_SIZE, count, device=device, layout=case.layout)
         self.memory = self.pool.segments[0]
         self.layout = self.memory.part_layout(0, case.layers, self.pages, case.heads)
         self.parts = case.pool_heads // case.heads if case.kind == "scatter" else 1
         self.ring = RingMemory(self.parts * self.layout.region_bytes, device)
         self.copier = DeviceCopier(device.copies())
-        self.copier.prepare(self.memory, 0, case.heads)
+        self.copier.prepare(self.memory, 0, case.heads, checksum=True)
+        self.checksums = DeviceChecksums(self.pool, self.copier.copies)
+        self.slice = TransferSlice(0, 0, 0, 0, 0, case.heads, 0, case.layers, 0, 0, 0)
         random = np.random.default_rng(0)
         lists = [random.permutation(self.pool.num_pages)[: self.pages].astype(np.int32) for _ in range(LISTS)]
         self.lists = lists
@@ -150,6 +167,8 @@ class Bench:
 
     def begin(self, turn: int) -> Callable[[], bool]:
         pages, heads = self.lists[turn], self.case.heads
+        if self.case.kind == "checksum":
+            return self.checksums.begin(self.slice, pages, 0, 0, self.case.layers).done
         if self.case.kind == "gather":
             rows = RowIndex(self.memory, pages, 0, heads)
             return self.copier.gather(rows, [self.piece], self.regions).done
@@ -196,7 +215,8 @@ def copies(device: Device, repeats: int) -> Iterator[dict[str, Any]]:
     """Measures every gather and scatter, and yields one row per case."""
     for case in CASES:
         with closing(Bench(device, case)) as bench:
-            bench.verify()
+            if case.kind != "checksum" and case.layout == "nhd":
+                bench.verify()
             memory = bench.pool.regions()[0].addr
             rate = copy_gb_per_s(device, memory, memory + FLOOR_BYTES, repeats)
             took = timed(bench.begin, repeats)

@@ -39,6 +39,9 @@ from kvctl_agent.memory.segment import RowIndex
 
 # Small enough to stay in cache between the copy and the checksum.
 _PIECE_BYTES = 256 << 10
+# Words that are mixed at once. Larger temporary arrays are returned to the system and faulted in again each time: with
+# 64 Ki words the rate, copies included, is 0.9 instead of 2.4 GB/s (that of a CRC-32 3.2).
+_BLOCK_WORDS = 16 << 10
 _POSITION, _FIRST, _SECOND = np.uint32(0x9E3779B1), np.uint32(0x21F0AAAD), np.uint32(0x735A2D97)
 
 
@@ -141,27 +144,27 @@ def bytes_checksum(data: Bytes, word: int, position: int) -> int:
         position: Offset of the data in the part.
     """
     words = data.view(f"<u{word}")
-    mixed = _positions(len(words), word) + np.uint32(position * int(_POSITION) & 0xFFFFFFFF)
-    mixed ^= words
-    shifted = np.empty_like(mixed)
-    for shift, factor in ((16, _FIRST), (15, _SECOND)):
-        np.right_shift(mixed, np.uint32(shift), out=shifted)
+    total = 0
+    for at in range(0, len(words), _BLOCK_WORDS):
+        block = words[at : at + _BLOCK_WORDS]
+        start = (position + at * word) * int(_POSITION) & 0xFFFFFFFF
+        mixed = _multiples(word)[: len(block)] + np.uint32(start)
+        mixed ^= block
+        shifted = np.empty_like(mixed)
+        for shift, factor in ((16, _FIRST), (15, _SECOND)):
+            np.right_shift(mixed, np.uint32(shift), out=shifted)
+            mixed ^= shifted
+            mixed *= factor
+        np.right_shift(mixed, np.uint32(15), out=shifted)
         mixed ^= shifted
-        mixed *= factor
-    np.right_shift(mixed, np.uint32(15), out=shifted)
-    mixed ^= shifted
-    return int(mixed.sum(dtype=np.uint64)) & 0xFFFFFFFF
+        total += int(mixed.sum(dtype=np.uint32))
+    return total & 0xFFFFFFFF
 
 
-def _positions(count: int, word: int) -> npt.NDArray[np.uint32]:
-    """Returns the multiples of the positions of `count` words from position 0; callers must not modify the result."""
-    size = max(_PIECE_BYTES // word, 1 << (count - 1).bit_length())
-    return _multiples(size, word)[:count]
-
-
-@lru_cache(8)
-def _multiples(count: int, word: int) -> npt.NDArray[np.uint32]:
-    return np.arange(count, dtype=np.uint32) * np.uint32(word) * _POSITION
+@lru_cache
+def _multiples(word: int) -> npt.NDArray[np.uint32]:
+    """Returns the multiples of the positions of a block's words, from position 0 on; callers must not modify them."""
+    return np.arange(_BLOCK_WORDS, dtype=np.uint32) * np.uint32(word) * _POSITION
 
 
 def aux_checksum(pool: KVPool, row: int) -> int:

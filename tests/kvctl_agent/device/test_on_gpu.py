@@ -257,7 +257,7 @@ def test_strided_pages_are_copied_as_by_numpy(gpu, copies, name):
             table[number][side] = side * half + number * 40 * geometry.page_bytes
     pages = np.concatenate([np.random.default_rng(3 + side).permutation(56)[:40] for side in (0, 1)]).astype(np.int32)
     both = Both(gpu, 2 * half)
-    # The blocks of K and V in different pages would overlap here, so that each is copied in order.
+    # The pages of the blocks overlap, so the blocks are copied one after the other.
     for row in table:
         settle(both.copy(copies, geometry, [row], pages))
     both.check()
@@ -265,7 +265,7 @@ def test_strided_pages_are_copied_as_by_numpy(gpu, copies, name):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_checksums_are_numpys(gpu, copies, shape):
-    """Of many requests at once, one of which fits no upload slot."""
+    """Of many requests at once."""
     nbytes, geometry, blocks, pages = layout(GATHER, shape, [1, 40, 7])
     both, host = Both(gpu, nbytes), HostDevice(slow=1)
     found, wanted = [], []
