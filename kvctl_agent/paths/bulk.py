@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvctl_agent.errors import LayoutError, MemoryLayoutError
 from kvctl_agent.memory.addresses import PoolAddresses
 from kvctl_agent.paths.base import Flight, WriteFlight
-from kvctl_agent.paths.peer_connection import PeerConnection
+from kvctl_agent.paths.peer_connection import Numbers, PeerConnection
 from kvctl_agent.paths.runs import whole_pages
 from kvctl_agent.protocol.events import Transfer
 from kvctl_agent.protocol.tag import TAG_BYTES, with_row
@@ -79,23 +79,27 @@ class BulkPath:
         if not whole_pages(runs := segment.runs(share.heads)):
             raise MemoryLayoutError(f"path bulk needs contiguous pages in the same order, but {order.key} has {runs}")
         local_bases, remote_bases = segment.bases(order.key.lo, order.key.hi)
-        descriptors = []
-        for planes in segment.alike:
-            first, page_bytes = planes[0], runs[planes[0]].page_bytes
+        each: list[tuple[Addresses, Addresses, Sizes]] = []
+        for first, planes in segment.alike:
+            page_bytes = runs[first].page_bytes
             src = segment.local.page_offsets(first, order.src_pages)
             dst = segment.remote.page_offsets(first, order.dst_pages)
             src, dst, counts = page_run_arrays(src, dst, page_bytes)
             sources = local_bases[:, planes, None] + src  # [layers, planes, runs]
             targets = remote_bases[:, planes, None] + dst
             sizes = np.broadcast_to(counts * page_bytes, sources.shape)
-            descriptors.append([numbers.reshape(-1).astype(np.uint64) for numbers in (sources, targets, sizes)])
-        local, remote, nbytes = (np.concatenate(each) for each in zip(*descriptors, strict=True))
+            each.append((_flat(sources), _flat(targets), _flat(sizes)))
+        local, remote, nbytes = each[0] if len(each) == 1 else map(np.concatenate, zip(*each, strict=True))
         return WriteFlight(
             connection,
             order,
             began_ns,
             lambda: connection.transport.write(connection.peer, local, remote, nbytes, order.tag),
         )
+
+
+def _flat(numbers: Numbers) -> Addresses:
+    return numbers.reshape(-1).astype(np.uint64)
 
 
 class AuxPath:

@@ -84,7 +84,7 @@ class SegmentPair:
 
     Attributes:
         local, remote: Addresses in the local pool and in the peer's pool, in the pair's transfer pages.
-        alike: Indices of the planes, those of the same strides and sizes together.
+        alike: For planes of the same strides and sizes, the first and the indices of all, to index `bases` with.
     """
 
     def __init__(self, local: SegmentAddresses, remote: SegmentAddresses, mapping: MappedMemory | None = None) -> None:
@@ -100,7 +100,7 @@ class SegmentPair:
         for number, (_, rows, head_bytes) in enumerate(planes):
             key = rows, head_bytes, local.strides[number], remote.strides[number]
             by_strides.setdefault(key, []).append(number)
-        self.alike = list(by_strides.values())
+        self.alike = [(numbers[0], numbers if len(by_strides) > 1 else slice(None)) for numbers in by_strides.values()]
         self._runs: dict[int, tuple[PlaneRuns, ...]] = {}
         self._local = np.array(local.bases, np.int64).reshape(-1, len(planes))
         self._remote = np.array(remote.bases, np.int64).reshape(-1, len(planes))

@@ -14,6 +14,7 @@ from kvctl_agent.layout.shape import ModelShape, StateShape, segments
 from kvctl_agent.memory.allocations import HugePageMemory
 from kvctl_agent.paths.calibration import measure_copies
 from kvctl_agent.paths.path_chooser import CopyCost, DirectCost, PathChooser
+from kvctl_agent.paths.runs import contiguous_runs
 
 SHAPE = ModelShape(32, 8, 128, 128, 2, states=(StateShape("conv", (0, 1), 4, 8, 256),))
 KV, CONV = segments(SHAPE, 16)
@@ -252,3 +253,42 @@ class TestCopyCost:
             for us in rates:
                 assert 1 < us < 100_000
             assert rates[-1] < 3 * rates[0]
+
+
+class TestRuns:
+    """Pools whose pages are not contiguous, or have another order inside a page."""
+
+    WHOLE = contiguous_runs(KV.planes, SAME)
+    ROWS = tuple(plane._replace(rows=1, per_page=16) for plane in WHOLE)
+
+    def test_path_bulk_needs_pages_that_are_one_run_on_both_sides(self) -> None:
+        assert chooser("bulk").choose(RING, SAME, 32, RUN, runs=self.WHOLE) == "bulk"
+        assert chooser("bulk").choose(RING, SAME, 32, RUN, runs=self.ROWS) == "slice"
+        assert chooser().without_ring(SAME, runs=self.ROWS) == "slice"
+        made = chooser(connection=FREE_DESCRIPTORS, copy=DEAR_COPIES)
+        assert made.choose(RING, SAME, 32, RUN, runs=self.ROWS) == "slice"
+
+    def test_the_cost_counts_the_descriptors_of_both_sides(self) -> None:
+        made = chooser(connection=DEAR_DESCRIPTORS, copy=FREE_COPIES)
+        nbytes = SAME.payload_bytes(len(RUN), 4)
+        apart = tuple(plane._replace(adjacent=False) for plane in self.WHOLE)
+        for runs, path, descriptors in (
+            (self.WHOLE, "bulk", 4 * 2),
+            (apart, "bulk", 4 * 2 * len(RUN)),
+            (self.ROWS, "slice", 4 * 2 * len(RUN) * 16),
+        ):
+            assert made.costs(SAME, 4, RUN, runs=runs)[path] == DEAR_DESCRIPTORS.write_us(descriptors, nbytes)
+        assert made.costs(SAME, 4, RUN) == made.costs(SAME, 4, RUN, runs=self.WHOLE)
+
+    def test_gathers_and_scatters_cost_what_runs_of_their_side_cost(self) -> None:
+        by_row = CopyCost((256, 8192), (100.0, 1.0), (200.0, 1.0))
+        made = chooser(connection=FREE_DESCRIPTORS, copy=by_row)
+        staged = [
+            made.costs(SAME, 4, RUN, runs=runs)["staged"]
+            for runs in (
+                self.WHOLE,
+                tuple(plane._replace(gather_bytes=256) for plane in self.WHOLE),
+                tuple(plane._replace(scatter_bytes=256) for plane in self.WHOLE),
+            )
+        ]
+        assert staged == sorted(set(staged))
