@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,13 @@ def move(fleet: Any, room: Any) -> np.ndarray:
             block[other] = block[room.src]
             block[room.src] = JUNK
     return other
+
+
+def wait(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.001)
 
 
 def finish(fleet: Any, room: Any, pages: np.ndarray) -> None:
@@ -164,10 +172,10 @@ class TestDecode:
         assert busy.wait(60)
         fleet.feed(room)
         (receive,) = room.receives.values()
+        transfers = fleet.prefill[0].machine.rooms[1].transfers
+        wait(lambda: "decode-0" in transfers and transfers["decode-0"].in_flight)
         receive.recall()
-        deadline = time.monotonic() + 60
-        while fleet.prefill[0].machine.rooms[1].transfers["decode-0"].recalled is None:
-            assert time.monotonic() < deadline
+        wait(lambda: transfers["decode-0"].recalled is not None)
         gate.set()  # the parts are dropped, and not sent before the recall arrives
         assert receive.wait(60) is RoomState.FAILED
         assert (receive.error["rank"], receive.error["code"]) == ("decode-0", "RECALLED")
@@ -215,10 +223,9 @@ class TestDeadlines:
     def test_renew_reaches_the_ranks_of_the_instance(self, make_fleet: Any) -> None:
         fleet = make_fleet(prefill=(1, 2), decode=(1, 1)).start()
         room = fleet.feed(fleet.claim(fleet.room(1, 4)))
-        deadline = time.monotonic() + 60
-        while not all(agent.machine.knows(1) for agent in fleet.prefill):
-            assert time.monotonic() < deadline
+        wait(lambda: all(agent.machine.knows(1) for agent in fleet.prefill))
         held = [agent.machine.rooms[1] for agent in fleet.prefill]
+        deadline = time.monotonic() + 60
         before = [each.since_ns for each in held]
         while any(each.since_ns <= since_ns for each, since_ns in zip(held, before, strict=True)):
             assert time.monotonic() < deadline
