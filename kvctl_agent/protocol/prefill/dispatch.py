@@ -19,7 +19,7 @@ from kvctl_agent.errors import LayoutError, LocalProtocolError
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.machine import MachineContext
-from kvctl_agent.protocol.peer import CancelToken, Peer
+from kvctl_agent.protocol.peer import Peer
 from kvctl_agent.protocol.prefill.rooms import PrefillState, SendRooms, StagingRequests
 from kvctl_agent.protocol.prefill.send_room import Final, Part, PartState, PeerTransfer, SendableChunk, SendRoom
 from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey
@@ -448,7 +448,7 @@ class Forwards:
         room = self._claimed(event.room)
         if room is None or room.failure is not None:
             return  # its pages are released when nothing is in flight
-        room.recalled, room.recalling = True, event.serial
+        again, room.recalled, room.recalling = room.recalling > 0, True, event.serial
         room.computed = self.rooms.nothing_computed()
         room.prefetched = room.finished = False
         room.groups, room.deferred, room.launched = (), [], 0
@@ -458,10 +458,10 @@ class Forwards:
         room.record.event("recall", self.context.now_ns)
         self.context.telemetry.metrics.add("kvctl_rooms_recalled_total", 1)
         for transfer in room.transfers.values():
-            transfer.cancel.recalled = True
             if transfer.recalled is not None:
                 continue
-            transfer.cancel = CancelToken(transfer.cancel.lease)
+            if not again:  # otherwise nothing was queued since the recall before
+                transfer.drop_queued()
             for part in transfer.parts.values():
                 if part.state < PartState.QUEUED:
                     self.rooms.unpark(room, transfer, part)

@@ -421,7 +421,7 @@ class SendRooms:
         if room.failure is not None or transfer.recalled is not None:
             return
         transfer.recalled = cause
-        transfer.cancel.cancelled = True
+        transfer.stop()
         for part in transfer.parts.values():
             self.unpark(room, transfer, part)
         self.state.credits[transfer.peer].forget(transfer)
@@ -533,7 +533,7 @@ class SendRooms:
         context.telemetry.metrics.add("kvctl_room_failures_total", 1, failure["code"])
         context.note("room-failed", f"{failure['rank']}: {failure['text']}", "error", room=room.room)
         for transfer in room.transfers.values():
-            transfer.cancel.cancelled = True
+            transfer.stop()
             transfer.resend_ns = context.now_ns + context.timing.resend_ns
             for part in transfer.parts.values():
                 self.unpark(room, transfer, part)

@@ -265,6 +265,7 @@ class PeerTransfer:
     failed_acked: bool = False
     resend_ns: int = 0
     key: RoomKey = field(init=False)
+    former_cancel: CancelToken = field(init=False)  # of the parts queued before the last recall
     planned: int = field(init=False)
     to_queue: int = field(init=False)
     to_send: int = field(init=False)
@@ -273,9 +274,19 @@ class PeerTransfer:
 
     def __post_init__(self) -> None:
         self.key = RoomKey(self.peer, self.room, self.nonce)
+        self.former_cancel = self.cancel
         self._first_pages = [chunk.first for chunk in self.chunks]
         self.planned = self.to_queue = len(self.chunks) * sum(share.num_layers for share in self.shares)
         self.to_send = self.planned + len(self.finals)
+
+    def stop(self) -> None:
+        """Drops all queued parts and abandons those in transfer, also those that were queued before a recall."""
+        self.cancel.cancelled = self.former_cancel.cancelled = True
+
+    def drop_queued(self) -> None:
+        """Drops the queued parts, whose pages the engine has recalled; parts in transfer are finished."""
+        self.cancel.recalled = True
+        self.former_cancel, self.cancel = self.cancel, CancelToken(self.cancel.lease)
 
     @property
     def sent(self) -> bool:

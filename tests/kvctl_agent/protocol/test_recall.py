@@ -366,3 +366,20 @@ def test_renewal_of_an_unknown_instance_looks_it_up() -> None:
     world.feed(D, ev.RenewRooms(registry(0), (7,)))
     world.flush()
     assert world.d().is_ready(P0)
+
+
+@pytest.mark.parametrize("recalls", [1, 2])
+def test_a_failure_during_a_recall_abandons_the_parts_in_transfer(recalls: int) -> None:
+    """They would be finished otherwise, which a stopped peer may delay for ever."""
+    world = small(choose=direct)
+    world.receive(7, 2)
+    world.send(7, 2)
+    happen(world, "message", "engine")
+    tokens = {item.what.order.cancel for item in begin(world)}
+    for serial in range(1, recalls + 1):
+        world.recall(7, serial=serial)
+    assert [(token.recalled, token.cancelled) for token in tokens] == [(True, False)]
+    world.feed(P0, ev.AbortRoom(7, "enough"))
+    assert [token.cancelled for token in tokens] == [True]
+    world.settle()
+    world.check_empty()

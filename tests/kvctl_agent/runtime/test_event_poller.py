@@ -273,6 +273,34 @@ class TestEnds:
         assert driven.close(30)
 
 
+class TestRecall:
+    def test_reports_that_wait_are_dropped_and_later_ones_wait_for_their_own_events(
+        self, send: Send, device: HostDevice, posted: Posted
+    ) -> None:
+        first, second = (device.engine_event(slow=NEVER) for _ in range(2))
+        send.pages([1], event=first)
+        send.finish()
+        send.recall()
+        assert posted == [ev.Recall(7, 1)]
+        send.pages([2], last=True, event=second)
+        end(first)
+        end(second)
+        report = posted.wait(2)[1]
+        assert report.pages.tolist() == [2]
+
+    def test_a_forward_that_fails_after_the_recall_fails_nothing(
+        self, send: Send, device: HostDevice, posted: Posted
+    ) -> None:
+        lost, later = (device.engine_event(slow=NEVER) for _ in range(2))
+        send.pages([1], event=lost)
+        send.recall()
+        lost.failure = DeviceError("an illegal memory access was encountered")
+        send.pages([2], event=later)
+        end(lost)
+        end(later)
+        assert [type(event) for event in posted.wait(2)] == [ev.Recall, ev.SendPages]
+
+
 class TestCost:
     def test_no_look_while_nothing_is_waited_for(
         self, send: Send, posted: Posted, device: HostDevice, at_best: Any

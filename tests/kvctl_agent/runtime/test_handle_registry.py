@@ -10,8 +10,8 @@ import pytest
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
-from kvctl_agent.protocol.events import Released, StateChanged
-from kvctl_agent.runtime.handles import HandleRegistry, Receive
+from kvctl_agent.protocol.events import Finish, Recall, Recalled, Released, SendPages, StateChanged
+from kvctl_agent.runtime.handles import HandleRegistry, PoolLimits, Receive, Send
 from kvctl_agent.runtime.page_owners import PageOwners
 
 CAUSE: Failure = {"rank": "prefill-0", "code": "ABORTED", "at_ns": 1, "text": "enough"}
@@ -54,6 +54,61 @@ def test_a_number_is_free_when_its_room_has_ended_and_released_its_pages(
             taken(registry)
         step()
     taken(registry)
+
+
+class TestRecall:
+    def test_the_pages_are_reusable_after_the_last_of_several_recalls(
+        self, registry: HandleRegistry, told: list[Any]
+    ) -> None:
+        posted: list[Any] = []
+        handle = Send(7, posted.append, PoolLimits(8, 0, range(2), (), 16))
+        registry.add(handle)
+        assert not handle.recalled
+        handle.recall()
+        handle.recall()
+        assert posted == [Recall(7, 1), Recall(7, 2)]
+        registry.end_recall(Recalled(7, 1))  # that of before, which arrives late
+        assert not handle.recalled
+        assert not handle.wait_recalled(0)
+        registry.end_recall(Recalled(7, 2))
+        assert handle.recalled
+        assert handle.wait_recalled(0)
+        assert told == [(7, RoomState.BOOTSTRAPPING)] * 2
+
+    def test_the_prompt_may_be_passed_and_finished_again(self, registry: HandleRegistry) -> None:
+        posted: list[Any] = []
+        handle = Send(7, posted.append, PoolLimits(8, 0, range(2), (), 16))
+        for _ in range(2):
+            handle.pages([1], last=True)
+            handle.finish()
+            with pytest.raises(LocalProtocolError):
+                handle.pages([2])
+            handle.recall()
+        assert [type(event) for event in posted] == [SendPages, Finish, Recall] * 2
+
+    def test_a_room_that_is_released_needs_no_answer(self, registry: HandleRegistry) -> None:
+        handle = Send(7, lambda event: None, PoolLimits(8, 0, range(2), (), 16))
+        registry.add(handle)
+        handle.recall()
+        registry.release(Released(7))
+        assert handle.recalled
+
+    def test_on_the_decode_side_the_room_ends_with_a_code_of_its_own(self, registry: HandleRegistry) -> None:
+        posted: list[Any] = []
+        handle = Receive(7, posted.append)
+        registry.add(handle)
+        handle.recall()
+        assert posted == [Recall(7)]
+        registry.change_state(StateChanged(7, RoomState.FAILED, {**CAUSE, "code": "RECALLED"}))
+        assert not handle.recalled
+        registry.release(Released(7))
+        assert handle.recalled
+        handle.recall()
+        assert len(posted) == 1
+        other = taken(registry)
+        registry.change_state(StateChanged(7, RoomState.FAILED, CAUSE))
+        registry.release(Released(7))
+        assert not other.recalled
 
 
 class TestMemory:

@@ -215,6 +215,22 @@ class TestFence:
         assert bench.report().dropped
         assert bench.wires["good"].started == []
 
+    def test_after_a_recall_queued_parts_are_dropped_and_parts_in_flight_are_finished(self, bench: Bench) -> None:
+        wire = bench.wires["bad"]
+        wire.done = wire.drained = False
+        cancel = bench.order("bad", 1)
+        while not wire.started:
+            time.sleep(0.001)
+        cancel.recalled = True
+        bench.order("bad", 2, cancel)
+        over = bench.report()
+        assert (over.room, over.dropped) == (2, True)
+        assert bench.nothing_reported()
+        wire.done = True
+        over = bench.report()
+        assert (over.room, over.dropped) == (1, False)
+        assert wire.started == [1]
+
     def test_a_part_in_flight_is_reported_over_only_when_the_engine_lets_go(self, bench: Bench) -> None:
         wire = bench.wires["bad"]
         wire.done = wire.drained = False
