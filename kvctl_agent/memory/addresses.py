@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvctl_agent.errors import KvctlError, MemoryLayoutError, RemoteProtocolError
+from kvctl_agent.errors import MemoryLayoutError, RemoteProtocolError
 from kvctl_agent.layout.parallel import LocalShard
 from kvctl_agent.layout.shape import Plane
 
@@ -90,18 +90,6 @@ class SegmentAddresses:
             return 0
         return (pages - 1) * page + (rows * self.split - 1) * row + (self.shard.heads - 1) * head + head_bytes
 
-    def heads_contiguous(self, plane: int, heads: int | None = None) -> bool:
-        """Returns whether `heads` heads of a row (None: all local heads) are adjacent."""
-        count = self.shard.heads if heads is None else heads
-        return count == 1 or self.strides[plane].head == self.shard.segment.planes[plane].head_bytes
-
-    def page_contiguous(self, plane: int, heads: int | None = None) -> bool:
-        """Returns whether `heads` heads of a page (None: all local heads) are one run of bytes, in whatever order."""
-        _, rows, head_bytes = self.shard.segment.planes[plane]
-        count = self.shard.heads if heads is None else heads
-        _, row, head = self.strides[plane]
-        return nested_extent(head_bytes, (rows, row), (count, head)) == rows * count * head_bytes
-
     def contiguous(self, plane: int) -> bool:
         """Returns whether a plane is contiguous, as `[num_slots, rows, heads, head_bytes]`."""
         _, rows, head_bytes = self.shard.segment.planes[plane]
@@ -118,15 +106,6 @@ class SegmentAddresses:
         if self.split == 1:
             return wide * page
         return wide // self.split * page + wide % self.split * self.split_stride(plane)
-
-    def row_addrs(self, layer: int, plane: int, pages: Indices, head: int = 0) -> Indices:
-        """Returns the address of local head `head` in every row of `pages`, int64 `[len(pages) * rows]`.
-
-        `layer` is in the segment's numbering, `plane` an index into the segment's planes.
-        """
-        start = self.bases[layer - self.shard.layer_lo][plane] + head * self.strides[plane].head
-        rows = np.arange(self.shard.segment.planes[plane].rows, dtype=np.int64) * self.strides[plane].row
-        return (start + self.page_offsets(plane, pages)[:, None] + rows).reshape(-1)
 
     def at(self, shard: LocalShard, split: int) -> SegmentAddresses:
         """Returns the addresses of the same memory in transfer pages, `split` of which make one page of this object.
@@ -264,23 +243,17 @@ def _checked(segment: SegmentAddresses) -> SegmentAddresses:
         raise RemoteProtocolError(
             f"pool addresses: slots of {name} is {segment.num_slots}, but that rank holds {layers} of its layers"
         )
-    for number in range(len(segment.strides)):
-        check_strides(f"pool addresses: {name}", segment, number, RemoteProtocolError)
+    for number, (page, row, head) in enumerate(segment.strides):
+        plane, rows, head_bytes = segment.shard.segment.planes[number]
+        if nested_extent(head_bytes, (segment.num_slots, page), (rows, row), (segment.shard.heads, head)) is None:
+            raise RemoteProtocolError(
+                f"pool addresses: {name}: elements of plane {plane} overlap: {head_bytes} bytes at strides of {page} "
+                f"(page), {row} (row) and {head} (head)"
+            )
         extent = segment.extent(number)
         if any(layer[number] + extent >= 1 << 63 for layer in segment.bases):
             raise RemoteProtocolError(f"pool addresses: {name} ends beyond 64 bits: {segment.num_slots} slots")
     return segment
-
-
-def check_strides(name: str, segment: SegmentAddresses, plane: int, error: type[KvctlError]) -> None:
-    """Raises `error` if elements of one plane overlap; `name` begins the text."""
-    _, rows, head_bytes = segment.shard.segment.planes[plane]
-    page, row, head = segment.strides[plane]
-    if nested_extent(head_bytes, (segment.num_slots, page), (rows, row), (segment.shard.heads, head)) is None:
-        raise error(
-            f"{name}: elements of plane {segment.shard.segment.planes[plane].name} overlap: {head_bytes} bytes at "
-            f"strides of {page} (page), {row} (row) and {head} (head)"
-        )
 
 
 def nested_extent(nbytes: int, *axes: tuple[int, int]) -> int | None:

@@ -18,6 +18,14 @@ from kvctl_agent.memory.addresses import PlaneStrides, PoolAddresses, SegmentAdd
 K, V = 0, 1
 
 
+def row_addrs(where: SegmentAddresses, layer: int, plane: int, pages: np.ndarray, head: int) -> list[int]:
+    """Addresses of one head in every row of `pages`."""
+    base = where.bases[layer - where.shard.layer_lo][plane] + head * where.strides[plane].head
+    rows = range(where.shard.segment.planes[plane].rows)
+    offsets = where.page_offsets(plane, pages.astype(np.int32)).tolist()
+    return [base + offset + row * where.strides[plane].row for offset in offsets for row in rows]
+
+
 class TestAddresses:
     HELD = (
         LocalShard(Segment(0, "kv", 0, 9, 4, (Plane("k", 4, 12), Plane("v", 4, 20))), 7, 9, 0, 2),
@@ -44,7 +52,7 @@ class TestAddresses:
         ):
             where = self.WHERE.segments[segment]
             expected = [base + ((page * rows + number) * 2 + 1) * row for page in (2, 0) for number in range(rows)]
-            assert where.row_addrs(layer, plane, pages, head=1).tolist() == expected
+            assert row_addrs(where, layer, plane, pages, head=1) == expected
             assert where.page_bytes(plane) == rows * 2 * row
 
     def test_the_wire_form_is_plain_and_comes_back_equal(self) -> None:
@@ -150,38 +158,19 @@ class TestStrides:
         where = whole.at(whole.shard._replace(segment=replace(segment, planes=planes)), split)
         assert (where.num_slots, where.extent(0)) == (6 * split, whole.extent(0))
         for head in range(3):
-            rows = whole.row_addrs(0, 0, np.arange(6), head)
-            assert np.array_equal(where.row_addrs(0, 0, np.arange(6 * split), head), rows)
+            rows = row_addrs(whole, 0, 0, np.arange(6), head)
+            assert row_addrs(where, 0, 0, np.arange(6 * split), head) == rows
         page, row, head = LAYOUTS[layout]
         assert rows[4 * 5 + 3] == 1000 + 5 * page + 3 * row + 2 * head
         assert where.extent(0) == rows[-1] + 8 - 1000
 
-    def test_what_is_one_run_of_bytes(self) -> None:
-        pages = {name: strided(name).page_contiguous(0) for name in LAYOUTS}
-        assert pages == {
-            "nhd": True,
-            "hnd": True,
-            "fused rows": False,
-            "block-outer": True,
-            "heads outermost": False,
-        }
-        heads = {name: strided(name).heads_contiguous(0) for name in LAYOUTS}
-        assert heads == {
-            "nhd": True,
-            "hnd": False,
-            "fused rows": False,
-            "block-outer": True,
-            "heads outermost": False,
-        }
-        assert strided("heads outermost").page_contiguous(0, heads=1)
-        assert strided("hnd").page_contiguous(0, heads=2)
-        assert not strided("nhd").page_contiguous(0, heads=2)
-        assert all(strided(name).heads_contiguous(0, heads=1) for name in LAYOUTS)
-
-    def test_a_page_that_is_divided_across_heads_is_no_longer_one_run(self) -> None:
-        whole = strided("hnd")
-        half = replace(whole.shard.segment, planes=(Plane("k", 2, 8),))
-        assert not whole.at(whole.shard._replace(segment=half), 2).page_contiguous(0)
+    def test_a_plane_is_contiguous_if_nothing_is_between_its_pages(self) -> None:
+        assert [name for name in LAYOUTS if strided(name).contiguous(0)] == ["nhd"]
+        shard = strided("nhd").shard
+        one_head = SegmentAddresses(shard._replace(head_hi=1), 6, ((1000,),), (PlaneStrides(32, 8, 99),))
+        assert one_head.contiguous(0), "the stride of the only head does not matter"
+        half = shard._replace(segment=replace(shard.segment, planes=(Plane("k", 2, 8),)))
+        assert strided("nhd").at(half, 2).contiguous(0)
 
     def test_strides_travel_and_split_does_not(self) -> None:
         whole = PoolAddresses((strided("hnd"),), (), (), 0)
