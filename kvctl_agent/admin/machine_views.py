@@ -246,6 +246,10 @@ def _pages_wait_for(room: SendRoom) -> str:
         return "its engine to begin the room"
     if room.launched:
         return "the event of its forward"
+    if room.recalling:
+        return "parts in transfer to end, whose pages its engine has recalled"
+    if room.recalled and not room.deferred:
+        return "its engine to pass the recalled pages again"
     if room.deferred:
         return "finish(): until then this pipeline stage holds its pages back (pp_early_send is off)"
     return "finish()" if room.computed.complete else "its pages from the engine"

@@ -203,6 +203,14 @@ class RoomRecord:
             text = f"{failure['rank']}: {failure['code']}: {failure['text']}"
             self._events.append(("fail", at, None, None, None, None, text, "", 0))
 
+    def leave(self, peer: str, nonce: int) -> None:
+        """Removes a decode rank that has recalled the room; it may open the room again, under another nonce."""
+        if peer in self.peers:  # otherwise the record was rebuilt from a checkpoint, which has neither
+            self.peers.remove(peer)
+        if nonce in self.nonces:
+            self.nonces.remove(nonce)
+        self.nonce = self.nonces[0] if self.nonces else 0
+
     def finish(self, at: int) -> tuple[int | None, tuple[int, int] | None]:
         """Records that the room ended at monotonic `at`, unless its end is already recorded.
 

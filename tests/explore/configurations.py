@@ -94,7 +94,17 @@ SMALL = (
     _of("decode recalls final parts", _recalled((D, 7), aux=3, states=(1,)), recalls=((D, 7),), losses=1),
     _of("decode recalls from two writers", _recalled((D, 7), writers=2, ring=1), recalls=((D, 7),)),
     _of("decode recalls and a writer is killed", _recalled((D, 7)), recalls=((D, 7),), kills=(P0,), restarts=(P0,)),
-    _of("decode recalls and a writer is frozen", _recalled((D, 7)), recalls=((D, 7),), freezes=(P0,), restarts=(P0,)),
+    _of(
+        "decode recalls and a writer is frozen",
+        _recalled((D, 7), paths=direct, pages=2),
+        recalls=((D, 7),),
+        freezes=(P0,),
+        restarts=(P0,),
+        losses=1,
+    ),
+    _of(
+        "decode recalls and is given up", _recalled((D, 7), paths=direct), recalls=((D, 7),), deaf=((P0, D),), losses=1
+    ),
     _of("decode recalls and starts anew", _recalled((D, 7)), recalls=((D, 7),), kills=(D,), restarts=(D,)),
     _of("both recall", _recalled((D, 7), (P0, 7)), recalls=((D, 7), (P0, 7)), losses=1),
     _of("a computed room is opened late", Scene(opened=False, asked=False, aux=3), lapses=1, losses=2, copies=1),

@@ -64,6 +64,7 @@ class PrefillInvariants:
         self._unknown = set(machine.rooms)  # known to the machine before the recording
         self._released: set[int] = set()
         self._finished: set[int] = set()
+        self._recalled: dict[int, set[str]] = {}  # by room: decode ranks that have recalled it and not opened it again
         self._heard_ns: dict[_Process, int] = {}
         self._watermarks: dict[_Process, tuple[int, Position]] = {}  # sequence and position
         for name, peer in machine.peers.items():
@@ -88,6 +89,7 @@ class PrefillInvariants:
                 self._received(event, now_ns, actions)
             case ev.SendRoom():
                 self._released.discard(event.room)
+                self._recalled.pop(event.room, None)
             case ev.Finish():
                 self._finished.add(event.room)
             case ev.Recall():
@@ -131,6 +133,7 @@ class PrefillInvariants:
                 if accepted and key not in self._transfers and message.room not in self._unknown:
                     self._transfers[key] = _Transfer()
                     self._by_room.setdefault(message.room, []).append(key)
+                    self._recalled.get(message.room, set()).discard(event.peer)
                     self.rooms_checked += 1
             case msg.StagingGrants():
                 self._set_watermark(process, message.watermark)
@@ -254,6 +257,7 @@ class PrefillInvariants:
                     key = RoomKey(name, message.room, message.nonce)
                     del self._transfers[key]
                     self._by_room[message.room].remove(key)
+                    self._recalled.setdefault(message.room, set()).add(name)
             case msg.StagingRevoked():
                 if message.serial in transfer.in_flight.values():
                     text = f"serial {message.serial} is reported to {name} as revoked while it is being written"
@@ -305,8 +309,10 @@ class PrefillInvariants:
             if not transfers:
                 continue
             failed = all(each.failed and each.peer_knows_failure and not each.in_flight for _, each in transfers)
-            if not failed and not all(each.done and each.released and not each.failed for _, each in transfers):
+            done = all(each.done and each.released and not each.failed for _, each in transfers)
+            if not failed and not (done and not self._recalled.get(number)):
                 continue
+            self._recalled.pop(number, None)
             for key, _ in transfers:
                 if key in self._machine.state.transfers:
                     raise Violation("left-behind", f"room {number} is finished everywhere and is still stored", number)

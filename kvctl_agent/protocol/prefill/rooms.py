@@ -441,7 +441,7 @@ class SendRooms:
         record.sent = (record.sent or 0) - sum(
             part.layers for part in transfer.parts.values() if part.state is PartState.SENT
         )
-        record.peers.remove(transfer.peer)
+        record.leave(transfer.peer, transfer.nonce)
         room.since_ns = now_ns
         if not room.claimed and not room.transfers:
             assert cause is not None

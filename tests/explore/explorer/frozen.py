@@ -56,6 +56,10 @@ class _Record:
         """For display only; appended nonces are not part of the state."""
         return []
 
+    def leave(self, peer: str, nonce: int) -> None:
+        self.peers.remove(peer)
+        self.nonce = 0
+
     def _nothing(self, *args: object, **kwargs: object) -> None:
         pass
 

@@ -104,6 +104,30 @@ class TestPrefill:
         fleet.settle()
         assert fleet.errors() == []
 
+    def test_an_operator_sees_what_the_room_waits_for(self, make_fleet: Any) -> None:
+        fleet = make_fleet(prefill=(1, 1), decode=(1, 1), path="slice").start()
+        room = fleet.claim(fleet.receive(fleet.room(1, 4)))
+        (send,) = room.sends
+        wait(lambda: send.state is RoomState.WAITING_FOR_INPUT)
+        send.recall()
+        assert send.wait_recalled(60)
+
+        def show() -> Any:
+            (row,) = fleet.prefill[0].observe.handlers()["room"]({"room": 1})
+            return row
+
+        (owed,) = show()["owed_parts"]
+        assert owed["waits_for"] == "its engine to pass the recalled pages again"
+        receive = room.receives["decode-0"]
+        receive.recall()
+        assert receive.wait(60) is RoomState.FAILED
+        assert show()["peers"] == []
+        fleet.receive(room)
+        wait(lambda: show()["peers"] == ["decode-0"])
+        assert show()["nonce"] != "0"
+        finish(fleet, room, room.src)
+        assert room.wait() == SUCCESS, room.errors()
+
     def test_forwards_that_run_on_the_device_have_no_effect_any_more(self, make_fleet: Any) -> None:
         device = HostDevice()
         fleet = make_fleet(device={"prefill": device}, prefill=(1, 1), chunk_tokens=16).start()

@@ -8,10 +8,12 @@ from itertools import pairwise
 from typing import Any
 
 from kvctl_agent.contract.choices import CP_MODES
+from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.shape import ModelShape, StateShape
-from tests.support.protocol.oracle import Instance
-from tests.support.protocol.simulation import SHAPE, World, direct, mixed, staged
+from kvctl_agent.protocol import events as ev
+from tests.support.protocol.oracle import Instance, place_of
+from tests.support.protocol.simulation import SHAPE, Item, World, direct, mixed, staged
 
 SHAPES = {
     "plain": SHAPE,
@@ -156,3 +158,41 @@ def open_and_compute(world: World, dice: random.Random, room: int, *, late: floa
             world.stir(dice, dice.randrange(30))
     if not computed_first:
         forward(world, dice, room, pages, number, states=counts)
+
+
+def preempt(world: World, dice: random.Random, serial: int) -> None:
+    """One engine takes the pages of a room back; a prefill engine computes it again, before or after that is done."""
+    sending = [
+        key for key, state in world.sent.items() if not state.finished and key[1] in world.machines[key[0]].rooms
+    ]
+    sending = [(name, room) for name, room in sending if world.machines[name].rooms[room].claimed]
+    receiving = [room for room in world.rooms.values() if not room.state.finished]
+    if sending and (not receiving or dice.random() < 0.6):
+        name, room = dice.choice(sending)
+        place = place_of(name)
+        split = [dice.randrange(world.prompts[name, room][0] + 1)]
+        groups = [dice.randint(1, world.shape.num_layers)] if dice.random() < 0.5 else []
+        calls = world.recall(room, place.rank, place.instance, serial=serial, split=split, groups=groups)
+        if dice.random() < 0.5:
+            world.stir(dice, 30)
+        world.pool.append(Item("engine", name, name, calls))
+    elif receiving:
+        expected = dice.choice(receiving)
+        world.feed(expected.reader, ev.Recall(expected.room))
+
+
+def reopen(world: World) -> None:
+    """Decode engines open the rooms again that they have recalled, as soon as their pages are released."""
+    last = {(room.reader, room.room): room for room in world.rooms.values()}
+    for room in last.values():
+        if room.released and room.state is RoomState.FAILED and room.failure["text"].endswith("recalled its pages"):
+            world.receive(
+                room.room,
+                room.total_pages,
+                reader=int(room.reader.rpartition("-")[2]),
+                prefix=room.prefix_pages,
+                aux=room.aux_index,
+                instance=room.instance,
+                states=[len(items) for items in room.items],
+                prefill_only=room.prefill_only,
+            )

@@ -15,14 +15,14 @@ from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.recording import InputLog
 from tests.kvctl.lab.replay.recorded import RecordedWorld, header, recording_of
-from tests.support.protocol.scenarios import SHAPES, open_and_compute
+from tests.support.protocol.scenarios import SHAPES, open_and_compute, preempt, reopen
 from tests.support.protocol.simulation import SECOND, mixed
 
 
 def harm(found: RecordedWorld, dice: random.Random, rooms: list[int]) -> None:
     """Injects one failure."""
     name = dice.choice(list(found.machines))
-    match dice.choice(["abort", "restart", "lost", "stopped", "operator"]):
+    match dice.choice(["abort", "restart", "lost", "stopped", "operator", "preempt"]):
         case "abort":
             found.feed(name, ev.AbortRoom(dice.choice(rooms), "enough"))
         case "restart":
@@ -31,6 +31,11 @@ def harm(found: RecordedWorld, dice: random.Random, rooms: list[int]) -> None:
             found.stir(dice, 100, loss=0.9, delay=0.3)
         case "operator":
             operate(found, dice, rooms)
+        case "preempt":
+            for serial in (1, 2):
+                preempt(found, dice, serial)
+                found.stir(dice, 50)
+                reopen(found)
         case "stopped":
             found.paused.add(name)
             for _ in range(dice.choice([2, 20])):
