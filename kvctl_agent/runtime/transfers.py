@@ -130,14 +130,14 @@ class Transfers:
             return 0.0
         if self._moved and not self._many:
             return 0.0
-        if self._summing:
+        if self._checksums_running():
             return _SHORTEST_ON_DEVICE_S
         if self._active:
             if not self._on_device:
                 return self._pause_s
             age_s = (time.monotonic_ns() - self._active[-1].began_ns) * 1e-9
             return min(max(age_s * _SHARE_OF_AGE, _SHORTEST_ON_DEVICE_S), _LONGEST_S)
-        if self._draining or self._waiting:
+        if self._draining or self._waiting or self._summing:
             return _DRAIN_S
         return max(0.0, self._progress_due_s - time.monotonic())
 
@@ -219,7 +219,7 @@ class Transfers:
 
         Long-running flights do not count: their peer may have stopped, and a few of them would block all other peers.
         """
-        if len(self._active) + len(self._summing) < self._most_active:
+        if len(self._active) + self._checksums_running() < self._most_active:
             return True
         since = time.monotonic_ns() - _STUCK_NS
         return sum(flight.began_ns > since for flight in self._active) < self._most_active
@@ -259,18 +259,23 @@ class Transfers:
         self._fly(order)
 
     def _take_checksums(self) -> None:
-        """Starts the flights of the parts whose checksum is known."""
+        """Starts the flights of the parts whose checksum is known, unless the lease has expired meanwhile."""
         for each in self._summing[:]:
             order, pending = each
             try:
-                if not pending.done():
+                if not pending.done() or not (order.cancel.dropped or order.cancel.lease.valid(time.monotonic_ns())):
                     continue
-            except DeviceError as error:
+            except Exception as error:
                 self._report_failed(order, error, in_flight=False)
             else:
                 self._fly(_with_checksum(order, pending.value))
             self._summing.remove(each)
             self._moved = True
+
+    def _checksums_running(self) -> int:
+        """Returns the number of parts whose checksum is being computed and whose peer's lease is valid."""
+        now_ns = time.monotonic_ns()
+        return sum(order.cancel.lease.valid(now_ns) for order, _ in self._summing)
 
     def _fly(self, order: Transfer) -> None:
         if order.cancel.dropped:

@@ -16,17 +16,20 @@ import numpy as np
 import pytest
 
 from kvctl_agent.errors import DeviceError, MemoryLayoutError, PeerDisconnected, TransportError
+from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.paths.base import Flight
 from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.protocol.events import Event, PartFailed, PartSent, Transfer
 from kvctl_agent.protocol.peer import CancelToken, Lease
-from kvctl_agent.protocol.tag import PartKey, PartKind
+from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.runtime.transfers import Transfers
 from kvctl_agent.telemetry.hub import Telemetry
 from tests.support.driven_task import DrivenTask
 
 AtBest = Callable[[Callable[[], float], float], None]
 NONE = np.empty(0, np.int32)
+TAG = Tag(PartKind.KV, 1, 2, 3, 0, PartKey(0, 0, 0, 2)).pack()
+SHARE = TransferSlice(0, 0, 0, 1, 0, 2, 0, 2, 4, 4, 64)
 
 
 class Wire:
@@ -63,7 +66,7 @@ class StandInFlight(Flight):
 class Bench:
     """Transfers, their peers' wires, and what they reported."""
 
-    def __init__(self, telemetry: Telemetry, on_device: bool = False) -> None:
+    def __init__(self, telemetry: Telemetry, on_device: bool = False, checksums: Any = None) -> None:
         self.wires: dict[str, Wire] = {name: Wire() for name in ("good", "bad", "third")}
         self.reported: Queue[Event] = Queue()
         self.progressed = 0
@@ -78,6 +81,7 @@ class Bench:
             lambda: self.loop.wake(),
             telemetry.metrics,
             on_device=on_device,
+            checksums=checksums,
         )
         self.loop = DrivenTask(self.transfers)
 
@@ -93,11 +97,16 @@ class Bench:
         return StandInFlight(connection, order, wire)
 
     def order(
-        self, peer: str, room: int, cancel: CancelToken | None = None, kind: PartKind = PartKind.KV
+        self,
+        peer: str,
+        room: int,
+        cancel: CancelToken | None = None,
+        kind: PartKind = PartKind.KV,
+        share: TransferSlice | None = None,
     ) -> CancelToken:
         cancel = cancel or CancelToken(Lease(1 << 62))
         key = PartKey(0, 0, 0, 2)
-        order = Transfer(peer, room, 1, kind, key, "bulk", None, NONE, NONE, None, b"t", cancel, time.monotonic_ns(), 0)
+        order = Transfer(peer, room, 1, kind, key, "bulk", share, NONE, NONE, None, TAG, cancel, time.monotonic_ns(), 0)
         self.loop.put(order)
         return cancel
 
@@ -447,3 +456,94 @@ def test_without_work_it_lets_the_engine_work_often_at_first_and_seldom_later(be
         if soon >= 5 and 1 <= later <= 5:
             return
     pytest.fail(f"{soon} looks in the first 80 ms, later {later} in 300 ms")
+
+
+class StandInChecksums:
+    """Checksums that are known, or fail, when the test says so."""
+
+    def __init__(self) -> None:
+        self.value = 0xC0FFEE
+        self.known = False
+        self.error: Exception | None = None
+        self.begun: list[tuple[Any, ...]] = []
+
+    def begin(self, *of: Any) -> StandInChecksums:
+        self.begun.append(of)
+        return self
+
+    def await_begun(self) -> None:
+        deadline = time.monotonic() + 60
+        while not self.begun:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def done(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.known
+
+
+class TestChecksums:
+    @pytest.fixture
+    def checksums(self) -> StandInChecksums:
+        return StandInChecksums()
+
+    @pytest.fixture
+    def bench(self, telemetry: Telemetry, checksums: StandInChecksums) -> Iterator[Bench]:
+        bench = Bench(telemetry, on_device=True, checksums=checksums)
+        bench.loop.start()
+        yield bench
+        assert bench.loop.close(60)
+
+    def test_a_part_is_posted_with_its_checksum_when_that_is_known(
+        self, bench: Bench, checksums: StandInChecksums
+    ) -> None:
+        bench.order("good", 1, share=SHARE)
+        assert bench.nothing_reported()
+        assert not bench.wires["good"].started
+        assert not bench.transfers.drained
+        assert not bench.transfers.idle()
+        assert checksums.begun == [(SHARE, NONE, 1, 0, 2, 1)]
+        checksums.known = True
+        bench.loop.wake()
+        assert bench.report().checksum == 0xC0FFEE
+
+    @pytest.mark.parametrize("how", ["cancelled", "recalled"])
+    def test_a_part_that_is_dropped_meanwhile_is_never_posted(
+        self, bench: Bench, checksums: StandInChecksums, how: str
+    ) -> None:
+        """It is reported when the kernel no longer reads its pages."""
+        cancel = bench.order("good", 1, share=SHARE)
+        checksums.await_begun()
+        setattr(cancel, how, True)
+        assert bench.nothing_reported()
+        checksums.known = True
+        assert bench.report().dropped
+        assert not bench.wires["good"].started
+
+    def test_a_part_whose_lease_expires_meanwhile_waits_and_delays_no_other(
+        self, bench: Bench, checksums: StandInChecksums
+    ) -> None:
+        lease = Lease(1 << 62)
+        for room in range(40):
+            bench.order("bad", room, CancelToken(lease), share=SHARE)
+        checksums.await_begun()
+        lease.length_ns = 0
+        checksums.known = True
+        bench.order("good", 99, share=SHARE)
+        while (sent := bench.report()).room != 99:
+            assert sent.peer == "bad"  # was posted before
+        posted = len(bench.wires["bad"].started)
+        assert bench.nothing_reported()
+        assert len(bench.wires["bad"].started) == posted
+        lease.length_ns = 1 << 62
+        for _ in range(40 - posted):
+            assert bench.report().checksum == 0xC0FFEE
+
+    def test_a_checksum_that_fails_fails_its_part(self, bench: Bench, checksums: StandInChecksums) -> None:
+        checksums.error = DeviceError("the kernel faulted")
+        bench.order("good", 1, share=SHARE)
+        failed = bench.report()
+        assert (failed.code, failed.in_flight) == ("KV_DEVICE", False)
+        assert "the kernel faulted" in failed.text
+        assert bench.transfers.drained
