@@ -335,9 +335,8 @@ class Agent:
         parts.lifecycle.unregister()
         self._drain_again = was_draining
         ended = parts.stop(max(_SHORTEST_STOP_S, deadline - time.monotonic()))
-        parts.release(ended=ended)
-        if not ended:
-            raise DeadlineExceeded(f"{self.name}: its control thread has not ended, and may still read its memory")
+        if not parts.release(ended=ended):
+            raise DeadlineExceeded(f"{self.name}: its control thread or a copy has not ended: its memory must stay")
         parts.machine.peers.clear()  # shown by the admin socket
         parts.telemetry.recorder.record("memory", UNREGISTERED)
 

@@ -154,12 +154,16 @@ class AgentParts:
         self.handles.close()
         return ended
 
-    def release(self, *, ended: bool) -> None:
-        """Closes transport and sockets; frees memory only if the loop has `ended` and no copy runs."""
+    def release(self, *, ended: bool) -> bool:
+        """Closes transport and sockets; frees memory only if the loop has `ended` and no copy runs.
+
+        Returns:
+            whether that is so, and nothing accesses the pool any more.
+        """
         self.transport.close()
         self.mailbox.close()
         if not ended:
-            return
+            return False
         copied = copies_ended(self.copiers, self.telemetry.recorder)
         if copied:
             self.connections.close()
@@ -167,6 +171,7 @@ class AgentParts:
         self.context.destroy(0)  # not term: it would wait for the sockets of a loop that was never started
         if copied:
             close_all((self.buffers, self.ring))
+        return copied
 
 
 def build_parts(

@@ -128,6 +128,20 @@ def test_a_registry_keeps_its_port(make_fleet: Any) -> None:
     fleet.check()
 
 
+def test_a_copy_that_does_not_end_keeps_the_memory(make_fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = make_fleet(prefill=(1, 1)).start()
+    prefill = fleet.prefill[0]
+    (copier,) = prefill.parts.copiers
+
+    def stuck(this: Any) -> None:
+        if this is copier:
+            raise DeadlineExceeded("a copy has not ended")
+
+    monkeypatch.setattr(type(copier), "close", stuck)
+    with pytest.raises(DeadlineExceeded, match="prefill-0: its control thread or a copy has not ended: its memory"):
+        prefill.unregister()
+
+
 class TestWrongCalls:
     def test_each_call_has_its_turn(self, make_fleet: Any) -> None:
         fleet = make_fleet(prefill=(1, 1))
