@@ -75,7 +75,7 @@ class BulkPath:
         if share is None or not share.whole_rows:
             raise MemoryLayoutError(f"path bulk needs the same heads on both sides, but {order.key} has {share}")
         began_ns = time.monotonic_ns()
-        segment = connection.segments[share.segment]
+        segment = connection.segments[share.segment].joined
         if not whole_pages(runs := segment.runs(share.heads)):
             raise MemoryLayoutError(f"path bulk needs contiguous pages in the same order, but {order.key} has {runs}")
         local_bases, remote_bases = segment.bases(order.key.lo, order.key.hi)

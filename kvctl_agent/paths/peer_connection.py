@@ -14,7 +14,7 @@ from kvctl_agent.device.base import Mapping
 from kvctl_agent.errors import DeviceError, MemoryLayoutError, PeerDisconnected
 from kvctl_agent.memory.addresses import PoolAddresses, SegmentAddresses
 from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.paths.runs import PlaneRuns, segment_runs
+from kvctl_agent.paths.runs import PlaneRuns, join_planes, segment_runs
 from kvctl_agent.transport.base import Prepared, Transport
 
 if TYPE_CHECKING:
@@ -84,11 +84,22 @@ class SegmentPair:
 
     Attributes:
         local, remote: Addresses in the local pool and in the peer's pool, in the pair's transfer pages.
+        joined: The pair with K and V as one plane, where they are adjacent on both sides; else this object.
         alike: For planes of the same strides and sizes, the first and the indices of all, to index `bases` with.
     """
 
-    def __init__(self, local: SegmentAddresses, remote: SegmentAddresses, mapping: MappedMemory | None = None) -> None:
-        """Computes the address arrays; `mapping` is the mapping of the peer's memory, or None.
+    def __init__(
+        self,
+        local: SegmentAddresses,
+        remote: SegmentAddresses,
+        mapping: MappedMemory | None = None,
+        join: bool = True,
+    ) -> None:
+        """Computes the address arrays.
+
+        Args:
+            mapping: The mapping of the peer's memory, or None.
+            join: Whether to join K and V if they are adjacent.
 
         Raises:
             DeviceError: a page of the peer lies outside the mapped memory.
@@ -101,15 +112,23 @@ class SegmentPair:
             key = rows, head_bytes, local.strides[number], remote.strides[number]
             by_strides.setdefault(key, []).append(number)
         self.alike = [(numbers[0], numbers if len(by_strides) > 1 else slice(None)) for numbers in by_strides.values()]
+        joined = join_planes(local, remote) if join else None
+        self.joined: SegmentPair = self if joined is None else SegmentPair(*joined, join=False)
         self._runs: dict[int, tuple[PlaneRuns, ...]] = {}
         self._local = np.array(local.bases, np.int64).reshape(-1, len(planes))
         self._remote = np.array(remote.bases, np.int64).reshape(-1, len(planes))
         self._mapped = None if mapping is None else self._translated(mapping)
 
     def runs(self, heads: int) -> tuple[PlaneRuns, ...]:
-        """Returns the runs of parts of `heads` heads for each plane; cached."""
+        """Returns the runs of parts of `heads` heads for each plane, with K and V joined; cached."""
         if heads not in self._runs:
-            self._runs[heads] = segment_runs(self.local, self.remote, heads)
+            runs = segment_runs(self.local, self.remote, heads)
+            if self.joined is not self:  # in staging, K and V are apart
+                gather_bytes = min(plane.gather_bytes for plane in runs[:2])
+                scatter_bytes = min(plane.scatter_bytes for plane in runs[:2])
+                both, *others = self.joined.runs(heads)
+                runs = (both._replace(gather_bytes=gather_bytes, scatter_bytes=scatter_bytes), *others)
+            self._runs[heads] = runs
         return self._runs[heads]
 
     @property

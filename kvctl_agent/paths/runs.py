@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from kvctl_agent.layout.plan import TransferSlice
@@ -33,6 +34,37 @@ class PlaneRuns(NamedTuple):
 def whole_pages(runs: tuple[PlaneRuns, ...]) -> bool:
     """Returns whether a page of every plane is one run, so that path bulk can send it."""
     return all(plane.per_page == 1 for plane in runs)
+
+
+def join_planes(local: SegmentAddresses, remote: SegmentAddresses) -> tuple[SegmentAddresses, SegmentAddresses] | None:
+    """Returns both sides with the first two planes, K and V, as one plane; None if they are not adjacent on both.
+
+    K and V are adjacent in fused rows (K of a head, then V), and in `[pages, 2, tokens, heads, dim]`.
+    """
+    sides, planes = (local, remote), local.shard.segment.planes
+    if len(planes) < 2 or any(side.strides[0] != side.strides[1] for side in sides):
+        return None
+    k, v = planes[:2]
+    distances = {layer[1] - layer[0] for side in sides for layer in side.bases}
+    if k.rows != v.rows or len(distances) != 1:
+        return None
+    (distance,) = distances
+    if distance == k.head_bytes:
+        plane = k._replace(head_bytes=k.head_bytes + v.head_bytes)
+    elif k == v._replace(name=k.name) and all(
+        side.split == 1 and distance == k.rows * side.strides[0].row for side in sides
+    ):
+        plane = k._replace(rows=2 * k.rows)
+    else:
+        return None
+    return _joined(local, plane), _joined(remote, plane)
+
+
+def _joined(side: SegmentAddresses, plane: Plane) -> SegmentAddresses:
+    segment = side.shard.segment
+    shard = side.shard._replace(segment=replace(segment, planes=(plane, *segment.planes[2:])))
+    bases = tuple((layer[0], *layer[2:]) for layer in side.bases)
+    return SegmentAddresses(shard, side.num_slots, bases, (side.strides[0], *side.strides[2:]), side.split)
 
 
 def segment_runs(local: SegmentAddresses, remote: SegmentAddresses, heads: int) -> tuple[PlaneRuns, ...]:

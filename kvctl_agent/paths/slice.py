@@ -36,7 +36,7 @@ class SlicePath:
         if share is None:
             raise MemoryLayoutError(f"{order.key} has no heads to send on path slice")
         began_ns = time.monotonic_ns()
-        segment = connection.segments[share.segment]
+        segment = connection.segments[share.segment].joined
         segment.check_layers(order.key.lo, order.key.hi)
         local, remote, runs = segment.local, segment.remote, segment.runs(share.heads)
         transport, peer, lo, hi = connection.transport, connection.peer, order.key.lo, order.key.hi

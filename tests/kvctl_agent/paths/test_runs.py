@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.layout.parallel import LocalShard
-from kvctl_agent.layout.shape import Plane, Segment
+from kvctl_agent.layout.parallel import LocalShard, ParallelConfig, RankCoord, local_shards
+from kvctl_agent.layout.plan import TransferSlice
+from kvctl_agent.layout.shape import ModelShape, Plane, Segment
 from kvctl_agent.memory.addresses import PlaneStrides, SegmentAddresses
+from kvctl_agent.memory.pool import KVPool
+from kvctl_agent.paths.base import Path
 from kvctl_agent.paths.bulk import BulkPath
 from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.paths.runs import PlaneRuns, segment_runs, whole_pages
@@ -111,11 +116,67 @@ def test_single_heads_of_tokens_are_sent_by_address_and_other_runs_by_number() -
         recorder = Recorder(pair)
         connection = connect(recorder, pair)
         SlicePath().start(connection, order_of(pair))
-        planes = connection.segments[0].local.shard.segment.planes
+        segment = connection.segments[0].joined
+        planes = segment.local.shard.segment.planes
         single = any(
-            each.per_page > plane.rows
-            for each, plane in zip(connection.segments[0].runs(pair.share.heads), planes, strict=True)
+            each.per_page > plane.rows for each, plane in zip(segment.runs(pair.share.heads), planes, strict=True)
         )
         assert recorder.prepared == (not single)
         found.add(single)
     assert found == {True, False}
+
+
+class TestAdjacentPlanes:
+    """Pools of one tensor of K and V: 5 pages of 4 tokens, 2 layers, 3 heads of 8 bytes."""
+
+    def descriptors(self, layouts: tuple[str, str], src: Any, dst: Any, heads: int = 3, scale_bytes: int = 0) -> int:
+        """Sends a part from one allocated pool to another, compares the memory, and returns the descriptors."""
+        model = ModelShape(2, HEADS, 8, 8, 1, k_scale_bytes=scale_bytes, v_scale_bytes=scale_bytes)
+        shards = local_shards(model, ROWS, ParallelConfig(), RankCoord(0, 0, 0, 0))
+        share = TransferSlice(0, 0, 0, 0, HEADS - heads, heads, 0, 2, HEADS, HEADS, shards[0].segment.page_head_bytes)
+        with (
+            closing(KVPool.allocate(shards, ROWS, 8, layout=layouts[0])) as source,
+            closing(KVPool.allocate(shards, ROWS, 8, layout=layouts[1])) as target,
+        ):
+            whole = source.regions()[0].array()
+            whole[:] = np.random.default_rng(0).integers(0, 256, whole.nbytes, np.uint8)
+            pair: Any = SimpleNamespace(
+                source=SimpleNamespace(raw=whole), target=SimpleNamespace(raw=target.regions()[0].array())
+            )
+            transport: Any = Copies(pair)
+            connection = PeerConnection("reader", transport, source, target.addresses(), 0)
+            src_pages, dst_pages = (np.array(pages, np.int32) for pages in (src, dst))
+            part: Any = SimpleNamespace(layers=(0, 2), share=share, src_pages=src_pages, dst_pages=dst_pages)
+            whole_page = share.whole_rows and whole_pages(connection.segments[0].runs(heads))
+            path: Path = BulkPath() if whole_page else SlicePath()
+            path.start(connection, order_of(part))
+            for layer in range(2):
+                for plane in range(len(shards[0].segment.planes)):
+                    wanted = np.zeros_like(target.segments[0].elements(layer, plane))
+                    sent = source.segments[0].elements(layer, plane)[src][:, :, :heads]
+                    wanted[dst, :, HEADS - heads :] = sent
+                    assert np.array_equal(target.segments[0].elements(layer, plane), wanted)
+            count: int = transport.descriptors
+            return count
+
+    @pytest.mark.parametrize(
+        ("layouts", "heads", "of_a_page"),
+        [
+            (("nhd", "nhd"), 3, 2),
+            (("fused", "fused"), 3, 1),
+            (("fused-nhd", "fused-nhd"), 3, 1),
+            (("kv-inner", "kv-inner"), 3, 1),
+            (("block-outer", "kv-inner"), 3, 1),
+            (("fused", "fused"), 2, 1),
+            (("fused", "fused-nhd"), 3, ROWS * 3),
+            (("fused", "nhd"), 3, 2 * ROWS * 3),
+            (("kv-inner", "kv-inner"), 2, 2 * ROWS),
+        ],
+    )
+    def test_adjacent_k_and_v_are_one_descriptor(self, layouts: tuple[str, str], heads: int, of_a_page: int) -> None:
+        scales = 2 * 3  # those of both planes, of three pages that are not consecutive
+        assert self.descriptors(layouts, [1, 4, 6], [5, 3, 0], heads, 2) == 2 * (3 * of_a_page + scales)
+
+    def test_consecutive_pages_of_k_and_v_are_one_descriptor(self) -> None:
+        assert self.descriptors(("kv-inner", "kv-inner"), [1, 2, 3], [4, 5, 6]) == 2
+        assert self.descriptors(("nhd", "nhd"), [1, 2, 3], [4, 5, 6]) == 2 * 2
