@@ -78,8 +78,14 @@ def test_the_histories_cover_what_a_room_can_hold() -> None:
 def harm(world: World, dice: random.Random, rooms: list[int], loss: float, copies: float) -> None:
     """Something goes wrong."""
     name, room = dice.choice(list(world.machines)), dice.choice(rooms)
-    what = dice.choice(["abort", "restart", "restart unproven", "dead for a while", "engine error", "deaf", "stopped"])
-    if what == "abort":
+    what = dice.choice(
+        ["abort", "restart", "restart unproven", "dead for a while", "engine error", "deaf", "stopped", "preempt"]
+    )
+    if what == "preempt":
+        preempt(world, dice, 1)
+        world.stir(dice, dice.choice([5, 50]), loss=loss, copies=copies)
+        reopen(world)
+    elif what == "abort":
         world.feed(name, ev.AbortRoom(room, "enough"))
     elif what == "restart":
         world.restart(name)

@@ -40,7 +40,7 @@ def test_every_kind_and_every_rank_has_its_turn(ranks: Ranks):
     assert {strike.kind for strike in strikes} == {"kill", "pause", "replace", "fault"}
     assert {strike.rank for strike in outages(strikes)} == set(here)
     faults = {strike.spec.partition("=")[0] for strike in strikes if strike.kind == "fault"}
-    assert len(faults) == 13
+    assert len(faults) == 14
     assert any(strike.spec for strike in strikes if strike.kind == "kill")  # a clock that is off
     assert any(strike.again_s for strike in strikes)
 
