@@ -14,7 +14,8 @@ import os
 import random
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ from kvctl_agent.agent import Agent
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.device.base import Device
 from kvctl_agent.layout.parallel import ParallelConfig, local_shards
-from kvctl_agent.layout.shape import ModelShape
+from kvctl_agent.layout.shape import KVGroup, ModelShape, segments
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.pool_layouts import POOL_LAYOUTS
+from kvctl_agent.memory.segment import SegmentMemory
 from kvctl_agent.rank import Rank
 
 POISON = 0xDB
@@ -44,6 +46,7 @@ class LayoutPair:
         interleave: Consecutive tokens on one decode cp rank.
         rooms: For each room its tokens, and the pages (those with one number on all decode cp ranks) that are cached.
         groups: Layers per layer group; 0 for whole forwards.
+        windows: For each KV group of the model the tokens at the end of a prompt that decode needs.
     """
 
     model: ModelShape
@@ -57,6 +60,7 @@ class LayoutPair:
     chunk_tokens: int
     rooms: tuple[tuple[int, int], ...]
     groups: int = 0
+    windows: tuple[int, ...] = ()
 
     @property
     def decode_run(self) -> int:
@@ -92,6 +96,19 @@ def random_pair(seed: int, most_ranks: int = 4) -> LayoutPair:
     for _ in range(dice.randint(1, 2)):
         tokens = dice.randint(1, 6 * most * decode.cp)
         rooms.append((tokens, dice.choice((0, 0, dice.randint(0, (tokens - 1) // run)))))
+    chunk_tokens = most * dice.randint(1, 4)
+    windows: list[int] = []
+    if decode.cp == 1 and dice.random() < 0.4:
+        groups = []
+        for name in ("swa", "index")[: dice.randint(1, 2)]:
+            layers = sorted(dice.choices(range(model.num_layers), k=dice.randint(1, 3)))
+            kv = ModelShape(len(layers), dice.choice((1, heads)), dice.choice((2, 8)), 4, 1)
+            if name == "index":
+                kv = ModelShape(len(layers), 1, 5, 0, 1, kind="mla")
+            size = dice.choice([size for size in PAGE_SIZES if chunk_tokens % size == 0])
+            groups.append(KVGroup(name, kv, tuple(layers), size))
+            windows.append(dice.choice((1 << 30, dice.randint(1, 3 * most))))
+        model = replace(model, groups=tuple(groups))
     return LayoutPair(
         model,
         prefill,
@@ -101,9 +118,10 @@ def random_pair(seed: int, most_ranks: int = 4) -> LayoutPair:
         interleave,
         dice.choice(("rank0", "all", "all-chunk", "room-hash")),
         dice.choice(("staged", "slice", "bulk", "auto")),
-        most * dice.randint(1, 4),
+        chunk_tokens,
         tuple(rooms),
         dice.choice((0, 0, 1, 2)),
+        tuple(windows),
     )
 
 
@@ -137,8 +155,9 @@ class _Instances:
     """The agents of a pair.
 
     Attributes:
-        truth: by (layer, plane), the KV of all tokens of all prefill pages, uint8 `[pages, tokens, heads, bytes]`.
-        wanted: by (decode rank, layer, plane), the expected contents of its pool, in the same form for its own heads.
+        truth: by (segment, layer, plane), the KV of all prefill pages, uint8 `[pages, tokens, heads, bytes]`.
+        wanted: by (decode rank, segment, layer, plane), the expected contents of its pool, in the same form for its own
+            heads.
     """
 
     def __init__(
@@ -156,18 +175,21 @@ class _Instances:
         self.config = config
         self.random = np.random.default_rng(len(repr(pair)))
         self.agents: dict[str, list[Agent]] = {"prefill": [], "decode": []}
+        sizes = [group.page_size for group in pair.model.groups]
+        self.page_tokens = {"prefill": [pair.pages[0], *sizes], "decode": [pair.decode_run, *sizes]}
         # A few pages more than the rooms need, so that wrong page numbers hit others.
         self.counts = {
-            "prefill": 3 + sum(-(-tokens // pair.pages[0]) for tokens, _ in pair.rooms),
-            "decode": 3 + sum(-(-tokens // pair.decode_run) for tokens, _ in pair.rooms),
+            role: [3 + sum(-(-tokens // size) for tokens, _ in pair.rooms) for size in sizes]
+            for role, sizes in self.page_tokens.items()
         }
-        self.free = {role: self.random.permutation(count) for role, count in self.counts.items()}
-        self.truth: dict[tuple[int, int], np.ndarray] = {}
-        self.wanted: dict[tuple[int, int, int], np.ndarray] = {}
-        for plane, each in enumerate(pair.model.planes(pair.pages[0])):
-            for layer in range(pair.model.num_layers):
-                shape = (self.counts["prefill"], each.rows, pair.model.num_kv_heads, each.head_bytes)
-                self.truth[layer, plane] = self.random.integers(0, 256, shape, np.uint8)
+        self.free = {role: [self.random.permutation(each) for each in counts] for role, counts in self.counts.items()}
+        self.truth: dict[tuple[int, int, int], np.ndarray] = {}
+        self.wanted: dict[tuple[int, int, int, int], np.ndarray] = {}
+        for segment in segments(pair.model, pair.pages[0]):
+            for layer in range(segment.layer_lo, segment.layer_hi):
+                for plane, each in enumerate(segment.planes):
+                    shape = (self.counts["prefill"][segment.index], each.rows, segment.heads, each.head_bytes)
+                    self.truth[segment.index, layer, plane] = self.random.integers(0, 256, shape, np.uint8)
 
     def start(self) -> None:
         for role, agents in self.agents.items():
@@ -181,10 +203,15 @@ class _Instances:
     def run(self, number: int) -> None:
         pair = self.pair
         tokens, cached = pair.rooms[number]
-        source = self._take("prefill", -(-tokens // pair.pages[0]))
-        target = self._take("decode", -(-tokens // pair.decode_run) - cached)
+        skipped = [cached, *(max(0, tokens - window) // group.page_size for window, group in self._windows())]
+        source = [self._take("prefill", table, tokens) for table in range(len(skipped))]
+        target = [self._take("decode", table, tokens)[skip:] for table, skip in enumerate(skipped)]
+        for pages, skip in list(zip(source, skipped, strict=True))[1:]:
+            pages[:skip] = -1  # the engine has freed them
         receives = [
-            agent.receive(number, target, prefix_tokens=cached * pair.decode_run, tokens=tokens)
+            agent.receive(
+                number, target[0], prefix_tokens=cached * pair.decode_run, tokens=tokens, group_pages=target[1:]
+            )
             for agent in self.agents["decode"]
         ]
         sends = [agent.send(number) for agent in self.agents["prefill"]]
@@ -195,26 +222,30 @@ class _Instances:
             if pair.groups:
                 send.prefetch(groups)
                 for group in groups:
-                    send.layers(group, source, last=True)
+                    send.layers(group, source[0], last=True, group_pages=source[1:])
             else:
-                middle = len(source) // 2
-                send.pages(source[:middle])
-                send.pages(source[middle:], last=True)
+                halves = [(pages[: len(pages) // 2], pages[len(pages) // 2 :]) for pages in source]
+                send.pages(halves[0][0], group_pages=[first for first, _ in halves[1:]])
+                send.pages(halves[0][1], last=True, group_pages=[second for _, second in halves[1:]])
             send.finish()
         for handle in (*receives, *sends):
             assert handle.wait(_WAIT_S) is RoomState.SUCCESS, f"{handle.error}: {pair}"
-        self._expect(tokens, cached, source, target)
+        self._expect(tokens, cached, source[0], target[0])
+        for table in range(1, len(source)):
+            for page in range(skipped[table], len(source[table])):
+                to = target[table][page - skipped[table]]
+                for (_, segment, layer, plane), wanted, heads in self._wanted(table):
+                    wanted[to] = self.truth[segment, layer, plane][source[table][page]][:, heads]
 
     def compare(self) -> None:
         for rank, agent in enumerate(self.agents["decode"]):
-            memory = agent.pool.segments[0]
-            for layer in range(memory.shard.layer_lo, memory.shard.layer_hi):
-                for plane in range(len(memory.shard.segment.planes)):
-                    found, wanted = memory.elements(layer, plane), self.wanted[rank, layer, plane]
-                    wrong = np.argwhere((found != wanted).any(axis=3)).tolist()
-                    assert not wrong, (
-                        f"decode rank {rank} layer {layer} plane {plane} page, row, head {wrong[:4]}: {self.pair}"
-                    )
+            for memory, layer, plane in _planes(agent.pool):
+                segment = memory.shard.segment
+                found, wanted = memory.elements(layer, plane), self.wanted[rank, segment.index, layer, plane]
+                wrong = np.argwhere((found != wanted).any(axis=3)).tolist()
+                assert not wrong, (
+                    f"decode rank {rank} layer {layer} plane {plane} page, row, head {wrong[:4]}: {self.pair}"
+                )
 
     def close(self) -> None:
         for agents in self.agents.values():
@@ -222,27 +253,38 @@ class _Instances:
                 agent.close()
                 agent.pool.close()
 
-    def _take(self, role: str, count: int) -> np.ndarray:
-        taken, self.free[role] = self.free[role][:count], self.free[role][count:]
+    def _windows(self) -> list[tuple[int, KVGroup]]:
+        return list(zip(self.pair.windows, self.pair.model.groups, strict=True))
+
+    def _take(self, role: str, table: int, tokens: int) -> np.ndarray:
+        count = -(-tokens // self.page_tokens[role][table])
+        free = self.free[role]
+        taken, free[table] = free[table][:count], free[table][count:]
         return taken
+
+    def _wanted(self, table: int) -> Iterator[tuple[tuple[int, int, int, int], np.ndarray, slice]]:
+        """Yields the expected contents of all planes of a page table, and the model's heads that they have."""
+        for key, wanted in self.wanted.items():
+            shard = self.agents["decode"][key[0]].pool.segments[key[1]].shard
+            if shard.segment.table == table:
+                yield key, wanted, slice(shard.head_lo, shard.head_hi)
 
     def _agent(self, role: Any, number: int) -> Agent:
         pair, side = self.pair, getattr(self.pair, role)
         which = ("prefill", "decode").index(role)
         shards = local_shards(pair.model, pair.pages[which], side, side.coord(number))
+        count, *groups = self.counts[role]
+        slots = {group.name: each for group, each in zip(pair.model.groups, groups, strict=True)}
         pool = KVPool.allocate(
-            shards, pair.pages[which], self.counts[role], layout=pair.layouts[which], device=self.devices[which]
+            shards, pair.pages[which], count, slots, layout=pair.layouts[which], device=self.devices[which]
         )
-        memory = pool.segments[0]
-        shard = memory.shard
-        for layer in range(shard.layer_lo, shard.layer_hi):
-            for plane in range(len(shard.segment.planes)):
-                elements = memory.elements(layer, plane)
-                if role == "prefill":
-                    elements[:] = self.truth[layer, plane][:, :, shard.head_lo : shard.head_hi]
-                else:
-                    elements[:] = POISON
-                    self.wanted[number, layer, plane] = elements.copy()
+        for memory, layer, plane in _planes(pool):
+            shard, elements = memory.shard, memory.elements(layer, plane)
+            if role == "prefill":
+                elements[:] = self.truth[shard.segment.index, layer, plane][:, :, shard.head_lo : shard.head_hi]
+            else:
+                elements[:] = POISON
+                self.wanted[number, shard.segment.index, layer, plane] = elements.copy()
         dp, pp, cp, tp = side.coord(number)
         settings: dict[str, Any] = {
             "transport": self.transport,
@@ -274,10 +316,17 @@ class _Instances:
             turn, inside = divmod(position, run * ranks) if ranks > 1 else (0, position)
             cp, own = (inside // run, turn * run + inside % run) if ranks > 1 else (0, position)
             to, at = target[own // target_page - cached], own % target_page
-            for (rank, layer, plane), wanted in self.wanted.items():
-                shard = self.agents["decode"][rank].pool.segments[0].shard
+            for (rank, segment, layer, plane), wanted, heads in self._wanted(0):
                 if pair.decode.coord(rank).cp == cp:
-                    wanted[to, at] = self.truth[layer, plane][page, row, shard.head_lo : shard.head_hi]
+                    wanted[to, at] = self.truth[segment, layer, plane][page, row, heads]
+
+
+def _planes(pool: KVPool) -> Iterator[tuple[SegmentMemory, int, int]]:
+    """Yields each segment of a pool with each of its layers and planes."""
+    for memory in pool.segments:
+        for layer in range(memory.shard.layer_lo, memory.shard.layer_hi):
+            for plane in range(len(memory.shard.segment.planes)):
+                yield memory, layer, plane
 
 
 def main() -> None:
@@ -300,6 +349,7 @@ def main() -> None:
         kinds["unequal pages"] += pair.pages[0] != pair.pages[1]
         kinds["unlike layouts"] += pair.layouts[0] != pair.layouts[1]
         kinds["decode cp"] += pair.decode.cp > 1
+        kinds["KV groups"] += len(pair.model.groups) > 0
         if done % 100 == 0 or done == arguments.pairs:
             text = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
             print(f"{time.monotonic() - began:.0f} s: every byte right: {text}", flush=True)

@@ -458,6 +458,7 @@ class Agent:
         state_indices: Sequence[Any] = (),
         prefill_only: bool = False,
         tokens: int | None = None,
+        group_pages: Sequence[Any] = (),
         fake: bool = False,
     ) -> Receive:
         """Decode: starts to receive the KV of `room` into `pages`.
@@ -474,7 +475,9 @@ class Agent:
             state_indices: for each state component, in the model's order, the room's items in this rank's pool.
             prefill_only: whether the request ends with its prefill, so that only aux row and state are transferred.
             tokens: length of the prompt with its cached prefix. Needed if the prefill side has smaller pages or the
-                decode side has several cp ranks, since the last page may then be filled in part.
+                decode side has several cp ranks, since the last page may then be filled in part; and with KV groups.
+            group_pages: for each KV group, in the model's order, the pages in its pool that receive the last pages of
+                the prompt: those in the group's window that are not cached here.
             fake: as for `send`.
 
         Raises:
@@ -489,7 +492,7 @@ class Agent:
         self._check_running("decode", begun=fake)
         if prefill is not None:
             self._check_endpoint(prefill)
-        wanted = pages, prefix_tokens, aux_index, state_indices, prefill_only, tokens
+        wanted = pages, prefix_tokens, aux_index, state_indices, prefill_only, tokens, group_pages
         instance = prefill or self.bootstrap
         if instance is None and not fake:
             raise LocalProtocolError(f"room {room}: {NO_INSTANCE} to {self.name}: pass prefill=, or call connect")
@@ -539,9 +542,11 @@ class Agent:
             self.parts.mailbox.put(event)
 
     def _limits(self) -> PoolLimits:
-        slots = tuple(memory.num_slots for memory in self.pool.segments if memory.shard.segment.state)
+        segments = self.pool.segments
+        slots = tuple(memory.num_slots for memory in segments if memory.shard.segment.state)
+        groups = tuple(memory.num_slots for memory in segments if memory.shard.segment.table)
         page_tokens = self.pool.page_size * (self.rank.cp_size if self.role == "decode" else 1)
-        return PoolLimits(self.pool.num_pages, self.pool.aux_slots, self.layers, slots, page_tokens)
+        return PoolLimits(self.pool.num_pages, self.pool.aux_slots, self.layers, slots, groups, page_tokens)
 
     def set_pipeline(self, mode: str) -> None:
         """Changes the layer grouping of later forwards: `mode` is off, on, measured, or the layers per group."""

@@ -418,8 +418,10 @@ def instances_of(role: str, bootstrap: object) -> tuple[str, ...]:
 
 def page_owners_of(pool: KVPool) -> PageOwners:
     """Creates the `PageOwners` of a decode rank's pool; its kinds of memory are in the order of `written`."""
+    groups = [memory for memory in pool.segments if memory.shard.segment.table]
     states = [memory for memory in pool.segments if memory.shard.segment.state]
-    kinds = [(f"item of state {memory.shard.segment.name}", memory.num_slots) for memory in states]
+    kinds = [(f"page of group {memory.shard.segment.name}", memory.num_slots) for memory in groups]
+    kinds += [(f"item of state {memory.shard.segment.name}", memory.num_slots) for memory in states]
     return PageOwners([("page", pool.num_pages), ("aux row", pool.aux_slots), *kinds])
 
 

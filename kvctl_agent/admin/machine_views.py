@@ -212,7 +212,7 @@ def _not_sent(machine: PrefillMachine, room: SendRoom, transfer: PeerTransfer) -
         finals[waits_for] = finals.get(waits_for, 0) + final_parts
 
     parts = list(transfer.parts.values())
-    in_parts: dict[int, int] = {}  # by chunk: bit mask of the layers for which a part exists
+    in_parts: dict[int, int] = {}  # by chunk: bit mask of the layers, of all page tables, for which a part exists
     for part in parts:
         bits = (1 << part.key.hi) - (1 << part.key.lo)
         in_parts[part.key.chunk] = in_parts.get(part.key.chunk, 0) | bits
@@ -220,10 +220,11 @@ def _not_sent(machine: PrefillMachine, room: SendRoom, transfer: PeerTransfer) -
             add(_pages_wait_for(room), room.since_ns, [(part.key.chunk, bits)])
         elif part.state is not PartState.SENT:
             add(_part_waits_for(machine, transfer, part), part.ready_ns, [(part.key.chunk, bits)])
-    planned = sum((1 << share.layer_hi) - (1 << share.layer_lo) for share in transfer.shares)
-    for cell in transfer.chunks:
-        if missing := planned & ~in_parts.get(cell.index, 0):
-            add(_pages_wait_for(room), room.since_ns, [(cell.index, missing)])
+    for share in transfer.shares:
+        planned = (1 << share.layer_hi) - (1 << share.layer_lo)
+        for cell in transfer.tables[share.table].chunks:
+            if missing := planned & ~in_parts.get(cell.index, 0):
+                add(_pages_wait_for(room), room.since_ns, [(cell.index, missing)])
     for final in list(transfer.finals.values()):
         if final.state is PartState.QUEUED:
             add(_WRITE, room.since_ns, final_parts=1)

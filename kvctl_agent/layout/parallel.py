@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -195,11 +194,12 @@ def local_shards(shape: ModelShape, page_size: int, side: ParallelConfig, coord:
 def stage_layers(segment: Segment, shape: ModelShape, side: ParallelConfig, stage: int) -> tuple[int, int]:
     """Returns the layers [lo, hi) of a segment on one pipeline stage of instance `side`, in the segment's numbering.
 
-    Draft layers are on the last stage. A layer of a state component is on the stage of the KV layer it belongs to.
+    Draft layers are on the last stage. A layer of a group or state component is on the stage of the KV layer it belongs
+    to.
     """
     lo, hi = side.stage_range(shape.num_layers, stage)
-    if segment.state:
-        return bisect_left(segment.kv_layers, lo), bisect_left(segment.kv_layers, hi)
+    if segment.kv_layers:
+        return segment.beside(lo, hi)
     if segment.layer_lo >= shape.num_layers:
         return (segment.layer_lo, segment.layer_hi) if stage == side.pp - 1 else (segment.layer_lo, segment.layer_lo)
     return lo, hi

@@ -40,6 +40,7 @@ class TransferSlice:
         dst_pool_heads: Heads in one row of the decode rank's pool; the destination stride.
         page_head_bytes: Bytes of one head of one transfer page (for state: one item) in one layer.
         src_split, dst_split: Transfer pages in a page of the writer's and of the decode rank's pool.
+        table: Page table of the segment; 0 for state.
     """
 
     writer: int
@@ -55,6 +56,7 @@ class TransferSlice:
     page_head_bytes: int
     src_split: int = 1
     dst_split: int = 1
+    table: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -164,18 +166,20 @@ def aux_writer(inputs: PlanInputs, room: int, reader: int) -> int:
 
 
 def writer_cells(
-    inputs: PlanInputs, room: int, writer: int, reader: int, total_pages: int, prefix_pages: int
+    inputs: PlanInputs, room: int, writer: int, reader: int, total_pages: int, prefix_pages: int, table: int = 0
 ) -> tuple[Chunk, ...]:
     """Returns the chunks of a room that a writer sends to a decode rank; empty if it sends none.
 
-    The chunks have only pages of the writer's cp rank and of the decode rank's stripe.
+    The chunks have only pages of the writer's cp rank and of the decode rank's stripe. Pages are those of a page table,
+    and a chunk has the same number in all of them.
 
     Raises:
         LayoutError: an instance has no such rank, or the prefix is longer than the prompt.
     """
     side = inputs.prefill
     rank = _coord(side, writer).cp
-    cells = owned_cells(inputs.cp_mode, side.cp, rank, room, total_pages, prefix_pages, inputs.chunk_pages)
+    chunk_pages = inputs.chunk_pages_of(table)
+    cells = owned_cells(inputs.cp_mode, side.cp, rank, room, total_pages, prefix_pages, chunk_pages)
     stripe = stripe_of(inputs, reader)
     return tuple(cell for each in cells if (cell := each.of_stripe(stripe)).count)
 
@@ -285,6 +289,7 @@ def _segment_slices(
                     src_pool_heads=src_heads.hi - src_heads.lo,
                     dst_pool_heads=dst_heads.hi - dst_heads.lo,
                     page_head_bytes=segment.page_head_bytes,
-                    src_split=1 if segment.state else inputs.prefill_split,
-                    dst_split=1 if segment.state else inputs.decode_split,
+                    src_split=inputs.prefill_split if segment.table == 0 else 1,
+                    dst_split=inputs.decode_split if segment.table == 0 else 1,
+                    table=segment.table or 0,
                 )

@@ -68,6 +68,17 @@ class PlanInputs:
     def __post_init__(self) -> None:
         set_sizes(self, "page_size", "chunk_pages", "prefill_split", "decode_split", "stripe_pages", "plan_version")
         self._check_splits()
+        for group in self.shape.groups:
+            if self.chunk_pages * self.page_size % group.page_size:
+                raise LayoutError(
+                    f"chunk_tokens {self.chunk_pages * self.page_size}: it must be a multiple of the page of "
+                    f"{group.page_size} tokens of group {group.name}"
+                )
+            if self.decode.cp > 1:
+                raise LayoutError(
+                    f"decode cp={self.decode.cp}: decode ranks cannot share the pages of group {group.name}; start the "
+                    "decode instance with cp=1"
+                )
         if self.cp_mode not in CP_MODES:
             raise LayoutError(f"cp_mode {self.cp_mode!r:.40} is unknown: it must be one of {', '.join(CP_MODES)}")
         for role, side in (("prefill", self.prefill), ("decode", self.decode)):
@@ -107,6 +118,12 @@ class PlanInputs:
     def segments(self) -> tuple[Segment, ...]:
         """The segments of the model: KV, draft and state components."""
         return segments(self.shape, self.page_size)
+
+    def chunk_pages_of(self, table: int) -> int:
+        """Returns the pages per cell of the chunk grid for the pages of a page table."""
+        if table == 0:
+            return self.chunk_pages
+        return self.chunk_pages * self.page_size // self.shape.groups[table - 1].page_size
 
     def span(self, prefix_pages: int, total_pages: int, tokens: int = 0) -> tuple[int, int]:
         """Converts a room of the decode engine to transfer pages; returns those of the prefix and of the prompt.
@@ -180,6 +197,12 @@ def shape_to_wire(shape: ModelShape) -> Wire:
     wire: Wire = _kv_to_wire("shape", shape)
     if shape.draft is not None:
         wire |= _kv_to_wire("draft", shape.draft)
+    for group in shape.groups:
+        wire |= _kv_to_wire(f"group.{group.name}", group.kv)
+        wire[f"group.{group.name}.page_size"] = group.page_size
+        wire[f"group.{group.name}.layers"] = ",".join(map(str, group.layers))
+    if len(shape.groups) > 1:
+        wire["groups"] = ",".join(group.name for group in shape.groups)
     if len(shape.states) > 1:
         # A room's item lists are in this order, so both sides must have the same one.
         wire["states"] = ",".join(state.name for state in shape.states)

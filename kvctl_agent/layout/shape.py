@@ -2,13 +2,15 @@
 
 The shape on each rank is derived from the shape of the model, never the reverse. All data of a room is in *segments*:
 consecutive layers of one geometry. The target model's layers are one segment, a draft model's layers another, and each
-component of per-request state one more. Every segment has the same structure: a layer consists of planes, a plane of
-pages (for state: items), a page of rows, a row of heads. An MLA latent is one head that every rank holds, and so is a
-replicated state component, so the same arithmetic serves all of them.
+component of per-request state one more. Layers whose pages the engine manages in tables of their own, such as those
+with sliding-window attention, are a KV group, which is a segment as well. Every segment has the same structure: a layer
+consists of planes, a plane of pages (for state: items), a page of rows, a row of heads. An MLA latent is one head that
+every rank holds, and so is a replicated state component, so the same arithmetic serves all of them.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -19,6 +21,7 @@ from kvctl_agent.layout.sizes import check_size, check_sizes, set_sizes
 
 KINDS = ("mha", "mla")
 MAX_STATES = 16
+MAX_GROUPS = 16
 _KV_NAMES = ("kv", "draft")
 
 
@@ -54,21 +57,60 @@ class StateShape:
     head_bytes: int
 
     def __post_init__(self) -> None:
-        if (
-            not isinstance(self.name, str)
-            or not self.name.isidentifier()
-            or self.name in _KV_NAMES
-            or len(self.name) > 64
-        ):
-            raise LayoutError(
-                f"state {shown(self.name)}: the name must be an identifier of at most 64 characters other than "
-                f"{', '.join(_KV_NAMES)}"
-            )
+        _check_name("state", self.name)
         for size in ("rows", "heads", "head_bytes"):
             object.__setattr__(self, size, check_size(f"state {self.name} {size}", getattr(self, size)))
-        object.__setattr__(self, "layers", check_sizes(f"state {self.name} layer", self.layers, minimum=0))
-        if not self.layers or list(self.layers) != sorted(self.layers):
-            raise LayoutError(f"state {self.name}: layers {self.layers!s:.80} are not ascending layer numbers")
+        object.__setattr__(self, "layers", _ascending(f"state {self.name}", self.layers))
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers whose KV has page tables of its own, such as layers with sliding-window attention, or an indexer.
+
+    A room may need only the last pages of a group, those in the window. Which of them are transferred is decided for
+    each room by the pages that the decode engine passes.
+
+    Attributes:
+        name: An identifier, the same on both sides.
+        kv: Shape of the group's layers.
+        layers: For each of them the KV layer whose pipeline stage holds it and with which it is computed, ascending. A
+            KV layer may occur several times.
+        page_size: Tokens per page, the same on both sides.
+
+    Raises:
+        LayoutError: a field is not of this form.
+    """
+
+    name: str
+    kv: ModelShape
+    layers: tuple[int, ...]
+    page_size: int
+
+    def __post_init__(self) -> None:
+        _check_name("group", self.name)
+        if not isinstance(self.kv, ModelShape) or self.kv.draft or self.kv.states or self.kv.groups:
+            raise LayoutError(f"group {self.name}: kv must be a ModelShape without draft, states and groups")
+        set_sizes(self, "page_size")
+        object.__setattr__(self, "layers", _ascending(f"group {self.name}", self.layers))
+        if len(self.layers) != self.kv.num_layers:
+            raise LayoutError(f"group {self.name}: {self.kv.num_layers} layers, but {len(self.layers)} KV layers")
+
+
+def _check_name(kind: str, name: object) -> None:
+    """Raises LayoutError unless the name of a state component or KV group is an identifier of its own."""
+    if not isinstance(name, str) or not name.isidentifier() or name in _KV_NAMES or len(name) > 64:
+        raise LayoutError(
+            f"{kind} {shown(name)}: the name must be an identifier of at most 64 characters other than "
+            f"{', '.join(_KV_NAMES)}"
+        )
+
+
+def _ascending(owner: str, values: object) -> tuple[int, ...]:
+    """Returns layer numbers as ints; raises LayoutError unless they are ascending."""
+    layers = check_sizes(f"{owner} layer", values, minimum=0)
+    if not layers or list(layers) != sorted(layers):
+        raise LayoutError(f"{owner}: layers {layers!s:.80} are not ascending layer numbers")
+    return layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +128,7 @@ class ModelShape:
         k_scale_bytes, v_scale_bytes: Bytes of quantisation scales per page and head; 0 for none.
         draft: The draft model. Its layers are numbered after the target's and are on the last pipeline stage.
         states: Components of per-request state.
+        groups: KV groups.
 
     Raises:
         LayoutError: a size is not a positive whole number, or the kind is unknown.
@@ -101,6 +144,7 @@ class ModelShape:
     v_scale_bytes: int = 0
     draft: ModelShape | None = None
     states: tuple[StateShape, ...] = ()
+    groups: tuple[KVGroup, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or self.kind not in KINDS:
@@ -119,16 +163,21 @@ class ModelShape:
         if not isinstance(self.states, tuple | list) or not all(isinstance(each, StateShape) for each in self.states):
             raise LayoutError(f"states is {shown(self.states)}: it must be a list of StateShape")
         object.__setattr__(self, "states", tuple(self.states))
-        if self.draft is not None and (self.draft.draft is not None or self.draft.states):
-            raise LayoutError("the draft model must not have a draft model or state components of its own")
-        names = [state.name for state in self.states]
-        if len(set(names)) != len(names) or len(names) > MAX_STATES:
-            raise LayoutError(f"state components {names}: names must be unique, and at most {MAX_STATES} are allowed")
-        for state in self.states:
-            if state.layers[-1] >= self.num_layers:
-                raise LayoutError(
-                    f"state {state.name}: layer {state.layers[-1]} is beyond the {self.num_layers} layers"
-                )
+        if not isinstance(self.groups, tuple | list) or not all(isinstance(each, KVGroup) for each in self.groups):
+            raise LayoutError(f"groups is {shown(self.groups)}: it must be a list of KVGroup")
+        object.__setattr__(self, "groups", tuple(self.groups))
+        if self.draft is not None and (self.draft.draft is not None or self.draft.states or self.draft.groups):
+            raise LayoutError("the draft model must not have a draft model, state components or groups of its own")
+        parts: tuple[KVGroup | StateShape, ...] = (*self.groups, *self.states)
+        names = [part.name for part in parts]
+        if len(set(names)) != len(names) or len(self.states) > MAX_STATES or len(self.groups) > MAX_GROUPS:
+            raise LayoutError(
+                f"groups and state components {names}: names must be unique, and at most {MAX_GROUPS} groups and "
+                f"{MAX_STATES} components are allowed"
+            )
+        for part in parts:
+            if part.layers[-1] >= self.num_layers:
+                raise LayoutError(f"{part.name}: layer {part.layers[-1]} is beyond the {self.num_layers} layers")
 
     @property
     def token_bytes(self) -> int:
@@ -156,13 +205,15 @@ class Segment:
 
     Attributes:
         index: Position in the tuple that `segments` returns.
-        name: "kv", "draft", or the name of a state component.
-        layer_lo, layer_hi: Layers [layer_lo, layer_hi). KV and draft layers share one numbering; the layers of each
-            state component are numbered from 0.
+        name: "kv", "draft", or the name of a KV group or state component.
+        layer_lo, layer_hi: Layers [layer_lo, layer_hi). KV, draft and group layers share one numbering, in this order;
+            the layers of each state component are numbered from 0.
         heads: Number of heads in the whole model.
         planes: The arrays of each layer.
-        kv_layers: For each layer of a state component, the KV layer whose pipeline stage holds it; empty for KV and
-            draft.
+        kv_layers: For each layer of a group or state component, the KV layer whose pipeline stage holds it; empty for
+            KV and draft.
+        table: The page table that has the segment's pages: 0 for KV and draft, 1 for the first KV group, and so on.
+            None for per-request state, whose items have index lists of their own.
     """
 
     index: int
@@ -172,11 +223,16 @@ class Segment:
     heads: int
     planes: tuple[Plane, ...]
     kv_layers: tuple[int, ...] = ()
+    table: int | None = 0
 
     @property
     def state(self) -> bool:
-        """Whether the segment is per-request state, whose items have index lists of their own, rather than KV pages."""
-        return bool(self.kv_layers)
+        """Whether the segment is per-request state rather than KV pages."""
+        return self.table is None
+
+    def beside(self, lo: int, hi: int) -> tuple[int, int]:
+        """Returns the layers [lo, hi) of a group or state component that belong to KV layers [lo, hi)."""
+        return self.layer_lo + bisect_left(self.kv_layers, lo), self.layer_lo + bisect_left(self.kv_layers, hi)
 
     @property
     def page_head_bytes(self) -> int:
@@ -186,15 +242,20 @@ class Segment:
 
 @lru_cache(maxsize=256)
 def segments(shape: ModelShape, page_size: int) -> tuple[Segment, ...]:
-    """Returns the segments of a model: KV, then the draft model if there is one, then each state component."""
+    """Returns the segments of a model: KV, the draft model if there is one, each KV group, each state component."""
     check_size("page_size", page_size)
     result = [Segment(0, "kv", 0, shape.num_layers, shape.num_kv_heads, shape.planes(page_size))]
     if shape.draft is not None:
         draft, first = shape.draft, shape.num_layers
         planes = draft.planes(page_size)
         result.append(Segment(1, "draft", first, first + draft.num_layers, draft.num_kv_heads, planes))
+    end = result[-1].layer_hi
+    for table, group in enumerate(shape.groups, 1):
+        planes, first = group.kv.planes(group.page_size), end
+        end += group.kv.num_layers
+        result.append(Segment(len(result), group.name, first, end, group.kv.num_kv_heads, planes, group.layers, table))
     for state in shape.states:
         plane = Plane(state.name, state.rows, state.head_bytes)
         count = len(state.layers)
-        result.append(Segment(len(result), state.name, 0, count, state.heads, (plane,), state.layers))
+        result.append(Segment(len(result), state.name, 0, count, state.heads, (plane,), state.layers, None))
     return tuple(result)

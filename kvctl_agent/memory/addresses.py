@@ -158,7 +158,7 @@ class PoolAddresses:
             MemoryLayoutError: the shards do not fit the pages divided by `split`.
         """
         pairs = zip(self.segments, shards, strict=True)
-        segments = tuple(each.at(shard, 1 if shard.segment.state else split) for each, shard in pairs)
+        segments = tuple(each.at(shard, split if shard.segment.table == 0 else 1) for each, shard in pairs)
         return replace(self, segments=segments)
 
     def to_wire(self) -> dict[str, Any]:
@@ -218,7 +218,7 @@ class PoolAddresses:
             segment_strides = tuple(PlaneStrides(*strides[first : first + 3]) for first in range(0, 3 * planes, 3))
             strides = strides[3 * planes :]
             segments.append(_checked(SegmentAddresses(shard, count, layers, segment_strides)))
-            if not shard.segment.state and shard.num_layers and count != wire["num_pages"]:
+            if shard.segment.table == 0 and shard.num_layers and count != wire["num_pages"]:
                 raise RemoteProtocolError(
                     f"pool addresses: {shard.segment.name} has {count} pages, but num_pages is {wire['num_pages']}"
                 )

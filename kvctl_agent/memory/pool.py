@@ -271,7 +271,8 @@ class KVPool:
             shards: The rank's shards, from `layout.parallel.local_shards` for this `page_size`.
             page_size: Tokens per page.
             num_pages: Number of pages of the KV, and of the draft model's KV.
-            state_slots: Number of items of each state component that has layers on this rank, by name.
+            state_slots: Number of pages of each KV group and of items of each state component that has layers on this
+                rank, by name.
             aux_slots, aux_row_bytes: Number and size of aux rows.
             device: The device for all memory except the aux rows; None for the host.
             mem_pool: The device's memory pool, as for `Device.allocate`.
@@ -283,14 +284,14 @@ class KVPool:
             DeviceError: the device's memory cannot be allocated.
         """
         items = state_slots or {}
-        slots = [items.get(shard.segment.name, 0) if shard.segment.state else num_pages for shard in shards]
+        slots = [num_pages if shard.segment.table == 0 else items.get(shard.segment.name, 0) for shard in shards]
         slots = [count if shard.num_layers else 0 for shard, count in zip(shards, slots, strict=True)]
         missing = [
             shard.segment.name for shard, count in zip(shards, slots, strict=True) if shard.num_layers and count <= 0
         ]
         if missing or min(aux_slots, aux_row_bytes) < 0 or (aux_slots > 0) != (aux_row_bytes > 0):
             raise MemoryLayoutError(
-                "a pool needs pages, items of every state component, and aux slots with a row size; "
+                "a pool needs pages, pages or items of every group and state component, and aux slots with a row size; "
                 f"got {num_pages} pages, items {dict(items)}, aux {aux_slots} x {aux_row_bytes}"
                 + (f": none for {', '.join(missing)}" if missing else "")
             )
@@ -356,7 +357,7 @@ class KVPool:
             return self.segments
         if split not in self._at:
             self._at[split] = tuple(
-                segment if segment.shard.segment.state else segment.at(split) for segment in self.segments
+                segment.at(split) if segment.shard.segment.table == 0 else segment for segment in self.segments
             )
         return self._at[split]
 
@@ -442,7 +443,7 @@ def _whole_segment(index: int, spec: TensorSpec, page_size: int, target: TensorS
     count = len(spec.layers)
     if isinstance(spec.shape, StateShape):
         plane = Plane(spec.name, spec.shape.rows, spec.shape.head_bytes)
-        segment = Segment(index, spec.name, 0, count, spec.shape.heads, (plane,), spec.shape.layers)
+        segment = Segment(index, spec.name, 0, count, spec.shape.heads, (plane,), spec.shape.layers, None)
     else:
         first = 0 if spec is target else len(target.layers)
         planes = spec.shape.planes(page_size)

@@ -128,7 +128,8 @@ class SendPages(Event, frozen=True):
     """Prefill engine: the next pages of the prompt, in order from position 0, are computed.
 
     `layers` is the layer group [lo, hi) in which they are computed; None: all layers of this rank. `launched`: a
-    Launched event was posted before for these pages.
+    Launched event was posted before for these pages. `groups` are the next pages of each KV group; -1 for a page that
+    the engine does not keep.
     """
 
     room: int
@@ -137,6 +138,7 @@ class SendPages(Event, frozen=True):
     at_ns: int
     layers: tuple[int, int] | None = None
     launched: bool = False
+    groups: tuple[Pages, ...] = ()
 
 
 class Finish(Event, frozen=True):
@@ -236,7 +238,8 @@ class OpenRoom(Event, frozen=True):
 
     `prefix_pages` and `total_pages` are pages of this engine; a page of cp ranks that share a prompt counts once.
     `tokens` is the length of the prompt; 0 if its last page counts as full. `instance` is the address of its prefill
-    instance's registry; `states` has the item indices per state component.
+    instance's registry; `states` has the item indices per state component, `groups` the last pages of the prompt per KV
+    group.
     """
 
     room: int
@@ -249,6 +252,7 @@ class OpenRoom(Event, frozen=True):
     states: tuple[Pages, ...] = ()
     prefill_only: bool = False
     tokens: int = 0
+    groups: tuple[Pages, ...] = ()
 
 
 class Arrived(Event, frozen=True):

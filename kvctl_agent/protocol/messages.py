@@ -149,6 +149,8 @@ class RoomOpen(RoomMessage, frozen=True, tag="room-open"):
     states: States = []  # for each state component its item indices as int32 little-endian; empty: not wanted
     prefill_only: bool = False  # no KV is wanted, regardless of the prompt's length
     to: U64 = 0
+    groups: States = []  # for each KV group this rank's pages as int32 little-endian: the last ones of the prompt
+    tokens: PageCount = 0  # length of the prompt; set if the model has KV groups
 
 
 class RoomAccepted(RoomMessage, frozen=True, tag="room-accepted"):

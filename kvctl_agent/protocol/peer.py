@@ -86,7 +86,7 @@ class LocalInfo(msgspec.Struct, frozen=True):
     @property
     def layers(self) -> range:
         """Global ids of this rank's KV and draft layers; draft layers directly follow those of the last stage."""
-        own = [shard for shard in self.shards if not shard.segment.state and shard.num_layers]
+        own = [shard for shard in self.shards if shard.segment.table == 0 and shard.num_layers]
         return range(own[0].layer_lo, own[-1].layer_hi)
 
     def peer_info(self) -> PeerInfo:

@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import islice
 from numbers import Real
 from typing import Any, NamedTuple
@@ -100,6 +101,7 @@ class PoolLimits(NamedTuple):
     aux_slots: int
     layers: range
     state_slots: tuple[int, ...]  # of each state component, in the model's order
+    group_slots: tuple[int, ...]  # pages of each KV group
     page_tokens: int  # tokens of a page; on cp ranks that share a prompt, of the pages with one number on all of them
 
     def opening(
@@ -112,6 +114,7 @@ class PoolLimits(NamedTuple):
         state_indices: Sequence[Any],
         prefill_only: bool,
         tokens: int | None,
+        group_pages: Sequence[Any],
     ) -> ev.OpenRoom:
         """Checks the arguments of `Agent.receive`; returns the event that opens the room, with a new random nonce.
 
@@ -132,6 +135,8 @@ class PoolLimits(NamedTuple):
         prefill_only = check_flag(f"room {room}: prefill_only", prefill_only)
         if prefill_only and total:
             raise LocalProtocolError(f"room {room}: a prefill-only room has no pages and no prefix here")
+        if self.group_slots and tokens is None and not prefill_only:
+            raise LocalProtocolError(f"room {room}: the model has KV groups: pass tokens=, the length of the prompt")
         return ev.OpenRoom(
             room=room,
             nonce=secrets.randbits(63) | 1,
@@ -143,6 +148,7 @@ class PoolLimits(NamedTuple):
             states=self.states(room, state_indices),
             prefill_only=prefill_only,
             tokens=tokens or 0,
+            groups=self.groups(room, group_pages),
         )
 
     def pages(self, room: int, indices: Any) -> ev.Pages:
@@ -177,6 +183,25 @@ class PoolLimits(NamedTuple):
             if len(items) and slots and int(items.max()) >= slots:
                 raise LocalProtocolError(f"room {room}: state item {items.max()} is outside the pool's {slots}")
         return tuple(items if slots else items[:0] for items, slots in zip(arrays, self.state_slots, strict=False))
+
+    def groups(self, room: int, lists: Sequence[Any], absent: int = 0) -> tuple[ev.Pages, ...]:
+        """Returns the pages of each KV group as int32 arrays, empty for groups that are omitted or of other stages.
+
+        Args:
+            absent: smallest number that is allowed; -1 if a page may be absent.
+        """
+        given = lists if isinstance(lists, list | tuple) else as_list(lists)
+        if given is None or len(given) > len(self.group_slots):
+            raise LocalProtocolError(
+                f"room {room}: group_pages is {shown(lists)}: it must have a list of pages for each of the model's "
+                f"{len(self.group_slots)} KV groups"
+            )
+        arrays = [page_array(pages, f"room {room}: group_pages", absent) for pages in given]
+        arrays += [np.empty(0, np.int32)] * (len(self.group_slots) - len(arrays))
+        for pages, slots in zip(arrays, self.group_slots, strict=True):
+            if len(pages) and slots and int(pages.max()) >= slots:
+                raise LocalProtocolError(f"room {room}: page {pages.max()} is outside the group's pool of {slots}")
+        return tuple(pages if slots else pages[:0] for pages, slots in zip(arrays, self.group_slots, strict=True))
 
     def group(self, room: int, layers: range) -> tuple[int, int]:
         """Returns a group of consecutive layers of this rank as (lo, hi)."""
@@ -287,7 +312,7 @@ class Send(Handle):
         cut = tuple(self._bounds.group(self.room, group) for group in ranges)
         self.post_unless_over(ev.Prefetch(self.room, cut, time.monotonic_ns()))
 
-    def pages(self, indices: Any, last: bool = False, event: Any = None) -> None:
+    def pages(self, indices: Any, last: bool = False, event: Any = None, group_pages: Sequence[Any] = ()) -> None:
         """Reports that the next pages of the prompt are computed in all layers, or will be when `event` is done.
 
         Args:
@@ -297,6 +322,8 @@ class Send(Handle):
             event: if the pool is on a device: event recorded after the forward on its stream (`torch.cuda.Event`, an
                 object with `cuda_event`, or a handle). Record it again only after the room has ended, or for a later
                 forward on the same stream. None: the pages are computed.
+            group_pages: for each KV group, in the model's order, the next pages in its pool, as `indices`; -1 for a
+                page that is not kept because it has left the group's window.
 
         Raises:
             LocalProtocolError: pages after the last ones, a page outside the pool, not a list of page indices, or not
@@ -304,9 +331,11 @@ class Send(Handle):
         """
         if self._last:
             raise LocalProtocolError(f"room {self.room}: pages after the last ones")
-        self._last = self._computed(indices, last, None, event)
+        self._last = self._computed(indices, last, None, event, group_pages)
 
-    def layers(self, layers: range, indices: Any, last: bool = False, event: Any = None) -> None:
+    def layers(
+        self, layers: range, indices: Any, last: bool = False, event: Any = None, group_pages: Sequence[Any] = ()
+    ) -> None:
         """Reports that the next pages are computed in one layer group; the other groups follow with the same pages.
 
         Args:
@@ -314,6 +343,7 @@ class Send(Handle):
             indices: as for `pages`.
             last: these are the last pages; true for every group of the last chunk.
             event: as for `pages`, recorded after this group.
+            group_pages: as for `pages`, of KV groups with layers that are computed with these layers.
 
         Raises:
             LocalProtocolError: the layers are not this rank's, the room is finished, or as for `pages`.
@@ -321,7 +351,7 @@ class Send(Handle):
         if self._finished or self._last:
             raise LocalProtocolError(f"room {self.room}: layers after the last ones")
         group = self._bounds.group(self.room, layers)
-        self._computed(indices, last, group, event)
+        self._computed(indices, last, group, event, group_pages)
 
     def finish(self, aux_index: int | None = None, state_indices: Sequence[Any] = ()) -> None:
         """Reports that all pages were passed and that aux row and state are ready; also ends a room without pages.
@@ -340,18 +370,25 @@ class Send(Handle):
         self._last = self._finished = True
         self._post_in_order(lambda at_ns: ev.Finish(self.room, aux, at_ns, states))
 
-    def _computed(self, indices: Any, last: bool, group: tuple[int, int] | None, event: Any) -> bool:
+    def _computed(
+        self, indices: Any, last: bool, group: tuple[int, int] | None, event: Any, group_pages: Sequence[Any]
+    ) -> bool:
         """Posts computed pages of the layers in `group`, or of all layers if it is None; returns `last`."""
         last = check_flag(f"room {self.room}: last", last)
         pages = self._bounds.pages(self.room, indices)
+        groups = self._bounds.groups(self.room, group_pages, absent=-1)
+
+        def sent(at_ns: int, *, launched: bool = False) -> ev.SendPages:
+            return ev.SendPages(self.room, pages, last, at_ns, group, launched, groups)
+
         if event is None:
-            self._post_in_order(lambda at_ns: ev.SendPages(self.room, pages, last, at_ns, group))
+            self._post_in_order(sent)
             return last
         if self._forwards is None:
             raise LocalProtocolError(f"room {self.room}: event= is for pools on a device, this one is host memory")
         pending = self._forwards.pending(self.room, event)
         self.post_unless_over(ev.Launched(self.room))
-        self._post_in_order(lambda at_ns: ev.SendPages(self.room, pages, last, at_ns, group, launched=True), pending)
+        self._post_in_order(partial(sent, launched=True), pending)
         return last
 
     def _post_in_order(self, make: Callable[[int], ev.Event], pending: PendingEvent | None = None) -> None:
@@ -534,11 +571,11 @@ def check_timeout(seconds: object) -> float:
     return _LONGEST_WAIT_S if not seconds <= _LONGEST_WAIT_S else max(float(seconds), 0.0)
 
 
-def page_array(indices: Any, name: str = "pages") -> ev.Pages:
-    """Copies page or item indices to an int32 array; `name` names the argument in errors.
+def page_array(indices: Any, name: str = "pages", minimum: int = 0) -> ev.Pages:
+    """Copies page or item indices of at least `minimum` to an int32 array; `name` names the argument in errors.
 
     Raises:
-        LocalProtocolError: not a flat list of integers, or an index that is negative or exceeds int32.
+        LocalProtocolError: not a flat list of integers, or an index that is below `minimum` or exceeds int32.
     """
     try:
         pages = np.asarray(indices)
@@ -554,6 +591,6 @@ def page_array(indices: Any, name: str = "pages") -> ev.Pages:
         raise LocalProtocolError(
             f"{name}: {shown(indices)} ({pages.dtype} {pages.shape}) is not a flat list of integers"
         )
-    if int(pages.min()) < 0 or int(pages.max()) > _MAX_PAGE:
-        raise LocalProtocolError(f"{name}: {pages.min()}..{pages.max()} are not in 0..{_MAX_PAGE}")
+    if int(pages.min()) < minimum or int(pages.max()) > _MAX_PAGE:
+        raise LocalProtocolError(f"{name}: {pages.min()}..{pages.max()} are not in {minimum}..{_MAX_PAGE}")
     return pages.astype(np.int32)  # a copy: the engine may reuse its array at once

@@ -87,9 +87,10 @@ class PageOwners:
 
 
 def written(opening: ev.OpenRoom) -> tuple[ev.Pages, ...]:
-    """Returns the memory that a room receives into: its pages, its aux row and the items of each state component.
+    """Returns the memory that a room receives into: its pages, its aux row, the pages of each KV group, and the items
+    of each state component.
 
     Each kind is an int32 array of indices in this rank's pool; the arrays are in the order of `PageOwners`.
     """
     aux = [opening.aux_index] if opening.aux_index >= 0 else []
-    return opening.pages, np.array(aux, np.int32), *opening.states
+    return opening.pages, np.array(aux, np.int32), *opening.groups, *opening.states

@@ -378,13 +378,13 @@ class _Room:
 
     def __init__(self, opening: ev.OpenRoom) -> None:
         self.opening = opening
-        self.prefix_pages, self.split = 0, 1  # in transfer pages; set by `plan`
+        self.tables: list[tuple[ev.Pages, int, int]] = []  # of each page table the transfer pages, prefix and total
         self.writers: tuple[str, ...] = ()  # ranks where it was opened, by unique rank
         self.accepted: set[str] = set()
         self.drained: set[str] = set()
         self.acked: set[str] = set()
-        self.cells: dict[tuple[int, int], Chunk] = {}  # by (writer, chunk), as are `planned` and `covered`
-        self.planned: dict[tuple[int, int], int] = {}  # a bit for each layer
+        self.cells: dict[tuple[int, int, int], Chunk] = {}  # by (writer, chunk, page table)
+        self.planned: dict[tuple[int, int], int] = {}  # by (writer, chunk), as `covered`: a bit for each layer
         self.covered: dict[tuple[int, int], int] = {}
         self.slices: dict[int, list[TransferSlice]] = {}  # by writer
         self.missing_finals: set[tuple[PartKind, PartKey]] = set()
@@ -394,14 +394,18 @@ class _Room:
     def plan(self, inputs: PlanInputs, reader: int) -> None:
         """Computes the parts that the writers must send to decode rank `reader`."""
         opening, room = self.opening, self.opening.room
-        prefix, total = inputs.span(opening.prefix_pages, opening.total_pages, opening.tokens)
-        self.prefix_pages, self.split = prefix, inputs.decode_split
+        span = inputs.span(opening.prefix_pages, opening.total_pages, opening.tokens)
+        self.tables = [(split_pages(opening.pages, inputs.decode_split), *span)]
+        for group, pages in zip(inputs.shape.groups, opening.groups, strict=True):
+            total = -(-opening.tokens // group.page_size)
+            self.tables.append((pages, total - len(pages), total))
         for part_slice in () if opening.prefill_only else slices_to_reader(inputs, room, reader):
             writer = part_slice.writer
             self.slices.setdefault(writer, []).append(part_slice)
-            for cell in writer_cells(inputs, room, writer, reader, total, prefix):
+            _, prefix, total = self.tables[part_slice.table]
+            for cell in writer_cells(inputs, room, writer, reader, total, prefix, part_slice.table):
                 at = writer, cell.index
-                self.cells[at] = cell
+                self.cells[*at, part_slice.table] = cell
                 self.planned[at] = self.planned.get(at, 0) | _bits(part_slice.layer_lo, part_slice.layer_hi)
         if opening.aux_index >= 0:
             self.missing_finals.add((PartKind.AUX, PartKey(aux_writer(inputs, room, reader), 0, 0, 0)))
@@ -414,10 +418,12 @@ class _Room:
 
     def pages(self, key: PartKey) -> ev.Pages | None:
         """Returns this rank's pages for a part; None if no such part is planned."""
-        cell = self.cells.get((key.writer, key.chunk))
-        if cell is None or not any(s.layer_lo <= key.lo < key.hi <= s.layer_hi for s in self.slices[key.writer]):
-            return None
-        return split_pages(self.opening.pages, self.split)[cell.own_range(self.prefix_pages)]
+        for part_slice in self.slices.get(key.writer, ()):
+            cell = self.cells.get((key.writer, key.chunk, part_slice.table))
+            if cell is not None and part_slice.layer_lo <= key.lo < key.hi <= part_slice.layer_hi:
+                pages, prefix, _ = self.tables[part_slice.table]
+                return pages[cell.own_range(prefix)]
+        return None
 
     def add_covered(self, key: PartKey) -> None:
         """Records that the bytes of a part are in their pages."""

@@ -28,7 +28,7 @@ from kvctl_agent.layout.plan import (
 from kvctl_agent.layout.plan_inputs import PlanInputs, Wire
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.decode.rooms import DecodeState, FinalKey, RecvRoom, RecvRooms
+from kvctl_agent.protocol.decode.rooms import DecodeState, FinalKey, RecvRoom, RecvRooms, TablePages
 from kvctl_agent.protocol.machine import MachineContext, PeerSessions
 from kvctl_agent.protocol.peer import Peer, PeerPlan, PeerState, plan_with_peer
 from kvctl_agent.protocol.tag import PartKey, PartKind
@@ -64,7 +64,8 @@ class RecvAdmission:
             [items.astype("<i4").tobytes() for items in event.states],
             event.prefill_only,
         )
-        room = RecvRoom(opening, event.instance, event.pages, record, context.now_ns, event.tokens)
+        pages = event.pages, event.groups, event.tokens
+        room = RecvRoom(opening, event.instance, *pages, record, context.now_ns)
         self.state.rooms[event.room] = room
         self.rooms.enter(room, RoomState.BOOTSTRAPPING)
         if clash := self.state.clashes.get(event.instance):
@@ -128,19 +129,23 @@ class RecvAdmission:
         if not needed <= len(room.pages) <= given:
             raise LayoutError(f"{len(room.pages)} pages after a prefix of {opening.prefix_pages}, not {needed}")
         engine_pages = room.pages[:needed]
-        room.pages = split_pages(engine_pages, split)[:own]
-        room.prefix_pages = prefix
+        tables = [TablePages(split_pages(engine_pages, split)[:own], prefix, total)]
+        for group, pages in zip(inputs.shape.groups, room.groups, strict=True):
+            group_total = -(-room.tokens // group.page_size)
+            tables.append(TablePages(pages, group_total - len(pages), group_total))
+        room.tables = tables
         room.opening = msgspec.structs.replace(
             opening,
             pages=engine_pages.astype("<i4").tobytes(),
             prefix_pages=prefix,
             total_pages=total,
             inputs=wire,
+            groups=[pages.astype("<i4").tobytes() for pages in room.groups],
+            tokens=room.tokens if room.groups else 0,
         )
 
     def _plan(self, room: RecvRoom, inputs: PlanInputs, roster: tuple[str, ...]) -> None:
         opening = room.opening
-        total, prefix = opening.total_pages, opening.prefix_pages
         wanted = [] if opening.prefill_only else slices_to_reader(inputs, room.room, self.context.rank)
         finals: dict[FinalKey, tuple[TransferSlice | None, ev.Pages]] = {}
         if opening.aux_index >= 0:
@@ -154,13 +159,14 @@ class RecvAdmission:
                     key = PartKey(share.writer, share.segment, share.layer_lo, share.layer_hi)
                     items = np.frombuffer(opening.states[components.index(share.segment)], "<i4")
                     finals[PartKind.STATE, key] = share, items
-        chunks: dict[int, Sequence[Chunk]] = {}  # by cp rank: writers of one cp rank send the same chunks
+        chunks: dict[tuple[int, int], Sequence[Chunk]] = {}  # writers of one cp rank send the same chunks
 
-        def chunks_of(writer: int) -> Sequence[Chunk]:
-            cp = inputs.prefill.coord(writer).cp
-            if cp not in chunks:
-                chunks[cp] = writer_cells(inputs, room.room, writer, self.context.rank, total, prefix)
-            return chunks[cp]
+        def chunks_of(writer: int, table: int) -> Sequence[Chunk]:
+            key = inputs.prefill.coord(writer).cp, table
+            if key not in chunks:
+                _, prefix, total = room.tables[table]
+                chunks[key] = writer_cells(inputs, room.room, writer, self.context.rank, total, prefix, table)
+            return chunks[key]
 
         room.plan(wanted, chunks_of, finals, {name: self.context.peers[name].incarnation for name in roster})
 

@@ -31,6 +31,7 @@ from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey
 from kvctl_agent.telemetry.room_records import RoomRecord
 
 ChunkKey = tuple[int, int]  # (writer, chunk)
+TableChunkKey = tuple[int, int, int]  # (writer, chunk, page table)
 FinalKey = tuple[PartKind, PartKey]
 
 
@@ -39,6 +40,14 @@ class PlannedPart(NamedTuple):
 
     share: TransferSlice
     pages: Pages
+
+
+class TablePages(NamedTuple):
+    """Pages of one page table into which a room is received: transfer pages of this rank, after a cached prefix."""
+
+    pages: Pages
+    prefix_pages: int
+    total_pages: int
 
 
 class PartChecksum(NamedTuple):
@@ -74,13 +83,14 @@ class RecvRoom:
 
     opening: RoomOpen
     instance: str
-    pages: Pages
+    pages: Pages  # as the engine has passed them, of KV
+    groups: tuple[Pages, ...]  # of each KV group
+    tokens: int  # length of the prompt; 0 if its last page counts as full
     record: RoomRecord
     since_ns: int  # start of the current deadline: when the state was entered, or the last progress
-    tokens: int = 0  # length of the prompt; 0 if its last page counts as full
     room: int = field(init=False)
     nonce: int = field(init=False)
-    prefix_pages: int = field(init=False)
+    tables: Sequence[TablePages] = ()
     state: RoomState = RoomState.BOOTSTRAPPING
     resend_ns: int = 0
     failure: Failure | None = None
@@ -91,7 +101,7 @@ class RecvRoom:
     unaccepted: int = 0  # number of transfers
     writers: tuple[str, ...] = ()  # names of the instance's ranks when the room was opened
     shares: dict[int, list[TransferSlice]] = field(default_factory=dict)  # by writer, one per segment
-    chunks: dict[ChunkKey, Chunk] = field(default_factory=dict)  # narrowed to the pages that the writer sends
+    chunks: dict[TableChunkKey, Chunk] = field(default_factory=dict)  # narrowed to the pages that the writer sends
     wanted: dict[ChunkKey, int] = field(default_factory=dict)
     granted: dict[ChunkKey, int] = field(default_factory=dict)  # layers with a live grant: no two grants overlap
     landed: dict[ChunkKey, int] = field(default_factory=dict)
@@ -105,12 +115,11 @@ class RecvRoom:
     def __post_init__(self) -> None:
         self.room = self.opening.room
         self.nonce = self.opening.nonce
-        self.prefix_pages = self.opening.prefix_pages
 
     def plan(
         self,
         shares: Sequence[TransferSlice],
-        chunks_of: Callable[[int], Sequence[Chunk]],
+        chunks_of: Callable[[int, int], Sequence[Chunk]],
         finals: dict[FinalKey, tuple[TransferSlice | None, Pages]],
         writers: dict[str, int],
     ) -> None:
@@ -118,7 +127,7 @@ class RecvRoom:
 
         Args:
             shares: KV transfer slices that this rank receives.
-            chunks_of: returns the chunks that a writer, named by its unique rank, has to send.
+            chunks_of: returns the chunks of a page table that a writer, named by its unique rank, has to send.
             finals: final parts to receive, each with its transfer slice (None for aux), and its items or its row of
                 aux.
             writers: incarnations of the instance's ranks by name, in the order of unique ranks.
@@ -131,9 +140,9 @@ class RecvRoom:
         for share in shares:
             known = self.shares.setdefault(share.writer, [])
             known.append(share)
-            for chunk in chunks_of(share.writer):
+            for chunk in chunks_of(share.writer, share.table):
                 place = share.writer, chunk.index
-                self.chunks[place] = chunk
+                self.chunks[*place, share.table] = chunk
                 self.wanted[place] = self.wanted.get(place, 0) | mask(share.layer_lo, share.layer_hi)
         self.missing = len(self.wanted)
         self.record.planned = sum(wanted.bit_count() for wanted in self.wanted.values())
@@ -143,21 +152,22 @@ class RecvRoom:
 
         Returns None if the part's chunk is not planned, or if its layers do not lie in one transfer slice.
         """
-        chunk = self.chunks.get((key.writer, key.chunk))
-        if chunk is None:
-            return None
-        for share in self.shares[key.writer]:
+        for share in self.shares.get(key.writer, ()):
             if share.layer_lo <= key.lo < key.hi <= share.layer_hi:
-                return PlannedPart(share, self.pages[chunk.own_range(self.prefix_pages)])
+                chunk = self.chunks.get((key.writer, key.chunk, share.table))
+                if chunk is not None:
+                    table = self.tables[share.table]
+                    return PlannedPart(share, table.pages[chunk.own_range(table.prefix_pages)])
         return None
 
     def owed_bytes(self, peer: str) -> int:
         """Returns the KV bytes of the room that one prefill rank has to send, whether or not they have landed."""
         return sum(
             share.payload_bytes(chunk.count)
-            for (writer, _), chunk in self.chunks.items()
+            for (writer, _, table), chunk in self.chunks.items()
             if self.writers[writer] == peer
             for share in self.shares[writer]
+            if share.table == table
         )
 
     def land(self, key: PartKey) -> None:

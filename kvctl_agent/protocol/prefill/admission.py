@@ -6,7 +6,7 @@ sends are checked against these inputs and against the pool that the peer descri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import encodable
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.chunks import Chunk, split_pages
+from kvctl_agent.layout.chunks import split_pages
 from kvctl_agent.layout.plan import aux_writer, slices_of_writer, state_slices_to_reader, stripe_of, writer_cells
 from kvctl_agent.layout.plan_inputs import PlanInputs, differences
 from kvctl_agent.protocol import events as ev
@@ -31,7 +31,7 @@ from kvctl_agent.protocol.prefill.rooms import (
     StagingRequests,
     writer_quota,
 )
-from kvctl_agent.protocol.prefill.send_room import Final, PeerTransfer, SendRoom
+from kvctl_agent.protocol.prefill.send_room import Final, PeerTransfer, SendRoom, TableTransfer
 from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey
 
 MAX_CHUNKS = 1 << 16  # of one room
@@ -132,10 +132,14 @@ class SendAdmission:
             for share in slices_of_writer(inputs, message.room, peer.coord.dp, self.context.rank)
             if share.reader == reader and not message.prefill_only
         ]
-        chunks: Sequence[Chunk] = ()
-        if owed:
-            span_pages = message.total_pages, message.prefix_pages
-            chunks = writer_cells(inputs, message.room, self.context.rank, reader, *span_pages)
+        spans = [(split_pages(pages, inputs.decode_split)[:own], message.prefix_pages, message.total_pages)]
+        spans += self._group_pages(peer.name, inputs, message, pool["slots"])  # type: ignore[arg-type]
+        tables = []
+        for number, (dst_pages, prefix, total) in enumerate(spans):
+            sends = any(share.table == number for share in owed)
+            cells = writer_cells(inputs, message.room, self.context.rank, reader, total, prefix, number)
+            split = 1 if number else inputs.prefill_split
+            tables.append(TableTransfer(cells if sends else (), dst_pages, prefix, total, split))
         return PeerTransfer(
             writer=self.context.rank,
             room=message.room,
@@ -143,16 +147,31 @@ class SendAdmission:
             reader=peer.coord,
             nonce=message.nonce,
             shares=owed,
-            chunks=chunks,
-            dst_pages=split_pages(pages, inputs.decode_split)[:own],
-            prefix_pages=message.prefix_pages,
+            tables=tables,
             prefix_tokens=message.prefix_pages * inputs.page_size,
-            total_pages=message.total_pages,
-            split=inputs.prefill_split,
             finals=self._finals_of(peer.name, reader, inputs, message, pool["slots"]),  # type: ignore[arg-type]
             prefill_only=message.prefill_only,
             cancel=CancelToken(peer.lease),
         )
+
+    def _group_pages(
+        self, name: str, inputs: PlanInputs, message: msg.RoomOpen, slots: list[int]
+    ) -> Iterator[tuple[ev.Pages, int, int]]:
+        """Yields for each KV group the decode rank's pages, how many pages of the prompt precede them, and the total.
+
+        Raises:
+            LayoutError: a page is outside the decode rank's pool, or there are more than the prompt has.
+        """
+        groups = [segment for segment in inputs.segments if segment.table]
+        if len(message.groups) > len(groups):
+            raise LayoutError(f"pages of {len(message.groups)} KV groups, the model has {len(groups)}")
+        for place, segment in enumerate(groups):
+            data = message.groups[place] if place < len(message.groups) else b""
+            pages = _indices(data, len(data) // 4, slots[segment.index], f"pages of group {segment.name}", name)
+            total = -(-message.tokens // inputs.shape.groups[place].page_size)
+            if len(pages) > total:
+                raise LayoutError(f"{len(pages)} pages of group {segment.name} for {message.tokens} tokens")
+            yield pages, total - len(pages), total
 
     def _finals_of(
         self, name: str, reader: int, inputs: PlanInputs, message: msg.RoomOpen, slots: list[int]

@@ -153,7 +153,7 @@ class Dispatch:
         assert peer.info is not None
         self.rooms.unpark(room, transfer, part)
         self.state.credits[peer.name].refund(part)
-        part.path = self.staging.fallback(peer.info, part.share, part.layers, transfer.pages_at(part.chunk))
+        part.path = self.staging.fallback(peer.info, part.share, part.layers, transfer.pages_at(part))
         self.context.telemetry.metrics.add("kvctl_fallbacks_total", 1, "ring-too-small")
         text = (
             f"{part.key} needs {message.needs} bytes, the ring of {peer.name} has {message.ring}: sent by {part.path}"
@@ -214,19 +214,23 @@ class Dispatch:
             chunks: pages and layers that may be sent from now on.
             at_ns: monotonic time at which they were computed.
         """
-        given, total = room.computed.given, room.computed.total
-        wanted = transfer.engine_pages
-        if not transfer.prefill_only and (given > wanted or total not in (None, wanted)):
-            expected = f"{transfer.peer} expects {wanted}"
-            text = f"room {room.room}: this side computed {given} pages, {expected}"
-            self.rooms.fail(room, self.context.failure("KV_PLAN_MISMATCH", text))
-            return
+        for number, computed in () if transfer.prefill_only else room.computed.by_table.items():
+            wanted = transfer.tables[number].engine_pages
+            if computed.given > wanted or computed.total not in (None, wanted):
+                of = f" of group {number}" if number else ""
+                text = f"this side computed {computed.given} pages{of}, {transfer.peer} expects {wanted}"
+                self.rooms.fail(room, self.context.failure("KV_PLAN_MISMATCH", f"room {room.room}: {text}"))
+                return
         if room.recalling or transfer.recalled is not None:
             return
         room.since_ns = self.context.now_ns
         if room.state is RoomState.WAITING_FOR_INPUT:
             self.rooms.enter(room, RoomState.TRANSFERRING)
-        ready = room.mark_ready(transfer, chunks, at_ns)
+        try:
+            ready = room.mark_ready(transfer, chunks, at_ns)
+        except LayoutError as error:
+            self.rooms.fail(room, self.context.failure("KV_PLAN_MISMATCH", f"room {room.room}: {error}"))
+            return
         if room.computed.complete or any(not part.path for part in ready):  # the latter were cut just now
             self.staging.request(room, transfer)
         for part in ready:
@@ -245,7 +249,7 @@ class Dispatch:
         self.rooms.unpark(room, transfer, part)
         assert part.src_pages is not None
         transfer.to_queue -= part.layers
-        dst_pages = transfer.pages_at(part.chunk)
+        dst_pages = transfer.pages_at(part)
         self._queue(transfer, part, part.path, part.src_pages, dst_pages, part.ready_ns, peer.incarnation, grant)
         self.queue_finals(room, transfer)
 
@@ -368,7 +372,7 @@ class Forwards:
             text = f"room {room.room}: layer groups {groups} do not tile layers {own}"
             self.rooms.fail(room, self.context.failure("KV_PLAN_MISMATCH", text))
             return
-        room.groups = event.groups
+        room.groups = room.computed.layer_groups(event.groups)
         room.prefetched = True
         room.recalled = False
         if not room.computed.given and not room.launched:  # otherwise the forward of a later chunk begins
@@ -403,7 +407,7 @@ class Forwards:
         if room.failure is not None:
             return
         try:
-            chunks = room.computed.take(event.layers, event.pages, event.last)
+            chunks = room.computed.take(event.layers, event.pages, event.last, event.groups)
         except LayoutError as error:
             self.rooms.fail(room, self.context.failure("KV_PLAN_MISMATCH", f"room {room.room}: {error}"))
             return

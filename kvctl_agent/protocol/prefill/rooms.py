@@ -22,7 +22,7 @@ from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.machine import MachineContext, Tombstones, failure_of
 from kvctl_agent.protocol.peer import LocalInfo, Peer, Timing
 from kvctl_agent.protocol.prefill.send_room import (
-    ComputedPages,
+    ComputedTables,
     Final,
     Part,
     PartState,
@@ -218,7 +218,7 @@ class StagingRequests:
         wanted: list[Part] = []
         for part in transfer.parts.values():
             if not part.path:
-                part.path = self.choose(info, part.share, part.layers, transfer.pages_at(part.chunk))
+                part.path = self.choose(info, part.share, part.layers, transfer.pages_at(part))
             if part.path == STAGED and not part.requested and part.grant is None:
                 wanted.append(part)
         if not wanted or not self.state.credits[transfer.peer].charge(
@@ -293,8 +293,12 @@ class SendRooms:
         room = self.state.rooms[number] = SendRoom(number, record, self.nothing_computed(), self.context.now_ns)
         return room
 
-    def nothing_computed(self) -> ComputedPages:
-        return ComputedPages(self.layers, self.context.local.chunk_pages)
+    def nothing_computed(self) -> ComputedTables:
+        local = self.context.local
+        cell_tokens = local.chunk_pages * local.page_size
+        shards = [shard for shard in local.shards if shard.segment.table]
+        pages = [cell_tokens // group.page_size for group in local.shape.groups]
+        return ComputedTables(self.layers, local.chunk_pages, list(zip(shards, pages, strict=True)))
 
     def find(self, peer: Peer, number: int, nonce: int) -> tuple[SendRoom, PeerTransfer] | None:
         """Returns the room and transfer that a message is about.

@@ -17,7 +17,7 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import layer_range
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.chunks import Chunk
-from kvctl_agent.layout.parallel import RankCoord
+from kvctl_agent.layout.parallel import LocalShard, RankCoord
 from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.protocol.events import Pages, SendPages
 from kvctl_agent.protocol.messages import Grant
@@ -27,16 +27,17 @@ from kvctl_agent.telemetry.room_records import BusyTime, RoomRecord
 
 
 class SendableChunk(NamedTuple):
-    """Pages [old, new) of layers [lo, hi), which may be sent from now on."""
+    """Pages [old, new) of a page table in layers [lo, hi), which may be sent from now on."""
 
     lo: int
     hi: int
     old: int
     new: int
+    table: int = 0
 
 
 class ComputedPages:
-    """Pages of one room that the engine has computed, counted for each layer.
+    """Pages of one page table of a room that the engine has computed, counted for each layer.
 
     A plain forward computes the next pages in all layers at once; a pipelined forward computes them in one layer group
     after the other. Only whole chunks may be sent until the last pages of the prompt are computed.
@@ -48,10 +49,21 @@ class ComputedPages:
         forwards: number of times that new pages were computed, regardless of the number of layer groups.
     """
 
-    __slots__ = ("_chunk_pages", "_counts", "_first_layer", "_pages", "complete", "forwards", "given", "total")
+    __slots__ = (
+        "_chunk_pages",
+        "_counts",
+        "_first_layer",
+        "_pages",
+        "_table",
+        "complete",
+        "forwards",
+        "given",
+        "total",
+    )
 
-    def __init__(self, layers: range, chunk_pages: int) -> None:
+    def __init__(self, layers: range, chunk_pages: int, table: int = 0) -> None:
         self._chunk_pages = chunk_pages
+        self._table = table
         self._first_layer = layers.start
         self._counts = [0] * len(layers)  # pages computed in each layer
         self._pages: list[Pages] = []
@@ -95,13 +107,15 @@ class ComputedPages:
             self.total = end
         self._counts = [*before, *[end] * len(counts), *after]
         self.complete = self._counts.count(end) == len(self._counts) and end == self.total
-        chunks = [SendableChunk(lo, hi, self._whole_chunks(first), self._sendable(end))]
-        return chunks + [SendableChunk(start, stop, self._whole_chunks(end), end) for start, stop, _ in waiting]
+        chunks = [SendableChunk(lo, hi, self._whole_chunks(first), self._sendable(end), self._table)]
+        return chunks + [
+            SendableChunk(start, stop, self._whole_chunks(end), end, self._table) for start, stop, _ in waiting
+        ]
 
     def sendable(self) -> list[SendableChunk]:
         """Returns all pages and layers that may be sent so far."""
         chunks = [
-            SendableChunk(lo, hi, 0, self._sendable(count))
+            SendableChunk(lo, hi, 0, self._sendable(count), self._table)
             for lo, hi, count in self._spans(self._first_layer, self._counts)
         ]
         return [chunk for chunk in chunks if chunk.new]
@@ -111,8 +125,15 @@ class ComputedPages:
         return self._sendable(min(self._counts[lo - self._first_layer : hi - self._first_layer])) >= page
 
     def source(self, chunk: Chunk, split: int) -> Pages:
-        """Returns this rank's transfer pages of one chunk, `split` for each page of this rank."""
-        return chunk.pages_of(self._known(), split)
+        """Returns this rank's transfer pages of one chunk, `split` for each page of this rank.
+
+        Raises:
+            LayoutError: the engine has passed no page for a part of the chunk.
+        """
+        pages = chunk.pages_of(self._known(), split)
+        if self._table and int(pages.min()) < 0:
+            raise LayoutError(f"pages {chunk.first}-{chunk.end - 1} of group {self._table} are wanted, and one is -1")
+        return pages
 
     def describe_missing(self) -> str:
         """Describes which layers lack which pages, for the text of a failure."""
@@ -150,6 +171,83 @@ class ComputedPages:
             hi = lo + len(list(run))
             yield lo, hi, count
             lo = hi
+
+
+class ComputedTables:
+    """Pages of one room that the engine has computed, in every page table.
+
+    Attributes:
+        by_table: the tables of which this rank has layers, by number.
+    """
+
+    __slots__ = ("_groups", "by_table")
+
+    def __init__(self, layers: range, chunk_pages: int, groups: Sequence[tuple[LocalShard, int]] = ()) -> None:
+        """Creates empty tables.
+
+        Args:
+            layers: this rank's KV and draft layers.
+            chunk_pages: pages per cell of the chunk grid.
+            groups: for each KV group this rank's shard and the pages per cell.
+        """
+        self._groups = [shard.segment for shard, _ in groups]
+        self.by_table = {0: ComputedPages(layers, chunk_pages)}
+        for number, (shard, cell) in enumerate(groups, 1):
+            if shard.num_layers:
+                self.by_table[number] = ComputedPages(range(shard.layer_lo, shard.layer_hi), cell, number)
+
+    @property
+    def given(self) -> int:
+        """As `ComputedPages.given`, of KV; also `total` and `forwards`."""
+        return self.by_table[0].given
+
+    @property
+    def total(self) -> int | None:
+        return self.by_table[0].total
+
+    @property
+    def forwards(self) -> int:
+        return self.by_table[0].forwards
+
+    @property
+    def complete(self) -> bool:
+        """Whether every page of every table is computed in every layer."""
+        return all(table.complete for table in self.by_table.values())
+
+    def take(
+        self, layers: tuple[int, int] | None, pages: Pages, last: bool, groups: Sequence[Pages] = ()
+    ) -> list[SendableChunk]:
+        """Adds the next pages of KV, and of the groups computed with it; arguments and errors as `ComputedPages.take`.
+
+        Args:
+            groups: the next pages of each group; groups at the end that have none may be omitted.
+        """
+        if len(groups) > len(self._groups):
+            raise LayoutError(f"pages of {len(groups)} groups, the model has {len(self._groups)}")
+        chunks = self.by_table[0].take(layers, pages, last)
+        for number, segment in enumerate(self._groups, 1):
+            span = layers and segment.beside(*layers)
+            if number in self.by_table and (span is None or span[0] < span[1]):
+                own = groups[number - 1] if number <= len(groups) else _NO_PAGES
+                chunks += self.by_table[number].take(span, own, last)
+        return chunks
+
+    def sendable(self) -> list[SendableChunk]:
+        """Returns all pages and layers that may be sent so far."""
+        return [chunk for table in self.by_table.values() for chunk in table.sendable()]
+
+    def layer_groups(self, groups: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """Returns groups of KV layers with the groups' layers that are computed with each of them."""
+        spans = [segment.beside(lo, hi) for segment in self._groups for lo, hi in groups]
+        return (*groups, *(span for span in spans if span[0] < span[1]))
+
+    def describe_missing(self) -> str:
+        """Describes which layers lack which pages, for the text of a failure."""
+        short = next((table for table in self.by_table.values() if not table.complete), self.by_table[0])
+        return short.describe_missing()
+
+
+_NO_PAGES: Pages = np.empty(0, np.int32)
 
 
 class PartState(IntEnum):
@@ -221,6 +319,38 @@ class Final:
 
 
 @dataclass(slots=True, eq=False)
+class TableTransfer:
+    """The pages of one page table that a rank sends to one decode rank.
+
+    Attributes:
+        chunks: chunks of the grid, narrowed to the pages that this rank sends to the decode rank.
+        dst_pages: transfer pages of the decode rank after its cached prefix.
+        prefix_pages, total_pages: transfer pages of the prefix and of the prompt.
+        split: transfer pages in a page of this rank.
+    """
+
+    chunks: Sequence[Chunk]
+    dst_pages: Pages
+    prefix_pages: int
+    total_pages: int
+    split: int = 1
+    _first_pages: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._first_pages = [chunk.first for chunk in self.chunks]
+
+    @property
+    def engine_pages(self) -> int:
+        """Number of this rank's pages in the prompt."""
+        return -(-self.total_pages // self.split)
+
+    def between(self, old: int, new: int) -> Sequence[Chunk]:
+        """Returns the chunks that start within this rank's pages [old, new)."""
+        first, end = (bisect_left(self._first_pages, page * self.split) for page in (old, new))
+        return self.chunks[first:end]
+
+
+@dataclass(slots=True, eq=False)
 class PeerTransfer:
     """The parts of a room that this rank sends to one decode rank, under the nonce chosen by that decode rank.
 
@@ -229,10 +359,7 @@ class PeerTransfer:
 
     Attributes:
         shares: transfer slices of KV that this rank sends, one per segment; their layers are disjoint.
-        chunks: chunks of the grid, narrowed to the pages that this rank sends to the decode rank.
-        split: transfer pages in a page of this rank.
-        dst_pages: transfer pages of the decode rank after its cached prefix.
-        prefix_pages, total_pages: transfer pages of the prefix and of the prompt.
+        tables: for each page table the pages to send.
         planned: number of (chunk, layer) cells to send.
         to_queue: number of cells that are not queued for transfer yet.
         to_send: number of cells and final parts that are not sent yet.
@@ -247,12 +374,8 @@ class PeerTransfer:
     reader: RankCoord
     nonce: int
     shares: Sequence[TransferSlice]
-    chunks: Sequence[Chunk]
-    dst_pages: Pages
-    prefix_pages: int
+    tables: Sequence[TableTransfer]
     prefix_tokens: int
-    total_pages: int
-    split: int
     finals: dict[tuple[PartKind, PartKey], Final]
     prefill_only: bool
     cancel: CancelToken
@@ -269,14 +392,13 @@ class PeerTransfer:
     planned: int = field(init=False)
     to_queue: int = field(init=False)
     to_send: int = field(init=False)
-    _first_pages: list[int] = field(init=False)
-    _parts_of_chunk: dict[int, list[Part]] = field(default_factory=dict)
+    _parts_of_chunk: dict[tuple[int, int], list[Part]] = field(default_factory=dict)  # by (table, chunk)
 
     def __post_init__(self) -> None:
         self.key = RoomKey(self.peer, self.room, self.nonce)
         self.former_cancel = self.cancel
-        self._first_pages = [chunk.first for chunk in self.chunks]
-        self.planned = self.to_queue = len(self.chunks) * sum(share.num_layers for share in self.shares)
+        self.planned = sum(len(self.tables[share.table].chunks) * share.num_layers for share in self.shares)
+        self.to_queue = self.planned
         self.to_send = self.planned + len(self.finals)
 
     def stop(self) -> None:
@@ -297,43 +419,38 @@ class PeerTransfer:
         """Whether no part is in flight; after the room has failed, none will be queued any more."""
         return self.in_flight == 0
 
-    def pages_at(self, chunk: Chunk) -> Pages:
-        """Returns the destination pages of one chunk."""
-        return self.dst_pages[chunk.own_range(self.prefix_pages)]
-
-    @property
-    def engine_pages(self) -> int:
-        """Number of this rank's pages in the prompt."""
-        return -(-self.total_pages // self.split)
+    def pages_at(self, part: Part) -> Pages:
+        """Returns the destination pages of a part."""
+        table = self.tables[part.share.table]
+        return table.dst_pages[part.chunk.own_range(table.prefix_pages)]
 
     def plan_parts(self, groups: Sequence[tuple[int, int]]) -> None:
         """Divides every undivided chunk into one part per layer group; without groups, into one per transfer slice."""
-        for chunk in self.chunks:
-            if chunk.index not in self._parts_of_chunk:
-                for lo, hi in groups or [(share.layer_lo, share.layer_hi) for share in self.shares]:
-                    self._cut(chunk, lo, hi)
+        for number, table in enumerate(self.tables):
+            for chunk in table.chunks:
+                if (number, chunk.index) not in self._parts_of_chunk:
+                    for lo, hi in groups or [(share.layer_lo, share.layer_hi) for share in self.shares]:
+                        self._cut(number, chunk, lo, hi)
 
-    def parts_between(self, lo: int, hi: int, old: int, new: int) -> list[Part]:
-        """Returns the parts with layers of [lo, hi) in the chunks that start within this rank's pages [old, new).
+    def parts_between(self, sendable: SendableChunk) -> list[Part]:
+        """Returns the parts that have layers and begin within the pages of `sendable`.
 
-        If none of these layers of a chunk belongs to a part yet, [lo, hi) becomes a part, or one part per transfer
-        slice.
+        If none of these layers of a chunk belongs to a part yet, they become a part, or one part per transfer slice.
         """
         found: list[Part] = []
-        first, end = (bisect_left(self._first_pages, page * self.split) for page in (old, new))
-        for place in range(first, end):
-            chunk = self.chunks[place]
-            parts = self._parts_of_chunk.get(chunk.index, [])
+        lo, hi, old, new, table = sendable
+        for chunk in self.tables[table].between(old, new):
+            parts = self._parts_of_chunk.get((table, chunk.index), [])
             if not any(part.key.lo < hi and part.key.hi > lo for part in parts):
-                parts = self._cut(chunk, lo, hi)
+                parts = self._cut(table, chunk, lo, hi)
             found += [part for part in parts if part.key.lo < hi and part.key.hi > lo]
         return found
 
-    def _cut(self, chunk: Chunk, lo: int, hi: int) -> list[Part]:
-        parts = self._parts_of_chunk.setdefault(chunk.index, [])
+    def _cut(self, table: int, chunk: Chunk, lo: int, hi: int) -> list[Part]:
+        parts = self._parts_of_chunk.setdefault((table, chunk.index), [])
         for share in self.shares:
             first, end = max(lo, share.layer_lo), min(hi, share.layer_hi)
-            if first < end:
+            if first < end and share.table == table:
                 key = PartKey(self.writer, chunk.index, first, end)
                 part = self.parts[key] = Part(key, chunk, share)
                 parts.append(part)
@@ -350,7 +467,7 @@ class SendRoom:
 
     room: int
     record: RoomRecord
-    computed: ComputedPages
+    computed: ComputedTables
     since_ns: int  # start of the current deadline: when the state was entered, or the last progress
     state: RoomState = RoomState.BOOTSTRAPPING
     claimed: bool = False  # the local engine has called send() for the room
@@ -405,13 +522,17 @@ class SendRoom:
         Args:
             chunks: layers and pages that may be sent from now on.
             at_ns: monotonic time at which they were computed.
+
+        Raises:
+            LayoutError: the engine has passed no page for a part.
         """
         ready: list[Part] = []
-        for lo, hi, old, new in chunks:
-            for part in transfer.parts_between(lo, hi, old, new):
-                end = -(-part.chunk.end // transfer.split)
-                if part.state is PartState.PLANNED and self.computed.ready(part.key.lo, part.key.hi, end):
-                    part.src_pages = self.computed.source(part.chunk, transfer.split)
+        for sendable in chunks:
+            computed, split = self.computed.by_table[sendable.table], transfer.tables[sendable.table].split
+            for part in transfer.parts_between(sendable):
+                end = -(-part.chunk.end // split)
+                if part.state is PartState.PLANNED and computed.ready(part.key.lo, part.key.hi, end):
+                    part.src_pages = computed.source(part.chunk, split)
                     part.ready_ns = at_ns
                     part.state = PartState.READY
                     ready.append(part)

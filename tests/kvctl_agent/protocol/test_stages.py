@@ -19,7 +19,7 @@ def cells(world: World, rank: int, reader: int = 0, room: int = 7) -> list[tuple
     transfer = next(
         transfer for transfer in world.p(rank).rooms[room].transfers.values() if transfer.peer == f"decode-{reader}"
     )
-    return [tuple(cell)[:3] for cell in transfer.chunks]
+    return [tuple(cell)[:3] for cell in transfer.tables[0].chunks]
 
 
 def opened(

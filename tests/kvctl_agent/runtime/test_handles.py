@@ -28,7 +28,7 @@ def send(posted: list[ev.Event]) -> Send:
     return Send(
         7,
         posted.append,
-        PoolLimits(num_pages=100, aux_slots=4, layers=range(8, 16), state_slots=(3, 0), page_tokens=16),
+        PoolLimits(num_pages=100, aux_slots=4, layers=range(8, 16), state_slots=(3, 0), group_slots=(), page_tokens=16),
     )
 
 

@@ -100,7 +100,9 @@ MUTANTS: dict[str, tuple[type, str, Any, set[str]]] = {
     "a machine that raises": (
         PeerTransfer,
         "pages_at",
-        lambda transfer, chunk: transfer.dst_pages[chunk.first - transfer.prefix_pages :][: {0: 1}[chunk.index]],
+        lambda transfer, part: transfer.tables[0].dst_pages[part.chunk.first - transfer.tables[0].prefix_pages :][
+            : {0: 1}[part.chunk.index]
+        ],
         {"exception"},
     ),
 }
