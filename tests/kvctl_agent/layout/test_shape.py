@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.shape import MAX_STATES, ModelShape, Plane, StateShape, segments
+from kvctl_agent.layout.shape import MAX_STATES, KVGroup, ModelShape, Plane, StateShape, segments
 
 MLA = ModelShape(num_layers=4, num_kv_heads=1, k_dim=576, v_dim=0, dtype_bytes=2, kind="mla")
 CONV = StateShape("conv", layers=(0, 2), rows=3, heads=1, head_bytes=10)
@@ -114,7 +115,9 @@ def test_scales_have_a_size_or_are_absent(field: str, value: object) -> None:
 
 def test_a_draft_of_a_draft_and_a_draft_with_state_are_refused() -> None:
     for draft in (replace(MLA, draft=MLA), replace(MLA, states=(CONV,))):
-        with pytest.raises(LayoutError, match="the draft model must not have a draft model or state"):
+        with pytest.raises(
+            LayoutError, match="the draft model must not have a draft model, state components or groups"
+        ):
             replace(MLA, draft=draft)
 
 
@@ -143,7 +146,7 @@ def test_a_states_layers_are_numbers(layer: object) -> None:
 
 
 def test_a_state_lies_beside_layers_that_the_model_has() -> None:
-    with pytest.raises(LayoutError, match=r"^state conv: layer 4 is beyond the 4 layers"):
+    with pytest.raises(LayoutError, match=r"^conv: layer 4 is beyond the 4 layers"):
         replace(MLA, states=(replace(CONV, layers=(0, 4)),))
 
 
@@ -152,5 +155,47 @@ def test_states_have_names_of_their_own_and_a_limit() -> None:
         replace(MLA, states=(CONV, CONV))
     many = tuple(replace(CONV, name=f"s{i}") for i in range(MAX_STATES + 1))
     assert len(segments(replace(MLA, states=many[:-1]), 1)) == 1 + MAX_STATES
-    with pytest.raises(LayoutError, match=f"at most {MAX_STATES} are allowed"):
+    with pytest.raises(LayoutError, match=f"and {MAX_STATES} components are allowed"):
         replace(MLA, states=many)
+
+
+class TestGroups:
+    KV = ModelShape(2, 2, 8, 4, 2)
+    GROUP = KVGroup("swa", KV, (1, 3), 8)
+
+    def test_each_group_is_a_segment_between_the_draft_and_the_states_with_a_table_of_its_own(self) -> None:
+        other = KVGroup("index", ModelShape(1, 1, 16, 0, 1, kind="mla"), (0,), 4)
+        shape = ModelShape(4, 5, 8, 4, 2, draft=ModelShape(1, 5, 8, 4, 2), states=(CONV,), groups=(self.GROUP, other))
+        found = segments(shape, 16)
+        assert [(s.name, s.layer_lo, s.layer_hi, s.heads, s.table) for s in found] == [
+            ("kv", 0, 4, 5, 0),
+            ("draft", 4, 5, 5, 0),
+            ("swa", 5, 7, 2, 1),
+            ("index", 7, 8, 1, 2),
+            ("conv", 0, len(CONV.layers), CONV.heads, None),
+        ]
+        assert [plane.rows for plane in found[2].planes] == [8, 8]
+        assert found[2].beside(0, 2) == (5, 6)
+        assert found[2].beside(2, 3) == (6, 6)
+
+    @pytest.mark.parametrize(
+        ("changes", "text"),
+        [
+            ({"name": "kv"}, "group 'kv': the name must be an identifier"),
+            ({"layers": (3, 1)}, r"group swa: layers \(3, 1\) are not ascending"),
+            ({"layers": (1,)}, "group swa: 2 layers, but 1 KV layers"),
+            ({"page_size": 0}, "page_size is 0"),
+            ({"kv": replace(KV, draft=KV)}, "group swa: kv must be a ModelShape without draft"),
+        ],
+    )
+    def test_what_a_group_cannot_be_is_refused_by_name(self, changes: dict[str, Any], text: str) -> None:
+        with pytest.raises(LayoutError, match=text):
+            replace(self.GROUP, **changes)
+
+    def test_a_group_lies_beside_layers_that_the_model_has_and_has_a_name_of_its_own(self) -> None:
+        with pytest.raises(LayoutError, match="swa: layer 3 is beyond the 2 layers"):
+            ModelShape(2, 1, 1, 1, 1, groups=(self.GROUP,))
+        with pytest.raises(LayoutError, match="names must be unique"):
+            ModelShape(4, 1, 1, 1, 1, groups=(self.GROUP, self.GROUP))
+        with pytest.raises(LayoutError, match="it must be a list of KVGroup"):
+            ModelShape(4, 1, 1, 1, 1, groups=(1,))  # type: ignore[arg-type]
