@@ -264,7 +264,8 @@ def _grant_returned_once(patch: Patch) -> None:
 
 
 def _done_without_the_rank_that_recalled(patch: Patch) -> None:
-    patch.setattr(SendRoom, "opened", property(lambda room: room.expected > 0))
+    patch.setattr(SendRoom, "sent", property(lambda room: all(each.sent for each in room.transfers.values())))
+    patch.setattr(SendRoom, "done", property(lambda room: all(each.done for each in room.transfers.values())))
 
 
 MUTATIONS = (
