@@ -27,10 +27,10 @@ from kvctl.lab.bench.results import Outcome
 from kvctl.lab.bench.rows import with_delta
 from kvctl.lab.bench.session import Session, Steps, measure, trials_of
 from kvctl.lab.bench.variants import Variant
-from kvctl.lab.bench.views import BENCH, PLAN, blocks, contestants, plan_rows, plan_table
+from kvctl.lab.bench.views import BENCH, PLAN, blocks, contestants, plan_captions, plan_rows, plan_table
 from kvctl.lab.ranks.group import FleetError
 from kvctl.lab.ranks.plan import Plan
-from kvctl.render.report import Report
+from kvctl.render.report import Block, Grid, Report, Text
 
 PlannedFleets = Sequence[tuple[Wave, Sequence[tuple[Variant, Plan]]]]
 
@@ -68,7 +68,10 @@ def bench(settings: Settings, plan_only: bool, **options: Any) -> None:
     planned = plan_fleets(request, output)
     if plan_only:
         rows = [row for _, pairs in planned for variant, plan in pairs for row in plan_rows(plan, variant.name)]
-        output.emit(Report(plan_table(rows), rows, answered=1))
+        view = plan_table(rows)
+        captions = plan_captions([plan for _, pairs in planned for _, plan in pairs])
+        text: list[Block] = [Text([[(line, "")] for line in captions])] if captions else []
+        output.emit(Report(view, rows, answered=1, blocks=lambda kept, _width: [*text, Grid(view, kept)]))
         return
     raise click.exceptions.Exit(BenchRun(output, settings, request, planned, baseline).run())
 

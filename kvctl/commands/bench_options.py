@@ -16,6 +16,7 @@ from kvctl.lab.bench.options import (
     parse_cp_modes,
     parse_gpus,
     parse_instances,
+    parse_kv_layouts,
     parse_names,
     parse_percent,
     parse_pipelines,
@@ -27,7 +28,7 @@ from kvctl.lab.bench.options import (
     parse_tokens,
 )
 from kvctl.lab.bench.presets import PRESETS
-from kvctl.lab.ranks.request import COMPUTES, DEVICES, DTYPE_BYTES, PAGE_ORDERS, VERIFY_MODES
+from kvctl.lab.ranks.request import COMPUTES, DEVICES, DTYPE_BYTES, KV_LAYOUTS, PAGE_ORDERS, VERIFY_MODES
 
 _AXES = {
     "tp": "attention tensor-parallel ranks",
@@ -101,6 +102,7 @@ def _layout() -> list[click.Option]:
     option = partial(grouped_option, "Layout")
     instances = "Several prefill instances at once, such as tp4,tp2:pp2,cp2; pp10+22 gives the layers of each stage."
     modes = "Division of the sending among CP ranks: rank0, all, all-chunk, room-hash; several are compared."
+    interleave = "Consecutive tokens of a prompt on each of the --decode-cp ranks that share it."
     return [
         *(
             option(f"--{role}-{axis}", "N", f"{role.capitalize()}: {text}.", default=1)
@@ -111,6 +113,7 @@ def _layout() -> list[click.Option]:
         option("--prefill-pp-layers", "A,B,…", "Layers of each stage.", parse_stages, default=""),
         option("--decode-pp-layers", "A,B,…", "The same for decode.", parse_stages, default=""),
         option("--cp-mode cp_modes", "A,B,…", modes, parse_cp_modes, default="rank0"),
+        option("--cp-interleave", "TOKENS", interleave, default=1),
     ]
 
 
@@ -120,6 +123,7 @@ def _model() -> list[click.Option]:
     state = (
         "State per request, rows x heads x bytes: conv:4x1x256, swa:1x8x256:window=512, idx:1x1x132:pages. Repeatable."
     )
+    layouts = f"Order of the axes in the KV pools, of both sides or of each: {', '.join(KV_LAYOUTS)}."
     return [
         option("--model", "NAME", "A known model's KV shape. [default: llama-3.1-8b]"),
         option("--layers", "N", "Layers. [default: the model's]", type=int),
@@ -134,6 +138,9 @@ def _model() -> list[click.Option]:
         option("--draft-dim", "N", "Head dim of the draft model. [default: the model's]", type=int),
         option("--state states", "NAME:RxHxB", state, parse_state, multiple=True),
         option("--page-size", "N", "Tokens per page.", default=16),
+        option("--prefill-page-size", "N", "Tokens per page of the prefill side. [default: --page-size]", type=int),
+        option("--decode-page-size", "N", "The same for decode; the smaller page divides the larger.", type=int),
+        option("--kv-layout kv_layouts", "PREFILL[,DECODE]", layouts, parse_kv_layouts, default="nhd"),
         option("--page-order", "|".join(PAGE_ORDERS), "Order of a room's pages in the pools.", default=PAGE_ORDERS[0]),
     ]
 

@@ -178,6 +178,8 @@ def _check(options: Mapping[str, Any], given: Collection[str]) -> None:
             if f"prefill_{axis}" in given:
                 option = f"--prefill-{axis.replace('_', '-')}"
                 raise _refused("--prefill-instances", f"it defines the sizes of every instance: leave out {option}")
+    if "cp_interleave" in given and options["decode_cp"] < 2:
+        raise _refused("--cp-interleave", "decode ranks share prompts only with --decode-cp 2 or more: add it")
     _check_device(options, given)
     for role in ("prefill", "decode"):
         stages, size = options[f"{role}_pp_layers"], options[f"{role}_pp"]
@@ -239,8 +241,9 @@ def _source(options: Mapping[str, Any], seed: int) -> tuple[Source | None, list[
     elif options["sessions"] is not None:
         turns = options["turns"] or _TURNS
         new_tokens = options["tokens"].values
+        block_tokens = (options["decode_page_size"] or options["page_size"]) * options["decode_cp"]
         traffic = sessions(
-            options["sessions"], turns, new_tokens, options["output_tokens"] or _OUTPUT_TOKENS, options["page_size"]
+            options["sessions"], turns, new_tokens, options["output_tokens"] or _OUTPUT_TOKENS, block_tokens
         )
         facts = {"kind": "sessions", "sessions": options["sessions"], "turns": turns}
     else:
@@ -326,6 +329,7 @@ def _plan_request(options: Mapping[str, Any], loads: tuple[Load, ...], seed: int
     decodes = options["decode_ms"] > 0
     same_name = (
         "model layers kv_heads head_dim v_head_dim dtype draft_layers draft_heads draft_dim page_size page_order "
+        "prefill_page_size decode_page_size cp_interleave kv_layouts "
         "prefix_hit rooms paths ring_mb chunk_tokens pipelines layer_ms decode_ms "
         "device compute prefill_gpus decode_gpus direct_sms"
     )

@@ -33,7 +33,12 @@ _MAX_PAGE = 1 << 16
 _POINT_SECONDS = 3.0
 _GROUPS = ("Layout", "Model", "Load", "Real traffic", "Engine", "GPUs")
 # Options that tune itself varies, or that only a table has.
-_NOT_TAKEN = frozenset({"ring_mb", "chunk_tokens", "cp_modes", "sweep", "preset", "repeat", "point_seconds"})
+_NOT_TAKEN = frozenset(
+    {
+        *("ring_mb", "chunk_tokens", "cp_modes", "sweep", "preset", "repeat", "point_seconds"),
+        *("prefill_page_size", "decode_page_size"),
+    }
+)
 
 TUNE = View(
     "tune",

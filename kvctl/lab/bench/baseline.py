@@ -25,6 +25,9 @@ _KEY = (
     "concurrency",
     "tokens",
     "page_size",
+    "decode_page_size",
+    "cp_interleave",
+    "kv_layouts",
     "prefill",
     "decode",
     "layer_ms",
@@ -71,8 +74,8 @@ def compare(
     if all(run is None for _, run in pairs):
         paths = ", ".join(sorted({str(run.get("path")) for run in baseline["runs"]}))
         raise ValueError(
-            f"the baseline has no run with the same path, transport, layout, concurrency, tokens and page size "
-            f"(its paths: {paths or 'none'})"
+            f"the baseline has no run with the same path, transport, layout, concurrency, tokens, page sizes "
+            f"and pool layouts (its paths: {paths or 'none'})"
         )
     return [_compared(row, run, max_regress) for row, run in pairs]
 
@@ -96,5 +99,9 @@ def _compared(row: dict[str, Any], before: Mapping[str, Any] | None, max_regress
 
 
 def _same(saved: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    """Returns whether two runs are the same measurement; key fields that the saved run lacks are ignored."""
+    """Returns whether two runs are the same measurement; key fields that the saved run lacks are ignored.
+
+    Runs saved before pages and pools of the two sides could differ are of equal pages and contiguous pools.
+    """
+    saved = {"decode_page_size": saved.get("page_size"), "cp_interleave": None, "kv_layouts": ["nhd", "nhd"], **saved}
     return all(saved[name] == row.get(name) for name in _KEY if name in saved)

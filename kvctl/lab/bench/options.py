@@ -133,6 +133,14 @@ def parse_pipelines(text: str) -> tuple[str, ...]:
     return _choices(text, (*PIPELINES, "4"), lambda word: word in PIPELINES or (word.isdecimal() and int(word) > 0))
 
 
+def parse_kv_layouts(text: str) -> tuple[str, str]:
+    """Parses the pool layout of both sides, such as `hnd`, or those of prefill and decode, such as `nhd,fused`."""
+    names = parse_names(text)
+    if not 1 <= len(names) <= 2:
+        raise ValueError(f"{text!r}: write one layout for both sides, or those of prefill and decode, such as nhd,hnd")
+    return names[0], names[-1]
+
+
 def parse_busy_engines(text: str) -> tuple[str, ...]:
     """Parses a comma-separated list of `BUSY_ENGINES`."""
     return _choices(text, BUSY_ENGINES, lambda word: word in BUSY_ENGINES)

@@ -186,7 +186,7 @@ def with_requests(request: PlanRequest, source: Source, shape: PlannedShape) -> 
     capacity = source.cache_tokens
     if capacity is None:
         capacity = request.memory_bytes // 2 // request.decode.dp // token_bytes(shape)
-    routed = route(source.traffic, request.decode.dp, request.page_size, capacity)
+    routed = route(source.traffic, request.decode.dp, request.decode_run, capacity)
     requests = tuple(
         Request(
             arrival_ms=prompt.arrival_ms,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from kvctl.lab.ranks.request import PlanRequest, Sizes
 
@@ -78,3 +79,18 @@ def sizes_text(sizes: Sizes) -> str:
     stages = "+".join(map(str, sizes.layers))
     words = [f"{axis}{stages if axis == 'pp' and stages else number}" for axis, number in axes.items() if number > 1]
     return " ".join(words) or "tp1"
+
+
+def pages_text(sizes: Mapping[str, Any]) -> str:
+    """Formats the pages and pool layouts of a plan or a saved run: `pages of 16 to 64, hnd to fused`.
+
+    Runs that were saved before the two sides could differ lack the sizes of the decode side.
+    """
+    pages = dict.fromkeys((sizes["page_size"], sizes.get("decode_page_size", sizes["page_size"])))
+    words = [f"pages of {' to '.join(map(str, pages))}"]
+    layouts = dict.fromkeys(sizes.get("kv_layouts", ("nhd",)))
+    if list(layouts) != ["nhd"]:
+        words.append(" to ".join(layouts))
+    if run := sizes.get("cp_interleave"):
+        words.append(f"{run} token{'s' * (run > 1)} in turn on each decode cp rank")
+    return ", ".join(words)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvctl.lab.bench.results import Outcome
-from kvctl.lab.bench.variants import sizes_text
+from kvctl.lab.bench.variants import pages_text, sizes_text
 from kvctl.lab.ranks.plan import Plan, PlannedShape
 from kvctl.render import units
 from kvctl.render.report import Block, Grid, Text
@@ -114,7 +114,11 @@ PLAN = View(
         Column("segment", width=Width.NORMAL),
         Column("heads", kind=Kind.LAYERS),
         Column("layers", kind=Kind.LAYERS),
+        _wide("stripe", lambda row: _stripe_text(row["stripe"]), header="TOKENS"),
         Column("parts", kind=Kind.COUNT),
+        _wide("pages", kind=Kind.COUNT),
+        _wide("transfer_page", kind=Kind.COUNT),
+        _wide("splits", lambda row: ":".join(map(str, row["splits"]))),
         Column("payload", "bytes", Kind.BYTES, header="BYTES"),
         Column("bulk", "descriptors.bulk", Kind.COUNT),
         Column("slice", "descriptors.slice", Kind.COUNT),
@@ -166,7 +170,7 @@ def blocks(rows: Sequence[Row], outcome: Outcome, view: View | None) -> list[Blo
 
 
 def plan_rows(plan: Plan, fleet: str) -> list[dict[str, Any]]:
-    """Returns a row for each writer and each decode rank that it sends to, with ranks, GPUs, layers and bytes.
+    """Returns a row for each writer and each decode rank that it sends to, with ranks, GPUs, layers, pages and bytes.
 
     Args:
         fleet: Name of the fleet, or "".
@@ -192,8 +196,34 @@ def plan_rows(plan: Plan, fleet: str) -> list[dict[str, Any]]:
 
 def plan_table(rows: Sequence[Row]) -> View:
     """Returns `PLAN`, with the GPU columns and path direct always shown if the ranks are on GPUs."""
-    on_gpus = any(row["writer_gpu"] is not None for row in rows)
-    return _with_core(PLAN, {"writer_gpu", "reader_gpu", "direct"} if on_gpus else set())
+    shown: set[str] = set()
+    if any(row["writer_gpu"] is not None for row in rows):
+        shown |= {"writer_gpu", "reader_gpu", "direct"}
+    if any(row["stripe"] for row in rows):
+        shown |= {"stripe", "pages"}
+    if any(row["splits"] != [1, 1] for row in rows):
+        shown |= {"pages"}
+    return _with_core(PLAN, shown)
+
+
+def plan_captions(plans: Sequence[Plan]) -> list[str]:
+    """Returns a line on the pages of each plan whose two sides do not have equal pages in contiguous pools."""
+    lines = []
+    for plan in plans:
+        text, page = pages_text(plan), plan["transfer_page"]
+        if text != f"pages of {page}":
+            splits = (
+                f"{plan['page_size'] // page} in a prefill page, {plan['decode_page_size'] // page} in a decode page"
+            )
+            lines.append(f"{text} · transfer pages of {page} token{'s' * (page > 1)}: {splits}")
+    return list(dict.fromkeys(lines))
+
+
+def _stripe_text(stripe: Sequence[int] | None) -> str:
+    if stripe is None:
+        return "all"
+    lo, hi, every = stripe
+    return f"{lo if hi - lo == 1 else f'{lo}-{hi - 1}'} of {every}"
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
@@ -377,7 +407,7 @@ def _setup(outcome: Outcome) -> list[str]:
     plans: list[Plan] = [each.results.plan for each in outcome.measured]
     shapes = dict.fromkeys(shape_text(plan["shape"]) for plan in plans)
     plan = plans[0]
-    lines = [f"{layouts_text(outcome)} · {'; then '.join(shapes)} · pages of {plan['page_size']}, {plan['page_order']}"]
+    lines = [f"{layouts_text(outcome)} · {'; then '.join(shapes)} · {pages_text(plan)}, {plan['page_order']}"]
     if plan["device"] == "cpu":
         return lines
     kinds = ", ".join(dict.fromkeys(gpu["name"] for gpu in outcome.gpus().values()))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from kvctl.lab.faults.batch_faults import Aborts, BatchFaults
 from kvctl.lab.ranks.busy_loop import BusyLoop
 from kvctl.lab.ranks.compute import Forward, Job, PipelineClock, SleepingEngine
-from kvctl.lab.ranks.content import own_side
+from kvctl.lab.ranks.content import decode_run, own_side
 from kvctl.lab.ranks.geometry import model_shape
 from kvctl.lab.ranks.measure import Samples
 from kvctl.lab.ranks.messages import Room, Run
@@ -186,7 +186,7 @@ class PrefillRun(BatchRun):
 
     def _clock(self) -> PipelineClock:
         start = self.worker.start
-        side, shape = own_side(start), model_shape(start.shape, start.page_size)
+        side, shape = own_side(start), model_shape(start.shape, start.state_page_size or start.page_size)
         stages = [
             local_shards(shape, start.page_size, side, self.worker.at._replace(pp=stage)) for stage in range(side.pp)
         ]
@@ -239,11 +239,12 @@ class DecodeRun(BatchRun):
         self._visits[room.number] = visit
         handle = self.handles[room.number] = self.worker.agent.receive(
             room.number,
-            content.pages(room.number)[room.prefix_tokens // start.page_size :],
+            content.pages(room.number)[room.prefix_tokens // decode_run(start) :],
             prefill=start.bootstraps[room.instance],
             prefix_tokens=room.prefix_tokens,
             aux_index=content.slots[room.number],
             state_indices=content.states(room.number),
+            tokens=room.tokens,
         )
         self.aborts.began(room, handle, now_ns)
 

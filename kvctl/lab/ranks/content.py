@@ -6,6 +6,7 @@ Memory that must not contain the pattern is filled with poison, a fixed byte val
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,7 +39,7 @@ def allocate_pool(start: Start) -> KVPool:
     Raises:
         DeviceError: the GPU does not exist or has too little memory.
     """
-    shape = model_shape(start.shape, start.page_size)
+    shape = model_shape(start.shape, start.state_page_size or start.page_size)
     return KVPool.allocate(
         local_shards(shape, start.page_size, own_side(start), own_coord(start)),
         page_size=start.page_size,
@@ -47,7 +48,26 @@ def allocate_pool(start: Start) -> KVPool:
         aux_slots=start.aux_slots,
         aux_row_bytes=AUX_ROW_BYTES,
         device=None if start.device == HOST else open_device(start.device),
+        layout=start.kv_layout,
     )
+
+
+def decode_run(start: Start) -> int:
+    """Returns the tokens that a page of a decode rank takes on all cp ranks together."""
+    return start.page_size * start.decode.cp
+
+
+class RowMap(NamedTuple):
+    """Rows of a room in one plane of a rank.
+
+    Attributes:
+        positions: for each row of the room's pages, or state items, its row in the prompt.
+        end: number of rows in the prompt; on a decode rank, up to the end of the last transfer page. Rows behind it are
+            not transferred.
+    """
+
+    positions: Pages
+    end: int
 
 
 class PageAllocator:
@@ -121,9 +141,10 @@ class Content:
             MemoryError: too few pages or items are free; pools are sized so that this does not happen.
         """
         start, states = self.start, self.start.shape["states"]
-        pages = self._pages.allocate(-(-room.tokens // start.page_size))
+        run = decode_run(start) if start.role == "decode" else start.page_size
+        pages = self._pages.allocate(-(-room.tokens // run))
         items = [
-            allocator.allocate(state_items(state, room.tokens, start.page_size))
+            allocator.allocate(state_items(state, room.tokens, start.state_page_size or start.page_size))
             for allocator, state in zip(self._states, states, strict=True)
         ]
         self.items[room.number] = (*[pages] * (len(self._pool.segments) - len(states)), *items)
@@ -177,17 +198,35 @@ class Content:
         self.aux().fill(POISON)
 
     def with_bases(self, room: Room) -> Iterator[tuple[PlaneView, Words]]:
-        """Yields (view, `pattern.row_bases` for all rows of a room and this rank's heads) for every view."""
-        made: dict[tuple[int, int, int], Words] = {}
+        """Yields (view, bases) for every view: `pattern.row_bases` for all rows of a room and this rank's heads.
+
+        The bases of rows that are not transferred are 0.
+        """
+        made: dict[tuple[bool, int, int, int, int], Words] = {}
         for view in self.views:
-            key = (self.whole_rows(room, view), view.rows.head_lo, view.rows.heads)
+            rows, segment = view.rows, view.shard.segment
+            key = (segment.state, len(self.items[room.number][segment.index]), rows.per_page, rows.head_lo, rows.heads)
             if key not in made:
-                made[key] = row_bases(self.start.seed, room.index, *key)
+                positions, end = self.row_map(room, view)
+                count = max(end, int(positions.max(initial=-1)) + 1)
+                whole = row_bases(self.start.seed, room.index, count, rows.head_lo, rows.heads)
+                whole[end * rows.heads :] = 0
+                made[key] = whole.reshape(count, rows.heads)[positions].reshape(-1)
             yield view, made[key]
 
-    def whole_rows(self, room: Room, view: PlaneView) -> int:
-        """Returns the number of rows in all pages, or state items, of a room, including padding in the last page."""
-        return len(self.items[room.number][view.shard.segment.index]) * view.rows.per_page
+    def row_map(self, room: Room, view: PlaneView) -> RowMap:
+        """Returns the rows of the prompt that the rows of a room's pages, or state items, are."""
+        start, per_page = self.start, view.rows.per_page
+        own = np.arange(len(self.items[room.number][view.shard.segment.index]) * per_page, dtype=np.int64)
+        if start.role == "prefill" or view.shard.segment.state:
+            return RowMap(own, len(own))
+        ranks, rank = start.decode.cp, own_coord(start).cp
+        if ranks > 1:
+            run = int(start.config.get("cp_interleave", 1)) * per_page // start.page_size
+            own = (own // run * ranks + rank) * run + own % run
+        transfer_page = start.transfer_page or start.page_size
+        tokens = -(-room.tokens // transfer_page) * transfer_page
+        return RowMap(own, tokens * per_page // start.page_size)
 
     def aux(self) -> Bytes:
         """Returns a view of all aux rows, uint8 `[slots, AUX_ROW_BYTES]`."""

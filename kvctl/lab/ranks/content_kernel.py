@@ -20,6 +20,10 @@ def content(
     units,
     TASK: tl.constexpr,
     PAGE_ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
     ROW_UNITS: tl.constexpr,
     UNIT: tl.constexpr,
     WORD: tl.constexpr,
@@ -34,7 +38,8 @@ def content(
     Args:
         places_at: address of int64 `[layers, 2 + words of a row]`. A row holds the address of page 0 of the layer, the
             start of the layer's range within `pages_at`, and the constants of the layer's plane.
-        bases_at: address of `pattern.row_bases` of the room, int64, one per row and head; unused for task "poison".
+        bases_at: address of `pattern.row_bases` of the room, int64, one per row and head; 0 for rows of poison. Unused
+            for task "poison".
         pages_at: address of the room's page indices, int32.
         firsts_at: address of int32 `[layers]`; the kernel lowers an entry to the layer's first wrong unit.
         items: number of layers times `tiles`.
@@ -43,6 +48,8 @@ def content(
         TASK: "fill" writes the pattern; "check" finds units that differ from it; "poison" finds units that differ from
             poison.
         PAGE_ROWS: rows per page, counting one row per token and head.
+        HEADS: heads per token.
+        PAGE_STRIDE, ROW_STRIDE, HEAD_STRIDE: bytes between consecutive pages, tokens and heads.
         ROW_UNITS: units per row.
         UNIT: bytes per unit.
         WORD: integer type of `UNIT` bytes.
@@ -58,14 +65,14 @@ def content(
         first = tl.load(place + 1)
         listed = pages_at.to(tl.pointer_type(tl.int32)) + first + row // PAGE_ROWS
         page = tl.load(listed, mask=live, other=0).to(tl.int64)
-        address = tl.load(place) + (page * PAGE_ROWS + row % PAGE_ROWS) * (ROW_UNITS * UNIT) + inside
+        in_page = row % PAGE_ROWS // HEADS * ROW_STRIDE + row % HEADS * HEAD_STRIDE + inside
+        address = tl.load(place) + page * PAGE_STRIDE + in_page
         bytes_at = address.to(tl.pointer_type(WORD))
-        if TASK == "poison":
-            wanted = tl.full([TILE], POISON, tl.int64).to(WORD)
-        else:
-            bases = bases_at.to(tl.pointer_type(tl.int64)) + first * PAGE_ROWS + row
-            word = tl.load(bases, mask=live, other=0) * tl.load(place + 2 + inside // 8)
-            wanted = (word >> (inside % 8 * 8).to(tl.int64)).to(WORD)
+        wanted = tl.full([TILE], POISON, tl.int64).to(WORD)
+        if TASK != "poison":
+            base = tl.load(bases_at.to(tl.pointer_type(tl.int64)) + first * PAGE_ROWS + row, mask=live, other=0)
+            word = base * tl.load(place + 2 + inside // 8)
+            wanted = tl.where(base == 0, wanted, (word >> (inside % 8 * 8).to(tl.int64)).to(WORD))
         if TASK == "fill":
             tl.store(bytes_at, wanted, mask=live)
         else:

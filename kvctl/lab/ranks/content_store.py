@@ -17,7 +17,9 @@ from kvctl.lab.ranks.pattern import POISON, Bytes, Pages, PlaneId, Rows, Words, 
 from kvctl_agent.device.base import Device
 from kvctl_agent.layout.parallel import LocalShard
 from kvctl_agent.layout.shape import Plane
+from kvctl_agent.memory.addresses import PlaneStrides
 from kvctl_agent.memory.pool import KVPool
+from kvctl_agent.memory.segment import SegmentMemory
 
 _BLOCK_BYTES = 256 << 10
 
@@ -42,11 +44,24 @@ class PlaneView:
     @property
     def num_slots(self) -> int:
         """Number of pages, or state items, in each layer."""
-        return self.pool.segments[self.shard.segment.index].num_slots
+        return self._memory.num_slots
 
     @property
     def rows(self) -> Rows:
         return self.writer.rows
+
+    @property
+    def strides(self) -> PlaneStrides:
+        return self._memory.addresses.strides[self.index]
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether pages, rows and heads follow one another without gaps, in this order."""
+        return self._memory.addresses.contiguous(self.index)
+
+    @property
+    def _memory(self) -> SegmentMemory:
+        return self.pool.segments[self.shard.segment.index]
 
     @property
     def name(self) -> str:
@@ -54,15 +69,18 @@ class PlaneView:
         return f"draft {self.plane.name}" if self.shard.segment.name == "draft" else self.plane.name
 
     def blocks(self) -> Iterator[tuple[PlaneId, Bytes]]:
-        """Yields (plane id, bytes) of each layer of a pool in host memory; the bytes are flat, in page order."""
-        memory = self.pool.segments[self.shard.segment.index]
+        """Yields (plane id, bytes) of each layer of a contiguous plane in host memory, flat and in page order."""
         for layer in range(self.shard.layer_lo, self.shard.layer_hi):
-            yield self._plane_id(layer), memory.block(layer, self.index)
+            yield self._plane_id(layer), self._memory.block(layer, self.index)
+
+    def elements(self) -> Iterator[tuple[PlaneId, Bytes]]:
+        """Yields (plane id, view `[pages, rows, heads, bytes]`) of each layer of a pool in host memory."""
+        for layer in range(self.shard.layer_lo, self.shard.layer_hi):
+            yield self._plane_id(layer), self._memory.elements(layer, self.index)
 
     def addresses(self) -> Iterator[tuple[PlaneId, int]]:
         """Yields (plane id, address of page 0) of each layer, for a pool in host or device memory."""
-        bases = self.pool.segments[self.shard.segment.index].addresses.bases
-        for layer, planes in enumerate(bases, self.shard.layer_lo):
+        for layer, planes in enumerate(self._memory.addresses.bases, self.shard.layer_lo):
             yield self._plane_id(layer), planes[self.index]
 
     def _plane_id(self, layer: int) -> PlaneId:
@@ -144,32 +162,41 @@ class HostStore:
     """Store for a pool in host memory."""
 
     def fill(self, view: PlaneView, pages: Pages, bases: Words) -> None:
-        for plane, block in view.blocks():
-            view.writer.fill(block, pages, bases, plane)
+        if view.contiguous:
+            for plane, block in view.blocks():
+                view.writer.fill(block, pages, bases, plane)
+            return
+        dense, order = _dense(view, len(pages)), np.arange(len(pages))
+        for plane, elements in view.elements():
+            view.writer.fill(dense.reshape(-1), order, bases, plane)
+            elements[pages] = dense.reshape(-1, *elements.shape[1:])
 
     def check(
         self, view: PlaneView, pages: Pages, bases: Words, firsts: Sequence[int], count: int
     ) -> tuple[PlaneId, Wrong] | None:
-        for (plane, block), first in zip(view.blocks(), firsts, strict=True):
-            wrong = view.writer.check(block, pages[first : first + count], bases, plane, first_page=first)
+        contiguous = view.contiguous
+        for (plane, block), first in zip(view.blocks() if contiguous else view.elements(), firsts, strict=True):
+            some = pages[first : first + count]
+            if not contiguous:
+                block, some = block[some].reshape(-1), np.arange(count)
+            wrong = view.writer.check(block, some, bases, plane, first_page=first)
             if wrong is not None:
                 return plane, wrong
         return None
 
     def poison(self, view: PlaneView, pages: Pages | None = None) -> None:
-        for _, block in view.blocks():
-            block.reshape(-1, view.rows.page_bytes)[slice(None) if pages is None else pages] = POISON
+        for _, elements in view.elements():
+            elements[slice(None) if pages is None else pages] = POISON
 
     def written(self, view: PlaneView, pages: Pages) -> Iterator[WrittenPage]:
         step = max(1, _BLOCK_BYTES // view.rows.page_bytes)  # many small pages are compared at once
-        for plane, block in view.blocks():
-            rows = block.reshape(-1, view.rows.page_bytes)
+        for plane, elements in view.elements():
             for first in range(0, len(pages), step):
                 some = pages[first : first + step]
-                hits = np.flatnonzero((rows[some] != POISON).any(axis=1))
+                found = elements[some].reshape(len(some), -1)
+                hits = np.flatnonzero((found != POISON).any(axis=1))
                 if len(hits):
-                    page = int(some[hits[0]])
-                    yield WrittenPage(plane, page, rows[page])
+                    yield WrittenPage(plane, int(some[hits[0]]), found[hits[0]])
                     break
 
 
@@ -184,7 +211,7 @@ class MirrorStore:
         for plane, base in view.addresses():
             view.writer.fill(dense.reshape(-1), order, bases, plane)
             for page, content in zip(pages.tolist(), dense, strict=True):
-                self._device.upload(base + page * dense.shape[1], content)
+                self._upload(view, base, page, content)
 
     def check(
         self, view: PlaneView, pages: Pages, bases: Words, firsts: Sequence[int], count: int
@@ -196,12 +223,14 @@ class MirrorStore:
         return None
 
     def poison(self, view: PlaneView, pages: Pages | None = None) -> None:
-        page_bytes = view.rows.page_bytes
+        page = _dense(view, 1)
+        page.fill(POISON)
         for _, base in view.addresses():
             if pages is None:
-                self._device.fill(base, view.num_slots * page_bytes, POISON)
-            for page in () if pages is None else pages.tolist():
-                self._device.fill(base + page * page_bytes, page_bytes, POISON)
+                # Between the elements are only those of other planes, which are all filled.
+                self._device.fill(base, (view.num_slots - 1) * view.strides.page + _page_extent(view), POISON)
+            for index in () if pages is None else pages.tolist():
+                self._upload(view, base, index, page)
 
     def written(self, view: PlaneView, pages: Pages) -> Iterator[WrittenPage]:
         for plane, base in view.addresses():
@@ -238,8 +267,33 @@ class MirrorStore:
     def _download(self, view: PlaneView, base: int, pages: Pages) -> Bytes:
         dense = _dense(view, len(pages))
         for page, target in zip(pages.tolist(), dense, strict=True):
-            self._device.download(base + page * dense.shape[1], target)
+            between, elements = _strided_page(view)
+            self._device.download(base + page * view.strides.page, between)
+            target[:] = elements.reshape(-1)
         return dense
+
+    def _upload(self, view: PlaneView, base: int, page: int, content: Bytes) -> None:
+        """Writes one page; elements of other planes that lie between those of the page are written unchanged."""
+        addr = base + page * view.strides.page
+        between, elements = _strided_page(view)
+        if elements.size < between.size:
+            self._device.download(addr, between)
+        elements[:] = content.reshape(elements.shape)
+        self._device.upload(addr, between)
+
+
+def _page_extent(view: PlaneView) -> int:
+    """Returns the bytes from the first to the last element of a page."""
+    rows, (_, row, head) = view.rows, view.strides
+    return (rows.per_page - 1) * row + (rows.heads - 1) * head + rows.row_bytes
+
+
+def _strided_page(view: PlaneView) -> tuple[Bytes, Bytes]:
+    """Returns memory of the extent of a page, and a view `[rows, heads, bytes]` of the page's elements in it."""
+    rows, (_, row, head) = view.rows, view.strides
+    between = np.empty(_page_extent(view), np.uint8)
+    shape = rows.per_page, rows.heads, rows.row_bytes
+    return between, np.lib.stride_tricks.as_strided(between, shape, (row, head, 1))
 
 
 def _dense(view: PlaneView, pages: int) -> Bytes:

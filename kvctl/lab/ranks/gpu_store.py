@@ -19,6 +19,7 @@ from kvctl_agent.device.base import DeviceMemory
 from kvctl_agent.device.cuda import CudaDevice
 from kvctl_agent.device.driver import checked, load
 from kvctl_agent.device.kernels import Program, assemble
+from kvctl_agent.memory.addresses import PlaneStrides
 
 ARGUMENTS = {
     **dict.fromkeys(("places_at", "bases_at", "pages_at", "firsts_at"), "i64"),
@@ -39,6 +40,8 @@ class Form(NamedTuple):
 
     task: str
     page_rows: int
+    heads: int
+    strides: PlaneStrides
     row_units: int
     unit: int
 
@@ -53,6 +56,10 @@ class Form(NamedTuple):
         return {
             "TASK": self.task,
             "PAGE_ROWS": self.page_rows,
+            "HEADS": self.heads,
+            "PAGE_STRIDE": self.strides.page,
+            "ROW_STRIDE": self.strides.row,
+            "HEAD_STRIDE": self.strides.head,
             "ROW_UNITS": self.row_units,
             "UNIT": self.unit,
             "WORD": language.dtype(f"int{8 * self.unit}"),
@@ -108,10 +115,10 @@ def launch(task: str, view: PlaneView, pages: Pages, bases: Words | None, firsts
     """
     rows, addresses = view.rows, list(view.addresses())
     bits = rows.row_bytes | _WORD
-    for _, base in addresses:
-        bits |= base
+    for distance in (*view.strides, *(base for _, base in addresses)):
+        bits |= distance
     unit = bits & -bits
-    form = Form(task, rows.page_bytes // rows.row_bytes, rows.row_bytes // unit, unit)
+    form = Form(task, rows.per_page * rows.heads, rows.heads, view.strides, rows.row_bytes // unit, unit)
     words = -(-rows.row_bytes // _WORD)
     table = np.zeros((len(addresses), 2 + words), np.int64)
     table[:, 0] = [base for _, base in addresses]

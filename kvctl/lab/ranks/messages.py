@@ -86,6 +86,10 @@ class Start:
             can serve, and again whenever the set of reachable instances changes.
         faults: specs of the faults in force from the start; live ranks only.
         verify: whether to compare received rooms and to watch free pages for stray writes; live ranks only.
+        page_size: tokens per page of the rank's pool.
+        transfer_page: tokens of a transfer page; 0: `page_size`.
+        state_page_size: tokens of a page of state of the kinds "window" and "pages"; 0: `page_size`.
+        kv_layout: layout of the pool, one of `request.KV_LAYOUTS`.
     """
 
     do: ClassVar[str] = "start"
@@ -112,6 +116,9 @@ class Start:
     live: bool = False
     faults: str = ""
     verify: bool = True
+    transfer_page: int = 0
+    state_page_size: int = 0
+    kv_layout: str = "nhd"
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ _ROW_STEP = 0x9E3779B97F4A7C15
 _HEAD_STEP = 0xD1B54A32D192ED03
 _AUX_STEP = 0xAEF17502108EF2D9
 _MASK = 2**64 - 1
+_POISON_WORD = np.uint64(int.from_bytes(bytes([POISON]) * 8, "little"))
 
 
 class PlaneId(NamedTuple):
@@ -145,7 +146,7 @@ class Writer:
         Args:
             block: all bytes of this plane on this rank, flat, in page order.
             pages: indices of all pages, or state items, of the room, in the prompt's order.
-            bases: `row_bases` of the room for this rank's heads and all rows of these pages.
+            bases: `row_bases` of the room for this rank's heads and all rows of these pages; 0: poison.
         """
         target = _as_pages(block, self.rows.page_bytes)
         for first, end in self._blocks(len(pages)):
@@ -158,7 +159,7 @@ class Writer:
         Args:
             block: all bytes of this plane on this rank, flat, in page order.
             pages: indices of the pages to compare, which are consecutive pages of the room.
-            bases: `row_bases` of the room for this rank's heads, from the start of the room.
+            bases: `row_bases` of the room for this rank's heads, from the start of the room; 0: poison.
             first_page: position of `pages[0]` in the room.
         """
         source = _as_pages(block, self.rows.page_bytes)
@@ -180,6 +181,8 @@ class Writer:
         part = bases[first_page * per_page : end_page * per_page]
         product = self._product[: len(part)]
         np.multiply(part[:, None], constants(plane, self._words), out=product)
+        if not part.all():
+            product[part == 0] = _POISON_WORD
         as_bytes = product.view(np.uint8)
         if self._dense is None:
             return as_bytes.reshape(-1)

@@ -86,6 +86,10 @@ class PlannedShare(TypedDict):
     layers: list[int]  # [lo, hi); global for KV and draft
     bytes: int
     parts: int
+    pages: int  # transfer pages, or items of state
+    transfer_page: int  # tokens of a transfer page; 0 for state
+    splits: list[int]  # transfer pages in a page of the writer and of the decode rank
+    stripe: list[int] | None  # tokens [lo, hi) of each run of n tokens: [lo, hi, n]; None: all tokens
     descriptors: dict[str, int | None]  # by path; None if the path is not legal
 
 
@@ -118,7 +122,11 @@ class Plan(TypedDict):
     """Everything that the ranks of a fleet and the driver of a bench or demo need to know."""
 
     shape: PlannedShape
-    page_size: int
+    page_size: int  # of the prefill side
+    decode_page_size: int
+    transfer_page: int  # tokens of the longest run within one page of both sides and on one decode cp rank
+    cp_interleave: int | None  # consecutive tokens of a prompt on one decode cp rank; None: a single cp rank
+    kv_layouts: list[str]  # of the prefill and the decode side
     page_order: str
     chunk_tokens: int
     transport: str

@@ -72,7 +72,7 @@ def rank_start(
         bootstraps=tuple(f"ipc://{directory}/bootstrap-{instance}" for instance in range(len(request.prefill))),
         decode=request.decode,
         shape=plan["shape"],
-        page_size=plan["page_size"],
+        page_size=request.page_tokens(rank["role"]),
         page_order=plan["page_order"],
         pool_pages=rank["pool_pages"],
         state_slots=rank["state_slots"],
@@ -83,6 +83,9 @@ def rank_start(
         faulty=bool(request.faults),
         device=rank["device"],
         compute=plan["compute"],
+        transfer_page=plan["transfer_page"],
+        state_page_size=plan["page_size"],
+        kv_layout=plan["kv_layouts"][rank["role"] == "decode"],
     )
 
 

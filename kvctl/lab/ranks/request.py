@@ -31,6 +31,9 @@ KINDS = ("mha", "mla")
 STATE_KINDS = ("rows", "window", "pages")
 """Kinds of state components by the items that a room has: one; the pages of the last `window` tokens; all pages."""
 
+KV_LAYOUTS = ("nhd", "hnd", "kv-inner", "kv-inner-hnd", "fused", "fused-nhd", "block-outer", "block-outer-hnd")
+"""Pool layouts: the keys of the agent's `POOL_LAYOUTS`, whose module imports numpy."""
+
 VERIFY_MODES = ("full", "sample", "off")
 PAGE_ORDERS = ("random", "contiguous")
 PIPELINES = ("off", "on", "measured")
@@ -188,6 +191,10 @@ class PlanRequest:
         prefill_gpus, decode_gpus: GPUs that the ranks of a side share round-robin. By default the first half of the
             GPUs is for prefill and the rest for decode; a single GPU is for both.
         direct_sms: value of the agents' configuration key of this name.
+        page_size: tokens per page, of a side without a page size of its own.
+        prefill_page_size, decode_page_size: tokens per page of each side; None: `page_size`.
+        cp_interleave: consecutive tokens of a prompt on one decode cp rank.
+        kv_layouts: pool layouts of the prefill and the decode side, each one of `KV_LAYOUTS`.
     """
 
     prefill: tuple[Sizes, ...]
@@ -229,6 +236,20 @@ class PlanRequest:
     prefill_gpus: tuple[int, ...] = ()
     decode_gpus: tuple[int, ...] = ()
     direct_sms: int | None = None
+    prefill_page_size: int | None = None
+    decode_page_size: int | None = None
+    cp_interleave: int = 1
+    kv_layouts: tuple[str, str] = ("nhd", "nhd")
+
+    def page_tokens(self, role: Role) -> int:
+        """Returns the tokens per page of a side."""
+        own = self.prefill_page_size if role == "prefill" else self.decode_page_size
+        return self.page_size if own is None else own
+
+    @property
+    def decode_run(self) -> int:
+        """Tokens that a page of the decode side takes on all cp ranks together; cached prefixes are multiples."""
+        return self.page_tokens("decode") * self.decode.cp
 
 
 def choose(option: str, value: str, allowed: tuple[str, ...]) -> None:

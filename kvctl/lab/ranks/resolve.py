@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from math import gcd
 
 from kvctl.lab.ranks.geometry import model_shape, resolve_shape, side_of
 from kvctl.lab.ranks.plan import Plan, PlannedRank, PlannedShare
 from kvctl.lab.ranks.request import (
     COMPUTES,
     DEVICES,
+    KV_LAYOUTS,
     PAGE_ORDERS,
     PIPELINES,
     STAGED_PATHS,
@@ -29,10 +31,11 @@ from kvctl_agent.contract.config import KEYS_BY_NAME
 from kvctl_agent.errors import ConfigError, LayoutError
 from kvctl_agent.layout.chunks import chunk_pages, page_count, prefix_pages
 from kvctl_agent.layout.parallel import head_range, local_shards
-from kvctl_agent.layout.plan import transfer_slices
-from kvctl_agent.layout.plan_inputs import PlanInputs
+from kvctl_agent.layout.plan import stripe_of, transfer_slices
+from kvctl_agent.layout.plan_inputs import MAX_SPLIT, PlanInputs, transfer_page
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.layout.sizes import check_size
+from kvctl_agent.paths.runs import whole_pages
 
 # Prefill ranks create all rooms of a batch at its start, but a room may arrive at the decode side much later.
 _ARRIVAL_TIMEOUT_S = 3600
@@ -49,9 +52,9 @@ def make_plan(request: PlanRequest) -> Plan:
     placement = place(request)
     shape = resolve_shape(request)
     chunk_tokens = _chunk_tokens(request)
-    inputs = _instance_inputs(request, model_shape(shape, request.page_size), chunk_tokens)
-    volume = TransferVolume(inputs, shape)
-    paths = _paths(request.paths, inputs, request.device)
+    inputs = _instance_inputs(request, model_shape(shape, request.page_tokens("prefill")), chunk_tokens)
+    volume = TransferVolume(inputs, shape, request.kv_layouts)
+    paths = _paths(request, volume)
     pipelines = _pipelines(request.pipelines)
     if placement.every:
         longest_prompt = max(
@@ -74,6 +77,8 @@ def make_plan(request: PlanRequest) -> Plan:
     }
     if any(each.prefill.cp > 1 for each in inputs):
         config["cp_mode"] = request.cp_mode
+    if request.decode.cp > 1:
+        config["cp_interleave"] = request.cp_interleave
     if request.direct_sms is not None:
         config["direct_sms"] = request.direct_sms
     if request.requests or request.rate:
@@ -90,7 +95,11 @@ def make_plan(request: PlanRequest) -> Plan:
         notes += _compute_notes(ranks)
     return Plan(
         shape=shape,
-        page_size=request.page_size,
+        page_size=request.page_tokens("prefill"),
+        decode_page_size=request.page_tokens("decode"),
+        transfer_page=inputs[0].page_size,
+        cp_interleave=request.cp_interleave if request.decode.cp > 1 else None,
+        kv_layouts=list(request.kv_layouts),
         page_order=request.page_order,
         chunk_tokens=chunk_tokens,
         transport=request.transport,
@@ -116,11 +125,11 @@ def _ranks(
 ) -> Iterator[PlannedRank]:
     inputs = volume.inputs[max(0, instance)]
     side = inputs.prefill if role == "prefill" else inputs.decode
-    items = segment_items(volume, needs, instance, role)
+    items, page_size = segment_items(volume, needs, instance, role), volume.page_size(role)
     before = sum(each.prefill.size for each in volume.inputs[: max(0, instance)])
     for unique in range(side.size):
         at = side.coord(unique)
-        shards = local_shards(inputs.shape, inputs.page_size, side, at)
+        shards = local_shards(inputs.shape, page_size, side, at)
         own_items = [groups[at.dp] for groups in items]
         yield PlannedRank(
             role=role,
@@ -146,14 +155,14 @@ def _shares(volume: TransferVolume, instance: int, need: LoadNeeds, device: str)
     for room in range(inputs.prefill.dp):
         for decode_dp in range(inputs.decode.dp):
             for owed in volume.owed(instance, *need.longest, room, decode_dp):
-                yield _share(inputs, instance, owed, device)
+                yield _share(volume, instance, owed, device)
 
 
-def _share(inputs: PlanInputs, instance: int, owed: OwedParts, device: str) -> PlannedShare:
-    share = owed.share
+def _share(volume: TransferVolume, instance: int, owed: OwedParts, device: str) -> PlannedShare:
+    share, inputs = owed.share, volume.inputs[instance]
     segment = inputs.segments[share.segment]
     first = head_range(segment.heads, inputs.decode.tp, inputs.decode.coord(share.reader).tp).lo + share.dst_head
-    pages = sum(owed.parts)
+    pages, runs = sum(owed.parts), volume.runs(instance, share)
     return PlannedShare(
         instance=instance,
         writer=share.writer,
@@ -163,14 +172,25 @@ def _share(inputs: PlanInputs, instance: int, owed: OwedParts, device: str) -> P
         layers=[share.layer_lo, share.layer_hi],
         bytes=owed.payload_bytes,
         parts=len(owed.parts),
+        pages=pages,
+        transfer_page=0 if segment.state else inputs.page_size,
+        splits=[share.src_split, share.dst_split],
+        stripe=None if segment.state else _stripe(inputs, share.reader),
         descriptors={
-            "bulk": share.num_layers * len(segment.planes) * pages if share.whole_rows else None,
-            "slice": share.num_layers * sum(plane.rows for plane in segment.planes) * pages,
+            "bulk": share.num_layers * len(runs) * pages if share.whole_rows and whole_pages(runs) else None,
+            "slice": share.num_layers * sum(plane.per_page for plane in runs) * pages,
             "staged": len(owed.parts),
             # The direct path has no descriptors; these are kernel launches.
             "direct": len(owed.parts) if device == "cuda" else None,
         },
     )
+
+
+def _stripe(inputs: PlanInputs, reader: int) -> list[int] | None:
+    """Returns the tokens of a prompt that a decode cp rank has, as in `PlannedShare.stripe`."""
+    run, ranks, rank = stripe_of(inputs, reader)
+    tokens = run * inputs.page_size
+    return [rank * tokens, (rank + 1) * tokens, ranks * tokens] if ranks > 1 else None
 
 
 def _pipeline_notes(pipelines: Sequence[str], needs: Sequence[LoadNeeds]) -> list[str]:
@@ -238,15 +258,48 @@ def _check_numbers(request: PlanRequest) -> None:
     choose("--transport", request.transport, KEYS_BY_NAME["transport"].choices)
     choose("--page-order", request.page_order, PAGE_ORDERS)
     choose("--cp-mode", request.cp_mode, KEYS_BY_NAME["cp_mode"].choices)
+    for layout in request.kv_layouts:
+        choose("--kv-layout", layout, KV_LAYOUTS)
+    _check_pages(request)
     for index, each in enumerate(request.requests):
         _check_request(index, each, request)
+
+
+def _check_pages(request: PlanRequest) -> None:
+    """Checks that pages of the two sides and the runs of decode cp ranks can be divided into transfer pages.
+
+    Raises:
+        LayoutError: they cannot; the message has sizes that can.
+    """
+    check_size("page_size", request.page_size)
+    prefill, decode = (check_size(f"--{role}-page-size", request.page_tokens(role)) for role in ("prefill", "decode"))
+    small, large = sorted((prefill, decode))
+    if large % small:
+        option = "--prefill-page-size" if prefill == large else "--decode-page-size"
+        raise LayoutError(
+            f"--prefill-page-size {prefill} and --decode-page-size {decode}: the smaller page must divide the larger, "
+            f"and {large} % {small} = {large % small}; give {option} {large // small * small}"
+        )
+    run = check_size("--cp-interleave", request.cp_interleave)
+    if request.decode.cp > 1 and (decode % run or max(prefill, run) % min(prefill, run)):
+        raise LayoutError(
+            f"--cp-interleave {run}: it must divide a decode page of {decode} tokens, and divide a prefill page of "
+            f"{prefill} tokens or be a multiple of it; give --cp-interleave {gcd(run, small)}"
+        )
+    page = transfer_page(prefill, decode, run if request.decode.cp > 1 else 0)
+    if large > MAX_SPLIT * page:
+        option = "--prefill-page-size" if prefill == large else "--decode-page-size"
+        raise LayoutError(
+            f"{option} {large}: a page may have at most {MAX_SPLIT} transfer pages, which have {page} tokens here; "
+            f"give {option} {MAX_SPLIT * page}"
+        )
 
 
 def _check_request(index: int, asked: Request, request: PlanRequest) -> None:
     try:
         check_size("tokens", asked.tokens)
-        cached = prefix_pages(asked.prefix_tokens, request.page_size)
-        if cached > page_count(asked.tokens, request.page_size):
+        cached = prefix_pages(asked.prefix_tokens, request.decode_run)
+        if cached > page_count(asked.tokens, request.decode_run):
             raise LayoutError(f"a cached prefix of {asked.prefix_tokens} tokens is longer than the prompt")
         if asked.decode_dp >= request.decode.dp:
             raise LayoutError(f"decode dp group {asked.decode_dp} of {request.decode.dp}")
@@ -257,11 +310,13 @@ def _check_request(index: int, asked: Request, request: PlanRequest) -> None:
 
 
 def _chunk_tokens(request: PlanRequest) -> int:
+    tokens = KEYS_BY_NAME["chunk_tokens"].default
+    assert isinstance(tokens, int)
     if request.chunk_tokens is not None:
-        return check_size("--chunk-tokens", request.chunk_tokens)
-    default = KEYS_BY_NAME["chunk_tokens"].default
-    assert isinstance(default, int)
-    return default
+        tokens = check_size("--chunk-tokens", request.chunk_tokens)
+    small, large = sorted((request.page_tokens("prefill"), request.page_tokens("decode")))
+    # Each side rounds to its own pages, and the results must be equal.
+    return tokens if small == large else chunk_pages(tokens, large) * large
 
 
 def _instance_inputs(request: PlanRequest, shape: ModelShape, chunk_tokens: int) -> tuple[PlanInputs, ...]:
@@ -272,17 +327,24 @@ def _instance_inputs(request: PlanRequest, shape: ModelShape, chunk_tokens: int)
     """
     if not request.prefill:
         raise LayoutError("there is no prefill instance")
+    prefill, decode, run = request.page_tokens("prefill"), request.page_tokens("decode"), request.cp_interleave
+    striped = request.decode.cp > 1
+    page = transfer_page(prefill, decode, run if striped else 0)
+    _check_scales(request, shape)
     inputs = []
     for instance, sizes in enumerate(request.prefill):
         try:
             inputs.append(
                 PlanInputs(
                     shape=shape,
-                    page_size=request.page_size,
-                    chunk_pages=chunk_pages(chunk_tokens, request.page_size),
+                    page_size=page,
+                    chunk_pages=chunk_pages(chunk_tokens, prefill) * prefill // page,
                     prefill=side_of(sizes),
                     decode=side_of(request.decode),
                     cp_mode=request.cp_mode,
+                    prefill_split=prefill // page,
+                    decode_split=decode // page,
+                    stripe_pages=run // page if striped else 1,
                 )
             )
         except LayoutError as error:
@@ -290,6 +352,23 @@ def _instance_inputs(request: PlanRequest, shape: ModelShape, chunk_tokens: int)
                 raise
             raise LayoutError(f"prefill instance {instance}: {error}") from None
     return tuple(inputs)
+
+
+def _check_scales(request: PlanRequest, shape: ModelShape) -> None:
+    """Checks that pages with quantisation scales of their own need not be divided.
+
+    Raises:
+        LayoutError: they would be; the message has the options that avoid it.
+    """
+    prefill, decode = request.page_tokens("prefill"), request.page_tokens("decode")
+    striped = request.decode.cp > 1 and request.cp_interleave != decode
+    if (shape.k_scale_bytes or shape.v_scale_bytes) and (prefill != decode or striped):
+        options = [f"--prefill-page-size {decode} --decode-page-size {decode}"] * (prefill != decode)
+        options += [f"--cp-interleave {decode}"] * striped
+        raise LayoutError(
+            f"pages have quantisation scales of their own, so pages of {decode} tokens cannot be divided: give "
+            f"{' '.join(options)}, or --scale-bytes 0,0"
+        )
 
 
 def _pipelines(pipelines: tuple[str, ...]) -> tuple[str, ...]:
@@ -304,27 +383,40 @@ def _pipelines(pipelines: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(pipelines)) or ("off",)
 
 
-def _paths(paths: tuple[str, ...], inputs: tuple[PlanInputs, ...], device: str) -> tuple[str, ...]:
+def _paths(request: PlanRequest, volume: TransferVolume) -> tuple[str, ...]:
     """Returns the paths to compare: the requested paths or, if none is requested, all that the layouts allow.
 
     Raises:
         ConfigError: a path is unknown, or the direct path is requested without GPUs.
-        LayoutError: the bulk path is requested between pools that hold different heads.
+        LayoutError: the bulk path is requested between pools that hold different heads, or pages in another order.
     """
-    every = ((each, share) for each in inputs for dp in range(each.decode.dp) for share in transfer_slices(each, 0, dp))
-    split = next(((each, share) for each, share in every if not share.whole_rows), None)
-    for path in paths:
+    every = [
+        (number, share)
+        for number, each in enumerate(volume.inputs)
+        for dp in range(each.decode.dp)
+        for share in transfer_slices(each, 0, dp)
+    ]
+    split = next((each for each in every if not each[1].whole_rows), None)
+    unlike = next((each for each in every if not whole_pages(volume.runs(*each))), None)
+    for path in request.paths:
         choose("--path", path, KEYS_BY_NAME["path"].choices)
-        if path == DIRECT and device != "cuda":
+        if path == DIRECT and request.device != "cuda":
             raise ConfigError("--path direct: a GPU's kernel writes into the decode rank's pool; give --device cuda")
         if path == BULK and split is not None:
-            each, share = split
-            segment = each.segments[share.segment]
+            inputs, share = volume.inputs[split[0]], split[1]
+            segment = inputs.segments[share.segment]
             raise LayoutError(
                 f"--path bulk moves whole pages, so both pools must hold the same heads; here a prefill rank holds "
                 f"{share.src_pool_heads} and a decode rank {share.dst_pool_heads} of {segment.heads} "
-                f"(prefill tp {each.prefill.tp}, decode tp {each.decode.tp}): use slice, staged or auto"
+                f"(prefill tp {inputs.prefill.tp}, decode tp {inputs.decode.tp}): use slice, staged or auto"
             )
-    if paths:
-        return tuple(dict.fromkeys(paths))
-    return (SLICE if split else BULK, STAGED, *((DIRECT,) if device == "cuda" else ()), "auto")
+        if path == BULK and unlike is not None:
+            raise LayoutError(
+                f"--path bulk moves whole pages, so {volume.inputs[0].page_size} tokens must be one run of bytes in "
+                f"both pools; here pages are {' and '.join(request.kv_layouts)}, of {volume.page_size('prefill')} and "
+                f"{volume.page_size('decode')} tokens: use slice, staged or auto"
+            )
+    if request.paths:
+        return tuple(dict.fromkeys(request.paths))
+    direct = (DIRECT,) if request.device == "cuda" else ()
+    return (SLICE if split or unlike else BULK, STAGED, *direct, "auto")

@@ -171,11 +171,11 @@ def _room_bytes_by_rank(volume: TransferVolume, tokens: int) -> Iterator[tuple[R
 
     Rooms go to the instances and dp groups in rotation, so the average includes the rooms that other groups hold.
     """
-    items = volume.items(tokens)
 
     def of(
         role: Role, instance: int, side: ParallelConfig, turns: int, first: int
     ) -> Iterator[tuple[Role, int, float]]:
+        items = volume.items(tokens, role)
         for unique in range(side.size):
             nbytes = rank_bytes(volume, instance, role, side.coord(unique), items)
             yield role, first + unique, nbytes / turns
@@ -205,18 +205,18 @@ def check_room_fits(budget: Budget, volume: TransferVolume, tokens: int) -> int:
 
 def pool_bytes(volume: TransferVolume, instance: int, tokens: int) -> int:
     """Returns the bytes of a room in the pools of all ranks that hold it: one prefill and one decode dp group."""
-    items = volume.items(tokens)
     inputs = volume.inputs[instance]
+    sides: tuple[tuple[Role, ParallelConfig], ...] = (("prefill", inputs.prefill), ("decode", inputs.decode))
     return sum(
-        rank_bytes(volume, instance, role, RankCoord(0, pp, cp, tp), items)
-        for role, side in (("prefill", inputs.prefill), ("decode", inputs.decode))
+        rank_bytes(volume, instance, role, RankCoord(0, pp, cp, tp), volume.items(tokens, role))
+        for role, side in sides
         for pp in range(side.pp)
         for cp in range(side.cp)
         for tp in range(side.tp)
     )
 
 
-def rank_bytes(volume: TransferVolume, instance: int, role: str, at: RankCoord, items: Sequence[int]) -> int:
+def rank_bytes(volume: TransferVolume, instance: int, role: Role, at: RankCoord, items: Sequence[int]) -> int:
     """Returns the bytes that a number of pages takes in one rank's pool.
 
     Args:
@@ -226,7 +226,7 @@ def rank_bytes(volume: TransferVolume, instance: int, role: str, at: RankCoord, 
     side = inputs.prefill if role == "prefill" else inputs.decode
     return sum(
         shard.num_layers * shard.heads * shard.segment.page_head_bytes * count
-        for shard, count in zip(local_shards(inputs.shape, inputs.page_size, side, at), items, strict=True)
+        for shard, count in zip(local_shards(inputs.shape, volume.page_size(role), side, at), items, strict=True)
     )
 
 

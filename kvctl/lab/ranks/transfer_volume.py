@@ -7,14 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 from kvctl.lab.ranks.geometry import state_items
 from kvctl.lab.ranks.plan import PlannedShape
+from kvctl.lab.ranks.request import Role
 from kvctl_agent.layout.chunks import page_count
-from kvctl_agent.layout.parallel import RankCoord
+from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, local_shards
 from kvctl_agent.layout.plan import TransferSlice, state_slices_to_reader, transfer_slices, writer_cells
 from kvctl_agent.layout.plan_inputs import PlanInputs
+from kvctl_agent.memory.addresses import SegmentAddresses
+from kvctl_agent.memory.pool_layouts import place_segment
+from kvctl_agent.paths.runs import PlaneRuns, segment_runs
 
 
 class OwedParts(NamedTuple):
@@ -22,7 +27,7 @@ class OwedParts(NamedTuple):
 
     Attributes:
         share: layers and heads that the writer sends.
-        parts: number of pages, or state items, of each part.
+        parts: number of transfer pages, or state items, of each part.
     """
 
     share: TransferSlice
@@ -37,7 +42,7 @@ class RoomBytes(NamedTuple):
     """Bytes that one room transfers.
 
     Attributes:
-        payload: bytes received by all decode ranks together, in whole pages.
+        payload: bytes received by all decode ranks together, in whole transfer pages.
         reader_staging: bytes that pass through the staging ring of the decode rank that receives the most.
     """
 
@@ -50,20 +55,32 @@ class TransferVolume:
 
     Attributes:
         inputs: layout inputs of each pair of a prefill instance and the decode instance, all for the same model and
-            page size.
+            page sizes.
     """
 
-    def __init__(self, inputs: Sequence[PlanInputs], shape: PlannedShape) -> None:
+    def __init__(
+        self, inputs: Sequence[PlanInputs], shape: PlannedShape, kv_layouts: tuple[str, str] = ("nhd", "nhd")
+    ) -> None:
         self.inputs = tuple(inputs)
         self._states = shape["states"]
-        self._page_size = inputs[0].page_size
+        self._kv_layouts = kv_layouts
         self.room_bytes = cache(self._room_bytes)
+        self.runs = cache(self._runs)
 
-    def items(self, tokens: int) -> tuple[int, ...]:
-        """Returns the number of pages, or of state items, of each segment in a room of `tokens`."""
-        pages = page_count(tokens, self._page_size)
+    def page_size(self, role: Role) -> int:
+        """Returns the tokens per page of a side's pools."""
+        first = self.inputs[0]
+        return first.page_size * (first.prefill_split if role == "prefill" else first.decode_split)
+
+    def items(self, tokens: int, role: Role) -> tuple[int, ...]:
+        """Returns the pages, or state items, of each segment that a room of `tokens` has on each rank of a side."""
+        shared_by = self.inputs[0].decode.cp if role == "decode" else 1
+        pages = page_count(tokens, self.page_size(role) * shared_by)
         paged = len(self.inputs[0].segments) - len(self._states)
-        return (*[pages] * paged, *(state_items(state, tokens, self._page_size) for state in self._states))
+        return (*[pages] * paged, *self._state_items(tokens))
+
+    def _state_items(self, tokens: int) -> list[int]:
+        return [state_items(state, tokens, self.page_size("prefill")) for state in self._states]
 
     def owed(
         self, instance: int, tokens: int, prefix_tokens: int, room: int = 0, decode_dp: int = 0
@@ -80,18 +97,39 @@ class TransferVolume:
             LayoutError: the prefix is longer than the prompt, or there is no such decode dp group.
         """
         inputs = self.inputs[instance]
-        items = self.items(tokens)
-        cached = prefix_tokens // self._page_size
+        total, cached = page_count(tokens, inputs.page_size), prefix_tokens // inputs.page_size
         found = []
         for share in transfer_slices(inputs, room, decode_dp):
-            cells = writer_cells(inputs, room, share.writer, share.reader, items[0], cached)
+            cells = writer_cells(inputs, room, share.writer, share.reader, total, cached)
             if cells:
                 found.append(OwedParts(share, tuple(cell.count for cell in cells)))
-        side = inputs.decode
-        for coord in (RankCoord(decode_dp, pp, 0, tp) for pp in range(side.pp) for tp in range(side.tp)):
-            states = state_slices_to_reader(inputs, room, side.unique_rank(coord))
+        side, items = inputs.decode, self.items(tokens, "decode")
+        for place in product(range(side.pp), range(side.cp), range(side.tp)):
+            states = state_slices_to_reader(inputs, room, side.unique_rank(RankCoord(decode_dp, *place)))
             found += [OwedParts(share, (items[share.segment],)) for share in states]
         return found
+
+    def _runs(self, instance: int, share: TransferSlice) -> tuple[PlaneRuns, ...]:
+        """Returns the runs of bytes of a transfer page that are contiguous in both pools, for each plane."""
+        inputs = self.inputs[instance]
+        return segment_runs(
+            self._addresses(inputs, inputs.prefill, share.writer, share.segment, "prefill"),
+            self._addresses(inputs, inputs.decode, share.reader, share.segment, "decode"),
+            share.heads,
+        )
+
+    def _addresses(
+        self, inputs: PlanInputs, side: ParallelConfig, rank: int, segment: int, role: Role
+    ) -> SegmentAddresses:
+        """Returns the strides of a rank's pool in transfer pages; the pool has no addresses yet."""
+        at = side.coord(rank)
+        shard, transfer = (
+            local_shards(inputs.shape, page_size, side, at)[segment]
+            for page_size in (self.page_size(role), inputs.page_size)
+        )
+        strides = place_segment(shard, 1, self._kv_layouts[role == "decode"]).strides
+        split = 1 if shard.segment.state else self.page_size(role) // inputs.page_size
+        return SegmentAddresses(shard, 1, (), strides).at(transfer, split)
 
     def _room_bytes(self, instance: int, tokens: int, prefix_tokens: int) -> RoomBytes:
         staging: dict[int, int] = {}
@@ -110,7 +148,7 @@ class TransferVolume:
             if share.part_bytes(pages) > most:
                 most = share.part_bytes(pages)
                 segment = self.inputs[instance].segments[share.segment]
-                items = f"{pages} items" if segment.state else f"{pages} pages of {self._page_size} tokens"
+                items = f"{pages} items" if segment.state else f"{pages} pages of {self.inputs[0].page_size} tokens"
                 arithmetic = (
                     f"{share.num_layers} layers x {items} x {share.heads} heads x "
                     f"{share.page_head_bytes} B of {segment.name}"

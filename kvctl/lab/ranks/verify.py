@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 import numpy as np
 
-from kvctl.lab.ranks.content import AUX_ROW_BYTES, Content
+from kvctl.lab.ranks.content import AUX_ROW_BYTES, Content, decode_run
 from kvctl.lab.ranks.content_store import PlaneView
 from kvctl.lab.ranks.messages import Mismatch, Room, VerifyReport
 from kvctl.lab.ranks.pattern import POISON, Pages, PlaneId, Wrong, aux_row, trace
@@ -70,9 +70,10 @@ def verify_room(content: Content, room: Room, mode: str = "full") -> tuple[int, 
         found = content.store.check(view, items, bases, firsts, count)
         if found is not None:
             plane, wrong = found
+            at = int(content.row_map(room, view).positions[wrong.at])
             return nbytes, Mismatch(
                 room=room.number,
-                where=f"layer {plane.layer} {view.name} token {wrong.at} head {wrong.head} dim {wrong.dim}",
+                where=f"layer {plane.layer} {view.name} token {at} head {wrong.head} dim {wrong.dim}",
                 expected=wrong.expected.hex(),
                 found=wrong.found.hex(),
                 hint=_origin(content, view, wrong),
@@ -157,7 +158,7 @@ class LiveVerifier:
 
 def _cached(content: Content, room: Room, view: PlaneView) -> int:
     """Returns the number of a room's pages that are not transferred because decode has them cached; 0 for state."""
-    return 0 if view.shard.segment.state else room.prefix_tokens // content.start.page_size
+    return 0 if view.shard.segment.state else room.prefix_tokens // decode_run(content.start)
 
 
 def _origin(content: Content, view: PlaneView, wrong: Wrong) -> str:
@@ -171,7 +172,7 @@ def _origin(content: Content, view: PlaneView, wrong: Wrong) -> str:
         PlaneId(segment.index, layer, plane) for layer in range(segment.layer_lo, segment.layer_hi) for plane in alike
     ]
     numbers = {room.index: room.number for room in content.rooms.values()}
-    rows = {room.index: content.whole_rows(room, view) for room in content.rooms.values()}
+    rows = {room.index: content.row_map(room, view).end for room in content.rooms.values()}
     source = trace(wrong.row, content.start.seed, rows, segment.heads, planes)
     if source is None:
         return "not a row of this rank's rooms: damaged, or from another rank or run"

@@ -123,7 +123,7 @@ class Worker:
             pool=self._pool,
             name=start.name,
             bootstrap=start.bootstraps if decode else (start.bootstraps[start.instance],),
-            model=model_shape(start.shape, start.page_size),
+            model=model_shape(start.shape, start.state_page_size or start.page_size),
             on_state=self._queue_change,
             **start.config,
         )

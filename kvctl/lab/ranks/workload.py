@@ -13,7 +13,7 @@ from itertools import accumulate
 from math import lcm
 
 from kvctl.lab.ranks.plan import PlannedLoad, PlannedRoom
-from kvctl.lab.ranks.request import Load, PlanRequest, Request, Tokens
+from kvctl.lab.ranks.request import Load, PlanRequest, Request, Role, Tokens
 from kvctl.lab.ranks.sizing import Budget, check_room_fits, pool_bytes
 from kvctl.lab.ranks.transfer_volume import TransferVolume
 
@@ -70,7 +70,7 @@ def prefill_groups(volume: TransferVolume) -> int:
     return lcm(*(inputs.prefill.dp for inputs in volume.inputs))
 
 
-def segment_items(volume: TransferVolume, needs: Sequence[LoadNeeds], instance: int, role: str) -> list[list[int]]:
+def segment_items(volume: TransferVolume, needs: Sequence[LoadNeeds], instance: int, role: Role) -> list[list[int]]:
     """Returns the number of pages, or state items, that a rank's pool needs for all loads, as `[segment][dp group]`.
 
     Args:
@@ -82,7 +82,7 @@ def segment_items(volume: TransferVolume, needs: Sequence[LoadNeeds], instance: 
     most: list[list[int]] = []
     for need in needs:
         rooms = need.load["rooms"]
-        items = [volume.items(room["tokens"]) for room in rooms]
+        items = [volume.items(room["tokens"], role) for room in rooms]
         if role == "prefill":
             starts = [first for first, end in need.load["batches"] for _ in range(first, end)]
             group_of = [
@@ -116,7 +116,7 @@ def _drawn(request: PlanRequest, volume: TransferVolume, load: Load, budget: Bud
         Request(
             arrival_ms=None if arrivals is None else arrivals[index] - arrivals[first],
             tokens=length,
-            prefix_tokens=prefix_tokens(length, request.page_size, request.prefix_hit),
+            prefix_tokens=prefix_tokens(length, request.decode_run, request.prefix_hit),
             output_tokens=request.output_tokens,
             decode_dp=decode_group(index - first, active),
         )
@@ -247,6 +247,7 @@ def prefix_tokens(tokens: int, page_size: int, hit: float) -> int:
     """Returns the length of the prefix that the decode side has cached, in whole pages.
 
     Args:
+        page_size: tokens of a page of the decode side, on all cp ranks together.
         hit: fraction of the prompt that is cached; at least one page remains to be transferred.
     """
     pages = -(-tokens // page_size)

@@ -146,6 +146,33 @@ def test_layouts_and_loads_verify(spawn: Run, options: list[str]):
     assert all(run["verified"] and run["verified_parts"] > 0 for run in runs)
 
 
+@pytest.mark.parametrize(
+    ("options", "path", "descriptors"),
+    [
+        ("--kv-layout hnd,fused", "slice", 3 * 2 * 2 * 16 * 4),
+        ("--prefill-page-size 16 --decode-page-size 64", "bulk", 3 * 2 * 2),
+        ("--prefill-page-size 64 --decode-page-size 16", "bulk", 3 * 2 * 2),
+        ("--prefill-tp 4 --decode-cp 2", "slice", 4 * 40 * 2 * 2),
+        ("--prefill-cp 2 --cp-mode all --decode-cp 4 --cp-interleave 4", "bulk", 10 * 2 * 2),
+    ],
+)
+def test_unlike_pages_pools_and_decode_cp_verify(
+    spawn: Run, options: str, path: str, descriptors: int, tmp_path: Path
+) -> None:
+    saved = tmp_path / "result.json"
+    code, _, err = finish(spawn(*options.split(), *TINY, "--save", str(saved), "-o", "tsv"))
+    assert (code, err) == (0, "")
+    runs = orjson.loads(saved.read_bytes())["runs"]
+    assert [run["path"] for run in runs] == [path, "staged", "auto"]
+    assert {(run["failed"], run["verified"]) for run in runs} == {(0, True)}
+    code, out, _ = finish(spawn(*options.split(), *TINY, "--plan", "--json"))
+    shares = orjson.loads(out)["items"]
+    assert code == 0
+    assert sum(share["descriptors"][path] for share in shares) == runs[0]["descriptors_per_room"] == descriptors
+    assert sum(share["descriptors"]["staged"] for share in shares) == runs[1]["descriptors_per_room"]
+    assert sum(share["bytes"] for share in shares) == runs[0]["bytes_per_room"]
+
+
 def test_a_baseline_passes_and_fails(spawn: Run, tmp_path: Path):
     saved = tmp_path / "result.json"
     options = [*LOOPBACK, *TINY, "--path", "staged"]

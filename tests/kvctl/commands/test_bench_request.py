@@ -63,6 +63,27 @@ class TestPlain:
         assert (asked.draft_layers, asked.draft_heads, asked.draft_dim) == (1, 2, 32)
         assert asked.states == (State("conv", 4, 1, 256), State("swa", 1, 8, 256, kind="window", window=512))
 
+    def test_pages_and_pools_of_each_side_arrive(self):
+        asked = request(
+            *[
+                "--page-size",
+                "32",
+                "--decode-page-size",
+                "64",
+                "--decode-cp",
+                "2",
+                "--cp-interleave",
+                "8",
+                "--kv-layout",
+                "hnd",
+            ]
+        )
+        assert [asked.page_tokens(role) for role in ("prefill", "decode")] == [32, 64]
+        assert (asked.decode.cp, asked.cp_interleave, asked.decode_run) == (2, 8, 128)
+        assert asked.kv_layouts == ("hnd", "hnd")
+        with pytest.raises(click.BadParameter, match="only with --decode-cp 2"):
+            request("--cp-interleave", "8")
+
     def test_stages_make_the_pipeline(self):
         assert request("--prefill-pp-layers", "10,22", "--decode-pp-layers", "16,16").prefill == (
             Sizes(pp=2, layers=(10, 22)),

@@ -14,6 +14,7 @@ from kvctl.lab.bench.html.plots import busy_engines, exposed, latencies, rings, 
 from kvctl.lab.bench.html.series import DIMENSIONS, Run, Series, load_of, load_text, series_of, varied_dimensions
 from kvctl.lab.bench.html.waterfall import waterfalls
 from kvctl.lab.bench.timelines import ReportData
+from kvctl.lab.bench.variants import pages_text
 from kvctl.lab.bench.views import BENCH
 from kvctl.render import units
 from kvctl.render.view import Column, Kind, Width
@@ -89,10 +90,9 @@ def _setup(document: Mapping[str, Any], runs: Sequence[Run]) -> str:
     layouts = dict.fromkeys((run.get("prefill"), run.get("decode")) for run in runs)
     words += [f"prefill {prefill} → decode {decode}" for prefill, decode in layouts if prefill and decode]
     words += _geometry(_shape(document))
-    for name, text in (("page_size", "pages of {}"), ("device", "on {}")):
-        values = _distinct(runs, name)
-        if values:
-            words.append(text.format(" and ".join(values)))
+    words += dict.fromkeys(pages_text(run) for run in runs if "page_size" in run)
+    if devices := _distinct(runs, "device"):
+        words.append(f"on {' and '.join(devices)}")
     rooms = sum(int(lookup(run, "rooms") or 0) for run in runs)
     if rooms:
         words.append(f"{units.count(rooms)} rooms in {len(runs)} run{'s' * (len(runs) > 1)}")

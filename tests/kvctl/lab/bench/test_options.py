@@ -10,6 +10,7 @@ from kvctl.lab.bench.options import (
     parse_bench_faults,
     parse_cp_modes,
     parse_instances,
+    parse_kv_layouts,
     parse_names,
     parse_percent,
     parse_pipelines,
@@ -35,6 +36,14 @@ from kvctl.lab.ranks.request import Load, Sizes, State, Tokens
 def test_prompt_lengths(text: str, tokens: Tokens):
     assert parse_tokens(text) == tokens
     assert parse_tokens(tokens.text) == tokens
+
+
+def test_pool_layouts():
+    assert parse_kv_layouts("hnd") == ("hnd", "hnd")
+    assert parse_kv_layouts("nhd, fused") == ("nhd", "fused")
+    for text in ("", ",", "nhd,hnd,nhd"):
+        with pytest.raises(ValueError, match="prefill and decode, such as nhd,hnd"):
+            parse_kv_layouts(text)
 
 
 @pytest.mark.parametrize("text", ["", "0", "-4", "1.5", "16,", "..", "1..", "many", "1e3"])

@@ -59,6 +59,10 @@ def plan(
     return {
         "shape": {**SHAPE, **shape},
         "page_size": 16,
+        "decode_page_size": 16,
+        "transfer_page": 16,
+        "cp_interleave": None,
+        "kv_layouts": ["nhd", "nhd"],
         "page_order": "random",
         "transport": transport,
         "device": "cpu" if gpus[0] < 0 else "cuda",
@@ -382,7 +386,7 @@ class TestOnGpus:
 
 
 def test_a_plan_on_gpus_tells_which_rank_is_where():
-    share = {"instance": 0, "writer": 0, "reader": 0, "segment": "kv"}
+    share = {"instance": 0, "writer": 0, "reader": 0, "segment": "kv", "stripe": None, "splits": [1, 1]}
     ranks = [{"instance": 0, "unique": 0, "device": 0}, {"instance": -1, "unique": 0, "device": 1}]
     planned: Any = {"shares": [share], "ranks": ranks}
     (row,) = rows = plan_rows(planned, "")

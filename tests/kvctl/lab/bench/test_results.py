@@ -56,6 +56,10 @@ def plan(paths: tuple[str, ...] = ("slice", "staged")) -> Plan:
     return {  # type: ignore[typeddict-item,return-value]
         "shape": shape,
         "page_size": 16,
+        "decode_page_size": 16,
+        "transfer_page": 16,
+        "cp_interleave": None,
+        "kv_layouts": ["nhd", "nhd"],
         "page_order": "random",
         "transport": "nixl",
         "device": "cpu",
@@ -364,6 +368,23 @@ class TestBaseline:
     def test_another_shape_is_no_baseline(self):
         with pytest.raises(ValueError, match="another shape"):
             compare(self.rows(100), {"layers": 99}, self.saved(100), 0.05)
+
+    @pytest.mark.parametrize(
+        "other", [{"decode_page_size": 64}, {"cp_interleave": 1}, {"kv_layouts": ["nhd", "hnd"]}, {"page_size": 8}]
+    )
+    def test_other_pages_or_pools_are_no_baseline(self, other: dict[str, Any]):
+        rows = [{**row, **other} for row in self.rows(100)]
+        with pytest.raises(ValueError, match="page sizes and pool layouts"):
+            compare(rows, plan()["shape"], self.saved(100), 0.05)
+
+    def test_a_run_saved_before_the_sides_could_differ_is_of_equal_pages(self):
+        saved = self.saved(100)
+        for run in saved["runs"]:
+            for name in ("decode_page_size", "cp_interleave", "kv_layouts"):
+                del run[name]
+        assert compare(self.rows(100), plan()["shape"], saved, 0.05)[0]["baseline"]["verdict"] == "PASS"
+        with pytest.raises(ValueError, match="page sizes and pool layouts"):
+            compare([{**self.rows(100)[0], "decode_page_size": 64}], plan()["shape"], saved, 0.05)
 
     def test_nothing_in_common_is_no_baseline(self):
         with pytest.raises(ValueError, match="no run with the same path"):

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.ranks.request import Load, PlanRequest, Request, Sizes, State, Tokens
+from kvctl.lab.ranks.request import KV_LAYOUTS, Load, PlanRequest, Request, Sizes, State, Tokens
 from kvctl.lab.ranks.resolve import make_plan
 from kvctl_agent.errors import ConfigError, LayoutError
+from kvctl_agent.memory.pool_layouts import POOL_LAYOUTS
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -61,6 +62,10 @@ def test_the_shares_say_who_owes_what_on_every_path():
         "layers": [0, 32],
         "bytes": 32 * MIB,
         "parts": 1,
+        "pages": 64,
+        "transfer_page": 16,
+        "splits": [1, 1],
+        "stripe": None,
         "descriptors": {"bulk": None, "slice": 65536, "staged": 1, "direct": None},
     }
 
@@ -269,6 +274,67 @@ def test_turns_of_a_session_go_to_one_decode_group_and_no_session_waits_for_anot
     assert all(window >= count for window, count in zip(load["windows"], sessions, strict=True))
 
 
+ONE = {"prefill": (Sizes(),), "decode": Sizes(), "layers": 2, "loads": (Load(1, Tokens(values=(200,))),)}
+
+
+def test_cp_ranks_of_decode_share_a_prompt_by_transfer_pages():
+    plan = make_plan(request(**{**ONE, "decode": Sizes(cp=2)}, cp_interleave=8, decode_page_size=64))
+    assert (plan["page_size"], plan["decode_page_size"], plan["transfer_page"]) == (16, 64, 8)
+    assert (plan["cp_interleave"], plan["config"]["cp_interleave"]) == (8, 8)
+    wanted = [([0, 8, 16], 13), ([8, 16, 16], 12)]
+    assert [(share["stripe"], share["pages"]) for share in plan["shares"]] == wanted
+    assert {tuple(share["splits"]) for share in plan["shares"]} == {(2, 8)}
+    assert sum(share["bytes"] for share in plan["shares"]) == plan["loads"][0]["rooms"][0]["bytes"]
+    prefill, *decode = plan["ranks"]
+    rooms = len(plan["loads"][0]["rooms"])
+    assert prefill["pool_pages"] == 1 + 13 * rooms
+    assert {rank["pool_pages"] for rank in decode} == {1 + 2 * rooms}  # 200 tokens in pages of 64 on each of 2 ranks
+    assert decode[0]["pool_bytes"] == (1 + 2 * rooms) * 64 * 2 * 2 * 8 * 256
+
+
+def test_a_single_decode_cp_rank_is_no_stripe():
+    plan = make_plan(request(**ONE))
+    assert (plan["cp_interleave"], plan["shares"][0]["stripe"], "cp_interleave" in plan["config"]) == (
+        None,
+        None,
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("pages", "layouts", "descriptors", "paths"),
+    [
+        ((16, 64), ("nhd", "nhd"), (52, 52), ["bulk", "staged", "auto"]),
+        ((64, 16), ("hnd", "nhd"), (None, 13 * 4 * 16 * 8), ["slice", "staged", "auto"]),
+        ((16, 16), ("hnd", "fused"), (None, 13 * 4 * 16 * 8), ["slice", "staged", "auto"]),
+        ((16, 16), ("hnd", "kv-inner-hnd"), (52, 52), ["bulk", "staged", "auto"]),
+        ((16, 64), ("hnd", "hnd"), (None, 13 * 4 * 8), ["slice", "staged", "auto"]),
+    ],
+)
+def test_descriptors_are_the_runs_that_are_contiguous_in_both_pools(
+    pages: tuple[int, int], layouts: tuple[str, str], descriptors: tuple[int | None, int], paths: list[str]
+):
+    plan = make_plan(request(**ONE, prefill_page_size=pages[0], decode_page_size=pages[1], kv_layouts=layouts))
+    (share,) = plan["shares"]
+    assert (share["descriptors"]["bulk"], share["descriptors"]["slice"]) == descriptors
+    assert plan["paths"] == paths
+
+
+def test_chunks_are_whole_pages_of_both_sides():
+    plan = make_plan(request(**ONE, decode_page_size=64, chunk_tokens=100))
+    assert plan["config"]["chunk_tokens"] == 64
+    assert plan["shares"][0]["parts"] == 4
+
+
+def test_a_cached_prefix_is_whole_pages_of_all_decode_cp_ranks():
+    plan = make_plan(request(**{**ONE, "decode": Sizes(cp=2)}, decode_page_size=32, prefix_hit=0.5))
+    assert {room["prefix_tokens"] for room in plan["loads"][0]["rooms"]} == {128}
+
+
+def test_layouts_of_requests_are_those_of_pools():
+    assert tuple(POOL_LAYOUTS) == KV_LAYOUTS
+
+
 def test_ways_of_grouping_layers_are_compared_and_a_threshold_that_none_reaches_is_said():
     plan = make_plan(request(**SMALL, pipelines=("off", "on", "2", "off")))
     assert plan["pipelines"] == ["off", "on", "2"]
@@ -280,7 +346,31 @@ def test_ways_of_grouping_layers_are_compared_and_a_threshold_that_none_reaches_
     ("changes", "error", "text"),
     [
         ({"prefill": (Sizes(tp=3),)}, LayoutError, r"prefill tp=3: 8 KV heads .* 8 % 3 = 2"),
-        ({"decode": Sizes(cp=2)}, LayoutError, "decode cp=2"),
+        (
+            {"decode_page_size": 40},
+            LayoutError,
+            "--prefill-page-size 16 and --decode-page-size 40: .* 40 % 16 = 8; give --decode-page-size 32",
+        ),
+        ({"prefill_page_size": 50, "decode_page_size": 20}, LayoutError, "give --prefill-page-size 40"),
+        ({"decode": Sizes(cp=2), "cp_interleave": 3}, LayoutError, "--cp-interleave 3: .* give --cp-interleave 1"),
+        (
+            {"decode": Sizes(cp=2), "cp_interleave": 24, "page_size": 16, "decode_page_size": 48},
+            LayoutError,
+            "a decode page of 48 tokens.* a prefill page of 16 tokens .* give --cp-interleave 8",
+        ),
+        ({"page_size": 1, "decode_page_size": 8192}, LayoutError, "at most 4096 .* give --decode-page-size 4096"),
+        (
+            {"dtype": "fp8-scaled", "decode_page_size": 64},
+            LayoutError,
+            "give --prefill-page-size 64 --decode-page-size 64, or --scale-bytes 0,0",
+        ),
+        ({"dtype": "fp8-scaled", "decode": Sizes(cp=2)}, LayoutError, "give --cp-interleave 16, or --scale-bytes"),
+        ({"kv_layouts": ("nhd", "hdn")}, ConfigError, "--kv-layout 'hdn' is unknown; did you mean"),
+        (
+            {"decode": Sizes(tp=4), "kv_layouts": ("hnd", "nhd"), "paths": ("bulk",)},
+            LayoutError,
+            "--path bulk .* pages are hnd and nhd, of 16 and 16 tokens: use slice, staged or auto",
+        ),
         ({"decode": Sizes(tp=0)}, LayoutError, "tp is 0"),
         ({"page_size": 0}, LayoutError, "page_size is 0"),
         ({"model": "lama-3.1-8b"}, ConfigError, "did you mean llama-3.1-8b"),

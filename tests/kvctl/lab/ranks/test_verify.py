@@ -14,7 +14,7 @@ from kvctl.lab.ranks.content_store import PlaneView
 from kvctl.lab.ranks.messages import Room, Start
 from kvctl.lab.ranks.pattern import POISON, Bytes
 from kvctl.lab.ranks.plan import PlannedShape, PlannedState
-from kvctl.lab.ranks.request import Sizes
+from kvctl.lab.ranks.request import KV_LAYOUTS, Sizes
 from kvctl.lab.ranks.verify import verify
 from tests.support.host_device import HostDevice
 
@@ -310,3 +310,83 @@ def test_a_lot_is_filled_once(content: Content):
 
 def as_dict(room: Room) -> dict[str, Any]:
     return {name: getattr(room, name) for name in Room.__slots__}
+
+
+@pytest.mark.parametrize("layout", KV_LAYOUTS)
+def test_pools_of_every_layout_are_filled_and_verified(layout: str):
+    dense = {}
+    for content in make(shape=EVERYTHING):
+        content.fill(0)
+        dense = {number: page_bytes(content, number) for number in content.rooms}
+    for content in make(shape=EVERYTHING, kv_layout=layout):
+        content.fill(0)
+        assert {number: page_bytes(content, number) for number in content.rooms} == dense
+        assert verify(content, "full")["mismatches"] == []
+        page = int(content.pages(1001)[1])
+        for each in (each for each in content.views if not each.shard.segment.state):
+            (plane, elements), *_ = each.elements()
+            elements[page, -1, 0, 0] ^= 1
+            (wrong,) = verify(content, "full")["mismatches"]
+            row = 2 * each.rows.per_page - 1
+            assert wrong["where"] == f"layer {plane.layer} {each.name} token {row} head 0 dim 0"
+            elements[page, -1, 0, 0] ^= 1
+            elements[0, 0, 1, 2] = 7
+            (stray,) = verify(content, "full")["mismatches"]
+            at = each.rows.row_bytes + 2
+            assert stray["where"] == f"layer {plane.layer} {each.name} page 0 byte {at}"
+            elements[0, 0, 1, 2] = POISON
+
+
+def page_bytes(content: Content, number: int) -> list[bytes]:
+    """The content of a room's pages in every KV plane and layer, in the order of NHD."""
+    return [
+        elements[content.pages(number)].tobytes()
+        for each in content.views
+        if not each.shard.segment.state
+        for _, elements in each.elements()
+    ]
+
+
+@pytest.mark.parametrize(("interleave", "layout"), [(1, "nhd"), (2, "hnd"), (4, "fused")])
+def test_a_cp_rank_has_its_tokens_and_nothing_behind_the_end(interleave: int, layout: str):
+    whole = {}
+    for content in make(role="prefill", instance=0, prefill=(Sizes(),)):
+        content.fill(0)
+        whole = {number: rows_of(content, number) for number in content.rooms}
+    for rank in range(2):
+        config = {"cp_interleave": interleave}
+        more = {"decode": Sizes(cp=2), "unique": rank, "config": config, "transfer_page": interleave}
+        for content in make(**more, kv_layout=layout):
+            assert [len(content.pages(number)) for number in (1000, 1001)] == [2, 1]
+            content.fill(0)
+            for room in rooms():
+                found = rows_of(content, room.number)
+                end = -(-room.tokens // interleave) * interleave
+                own = [token for token in range(64) if token // interleave % 2 == rank][: len(found)]
+                for token, row in zip(own, found, strict=True):
+                    assert (row == (whole[room.number][token] if token < end else POISON)).all()
+            assert verify(content, "full")["mismatches"] == []
+            (plane, elements), *_ = content.views[0].elements()
+            page = int(content.pages(1000)[1])
+            elements[page, -1, 1, 0] = 3
+            (wrong,) = verify(content, "full")["mismatches"]
+            last = [token for token in range(64) if token // interleave % 2 == rank][2 * PAGE - 1]
+            assert wrong["where"] == f"layer {plane.layer} k token {last} head 1 dim 0"
+            assert (wrong["expected"] == "dbdb") == (last >= -(-13 // interleave) * interleave)
+
+
+def rows_of(content: Content, number: int) -> Bytes:
+    """The rows of K in layer 0 of a room, in the rank's order, `[rows, heads, bytes]`."""
+    (_, elements), *_ = content.views[0].elements()
+    found: Bytes = elements[content.pages(number)].reshape(-1, *elements.shape[2:])
+    return found
+
+
+def test_rows_behind_the_last_transfer_page_are_not_written():
+    for content in make(transfer_page=2, page_size=8, pool_pages=6):
+        content.fill(0)
+        rows = rows_of(content, 1000)  # 13 tokens, so 14 in transfer pages of 2, and 2 pages of 8
+        assert len(rows) == 16
+        assert (rows[14:] == POISON).all()
+        assert (rows[:14] != POISON).any(axis=(1, 2)).all()
+        assert verify(content, "full")["mismatches"] == []
