@@ -165,8 +165,8 @@ def test_unlike_pages_pools_and_decode_cp_verify(
     runs = orjson.loads(saved.read_bytes())["runs"]
     assert [run["path"] for run in runs] == [path, "staged", "auto"]
     assert {(run["failed"], run["verified"]) for run in runs} == {(0, True)}
-    code, out, _ = finish(spawn(*options.split(), *TINY, "--plan", "--json"))
-    shares = orjson.loads(out)["items"]
+    code, out, _ = finish(spawn(*options.split(), *TINY, "--plan", "-o", "json"))
+    shares = orjson.loads(out)["data"]
     assert code == 0
     assert sum(share["descriptors"][path] for share in shares) == runs[0]["descriptors_per_room"] == descriptors
     assert sum(share["descriptors"]["staged"] for share in shares) == runs[1]["descriptors_per_room"]

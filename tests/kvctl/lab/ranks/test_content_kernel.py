@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -57,29 +58,42 @@ def indices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def content(monkeypatch: pytest.MonkeyPatch) -> Any:
+def content(monkeypatch: pytest.MonkeyPatch) -> Iterator[Content]:
     """Two rooms on the second of two tp ranks, in memory of the stand-in."""
+    yield from make(monkeypatch)
+
+
+@pytest.fixture(params=["hnd", "kv-inner", "fused", "block-outer"])
+def strided(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Content]:
+    """The same rooms on the fourth of two cp ranks of two tp ranks each, in a pool of another layout."""
+    more = {"decode": Sizes(cp=2, tp=2), "unique": 3, "kv_layout": request.param, "transfer_page": 2}
+    shape = {**SHAPE, "k_scale_bytes": 0}
+    yield from make(monkeypatch, shape=shape, config={"cp_interleave": 2}, **more)
+
+
+def make(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Iterator[Content]:
     monkeypatch.setattr(of_content, "open_device", lambda index: HostDevice())
-    start = Start(
-        name="decode-1",
-        fleet_dir="",
-        role="decode",
-        instance=-1,
-        unique=1,
-        prefill=(Sizes(),),
-        bootstraps=("",),
-        decode=Sizes(tp=2),
-        shape=SHAPE,
-        page_size=4,
-        page_order="random",
-        pool_pages=24,
-        state_slots={"conv": 5, "odd": 24},
-        aux_slots=2,
-        seed=5,
-        device=0,
-    )
-    pool = allocate_pool(start)
-    content = Content(pool, start)
+    wanted: dict[str, Any] = {
+        "name": "decode-1",
+        "fleet_dir": "",
+        "role": "decode",
+        "instance": -1,
+        "unique": 1,
+        "prefill": (Sizes(),),
+        "bootstraps": ("",),
+        "decode": Sizes(tp=2),
+        "shape": SHAPE,
+        "page_size": 4,
+        "page_order": "random",
+        "pool_pages": 24,
+        "state_slots": {"conv": 5, "odd": 24},
+        "aux_slots": 2,
+        "seed": 5,
+        "device": 0,
+        **changes,
+    }
+    pool = allocate_pool(Start(**wanted))
+    content = Content(pool, Start(**wanted))
     content.take([Room(at, 100 + at, tokens, 0, 0, at) for at, tokens in enumerate((41, 30))])
     content.poison()
     yield content
@@ -249,6 +263,44 @@ def test_a_store_s_own_content_verifies_on_the_host(content: Content, store: Gpu
     content.fill(1)
     content.store = mirror
     assert verify(content, "full")["mismatches"] == []
+
+
+def test_strided_pools_and_stripes_are_written_as_the_host_writes_them(strided: Content, store: GpuStore):
+    strided.fill(0)
+    wanted = everything(strided)
+    strided.poison()
+    assert everything(strided) != wanted
+    strided.store = store
+    strided.fill(1)
+    assert everything(strided) == wanted
+
+
+@pytest.mark.parametrize(("room", "row"), [(100, 0), (101, 2), (100, 3), (0, 1)])
+def test_strided_pools_and_stripes_verify_as_on_the_host(strided: Content, store: GpuStore, room: int, row: int):
+    strided.fill(0)
+    for deck in strided.views[:2]:
+        page = int(strided.pages(room)[-1]) if room else 0
+        base = list(deck.addresses())[1][1]
+        at(base + page * deck.strides.page + row * deck.strides.row + deck.strides.head + 3, 1)[0] ^= 8
+    wanted = verify(strided, "full")
+    assert wanted["mismatches"]
+    strided.store = store
+    assert verify(strided, "full") == wanted
+
+
+def everything(content: Content) -> bytes:
+    (region, *_) = content._pool.regions()
+    return at(region.addr, region.nbytes).tobytes()
+
+
+@pytest.mark.parametrize("task", [FILL, CHECK, QUIET])
+def test_it_compiles_for_strided_pools(strided: Content, task: str):
+    from kvctl.lab.ranks.content_kernel import content as kernel
+    from kvctl_agent.device.kernels import assemble
+
+    deck = strided.views[1]
+    work = launch(task, deck, np.arange(3), None, [0] * deck.shard.num_layers, 3)
+    assert assemble(kernel, ARGUMENTS, work.form.constants(), WARPS, 90).threads == 32 * WARPS
 
 
 def test_whoever_mends_a_stray_is_told_of_the_first_alone(content: Content, store: GpuStore):
