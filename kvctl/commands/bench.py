@@ -41,6 +41,8 @@ PlannedFleets = Sequence[tuple[Wave, Sequence[tuple[Variant, Plan]]]]
     examples=[
         ("Four TP prefill ranks to four DP decode ranks", "kvctl bench --prefill-tp 4 --decode-dp 4"),
         ("Print the plan and start nothing", "kvctl bench --prefill-tp 4 --decode-dp 4 --plan"),
+        ("Two decode ranks that share each prompt", "kvctl bench --prefill-tp 4 --decode-cp 2"),
+        ("Unlike pools and pages", "kvctl bench --kv-layout hnd,fused --decode-page-size 64"),
         ("A report to read in a browser", "kvctl bench --prefill-tp 2 --decode-dp 2 --html report.html"),
     ],
 )

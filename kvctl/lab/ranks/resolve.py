@@ -314,9 +314,7 @@ def _chunk_tokens(request: PlanRequest) -> int:
     assert isinstance(tokens, int)
     if request.chunk_tokens is not None:
         tokens = check_size("--chunk-tokens", request.chunk_tokens)
-    small, large = sorted((request.page_tokens("prefill"), request.page_tokens("decode")))
-    # Each side rounds to its own pages, and the results must be equal.
-    return tokens if small == large else chunk_pages(tokens, large) * large
+    return tokens
 
 
 def _instance_inputs(request: PlanRequest, shape: ModelShape, chunk_tokens: int) -> tuple[PlanInputs, ...]:

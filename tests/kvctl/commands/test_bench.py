@@ -168,7 +168,10 @@ def test_unlike_pages_pools_and_decode_cp_verify(
     code, out, _ = finish(spawn(*options.split(), *TINY, "--plan", "-o", "json"))
     shares = orjson.loads(out)["data"]
     assert code == 0
-    assert sum(share["descriptors"][path] for share in shares) == runs[0]["descriptors_per_room"] == descriptors
+    assert sum(share["descriptors"][path] for share in shares) == descriptors
+    # Path bulk joins pages that happen to be adjacent on both sides.
+    sent = runs[0]["descriptors_per_room"]
+    assert sent == descriptors if path == "slice" else descriptors / 2 < sent <= descriptors
     assert sum(share["descriptors"]["staged"] for share in shares) == runs[1]["descriptors_per_room"]
     assert sum(share["bytes"] for share in shares) == runs[0]["bytes_per_room"]
 
@@ -210,6 +213,10 @@ def test_the_plan_moves_nothing(spawn: Run, socket_directory: Path):
         "layers": [0, 32],
         "bytes": 32 << 20,
         "parts": 1,
+        "pages": 64,
+        "transfer_page": 16,
+        "splits": [1, 1],
+        "stripe": None,
         "descriptors": {"bulk": None, "slice": 65536, "staged": 1, "direct": None},
     }
     assert list(socket_directory.glob("*.lock")) == []
