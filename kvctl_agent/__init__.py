@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from kvctl_agent.errors import KvctlError, LayoutError
     from kvctl_agent.layout.layer_grouping import ForwardInfo
     from kvctl_agent.layout.parallel import local_shards
-    from kvctl_agent.layout.shape import ModelShape, StateShape
-    from kvctl_agent.memory.pool import DraftKV, KVPool, StateTensors
+    from kvctl_agent.layout.shape import KVGroup, ModelShape, StateShape
+    from kvctl_agent.memory.pool import DraftKV, GroupTensors, KVPool, StateTensors
     from kvctl_agent.rank import Rank
     from kvctl_agent.room import room_number
 
@@ -23,6 +23,8 @@ _MODULES = {
     "Agent": "kvctl_agent.agent",
     "DraftKV": "kvctl_agent.memory.pool",
     "ForwardInfo": "kvctl_agent.layout.layer_grouping",
+    "GroupTensors": "kvctl_agent.memory.pool",
+    "KVGroup": "kvctl_agent.layout.shape",
     "KVPool": "kvctl_agent.memory.pool",
     "KvctlError": "kvctl_agent.errors",
     "LayoutError": "kvctl_agent.errors",
@@ -39,6 +41,8 @@ __all__ = [
     "Agent",
     "DraftKV",
     "ForwardInfo",
+    "GroupTensors",
+    "KVGroup",
     "KVPool",
     "KvctlError",
     "LayoutError",

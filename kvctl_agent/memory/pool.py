@@ -8,7 +8,7 @@ Shapes and devices are checked here once, so that copies need no checks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -20,7 +20,7 @@ from kvctl_agent.contract.values import shown
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.layout.parallel import LocalShard
-from kvctl_agent.layout.shape import ModelShape, Plane, Segment, StateShape
+from kvctl_agent.layout.shape import KVGroup, ModelShape, Plane, Segment, StateShape
 from kvctl_agent.layout.sizes import check_size
 from kvctl_agent.memory.addresses import PoolAddresses
 from kvctl_agent.memory.allocations import Allocation, Bytes, DeviceAllocation, HugePageMemory
@@ -31,6 +31,7 @@ from kvctl_agent.memory.segment import SegmentMemory
 from kvctl_agent.memory.tensors import (
     KV_AXES,
     DraftKV,
+    GroupTensors,
     StateTensors,
     Tensors,
     TensorSpec,
@@ -38,12 +39,13 @@ from kvctl_agent.memory.tensors import (
     check_layers,
     check_no_overlap,
     common_device,
+    group_spec,
     kv_spec,
     state_spec,
     tensors_at,
 )
 
-__all__ = ["DraftKV", "KVPool", "PoolAddresses", "StateTensors"]
+__all__ = ["DraftKV", "GroupTensors", "KVPool", "PoolAddresses", "StateTensors"]
 
 
 class KVPool:
@@ -70,7 +72,7 @@ class KVPool:
         device: Device | None = None,
         owner: object = None,
         allocations: Sequence[Allocation] = (),
-        shapes: tuple[ModelShape | StateShape, ...] = (),
+        shapes: tuple[ModelShape | KVGroup | StateShape, ...] = (),
     ) -> None:
         """Wraps checked memory. Use `from_tensors`, `mla` or `allocate` instead.
 
@@ -103,6 +105,7 @@ class KVPool:
         v_scale: Tensors | None = None,
         draft: DraftKV | None = None,
         state: Sequence[StateTensors] = (),
+        groups: Sequence[GroupTensors] = (),
         axes: str | None = None,
         overlaid: bool = False,
     ) -> KVPool:
@@ -122,6 +125,7 @@ class KVPool:
             k_scale, v_scale: For each layer the quantisation scales of each page, `[pages, heads_local, ...]`.
             draft: The draft model's layers, if this rank has them.
             state: The components of per-request state, in the same order on all ranks.
+            groups: The KV groups, in the same order on all ranks.
             axes: Names of the dimensions of each K and V: "tokens heads dim" (the default), "pages tokens heads dim",
                 "pages heads tokens dim" (HND), or another order of these with dim last.
             overlaid: Whether tensors may share memory, because the engine never uses both for one page or slot at one
@@ -132,7 +136,7 @@ class KVPool:
             DeviceUnavailable: the tensors are on a GPU, and the packages for GPUs are not installed.
         """
         kv = DraftKV(k, v, total_kv_heads, k_scale, v_scale, axes)
-        return cls._of_tensors(kv, page_size, aux, draft, state, overlaid)
+        return cls._of_tensors(kv, page_size, aux, draft, groups, state, overlaid)
 
     @classmethod
     def mla(
@@ -144,6 +148,7 @@ class KVPool:
         scale: Tensors | None = None,
         draft: DraftKV | None = None,
         state: Sequence[StateTensors] = (),
+        groups: Sequence[GroupTensors] = (),
         axes: str | None = None,
         overlaid: bool = False,
     ) -> KVPool:
@@ -157,7 +162,7 @@ class KVPool:
         The other arguments and the exceptions are those of `from_tensors`.
         """
         kv = DraftKV(latent, None, 1, scale, axes=axes)
-        return cls._of_tensors(kv, page_size, aux, draft, state, overlaid)
+        return cls._of_tensors(kv, page_size, aux, draft, groups, state, overlaid)
 
     @classmethod
     def from_addresses(
@@ -175,6 +180,7 @@ class KVPool:
         gpu: int | None = None,
         aux: Any = None,
         state: Sequence[StateTensors] = (),
+        groups: Sequence[GroupTensors] = (),
         overlaid: bool = False,
     ) -> KVPool:
         """Wraps memory that an engine describes by addresses, as SGLang's KVArgs does; the caller keeps it alive.
@@ -208,7 +214,7 @@ class KVPool:
         if v is not None:
             v_tensors = tensors_at(v, "v", names, {**sizes, "dim": sizes["v_dim"]}, each, device)
         kv = DraftKV(tensors, v_tensors, total_kv_heads, axes=f"pages {' '.join(names)}")
-        return cls._of_tensors(kv, page_size, aux, None, state, overlaid)
+        return cls._of_tensors(kv, page_size, aux, None, groups, state, overlaid)
 
     @classmethod
     def _of_tensors(
@@ -217,12 +223,15 @@ class KVPool:
         page_size: int,
         aux: Any,
         draft: DraftKV | None,
+        groups: Sequence[GroupTensors],
         state: Sequence[StateTensors],
         overlaid: bool,
     ) -> KVPool:
         page_size = check_size("page_size", page_size, error=MemoryLayoutError)
         if not isinstance(draft, DraftKV | None):
             raise MemoryLayoutError(f"draft is {shown(draft)}: it must be a DraftKV")
+        if not isinstance(groups, Sequence) or not all(isinstance(each, GroupTensors) for each in groups):
+            raise MemoryLayoutError(f"groups is {shown(groups)}: it must be a list of GroupTensors")
         if not isinstance(state, Sequence) or not all(isinstance(each, StateTensors) for each in state):
             raise MemoryLayoutError(f"state is {shown(state)}: it must be a list of StateTensors")
         for each in state:
@@ -235,6 +244,7 @@ class KVPool:
                     f"draft: {specs[1].num_slots} pages, but the target has {specs[0].num_slots}; "
                     "both use the same page numbers and must have equally many pages"
                 )
+        specs += [group_spec(each) for each in groups if len(each.kv.k)]
         specs += [state_spec(each) for each in state if len(each.tensors)]
         tensors = [plane for spec in specs for layer in spec.layers for plane in layer]
         device_index = common_device(tensors)
@@ -242,11 +252,11 @@ class KVPool:
         if not overlaid:
             check_no_overlap([*tensors, *buffers])
         return cls(
-            (_whole_segment(index, spec, page_size, specs[0]) for index, spec in enumerate(specs)),
+            _whole_segments(specs, page_size),
             page_size=page_size,
             aux=[buffer.region.array().reshape(buffer.shape) for buffer in buffers],
             device=None if device_index == HOST else _open(device_index),
-            owner=(kv, draft, tuple(state), aux),
+            owner=(kv, draft, tuple(groups), tuple(state), aux),
             shapes=tuple(spec.shape for spec in specs),
         )
 
@@ -329,8 +339,9 @@ class KVPool:
         kv, *others = self._shapes
         assert isinstance(kv, ModelShape)
         drafts = [other for other in others if isinstance(other, ModelShape)]
+        groups = tuple(other for other in others if isinstance(other, KVGroup))
         states = tuple(other for other in others if isinstance(other, StateShape))
-        return replace(kv, draft=drafts[0] if drafts else None, states=states)
+        return replace(kv, draft=drafts[0] if drafts else None, groups=groups, states=states)
 
     def assign_shards(self, shards: tuple[LocalShard, ...]) -> None:
         """Sets which layers and heads of the model this memory holds; call before registration and transfers.
@@ -431,26 +442,24 @@ def _open(index: int) -> Device:
     return open_device(index)
 
 
-def _whole_segment(index: int, spec: TensorSpec, page_size: int, target: TensorSpec) -> SegmentMemory:
-    """Returns the memory of a segment, assuming that this rank has all layers and the first heads of it.
-
-    Args:
-        index: Position of the segment in the model.
-        spec: The segment's tensors.
-        page_size: Tokens per page.
-        target: The target model's tensors, whose layer count is the number of the first draft layer.
-    """
-    count = len(spec.layers)
-    if isinstance(spec.shape, StateShape):
-        plane = Plane(spec.name, spec.shape.rows, spec.shape.head_bytes)
-        segment = Segment(index, spec.name, 0, count, spec.shape.heads, (plane,), spec.shape.layers, None)
-    else:
-        first = 0 if spec is target else len(target.layers)
-        planes = spec.shape.planes(page_size)
-        segment = Segment(index, spec.name, first, first + count, spec.shape.num_kv_heads, planes)
-    shard = LocalShard(segment, segment.layer_lo, segment.layer_hi, 0, spec.heads)
-    bases = [[plane.addr for plane in layer] for layer in spec.layers]
-    return SegmentMemory.at_addresses(shard, spec.num_slots, bases, spec.strides, spec.layers[0][0].device)
+def _whole_segments(specs: Sequence[TensorSpec], page_size: int) -> Iterator[SegmentMemory]:
+    """Yields the memory of each segment, assuming that this rank has all layers and the first heads of it."""
+    end = table = 0  # of the layers that KV, draft and groups share
+    for index, spec in enumerate(specs):
+        shape, count = spec.shape, len(spec.layers)
+        if isinstance(shape, StateShape):
+            plane = Plane(spec.name, shape.rows, shape.head_bytes)
+            segment = Segment(index, spec.name, 0, count, shape.heads, (plane,), shape.layers, None)
+        elif isinstance(shape, KVGroup):
+            table += 1
+            heads, planes = shape.kv.num_kv_heads, shape.kv.planes(shape.page_size)
+            segment = Segment(index, spec.name, end, end + count, heads, planes, shape.layers, table)
+        else:
+            segment = Segment(index, spec.name, end, end + count, shape.num_kv_heads, shape.planes(page_size))
+        end += 0 if segment.state else count
+        shard = LocalShard(segment, segment.layer_lo, segment.layer_hi, 0, spec.heads)
+        bases = [[plane.addr for plane in layer] for layer in spec.layers]
+        yield SegmentMemory.at_addresses(shard, spec.num_slots, bases, spec.strides, spec.layers[0][0].device)
 
 
 def _with_shard(memory: SegmentMemory | None, shard: LocalShard) -> SegmentMemory:

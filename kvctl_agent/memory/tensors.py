@@ -12,7 +12,7 @@ import numpy as np
 from kvctl_agent.contract.choices import HOST
 from kvctl_agent.contract.values import integer, shown
 from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.layout.shape import ModelShape, StateShape
+from kvctl_agent.layout.shape import KVGroup, ModelShape, StateShape
 from kvctl_agent.layout.sizes import check_size, check_sizes
 from kvctl_agent.memory.addresses import PlaneStrides, nested_extent
 from kvctl_agent.memory.overlap import Elements, disjoint, elements
@@ -301,6 +301,25 @@ class DraftKV:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class GroupTensors:
+    """Tensors of a KV group, whose pages the engine manages in a table of their own; see `layout.shape.KVGroup`.
+
+    Attributes:
+        name: Name of the group, an identifier, the same on both sides.
+        kv: The tensors, on the device of the KV; its lists are empty if this rank's pipeline stage has no layer of the
+            group.
+        page_size: Tokens per page of the group.
+        layers: For each layer of the group the KV layer whose pipeline stage holds it; None for the first KV layers.
+            Used only if the agent is created without a model.
+    """
+
+    name: str
+    kv: DraftKV
+    page_size: int
+    layers: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StateTensors:
     """Tensors of one component of per-request state, or of pages with page numbers of their own.
 
@@ -327,7 +346,7 @@ class TensorSpec(NamedTuple):
 
     Attributes:
         name: Name of the segment.
-        shape: Shape of the model or state component, with the number of layers of this rank.
+        shape: Shape of the model, group or state component, with the number of layers of this rank.
         heads: Heads on this rank.
         num_slots: Number of pages (for state: items).
         layers: For each layer, the tensor of each plane.
@@ -335,7 +354,7 @@ class TensorSpec(NamedTuple):
     """
 
     name: str
-    shape: ModelShape | StateShape
+    shape: ModelShape | KVGroup | StateShape
     heads: int
     num_slots: int
     layers: list[tuple[TensorInfo, ...]]
@@ -345,7 +364,7 @@ class TensorSpec(NamedTuple):
 def kv_spec(kv: DraftKV, page_size: int, name: str = "kv") -> TensorSpec:
     """Checks K and V, or latent rows, and their scales, and returns their description.
 
-    `name` is "kv" for the target model and "draft" for the draft model.
+    `name` is "kv" for the target model, "draft" for the draft model, or the name of a KV group.
 
     Raises:
         MemoryLayoutError: a tensor is unusable; the text names the layer and the tensor.
@@ -416,6 +435,22 @@ def kv_spec(kv: DraftKV, page_size: int, name: str = "kv") -> TensorSpec:
         v_scale_bytes=sum(scale_bytes[1:]),
     )
     return TensorSpec(name, shape, heads, num_pages, list(zip(*planes, strict=True)), tuple(strides))
+
+
+def group_spec(group: GroupTensors) -> TensorSpec:
+    """Checks the tensors of a KV group and returns their description.
+
+    Raises:
+        MemoryLayoutError: a tensor is unusable; the text names the group and the layer.
+        LayoutError: the group's name or KV layers are invalid.
+    """
+    if not isinstance(group.name, str) or not isinstance(group.kv, DraftKV):
+        raise MemoryLayoutError(f"group {shown(group.name)}: it must have a name and its tensors as a DraftKV")
+    page_size = check_size(f"{group.name}: page_size", group.page_size, error=MemoryLayoutError)
+    spec = kv_spec(group.kv, page_size, group.name)
+    assert isinstance(spec.shape, ModelShape)
+    layers = tuple(range(len(spec.layers))) if group.layers is None else tuple(group.layers)
+    return spec._replace(shape=KVGroup(group.name, spec.shape, layers, page_size))
 
 
 def state_spec(state: StateTensors) -> TensorSpec:

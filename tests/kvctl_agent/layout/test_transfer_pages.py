@@ -147,9 +147,7 @@ class TestGroups:
         assert owed == [(0, 0, 2, 0), (1, 2, 4, 0), (0, 4, 5, 1), (1, 5, 6, 1)]
 
     def test_what_groups_cannot_do_is_refused_by_name(self) -> None:
-        with pytest.raises(
-            LayoutError, match="chunk_tokens 12: it must be a multiple of the page of 8 tokens"
-        ):
+        with pytest.raises(LayoutError, match="chunk_tokens 12: it must be a multiple of the page of 8 tokens"):
             PlanInputs(self.SHAPE, 4, 3, ParallelConfig(), ParallelConfig())
         with pytest.raises(LayoutError, match="decode cp=2: decode ranks cannot share the pages of group swa"):
             PlanInputs(self.SHAPE, 4, 8, ParallelConfig(), ParallelConfig(cp=2))

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from kvctl_agent.contract.choices import HOST
-from kvctl_agent.errors import MemoryLayoutError
+from kvctl_agent.errors import KvctlError, MemoryLayoutError
 from kvctl_agent.layout.parallel import LocalShard, ParallelConfig, RankCoord, local_shards
-from kvctl_agent.layout.shape import ModelShape, StateShape
-from kvctl_agent.memory.pool import DraftKV, KVPool, StateTensors
+from kvctl_agent.layout.shape import KVGroup, ModelShape, StateShape, segments
+from kvctl_agent.memory.pool import DraftKV, GroupTensors, KVPool, StateTensors
 from kvctl_agent.memory.pool_layouts import POOL_LAYOUTS
 
 K, V = 0, 1
@@ -85,6 +85,41 @@ class TestFromTensors:
         pool = wrap(k, v)
         pool.segments[0].block(0, K)[:4] = np.frombuffer(np.float32(2.5).tobytes(), dtype=np.uint8)
         assert k[0][0, 0, 0] == 2.5
+
+    def test_groups_are_segments_with_pages_of_their_own(self) -> None:
+        k, v = layers(3, (12, 2, 6)), layers(3, (12, 2, 10))
+        window = GroupTensors("swa", DraftKV(layers(2, (16, 1, 4)), layers(2, (16, 1, 4)), 4), 8, layers=(0, 2))
+        index = GroupTensors("index", DraftKV(layers(1, (5, 2, 6)), axes="pages tokens dim"), 2, layers=(1,))
+        pool = wrap(k, v, groups=[window, index], state=[StateTensors("conv", layers(1, (3, 7)))])
+        groups = (
+            KVGroup("swa", ModelShape(2, 4, 4, 4, 2), (0, 2), 8),
+            KVGroup("index", ModelShape(1, 1, 6, 0, 2, kind="mla"), (1,), 2),
+        )
+        assert pool.shape().groups == groups
+        assert [(each.name, each.shard.segment.table, each.num_slots) for each in pool.segments] == [
+            ("kv", 0, 3),
+            ("swa", 1, 2),
+            ("index", 2, 5),
+            ("conv", None, 3),
+        ]
+        assert [each.segment for each in (memory.shard for memory in pool.segments)] == list(segments(pool.shape(), 4))
+        assert [each.num_slots for each in pool.segments_at(2)] == [6, 2, 5, 3], "only KV is divided"
+
+    @pytest.mark.parametrize(
+        ("group", "text"),
+        [
+            (GroupTensors("swa", None, 8), "group 'swa': it must have a name and its tensors as a DraftKV"),  # type: ignore[arg-type]
+            (GroupTensors("swa", DraftKV(layers(1, (4, 2, 6)), layers(1, (4, 2, 6)), 2), 0), "swa: page_size is 0"),
+            (GroupTensors("swa", DraftKV(layers(1, (5, 2, 6)), layers(1, (5, 2, 6)), 2), 2), "swa layer 0 k"),
+            (
+                GroupTensors("swa", DraftKV(layers(1, (4, 2, 6)), layers(1, (4, 2, 6)), 2), 2, (0, 1)),
+                "swa: 1 layers, but 2",
+            ),
+        ],
+    )
+    def test_a_group_that_cannot_be_used_is_refused_by_name(self, group: GroupTensors, text: str) -> None:
+        with pytest.raises(KvctlError, match=text):
+            wrap(layers(3, (12, 2, 6)), layers(3, (12, 2, 6)), groups=[group])
 
     def test_each_tensor_that_stands_alone_is_a_region(self) -> None:
         k, v = layers(2, (4, 2, 4)), layers(2, (4, 2, 4))
