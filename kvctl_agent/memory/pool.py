@@ -244,7 +244,7 @@ class KVPool:
                     f"draft: {specs[1].num_slots} pages, but the target has {specs[0].num_slots}; "
                     "both use the same page numbers and must have equally many pages"
                 )
-        specs += [group_spec(each) for each in groups if len(each.kv.k)]
+        specs += [spec for each in groups if (spec := group_spec(each)) is not None]
         specs += [state_spec(each) for each in state if len(each.tensors)]
         tensors = [plane for spec in specs for layer in spec.layers for plane in layer]
         device_index = common_device(tensors)

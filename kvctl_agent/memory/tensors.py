@@ -437,8 +437,8 @@ def kv_spec(kv: DraftKV, page_size: int, name: str = "kv") -> TensorSpec:
     return TensorSpec(name, shape, heads, num_pages, list(zip(*planes, strict=True)), tuple(strides))
 
 
-def group_spec(group: GroupTensors) -> TensorSpec:
-    """Checks the tensors of a KV group and returns their description.
+def group_spec(group: GroupTensors) -> TensorSpec | None:
+    """Checks the tensors of a KV group and returns their description; None if there are none.
 
     Raises:
         MemoryLayoutError: a tensor is unusable; the text names the group and the layer.
@@ -446,6 +446,8 @@ def group_spec(group: GroupTensors) -> TensorSpec:
     """
     if not isinstance(group.name, str) or not isinstance(group.kv, DraftKV):
         raise MemoryLayoutError(f"group {shown(group.name)}: it must have a name and its tensors as a DraftKV")
+    if not group.kv.k:
+        return None
     page_size = check_size(f"{group.name}: page_size", group.page_size, error=MemoryLayoutError)
     spec = kv_spec(group.kv, page_size, group.name)
     assert isinstance(spec.shape, ModelShape)
