@@ -250,6 +250,16 @@ class ComputedTables:
 _NO_PAGES: Pages = np.empty(0, np.int32)
 
 
+def _uncut(parts: Sequence[Part], lo: int, hi: int) -> list[tuple[int, int]]:
+    """Returns the runs of layers within [lo, hi) that belong to no part."""
+    runs: list[tuple[int, int]] = []
+    for first, end in sorted((part.key.lo, part.key.hi) for part in parts):
+        if lo < min(first, hi):
+            runs.append((lo, min(first, hi)))
+        lo = max(lo, end)
+    return [*runs, (lo, hi)] if lo < hi else runs
+
+
 class PartState(IntEnum):
     PLANNED = 0  # its pages are not computed yet
     READY = 1  # computed; gated while it has no grant, the watermark is behind its region, or the peer is silent
@@ -435,14 +445,15 @@ class PeerTransfer:
     def parts_between(self, sendable: SendableChunk) -> list[Part]:
         """Returns the parts that have layers and begin within the pages of `sendable`.
 
-        If none of these layers of a chunk belongs to a part yet, they become a part, or one part per transfer slice.
+        Each run of these layers that belongs to no part of a chunk yet becomes a part, or one part per transfer slice:
+        all of them, or what is left after a recall within a forward in layer groups.
         """
         found: list[Part] = []
         lo, hi, old, new, table = sendable
         for chunk in self.tables[table].between(old, new):
             parts = self._parts_of_chunk.get((table, chunk.index), [])
-            if not any(part.key.lo < hi and part.key.hi > lo for part in parts):
-                parts = self._cut(table, chunk, lo, hi)
+            for first, end in _uncut(parts, lo, hi):
+                parts = self._cut(table, chunk, first, end)
             found += [part for part in parts if part.key.lo < hi and part.key.hi > lo]
         return found
 

@@ -383,3 +383,18 @@ def test_a_failure_during_a_recall_abandons_the_parts_in_transfer(recalls: int) 
     assert [token.cancelled for token in tokens] == [True]
     world.settle()
     world.check_empty()
+
+
+def test_a_recall_between_the_layer_groups_of_a_forward() -> None:
+    """The first group is a part already; the layers that it lacks become another one."""
+    world = small(choose=direct)
+    world.receive(7, 2)
+    world.send(7, 2, groups=[1], declare=False)
+    happen(world, "message")
+    engine = world.pool.pop()
+    world.pool.append(engine._replace(what=engine.what[:2]))  # SendRoom, and the first group
+    happen(world, "message", "engine")
+    go_on(world, world.recall(7))  # in all layers at once
+    world.settle()
+    assert succeeded(world)
+    world.check_empty()
