@@ -276,7 +276,13 @@ MUTATIONS = (
         STUCK,
         _no_tombstones,
     ),
-    Mutation("a serial is used again", Scene(rooms=2, granted=True), Budget(early=1), STUCK, _serials_again),
+    Mutation(
+        "a serial is used again",
+        Scene(rooms=2, granted=True),
+        Budget(early=1),
+        r"grants serial 1 again",
+        _serials_again,
+    ),
     Mutation(
         "arrivals are counted",
         Scene(pages=2, paths=direct),

@@ -106,7 +106,7 @@ class Machines:
         """Feed the events that `key` identifies; None if the engine may not make this call now.
 
         Raises:
-            Broken: a part was ordered without a lease.
+            Broken: a part was ordered without a lease, or a serial was granted twice.
         """
         place = state, key
         try:
@@ -120,6 +120,7 @@ class Machines:
         name = machine.local.name
         transfers = list(machine.state.transfers.values()) if isinstance(machine, FrozenPrefill) else []
         down = [(transfer, transfer.cancel) for transfer in transfers if not transfer.cancel.dropped]
+        granted = (_serials(machine), machine.ring.last_serial) if isinstance(machine, FrozenDecode) else None
         actions: list[ev.Action] = []
         seen: list[Seen] = []
         for event in events:
@@ -141,6 +142,8 @@ class Machines:
                 seen.append(("called", name, event))
             seen += self._told(machine, found)
             actions += found
+        if granted is not None and (again := [each for each in _serials(machine) - granted[0] if each <= granted[1]]):
+            raise Broken(f"{name} grants serial {again[0]} again")
         # An order's cancel may have been raised after it was given.
         return Done(
             self.number(machine),
@@ -198,6 +201,10 @@ class Machines:
             number = self._scatter_numbers[key] = len(self.scatters)
             self.scatters.append(action)
         return number
+
+
+def _serials(machine: Any) -> set[int]:
+    return {allocation.region.serial for allocation in machine.allocations()}
 
 
 def _name(value: object) -> Hashable | None:
