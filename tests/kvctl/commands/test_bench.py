@@ -244,7 +244,6 @@ def test_a_path_that_takes_too_long_runs_fewer_rooms_and_that_is_said(spawn: Run
     [
         (["--prefill-tp", "3"], "8 % 3 = 2"),
         (["--prefill-tp", "3", "--decode-tp", "7"], "choose a tp of 1, 2, 4, 8"),
-        (["--decode-cp", "2"], "decode cp=2"),
         (["--page-size", "0"], "page_size is 0"),
         (["--model", "lama-3.1-8b"], "did you mean llama-3.1-8b"),
         (["--prefill-tp", "4", "--ring-mb", "16"], "need 33554432 bytes, the ring has 16777216"),
