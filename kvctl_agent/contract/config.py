@@ -318,8 +318,8 @@ KEYS: tuple[Key, ...] = (
         str,
         "",
         "Text that is appended to the agent's name after an @, so that engines on several hosts may give their agents "
-        "the same names. The value hostname stands for the name of this host. Peers, kvctl and the admin socket use the "
-        "whole name.",
+        "the same names. The value hostname stands for the name of this host. Peers, kvctl and the admin socket use "
+        "the whole name.",
     ),
     Key(
         "listen",
