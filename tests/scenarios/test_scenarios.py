@@ -123,11 +123,11 @@ def test_a_ring_that_is_pinned_by_a_stopped_writer(begun: Begun) -> None:
 
 def test_a_rank_that_was_set_up_with_another_page_size(demo: Start) -> None:
     fleet = demo("--fault", "compat", "--transport", "loopback")
-    fleet.said("compat: decode-1 has pages of 32 tokens")
+    fleet.said("compat: decode-1 has pages of 24 tokens")
     found = fleet.diagnosed("KV_COMPAT_MISMATCH")
     assert found["subject"] == "decode-1"
     assert "page_size 16 (prefill-0) ≠ 24 (decode-1)" in found["evidence"]["differences"]
-    fleet.shows(found, r"page_size\b.*16.*32", rc=1)  # which is what it says of two that do not fit
+    fleet.shows(found, r"page_size\b.*16.*24", rc=1)  # which is what it says of two that do not fit
 
 
 def test_a_rank_that_is_short_of_files(demo: Start) -> None:
