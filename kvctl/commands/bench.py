@@ -43,6 +43,7 @@ PlannedFleets = Sequence[tuple[Wave, Sequence[tuple[Variant, Plan]]]]
         ("Print the plan and start nothing", "kvctl bench --prefill-tp 4 --decode-dp 4 --plan"),
         ("Two decode ranks that share each prompt", "kvctl bench --prefill-tp 4 --decode-cp 2"),
         ("Unlike pools and pages", "kvctl bench --kv-layout hnd,fused --decode-page-size 64"),
+        ("Sliding-window layers", "kvctl bench --kv-group swa:layers=16,page=16,window=1024 --tokens 4096"),
         ("A report to read in a browser", "kvctl bench --prefill-tp 2 --decode-dp 2 --html report.html"),
     ],
 )

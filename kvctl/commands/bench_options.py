@@ -16,6 +16,7 @@ from kvctl.lab.bench.options import (
     parse_cp_modes,
     parse_gpus,
     parse_instances,
+    parse_kv_group,
     parse_kv_layouts,
     parse_names,
     parse_percent,
@@ -123,6 +124,10 @@ def _model() -> list[click.Option]:
     state = (
         "State per request, rows x heads x bytes: conv:4x1x256, swa:1x8x256:window=512, idx:1x1x132:pages. Repeatable."
     )
+    groups = (
+        "Layers with page tables of their own, as swa:layers=16,page=16,window=1024: decode receives the pages of the "
+        "window at the end of a prompt, without window all; heads=N and dim=N if unlike the model's. Repeatable."
+    )
     layouts = f"Order of the axes in the KV pools, of both sides or of each: {', '.join(KV_LAYOUTS)}."
     return [
         option("--model", "NAME", "A known model's KV shape. [default: llama-3.1-8b]"),
@@ -137,6 +142,7 @@ def _model() -> list[click.Option]:
         option("--draft-heads", "N", "KV heads of the draft model. [default: the model's]", type=int),
         option("--draft-dim", "N", "Head dim of the draft model. [default: the model's]", type=int),
         option("--state states", "NAME:RxHxB", state, parse_state, multiple=True),
+        option("--kv-group groups", "NAME:FIELD=N,…", groups, parse_kv_group, multiple=True),
         option("--page-size", "N", "Tokens per page.", default=16),
         option("--prefill-page-size", "N", "Tokens per page of the prefill side. [default: --page-size]", type=int),
         option("--decode-page-size", "N", "The same for decode; the smaller page divides the larger.", type=int),

@@ -329,7 +329,7 @@ def _plan_request(options: Mapping[str, Any], loads: tuple[Load, ...], seed: int
     decodes = options["decode_ms"] > 0
     same_name = (
         "model layers kv_heads head_dim v_head_dim dtype draft_layers draft_heads draft_dim page_size page_order "
-        "prefill_page_size decode_page_size cp_interleave kv_layouts "
+        "groups prefill_page_size decode_page_size cp_interleave kv_layouts "
         "prefix_hit rooms paths ring_mb chunk_tokens pipelines layer_ms decode_ms "
         "device compute prefill_gpus decode_gpus direct_sms"
     )

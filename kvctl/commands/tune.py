@@ -36,7 +36,7 @@ _GROUPS = ("Layout", "Model", "Load", "Real traffic", "Engine", "GPUs")
 _NOT_TAKEN = frozenset(
     {
         *("ring_mb", "chunk_tokens", "cp_modes", "sweep", "preset", "repeat", "point_seconds"),
-        *("prefill_page_size", "decode_page_size"),
+        *("prefill_page_size", "decode_page_size", "groups"),
     }
 )
 

@@ -67,9 +67,12 @@ def compare(
     Raises:
         ValueError: The shapes differ, or the results have no measurement in common.
     """
-    # An older saved shape may have fewer fields.
-    if not isinstance(before := baseline.get("shape"), dict) or any(shape.get(name) != before[name] for name in before):
-        raise ValueError(f"the baseline was measured with another shape: {baseline.get('shape')}, now {dict(shape)}")
+    # An older saved shape may have fewer fields; it has no KV groups.
+    before = baseline.get("shape")
+    if not isinstance(before, dict) or any(
+        shape.get(name, []) != value for name, value in {"groups": [], **before}.items()
+    ):
+        raise ValueError(f"the baseline was measured with another shape: {before}, now {dict(shape)}")
     pairs = [(row, next((run for run in baseline["runs"] if _same(run, row)), None)) for row in rows]
     if all(run is None for _, run in pairs):
         paths = ", ".join(sorted({str(run.get("path")) for run in baseline["runs"]}))

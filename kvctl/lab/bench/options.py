@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from fractions import Fraction
 
 from kvctl.lab.faults.specification import Fault, parse_faults
-from kvctl.lab.ranks.request import BUSY_ENGINES, PIPELINES, Load, Sizes, State, Tokens
+from kvctl.lab.ranks.request import BUSY_ENGINES, PIPELINES, Group, Load, Sizes, State, Tokens
 from kvctl_agent.contract.config import KEYS_BY_NAME
 
 CP_MODES = KEYS_BY_NAME["cp_mode"].choices
@@ -22,6 +22,8 @@ _MAX_POINTS = 64
 _MAX_INSTANCES = 16
 _SIZE = re.compile(r"(dp|pp|cp|tp)(\d{1,5}(?:\+\d{1,5})*)")
 _STATE = re.compile(r"([a-z][a-z0-9_-]*):(\d{1,9})x(\d{1,9})x(\d{1,9})(?::(pages|window=(\d{1,9})))?")
+_GROUP_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_GROUP_FIELDS = ("layers", "page", "window", "heads", "dim")
 
 
 def parse_tokens(text: str) -> Tokens:
@@ -183,6 +185,29 @@ def parse_state(text: str) -> State:
     if kind is None:
         return item
     return replace(item, kind="window" if window else "pages", window=int(window or 0))
+
+
+def parse_kv_group(text: str) -> Group:
+    """Parses a KV group: `NAME:layers=N,page=TOKENS[,window=TOKENS][,heads=N][,dim=N]`, the fields in any order."""
+    name, _, listed = text.partition(":")
+    fields: dict[str, int] = {}
+    for field in filter(None, listed.split(",")):
+        key, _, value = field.partition("=")
+        if key not in _GROUP_FIELDS:
+            near = get_close_matches(key, _GROUP_FIELDS, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(f"{text!r}: field {key!r} is unknown; {hint}allowed: {', '.join(_GROUP_FIELDS)}")
+        if key in fields:
+            raise ValueError(f"{text!r}: {key} is given twice")
+        fields[key] = _positive(value, text)
+    if not _GROUP_NAME.fullmatch(name) or not {"layers", "page"} <= fields.keys():
+        raise ValueError(
+            f"{text!r}: write NAME:layers=N,page=TOKENS[,window=TOKENS][,heads=N][,dim=N], such as "
+            f"swa:layers=16,page=16,window=1024"
+        )
+    return Group(
+        name, fields["layers"], fields["page"], fields.get("window", 0), fields.get("heads"), fields.get("dim")
+    )
 
 
 def _instance(word: str, whole: str) -> Sizes:

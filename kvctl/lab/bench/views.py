@@ -201,7 +201,8 @@ def plan_table(rows: Sequence[Row]) -> View:
         shown |= {"writer_gpu", "reader_gpu", "direct"}
     if any(row["stripe"] for row in rows):
         shown |= {"stripe", "pages"}
-    if any(row["splits"] != [1, 1] for row in rows):
+    groups = any(row["segment"] not in ("kv", "draft") and row["transfer_page"] for row in rows)
+    if groups or any(row["splits"] != [1, 1] for row in rows):
         shown |= {"pages"}
     return _with_core(PLAN, shown)
 
@@ -397,6 +398,9 @@ def shape_text(shape: PlannedShape) -> str:
     if shape["draft"]:
         count = shape["draft"]["layers"]
         words.append(f"{count} draft layer{'s' * (count > 1)}")
+    for group in shape["groups"]:
+        window = f", window {group['window']}" if group["window"] else ""
+        words.append(f"KV group {group['name']} ({len(group['layers'])} layers, pages of {group['page_size']}{window})")
     words += [f"state {state['name']}" for state in shape["states"]]
     model = f"{shape['model']}: " if shape["model"] else ""
     return model + ", ".join(words)

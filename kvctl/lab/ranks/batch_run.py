@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from kvctl.lab.faults.batch_faults import Aborts, BatchFaults
 from kvctl.lab.ranks.busy_loop import BusyLoop
 from kvctl.lab.ranks.compute import Forward, Job, PipelineClock, SleepingEngine
-from kvctl.lab.ranks.content import decode_run, own_side
+from kvctl.lab.ranks.content import own_side
 from kvctl.lab.ranks.geometry import model_shape
 from kvctl.lab.ranks.measure import Samples
 from kvctl.lab.ranks.messages import Room, Run
@@ -190,7 +190,8 @@ class PrefillRun(BatchRun):
         stages = [
             local_shards(shape, start.page_size, side, self.worker.at._replace(pp=stage)) for stage in range(side.pp)
         ]
-        layers = [sum(each.num_layers for each in stage if not each.segment.state) for stage in stages]
+        # Layers of KV groups and state are computed with the KV layers beside which they run.
+        layers = [sum(each.num_layers for each in stage if each.segment.table == 0) for stage in stages]
         return PipelineClock(layers, self.worker.at.pp, self._layer_ns)
 
 
@@ -237,14 +238,16 @@ class DecodeRun(BatchRun):
     def _open(self, visit: RoomVisit, now_ns: int) -> None:
         room, content, start = visit.room, self.worker.content, self.worker.start
         self._visits[room.number] = visit
+        pages, *groups = content.wanted(room)
         handle = self.handles[room.number] = self.worker.agent.receive(
             room.number,
-            content.pages(room.number)[room.prefix_tokens // decode_run(start) :],
+            pages,
             prefill=start.bootstraps[room.instance],
             prefix_tokens=room.prefix_tokens,
             aux_index=content.slots[room.number],
             state_indices=content.states(room.number),
             tokens=room.tokens,
+            group_pages=groups,
         )
         self.aborts.began(room, handle, now_ns)
 

@@ -151,8 +151,9 @@ class Forward:
         self._deadline_ns = deadline_ns
         self._layers = len(agent.layers)
         start = content.start
-        self._page_size = start.page_size
-        self._chunk_pages = chunk_pages(int(start.config["chunk_tokens"]), start.page_size)
+        self._chunk_tokens = chunk_pages(int(start.config["chunk_tokens"]), start.page_size) * start.page_size
+        # Of the KV, then of each KV group.
+        self._page_sizes = [start.page_size, *(group["page_size"] for group in start.shape["groups"])]
         self._attention_dp = own_side(start).dp > 1
 
     @property
@@ -171,12 +172,15 @@ class Forward:
             DeadlineExceeded: the run's deadline has passed.
             KvctlError: the agent refuses the pages.
         """
-        pages, step = self._content.pages(room.number), self._chunk_pages
-        chunks = -(-len(pages) // step)
+        tables, chunk_tokens = self._content.computed(room), self._chunk_tokens
+        steps = [chunk_tokens // size for size in self._page_sizes]
+        chunks = -(-len(tables[0]) // steps[0])
         job = self._engine.begin(asked_ns, chunks, self._deadline_ns)
         for chunk in range(chunks):
-            chunk_indices = pages[chunk * step : (chunk + 1) * step]
-            tokens = min(room.tokens - chunk * step * self._page_size, step * self._page_size)
+            pages, *group_pages = (
+                table[chunk * step : (chunk + 1) * step] for table, step in zip(tables, steps, strict=True)
+            )
+            tokens = min(room.tokens - chunk * chunk_tokens, chunk_tokens)
             forward = ForwardInfo(tokens=(tokens,), attention_dp=self._attention_dp)
             groups = self._agent.layer_groups(forward).groups
             if chunk == 0 and not prefetched:
@@ -186,9 +190,10 @@ class Forward:
             for group in groups:
                 event = job.compute(chunk, tokens, layers, layers + len(group))
                 layers += len(group)
-                send.layers(group, chunk_indices, last=last, event=event)
+                send.layers(group, pages, last=last, event=event, group_pages=group_pages)
             if not groups:
-                send.pages(chunk_indices, last=last, event=job.compute(chunk, tokens, 0, self._layers))
+                event = job.compute(chunk, tokens, 0, self._layers)
+                send.pages(pages, last=last, event=event, group_pages=group_pages)
         send.finish(self._content.slots[room.number], self._content.states(room.number))
         return job
 

@@ -11,13 +11,14 @@ from typing import NamedTuple
 import numpy as np
 
 from kvctl.lab.ranks.content_store import HostStore, MirrorStore, PlaneView, Store, plane_views
-from kvctl.lab.ranks.geometry import model_shape, side_of, state_items
+from kvctl.lab.ranks.geometry import group_pages, model_shape, side_of, state_items
 from kvctl.lab.ranks.gpu_store import GpuStore
 from kvctl.lab.ranks.messages import Room, Start
 from kvctl.lab.ranks.pattern import POISON, Bytes, Pages, Words, aux_row, row_bases
 from kvctl_agent.contract.choices import HOST
 from kvctl_agent.device.cuda import CudaDevice, open_device
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, local_shards, mix64
+from kvctl_agent.layout.shape import Segment
 from kvctl_agent.memory.pool import KVPool
 
 AUX_ROW_BYTES = 256
@@ -111,11 +112,11 @@ class Content:
 
     Attributes:
         start: the rank's Start command.
-        views: every plane (K, V, latent, state component) of which this rank holds layers.
+        views: every plane (K, V, latent, state component) of which this rank holds layers, of KV groups as well.
         store: writes and compares content in the pool's memory.
         rooms: rooms that own pages, by room number, in the order in which they were added.
-        items: by room number, one array per segment: indices of the room's pages, or of its items for a state
-            component, in the prompt's order.
+        items: by room number, one array per segment: indices of the room's pages, of those in the window for a KV
+            group, or of its items for a state component, in the prompt's order.
         slots: index of each room's aux row, by room number.
         free_slots: indices of the aux rows that no room owns.
     """
@@ -126,6 +127,9 @@ class Content:
         self.start = start
         self.views = plane_views(pool, start.shape["dtype_bytes"])
         self.store = _store(pool)
+        self._groups, self._states = start.shape["groups"], start.shape["states"]
+        # KV and draft share their pages; the segments behind them have pages or items of their own.
+        self._shared = len(pool.segments) - len(self._groups) - len(self._states)
         self._reset(start.seed)
 
     def take(self, rooms: Sequence[Room]) -> None:
@@ -140,14 +144,14 @@ class Content:
         Raises:
             MemoryError: too few pages or items are free; pools are sized so that this does not happen.
         """
-        start, states = self.start, self.start.shape["states"]
+        start = self.start
         run = decode_run(start) if start.role == "decode" else start.page_size
         pages = self._pages.allocate(-(-room.tokens // run))
-        items = [
-            allocator.allocate(state_items(state, room.tokens, start.state_page_size or start.page_size))
-            for allocator, state in zip(self._states, states, strict=True)
-        ]
-        self.items[room.number] = (*[pages] * (len(self._pool.segments) - len(states)), *items)
+        counts = [len(group_pages(group, room.tokens)) for group in self._groups]
+        state_page = start.state_page_size or start.page_size
+        counts += [state_items(state, room.tokens, state_page) for state in self._states]
+        own = [allocator.allocate(count) for allocator, count in zip(self._own, counts, strict=True)]
+        self.items[room.number] = (*[pages] * self._shared, *own)
         self.slots[room.number] = self.free_slots.pop(0)
         self.rooms[room.number] = room
 
@@ -159,7 +163,7 @@ class Content:
             self.store.poison(view, items[view.shard.segment.index])
         self.aux()[slot] = POISON
         self._pages.release(items[0])
-        for allocator, released in zip(self._states, items[len(items) - len(self._states) :], strict=True):
+        for allocator, released in zip(self._own, items[self._shared :], strict=True):
             allocator.release(released)
         self.free_slots.append(slot)
 
@@ -169,12 +173,44 @@ class Content:
 
     def states(self, number: int) -> tuple[Pages, ...]:
         """Returns the indices of a room's items, one array per state component in the model's order."""
-        return self.items[number][len(self._pool.segments) - len(self._states) :]
+        return self.items[number][self._shared + len(self._groups) :]
+
+    def computed(self, room: Room) -> list[Pages]:
+        """Returns the pages that a prefill rank computes: of the KV, then of each KV group.
+
+        All are in the prompt's order from its start on; pages of a group before its window are -1.
+        """
+        groups = self.items[room.number][self._shared : self._shared + len(self._groups)]
+        return [
+            self.pages(room.number),
+            *(
+                np.concatenate([np.full(group_pages(group, room.tokens).start, -1, np.int64), pages])
+                for group, pages in zip(self._groups, groups, strict=True)
+            ),
+        ]
+
+    def wanted(self, room: Room) -> list[Pages]:
+        """Returns the pages that a decode rank receives, all but the cached ones: of the KV, then of each KV group."""
+        segments = (memory.shard.segment for memory in self._pool.segments)
+        return [
+            self.items[room.number][segment.index][self.cached(room, segment) :]
+            for segment in segments
+            if not segment.state and segment.name != "draft"
+        ]
+
+    def cached(self, room: Room, segment: Segment) -> int:
+        """Returns the number of a room's pages that are not transferred because decode has them cached; 0 for state."""
+        if segment.table is None:
+            return 0
+        if segment.table == 0:
+            return room.prefix_tokens // decode_run(self.start)
+        group = self._groups[segment.table - 1]
+        return group_pages(group, room.tokens, room.prefix_tokens).start - group_pages(group, room.tokens).start
 
     def unowned(self, view: PlaneView) -> Pages:
         """Returns the indices of the pages, or state items, of a view that no room owns; includes the reserved 0."""
-        state = view.shard.segment.index - (len(self._pool.segments) - len(self._states))
-        allocator = self._states[state] if state >= 0 else self._pages
+        own = view.shard.segment.index - self._shared
+        allocator = self._own[own] if own >= 0 else self._pages
         return np.concatenate([np.zeros(1, np.int64), allocator.free])
 
     def fill(self, batch: int) -> None:
@@ -202,10 +238,10 @@ class Content:
 
         The bases of rows that are not transferred are 0.
         """
-        made: dict[tuple[bool, int, int, int, int], Words] = {}
+        made: dict[tuple[int | None, int, int, int, int], Words] = {}
         for view in self.views:
             rows, segment = view.rows, view.shard.segment
-            key = (segment.state, len(self.items[room.number][segment.index]), rows.per_page, rows.head_lo, rows.heads)
+            key = (segment.table, len(self.items[room.number][segment.index]), rows.per_page, rows.head_lo, rows.heads)
             if key not in made:
                 positions, end = self.row_map(room, view)
                 count = max(end, int(positions.max(initial=-1)) + 1)
@@ -216,9 +252,12 @@ class Content:
 
     def row_map(self, room: Room, view: PlaneView) -> RowMap:
         """Returns the rows of the prompt that the rows of a room's pages, or state items, are."""
-        start, per_page = self.start, view.rows.per_page
-        own = np.arange(len(self.items[room.number][view.shard.segment.index]) * per_page, dtype=np.int64)
-        if start.role == "prefill" or view.shard.segment.state:
+        start, per_page, segment = self.start, view.rows.per_page, view.shard.segment
+        own = np.arange(len(self.items[room.number][segment.index]) * per_page, dtype=np.int64)
+        if segment.table:
+            first = group_pages(self._groups[segment.table - 1], room.tokens).start * per_page
+            return RowMap(first + own, first + len(own))
+        if start.role == "prefill" or segment.state:
             return RowMap(own, len(own))
         ranks, rank = start.decode.cp, own_coord(start).cp
         if ranks > 1:
@@ -238,9 +277,10 @@ class Content:
         rank = 2 * start.unique + (start.role == "decode") + (max(0, start.instance) << 32)
         seed = mix64(mix64(start.seed + rank) + batch)
         self._pages = PageAllocator(start.pool_pages, start.page_order, seed)
-        self._states = [
-            PageAllocator(start.state_slots[state["name"]], start.page_order, mix64(seed + at + 1))
-            for at, state in enumerate(start.shape["states"])
+        names = [each["name"] for each in (*self._groups, *self._states)]
+        self._own = [
+            PageAllocator(start.state_slots[name], start.page_order, mix64(seed + at + 1))
+            for at, name in enumerate(names)
         ]
         self.rooms: dict[int, Room] = {}
         self.items: dict[int, tuple[Pages, ...]] = {}

@@ -65,8 +65,9 @@ class PlaneView:
 
     @property
     def name(self) -> str:
-        """Name of the plane in mismatch reports: "k", "latent", "draft k", or a state component's name."""
-        return f"draft {self.plane.name}" if self.shard.segment.name == "draft" else self.plane.name
+        """Name of the plane in mismatch reports: "k", "latent", "draft k", "swa k", or a state component's name."""
+        segment = self.shard.segment
+        return self.plane.name if segment.name == "kv" or segment.state else f"{segment.name} {self.plane.name}"
 
     def blocks(self) -> Iterator[tuple[PlaneId, Bytes]]:
         """Yields (plane id, bytes) of each layer of a contiguous plane in host memory, flat and in page order."""

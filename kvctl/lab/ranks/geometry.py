@@ -9,19 +9,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvctl.lab.models import ModelPreset, find_model
-from kvctl.lab.ranks.plan import PlannedDraft, PlannedShape, PlannedState, PlannedWidths
+from kvctl.lab.ranks.plan import PlannedDraft, PlannedGroup, PlannedShape, PlannedState, PlannedWidths
 from kvctl.lab.ranks.request import (
     DTYPE_BYTES,
     DTYPE_SCALE_BYTES,
     KINDS,
     STATE_KINDS,
+    Group,
     PlanRequest,
     Sizes,
     State,
     choose,
 )
+from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.parallel import ParallelConfig
-from kvctl_agent.layout.shape import ModelShape, StateShape
+from kvctl_agent.layout.shape import KVGroup, ModelShape, StateShape
 from kvctl_agent.layout.sizes import check_size
 
 DEFAULT_MODEL = "llama-3.1-8b"
@@ -40,9 +42,9 @@ def model_shape(planned: PlannedShape, page_size: int) -> ModelShape:
         LayoutError: the sizes are not supported.
     """
 
-    def kv(sizes: PlannedShape | PlannedDraft) -> ModelShape:
+    def kv(sizes: PlannedShape | PlannedDraft | PlannedGroup, layers: int) -> ModelShape:
         return ModelShape(
-            num_layers=sizes["layers"],
+            num_layers=layers,
             num_kv_heads=sizes["kv_heads"],
             k_dim=sizes["head_dim"],
             v_dim=sizes["v_head_dim"],
@@ -53,8 +55,12 @@ def model_shape(planned: PlannedShape, page_size: int) -> ModelShape:
         )
 
     return replace(
-        kv(planned),
-        draft=None if planned["draft"] is None else kv(planned["draft"]),
+        kv(planned, planned["layers"]),
+        draft=None if planned["draft"] is None else kv(planned["draft"], planned["draft"]["layers"]),
+        groups=tuple(
+            KVGroup(group["name"], kv(group, len(group["layers"])), tuple(group["layers"]), group["page_size"])
+            for group in planned["groups"]
+        ),
         states=tuple(
             StateShape(
                 name=state["name"],
@@ -66,6 +72,13 @@ def model_shape(planned: PlannedShape, page_size: int) -> ModelShape:
             for state in planned["states"]
         ),
     )
+
+
+def group_pages(group: PlannedGroup, tokens: int, prefix_tokens: int = 0) -> range:
+    """Returns the positions in a prompt of a KV group's pages: those in the window and behind a cached prefix."""
+    end = -(-tokens // group["page_size"])
+    before_window = max(0, tokens - group["window"]) if group["window"] else 0
+    return range(min(max(before_window, prefix_tokens) // group["page_size"], end), end)
 
 
 def state_items(state: PlannedState, tokens: int, page_size: int) -> int:
@@ -121,6 +134,7 @@ def _shape(request: PlanRequest, preset: ModelPreset) -> PlannedShape:
         k_scale_bytes=_size("--k-scale-bytes", request.k_scale_bytes, scale_bytes, 0),
         v_scale_bytes=0 if latent else _size("--v-scale-bytes", request.v_scale_bytes, scale_bytes, 0),
         draft=_draft(request, heads, k_dim, v_dim),
+        groups=[_group(group, layers, heads, k_dim, v_dim) for group in request.groups],
         states=[_state(state, layers) for state in states],
     )
 
@@ -134,6 +148,23 @@ def _draft(request: PlanRequest, heads: int, k_dim: int, v_dim: int) -> PlannedD
         kv_heads=_size("--draft-heads", request.draft_heads, heads),
         head_dim=_size("--draft-dim", request.draft_dim, k_dim),
         v_head_dim=_size("--draft-dim", request.draft_dim, v_dim) if own_dim and v_dim else v_dim,
+    )
+
+
+def _group(group: Group, layers: int, heads: int, k_dim: int, v_dim: int) -> PlannedGroup:
+    option = f"--kv-group {group.name}"
+    count = check_size(f"{option}: layers", group.layers)
+    if not v_dim and group.heads not in (None, 1):
+        raise LayoutError(f"{option}: a latent has 1 head, not {group.heads}; leave out heads={group.heads}")
+    dim = _size(f"{option}: dim", group.head_dim, k_dim)
+    return PlannedGroup(
+        name=group.name,
+        layers=[at * layers // count for at in range(count)],
+        page_size=check_size(f"{option}: page", group.page_size),
+        window=check_size(f"{option}: window", group.window, minimum=0),
+        kv_heads=_size(f"{option}: heads", group.heads, heads),
+        head_dim=dim,
+        v_head_dim=v_dim if group.head_dim is None or not v_dim else dim,
     )
 
 

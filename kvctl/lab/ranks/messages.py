@@ -75,7 +75,7 @@ class Start:
         bootstraps: registry endpoint of each prefill instance.
         decode: parallel sizes of the decode instance.
         page_order: one of `request.PAGE_ORDERS`.
-        state_slots: number of items in the pool for each state component, by name.
+        state_slots: number of pages in the pool for each KV group, and of items for each state component, by name.
         seed: seed of the test pattern and of all random choices.
         config: configuration of the agent.
         timeout_s: time to wait for the peers.

@@ -36,6 +36,18 @@ class PlannedState(TypedDict):
     window: int
 
 
+class PlannedGroup(TypedDict):
+    """A KV group, as in `request.Group` with defaults filled in."""
+
+    name: str
+    layers: list[int]  # for each layer, the KV layer beside which it runs
+    page_size: int
+    window: int  # 0: all tokens
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+
+
 class PlannedShape(TypedDict):
     """KV geometry of the model, with defaults filled in."""
 
@@ -50,6 +62,7 @@ class PlannedShape(TypedDict):
     k_scale_bytes: int
     v_scale_bytes: int
     draft: PlannedDraft | None
+    groups: list[PlannedGroup]
     states: list[PlannedState]
     widths: NotRequired[PlannedWidths]  # if ranks compute on GPUs
 
@@ -67,7 +80,7 @@ class PlannedRank(TypedDict):
     heads: list[int]  # global [lo, hi)
     layers: list[int]  # global [lo, hi)
     pool_pages: int
-    state_slots: dict[str, int]  # items of each state component
+    state_slots: dict[str, int]  # pages of each KV group, items of each state component
     pool_bytes: int
     device: int  # GPU number; -1: host memory
 
@@ -75,19 +88,19 @@ class PlannedRank(TypedDict):
 class PlannedShare(TypedDict):
     """Bytes of one segment that one writer (a prefill rank) sends to one decode rank for a room of the first load.
 
-    A segment is the KV cache of the model, that of its draft model, or a state component.
+    A segment is the KV cache of the model, that of its draft model, a KV group, or a state component.
     """
 
     instance: int
     writer: int
     reader: int
-    segment: str  # "kv", "draft" or a state component
+    segment: str  # "kv", "draft", a KV group or a state component
     heads: list[int]  # global [lo, hi)
-    layers: list[int]  # [lo, hi); global for KV and draft
+    layers: list[int]  # [lo, hi); global for KV, draft and groups
     bytes: int
     parts: int
-    pages: int  # transfer pages, or items of state
-    transfer_page: int  # tokens of a transfer page; 0 for state
+    pages: int  # transfer pages, pages of a KV group, or items of state
+    transfer_page: int  # tokens of each of the pages; 0 for state
     splits: list[int]  # transfer pages in a page of the writer and of the decode rank
     stripe: list[int] | None  # tokens [lo, hi) of each run of n tokens: [lo, hi, n]; None: all tokens
     descriptors: dict[str, int | None]  # by path; None if the path is not legal

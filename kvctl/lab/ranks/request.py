@@ -163,6 +163,26 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """A KV group: layers whose KV has page tables of its own, such as those with sliding-window attention.
+
+    Args:
+        name: any identifier except "kv" and "draft".
+        layers: number of layers; they run beside KV layers that are spread evenly over the model.
+        page_size: tokens per page, on both sides.
+        window: length of the window in tokens, at the end of a prompt; 0: all tokens.
+        heads, head_dim: heads and their elements, of K and of V; None: as in the model.
+    """
+
+    name: str
+    layers: int
+    page_size: int
+    window: int = 0
+    heads: int | None = None
+    head_dim: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PlanRequest:
     """All options that determine what a fleet transfers and how; None selects the default of the model or the agent.
 
@@ -175,6 +195,7 @@ class PlanRequest:
         draft_layers: number of layers of a draft model.
         draft_heads, draft_dim: heads of the draft model and their elements; None: as in the target model.
         states: replaces the model's state components; an empty tuple removes them.
+        groups: KV groups that the model gets.
         pipelines: pipeline modes to compare, each one of `PIPELINES` or a number of layers per group.
         layer_ms: simulated compute time of one layer for one chunk.
         decode_ms: simulated time of one decode step.
@@ -215,6 +236,7 @@ class PlanRequest:
     draft_heads: int | None = None
     draft_dim: int | None = None
     states: tuple[State, ...] | None = None
+    groups: tuple[Group, ...] = ()
     cp_mode: str = RANK0
     pipelines: tuple[str, ...] = ("off",)
     layer_ms: float = 0.0

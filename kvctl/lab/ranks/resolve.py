@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from math import gcd
+from math import gcd, lcm
 
 from kvctl.lab.ranks.geometry import model_shape, resolve_shape, side_of
-from kvctl.lab.ranks.plan import Plan, PlannedRank, PlannedShare
+from kvctl.lab.ranks.plan import Plan, PlannedRank, PlannedShape, PlannedShare
 from kvctl.lab.ranks.request import (
     COMPUTES,
     DEVICES,
@@ -52,6 +52,7 @@ def make_plan(request: PlanRequest) -> Plan:
     placement = place(request)
     shape = resolve_shape(request)
     chunk_tokens = _chunk_tokens(request)
+    _check_groups(request, shape, chunk_tokens)
     inputs = _instance_inputs(request, model_shape(shape, request.page_tokens("prefill")), chunk_tokens)
     volume = TransferVolume(inputs, shape, request.kv_layouts)
     paths = _paths(request, volume)
@@ -142,7 +143,9 @@ def _ranks(
             heads=[shards[0].head_lo, shards[0].head_hi],
             layers=[shards[0].layer_lo, shards[0].layer_hi],
             pool_pages=own_items[0],
-            state_slots={each.segment.name: own_items[each.segment.index] for each in shards if each.segment.state},
+            state_slots={
+                each.segment.name: own_items[each.segment.index] for each in shards if each.segment.table != 0
+            },
             pool_bytes=rank_bytes(volume, max(0, instance), role, at, own_items),
             device=placement.of(role, before + unique),
         )
@@ -173,7 +176,7 @@ def _share(volume: TransferVolume, instance: int, owed: OwedParts, device: str) 
         bytes=owed.payload_bytes,
         parts=len(owed.parts),
         pages=pages,
-        transfer_page=0 if segment.state else inputs.page_size,
+        transfer_page=volume.page_tokens(segment),
         splits=[share.src_split, share.dst_split],
         stripe=None if segment.state else _stripe(inputs, share.reader),
         descriptors={
@@ -293,6 +296,28 @@ def _check_pages(request: PlanRequest) -> None:
             f"{option} {large}: a page may have at most {MAX_SPLIT} transfer pages, which have {page} tokens here; "
             f"give {option} {MAX_SPLIT * page}"
         )
+
+
+def _check_groups(request: PlanRequest, shape: PlannedShape, chunk_tokens: int) -> None:
+    """Checks that chunks can be divided into the pages of each KV group, and that decode ranks do not share prompts.
+
+    Raises:
+        LayoutError: a group cannot be transferred; the message has the options with which it can.
+    """
+    prefill = request.page_tokens("prefill")
+    chunk = chunk_pages(chunk_tokens, prefill) * prefill
+    for group in shape["groups"]:
+        option, page = f"--kv-group {group['name']}", group["page_size"]
+        if request.decode.cp > 1:
+            raise LayoutError(
+                f"{option}: decode cp ranks cannot share its pages; give --decode-cp 1, not {request.decode.cp}"
+            )
+        if chunk % page:
+            both = lcm(page, prefill)
+            raise LayoutError(
+                f"{option}: its pages of {page} tokens must divide a chunk of {chunk} tokens, and {chunk} % {page} = "
+                f"{chunk % page}; give page={gcd(chunk, page)}, or --chunk-tokens {max(1, chunk // both) * both}"
+            )
 
 
 def _check_request(index: int, asked: Request, request: PlanRequest) -> None:

@@ -10,13 +10,14 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
-from kvctl.lab.ranks.geometry import state_items
+from kvctl.lab.ranks.geometry import group_pages, state_items
 from kvctl.lab.ranks.plan import PlannedShape
 from kvctl.lab.ranks.request import Role
 from kvctl_agent.layout.chunks import page_count
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, local_shards
 from kvctl_agent.layout.plan import TransferSlice, state_slices_to_reader, transfer_slices, writer_cells
 from kvctl_agent.layout.plan_inputs import PlanInputs
+from kvctl_agent.layout.shape import Segment
 from kvctl_agent.memory.addresses import SegmentAddresses
 from kvctl_agent.memory.pool_layouts import place_segment
 from kvctl_agent.paths.runs import PlaneRuns, segment_runs
@@ -27,7 +28,7 @@ class OwedParts(NamedTuple):
 
     Attributes:
         share: layers and heads that the writer sends.
-        parts: number of transfer pages, or state items, of each part.
+        parts: number of transfer pages, pages of a KV group, or state items, of each part.
     """
 
     share: TransferSlice
@@ -62,7 +63,7 @@ class TransferVolume:
         self, inputs: Sequence[PlanInputs], shape: PlannedShape, kv_layouts: tuple[str, str] = ("nhd", "nhd")
     ) -> None:
         self.inputs = tuple(inputs)
-        self._states = shape["states"]
+        self._groups, self._states = shape["groups"], shape["states"]
         self._kv_layouts = kv_layouts
         self.room_bytes = cache(self._room_bytes)
         self.runs = cache(self._runs)
@@ -76,11 +77,10 @@ class TransferVolume:
         """Returns the pages, or state items, of each segment that a room of `tokens` has on each rank of a side."""
         shared_by = self.inputs[0].decode.cp if role == "decode" else 1
         pages = page_count(tokens, self.page_size(role) * shared_by)
-        paged = len(self.inputs[0].segments) - len(self._states)
-        return (*[pages] * paged, *self._state_items(tokens))
-
-    def _state_items(self, tokens: int) -> list[int]:
-        return [state_items(state, tokens, self.page_size("prefill")) for state in self._states]
+        groups = [len(group_pages(group, tokens)) for group in self._groups]
+        states = [state_items(state, tokens, self.page_size("prefill")) for state in self._states]
+        shared = len(self.inputs[0].segments) - len(groups) - len(states)
+        return (*[pages] * shared, *groups, *states)
 
     def owed(
         self, instance: int, tokens: int, prefix_tokens: int, room: int = 0, decode_dp: int = 0
@@ -97,10 +97,12 @@ class TransferVolume:
             LayoutError: the prefix is longer than the prompt, or there is no such decode dp group.
         """
         inputs = self.inputs[instance]
-        total, cached = page_count(tokens, inputs.page_size), prefix_tokens // inputs.page_size
+        tables = [range(prefix_tokens // inputs.page_size, page_count(tokens, inputs.page_size))]
+        tables += [group_pages(group, tokens, prefix_tokens) for group in self._groups]
         found = []
         for share in transfer_slices(inputs, room, decode_dp):
-            cells = writer_cells(inputs, room, share.writer, share.reader, total, cached)
+            pages = tables[share.table]
+            cells = writer_cells(inputs, room, share.writer, share.reader, pages.stop, pages.start, share.table)
             if cells:
                 found.append(OwedParts(share, tuple(cell.count for cell in cells)))
         side, items = inputs.decode, self.items(tokens, "decode")
@@ -128,8 +130,14 @@ class TransferVolume:
             for page_size in (self.page_size(role), inputs.page_size)
         )
         strides = place_segment(shard, 1, self._kv_layouts[role == "decode"]).strides
-        split = 1 if shard.segment.state else self.page_size(role) // inputs.page_size
+        split = self.page_size(role) // inputs.page_size if shard.segment.table == 0 else 1
         return SegmentAddresses(shard, 1, (), strides).at(transfer, split)
+
+    def page_tokens(self, segment: Segment) -> int:
+        """Returns the tokens of each page of a segment that is transferred; 0 for state."""
+        if segment.table is None:
+            return 0
+        return self._groups[segment.table - 1]["page_size"] if segment.table else self.inputs[0].page_size
 
     def _room_bytes(self, instance: int, tokens: int, prefix_tokens: int) -> RoomBytes:
         staging: dict[int, int] = {}
@@ -148,7 +156,8 @@ class TransferVolume:
             if share.part_bytes(pages) > most:
                 most = share.part_bytes(pages)
                 segment = self.inputs[instance].segments[share.segment]
-                items = f"{pages} items" if segment.state else f"{pages} pages of {self.inputs[0].page_size} tokens"
+                tokens_each = self.page_tokens(segment)
+                items = f"{pages} pages of {tokens_each} tokens" if tokens_each else f"{pages} items"
                 arithmetic = (
                     f"{share.num_layers} layers x {items} x {share.heads} heads x "
                     f"{share.page_head_bytes} B of {segment.name}"

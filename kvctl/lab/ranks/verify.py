@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 import numpy as np
 
-from kvctl.lab.ranks.content import AUX_ROW_BYTES, Content, decode_run
+from kvctl.lab.ranks.content import AUX_ROW_BYTES, Content
 from kvctl.lab.ranks.content_store import PlaneView
 from kvctl.lab.ranks.messages import Mismatch, Room, VerifyReport
 from kvctl.lab.ranks.pattern import POISON, Pages, PlaneId, Wrong, aux_row, trace
@@ -40,7 +40,7 @@ def verify(content: Content, mode: str, failed: Collection[int] = ()) -> VerifyR
 
     def quiet(view: PlaneView) -> Pages:
         cached = [
-            content.items[number][view.shard.segment.index][: _cached(content, room, view)]
+            content.items[number][view.shard.segment.index][: content.cached(room, view.shard.segment)]
             for number, room in content.rooms.items()
         ]
         return np.concatenate([content.unowned(view), *cached])
@@ -60,7 +60,7 @@ def verify_room(content: Content, room: Room, mode: str = "full") -> tuple[int, 
     nbytes = 0
     for view, bases in content.with_bases(room):
         items = content.items[room.number][view.shard.segment.index]
-        cached = _cached(content, room, view)
+        cached = content.cached(room, view.shard.segment)
         layers, count = view.shard.num_layers, len(items) - cached
         firsts = [cached] * layers
         if mode == "sample":
@@ -141,7 +141,7 @@ class LiveVerifier:
             items = content.items[number]
             written = strays(
                 content,
-                lambda view: items[view.shard.segment.index][: _cached(content, room, view)],
+                lambda view: items[view.shard.segment.index][: content.cached(room, view.shard.segment)],
                 (),
                 repair=True,
             )
@@ -154,11 +154,6 @@ class LiveVerifier:
             self._strays += strays(self._content, self._content.unowned, self._content.free_slots, repair=True)
         found, self._strays = self._strays, []
         return found
-
-
-def _cached(content: Content, room: Room, view: PlaneView) -> int:
-    """Returns the number of a room's pages that are not transferred because decode has them cached; 0 for state."""
-    return 0 if view.shard.segment.state else room.prefix_tokens // decode_run(content.start)
 
 
 def _origin(content: Content, view: PlaneView, wrong: Wrong) -> str:

@@ -154,9 +154,11 @@ def test_layouts_and_loads_verify(spawn: Run, options: list[str]):
         ("--prefill-page-size 64 --decode-page-size 16", "bulk", 3 * 2 * 2),
         ("--prefill-tp 4 --decode-cp 2", "slice", 4 * 40 * 2 * 2),
         ("--prefill-cp 2 --cp-mode all --decode-cp 4 --cp-interleave 4", "bulk", 10 * 2 * 2),
+        ("--kv-group swa:layers=3,page=8,window=20", "bulk", 3 * 2 * 2 + 3 * 2 * 3),  # tokens 16 to 40 in 3 pages
+        ("--kv-group swa:layers=3,page=8,window=20 --pipeline 1", "bulk", 3 * 2 * 2 + 3 * 2 * 3),
     ],
 )
-def test_unlike_pages_pools_and_decode_cp_verify(
+def test_unlike_pages_pools_decode_cp_and_groups_verify(
     spawn: Run, options: str, path: str, descriptors: int, tmp_path: Path
 ) -> None:
     saved = tmp_path / "result.json"
@@ -245,6 +247,8 @@ def test_a_path_that_takes_too_long_runs_fewer_rooms_and_that_is_said(spawn: Run
         (["--prefill-tp", "3"], "8 % 3 = 2"),
         (["--prefill-tp", "3", "--decode-tp", "7"], "choose a tp of 1, 2, 4, 8"),
         (["--page-size", "0"], "page_size is 0"),
+        (["--kv-group", "swa:layers=2,page=24"], "give page=8, or --chunk-tokens 8160"),
+        (["--kv-group", "swa:layers=2,size=16"], "field 'size' is unknown"),
         (["--model", "lama-3.1-8b"], "did you mean llama-3.1-8b"),
         (["--prefill-tp", "4", "--ring-mb", "16"], "need 33554432 bytes, the ring has 16777216"),
         (["--prefill-tp", "4", "--path", "bulk"], "a prefill rank holds 2 and a decode rank 8"),

@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from kvctl.commands.bench import bench
 from kvctl.commands.bench_request import BenchRequest, resolve
 from kvctl.lab.bench.program import Ratios, SideBySide
-from kvctl.lab.ranks.request import PlanRequest, Sizes, State, Tokens
+from kvctl.lab.ranks.request import Group, PlanRequest, Sizes, State, Tokens
 
 LINE = '{"timestamp": %d, "input_length": 1000, "output_length": 5, "hash_ids": [0, %d]}\n'
 
@@ -62,6 +62,10 @@ class TestPlain:
         assert (asked.k_scale_bytes, asked.v_scale_bytes) == (4, 2)
         assert (asked.draft_layers, asked.draft_heads, asked.draft_dim) == (1, 2, 32)
         assert asked.states == (State("conv", 4, 1, 256), State("swa", 1, 8, 256, kind="window", window=512))
+
+    def test_kv_groups_arrive_in_their_order(self):
+        asked = request("--kv-group", "swa:layers=4,page=8,window=64", "--kv-group", "index:layers=1,page=16,dim=132")
+        assert asked.groups == (Group("swa", 4, 8, 64), Group("index", 1, 16, head_dim=132))
 
     def test_pages_and_pools_of_each_side_arrive(self):
         asked = request(

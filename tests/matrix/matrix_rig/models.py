@@ -35,6 +35,7 @@ def _shape(
         k_scale_bytes=scales[0],
         v_scale_bytes=scales[1],
         draft=draft,
+        groups=[],
         states=list(states),
     )
 

@@ -10,6 +10,7 @@ from kvctl.lab.bench.options import (
     parse_bench_faults,
     parse_cp_modes,
     parse_instances,
+    parse_kv_group,
     parse_kv_layouts,
     parse_names,
     parse_percent,
@@ -22,7 +23,7 @@ from kvctl.lab.bench.options import (
     parse_tokens,
     sweep_loads,
 )
-from kvctl.lab.ranks.request import Load, Sizes, State, Tokens
+from kvctl.lab.ranks.request import Group, Load, Sizes, State, Tokens
 
 
 @pytest.mark.parametrize(
@@ -189,6 +190,22 @@ def test_state_components():
     for text in ("conv", "conv:4x1", "conv:4x1x256:rows", "Conv:1x1x1", "a:1x1x1:window=", "conv:-1x1x1"):
         with pytest.raises(ValueError, match="write NAME:ROWSxHEADSxBYTES"):
             parse_state(text)
+
+
+def test_kv_groups():
+    assert parse_kv_group("swa:layers=16,page=16,window=1024") == Group("swa", 16, 16, 1024)
+    assert parse_kv_group("index:page=64,layers=2,dim=132,heads=1") == Group("index", 2, 64, 0, 1, 132)
+    for text, error in (
+        ("swa", "write NAME:layers=N,page=TOKENS"),
+        ("swa:layers=2", "write NAME:layers=N,page=TOKENS"),
+        ("Swa:layers=2,page=16", "write NAME:layers=N,page=TOKENS"),
+        ("swa:layers=2,page=16,windows=4", "field 'windows' is unknown; did you mean window"),
+        ("swa:16x8x128", "field '16x8x128' is unknown; allowed: layers, page, window, heads, dim"),
+        ("swa:layers=2,page=0", "'0' is not a whole number of at least 1"),
+        ("swa:layers=2,layers=3,page=16", "layers is given twice"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            parse_kv_group(text)
 
 
 def test_faults_that_planned_rooms_can_survive():

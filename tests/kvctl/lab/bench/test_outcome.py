@@ -34,6 +34,7 @@ SHAPE: dict[str, Any] = {
     "v_head_dim": 8,
     "dtype": "bf16",
     "draft": None,
+    "groups": [],
     "states": [],
 }
 
@@ -236,6 +237,10 @@ class TestPicture:
             (
                 {"model": "m", "draft": {"layers": 1}, "states": [{"name": "conv"}]},
                 "m: 8 layers, 2 KV heads of 8 bf16, 1 draft layer, state conv",
+            ),
+            (
+                {"groups": [{"name": "swa", "layers": [0, 4], "page_size": 16, "window": 64}]},
+                "8 layers, 2 KV heads of 8 bf16, KV group swa (2 layers, pages of 16, window 64)",
             ),
         ],
     )

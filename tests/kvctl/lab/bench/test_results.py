@@ -51,6 +51,7 @@ def plan(paths: tuple[str, ...] = ("slice", "staged")) -> Plan:
         "dtype": "bf16",
         "dtype_bytes": 2,
         "draft": None,
+        "groups": [],
         "states": [],
     }
     return {  # type: ignore[typeddict-item,return-value]
@@ -368,6 +369,13 @@ class TestBaseline:
     def test_another_shape_is_no_baseline(self):
         with pytest.raises(ValueError, match="another shape"):
             compare(self.rows(100), {"layers": 99}, self.saved(100), 0.05)
+
+    def test_an_older_result_has_no_kv_groups(self):
+        saved, shape = self.saved(100), plan()["shape"]
+        del saved["shape"]["groups"]
+        assert compare(self.rows(100), shape, saved, 0.05)[0]["baseline"]["verdict"] == "PASS"
+        with pytest.raises(ValueError, match="another shape"):
+            compare(self.rows(100), {**shape, "groups": [{"name": "swa"}]}, saved, 0.05)
 
     @pytest.mark.parametrize(
         "other", [{"decode_page_size": 64}, {"cp_interleave": 1}, {"kv_layouts": ["nhd", "hnd"]}, {"page_size": 8}]

@@ -41,6 +41,7 @@ SHAPE: PlannedShape = {
     "k_scale_bytes": 4,
     "v_scale_bytes": 0,
     "draft": None,
+    "groups": [],
     "states": STATES,
 }
 

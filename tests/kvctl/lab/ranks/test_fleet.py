@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.ranks.request import Load, Request, Sizes, State, Tokens
+from kvctl.lab.ranks.request import Group, Load, Request, Sizes, State, Tokens
 from kvctl_agent.contract.states import STAGES, RoomState
 
 MS = 1_000_000
@@ -22,6 +22,11 @@ STATES = (
     State("ssm", rows=1, heads=1, head_bytes=40, layers=(0, 1, 1, 3)),
     State("swa", rows=2, heads=4, head_bytes=8, kind="window", window=9),
     State("index", rows=1, heads=1, head_bytes=12, kind="pages"),
+)
+GROUPS = (
+    Group("near", layers=3, page_size=4, window=9),
+    Group("far", layers=6, page_size=2, window=30, heads=2, head_dim=4),
+    Group("keys", layers=1, page_size=8, heads=1, head_dim=5),
 )
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp4 to dp4": {"prefill": (Sizes(tp=4),), "decode": Sizes(dp=4)},
@@ -50,6 +55,28 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "prefill": (Sizes(cp=2),),
         "cp_mode": "all",
         "decode": Sizes(tp=2),
+    },
+    "groups over stages": {"prefill": (Sizes(pp=2, tp=2),), "groups": GROUPS[:2], "states": STATES},
+    "groups with cached prefixes": {
+        "requests": tuple(Request(None, tokens, prefix) for tokens, prefix in ((16, 16), (1, 0), (40, 36), (40, 8))),
+        "groups": GROUPS,
+        "draft_layers": 1,
+        "prefill": (Sizes(cp=2),),
+        "cp_mode": "all",
+    },
+    "groups, unlike pages and pools": {
+        "groups": GROUPS,
+        "prefill_page_size": 8,
+        "kv_layouts": ("hnd", "fused"),
+        "decode": Sizes(dp=2),
+    },
+    "latent with groups and scales": {
+        "kind": "mla",
+        "kv_heads": None,
+        "head_dim": 24,
+        "dtype": "fp8-scaled",
+        "groups": (GROUPS[2], Group("swa", layers=4, page_size=4, window=5)),
+        "prefill": (Sizes(tp=2),),
     },
     "instances": {"prefill": (Sizes(tp=4), Sizes(tp=2, pp=2), Sizes(cp=2)), "decode": Sizes(dp=2)},
 }

@@ -33,6 +33,7 @@ SHAPE: PlannedShape = {
     "k_scale_bytes": 4,
     "v_scale_bytes": 0,
     "draft": None,
+    "groups": [],
     "states": [{"name": "odd", "layers": [1, 4], "rows": 3, "heads": 2, "head_bytes": 7, "kind": "pages", "window": 0}],
 }
 

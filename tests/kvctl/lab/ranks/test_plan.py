@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.ranks.request import KV_LAYOUTS, Load, PlanRequest, Request, Sizes, State, Tokens
+from kvctl.lab.ranks.request import KV_LAYOUTS, Group, Load, PlanRequest, Request, Sizes, State, Tokens
 from kvctl.lab.ranks.resolve import make_plan
 from kvctl_agent.errors import ConfigError, LayoutError
 from kvctl_agent.memory.pool_layouts import POOL_LAYOUTS
@@ -224,6 +224,26 @@ def test_a_window_s_items_are_the_pages_of_its_last_tokens():
     assert plan["shares"][1]["bytes"] == 18 * 128 * 8 * 2 * 128
 
 
+def test_a_group_has_pages_of_its_own_of_which_those_in_the_window_move():
+    groups = (Group("swa", layers=2, page_size=8, window=100), Group("index", 3, 32, heads=2, head_dim=5))
+    changes = {**SMALL, "groups": groups, "prefill": (Sizes(tp=2),), "decode": Sizes(), "rooms": 5}
+    plan = make_plan(request(**changes, prefix_hit=0.5))
+    swa, index = plan["shape"]["groups"]
+    assert (swa["layers"], swa["kv_heads"], swa["head_dim"], swa["v_head_dim"]) == ([0, 2], 4, 8, 8)
+    assert (index["layers"], index["kv_heads"], index["head_dim"], index["v_head_dim"]) == ([0, 1, 2], 2, 5, 5)
+    # Tokens 924 to 1024 lie in pages 115 to 127; of the other group all pages are kept and the cached half stays.
+    for rank in plan["ranks"]:
+        assert rank["state_slots"] == {"swa": 5 * 13 + 1, "index": 5 * 32 + 1}
+    by_name = {name: [each for each in plan["shares"] if each["segment"] == name] for name in ("swa", "index")}
+    for name, pages, tokens, layers, row_bytes in (("swa", 13, 8, [4, 6], 2 * 32), ("index", 16, 32, [6, 9], 2 * 10)):
+        assert len(by_name[name]) == 2
+        for share in by_name[name]:
+            assert (share["pages"], share["transfer_page"], share["splits"]) == (pages, tokens, [1, 1])
+            assert share["layers"] == layers
+            assert share["bytes"] == (layers[1] - layers[0]) * pages * tokens * row_bytes
+    assert sum(share["bytes"] for share in plan["shares"]) == plan["loads"][0]["rooms"][0]["bytes"]
+
+
 def test_a_model_made_shorter_keeps_the_state_beside_its_layers():
     shape = make_plan(request(model="qwen3-next-80b-a3b", layers=2, prefill=(Sizes(tp=2),)))["shape"]
     assert shape["model"] == ""
@@ -400,6 +420,24 @@ def test_ways_of_grouping_layers_are_compared_and_a_threshold_that_none_reaches_
         ({"states": (State("conv", 1, 3, 1),)}, LayoutError, r"prefill tp=4 \(conv\): 3 KV heads .* 3 % 4"),
         ({"states": (State("conv", 1, 1, 1, layers=(40,)),)}, LayoutError, "layer 40 is beyond the 32 layers"),
         ({"states": (State("w", 1, 1, 1, kind="window"),)}, LayoutError, "window of state w is 0"),
+        (
+            {"groups": (Group("swa", 2, 48),)},
+            LayoutError,
+            "--kv-group swa: .* 8192 % 48 = 32; give page=16, or --chunk-tokens 8160",
+        ),
+        (
+            {"groups": (Group("swa", 2, 16),), "decode": Sizes(cp=2)},
+            LayoutError,
+            "--kv-group swa: decode cp ranks cannot share its pages; give --decode-cp 1",
+        ),
+        ({"groups": (Group("kv", 2, 16),)}, LayoutError, "group 'kv': the name must be"),
+        ({"groups": (Group("swa", 2, 16), Group("swa", 1, 8))}, LayoutError, "names must be unique"),
+        ({"groups": (Group("swa", 2, 16, heads=3),)}, LayoutError, r"prefill tp=4 \(swa\): 3 KV heads .* 3 % 4"),
+        (
+            {"groups": (Group("swa", 2, 16, heads=2),), "kind": "mla"},
+            LayoutError,
+            "--kv-group swa: a latent has 1 head, not 2; leave out heads=2",
+        ),
         ({"layer_ms": -1.0}, ConfigError, "--layer-ms -1.0"),
         ({"requests": (Request(0, 64, prefix_tokens=8),)}, LayoutError, "request 0: .* not page-aligned: 8 % 16 = 8"),
         ({"requests": (Request(0, 16), Request(0, 16, 32))}, LayoutError, "request 1: a cached prefix of 32 tokens"),

@@ -13,7 +13,7 @@ from kvctl.lab.ranks.content import Content, allocate_pool
 from kvctl.lab.ranks.content_store import PlaneView
 from kvctl.lab.ranks.messages import Room, Start
 from kvctl.lab.ranks.pattern import POISON, Bytes
-from kvctl.lab.ranks.plan import PlannedShape, PlannedState
+from kvctl.lab.ranks.plan import PlannedGroup, PlannedShape, PlannedState
 from kvctl.lab.ranks.request import KV_LAYOUTS, Sizes
 from kvctl.lab.ranks.verify import verify
 from tests.support.host_device import HostDevice
@@ -43,6 +43,7 @@ SHAPE: PlannedShape = {
     "k_scale_bytes": 0,
     "v_scale_bytes": 0,
     "draft": None,
+    "groups": [],
     "states": [],
 }
 CONV: PlannedState = {
@@ -55,6 +56,16 @@ CONV: PlannedState = {
     "window": 0,
 }
 WINDOW: PlannedState = {**CONV, "name": "swa", "layers": [1, 2], "rows": 2, "kind": "window", "window": 5}
+NEAR: PlannedGroup = {
+    "name": "near",
+    "layers": [0, 2],
+    "page_size": 2,
+    "window": 5,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "v_head_dim": 8,
+}
+GROUPED: PlannedShape = {**SHAPE, "groups": [NEAR], "states": [CONV]}
 EVERYTHING: PlannedShape = {
     **SHAPE,
     "v_head_dim": 4,
@@ -80,7 +91,7 @@ def start(shape: PlannedShape = SHAPE, **changes: Any) -> Start:
         "page_size": PAGE,
         "page_order": "random",
         "pool_pages": 12,
-        "state_slots": {state["name"]: 7 for state in shape["states"]},
+        "state_slots": {each["name"]: 7 for each in (*shape["groups"], *shape["states"])},
         "aux_slots": 3,
         "seed": 5,
         **WHERE,
@@ -288,6 +299,38 @@ def test_state_moves_whole_where_a_prefix_is_cached_and_spare_items_stay_quiet()
         pages_of(content, 0, "swa")[0, 3] = 1
         (wrong,) = verify(content, "full")["mismatches"]
         assert (wrong["room"], wrong["where"]) == (0, "layer 0 swa item 0 byte 3")
+
+
+def test_pages_of_a_group_are_those_of_the_window():
+    for content in make(shape=GROUPED):
+        room = content.rooms[1000]  # of 13 tokens, of which 8 to 12 lie in pages 4 to 6
+        assert [len(pages) for pages in content.wanted(room)] == [4, 3]
+        assert content.computed(room)[1].tolist() == [-1] * 4 + content.wanted(room)[1].tolist()
+        content.fill(0)
+        assert verify(content, "full")["mismatches"] == []
+        lost = content.wanted(room)[1][1]
+        pages_of(content, 4, "near v")[lost] = POISON
+        (wrong,) = verify(content, "full")["mismatches"]
+        assert (wrong["where"], wrong["hint"]) == ("layer 4 near v token 10 head 0 dim 0", "never written")
+        pages_of(content, 4, "near v")[lost] = pages_of(content, 4, "near v")[content.wanted(room)[1][0]]
+        (wrong,) = verify(content, "full")["mismatches"]
+        assert wrong["hint"] == "the row of room 1000 layer 4 near v token 8 head 0"
+
+
+def test_cached_and_free_pages_of_a_group_stay_quiet():
+    for content in make([Room(index=0, number=1000, tokens=13, prefix_tokens=12, decode_dp=0)], shape=GROUPED):
+        content.fill(0)
+        cached, wanted = np.split(content.computed(content.rooms[1000])[1][4:], [2])
+        assert content.wanted(content.rooms[1000])[1].tolist() == wanted.tolist()
+        for each in (each for each in content.views if not each.shard.segment.state):
+            pages = cached if each.shard.segment.table else content.pages(1000)[:3]
+            content.store.poison(each, pages)
+        assert verify(content, "full")["mismatches"] == []
+        for page in (cached[0], 0):
+            pages_of(content, 3, "near k")[page, 3] = 1
+            (wrong,) = verify(content, "full")["mismatches"]
+            assert (wrong["room"], wrong["where"]) == (0, f"layer 3 near k page {page} byte 3")
+            pages_of(content, 3, "near k")[page, 3] = POISON
 
 
 def test_k_taken_for_v_is_traced():
