@@ -28,6 +28,7 @@ from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import DeadlineExceeded, LayoutError, LocalProtocolError
 from kvctl_agent.layout.layer_grouping import ForwardInfo, Grouping
 from kvctl_agent.layout.shape import ModelShape
+from kvctl_agent.layout.sizes import as_list
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.parts import (
     PartFactories,
@@ -522,10 +523,18 @@ class Agent:
         self._check_running("decode", begun=True)
         if prefill is not None:
             self._check_endpoint(prefill)
-        numbers = tuple(check_room(room) for room in rooms)
+        instance = prefill or self.bootstrap
+        if instance is None:
+            raise LocalProtocolError(f"{NO_INSTANCE} to {self.name}: pass prefill=, or call connect")
+        listed = as_list(rooms)
+        if listed is None:
+            raise LocalProtocolError(f"rooms is {shown(rooms)}: it must be a list of room numbers")
+        numbers = tuple(map(check_room, listed))
         if len(numbers) > MAX_RENEWED:
             raise LocalProtocolError(f"{len(numbers)} rooms to renew: at most {MAX_RENEWED} at once")
-        self.parts.mailbox.put(ev.RenewRooms(prefill or self.parts.lifecycle.instances[0], numbers))
+        if prefill is not None:
+            self.parts.lifecycle.add_instance(prefill)
+        self.parts.mailbox.put(ev.RenewRooms(instance, numbers))
 
     def _check_running(self, role: str, *, begun: bool) -> None:
         """Raises LocalProtocolError unless the agent has this role and accepts rooms (when draining: only `begun`)."""
@@ -545,8 +554,9 @@ class Agent:
         segments = self.pool.segments
         slots = tuple(memory.num_slots for memory in segments if memory.shard.segment.state)
         groups = tuple(memory.num_slots for memory in segments if memory.shard.segment.table)
+        sizes = tuple(group.page_size for group in self.parts.local.shape.groups)
         page_tokens = self.pool.page_size * (self.rank.cp_size if self.role == "decode" else 1)
-        return PoolLimits(self.pool.num_pages, self.pool.aux_slots, self.layers, slots, groups, page_tokens)
+        return PoolLimits(self.pool.num_pages, self.pool.aux_slots, self.layers, slots, groups, sizes, page_tokens)
 
     def set_pipeline(self, mode: str) -> None:
         """Changes the layer grouping of later forwards: `mode` is off, on, measured, or the layers per group."""

@@ -217,6 +217,7 @@ def build_parts(
         raise ConfigError("with pipeline stages a rank's pool is not the whole model: pass model= to the agent")
     shape = model or pool.shape()
     pool.assign_shards(layout_of(shape, pool.page_size, rank.parallel_config, rank.coord))
+    check_pages(settings, role, rank, pool.page_size, shape)
     params = engine_params(settings, role, rank, pool.device)
     check_settings(settings, pool, engine_thread_count(params))
 
@@ -414,6 +415,23 @@ def instances_of(role: str, bootstrap: object) -> tuple[str, ...]:
     if role == "prefill" and len(found) != 1:
         raise ConfigError(f"{len(found)} bootstrap endpoints: a prefill agent needs exactly one")
     return found
+
+
+def check_pages(settings: Settings, role: str, rank: Rank, page_size: int, shape: ModelShape) -> None:
+    """Raises ConfigError if chunks do not end with pages of KV groups, or interleaved tokens with pages."""
+    cell = chunk_pages(settings["chunk_tokens"], page_size) * page_size
+    for group in shape.groups if role == "prefill" else ():
+        if cell % group.page_size:
+            raise ConfigError(
+                f"chunk_tokens = {settings['chunk_tokens']}: chunks have {cell} tokens, not a multiple of the page of "
+                f"{group.page_size} tokens of KV group {group.name}; set chunk_tokens to a multiple of "
+                f"{math.lcm(page_size, group.page_size)}"
+            )
+    if role == "decode" and rank.cp_size > 1 and page_size % settings["cp_interleave"]:
+        raise ConfigError(
+            f"cp_interleave = {settings['cp_interleave']}: it must divide the page of {page_size} tokens, since "
+            f"{rank.cp_size} cp ranks share each prompt"
+        )
 
 
 def page_owners_of(pool: KVPool) -> PageOwners:

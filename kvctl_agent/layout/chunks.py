@@ -75,26 +75,31 @@ class Chunk(NamedTuple):
             return self.first + self.count
         return stripe.position(stripe.before(self.first) + self.count - 1) + 1
 
-    def own_range(self, prefix_pages: int) -> slice:
-        """Returns the chunk's range among the stripe's pages that follow a prefix of `prefix_pages` pages."""
-        first = self.stripe.before(self.first) - self.stripe.before(prefix_pages)
-        return slice(first, first + self.count)
-
-    def pages_of(self, pages: PageIndices, split: int) -> PageIndices:
-        """Returns the transfer pages of the chunk, as indices into a pool.
+    def source(self, pages: PageIndices, split: int) -> PageIndices:
+        """Returns the chunk's transfer pages in the pool of a prefill rank, which has all pages of the prompt.
 
         Args:
-            pages: The engine's pages of the prompt from its start on, as indices into the pool.
+            pages: The engine's pages of the prompt, as indices into the pool.
             split: Number of transfer pages in a page of the engine.
         """
-        if self.stripe.ranks == 1 and split == 1:
+        if self.stripe.ranks == split == 1:
             return pages[self.first : self.first + self.count]
-        first = self.stripe.before(self.first)
-        own = np.arange(first, first + self.count, dtype=np.int32)
         run, ranks, rank = self.stripe
-        positions: PageIndices = (own // run * ranks + rank) * run + own % run
-        found: PageIndices = pages[positions // split] * split
-        return found + positions % split
+        own = np.arange(self.count) + self.stripe.before(self.first)
+        return _transfer_pages(pages, (own // run * ranks + rank) * run + own % run, split)
+
+    def target(self, pages: PageIndices, split: int, prefix_pages: int) -> PageIndices:
+        """Returns the chunk's transfer pages in the pool of a decode rank, which has the pages of the stripe.
+
+        Args:
+            pages: The engine's pages after the prefix, as indices into the pool.
+            split: Number of transfer pages in a page of the engine.
+            prefix_pages: Transfer pages of the prefix, over all ranks.
+        """
+        first = self.stripe.before(self.first) - self.stripe.before(prefix_pages)
+        if split == 1:
+            return pages[first : first + self.count]
+        return _transfer_pages(pages, np.arange(first, first + self.count), split)
 
     def of_stripe(self, stripe: Stripe) -> Chunk:
         """Returns the pages of this chunk, which has whole cells, that are in `stripe`; the count may be 0."""
@@ -104,12 +109,10 @@ class Chunk(NamedTuple):
         return Chunk(self.index, stripe.position(first), stripe.before(self.first + self.count) - first, stripe)
 
 
-def split_pages(pages: PageIndices, split: int) -> PageIndices:
-    """Returns the transfer pages of an engine's pages, `split` for each, in the same order."""
-    if split == 1:
-        return pages
-    first = np.repeat(pages, split) * np.int32(split)
-    return first + np.tile(np.arange(split, dtype=np.int32), len(pages))
+def _transfer_pages(pages: PageIndices, wanted: npt.NDArray[np.int64], split: int) -> PageIndices:
+    """Returns the transfer pages `wanted`, counted from the first of `pages`; each of these has `split` of them."""
+    found: PageIndices = pages[wanted // split] * np.int32(split)
+    return found + (wanted % split).astype(np.int32)
 
 
 def page_count(tokens: int, page_size: int) -> int:

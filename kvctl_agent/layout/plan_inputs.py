@@ -103,7 +103,7 @@ class PlanInputs:
                 )
             for segment in self.segments:
                 scales = [plane.name for plane in segment.planes if plane.name.endswith("scale")]
-                if split > 1 and scales and not segment.state:
+                if split > 1 and scales and segment.table == 0:
                     raise LayoutError(
                         f"{segment.name} has scales for each page ({', '.join(scales)}), so a {role} page of "
                         f"{split * self.page_size} tokens cannot be divided: use pages of equal size on both sides"

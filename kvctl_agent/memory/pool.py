@@ -362,10 +362,12 @@ class KVPool:
         Per-request state is not divided. The result is valid until the pool is closed or its shards are assigned.
 
         Raises:
-            MemoryLayoutError: a page of some plane cannot be divided by `split`.
+            MemoryLayoutError: a page of some plane cannot be divided by `split`, or there are too many pages.
         """
         if split == 1:
             return self.segments
+        if split * self.num_pages >= 1 << 31:
+            raise MemoryLayoutError(f"{self.num_pages} pages of {split} transfer pages each exceed 32 bits")
         if split not in self._at:
             self._at[split] = tuple(
                 segment.at(split) if segment.shard.segment.table == 0 else segment for segment in self.segments

@@ -101,7 +101,8 @@ class PoolLimits(NamedTuple):
     aux_slots: int
     layers: range
     state_slots: tuple[int, ...]  # of each state component, in the model's order
-    group_slots: tuple[int, ...]  # pages of each KV group
+    group_slots: tuple[int, ...]  # pages in the pool of each KV group, in the model's order
+    group_tokens: tuple[int, ...]  # tokens of a page of each KV group
     page_tokens: int  # tokens of a page; on cp ranks that share a prompt, of the pages with one number on all of them
 
     def opening(
@@ -126,7 +127,8 @@ class PoolLimits(NamedTuple):
         prefix = prefix_pages(prefix_tokens, self.page_tokens)
         total = check_size("prefix and pages", prefix + len(indices), minimum=0)
         if tokens is not None:
-            needed = page_count(check_size(f"room {room}: tokens", tokens, error=LocalProtocolError), self.page_tokens)
+            tokens = check_size(f"room {room}: tokens", tokens, error=LocalProtocolError)
+            needed = page_count(tokens, self.page_tokens)
             if needed != total:
                 raise LayoutError(
                     f"room {room}: a prompt of {tokens} tokens has {needed} pages of {self.page_tokens} tokens, but "
@@ -137,6 +139,10 @@ class PoolLimits(NamedTuple):
             raise LocalProtocolError(f"room {room}: a prefill-only room has no pages and no prefix here")
         if self.group_slots and tokens is None and not prefill_only:
             raise LocalProtocolError(f"room {room}: the model has KV groups: pass tokens=, the length of the prompt")
+        groups = self.groups(room, group_pages)
+        for number, (listed, size) in enumerate(zip(groups, self.group_tokens, strict=True), 1):
+            if len(listed) > (most := page_count(tokens or 0, size)):
+                raise LayoutError(f"room {room}: {len(listed)} pages of KV group {number}, the prompt has {most}")
         return ev.OpenRoom(
             room=room,
             nonce=secrets.randbits(63) | 1,
@@ -148,7 +154,7 @@ class PoolLimits(NamedTuple):
             states=self.states(room, state_indices),
             prefill_only=prefill_only,
             tokens=tokens or 0,
-            groups=self.groups(room, group_pages),
+            groups=groups,
         )
 
     def pages(self, room: int, indices: Any) -> ev.Pages:

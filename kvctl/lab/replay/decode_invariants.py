@@ -18,7 +18,7 @@ from kvctl.lab.replay.invariants import Violation
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import layer_range
 from kvctl_agent.errors import RemoteProtocolError
-from kvctl_agent.layout.chunks import Chunk, split_pages
+from kvctl_agent.layout.chunks import Chunk
 from kvctl_agent.layout.plan import TransferSlice, aux_writer, slices_to_reader, state_slices_to_reader, writer_cells
 from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.protocol import events as ev
@@ -378,7 +378,7 @@ class _Room:
 
     def __init__(self, opening: ev.OpenRoom) -> None:
         self.opening = opening
-        self.tables: list[tuple[ev.Pages, int, int]] = []  # of each page table the transfer pages, prefix and total
+        self.tables: list[tuple[ev.Pages, int, int, int]] = []  # of each page table the pages, split, prefix and total
         self.writers: tuple[str, ...] = ()  # ranks where it was opened, by unique rank
         self.accepted: set[str] = set()
         self.drained: set[str] = set()
@@ -395,14 +395,14 @@ class _Room:
         """Computes the parts that the writers must send to decode rank `reader`."""
         opening, room = self.opening, self.opening.room
         span = inputs.span(opening.prefix_pages, opening.total_pages, opening.tokens)
-        self.tables = [(split_pages(opening.pages, inputs.decode_split), *span)]
+        self.tables = [(opening.pages, inputs.decode_split, *span)]
         for group, pages in zip(inputs.shape.groups, opening.groups, strict=True):
             total = -(-opening.tokens // group.page_size)
-            self.tables.append((pages, total - len(pages), total))
+            self.tables.append((pages, 1, total - len(pages), total))
         for part_slice in () if opening.prefill_only else slices_to_reader(inputs, room, reader):
             writer = part_slice.writer
             self.slices.setdefault(writer, []).append(part_slice)
-            _, prefix, total = self.tables[part_slice.table]
+            _, _, prefix, total = self.tables[part_slice.table]
             for cell in writer_cells(inputs, room, writer, reader, total, prefix, part_slice.table):
                 at = writer, cell.index
                 self.cells[*at, part_slice.table] = cell
@@ -421,8 +421,8 @@ class _Room:
         for part_slice in self.slices.get(key.writer, ()):
             cell = self.cells.get((key.writer, key.chunk, part_slice.table))
             if cell is not None and part_slice.layer_lo <= key.lo < key.hi <= part_slice.layer_hi:
-                pages, prefix, _ = self.tables[part_slice.table]
-                return pages[cell.own_range(prefix)]
+                pages, split, prefix, _ = self.tables[part_slice.table]
+                return cell.target(pages, split, prefix)
         return None
 
     def add_covered(self, key: PartKey) -> None:

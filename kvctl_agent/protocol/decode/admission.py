@@ -16,7 +16,7 @@ from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LayoutError, LocalProtocolError
 from kvctl_agent.layout import plan_inputs
-from kvctl_agent.layout.chunks import Chunk, split_pages
+from kvctl_agent.layout.chunks import Chunk
 from kvctl_agent.layout.plan import (
     TransferSlice,
     aux_writer,
@@ -129,10 +129,10 @@ class RecvAdmission:
         if not needed <= len(room.pages) <= given:
             raise LayoutError(f"{len(room.pages)} pages after a prefix of {opening.prefix_pages}, not {needed}")
         engine_pages = room.pages[:needed]
-        tables = [TablePages(split_pages(engine_pages, split)[:own], prefix, total)]
+        tables = [TablePages(engine_pages, split, prefix, total)]
         for group, pages in zip(inputs.shape.groups, room.groups, strict=True):
             group_total = -(-room.tokens // group.page_size)
-            tables.append(TablePages(pages, group_total - len(pages), group_total))
+            tables.append(TablePages(pages, 1, group_total - len(pages), group_total))
         room.tables = tables
         room.opening = msgspec.structs.replace(
             opening,
@@ -164,7 +164,7 @@ class RecvAdmission:
         def chunks_of(writer: int, table: int) -> Sequence[Chunk]:
             key = inputs.prefill.coord(writer).cp, table
             if key not in chunks:
-                _, prefix, total = room.tables[table]
+                _, _, prefix, total = room.tables[table]
                 chunks[key] = writer_cells(inputs, room.room, writer, self.context.rank, total, prefix, table)
             return chunks[key]
 

@@ -43,9 +43,14 @@ class PlannedPart(NamedTuple):
 
 
 class TablePages(NamedTuple):
-    """Pages of one page table into which a room is received: transfer pages of this rank, after a cached prefix."""
+    """Pages of one page table into which a room is received.
+
+    `pages` are this engine's after a cached prefix, each of which has `split` transfer pages. `prefix_pages` and
+    `total_pages` count transfer pages.
+    """
 
     pages: Pages
+    split: int
     prefix_pages: int
     total_pages: int
 
@@ -157,7 +162,7 @@ class RecvRoom:
                 chunk = self.chunks.get((key.writer, key.chunk, share.table))
                 if chunk is not None:
                     table = self.tables[share.table]
-                    return PlannedPart(share, table.pages[chunk.own_range(table.prefix_pages)])
+                    return PlannedPart(share, chunk.target(table.pages, table.split, table.prefix_pages))
         return None
 
     def owed_bytes(self, peer: str) -> int:

@@ -15,7 +15,6 @@ from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import encodable
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.chunks import split_pages
 from kvctl_agent.layout.plan import aux_writer, slices_of_writer, state_slices_to_reader, stripe_of, writer_cells
 from kvctl_agent.layout.plan_inputs import PlanInputs, differences
 from kvctl_agent.protocol import events as ev
@@ -79,9 +78,9 @@ class SendAdmission:
             return
         if room is None:
             room = self.rooms.begin(message.room)
-        elif room.released and not transfer.sent:
-            text = f"room {room.room}: {peer.name} recalled it after {self.context.local.name} had released its pages"
-            failure = self.context.failure("RECALL_LATE", f"{text}: its prompt must be computed again")
+        elif why := self._too_late(room, transfer):
+            text = f"room {room.room}: {peer.name} recalled it {why}: its prompt must be computed again"
+            failure = self.context.failure("RECALL_LATE", text)
             self.rooms.fail(room, failure)
             self._refuse(key, failure)
             return
@@ -92,7 +91,7 @@ class SendAdmission:
         record = room.record
         record.nonce = record.nonce or message.nonce  # with several decode ranks, the first nonce is shown
         record.nonces.append(message.nonce)
-        record.pages = message.total_pages - message.prefix_pages
+        record.pages = -(-(message.total_pages - message.prefix_pages) // peer.inputs.prefill_split)
         record.planned += transfer.planned
         record.peers.append(peer.name)
         record.event("accept", self.context.now_ns, peer=peer.name)
@@ -104,6 +103,17 @@ class SendAdmission:
             self.dispatch.advance(room, transfer, room.computed.sendable(), self.context.now_ns)
             self.dispatch.queue_finals(room, transfer)
             self.rooms.progress(room)
+
+    def _too_late(self, room: SendRoom, transfer: PeerTransfer) -> str:
+        """Returns why a room that a decode rank has recalled can no longer be sent as the rank asks now; "" if it can.
+
+        The engine need not have passed pages of the prefix that it was told of, so no later prefix may be shorter.
+        """
+        if room.released and not transfer.sent:
+            return f"after {self.context.local.name} had released its pages"
+        if transfer.prefix_tokens < room.told_prefix_tokens:
+            return f"and has {transfer.prefix_tokens} tokens cached now, {room.told_prefix_tokens} before"
+        return ""
 
     def _transfer_of(self, peer: Peer, inputs: PlanInputs, message: msg.RoomOpen) -> PeerTransfer:
         """Plans the parts to send for an opening.
@@ -124,7 +134,10 @@ class SendAdmission:
         stripe = stripe_of(inputs, reader)
         own = stripe.before(message.total_pages) - stripe.before(message.prefix_pages)
         engine_pages = -(-own // inputs.decode_split)
-        pages = _indices(message.pages, engine_pages, int(pool["num_pages"]), span, peer.name)  # type: ignore[arg-type]
+        num_pages = int(pool["num_pages"])  # type: ignore[arg-type]
+        if inputs.decode_split > 1 and num_pages * inputs.decode_split >= 1 << 31:
+            raise LayoutError(f"{num_pages} pages of {inputs.decode_split} transfer pages each exceed 32 bits")
+        pages = _indices(message.pages, engine_pages, num_pages, span, peer.name)
         if message.aux_index >= int(pool["aux_slots"]):  # type: ignore[arg-type]
             raise LayoutError(f"aux row {message.aux_index} is outside {peer.name}'s pool")
         owed = [
@@ -132,14 +145,14 @@ class SendAdmission:
             for share in slices_of_writer(inputs, message.room, peer.coord.dp, self.context.rank)
             if share.reader == reader and not message.prefill_only
         ]
-        spans = [(split_pages(pages, inputs.decode_split)[:own], message.prefix_pages, message.total_pages)]
+        spans = [(pages, message.prefix_pages, message.total_pages)]
         spans += self._group_pages(peer.name, inputs, message, pool["slots"])  # type: ignore[arg-type]
         tables = []
         for number, (dst_pages, prefix, total) in enumerate(spans):
             sends = any(share.table == number for share in owed)
             cells = writer_cells(inputs, message.room, self.context.rank, reader, total, prefix, number)
-            split = 1 if number else inputs.prefill_split
-            tables.append(TableTransfer(cells if sends else (), dst_pages, prefix, total, split))
+            splits = (1, 1) if number else (inputs.prefill_split, inputs.decode_split)
+            tables.append(TableTransfer(cells if sends else (), dst_pages, prefix, total, *splits))
         return PeerTransfer(
             writer=self.context.rank,
             room=message.room,
@@ -169,8 +182,9 @@ class SendAdmission:
             data = message.groups[place] if place < len(message.groups) else b""
             pages = _indices(data, len(data) // 4, slots[segment.index], f"pages of group {segment.name}", name)
             total = -(-message.tokens // inputs.shape.groups[place].page_size)
-            if len(pages) > total:
-                raise LayoutError(f"{len(pages)} pages of group {segment.name} for {message.tokens} tokens")
+            most = min(total, MAX_CHUNKS * inputs.chunk_pages_of(place + 1))
+            if len(pages) > most:
+                raise LayoutError(f"{len(pages)} pages of group {segment.name} are more than {most}")
             yield pages, total - len(pages), total
 
     def _finals_of(
@@ -222,7 +236,13 @@ class SendAdmission:
         coord = self.context.peers[key.peer].coord
         for transfer in room.transfers.values():
             known = self.context.peers[transfer.peer].inputs
-            if transfer.reader == coord or transfer.reader.dp != coord.dp or known != inputs:
+            if known is not None and known != inputs:
+                factors = differences(known.to_wire(), inputs.to_wire())
+                text = f"room {key.room}: {transfer.peer} and {key.peer} differ: {'; '.join(map(str, factors))}"
+                failure = self.context.failure("KV_PLAN_MISMATCH", text)
+                self.rooms.fail(room, failure)
+                return failure
+            if transfer.reader == coord or transfer.reader.dp != coord.dp:
                 text = f"room {key.room} is active for {transfer.peer} with nonce {transfer.nonce:016x}"
                 return self.context.failure("KV_ROOM_DUPLICATE", text)
         return None

@@ -110,7 +110,8 @@ class Dispatch:
         room = self.state.rooms[event.room]
         if not event.in_flight:
             transfer.in_flight -= 1  # otherwise PartSent(dropped) follows when the transport has finished the write
-        self.rooms.fail(room, self.context.failure(event.code, event.text))
+        if transfer.recalled is None:  # otherwise the decode rank may open the room again
+            self.rooms.fail(room, self.context.failure(event.code, event.text))
         self.rooms.progress(room)
 
     # ---- the decode rank's ring -------------------------------------------------------------------------------
@@ -219,6 +220,8 @@ class Dispatch:
             if computed.given > wanted or computed.total not in (None, wanted):
                 of = f" of group {number}" if number else ""
                 text = f"this side computed {computed.given} pages{of}, {transfer.peer} expects {wanted}"
+                if number == 0 and transfer.tables[0].dst_split > transfer.tables[0].split:
+                    text += ", whose last page may be filled in part: pass tokens= to receive"
                 self.rooms.fail(room, self.context.failure("KV_PLAN_MISMATCH", f"room {room.room}: {text}"))
                 return
         if room.recalling or transfer.recalled is not None:
@@ -357,7 +360,7 @@ class Forwards:
         if room.claimed:
             raise LocalProtocolError(f"room {event.room} is being sent already; a room number is used once at a time")
         room.claimed = True
-        self.context.actions.append(ev.StateChanged(room.room, room.state, room.failure, room.prefix_tokens))
+        self.rooms.report(room)
         if room.released:  # the room failed before the engine called send()
             self.context.actions.append(ev.Released(room.room))
 

@@ -483,7 +483,12 @@ class SendRooms:
         room.since_ns = self.context.now_ns
         room.record.state(state, self.context.now_ns)
         if room.claimed:
-            self.context.actions.append(ev.StateChanged(room.room, state, room.failure, room.prefix_tokens))
+            self.report(room)
+
+    def report(self, room: SendRoom) -> None:
+        """Tells the engine the state of a room, and the prefix if it is known."""
+        room.told_prefix_tokens = room.prefix_tokens or room.told_prefix_tokens
+        self.context.actions.append(ev.StateChanged(room.room, room.state, room.failure, room.prefix_tokens))
 
     def progress(self, room: SendRoom) -> None:
         """Releases a room's pages once all parts are sent, and ends the room once every decode rank has confirmed it.

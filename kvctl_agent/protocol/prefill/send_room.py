@@ -130,7 +130,7 @@ class ComputedPages:
         Raises:
             LayoutError: the engine has passed no page for a part of the chunk.
         """
-        pages = chunk.pages_of(self._known(), split)
+        pages = chunk.source(self._known(), split)
         if self._table and int(pages.min()) < 0:
             raise LayoutError(f"pages {chunk.first}-{chunk.end - 1} of group {self._table} are wanted, and one is -1")
         return pages
@@ -334,9 +334,9 @@ class TableTransfer:
 
     Attributes:
         chunks: chunks of the grid, narrowed to the pages that this rank sends to the decode rank.
-        dst_pages: transfer pages of the decode rank after its cached prefix.
+        dst_pages: pages of the decode rank after its cached prefix.
         prefix_pages, total_pages: transfer pages of the prefix and of the prompt.
-        split: transfer pages in a page of this rank.
+        split, dst_split: transfer pages in a page of this rank, and of the decode rank.
     """
 
     chunks: Sequence[Chunk]
@@ -344,6 +344,7 @@ class TableTransfer:
     prefix_pages: int
     total_pages: int
     split: int = 1
+    dst_split: int = 1
     _first_pages: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -432,7 +433,7 @@ class PeerTransfer:
     def pages_at(self, part: Part) -> Pages:
         """Returns the destination pages of a part."""
         table = self.tables[part.share.table]
-        return table.dst_pages[part.chunk.own_range(table.prefix_pages)]
+        return part.chunk.target(table.dst_pages, table.dst_split, table.prefix_pages)
 
     def plan_parts(self, groups: Sequence[tuple[int, int]]) -> None:
         """Divides every undivided chunk into one part per layer group; without groups, into one per transfer slice."""
@@ -489,6 +490,7 @@ class SendRoom:
     recalled: bool = False  # the engine has taken its pages back, and has not begun to pass them again
     recalling: int = 0  # serial of the recall while parts queued before it are in transfer; 0: none
     expected: int = 0  # number of decode ranks that must open the room; 0: not known before the first opens it
+    told_prefix_tokens: int = 0  # prefix of which the engine knows; it need not have passed pages before its end
     transfers: dict[str, PeerTransfer] = field(default_factory=dict)
     finished: bool = False
     released: bool = False

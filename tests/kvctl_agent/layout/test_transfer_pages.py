@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from kvctl_agent.contract.choices import CP_MODES
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.chunks import WHOLE, Chunk, Stripe, split_pages
+from kvctl_agent.layout.chunks import WHOLE, Chunk, Stripe
 from kvctl_agent.layout.parallel import ParallelConfig
-from kvctl_agent.layout.plan import stripe_of, transfer_slices, writer_cells
+from kvctl_agent.layout.plan import transfer_slices, writer_cells
 from kvctl_agent.layout.plan_inputs import PlanInputs, transfer_page
 from kvctl_agent.layout.shape import KVGroup, ModelShape
 
@@ -41,7 +41,7 @@ def test_a_chunk_of_a_stripe_has_the_pages_of_both(first: int, count: int, run: 
     found: list[int] = []
     for rank in range(ranks):
         mine = whole.of_stripe(Stripe(run, ranks, rank))
-        pages = mine.pages_of(positions, 1).tolist()
+        pages = mine.source(positions, 1).tolist()
         assert (len(pages), mine.index) == (mine.count, 3)
         assert not pages or (pages[0], pages[-1] + 1) == (mine.first, mine.end)
         assert all(page // run % ranks == rank for page in pages)
@@ -80,14 +80,12 @@ def check_tokens(dice: random.Random) -> None:
     source = np.array(dice.sample(range(1000), -(-tokens // source_page)), np.int32)
     for reader in range(ranks):
         target = np.array(dice.sample(range(1000), -(-tokens // together) - cached), np.int32)
-        stripe = stripe_of(inputs, reader)
-        own = split_pages(target, inputs.decode_split)[: stripe.before(total) - stripe.before(prefix)]
         moved: dict[int, int] = {}  # of tokens: the slot in decode's pool, and in that of prefill
         writers = {share.writer for share in transfer_slices(inputs, room, 0) if share.reader == reader}
         for writer in writers:
             for chunk in writer_cells(inputs, room, writer, reader, total, prefix):
-                pages = chunk.pages_of(source, inputs.prefill_split).tolist()
-                places = own[chunk.own_range(prefix)].tolist()
+                pages = chunk.source(source, inputs.prefill_split).tolist()
+                places = chunk.target(target, inputs.decode_split, prefix).tolist()
                 assert len(pages) == len(places) == chunk.count
                 assert chunk.first // inputs.chunk_pages == (chunk.end - 1) // inputs.chunk_pages == chunk.index
                 for page, place in zip(pages, places, strict=True):
@@ -151,3 +149,8 @@ class TestGroups:
             PlanInputs(self.SHAPE, 4, 3, ParallelConfig(), ParallelConfig())
         with pytest.raises(LayoutError, match="decode cp=2: decode ranks cannot share the pages of group swa"):
             PlanInputs(self.SHAPE, 4, 8, ParallelConfig(), ParallelConfig(cp=2))
+
+    def test_scales_of_a_group_do_not_keep_kv_pages_from_being_divided(self) -> None:
+        index = KVGroup("index", ModelShape(1, 1, 4, 0, 1, kind="mla", k_scale_bytes=4), (0,), 8)
+        shape = ModelShape(4, 2, 1, 1, 1, groups=(index,))
+        assert PlanInputs(shape, 4, 8, ParallelConfig(), ParallelConfig(), decode_split=4).decode_split == 4

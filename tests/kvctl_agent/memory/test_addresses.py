@@ -29,8 +29,8 @@ def row_addrs(where: SegmentAddresses, layer: int, plane: int, pages: np.ndarray
 class TestAddresses:
     HELD = (
         LocalShard(Segment(0, "kv", 0, 9, 4, (Plane("k", 4, 12), Plane("v", 4, 20))), 7, 9, 0, 2),
-        LocalShard(Segment(1, "conv", 0, 3, 2, (Plane("conv", 3, 8),), (1, 7, 8)), 1, 3, 0, 2),
-        LocalShard(Segment(2, "swa", 0, 1, 1, (Plane("swa", 1, 8),), (2,)), 1, 1, 0, 1),
+        LocalShard(Segment(1, "conv", 0, 3, 2, (Plane("conv", 3, 8),), (1, 7, 8), None), 1, 3, 0, 2),
+        LocalShard(Segment(2, "swa", 0, 1, 1, (Plane("swa", 1, 8),), (2,), None), 1, 1, 0, 1),
     )
     WHERE = PoolAddresses(
         (

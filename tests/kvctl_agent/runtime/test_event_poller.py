@@ -18,7 +18,9 @@ from kvctl_agent.runtime.handles import PoolLimits, Receive, Send
 from tests.support.driven_task import DrivenTask
 from tests.support.host_device import HostDevice, HostEvent
 
-BOUNDS = PoolLimits(num_pages=10_000, aux_slots=4, layers=range(8), state_slots=(), group_slots=(), page_tokens=16)
+BOUNDS = PoolLimits(
+    num_pages=10_000, aux_slots=4, layers=range(8), state_slots=(), group_slots=(), group_tokens=(), page_tokens=16
+)
 NEVER = 1 << 60
 
 

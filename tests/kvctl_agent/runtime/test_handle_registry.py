@@ -61,7 +61,7 @@ class TestRecall:
         self, registry: HandleRegistry, told: list[Any]
     ) -> None:
         posted: list[Any] = []
-        handle = Send(7, posted.append, PoolLimits(8, 0, range(2), (), (), 16))
+        handle = Send(7, posted.append, PoolLimits(8, 0, range(2), (), (), (), 16))
         registry.add(handle)
         assert not handle.recalled
         handle.recall()
@@ -77,7 +77,7 @@ class TestRecall:
 
     def test_the_prompt_may_be_passed_and_finished_again(self, registry: HandleRegistry) -> None:
         posted: list[Any] = []
-        handle = Send(7, posted.append, PoolLimits(8, 0, range(2), (), (), 16))
+        handle = Send(7, posted.append, PoolLimits(8, 0, range(2), (), (), (), 16))
         for _ in range(2):
             handle.pages([1], last=True)
             handle.finish()
@@ -87,7 +87,7 @@ class TestRecall:
         assert [type(event) for event in posted] == [SendPages, Finish, Recall] * 2
 
     def test_a_room_that_is_released_needs_no_answer(self, registry: HandleRegistry) -> None:
-        handle = Send(7, lambda event: None, PoolLimits(8, 0, range(2), (), (), 16))
+        handle = Send(7, lambda event: None, PoolLimits(8, 0, range(2), (), (), (), 16))
         registry.add(handle)
         handle.recall()
         registry.release(Released(7))

@@ -25,11 +25,16 @@ def posted() -> list[ev.Event]:
 
 @pytest.fixture
 def send(posted: list[ev.Event]) -> Send:
-    return Send(
-        7,
-        posted.append,
-        PoolLimits(num_pages=100, aux_slots=4, layers=range(8, 16), state_slots=(3, 0), group_slots=(), page_tokens=16),
+    limits = PoolLimits(
+        num_pages=100,
+        aux_slots=4,
+        layers=range(8, 16),
+        state_slots=(3, 0),
+        group_slots=(),
+        group_tokens=(),
+        page_tokens=16,
     )
+    return Send(7, posted.append, limits)
 
 
 class TestSend:
