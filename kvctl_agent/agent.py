@@ -142,6 +142,7 @@ class Agent:
             self.parts.release(ended=self.parts.stop(_SHORTEST_STOP_S))
             raise
         self._drain_again = False  # after `register`
+        self._gave_back = True  # its memory, the last time that it was unregistered
         self._switch_interval_s: float | None = None  # of the process before `start` changed it
         # An engine that does not close its agent still exits cleanly. The reference is weak so that an agent that was
         # never started can be collected; one that was is referenced by the handlers of its admin thread.
@@ -312,8 +313,9 @@ class Agent:
             timeout: longest time to wait for the rooms in flight, in seconds.
 
         Raises:
-            DeadlineExceeded: something of the named rooms may still be in flight. The pool must not be freed; the agent
-                accepts rooms again, unless it was draining before.
+            DeadlineExceeded: something of the named rooms may still be in flight, and the agent accepts rooms again,
+                unless it was draining before; or a thread or copy has not ended, and the agent can only be closed. The
+                pool must not be freed.
             LocalProtocolError: the agent is not running.
         """
         deadline = time.monotonic() + check_timeout(timeout)
@@ -336,7 +338,8 @@ class Agent:
         parts.lifecycle.unregister()
         self._drain_again = was_draining
         ended = parts.stop(max(_SHORTEST_STOP_S, deadline - time.monotonic()))
-        if not parts.release(ended=ended):
+        self._gave_back = parts.release(ended=ended)
+        if not self._gave_back:
             raise DeadlineExceeded(f"{self.name}: its control thread or a copy has not ended: its memory must stay")
         parts.machine.peers.clear()  # shown by the admin socket
         parts.telemetry.recorder.record("memory", UNREGISTERED)
@@ -356,12 +359,14 @@ class Agent:
 
         Raises:
             MemoryLayoutError: the pool's geometry differs from the former one; the text names what differs.
-            LocalProtocolError: the agent is not unregistered.
+            LocalProtocolError: the agent is not unregistered, or has not given its memory back.
             ConfigError, DeviceError, TransportUnavailable: as `Agent` and `start`. The agent stays unregistered.
         """
         former = self.parts
         if former.lifecycle.state != "unregistered":
             raise LocalProtocolError(f"agent {self.name} is {former.lifecycle.state}, not unregistered")
+        if not self._gave_back:
+            raise LocalProtocolError(f"agent {self.name} has not given its memory back: close it and create another")
         pool = self.pool if pool is None else pool
         model, on_state, *_ = self._arguments
         check_arguments(self.role, self.rank, pool, self.name, model, on_state)

@@ -140,6 +140,10 @@ def test_a_copy_that_does_not_end_keeps_the_memory(make_fleet: Any, monkeypatch:
     monkeypatch.setattr(type(copier), "close", stuck)
     with pytest.raises(DeadlineExceeded, match="prefill-0: its control thread or a copy has not ended: its memory"):
         prefill.unregister()
+    with pytest.raises(
+        LocalProtocolError, match="prefill-0 has not given its memory back: close it and create another"
+    ):
+        prefill.register()
 
 
 class TestWrongCalls:
