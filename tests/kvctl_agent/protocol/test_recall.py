@@ -398,3 +398,24 @@ def test_a_recall_between_the_layer_groups_of_a_forward() -> None:
     world.settle()
     assert succeeded(world)
     world.check_empty()
+
+
+@pytest.mark.parametrize(("prefix", "state"), [(2, RoomState.SUCCESS), (3, RoomState.SUCCESS), (1, RoomState.FAILED)])
+def test_a_room_is_not_opened_again_with_a_shorter_prefix_than_the_engine_was_told(
+    prefix: int, state: RoomState
+) -> None:
+    """The engine may have passed any pages for the prefix that decode had cached."""
+    world = small(choose=direct)
+    first = world.receive(7, 4, prefix=2)
+    world.send(7, 4)
+    happen(world, "message", "engine")
+    world.feed(D, ev.Recall(7))
+    world.settle(until=lambda: first.released)
+    assert not world.sent[P0, 7].finished
+    second = world.receive(7, 4, prefix=prefix)
+    world.settle()
+    assert second.state is world.sent[P0, 7] is state
+    if state is RoomState.FAILED:
+        assert second.failure["code"] == "RECALL_LATE"
+        assert "has 1 tokens cached now, 2 before: its prompt must be computed again" in second.failure["text"]
+    world.check_empty()
