@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from kvctl_agent.contract.choices import CP_MODES
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
-from kvctl_agent.layout.shape import ModelShape, StateShape
+from kvctl_agent.layout.shape import KVGroup, ModelShape, StateShape
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.prefill.admission import MAX_CHUNKS
 from kvctl_agent.protocol.tag import TAG_BYTES, PartKey, PartKind, Tag
 from tests.support.protocol.simulation import UNIT, World
 
@@ -240,6 +241,32 @@ def test_items_that_cannot_be_are_refused(states: list[bytes], text: str) -> Non
     world = world_of(ParallelConfig())
     world.connect()
     opening = msg.RoomOpen(7, 1, b"", 0, 0, world.inputs.to_wire(), -1, states, to=world.p().local.incarnation)
+    world.feed("prefill-0", ev.Received("decode-0", world.d().local.incarnation, opening))
+    answer = codec.decode(world.pool[-1].what)[1][0]
+    assert isinstance(answer, msg.RoomRefused)
+    assert answer.text == text
+    assert not world.p().open_rooms
+
+
+@pytest.mark.parametrize(
+    ("groups", "tokens", "text"),
+    [
+        ([b"\0"], 8, "1 bytes of numbers for pages of group swa"),
+        ([b"\xff" * 4], 8, "pages of group swa: -1..-1 is outside decode-0's pool of 65536"),
+        ([b"\0\0\1\0"], 8, "pages of group swa: 65536..65536 is outside decode-0's pool of 65536"),
+        ([b"", b""], 8, "pages of 2 KV groups, the model has 1"),
+        ([b"\0" * 8], 2, "2 pages of group swa are more than 1"),
+        ([b"\0" * 4], 0, "1 pages of group swa are more than 0"),
+        ([b"\0" * 4 * (MAX_CHUNKS + 1)], 1 << 30, f"{MAX_CHUNKS + 1} pages of group swa are more than {MAX_CHUNKS}"),
+    ],
+)
+def test_pages_of_groups_that_cannot_be_are_refused(groups: list[bytes], tokens: int, text: str) -> None:
+    shape = ModelShape(2, 2, 4, 4, 2, groups=(KVGroup("swa", ModelShape(1, 2, 4, 4, 2), (0,), 2),))
+    world = World(ParallelConfig(), ParallelConfig(), shape=shape, chunk_pages=2, num_pages=1 << 16)
+    world.connect()
+    inputs = world.inputs.to_wire()
+    to = world.p().local.incarnation
+    opening = msg.RoomOpen(7, 1, b"", 0, 0, inputs, to=to, groups=groups, tokens=tokens)
     world.feed("prefill-0", ev.Received("decode-0", world.d().local.incarnation, opening))
     answer = codec.decode(world.pool[-1].what)[1][0]
     assert isinstance(answer, msg.RoomRefused)

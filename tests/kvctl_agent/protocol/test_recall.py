@@ -419,3 +419,24 @@ def test_a_room_is_not_opened_again_with_a_shorter_prefix_than_the_engine_was_to
         assert second.failure["code"] == "RECALL_LATE"
         assert "has 1 tokens cached now, 2 before: its prompt must be computed again" in second.failure["text"]
     world.check_empty()
+
+
+def test_a_write_that_fails_after_decode_has_recalled_the_room_does_not_fail_it() -> None:
+    world = small(choose=direct)
+    first = world.receive(7, 2)
+    world.send(7, 2)
+    happen(world, "message", "engine")
+    (transfer,) = world.p().rooms[7].transfers.values()
+    world.feed(D, ev.Recall(7))
+    happen(world, "message")
+    assert transfer.recalled is not None
+    failed = begin(world)[0]
+    world.pool.remove(failed)
+    order = failed.what.order
+    world.feed(P0, ev.PartFailed(D, 7, order.nonce, order.kind, order.key, "KV_TRANSPORT", "no route", False))
+    world.settle(until=lambda: first.released)
+    assert not world.sent[P0, 7].finished
+    second = world.receive(7, 2)
+    world.settle()
+    assert second.state is world.sent[P0, 7] is RoomState.SUCCESS
+    world.check_empty()
