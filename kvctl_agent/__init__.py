@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvctl_agent.layout.shape import KVGroup, ModelShape, StateShape
     from kvctl_agent.memory.pool import DraftKV, GroupTensors, KVPool, StateTensors
     from kvctl_agent.rank import Rank
-    from kvctl_agent.room import room_number
+    from kvctl_agent.request_id import room_number
 
 _MODULES = {
     "Agent": "kvctl_agent.agent",
@@ -34,7 +34,7 @@ _MODULES = {
     "StateShape": "kvctl_agent.layout.shape",
     "StateTensors": "kvctl_agent.memory.pool",
     "local_shards": "kvctl_agent.layout.parallel",
-    "room_number": "kvctl_agent.room",
+    "room_number": "kvctl_agent.request_id",
 }
 
 __all__ = [

@@ -82,7 +82,7 @@ class SegmentMemory:
 
     @property
     def name(self) -> str:
-        """The segment's name: "kv", "draft" or the name of a state component."""
+        """The segment's name: "kv", "draft", or the name of a KV group or state component."""
         return self.shard.segment.name
 
     def at(self, split: int) -> SegmentMemory:

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from kvctl_agent.errors import LayoutError, MemoryLayoutError
 from kvctl_agent.memory.addresses import PoolAddresses
 from kvctl_agent.paths.base import Flight, WriteFlight
+from kvctl_agent.paths.contiguous_runs import whole_pages
 from kvctl_agent.paths.peer_connection import Numbers, PeerConnection
-from kvctl_agent.paths.runs import whole_pages
 from kvctl_agent.protocol.events import Transfer
 from kvctl_agent.protocol.tag import TAG_BYTES, with_row
 from kvctl_agent.transport.base import Addresses, Prepared, Sizes

@@ -22,7 +22,7 @@ from kvctl_agent.contract.choices import BULK, DIRECT, SLICE, STAGED
 from kvctl_agent.contract.connection_cost import ConnectionCost
 from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.layout.shape import ModelShape, segments
-from kvctl_agent.paths.runs import PlaneRuns, contiguous_runs, whole_pages
+from kvctl_agent.paths.contiguous_runs import PlaneRuns, contiguous_runs, whole_pages
 
 AUTO = "auto"
 # Request and grant over the control channel, and waking the scatter, measured between idle processes on one host.

@@ -14,7 +14,7 @@ from kvctl_agent.device.base import Mapping
 from kvctl_agent.errors import DeviceError, MemoryLayoutError, PeerDisconnected
 from kvctl_agent.memory.addresses import PoolAddresses, SegmentAddresses
 from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.paths.runs import PlaneRuns, join_planes, segment_runs
+from kvctl_agent.paths.contiguous_runs import PlaneRuns, join_planes, segment_runs
 from kvctl_agent.transport.base import Prepared, Transport
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.memory.addresses import SegmentAddresses
 from kvctl_agent.paths.base import Flight, WriteFlight
+from kvctl_agent.paths.contiguous_runs import PlaneRuns
 from kvctl_agent.paths.peer_connection import PeerConnection
-from kvctl_agent.paths.runs import PlaneRuns
 from kvctl_agent.protocol.events import Pages, Transfer
 from kvctl_agent.transport.base import Addresses, Prepared, Sizes
 

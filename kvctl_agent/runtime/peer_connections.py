@@ -25,10 +25,10 @@ from kvctl_agent.memory.device_copier import gather_geometries
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.region import Region
 from kvctl_agent.paths.calibration import measure_copies, measure_device_copies, measure_direct, memcpy_gb_per_s_within
+from kvctl_agent.paths.contiguous_runs import PlaneRuns
 from kvctl_agent.paths.direct import PROGRAMS, geometries
 from kvctl_agent.paths.path_chooser import AUTO, DirectCost, PathChooser
 from kvctl_agent.paths.peer_connection import MappedMemory, PeerConnection
-from kvctl_agent.paths.runs import PlaneRuns
 from kvctl_agent.protocol.messages import PeerInfo
 from kvctl_agent.runtime.liveness import host_identity
 from kvctl_agent.runtime.transfers import Transfers

@@ -35,7 +35,7 @@ from kvctl_agent.layout.plan import stripe_of, transfer_slices
 from kvctl_agent.layout.plan_inputs import MAX_SPLIT, PlanInputs, transfer_page
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.layout.sizes import check_size
-from kvctl_agent.paths.runs import whole_pages
+from kvctl_agent.paths.contiguous_runs import whole_pages
 
 # Prefill ranks create all rooms of a batch at its start, but a room may arrive at the decode side much later.
 _ARRIVAL_TIMEOUT_S = 3600

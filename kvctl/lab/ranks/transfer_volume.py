@@ -20,7 +20,7 @@ from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.layout.shape import Segment
 from kvctl_agent.memory.addresses import SegmentAddresses
 from kvctl_agent.memory.pool_layouts import place_segment
-from kvctl_agent.paths.runs import PlaneRuns, segment_runs
+from kvctl_agent.paths.contiguous_runs import PlaneRuns, segment_runs
 
 
 class OwedParts(NamedTuple):

@@ -13,8 +13,8 @@ from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.layout.shape import ModelShape, StateShape, segments
 from kvctl_agent.memory.allocations import HugePageMemory
 from kvctl_agent.paths.calibration import measure_copies
+from kvctl_agent.paths.contiguous_runs import contiguous_runs
 from kvctl_agent.paths.path_chooser import CopyCost, DirectCost, PathChooser
-from kvctl_agent.paths.runs import contiguous_runs
 
 SHAPE = ModelShape(32, 8, 128, 128, 2, states=(StateShape("conv", (0, 1), 4, 8, 256),))
 KV, CONV = segments(SHAPE, 16)

@@ -17,8 +17,8 @@ from kvctl_agent.memory.addresses import PlaneStrides, SegmentAddresses
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.paths.base import Path
 from kvctl_agent.paths.bulk import BulkPath
+from kvctl_agent.paths.contiguous_runs import PlaneRuns, segment_runs, whole_pages
 from kvctl_agent.paths.peer_connection import PeerConnection
-from kvctl_agent.paths.runs import PlaneRuns, segment_runs, whole_pages
 from kvctl_agent.paths.slice import SlicePath
 from tests.kvctl_agent.paths.test_layout_pairs import Copies, connect, order_of, random_pair
 
