@@ -48,7 +48,8 @@ part() { # NAME COMMAND...: run it if it was asked for, into its log
 
 nvidia-smi --query-gpu=index,name,driver_version,memory.total --format=csv,noheader | tee "$out/gpus.txt"
 part tests python3 -m pytest -q -p no:cacheprovider -k "test_on_gpu or on_a_gpu or gpu_pools" \
-    tests/kvctl_agent/device/{test_on_gpu,test_same_as_numpy}.py tests/kvctl/lab/ranks/test_on_gpu.py tests/examples/test_gpu_pools.py
+    tests/kvctl_agent/device/{test_on_gpu,test_same_as_numpy}.py tests/kvctl_agent/agent/test_on_gpu.py \
+    tests/kvctl/lab/ranks/test_on_gpu.py tests/examples/test_gpu_pools.py
 part copies python3 benchmarks/gpu_copies.py --save "$out/copies.json"
 part engines python3 benchmarks/gpu_engines.py --save "$out/engines.json"
 only=$(grep -o "list=[^,]*" <<<"$parts" | cut -d= -f2 | tr + ,) || true

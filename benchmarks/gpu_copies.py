@@ -8,6 +8,7 @@ A duration is measured as by a transfer worker: from page numbers in host memory
 completed. "Host" is the duration of the call that starts the copy. The floor is the time for the same bytes at the rate
 of one large copy within the GPU (each byte is read and written) or to the other GPU. Copies of contiguous pools are
 verified before they are timed. A checksum reads each byte once and writes none; it is computed once on each side.
+"Of plain" is the rate as a share of that of the copy of the same part in contiguous pages.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from kvctl.lab.ranks.request import DTYPE_BYTES
@@ -36,6 +38,7 @@ from kvctl_agent.memory.checksum import DeviceChecksums
 from kvctl_agent.memory.copier import LandedPart
 from kvctl_agent.memory.device_copier import DeviceCopier
 from kvctl_agent.memory.pool import KVPool
+from kvctl_agent.memory.pool_layouts import POOL_LAYOUTS
 from kvctl_agent.memory.segment import RowIndex
 
 PAGE_SIZE = 16
@@ -58,6 +61,7 @@ class Case(NamedTuple):
         dtype: element type of the pool.
         latent: whether the pool holds MLA latents, one row per token.
         layout: layout of the pool.
+        split: transfer pages in a page of the pool, if the other side has smaller pages.
     """
 
     name: str
@@ -70,6 +74,13 @@ class Case(NamedTuple):
     dtype: str = "bf16"
     latent: bool = False
     layout: str = "nhd"
+    split: int = 1
+
+    @property
+    def plain(self) -> Case:
+        """The copy of the same part in a pool of contiguous pages, of which a strided copy reaches at least 0.9."""
+        kind = "gather" if self.kind == "checksum" else self.kind
+        return self._replace(name="", kind=kind, most=None, layout="nhd", split=1)
 
 
 CASES = (
@@ -83,10 +94,20 @@ CASES = (
     Case("scatter, 80 layers, 4 x 2 of 8 heads, 1,024 tokens", "scatter", 80, 1024, 2, 8, 1.25),
     Case("scatter, 32 layers, 4 x 2 of 8 heads, 1,024 tokens", "scatter", 32, 1024, 2, 8),
     Case("scatter, 80 layers, 1 of 4 writers, 1,024 tokens", "scatter", 80, 1024, 8, 8),
-    Case("gather, 80 layers, 2 of 8 heads, HND", "gather", 80, 1024, 2, 8, layout="hnd"),
-    Case("gather, 80 layers, 8 of 8 heads, HND", "gather", 80, 1024, 8, 8, layout="hnd"),
-    Case("gather, 80 layers, 2 of 8 heads, K and V fused", "gather", 80, 1024, 2, 8, layout="fused"),
-    Case("scatter, 80 layers, 4 x 2 of 8 heads, K and V fused", "scatter", 80, 1024, 2, 8, layout="fused"),
+    Case("gather, 80 layers, 8 of 8 heads, 1,024 tokens", "gather", 80, 1024, 8, 8),
+    Case("gather, 80 layers, 8 of 8 heads, 4,096 tokens", "gather", 80, 4096, 8, 8),
+    *(
+        Case(
+            f"{kind}, {'4 x ' if kind == 'scatter' else ''}2 of 8 heads, {layout}", kind, 80, 1024, 2, 8, layout=layout
+        )
+        for layout in POOL_LAYOUTS
+        if layout != "nhd"
+        for kind in ("gather", "scatter")
+    ),
+    Case("gather, 8 of 8 heads, hnd", "gather", 80, 1024, 8, 8, layout="hnd"),
+    Case("gather, 2 of 8 heads, hnd, a quarter of a page", "gather", 80, 1024, 2, 8, layout="hnd", split=4),
+    Case("scatter, 4 x 2 of 8 heads, hnd, a quarter of a page", "scatter", 80, 1024, 2, 8, layout="hnd", split=4),
+    Case("gather, 2 of 8 heads, fused, a quarter of a page", "gather", 80, 1024, 2, 8, layout="fused", split=4),
     Case("checksum, 80 layers, 2 of 8 heads, 1,024 tokens", "checksum", 80, 1024, 2, 8),
     Case("checksum, 80 layers, 8 of 8 heads, 4,096 tokens", "checksum", 80, 4096, 8, 8),
     Case("checksum, 32 layers, 2 of 8 heads, 1,024 tokens", "checksum", 32, 1024, 2, 8),
@@ -144,12 +165,12 @@ class Bench:
         kind = "mla" if case.latent else "mha"
         dims = (576, 0) if case.latent else (128, 128)
         shape = ModelShape(case.layers, case.pool_heads, *dims, nbytes, kind=kind)
-        here = local_shards(shape, PAGE_SIZE, ParallelConfig(), RankCoord(0, 0, 0, 0))
+        here = local_shards(shape, case.split * PAGE_SIZE, ParallelConfig(), RankCoord(0, 0, 0, 0))
         page_bytes = sum(plane.rows * plane.head_bytes for plane in here[0].segment.planes) * case.pool_heads
         self.pages = case.tokens // PAGE_SIZE
         count = POOL_BYTES // (page_bytes * case.layers)
-        self.pool = KVPool.allocate(here, PAGE_SIZE, count, device=device, layout=case.layout)
-        self.memory = self.pool.segments[0]
+        self.pool = KVPool.allocate(here, case.split * PAGE_SIZE, count, device=device, layout=case.layout)
+        (self.memory,) = self.pool.segments_at(case.split)
         self.layout = self.memory.part_layout(0, case.layers, self.pages, case.heads)
         self.parts = case.pool_heads // case.heads if case.kind == "scatter" else 1
         self.ring = RingMemory(self.parts * self.layout.region_bytes, device)
@@ -158,7 +179,7 @@ class Bench:
         self.checksums = DeviceChecksums(self.pool, self.copier.copies)
         self.slice = TransferSlice(0, 0, 0, 0, 0, case.heads, 0, case.layers, 0, 0, 0)
         random = np.random.default_rng(0)
-        lists = [random.permutation(self.pool.num_pages)[: self.pages].astype(np.int32) for _ in range(LISTS)]
+        lists = [random.permutation(self.memory.num_slots)[: self.pages].astype(np.int32) for _ in range(LISTS)]
         self.lists = lists
         self.regions = [
             self.ring.view(part * self.layout.region_bytes, self.layout.nbytes) for part in range(self.parts)
@@ -168,7 +189,7 @@ class Bench:
     def begin(self, turn: int) -> Callable[[], bool]:
         pages, heads = self.lists[turn], self.case.heads
         if self.case.kind == "checksum":
-            return self.checksums.begin(self.slice, pages, 0, 0, self.case.layers).done
+            return self.checksums.begin(self.slice, pages, 0, 0, self.case.layers, self.case.split).done
         if self.case.kind == "gather":
             rows = RowIndex(self.memory, pages, 0, heads)
             return self.copier.gather(rows, [self.piece], self.regions).done
@@ -212,7 +233,8 @@ class Bench:
 
 
 def copies(device: Device, repeats: int) -> Iterator[dict[str, Any]]:
-    """Measures every gather and scatter, and yields one row per case."""
+    """Measures every gather, scatter and checksum, and yields one row per case."""
+    plain: dict[Case, float] = {}
     for case in CASES:
         with closing(Bench(device, case)) as bench:
             if case.kind != "checksum" and case.layout == "nhd":
@@ -220,15 +242,61 @@ def copies(device: Device, repeats: int) -> Iterator[dict[str, Any]]:
             memory = bench.pool.regions()[0].addr
             rate = copy_gb_per_s(device, memory, memory + FLOOR_BYTES, repeats)
             took = timed(bench.begin, repeats)
-            yield row(case.name, bench.nbytes, took, bench.nbytes / rate / 1e3, case.most)
+            if case == case.plain._replace(name=case.name, most=case.most):
+                plain[case.plain] = took.wall_us
+            yield row(case.name, bench.nbytes, took, bench.nbytes / rate / 1e3, case.most, plain.get(case.plain))
+
+
+class Pages(NamedTuple):
+    """Pages of one side of a direct copy, of bf16 heads of 128 elements.
+
+    Attributes:
+        heads: heads of the pool.
+        layout: "nhd", "hnd" or "fused".
+        split: transfer pages in a page.
+    """
+
+    heads: int
+    layout: str = "nhd"
+    split: int = 1
+
+    @property
+    def strides(self) -> PageStrides:
+        head, tokens = HEAD_BYTES, self.split * PAGE_SIZE
+        if self.layout == "nhd":
+            row = self.heads * head
+            return PageStrides(tokens * row, row, head, self.split, PAGE_SIZE * row)
+        row = head * (2 if self.layout == "fused" else 1)
+        return PageStrides(self.heads * tokens * row, row, tokens * row, self.split, PAGE_SIZE * row)
+
+    def blocks(self, slots: int, layers: int) -> npt.NDArray[np.int64]:
+        """Returns the offsets of K and V of each layer of a pool of `slots` transfer pages."""
+        plane_bytes = slots * PAGE_SIZE * self.heads * HEAD_BYTES
+        plane = HEAD_BYTES if self.layout == "fused" else plane_bytes
+        starts: npt.NDArray[np.int64] = np.arange(layers)[:, None] * (2 * plane_bytes) + np.array([0, plane])
+        return starts.reshape(-1)
+
+
+DIRECT_HEADS, HEAD_BYTES = 2, 256
+UNLIKE = (
+    ("hnd to nhd", Pages(2, "hnd"), Pages(8)),
+    ("nhd to hnd", Pages(2), Pages(8, "hnd")),
+    ("hnd to hnd", Pages(2, "hnd"), Pages(8, "hnd")),
+    ("fused to nhd", Pages(2, "fused"), Pages(8)),
+    ("nhd to fused", Pages(2), Pages(8, "fused")),
+    ("nhd to hnd of 64 tokens", Pages(2), Pages(8, "hnd", 4)),
+    ("hnd of 64 tokens to nhd", Pages(2, "hnd", 4), Pages(8)),
+)
 
 
 def directs(here: Device, there: Device, repeats: int, name: str) -> Iterator[dict[str, Any]]:
-    """Measures copies by one kernel from pages of one device to pages of another, with fewer and fewer thread blocks.
+    """Measures copies by one kernel from pages of one device to pages of another.
+
+    Plain pages are copied with fewer and fewer thread blocks, unlike ones with all and with the agent's number.
 
     Yields one row per case; `name` describes the pair of devices.
     """
-    layers, own, theirs = 80, 512, 2048  # 2 heads there, 8 here, of 128 bf16
+    layers = 80
     with ExitStack() as stack:
         source = stack.enter_context(closing(here.allocate(POOL_BYTES)))
         target = stack.enter_context(closing(there.allocate(POOL_BYTES)))
@@ -236,42 +304,49 @@ def directs(here: Device, there: Device, repeats: int, name: str) -> Iterator[di
         mapping = stack.enter_context(closing(here.open(there.export([(target.addr, POOL_BYTES)]), same_process=True)))
         base = mapping.translate(target.addr)
         rate = copy_gb_per_s(here, base, source.addr, repeats)
-        slots = POOL_BYTES // (2 * layers * PAGE_SIZE * theirs)
-        strides = (PageStrides(PAGE_SIZE * row_bytes, row_bytes, own) for row_bytes in (own, theirs))
-        geometry = Geometry(PAGE_SIZE, 1, own, *strides)
-        copier.prepare([geometry])
+        slots = POOL_BYTES // (2 * layers * PAGE_SIZE * 8 * HEAD_BYTES) // 4 * 4
         random = np.random.default_rng(2)
-        for tokens, programs in ((1024, None), (4096, None), (4096, 64), (4096, 32), (4096, 16), (4096, 8)):
+
+        def measure(tokens: int, programs: int | None, src: Pages, dst: Pages) -> Timed:
             pages = tokens // PAGE_SIZE
-            numbers = np.arange(2 * layers)
+            geometry = Geometry(PAGE_SIZE, DIRECT_HEADS, HEAD_BYTES, src.strides, dst.strides)
+            copier.prepare([geometry])
             blocks = np.zeros((2 * layers, 5), np.int64)
-            blocks[:, 0] = source.addr + numbers * slots * PAGE_SIZE * own
-            blocks[:, 1] = base + numbers * slots * PAGE_SIZE * theirs
+            blocks[:, 0] = source.addr + src.blocks(slots, layers)
+            blocks[:, 1] = base + dst.blocks(slots, layers)
             blocks[:, 3:] = pages
             lists = [
                 np.concatenate([random.permutation(slots)[:pages] for _ in range(2)]).astype(np.int32)
                 for _ in range(LISTS)
             ]
 
-            def begin(
-                turn: int,
-                blocks: Any = blocks,
-                lists: Any = lists,
-                programs: int | None = programs,
-            ) -> Callable[[], bool]:
+            def begin(turn: int) -> Callable[[], bool]:
                 event: Event = copier.begin([Batch(geometry, blocks)], lists[turn], programs=programs)
                 return event.done
 
-            took = timed(begin, max(10, repeats // 4))
-            nbytes = 2 * layers * tokens * own
+            return timed(begin, max(10, repeats // 4))
+
+        plain: dict[int | None, float] = {}
+        for tokens, programs in ((1024, None), (4096, None), (4096, 64), (4096, 32), (4096, 16), (4096, 8)):
+            took = measure(tokens, programs, Pages(2), Pages(8))
+            if tokens == 4096:
+                plain[programs] = took.wall_us
+            nbytes = 2 * layers * tokens * DIRECT_HEADS * HEAD_BYTES
             blocks_text = "all" if programs is None else str(programs)
             most = 1 / 0.88 if programs is None and tokens == 4096 and here.index != there.index else None
-            yield row(
-                f"direct, {name}, {tokens:,} tokens, {blocks_text} blocks", nbytes, took, nbytes / rate / 1e3, most
-            )
+            text = f"direct, {name}, {tokens:,} tokens, {blocks_text} blocks"
+            yield row(text, nbytes, took, nbytes / rate / 1e3, most)
+        for pair, src, dst in UNLIKE:
+            for programs in (None, 64):
+                took = measure(4096, programs, src, dst)
+                text = f"direct, {name}, {pair}, {'all' if programs is None else programs} blocks"
+                yield row(text, nbytes, took, nbytes / rate / 1e3, None, plain[programs])
 
 
-def row(name: str, nbytes: int, took: Timed, floor_us: float, most: float | None) -> dict[str, Any]:
+def row(
+    name: str, nbytes: int, took: Timed, floor_us: float, most: float | None, plain_us: float | None = None
+) -> dict[str, Any]:
+    """Returns a row of the table; `plain_us` is the duration of a copy of as many bytes in contiguous pages."""
     return {
         "name": name,
         "bytes": nbytes,
@@ -280,6 +355,7 @@ def row(name: str, nbytes: int, took: Timed, floor_us: float, most: float | None
         "p99_us": round(took.p99_us, 1),
         "floor_us": round(floor_us, 1),
         "floor_ratio": round(took.wall_us / floor_us, 3),
+        "plain_ratio": None if plain_us is None else round(plain_us / took.wall_us, 3),
         "most": None if most is None else round(most, 3),
     }
 
@@ -294,16 +370,17 @@ def main() -> int:
     except DeviceError as error:
         print(f"gpu_copies: {error}", file=sys.stderr)
         return 3
-    print(f"{'':54}{'MB':>7}{'host µs':>9}{'µs':>8}{'p99':>8}{'floor':>8}{'x floor':>9}")
+    print(f"{'':54}{'MB':>7}{'host µs':>9}{'µs':>8}{'p99':>8}{'floor':>8}{'x floor':>9}{'of plain':>10}")
     rows = []
 
     def show(found: Iterator[dict[str, Any]]) -> None:
         for each in found:
             rows.append(each)
             verdict = "" if each["most"] is None else ("  ok" if each["floor_ratio"] <= each["most"] else "  OVER")
+            ratio = "" if each["plain_ratio"] is None else f"{each['plain_ratio']:.2f}"
             print(
                 f"{each['name']:54}{each['bytes'] / 1e6:7.0f}{each['host_us']:9.1f}{each['wall_us']:8.1f}"
-                f"{each['p99_us']:8.1f}{each['floor_us']:8.1f}{each['floor_ratio']:9.2f}{verdict}",
+                f"{each['p99_us']:8.1f}{each['floor_us']:8.1f}{each['floor_ratio']:9.2f}{ratio:>10}{verdict}",
                 flush=True,
             )
 

@@ -20,6 +20,7 @@ import pytest
 import kvctl_agent
 
 REPOSITORY = Path(kvctl_agent.__file__).parents[1]
+PYTHONPATH = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
 SCRIPT = Path(__file__).with_name("rank_process.py")
 
 
@@ -40,7 +41,7 @@ class RankProcess:
                 stdout=out,
                 stderr=err,
                 pass_fds=[writer],
-                env={**os.environ, "PYTHONPATH": str(REPOSITORY), "KVCTL_SOCKET_DIR": str(directory)},
+                env={**os.environ, "PYTHONPATH": PYTHONPATH, "KVCTL_SOCKET_DIR": str(directory)},
             )
         os.close(writer)
         self._answers = os.fdopen(reader)

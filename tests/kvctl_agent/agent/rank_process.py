@@ -21,6 +21,9 @@ prepare_environment()
 import numpy as np  # noqa: E402
 
 from kvctl_agent import Agent, KVPool, Rank, RoomState  # noqa: E402
+from kvctl_agent.device import memory as device_memory  # noqa: E402
+from kvctl_agent.device.cuda import open_device  # noqa: E402
+from kvctl_agent.device.driver import checked, load  # noqa: E402
 from kvctl_agent.layout.parallel import local_shards  # noqa: E402
 from kvctl_agent.layout.shape import ModelShape  # noqa: E402
 
@@ -40,17 +43,18 @@ def source(room: int) -> np.ndarray:
 
 
 class Worker:
+    """The rank. `config` is the agent's, and may have the GPU and the memory pool for the KV pool (`gpu`, `pool`)."""
+
     def __init__(self, role: Any, number: int, size: int, bootstrap: str, config: dict[str, Any]) -> None:
+        gpu, self.mem_pool = config.pop("gpu", None), config.pop("pool", "default")
+        self.device: Any = None if gpu is None else open_device(gpu)
+        self.role = role
         tp = size if role == "prefill" else 1
         self.heads = HEADS // tp
         self.lo = number * self.heads if role == "prefill" else 0
         rank = Rank(tp=number, tp_size=size) if role == "prefill" else Rank(dp=number, dp_size=size)
-        self.pool = KVPool.allocate(local_shards(SHAPE, PAGE_SIZE, rank.parallel_config, rank.coord), PAGE_SIZE, PAGES)
-        if role == "prefill":
-            for layer in range(LAYERS):
-                for kv in (0, 1):
-                    ours = truth(layer, kv)[:, :, self.lo : self.lo + self.heads]
-                    self.pool.segments[0].block(layer, kv)[:] = ours.reshape(-1)
+        self.shards = local_shards(SHAPE, PAGE_SIZE, rank.parallel_config, rank.coord)
+        self.pool = self.new_pool()
         small = {"staging_buffer_mb": 4, "staging_ring_mb": 1, "path": "staged", "resend_s": 0.2}
         self.agent = Agent(
             role=role,
@@ -63,6 +67,33 @@ class Worker:
         )
         self.rooms: dict[int, Any] = {}
         self.pages: dict[int, np.ndarray] = {}
+
+    def new_pool(self) -> KVPool:
+        pool = KVPool.allocate(self.shards, PAGE_SIZE, PAGES, device=self.device, mem_pool=self.mem_pool)
+        self.fill(pool)
+        return pool
+
+    def fill(self, pool: KVPool) -> None:
+        """Writes what a prefill rank has in its pages, or zeros."""
+        for layer in range(LAYERS):
+            for kv in (0, 1):
+                ours = truth(layer, kv)[:, :, self.lo : self.lo + self.heads] * (self.role == "prefill")
+                if self.device is None:
+                    pool.segments[0].block(layer, kv)[:] = ours.reshape(-1)
+                else:
+                    self.device.upload(self.address(pool, layer, kv), ours.reshape(-1))
+
+    def read(self, layer: int, kv: int) -> np.ndarray:
+        """Returns the bytes of all pages, uint8 [pages, page bytes]."""
+        if self.device is None:
+            return self.pool.segments[0].block(layer, kv).reshape(PAGES, -1)
+        found = np.empty((PAGES, PAGE_SIZE * self.heads * ROW_BYTES), np.uint8)
+        self.device.download(self.address(self.pool, layer, kv), found.reshape(-1))
+        return found
+
+    @staticmethod
+    def address(pool: KVPool, layer: int, kv: int) -> int:
+        return pool.addresses().segments[0].bases[layer][kv]
 
     def start(self) -> None:
         self.agent.start()
@@ -108,7 +139,7 @@ class Worker:
         wrong = set()
         for layer in range(LAYERS):
             for kv in (0, 1):
-                found = self.pool.segments[0].block(layer, kv).reshape(PAGES, -1)
+                found = self.read(layer, kv)
                 wanted = truth(layer, kv).reshape(PAGES, -1)
                 wrong |= {room for room in rooms if not np.array_equal(found[self.pages[room]], wanted[source(room)])}
         return sorted(wrong)
@@ -137,6 +168,49 @@ class Worker:
 
     def quarantined(self) -> int:
         return self.agent.stats()["quarantined_bytes"]
+
+    def sleep(self, unmap: bool) -> None:
+        """Gives the pool's memory back: frees it, or only unmaps it (pool vmm), as engines in sleep mode do."""
+        self.agent.unregister(60)
+        if not unmap:
+            self.pool.close()
+            return
+        memory: Any = self.pool._allocations[0]
+        self.unmapped = memory._memory
+        with self.device.context.visit():
+            checked(load().cuMemUnmap(self.unmapped.addr, self.unmapped._size), "unmap")
+            checked(load().cuMemRelease(self.unmapped._handle), "release")
+
+    def wake(self, unmapped: bool) -> None:
+        """Takes other memory, at the addresses that were unmapped or wherever it is, and registers it."""
+        if not unmapped:
+            self.pool = self.new_pool()
+            self.agent.register(self.pool)
+            return
+        memory, driver = self.unmapped, load()
+        kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        properties = device_memory._properties(self.device.index, kind)
+        with self.device.context.visit():
+            memory._handle = checked(driver.cuMemCreate(memory._size, properties, 0), "create")
+            checked(driver.cuMemMap(memory.addr, memory._size, 0, memory._handle, 0), "map")
+            right = device_memory._right(self.device.index)
+            checked(driver.cuMemSetAccess(memory.addr, memory._size, [right], 1), "access")
+        self.fill(self.pool)
+        self.agent.register()
+
+    def corrupt(self) -> None:
+        """Decode: changes a byte of each part between its arrival and its checksum."""
+        checksums: Any = self.agent.parts.arrivals._checksums
+        begin = checksums.begin
+
+        def corrupted(share: Any, pages: np.ndarray, head: int, lo: int, *others: Any) -> Any:
+            page_bytes = PAGE_SIZE * self.heads * ROW_BYTES
+            at, byte = self.address(self.pool, lo, 0) + int(pages[0]) * page_bytes, np.empty(1, np.uint8)
+            self.device.download(at + head * ROW_BYTES, byte)
+            self.device.upload(at + head * ROW_BYTES, byte ^ 1)
+            return begin(share, pages, head, lo, *others)
+
+        checksums.begin = corrupted
 
     def close(self) -> None:
         self.agent.close()
