@@ -17,12 +17,13 @@ from typing import Any
 
 from kvctl_agent.admin.actions import AdminActions
 from kvctl_agent.admin.endpoints import remote_endpoint
+from kvctl_agent.admin.observed_agent import ObservedAgent
 from kvctl_agent.admin.queries import AdminQueries
 from kvctl_agent.admin.server import AdminServer
 from kvctl_agent.contract.config import Value
 from kvctl_agent.contract.connection_cost import ConnectionCost
 from kvctl_agent.contract.settings import Settings, load_settings
-from kvctl_agent.contract.snapshots import Role, Stats
+from kvctl_agent.contract.snapshots import Integration, Role, Stats
 from kvctl_agent.contract.states import NO_INSTANCE, UNREGISTERED
 from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import DeadlineExceeded, LayoutError, LocalProtocolError
@@ -78,6 +79,7 @@ class Agent:
             when pages that a prefill engine has recalled may be reused (`Send.recalled`). It runs on the control
             thread (for a fake room, on the thread that calls `send` or `receive`) and must only enqueue.
         factories: constructors of the components that tests and fault injection replace.
+        integration: the engine that the agent is part of, as `kvctl status` shows it; None if it is embedded otherwise.
         config: values of configuration keys declared in `contract.config`; `kvctl config` shows the origin "argument".
 
     Attributes:
@@ -103,6 +105,7 @@ class Agent:
         model: ModelShape | None = None,
         on_state: OnState | None = None,
         factories: PartFactories | None = None,
+        integration: Integration | None = None,
         **config: Value,
     ) -> None:
         check_arguments(role, rank, pool, name, model, on_state)
@@ -112,6 +115,7 @@ class Agent:
         self.role = role
         self.rank = rank
         self.pool = pool
+        self._integration = integration
         keys = load_fleet_key(settings["fleet_key"])
         remote = remote_endpoint(settings, keys)
         self._check_endpoint: Callable[..., None] = partial(
@@ -127,7 +131,7 @@ class Agent:
         self._arguments = model, on_state, settings, keys, make
         self.parts = build_parts(name, role, rank, pool, instances, *self._arguments)
         try:
-            self.observe = AdminQueries(self.parts)
+            self.observe = AdminQueries(ObservedAgent(self.parts, integration))
             telemetry = self.telemetry
             self.admin = AdminServer(
                 name,
@@ -382,7 +386,7 @@ class Agent:
             parts.release(ended=parts.stop(_SHORTEST_STOP_S))
             raise
         self.pool, self.parts = pool, parts
-        self.observe = AdminQueries(parts)
+        self.observe = AdminQueries(ObservedAgent(parts, self._integration))
         self.admin.replace(self._admin_handlers())
 
     def close(self, timeout: float = 5.0) -> None:

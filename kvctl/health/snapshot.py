@@ -67,6 +67,15 @@ class Agent:
     def incarnation(self) -> str:
         return text(self.status, "incarnation")
 
+    @property
+    def version(self) -> str:
+        return text(self.status, "version")
+
+    @property
+    def observes(self) -> bool:
+        """Whether the agent only reports what its engine's own managers transfer."""
+        return text(inner(self.status, "integration"), "mode") == "observe"
+
     @cached_property
     def known_rooms(self) -> Sequence[Row]:
         """Rows of active, recently finished and failed rooms, without duplicates."""

@@ -40,6 +40,12 @@ def _rank(row: Row) -> str:
     return " ".join(split)
 
 
+def integration(row: Row) -> str | None:
+    """Formats the engine that an agent is part of, with its version and mode: `sglang 0.5.23 observe`."""
+    found = row.get("integration")
+    return found and f"{found['engine']} {found['engine_version']} {found['mode']}"
+
+
 def _health(row: Row) -> str:
     """Formats the health codes that the caller added to an agent's row; for a draining agent never "ok"."""
     codes = [*row["health"]]
@@ -141,6 +147,12 @@ STATUS = View(
         Column("device", width=Width.WIDE, help="Device of the KV pool."),
         Column("pid", kind=Kind.ID, width=Width.WIDE),
         Column("version", width=Width.WIDE),
+        Column(
+            "integration",
+            integration,
+            width=Width.WIDE,
+            help="Engine that the agent is part of, its version, and the mode: backend, replace or observe.",
+        ),
         Column("incarnation", width=Width.WIDE),
         Column("waiting_for", width=Width.WIDE, help="Condition that must be met before the agent accepts rooms."),
         Column("draining", kind=Kind.FLAG, width=Width.WIDE, help="Whether it accepts no new rooms."),

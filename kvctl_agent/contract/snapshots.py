@@ -111,6 +111,14 @@ class ProcessUse(TypedDict):
     cpu_ns: int  # CPU time of all threads since the process started
 
 
+class Integration(TypedDict):
+    """Engine whose worker process the agent runs in, as part of it."""
+
+    engine: str  # sglang
+    engine_version: str
+    mode: str  # backend, replace: the agent transfers; observe: the engine does, and the agent only reports it
+
+
 class Status(TypedDict):
     """Reply to `status`: configuration, activity and health of one agent."""
 
@@ -121,6 +129,7 @@ class Status(TypedDict):
     pid: int
     incarnation: str
     version: str
+    integration: Integration | None  # None: embedded otherwise
     uptime_ns: int
     transport: dict[str, str | list[str]]  # engine, backend, lanes
     device: str

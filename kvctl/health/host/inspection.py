@@ -9,7 +9,7 @@ from pathlib import Path
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import Survey
 from kvctl.health.answers import inner, number, text, texts
-from kvctl.health.finding import Finding, Severity
+from kvctl.health.finding import Finding, Severity, listed
 from kvctl.health.host import engines, system
 from kvctl.health.host.engines import NixlWriter
 from kvctl.health.host.view import Fact, HostView, LocalAgent, listener_pid
@@ -49,6 +49,7 @@ def inspect(host: HostView, directory: Path, snapshot: Snapshot | None = None) -
         *engines.engine_facts(host, environments),
         *engines.thread_facts(host.cores(), _nixl_writers(agents.values())),
         *system.environment_facts(host, directory, dict(_fixed_ports(host))),
+        *integration_facts(host, agents.values()),
         version_fact({agent.name: text(agent.status, "version") for agent in agents.values()}),
     ]
     return sorted(found, key=lambda fact: -fact.severity)
@@ -84,6 +85,32 @@ def version_fact(agents: Mapping[str, str]) -> Fact:
         "install one version for all agents, prefill and decode",
         "KV_COMPAT_MISMATCH",
     )
+
+
+def integration_facts(host: HostView, agents: Iterable[Agent]) -> Iterator[Fact]:
+    """Yields which ranks have loaded the plugin of SGLang, and in which mode; nothing without SGLang."""
+    ranks: dict[tuple[str, str, str], list[str]] = {}
+    for agent in agents:
+        found = inner(agent.status, "integration")
+        if found:
+            ranks.setdefault((text(found, "mode"), text(found, "engine_version"), agent.version), []).append(agent.name)
+    for (mode, version, kvctl), names in sorted(ranks.items()):
+        yield Fact(
+            "SGLang",
+            f"{version}, plugin of kvctl {kvctl} loaded in mode {mode} by {listed(names)}",
+            "SGLang's own managers transfer, and kvctl only reads"
+            if mode == "observe"
+            else "kvctl's agent transfers the KV cache",
+        )
+    installed = host.packages().get("sglang")
+    if installed and not ranks:
+        yield Fact(
+            "SGLang",
+            f"{installed} installed, no process has loaded kvctl's plugin",
+            "SGLang's ranks are not visible to kvctl",
+            remedy="start SGLang with --disaggregation-transfer-backend kvctl, or with KVCTL_SGLANG=observe in its "
+            "environment; SGLANG_PLUGINS, where set, must name kvctl",
+        )
 
 
 def _fixed_ports(host: HostView) -> Iterator[tuple[str, int]]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvctl_agent.admin import queries as under_test
-from kvctl_agent.admin.queries import kind_of, kinds_in_use
+from kvctl_agent.admin import observed_agent as under_test
+from kvctl_agent.admin.observed_agent import kind_of, kinds_in_use
 from kvctl_agent.contract.choices import HOST
 from kvctl_agent.contract.connection_cost import ConnectionCost
 from kvctl_agent.runtime.peer_connections import MeasuredCost

@@ -21,6 +21,7 @@ from kvctl.health.host import engines, system
 from kvctl.health.host.inspection import explain_faults, inspect, version_fact
 from kvctl.health.host.view import Fact, HostView, LocalAgent, listener_pid
 from kvctl_agent.contract import VERSION
+from tests.kvctl.health.fleets import Fleet
 
 INFINITE = resource.RLIM_INFINITY
 # That a host with such a device, package or limit has, and what shells have of their own.
@@ -319,6 +320,31 @@ def test_versions(agents: dict[str, str], severity: Severity, words: str) -> Non
     fact = version_fact(agents)
     assert fact.severity is severity
     assert words in fact.found
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [("observe", "only reads"), ("backend", "kvctl's agent transfers")],
+)
+def test_which_ranks_have_the_plugin_of_sglang(host: Host, tmp_path: Path, mode: str, words: str) -> None:
+    fleet = Fleet()
+    for name in fleet.answers:
+        fleet.answers[name]["status"]["integration"] = {
+            "engine": "sglang",
+            "engine_version": "0.5.23",
+            "mode": mode,
+        }
+    fact = only(inspect(host(packages={"sglang": "0.5.23"}), tmp_path, fleet.snapshot()), "SGLang")
+    assert fact.severity is Severity.INFO
+    assert f"0.5.23, plugin of kvctl 0.1.0 loaded in mode {mode} by decode-0, " in fact.found
+    assert words in fact.means
+
+
+def test_an_installed_sglang_without_a_plugin(host: Host, tmp_path: Path) -> None:
+    fact = only(inspect(host(packages={"sglang": "0.5.23"}), tmp_path), "SGLang")
+    assert "no process has loaded" in fact.found
+    assert "KVCTL_SGLANG=observe" in fact.remedy
+    assert not [fact for fact in inspect(host(), tmp_path) if fact.topic == "SGLang"]
 
 
 def test_what_has_to_be_done_comes_first(host: Host, tmp_path: Path) -> None:
