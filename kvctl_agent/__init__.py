@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from kvctl_agent.layout.layer_grouping import ForwardInfo
     from kvctl_agent.layout.parallel import local_shards
     from kvctl_agent.layout.shape import KVGroup, ModelShape, StateShape
-    from kvctl_agent.memory.pool import DraftKV, GroupTensors, KVPool, StateTensors
+    from kvctl_agent.memory.pool import Buffer, DraftKV, GroupTensors, KVPool, StateTensors
     from kvctl_agent.rank import Rank
     from kvctl_agent.request_id import room_number
 
 _MODULES = {
     "Agent": "kvctl_agent.agent",
+    "Buffer": "kvctl_agent.memory.pool",
     "DraftKV": "kvctl_agent.memory.pool",
     "ForwardInfo": "kvctl_agent.layout.layer_grouping",
     "GroupTensors": "kvctl_agent.memory.pool",
@@ -39,6 +40,7 @@ _MODULES = {
 
 __all__ = [
     "Agent",
+    "Buffer",
     "DraftKV",
     "ForwardInfo",
     "GroupTensors",

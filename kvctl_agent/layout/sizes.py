@@ -42,16 +42,16 @@ def set_sizes(instance: object, *names: str, minimum: int = 1) -> None:
         object.__setattr__(instance, name, check_size(name, getattr(instance, name), minimum))
 
 
-def check_sizes(name: str, values: object, minimum: int = 1) -> tuple[int, ...]:
+def check_sizes(name: str, values: object, minimum: int = 1, error: type[KvctlError] = LayoutError) -> tuple[int, ...]:
     """Returns a list of whole numbers as a tuple of ints; `name` is for error texts.
 
     Raises:
-        LayoutError: `values` is not a list, or an element is not a whole number of at least `minimum`.
+        LayoutError, or `error`: `values` is not a list, or an element is not a whole number of at least `minimum`.
     """
     items = as_list(values)
     if items is None:
-        raise LayoutError(f"{name} is {shown(values)}: it must be a list of whole numbers")
-    return tuple(check_size(name, value, minimum) for value in items)
+        raise error(f"{name} is {shown(values)}: it must be a list of whole numbers")
+    return tuple(check_size(name, value, minimum, error=error) for value in items)
 
 
 def as_list(values: object) -> Sequence[Any] | None:

@@ -30,11 +30,13 @@ from kvctl_agent.memory.region import Region, merge_adjacent
 from kvctl_agent.memory.segment import SegmentMemory
 from kvctl_agent.memory.tensors import (
     KV_AXES,
+    Buffer,
     DraftKV,
     GroupTensors,
     StateTensors,
     Tensors,
     TensorSpec,
+    buffers_at,
     check_axes,
     check_layers,
     check_no_overlap,
@@ -42,10 +44,9 @@ from kvctl_agent.memory.tensors import (
     group_spec,
     kv_spec,
     state_spec,
-    tensors_at,
 )
 
-__all__ = ["DraftKV", "GroupTensors", "KVPool", "PoolAddresses", "StateTensors"]
+__all__ = ["Buffer", "DraftKV", "GroupTensors", "KVPool", "PoolAddresses", "StateTensors"]
 
 
 class KVPool:
@@ -179,11 +180,14 @@ class KVPool:
         axes: str = KV_AXES,
         gpu: int | None = None,
         aux: Any = None,
+        draft: DraftKV | None = None,
         state: Sequence[StateTensors] = (),
         groups: Sequence[GroupTensors] = (),
         overlaid: bool = False,
     ) -> KVPool:
         """Wraps memory that an engine describes by addresses, as SGLang's KVArgs does; the caller keeps it alive.
+
+        Memory of the draft model, of state and of groups is described by `Buffer` objects in place of tensors.
 
         Args:
             k: For each layer (address, nbytes, item_bytes) of K, where an item is a page; or of latents.
@@ -203,18 +207,16 @@ class KVPool:
         names = check_axes(axes)
         if "pages" in names:
             raise MemoryLayoutError(f"axes is {axes!r}: it names the dimensions of a page, without pages")
-        each = check_size("dtype_bytes", dtype_bytes, error=MemoryLayoutError)
-        device = HOST if gpu is None else check_size("gpu", gpu, 0, error=MemoryLayoutError)
         sizes = {"tokens": page_size, "heads": heads, "dim": k_dim}
         if v is not None:
             sizes["v_dim"] = v_dim
         sizes = {name: check_size(name, size, error=MemoryLayoutError) for name, size in sizes.items()}
-        tensors = tensors_at(k, "k" if v is not None else "latent", names, sizes, each, device)
-        v_tensors = None
+        page = tuple(sizes[axis] for axis in names)
+        buffers, v_buffers = buffers_at(k, "k" if v is not None else "latent", page, dtype_bytes, gpu), None
         if v is not None:
-            v_tensors = tensors_at(v, "v", names, {**sizes, "dim": sizes["v_dim"]}, each, device)
-        kv = DraftKV(tensors, v_tensors, total_kv_heads, axes=f"pages {' '.join(names)}")
-        return cls._of_tensors(kv, page_size, aux, None, groups, state, overlaid)
+            v_buffers = buffers_at(v, "v", (*page[:-1], sizes["v_dim"]), dtype_bytes, gpu)
+        kv = DraftKV(buffers, v_buffers, total_kv_heads, axes=f"pages {' '.join(names)}")
+        return cls._of_tensors(kv, page_size, aux, draft, groups, state, overlaid)
 
     @classmethod
     def _of_tensors(

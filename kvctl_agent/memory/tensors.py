@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -13,10 +14,12 @@ from kvctl_agent.contract.choices import HOST
 from kvctl_agent.contract.values import integer, shown
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.layout.shape import KVGroup, ModelShape, StateShape
-from kvctl_agent.layout.sizes import check_size, check_sizes
+from kvctl_agent.layout.sizes import MAX_SIZE, check_size, check_sizes
 from kvctl_agent.memory.addresses import PlaneStrides, nested_extent
 from kvctl_agent.memory.overlap import Elements, disjoint, elements
 from kvctl_agent.memory.region import Region
+
+_MAX_ADDRESS = (1 << 63) - 1  # address arithmetic is int64
 
 
 class TensorInfo(NamedTuple):
@@ -126,55 +129,107 @@ def kv_sizes(info: TensorInfo, axes: tuple[str, ...], page_size: int) -> KVSizes
     )
 
 
-def tensors_at(
-    buffers: object, plane: str, axes: tuple[str, ...], sizes: Mapping[str, int], itemsize: int, device: int
-) -> list[TensorInfo]:
-    """Returns the tensors `[pages, *axes]` of layers that an engine describes by addresses.
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Memory of one layer that an engine describes by its address, in place of a tensor `[items, *shape]`.
+
+    An item is a page, or one slot of per-request state. The caller keeps the memory alive.
+
+    Attributes:
+        address: Address of the memory.
+        nbytes: Bytes of the memory, a multiple of `item_bytes`.
+        item_bytes: Bytes from one item to the next.
+        shape: Elements in each dimension of an item.
+        dtype_bytes: Bytes of an element.
+        strides: Bytes from one element to the next in each dimension of an item; None if the item is contiguous.
+        offset: Bytes from the start of an item to its first element.
+        gpu: Number of the GPU that has the memory; None for the host.
+    """
+
+    address: int
+    nbytes: int
+    item_bytes: int
+    shape: Sequence[int]
+    dtype_bytes: int = 1
+    strides: Sequence[int] | None = None
+    offset: int = 0
+    gpu: int | None = None
+
+
+def buffers_at(buffers: object, plane: str, page: tuple[int, ...], dtype_bytes: int, gpu: int | None) -> list[Buffer]:
+    """Returns the buffers of all layers of one plane; `plane` is for error texts, the others as in `Buffer`.
 
     Args:
         buffers: For each layer (address, nbytes, item_bytes), where an item is a page.
-        plane: Name for error texts.
-        axes: Dimensions of a page.
-        sizes: Size of each dimension of a page.
-        itemsize: Bytes of an element.
-        device: Number of the GPU, or HOST.
+        page: Shape of a page.
 
     Raises:
-        MemoryLayoutError: a buffer is malformed, or its items are smaller than a page; the text names the layer.
+        MemoryLayoutError: `buffers` is not of this form; the text names the layer.
     """
     check_layers(plane, buffers)
     assert isinstance(buffers, Sequence)
-    page = tuple(sizes[axis] for axis in axes)
-    infos = []
+    result = []
     for layer, buffer in enumerate(buffers):
-        name = f"layer {layer} {plane}"
-        numbers = [integer(each) for each in buffer] if isinstance(buffer, list | tuple) else []
-        if len(numbers) != 3 or None in numbers:
-            raise MemoryLayoutError(f"{name} is {shown(buffer)}: it must be (address, nbytes, item_bytes)")
-        addr, nbytes, item_bytes = (number or 0 for number in numbers)
-        if min(addr, nbytes) <= 0 or addr + nbytes >= 1 << 63 or item_bytes < itemsize * prod(page):
+        if not isinstance(buffer, list | tuple) or len(buffer) != 3:
             raise MemoryLayoutError(
-                f"{name}: {nbytes} bytes at address {addr} in items of {item_bytes} bytes; a page of {page} elements "
-                f"of {itemsize} bytes has {itemsize * prod(page)} bytes"
+                f"layer {layer} {plane} is {shown(buffer)}: it must be (address, nbytes, item_bytes)"
             )
-        if nbytes % item_bytes:
-            raise MemoryLayoutError(f"{name}: {nbytes} bytes are not whole items of {item_bytes}")
-        strides = (item_bytes, *_contiguous(page, itemsize))
-        shape = (nbytes // item_bytes, *page)
-        extent = nbytes - item_bytes + itemsize * prod(page)
-        infos.append(TensorInfo(name, shape, f"{itemsize}-byte elements", itemsize, addr, extent, device, strides))
-    return infos
+        address, nbytes, item_bytes = buffer
+        result.append(Buffer(address, nbytes, item_bytes, page, dtype_bytes, gpu=gpu))
+    return result
+
+
+def _inspect_buffer(buffer: Buffer, name: str) -> TensorInfo:
+    """Checks and describes memory that is given by its address; `name` is for error texts.
+
+    Raises:
+        MemoryLayoutError: a number is malformed, the elements of an item overlap or are not inside the item, or the
+            last dimension is not contiguous.
+    """
+    limits = {"address": _MAX_ADDRESS, "nbytes": _MAX_ADDRESS, "item_bytes": _MAX_ADDRESS, "dtype_bytes": MAX_SIZE}
+    addr, nbytes, item_bytes, itemsize = (
+        check_size(f"{name}: {field}", getattr(buffer, field), 1, limit, MemoryLayoutError)
+        for field, limit in limits.items()
+    )
+    offset = check_size(f"{name}: offset", buffer.offset, 0, error=MemoryLayoutError)
+    device = HOST if buffer.gpu is None else check_size(f"{name}: gpu", buffer.gpu, 0, error=MemoryLayoutError)
+    shape = check_sizes(f"{name}: shape", buffer.shape, error=MemoryLayoutError)
+    strides = dense = _contiguous(shape, itemsize)
+    if buffer.strides is not None:
+        strides = check_sizes(f"{name}: strides", buffer.strides, error=MemoryLayoutError)
+    if addr + nbytes > _MAX_ADDRESS or nbytes % item_bytes:
+        raise MemoryLayoutError(f"{name}: {nbytes} bytes at address {addr} are not whole items of {item_bytes} bytes")
+    if not shape or len(strides) != len(shape):
+        raise MemoryLayoutError(f"{name}: strides {strides} for items of shape {shape}; give one for each dimension")
+    strides = _meaningful(shape, strides, dense)
+    extent = nested_extent(itemsize, *zip(shape, strides, strict=True))
+    if extent is None or offset + extent > item_bytes or strides[-1] != itemsize:
+        raise MemoryLayoutError(
+            f"{name}: an item of {item_bytes} bytes cannot have {shape} elements of {itemsize} bytes at strides of "
+            f"{strides} bytes from offset {offset} on, with the last dimension contiguous"
+        )
+    count = nbytes // item_bytes
+    return TensorInfo(
+        name,
+        (count, *shape),
+        f"{itemsize}-byte elements",
+        itemsize,
+        addr + offset,
+        (count - 1) * item_bytes + extent,
+        device,
+        (item_bytes, *strides),
+    )
 
 
 def inspect_strided(tensor: Any, name: str) -> TensorInfo:
-    """Checks and describes a torch tensor or numpy array of any strides; `name` is for error texts.
+    """Checks and describes a torch tensor, numpy array or `Buffer` of any strides; `name` is for error texts.
 
     Raises:
         MemoryLayoutError: the tensor is empty or read-only, its elements overlap, the last dimension is not contiguous,
             or it is on an unsupported device.
     """
-    if isinstance(tensor, TensorInfo):
-        return tensor._replace(name=name)
+    if isinstance(tensor, Buffer):
+        return _inspect_buffer(tensor, name)
     shape = _shape(tensor, name)
     device = HOST
     if isinstance(tensor, np.ndarray):
@@ -190,9 +245,7 @@ def inspect_strided(tensor: Any, name: str) -> TensorInfo:
         strides = tuple(stride * itemsize for stride in tensor.stride())
     if min(shape, default=0) == 0:
         raise MemoryLayoutError(f"{name}: shape {shape} is empty")
-    # The strides of dimensions of one element are arbitrary.
-    dense = _contiguous(shape, itemsize)
-    strides = tuple(own if size > 1 else usual for size, own, usual in zip(shape, strides, dense, strict=True))
+    strides = _meaningful(shape, strides, _contiguous(shape, itemsize))
     if strides[-1] != itemsize:
         raise MemoryLayoutError(f"{name}: the last dimension of shape {shape} is not contiguous")
     nbytes = nested_extent(itemsize, *zip(shape, strides, strict=True))
@@ -225,6 +278,11 @@ def check_contiguous(info: TensorInfo, first: int) -> int:
 def _contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     """Returns the strides of a contiguous tensor, in bytes."""
     return tuple(itemsize * prod(shape[number + 1 :]) for number in range(len(shape)))
+
+
+def _meaningful(shape: tuple[int, ...], strides: tuple[int, ...], dense: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the strides, with those of dimensions of one element, which are arbitrary, replaced by `dense` ones."""
+    return tuple(own if size > 1 else usual for size, own, usual in zip(shape, strides, dense, strict=True))
 
 
 def common_device(infos: Iterable[TensorInfo]) -> int:
@@ -325,8 +383,9 @@ class StateTensors:
 
     Attributes:
         name: Name of the component, an identifier, the same on both sides.
-        tensors: For each layer `[slots, ...]`, on the device of the KV, with contiguous items; empty if this rank's
-            pipeline stage has no layer of the component.
+        tensors: For each layer `[slots, ...]`, on the device of the KV; empty if this rank's pipeline stage has no
+            layer of the component. Items are contiguous. Those of a divided component may have gaps between rows, as in
+            a view of one of several blocks of channels.
         layers: For each layer of the component the KV layer whose pipeline stage holds it; None for the first KV
             layers. Used only if the agent is created without a model.
         heads: Size over the whole model of the dimension that is divided over tensor-parallel ranks. 1 if every rank
@@ -475,30 +534,42 @@ def state_spec(state: StateTensors) -> TensorSpec:
         raise MemoryLayoutError(f"{state.name}: {count} tensors, but {len(kv_layers)} KV layers in `layers`")
     names = [f"{state.name} layer {layer}" for layer in range(count)]
     layers = check_layer_tensors(state.tensors, names, inspect_strided)
-    item_bytes = check_contiguous(layers[0], 1)
-    shape, axis = layers[0].shape, state.axis
+    first, axis = layers[0], state.axis
+    shape = first.shape
     if axis is None:
         if total_heads != 1:
             raise MemoryLayoutError(
                 f"{state.name}: {total_heads} heads over the whole model, but no axis; set axis to the dimension of "
                 f"{shape} that is divided over ranks"
             )
-        rows, heads, row = 1, 1, shape[1:]
+        rows, heads, head_bytes = 1, 1, check_contiguous(first, 1)
+        strides = PlaneStrides(first.strides[0], head_bytes, head_bytes)
     else:
         if (number := integer(axis)) is None or not 0 < number < len(shape):
             raise MemoryLayoutError(
                 f"{state.name}: axis {shown(axis)} is not a dimension of an item; the shape is {shape}"
             )
-        rows, heads, row = prod(shape[1:number]), shape[number], shape[number + 1 :]
+        rows, heads, head_bytes = prod(shape[1:number]), shape[number], check_contiguous(first, number + 1)
+        strides = PlaneStrides(first.strides[0], _row_stride(first, number), first.strides[number])
     if total_heads % heads:
         raise MemoryLayoutError(
             f"{state.name}: heads is {total_heads}, not a multiple of the {heads} on this rank; "
             "pass the size over the whole model"
         )
-    head_bytes = prod(row) * layers[0].itemsize
     component = StateShape(state.name, kv_layers, rows, total_heads, head_bytes)
-    strides = PlaneStrides(layers[0].strides[0], item_bytes // rows, head_bytes)
     return TensorSpec(state.name, component, heads, shape[0], [(layer,) for layer in layers], (strides,))
+
+
+def _row_stride(info: TensorInfo, axis: int) -> int:
+    """Returns the bytes between consecutive rows of an item, whose rows are the dimensions from 1 to before `axis`.
+
+    Raises:
+        MemoryLayoutError: the rows are not evenly spaced.
+    """
+    dims = [(info.shape[number], info.strides[number]) for number in range(1, axis) if info.shape[number] > 1]
+    if any(stride != size * inner for (_, stride), (size, inner) in pairwise(dims)):
+        raise MemoryLayoutError(f"{info.name}: the rows before dimension {axis} of shape {info.shape} have unlike gaps")
+    return dims[-1][1] if dims else info.shape[axis] * info.strides[axis]
 
 
 def check_layers(name: str, tensors: object) -> None:

@@ -19,7 +19,7 @@ from kvctl_agent.contract.choices import HOST
 from kvctl_agent.errors import KvctlError, MemoryLayoutError
 from kvctl_agent.layout.parallel import LocalShard, ParallelConfig, RankCoord, local_shards
 from kvctl_agent.layout.shape import KVGroup, ModelShape, StateShape, segments
-from kvctl_agent.memory.pool import DraftKV, GroupTensors, KVPool, StateTensors
+from kvctl_agent.memory.pool import Buffer, DraftKV, GroupTensors, KVPool, StateTensors
 from kvctl_agent.memory.pool_layouts import POOL_LAYOUTS
 
 K, V = 0, 1
@@ -321,9 +321,35 @@ class TestLayouts:
         kv.elements(0, 3)[2, 0, 1] = 9
         assert blocks[2].nonzero().flatten().tolist() == [308 + 4 + byte for byte in range(4)]
 
-    def test_items_that_are_not_contiguous_are_refused(self) -> None:
-        state = StateTensors("conv", [torch.zeros(3, 4, 8)[:, :, :4]])
-        with pytest.raises(MemoryLayoutError, match=r"conv layer 0: shape .* is not contiguous from dimension 1 on"):
+    def test_blocks_of_a_row_of_state_are_components_of_their_own(self) -> None:
+        conv = torch.zeros(3, 2, 1, 4, 8, dtype=torch.uint8)
+        q, k = conv[..., :6], conv[..., 6:]
+        pool = wrap(
+            layers(1, (12, 2, 8)), layers(1, (12, 2, 8)),
+            state=[StateTensors("q", [q], heads=12, axis=4), StateTensors("k", [k], heads=2, axis=4)],
+        )  # fmt: skip
+        assert pool.shape().states == (StateShape("q", (0,), 8, 12, 1), StateShape("k", (0,), 8, 2, 1))
+        pool.segments[2].elements(0, 0)[1, 6, 1] = 5
+        assert conv.nonzero().tolist() == [[1, 1, 0, 2, 7]]
+
+    @pytest.mark.parametrize(
+        ("tensor", "more", "message"),
+        [
+            (torch.zeros(3, 4, 8)[:, :, :4], {}, r"shape .* is not contiguous from dimension 1 on"),
+            (torch.zeros(3, 4, 2, 8)[..., :4], {"axis": 1}, r"shape .* is not contiguous from dimension 2 on"),
+            (
+                torch.zeros(3, 2, 4, 8)[:, :, :3],
+                {"axis": 3},
+                "the rows before dimension 3 of shape .* have unlike gaps",
+            ),
+            (torch.zeros(3, 4, 2, 8).transpose(1, 2), {"axis": 3}, "the rows before dimension 3 of shape"),
+        ],
+    )
+    def test_items_whose_rows_are_not_evenly_spaced_are_refused(
+        self, tensor: torch.Tensor, more: dict[str, Any], message: str
+    ) -> None:
+        state = StateTensors("conv", [tensor], heads=8 if more else 1, **more)
+        with pytest.raises(MemoryLayoutError, match=f"conv layer 0: {message}"):
             wrap(layers(1, (12, 2, 8)), layers(1, (12, 2, 8)), state=[state])
 
 
@@ -350,11 +376,12 @@ class TestAddresses:
         ("buffer", "more", "message"),
         [
             ((4096, 384), {}, r"layer 0 k is .* it must be \(address, nbytes, item_bytes\)"),
-            ((4096, 384, "128"), {}, "layer 0 k is .* it must be"),
-            ((0, 384, 128), {}, "layer 0 k: 384 bytes at address 0"),
-            ((4096, 384, 127), {}, "layer 0 k: .* in items of 127 bytes; a page of .* has 128 bytes"),
-            ((1 << 62, 1 << 62, 128), {}, "layer 0 k: "),
-            ((4096, 385, 128), {}, "layer 0 k: 385 bytes are not whole items of 128"),
+            ((4096, 384, "128"), {}, "layer 0 k: item_bytes is '128'"),
+            ((0, 384, 128), {}, "layer 0 k: address is 0"),
+            ((4096, 381, 127), {}, r"layer 0 k: an item of 127 bytes cannot have \(4, 2, 8\) elements of 2 bytes"),
+            ((1 << 62, 1 << 62, 128), {}, "layer 0 k: .* bytes at address .* are not whole items of 128 bytes"),
+            ((4096, 385, 128), {}, "layer 0 k: 385 bytes at address 4096 are not whole items of 128 bytes"),
+            ((4096, 384, 128), {"gpu": -1}, "layer 0 k: gpu is -1"),
             ((4096, 384, 128), {"axes": "pages tokens heads dim"}, "without pages"),
             ((4096, 384, 128), {"heads": 0}, "heads is 0"),
             ((4096, 384, 128), {}, "layer 0 k and layer 0 v share memory"),
@@ -363,6 +390,54 @@ class TestAddresses:
     def test_others_are_refused(self, buffer: Any, more: dict[str, Any], message: str) -> None:
         with pytest.raises(MemoryLayoutError, match=message):
             KVPool.from_addresses([buffer], [buffer], v_dim=8, **{**SIZES, **more})
+
+    def test_a_draft_model_and_state_of_buffers(self) -> None:
+        raw = np.zeros(4096, np.uint8)
+        at = raw.ctypes.data
+        draft = DraftKV(
+            [Buffer(at + 768, 3 * 64, 64, (TOKENS, 2, 4), 2)],
+            [Buffer(at + 960, 3 * 40, 40, (TOKENS, 2, 2), 2, offset=8)],
+            4,
+            axes="pages tokens heads dim",
+        )
+        rows = {"nbytes": 5 * 90, "item_bytes": 90, "shape": (3, 2, 5), "strides": (30, 5, 1)}
+        state = [
+            StateTensors("whole", [Buffer(at + 2000, 5 * 20, 20, (20,))]),
+            StateTensors("k", [Buffer(at + 3000, **rows)], heads=4, axis=2),  # type: ignore[arg-type]
+            StateTensors("v", [Buffer(at + 3000, **rows, offset=10)], heads=4, axis=2),  # type: ignore[arg-type]
+        ]
+        k, v = (at, 3 * 128, 128), (at + 384, 3 * 128, 128)
+        pool = KVPool.from_addresses([k], [v], v_dim=8, **SIZES, draft=draft, state=state)
+        whole, k_state, v_state = pool.shape().states
+        assert pool.shape().draft == ModelShape(1, 4, 4, 2, 2)
+        assert whole == StateShape("whole", (0,), 1, 1, 20)
+        assert (k_state, v_state) == (StateShape("k", (0,), 3, 4, 5), StateShape("v", (0,), 3, 4, 5))
+        assert [each.num_slots for each in pool.segments] == [3, 3, 5, 5, 5]
+        pool.segments[1].elements(1, V)[2, 3, 1] = 1
+        assert raw.nonzero()[0].tolist() == [960 + 2 * 40 + 8 + 3 * 8 + 4 + byte for byte in range(4)]
+        raw[:] = 0
+        pool.segments[4].elements(0, 0)[4, 2, 1] = 1
+        assert raw.nonzero()[0].tolist() == [3000 + 4 * 90 + 10 + 2 * 30 + 5 + byte for byte in range(5)]
+
+    @pytest.mark.parametrize(
+        ("more", "message"),
+        [
+            ({"offset": 21}, r"an item of 90 bytes cannot have \(3, 2, 5\) elements of 1 bytes .* from offset 21 on"),
+            ({"strides": (30, 4, 1)}, r"at strides of \(30, 4, 1\) bytes"),
+            ({"strides": (30, 10, 2), "item_bytes": 150}, "with the last dimension contiguous"),
+            ({"strides": (30, 1)}, r"strides \(30, 1\) for items of shape \(3, 2, 5\)"),
+            ({"shape": ()}, "for items of shape"),
+            ({"shape": (3, 0, 5)}, "shape is 0"),
+            ({"dtype_bytes": 0}, "dtype_bytes is 0"),
+            ({"offset": -1}, "offset is -1"),
+            ({"gpu": 1}, "conv layer 0 on cuda:1"),
+        ],
+    )
+    def test_buffers_that_cannot_be_used_are_refused(self, more: dict[str, Any], message: str) -> None:
+        fields: dict[str, Any] = {"nbytes": 450, "item_bytes": 90, "shape": (3, 2, 5), "strides": (30, 5, 1), **more}
+        state = StateTensors("conv", [Buffer(8192, offset=fields.pop("offset", 20), **fields)], heads=4, axis=2)
+        with pytest.raises(MemoryLayoutError, match=message):
+            KVPool.from_addresses([(4096, 384, 128)], [(4480, 384, 128)], v_dim=8, **SIZES, state=[state])
 
 
 class TestAllocate:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvctl_agent.errors import KvctlError, LayoutError
 from kvctl_agent.layout.shape import ModelShape, StateShape
-from kvctl_agent.memory.pool import DraftKV, KVPool, StateTensors
+from kvctl_agent.memory.pool import Buffer, DraftKV, KVPool, StateTensors
 
 NUMBERS = st.one_of(
     st.none(),
@@ -67,6 +67,19 @@ def test_any_value_for_any_field_of_state(name: str, value: Any) -> None:
     for state in shape.states:
         assert {type(number) for number in (*state.layers, state.rows, state.heads, state.head_bytes)} == {int}
     pool.close()
+
+
+@EXAMPLES
+@given(st.sampled_from(["address", "nbytes", "item_bytes", "shape", "dtype_bytes", "strides", "offset", "gpu"]), VALUES)
+@example("shape", (2, 3))
+def test_any_value_for_any_field_of_a_buffer(name: str, value: Any) -> None:
+    fields: dict[str, Any] = {"address": 4096, "nbytes": 24, "item_bytes": 6, "shape": (6,), name: value}
+    state = StateTensors("conv", [Buffer(**fields)])
+    try:
+        shape = KVPool.from_tensors(rows(), rows(), page_size=16, total_kv_heads=2, state=[state]).shape()
+    except KvctlError:
+        return
+    assert {type(number) for number in (shape.states[0].rows, shape.states[0].head_bytes)} == {int}
 
 
 @EXAMPLES
