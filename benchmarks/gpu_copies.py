@@ -8,7 +8,7 @@ A duration is measured as by a transfer worker: from page numbers in host memory
 completed. "Host" is the duration of the call that starts the copy. The floor is the time for the same bytes at the rate
 of one large copy within the GPU (each byte is read and written) or to the other GPU. Copies of contiguous pools are
 verified before they are timed. A checksum reads each byte once and writes none; it is computed once on each side.
-"Of plain" is the rate as a share of that of the copy of the same part in contiguous pages.
+"Of plain" is the rate as a share of that of the copy of the same part in contiguous pages, measured in turns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from statistics import median, quantiles
@@ -129,25 +129,37 @@ class Timed(NamedTuple):
     p99_us: float
 
 
-def timed(begin: Callable[[int], Callable[[], bool]], repeats: int, warm: int = 5) -> Timed:
-    """Measures the durations of a copy.
+Begin = Callable[[int], Callable[[], bool]]
+"""Starts a copy with the page list of the given number; returns a function that polls its completion."""
+
+
+def timed(begin: Begin, repeats: int) -> Timed:
+    """Measures the durations of `repeats` copies."""
+    return in_turns([begin], repeats)[0]
+
+
+def in_turns(begins: Sequence[Begin], repeats: int, warm: int = 5) -> list[Timed]:
+    """Measures several copies in turns, because the host's share of a duration varies by the second.
 
     Args:
-        begin: starts a copy with the page list of the given number; returns a function that polls its completion.
-        repeats: number of measured copies.
-        warm: number of copies before them that are not measured.
+        begins: the copies; each is made `repeats` times.
+        warm: number of turns before them that are not measured.
     """
-    hosts, walls = [], []
+    hosts: list[list[float]] = [[] for _ in begins]
+    walls: list[list[float]] = [[] for _ in begins]
     for turn in range(-warm, repeats):
-        since = time.perf_counter_ns()
-        done = begin(turn % LISTS)
-        begun = time.perf_counter_ns()
-        while not done():
-            pass
-        if turn >= 0:
-            walls.append((time.perf_counter_ns() - since) / 1e3)
-            hosts.append((begun - since) / 1e3)
-    return Timed(median(hosts), median(walls), quantiles(walls, n=100)[98])
+        for number, begin in enumerate(begins):
+            since = time.perf_counter_ns()
+            done = begin(turn % LISTS)
+            begun = time.perf_counter_ns()
+            while not done():
+                pass
+            if turn >= 0:
+                walls[number].append((time.perf_counter_ns() - since) / 1e3)
+                hosts[number].append((begun - since) / 1e3)
+    return [
+        Timed(median(host), median(wall), quantiles(wall, n=100)[98]) for host, wall in zip(hosts, walls, strict=True)
+    ]
 
 
 def copy_gb_per_s(device: Device, target: int, source: int, repeats: int) -> float:
@@ -234,17 +246,18 @@ class Bench:
 
 def copies(device: Device, repeats: int) -> Iterator[dict[str, Any]]:
     """Measures every gather, scatter and checksum, and yields one row per case."""
-    plain: dict[Case, float] = {}
     for case in CASES:
-        with closing(Bench(device, case)) as bench:
+        with ExitStack() as stack:
+            bench = stack.enter_context(closing(Bench(device, case)))
             if case.kind != "checksum" and case.layout == "nhd":
                 bench.verify()
             memory = bench.pool.regions()[0].addr
             rate = copy_gb_per_s(device, memory, memory + FLOOR_BYTES, repeats)
-            took = timed(bench.begin, repeats)
-            if case == case.plain._replace(name=case.name, most=case.most):
-                plain[case.plain] = took.wall_us
-            yield row(case.name, bench.nbytes, took, bench.nbytes / rate / 1e3, case.most, plain.get(case.plain))
+            begins = [bench.begin]
+            if case.plain != case._replace(name="", most=None):
+                begins.append(stack.enter_context(closing(Bench(device, case.plain))).begin)
+            took, *plain = in_turns(begins, repeats)
+            yield row(case.name, bench.nbytes, took, bench.nbytes / rate / 1e3, case.most, *plain)
 
 
 class Pages(NamedTuple):
@@ -278,6 +291,7 @@ class Pages(NamedTuple):
 
 
 DIRECT_HEADS, HEAD_BYTES = 2, 256
+PLAIN = Pages(2), Pages(8)
 UNLIKE = (
     ("hnd to nhd", Pages(2, "hnd"), Pages(8)),
     ("nhd to hnd", Pages(2), Pages(8, "hnd")),
@@ -307,7 +321,7 @@ def directs(here: Device, there: Device, repeats: int, name: str) -> Iterator[di
         slots = POOL_BYTES // (2 * layers * PAGE_SIZE * 8 * HEAD_BYTES) // 4 * 4
         random = np.random.default_rng(2)
 
-        def measure(tokens: int, programs: int | None, src: Pages, dst: Pages) -> Timed:
+        def begin_of(tokens: int, programs: int | None, src: Pages, dst: Pages) -> Begin:
             pages = tokens // PAGE_SIZE
             geometry = Geometry(PAGE_SIZE, DIRECT_HEADS, HEAD_BYTES, src.strides, dst.strides)
             copier.prepare([geometry])
@@ -324,29 +338,27 @@ def directs(here: Device, there: Device, repeats: int, name: str) -> Iterator[di
                 event: Event = copier.begin([Batch(geometry, blocks)], lists[turn], programs=programs)
                 return event.done
 
-            return timed(begin, max(10, repeats // 4))
+            return begin
 
-        plain: dict[int | None, float] = {}
         for tokens, programs in ((1024, None), (4096, None), (4096, 64), (4096, 32), (4096, 16), (4096, 8)):
-            took = measure(tokens, programs, Pages(2), Pages(8))
-            if tokens == 4096:
-                plain[programs] = took.wall_us
+            took = timed(begin_of(tokens, programs, *PLAIN), max(10, repeats // 4))
             nbytes = 2 * layers * tokens * DIRECT_HEADS * HEAD_BYTES
             blocks_text = "all" if programs is None else str(programs)
             most = 1 / 0.88 if programs is None and tokens == 4096 and here.index != there.index else None
             text = f"direct, {name}, {tokens:,} tokens, {blocks_text} blocks"
             yield row(text, nbytes, took, nbytes / rate / 1e3, most)
-        for pair, src, dst in UNLIKE:
+        for pair, *sides in UNLIKE:
             for programs in (None, 64):
-                took = measure(4096, programs, src, dst)
+                begins = [begin_of(4096, programs, *each) for each in (sides, PLAIN)]
+                took, plain = in_turns(begins, max(10, repeats // 4))
                 text = f"direct, {name}, {pair}, {'all' if programs is None else programs} blocks"
-                yield row(text, nbytes, took, nbytes / rate / 1e3, None, plain[programs])
+                yield row(text, nbytes, took, nbytes / rate / 1e3, None, plain)
 
 
 def row(
-    name: str, nbytes: int, took: Timed, floor_us: float, most: float | None, plain_us: float | None = None
+    name: str, nbytes: int, took: Timed, floor_us: float, most: float | None, plain: Timed | None = None
 ) -> dict[str, Any]:
-    """Returns a row of the table; `plain_us` is the duration of a copy of as many bytes in contiguous pages."""
+    """Returns a row of the table; `plain` is that of a copy of as many bytes in contiguous pages."""
     return {
         "name": name,
         "bytes": nbytes,
@@ -355,7 +367,7 @@ def row(
         "p99_us": round(took.p99_us, 1),
         "floor_us": round(floor_us, 1),
         "floor_ratio": round(took.wall_us / floor_us, 3),
-        "plain_ratio": None if plain_us is None else round(plain_us / took.wall_us, 3),
+        "plain_ratio": None if plain is None else round(plain.wall_us / took.wall_us, 3),
         "most": None if most is None else round(most, 3),
     }
 

@@ -294,6 +294,7 @@ def build_parts(
                 lambda *events: reported.extend(events),
                 lambda: machine.open_rooms,
                 telemetry,
+                lambda: {peer.inputs.decode_split for peer in machine.peers.values() if peer.inputs is not None},
                 settings["checksum"],
             )
 

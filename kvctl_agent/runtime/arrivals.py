@@ -63,6 +63,7 @@ class Arrivals:
         report: takes the events for the machine.
         open_rooms: returns the number of open rooms: without any, tags are polled for seldom; with many, less often
             than with one.
+        splits: returns the numbers of transfer pages in a page of this pool that the plans with peers have.
         compile_checksums: whether to compile the kernels of checksums before the first room.
     """
 
@@ -76,6 +77,7 @@ class Arrivals:
         report: Callable[..., None],
         open_rooms: Callable[[], int],
         telemetry: Telemetry,
+        splits: Callable[[], set[int]],
         compile_checksums: bool = False,
     ) -> None:
         self._transport = transport
@@ -86,8 +88,9 @@ class Arrivals:
         self._report = report
         self._open_rooms = open_rooms
         self._telemetry = telemetry
+        self._splits = splits
         self._compile_checksums = compile_checksums
-        self._compiling = pool.device is None  # whether the kernels that scatter are being compiled, or need not be
+        self._compiled: set[int] = set()  # splits whose kernels have been or are being compiled
         self._orders: list[Scatter | Check] = []
         self._scatters: list[_RunningScatter] = []
         self._checks: list[_RunningCheck] = []
@@ -115,16 +118,18 @@ class Arrivals:
         self._execute(orders)
         self._report_finished()
         self._report_checked()
-        if not self._compiling and not self._open_rooms():
-            self._compiling = True
-            threading.Thread(target=self._compile, name="kvctl-compile", daemon=True).start()
+        if self._pool.device is not None and not self._open_rooms():
+            new = {1, *self._splits()} - self._compiled
+            if new:
+                self._compiled |= new
+                threading.Thread(target=self._compile, args=(new,), name="kvctl-compile", daemon=True).start()
 
-    def _compile(self) -> None:
+    def _compile(self, splits: set[int]) -> None:
         """Compiles the kernels of all scatters that are likely, which takes seconds, on a thread of its own."""
         assert self._pool.device is not None
         copier = DeviceCopier(self._pool.device.copies())
         try:
-            for memory in self._pool.segments:
+            for memory in (memory for split in splits for memory in self._pool.segments_at(split)):
                 for writers in _WRITER_COUNTS if memory.blocks else ():
                     if memory.shard.heads % writers == 0:
                         copier.prepare(memory, 0, memory.shard.heads // writers, self._compile_checksums)

@@ -72,6 +72,7 @@ class Rig:
         self.copier: Copier = HostCopier(CopyPool()) if device is None else DeviceCopier(device.copies())
         self.reported: Queue[Any] = Queue()
         self.rooms = 0
+        self.splits: set[int] = set()
         self.arrivals = Arrivals(
             self.tags,  # type: ignore[arg-type]
             self.pool,
@@ -81,6 +82,7 @@ class Rig:
             lambda *events: [self.reported.put(event) for event in events],
             lambda: self.rooms,
             telemetry,
+            lambda: self.splits,
             compile_checksums,
         )
         self.loop = DrivenTask(self.arrivals)
@@ -314,6 +316,15 @@ class TestOnADevice:
             assert time.monotonic() < deadline, device.prepared
             time.sleep(0.001)
         assert all(geometry.src is None and geometry.dst is not None for geometry in device.prepared)
+
+    def test_kernels_of_transfer_pages_are_compiled_once_a_plan_has_them(
+        self, on_device: Rig, device: HostDevice
+    ) -> None:
+        on_device.splits = {2}
+        deadline = time.monotonic() + 60
+        while not {(4, 1), (2, 2)} <= {(each.rows, each.dst.split) for each in device.prepared if each.dst}:
+            assert time.monotonic() < deadline, device.prepared
+            time.sleep(0.001)
 
     @pytest.mark.parametrize("late", [False, True])
     def test_a_bug_in_a_copy_is_told_too(self, telemetry: Telemetry, device: HostDevice, late: bool) -> None:
