@@ -90,6 +90,7 @@ _SHORT = {
     "cuEventQuery": (_WORD,),
     "cuEventRecord": (_WORD, _WORD),
     "cuLaunchKernel": (_WORD, *[_NUMBER] * 7, _WORD, _WORD, _WORD),
+    "cuMemcpyDtoHAsync": (_WORD,) * 4,
     "cuMemcpyHtoDAsync": (_WORD,) * 4,
     "cuStreamWaitEvent": (_WORD, _WORD, _NUMBER),
 }
@@ -100,8 +101,8 @@ class ShortCalls:
     """Functions of the driver that take microseconds, called without releasing the GIL.
 
     Beside an engine's thread that runs Python, each release may cost a wait of 5 ms for the GIL, and a part takes ten
-    of these calls. The arguments and results are those of `cuda.bindings.driver`. Memory that `cuMemcpyHtoDAsync` reads
-    must be pinned: pageable memory is copied within the call.
+    of these calls. The arguments and results are those of `cuda.bindings.driver`. Host memory of the
+    copies must be pinned: pageable memory is copied within the call.
     """
 
     def __init__(self, driver: Any) -> None:

@@ -254,7 +254,7 @@ class CudaRowCopies:
                 self._copy_batch(each, tables_at, pages_at, programs, sum_at)
                 tables_at += each.blocks.nbytes
         if cell:
-            checked(self._driver.cuMemcpyDtoHAsync(cell, sum_at, 4, self._stream), "cannot read a checksum back")
+            checked(self._calls.cuMemcpyDtoHAsync(cell, sum_at, 4, self._stream), "cannot read a checksum back")
         done = slot.until = self._last = self._events.record(self._stream)
         return done
 
