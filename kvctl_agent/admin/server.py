@@ -65,6 +65,7 @@ class AdminServer:
         recorder: FlightRecorder | None = None,
         clock: Clock | None = None,
         remote: RemoteEndpoint | None = None,
+        endpoint: str = "",
     ) -> None:
         """Creates the server without binding its sockets; `start` does.
 
@@ -76,6 +77,7 @@ class AdminServer:
             metrics, recorder: where requests, refusals and failed handlers are counted and recorded; None: nowhere.
             clock: the agent's clock, so that `generated_at_ns` agrees with the times in the data.
             remote: TCP endpoint for clients with keys; None without one.
+            endpoint: address under which the rank's peers know it, for the lock file; "" if they know its name.
 
         Raises:
             AdminError: handlers and declared commands differ.
@@ -93,6 +95,7 @@ class AdminServer:
         self._metrics = metrics or Metrics()
         self._recorder = recorder or FlightRecorder(self._clock, name, 1)
         self._remote = remote
+        self._endpoint = endpoint
         self._refused_connections = RefusedConnections(self._metrics, self._recorder)
         self._commands = dict(COMMANDS_BY_NAME)
         self._handlers: dict[str, Handler] = {
@@ -140,7 +143,7 @@ class AdminServer:
         if self._thread is not None:
             raise AdminError(f"the admin server of {self._name} was started before")
         with contextlib.ExitStack() as resources:
-            claim = Claim(self._name, self._directory)
+            claim = Claim(self._name, self._directory, self._endpoint)
             resources.callback(claim.release)
             try:
                 endpoints = self._bind(claim.path, resources)

@@ -75,8 +75,10 @@ class Claim:
         path: path at which the agent binds its socket; the claim has removed any file there.
     """
 
-    def __init__(self, name: str, directory: Path | None = None) -> None:
+    def __init__(self, name: str, directory: Path | None = None, endpoint: str = "") -> None:
         """Claims `name` in `directory` (None: `contract.admin.socket_dir()`).
+
+        The lock file has the process id, and in a second line `endpoint`, by which other processes find the name.
 
         Raises:
             AdminError: a running agent has the name, the name cannot be a file name, or the directory is unsuitable.
@@ -89,7 +91,7 @@ class Claim:
         self._lock_path = directory / f"{name}{LOCK_SUFFIX}"
         prepare_directory(directory)
         with _locked(directory):
-            self._descriptor: int | None = self._lock(name)
+            self._descriptor: int | None = self._lock(name, endpoint)
             try:
                 self._refuse_if_served(name)
                 # Nothing listens at this path: a file there was left by an agent that was killed.
@@ -115,7 +117,7 @@ class Claim:
             # The directory is gone or stays locked. The next claim replaces files without a lock.
             self._unlock()
 
-    def _lock(self, name: str) -> int:
+    def _lock(self, name: str, endpoint: str) -> int:
         try:
             descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
@@ -123,7 +125,7 @@ class Claim:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").partition("\n")[0] or "unknown"
             os.close(descriptor)
             answer = "it answers" if ping(self.path) is not None else "it does not answer: stopped or just starting"
             raise AdminError(
@@ -132,7 +134,7 @@ class Claim:
             ) from None
         try:
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n{endpoint}".encode(), 0)
         except OSError as error:
             os.close(descriptor)
             raise AdminError(f"cannot write the lock file {self._lock_path}: {error.strerror}") from None

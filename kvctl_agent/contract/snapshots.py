@@ -175,7 +175,7 @@ class RoomRow(TypedDict):
     opened_at_ns: int
     finished_at_ns: int | None
     peers: list[str]
-    coverage: Coverage
+    coverage: Coverage | None  # None: an observed engine, which has no such cells
     tokens: int | None
     pages: int | None
     bytes: int
@@ -238,7 +238,7 @@ class RingAllocation(TypedDict):
     serial: int
     room: str
     nonce: str
-    writer: str
+    writer: str  # of an observed engine all writers of the region that have not written it, separated by ", "
     chunk: int
     layers: list[int]
     offset: int
@@ -296,8 +296,8 @@ class StagingBuffers(TypedDict):
     size_bytes: int
     piece_bytes: int
     pieces: int
-    pieces_used: int
-    pieces_high_water: int
+    pieces_used: int | None  # None: unknown, of an observed engine
+    pieces_high_water: int | None
 
 
 class Staging(TypedDict):
@@ -361,7 +361,7 @@ class PeerRow(TypedDict):
     rtt_ns: int | None
     clock_offset_ns: int | None
     clock_error_ns: int | None
-    control_queue: int  # messages queued for the peer, or rejected by its full socket since it last took one
+    control_queue: int | None  # messages queued for the peer, or rejected by its full socket since it last took one
     watermark_sent: list[int] | None  # decode: [round, tail, sequence] last sent to this peer
     watermark_seen: list[int] | None  # prefill: [round, tail, sequence] last received from this peer
     lane: str
@@ -376,7 +376,7 @@ class PeerRow(TypedDict):
     process: str | None  # "process 4711 on node-3"; None: not connected yet
     former: list[str]  # earlier processes with this name that may still write here, with their incarnations
     rooms: int
-    errors_total: int
+    errors_total: int | None
     last_error: str | None
     differences: list[str]  # incompatible settings, such as "page_size 64 ≠ 48"
 

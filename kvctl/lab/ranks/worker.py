@@ -363,7 +363,7 @@ class Worker:
             ring_bytes=ring["size_bytes"] if ring else 0,
             ring_used_bytes=ring["used_bytes"] if ring else 0,
             quarantined_bytes=stats["quarantined_bytes"],
-            buffers_in_use=buffers["pieces_used"] if buffers else 0,
+            buffers_in_use=(buffers["pieces_used"] or 0) if buffers else 0,
             strays=self._live.verifier.sweep() if command.sweep else [],
         )
         self._send("usage", usage)

@@ -1,0 +1,344 @@
+"""Room records, metrics and events of an observed rank, from the moments that the hooks recorded.
+
+The tracker follows SGLang's own rules of a room's state: the highest wins, Failed is final, and only an opening state
+creates a room. The cause of a failure is the first reason that SGLang recorded, not the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvctl_agent.contract.snapshots import Role
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.contract.values import encodable
+from kvctl_agent.integrations.sglang.observe import moments as mo
+from kvctl_agent.integrations.sglang.observe.failures import code_of
+from kvctl_agent.telemetry.hub import Telemetry
+from kvctl_agent.telemetry.room_records import RoomRecord
+
+_STATES = {int(state): state for state in RoomState}
+_OPENING = (RoomState.BOOTSTRAPPING, RoomState.WAITING_FOR_INPUT)
+_LONGEST_TEXT = 2000
+_MOST_PEERS = 4096
+IN_PLACE, STAGED = "in-place", "staged"
+
+
+@dataclass(frozen=True, slots=True)
+class RankShape:
+    """Sizes of an observed rank.
+
+    Attributes:
+        page_bytes: KV bytes of one page, all layers and heads of this rank.
+        layers: layers [lo, hi) of this rank.
+        heads: KV heads of this rank; total_heads: of the model. 0: unknown, or one latent per token (MLA).
+    """
+
+    role: Role
+    page_bytes: int
+    layers: tuple[int, int]
+    tp_size: int
+    heads: int = 0
+    total_heads: int = 0
+
+    def bytes_to(self, pages: int, decode_tp_size: int) -> int:
+        """Returns the KV bytes of `pages` that a prefill rank sends to a decode rank of this TP size."""
+        nbytes = pages * self.page_bytes
+        if self.heads and decode_tp_size > self.tp_size:
+            nbytes = nbytes * max(1, self.total_heads // decode_tp_size) // self.heads
+        return nbytes
+
+
+@dataclass(slots=True)
+class Peer:
+    """A prefill rank that a decode rank has looked up.
+
+    Attributes:
+        answered_ns: last answer of its server to a health request, or time of the look-up.
+        lost_ns: time at which SGLang gave its server up; 0 if it has not.
+    """
+
+    name: str
+    server: str
+    answered_ns: int
+    lost_ns: int = 0
+
+
+@dataclass(slots=True)
+class Region:
+    """A region of the ring: its chunk, and the prefill ranks that have written it."""
+
+    room: int
+    chunk: int
+    pages: int
+    granted_ns: int
+    landed: set[int] = field(default_factory=set)
+    all_landed_ns: int = 0
+
+
+@dataclass(slots=True)
+class Room:
+    """A room that SGLang has not cleared."""
+
+    record: RoomRecord
+    writers: tuple[mo.Writer, ...] = ()
+    staged: bool = False
+    done: set[int] = field(default_factory=set)  # ranks of the writers
+    ready: dict[int, int] = field(default_factory=dict)  # prefill: time by first page of the chunk
+    ended_ns: int = 0
+    regions: dict[int, int] = field(default_factory=dict)  # decode: serial by chunk
+
+    @property
+    def senders(self) -> list[mo.Writer]:
+        return [writer for writer in self.writers if writer.sends]
+
+
+class Tracker:
+    """Applies moments to the telemetry of one observed rank; used by the observer's thread, read by the admin thread.
+
+    Attributes:
+        rooms: rooms that SGLang has not cleared, by number.
+        peers: decode: prefill ranks by endpoint.
+        regions: decode: live regions of the ring by serial.
+        refused_largest_bytes: size of the largest chunk that exceeded the ring; 0: none did.
+        ring_high_water_bytes: largest number of bytes granted at once, also of regions granted ahead.
+    """
+
+    def __init__(self, name: str, shape: RankShape, telemetry: Telemetry) -> None:
+        self.name = name
+        self.shape = shape
+        self.telemetry = telemetry
+        self.rooms: dict[int, Room] = {}
+        self.peers: dict[str, Peer] = {}
+        self.regions: dict[int, Region] = {}
+        self.refused_largest_bytes = self.ring_high_water_bytes = 0
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            mo.StatusChanged: self._status,
+            mo.Failed: self._failed,
+            mo.Cleared: self._cleared,
+            mo.Begun: self._begun,
+            mo.Accepted: self._accepted,
+            mo.ChunkReady: self._chunk_ready,
+            mo.PartSent: self._part_sent,
+            mo.WritersKnown: self._writers_known,
+            mo.PagesAnnounced: self._pages_announced,
+            mo.WriterDone: self._writer_done,
+            mo.ChunkLanded: self._chunk_landed,
+            mo.RegionGranted: self._region_granted,
+            mo.RegionRefused: self._region_refused,
+            mo.RegionFreed: self._region_freed,
+            mo.ServerAnswered: self._server_answered,
+            mo.ServerLost: self._server_lost,
+        }
+
+    def apply(self, moment: mo.Moment) -> None:
+        self._handlers[type(moment)](moment)
+
+    def forget_except(self, live: set[int], at_ns: int) -> None:
+        """Ends the rooms that SGLang no longer has: moments were dropped that would have said so."""
+        for room in self.rooms.keys() - live:
+            self._cleared(mo.Cleared(at_ns, room))
+
+    # ---- states ------------------------------------------------------------------------------------------------
+
+    def _status(self, moment: mo.StatusChanged) -> None:
+        state, room = _STATES[moment.status], self.rooms.get(moment.room)
+        if room is None:
+            if state in _OPENING:
+                self._open(moment.room, moment.at_ns, state)
+            return
+        before = room.record.state_now
+        if before is RoomState.FAILED or (state is not RoomState.FAILED and state <= before):
+            return
+        if state is RoomState.FAILED:
+            self._fail(room, moment.at_ns, "SGLang gave no reason", None)
+        room.record.state(state, moment.at_ns)
+        if state is RoomState.SUCCESS:
+            room.record.event("sent" if self.shape.role == "prefill" else "success", moment.at_ns)
+        if state.finished:
+            room.ended_ns = moment.at_ns
+
+    def _open(self, number: int, at_ns: int, state: RoomState) -> None:
+        record = self.telemetry.rooms.open(number, 0)
+        record.opened_at = at_ns
+        record.state(state, at_ns)
+        self.rooms[number] = Room(record)
+        self.telemetry.metrics.add("kvctl_rooms_opened_total", 1)
+
+    def _failed(self, moment: mo.Failed) -> None:
+        room = self.rooms.get(moment.room)
+        if room is not None and room.record.state_now is not RoomState.SUCCESS:
+            self._fail(room, moment.at_ns, moment.reason, moment.prefill_rank)
+
+    def _fail(self, room: Room, at_ns: int, reason: str, prefill_rank: int | None) -> None:
+        """Stores a cause of failure unless there is one; `prefill_rank` reported it, or None: this rank found it."""
+        if room.record.failure is not None:
+            return
+        text = encodable(reason)[:_LONGEST_TEXT]
+        code = code_of(text)
+        rank = next((writer.name for writer in room.writers if writer.rank == prefill_rank), self.name)
+        room.record.fail(
+            {"rank": rank, "code": code, "at_ns": self.telemetry.clock.wall_ns(at_ns), "text": text}, at_ns
+        )
+        self.telemetry.metrics.add("kvctl_room_failures_total", 1, code)
+        severity = "info" if code == "ABORTED" else "warning"
+        self.telemetry.recorder.record("room", f"failed: {code}: {text}", severity, room.record.room)  # type: ignore[arg-type]
+
+    def _cleared(self, moment: mo.Cleared) -> None:
+        room = self.rooms.pop(moment.room, None)
+        if room is None:
+            return
+        record = room.record
+        if not record.state_now.finished:
+            self._fail(room, moment.at_ns, f"Aborted by SGLang in {record.state_now.label}", None)
+            record.state(RoomState.FAILED, moment.at_ns)
+        record.event("done", moment.at_ns)
+        self.telemetry.finish(record, room.ended_ns or moment.at_ns)
+
+    # ---- prefill -----------------------------------------------------------------------------------------------
+
+    def _begun(self, moment: mo.Begun) -> None:
+        if (room := self.rooms.get(moment.room)) is not None:
+            room.record.pages = moment.pages
+            room.record.event("begin", moment.at_ns, detail=f"{moment.pages} pages")
+
+    def _accepted(self, moment: mo.Accepted) -> None:
+        if moment.room not in self.rooms:  # decode ranks opened it before the engine of this rank began it
+            self._open(moment.room, moment.at_ns, RoomState.BOOTSTRAPPING)
+        record = self.rooms[moment.room].record
+        record.peers = list(dict.fromkeys(moment.endpoints))
+        for endpoint in record.peers:
+            record.event("accept", moment.at_ns, peer=endpoint)
+
+    def _chunk_ready(self, moment: mo.ChunkReady) -> None:
+        room = self.rooms.get(moment.room)
+        if room is None:
+            return
+        if room.record.first_ready_at is None:
+            room.record.first_ready_at = moment.at_ns
+        room.ready[moment.first_page] = moment.at_ns
+        if moment.last:
+            room.record.forward_done_at = moment.at_ns
+            room.record.event("finish", moment.at_ns)
+
+    def _part_sent(self, moment: mo.PartSent) -> None:
+        room = self.rooms.get(moment.room)
+        if room is None:
+            return
+        stages = {
+            "ready": room.ready.get(moment.first_page),
+            "gate": moment.passed_ns if moment.gated else None,
+            "queue": None if moment.gated else moment.dequeued_ns,
+            "post": moment.posted_ns,
+            "wire": moment.at_ns,
+        }
+        known = {stage: at_ns for stage, at_ns in stages.items() if at_ns is not None}
+        chunk = sorted(room.ready).index(moment.first_page) if moment.first_page in room.ready else 0
+        nbytes = self.shape.bytes_to(moment.pages, moment.decode_tp_size)
+        done_ns = room.record.forward_done_at or moment.at_ns
+        key = 0, chunk, self.shape.layers
+        self.telemetry.part(room.record, key, moment.endpoint, moment.path, nbytes, known, done_ns)
+
+    # ---- decode ------------------------------------------------------------------------------------------------
+
+    def _writers_known(self, moment: mo.WritersKnown) -> None:
+        for writer in moment.writers:
+            known = self.peers.get(writer.endpoint)
+            if known is None:
+                self.telemetry.recorder.record("peer", f"prefill rank at {writer.endpoint}", peer=writer.name)
+                self._bound_peers()
+            elif known.lost_ns:
+                self.telemetry.recorder.record("peer", "found again", peer=writer.name)
+            if known is None or known.lost_ns:
+                self.peers[writer.endpoint] = Peer(writer.name, writer.server, moment.at_ns)
+                self._replaced(writer)
+        if (room := self.rooms.get(moment.room)) is not None:
+            room.writers, room.staged = moment.writers, moment.staged
+            room.record.peers = [writer.name for writer in moment.writers]
+
+    def _replaced(self, writer: mo.Writer) -> None:
+        """Forgets the earlier process of a rank that has started again, on another port."""
+        for endpoint in [each for each, peer in self.peers.items() if peer.name == writer.name and peer.lost_ns]:
+            if endpoint != writer.endpoint:
+                del self.peers[endpoint]
+
+    def _bound_peers(self) -> None:
+        while len(self.peers) >= _MOST_PEERS:
+            del self.peers[next(iter(self.peers))]
+
+    def _pages_announced(self, moment: mo.PagesAnnounced) -> None:
+        room = self.rooms.get(moment.room)
+        if room is not None:
+            room.record.pages = moment.pages
+            prefix = f", after a prefix of {moment.prefix_tokens} tokens" if moment.prefix_tokens else ""
+            detail = f"{moment.pages} pages to {len(room.writers)} prefill ranks{prefix}"
+            room.record.event("open", moment.at_ns, detail=detail)
+
+    def _writer_done(self, moment: mo.WriterDone) -> None:
+        room = self.rooms.get(moment.room)
+        if room is None or moment.prefill_rank in room.done:
+            return
+        room.done.add(moment.prefill_rank)
+        writer = next((each for each in room.senders if each.rank == moment.prefill_rank), None)
+        if room.staged or writer is None or not room.record.pages:
+            room.record.event("aux", moment.at_ns, moment.prefill_rank)
+            return
+        share = room.record.pages * self.shape.page_bytes // len(room.senders)
+        key = moment.prefill_rank, 0, self.shape.layers
+        self.telemetry.part(room.record, key, writer.name, IN_PLACE, share, {"arrive": moment.at_ns})
+
+    def _chunk_landed(self, moment: mo.ChunkLanded) -> None:
+        room = self.rooms.get(moment.room)
+        if room is None:
+            return
+        rank = moment.prefill_rank or 0
+        peer = next((writer.name for writer in room.writers if writer.rank == rank), None)
+        nbytes = moment.pages * self.shape.page_bytes // max(1, len(room.senders))
+        key = rank, moment.chunk, self.shape.layers
+        self.telemetry.part(room.record, key, peer, STAGED, nbytes, {"arrive": moment.at_ns})  # type: ignore[arg-type]
+        region = self.regions.get(room.regions.get(moment.chunk, -1))
+        if region is not None:
+            region.landed.add(rank)
+            if len(region.landed) >= len(room.senders):
+                region.all_landed_ns = moment.at_ns
+
+    def _region_granted(self, moment: mo.RegionGranted) -> None:
+        room = self.rooms.get(moment.room)
+        if room is None or moment.serial in self.regions:
+            return  # every prefill rank asks for the same region
+        self.regions[moment.serial] = Region(moment.room, moment.chunk, moment.pages, moment.at_ns)
+        room.regions[moment.chunk] = moment.serial
+        room.record.event("grant", moment.at_ns, None, moment.chunk, self.shape.layers)
+        granted = sum(region.pages for region in self.regions.values()) * self.shape.page_bytes
+        self.ring_high_water_bytes = max(self.ring_high_water_bytes, granted)
+        self.telemetry.metrics.add("kvctl_ring_grants_total", 1)
+
+    def _region_refused(self, moment: mo.RegionRefused) -> None:
+        nbytes = moment.pages * self.shape.page_bytes
+        self.refused_largest_bytes = max(self.refused_largest_bytes, nbytes)
+        self.telemetry.metrics.add("kvctl_ring_refusals_total", 1)
+        text = f"chunk {moment.chunk} of {nbytes} bytes is larger than the ring"
+        self.telemetry.recorder.record("ring", text, "warning", moment.room)
+
+    def _region_freed(self, moment: mo.RegionFreed) -> None:
+        region = self.regions.pop(moment.serial, None)
+        room = None if region is None else self.rooms.get(region.room)
+        if region is None or room is None:
+            return
+        room.record.event("scatter", moment.at_ns, None, region.chunk, self.shape.layers)
+        if room.ended_ns:  # SGLang reports success before the last chunk is in its pages
+            room.ended_ns = max(room.ended_ns, moment.at_ns)
+
+    def _server_answered(self, moment: mo.ServerAnswered) -> None:
+        for peer in self.peers.values():
+            if peer.server == moment.server:
+                peer.answered_ns = moment.at_ns
+
+    def _server_lost(self, moment: mo.ServerLost) -> None:
+        for peer in self.peers.values():
+            if peer.server == moment.server and not peer.lost_ns:
+                peer.lost_ns = moment.at_ns
+                self.telemetry.metrics.add("kvctl_peer_lost_total", 1)
+                text = f"lost: the bootstrap server {moment.server} does not answer"
+                self.telemetry.recorder.record("peer", text, "error", peer=peer.name)

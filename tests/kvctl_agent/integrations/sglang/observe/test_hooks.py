@@ -1,0 +1,179 @@
+"""Hooks do not change what they hook, and one that fails goes away."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvctl_agent.integrations.sglang.observe import hooks, moments
+from kvctl_agent.integrations.sglang.observe.moments import Begun, GateWait, PartSent, Watch
+
+
+class Target:
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def act(self, value: int, *, more: int = 0) -> int:
+        self.calls.append((value, more))
+        return value + more
+
+
+def subclass() -> Any:
+    return type("Own", (Target,), {})
+
+
+@pytest.mark.parametrize("put", [hooks.before, hooks.after])
+def test_a_hook_changes_neither_arguments_nor_result_of_its_class_alone(put: Any) -> None:
+    own, seen = subclass(), []
+    put(own, "act", lambda *args, **kwargs: seen.append((args[-1], kwargs)))
+    target, other = own(), Target()
+    assert target.act(1, more=2) == 3
+    assert other.act(5) == 5
+    assert target.calls == [(1, 2)]
+    assert seen == [(1, {"more": 2})]
+
+
+@pytest.mark.parametrize("put", [hooks.before, hooks.after])
+def test_a_hook_that_fails_is_removed_with_one_line(put: Any, caplog: Any) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no")
+
+    own = subclass()
+    put(own, "act", fails)
+    target = own()
+    with caplog.at_level(logging.ERROR, "kvctl"):
+        assert [target.act(value) for value in range(3)] == [0, 1, 2]
+    assert [record.getMessage() for record in caplog.records] == ["kvctl: hook on Own.act removed: RuntimeError: no"]
+
+
+def test_what_the_hooked_method_raises_is_raised() -> None:
+    own, seen = subclass(), []
+    hooks.after(own, "act", lambda *_: seen.append(1))
+    with pytest.raises(TypeError):
+        own().act("text", more=1)
+    assert seen == []
+
+
+def test_a_class_without_the_method_stays_as_it_is() -> None:
+    own = subclass()
+    hooks.before(own, "unknown", print)
+    assert not hasattr(own, "unknown")
+
+
+def test_unread_moments_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moments, "MOST_UNREAD", 3)
+    watch = Watch()
+    for room in range(5):
+        watch.add(Begun(1, room, 1))
+    assert [moment.room for moment in watch.moments] == [0, 1, 2]
+    assert watch.dropped == 2
+
+
+# ---- transfer workers --------------------------------------------------------------------------------------------
+
+
+class Manager:
+    """A stand-in with the methods of NixlKVManager that a worker calls."""
+
+    def __init__(self) -> None:
+        setattr(self, hooks.WATCH, Watch())
+        info = SimpleNamespace(endpoint="10.0.0.2", dst_port=5, decode_tp_size=1)
+        self.decode_kv_args_table = {"session": info}
+
+    def send_kvcache_staged(self, session: str, pages: list[int]) -> object:
+        return object()
+
+    def send_kvcache(self, session: str, pages: list[int]) -> int:
+        return 0
+
+    def _await_handles(self, handles: list[Any], *, failure_seen: bool) -> tuple[bool, bool]:
+        return True, bool(failure_seen)
+
+
+class Strategy:
+    def __init__(self, manager: Manager) -> None:
+        self.kv_manager = manager
+        self.result = (True, 0, 0, 0, 0)
+
+    def check_ready(self, req: Any, start: int, pages: int, session_id: str | None = None) -> Any:
+        return self.result
+
+
+class Queue:
+    def __init__(self, *chunks: Any) -> None:
+        self.chunks = list(chunks)
+
+    def get(self) -> Any:
+        return self.chunks.pop(0)
+
+
+def a_chunk() -> Any:
+    return SimpleNamespace(room=7, index_slice=slice(4, 8), prefill_kv_indices=[1, 2, 3, 4])
+
+
+REQUEST = SimpleNamespace(room=7, endpoint="10.0.0.2", dst_port=5)
+
+
+def hooked() -> tuple[Any, Any, Any]:
+    """Own classes of manager, strategy and queue with hooks."""
+    manager, strategy, queue = (type(each.__name__, (each,), {}) for each in (Manager, Strategy, Queue))
+    hooks.hook_manager(manager)
+    hooks.hook_workers(queue, strategy, type("Handler", (), {}))
+    return manager, strategy, queue
+
+
+def test_a_staged_chunk_waits_for_a_grant_and_the_watermark_and_is_sent() -> None:
+    managers, strategies, queues = hooked()
+    manager = managers()
+    watch, strategy = hooks.watch_of(manager), strategies(manager)
+    queue = queues(*[a_chunk()] * 3)
+    waits = []
+    for result in ((False, 1, -1, 0, -1), (False, 1, 0, 3, 64), (True, 1, 0, 3, 64)):
+        queue.get()
+        strategy.result = result
+        strategy.check_ready(REQUEST, 4, 4, "session")
+        waits.append(watch.waits.get((7, 1, "session")))
+    grant, watermark, none = waits
+    assert isinstance(grant, GateWait)
+    assert (grant.end, watermark.round, watermark.end, none) == (-1, 3, 64, None)
+    assert watermark.since_ns == grant.since_ns
+    handle = manager.send_kvcache_staged("session", [1, 2, 3, 4])
+    assert not watch.moments  # posted, not done
+    manager._await_handles([handle], failure_seen=False)
+    manager._await_handles([handle], failure_seen=False)
+    (part,) = watch.moments
+    assert isinstance(part, PartSent)
+    assert (part.room, part.first_page, part.pages, part.endpoint) == (7, 4, 4, "10.0.0.2:5")
+    assert (part.path, part.gated) == ("staged", True)
+    assert part.dequeued_ns <= part.passed_ns <= part.posted_ns <= part.at_ns
+
+
+def test_a_synchronous_write_is_done_when_it_returns() -> None:
+    managers, _, queues = hooked()
+    manager = managers()
+    queues(a_chunk()).get()
+    manager.send_kvcache("session", [1, 2, 3, 4])
+    (part,) = hooks.watch_of(manager).moments
+    assert (part.path, part.posted_ns, part.gated) == ("bulk", None, False)
+
+
+def test_a_write_that_failed_is_no_part() -> None:
+    managers, _, queues = hooked()
+    manager = managers()
+    queues(a_chunk()).get()
+    manager.send_kvcache_staged("session", [])
+    manager._await_handles([], failure_seen=True)
+    assert not hooks.watch_of(manager).moments
+
+
+def test_a_chunk_that_can_never_fit_is_the_cause_of_the_failure() -> None:
+    managers, strategies, _ = hooked()
+    manager = managers()
+    strategy = strategies(manager)
+    strategy.result = (False, 1, -2, 0, -1)
+    strategy.check_ready(REQUEST, 4, 4, "session")
+    (failed,) = hooks.watch_of(manager).moments
+    assert failed.reason == "chunk 1 of 4 pages exceeds the ring buffer of decode rank 10.0.0.2:5"

@@ -1,0 +1,237 @@
+"""What the tracker makes of the moments of SGLang's rooms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvctl_agent.integrations.sglang.observe import moments as mo
+from kvctl_agent.integrations.sglang.observe.failures import code_of
+from kvctl_agent.integrations.sglang.observe.tracker import RankShape, Tracker
+from kvctl_agent.telemetry.hub import Telemetry
+
+MS = 1_000_000
+PAGE = 4096
+FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
+WRITERS = tuple(mo.Writer(rank, f"10.0.0.1:{rank}", f"prefill-tp{rank}", "10.0.0.1:8998", True) for rank in range(2))
+
+
+@pytest.fixture
+def telemetry(request: Any) -> Telemetry:
+    return Telemetry("me", request.param, history=8, timeline_events=64, recorder_events=64)
+
+
+def tracker(role: Any) -> Tracker:
+    telemetry = Telemetry("me", role, history=8, timeline_events=64, recorder_events=64)
+    return Tracker("me", RankShape(role, PAGE, (0, 4), tp_size=2, heads=4, total_heads=8), telemetry)
+
+
+def apply(tracker: Tracker, *moments: mo.Moment) -> None:
+    for moment in moments:
+        tracker.apply(moment)
+
+
+def row(tracker: Tracker, number: int = 7) -> Any:
+    (found,) = tracker.telemetry.rooms.detail(number)
+    return found
+
+
+def counter(tracker: Tracker, name: str, *labels: str) -> float:
+    return tracker.telemetry.metrics.total(name, *labels)
+
+
+def sent(room: int, first_page: int, at_ns: int, **changes: Any) -> mo.PartSent:
+    part = mo.PartSent(at_ns, room, first_page, 2, "10.0.0.2:5", 2, "bulk", at_ns - 3, False, at_ns - 2, at_ns - 1)
+    return part._replace(**changes)
+
+
+class TestPrefill:
+    def test_a_room_from_its_engine_to_success(self) -> None:
+        seen = tracker("prefill")
+        apply(
+            seen,
+            mo.StatusChanged(1 * MS, 7, BOOTSTRAPPING),
+            mo.Begun(1 * MS, 7, 4),
+            mo.Accepted(2 * MS, 7, ("10.0.0.2:5", "10.0.0.2:6")),
+            mo.StatusChanged(2 * MS, 7, WAITING),
+            mo.ChunkReady(3 * MS, 7, 0, 2, False),
+            mo.StatusChanged(4 * MS, 7, TRANSFERRING),
+            sent(7, 0, 5 * MS),
+            mo.ChunkReady(6 * MS, 7, 2, 2, True),
+            sent(7, 2, 8 * MS),
+            mo.StatusChanged(9 * MS, 7, SUCCESS),
+            mo.Cleared(20 * MS, 7),
+        )
+        room = row(seen)
+        assert (room["state"], room["pages"], room["parts"], room["bytes"]) == ("Success", 4, 2, 4 * PAGE)
+        assert room["peers"] == ["10.0.0.2:5", "10.0.0.2:6"]
+        assert room["paths"] == {"bulk": 2}
+        assert room["latency_ns"] == 6 * MS  # from the first chunk to SGLang's success, not to its clean-up
+        stages = [(event["stage"], event["chunk"]) for event in room["timeline"] if event["stage"] == "wire"]
+        assert stages == [("wire", 0), ("wire", 1)]
+        assert counter(seen, "kvctl_part_bytes_total", "bulk") == 4 * PAGE
+        assert not seen.rooms
+
+    def test_a_decode_rank_opens_the_room_before_the_engine_begins_it(self) -> None:
+        seen = tracker("prefill")
+        apply(
+            seen,
+            mo.Accepted(1 * MS, 7, ("10.0.0.2:5",)),
+            mo.StatusChanged(1 * MS, 7, WAITING),
+            mo.StatusChanged(2 * MS, 7, BOOTSTRAPPING),  # of the sender: the higher state stays
+        )
+        assert row(seen)["state"] == "WaitingForInput"
+        assert row(seen)["peers"] == ["10.0.0.2:5"]
+
+    def test_a_wider_decode_instance_gets_a_share_of_the_heads(self) -> None:
+        shape = RankShape("prefill", PAGE, (0, 4), tp_size=2, heads=4, total_heads=8)
+        assert [shape.bytes_to(1, tp) for tp in (1, 2, 4, 8, 16)] == [PAGE, PAGE, PAGE // 2, PAGE // 4, PAGE // 4]
+
+    def test_a_chunk_that_waited_for_the_ring_has_a_gate_time(self) -> None:
+        seen = tracker("prefill")
+        apply(
+            seen,
+            mo.StatusChanged(0, 7, WAITING),
+            mo.ChunkReady(1 * MS, 7, 0, 2, True),
+            sent(7, 0, 9 * MS, path="staged", gated=True, passed_ns=7 * MS, posted_ns=8 * MS),
+        )
+        (layers,) = seen.telemetry.stages.rows()
+        assert layers["path"] == "staged"
+        assert layers["stages"]["gate"]["p50_ns"] == pytest.approx(6 * MS, rel=0.04)
+        assert layers["stages"]["queue"]["count"] == 0
+
+
+class TestFailures:
+    def test_the_first_reason_is_the_cause(self) -> None:
+        seen = tracker("decode")
+        apply(
+            seen,
+            mo.StatusChanged(1 * MS, 7, BOOTSTRAPPING),
+            mo.WritersKnown(1 * MS, 7, WRITERS, False),
+            mo.Failed(2 * MS, 7, "NIXL transfer encountered ERR room=7", 1),
+            mo.StatusChanged(2 * MS, 7, FAILED),
+            mo.Failed(3 * MS, 7, "Aborted by AbortReq.", None),
+            mo.StatusChanged(4 * MS, 7, SUCCESS),  # Failed is final
+            mo.Cleared(5 * MS, 7),
+        )
+        failure = row(seen)["failure"]
+        assert (failure["rank"], failure["code"]) == ("prefill-tp1", "KV_TRANSPORT")
+        assert failure["text"] == "NIXL transfer encountered ERR room=7"
+        assert row(seen)["state"] == "Failed"
+        assert counter(seen, "kvctl_room_failures_total") == counter(seen, "kvctl_rooms_finished_total", "Failed") == 1
+
+    def test_a_late_reason_does_not_fail_a_room_that_succeeded(self) -> None:
+        seen = tracker("decode")
+        apply(seen, mo.StatusChanged(1, 7, WAITING), mo.StatusChanged(2, 7, SUCCESS), mo.Failed(3, 7, "late", None))
+        assert row(seen)["failure"] is None
+
+    def test_a_room_given_up_without_an_end_has_failed(self) -> None:
+        seen = tracker("decode")
+        apply(seen, mo.StatusChanged(1, 7, WAITING), mo.Cleared(2, 7))
+        assert row(seen)["failure"]["code"] == "ABORTED"
+        assert row(seen)["state"] == "Failed"
+
+    def test_a_state_other_than_an_opening_one_creates_no_room(self) -> None:
+        seen = tracker("decode")
+        apply(seen, mo.StatusChanged(1, 7, SUCCESS), mo.StatusChanged(1, 7, FAILED), mo.Failed(1, 7, "x", None))
+        assert not seen.rooms
+
+    def test_a_number_used_again_is_another_room(self) -> None:
+        seen = tracker("decode")
+        for start in (0, 10):
+            apply(seen, mo.StatusChanged(start + 1, 7, WAITING), mo.StatusChanged(start + 2, 7, SUCCESS))
+            apply(seen, mo.Cleared(start + 3, 7))
+        assert [found["state"] for found in seen.telemetry.rooms.detail(7)] == ["Success", "Success"]
+
+    def test_rooms_whose_end_was_dropped_are_ended(self) -> None:
+        seen = tracker("decode")
+        apply(seen, mo.StatusChanged(1, 7, WAITING), mo.StatusChanged(1, 8, WAITING))
+        seen.forget_except({8}, 5)
+        assert set(seen.rooms) == {8}
+
+    @pytest.mark.parametrize(
+        ("reason", "code"),
+        [
+            ("Request 7 timed out after 300.1s in KVPoll.Bootstrapping", "KV_ROOM_STUCK_BOOTSTRAP"),
+            ("Request 7 timed out after 300.1s in KVPoll.WaitingForInput", "KV_ROOM_STUCK_WAITING"),
+            ("Lost connection with prefill instance (bootstrap_addr: 127.0.0.1:8998)", "KV_PEER_LOST"),
+            ("Failed to get kvcache from prefill instance, it might be dead", "KV_PEER_LOST"),
+            (
+                "[Staging] Chunk staging allocation permanently failed: chunk exceeds ring buffer total",
+                "KV_CHUNK_OVERSIZED",
+            ),
+            ("Aborted by decode-side abort notification.", "ABORTED"),
+            ("something new", "KV_TRANSPORT"),
+        ],
+    )
+    def test_codes(self, reason: str, code: str) -> None:
+        assert code_of(reason) == code
+
+
+class TestDecode:
+    def test_each_writer_adds_its_share(self) -> None:
+        seen = tracker("decode")
+        apply(
+            seen,
+            mo.StatusChanged(1 * MS, 7, BOOTSTRAPPING),
+            mo.WritersKnown(1 * MS, 7, WRITERS, False),
+            mo.StatusChanged(1 * MS, 7, WAITING),
+            mo.PagesAnnounced(2 * MS, 7, 4, 32),
+            mo.WriterDone(5 * MS, 7, 1),
+            mo.WriterDone(5 * MS, 7, 1),  # a repeated message
+        )
+        assert row(seen)["bytes"] == 2 * PAGE
+        assert [writer.name for writer in seen.rooms[7].senders if writer.rank not in seen.rooms[7].done] == [
+            "prefill-tp0"
+        ]
+        apply(seen, mo.WriterDone(6 * MS, 7, 0), mo.StatusChanged(6 * MS, 7, SUCCESS), mo.Cleared(8 * MS, 7))
+        room = row(seen)
+        assert (room["bytes"], room["latency_ns"], room["pages"]) == (4 * PAGE, 5 * MS, 4)
+        (opened,) = [event for event in room["timeline"] if event["stage"] == "open"]
+        assert opened["detail"] == "4 pages to 2 prefill ranks, after a prefix of 32 tokens"
+
+    def test_a_staged_room_ends_when_its_last_chunk_is_in_its_pages(self) -> None:
+        seen = tracker("decode")
+        apply(
+            seen,
+            mo.StatusChanged(1 * MS, 7, WAITING),
+            mo.WritersKnown(1 * MS, 7, WRITERS, True),
+            mo.PagesAnnounced(1 * MS, 7, 4, 0),
+            mo.RegionGranted(2 * MS, 7, 0, 4, 17),
+            mo.RegionGranted(2 * MS, 7, 0, 4, 17),  # every prefill rank asks
+            mo.ChunkLanded(3 * MS, 7, 0, 4, 0),
+        )
+        assert seen.regions[17].landed == {0}
+        assert seen.ring_high_water_bytes == 4 * PAGE
+        apply(
+            seen,
+            mo.ChunkLanded(4 * MS, 7, 0, 4, 1),
+            mo.WriterDone(4 * MS, 7, 0),
+            mo.WriterDone(4 * MS, 7, 1),
+            mo.StatusChanged(5 * MS, 7, SUCCESS),
+            mo.RegionFreed(9 * MS, 17),
+            mo.Cleared(20 * MS, 7),
+        )
+        room = row(seen)
+        assert (room["bytes"], room["latency_ns"], room["paths"]) == (4 * PAGE, 8 * MS, {"staged": 2})
+        assert not seen.regions
+        assert counter(seen, "kvctl_ring_grants_total") == 1
+
+    def test_a_lost_server_loses_its_ranks_until_they_are_found_again(self) -> None:
+        seen = tracker("decode")
+        apply(seen, mo.StatusChanged(1, 7, WAITING), mo.WritersKnown(1, 7, WRITERS, False))
+        apply(seen, mo.ServerAnswered(5, "10.0.0.1:8998"), mo.ServerLost(9, "10.0.0.1:8998"))
+        assert {(peer.answered_ns, peer.lost_ns) for peer in seen.peers.values()} == {(5, 9)}
+        again = WRITERS[0]._replace(endpoint="10.0.0.1:77")
+        apply(seen, mo.StatusChanged(10, 8, WAITING), mo.WritersKnown(10, 8, (again,), False))
+        assert {endpoint: bool(peer.lost_ns) for endpoint, peer in seen.peers.items()} == {
+            "10.0.0.1:1": True,
+            "10.0.0.1:77": False,
+        }
+
+    def test_a_chunk_larger_than_the_ring(self) -> None:
+        seen = tracker("decode")
+        apply(seen, mo.StatusChanged(1, 7, WAITING), mo.RegionRefused(2, 7, 0, 100))
+        assert seen.refused_largest_bytes == 100 * PAGE
+        assert counter(seen, "kvctl_ring_refusals_total") == 1
