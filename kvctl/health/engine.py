@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvctl.health.codes.sglang import adapted
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Snapshot
 from kvctl.render.selection import natural_key
@@ -23,7 +24,7 @@ def examine(snapshot: Snapshot, codes: Iterable[Code]) -> list[Finding]:
 def _find(code: Code, snapshot: Snapshot) -> list[Finding]:
     """Returns the findings of one code; if it raises, a finding about the error, so that the other codes still run."""
     try:
-        return list(code.find(snapshot))
+        return [adapted(finding, snapshot) for finding in code.find(snapshot)]
     except Exception as error:
         return [
             Finding(

@@ -182,10 +182,15 @@ class Silence:
 def silences(snapshot: Snapshot) -> Mapping[str, list[Silence]]:
     """Returns the reports about silent agents, by the name of the silent agent."""
     found: dict[str, list[Silence]] = {}
+    ended = {endpoint.name for endpoint in snapshot.survey.discovery.stale}
     for agent in snapshot.agents.values():
         min_ns = max(agent.period_ns("suspect_s"), _MIN_SILENCE_NS)
         for row in agent.peers:
             state, heard, error = text(row, "state"), number(row, "last_heard_ns"), text(row, "last_error")
+            # SGLang's managers notice only after some health requests that a server has ended.
+            has_ended = agent.observes and text(row, "peer") in ended
+            if has_ended:
+                state, error = "lost", "its process has ended"
             lost = state == "lost"
             if lost or (state == "suspect" and heard is not None and heard >= min_ns):
                 silence = Silence(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from kvctl.client.faults import FaultCode
-from kvctl.health.answers import NO_ROW, Row, amount, number, numbers, rows, text, texts
+from kvctl.health.answers import NO_ROW, Row, amount, inner, number, numbers, rows, text, texts
 from kvctl.health.codes.facts import (
     Silence,
     absent,
@@ -268,24 +268,32 @@ def peer_blocking(snapshot: Snapshot) -> Iterator[Finding]:
 )
 def subscriber_dead(snapshot: Snapshot) -> Iterator[Finding]:
     for writer in snapshot.of_role("prefill"):
-        waiting_parts = Counter(
-            text(part, "peer")
-            for part in rows(writer.staging.get("gated"))
-            if text(part, "waiting_for").startswith("watermark")
-        )
+        gated = [
+            part for part in rows(writer.staging.get("gated")) if text(part, "waiting_for").startswith("watermark")
+        ]
+        waiting_parts = Counter(text(part, "peer") for part in gated)
+        oldest_ns = {
+            name: max(amount(part, "age_ns") for part in gated if text(part, "peer") == name) for name in waiting_parts
+        }
         for name, waiting in waiting_parts.items():
             reader, before = snapshot.agents.get(name), snapshot.earlier(name)
             if reader is None or before is None or snapshot.earlier(writer.name) is None:
                 continue
-            if snapshot.since_ns < max(_MIN_UNSEEN_NS, _HEARTBEATS * reader.period_ns("heartbeat_s")):
-                continue
-            sent = numbers(_peer_row(before, writer.name), "watermark_sent")
             row = _peer_row(writer, name)
             seen = numbers(row, "watermark_seen")
-            if text(row, "incarnation") != reader.incarnation or text(row, "state") != "ready":
-                continue
-            if len(sent) != 3 or (len(seen) == 3 and seen[2] >= sent[2]):
-                continue
+            if reader.observes:
+                watermark = inner(inner(before.staging, "ring"), "watermark")
+                sent = [amount(watermark, "round"), amount(watermark, "tail")]
+                if oldest_ns[name] < _MIN_UNSEEN_NS or not any(sent) or seen >= sent:
+                    continue
+            else:
+                if snapshot.since_ns < max(_MIN_UNSEEN_NS, _HEARTBEATS * reader.period_ns("heartbeat_s")):
+                    continue
+                sent = numbers(_peer_row(before, writer.name), "watermark_sent")
+                if text(row, "incarnation") != reader.incarnation or text(row, "state") != "ready":
+                    continue
+                if len(sent) != 3 or (len(seen) == 3 and seen[2] >= sent[2]):
+                    continue
             yield subscriber_dead.finding(
                 pair(writer.name, reader.name),
                 agents=(writer.name, reader.name),

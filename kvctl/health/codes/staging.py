@@ -112,12 +112,14 @@ def pinned_agents(snapshot: Snapshot) -> frozenset[str]:
 
 
 def _silent_ns(agent: Agent, writer: str) -> int | None:
-    """Returns the time since a decode rank received a message from a writer.
+    """Returns the time since a decode rank received a message from a writer, or from one of several (`a, b`).
 
     0 if the writer is lost and the time is unknown; None if the writer is neither lost nor silent for long.
     """
     min_ns = max(_SILENT_NS, _HEARTBEATS * agent.period_ns("heartbeat_s"))
-    row = next((row for row in agent.peers if text(row, "peer") == writer), NO_ROW)
+    names = writer.split(", ")
+    row = next((row for row in agent.peers if text(row, "peer") in names and text(row, "state") == "lost"), NO_ROW)
+    row = row or next((row for row in agent.peers if text(row, "peer") in names), NO_ROW)
     heard = number(row, "last_heard_ns")
     if text(row, "state") == "lost":
         return int(heard or 0)
@@ -126,6 +128,9 @@ def _silent_ns(agent: Agent, writer: str) -> int | None:
 
 def _is_pinned(agent: Agent, allocation: Row, blocks: bool) -> bool:
     age, state = amount(allocation, "age_ns"), text(allocation, "state")
+    if agent.observes and age >= _SLOW_NS:
+        # SGLang revokes nothing. After the room's success nobody writes the region any more.
+        return blocks or text(allocation, "room_state") in ("Success", "Failed", "gone")
     if state == "landed":
         return False  # it is being scattered: if that does not end, its room is stuck
     if _silent_ns(agent, text(allocation, "writer")) is None:
@@ -143,7 +148,9 @@ def _pinned(agent: Agent, allocation: Row, waiting: list[GatedPart]) -> Finding:
     held = sum(map(_nbytes, of_writer)) if silent_ns is not None else nbytes
     writers = sorted({part.writer for part in waiting})
     cause = _region_state(agent, allocation)
-    if silent_ns is not None:
+    if agent.observes and text(allocation, "room_state") == "Success":
+        cause += ": all its writers are done, so nothing will free it before the room fails"
+    elif silent_ns is not None:
         cause += f"; it has been silent for {duration(silent_ns)}"
     if waiting:
         cause += f"; {counted(len(waiting), 'part')} of {listed(writers)} wait for this region"
@@ -508,13 +515,14 @@ def chunk_oversized(snapshot: Snapshot) -> Iterator[Finding]:
         grown = snapshot.since_before(agent.name, "kvctl_ring_refusals_total")
         if not refused or (largest is not None and largest <= total):
             continue  # a part that fits the whole ring was refused because of quarantined bytes
-        cause = f"{counted(refused, 'part')} did not fit {agent.name}'s ring of {size(total)} and took a slower path"
+        then = "their rooms fail" if agent.observes else "took a slower path"
+        cause = f"{counted(refused, 'part')} did not fit {agent.name}'s ring of {size(total)}: {then}"
         shown = f"`kvctl staging -e {agent.name} -o wide` shows the ring, and how many parts it refused"
         remedy = f"{shown}; start {agent.name} with a larger staging_ring_mb"
         if largest is not None:
             cause = (
-                f"a part needs {size(largest)}, {agent.name}'s ring has {size(total)}: {counted(refused, 'part')} took "
-                "a slower path"
+                f"a part needs {size(largest)}, {agent.name}'s ring has {size(total)}: {counted(refused, 'part')} "
+                f"refused, {then}"
             )
             remedy = f"{shown}; start {agent.name} with a staging_ring_mb of {ceil(largest / _MIB)} or more"
             chunk = max((each.setting("chunk_tokens") for each in snapshot.of_role("prefill")), default=0)
@@ -523,6 +531,7 @@ def chunk_oversized(snapshot: Snapshot) -> Iterator[Finding]:
                 remedy += f", or the prefill ranks with chunk_tokens of at most {fitting} (now {chunk:.0f})"
         yield chunk_oversized.finding(
             f"{agent.name} ring",
+            severity=Severity.CRITICAL if agent.observes else Severity.WARNING,
             agents=(agent.name,),
             weight=refused,
             evidence={
@@ -562,7 +571,8 @@ def unanswered_requests(snapshot: Snapshot) -> Mapping[tuple[str, str], Sequence
         patience_ns = max(_MIN_ASKED_NS, 2 * _MIN_REQUESTS * agent.period_ns("resend_s"))
         for part in rows(agent.staging.get("gated")):
             asked_ns, requests, peer = amount(part, "asked_age_ns"), amount(part, "requests"), text(part, "peer")
-            overdue = requests >= _MIN_REQUESTS and asked_ns >= patience_ns
+            # An observed rank does not repeat its requests.
+            overdue = (requests >= _MIN_REQUESTS or agent.observes) and asked_ns >= patience_ns
             # A silent peer grants nothing, and has a finding of its own.
             if overdue and text(part, "waiting_for") == "grant" and peer not in snapshot.once(absent):
                 request = UnansweredRequest(agent.name, peer, asked_ns, requests, text(part, "room"))

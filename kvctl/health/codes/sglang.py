@@ -1,0 +1,91 @@
+"""Advice for ranks of SGLang's own transfer backends, which kvctl only observes.
+
+The remedies of the health codes name commands and settings of agents, which have no effect there. The findings about
+observed ranks get the remedies of this table instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from kvctl.health.finding import Finding
+from kvctl.health.snapshot import Snapshot
+
+_POOL = "SGLANG_DISAGG_STAGING_POOL_SIZE_MB"
+_WAITING = "SGLANG_DISAGGREGATION_WAITING_TIMEOUT"
+_ABORT = "abort the request at the router, or POST /abort_request on both servers"
+
+
+def _room(finding: Finding) -> str:
+    """Returns the number of the room that a finding is about, or of its latest one."""
+    rooms = finding.evidence.get("rooms") or [""]
+    return str(finding.evidence.get("latest_room") or finding.evidence.get("oldest_room") or rooms[0])
+
+
+def _both_ends(then: str) -> Callable[[Finding], str]:
+    return lambda finding: f"`kvctl rooms show {_room(finding)}` shows both ends on one timeline; {then}"
+
+
+def _pinned(finding: Finding) -> str:
+    return (
+        f"`kvctl staging map -e {finding.agents[0]}` shows the region; SGLang frees it when its room ends, for a room "
+        f"that does not end after {_WAITING}: {_ABORT}"
+    )
+
+
+def _small(finding: Finding) -> str:
+    needed = finding.evidence["needed_ring_mb"]
+    return (
+        f"`kvctl staging -e {finding.agents[0]}` shows the ring; start the decode server with {_POOL}={needed} or more"
+    )
+
+
+def _oversized(finding: Finding) -> str:
+    largest = finding.evidence["largest_part_bytes"]
+    pool = f"{_POOL}={-(-largest >> 20)} or more" if largest else f"a larger {_POOL}"
+    return (
+        f"`kvctl staging -e {finding.agents[0]} -o wide` shows the ring, and how many chunks it refused; start the "
+        f"decode server with {pool}, or the prefill server with a smaller --chunked-prefill-size"
+    )
+
+
+ADVICE: Mapping[str, Callable[[Finding], str]] = {
+    "KV_RING_PINNED": _pinned,
+    "KV_RING_GATED_EMPTY": _pinned,
+    "KV_RING_CYCLE": _pinned,
+    "KV_RING_SMALL": _small,
+    "KV_CHUNK_OVERSIZED": _oversized,
+    "KV_GRANT_UNANSWERED": _both_ends(f"SGLang asks once for a region and does not repeat a lost request: {_ABORT}"),
+    "KV_SUBSCRIBER_DEAD": lambda finding: (
+        f"`kvctl staging -e {finding.agents[0]}` lists the chunks that wait; SGLang does not repeat a watermark: the "
+        "next region that the decode rank frees sends one, so another request may help; otherwise restart the prefill "
+        "server"
+    ),
+    "KV_PEER_LOST": lambda finding: (
+        f"`kvctl agents` shows whether {finding.agents[0]} runs; start its prefill server again, at the same bootstrap "
+        "address: decode servers find it with the next request that the router sends there; its own log shows why it "
+        "ended"
+    ),
+    "KV_ROOM_STUCK_BOOTSTRAP": _both_ends(
+        "check that the router sends the two halves of a request to servers that know each other (bootstrap host, port "
+        "and room), and that the decode server has memory for it; it fails after "
+        "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"
+    ),
+    "KV_ROOM_STUCK_WAITING": _both_ends(f"{_ABORT}; it fails after {_WAITING}"),
+    "KV_ROOM_STUCK_TRANSFER": _both_ends(f"{_ABORT}; it fails after {_WAITING}"),
+    "KV_ROOM_STUCK_SCATTER": _both_ends(f"{_ABORT}; it fails after {_WAITING}"),
+    "KV_READY_GAP": lambda finding: (
+        f"`kvctl staging` shows whose ring they wait for: start that decode server with a larger {_POOL}, or add "
+        "cores and SGLANG_DISAGGREGATION_QUEUE_SIZE for more transfer workers"
+    ),
+}
+
+
+def adapted(finding: Finding, snapshot: Snapshot) -> Finding:
+    """Returns the finding with the advice for SGLang if it is about observed ranks; otherwise the finding itself."""
+    advice = ADVICE.get(finding.code)
+    agents = [snapshot.agents[name] for name in finding.agents if name in snapshot.agents]
+    if advice is None or not any(agent.observes for agent in agents):
+        return finding
+    return replace(finding, remedy=advice(finding))
