@@ -1,0 +1,288 @@
+"""KV manager of the backend: one agent per SGLang rank, and the states of its rooms in SGLang's tables.
+
+SGLang polls a table of states. Only the agent's control thread raises a state there (`on_state`), so that no update is
+lost; the scheduler's thread adds a room to the table and removes it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVManager
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_parallel, get_serving
+
+from kvctl_agent.agent import Agent
+from kvctl_agent.contract.choices import ALL, RANK0
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.errors import KvctlError
+from kvctl_agent.integrations.sglang import pools
+from kvctl_agent.integrations.sglang.support import check_supported
+from kvctl_agent.rank import Rank
+from kvctl_agent.runtime.handles import Receive, Send
+
+logger = logging.getLogger("kvctl")
+
+_LOOPBACK = ("127.", "localhost", "::1")
+_CLOSE_S = 5.0
+
+_Room = TypeVar("_Room", Send, Receive)
+
+
+class KvctlKVManager(CommonKVManager):
+    """Manager of one prefill or decode rank: owns the rank's agent.
+
+    Attributes:
+        agent: the rank's agent.
+    """
+
+    supports_role_switch = True
+    supports_deferred_decode_kv_release = True
+    reports_transfer_latency = True
+
+    def __init__(
+        self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
+    ) -> None:
+        """Starts the agent; a prefill rank registers with SGLang's bootstrap server.
+
+        Raises:
+            ValueError: SGLang runs with an option that this backend does not support; the text names it.
+            ConfigError: the agent's configuration is invalid, such as a missing key for other hosts.
+        """
+        check_supported(args, server_args)
+        self._open: set[int] = set()  # rooms in SGLang's tables, whose states `on_state` writes there
+        self._draining: dict[int, Receive] = {}  # ended rooms whose pages SGLang holds until nothing is in flight
+        self._instances: dict[tuple[str, int], str] = {}  # registry of each prefill server and dp rank
+        # The base class registers a prefill rank, which starts the agent.
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        self.server_socket.close(linger=0)  # of SGLang's own backends, open to other hosts; agents have their own
+        if disaggregation_mode == DisaggregationMode.DECODE:
+            self.agent = self._start(None)
+            self._heartbeat = self._start_heartbeat_checker_thread()
+        else:
+            # Every cp rank takes part in every room; the agent's plan decides which of them send.
+            self.is_dummy_cp_rank = False
+
+    # ---- the agent -------------------------------------------------------------------------------------------------
+
+    def register_to_bootstrap(self) -> None:
+        """Starts the agent of a prefill rank, and registers with SGLang's bootstrap server.
+
+        The first rank of each dp group serves the registry of a prefill instance, whose address is in its row there.
+        The other ranks learn it by a collective call: the bootstrap server answers only when all ranks are registered.
+        """
+        if self.attn_tp_rank == self.attn_cp_rank == self.pp_rank == 0:
+            self.agent = self._start(f"tcp://{self._address}:0")
+            self.local_ip, self.rank_port = self._host, int(str(self.agent.bootstrap).rpartition(":")[2])
+            self._gather((self._dp_rank, self.agent.bootstrap))
+        else:
+            endpoints = dict(self._gather((-1, None)))
+            self.agent = self._start(endpoints[self._dp_rank])
+        super().register_to_bootstrap()
+
+    def _start(self, registry: str | None) -> Agent:
+        """Creates and starts the agent of this rank; `registry` is that of its own prefill instance."""
+        prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
+        pool, self._components = pools.pool_of(self.kv_args, self.attn_tp_size, mla=bool(self.is_mla_backend))
+        model, stages = None, ()
+        if self.pp_size > 1:
+            shapes = dict(self._gather((self.pp_rank, pool.shape())))
+            model = pools.whole_model([shapes[stage] for stage in range(self.pp_size)])
+            stages = tuple(shapes[stage].num_layers for stage in range(self.pp_size))
+        rank = Rank(
+            dp=0 if prefill else self._dp_rank,
+            dp_size=1 if prefill else max(self.attn_dp_size, self.system_dp_size),
+            pp=self.pp_rank,
+            pp_size=self.pp_size,
+            cp=self.attn_cp_rank,
+            cp_size=self.attn_cp_size,
+            tp=self.attn_tp_rank,
+            tp_size=self.attn_tp_size,
+            stages=stages,
+        )
+        axes = {"dp": max(self.attn_dp_size, self.system_dp_size), "pp": self.pp_size, "cp": self.attn_cp_size}
+        ranks = {"dp": self._dp_rank, "pp": self.pp_rank, "cp": self.attn_cp_rank}
+        label = "".join(f"-{axis}{ranks[axis]}" for axis, size in axes.items() if size > 1)
+        name = f"{'prefill' if prefill else 'decode'}{label}-tp{self.attn_tp_rank}"
+        config: dict[str, Any] = {
+            "cp_mode": ALL if envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.get() else RANK0,
+            "bootstrap_timeout_s": float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
+            "waiting_timeout_s": float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
+            "name_suffix": f"{self._host}:{get_serving().port}",
+        }
+        if prefill:
+            config["listen"] = self._address
+        agent = Agent(
+            role="prefill" if prefill else "decode",
+            rank=rank,
+            pool=pool,
+            name=name,
+            bootstrap=registry,
+            model=model,
+            on_state=self.on_state,
+            **config,
+        )
+        settings = agent.settings
+        if not prefill and not _is_loopback(self._host) and not (settings["fleet_key"] or settings["insecure"]):
+            logger.warning(
+                "kvctl: prefill servers on other hosts need a key: set KVCTL_FLEET_KEY (kvctl key new), or "
+                "KVCTL_INSECURE=1 on a network you trust, for both servers"
+            )
+        agent.start()
+        logger.info("kvctl: agent %s is running; look at it with: kvctl status", agent.name)
+        return agent
+
+    def _gather(self, own: tuple[int, Any]) -> list[tuple[int, Any]]:
+        """Returns `own` of every rank of the server, in a collective call unless each instance has one rank."""
+        if self.attn_tp_size * self.attn_cp_size * self.pp_size == 1:
+            return [own]
+        gathered: list[tuple[int, Any]] = get_parallel().world_group.all_gather_object(own)
+        return gathered
+
+    @property
+    def _dp_rank(self) -> int:
+        """Data-parallel rank of this rank's group, as `/route` of the bootstrap server counts it."""
+        return int(self.attn_dp_rank if self.system_dp_size == 1 else self.system_dp_rank)
+
+    @property
+    def _host(self) -> str:
+        """Address of this host that peers use: the loopback address if the server itself listens only there."""
+        host = str(get_serving().host)
+        multi_node = self.dist_init_addr and get_parallel().nnodes > 1
+        return "127.0.0.1" if _is_loopback(host) and not multi_node else str(self.local_ip)
+
+    @property
+    def _address(self) -> str:
+        """`_host` as an endpoint has it, with an IPv6 address in brackets."""
+        return f"[{self._host}]" if ":" in self._host else self._host
+
+    def teardown(self) -> None:
+        """Closes the agent, so that SGLang can give this rank the other role; the pool stays SGLang's."""
+        if self.disaggregation_mode == DisaggregationMode.DECODE:
+            self._heartbeat_shutdown.set()
+            self._heartbeat.join(_CLOSE_S)
+        self.agent.close(_CLOSE_S)
+        self._zmq_ctx.destroy(linger=0)
+
+    def deregister_buffer_to_engine(self) -> None:
+        """Gives the pool's memory back before SGLang releases it (sleep mode)."""
+        self.agent.unregister()
+
+    def register_buffer_to_engine(self) -> None:
+        """Takes the pool's memory again, at its former addresses."""
+        self.agent.register()
+
+    # ---- rooms -----------------------------------------------------------------------------------------------------
+
+    def on_state(self, handle: Send | Receive, state: RoomState) -> None:
+        """Writes the state of a room into SGLang's table; called by the agent's control thread."""
+        if handle.room not in self._open:
+            return
+        if handle.error is not None:
+            self._keep_cause(handle.room, f"{handle.error['text']} [{handle.error['code']}]")
+        self.update_status(handle.room, int(state))
+
+    def begin(self, room: int, open_room: Callable[[], _Room]) -> _Room | None:
+        """Returns the handle that `open_room` opens; None if the agent refuses, and then the room has failed."""
+        self._open.add(room)
+        try:
+            return open_room()
+        except KvctlError as error:
+            self.fail(room, str(error))
+            return None
+
+    def fail(self, room: int, cause: str) -> None:
+        """Fails a room on this rank alone, unless it has failed already."""
+        self._keep_cause(room, cause)
+        self.update_status(room, KVPoll.Failed)
+
+    def end(self, room: int, handle: Send | Receive | None) -> None:
+        """Forgets a room that SGLang has cleared; aborts it if it has not ended."""
+        self._open.discard(room)
+        if handle is not None and not handle.state.finished:
+            with self.failure_lock:
+                cause = self.failure_records.get(room, "cleared by the scheduler")
+            handle.abort(cause)
+
+    def _keep_cause(self, room: int, cause: str) -> None:
+        """Records why a room failed; the first cause stays."""
+        with self.failure_lock:
+            self.failure_records.setdefault(room, cause)
+
+    def state_lists(self, state_indices: Any) -> list[Any]:
+        """Returns the item indices of each state component of the pool, from SGLang's list for each of its own."""
+        if not state_indices:
+            return []
+        lists = [state_indices[component] for component in self._components]
+        return [() if items is None else items for items in lists]
+
+    # ---- decode ----------------------------------------------------------------------------------------------------
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Looks up a prefill server; one that does not fit fails its requests, not this server's scheduler."""
+        try:
+            return bool(super().try_ensure_parallel_info(bootstrap_addr))
+        except (RuntimeError, AssertionError) as error:
+            logger.error("kvctl: prefill server %s: %s", bootstrap_addr, error)
+            return False
+
+    def known_instance(self, bootstrap_addr: str, dp_rank: int) -> str | None:
+        """Returns the registry of a prefill server's dp group if all of its ranks are connected."""
+        endpoint = self._instances.get((bootstrap_addr, dp_rank))
+        return endpoint if endpoint in self.agent.serving() else None
+
+    def use_instance(self, bootstrap_addr: str, dp_rank: int, endpoint: str) -> None:
+        """Connects to the registry of a prefill server's dp group, in place of that of its former process.
+
+        Raises:
+            ConfigError: the endpoint needs a key.
+        """
+        former = self._instances.get((bootstrap_addr, dp_rank))
+        if former == endpoint:
+            return
+        self.agent.connect(endpoint)
+        self._instances[bootstrap_addr, dp_rank] = endpoint
+        if former is not None:
+            self.agent.disconnect(former)
+            self.prefill_info_table.pop(bootstrap_addr, None)  # the new server may be laid out otherwise
+            self.try_ensure_parallel_info(bootstrap_addr)
+
+    def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
+        """Forgets a prefill server that does not answer, and fails its rooms; called by SGLang's heartbeat thread."""
+        super()._handle_node_failure(failed_bootstrap_addr)
+        for instance in [key for key in self._instances if key[0] == failed_bootstrap_addr]:
+            self.agent.disconnect(self._instances.pop(instance))
+
+    def refuse(self, room: int, endpoint: str | None) -> None:
+        """Ends a room for which SGLang has no pages yet, on the prefill ranks."""
+        if endpoint is not None:
+            handle = self.begin(room, partial(self.agent.receive, room, (), prefill=endpoint, prefill_only=True))
+            if handle is not None:
+                handle.abort("aborted by the decode engine before it had pages")
+
+    def hold(self, room: int, handle: Receive) -> None:
+        """Keeps the pages of an ended room from being reused until nothing writes to them (deferred release)."""
+        if self.enable_deferred_decode_kv_release:
+            self._draining[room] = handle
+
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
+        """Whether nothing writes to the pages of an ended room any more."""
+        handle = self._draining.get(bootstrap_room)
+        return handle is None or handle.released
+
+    def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
+        self._draining.pop(bootstrap_room, None)
+
+    def should_verify_kv_checksum(self, bootstrap_addr: str) -> bool:
+        """Whether SGLang's checksum of the prefill rank covers the bytes of this rank: only between equal TP sizes."""
+        info = self.prefill_info_table.get(bootstrap_addr)
+        return info is not None and info.attn_tp_size == self.attn_tp_size
+
+
+def _is_loopback(host: str) -> bool:
+    return host.startswith(_LOOPBACK)

@@ -1,0 +1,104 @@
+"""Entry point of the SGLang plugin: what it changes in SGLang, by the mode in the variable KVCTL_SGLANG.
+
+backend (default): `--disaggregation-transfer-backend kvctl` becomes a choice; nothing else changes. replace: the name
+`nixl` stands for kvctl as well. observe: SGLang's own backends are served on kvctl's admin socket. off: nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvctl_agent.integrations.sglang import versions
+
+logger = logging.getLogger("kvctl")
+
+VARIABLE = "KVCTL_SGLANG"
+MODES = ("backend", "replace", "observe", "off")
+BACKEND = "kvctl"
+
+
+def mode(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Returns the mode that the environment sets; None if its value is no mode."""
+    value = environ.get(VARIABLE, "").strip().lower() or MODES[0]
+    return value if value in MODES else None
+
+
+def load() -> None:
+    """Registers the plugin with SGLang; called by SGLang in each process.
+
+    It never raises: a plugin that does not fit, or fails, leaves SGLang as it is and says so in one line of the log.
+    """
+    chosen = mode()
+    if chosen is None:
+        logger.error(
+            "kvctl plugin not loaded: %s=%s is no mode; set one of %s",
+            VARIABLE,
+            os.environ.get(VARIABLE),
+            ", ".join(MODES),
+        )
+        return
+    if chosen == "off":
+        return
+    try:
+        difference = versions.mismatch()
+        if difference is not None:
+            logger.error("kvctl plugin not loaded, SGLang is unchanged: %s", difference)
+            return
+        if chosen == "observe":
+            from kvctl_agent.integrations.sglang import observe
+
+            observe.install()
+        else:
+            _add_backend(takeover=chosen == "replace")
+    except Exception as error:
+        logger.error("kvctl plugin not loaded: %s: %s", type(error).__name__, error)
+        return
+    logger.info("kvctl plugin loaded: mode %s, SGLang %s", chosen, versions.installed())
+
+
+def _add_backend(takeover: bool) -> None:
+    from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
+    from sglang.srt.disaggregation.utils import TransferBackend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    _add_member(TransferBackend)
+    add_disagg_transfer_backend_choices([BACKEND])
+    names = {BACKEND, "nixl"} if takeover else {BACKEND}
+
+    def kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
+        if transfer_backend.value in names:
+            from kvctl_agent.integrations.sglang.classes import CLASSES
+
+            return CLASSES.get(class_type.value) or original(transfer_backend, class_type)
+        return original(transfer_backend, class_type)
+
+    def with_facts(original: Callable[..., Any], queue: Any) -> Any:
+        if queue.transfer_backend.value not in names:
+            return original(queue)
+        from kvctl_agent.integrations.sglang.pools import announced
+
+        with announced(queue):
+            return original(queue)
+
+    disaggregation = "sglang.srt.disaggregation"
+    for target, hook in {
+        "utils.get_kv_class": kv_class,
+        "prefill.PrefillBootstrapQueue._init_kv_manager": with_facts,
+        "decode.DecodePreallocQueue._init_kv_manager": with_facts,
+    }.items():
+        HookRegistry.register(f"{disaggregation}.{target}", hook, HookType.AROUND)
+
+
+def _add_member(backends: Any) -> None:
+    """Makes `TransferBackend("kvctl")` return a member of its own; the enumeration has no extension point."""
+    member = object.__new__(backends)
+    member._name_, member._value_ = BACKEND.upper(), BACKEND
+    former = backends._missing_
+
+    def missing(cls: Any, value: object) -> Any:
+        return member if value == BACKEND else former(value)
+
+    backends._missing_ = classmethod(missing)

@@ -1,0 +1,92 @@
+"""KV receiver of the backend: a room on a decode rank, as SGLang's scheduler drives it."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+
+from kvctl_agent.errors import KvctlError
+from kvctl_agent.runtime.handles import Receive
+
+
+class KvctlKVReceiver(CommonKVReceiver):
+    """Receiver of one room: a `Receive` behind SGLang's interface, from `send_metadata` on."""
+
+    _handle: Receive | None = None
+    _endpoint: str | None = None  # of the registry of the room's prefill instance
+
+    def _setup_bootstrap_infos(self) -> None:
+        """Finds the registry of the room's prefill instance and connects to it; the room fails if there is none."""
+        manager, room, addr = self.kv_mgr, self.bootstrap_room, self.bootstrap_addr
+        self.bootstrap_infos: Any = None
+        self._endpoint = manager.known_instance(addr, self.prefill_dp_rank)
+        if self._endpoint is None:
+            # Also while the instance is not connected: a restarted server has another registry.
+            row = self._get_bootstrap_info_from_server(self.prefill_dp_rank, 0, 0, 0)
+            if row is None:
+                self._fail(f"the bootstrap server {addr} does not know dp rank {self.prefill_dp_rank}")
+                return
+            host, port = row["rank_ip"], row["rank_port"]
+            self._endpoint = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+            try:
+                manager.use_instance(addr, self.prefill_dp_rank, self._endpoint)
+            except KvctlError as error:
+                self._fail(f"prefill server {addr}, room {room}: {error}")
+                return
+        self.bootstrap_infos = [{"endpoint": self._endpoint}]
+
+    def _fail(self, cause: str) -> None:
+        self.kv_mgr.fail(self.bootstrap_room, cause)
+        self.conclude_state = KVPoll.Failed
+
+    def send_metadata(
+        self,
+        kv_indices: Any,
+        aux_index: int | None = None,
+        state_indices: Any = None,
+        decode_prefix_len: int | None = None,
+        destination: Any = KVTransferDestination.DEVICE,
+        device_kv_indices: Any = None,
+    ) -> None:
+        """Opens the room: passes the pages that receive the prompt after its cached prefix.
+
+        Args:
+            kv_indices: pages of this rank, int32 in host memory.
+            aux_index: row of the metadata buffers.
+            state_indices: for each of SGLang's state components the items of this rank.
+            decode_prefix_len: tokens of the prompt that are cached here.
+        """
+        if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
+            raise NotImplementedError("kvctl: host KV destinations are not supported")
+        if self.conclude_state is not None:
+            return
+        self._handle = self.kv_mgr.begin(
+            self.bootstrap_room,
+            partial(
+                self.kv_mgr.agent.receive,
+                self.bootstrap_room,
+                kv_indices,
+                prefill=self._endpoint,
+                prefix_tokens=decode_prefix_len or 0,
+                aux_index=aux_index,
+                state_indices=self.kv_mgr.state_lists(state_indices),
+            ),
+        )
+        self.init_time = time.time()
+
+    def _send_abort_notification(self, *, force_arm: bool = False) -> None:
+        """Ends the room on every rank."""
+        handle = self._handle
+        if handle is None:
+            self.kv_mgr.refuse(self.bootstrap_room, self._endpoint)
+        else:
+            handle.abort("aborted by the decode engine")
+            self.kv_mgr.hold(self.bootstrap_room, handle)
+
+    def _clear(self) -> None:
+        self.kv_mgr.end(self.bootstrap_room, self._handle)
+        super()._clear()

@@ -1,0 +1,76 @@
+"""KV sender of the backend: a room on a prefill rank, as SGLang's scheduler drives it."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import numpy as np
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVSender
+
+from kvctl_agent.errors import KvctlError
+
+
+class KvctlKVSender(CommonKVSender):
+    """Sender of one room: a `Send` behind SGLang's interface."""
+
+    curr_idx: int  # pages sent so far, counted from the end of the decode side's prefix
+    _early_send_wait_event: Any  # device event of the next pages
+    _transfer_start_time: float | None
+
+    def __init__(
+        self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
+    ) -> None:
+        """Begins to send the room; decode ranks may open it before or after."""
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
+        self._handle = None
+        if mgr.request_status.get(bootstrap_room) != KVPoll.Failed:  # such as one that was routed to the wrong dp rank
+            self._handle = mgr.begin(bootstrap_room, partial(mgr.agent.send, bootstrap_room))
+
+    def pop_decode_prefix_len(self) -> int:
+        """Returns the tokens of the prompt that the decode side has cached; valid once the room waits for input."""
+        return (self._handle and self._handle.prefix_tokens) or 0
+
+    def send(
+        self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: int | None = None, indices_event: Any = None
+    ) -> None:
+        """Sends the next pages of the prompt after the decode side's prefix; with the last ones aux row and state.
+
+        Args:
+            kv_indices: pages of this rank, int32 in host memory.
+            state_indices: with the last pages, for each of SGLang's state components the items of this rank.
+        """
+        handle = self._handle
+        if handle is None or self.conclude_state in (KVPoll.Success, KVPoll.Failed):
+            return
+        pages = np.asarray(kv_indices, np.int32)
+        if self.curr_idx == 0:
+            # SGLang counts pages from the end of the decode side's prefix, Send from the start of the prompt; the pages
+            # of the prefix are not read.
+            prefix = self.pop_decode_prefix_len() // self.kv_mgr.kv_args.page_size
+            pages = np.concatenate([np.zeros(prefix, np.int32), pages])
+        if self._transfer_start_time is None:
+            self._transfer_start_time = time.perf_counter()
+        self.curr_idx += len(kv_indices)
+        last = self.curr_idx == self.num_kv_indices
+        event, self._early_send_wait_event = self._early_send_wait_event, None
+        try:
+            handle.pages(pages, last=last, event=event)
+            if last:
+                handle.finish(self.aux_index, self.kv_mgr.state_lists(state_indices))
+        except KvctlError as error:
+            self.kv_mgr.fail(self.bootstrap_room, str(error))
+            handle.abort(str(error))
+        self._record_transfer_indices(kv_indices, state_indices)
+
+    def clear(self) -> None:
+        self.kv_mgr.end(self.bootstrap_room, self._handle)
+        super().clear()
+
+    def abort(self) -> None:
+        """Aborts the room on every rank, at the request of SGLang's client."""
+        super().abort()
+        if self._handle is not None:
+            self._handle.abort("aborted by the prefill engine")

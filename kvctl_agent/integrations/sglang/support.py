@@ -1,0 +1,39 @@
+"""What of SGLang this backend does not support: refused at start with the reason, and never silently wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel
+
+_INSTEAD = "use --disaggregation-transfer-backend nixl or mooncake (without KVCTL_SGLANG=replace)"
+
+
+def check_supported(args: Any, server_args: Any) -> None:
+    """Checks the options of the server and the kinds of its pools.
+
+    Raises:
+        ValueError: something is not supported; the text names all of it, and what to use instead.
+    """
+    parallel, disagg = get_parallel(), get_disagg()
+    refused = {
+        "--enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,
+        "layers split over context-parallel ranks (--enable-dsa-cache-layer-split)": (
+            parallel.enable_dsa_cache_layer_split
+        ),
+        "one group for CP and TP (--enable-cp-tp-group-sharing)": parallel.enable_cp_tp_group_sharing,
+        "decode context parallelism (--dcp-size)": parallel.attn_dcp_size > 1,
+        "SGLANG_DISAGG_STAGING_BUFFER (kvctl has staging of its own: KVCTL_STAGING)": (
+            envs.SGLANG_DISAGG_STAGING_BUFFER.get()
+        ),
+        "--disaggregation-decode-allocation-policy prefill_complete": (
+            disagg.disaggregation_decode_allocation_policy != "early"
+        ),
+        "HiSparse (--enable-hisparse)": getattr(server_args, "enable_hisparse", False),
+        "unified memory (--enable-unified-memory)": get_memory().enable_unified_memory,
+        "compressed KV of DeepSeek-V4": bool(getattr(args, "mla_compression_ratios", None) or args.kv_layout),
+    }
+    reasons = [what for what, is_on in refused.items() if is_on]
+    if reasons:
+        raise ValueError(f"kvctl's transfer backend does not support {', '.join(reasons)}: {_INSTEAD}")

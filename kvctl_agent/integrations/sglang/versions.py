@@ -1,0 +1,99 @@
+"""Versions of SGLang that the plugin supports, and the interfaces of SGLang that it relies on.
+
+`mismatch` compares them with the SGLang of this process before anything of it is changed, so that a release with other
+interfaces is left as it is.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import pkgutil
+import re
+from collections.abc import Mapping
+from typing import Any
+
+SUPPORTED: tuple[str, ...] = ("0.5.23",)
+"""Releases that the plugin was tested with; their post-releases count as the same."""
+
+_D = "sglang.srt.disaggregation"
+
+# Parameters of each function that the plugin calls, overrides or wraps, in order; for a class those of its constructor.
+INTERFACES: Mapping[str, tuple[str, ...]] = {
+    "sglang.srt.arg_groups.choices.add_disagg_transfer_backend_choices": ("iterable",),
+    "sglang.srt.plugins.hook_registry.HookRegistry.register": ("target", "hook", "hook_type", "source"),
+    f"{_D}.utils.get_kv_class": ("transfer_backend", "class_type"),
+    f"{_D}.prefill.PrefillBootstrapQueue._init_kv_manager": ("self",),
+    f"{_D}.decode.DecodePreallocQueue._init_kv_manager": ("self",),
+    f"{_D}.common.conn.CommonKVManager": ("args", "disaggregation_mode", "server_args", "is_mla_backend"),
+    f"{_D}.common.conn.CommonKVManager.register_to_bootstrap": ("self",),
+    f"{_D}.common.conn.CommonKVManager.update_status": ("self", "bootstrap_room", "status"),
+    f"{_D}.common.conn.CommonKVManager.try_ensure_parallel_info": ("self", "bootstrap_addr"),
+    f"{_D}.common.conn.CommonKVManager.is_abort_release_safe": ("self", "bootstrap_room", "required_acks"),
+    f"{_D}.common.conn.CommonKVManager.clear_deferred_abort_state": ("self", "bootstrap_room"),
+    f"{_D}.common.conn.CommonKVManager._start_heartbeat_checker_thread": ("self",),
+    f"{_D}.common.conn.CommonKVManager._handle_node_failure": ("self", "failed_bootstrap_addr"),
+    f"{_D}.common.conn.CommonKVSender": ("mgr", "bootstrap_addr", "bootstrap_room", "req_has_disagg_prefill_dp_rank"),
+    f"{_D}.common.conn.CommonKVSender.init": ("self", "num_kv_indices", "aux_index"),
+    f"{_D}.common.conn.CommonKVSender.send": (
+        "self",
+        "kv_indices",
+        "state_indices",
+        "num_kv_tokens",
+        "indices_event",
+    ),
+    f"{_D}.common.conn.CommonKVSender.pop_decode_prefix_len": ("self",),
+    f"{_D}.common.conn.CommonKVSender.clear": ("self",),
+    f"{_D}.common.conn.CommonKVSender.abort": ("self",),
+    f"{_D}.common.conn.CommonKVReceiver": ("mgr", "bootstrap_addr", "bootstrap_room"),
+    f"{_D}.common.conn.CommonKVReceiver.send_metadata": (
+        "self",
+        "kv_indices",
+        "aux_index",
+        "state_indices",
+        "decode_prefix_len",
+        "destination",
+        "device_kv_indices",
+    ),
+    f"{_D}.common.conn.CommonKVReceiver._setup_bootstrap_infos": ("self",),
+    f"{_D}.common.conn.CommonKVReceiver._send_abort_notification": ("self", "force_arm"),
+    f"{_D}.common.conn.CommonKVReceiver._get_bootstrap_info_from_server": (
+        "self",
+        "prefill_dp_rank",
+        "prefill_cp_rank",
+        "target_tp_rank",
+        "target_pp_rank",
+    ),
+    f"{_D}.common.conn.CommonKVReceiver._clear": ("self",),
+}
+
+
+def installed() -> str | None:
+    """Returns the version of the installed SGLang; None if there is none."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def mismatch(interfaces: Mapping[str, tuple[str, ...]] = INTERFACES) -> str | None:
+    """Returns the first difference between the installed SGLang and what the plugin supports, as text; None if none."""
+    version = installed()
+    if version is None or re.sub(r"\.post\d+$", "", version) not in SUPPORTED:
+        return f"SGLang {version} is not supported (supported: {', '.join(SUPPORTED)})"
+    for name, expected in interfaces.items():
+        try:
+            found = _parameters(pkgutil.resolve_name(name))
+        except (ImportError, AttributeError) as error:
+            return f"SGLang {version} has no {name} ({error})"
+        if found is not None and found != expected:
+            return f"SGLang {version}: {name} has parameters ({', '.join(found)}), expected ({', '.join(expected)})"
+    return None
+
+
+def _parameters(target: Any) -> tuple[str, ...] | None:
+    """Returns the names of a callable's parameters; None for a built-in without a signature."""
+    try:
+        return tuple(inspect.signature(target).parameters)
+    except ValueError:
+        return None
