@@ -7,6 +7,7 @@ lost; the scheduler's thread adds a room to the table and removes it.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from kvctl_agent.agent import Agent
 from kvctl_agent.contract.choices import ALL, RANK0
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import KvctlError
-from kvctl_agent.integrations.sglang import pools
+from kvctl_agent.integrations.sglang import plugin, pools, versions
 from kvctl_agent.integrations.sglang.support import check_supported
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime.handles import Receive, Send
@@ -109,6 +110,7 @@ class KvctlKVManager(CommonKVManager):
         ranks = {"dp": self._dp_rank, "pp": self.pp_rank, "cp": self.attn_cp_rank}
         label = "".join(f"-{axis}{ranks[axis]}" for axis, size in axes.items() if size > 1)
         name = f"{'prefill' if prefill else 'decode'}{label}-tp{self.attn_tp_rank}"
+        # Defaults for this engine, which the environment overrides.
         config: dict[str, Any] = {
             "cp_mode": ALL if envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.get() else RANK0,
             "bootstrap_timeout_s": float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
@@ -117,6 +119,7 @@ class KvctlKVManager(CommonKVManager):
         }
         if prefill:
             config["listen"] = self._address
+        config = {key: value for key, value in config.items() if f"KVCTL_{key.upper()}" not in os.environ}
         agent = Agent(
             role="prefill" if prefill else "decode",
             rank=rank,
@@ -125,6 +128,7 @@ class KvctlKVManager(CommonKVManager):
             bootstrap=registry,
             model=model,
             on_state=self.on_state,
+            integration={"engine": "sglang", "engine_version": versions.installed() or "", "mode": plugin.mode() or ""},
             **config,
         )
         settings = agent.settings

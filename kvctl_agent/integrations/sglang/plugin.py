@@ -7,6 +7,7 @@ backend (default): `--disaggregation-transfer-backend kvctl` becomes a choice; n
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,6 +19,7 @@ logger = logging.getLogger("kvctl")
 VARIABLE = "KVCTL_SGLANG"
 MODES = ("backend", "replace", "observe", "off")
 BACKEND = "kvctl"
+_RELEASE_TIMEOUT = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"
 
 
 def mode(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -81,7 +83,13 @@ def _add_backend(takeover: bool) -> None:
         from kvctl_agent.integrations.sglang.pools import announced
 
         with announced(queue):
-            return original(queue)
+            manager = original(queue)
+        transfers = getattr(queue, "transfer_queue", None)
+        if transfers is not None and _RELEASE_TIMEOUT not in os.environ:
+            # SGLang reuses the pages of a failed request after 30 s, even if a writer is still alive. The agent knows
+            # when none is, and refuses pages before.
+            transfers.deferred_kv_release_timeout = math.inf
+        return manager
 
     disaggregation = "sglang.srt.disaggregation"
     for target, hook in {
