@@ -24,6 +24,8 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import KvctlError
 from kvctl_agent.integrations.sglang import plugin, pools, versions
 from kvctl_agent.integrations.sglang.support import check_supported
+from kvctl_agent.layout.shape import ModelShape
+from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime.handles import Receive, Send
 
@@ -63,7 +65,7 @@ class KvctlKVManager(CommonKVManager):
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.server_socket.close(linger=0)  # of SGLang's own backends, open to other hosts; agents have their own
         if disaggregation_mode == DisaggregationMode.DECODE:
-            self.agent = self._start(None)
+            self.agent = self._start(self._geometry(), None)
             self._heartbeat = self._start_heartbeat_checker_thread()
         else:
             # Every cp rank takes part in every room; the agent's plan decides which of them send.
@@ -77,24 +79,29 @@ class KvctlKVManager(CommonKVManager):
         The first rank of each dp group serves the registry of a prefill instance, whose address is in its row there.
         The other ranks learn it by a collective call: the bootstrap server answers only when all ranks are registered.
         """
+        geometry = self._geometry()
         if self.attn_tp_rank == self.attn_cp_rank == self.pp_rank == 0:
-            self.agent = self._start(f"tcp://{self._address}:0")
+            self.agent = self._start(geometry, f"tcp://{self._address}:0")
             self.local_ip, self.rank_port = self._host, int(str(self.agent.bootstrap).rpartition(":")[2])
             self._gather((self._dp_rank, self.agent.bootstrap))
         else:
             endpoints = dict(self._gather((-1, None)))
-            self.agent = self._start(endpoints[self._dp_rank])
+            self.agent = self._start(geometry, endpoints[self._dp_rank])
         super().register_to_bootstrap()
 
-    def _start(self, registry: str | None) -> Agent:
+    def _geometry(self) -> tuple[KVPool, ModelShape | None, tuple[int, ...]]:
+        """Returns the rank's pool; with pipeline stages also the model's shape and the number of layers of each."""
+        pool, self._components = pools.pool_of(self.kv_args, self.attn_tp_size, mla=bool(self.is_mla_backend))
+        if self.pp_size == 1:
+            return pool, None, ()
+        shapes = dict(self._gather((self.pp_rank, pool.shape())))
+        stages = [shapes[stage] for stage in range(self.pp_size)]
+        return pool, pools.whole_model(stages), tuple(stage.num_layers for stage in stages)
+
+    def _start(self, geometry: tuple[KVPool, ModelShape | None, tuple[int, ...]], registry: str | None) -> Agent:
         """Creates and starts the agent of this rank; `registry` is that of its own prefill instance."""
         prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
-        pool, self._components = pools.pool_of(self.kv_args, self.attn_tp_size, mla=bool(self.is_mla_backend))
-        model, stages = None, ()
-        if self.pp_size > 1:
-            shapes = dict(self._gather((self.pp_rank, pool.shape())))
-            model = pools.whole_model([shapes[stage] for stage in range(self.pp_size)])
-            stages = tuple(shapes[stage].num_layers for stage in range(self.pp_size))
+        pool, model, stages = geometry
         rank = Rank(
             dp=0 if prefill else self._dp_rank,
             dp_size=1 if prefill else max(self.attn_dp_size, self.system_dp_size),
