@@ -33,6 +33,7 @@ logger = logging.getLogger("kvctl")
 
 _LOOPBACK = ("127.", "localhost", "::1")
 _CLOSE_S = 5.0
+_RING_MB = 1024
 
 _Room = TypeVar("_Room", Send, Receive)
 
@@ -122,6 +123,8 @@ class KvctlKVManager(CommonKVManager):
             "cp_mode": ALL if envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.get() else RANK0,
             "bootstrap_timeout_s": float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
             "waiting_timeout_s": float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
+            # A ring larger than the pool is never full, and SGLang leaves little memory on a GPU.
+            "staging_ring_mb": min(_RING_MB, max(1, pool.nbytes >> 20)),
             "name_suffix": f"{self._host}:{get_serving().port}",
         }
         if prefill:

@@ -6,11 +6,12 @@ tensor-parallel ranks in different ways, are separate components here that share
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from sglang.srt.disaggregation.base.conn import StateType
@@ -125,14 +126,12 @@ def whole_model(stages: Sequence[ModelShape]) -> ModelShape:
     """
     if any(stage.draft for stage in stages[:-1]):
         raise ValueError("kvctl: the draft model must be on the last pipeline stage")
-    first, states = 0, [replace(state, layers=()) for state in stages[0].states]
-    layers: list[list[int]] = [[] for _ in stages[-1].states]
-    for stage in stages:
-        for own, state in zip(layers, stage.states, strict=True):
-            own += [first + layer for layer in state.layers]
-        first += stage.num_layers
-    states = [replace(state, layers=tuple(own)) for own, state in zip(layers, stages[-1].states, strict=True)]
-    return replace(stages[-1], num_layers=first, states=tuple(states))
+    firsts = list(accumulate((stage.num_layers for stage in stages), initial=0))
+    states = []
+    for same in zip(*(stage.states for stage in stages), strict=True):  # one component, on each stage
+        layers = [first + layer for first, state in zip(firsts, same, strict=False) for layer in state.layers]
+        states.append(replace(same[0], layers=tuple(layers)))
+    return replace(stages[-1], num_layers=firsts[-1], states=tuple(states))
 
 
 def _whole_items(
@@ -262,7 +261,9 @@ def _kv_layers(args: Any, number: int, num_layers: int) -> list[int]:
     count = len(args.state_data_ptrs[number])
     ids, kv_ids = args.state_layer_ids[number], list(args.kv_layer_ids or ())[:num_layers]
     if ids and kv_ids:
-        # The next layer with KV: a model repeats a pattern that ends with attention, and stages hold whole patterns.
+        # Models repeat a pattern of layers that begins or ends with attention, and stages hold whole patterns.
+        if min(kv_ids) <= min(ids):
+            return [bisect_right(kv_ids, layer) - 1 for layer in ids]
         return [min(bisect_left(kv_ids, layer), num_layers - 1) for layer in ids]
     if count == num_layers:
         return list(range(count))
