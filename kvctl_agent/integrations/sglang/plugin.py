@@ -6,6 +6,7 @@ backend (default): `--disaggregation-transfer-backend kvctl` becomes a choice; n
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 import os
@@ -50,9 +51,7 @@ def load() -> None:
             logger.error("kvctl plugin not loaded, SGLang is unchanged: %s", difference)
             return
         if chosen == "observe":
-            from kvctl_agent.integrations.sglang import observe
-
-            observe.install()
+            importlib.import_module("kvctl_agent.integrations.sglang.observe").install()
         else:
             _add_backend(takeover=chosen == "replace")
     except Exception as error:
