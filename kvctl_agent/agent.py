@@ -237,10 +237,29 @@ class Agent:
             ConfigError: `prefill` is not an endpoint, or needs keys.
             LocalProtocolError: this is not a decode agent, or it is closed.
         """
-        if self.role != "decode":
-            raise LocalProtocolError(f"agent {self.name} ({self.role}) connects to no prefill instance")
+        self._check_connects()
         self._check_endpoint(prefill)
         self.parts.lifecycle.add_instance(prefill)
+
+    def disconnect(self, prefill: str) -> None:
+        """Decode: forgets a prefill instance that has ended or was replaced; returns without waiting.
+
+        Rooms that are open there fail with code KV_PEER_LOST. Memory that a rank of the instance may still write stays
+        quarantined until the rank has drained or is proven to have ended. Does nothing if the instance is unknown. A
+        later `connect`, or `receive` with this endpoint, connects again.
+
+        Args:
+            prefill: endpoint of the instance's registry.
+
+        Raises:
+            LocalProtocolError: this is not a decode agent, or it is closed.
+        """
+        self._check_connects()
+        self.parts.lifecycle.remove_instance(prefill)
+
+    def _check_connects(self) -> None:
+        if self.role != "decode":
+            raise LocalProtocolError(f"agent {self.name} ({self.role}) connects to no prefill instance")
 
     def wait_ready(self, timeout: float) -> None:
         """Waits until the rank is registered (prefill) or connected to every rank of its prefill instances (decode).

@@ -170,6 +170,18 @@ class RenewRooms(Event, frozen=True):
     rooms: tuple[int, ...]
 
 
+class ConnectInstance(Event, frozen=True):
+    """Decode engine: connect to the ranks of the prefill instance whose registry is at this address."""
+
+    instance: str
+
+
+class DisconnectInstance(Event, frozen=True):
+    """Decode engine: this prefill instance has ended or was replaced, so fail its rooms and forget it."""
+
+    instance: str
+
+
 class AbortRoom(Event, frozen=True):
     """The engine or an operator aborts the room; an operator's request has a nonzero `ticket` and is answered."""
 
@@ -333,6 +345,12 @@ class ForgetPeer(Action, frozen=True):
 
 class FindInstance(Action, frozen=True):
     """Look up the ranks of a prefill instance at its registry; RosterKnown follows once it is complete."""
+
+    instance: str
+
+
+class ForgetInstance(Action, frozen=True):
+    """Close the connection to the registry of a prefill instance."""
 
     instance: str
 

@@ -50,6 +50,7 @@ ACTIONS: dict[type, str] = {
     ev.DropPeer: "-",
     ev.ForgetPeer: "f",
     ev.FindInstance: "?",
+    ev.ForgetInstance: "g",
     ev.Answered: "a",
 }
 """Letters of the actions in an outcome; a replay compares outcomes to detect that it diverges."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections import deque
 from collections.abc import Iterator, Set
 from typing import Any
 
@@ -128,17 +127,18 @@ class Registries:
         self.request: registry.Request = request
         self._keys = keys
         self._clients: dict[str, RegistryClient] = {}
-        self._added: deque[str] = deque()
         self.changes = 0
-
-    def add(self, endpoint: str) -> None:
-        """Makes the next `turn` add a client of the registry at `endpoint`; any thread may call this method."""
-        self._added.append(endpoint)
 
     def ask(self, endpoint: str) -> None:
         """Adds a client of the registry at `endpoint`, unless there is one."""
         if endpoint not in self._clients:
             self._clients[endpoint] = RegistryClient(self._context, endpoint, self.request, self._keys)
+            self.changes += 1
+
+    def forget(self, endpoint: str) -> None:
+        """Closes the client of the registry at `endpoint`, if there is one."""
+        if (client := self._clients.pop(endpoint, None)) is not None:
+            client.close()
             self.changes += 1
 
     def roster(self, endpoint: str) -> registry.Roster | None:
@@ -161,8 +161,6 @@ class Registries:
             ready: sockets that are readable.
             now_ns: monotonic time.
         """
-        while self._added:
-            self.ask(self._added.popleft())
         for endpoint, client in list(self._clients.items()):
             if (client.socket in ready or now_ns >= client.due_ns) and client.turn(now_ns):
                 yield endpoint

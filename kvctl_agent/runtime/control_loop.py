@@ -228,6 +228,7 @@ class ControlLoop:
             ev.DropPeer: self._drop_peer,
             ev.ForgetPeer: self._forget_peer,
             ev.FindInstance: self._find_instance,
+            ev.ForgetInstance: lambda action: registries.forget(action.instance),
             ev.StateChanged: handles.change_state,
             ev.Released: handles.release,
             ev.Recalled: handles.end_recall,

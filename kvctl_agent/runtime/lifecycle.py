@@ -116,7 +116,7 @@ class Lifecycle:
             self._mailbox.put(ev.Drain(False))
 
     def add_instance(self, endpoint: str) -> None:
-        """Decode: adds the registry of a prefill instance, and looks it up if the agent has been started.
+        """Decode: adds a prefill instance, and looks it up at its registry if the agent has been started.
 
         Raises:
             LocalProtocolError: the agent is closed.
@@ -128,7 +128,20 @@ class Lifecycle:
                 raise LocalProtocolError(f"agent {self._name} is closed")
             if endpoint not in self.instances:
                 self.instances = (*self.instances, endpoint)
-        self._registries.add(endpoint)
+                self._mailbox.put(ev.ConnectInstance(endpoint))
+
+    def remove_instance(self, endpoint: str) -> None:
+        """Decode: forgets a prefill instance; does nothing if the agent does not know it.
+
+        Raises:
+            LocalProtocolError: the agent is closed.
+        """
+        with self._changing:
+            if self.state == "closed":
+                raise LocalProtocolError(f"agent {self._name} is closed")
+            if endpoint in self.instances:
+                self.instances = tuple(instance for instance in self.instances if instance != endpoint)
+                self._mailbox.put(ev.DisconnectInstance(endpoint))
 
     def rosters(self) -> list[tuple[str, Roster]]:
         """Returns the endpoint and the last answer of each registry; none before the agent is started."""

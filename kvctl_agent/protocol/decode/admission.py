@@ -71,15 +71,19 @@ class RecvAdmission:
         if clash := self.state.clashes.get(event.instance):
             self.rooms.fail(room, context.failure("KV_COMPAT_MISMATCH", clash))
             return
-        if event.instance not in self.state.rosters:
-            self.state.rosters[event.instance] = ()
-            context.actions.append(ev.FindInstance(event.instance))
+        self.find(event.instance)
         for name in self.state.rosters[event.instance]:
             peer = context.peers[name]
             if peer.state is PeerState.REFUSED:
                 self.fail_waiting(event.instance, context.failure("KV_COMPAT_MISMATCH", peer.refusal))
                 return
         self._open(room)
+
+    def find(self, instance: str) -> None:
+        """Looks a prefill instance up, unless that was done before."""
+        if instance not in self.state.rosters:
+            self.state.rosters[instance] = ()
+            self.context.actions.append(ev.FindInstance(instance))
 
     def open_waiting(self) -> None:
         """Opens the waiting rooms whose prefill instance is ready now."""
@@ -208,12 +212,25 @@ class Instances:
 
     def on_renew_rooms(self, event: ev.RenewRooms) -> None:
         """Sends RoomRenew to the ready ranks of an instance; looks the instance up if it is not known yet."""
-        if event.instance not in self.state.rosters:
-            self.state.rosters[event.instance] = ()
-            self.context.actions.append(ev.FindInstance(event.instance))
+        self.admission.find(event.instance)
         for name in self.state.rosters[event.instance]:
             if self.context.is_ready(name):
                 self.context.send(name, msg.RoomRenew(list(event.rooms)))
+
+    def on_connect_instance(self, event: ev.ConnectInstance) -> None:
+        self.admission.find(event.instance)
+
+    def on_disconnect_instance(self, event: ev.DisconnectInstance) -> None:
+        """Fails the rooms of an instance, and forgets its roster, and its ranks once no room waits for their writes."""
+        for room in list(self.state.rooms.values()):
+            if room.instance == event.instance:
+                text = f"room {room.room}: its prefill instance at {event.instance} was disconnected by the engine"
+                self.rooms.fail(room, self.context.failure("KV_PEER_LOST", text))
+        for known in (self.state.rosters, self.state.absent_ranks, self.state.clashes):
+            known.pop(event.instance, None)
+        self.context.actions.append(ev.ForgetInstance(event.instance))
+        self.forget_departed()
+        self.retry_clashes()  # the instance may have used the rank names of its successor
 
     def on_roster_missing(self, event: ev.RosterMissing) -> None:
         self.state.absent_ranks[event.instance] = event.text
@@ -235,11 +252,11 @@ class Instances:
         """Sends Hello, when due, to ranks that are not ready, have not answered or have registered a new incarnation.
 
         Hello is due again after `resend_ns`, or `suspect_ns` for a refused rank, so that a restarted rank is noticed
-        early.
+        early. A lost rank that is on no roster any more gets it while a room waits for its writes: if it still runs, it
+        is then asked to drain.
         """
         context, timing = self.context, self.context.timing
-        for name in [name for roster in self.state.rosters.values() for name in roster]:
-            peer = context.peers[name]
+        for name, peer in context.peers.items():
             unanswered = peer.hello_due_ns > 0  # also when the peer is heard again: it may have failed rooms
             replaced = peer.registered not in (0, peer.incarnation)
             if (peer.state is not PeerState.READY or unanswered or replaced) and context.now_ns >= peer.hello_due_ns:
@@ -248,7 +265,7 @@ class Instances:
                 context.send(name, msg.Hello(msg.PROTOCOL_VERSION, context.local.peer_info()))
 
     def retry_clashes(self) -> None:
-        """Looks up again the instances that share a rank name with another instance; called when a peer is lost."""
+        """Looks up again the instances that share a rank name with another one, which may not use the name any more."""
         for instance in self.state.clashes:
             self.context.actions.append(ev.FindInstance(instance))
 
@@ -315,7 +332,9 @@ class Instances:
 
     def _mismatch_with_roster(self, name: str, info: msg.PeerInfo) -> str:
         """Returns how the sizes and unique rank in a peer's info differ from the roster, as text; "" if they agree."""
-        roster = self.state.rosters.get(self._instance_of(name), ())
+        if not (instance := self._instance_of(name)):
+            return ""  # the rank has left its instance, and only has to drain
+        roster = self.state.rosters[instance]
         if prod(info.sizes) != len(roster):
             return f"{len(roster)} ranks on the roster ≠ {prod(info.sizes)} by its sizes"
         if name not in roster or roster.index(name) != info.unique_rank:

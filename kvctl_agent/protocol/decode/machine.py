@@ -37,6 +37,8 @@ class DecodeMachine(Machine):
             ev.OpenRoom: admission.on_open_room,
             ev.Recall: rooms.on_recall,
             ev.RenewRooms: instances.on_renew_rooms,
+            ev.ConnectInstance: instances.on_connect_instance,
+            ev.DisconnectInstance: instances.on_disconnect_instance,
             ev.AbortRoom: self.on_abort_room,
             # the control channel and the registry
             ev.Received: self.on_received,
@@ -81,9 +83,9 @@ class DecodeMachine(Machine):
     def on_tick(self, event: ev.Tick) -> None:
         self._sessions.check()
         self.state.tombstones.expire(self._context.now_ns)
-        self._instances.send_hello()
         self._reclaim.forget_former()
         self._instances.forget_departed()
+        self._instances.send_hello()
         self._rooms.check()
         self._grants.unblock()
 

@@ -101,12 +101,18 @@ class Worker:
     def ready(self, timeout: float) -> None:
         self.agent.wait_ready(timeout)
 
-    def receive(self, rooms: list[int]) -> None:
+    def receive(self, rooms: list[int], prefill: str | None = None) -> None:
         """Opens rooms; each room number has its own pages in the pool."""
         for room in rooms:
             slot = room % (PAGES // ROOM_PAGES) * ROOM_PAGES
             self.pages[room] = np.arange(slot, slot + ROOM_PAGES)[::-1]
-            self.rooms[room] = self.agent.receive(room, self.pages[room])
+            self.rooms[room] = self.agent.receive(room, self.pages[room], prefill=prefill)
+
+    def disconnect(self, prefill: str) -> None:
+        self.agent.disconnect(prefill)
+
+    def serving(self) -> list[str]:
+        return self.agent.serving()
 
     def claim(self, rooms: list[int]) -> None:
         for room in rooms:

@@ -113,3 +113,41 @@ def test_an_instance_that_is_not_there_leaves_the_others_usable(make_fleet: Any,
     assert decode.serving() == [fleet.bootstrap]
     fleet.run(7, 4)
     fleet.check()
+
+
+def test_disconnect_forgets_an_instance_and_connect_finds_it_again(make_fleet: Any) -> None:
+    fleet = make_fleet(prefill=(1, 2)).start()
+    (decode,) = fleet.decode
+    fleet.run(7, 8)
+    room = fleet.claim(fleet.receive(fleet.room(8, 4)))
+    decode.disconnect(fleet.bootstrap)
+    assert (decode.bootstrap, decode.waiting_for()) == (None, NONE_KNOWN)
+    assert room.wait() == {RoomState.FAILED}
+    assert room.receives["decode-0"].error["text"] == (
+        f"room 8: its prefill instance at {fleet.bootstrap} was disconnected by the engine"
+    )
+    fleet.settle()
+    deadline = time.monotonic() + 60
+    while decode.observe.peers():
+        assert time.monotonic() < deadline, decode.observe.peers()
+        time.sleep(0.01)
+    assert (decode.serving(), decode.observe.bootstrap()) == ([], [])
+    assert not decode.parts.control._registries.sockets()
+    decode.disconnect(fleet.bootstrap)  # nothing changes
+    fleet.recycle(room)
+    decode.connect(fleet.bootstrap)
+    decode.wait_ready(60)
+    fleet.run(9, 8)
+    fleet.check(but=(room,))
+
+
+def test_wrong_calls_of_disconnect(make_fleet: Any) -> None:
+    fleet = make_fleet(prefill=(1, 1)).start()
+    with pytest.raises(LocalProtocolError, match=r"agent prefill-0 \(prefill\) connects to no prefill instance"):
+        fleet.prefill[0].disconnect(fleet.bootstrap)
+    decode = fleet.decode[0]
+    decode.disconnect("ipc:///tmp/kvctl-nobody")
+    assert decode.serving() == [fleet.bootstrap]
+    decode.close()
+    with pytest.raises(LocalProtocolError, match="agent decode-0 is closed"):
+        decode.disconnect(fleet.bootstrap)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,3 +110,39 @@ def test_a_second_decode_rank_of_a_name_is_refused_and_the_first_is_served(launc
         rank.ask("feed", rooms=LATER)
     assert {row["state"] for row in states(twin, LATER).values()} == {"SUCCESS"}
     assert twin.ask("verify", rooms=LATER) == []
+
+
+@pytest.mark.parametrize("noticed", [False, True])
+def test_a_prefill_instance_that_restarts_at_another_registry(make_cluster: Any, noticed: bool) -> None:
+    """As with a registry on a random port: the engine learns the new endpoint and disconnects the former one."""
+    cluster = make_cluster(prefill=2, decode=1).start()
+    former, successor = cluster.bootstrap, f"{cluster.bootstrap}-2"
+    decode = cluster.ranks["decode-0"]
+    open_rooms, rooms = [1, 2, 3], [11, 12, 13]
+    cluster.receive(open_rooms)
+    cluster.all("claim", "prefill", rooms=open_rooms)
+    cluster.all("known", "prefill", rooms=open_rooms)
+    for rank in cluster.of("prefill"):
+        rank.kill()
+    if noticed:
+        decode.ask("wait", rooms=open_rooms, timeout=60)
+    cluster.bootstrap = successor
+    for number in range(2):
+        cluster.launch("prefill", number).ask("start")
+    decode.ask("disconnect", prefill=former)
+    decode.ask("receive", rooms=rooms, prefill=successor)
+    cluster.all("claim", "prefill", rooms=rooms)
+    cluster.all("feed", "prefill", rooms=rooms)
+    answer = decode.ask("wait", rooms=rooms, timeout=60)
+    assert {room["state"] for room in answer["rooms"].values()} == {"SUCCESS"}, answer
+    assert decode.ask("verify", rooms=rooms) == []
+    failed = decode.ask("wait", rooms=open_rooms, timeout=60)["rooms"].values()
+    assert {room["error"]["code"] for room in failed} == {"KV_PEER_LOST"}
+    assert (decode.ask("serving"), decode.ask("waiting")) == ([successor], None)
+    assert decode.ask("peers") == {"prefill-0": "ready", "prefill-1": "ready"}
+    deadline = time.monotonic() + 60
+    while not all(room["released"] for room in decode.ask("wait", rooms=open_rooms, timeout=0)["rooms"].values()):
+        assert time.monotonic() < deadline, "the processes have ended, so nothing of them is in flight"
+        time.sleep(0.02)
+    assert decode.ask("quarantined") == 0
+    Path(former.removeprefix("ipc://")).unlink()  # of the killed ranks

@@ -5,7 +5,8 @@ from __future__ import annotations
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
-from tests.support.protocol.simulation import SECOND, World, registry
+from kvctl_agent.protocol.peer import PeerState
+from tests.support.protocol.simulation import SECOND, Instance, World, registry
 
 
 def replace(world: World, life: int) -> tuple[str, ...]:
@@ -50,3 +51,89 @@ def test_it_is_kept_while_a_room_still_waits_for_it() -> None:
     pass_time(world, 2)
     assert not world.d().rooms
     assert set(world.d().peers) == {"prefill-2", "prefill-3"}
+
+
+class TestDisconnect:
+    """The engine says that an instance has ended or was replaced."""
+
+    def test_its_rooms_fail_and_its_ranks_are_forgotten_once_they_have_drained(self) -> None:
+        world = World(ParallelConfig(tp=2), ParallelConfig(), others=[Instance(ParallelConfig())])
+        world.connect()
+        own, other = world.receive(7, 4), world.receive(8, 4, instance=1)
+        world.send(7, 4, ranks=[0])
+        world.flush()
+        world.feed("decode-0", ev.DisconnectInstance(registry(0)))
+        assert own.failure["code"] == "KV_PEER_LOST"
+        assert own.failure["text"] == "room 7: its prefill instance at registry-0 was disconnected by the engine"
+        assert set(world.d().peers) == {"prefill-0", "prefill-1", "p1-prefill-0"}, "they are asked to drain"
+        assert (world.d().roster(registry(0)), world.d().missing_peers) == ((), [])
+        pass_time(world, 2)
+        assert (own.released, set(world.d().peers)) == (True, {"p1-prefill-0"})
+        assert world.sent["prefill-0", 7] is RoomState.FAILED
+        world.send(8, 4, instance=1)
+        world.settle()
+        assert other.state is RoomState.SUCCESS
+        world.check_empty()
+
+    def test_the_same_instance_may_be_connected_again(self) -> None:
+        world = World(ParallelConfig(tp=2), ParallelConfig())
+        world.connect()
+        world.feed("decode-0", ev.DisconnectInstance(registry(0)))
+        assert not world.d().peers
+        world.feed("decode-0", ev.ConnectInstance(registry(0)))
+        world.flush()
+        assert world.d().missing_peers == []
+        room = world.receive(7, 4)
+        world.send(7, 4)
+        world.settle()
+        assert room.state is RoomState.SUCCESS
+
+    def test_memory_that_a_lost_rank_may_still_write_stays_quarantined(self) -> None:
+        world = World(ParallelConfig(tp=2), ParallelConfig())
+        world.connect()
+        room = world.receive(7, 4)
+        world.flush()
+        world.paused |= {"prefill-0", "prefill-1"}
+        pass_time(world, 20)
+        held = world.d().quarantined_bytes
+        assert held > 0
+        world.feed("decode-0", ev.DisconnectInstance(registry(0)))
+        pass_time(world, 20)
+        assert (world.d().quarantined_bytes, room.released) == (held, False)
+        for name in ("prefill-0", "prefill-1"):
+            world.feed("decode-0", ev.PeerDead(name, world.d().peers[name].incarnation, "process has ended"))
+        pass_time(world, 1)
+        assert (world.d().quarantined_bytes, room.released, world.d().peers) == (0, True, {})
+
+    def test_a_lost_rank_that_still_runs_is_asked_to_drain_when_it_answers_again(self) -> None:
+        world = World(ParallelConfig(tp=2), ParallelConfig())
+        world.connect()
+        room = world.receive(7, 4)
+        world.flush()
+        world.paused |= {"prefill-0", "prefill-1"}
+        pass_time(world, 20)
+        world.feed("decode-0", ev.DisconnectInstance(registry(0)))
+        pass_time(world, 20)
+        assert not room.released
+        world.paused.clear()
+        pass_time(world, 3)
+        assert (room.released, world.d().peers) == (True, {})
+
+    def test_lost_ranks_that_no_room_waits_for_are_forgotten_at_once(self) -> None:
+        world = World(ParallelConfig(tp=2), ParallelConfig())
+        world.connect()
+        world.paused |= {"prefill-0", "prefill-1"}
+        pass_time(world, 20)
+        assert world.d().peers["prefill-0"].state is PeerState.LOST
+        world.feed("decode-0", ev.DisconnectInstance(registry(0)))
+        assert not world.d().peers
+
+    def test_its_rank_names_are_free_for_its_successor(self) -> None:
+        world = World(ParallelConfig(), ParallelConfig(), others=[Instance(ParallelConfig())])
+        world.connect()
+        world.feed("decode-0", ev.RosterKnown(registry(1), ("prefill-0",)))
+        assert world.receive(7, 4, instance=1).failure["code"] == "KV_COMPAT_MISMATCH"
+        actions = world.d().handle(ev.DisconnectInstance(registry(0)), world.now_ns)
+        assert ev.FindInstance(registry(1)) in actions
+        world.feed("decode-0", ev.RosterKnown(registry(1), ("prefill-0",)))
+        assert world.d().roster(registry(1)) == ("prefill-0",)

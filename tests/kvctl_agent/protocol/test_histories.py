@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.decode.rooms import RecvRoom
 from kvctl_agent.protocol.peer import CancelToken
 from kvctl_agent.protocol.prefill.send_room import ComputedPages, PeerTransfer
 from tests.support.protocol.scenarios import open_and_compute, preempt, reopen, world
-from tests.support.protocol.simulation import SECOND, Broken, World
+from tests.support.protocol.simulation import SECOND, Broken, World, registry
 
 
 def history(dice: random.Random, *, answers: float = 1.0) -> tuple[World, list[int]]:
@@ -79,7 +80,10 @@ def harm(world: World, dice: random.Random, rooms: list[int], loss: float, copie
     """Something goes wrong."""
     name, room = dice.choice(list(world.machines)), dice.choice(rooms)
     what = dice.choice(
-        ["abort", "restart", "restart unproven", "dead for a while", "engine error", "deaf", "stopped", "preempt"]
+        [
+            *("abort", "restart", "restart unproven", "dead for a while", "engine error", "deaf", "stopped", "preempt"),
+            "disconnect",
+        ]
     )
     if what == "preempt":
         preempt(world, dice, 1)
@@ -101,6 +105,14 @@ def harm(world: World, dice: random.Random, rooms: list[int], loss: float, copie
             order, text = write.order, "the wire broke"
             failed = ev.PartFailed(order.peer, order.room, order.nonce, order.kind, order.key, "BROKEN", text, True)
             world.feed(write.writer, failed)
+    elif what == "disconnect":
+        instance = registry(dice.randrange(len(world.instances)))
+        readers = [name for name, machine in world.machines.items() if isinstance(machine, DecodeMachine)]
+        for reader in readers:
+            world.feed(reader, ev.DisconnectInstance(instance))
+            world.stir(dice, dice.choice([0, 5, 50]), loss=loss, copies=copies)
+        for reader in readers if dice.random() < 0.5 else ():
+            world.feed(reader, ev.ConnectInstance(instance))
     elif what == "deaf":
         world.stir(dice, 200, loss=0.9, delay=0.3)
     else:

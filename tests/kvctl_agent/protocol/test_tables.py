@@ -47,6 +47,8 @@ OF_PREFILL = {
 OF_DECODE = {
     ev.OpenRoom,
     ev.RenewRooms,
+    ev.ConnectInstance,
+    ev.DisconnectInstance,
     ev.Arrived,
     ev.Scattered,
     ev.ScatterFailed,
