@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup bench test pytest check explore docs clean soak quiet man fuzz peer side-by-side
+.PHONY: help setup bench test pytest check explore docs clean soak quiet man fuzz peer side-by-side test-sglang
 
 # Tests and benchmarks start hundreds of Python processes: without bytecode each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
@@ -38,6 +38,11 @@ SEED ?= $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
 # Of `make side-by-side`: the folder outside the checkout where `make peer` installs SGLang's side; options of the script.
 PEER ?= $(HOME)/.cache/kvctl-peer
 SIDE_BY_SIDE_ARGS ?=
+
+# Of `make test-sglang`: the venv of the SGLang servers, and the modes of the plugin in which they run, one after another.
+SGLANG_VENV ?= .sglang
+SGLANG_MODES ?= nixl kvctl replace observe
+SGLANG_STAMP := $(SGLANG_VENV)/.setup-done
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,6 +81,21 @@ test: check pytest  ## check, then all tests (PYTEST_ARGS="-k ring" picks some)
 pytest: $(TOOLS_STAMP)
 	@echo "test: pytest, $(WORKERS) workers"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-sglang: $(STAMP) $(SGLANG_STAMP)  ## real SGLang servers on the CPU, in a venv of 3 GB: tokens, prefix caches, killed servers
+	@echo "test-sglang: $(SGLANG_MODES)"
+	@SGLANG_VENV="$(abspath $(SGLANG_VENV))" SGLANG_MODES="$(SGLANG_MODES)" $(BIN)/python -m pytest -v -s \
+		--timeout 1200 -o faulthandler_timeout=1300 $(PYTEST_ARGS) tests/sglang_servers
+
+# torch first, as above; the other packages without their requirements, some of which have wheels for CUDA only.
+$(SGLANG_STAMP): tests/sglang_servers/requirements.txt pyproject.toml
+	@rm -f $@
+	@echo "test-sglang: making $(SGLANG_VENV)"
+	@[[ -x $(SGLANG_VENV)/bin/python ]] || $(PYTHON) -m venv $(SGLANG_VENV)
+	@$(SGLANG_VENV)/bin/python -m pip -qq --disable-pip-version-check --no-input install $(TORCH)
+	@$(SGLANG_VENV)/bin/python -m pip -qq --disable-pip-version-check --no-input install --no-deps -r $<
+	@$(SGLANG_VENV)/bin/python -m pip -qq --disable-pip-version-check --no-input install --no-deps -e .
+	@touch $@
 
 check: $(STAMP)  ## format, lint, types, and who may import whom
 	@echo "check: ruff format"

@@ -25,6 +25,9 @@ import hypothesis
 import pytest
 import zmq
 
+# Minutes of real servers: `make test-sglang` runs them.
+collect_ignore = ["sglang_servers"]
+
 # Nothing in a test may reach for a model hub, whatever the machine allows.
 os.environ["HF_HUB_OFFLINE"] = "1"
 

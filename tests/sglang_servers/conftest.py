@@ -1,0 +1,152 @@
+"""Fleets of real SGLang servers, one for each mode in turn, and the tokens of an undivided server."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.sglang_servers.checkpoint import write_checkpoint
+from tests.sglang_servers.servers import Fleet, Prefill, Process, Tokens, generation, post
+
+# What SGLang gets as --disaggregation-transfer-backend and as KVCTL_SGLANG.
+MODES = {
+    "nixl": ("nixl", "off"),
+    "kvctl": ("kvctl", "backend"),
+    "replace": ("nixl", "replace"),
+    "observe": ("nixl", "observe"),
+}
+# Prompts that are longer than this are prefilled in chunks.
+CHUNK_TOKENS = 64
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> None:
+    """Servers outlive the test that starts them again."""
+
+
+@pytest.fixture(autouse=True)
+def socket_dir() -> None:
+    """The directory of admin sockets belongs to the fleet."""
+
+
+@pytest.fixture(scope="session")
+def venv() -> Path:
+    """Where SGLang is installed."""
+    return Path(os.environ["SGLANG_VENV"])
+
+
+@pytest.fixture(scope="session")
+def folder() -> Iterator[Path]:
+    """Checkpoint, logs and admin sockets; short enough for sun_path."""
+    path = Path(tempfile.mkdtemp(prefix="kv-sglang-", dir="/tmp"))
+    print(f"logs: {path}")
+    return path
+
+
+@pytest.fixture(scope="session")
+def model(folder: Path) -> Path:
+    write_checkpoint(folder / "model")
+    return folder / "model"
+
+
+class Undivided:
+    """The server that does prefill and decode; it is asked once for each prompt."""
+
+    def __init__(self, server: Process) -> None:
+        self._server = server
+        self._known: dict[tuple[tuple[int, ...], int], Tokens] = {}
+
+    def tokens(self, prompt: Tokens, new_tokens: int = 16) -> Tokens:
+        key = (tuple(prompt), new_tokens)
+        if key not in self._known:
+            reply = post(f"{self._server.url}/generate", generation(prompt, new_tokens))
+            self._known[key] = reply["output_ids"]
+        return self._known[key]
+
+
+@pytest.fixture(scope="session")
+def undivided(venv: Path, model: Path, folder: Path) -> Iterator[Undivided]:
+    fleet = Fleet(venv, model, folder, {"KVCTL_SGLANG": "off"})
+    server = fleet.server("undivided")
+    with fleet:
+        yield Undivided(server)
+
+
+@dataclass(frozen=True)
+class Servers:
+    """A fleet in one mode. The names of servers are their parallel sizes."""
+
+    mode: str
+    fleet: Fleet
+    socket_dir: Path
+    prefills: dict[str, Prefill]
+    decodes: dict[str, Process]
+    router: Process
+
+    def pair(self, name: str) -> tuple[Prefill, Process]:
+        """Returns the servers of a pair such as tp2-tp1."""
+        prefill, decode = name.split("-")
+        return self.prefills[prefill], self.decodes[decode]
+
+
+# Flags of the servers of each size: chunked prefill and the radix cache of decode where they cost no server more.
+PREFILLS = {
+    "tp1": ("--chunked-prefill-size", str(CHUNK_TOKENS)),
+    "tp2": ("--tp-size", "2"),
+    "dp2": ("--dp-size", "2"),
+}
+DECODES = {
+    "tp1": ("--disaggregation-decode-enable-radix-cache",),
+    "tp2": ("--tp-size", "2"),
+    "dp2": ("--dp-size", "2"),
+}
+# Prefill and decode servers of the fleets. Few at a time: the threads of an idle rank wake a thousand times a second.
+FLEETS = {
+    "tp1,tp2-tp1": (("tp1", "tp2"), ("tp1",)),
+    "tp1-tp2,dp2": (("tp1",), ("tp2", "dp2")),
+    "dp2-tp1": (("dp2",), ("tp1",)),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Orders the tests so that each fleet starts once; those that kill its servers come last."""
+
+    def order(item: pytest.Item) -> tuple[int, int, bool]:
+        parameters = item.callspec.params
+        fleet = [*FLEETS].index(parameters["servers"])
+        return [*MODES].index(parameters["mode"]), fleet, item.path.stem == "test_faults"
+
+    items.sort(key=order)
+
+
+@pytest.fixture(scope="session", params=os.environ.get("SGLANG_MODES", " ".join(MODES)).split())
+def mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def servers(
+    request: pytest.FixtureRequest, mode: str, venv: Path, model: Path, folder: Path, undivided: Undivided
+) -> Iterator[Servers]:
+    """The fleet that a test names as its parameter; it serves all tests that name it, one after another."""
+    backend, plugin = MODES[mode]
+    at = folder / f"{mode}-{request.param}"
+    (at / "sockets").mkdir(parents=True)
+    environment = {"KVCTL_SGLANG": plugin, "KVCTL_SOCKET_DIR": str(at / "sockets")}
+    fleet = Fleet(venv, model, at, environment)
+    prefills, decodes = FLEETS[request.param]
+    running = Servers(
+        mode,
+        fleet,
+        at / "sockets",
+        {size: fleet.prefill(f"prefill-{size}", backend, *PREFILLS[size]) for size in prefills},
+        {size: fleet.decode(f"decode-{size}", backend, *DECODES[size]) for size in decodes},
+        fleet.router("router"),
+    )
+    with fleet:
+        yield running

@@ -1,0 +1,5 @@
+"""SGLang's Llama."""
+
+from sglang.srt.models.llama import LlamaForCausalLM
+
+EntryClass = LlamaForCausalLM

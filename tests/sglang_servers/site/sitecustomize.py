@@ -1,0 +1,103 @@
+"""Lets stock SGLang servers run on a CPU; on PYTHONPATH of the servers.
+
+Packages for GPUs that SGLang imports and that are not installed become stand-ins. A stand-in module has every
+attribute: a class that can be derived from, called, subscripted and used as a decorator, and that computes nothing.
+
+SGLang's NIXL manager registers KV pools as device memory wherever they are. NIXL is made to take that for host memory.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+PACKAGES = ("sgl_kernel", "torchvision")
+
+
+class _AnyAttribute(type):
+    """Metaclass of stand-in classes: every attribute is a stand-in too."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return StandIn
+
+    def __getitem__(cls, key: Any) -> Any:
+        return cls
+
+
+class StandIn(metaclass=_AnyAttribute):
+    """Any class, function, decorator or constant of a package that is not installed."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        decorated = len(args) == 1 and not kwargs and callable(args[0])
+        return args[0] if decorated else super().__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return StandIn(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return StandIn()
+
+
+class _Module(ModuleType):
+    __version__ = "99.0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return StandIn
+
+
+class _StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] not in PACKAGES:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None: ...
+
+
+class _NixlFinder(importlib.abc.MetaPathFinder):
+    """Makes "VRAM" another name of host memory in NIXL agents."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in ("nixl_cu12._api", "nixl_cu13._api"):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        assert spec is not None
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            initialise = module.nixl_agent.__init__
+
+            def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+                initialise(self, *args, **kwargs)
+                self.nixl_mems["VRAM"] = self.nixl_mems["DRAM"]
+
+            module.nixl_agent.__init__ = __init__
+
+        loader.exec_module = exec_module
+        return spec
+
+
+# Last: a package that is installed is found before its stand-in.
+sys.meta_path.append(_StandInFinder())
+sys.meta_path.insert(0, _NixlFinder())
