@@ -41,7 +41,7 @@ def venv() -> Path:
 
 
 @pytest.fixture(scope="session")
-def folder() -> Iterator[Path]:
+def folder() -> Path:
     """Checkpoint, logs and admin sockets; short enough for sun_path."""
     path = Path(tempfile.mkdtemp(prefix="kv-sglang-", dir="/tmp"))
     print(f"logs: {path}")

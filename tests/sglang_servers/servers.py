@@ -204,18 +204,21 @@ class Prefill:
             "bootstrap_room": random.getrandbits(63),
         }
 
-    def generate(
-        self, decode: Process, prompt: Tokens, new_tokens: int = 16, timeout_s: float = REQUEST_S
-    ) -> tuple[Answer, Answer]:
+    def send(self, decode: Process, message: Mapping[str, Any], timeout_s: float = REQUEST_S) -> tuple[Answer, Answer]:
         """Returns the replies of this server, which has the first token, and of a decode server, which has all.
 
         Raises:
             ServerError: either request failed; the other one has ended too.
         """
-        request = self.request(prompt, new_tokens)
         urls = [f"{at.url}/generate" for at in (self.process, decode)]
-        mine, its = together([partial(post, url, request, timeout_s) for url in urls])
+        mine, its = together([partial(post, url, message, timeout_s) for url in urls])
         return Answer.read(mine), Answer.read(its)
+
+    def generate(
+        self, decode: Process, prompt: Tokens, new_tokens: int = 16, timeout_s: float = REQUEST_S
+    ) -> tuple[Answer, Answer]:
+        """Sends a request with a room of its own."""
+        return self.send(decode, self.request(prompt, new_tokens), timeout_s)
 
 
 class Fleet:

@@ -39,7 +39,7 @@ class Load:
             try:
                 _first, answer = prefill.generate(decode, self._prompts[number], 64, LEFT_BEHIND_S)
             except ServerError as error:
-                self.errors.append(str(error))
+                self.errors.append(str(error)[:120])
                 self._stop.wait(0.5)
             else:
                 self.answers += 1
@@ -107,8 +107,10 @@ def test_prefill_is_killed_under_load(servers: Servers, undivided: Undivided) ->
     expected = undivided.tokens(tokens)
     with Load(prefill, decode, undivided) as load:
         load.wait_answers(10)
+        killed = time.monotonic()
         prefill.process.kill()
         other_s = answered_after(other, decode, tokens, expected)
+    print(f"{servers.mode}: requests left behind ended after {time.monotonic() - killed:.1f} s: {set(load.errors)}")
     assert not load.wrong
     assert load.errors
     prefill.process.start()
@@ -126,8 +128,10 @@ def test_decode_is_killed_under_load(servers: Servers, undivided: Undivided) -> 
     expected = undivided.tokens(tokens)
     with Load(prefill, decode, undivided) as load:
         load.wait_answers(10)
+        killed = time.monotonic()
         decode.kill()
         other_s = answered_after(prefill, other, tokens, expected)
+    print(f"{servers.mode}: requests left behind ended after {time.monotonic() - killed:.1f} s: {set(load.errors)}")
     assert not load.wrong
     assert load.errors
     decode.start()

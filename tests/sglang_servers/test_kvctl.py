@@ -1,0 +1,57 @@
+"""kvctl's view of the servers, with its own backend and with SGLang's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.sglang_servers.conftest import Servers
+from tests.sglang_servers.test_tokens import prompt
+
+pytestmark = pytest.mark.parametrize("servers", ["tp1,tp2-tp1"], indirect=True, scope="session")
+
+
+def kvctl(servers: Servers, *arguments: str) -> subprocess.CompletedProcess[str]:
+    if servers.mode == "nixl":
+        pytest.skip("the plugin is off in this mode")
+    command = [sys.executable, "-m", "kvctl", *arguments]
+    environment = {**os.environ, "KVCTL_SOCKET_DIR": str(servers.socket_dir)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def rows(servers: Servers, *arguments: str) -> list[dict[str, Any]]:
+    run = kvctl(servers, *arguments, "-o", "json")
+    assert run.returncode == 0, run
+    return list(json.loads(run.stdout)["data"])
+
+
+def test_status_has_every_rank(servers: Servers) -> None:
+    tp1, tp2, decode = servers.prefills["tp1"].process, servers.prefills["tp2"].process, servers.decodes["tp1"]
+    names = {row["name"] for row in rows(servers, "status")}
+    assert names == {
+        f"prefill-tp0@127.0.0.1:{tp1.port}",
+        f"prefill-tp0@127.0.0.1:{tp2.port}",
+        f"prefill-tp1@127.0.0.1:{tp2.port}",
+        f"decode-tp0@127.0.0.1:{decode.port}",
+    }
+
+
+@pytest.mark.parametrize("pair", ["tp1-tp1", "tp2-tp1"])
+def test_a_finished_room_is_in_the_history_of_its_ranks(servers: Servers, pair: str) -> None:
+    prefill, decode = servers.pair(pair)
+    message = prefill.request(prompt(100, seed=30), 4)
+    prefill.send(decode, message)
+    found = [row for row in rows(servers, "rooms", "history") if row["room"] == str(message["bootstrap_room"])]
+    assert sorted(row["role"] for row in found) == ["decode", *["prefill"] * int(pair[2])]
+    assert {row["state"] for row in found} == {"Success"}
+
+
+def test_a_healthy_fleet_has_no_findings(servers: Servers) -> None:
+    run = kvctl(servers, "health")
+    print(run.stdout)
+    assert run.returncode == 0, run
