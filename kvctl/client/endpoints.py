@@ -206,7 +206,7 @@ def stopped_pid(socket: Path) -> int | None:
     lock = lock_path(socket)
     try:
         with lock.open("rb") as file:
-            pid = int(file.read(_MAX_PID_BYTES))
+            pid = int(file.readline(_MAX_PID_BYTES))
         words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         if not words or words[0] not in _STOPPED_STATES:
             return None

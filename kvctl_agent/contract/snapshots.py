@@ -238,7 +238,7 @@ class RingAllocation(TypedDict):
     serial: int
     room: str
     nonce: str
-    writer: str  # of an observed engine all writers of the region that have not written it, separated by ", "
+    writer: str  # of an observed engine all ranks that still have to write it, separated by ", "
     chunk: int
     layers: list[int]
     offset: int

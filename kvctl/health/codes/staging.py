@@ -149,7 +149,7 @@ def _pinned(agent: Agent, allocation: Row, waiting: list[GatedPart]) -> Finding:
     writers = sorted({part.writer for part in waiting})
     cause = _region_state(agent, allocation)
     if agent.observes and text(allocation, "room_state") == "Success":
-        cause += ": all its writers are done, so nothing will free it before the room fails"
+        cause += "; the room's writers are done, so it waits for this region until it fails"
     elif silent_ns is not None:
         cause += f"; it has been silent for {duration(silent_ns)}"
     if waiting:
@@ -170,7 +170,7 @@ def _pinned(agent: Agent, allocation: Row, waiting: list[GatedPart]) -> Finding:
     return ring_pinned.finding(
         f"{agent.name} allocation {serial}",
         severity=Severity.CRITICAL if waiting else Severity.WARNING,
-        agents=(agent.name, writer),
+        agents=(agent.name, *filter(None, writer.split(", "))),
         since_ns=max(age, silent_ns or 0),
         weight=held,
         evidence={
@@ -194,7 +194,12 @@ def _region_state(agent: Agent, allocation: Row) -> str:
     """Describes which writer a ring region was granted to, for which room, and whether the writer has written it."""
     writer, room, state = (text(allocation, key) for key in ("writer", "room", "state"))
     nbytes, room_state = size(_nbytes(allocation)), text(allocation, "room_state")
-    if state == "revoking":
+    if not writer:
+        words = (
+            f"{agent.name} granted {nbytes} of its ring again, {duration(amount(allocation, 'age_ns'))} ago, for a "
+            f"chunk of room {room} that had arrived: nobody writes it"
+        )
+    elif state == "revoking":
         words = (
             f"{writer} has {nbytes} of {agent.name}'s ring for room {room}, has not written it, and does not answer "
             "the revoke request"
@@ -207,7 +212,7 @@ def _region_state(agent: Agent, allocation: Row) -> str:
             done = "is still writing it"
         age = duration(amount(allocation, "age_ns"))
         words = f"{writer} was granted {nbytes} of {agent.name}'s ring {age} ago for room {room} and {done}"
-    if room_state in ("Failed", "Success", "gone"):
+    if room_state in ("Failed", "Success", "gone") and writer:
         words += f", though the room is {room_state.lower()}"
     return words
 

@@ -22,7 +22,7 @@ from kvctl_agent.admin.server import SERVED_HERE, AdminServer
 from kvctl_agent.contract.commands import COMMANDS
 
 handlers = {command.name: lambda _: [] for command in COMMANDS if command.name not in SERVED_HERE}
-with AdminServer(sys.argv[1], handlers, lambda: {}, Path(sys.argv[2])):
+with AdminServer(sys.argv[1], handlers, lambda: {}, Path(sys.argv[2]), endpoint="127.0.0.1:5555"):
     print(flush=True)
     time.sleep(600)
 """

@@ -84,7 +84,11 @@ def test_a_region_that_no_writer_writes_any_more_is_pinned_before_others_wait_fo
     fleet = observed()
     stuck_writer(fleet)
     (found,) = fleet.find("KV_RING_PINNED")
-    assert "all its writers are done" in found.cause
+    assert "waits for this region until it fails" in found.cause
+    assert found.agents == ("decode-0", "prefill-0", "prefill-1")
+    fleet.allocation("decode-0", 17, writer="")
+    (found,) = fleet.find("KV_RING_PINNED")
+    assert "granted 2 MiB of its ring again, 20 s ago, for a chunk of room" in found.cause
     agents = Fleet()
     stuck_writer(agents)
     assert agents.find("KV_RING_PINNED") == []  # the agent revokes it

@@ -247,23 +247,33 @@ class ObservedManager:
     ) -> RingAllocation:
         offset, size, ring_round = region
         room = None if known is None else self._tracker.rooms.get(known.room)
-        missing = [] if room is None or known is None else [w.name for w in room.senders if w.rank not in known.landed]
+        missing = [] if room is None or known is None else [writer.name for writer in room.owing(known.chunk)]
         return {
             "serial": serial,
             "room": "" if known is None else str(known.room),
             "nonce": "0",
-            "writer": ", ".join(missing) or ("" if room is None else ", ".join(w.name for w in room.senders)),
+            "writer": ", ".join(missing),
             "chunk": 0 if known is None else known.chunk,
             "layers": list(self._tracker.shape.layers),
             "offset": offset,
             "end": offset + size,
             "round": ring_round,
             "age_ns": 0 if known is None else now_ns - known.granted_ns,
-            "state": "granted" if missing else "landed",
+            "state": "granted" if missing or self._is_repeated(serial) else "landed",
             "posted": False,
             "room_state": "gone" if room is None else room.record.state_now.label,
             "aside": False,
         }
+
+    def _is_repeated(self, serial: int) -> bool:
+        """Returns whether SGLang has granted this region for a chunk that was in its pages already.
+
+        It then is in the receiver's list, from which SGLang takes a region when it has begun to copy it.
+        """
+        known = self._tracker.regions.get(serial)
+        receiver = None if known is None else self._manager._staging_ctx.room_receivers.get(known.room)
+        infos = getattr(receiver, "chunk_staging_infos", ())
+        return any(info[0] == serial for info in list(infos))
 
     def gated_parts(self) -> list[GatedPart]:
         now_ns, shape = time.monotonic_ns(), self._tracker.shape

@@ -198,4 +198,5 @@ def shape_of(manager: Any, role: Role) -> RankShape:
     heads = 0 if manager.is_mla_backend else int(getattr(args, "kv_head_num", 0) or 0)
     total = int(getattr(args, "total_kv_head_num", 0) or 0) or heads * manager.attn_tp_size
     bounds = (min(layers), max(layers) + 1) if layers else (0, 0)
-    return RankShape(role, int(manager.kv_item_lens_sum), bounds, manager.attn_tp_size, heads, total)
+    rank = int(manager._prefill_unique_rank())
+    return RankShape(role, int(manager.kv_item_lens_sum), bounds, manager.attn_tp_size, rank, heads, total)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.contract.states import RoomState
@@ -32,6 +32,7 @@ class RankShape:
     Attributes:
         page_bytes: KV bytes of one page, all layers and heads of this rank.
         layers: layers [lo, hi) of this rank.
+        rank: number of a prefill rank over tp, pp and cp, which its messages have.
         heads: KV heads of this rank; total_heads: of the model. 0: unknown, or one latent per token (MLA).
     """
 
@@ -39,6 +40,7 @@ class RankShape:
     page_bytes: int
     layers: tuple[int, int]
     tp_size: int
+    rank: int = 0
     heads: int = 0
     total_heads: int = 0
 
@@ -65,16 +67,13 @@ class Peer:
     lost_ns: int = 0
 
 
-@dataclass(slots=True)
-class Region:
-    """A region of the ring: its chunk, and the prefill ranks that have written it."""
+class Region(NamedTuple):
+    """A region of the ring and the chunk that it was granted to."""
 
     room: int
     chunk: int
     pages: int
     granted_ns: int
-    landed: set[int] = field(default_factory=set)
-    all_landed_ns: int = 0
 
 
 @dataclass(slots=True)
@@ -87,11 +86,16 @@ class Room:
     done: set[int] = field(default_factory=set)  # ranks of the writers
     ready: dict[int, int] = field(default_factory=dict)  # prefill: time by first page of the chunk
     ended_ns: int = 0
-    regions: dict[int, int] = field(default_factory=dict)  # decode: serial by chunk
+    landed: dict[int, set[int]] = field(default_factory=dict)  # decode, staged: ranks of the writers, by chunk
 
     @property
     def senders(self) -> list[mo.Writer]:
         return [writer for writer in self.writers if writer.sends]
+
+    def owing(self, chunk: int) -> list[mo.Writer]:
+        """Decode, staged: returns the writers whose share of a chunk has not arrived."""
+        landed = self.landed.get(chunk, ())
+        return [writer for writer in self.senders if writer.rank not in landed]
 
 
 class Tracker:
@@ -237,7 +241,7 @@ class Tracker:
         chunk = sorted(room.ready).index(moment.first_page) if moment.first_page in room.ready else 0
         nbytes = self.shape.bytes_to(moment.pages, moment.decode_tp_size)
         done_ns = room.record.forward_done_at or moment.at_ns
-        key = 0, chunk, self.shape.layers
+        key = self.shape.rank, chunk, self.shape.layers
         self.telemetry.part(room.record, key, moment.endpoint, moment.path, nbytes, known, done_ns)
 
     # ---- decode ------------------------------------------------------------------------------------------------
@@ -297,19 +301,18 @@ class Tracker:
         nbytes = moment.pages * self.shape.page_bytes // max(1, len(room.senders))
         key = rank, moment.chunk, self.shape.layers
         self.telemetry.part(room.record, key, peer, STAGED, nbytes, {"arrive": moment.at_ns})  # type: ignore[arg-type]
-        region = self.regions.get(room.regions.get(moment.chunk, -1))
-        if region is not None:
-            region.landed.add(rank)
-            if len(region.landed) >= len(room.senders):
-                region.all_landed_ns = moment.at_ns
+        room.landed.setdefault(moment.chunk, set()).add(rank)
 
     def _region_granted(self, moment: mo.RegionGranted) -> None:
         room = self.rooms.get(moment.room)
         if room is None or moment.serial in self.regions:
             return  # every prefill rank asks for the same region
         self.regions[moment.serial] = Region(moment.room, moment.chunk, moment.pages, moment.at_ns)
-        room.regions[moment.chunk] = moment.serial
-        room.record.event("grant", moment.at_ns, None, moment.chunk, self.shape.layers)
+        again = "again, though all of it had arrived" if not room.owing(moment.chunk) else ""
+        room.record.event("grant", moment.at_ns, None, moment.chunk, self.shape.layers, detail=again)
+        if again:
+            text = f"chunk {moment.chunk} was granted a region {again}: a request of another rank came late"
+            self.telemetry.recorder.record("ring", text, "warning", moment.room)
         granted = sum(region.pages for region in self.regions.values()) * self.shape.page_bytes
         self.ring_high_water_bytes = max(self.ring_high_water_bytes, granted)
         self.telemetry.metrics.add("kvctl_ring_grants_total", 1)

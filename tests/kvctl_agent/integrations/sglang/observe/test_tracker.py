@@ -202,7 +202,7 @@ class TestDecode:
             mo.RegionGranted(2 * MS, 7, 0, 4, 17),  # every prefill rank asks
             mo.ChunkLanded(3 * MS, 7, 0, 4, 0),
         )
-        assert seen.regions[17].landed == {0}
+        assert [writer.rank for writer in seen.rooms[7].owing(0)] == [1]
         assert seen.ring_high_water_bytes == 4 * PAGE
         apply(
             seen,
@@ -217,6 +217,21 @@ class TestDecode:
         assert (room["bytes"], room["latency_ns"], room["paths"]) == (4 * PAGE, 8 * MS, {"staged": 2})
         assert not seen.regions
         assert counter(seen, "kvctl_ring_grants_total") == 1
+
+    def test_a_region_granted_after_its_chunk_arrived_is_noted(self) -> None:
+        seen = tracker("decode")
+        apply(
+            seen,
+            mo.StatusChanged(1 * MS, 7, WAITING),
+            mo.WritersKnown(1 * MS, 7, WRITERS, True),
+            mo.RegionGranted(2 * MS, 7, 0, 4, 17),
+            mo.ChunkLanded(3 * MS, 7, 0, 4, 0),
+            mo.ChunkLanded(3 * MS, 7, 0, 4, 1),
+            mo.RegionGranted(4 * MS, 7, 0, 4, 18),  # the second rank's request was late
+        )
+        grants = [event["detail"] for event in row(seen)["timeline"] if event["stage"] == "grant"]
+        assert grants == ["", "again, though all of it had arrived"]
+        assert set(seen.regions) == {17, 18}
 
     def test_a_lost_server_loses_its_ranks_until_they_are_found_again(self) -> None:
         seen = tracker("decode")
