@@ -15,6 +15,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from kvctl_agent.admin.actions import AdminActions
 from kvctl_agent.admin.endpoints import remote_endpoint
 from kvctl_agent.admin.observed_agent import ObservedAgent
@@ -25,7 +27,7 @@ from kvctl_agent.contract.connection_cost import ConnectionCost
 from kvctl_agent.contract.settings import Settings, load_settings
 from kvctl_agent.contract.snapshots import Integration, Role, Stats
 from kvctl_agent.contract.states import NO_INSTANCE, UNREGISTERED
-from kvctl_agent.contract.values import shown
+from kvctl_agent.contract.values import encodable, shown
 from kvctl_agent.errors import DeadlineExceeded, LayoutError, LocalProtocolError
 from kvctl_agent.layout.layer_grouping import ForwardInfo, Grouping
 from kvctl_agent.layout.shape import ModelShape
@@ -42,7 +44,7 @@ from kvctl_agent.parts import (
 )
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.decode import DecodeMachine
-from kvctl_agent.protocol.messages import MAX_RENEWED
+from kvctl_agent.protocol.messages import MAX_RENEWED, MAX_TEXT
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime import control_endpoints
@@ -532,6 +534,34 @@ class Agent:
         self._begin(handle, opening, fake, written(opening))
         return handle
 
+    def refuse(self, room: int, reason: str, *, prefill: str | None = None) -> None:
+        """Decode: ends a room for which this engine has no pages and will have none; returns without waiting.
+
+        The room fails with code ABORTED on every prefill rank of its instance, also if the prefill engine calls `send`
+        later, and on the decode ranks that share it. A room that is open here is ended by `Receive.abort` instead.
+
+        Args:
+            room: the request's bootstrap_room, an unsigned 64-bit number.
+            reason: text, cut to 4096 characters.
+            prefill: registry endpoint of the prefill instance, to which the agent connects if necessary; None: the
+                agent's first one.
+
+        Raises:
+            LocalProtocolError: the room is not an unsigned 64-bit number or is open here, `reason` is not a string,
+                this is not a running decode agent, or it knows no prefill instance.
+            ConfigError: `prefill` is not an endpoint, or needs keys.
+        """
+        room = check_room(room)
+        self._check_running("decode", begun=True)
+        if not isinstance(reason, str) or not reason:
+            raise LocalProtocolError(f"room {room}: reason is {shown(reason)}: it must be text")
+        if room in self.parts.handles.rooms:
+            raise LocalProtocolError(f"room {room} is open on {self.name}: abort it")
+        opening = self._limits().opening(
+            room, self._instance(prefill, f"room {room}: "), (), 0, None, (), True, None, ()
+        )
+        self.parts.mailbox.put(msgspec.structs.replace(opening, refusal=encodable(str(reason[:MAX_TEXT]))))
+
     def renew(self, rooms: Sequence[int], *, prefill: str | None = None) -> None:
         """Decode: asks a prefill instance to keep rooms that this engine is going to open.
 
@@ -549,20 +579,30 @@ class Agent:
             ConfigError: `prefill` is not an endpoint, or needs keys.
         """
         self._check_running("decode", begun=True)
-        if prefill is not None:
-            self._check_endpoint(prefill)
-        instance = prefill or self.bootstrap
-        if instance is None:
-            raise LocalProtocolError(f"{NO_INSTANCE} to {self.name}: pass prefill=, or call connect")
         listed = as_list(rooms)
         if listed is None:
             raise LocalProtocolError(f"rooms is {shown(rooms)}: it must be a list of room numbers")
         numbers = tuple(map(check_room, listed))
         if len(numbers) > MAX_RENEWED:
             raise LocalProtocolError(f"{len(numbers)} rooms to renew: at most {MAX_RENEWED} at once")
+        self.parts.mailbox.put(ev.RenewRooms(self._instance(prefill), numbers))
+
+    def _instance(self, prefill: str | None, where: str = "") -> str:
+        """Returns the endpoint of a prefill instance, to which the agent connects; None: that of its first one.
+
+        Args:
+            where: prefix of an error text.
+
+        Raises:
+            LocalProtocolError: the agent knows no instance.
+            ConfigError: `prefill` is not an endpoint, or needs keys.
+        """
         if prefill is not None:
+            self._check_endpoint(prefill)
             self.parts.lifecycle.add_instance(prefill)
-        self.parts.mailbox.put(ev.RenewRooms(instance, numbers))
+        if (instance := prefill or self.bootstrap) is None:
+            raise LocalProtocolError(f"{where}{NO_INSTANCE} to {self.name}: pass prefill=, or call connect")
+        return instance
 
     def _check_running(self, role: str, *, begun: bool) -> None:
         """Raises LocalProtocolError unless the agent has this role and accepts rooms (when draining: only `begun`)."""

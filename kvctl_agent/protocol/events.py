@@ -251,7 +251,7 @@ class OpenRoom(Event, frozen=True):
     `prefix_pages` and `total_pages` are pages of this engine; a page of cp ranks that share a prompt counts once.
     `tokens` is the length of the prompt; 0 if its last page counts as full. `instance` is the address of its prefill
     instance's registry; `states` has the item indices per state component, `groups` the last pages of the prompt per KV
-    group.
+    group. With a `refusal` the engine takes no pages, and the room fails for this reason as soon as it is opened.
     """
 
     room: int
@@ -265,6 +265,7 @@ class OpenRoom(Event, frozen=True):
     prefill_only: bool = False
     tokens: int = 0
     groups: tuple[Pages, ...] = ()
+    refusal: str = ""
 
 
 class Arrived(Event, frozen=True):

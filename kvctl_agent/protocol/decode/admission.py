@@ -64,8 +64,8 @@ class RecvAdmission:
             [items.astype("<i4").tobytes() for items in event.states],
             event.prefill_only,
         )
-        pages = event.pages, event.groups, event.tokens
-        room = RecvRoom(opening, event.instance, *pages, record, context.now_ns)
+        given = event.pages, event.groups, event.tokens, event.refusal
+        room = RecvRoom(opening, event.instance, *given, record, context.now_ns)
         self.state.rooms[event.room] = room
         self.rooms.enter(room, RoomState.BOOTSTRAPPING)
         if clash := self.state.clashes.get(event.instance):
@@ -117,6 +117,8 @@ class RecvAdmission:
         room.record.peers = [room.writers[writer] for writer in room.shares]
         room.record.event("open", context.now_ns)
         room.resend_ns = context.now_ns + context.timing.resend_ns
+        if room.refusal:
+            self.rooms.fail(room, context.failure("ABORTED", room.refusal))
 
     def _to_transfer_pages(self, room: RecvRoom, inputs: PlanInputs, wire: Wire) -> None:
         """Converts the pages of a room, which the engine has passed, to transfer pages.

@@ -91,6 +91,7 @@ class RecvRoom:
     pages: Pages  # as the engine has passed them, of KV
     groups: tuple[Pages, ...]  # of each KV group
     tokens: int  # length of the prompt; 0 if its last page counts as full
+    refusal: str  # why the engine takes no pages, so that the room fails once it is opened; "" if it takes them
     record: RoomRecord
     since_ns: int  # start of the current deadline: when the state was entered, or the last progress
     room: int = field(init=False)

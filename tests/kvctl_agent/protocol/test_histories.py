@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -82,7 +83,7 @@ def harm(world: World, dice: random.Random, rooms: list[int], loss: float, copie
     what = dice.choice(
         [
             *("abort", "restart", "restart unproven", "dead for a while", "engine error", "deaf", "stopped", "preempt"),
-            "disconnect",
+            *("disconnect", "refuse"),
         ]
     )
     if what == "preempt":
@@ -113,6 +114,15 @@ def harm(world: World, dice: random.Random, rooms: list[int], loss: float, copie
             world.stir(dice, dice.choice([0, 5, 50]), loss=loss, copies=copies)
         for reader in readers if dice.random() < 0.5 else ():
             world.feed(reader, ev.ConnectInstance(instance))
+    elif what == "refuse":
+        place, number = dice.randrange(len(world.instances)), 1000 + len(world.rooms)
+        calls: list[Callable[[], object]] = [
+            lambda: world.receive(number, 0, aux=-1, instance=place, refusal="no pages"),
+            lambda: world.send(number, 3, instance=place, states=[0] * len(world.shape.states)),
+        ]
+        for call in dice.sample(calls, dice.choice([1, 2])):
+            call()
+            world.stir(dice, dice.choice([0, 20]), loss=loss, copies=copies)
     elif what == "deaf":
         world.stir(dice, 200, loss=0.9, delay=0.3)
     else:

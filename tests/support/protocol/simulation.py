@@ -264,6 +264,7 @@ class World(Oracle):  # type: ignore[misc]
         instance: int = 0,
         states: Sequence[int] = (),
         prefill_only: bool = False,
+        refusal: str = "",
     ) -> Expected:
         """Lets the decode engine open a room of `pages` pages, and returns the oracle's expectation of it.
 
@@ -271,6 +272,7 @@ class World(Oracle):  # type: ignore[misc]
             prefix: number of these pages that are cached.
             extra: number of surplus pages that the engine passes by mistake.
             states: number of items of each state component.
+            refusal: why the engine ends the room, which then has no pages.
         """
         name = f"decode-{reader}"
         nonce = nonce if nonce is not None else 1000 + len(self.rooms)
@@ -288,7 +290,8 @@ class World(Oracle):  # type: ignore[misc]
             aux,
             registry(instance),
             tuple(np.array(numbers, np.int32) for numbers in items),
-            prefill_only,
+            prefill_only or bool(refusal),
+            refusal=refusal,
         )
         self.feed(name, event)
         return expected
