@@ -29,6 +29,10 @@ LIBRARIES_WITHOUT := NIXL does not need them, Mooncake does
 # Of `make test` alone: shells whose completion is tried, and a Prometheus that reads what agents export.
 TEST_TOOLS := zsh fish prometheus
 TEST_TOOLS_WITHOUT := Their tests are skipped
+# Of `make test` alone: SGLang's wheel without its dependencies, for tests that drive its disaggregation classes. It is
+# appended to the path of their ranks, so that nothing there takes the place of a package of .venv.
+SGLANG := $(VENV)/sglang
+SGLANG_REQUIREMENTS := tests/support/sglang/requirements.txt
 PYTEST_ARGS ?=
 # Processes that run test files side by side: half of the time of these tests is waiting for others.
 WORKERS ?= 3
@@ -184,6 +188,12 @@ endif
 	$(call install,LIBRARIES)
 	@touch $@
 
-$(TOOLS_STAMP): $(STAMP)
+$(TOOLS_STAMP): $(STAMP) $(SGLANG)/.done
 	$(call install,TEST_TOOLS)
+	@touch $@
+
+$(SGLANG)/.done: $(SGLANG_REQUIREMENTS) | $(STAMP)
+	@echo "setup: installing SGLang's classes for tests"
+	@rm -rf $(SGLANG)
+	@$(PIP) install --no-deps --no-compile --target $(SGLANG) -r $(SGLANG_REQUIREMENTS)
 	@touch $@
