@@ -333,4 +333,6 @@ class PDPair:
     def stop(self) -> None:
         for rank in self.all():
             rank.end()
+        for left in Path(os.environ.get("KVCTL_SOCKET_DIR", self._folder.name)).glob("*.sock"):
+            left.unlink()  # of agents, which were killed with their ranks
         self._folder.cleanup()

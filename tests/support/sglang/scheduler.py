@@ -6,7 +6,7 @@ The queues, senders and receivers, and the code between them (`send_kv_chunk`, `
 
 import time
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -188,12 +188,19 @@ class _Scheduler:
                 raise TimeoutError(f"rooms {late} did not end in {self.deadline_s:.0f} s: {self.describe()}")
         return self.ended
 
+    def stages_see(self, rids: Sequence[str], polls: Sequence[int], *states: int, of_any: bool = False) -> list[str]:
+        """Requests that all pipeline stages (or any) have seen in one of the states; `polls` are this stage's."""
+        mine = {rid for rid, poll in zip(rids, polls, strict=True) if poll in states}
+        stages = self.runtime.pp.all_gather_object(mine)
+        return sorted(set.union(*stages) if of_any else set.intersection(*stages))
+
     def describe(self) -> str:
         raise NotImplementedError
 
 
 def prefill_scheduler(runtime: Runtime, deadline_s: float, say: Say) -> Any:
     from sglang.srt.disaggregation import prefill
+    from sglang.srt.disaggregation.base import KVPoll
 
     prefill.release_kv_cache = lambda req, *args, **kwargs: req.kv.holds_kv and release(req)
 
@@ -300,11 +307,12 @@ def prefill_scheduler(runtime: Runtime, deadline_s: float, say: Say) -> Any:
             prefill.prepare_abort(req, "aborted by the client")
 
         def finished_inflight(self) -> list[Request]:
-            rids = None
-            if runtime.pp.world_size > 1 and self.disagg_prefill_inflight_queue:
-                # A stage gives up a request when all stages have seen its end.
-                ended = [r.rid for r in self.disagg_prefill_inflight_queue if r.disagg_kv_sender.poll() in (0, 4)]
-                rids = sorted(set.intersection(*map(set, runtime.pp.all_gather_object(ended))))
+            rids, queue = None, self.disagg_prefill_inflight_queue
+            if runtime.pp.world_size > 1 and queue:
+                polls = prefill.poll_and_all_reduce_attn_cp_tp_group(
+                    [req.disagg_kv_sender for req in queue], self.attn_cp_cpu_group, self.attn_tp_cpu_group
+                )
+                rids = self.stages_see([req.rid for req in queue], polls, KVPoll.Success, KVPoll.Failed)
             return list(self.process_disagg_prefill_inflight_queue(rids))
 
     scheduler = Prefill()
@@ -313,6 +321,7 @@ def prefill_scheduler(runtime: Runtime, deadline_s: float, say: Say) -> Any:
 
 def decode_scheduler(runtime: Runtime, deadline_s: float, say: Say) -> Any:
     from sglang.srt.disaggregation import decode
+    from sglang.srt.disaggregation.base import KVPoll
     from sglang.srt.disaggregation.decode_hicache_mixin import DecodePrefixMatch
 
     class PreallocQueue(decode.DecodePreallocQueue):  # type: ignore[misc]
@@ -394,7 +403,7 @@ def decode_scheduler(runtime: Runtime, deadline_s: float, say: Say) -> Any:
 
         def step(self) -> bool:
             self.transfers.resolve_deferred_releases()
-            opened, given_up = self.disagg_decode_prealloc_queue.pop_preallocated()
+            opened, given_up = self.pop_preallocated()
             self.transfers.extend(opened)
             for decode_req in opened:
                 self.say("opened", decode_req.req.bootstrap_room)
@@ -406,7 +415,7 @@ def decode_scheduler(runtime: Runtime, deadline_s: float, say: Say) -> Any:
                 ):
                     decode_req.kv_receiver.abort()
             before = [decode_req.req for decode_req in self.transfers.queue]
-            received = self.transfers.pop_transferred()
+            received = self.pop_transferred()
             left = {id(decode_req.req) for decode_req in self.transfers.queue}
             ended = [req for req in before if id(req) not in left] + [decode_req.req for decode_req in given_up]
             for req in ended:
@@ -419,6 +428,24 @@ def decode_scheduler(runtime: Runtime, deadline_s: float, say: Say) -> Any:
                 self.requests.remove(req)
                 self.end(req, wrong)
             return bool(opened or ended)
+
+        def pop_preallocated(self) -> tuple[list[Any], list[Any]]:
+            queue = self.disagg_decode_prealloc_queue
+            if runtime.pp.world_size == 1:
+                return tuple(queue.pop_preallocated())
+            rids = [decode_req.req.rid for decode_req in queue.queue]
+            polls = decode.poll_and_all_reduce([r.kv_receiver for r in queue.queue], queue.gloo_group) if rids else []
+            good = self.stages_see(rids, polls, KVPoll.WaitingForInput)
+            bad = self.stages_see(rids, polls, KVPoll.Failed, of_any=True)
+            return tuple(queue.pop_preallocated(pp_good_rids=good, pp_bad_rids=bad))
+
+        def pop_transferred(self) -> list[Any]:
+            queue = self.transfers.queue
+            if runtime.pp.world_size == 1 or not queue:
+                return list(self.transfers.pop_transferred())
+            polls = self.transfers._poll_with_metadata_gate()
+            rids = [decode_req.req.rid for decode_req in queue]
+            return list(self.transfers.pop_transferred(self.stages_see(rids, polls, KVPoll.Success, KVPoll.Failed)))
 
         def settle(self) -> tuple[str, ...]:
             """What was written where nothing should be: to pages that SGLang had released, and outside all requests."""
