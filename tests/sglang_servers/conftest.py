@@ -107,8 +107,8 @@ DECODES = {
 }
 # Prefill and decode servers of the fleets. Few at a time: the threads of an idle rank wake a thousand times a second.
 FLEETS = {
-    "tp1,tp2-tp1": (("tp1", "tp2"), ("tp1",)),
-    "tp1-tp2,dp2": (("tp1",), ("tp2", "dp2")),
+    "tp1+tp2-tp1": (("tp1", "tp2"), ("tp1",)),
+    "tp1-tp2+dp2": (("tp1",), ("tp2", "dp2")),
     "dp2-tp1": (("dp2",), ("tp1",)),
 }
 

@@ -99,7 +99,7 @@ def leave(at: Process, document: bytes, after_s: float) -> None:
         connection.close()
 
 
-@pytest.mark.parametrize("servers", ["tp1,tp2-tp1"], indirect=True, scope="session")
+@pytest.mark.parametrize("servers", ["tp1+tp2-tp1"], indirect=True, scope="session")
 def test_prefill_is_killed_under_load(servers: Servers, undivided: Undivided) -> None:
     prefill, decode = servers.pair("tp1-tp1")
     other, _ = servers.pair("tp2-tp1")
@@ -120,7 +120,7 @@ def test_prefill_is_killed_under_load(servers: Servers, undivided: Undivided) ->
     idle(decode)
 
 
-@pytest.mark.parametrize("servers", ["tp1-tp2,dp2"], indirect=True, scope="session")
+@pytest.mark.parametrize("servers", ["tp1-tp2+dp2"], indirect=True, scope="session")
 def test_decode_is_killed_under_load(servers: Servers, undivided: Undivided) -> None:
     prefill, decode = servers.pair("tp1-tp2")
     _, other = servers.pair("tp1-dp2")
@@ -141,7 +141,7 @@ def test_decode_is_killed_under_load(servers: Servers, undivided: Undivided) -> 
     idle(prefill.process)
 
 
-@pytest.mark.parametrize("servers", ["tp1,tp2-tp1"], indirect=True, scope="session")
+@pytest.mark.parametrize("servers", ["tp1+tp2-tp1"], indirect=True, scope="session")
 def test_clients_leave(servers: Servers, undivided: Undivided) -> None:
     prefill, decode = servers.pair("tp2-tp1")
     chance = random.Random(23)

@@ -13,7 +13,7 @@ import pytest
 from tests.sglang_servers.conftest import Servers
 from tests.sglang_servers.test_tokens import prompt
 
-pytestmark = pytest.mark.parametrize("servers", ["tp1,tp2-tp1"], indirect=True, scope="session")
+pytestmark = pytest.mark.parametrize("servers", ["tp1+tp2-tp1"], indirect=True, scope="session")
 
 
 def kvctl(servers: Servers, *arguments: str) -> subprocess.CompletedProcess[str]:

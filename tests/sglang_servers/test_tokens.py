@@ -22,10 +22,10 @@ def prompt(length: int, seed: int = 0) -> Tokens:
 @pytest.mark.parametrize(
     ("servers", "pair"),
     [
-        ("tp1,tp2-tp1", "tp1-tp1"),
-        ("tp1,tp2-tp1", "tp2-tp1"),
-        ("tp1-tp2,dp2", "tp1-tp2"),
-        ("tp1-tp2,dp2", "tp1-dp2"),
+        ("tp1+tp2-tp1", "tp1-tp1"),
+        ("tp1+tp2-tp1", "tp2-tp1"),
+        ("tp1-tp2+dp2", "tp1-tp2"),
+        ("tp1-tp2+dp2", "tp1-dp2"),
         ("dp2-tp1", "dp2-tp1"),
     ],
     indirect=["servers"],
@@ -40,7 +40,7 @@ def test_tokens_of_a_pair(servers: Servers, undivided: Undivided, pair: str) -> 
         assert first.tokens == all_.tokens[:1]
 
 
-@pytest.mark.parametrize("servers", ["tp1,tp2-tp1"], indirect=True, scope="session")
+@pytest.mark.parametrize("servers", ["tp1+tp2-tp1"], indirect=True, scope="session")
 def test_a_long_prompt_is_prefilled_in_chunks(servers: Servers, undivided: Undivided) -> None:
     prefill, decode = servers.pair("tp1-tp1")
     long = prompt(5 * CHUNK_TOKENS + 3, seed=3)
@@ -50,7 +50,7 @@ def test_a_long_prompt_is_prefilled_in_chunks(servers: Servers, undivided: Undiv
     assert prefill.process.log_text().count("Prefill batch") - before == 6
 
 
-@pytest.mark.parametrize("servers", ["tp1-tp2,dp2"], indirect=True, scope="session")
+@pytest.mark.parametrize("servers", ["tp1-tp2+dp2"], indirect=True, scope="session")
 def test_a_prefix_in_the_cache_of_prefill(servers: Servers, undivided: Undivided) -> None:
     prefill, decode = servers.pair("tp1-tp2")
     shared = prompt(200, seed=4)
@@ -60,7 +60,7 @@ def test_a_prefix_in_the_cache_of_prefill(servers: Servers, undivided: Undivided
     assert first.cached >= 192
 
 
-@pytest.mark.parametrize("servers", ["tp1,tp2-tp1"], indirect=True, scope="session")
+@pytest.mark.parametrize("servers", ["tp1+tp2-tp1"], indirect=True, scope="session")
 @pytest.mark.parametrize("pair", ["tp1-tp1", "tp2-tp1"])
 def test_a_prefix_in_the_cache_of_decode(servers: Servers, undivided: Undivided, pair: str) -> None:
     prefill, decode = servers.pair(pair)
@@ -72,7 +72,7 @@ def test_a_prefix_in_the_cache_of_decode(servers: Servers, undivided: Undivided,
     assert answer.cached >= 192
 
 
-@pytest.mark.parametrize("servers", ["tp1,tp2-tp1"], indirect=True, scope="session")
+@pytest.mark.parametrize("servers", ["tp1+tp2-tp1"], indirect=True, scope="session")
 def test_requests_through_the_router(servers: Servers, undivided: Undivided) -> None:
     prompts = [prompt(length, seed=9) for length in LENGTHS]
     url = f"{servers.router.url}/generate"
