@@ -65,8 +65,6 @@ def _add_backend(takeover: bool) -> None:
     from sglang.srt.disaggregation.utils import TransferBackend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    _add_member(TransferBackend)
-    add_disagg_transfer_backend_choices([BACKEND])
     names = {BACKEND, "nixl"} if takeover else {BACKEND}
 
     def kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
@@ -97,6 +95,9 @@ def _add_backend(takeover: bool) -> None:
         "decode.DecodePreallocQueue._init_kv_manager": with_facts,
     }.items():
         HookRegistry.register(f"{disaggregation}.{target}", hook, HookType.AROUND)
+    # Last, so that the name is no choice where a hook failed; the hooks do nothing for other names.
+    _add_member(TransferBackend)
+    add_disagg_transfer_backend_choices([BACKEND])
 
 
 def _add_member(backends: Any) -> None:
