@@ -469,9 +469,10 @@ class RecvRooms:
         stuck = f"room {room.room} was stuck in {room.state.label} for {waited / 1e9:.1f} s"
         if room.state is RoomState.BOOTSTRAPPING:
             roster = self.state.rosters.get(room.instance, ())
+            unanswered = not roster and room.instance not in self.state.absent_ranks
             if not room.transfers and waited > timing.suspect_ns and (gone := self._gone(roster)):
                 self.fail(room, failure("KV_PEER_LOST", f"{stuck}: {gone}"))
-            elif waited > timing.bootstrap_ns:
+            elif waited > (min(timing.lost_ns, timing.bootstrap_ns) if unanswered else timing.bootstrap_ns):
                 silent = [transfer.peer for transfer in room.transfers.values() if not transfer.accepted]
                 silent = silent or [self._absent(name) for name in roster if not self.context.is_ready(name)]
                 why = f"not accepted by {', '.join(silent)}"

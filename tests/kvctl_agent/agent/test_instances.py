@@ -151,3 +151,16 @@ def test_wrong_calls_of_disconnect(make_fleet: Any) -> None:
     decode.close()
     with pytest.raises(LocalProtocolError, match="agent decode-0 is closed"):
         decode.disconnect(fleet.bootstrap)
+
+
+def test_a_room_of_an_instance_that_does_not_answer_fails_after_lost_s(make_fleet: Any, short_directory: Any) -> None:
+    fleet = make_fleet(prefill=(1, 1), suspect_s=0.2, heartbeat_s=0.1, lost_s=0.5).start()
+    absent = f"ipc://{short_directory}/boot"
+    receive = fleet.decode[0].receive(7, [0], prefill=absent)
+    assert receive.wait(30) is RoomState.FAILED
+    assert receive.error["code"] == "KV_ROOM_STUCK_BOOTSTRAP"
+    assert receive.error["text"].endswith(f"the prefill instance at {absent}: no answer from its registry")
+    assert receive.released
+    fleet.decode[0].disconnect(absent)
+    fleet.decode[0].wait_ready(60)
+    fleet.run(8, 4)

@@ -75,9 +75,9 @@ def test_an_instance_that_never_answers_fails_its_own_rooms_and_is_named() -> No
     world.send(7, 2)
     world.flush()
     assert world.rooms["decode-0", 7, 1001].state is RoomState.SUCCESS
-    pass_time(world, TIMING.bootstrap_ns // SECOND - 2)
+    pass_time(world, TIMING.lost_ns // SECOND - 1)
     assert lost.state is RoomState.BOOTSTRAPPING
-    pass_time(world, 5)
+    pass_time(world, 2)
     assert lost.failure["code"] == "KV_ROOM_STUCK_BOOTSTRAP"
     assert lost.failure["text"].endswith("the prefill instance at registry-1: no answer from its registry")
     later = world.receive(9, 2)
