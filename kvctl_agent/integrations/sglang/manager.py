@@ -262,6 +262,7 @@ class KvctlKVManager(CommonKVManager):
         self.agent.connect(endpoint)
         self._instances[bootstrap_addr, dp_rank] = endpoint
         if former is not None:
+            self.agent.disconnect(former)
             self.prefill_info_table.pop(bootstrap_addr, None)  # the new server may be laid out otherwise
             self.try_ensure_parallel_info(bootstrap_addr)
 
@@ -269,7 +270,7 @@ class KvctlKVManager(CommonKVManager):
         """Forgets a prefill server that does not answer, and fails its rooms; called by SGLang's heartbeat thread."""
         super()._handle_node_failure(failed_bootstrap_addr)
         for instance in [key for key in self._instances if key[0] == failed_bootstrap_addr]:
-            self._instances.pop(instance)
+            self.agent.disconnect(self._instances.pop(instance))
 
     def refuse(self, room: int, endpoint: str | None) -> None:
         """Ends a room for which SGLang has no pages yet, on the prefill ranks."""

@@ -6,7 +6,6 @@ backend (default): `--disaggregation-transfer-backend kvctl` becomes a choice; n
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 import os
@@ -51,7 +50,9 @@ def load() -> None:
             logger.error("kvctl plugin not loaded, SGLang is unchanged: %s", difference)
             return
         if chosen == "observe":
-            importlib.import_module("kvctl_agent.integrations.sglang.observe").install()
+            from kvctl_agent.integrations.sglang import observe
+
+            observe.install()
         else:
             _add_backend(takeover=chosen == "replace")
     except Exception as error:
