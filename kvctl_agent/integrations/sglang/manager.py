@@ -58,14 +58,15 @@ class KvctlKVManager(CommonKVManager):
             ValueError: SGLang runs with an option that this backend does not support; the text names it.
             ConfigError: the agent's configuration is invalid, such as a missing key for other hosts.
         """
-        check_supported(args, server_args)
+        prefill = disaggregation_mode == DisaggregationMode.PREFILL
+        check_supported(args, server_args, prefill=prefill, mla=bool(is_mla_backend or args.is_hybrid_mla_backend))
         self._open: set[int] = set()  # rooms in SGLang's tables, whose states `on_state` writes there
         self._draining: dict[int, Receive] = {}  # ended rooms whose pages SGLang holds until nothing is in flight
         self._instances: dict[tuple[str, int], str] = {}  # registry of each prefill server and dp rank
         # The base class registers a prefill rank, which starts the agent.
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.server_socket.close(linger=0)  # of SGLang's own backends, open to other hosts; agents have their own
-        if disaggregation_mode == DisaggregationMode.DECODE:
+        if not prefill:
             self.agent = self._start(self._geometry(), None)
             self._heartbeat = self._start_heartbeat_checker_thread()
         else:
@@ -108,10 +109,10 @@ class KvctlKVManager(CommonKVManager):
             dp_size=1 if prefill else max(self.attn_dp_size, self.system_dp_size),
             pp=self.pp_rank,
             pp_size=self.pp_size,
-            cp=self.attn_cp_rank,
-            cp_size=self.attn_cp_size,
-            tp=self.attn_tp_rank,
-            tp_size=self.attn_tp_size,
+            cp=self.attn_cp_rank if prefill else self.dcp_rank,
+            cp_size=self.attn_cp_size if prefill else self.dcp_size,
+            tp=self.attn_tp_rank // self.dcp_size,
+            tp_size=self.attn_tp_size // self.dcp_size,
             stages=stages,
         )
         axes = {"dp": max(self.attn_dp_size, self.system_dp_size), "pp": self.pp_size, "cp": self.attn_cp_size}
@@ -129,6 +130,8 @@ class KvctlKVManager(CommonKVManager):
         }
         if prefill:
             config["listen"] = self._address
+        else:
+            config["cp_interleave"] = 1  # rank `token % dcp_size` has a token
         config = {key: value for key, value in config.items() if f"KVCTL_{key.upper()}" not in os.environ}
         agent = Agent(
             role="prefill" if prefill else "decode",

@@ -89,11 +89,18 @@ def _add_backend(takeover: bool) -> None:
             transfers.deferred_kv_release_timeout = math.inf
         return manager
 
+    def send_metadata(original: Callable[..., Any], queue: Any, decode_req: Any, *args: Any, **kwargs: Any) -> Any:
+        if queue.transfer_backend.value in names:
+            kv_indices = args[0] if args else kwargs["kv_indices"]  # one for each token after the prefix
+            decode_req.kv_receiver.prompt_tokens = kwargs.get("decode_prefix_len", 0) + len(kv_indices)
+        return original(queue, decode_req, *args, **kwargs)
+
     disaggregation = "sglang.srt.disaggregation"
     for target, hook in {
         "utils.get_kv_class": kv_class,
         "prefill.PrefillBootstrapQueue._init_kv_manager": with_facts,
         "decode.DecodePreallocQueue._init_kv_manager": with_facts,
+        "decode.DecodePreallocQueue._send_kv_metadata": send_metadata,
     }.items():
         HookRegistry.register(f"{disaggregation}.{target}", hook, HookType.AROUND)
     # Last, so that the name is no choice where a hook failed; the hooks do nothing for other names.

@@ -18,6 +18,7 @@ class KvctlKVReceiver(CommonKVReceiver):
 
     _handle: Receive | None = None
     _endpoint: str | None = None  # of the registry of the room's prefill instance
+    prompt_tokens: int | None = None  # length of the prompt, set by the plugin before `send_metadata`
 
     def _setup_bootstrap_infos(self) -> None:
         """Finds the registry of the room's prefill instance and connects to it; the room fails if there is none."""
@@ -74,6 +75,7 @@ class KvctlKVReceiver(CommonKVReceiver):
                 prefix_tokens=decode_prefix_len or 0,
                 aux_index=aux_index,
                 state_indices=self.kv_mgr.state_lists(state_indices),
+                tokens=self.prompt_tokens,
             ),
         )
         self.init_time = time.time()

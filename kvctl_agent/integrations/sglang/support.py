@@ -10,8 +10,14 @@ from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel
 _INSTEAD = "use --disaggregation-transfer-backend nixl or mooncake (without KVCTL_SGLANG=replace)"
 
 
-def check_supported(args: Any, server_args: Any) -> None:
+def check_supported(args: Any, server_args: Any, *, prefill: bool, mla: bool) -> None:
     """Checks the options of the server and the kinds of its pools.
+
+    Args:
+        args: SGLang's KVArgs.
+        server_args: SGLang's ServerArgs.
+        prefill: whether this is a prefill server.
+        mla: whether the KV is latent rows.
 
     Raises:
         ValueError: something is not supported; the text names all of it, and what to use instead.
@@ -23,7 +29,10 @@ def check_supported(args: Any, server_args: Any) -> None:
             parallel.enable_dsa_cache_layer_split
         ),
         "one group for CP and TP (--enable-cp-tp-group-sharing)": parallel.enable_cp_tp_group_sharing,
-        "decode context parallelism (--dcp-size)": parallel.attn_dcp_size > 1,
+        "decode context parallelism (--dcp-size) of a model with KV heads, per-request state or a draft model": (
+            parallel.attn_dcp_size > 1 and bool(not mla or args.state_types or args.num_draft_entries)
+        ),
+        "context parallelism (--dcp-size) on a prefill server": parallel.attn_dcp_size > 1 and prefill,
         "SGLANG_DISAGG_STAGING_BUFFER (kvctl has staging of its own: KVCTL_STAGING)": (
             envs.SGLANG_DISAGG_STAGING_BUFFER.get()
         ),
