@@ -6,10 +6,10 @@ lost; the scheduler's thread adds a room to the table and removes it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -276,11 +276,13 @@ class KvctlKVManager(CommonKVManager):
             self.agent.disconnect(self._instances.pop(instance))
 
     def refuse(self, room: int, endpoint: str | None) -> None:
-        """Ends a room for which SGLang has no pages yet, on the prefill ranks."""
-        if endpoint is not None:
-            handle = self.begin(room, partial(self.agent.receive, room, (), prefill=endpoint, prefill_only=True))
-            if handle is not None:
-                handle.abort("aborted by the decode engine before it had pages")
+        """Ends a room for which SGLang has no pages and will have none, on the prefill ranks."""
+        if endpoint is None:
+            return
+        with self.failure_lock:
+            cause = self.failure_records.get(room, "refused by the decode engine")
+        with contextlib.suppress(KvctlError):  # the prefill rank's own deadline ends the room
+            self.agent.refuse(room, cause, prefill=endpoint)
 
     def hold(self, room: int, handle: Receive) -> None:
         """Keeps the pages of an ended room from being reused until nothing writes to them (deferred release)."""

@@ -78,6 +78,8 @@ class KvctlKVReceiver(CommonKVReceiver):
                 tokens=self.prompt_tokens,
             ),
         )
+        if self._handle is None:
+            self.kv_mgr.refuse(self.bootstrap_room, self._endpoint)
         self.init_time = time.time()
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:

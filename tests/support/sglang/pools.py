@@ -55,7 +55,9 @@ class Pools:
 
         model, ranks = case.model, case.ranks(role)
         self.case, self.role, self.place = case, role, place
-        self.page_size = case.page_size
+        # Under decode context parallelism a page number stands for a page on each of the ranks that share a prompt.
+        self.dcp, self.dcp_rank = ranks.dcp, place.tp % ranks.dcp
+        self.page_size = case.page_size * self.dcp
         self.heads = max(1, model.heads // ranks.tp)
         first_head = place.tp * model.heads // ranks.tp
         self.size = case.pool_tokens
@@ -169,7 +171,8 @@ class Pools:
         pages = self.size // case.page_size
         self.free_pages = [int(p) + 1 for p in order.permutation(pages)]
         self.free_rows = list(range(1, case.rows * 2 + 1))
-        self.req_to_token = torch.zeros((case.rows * 2 + 1, self.size + case.page_size), dtype=torch.int32)
+        capacity = (self.size + case.page_size) * self.dcp
+        self.req_to_token = torch.zeros((case.rows * 2 + 1, capacity), dtype=torch.int32)
         slots = np.arange(self.size + case.page_size)
         page_map = np.concatenate([[0], order.permutation(pages) + 1])
         self.swa_of = torch.from_numpy(page_map[slots // case.page_size] * case.page_size + slots % case.page_size)
@@ -253,7 +256,8 @@ class Pools:
         rows = self.req_to_token[row, items].numpy().astype(np.int64)
         if region.addressing == "page":
             return items[:: self.page_size] // self.page_size, rows[:: self.page_size] // self.page_size
-        return items, rows
+        own = items % self.dcp == self.dcp_rank
+        return items[own], rows[own] // self.dcp
 
     def write(self, req: Any, start: int, end: int) -> None:
         for region in self.regions:
@@ -281,7 +285,8 @@ class Pools:
         return [region.memory[torch.from_numpy(rows)].clone() for region, rows in self._memory_of(req)]
 
     def _memory_of(self, req: Any) -> list[tuple[Region, npt.NDArray[np.int64]]]:
-        slots = (np.array(req.pages)[:, None] * self.page_size + np.arange(self.page_size)).ravel()
+        size = self.case.page_size
+        slots = (np.array(req.pages)[:, None] * size + np.arange(size)).ravel()
         found = {
             "token": slots,
             "window": self.swa_of[torch.from_numpy(slots)].numpy(),
