@@ -1,0 +1,19 @@
+"""The manager of the backend `kvctl` between requests: sleep mode, and its end before a role switch."""
+
+from tests.support.sglang import managers
+from tests.support.sglang.cases import Case, Model, Ranks, Room
+from tests.support.sglang.pair import PDPair
+
+CASE = Case("kvctl", Ranks(tp=2), Ranks(), Model(heads=4, layers=2))
+
+
+def test_servers_serve_again_after_sleep_mode_and_after_a_role_switch() -> None:
+    with PDPair(CASE) as pair:
+        pair.transfer([Room(1, tokens=100)]).check()
+        pair.call("decode", managers.sleep_and_wake)
+        pair.transfer([Room(2, tokens=100)]).check()
+        pair.call("prefill", managers.sleep_and_wake)
+        pair.transfer([Room(3, tokens=100)]).check()
+        for role in ("prefill", "decode"):
+            assert set(map(tuple, pair.call(role, managers.rebuild).values())) == {()}
+        pair.transfer([Room(4, tokens=100)]).check()
