@@ -390,7 +390,7 @@ class ControlLoop:
             self._sockets_used = True
             for received in self._channel.receive(ready):
                 if isinstance(received.message, Hello):
-                    self._check_replaced(received)
+                    self._check_replaced(received.peer, received.incarnation)
                 self._feed(received)
                 self._sharing.yield_if_due()
         if self._ask_now or now >= self._tick_ns or not self._registry_keys.isdisjoint(ready):
@@ -468,6 +468,8 @@ class ControlLoop:
         if not roster.complete:
             self._feed(ev.RosterMissing(instance, roster.refused or roster.missing))
         else:
+            for rank in roster.ranks:
+                self._check_replaced(rank.name, rank.incarnation)
             names = tuple(rank.name for rank in roster.ranks)
             self._feed(ev.RosterKnown(instance, names, tuple(rank.incarnation for rank in roster.ranks)))
             for rank in roster.ranks:
@@ -489,10 +491,10 @@ class ControlLoop:
                 self._check_ended(peer, incarnation, former.info)
             self._channel.keep(peer.name, {peer.route, *(former.route for former in peer.former.values())})
 
-    def _check_replaced(self, hello: ev.Received) -> None:
-        """Checks, when another incarnation sends Hello under a peer's name, whether the earlier process has ended."""
-        peer = self._machine.peers.get(hello.peer)
-        if peer is not None and not peer.proven_dead and peer.incarnation != hello.incarnation:
+    def _check_replaced(self, name: str, incarnation: int) -> None:
+        """Checks, when another incarnation has a peer's name, whether the peer's earlier process has ended."""
+        peer = self._machine.peers.get(name)
+        if peer is not None and not peer.proven_dead and peer.incarnation != incarnation:
             self._check_ended(peer, peer.incarnation, peer.info)
 
     def _check_ended(self, peer: Peer, incarnation: int, info: PeerInfo | None) -> None:

@@ -284,6 +284,27 @@ class TestLiveness:
         until(lambda: ev.PeerDead("peer", 3, f"process {process.pid} has ended") in rig.machine.handled)
         assert not any(isinstance(event, ev.PeerDead) and event.incarnation == 5 for event in rig.machine.handled)
 
+    def test_a_rank_that_has_registered_anew_has_its_former_process_looked_at_first(
+        self, rig: Rig, zmq_context: Context
+    ) -> None:
+        """A server that restarts with another registry has the rank names of its predecessor, which are free then."""
+        rig.loop._liveness_ns = 1 << 62  # nothing else looks
+        with subprocess.Popen([sys.executable, "-c", ""]) as process:
+            process.wait()
+        rig.machine.peers["peer"] = StandInPeer(process.pid)
+        register = Register(Rank("peer", f"{rig.endpoint}-0", 6, [0, 0, 0, 0], [1, 1, 1, 1]))
+        rank = RegistryClient(zmq_context, rig.endpoint, register)
+        known = ev.RosterKnown(rig.endpoint, ("peer",), (6,))
+
+        def registered() -> bool:
+            rank.turn(time.monotonic_ns())
+            return known in rig.machine.handled
+
+        until(registered)
+        rank.close()
+        dead = ev.PeerDead("peer", 5, f"process {process.pid} has ended")
+        assert rig.machine.handled.index(dead) < rig.machine.handled.index(known)
+
     def test_a_pid_of_another_host_says_nothing(self, rig: Rig) -> None:
         rig.machine.peers["peer"] = StandInPeer(2**22 + 1, host="elsewhere")
         time.sleep(0.7)
