@@ -151,7 +151,12 @@ class KvctlKVManager(CommonKVManager):
                 "KVCTL_INSECURE=1 on a network you trust, for both servers"
             )
         agent.start()
-        logger.info("kvctl: agent %s is running; look at it with: kvctl status", agent.name)
+        logger.info(
+            "kvctl: agent %s is running (mode %s, SGLang %s); look at it with: kvctl status",
+            agent.name,
+            plugin.mode(),
+            versions.installed(),
+        )
         return agent
 
     def _gather(self, own: tuple[int, Any]) -> list[tuple[int, Any]]:
