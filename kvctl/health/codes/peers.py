@@ -132,6 +132,8 @@ def _silent_agent(snapshot: Snapshot, name: str, reports: list[Silence], failed:
         return  # a decode rank that closed in order: no other agent needs it
     silent_ns = min((silence.for_ns for silence in reports if silence.for_ns is not None), default=None)
     recent = silent_ns is None or silent_ns < _RECENTLY_LOST_NS
+    observed = snapshot.agents.get(name)
+    given_up = observed is not None and observed.observes  # by SGLang's backend; it runs
     missed_by = sorted({silence.agent for silence in reports})
     error = next((silence.error for silence in lost if silence.error), "")
     cause, remedy = _explanation(snapshot, name, missed_by, closed, error, silent_ns)
@@ -139,7 +141,9 @@ def _silent_agent(snapshot: Snapshot, name: str, reports: list[Silence], failed:
         cause += f"; {listed(needed_by)} cannot open a room of its instance"
     yield peer_lost.finding(
         name,
-        severity=Severity.CRITICAL if lost and not closed and (needed_by or recent) else Severity.WARNING,
+        severity=Severity.CRITICAL
+        if lost and not closed and not given_up and (needed_by or recent)
+        else Severity.WARNING,
         agents=(name, *missed_by),
         since_ns=silent_ns,
         weight=len(reports) + failed,
@@ -180,6 +184,8 @@ def _explanation(
             f"`kvctl peers` shows which agents lost it; start {name} again, and the others reconnect by themselves; "
             "its own log shows why it died"
         )
+    if error and name in snapshot.agents and snapshot.agents[name].observes:
+        return f"{peers} gave {name} up: {error}", f"`kvctl peers -e {name}` shows which ranks it hears"
     silent = f"{peers} heard nothing from {name}" + ("" if silent_ns is None else f" for {duration(silent_ns)}")
     if name in snapshot.agents:
         return f"{silent}, but it answers kvctl: the network between them is interrupted", (

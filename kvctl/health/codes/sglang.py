@@ -50,6 +50,20 @@ def _oversized(finding: Finding) -> str:
     )
 
 
+def _lost(finding: Finding) -> str:
+    name = finding.agents[0]
+    if finding.evidence["answers_kvctl"]:
+        return (
+            f"`kvctl rooms failed` shows the first failure of a transfer to {name}; remove its cause and restart "
+            f"{name}; SGLANG_ENABLE_FAILED_SESSION_PROBE=1 on the prefill server tries such a rank again"
+        )
+    return (
+        f"`kvctl agents` shows whether {name} runs; start its server again, a prefill server at the same bootstrap "
+        "address: decode servers find it with the next request that the router sends there; its own log shows why it "
+        "ended"
+    )
+
+
 ADVICE: Mapping[str, Callable[[Finding], str]] = {
     "KV_RING_PINNED": _pinned,
     "KV_RING_GATED_EMPTY": _pinned,
@@ -62,11 +76,7 @@ ADVICE: Mapping[str, Callable[[Finding], str]] = {
         "next region that the decode rank frees sends one, so another request may help; otherwise restart the prefill "
         "server"
     ),
-    "KV_PEER_LOST": lambda finding: (
-        f"`kvctl agents` shows whether {finding.agents[0]} runs; start its prefill server again, at the same bootstrap "
-        "address: decode servers find it with the next request that the router sends there; its own log shows why it "
-        "ended"
-    ),
+    "KV_PEER_LOST": _lost,
     "KV_ROOM_STUCK_BOOTSTRAP": _both_ends(
         "check that the router sends the two halves of a request to servers that know each other (bootstrap host, port "
         "and room), and that the decode server has memory for it; it fails after "

@@ -108,3 +108,14 @@ def test_a_server_whose_process_ended_is_lost_at_once():
     (found,) = fleet.find("KV_PEER_LOST")
     assert found.severity is Severity.CRITICAL
     assert found.cause.startswith("prefill-0 died: its process has ended")
+
+
+def test_a_rank_that_sglang_gave_up_is_not_the_first_cause():
+    fleet = observed()
+    oversized(fleet)
+    fleet.peer("prefill-0", "decode-0", state="lost", last_heard_ns=None, last_error="a transfer to it failed")
+    first, second = fleet.examine()
+    assert (first.code, second.code) == ("KV_CHUNK_OVERSIZED", "KV_PEER_LOST")
+    assert second.severity is Severity.WARNING
+    assert second.cause.startswith("prefill-0 gave decode-0 up: a transfer to it failed")
+    assert "SGLANG_ENABLE_FAILED_SESSION_PROBE=1" in second.remedy

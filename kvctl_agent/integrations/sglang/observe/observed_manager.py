@@ -352,7 +352,7 @@ class ObservedManager:
         rows = []
         for session, info in getattr(self._manager, "decode_kv_args_table", {}).copy().items():
             endpoint = f"{info.endpoint}:{info.dst_port}"
-            error = "a write to it failed, and SGLang sends nothing to it any more" if session in failed else None
+            error = "a transfer to it failed, and SGLang sends it nothing any more" if session in failed else None
             row = self._peer(
                 self._local.name(endpoint), endpoint, "lost" if error else "ready", None, open_rooms(endpoint), error
             )
