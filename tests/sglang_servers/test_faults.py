@@ -13,6 +13,7 @@ import pytest
 
 from tests.sglang_servers.conftest import Servers, Undivided
 from tests.sglang_servers.servers import HOST, Prefill, Process, ServerError, Tokens, request, together, wait_ready
+from tests.sglang_servers.test_kvctl import kvctl
 from tests.sglang_servers.test_tokens import prompt
 
 # Requests that a dead server leaves behind end within this time, with an error.
@@ -89,6 +90,17 @@ def idle(server: Process) -> None:
         raise AssertionError(f"{error}\n{server.log_end()}") from None
 
 
+def wait_named_first(servers: Servers, agent: str) -> None:
+    """Waits until the first finding of `kvctl doctor` is about an agent; SGLang learns of a death by a timeout."""
+    deadline = time.monotonic() + LEFT_BEHIND_S
+    while True:
+        report = kvctl(servers, "doctor").stdout
+        if any(line.startswith("1. ") and agent in line for line in report.splitlines()):
+            return
+        assert time.monotonic() < deadline, report
+        time.sleep(0.5)
+
+
 def leave(at: Process, document: bytes, after_s: float) -> None:
     """Sends a request and closes the connection some time later, whatever has come by then."""
     connection = HTTPConnection(HOST, at.port)
@@ -113,6 +125,8 @@ def test_prefill_is_killed_under_load(servers: Servers, undivided: Undivided) ->
     print(f"{servers.mode}: requests left behind ended after {time.monotonic() - killed:.1f} s: {set(load.errors)}")
     assert not load.wrong
     assert load.errors
+    if servers.mode != "nixl":
+        wait_named_first(servers, f"prefill-tp0@{HOST}:{prefill.process.port}")
     prefill.process.start()
     wait_ready([prefill.process])
     again_s = answered_after(prefill, decode, tokens, expected)
@@ -134,6 +148,8 @@ def test_decode_is_killed_under_load(servers: Servers, undivided: Undivided) -> 
     print(f"{servers.mode}: requests left behind ended after {time.monotonic() - killed:.1f} s: {set(load.errors)}")
     assert not load.wrong
     assert load.errors
+    if servers.mode != "nixl":
+        wait_named_first(servers, f"decode-tp0@{HOST}:{decode.port}")
     decode.start()
     wait_ready([decode])
     again_s = answered_after(prefill, decode, tokens, expected)
