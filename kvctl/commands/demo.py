@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import secrets
 import signal
 import time
@@ -95,8 +96,16 @@ def _directory(ctx: click.Context, param: click.Parameter, path: Path | None) ->
     examples=[
         ("A fleet with traffic, until Ctrl-C", "kvctl demo"),
         ("A fleet in which one room hangs", "kvctl demo --fault stuck-room"),
+        ("Two servers of the installed SGLang", "kvctl demo --engine sglang"),
         ("Ten minutes of random faults, every byte verified", "kvctl demo --faults random --minutes 10"),
     ],
+)
+@click.option(
+    "--engine",
+    type=click.Choice(["synthetic", "sglang"]),
+    default="synthetic",
+    show_default=True,
+    help="sglang: a prefill and a decode server of the installed SGLang with a tiny model; no other option applies.",
 )
 @click.option("--transport", default="nixl", show_default=True, metavar="NAME", help="nixl, mooncake or loopback.")
 @click.option("--prefill-tp", default=2, show_default=True, metavar="N", type=_COUNT, help="Prefill TP ranks.")
@@ -168,6 +177,8 @@ def demo(settings: Settings, **options: Any) -> None:
     leaked, crashed, or failed without a fault that explains it. Ctrl-C ends the fleet and leaves nothing behind.
     """
     output = Output(settings)
+    if options["engine"] == "sglang":
+        raise click.exceptions.Exit(_run_sglang(output))
     if options["list_faults"]:
         output.emit(Report(FAULTS, listed(), answered=1))
         return
@@ -185,6 +196,22 @@ def demo(settings: Settings, **options: Any) -> None:
     with _sigterm_unwinds():
         code = _run(output, _plan(options, scenario), options, scenario)
     raise click.exceptions.Exit(code)
+
+
+def _run_sglang(output: Output) -> ExitCode:
+    if importlib.util.find_spec("sglang") is None:
+        raise click.UsageError("--engine sglang: SGLang is not installed in this environment; docs/sglang.md")
+    from kvctl.lab.demo.sglang_pair import run_pair
+    from kvctl.lab.demo.sglang_servers import ServerError
+
+    try:
+        with _sigterm_unwinds():
+            run_pair(output.note)
+    except ServerError as error:
+        print_error(str(error))
+        return ExitCode.FAILED
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.sglang_servers.checkpoint import write_checkpoint
-from tests.sglang_servers.servers import Fleet, Prefill, Process, Tokens, generation, post
+from kvctl.lab.demo.sglang_checkpoint import write_checkpoint
+from kvctl.lab.demo.sglang_servers import CPU_FLAGS, Fleet, Prefill, Process, Tokens, generation, post
 
 # What SGLang gets as --disaggregation-transfer-backend and as KVCTL_SGLANG.
 MODES = {
@@ -19,6 +19,21 @@ MODES = {
     "kvctl": ("kvctl", "backend"),
     "replace": ("nixl", "replace"),
     "observe": ("nixl", "observe"),
+}
+HERE = Path(__file__).parent
+# What servers on a CPU need, beside flags.
+ENVIRONMENT = {
+    "PYTHONPATH": str(HERE / "site"),
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "llama_only",
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+    # Two ranks of one server each name the cores of their threads.
+    "SGLANG_CPU_OMP_THREADS_BIND": "|".join([f"0-{(os.cpu_count() or 1) - 1}"] * 2),
+    # No kernels that are compiled at the first request.
+    "TORCHDYNAMO_DISABLE": "1",
+    # Bytecode of SGLang and torch: without it a server takes three times as long to start.
+    "PYTHONDONTWRITEBYTECODE": "",
 }
 # Prompts that are longer than this are prefilled in chunks.
 CHUNK_TOKENS = 64
@@ -35,9 +50,9 @@ def socket_dir() -> None:
 
 
 @pytest.fixture(scope="session")
-def venv() -> Path:
-    """Where SGLang is installed."""
-    return Path(os.environ["SGLANG_VENV"])
+def python() -> Path:
+    """That of the environment with SGLang."""
+    return Path(os.environ["SGLANG_VENV"]) / "bin" / "python"
 
 
 @pytest.fixture(scope="session")
@@ -70,8 +85,8 @@ class Undivided:
 
 
 @pytest.fixture(scope="session")
-def undivided(venv: Path, model: Path, folder: Path) -> Iterator[Undivided]:
-    fleet = Fleet(venv, model, folder, {"KVCTL_SGLANG": "off"})
+def undivided(python: Path, model: Path, folder: Path) -> Iterator[Undivided]:
+    fleet = Fleet(python, model, folder, CPU_FLAGS, {**ENVIRONMENT, "KVCTL_SGLANG": "off"})
     server = fleet.server("undivided")
     with fleet:
         yield Undivided(server)
@@ -131,14 +146,14 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def servers(
-    request: pytest.FixtureRequest, mode: str, venv: Path, model: Path, folder: Path, undivided: Undivided
+    request: pytest.FixtureRequest, mode: str, python: Path, model: Path, folder: Path, undivided: Undivided
 ) -> Iterator[Servers]:
     """The fleet that a test names as its parameter; it serves all tests that name it, one after another."""
     backend, plugin = MODES[mode]
     at = folder / f"{mode}-{request.param}"
     (at / "sockets").mkdir(parents=True)
-    environment = {"KVCTL_SGLANG": plugin, "KVCTL_SOCKET_DIR": str(at / "sockets")}
-    fleet = Fleet(venv, model, at, environment)
+    environment = {**ENVIRONMENT, "KVCTL_SGLANG": plugin, "KVCTL_SOCKET_DIR": str(at / "sockets")}
+    fleet = Fleet(python, model, at, CPU_FLAGS, environment)
     prefills, decodes = FLEETS[request.param]
     running = Servers(
         mode,

@@ -11,8 +11,8 @@ from http.client import HTTPConnection
 
 import pytest
 
+from kvctl.lab.demo.sglang_servers import HOST, Prefill, Process, ServerError, Tokens, request, together, wait_ready
 from tests.sglang_servers.conftest import Servers, Undivided
-from tests.sglang_servers.servers import HOST, Prefill, Process, ServerError, Tokens, request, together, wait_ready
 from tests.sglang_servers.test_kvctl import kvctl
 from tests.sglang_servers.test_tokens import prompt
 

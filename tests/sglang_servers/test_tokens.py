@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 
-from tests.sglang_servers.checkpoint import VOCABULARY
+from kvctl.lab.demo.sglang_checkpoint import VOCABULARY
+from kvctl.lab.demo.sglang_servers import Tokens, generation, post, together
 from tests.sglang_servers.conftest import CHUNK_TOKENS, Servers, Undivided
-from tests.sglang_servers.servers import Tokens, generation, post, together
 
 # Around the page size of 16, and several chunks.
 LENGTHS = (1, 15, 16, 17, 64, 100, 333)

@@ -68,6 +68,7 @@ SUMMARY: dict[str, Any] = {
         (("--fault", "replace=prefill-0@5s+9s"), "the registry can be replaced: prefill-1"),
         (("--fault", "control-loss=1%", "--fault", "control-loss=2%"), "control-loss"),
         (("--bursty",), "--bursty needs --rate"),
+        (("--engine", "sglang"), "SGLang is not installed in this environment"),
         (("--tokens", "5..1"), "5..1"),
         (("--evidence", "/proc/nowhere/at/all"), "cannot make /proc/nowhere/at/all"),
         (("--prefill-instances", "tpx"), "tpx"),

@@ -9,6 +9,7 @@ import random
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -20,8 +21,6 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any, TypeVar
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 HOST = "127.0.0.1"
 # A server alone on two cores is up after 20 s; six beside other work take minutes.
 START_S = 600.0
@@ -29,20 +28,15 @@ REQUEST_S = 120.0
 END_S = 30.0
 LOG_LINES = 40
 
-# Flags of every server: a small pool in host memory, no kernels that a CPU lacks, tokens instead of text.
-FLAGS = (
-    *("--skip-tokenizer-init", "--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph"),
-    *("--disable-overlap-schedule", "--dtype", "float32", "--random-seed", "7", "--mem-fraction-static", "0.5"),
-    *(
-        "--max-total-tokens",
-        "8192",
-        "--max-running-requests",
-        "16",
-        "--page-size",
-        "16",
-        "--enable-metrics",
-        "--sleep-on-idle",
-    ),
+# Of every server: the tiny model has no tokenizer, and the pool is as small as the model.
+_FLAGS = (
+    *("--skip-tokenizer-init", "--random-seed", "7", "--max-total-tokens", "8192", "--max-running-requests", "16"),
+    *("--page-size", "16", "--enable-metrics", "--sleep-on-idle"),
+)
+# Without a GPU: no kernels that a CPU lacks.
+CPU_FLAGS = (
+    *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--disable-cuda-graph"),
+    *("--disable-overlap-schedule", "--mem-fraction-static", "0.5"),
 )
 
 Tokens = list[int]
@@ -225,30 +219,21 @@ class Fleet:
     """Processes that share a model, an environment and a folder for their logs.
 
     Args:
-        venv: where SGLang is installed.
-        environment: variables of all processes, beside those that servers on a CPU need.
+        python: that of an environment with SGLang.
+        model: folder of the checkpoint.
+        folder: where the logs are written.
+        flags: of every server, beside those that the tiny model needs.
+        environment: variables of all processes, beside those of this one.
     """
 
-    def __init__(self, venv: Path, model: Path, folder: Path, environment: Mapping[str, str] | None = None) -> None:
-        self.python = venv / "bin" / "python"
+    def __init__(
+        self, python: Path, model: Path, folder: Path, flags: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
+        self.python = python
         self.model = model
         self.folder = folder
-        self.environment = {
-            "PYTHONPATH": str(HERE / "site"),
-            "SGLANG_EXTERNAL_MODEL_PACKAGE": "llama_only",
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "SGLANG_HOST_IP": HOST,
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "OMP_NUM_THREADS": "1",
-            # Two ranks of one server each name the cores of their threads.
-            "SGLANG_CPU_OMP_THREADS_BIND": "|".join([f"0-{(os.cpu_count() or 1) - 1}"] * 2),
-            # No kernels that are compiled at the first request.
-            "TORCHDYNAMO_DISABLE": "1",
-            # Bytecode of SGLang and torch: without it a server takes three times as long to start.
-            "PYTHONDONTWRITEBYTECODE": "",
-            **(environment or {}),
-        }
+        self.flags = flags
+        self.environment = {"SGLANG_HOST_IP": HOST, "HF_HUB_OFFLINE": "1", **environment}
         self.processes: list[Process] = []
         self._prefills: list[Prefill] = []
         self._decodes: list[Process] = []
@@ -256,7 +241,7 @@ class Fleet:
     def server(self, name: str, *arguments: str) -> Process:
         """Adds a server."""
         port = free_port()
-        command = ["-W", "ignore", "-m", "sglang.launch_server", "--model-path", str(self.model), *FLAGS]
+        command = ["-W", "ignore", "-m", "sglang.launch_server", "--model-path", str(self.model), *_FLAGS, *self.flags]
         command += ["--host", HOST, "--port", str(port), *arguments]
         return self._add(name, command, port)
 
@@ -323,7 +308,7 @@ def wait_ready(processes: Iterable[Process]) -> None:
     waiting = list(processes)
     while waiting:
         for process in [each for each in waiting if each.ready()]:
-            print(f"{process.name}: ready after {time.monotonic() - process.started:.1f} s")
+            print(f"{process.name}: ready after {time.monotonic() - process.started:.1f} s", file=sys.stderr)
             waiting.remove(process)
         time.sleep(0.2)
 
