@@ -211,7 +211,8 @@ def _run_sglang(output: Output) -> ExitCode:
         print_error(str(error))
         return ExitCode.FAILED
     except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED
+        pass
+    return ExitCode.INTERRUPTED
 
 
 @contextlib.contextmanager
