@@ -70,8 +70,9 @@ class Model:
 class Case:
     """Two servers and a backend.
 
-    `pool_tokens` is the capacity of each rank's KV pool; `rows` the number of metadata rows. `environment` holds
-    variables for all ranks; `prefill_environment` and `decode_environment` add to it.
+    `pool_tokens` is the capacity of each rank's KV pool, unless `decode_pool_tokens` gives decode another; `rows` the
+    number of metadata rows. `environment` holds variables for all ranks; `prefill_environment` and `decode_environment`
+    add to it.
     """
 
     backend: str
@@ -80,6 +81,7 @@ class Case:
     model: Model = Model()
     page_size: int = 16
     pool_tokens: int = 1024
+    decode_pool_tokens: int | None = None
     rows: int = 8
     staging: bool = False
     chunked_prefill_size: int = 64

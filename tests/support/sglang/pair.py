@@ -39,12 +39,12 @@ class RankError(AssertionError):
 class Forker:
     """A process that has imported SGLang and forks ranks. Tests share one, since the import takes seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.support.sglang.rank", str(theirs.fileno())],
             cwd=ROOT,
-            env=bare_environment(),
+            env=bare_environment(device),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
         )
@@ -103,7 +103,7 @@ class Rank:
         self.events: list[tuple[str, int]] = []
         self.log = folder / f"{self.name.replace(' ', '-')}.log"
         # CUDA does not survive a fork, and SGLang's modules look for devices when they are imported.
-        self.forker = Forker() if case.device == "cuda" else None
+        self.forker = Forker("cuda") if case.device == "cuda" else None
         ours, theirs = socket.socketpair()
         with self.log.open("wb") as log:
             self.pidfd = (self.forker or forker()).fork(environment(case, role), log.fileno(), theirs.fileno())

@@ -60,7 +60,7 @@ class Pools:
         self.page_size = case.page_size * self.dcp
         self.heads = max(1, model.heads // ranks.tp)
         first_head = place.tp * model.heads // ranks.tp
-        self.size = case.pool_tokens
+        self.size = (role == "decode" and case.decode_pool_tokens) or case.pool_tokens
         per_stage = model.layers // ranks.pp
         self.layers = list(range(place.pp * per_stage, (place.pp + 1) * per_stage))
         self.regions: list[Region] = []

@@ -195,11 +195,14 @@ class Runtime:
         if case.backend == "mooncake":
             engine = importlib.import_module("sglang.srt.distributed.device_communicators.mooncake_transfer_engine")
             engine.init_mooncake_transfer_engine(HOST, self.gpu, None)
+            if case.device == "cpu":  # there is no pinned memory for indices that come with an event
+                module = importlib.import_module("sglang.srt.disaggregation.mooncake.conn")
+                module.MooncakeKVSender.supports_host_tensor_indices = False
 
 
 def import_sglang() -> None:
     """Imports SGLang's queues and backends as a scheduler process has them, but without what they need of an engine."""
-    stand_ins.install()
+    stand_ins.install(kernels=os.environ["SGLANG_STAGING_USE_TORCH"] == "0")
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
     # Without the imports of its top package, a language front end.
@@ -284,12 +287,12 @@ def _staging_takes_host_memory() -> None:
     handler._get_custom_mem_pool = lambda device: (None, None)
 
 
-def bare_environment() -> dict[str, str]:
+def bare_environment(device: str = "cpu") -> dict[str, str]:
     """This process's environment without settings of SGLang and kvctl, and what SGLang's modules read on import."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SGLANG_", "KVCTL_"))}
     return kept | {
         "SGLANG_HOST_IP": HOST,
-        "SGLANG_STAGING_USE_TORCH": "1",  # on the CPU; staging's kernels are Triton's
+        "SGLANG_STAGING_USE_TORCH": "1" if device == "cpu" else "0",  # its kernels are Triton's
         "NIXL_LOG_LEVEL": "ERROR",
         "GLOG_minloglevel": "2",
         "MC_LOG_LEVEL": "ERROR",
@@ -308,4 +311,4 @@ def environment(case: Case, role: Role) -> dict[str, str]:
     if case.aux_sampling_mask:
         own |= {"SGLANG_ENABLE_DISAGG_SAMPLING_MASK": "1"}
     side = case.prefill_environment if role == "prefill" else case.decode_environment
-    return bare_environment() | own | dict(case.environment) | dict(side)
+    return bare_environment(case.device) | own | dict(case.environment) | dict(side)

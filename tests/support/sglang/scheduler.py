@@ -285,6 +285,8 @@ def prefill_scheduler(runtime: Runtime, deadline_s: float, say: Say) -> Any:
                 self.maybe_prefetch_staging_for_batch(SimpleNamespace(reqs=[req]))
             if room.content:
                 self.pools.write(req, start, req.extend_end)
+                if runtime.device != "cpu":
+                    torch.cuda.synchronize()  # SGLang sends when a forward has ended
             req.sent += 1
             if req.sent == len(ends):
                 self.waiting_queue.remove(req)
@@ -422,8 +424,8 @@ def decode_scheduler(runtime: Runtime, deadline_s: float, say: Say) -> Any:
                 wrong: tuple[str, ...] = ()
                 if req in received and req.plan.content:
                     wrong = self.pools.wrong(req, req.plan.prefix) + req.wrong_metadata()
-                if req in received:
                     self.pools.forget(req)
+                if req in received:
                     self.pools.free(req)
                 self.requests.remove(req)
                 self.end(req, wrong)

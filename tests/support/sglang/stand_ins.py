@@ -134,6 +134,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def install() -> None:
+def install(kernels: bool = False) -> None:
+    """Adds the finders; with `kernels` SGLang's kernels are real, for a process that uses a GPU."""
+    parts = [part for part in SGLANG_PARTS if not (kernels and part == "sglang.kernels")]
     sys.meta_path.append(_Finder(PACKAGES))
-    sys.meta_path.insert(0, _Finder(SGLANG_PARTS))
+    sys.meta_path.insert(0, _Finder(parts))

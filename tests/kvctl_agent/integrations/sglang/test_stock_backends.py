@@ -1,4 +1,4 @@
-"""SGLang's own NIXL backend moves rooms in the harness, with its staging and without."""
+"""SGLang's own backends move rooms in the harness: NIXL with its staging and without, and Mooncake."""
 
 import dataclasses
 from typing import Any
@@ -27,13 +27,14 @@ CASES = {
     "swa": Case("nixl", model=Model(state="swa")),
     "mamba": Case("nixl", model=Model(state="mamba")),
     "draft": Case("nixl", model=Model(draft_layers=1)),
+    "mooncake tp2-tp1": Case("mooncake", prefill=Ranks(tp=2), model=HEADS_8),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_rooms_arrive_whole(name: str) -> None:
     with PDPair(CASES[name]) as pair:
-        assert {rank.names["manager"] for rank in pair.all()} == {"NixlKVManager"}
+        assert {rank.names["manager"].lower() for rank in pair.all()} == {f"{CASES[name].backend}kvmanager"}
         rooms = [dataclasses.replace(room, decode_dp=i % CASES[name].decode.dp) for i, room in enumerate(ROOMS)]
         pair.transfer(rooms).check()
 
