@@ -81,6 +81,7 @@ class TestMetadata:
             "all-cpu",
             "prometheus",
             "otel",
+            "sglang",
             "png",
         }
         assert set(EXTRAS) == promised
