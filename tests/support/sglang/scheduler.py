@@ -251,8 +251,9 @@ def prefill_scheduler(runtime: Runtime, deadline_s: float, say: Say) -> Any:
             busy = False
             queue = self.disagg_prefill_bootstrap_queue
             self.waiting_queue.extend(queue.pop_bootstrapped())
+            self.resolve_waiting_queue_bootstrap()
             for req in list(self.requests):
-                if req.failure:  # the bootstrap queue has given it up
+                if req.failure:  # given up before its last chunk
                     self.requests.remove(req)
                     self.end(req)
                     busy = True

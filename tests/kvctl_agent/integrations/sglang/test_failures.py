@@ -1,6 +1,7 @@
 """Rooms that an engine aborts or decode never opens, and servers that die or stop, as SGLang's queues see them."""
 
 import dataclasses
+from typing import Any
 
 from tests.support.sglang.cases import Case, Model, Ranks, Room
 from tests.support.sglang.pair import Outcome, PDPair
@@ -18,6 +19,12 @@ CASE = Case(
     },
 )
 FINE = [Room(100, tokens=100), Room(101, tokens=64, chunks=(32,))]
+
+
+def pages_held(scheduler: Any) -> int:
+    """Failed requests whose pages decode may not use again."""
+    scheduler.transfers.resolve_deferred_releases()
+    return int(scheduler.transfers.num_pending_deferred_releases())
 
 
 def check_others(outcome: Outcome, failed: set[int]) -> None:
@@ -93,3 +100,19 @@ def test_rooms_go_on_when_a_frozen_decode_continues() -> None:
         pair.thaw("decode")
         outcome = pair.finish("decode", pair.finish("prefill"))
         Outcome(outcome.rooms, pair.settle()).check()
+
+
+def test_pages_are_held_while_a_frozen_prefill_could_write_to_them() -> None:
+    with PDPair(dataclasses.replace(CASE, decode_environment={"KVCTL_LOST_S": "4"})) as pair:
+        room = Room(12, tokens=96, chunks=(48,), held=True)
+        pair.begin([room], "decode")
+        pair.begin([room], "prefill")
+        pair.wait_event("prefill", "chunk", 12, count=2)
+        pair.freeze("prefill")
+        assert pair.finish("decode").states(12, "decode") == {"failed"}
+        (held,) = pair.call("decode", pages_held).values()
+        assert held == 1
+        pair.thaw("prefill")
+        assert pair.finish("prefill").states(12, "prefill") == {"failed"}
+        assert not any(pair.settle().values())  # which waits for their release
+        pair.transfer(FINE).check()

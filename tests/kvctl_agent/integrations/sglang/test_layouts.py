@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from tests.support.sglang.cases import Case, Model, Ranks, Room
-from tests.support.sglang.pair import PDPair
+from tests.support.sglang.pair import PDPair, RankError
 
 ROOMS = [
     Room(1, tokens=100),
@@ -73,3 +73,15 @@ def test_rooms_arrive_whole(name: str) -> None:
     with PDPair(case) as pair:
         assert {rank.names["manager"] for rank in pair.all()} == {"KvctlKVManager"}
         pair.transfer(rooms).check()
+
+
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [
+        (kvctl(decode=Ranks(tp=2, dcp=2), model=Model(mla=True)), r"decode context parallelism \(--dcp-size\)"),
+        (kvctl(staging=True), "SGLANG_DISAGG_STAGING_BUFFER"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(case: Case, named: str) -> None:
+    with pytest.raises(RankError, match=f"does not support {named}"), PDPair(case):
+        pass
