@@ -78,7 +78,7 @@ def test_rooms_arrive_whole(name: str) -> None:
 @pytest.mark.parametrize(
     ("case", "named"),
     [
-        (kvctl(decode=Ranks(tp=2, dcp=2), model=Model(mla=True)), r"decode context parallelism \(--dcp-size\)"),
+        (kvctl(decode=Ranks(tp=2, dcp=2)), r"decode context parallelism \(--dcp-size\) of a model with KV heads"),
         (kvctl(staging=True), "SGLANG_DISAGG_STAGING_BUFFER"),
     ],
 )
