@@ -267,12 +267,12 @@ class KvctlKVManager(CommonKVManager):
         former = self._instances.get((bootstrap_addr, dp_rank))
         if former == endpoint:
             return
-        self.agent.connect(endpoint)
-        self._instances[bootstrap_addr, dp_rank] = endpoint
         if former is not None:
-            self.agent.disconnect(former)
+            self.agent.disconnect(former)  # first: the ranks of both have the same names
             self.prefill_info_table.pop(bootstrap_addr, None)  # the new server may be laid out otherwise
             self.try_ensure_parallel_info(bootstrap_addr)
+        self.agent.connect(endpoint)
+        self._instances[bootstrap_addr, dp_rank] = endpoint
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
         """Forgets a prefill server that does not answer, and fails its rooms; called by SGLang's heartbeat thread."""
