@@ -117,7 +117,8 @@ class Arrivals:
             self._active_s = time.monotonic()
         self._execute(orders)
         self._report_finished()
-        self._report_checked()
+        if self._checks:
+            self._report_checked()
         if self._pool.device is not None and not self._open_rooms():
             new = {1, *self._splits()} - self._compiled
             if new:

@@ -285,6 +285,10 @@ class SendRooms:
         self.staging = staging
         self.layers = context.local.layers
         self.components: list[Segment] = [shard.segment for shard in context.local.shards if shard.segment.state]
+        local = context.local
+        shards = [shard for shard in local.shards if shard.segment.table]
+        pages = [local.chunk_tokens // group.page_size for group in local.shape.groups]
+        self._groups = list(zip(shards, pages, strict=True))  # shard and pages per cell of each KV group
 
     def begin(self, number: int) -> SendRoom:
         """Creates a room when the local engine or a decode rank opens it, whichever comes first."""
@@ -294,11 +298,7 @@ class SendRooms:
         return room
 
     def nothing_computed(self) -> ComputedTables:
-        local = self.context.local
-        cell_tokens = local.chunk_pages * local.page_size
-        shards = [shard for shard in local.shards if shard.segment.table]
-        pages = [cell_tokens // group.page_size for group in local.shape.groups]
-        return ComputedTables(self.layers, local.chunk_pages, list(zip(shards, pages, strict=True)))
+        return ComputedTables(self.layers, self.context.local.chunk_pages, self._groups)
 
     def find(self, peer: Peer, number: int, nonce: int) -> tuple[SendRoom, PeerTransfer] | None:
         """Returns the room and transfer that a message is about.
@@ -487,8 +487,9 @@ class SendRooms:
 
     def report(self, room: SendRoom) -> None:
         """Tells the engine the state of a room, and the prefix if it is known."""
-        room.told_prefix_tokens = room.prefix_tokens or room.told_prefix_tokens
-        self.context.actions.append(ev.StateChanged(room.room, room.state, room.failure, room.prefix_tokens))
+        prefix_tokens = room.prefix_tokens
+        room.told_prefix_tokens = prefix_tokens or room.told_prefix_tokens
+        self.context.actions.append(ev.StateChanged(room.room, room.state, room.failure, prefix_tokens))
 
     def progress(self, room: SendRoom) -> None:
         """Releases a room's pages once all parts are sent, and ends the room once every decode rank has confirmed it.
