@@ -163,6 +163,7 @@ def _pair(
     if len(ends) == 1 and prefill in asked and decode in asked:
         states.append(ONE_SIDED)
     differences = [text for end in ends for text in end["differences"]]
+    errors = [end["errors_total"] for end in ends]
     return {
         "prefill": prefill,
         "decode": decode,
@@ -172,7 +173,7 @@ def _pair(
         "lane": next((end["lane"] for end in ends if end["lane"]), None),
         "lane_direct": by_prefill.get("lane_direct") if by_prefill else None,
         "rtt_ns": next((end["rtt_ns"] for end in ends if end["rtt_ns"] is not None), None),
-        "errors_total": sum(end["errors_total"] for end in ends),
+        "errors_total": None if None in errors else sum(errors),
         "differences": list(dict.fromkeys(differences)),
     }
 

@@ -159,7 +159,7 @@ LAYERS_TABLE = TableSpec(
 PEERS_TABLE = TableSpec(
     PEERS,
     key=lambda row: (row["agent"], row["peer"]),
-    faulty=lambda row: row["state"] != "ready" or bool(row["differences"]) or row["errors_total"] > 0,
+    faulty=lambda row: row["state"] != "ready" or bool(row["differences"]) or bool(row["errors_total"]),
 )
 EVENTS_TABLE = TableSpec(
     EVENTS,

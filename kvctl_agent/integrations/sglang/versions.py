@@ -76,6 +76,39 @@ INTERFACES: Mapping[str, tuple[str, ...]] = {
 }
 
 
+# What the observer hooks, besides methods of one backend: it leaves out those that a backend lacks.
+OBSERVED_INTERFACES: Mapping[str, tuple[str, ...]] = {
+    f"{_D}.common.conn.CommonKVManager.record_failure": ("self", "bootstrap_room", "failure_reason"),
+    f"{_D}.common.conn.CommonKVManager.conclude_transfer": (
+        "self",
+        "bootstrap_room",
+        "status",
+        "targets",
+        "failure_reason",
+    ),
+    f"{_D}.common.conn.CommonKVManager.apply_prefill_status": (
+        "self",
+        "bootstrap_room",
+        "status",
+        "prefill_rank",
+        "failure_reason",
+    ),
+    f"{_D}.common.conn.CommonKVManager.handle_chunk_ready": ("self", "msg"),
+    f"{_D}.common.conn.CommonKVManager._on_heartbeat_success": ("self", "bootstrap_addr"),
+    f"{_D}.common.conn.CommonKVReceiver.init": ("self", "prefill_dp_rank"),
+    f"{_D}.common.utils.FastQueue.get": ("self",),
+    f"{_D}.common.staging_handler.StagingManagerMixin._handle_staging_req": ("self", "msg"),
+    f"{_D}.common.staging_handler.DecodeStagingHandler._free_and_send_watermark": ("self", "alloc_id", "_decode_req"),
+    f"{_D}.common.staging_handler.PrefillStagingStrategy.check_ready": (
+        "self",
+        "req",
+        "kv_chunk_index_start",
+        "num_chunk_pages",
+        "session_id",
+    ),
+}
+
+
 def installed() -> str | None:
     """Returns the version of the installed SGLang; None if there is none."""
     try:

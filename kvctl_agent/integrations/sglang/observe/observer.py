@@ -15,7 +15,8 @@ from kvctl_agent.admin.server import AdminServer
 from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.contract.settings import load_settings
 from kvctl_agent.contract.snapshots import Integration, Role
-from kvctl_agent.errors import RequestRefused
+from kvctl_agent.errors import ConfigError, RequestRefused
+from kvctl_agent.integrations.sglang import versions
 from kvctl_agent.integrations.sglang.observe import hooks
 from kvctl_agent.integrations.sglang.observe.moments import Watch
 from kvctl_agent.integrations.sglang.observe.names import rank_name
@@ -38,9 +39,15 @@ _WHAT = {
 
 
 def install() -> None:
-    """Hooks SGLang's NIXL and Mooncake classes as soon as SGLang chooses them; called by the plugin."""
+    """Hooks SGLang's NIXL and Mooncake classes as soon as SGLang chooses them; called by the plugin.
+
+    Raises:
+        ConfigError: something that is to be hooked differs from the supported versions of SGLang.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    if (difference := versions.mismatch(versions.OBSERVED_INTERFACES)) is not None:
+        raise ConfigError(difference)
     HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", _on_class, HookType.AFTER)
 
 
@@ -77,11 +84,17 @@ def _hook_manager(manager_class: Any) -> None:
         setattr(manager, hooks.WATCH, Watch())  # before its threads run
         construct(manager, *args, **kwargs)
         try:
-            Observer(manager).start()
+            manager._kvctl_observer = Observer(manager).start()
         except Exception as error:
             logger.error("kvctl: this rank is not observed: %s", error)
 
     manager_class.__init__ = constructed
+    hooks.before(manager_class, "teardown", _stop)  # when the server changes its role
+
+
+def _stop(manager: Any) -> None:
+    if (observer := getattr(manager, "_kvctl_observer", None)) is not None:
+        observer.close()
 
 
 _HOOKS: dict[str, Callable[[Any], None]] = {
@@ -105,6 +118,7 @@ class Observer:
         self._manager = manager
         self._watch = hooks.watch_of(manager)
         self._dropped = 0
+        self._stopping = threading.Event()
         settings = load_settings({})
         role: Role = manager.disaggregation_mode.value
         dp = manager.attn_dp_rank if manager.system_dp_size == 1 else manager.system_dp_rank
@@ -143,25 +157,30 @@ class Observer:
             endpoint=f"{manager.local_ip}:{manager.rank_port}",
         )
 
-    def start(self) -> None:
-        """Claims the name, binds the admin socket and starts the thread; the process's end stops both.
+    def start(self) -> Observer:
+        """Claims the name, binds the admin socket and starts the thread; `close` or the process's end stops both.
 
         Raises:
             AdminError: another rank has the name, or the socket cannot be bound.
         """
-        threading.Thread(target=self._run, name=f"kvctl-observe-{self.name}", daemon=True).start()
         self.admin.start()
+        threading.Thread(target=self._run, name=f"kvctl-observe-{self.name}", daemon=True).start()
         logger.info("kvctl: %s is observed; look at it with: kvctl status", self.name)
+        return self
+
+    def close(self) -> None:
+        """Stops the thread, and removes the admin socket."""
+        self._stopping.set()
+        self.admin.close()
 
     def _run(self) -> None:
-        while True:
+        while not self._stopping.wait(_PERIOD_S):
             try:
                 self.read()
             except Exception as error:
                 text = f"{type(error).__name__}: {error}"
                 self._tracker.telemetry.metrics.add("kvctl_internal_errors_total", 1)
                 self._tracker.telemetry.recorder.record("observe", f"a moment was lost: {text}", "error")
-            time.sleep(_PERIOD_S)
 
     def read(self) -> None:
         """Applies the moments recorded since the last call."""
