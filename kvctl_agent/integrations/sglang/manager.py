@@ -72,6 +72,9 @@ class KvctlKVManager(CommonKVManager):
         else:
             # Every cp rank takes part in every room; the agent's plan decides which of them send.
             self.is_dummy_cp_rank = False
+            # SGLang's sender refuses rooms by this rank, which is 0 on every replica of a server without DP attention
+            # (--dp-size alone).
+            self.attn_dp_rank = self._dp_rank
 
     # ---- the agent -------------------------------------------------------------------------------------------------
 
