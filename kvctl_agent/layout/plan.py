@@ -257,7 +257,8 @@ def _segment_slices(
         segment: The segment.
         prefill_dp: Prefill dp rank that computes the room.
         coord: The decode rank.
-        replica: Number that, with the decode rank, selects one of the tp ranks that hold the same heads.
+        replica: Number that, with the decode rank, selects one of the tp ranks that hold the same heads, between unequal tp
+            sizes.
         senders: Prefill cp ranks that send the segment.
     """
     prefill, decode = inputs.prefill, inputs.decode
@@ -274,7 +275,9 @@ def _segment_slices(
         for cp in senders:
             # Blocks of equal size tile the heads on the prefill side; `copies` neighbouring tp ranks hold each block.
             for block in range(dst_heads.lo // block_heads, (dst_heads.hi - 1) // block_heads + 1):
-                tp = block * copies + (replica + reader) % copies
+                # Between equal tp sizes each rank reads its own counterpart: engines may keep more beside replicated
+                # heads, such as an aux row about this rank's KV alone.
+                tp = coord.tp if prefill.tp == decode.tp else block * copies + (replica + reader) % copies
                 src_heads = head_range(segment.heads, prefill.tp, tp)
                 lo, hi = max(src_heads.lo, dst_heads.lo), min(src_heads.hi, dst_heads.hi)
                 yield TransferSlice(

@@ -15,7 +15,7 @@ from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, head_range
 from kvctl_agent.layout.shape import ModelShape, Segment, segments
 from kvctl_agent.layout.sizes import set_sizes
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 """Incremented whenever the same inputs result in another plan. 1: attention TP and DP, replicated heads, one stage.
 2: context and pipeline parallelism, latents, draft layers, state. 3: unequal pages, context parallelism on decode."""
 

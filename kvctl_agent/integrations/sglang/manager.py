@@ -1,7 +1,7 @@
 """KV manager of the backend: one agent per SGLang rank, and the states of its rooms in SGLang's tables.
 
-SGLang polls a table of states. Only the agent's control thread raises a state there (`on_state`), so that no update is
-lost; the scheduler's thread adds a room to the table and removes it.
+SGLang polls a table of states. The agent's control thread writes there how far a room is (`on_state`); the scheduler's
+thread adds a room, fails it, and removes it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -34,6 +35,8 @@ logger = logging.getLogger("kvctl")
 _LOOPBACK = ("127.", "localhost", "::1")
 _CLOSE_S = 5.0
 _RING_MB = 1024
+_MIN_S, _MAX_S = 0.1, 86400.0  # limits of the settings that are durations
+_LOOK_UP_S = 2.0  # how often a prefill server that is not connected is looked up, on the scheduler's thread
 
 _Room = TypeVar("_Room", Send, Receive)
 
@@ -63,6 +66,8 @@ class KvctlKVManager(CommonKVManager):
         self._open: set[int] = set()  # rooms in SGLang's tables, whose states `on_state` writes there
         self._draining: dict[int, Receive] = {}  # ended rooms whose pages SGLang holds until nothing is in flight
         self._instances: dict[tuple[str, int], str] = {}  # registry of each prefill server and dp rank
+        self._looked_up: dict[tuple[str, int], float] = {}  # monotonic time of the last look-up
+        self._misfits: dict[str, str] = {}  # why a prefill server does not fit, as logged
         # The base class registers a prefill rank, which starts the agent.
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.server_socket.close(linger=0)  # of SGLang's own backends, open to other hosts; agents have their own
@@ -70,6 +75,7 @@ class KvctlKVManager(CommonKVManager):
             self.agent = self._start(self._geometry(), None)
             self._heartbeat = self._start_heartbeat_checker_thread()
         else:
+            self._kv_replica_factor = 1
             # Every cp rank takes part in every room; the agent's plan decides which of them send.
             self.is_dummy_cp_rank = False
             # SGLang's sender refuses rooms by this rank, which is 0 on every replica of a server without DP attention
@@ -86,12 +92,18 @@ class KvctlKVManager(CommonKVManager):
         """
         geometry = self._geometry()
         if self.attn_tp_rank == self.attn_cp_rank == self.pp_rank == 0:
-            self.agent = self._start(geometry, f"tcp://{self._address}:0")
+            try:
+                self.agent = self._start(geometry, f"tcp://{self._address}:0")
+            except KvctlError as error:
+                self._gather((self._dp_rank, error))  # the other ranks wait for it
+                raise
             self.local_ip, self.rank_port = self._host, int(str(self.agent.bootstrap).rpartition(":")[2])
             self._gather((self._dp_rank, self.agent.bootstrap))
         else:
-            endpoints = dict(self._gather((-1, None)))
-            self.agent = self._start(geometry, endpoints[self._dp_rank])
+            registry = dict(self._gather((-1, None)))[self._dp_rank]
+            if isinstance(registry, KvctlError):
+                raise registry
+            self.agent = self._start(geometry, registry)
         super().register_to_bootstrap()
 
     def _geometry(self) -> tuple[KVPool, ModelShape | None, tuple[int, ...]]:
@@ -125,11 +137,14 @@ class KvctlKVManager(CommonKVManager):
         # Defaults for this engine, which the environment overrides.
         config: dict[str, Any] = {
             "cp_mode": ALL if envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.get() else RANK0,
-            "bootstrap_timeout_s": float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
-            "waiting_timeout_s": float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
+            "bootstrap_timeout_s": _seconds(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
+            "unclaimed_s": _seconds(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
+            # SGLang limits this time on decode ranks alone, whose abort ends the room here as well.
+            "waiting_timeout_s": _MAX_S if prefill else _seconds(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
             # A ring larger than the pool is never full, and SGLang leaves little memory on a GPU.
             "staging_ring_mb": min(_RING_MB, max(1, pool.nbytes >> 20)),
-            "name_suffix": f"{self._host}:{get_serving().port}",
+            # Decode ranks listen nowhere; the loopback address would be the same on every host.
+            "name_suffix": f"{self._host if prefill else self.local_ip}:{get_serving().port}",
         }
         if prefill:
             config["listen"] = self._address
@@ -209,8 +224,10 @@ class KvctlKVManager(CommonKVManager):
         if handle.room not in self._open:
             return
         if handle.error is not None:
-            self._keep_cause(handle.room, f"{handle.error['text']} [{handle.error['code']}]")
+            self.record_failure(handle.room, f"{handle.error['text']} [{handle.error['code']}]")
         self.update_status(handle.room, int(state))
+        if handle.room not in self._open:  # the scheduler has cleared the room meanwhile
+            self.request_status.pop(handle.room, None)
 
     def begin(self, room: int, open_room: Callable[[], _Room]) -> _Room | None:
         """Returns the handle that `open_room` opens; None if the agent refuses, and then the room has failed."""
@@ -223,21 +240,25 @@ class KvctlKVManager(CommonKVManager):
 
     def fail(self, room: int, cause: str) -> None:
         """Fails a room on this rank alone, unless it has failed already."""
-        self._keep_cause(room, cause)
+        self.record_failure(room, cause)
         self.update_status(room, KVPoll.Failed)
+
+    def forget(self, room: int) -> None:
+        """Ignores what becomes of a room from now on."""
+        self._open.discard(room)
 
     def end(self, room: int, handle: Send | Receive | None) -> None:
         """Forgets a room that SGLang has cleared; aborts it if it has not ended."""
-        self._open.discard(room)
+        self.forget(room)
         if handle is not None and not handle.state.finished:
             with self.failure_lock:
                 cause = self.failure_records.get(room, "cleared by the scheduler")
             handle.abort(cause)
 
-    def _keep_cause(self, room: int, cause: str) -> None:
+    def record_failure(self, bootstrap_room: int, failure_reason: str) -> None:
         """Records why a room failed; the first cause stays."""
         with self.failure_lock:
-            self.failure_records.setdefault(room, cause)
+            self.failure_records.setdefault(bootstrap_room, failure_reason)
 
     def state_lists(self, state_indices: Any) -> list[Any]:
         """Returns the item indices of each state component of the pool, from SGLang's list for each of its own."""
@@ -253,13 +274,27 @@ class KvctlKVManager(CommonKVManager):
         try:
             return bool(super().try_ensure_parallel_info(bootstrap_addr))
         except (RuntimeError, AssertionError) as error:
-            logger.error("kvctl: prefill server %s: %s", bootstrap_addr, error)
+            if self._misfits.get(bootstrap_addr) != str(error):  # SGLang asks 15 times
+                self._misfits[bootstrap_addr] = str(error)
+                logger.error("kvctl: prefill server %s: %s", bootstrap_addr, error)
             return False
 
-    def known_instance(self, bootstrap_addr: str, dp_rank: int) -> str | None:
-        """Returns the registry of a prefill server's dp group if all of its ranks are connected."""
-        endpoint = self._instances.get((bootstrap_addr, dp_rank))
-        return endpoint if endpoint in self.agent.serving() else None
+    def known_instance(self, bootstrap_addr: str, dp_rank: int) -> tuple[str | None, bool]:
+        """Returns the registry of a prefill server's dp group, and False if it should be looked up.
+
+        One whose ranks are not all connected is looked up again, but not for every request: the server may be frozen,
+        and the look-up occupies the scheduler's thread.
+        """
+        key = bootstrap_addr, dp_rank
+        endpoint, now = self._instances.get(key), time.monotonic()
+        if endpoint in self.agent.serving() or (endpoint and now < self._looked_up.get(key, 0.0) + _LOOK_UP_S):
+            return endpoint, True
+        self._looked_up[key] = now
+        return endpoint, False
+
+    def knows(self, endpoint: str | None) -> bool:
+        """Whether an endpoint is the registry of a prefill server that has not been replaced since."""
+        return endpoint in self._instances.values()
 
     def use_instance(self, bootstrap_addr: str, dp_rank: int, endpoint: str) -> None:
         """Connects to the registry of a prefill server's dp group, in place of that of its former process.
@@ -280,12 +315,14 @@ class KvctlKVManager(CommonKVManager):
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
         """Forgets a prefill server that does not answer, and fails its rooms; called by SGLang's heartbeat thread."""
         super()._handle_node_failure(failed_bootstrap_addr)
-        for instance in [key for key in self._instances if key[0] == failed_bootstrap_addr]:
-            self.agent.disconnect(self._instances.pop(instance))
+        for instance in [key for key in list(self._instances) if key[0] == failed_bootstrap_addr]:
+            if (endpoint := self._instances.pop(instance, None)) is not None:
+                with contextlib.suppress(KvctlError):  # the agent is being closed
+                    self.agent.disconnect(endpoint)
 
     def refuse(self, room: int, endpoint: str | None) -> None:
         """Ends a room for which SGLang has no pages and will have none, on the prefill ranks."""
-        if endpoint is None:
+        if not self.knows(endpoint):
             return
         with self.failure_lock:
             cause = self.failure_records.get(room, "refused by the decode engine")
@@ -309,6 +346,11 @@ class KvctlKVManager(CommonKVManager):
         """Whether SGLang's checksum of the prefill rank covers the bytes of this rank: only between equal TP sizes."""
         info = self.prefill_info_table.get(bootstrap_addr)
         return info is not None and info.attn_tp_size == self.attn_tp_size
+
+
+def _seconds(value: float) -> float:
+    """Returns a duration of SGLang's environment, within the limits of the setting that it becomes."""
+    return min(max(float(value), _MIN_S), _MAX_S)
 
 
 def _is_loopback(host: str) -> bool:

@@ -15,6 +15,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from sglang.srt.disaggregation.base.conn import StateType
+from sglang.srt.disaggregation.utils import is_mla_backend
 from sglang.srt.runtime_context import get_device, get_parallel
 
 from kvctl_agent.layout.shape import ModelShape
@@ -35,13 +36,17 @@ class Facts(NamedTuple):
     Attributes:
         heads: KV heads of this rank.
         total_heads: KV heads of the model.
-        draft_heads: KV heads of the draft model on this rank; 0 without one.
+        draft_heads: KV heads of the draft model on this rank, 1 if it has latent rows; 0 without one.
+        draft_mla: whether the draft model has latent rows.
+        swa_heads: KV heads of this rank in the pool of sliding-window layers; 0 without one.
         nhd: whether a page is `[tokens, heads, dim]`, so that heads can be divided.
     """
 
     heads: int
     total_heads: int
     draft_heads: int
+    draft_mla: bool
+    swa_heads: int
     nhd: bool
 
 
@@ -52,12 +57,15 @@ _facts: ContextVar[Facts | None] = ContextVar("facts", default=None)
 def announced(queue: Any) -> Iterator[None]:
     """Keeps the facts of a scheduler queue's pools for the manager that is created inside the context."""
     pool, draft = queue.token_to_kv_pool, queue.draft_token_to_kv_pool
+    swa = getattr(pool, "swa_kv_pool", None)
     pool = getattr(pool, "full_kv_pool", pool)
     facts = Facts(
         heads=getattr(pool, "head_num", 1),
         total_heads=queue.scheduler.model_config.get_total_num_kv_heads(),
         draft_heads=getattr(draft, "head_num", 1) if draft is not None else 0,
-        nhd=getattr(pool, "kv_cache_layout", _NHD) == _NHD,
+        draft_mla=draft is not None and is_mla_backend(draft),
+        swa_heads=getattr(swa, "head_num", 0),
+        nhd=getattr(pool, "kv_cache_layout", None) == _NHD,
     )
     token = _facts.set(facts)
     try:
@@ -81,12 +89,9 @@ def pool_of(args: Any, tp_size: int, *, mla: bool) -> tuple[KVPool, list[int]]:
         ValueError: a state component is of a kind that is not supported.
         MemoryLayoutError: a buffer or size is unusable; the text names the layer.
     """
-    facts = _facts.get() or Facts(
-        getattr(args, "kv_head_num", 1),
-        getattr(args, "total_kv_head_num", 1),
-        getattr(args, "kv_head_num", 1),
-        nhd=True,
-    )
+    facts = _facts.get()
+    if facts is None:
+        raise ValueError("kvctl: SGLang's queues create their manager in another way than the plugin expects")
     mla = mla or bool(args.is_hybrid_mla_backend)
     gpu = get_device().gpu_id if get_device().device == "cuda" else None
     entries = list(_whole_items(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens))
@@ -94,11 +99,11 @@ def pool_of(args: Any, tp_size: int, *, mla: bool) -> tuple[KVPool, list[int]]:
     kv, draft = entries[:split], entries[split:]
     page_size = args.page_size
     if mla:
-        num_layers, heads, total_heads, draft_heads = len(kv), 1, 1, 1
+        num_layers, heads, total_heads = len(kv), 1, 1
     elif facts.nhd:
-        num_layers, heads, total_heads, draft_heads = len(kv) // 2, facts.heads, facts.total_heads, facts.draft_heads
+        num_layers, heads, total_heads = len(kv) // 2, facts.heads, facts.total_heads
     else:  # a page is opaque, and only equal TP sizes fit
-        num_layers, heads, total_heads, draft_heads = len(kv) // 2, 1, tp_size, 1
+        num_layers, heads, total_heads = len(kv) // 2, 1, tp_size
     k, v = (kv, None) if mla else (kv[:num_layers], kv[num_layers:])
     state, components = _state(args, facts, tp_size, num_layers, gpu, mla=mla)
     pool = KVPool.from_addresses(
@@ -112,7 +117,7 @@ def pool_of(args: Any, tp_size: int, *, mla: bool) -> tuple[KVPool, list[int]]:
         dtype_bytes=1,
         gpu=gpu,
         aux=list(zip(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, strict=True)),
-        draft=_draft(draft, page_size, draft_heads, total_heads // heads, gpu, mla=mla) if draft else None,
+        draft=_draft(draft, page_size, facts, tp_size, gpu, mla=mla) if draft else None,
         state=state,
     )
     return pool, components
@@ -143,17 +148,21 @@ def _whole_items(
 
 
 def _draft(
-    entries: Sequence[tuple[int, int, int]], page_size: int, heads: int, ranks: int, gpu: int | None, *, mla: bool
+    entries: Sequence[tuple[int, int, int]], page_size: int, facts: Facts, tp_size: int, gpu: int | None, *, mla: bool
 ) -> DraftKV:
-    """Returns the KV of the draft model; `ranks` is the number of ranks over which heads are divided."""
+    """Returns the KV of the draft model; `mla` says whether the target model has latent rows."""
+    heads, total_heads = 1, tp_size  # a page is opaque, and only equal TP sizes fit
+    if not mla and facts.nhd and facts.draft_heads == facts.heads:
+        heads, total_heads = facts.heads, facts.total_heads
 
     def buffers(part: Sequence[tuple[int, int, int]]) -> list[Buffer]:
         return [Buffer(*each, (page_size, heads, each[2] // (page_size * heads)), gpu=gpu) for each in part]
 
-    if mla:
+    if facts.draft_mla:
+        heads = 1
         return DraftKV(buffers(entries), axes="pages tokens heads dim")
     half = len(entries) // 2
-    return DraftKV(buffers(entries[:half]), buffers(entries[half:]), heads * ranks, axes="pages tokens heads dim")
+    return DraftKV(buffers(entries[:half]), buffers(entries[half:]), total_heads, axes="pages tokens heads dim")
 
 
 class _Tensor(NamedTuple):
@@ -227,7 +236,7 @@ def _geometry(
         return _Tensor(item_bytes, rows, heads, blocks if sum(blocks) == heads * tp_size else (heads * tp_size,))
     if mla or kind not in _BY_HEADS:
         return whole
-    if kind == StateType.SWA and args.swa_kv_cache_layout == _NHD:
+    if kind == StateType.SWA and args.swa_kv_cache_layout == _NHD and facts.swa_heads == facts.heads:
         return _Tensor(item_bytes, args.page_size, facts.heads, (facts.total_heads,))
     return _Tensor(item_bytes, 1, 1, (tp_size,))  # an item is opaque, and only equal TP sizes fit
 

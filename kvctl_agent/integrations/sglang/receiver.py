@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from functools import partial
 from typing import Any
 
+import requests
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
 from kvctl_agent.errors import KvctlError
 from kvctl_agent.runtime.handles import Receive
+
+logger = logging.getLogger("kvctl")
+
+_LOOK_UP_S = 5.0  # SGLang's own timeout
+_LOOK_UP_AGAIN_S = 0.5  # of a server that was known; the scheduler stands still meanwhile
 
 
 class KvctlKVReceiver(CommonKVReceiver):
@@ -24,21 +31,39 @@ class KvctlKVReceiver(CommonKVReceiver):
         """Finds the registry of the room's prefill instance and connects to it; the room fails if there is none."""
         manager, room, addr = self.kv_mgr, self.bootstrap_room, self.bootstrap_addr
         self.bootstrap_infos: Any = None
-        self._endpoint = manager.known_instance(addr, self.prefill_dp_rank)
-        if self._endpoint is None:
+        self._endpoint, is_current = manager.known_instance(addr, self.prefill_dp_rank)
+        if not is_current:
             # Also while the instance is not connected: a restarted server has another registry.
-            row = self._get_bootstrap_info_from_server(self.prefill_dp_rank, 0, 0, 0)
-            if row is None:
+            found = self._look_up(_LOOK_UP_S if self._endpoint is None else _LOOK_UP_AGAIN_S)
+            if found is None and self._endpoint is None:
                 self._fail(f"the bootstrap server {addr} does not know dp rank {self.prefill_dp_rank}")
                 return
-            host, port = row["rank_ip"], row["rank_port"]
-            self._endpoint = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
             try:
-                manager.use_instance(addr, self.prefill_dp_rank, self._endpoint)
+                if found is not None:
+                    manager.use_instance(addr, self.prefill_dp_rank, found)
+                    self._endpoint = found
             except KvctlError as error:
                 self._fail(f"prefill server {addr}, room {room}: {error}")
                 return
         self.bootstrap_infos = [{"endpoint": self._endpoint}]
+
+    def _look_up(self, timeout_s: float) -> str | None:
+        """Returns the registry's endpoint from the bootstrap server; None if it does not answer or does not know it."""
+        query = {
+            "prefill_dp_rank": self.prefill_dp_rank,
+            "prefill_cp_rank": 0,
+            "target_tp_rank": 0,
+            "target_pp_rank": 0,
+        }
+        try:
+            answer = requests.get(f"http://{self.bootstrap_addr}/route", params=query, timeout=timeout_s)
+            answer.raise_for_status()
+            row = answer.json()
+            host, port = str(row["rank_ip"]), int(row["rank_port"])
+        except (requests.RequestException, ValueError, KeyError, TypeError) as error:
+            logger.warning("kvctl: bootstrap server %s: %s", self.bootstrap_addr, error)
+            return None
+        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
     def _fail(self, cause: str) -> None:
         self.kv_mgr.fail(self.bootstrap_room, cause)
@@ -65,6 +90,9 @@ class KvctlKVReceiver(CommonKVReceiver):
             raise NotImplementedError("kvctl: host KV destinations are not supported")
         if self.conclude_state is not None:
             return
+        if not self.kv_mgr.knows(self._endpoint):  # receive() would connect to it again
+            self._fail(f"prefill server {self.bootstrap_addr} was replaced before the room was opened")
+            return
         self._handle = self.kv_mgr.begin(
             self.bootstrap_room,
             partial(
@@ -80,6 +108,7 @@ class KvctlKVReceiver(CommonKVReceiver):
         )
         if self._handle is None:
             self.kv_mgr.refuse(self.bootstrap_room, self._endpoint)
+            self.abort_notified = True
         self.init_time = time.time()
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:

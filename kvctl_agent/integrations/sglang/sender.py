@@ -72,5 +72,6 @@ class KvctlKVSender(CommonKVSender):
     def abort(self) -> None:
         """Aborts the room on every rank, at the request of SGLang's client."""
         super().abort()
+        self.kv_mgr.forget(self.bootstrap_room)  # SGLang does not clear every sender that it aborts
         if self._handle is not None:
             self._handle.abort("aborted by the prefill engine")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from sglang.srt.environ import envs
@@ -35,6 +36,9 @@ def check_supported(args: Any, server_args: Any, *, prefill: bool, mla: bool) ->
         "context parallelism (--dcp-size) on a prefill server": parallel.attn_dcp_size > 1 and prefill,
         "SGLANG_DISAGG_STAGING_BUFFER (kvctl has staging of its own: KVCTL_STAGING)": (
             envs.SGLANG_DISAGG_STAGING_BUFFER.get()
+        ),
+        "SGLANG_MOONCAKE_CUSTOM_MEM_POOL=INTRA_NODE_NVLINK, which has SGLang's metadata on the GPU": (
+            os.environ.get("SGLANG_MOONCAKE_CUSTOM_MEM_POOL") == "INTRA_NODE_NVLINK"
         ),
         "--disaggregation-decode-allocation-policy prefill_complete": (
             disagg.disaggregation_decode_allocation_policy != "early"
