@@ -257,8 +257,8 @@ def _segment_slices(
         segment: The segment.
         prefill_dp: Prefill dp rank that computes the room.
         coord: The decode rank.
-        replica: Number that, with the decode rank, selects one of the tp ranks that hold the same heads, between unequal tp
-            sizes.
+        replica: Number that, with the decode rank, selects one of the tp ranks that hold the same heads if the tp sizes
+            differ.
         senders: Prefill cp ranks that send the segment.
     """
     prefill, decode = inputs.prefill, inputs.decode

@@ -213,7 +213,7 @@ def check_names(case: Case, segment: Seg, share: TransferSlice, layers: list[int
     taken = has_heads[share.src_head : share.src_head + share.heads]
     assert len(taken) == share.heads > 0
     assert taken == heads[share.dst_head : share.dst_head + share.heads]
-    # Of all ranks with these heads the counterpart of the reader, or between unequal tp sizes, in order, the one that the
+    # Of all ranks with these heads the counterpart of the reader, or if the tp sizes differ, in order, the one that the
     # hash of the room and the reader picks.
     able = siblings(segment, inputs.prefill, from_)
     reader = inputs.decode.coord(share.reader)
