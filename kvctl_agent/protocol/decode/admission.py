@@ -100,7 +100,8 @@ class RecvAdmission:
     def _open(self, room: RecvRoom) -> None:
         """Plans a room and opens it at all ranks of its instance; does nothing unless all of them are ready."""
         context = self.context
-        roster = self.state.rosters[room.instance]
+        # A room whose instance is disconnected has ended, or was opened before.
+        roster = self.state.rosters.get(room.instance)
         if room.transfers or not roster or not all(map(context.is_ready, roster)):
             return
         first = context.peers[roster[0]]

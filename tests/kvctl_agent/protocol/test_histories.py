@@ -115,7 +115,7 @@ def harm(world: World, dice: random.Random, rooms: list[int], loss: float, copie
         for reader in readers if dice.random() < 0.5 else ():
             world.feed(reader, ev.ConnectInstance(instance))
     elif what == "refuse":
-        place, number = dice.randrange(len(world.instances)), 1000 + len(world.rooms)
+        place, number = dice.randrange(len(world.instances)), 1000 + dice.randrange(1 << 60)
         calls: list[Callable[[], object]] = [
             lambda: world.receive(number, 0, aux=-1, instance=place, refusal="no pages"),
             lambda: world.send(number, 3, instance=place, states=[0] * len(world.shape.states)),
