@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tests.support.sglang.runtime import HOST, Runtime, import_sglang
+from tests.support.sglang.runtime import HOST, Runtime, import_sglang, on_gpu
 from tests.support.sglang.scheduler import decode_scheduler, prefill_scheduler
 
 
@@ -88,7 +88,8 @@ def serve(pipe: Connection) -> None:
 
 def main() -> None:
     die_with_parent()
-    import_sglang()
+    if not on_gpu():  # SGLang's import initialises CUDA, which no forked process can use
+        import_sglang()
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for ranks: they are watched through their pidfd
     requests = socket.socket(fileno=int(sys.argv[1]))
@@ -109,6 +110,8 @@ def run_rank(requests: socket.socket, message: bytes, log: int, pipe: int) -> No
         die_with_parent()
         requests.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if on_gpu():
+            import_sglang()
         os.environ.clear()
         os.environ.update(pickle.loads(message))
         os.dup2(log, 1)

@@ -200,9 +200,14 @@ class Runtime:
                 module.MooncakeKVSender.supports_host_tensor_indices = False
 
 
+def on_gpu() -> bool:
+    """Whether this process is for ranks with pools on a GPU."""
+    return os.environ["SGLANG_STAGING_USE_TORCH"] == "0"
+
+
 def import_sglang() -> None:
     """Imports SGLang's queues and backends as a scheduler process has them, but without what they need of an engine."""
-    stand_ins.install(kernels=os.environ["SGLANG_STAGING_USE_TORCH"] == "0")
+    stand_ins.install(kernels=on_gpu())
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
     # Without the imports of its top package, a language front end.
