@@ -21,9 +21,11 @@ from sglang.srt.runtime_context import get_parallel, get_serving
 
 from kvctl_agent.agent import Agent
 from kvctl_agent.contract.choices import ALL, RANK0
+from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import KvctlError
 from kvctl_agent.integrations.sglang import plugin, pools, versions
+from kvctl_agent.integrations.sglang.names import rank_label
 from kvctl_agent.integrations.sglang.support import check_supported
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.pool import KVPool
@@ -130,10 +132,12 @@ class KvctlKVManager(CommonKVManager):
             tp_size=self.attn_tp_size // self.dcp_size,
             stages=stages,
         )
-        axes = {"dp": max(self.attn_dp_size, self.system_dp_size), "pp": self.pp_size, "cp": self.attn_cp_size}
-        ranks = {"dp": self._dp_rank, "pp": self.pp_rank, "cp": self.attn_cp_rank}
-        label = "".join(f"-{axis}{ranks[axis]}" for axis, size in axes.items() if size > 1)
-        name = f"{'prefill' if prefill else 'decode'}{label}-tp{self.attn_tp_rank}"
+        role: Role = "prefill" if prefill else "decode"
+        axes = {
+            "dp": (self._dp_rank, max(self.attn_dp_size, self.system_dp_size)),
+            "pp": (self.pp_rank, self.pp_size),
+            "cp": (self.attn_cp_rank, self.attn_cp_size),
+        }
         # Defaults for this engine, which the environment overrides.
         config: dict[str, Any] = {
             "cp_mode": ALL if envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.get() else RANK0,
@@ -152,10 +156,10 @@ class KvctlKVManager(CommonKVManager):
             config["cp_interleave"] = 1  # rank `token % dcp_size` has a token
         config = {key: value for key, value in config.items() if f"KVCTL_{key.upper()}" not in os.environ}
         agent = Agent(
-            role="prefill" if prefill else "decode",
+            role=role,
             rank=rank,
             pool=pool,
-            name=name,
+            name=rank_label(role, axes, self.attn_tp_rank),
             bootstrap=registry,
             model=model,
             on_state=self.on_state,

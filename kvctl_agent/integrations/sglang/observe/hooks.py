@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvctl_agent.integrations.sglang.names import prefill_name
 from kvctl_agent.integrations.sglang.observe.moments import (
     Accepted,
     Begun,
@@ -34,7 +35,6 @@ from kvctl_agent.integrations.sglang.observe.moments import (
     WritersKnown,
     now_ns,
 )
-from kvctl_agent.integrations.sglang.observe.names import prefill_name
 
 logger = logging.getLogger("kvctl")
 

@@ -32,8 +32,8 @@ from kvctl_agent.contract.snapshots import (
     TimelineEvent,
 )
 from kvctl_agent.errors import RequestRefused
+from kvctl_agent.integrations.sglang.names import LocalRanks
 from kvctl_agent.integrations.sglang.observe.moments import GateWait, Watch, Writer
-from kvctl_agent.integrations.sglang.observe.names import LocalRanks
 from kvctl_agent.integrations.sglang.observe.tracker import Region, Tracker
 from kvctl_agent.telemetry.hub import Telemetry
 

@@ -17,9 +17,9 @@ from kvctl_agent.contract.settings import load_settings
 from kvctl_agent.contract.snapshots import Integration, Role
 from kvctl_agent.errors import ConfigError, RequestRefused
 from kvctl_agent.integrations.sglang import versions
+from kvctl_agent.integrations.sglang.names import rank_name
 from kvctl_agent.integrations.sglang.observe import hooks
 from kvctl_agent.integrations.sglang.observe.moments import Watch
-from kvctl_agent.integrations.sglang.observe.names import rank_name
 from kvctl_agent.integrations.sglang.observe.observed_manager import OWNED_BY_SGLANG, ObservedManager
 from kvctl_agent.integrations.sglang.observe.tracker import RankShape, Tracker
 from kvctl_agent.telemetry.hub import Telemetry

@@ -14,10 +14,14 @@ from kvctl_agent.contract.admin import LOCK_SUFFIX, socket_dir
 from kvctl_agent.contract.snapshots import Role
 
 
+def rank_label(role: Role, axes: Mapping[str, tuple[int, int]], tp: int) -> str:
+    """Returns the name of a rank within its server; `axes` are the pairs (rank, size) of dp, pp and cp."""
+    return f"{role}{''.join(f'-{axis}{rank}' for axis, (rank, size) in axes.items() if size > 1)}-tp{tp}"
+
+
 def rank_name(role: Role, axes: Mapping[str, tuple[int, int]], tp: int, server: str) -> str:
-    """Returns the name of a rank; `axes` are the pairs (rank, size) of dp, pp and cp."""
-    label = "".join(f"-{axis}{rank}" for axis, (rank, size) in axes.items() if size > 1)
-    return f"{role}{label}-tp{tp}@{server}"
+    """Returns the name of a rank; `axes` as for `rank_label`."""
+    return f"{rank_label(role, axes, tp)}@{server}"
 
 
 def prefill_name(info: Any, host: str, dp: int, pp: int, cp: int, tp: int) -> str:
