@@ -400,8 +400,8 @@ KEYS: tuple[Key, ...] = (
 
 KEYS_BY_NAME: dict[str, Key] = {key.name: key for key in KEYS}
 
-# Prefixes of the environment variables that plugins of engines read; the loader ignores them.
-PLUGIN_PREFIXES: tuple[str, ...] = ("KVCTL_SGLANG", "KVCTL_VLLM")
+# Prefixes of the environment variables that plugins of engines read; the loader ignores them and KVCTL_SGLANG itself.
+PLUGIN_PREFIXES: tuple[str, ...] = ("KVCTL_SGLANG_", "KVCTL_VLLM_")
 
 # Environment variables of the command line. They share the prefix KVCTL_ with the keys; the loader reports every
 # KVCTL_ variable that is neither a key nor in this list nor a plugin's as an error.

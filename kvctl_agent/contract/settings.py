@@ -152,7 +152,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Setting]:
     by_variable = {key.environment: key for key in KEYS}
     entries = {}
     for variable in sorted(environ):
-        if not variable.startswith(PREFIX) or variable in TOOL_VARIABLES or variable.startswith(PLUGIN_PREFIXES):
+        if not variable.startswith(PREFIX) or variable in TOOL_VARIABLES or f"{variable}_".startswith(PLUGIN_PREFIXES):
             continue
         key = by_variable.get(variable)
         if key is None:

@@ -324,7 +324,9 @@ class TestNumbersAddUp:
         for stages in by_part.values():
             assert sorted(stages, key=STAGES.index) == list(STAGES)
             assert stages.index("ready") == 0
-            assert stages[-1] == "scatter"
+            # Each side sees its stages in order; the writer may notice the end of a write after the part has landed.
+            for own in (STAGES[:6], STAGES[6:]):
+                assert tuple(stage for stage in stages if stage in own) == own
         assert {"accept", "request", "grant", "finish", "sent", "done"} <= {
             event["stage"] for event in sent["timeline"]
         }

@@ -130,7 +130,7 @@ class TestUnknownNames:
         assert load_settings({}, {**nowhere, **environ}) == load_settings({}, nowhere)
 
     def test_variables_of_plugins_are_not_mistakes(self, nowhere: dict[str, str]) -> None:
-        environ = {"KVCTL_SGLANG_ROLE": "x", "KVCTL_VLLM_HEARTBEAT": "7"}
+        environ = {"KVCTL_SGLANG": "observe", "KVCTL_SGLANG_ROLE": "x", "KVCTL_VLLM_HEARTBEAT": "7"}
         assert load_settings({}, {**nowhere, **environ}) == load_settings({}, nowhere)
         assert not [key for key in KEYS if key.environment.startswith(PLUGIN_PREFIXES)]
         with pytest.raises(ConfigError, match="unknown environment variable KVCTL_VLLMX"):

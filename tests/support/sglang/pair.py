@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import pickle
+import random
 import select
 import signal
 import socket
@@ -173,6 +174,15 @@ class Outcome:
         return " | ".join(ended.reason for name, ended in self.rooms[room].items() if name.startswith(role))
 
 
+def _free_port() -> int:
+    """Returns a port below those that the kernel gives to sockets without one, so that none takes it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            return port
+
+
 class PDPair:
     """The two servers of a case. Used as a context manager; every wait has a deadline and says what it waited for."""
 
@@ -181,9 +191,7 @@ class PDPair:
         self.ranks: dict[Role, list[Rank]] = {"prefill": [], "decode": []}
         self._folder = tempfile.TemporaryDirectory(prefix="kvctl-sglang-")
         self._starts = itertools.count()
-        with socket.socket() as probe:
-            probe.bind((HOST, 0))
-            self.port: int = probe.getsockname()[1]
+        self.port = _free_port()
 
     def __enter__(self) -> "PDPair":
         try:
