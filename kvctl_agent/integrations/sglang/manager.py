@@ -152,9 +152,9 @@ class KvctlKVManager(CommonKVManager):
         }
         if prefill:
             config["listen"] = self._address
-        else:
-            config["cp_interleave"] = 1  # rank `token % dcp_size` has a token
         config = {key: value for key, value in config.items() if f"KVCTL_{key.upper()}" not in os.environ}
+        if not prefill:
+            config["cp_interleave"] = 1  # no default: SGLang has a token on rank `token % dcp_size`
         agent = Agent(
             role=role,
             rank=rank,

@@ -40,7 +40,12 @@ CASES = {
     "tp4-tp1, fewer heads than ranks": kvctl(Ranks(tp=4), model=Model(heads=2)),
     "mla tp2-tp1": kvctl(Ranks(tp=2), model=Model(mla=True)),
     "mla tp1-tp2": kvctl(decode=Ranks(tp=2), model=Model(mla=True)),
-    "mla tp1-tp4, decode cp 2": kvctl(decode=Ranks(tp=4, dcp=2), model=Model(mla=True, layers=2)),
+    "mla tp1-tp4, decode cp 2": kvctl(
+        # The variable cannot change where SGLang has the tokens.
+        decode=Ranks(tp=4, dcp=2),
+        model=Model(mla=True, layers=2),
+        environment={"KVCTL_CP_INTERLEAVE": "4"},
+    ),
     "mla tp2-tp2, decode cp 2, as nixl": dataclasses.replace(
         kvctl(Ranks(tp=2), Ranks(tp=2, dcp=2), Model(mla=True, layers=2), environment={"KVCTL_SGLANG": "replace"}),
         backend="nixl",
