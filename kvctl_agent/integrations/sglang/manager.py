@@ -25,7 +25,7 @@ from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import KvctlError
 from kvctl_agent.integrations.sglang import plugin, pools, versions
-from kvctl_agent.integrations.sglang.names import rank_label
+from kvctl_agent.integrations.sglang.names import dp_rank, rank_axes, rank_label
 from kvctl_agent.integrations.sglang.support import check_supported
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.pool import KVPool
@@ -82,7 +82,7 @@ class KvctlKVManager(CommonKVManager):
             self.is_dummy_cp_rank = False
             # SGLang's sender refuses rooms by this rank, which is 0 on every replica of a server without DP attention
             # (--dp-size alone).
-            self.attn_dp_rank = self._dp_rank
+            self.attn_dp_rank = dp_rank(self)
 
     # ---- the agent -------------------------------------------------------------------------------------------------
 
@@ -97,12 +97,12 @@ class KvctlKVManager(CommonKVManager):
             try:
                 self.agent = self._start(geometry, f"tcp://{self._address}:0")
             except KvctlError as error:
-                self._gather((self._dp_rank, error))  # the other ranks wait for it
+                self._gather((dp_rank(self), error))  # the other ranks wait for it
                 raise
             self.local_ip, self.rank_port = self._host, int(str(self.agent.bootstrap).rpartition(":")[2])
-            self._gather((self._dp_rank, self.agent.bootstrap))
+            self._gather((dp_rank(self), self.agent.bootstrap))
         else:
-            registry = dict(self._gather((-1, None)))[self._dp_rank]
+            registry = dict(self._gather((-1, None)))[dp_rank(self)]
             if isinstance(registry, KvctlError):
                 raise registry
             self.agent = self._start(geometry, registry)
@@ -122,7 +122,7 @@ class KvctlKVManager(CommonKVManager):
         prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
         pool, model, stages = geometry
         rank = Rank(
-            dp=0 if prefill else self._dp_rank,
+            dp=0 if prefill else dp_rank(self),
             dp_size=1 if prefill else max(self.attn_dp_size, self.system_dp_size),
             pp=self.pp_rank,
             pp_size=self.pp_size,
@@ -133,11 +133,6 @@ class KvctlKVManager(CommonKVManager):
             stages=stages,
         )
         role: Role = "prefill" if prefill else "decode"
-        axes = {
-            "dp": (self._dp_rank, max(self.attn_dp_size, self.system_dp_size)),
-            "pp": (self.pp_rank, self.pp_size),
-            "cp": (self.attn_cp_rank, self.attn_cp_size),
-        }
         # Defaults for this engine, which the environment overrides.
         config: dict[str, Any] = {
             "cp_mode": ALL if envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.get() else RANK0,
@@ -159,7 +154,7 @@ class KvctlKVManager(CommonKVManager):
             role=role,
             rank=rank,
             pool=pool,
-            name=rank_label(role, axes, self.attn_tp_rank),
+            name=rank_label(role, rank_axes(self), self.attn_tp_rank),
             bootstrap=registry,
             model=model,
             on_state=self.on_state,
@@ -187,11 +182,6 @@ class KvctlKVManager(CommonKVManager):
             return [own]
         gathered: list[tuple[int, Any]] = get_parallel().world_group.all_gather_object(own)
         return gathered
-
-    @property
-    def _dp_rank(self) -> int:
-        """Data-parallel rank of this rank's group, as `/route` of the bootstrap server counts it."""
-        return int(self.attn_dp_rank if self.system_dp_size == 1 else self.system_dp_rank)
 
     @property
     def _host(self) -> str:

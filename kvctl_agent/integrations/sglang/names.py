@@ -14,6 +14,20 @@ from kvctl_agent.contract.admin import LOCK_SUFFIX, socket_dir
 from kvctl_agent.contract.snapshots import Role
 
 
+def dp_rank(manager: Any) -> int:
+    """Returns the data-parallel rank of a KV manager, as `/route` of the bootstrap server counts it."""
+    return int(manager.attn_dp_rank if manager.system_dp_size == 1 else manager.system_dp_rank)
+
+
+def rank_axes(manager: Any) -> dict[str, tuple[int, int]]:
+    """Returns (rank, size) of a KV manager on the axes dp, pp and cp."""
+    return {
+        "dp": (dp_rank(manager), max(manager.attn_dp_size, manager.system_dp_size)),
+        "pp": (manager.pp_rank, manager.pp_size),
+        "cp": (manager.attn_cp_rank, manager.attn_cp_size),
+    }
+
+
 def rank_label(role: Role, axes: Mapping[str, tuple[int, int]], tp: int) -> str:
     """Returns the name of a rank within its server; `axes` are the pairs (rank, size) of dp, pp and cp."""
     return f"{role}{''.join(f'-{axis}{rank}' for axis, (rank, size) in axes.items() if size > 1)}-tp{tp}"

@@ -70,9 +70,7 @@ def _add_backend(takeover: bool) -> None:
 
     def kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
         if transfer_backend.value in names:
-            from kvctl_agent.integrations.sglang.classes import CLASSES
-
-            return CLASSES.get(class_type.value) or original(transfer_backend, class_type)
+            return _classes().get(class_type.value) or original(transfer_backend, class_type)
         return original(transfer_backend, class_type)
 
     def with_facts(original: Callable[..., Any], queue: Any) -> Any:
@@ -106,6 +104,23 @@ def _add_backend(takeover: bool) -> None:
     # Last, so that the name is no choice where a hook failed; the hooks do nothing for other names.
     _add_member(TransferBackend)
     add_disagg_transfer_backend_choices([BACKEND])
+
+
+def _classes() -> dict[str, Any]:
+    """Returns the backend's classes by SGLang's name of their kind, imported when SGLang asks for the first."""
+    from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+
+    from kvctl_agent.integrations.sglang.manager import KvctlKVManager
+    from kvctl_agent.integrations.sglang.receiver import KvctlKVReceiver
+    from kvctl_agent.integrations.sglang.sender import KvctlKVSender
+
+    return {
+        "manager": KvctlKVManager,
+        "sender": KvctlKVSender,
+        "receiver": KvctlKVReceiver,
+        # SGLang's own: only the rows that our managers put into it differ.
+        "bootstrap_server": CommonKVBootstrapServer,
+    }
 
 
 def _add_member(backends: Any) -> None:

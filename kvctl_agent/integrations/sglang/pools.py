@@ -18,6 +18,7 @@ from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.disaggregation.utils import is_mla_backend
 from sglang.srt.runtime_context import get_device, get_parallel
 
+from kvctl_agent.integrations.sglang.support import INSTEAD
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.pool import Buffer, DraftKV, KVPool, StateTensors
 
@@ -190,8 +191,7 @@ def _state(
     for number, kind in enumerate(args.state_types):
         if kind in _UNSUPPORTED:
             raise ValueError(
-                f"kvctl's transfer backend does not support the per-request state {kind.value} of this model: use "
-                "--disaggregation-transfer-backend nixl or mooncake (without KVCTL_SGLANG=replace)"
+                f"kvctl's transfer backend does not support the per-request state {kind.value} of this model: {INSTEAD}"
             )
         layers = _kv_layers(args, number, num_layers)
         alike: dict[_Tensor, list[tuple[int, tuple[int, int, int]]]] = {}
@@ -279,6 +279,6 @@ def _kv_layers(args: Any, number: int, num_layers: int) -> list[int]:
     if get_parallel().pp_size > 1:
         raise ValueError(
             f"kvctl's transfer backend cannot tell the layers of {args.state_types[number].value} apart between "
-            "pipeline stages: use --disaggregation-transfer-backend nixl or mooncake (without KVCTL_SGLANG=replace)"
+            f"pipeline stages: {INSTEAD}"
         )
     return [0] * count

@@ -8,7 +8,7 @@ from typing import Any
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel
 
-_INSTEAD = "use --disaggregation-transfer-backend nixl or mooncake (without KVCTL_SGLANG=replace)"
+INSTEAD = "use --disaggregation-transfer-backend nixl or mooncake (without KVCTL_SGLANG=replace)"
 
 
 def check_supported(args: Any, server_args: Any, *, prefill: bool, mla: bool) -> None:
@@ -49,4 +49,4 @@ def check_supported(args: Any, server_args: Any, *, prefill: bool, mla: bool) ->
     }
     reasons = [what for what, is_on in refused.items() if is_on]
     if reasons:
-        raise ValueError(f"kvctl's transfer backend does not support {', '.join(reasons)}: {_INSTEAD}")
+        raise ValueError(f"kvctl's transfer backend does not support {', '.join(reasons)}: {INSTEAD}")

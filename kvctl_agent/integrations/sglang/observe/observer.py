@@ -17,7 +17,7 @@ from kvctl_agent.contract.settings import load_settings
 from kvctl_agent.contract.snapshots import Integration, Role
 from kvctl_agent.errors import ConfigError, RequestRefused
 from kvctl_agent.integrations.sglang import versions
-from kvctl_agent.integrations.sglang.names import rank_name
+from kvctl_agent.integrations.sglang.names import rank_axes, rank_name
 from kvctl_agent.integrations.sglang.observe import hooks
 from kvctl_agent.integrations.sglang.observe.moments import Watch
 from kvctl_agent.integrations.sglang.observe.observed_manager import OWNED_BY_SGLANG, ObservedManager
@@ -121,13 +121,9 @@ class Observer:
         self._stopping = threading.Event()
         settings = load_settings({})
         role: Role = manager.disaggregation_mode.value
-        dp = manager.attn_dp_rank if manager.system_dp_size == 1 else manager.system_dp_rank
-        axes = {
-            "dp": (dp, max(manager.attn_dp_size, manager.system_dp_size)),
-            "pp": (manager.pp_rank, manager.pp_size),
-            "cp": (manager.attn_cp_rank, manager.attn_cp_size),
-        }
-        self.name = rank_name(role, axes, manager.attn_tp_rank, f"{manager.local_ip}:{get_serving().port}")
+        self.name = rank_name(
+            role, rank_axes(manager), manager.attn_tp_rank, f"{manager.local_ip}:{get_serving().port}"
+        )
         telemetry = Telemetry(
             self.name,
             role,
