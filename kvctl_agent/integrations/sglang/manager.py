@@ -25,8 +25,8 @@ from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import KvctlError
 from kvctl_agent.integrations.sglang import plugin, pools, versions
-from kvctl_agent.integrations.sglang.names import dp_rank, rank_axes, rank_label
-from kvctl_agent.integrations.sglang.support import check_supported
+from kvctl_agent.integrations.sglang.rank_names import dp_rank, rank_axes, rank_label
+from kvctl_agent.integrations.sglang.unsupported import check_supported
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.rank import Rank

@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.disaggregation.utils import is_mla_backend
 from sglang.srt.runtime_context import get_device, get_parallel
 
-from kvctl_agent.integrations.sglang.support import INSTEAD
+from kvctl_agent.integrations.sglang.unsupported import INSTEAD
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.pool import Buffer, DraftKV, KVPool, StateTensors
 

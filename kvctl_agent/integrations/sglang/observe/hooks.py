@@ -1,4 +1,4 @@
-"""Hooks on SGLang's managers, senders, receivers and staging classes, which record moments in a `Watch`.
+"""Hooks on SGLang's managers, senders, receivers and staging classes, which record events in an `EventBuffer`.
 
 A hook runs on SGLang's thread before or after the hooked method and changes neither its arguments nor its result. It
 takes no lock and waits for nothing. One that fails is removed, with one line in the log; SGLang does not notice.
@@ -11,13 +11,13 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvctl_agent.integrations.sglang.names import prefill_name
-from kvctl_agent.integrations.sglang.observe.moments import (
+from kvctl_agent.integrations.sglang.observe.events import (
     Accepted,
     Begun,
     ChunkLanded,
     ChunkReady,
     Cleared,
+    EventBuffer,
     Failed,
     GateWait,
     PagesAnnounced,
@@ -28,18 +28,18 @@ from kvctl_agent.integrations.sglang.observe.moments import (
     ServerAnswered,
     ServerLost,
     StatusChanged,
-    Watch,
     WorkerState,
     Writer,
     WriterDone,
     WritersKnown,
     now_ns,
 )
+from kvctl_agent.integrations.sglang.rank_names import prefill_name
 
 logger = logging.getLogger("kvctl")
 
-WATCH = "_kvctl_watch"
-"""Attribute of a manager that has its `Watch`."""
+BUFFER = "_kvctl_events"
+"""Attribute of a manager that has its `EventBuffer`."""
 
 _FAILED, _WAITING, _SUCCESS = 0, 2, 4  # KVPoll
 _OVERSIZED = -2  # StagingAllocator.ALLOC_OVERSIZED
@@ -99,9 +99,9 @@ class _Guard:
             logger.error("kvctl: hook on %s removed: %s: %s", self._name, type(error).__name__, error)
 
 
-def watch_of(manager: Any) -> Watch:
-    watch: Watch = getattr(manager, WATCH)
-    return watch
+def buffer_of(manager: Any) -> EventBuffer:
+    buffer: EventBuffer = getattr(manager, BUFFER)
+    return buffer
 
 
 # ---- both roles ------------------------------------------------------------------------------------------------
@@ -109,40 +109,40 @@ def watch_of(manager: Any) -> Watch:
 
 def _update_status(manager: Any, bootstrap_room: int, status: int) -> None:
     # Before SGLang sets the status: another thread may clear the room as soon as it sees it.
-    watch = watch_of(manager)
+    buffer = buffer_of(manager)
     if status == _WAITING and (infos := getattr(manager, "transfer_infos", {}).get(bootstrap_room)):
         endpoints = tuple(f"{info.endpoint}:{info.dst_port}" for info in list(infos.values()) if not info.is_dummy)
-        watch.add(Accepted(now_ns(), bootstrap_room, endpoints))
-    watch.add(StatusChanged(now_ns(), bootstrap_room, int(status)))
+        buffer.add(Accepted(now_ns(), bootstrap_room, endpoints))
+    buffer.add(StatusChanged(now_ns(), bootstrap_room, int(status)))
 
 
 def _record_failure(manager: Any, bootstrap_room: int, failure_reason: str) -> None:
-    watch_of(manager).add(Failed(now_ns(), bootstrap_room, failure_reason, None))
+    buffer_of(manager).add(Failed(now_ns(), bootstrap_room, failure_reason, None))
 
 
 def _conclude_transfer(
     manager: Any, *, bootstrap_room: int, status: int, failure_reason: str | None = None, **_: Any
 ) -> None:
     if status == _FAILED and failure_reason:
-        watch_of(manager).add(Failed(now_ns(), bootstrap_room, failure_reason, None))
+        buffer_of(manager).add(Failed(now_ns(), bootstrap_room, failure_reason, None))
 
 
 def _clear(end: Any) -> None:
-    watch_of(end.kv_mgr).add(Cleared(now_ns(), end.bootstrap_room))
+    buffer_of(end.kv_mgr).add(Cleared(now_ns(), end.bootstrap_room))
 
 
 # ---- prefill ---------------------------------------------------------------------------------------------------
 
 
 def _sender_init(_: int, __: None, sender: Any, num_kv_indices: int, *___: Any, **____: Any) -> None:
-    watch_of(sender.kv_mgr).add(Begun(now_ns(), sender.bootstrap_room, num_kv_indices))
+    buffer_of(sender.kv_mgr).add(Begun(now_ns(), sender.bootstrap_room, num_kv_indices))
 
 
 def _add_transfer_request(
     manager: Any, bootstrap_room: int, kv_indices: Any, index_slice: slice, is_last_chunk: bool, *_: Any, **__: Any
 ) -> None:
     chunk = ChunkReady(now_ns(), bootstrap_room, index_slice.start or 0, len(kv_indices), is_last_chunk)
-    watch_of(manager).add(chunk)
+    buffer_of(manager).add(chunk)
 
 
 def _dequeued(_: int, chunk: Any, __: Any) -> None:
@@ -162,20 +162,20 @@ def _check_ready(
     session_id: str | None = None,
 ) -> None:
     ready, chunk, offset, ring_round, end = result
-    watch = watch_of(strategy.kv_manager)
+    buffer = buffer_of(strategy.kv_manager)
     key: tuple[int, int, str] = req.room, chunk, session_id or req.mooncake_session_id
     endpoint = f"{req.endpoint}:{req.dst_port}"
     if ready:
-        _worker.gated = watch.waits.pop(key, None) is not None
+        _worker.gated = buffer.waits.pop(key, None) is not None
     elif offset == _OVERSIZED:
         reason = f"chunk {chunk} of {num_chunk_pages} pages exceeds the ring buffer of decode rank {endpoint}"
-        watch.add(Failed(now_ns(), req.room, reason, None))
-        watch.waits.pop(key, None)
+        buffer.add(Failed(now_ns(), req.room, reason, None))
+        buffer.waits.pop(key, None)
     else:
-        known = watch.waits.get(key)
+        known = buffer.waits.get(key)
         if known is None or known.end != end:
             since_ns = now_ns() if known is None else known.since_ns
-            watch.waits[key] = GateWait(since_ns, endpoint, kv_chunk_index_start, num_chunk_pages, ring_round, end)
+            buffer.waits[key] = GateWait(since_ns, endpoint, kv_chunk_index_start, num_chunk_pages, ring_round, end)
 
 
 def _sent(path: str) -> Callable[..., None]:
@@ -204,7 +204,7 @@ def _sent(path: str) -> Callable[..., None]:
         if not is_synchronous:
             _worker.posted.append(part)
         elif result == 0:
-            watch_of(manager).add(part)
+            buffer_of(manager).add(part)
 
     return sent
 
@@ -214,7 +214,7 @@ def _await_handles(_: int, result: tuple[bool, bool], manager: Any, *__: Any, **
     if settled and not any_failed:
         end_ns = now_ns()
         for part in _worker.posted:
-            watch_of(manager).add(part._replace(at_ns=end_ns))
+            buffer_of(manager).add(part._replace(at_ns=end_ns))
     _worker.posted.clear()
 
 
@@ -223,17 +223,17 @@ def _await_handles(_: int, result: tuple[bool, bool], manager: Any, *__: Any, **
 
 def _receiver_init(_: int, __: None, receiver: Any, *___: Any, **____: Any) -> None:
     if getattr(receiver, "bootstrap_infos", None):
-        watch = watch_of(receiver.kv_mgr)
-        watch.add(
-            WritersKnown(now_ns(), receiver.bootstrap_room, writers_of(receiver, watch), receiver.require_staging)
+        buffer = buffer_of(receiver.kv_mgr)
+        buffer.add(
+            WritersKnown(now_ns(), receiver.bootstrap_room, writers_of(receiver, buffer), receiver.require_staging)
         )
 
 
-def writers_of(receiver: Any, watch: Watch) -> tuple[Writer, ...]:
+def writers_of(receiver: Any, buffer: EventBuffer) -> tuple[Writer, ...]:
     """Returns the prefill ranks that a receiver has looked up, in its order: by cp, then tp, then pp backwards."""
     info = receiver.prefill_info
     key = receiver.bootstrap_addr, receiver.prefill_dp_rank, receiver.target_tp_rank, id(receiver.bootstrap_infos[0])
-    found = watch.writers.get(key)
+    found = buffer.writers.get(key)
     if found is None:
         coordinates = [
             (cp, tp, pp)
@@ -241,7 +241,7 @@ def writers_of(receiver: Any, watch: Watch) -> tuple[Writer, ...]:
             for tp in receiver.target_tp_ranks
             for pp in reversed(receiver.target_pp_ranks)
         ]
-        found = watch.writers[key] = tuple(
+        found = buffer.writers[key] = tuple(
             Writer(
                 tp * info.pp_size * info.attn_cp_size + pp * info.attn_cp_size + cp,
                 f"{row['rank_ip']}:{row['rank_port']}",
@@ -251,8 +251,8 @@ def writers_of(receiver: Any, watch: Watch) -> tuple[Writer, ...]:
             )
             for row, (cp, tp, pp) in zip(receiver.bootstrap_infos, coordinates, strict=True)
         )
-        while len(watch.writers) > 256:
-            del watch.writers[next(iter(watch.writers))]
+        while len(buffer.writers) > 256:
+            del buffer.writers[next(iter(buffer.writers))]
     return found
 
 
@@ -268,8 +268,8 @@ def _send_metadata(
     **____: Any,
 ) -> None:
     if receiver.init_time is not None:  # else it could not be sent
-        moment = PagesAnnounced(now_ns(), receiver.bootstrap_room, len(kv_indices), decode_prefix_len or 0)
-        watch_of(receiver.kv_mgr).add(moment)
+        event = PagesAnnounced(now_ns(), receiver.bootstrap_room, len(kv_indices), decode_prefix_len or 0)
+        buffer_of(receiver.kv_mgr).add(event)
 
 
 def _apply_prefill_status(
@@ -278,16 +278,16 @@ def _apply_prefill_status(
     if bootstrap_room not in manager.request_status:
         return
     if status == _SUCCESS:
-        watch_of(manager).add(WriterDone(now_ns(), bootstrap_room, prefill_rank))
+        buffer_of(manager).add(WriterDone(now_ns(), bootstrap_room, prefill_rank))
     elif status == _FAILED:
         reason = failure_reason or manager.DEFAULT_PREFILL_FAILURE_REASON
-        watch_of(manager).add(Failed(now_ns(), bootstrap_room, reason, prefill_rank))
+        buffer_of(manager).add(Failed(now_ns(), bootstrap_room, reason, prefill_rank))
 
 
 def _handle_chunk_ready(_: int, handled: bool, manager: Any, msg: list[bytes]) -> None:
     if handled and int(msg[1]) in manager.request_status:
         rank = int(msg[6]) if len(msg) > 6 else None
-        watch_of(manager).add(ChunkLanded(now_ns(), int(msg[1]), int(msg[2]), int(msg[4]), rank))
+        buffer_of(manager).add(ChunkLanded(now_ns(), int(msg[1]), int(msg[2]), int(msg[4]), rank))
 
 
 def _handle_staging_req(_: int, __: None, manager: Any, msg: list[bytes]) -> None:
@@ -298,21 +298,21 @@ def _handle_staging_req(_: int, __: None, manager: Any, msg: list[bytes]) -> Non
         return
     serial, offset = infos[chunk][:2]
     if serial >= 0:
-        watch_of(manager).add(RegionGranted(now_ns(), room, chunk, pages, serial))
+        buffer_of(manager).add(RegionGranted(now_ns(), room, chunk, pages, serial))
     elif offset == _OVERSIZED:
-        watch_of(manager).add(RegionRefused(now_ns(), room, chunk, pages))
+        buffer_of(manager).add(RegionRefused(now_ns(), room, chunk, pages))
 
 
 def _free_region(_: int, __: None, handler: Any, alloc_id: int, *___: Any) -> None:
-    watch_of(handler.kv_manager).add(RegionFreed(now_ns(), alloc_id))
+    buffer_of(handler.kv_manager).add(RegionFreed(now_ns(), alloc_id))
 
 
 def _server_answered(manager: Any, bootstrap_addr: str) -> None:
-    watch_of(manager).add(ServerAnswered(now_ns(), bootstrap_addr))
+    buffer_of(manager).add(ServerAnswered(now_ns(), bootstrap_addr))
 
 
 def _server_lost(manager: Any, failed_bootstrap_addr: str) -> None:
-    watch_of(manager).add(ServerLost(now_ns(), failed_bootstrap_addr))
+    buffer_of(manager).add(ServerLost(now_ns(), failed_bootstrap_addr))
 
 
 # ---- where they are put ----------------------------------------------------------------------------------------

@@ -32,9 +32,9 @@ from kvctl_agent.contract.snapshots import (
     TimelineEvent,
 )
 from kvctl_agent.errors import RequestRefused
-from kvctl_agent.integrations.sglang.names import LocalRanks
-from kvctl_agent.integrations.sglang.observe.moments import GateWait, Watch, Writer
+from kvctl_agent.integrations.sglang.observe.events import EventBuffer, GateWait, Writer
 from kvctl_agent.integrations.sglang.observe.tracker import Region, Tracker
+from kvctl_agent.integrations.sglang.rank_names import LocalRanks
 from kvctl_agent.telemetry.hub import Telemetry
 
 _FAILED = 0  # KVPoll
@@ -63,7 +63,7 @@ class ObservedManager:
         self,
         name: str,
         manager: Any,
-        watch: Watch,
+        buffer: EventBuffer,
         tracker: Tracker,
         integration: Integration,
         incarnation: int,
@@ -74,7 +74,7 @@ class ObservedManager:
         self.telemetry: Telemetry = tracker.telemetry
         self.accepting, self.draining = True, False
         self.quarantined_bytes = self.memory_gb_per_s = None
-        self._manager, self._watch, self._tracker = manager, watch, tracker
+        self._manager, self._buffer, self._tracker = manager, buffer, tracker
         self._integration = integration
         self._local = LocalRanks()
 
@@ -296,10 +296,10 @@ class ObservedManager:
     def _waits(self) -> list[tuple[int, int, GateWait]]:
         """Returns the chunks that wait for a ring, after removing those of rooms that have ended."""
         found = []
-        for key, wait in self._watch.waits.copy().items():
+        for key, wait in self._buffer.waits.copy().items():
             room = self._tracker.rooms.get(key[0])
             if room is None or room.record.state_now.finished:
-                self._watch.waits.pop(key, None)
+                self._buffer.waits.pop(key, None)
             else:
                 found.append((key[0], key[1], wait))
         return found

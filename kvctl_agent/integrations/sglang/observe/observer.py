@@ -17,11 +17,11 @@ from kvctl_agent.contract.settings import load_settings
 from kvctl_agent.contract.snapshots import Integration, Role
 from kvctl_agent.errors import ConfigError, RequestRefused
 from kvctl_agent.integrations.sglang import versions
-from kvctl_agent.integrations.sglang.names import rank_axes, rank_name
 from kvctl_agent.integrations.sglang.observe import hooks
-from kvctl_agent.integrations.sglang.observe.moments import Watch
+from kvctl_agent.integrations.sglang.observe.events import EventBuffer
 from kvctl_agent.integrations.sglang.observe.observed_manager import OWNED_BY_SGLANG, ObservedManager
 from kvctl_agent.integrations.sglang.observe.tracker import RankShape, Tracker
+from kvctl_agent.integrations.sglang.rank_names import rank_axes, rank_name
 from kvctl_agent.telemetry.hub import Telemetry
 
 logger = logging.getLogger("kvctl")
@@ -81,7 +81,7 @@ def _hook_manager(manager_class: Any) -> None:
 
     @functools.wraps(construct)
     def constructed(manager: Any, *args: Any, **kwargs: Any) -> None:
-        setattr(manager, hooks.WATCH, Watch())  # before its threads run
+        setattr(manager, hooks.BUFFER, EventBuffer())  # before its threads run
         construct(manager, *args, **kwargs)
         try:
             manager._kvctl_observer = Observer(manager).start()
@@ -116,7 +116,7 @@ class Observer:
         from sglang.srt.runtime_context import get_serving
 
         self._manager = manager
-        self._watch = hooks.watch_of(manager)
+        self._buffer = hooks.buffer_of(manager)
         self._dropped = 0
         self._stopping = threading.Event()
         settings = load_settings({})
@@ -141,7 +141,7 @@ class Observer:
         clock = telemetry.clock
         incarnation = clock.wall_ns(clock.now_ns()) >> 20 << 20 | secrets.randbits(20) | 1
         self.queries = AdminQueries(
-            ObservedManager(self.name, manager, self._watch, self._tracker, integration, incarnation)
+            ObservedManager(self.name, manager, self._buffer, self._tracker, integration, incarnation)
         )
         self.admin = AdminServer(
             self.name,
@@ -176,16 +176,16 @@ class Observer:
             except Exception as error:
                 text = f"{type(error).__name__}: {error}"
                 self._tracker.telemetry.metrics.add("kvctl_internal_errors_total", 1)
-                self._tracker.telemetry.recorder.record("observe", f"a moment was lost: {text}", "error")
+                self._tracker.telemetry.recorder.record("observe", f"an event was lost: {text}", "error")
 
     def read(self) -> None:
-        """Applies the moments recorded since the last call."""
-        moments = self._watch.moments
-        while moments:
-            self._tracker.apply(moments.popleft())
-        if self._watch.dropped != self._dropped:
-            lost, self._dropped = self._watch.dropped - self._dropped, self._watch.dropped
-            text = f"{lost} moments were dropped: this thread got no processor"
+        """Applies the events recorded since the last call."""
+        events = self._buffer.events
+        while events:
+            self._tracker.apply(events.popleft())
+        if self._buffer.dropped != self._dropped:
+            lost, self._dropped = self._buffer.dropped - self._dropped, self._buffer.dropped
+            text = f"{lost} events were dropped: this thread got no processor"
             self._tracker.telemetry.recorder.record("observe", text, "warning")
             live = {room for room in self._tracker.rooms if room in self._manager.request_status}
             self._tracker.forget_except(live, time.monotonic_ns())

@@ -1,4 +1,4 @@
-"""Room records, metrics and events of an observed rank, from the moments that the hooks recorded.
+"""Room records, metrics and events of an observed rank, from the events that the hooks recorded.
 
 The tracker follows SGLang's own rules of a room's state: the highest wins, Failed is final, and only an opening state
 creates a room. The cause of a failure is the first reason that SGLang recorded, not the last.
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import encodable
-from kvctl_agent.integrations.sglang.observe import moments as mo
-from kvctl_agent.integrations.sglang.observe.failures import code_of
+from kvctl_agent.integrations.sglang.observe import events as ev
+from kvctl_agent.integrations.sglang.observe.failure_codes import code_of
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.telemetry.room_records import RoomRecord
 
@@ -81,7 +81,7 @@ class Room:
     """A room that SGLang has not cleared."""
 
     record: RoomRecord
-    writers: tuple[mo.Writer, ...] = ()
+    writers: tuple[ev.Writer, ...] = ()
     staged: bool = False
     done: set[int] = field(default_factory=set)  # ranks of the writers
     ready: dict[int, int] = field(default_factory=dict)  # prefill: time by first page of the chunk
@@ -89,17 +89,17 @@ class Room:
     landed: dict[int, set[int]] = field(default_factory=dict)  # decode, staged: ranks of the writers, by chunk
 
     @property
-    def senders(self) -> list[mo.Writer]:
+    def senders(self) -> list[ev.Writer]:
         return [writer for writer in self.writers if writer.sends]
 
-    def owing(self, chunk: int) -> list[mo.Writer]:
+    def owing(self, chunk: int) -> list[ev.Writer]:
         """Decode, staged: returns the writers whose share of a chunk has not arrived."""
         landed = self.landed.get(chunk, ())
         return [writer for writer in self.senders if writer.rank not in landed]
 
 
 class Tracker:
-    """Applies moments to the telemetry of one observed rank; used by the observer's thread, read by the admin thread.
+    """Applies events to the telemetry of one observed rank; used by the observer's thread, read by the admin thread.
 
     Attributes:
         rooms: rooms that SGLang has not cleared, by number.
@@ -118,50 +118,50 @@ class Tracker:
         self.regions: dict[int, Region] = {}
         self.refused_largest_bytes = self.ring_high_water_bytes = 0
         self._handlers: dict[type, Callable[[Any], None]] = {
-            mo.StatusChanged: self._status,
-            mo.Failed: self._failed,
-            mo.Cleared: self._cleared,
-            mo.Begun: self._begun,
-            mo.Accepted: self._accepted,
-            mo.ChunkReady: self._chunk_ready,
-            mo.PartSent: self._part_sent,
-            mo.WritersKnown: self._writers_known,
-            mo.PagesAnnounced: self._pages_announced,
-            mo.WriterDone: self._writer_done,
-            mo.ChunkLanded: self._chunk_landed,
-            mo.RegionGranted: self._region_granted,
-            mo.RegionRefused: self._region_refused,
-            mo.RegionFreed: self._region_freed,
-            mo.ServerAnswered: self._server_answered,
-            mo.ServerLost: self._server_lost,
+            ev.StatusChanged: self._status,
+            ev.Failed: self._failed,
+            ev.Cleared: self._cleared,
+            ev.Begun: self._begun,
+            ev.Accepted: self._accepted,
+            ev.ChunkReady: self._chunk_ready,
+            ev.PartSent: self._part_sent,
+            ev.WritersKnown: self._writers_known,
+            ev.PagesAnnounced: self._pages_announced,
+            ev.WriterDone: self._writer_done,
+            ev.ChunkLanded: self._chunk_landed,
+            ev.RegionGranted: self._region_granted,
+            ev.RegionRefused: self._region_refused,
+            ev.RegionFreed: self._region_freed,
+            ev.ServerAnswered: self._server_answered,
+            ev.ServerLost: self._server_lost,
         }
 
-    def apply(self, moment: mo.Moment) -> None:
-        self._handlers[type(moment)](moment)
+    def apply(self, event: ev.Event) -> None:
+        self._handlers[type(event)](event)
 
     def forget_except(self, live: set[int], at_ns: int) -> None:
-        """Ends the rooms that SGLang no longer has: moments were dropped that would have said so."""
+        """Ends the rooms that SGLang no longer has: events were dropped that would have said so."""
         for room in self.rooms.keys() - live:
-            self._cleared(mo.Cleared(at_ns, room))
+            self._cleared(ev.Cleared(at_ns, room))
 
     # ---- states ------------------------------------------------------------------------------------------------
 
-    def _status(self, moment: mo.StatusChanged) -> None:
-        state, room = _STATES[moment.status], self.rooms.get(moment.room)
+    def _status(self, event: ev.StatusChanged) -> None:
+        state, room = _STATES[event.status], self.rooms.get(event.room)
         if room is None:
             if state in _OPENING:
-                self._open(moment.room, moment.at_ns, state)
+                self._open(event.room, event.at_ns, state)
             return
         before = room.record.state_now
         if before is RoomState.FAILED or (state is not RoomState.FAILED and state <= before):
             return
         if state is RoomState.FAILED:
-            self._fail(room, moment.at_ns, "SGLang gave no reason", None)
-        room.record.state(state, moment.at_ns)
+            self._fail(room, event.at_ns, "SGLang gave no reason", None)
+        room.record.state(state, event.at_ns)
         if state is RoomState.SUCCESS:
-            room.record.event("sent" if self.shape.role == "prefill" else "success", moment.at_ns)
+            room.record.event("sent" if self.shape.role == "prefill" else "success", event.at_ns)
         if state.finished:
-            room.ended_ns = moment.at_ns
+            room.ended_ns = event.at_ns
 
     def _open(self, number: int, at_ns: int, state: RoomState) -> None:
         record = self.telemetry.rooms.open(number, 0)
@@ -170,10 +170,10 @@ class Tracker:
         self.rooms[number] = Room(record)
         self.telemetry.metrics.add("kvctl_rooms_opened_total", 1)
 
-    def _failed(self, moment: mo.Failed) -> None:
-        room = self.rooms.get(moment.room)
+    def _failed(self, event: ev.Failed) -> None:
+        room = self.rooms.get(event.room)
         if room is not None and room.record.state_now is not RoomState.SUCCESS:
-            self._fail(room, moment.at_ns, moment.reason, moment.prefill_rank)
+            self._fail(room, event.at_ns, event.reason, event.prefill_rank)
 
     def _fail(self, room: Room, at_ns: int, reason: str, prefill_rank: int | None) -> None:
         """Stores a cause of failure unless there is one; `prefill_rank` reported it, or None: this rank found it."""
@@ -189,65 +189,65 @@ class Tracker:
         severity = "info" if code == "ABORTED" else "warning"
         self.telemetry.recorder.record("room", f"failed: {code}: {text}", severity, room.record.room)  # type: ignore[arg-type]
 
-    def _cleared(self, moment: mo.Cleared) -> None:
-        room = self.rooms.pop(moment.room, None)
+    def _cleared(self, event: ev.Cleared) -> None:
+        room = self.rooms.pop(event.room, None)
         if room is None:
             return
         record = room.record
         if not record.state_now.finished:
-            self._fail(room, moment.at_ns, f"Aborted by SGLang in {record.state_now.label}", None)
-            record.state(RoomState.FAILED, moment.at_ns)
-        record.event("done", moment.at_ns)
-        self.telemetry.finish(record, room.ended_ns or moment.at_ns)
+            self._fail(room, event.at_ns, f"Aborted by SGLang in {record.state_now.label}", None)
+            record.state(RoomState.FAILED, event.at_ns)
+        record.event("done", event.at_ns)
+        self.telemetry.finish(record, room.ended_ns or event.at_ns)
 
     # ---- prefill -----------------------------------------------------------------------------------------------
 
-    def _begun(self, moment: mo.Begun) -> None:
-        if (room := self.rooms.get(moment.room)) is not None:
-            room.record.pages = moment.pages
-            room.record.event("begin", moment.at_ns, detail=f"{moment.pages} pages")
+    def _begun(self, event: ev.Begun) -> None:
+        if (room := self.rooms.get(event.room)) is not None:
+            room.record.pages = event.pages
+            room.record.event("begin", event.at_ns, detail=f"{event.pages} pages")
 
-    def _accepted(self, moment: mo.Accepted) -> None:
-        if moment.room not in self.rooms:  # decode ranks opened it before the engine of this rank began it
-            self._open(moment.room, moment.at_ns, RoomState.BOOTSTRAPPING)
-        record = self.rooms[moment.room].record
-        record.peers = list(dict.fromkeys(moment.endpoints))
+    def _accepted(self, event: ev.Accepted) -> None:
+        if event.room not in self.rooms:  # decode ranks opened it before the engine of this rank began it
+            self._open(event.room, event.at_ns, RoomState.BOOTSTRAPPING)
+        record = self.rooms[event.room].record
+        record.peers = list(dict.fromkeys(event.endpoints))
         for endpoint in record.peers:
-            record.event("accept", moment.at_ns, peer=endpoint)
+            record.event("accept", event.at_ns, peer=endpoint)
 
-    def _chunk_ready(self, moment: mo.ChunkReady) -> None:
-        room = self.rooms.get(moment.room)
+    def _chunk_ready(self, event: ev.ChunkReady) -> None:
+        room = self.rooms.get(event.room)
         if room is None:
             return
         if room.record.first_ready_at is None:
-            room.record.first_ready_at = moment.at_ns
-        room.ready[moment.first_page] = moment.at_ns
-        if moment.last:
-            room.record.forward_done_at = moment.at_ns
-            room.record.event("finish", moment.at_ns)
+            room.record.first_ready_at = event.at_ns
+        room.ready[event.first_page] = event.at_ns
+        if event.last:
+            room.record.forward_done_at = event.at_ns
+            room.record.event("finish", event.at_ns)
 
-    def _part_sent(self, moment: mo.PartSent) -> None:
-        room = self.rooms.get(moment.room)
+    def _part_sent(self, event: ev.PartSent) -> None:
+        room = self.rooms.get(event.room)
         if room is None:
             return
         stages = {
-            "ready": room.ready.get(moment.first_page),
-            "gate": moment.passed_ns if moment.gated else None,
-            "queue": None if moment.gated else moment.dequeued_ns,
-            "post": moment.posted_ns,
-            "wire": moment.at_ns,
+            "ready": room.ready.get(event.first_page),
+            "gate": event.passed_ns if event.gated else None,
+            "queue": None if event.gated else event.dequeued_ns,
+            "post": event.posted_ns,
+            "wire": event.at_ns,
         }
         known = {stage: at_ns for stage, at_ns in stages.items() if at_ns is not None}
-        chunk = sorted(room.ready).index(moment.first_page) if moment.first_page in room.ready else 0
-        nbytes = self.shape.bytes_to(moment.pages, moment.decode_tp_size)
-        done_ns = room.record.forward_done_at or moment.at_ns
+        chunk = sorted(room.ready).index(event.first_page) if event.first_page in room.ready else 0
+        nbytes = self.shape.bytes_to(event.pages, event.decode_tp_size)
+        done_ns = room.record.forward_done_at or event.at_ns
         key = self.shape.rank, chunk, self.shape.layers
-        self.telemetry.part(room.record, key, moment.endpoint, moment.path, nbytes, known, done_ns)
+        self.telemetry.part(room.record, key, event.endpoint, event.path, nbytes, known, done_ns)
 
     # ---- decode ------------------------------------------------------------------------------------------------
 
-    def _writers_known(self, moment: mo.WritersKnown) -> None:
-        for writer in moment.writers:
+    def _writers_known(self, event: ev.WritersKnown) -> None:
+        for writer in event.writers:
             known = self.peers.get(writer.endpoint)
             if known is None:
                 self.telemetry.recorder.record("peer", f"prefill rank at {writer.endpoint}", peer=writer.name)
@@ -255,13 +255,13 @@ class Tracker:
             elif known.lost_ns:
                 self.telemetry.recorder.record("peer", "found again", peer=writer.name)
             if known is None or known.lost_ns:
-                self.peers[writer.endpoint] = Peer(writer.name, writer.server, moment.at_ns)
+                self.peers[writer.endpoint] = Peer(writer.name, writer.server, event.at_ns)
                 self._replaced(writer)
-        if (room := self.rooms.get(moment.room)) is not None:
-            room.writers, room.staged = moment.writers, moment.staged
-            room.record.peers = [writer.name for writer in moment.writers]
+        if (room := self.rooms.get(event.room)) is not None:
+            room.writers, room.staged = event.writers, event.staged
+            room.record.peers = [writer.name for writer in event.writers]
 
-    def _replaced(self, writer: mo.Writer) -> None:
+    def _replaced(self, writer: ev.Writer) -> None:
         """Forgets the earlier process of a rank that has started again, on another port."""
         for endpoint in [each for each, peer in self.peers.items() if peer.name == writer.name and peer.lost_ns]:
             if endpoint != writer.endpoint:
@@ -271,77 +271,77 @@ class Tracker:
         while len(self.peers) >= _MOST_PEERS:
             del self.peers[next(iter(self.peers))]
 
-    def _pages_announced(self, moment: mo.PagesAnnounced) -> None:
-        room = self.rooms.get(moment.room)
+    def _pages_announced(self, event: ev.PagesAnnounced) -> None:
+        room = self.rooms.get(event.room)
         if room is not None:
-            room.record.pages = moment.pages
-            prefix = f", after a prefix of {moment.prefix_tokens} tokens" if moment.prefix_tokens else ""
-            detail = f"{moment.pages} pages to {len(room.writers)} prefill ranks{prefix}"
-            room.record.event("open", moment.at_ns, detail=detail)
+            room.record.pages = event.pages
+            prefix = f", after a prefix of {event.prefix_tokens} tokens" if event.prefix_tokens else ""
+            detail = f"{event.pages} pages to {len(room.writers)} prefill ranks{prefix}"
+            room.record.event("open", event.at_ns, detail=detail)
 
-    def _writer_done(self, moment: mo.WriterDone) -> None:
-        room = self.rooms.get(moment.room)
-        if room is None or moment.prefill_rank in room.done:
+    def _writer_done(self, event: ev.WriterDone) -> None:
+        room = self.rooms.get(event.room)
+        if room is None or event.prefill_rank in room.done:
             return
-        room.done.add(moment.prefill_rank)
-        writer = next((each for each in room.senders if each.rank == moment.prefill_rank), None)
+        room.done.add(event.prefill_rank)
+        writer = next((each for each in room.senders if each.rank == event.prefill_rank), None)
         if room.staged or writer is None or not room.record.pages:
-            room.record.event("aux", moment.at_ns, moment.prefill_rank)
+            room.record.event("aux", event.at_ns, event.prefill_rank)
             return
         share = room.record.pages * self.shape.page_bytes // len(room.senders)
-        key = moment.prefill_rank, 0, self.shape.layers
-        self.telemetry.part(room.record, key, writer.name, IN_PLACE, share, {"arrive": moment.at_ns})
+        key = event.prefill_rank, 0, self.shape.layers
+        self.telemetry.part(room.record, key, writer.name, IN_PLACE, share, {"arrive": event.at_ns})
 
-    def _chunk_landed(self, moment: mo.ChunkLanded) -> None:
-        room = self.rooms.get(moment.room)
+    def _chunk_landed(self, event: ev.ChunkLanded) -> None:
+        room = self.rooms.get(event.room)
         if room is None:
             return
-        rank = moment.prefill_rank or 0
+        rank = event.prefill_rank or 0
         peer = next((writer.name for writer in room.writers if writer.rank == rank), None)
-        nbytes = moment.pages * self.shape.page_bytes // max(1, len(room.senders))
-        key = rank, moment.chunk, self.shape.layers
-        self.telemetry.part(room.record, key, peer, STAGED, nbytes, {"arrive": moment.at_ns})  # type: ignore[arg-type]
-        room.landed.setdefault(moment.chunk, set()).add(rank)
+        nbytes = event.pages * self.shape.page_bytes // max(1, len(room.senders))
+        key = rank, event.chunk, self.shape.layers
+        self.telemetry.part(room.record, key, peer, STAGED, nbytes, {"arrive": event.at_ns})  # type: ignore[arg-type]
+        room.landed.setdefault(event.chunk, set()).add(rank)
 
-    def _region_granted(self, moment: mo.RegionGranted) -> None:
-        room = self.rooms.get(moment.room)
-        if room is None or moment.serial in self.regions:
+    def _region_granted(self, event: ev.RegionGranted) -> None:
+        room = self.rooms.get(event.room)
+        if room is None or event.serial in self.regions:
             return  # every prefill rank asks for the same region
-        self.regions[moment.serial] = Region(moment.room, moment.chunk, moment.pages, moment.at_ns)
-        again = "again, though all of it had arrived" if not room.owing(moment.chunk) else ""
-        room.record.event("grant", moment.at_ns, None, moment.chunk, self.shape.layers, detail=again)
+        self.regions[event.serial] = Region(event.room, event.chunk, event.pages, event.at_ns)
+        again = "again, though all of it had arrived" if not room.owing(event.chunk) else ""
+        room.record.event("grant", event.at_ns, None, event.chunk, self.shape.layers, detail=again)
         if again:
-            text = f"chunk {moment.chunk} was granted a region {again}: a request of another rank came late"
-            self.telemetry.recorder.record("ring", text, "warning", moment.room)
+            text = f"chunk {event.chunk} was granted a region {again}: a request of another rank came late"
+            self.telemetry.recorder.record("ring", text, "warning", event.room)
         granted = sum(region.pages for region in self.regions.values()) * self.shape.page_bytes
         self.ring_high_water_bytes = max(self.ring_high_water_bytes, granted)
         self.telemetry.metrics.add("kvctl_ring_grants_total", 1)
 
-    def _region_refused(self, moment: mo.RegionRefused) -> None:
-        nbytes = moment.pages * self.shape.page_bytes
+    def _region_refused(self, event: ev.RegionRefused) -> None:
+        nbytes = event.pages * self.shape.page_bytes
         self.refused_largest_bytes = max(self.refused_largest_bytes, nbytes)
         self.telemetry.metrics.add("kvctl_ring_refusals_total", 1)
-        text = f"chunk {moment.chunk} of {nbytes} bytes is larger than the ring"
-        self.telemetry.recorder.record("ring", text, "warning", moment.room)
+        text = f"chunk {event.chunk} of {nbytes} bytes is larger than the ring"
+        self.telemetry.recorder.record("ring", text, "warning", event.room)
 
-    def _region_freed(self, moment: mo.RegionFreed) -> None:
-        region = self.regions.pop(moment.serial, None)
+    def _region_freed(self, event: ev.RegionFreed) -> None:
+        region = self.regions.pop(event.serial, None)
         room = None if region is None else self.rooms.get(region.room)
         if region is None or room is None:
             return
-        room.record.event("scatter", moment.at_ns, None, region.chunk, self.shape.layers)
+        room.record.event("scatter", event.at_ns, None, region.chunk, self.shape.layers)
         if room.ended_ns:  # SGLang reports success before the last chunk is in its pages
-            room.ended_ns = max(room.ended_ns, moment.at_ns)
+            room.ended_ns = max(room.ended_ns, event.at_ns)
 
-    def _server_answered(self, moment: mo.ServerAnswered) -> None:
+    def _server_answered(self, event: ev.ServerAnswered) -> None:
         for peer in self.peers.values():
-            if peer.server == moment.server:
-                peer.answered_ns = moment.at_ns
+            if peer.server == event.server:
+                peer.answered_ns = event.at_ns
 
-    def _server_lost(self, moment: mo.ServerLost) -> None:
+    def _server_lost(self, event: ev.ServerLost) -> None:
         for peer in self.peers.values():
-            if peer.server == moment.server and not peer.lost_ns:
-                peer.lost_ns = moment.at_ns
+            if peer.server == event.server and not peer.lost_ns:
+                peer.lost_ns = event.at_ns
                 self.telemetry.metrics.add("kvctl_peer_lost_total", 1)
-                text = f"lost: the bootstrap server {moment.server} does not answer"
+                text = f"lost: the bootstrap server {event.server} does not answer"
                 self.telemetry.recorder.record("peer", text, "error", peer=peer.name)

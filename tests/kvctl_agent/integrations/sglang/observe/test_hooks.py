@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvctl_agent.integrations.sglang.observe import hooks, moments
-from kvctl_agent.integrations.sglang.observe.moments import Begun, GateWait, PartSent, Watch
+from kvctl_agent.integrations.sglang.observe import events, hooks
+from kvctl_agent.integrations.sglang.observe.events import Begun, EventBuffer, GateWait, PartSent
 
 
 class Target:
@@ -63,13 +63,13 @@ def test_a_class_without_the_method_stays_as_it_is() -> None:
     assert not hasattr(own, "unknown")
 
 
-def test_unread_moments_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moments, "MOST_UNREAD", 3)
-    watch = Watch()
+def test_unread_events_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MOST_UNREAD", 3)
+    buffer = EventBuffer()
     for room in range(5):
-        watch.add(Begun(1, room, 1))
-    assert [moment.room for moment in watch.moments] == [0, 1, 2]
-    assert watch.dropped == 2
+        buffer.add(Begun(1, room, 1))
+    assert [event.room for event in buffer.events] == [0, 1, 2]
+    assert buffer.dropped == 2
 
 
 # ---- transfer workers --------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class Manager:
     """A stand-in with the methods of NixlKVManager that a worker calls."""
 
     def __init__(self) -> None:
-        setattr(self, hooks.WATCH, Watch())
+        setattr(self, hooks.BUFFER, EventBuffer())
         info = SimpleNamespace(endpoint="10.0.0.2", dst_port=5, decode_tp_size=1)
         self.decode_kv_args_table = {"session": info}
 
@@ -128,23 +128,23 @@ def hooked() -> tuple[Any, Any, Any]:
 def test_a_staged_chunk_waits_for_a_grant_and_the_watermark_and_is_sent() -> None:
     managers, strategies, queues = hooked()
     manager = managers()
-    watch, strategy = hooks.watch_of(manager), strategies(manager)
+    buffer, strategy = hooks.buffer_of(manager), strategies(manager)
     queue = queues(*[a_chunk()] * 3)
     waits = []
     for result in ((False, 1, -1, 0, -1), (False, 1, 0, 3, 64), (True, 1, 0, 3, 64)):
         queue.get()
         strategy.result = result
         strategy.check_ready(REQUEST, 4, 4, "session")
-        waits.append(watch.waits.get((7, 1, "session")))
+        waits.append(buffer.waits.get((7, 1, "session")))
     grant, watermark, none = waits
     assert isinstance(grant, GateWait)
     assert (grant.end, watermark.round, watermark.end, none) == (-1, 3, 64, None)
     assert watermark.since_ns == grant.since_ns
     handle = manager.send_kvcache_staged("session", [1, 2, 3, 4])
-    assert not watch.moments  # posted, not done
+    assert not buffer.events  # posted, not done
     manager._await_handles([handle], failure_seen=False)
     manager._await_handles([handle], failure_seen=False)
-    (part,) = watch.moments
+    (part,) = buffer.events
     assert isinstance(part, PartSent)
     assert (part.room, part.first_page, part.pages, part.endpoint) == (7, 4, 4, "10.0.0.2:5")
     assert (part.path, part.gated) == ("staged", True)
@@ -157,7 +157,7 @@ def test_a_synchronous_write_is_done_when_it_returns() -> None:
     manager = managers()
     queues(a_chunk()).get()
     manager.send_kvcache("session", [1, 2, 3, 4])
-    (part,) = hooks.watch_of(manager).moments
+    (part,) = hooks.buffer_of(manager).events
     assert (part.path, part.posted_ns, part.gated) == ("bulk", None, False)
 
 
@@ -167,7 +167,7 @@ def test_a_write_that_failed_is_no_part() -> None:
     queues(a_chunk()).get()
     manager.send_kvcache_staged("session", [])
     manager._await_handles([], failure_seen=True)
-    assert not hooks.watch_of(manager).moments
+    assert not hooks.buffer_of(manager).events
 
 
 def test_a_chunk_that_can_never_fit_is_the_cause_of_the_failure() -> None:
@@ -176,5 +176,5 @@ def test_a_chunk_that_can_never_fit_is_the_cause_of_the_failure() -> None:
     strategy = strategies(manager)
     strategy.result = (False, 1, -2, 0, -1)
     strategy.check_ready(REQUEST, 4, 4, "session")
-    (failed,) = hooks.watch_of(manager).moments
+    (failed,) = hooks.buffer_of(manager).events
     assert failed.reason == "chunk 1 of 4 pages exceeds the ring buffer of decode rank 10.0.0.2:5"

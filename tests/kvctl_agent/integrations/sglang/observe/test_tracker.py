@@ -1,4 +1,4 @@
-"""What the tracker makes of the moments of SGLang's rooms."""
+"""What the tracker makes of the events of SGLang's rooms."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from kvctl_agent.integrations.sglang.observe import moments as mo
-from kvctl_agent.integrations.sglang.observe.failures import code_of
+from kvctl_agent.integrations.sglang.observe import events as ev
+from kvctl_agent.integrations.sglang.observe.failure_codes import code_of
 from kvctl_agent.integrations.sglang.observe.tracker import RankShape, Tracker
 from kvctl_agent.telemetry.hub import Telemetry
 
 MS = 1_000_000
 PAGE = 4096
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
-WRITERS = tuple(mo.Writer(rank, f"10.0.0.1:{rank}", f"prefill-tp{rank}", "10.0.0.1:8998", True) for rank in range(2))
+WRITERS = tuple(ev.Writer(rank, f"10.0.0.1:{rank}", f"prefill-tp{rank}", "10.0.0.1:8998", True) for rank in range(2))
 
 
 @pytest.fixture
@@ -27,9 +27,9 @@ def tracker(role: Any) -> Tracker:
     return Tracker("me", RankShape(role, PAGE, (0, 4), tp_size=2, heads=4, total_heads=8), telemetry)
 
 
-def apply(tracker: Tracker, *moments: mo.Moment) -> None:
-    for moment in moments:
-        tracker.apply(moment)
+def apply(tracker: Tracker, *events: ev.Event) -> None:
+    for event in events:
+        tracker.apply(event)
 
 
 def row(tracker: Tracker, number: int = 7) -> Any:
@@ -41,8 +41,8 @@ def counter(tracker: Tracker, name: str, *labels: str) -> float:
     return tracker.telemetry.metrics.total(name, *labels)
 
 
-def sent(room: int, first_page: int, at_ns: int, **changes: Any) -> mo.PartSent:
-    part = mo.PartSent(at_ns, room, first_page, 2, "10.0.0.2:5", 2, "bulk", at_ns - 3, False, at_ns - 2, at_ns - 1)
+def sent(room: int, first_page: int, at_ns: int, **changes: Any) -> ev.PartSent:
+    part = ev.PartSent(at_ns, room, first_page, 2, "10.0.0.2:5", 2, "bulk", at_ns - 3, False, at_ns - 2, at_ns - 1)
     return part._replace(**changes)
 
 
@@ -51,17 +51,17 @@ class TestPrefill:
         seen = tracker("prefill")
         apply(
             seen,
-            mo.StatusChanged(1 * MS, 7, BOOTSTRAPPING),
-            mo.Begun(1 * MS, 7, 4),
-            mo.Accepted(2 * MS, 7, ("10.0.0.2:5", "10.0.0.2:6")),
-            mo.StatusChanged(2 * MS, 7, WAITING),
-            mo.ChunkReady(3 * MS, 7, 0, 2, False),
-            mo.StatusChanged(4 * MS, 7, TRANSFERRING),
+            ev.StatusChanged(1 * MS, 7, BOOTSTRAPPING),
+            ev.Begun(1 * MS, 7, 4),
+            ev.Accepted(2 * MS, 7, ("10.0.0.2:5", "10.0.0.2:6")),
+            ev.StatusChanged(2 * MS, 7, WAITING),
+            ev.ChunkReady(3 * MS, 7, 0, 2, False),
+            ev.StatusChanged(4 * MS, 7, TRANSFERRING),
             sent(7, 0, 5 * MS),
-            mo.ChunkReady(6 * MS, 7, 2, 2, True),
+            ev.ChunkReady(6 * MS, 7, 2, 2, True),
             sent(7, 2, 8 * MS),
-            mo.StatusChanged(9 * MS, 7, SUCCESS),
-            mo.Cleared(20 * MS, 7),
+            ev.StatusChanged(9 * MS, 7, SUCCESS),
+            ev.Cleared(20 * MS, 7),
         )
         room = row(seen)
         assert (room["state"], room["pages"], room["parts"], room["bytes"]) == ("Success", 4, 2, 4 * PAGE)
@@ -77,9 +77,9 @@ class TestPrefill:
         seen = tracker("prefill")
         apply(
             seen,
-            mo.Accepted(1 * MS, 7, ("10.0.0.2:5",)),
-            mo.StatusChanged(1 * MS, 7, WAITING),
-            mo.StatusChanged(2 * MS, 7, BOOTSTRAPPING),  # of the sender: the higher state stays
+            ev.Accepted(1 * MS, 7, ("10.0.0.2:5",)),
+            ev.StatusChanged(1 * MS, 7, WAITING),
+            ev.StatusChanged(2 * MS, 7, BOOTSTRAPPING),  # of the sender: the higher state stays
         )
         assert row(seen)["state"] == "WaitingForInput"
         assert row(seen)["peers"] == ["10.0.0.2:5"]
@@ -92,8 +92,8 @@ class TestPrefill:
         seen = tracker("prefill")
         apply(
             seen,
-            mo.StatusChanged(0, 7, WAITING),
-            mo.ChunkReady(1 * MS, 7, 0, 2, True),
+            ev.StatusChanged(0, 7, WAITING),
+            ev.ChunkReady(1 * MS, 7, 0, 2, True),
             sent(7, 0, 9 * MS, path="staged", gated=True, passed_ns=7 * MS, posted_ns=8 * MS),
         )
         (layers,) = seen.telemetry.stages.rows()
@@ -107,13 +107,13 @@ class TestFailures:
         seen = tracker("decode")
         apply(
             seen,
-            mo.StatusChanged(1 * MS, 7, BOOTSTRAPPING),
-            mo.WritersKnown(1 * MS, 7, WRITERS, False),
-            mo.Failed(2 * MS, 7, "NIXL transfer encountered ERR room=7", 1),
-            mo.StatusChanged(2 * MS, 7, FAILED),
-            mo.Failed(3 * MS, 7, "Aborted by AbortReq.", None),
-            mo.StatusChanged(4 * MS, 7, SUCCESS),  # Failed is final
-            mo.Cleared(5 * MS, 7),
+            ev.StatusChanged(1 * MS, 7, BOOTSTRAPPING),
+            ev.WritersKnown(1 * MS, 7, WRITERS, False),
+            ev.Failed(2 * MS, 7, "NIXL transfer encountered ERR room=7", 1),
+            ev.StatusChanged(2 * MS, 7, FAILED),
+            ev.Failed(3 * MS, 7, "Aborted by AbortReq.", None),
+            ev.StatusChanged(4 * MS, 7, SUCCESS),  # Failed is final
+            ev.Cleared(5 * MS, 7),
         )
         failure = row(seen)["failure"]
         assert (failure["rank"], failure["code"]) == ("prefill-tp1", "KV_TRANSPORT")
@@ -123,30 +123,30 @@ class TestFailures:
 
     def test_a_late_reason_does_not_fail_a_room_that_succeeded(self) -> None:
         seen = tracker("decode")
-        apply(seen, mo.StatusChanged(1, 7, WAITING), mo.StatusChanged(2, 7, SUCCESS), mo.Failed(3, 7, "late", None))
+        apply(seen, ev.StatusChanged(1, 7, WAITING), ev.StatusChanged(2, 7, SUCCESS), ev.Failed(3, 7, "late", None))
         assert row(seen)["failure"] is None
 
     def test_a_room_given_up_without_an_end_has_failed(self) -> None:
         seen = tracker("decode")
-        apply(seen, mo.StatusChanged(1, 7, WAITING), mo.Cleared(2, 7))
+        apply(seen, ev.StatusChanged(1, 7, WAITING), ev.Cleared(2, 7))
         assert row(seen)["failure"]["code"] == "ABORTED"
         assert row(seen)["state"] == "Failed"
 
     def test_a_state_other_than_an_opening_one_creates_no_room(self) -> None:
         seen = tracker("decode")
-        apply(seen, mo.StatusChanged(1, 7, SUCCESS), mo.StatusChanged(1, 7, FAILED), mo.Failed(1, 7, "x", None))
+        apply(seen, ev.StatusChanged(1, 7, SUCCESS), ev.StatusChanged(1, 7, FAILED), ev.Failed(1, 7, "x", None))
         assert not seen.rooms
 
     def test_a_number_used_again_is_another_room(self) -> None:
         seen = tracker("decode")
         for start in (0, 10):
-            apply(seen, mo.StatusChanged(start + 1, 7, WAITING), mo.StatusChanged(start + 2, 7, SUCCESS))
-            apply(seen, mo.Cleared(start + 3, 7))
+            apply(seen, ev.StatusChanged(start + 1, 7, WAITING), ev.StatusChanged(start + 2, 7, SUCCESS))
+            apply(seen, ev.Cleared(start + 3, 7))
         assert [found["state"] for found in seen.telemetry.rooms.detail(7)] == ["Success", "Success"]
 
     def test_rooms_whose_end_was_dropped_are_ended(self) -> None:
         seen = tracker("decode")
-        apply(seen, mo.StatusChanged(1, 7, WAITING), mo.StatusChanged(1, 8, WAITING))
+        apply(seen, ev.StatusChanged(1, 7, WAITING), ev.StatusChanged(1, 8, WAITING))
         seen.forget_except({8}, 5)
         assert set(seen.rooms) == {8}
 
@@ -174,18 +174,18 @@ class TestDecode:
         seen = tracker("decode")
         apply(
             seen,
-            mo.StatusChanged(1 * MS, 7, BOOTSTRAPPING),
-            mo.WritersKnown(1 * MS, 7, WRITERS, False),
-            mo.StatusChanged(1 * MS, 7, WAITING),
-            mo.PagesAnnounced(2 * MS, 7, 4, 32),
-            mo.WriterDone(5 * MS, 7, 1),
-            mo.WriterDone(5 * MS, 7, 1),  # a repeated message
+            ev.StatusChanged(1 * MS, 7, BOOTSTRAPPING),
+            ev.WritersKnown(1 * MS, 7, WRITERS, False),
+            ev.StatusChanged(1 * MS, 7, WAITING),
+            ev.PagesAnnounced(2 * MS, 7, 4, 32),
+            ev.WriterDone(5 * MS, 7, 1),
+            ev.WriterDone(5 * MS, 7, 1),  # a repeated message
         )
         assert row(seen)["bytes"] == 2 * PAGE
         assert [writer.name for writer in seen.rooms[7].senders if writer.rank not in seen.rooms[7].done] == [
             "prefill-tp0"
         ]
-        apply(seen, mo.WriterDone(6 * MS, 7, 0), mo.StatusChanged(6 * MS, 7, SUCCESS), mo.Cleared(8 * MS, 7))
+        apply(seen, ev.WriterDone(6 * MS, 7, 0), ev.StatusChanged(6 * MS, 7, SUCCESS), ev.Cleared(8 * MS, 7))
         room = row(seen)
         assert (room["bytes"], room["latency_ns"], room["pages"]) == (4 * PAGE, 5 * MS, 4)
         (opened,) = [event for event in room["timeline"] if event["stage"] == "open"]
@@ -195,23 +195,23 @@ class TestDecode:
         seen = tracker("decode")
         apply(
             seen,
-            mo.StatusChanged(1 * MS, 7, WAITING),
-            mo.WritersKnown(1 * MS, 7, WRITERS, True),
-            mo.PagesAnnounced(1 * MS, 7, 4, 0),
-            mo.RegionGranted(2 * MS, 7, 0, 4, 17),
-            mo.RegionGranted(2 * MS, 7, 0, 4, 17),  # every prefill rank asks
-            mo.ChunkLanded(3 * MS, 7, 0, 4, 0),
+            ev.StatusChanged(1 * MS, 7, WAITING),
+            ev.WritersKnown(1 * MS, 7, WRITERS, True),
+            ev.PagesAnnounced(1 * MS, 7, 4, 0),
+            ev.RegionGranted(2 * MS, 7, 0, 4, 17),
+            ev.RegionGranted(2 * MS, 7, 0, 4, 17),  # every prefill rank asks
+            ev.ChunkLanded(3 * MS, 7, 0, 4, 0),
         )
         assert [writer.rank for writer in seen.rooms[7].owing(0)] == [1]
         assert seen.ring_high_water_bytes == 4 * PAGE
         apply(
             seen,
-            mo.ChunkLanded(4 * MS, 7, 0, 4, 1),
-            mo.WriterDone(4 * MS, 7, 0),
-            mo.WriterDone(4 * MS, 7, 1),
-            mo.StatusChanged(5 * MS, 7, SUCCESS),
-            mo.RegionFreed(9 * MS, 17),
-            mo.Cleared(20 * MS, 7),
+            ev.ChunkLanded(4 * MS, 7, 0, 4, 1),
+            ev.WriterDone(4 * MS, 7, 0),
+            ev.WriterDone(4 * MS, 7, 1),
+            ev.StatusChanged(5 * MS, 7, SUCCESS),
+            ev.RegionFreed(9 * MS, 17),
+            ev.Cleared(20 * MS, 7),
         )
         room = row(seen)
         assert (room["bytes"], room["latency_ns"], room["paths"]) == (4 * PAGE, 8 * MS, {"staged": 2})
@@ -222,12 +222,12 @@ class TestDecode:
         seen = tracker("decode")
         apply(
             seen,
-            mo.StatusChanged(1 * MS, 7, WAITING),
-            mo.WritersKnown(1 * MS, 7, WRITERS, True),
-            mo.RegionGranted(2 * MS, 7, 0, 4, 17),
-            mo.ChunkLanded(3 * MS, 7, 0, 4, 0),
-            mo.ChunkLanded(3 * MS, 7, 0, 4, 1),
-            mo.RegionGranted(4 * MS, 7, 0, 4, 18),  # the second rank's request was late
+            ev.StatusChanged(1 * MS, 7, WAITING),
+            ev.WritersKnown(1 * MS, 7, WRITERS, True),
+            ev.RegionGranted(2 * MS, 7, 0, 4, 17),
+            ev.ChunkLanded(3 * MS, 7, 0, 4, 0),
+            ev.ChunkLanded(3 * MS, 7, 0, 4, 1),
+            ev.RegionGranted(4 * MS, 7, 0, 4, 18),  # the second rank's request was late
         )
         grants = [event["detail"] for event in row(seen)["timeline"] if event["stage"] == "grant"]
         assert grants == ["", "again, though all of it had arrived"]
@@ -235,11 +235,11 @@ class TestDecode:
 
     def test_a_lost_server_loses_its_ranks_until_they_are_found_again(self) -> None:
         seen = tracker("decode")
-        apply(seen, mo.StatusChanged(1, 7, WAITING), mo.WritersKnown(1, 7, WRITERS, False))
-        apply(seen, mo.ServerAnswered(5, "10.0.0.1:8998"), mo.ServerLost(9, "10.0.0.1:8998"))
+        apply(seen, ev.StatusChanged(1, 7, WAITING), ev.WritersKnown(1, 7, WRITERS, False))
+        apply(seen, ev.ServerAnswered(5, "10.0.0.1:8998"), ev.ServerLost(9, "10.0.0.1:8998"))
         assert {(peer.answered_ns, peer.lost_ns) for peer in seen.peers.values()} == {(5, 9)}
         again = WRITERS[0]._replace(endpoint="10.0.0.1:77")
-        apply(seen, mo.StatusChanged(10, 8, WAITING), mo.WritersKnown(10, 8, (again,), False))
+        apply(seen, ev.StatusChanged(10, 8, WAITING), ev.WritersKnown(10, 8, (again,), False))
         assert {endpoint: bool(peer.lost_ns) for endpoint, peer in seen.peers.items()} == {
             "10.0.0.1:1": True,
             "10.0.0.1:77": False,
@@ -247,6 +247,6 @@ class TestDecode:
 
     def test_a_chunk_larger_than_the_ring(self) -> None:
         seen = tracker("decode")
-        apply(seen, mo.StatusChanged(1, 7, WAITING), mo.RegionRefused(2, 7, 0, 100))
+        apply(seen, ev.StatusChanged(1, 7, WAITING), ev.RegionRefused(2, 7, 0, 100))
         assert seen.refused_largest_bytes == 100 * PAGE
         assert counter(seen, "kvctl_ring_refusals_total") == 1

@@ -1,4 +1,4 @@
-"""Moments in the life of SGLang's rooms, as the hooks record them: plain values, taken on SGLang's threads.
+"""Events in the life of SGLang's rooms, as the hooks record them: plain values, taken on SGLang's threads.
 
 Times are monotonic ns. A `room` is SGLang's bootstrap room; an `endpoint` is `address:port` of the control socket of
 the rank at the other end.
@@ -12,7 +12,7 @@ from collections import deque
 from typing import Any, NamedTuple
 
 MOST_UNREAD = 1 << 16
-"""Moments kept until the observer's thread reads them; further ones are counted and dropped."""
+"""Events kept until the observer's thread reads them; further ones are counted and dropped."""
 
 
 class StatusChanged(NamedTuple):
@@ -166,7 +166,7 @@ class ServerLost(NamedTuple):
     server: str
 
 
-Moment = (
+Event = (
     StatusChanged
     | Failed
     | Cleared
@@ -202,24 +202,24 @@ class GateWait(NamedTuple):
     end: int
 
 
-class Watch:
-    """What the hooks of one manager have recorded. Any thread writes; the observer's thread empties `moments`.
+class EventBuffer:
+    """What the hooks of one manager have recorded. Any thread writes; the observer's thread empties `events`.
 
     Attributes:
         waits: chunks that wait for a ring, by room, chunk and the name of the decode rank's session.
-        dropped: moments dropped because nobody had read the earlier ones.
+        dropped: events dropped because nobody had read the earlier ones.
     """
 
     def __init__(self) -> None:
-        self.moments: deque[Moment] = deque()
+        self.events: deque[Event] = deque()
         self.waits: dict[tuple[int, int, str], GateWait] = {}
         self.dropped = 0
         self.writers: dict[tuple[Any, ...], tuple[Writer, ...]] = {}  # by what a receiver looks up
 
-    def add(self, moment: Moment) -> None:
+    def add(self, event: Event) -> None:
         # An append to a deque is atomic, so that SGLang's threads take no lock.
-        if len(self.moments) < MOST_UNREAD:
-            self.moments.append(moment)
+        if len(self.events) < MOST_UNREAD:
+            self.events.append(event)
         else:
             self.dropped += 1
 

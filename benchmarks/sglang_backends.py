@@ -4,9 +4,9 @@ Both run in rank processes around SGLang's scheduler code (tests/support/sglang)
 the table has the medians. Each run first moves small rooms, of which every byte is compared, and then a window of rooms
 that do not count. `make .venv/sglang/.done` installs SGLang's classes.
 
-    PYTHONPATH=. python benchmarks/sglang_classes.py
-    PYTHONPATH=. python benchmarks/sglang_classes.py --works tp4-dp4 --rounds 1 --rooms 16
-    PYTHONPATH=. python benchmarks/sglang_classes.py --device cuda --prefill-gpus 0 --decode-gpus 1 --tokens 4096
+    PYTHONPATH=. python benchmarks/sglang_backends.py
+    PYTHONPATH=. python benchmarks/sglang_backends.py --works tp4-dp4 --rounds 1 --rooms 16
+    PYTHONPATH=. python benchmarks/sglang_backends.py --device cuda --prefill-gpus 0 --decode-gpus 1 --tokens 4096
 """
 
 from __future__ import annotations
