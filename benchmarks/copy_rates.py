@@ -109,7 +109,7 @@ def measure(pool: KVPool, case: Case, copier: Copier, threads: int) -> tuple[flo
     at_once = max(1, threads)
     buffers = StagingBuffers(at_once, max(piece.nbytes for piece in pieces))
     ring = RingMemory(part.region_bytes)
-    spans = [buffer.span for _ in range(at_once) if (buffer := buffers.acquire()) is not None]
+    spans = [buffer.span for number in range(at_once) if (buffer := buffers.acquire(str(number))) is not None]
 
     def gathered() -> None:
         for first in range(0, len(pieces), at_once):

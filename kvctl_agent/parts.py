@@ -83,6 +83,7 @@ _NUMPY_COPIES = (
 )
 _SCRATCH_BYTES = 64 << 20  # after the ring; writers measure their connection with it; larger than CPU caches
 _FEW_CORES_BUFFER_MB, _BUFFER_MB, _DEVICE_BUFFER_MB = 64, 256, 512
+_LEAST_BUFFERS = 8  # half of them may belong to one peer: some are filled while others are sent
 _MAX_NAME_BYTES = 255  # of a ZMQ identity
 # An agent uses about 30 descriptors with the loopback transport and 40 with NIXL on two cores; libzmq and UCX abort
 # the process if there are too few.
@@ -503,7 +504,7 @@ def staging_memory(
         if device is None:
             automatic = _FEW_CORES_BUFFER_MB if available_cores() <= FEW_CORES else _BUFFER_MB
         budget = (settings["staging_buffer_mb"] or automatic) << 20
-        piece_bytes = min(copier.piece_bytes, budget // 2)  # at least two: one is filled while another is sent
+        piece_bytes = min(copier.piece_bytes, budget // _LEAST_BUFFERS)
         pieces = budget // piece_bytes
         return StagingBuffers(pieces, piece_bytes, device, mem_pool), None
     if settings["staging"] == "off":

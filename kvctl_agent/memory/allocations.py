@@ -176,6 +176,9 @@ class Buffer:
 class StagingBuffers:
     """A fixed number of staging buffers of equal size in one allocation, so that one registration covers all.
 
+    A peer never takes a buffer when it already holds as many as are free: at most half of the buffers, rounded up, if
+    no other peer holds any. A stopped peer, whose writes do not end, therefore leaves buffers for the others.
+
     `acquire` and `release` may be called from any thread and do not wait. A buffer whose write may still be in flight
     is quarantined by not releasing it; `in_use` counts it.
 
@@ -201,16 +204,16 @@ class StagingBuffers:
         self._lock = threading.Lock()
         # Last in, first out: the cache lines of the most recently released buffer are still in cache.
         self._free = [self._buffer(index) for index in reversed(range(count))]
-        self._acquired: dict[int, Buffer] = {}
+        self._acquired: dict[Buffer, str] = {}  # the peer of each
         self.high_water = 0
 
-    def acquire(self) -> Buffer | None:
-        """Returns a free buffer, or None if all buffers are in use. Does not wait."""
+    def acquire(self, peer: str) -> Buffer | None:
+        """Returns a free buffer for a write to `peer`, or None if the peer may not take one now. Does not wait."""
         with self._lock:
-            if not self._free:
+            if list(self._acquired.values()).count(peer) >= len(self._free):
                 return None
             buffer = self._free.pop()
-            self._acquired[buffer.index] = buffer
+            self._acquired[buffer] = peer
             self.high_water = max(self.high_water, len(self._acquired))
             return buffer
 
@@ -221,9 +224,9 @@ class StagingBuffers:
             LocalProtocolError: the buffer is not in use.
         """
         with self._lock:
-            if self._acquired.get(buffer.index) is not buffer:
+            if buffer not in self._acquired:
                 raise LocalProtocolError(f"staging buffer {buffer.index} was released but is not in use")
-            del self._acquired[buffer.index]
+            del self._acquired[buffer]
             self._free.append(buffer)
 
     @property

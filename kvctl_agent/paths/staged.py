@@ -31,11 +31,10 @@ from kvctl_agent.transport.base import SharedTag, Write
 # Pieces of one part that may be in flight, unless twice as many as are gathered at once are more: enough to keep a
 # connection busy, few enough to stay in cache.
 _IN_FLIGHT = 4
-_SHARE_OF_BUFFERS = 1 / 2  # of one part, so that it leaves buffers for others
 
 
 class StagedFlight(Flight):
-    """The transfer of a part in pieces; pauses while all staging buffers are in use."""
+    """The transfer of a part in pieces; pauses while its peer may take no staging buffer."""
 
     def __init__(
         self,
@@ -64,7 +63,6 @@ class StagedFlight(Flight):
         self._filling: list[Buffer] = []
         self._since_ns = 0
         self._gathered: list[Buffer] = []  # not yet posted; the last piece waits here for all others
-        self._most_buffers = max(1, int(buffers.count * _SHARE_OF_BUFFERS))
 
     def advance(self) -> bool:
         self._reap()
@@ -98,16 +96,16 @@ class StagedFlight(Flight):
     def _begin(self) -> bool:
         """Begins the gather of the next pieces.
 
-        Returns False if one is running, all pieces are gathered, the lease has expired, or too few buffers are free.
+        Returns False if one is running, all pieces are gathered, the lease has expired, or the peer may take no buffer.
         """
         at_once = self._copier.pieces_at_once
         in_flight = len(self._gathered) + sum(len(buffers) for _, buffers in self._writes)
-        most = min(max(_IN_FLIGHT, 2 * at_once), self._most_buffers)
+        most = max(_IN_FLIGHT, 2 * at_once)
         pieces = self._pieces[self._gathers : self._gathers + min(at_once, most - in_flight)]
         if self._gather is not None or in_flight >= most or not self.order.cancel.may_post(time.monotonic_ns()):
             return False
         for _ in pieces:
-            buffer = self._buffers.acquire()
+            buffer = self._buffers.acquire(self.connection.peer)
             if buffer is None:
                 break
             self._filling.append(buffer)

@@ -560,8 +560,8 @@ class TestCalibration:
         agent = fleet.prefill[0]
         fleet.run(1, 4)
         wait(lambda: agent.parts.chooser.connection is not None)
-        held = []
-        while (buffer := agent.parts.buffers.acquire()) is not None:
+        held: list[Any] = []
+        while (buffer := agent.parts.buffers.acquire(f"peer-{len(held)}")) is not None:
             buffer.span.array[:] = 0x5A
             held.append(buffer)
         agent.parts.buffers.release(held.pop())

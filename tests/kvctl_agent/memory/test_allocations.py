@@ -105,7 +105,7 @@ def test_a_ring_gives_views_inside_itself_only() -> None:
 def test_buffers_are_disjoint_and_lie_in_the_registered_region() -> None:
     staging = StagingBuffers(3, 5000)
     region = staging.region()
-    buffers = [staging.acquire() for _ in range(3)]
+    buffers = [staging.acquire(peer) for peer in "abc"]
     spans = []
     for buffer in buffers:
         assert buffer is not None
@@ -125,20 +125,33 @@ def test_buffers_are_disjoint_and_lie_in_the_registered_region() -> None:
 
 def test_an_exhausted_pool_says_none_and_serves_again_after_a_release() -> None:
     staging = StagingBuffers(2, 4096)
-    first, second = staging.acquire(), staging.acquire()
+    first, second = staging.acquire("a"), staging.acquire("b")
     assert first is not None
     assert second is not None
-    assert staging.acquire() is None
+    assert staging.acquire("c") is None
     assert (staging.in_use, staging.high_water) == (2, 2)
     staging.release(first)
     assert (staging.in_use, staging.high_water) == (1, 2)
-    assert staging.acquire() is first, "the buffer that is hottest in cache comes first"
+    assert staging.acquire("c") is first, "the buffer that is hottest in cache comes first"
+    staging.close()
+
+
+def test_a_peer_holds_no_more_than_it_leaves_free() -> None:
+    staging = StagingBuffers(8, 4096)
+    held = {peer: [staging.acquire(peer) for _ in range(8)] for peer in ("a", "b", "c")}
+    counts = {peer: sum(buffer is not None for buffer in buffers) for peer, buffers in held.items()}
+    assert counts == {"a": 4, "b": 2, "c": 1}
+    returned = held["b"][0]
+    assert returned is not None
+    staging.release(returned)
+    assert staging.acquire("a") is None
+    assert staging.acquire("c") is returned
     staging.close()
 
 
 def test_a_buffer_cannot_be_released_twice_or_to_another_pool() -> None:
     staging, other = StagingBuffers(1, 4096), StagingBuffers(1, 4096)
-    buffer = staging.acquire()
+    buffer = staging.acquire("a")
     assert buffer is not None
     with pytest.raises(LocalProtocolError, match="buffer 0 was released but is not in use"):
         other.release(buffer)

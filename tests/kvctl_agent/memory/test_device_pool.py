@@ -151,7 +151,7 @@ class TestStaging:
     def test_it_is_on_the_device(self) -> None:
         device = HostDevice(index=2)
         staging, ring = StagingBuffers(2, 4096, device), RingMemory(1 << 20, device)
-        buffer = staging.acquire()
+        buffer = staging.acquire("peer")
         assert buffer is not None
         assert (staging.region().device, ring.region().device) == (2, 2)
         assert buffer.span.array is ring.view(0, 1).array is None

@@ -123,7 +123,8 @@ class Bench:
             "ready_ns": 1,
             "opened_ns": 1,
         }
-        connection = PeerConnection("reader", self.transport, self.pool, self.pool.addresses(), self.ring.addr)  # type: ignore[arg-type]
+        peer = changes.get("peer", "reader")
+        connection = PeerConnection(peer, self.transport, self.pool, self.pool.addresses(), self.ring.addr)  # type: ignore[arg-type]
         return path.start(connection, Transfer(**{**order, **changes}))
 
     def view(self, offset: int, nbytes: int) -> Any:
@@ -259,7 +260,7 @@ def test_a_buffer_is_not_filled_again_before_its_write_is_complete(bench: Bench)
 
 def test_without_a_free_buffer_a_part_waits_its_turn_and_posts_nothing(bench: Bench) -> None:
     path = bench.staging(2)
-    taken = [bench.buffers.acquire(), bench.buffers.acquire()]
+    taken = [bench.buffers.acquire("a"), bench.buffers.acquire("b")]
     flight = bench.start(path)
     for _ in range(3):
         assert not flight.advance()
@@ -269,6 +270,25 @@ def test_without_a_free_buffer_a_part_waits_its_turn_and_posts_nothing(bench: Be
         bench.buffers.release(buffer)
     drive(bench, flight, lambda writes: writes[0])
     assert bench.landed()
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, 32])
+def test_a_stopped_peer_leaves_buffers_for_the_others(bench: Bench, count: int) -> None:
+    path = bench.staging(count)
+    stopped = [bench.start(path, peer="stopped") for _ in range(16)]
+    for _ in range(8):
+        assert not any(flight.advance() for flight in stopped)
+    blocked = bench.transport.open
+    assert 0 < len(blocked) < count
+    flight = bench.start(path, offset=1 << 16)
+    while not flight.advance():
+        posted = [write for write in bench.transport.open if write not in blocked]
+        assert posted, "the flight waits for the stopped peer"
+        for write in posted:
+            write.complete()
+    assert bench.landed(1 << 16)
+    for each in stopped:
+        each.give_up()
 
 
 def test_a_part_of_one_piece_is_one_tagged_write(bench: Bench) -> None:
