@@ -1,0 +1,140 @@
+"""`KvctlConnector`, the class that vLLM loads; it passes each hook to the half that vLLM has created.
+
+`--kv-transfer-config '{"kv_connector": "KvctlConnector", "kv_connector_module_path":
+"kvctl_agent.integrations.vllm.connector", "kv_role": "kv_producer"}'`, and `kv_consumer` at decode.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import KVConnectorOutput
+
+from kvctl_agent.integrations.vllm import versions
+from kvctl_agent.integrations.vllm.metadata import KvctlMetadata
+from kvctl_agent.integrations.vllm.pools import check_groups
+from kvctl_agent.integrations.vllm.scheduler import ConnectorScheduler
+from kvctl_agent.integrations.vllm.worker import ConnectorWorker, registry_of
+
+_ROLES = ("kv_producer", "kv_consumer")
+
+
+class KvctlConnector(KVConnectorBase_V1, SupportsHMA):
+    """vLLM's KV connector over kvctl's agent.
+
+    Raises:
+        RuntimeError: vLLM's version is not supported.
+        ValueError: vLLM runs with an option that the connector does not support; the text names it.
+    """
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        versions.check_version()
+        check_supported(vllm_config, kv_cache_config)
+        super().__init__(vllm_config, role, kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER:
+            dcp = vllm_config.parallel_config.decode_context_parallel_size
+            self._scheduler = ConnectorScheduler(registry_of(vllm_config), kv_cache_config, dcp)
+        else:
+            self._worker = ConnectorWorker(vllm_config, kv_cache_config)
+
+    # ---- scheduler -------------------------------------------------------------------------------------------------
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        return tuple(self._kv_cache_config.transfer_group_ids)
+
+    def on_new_request(self, request: Any) -> None:
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return self._scheduler.step(scheduler_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.finished(request)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.finished(request)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._scheduler.received(connector_output.finished_recving)
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler.pending
+
+    # ---- worker ----------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker.register(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, KvctlMetadata)
+        self._worker.recall(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, KvctlMetadata)
+        self._worker.begin(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Does nothing: rooms are opened before the forward."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Does nothing: vLLM schedules a request when all of its KV has arrived."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Does nothing: the pages of a step are sent after its forward."""
+
+    def wait_for_save(self) -> None:
+        meta = self._get_connector_metadata()
+        assert isinstance(meta, KvctlMetadata)
+        self._worker.save(meta)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return self._worker.results(finished_req_ids)
+
+    def shutdown(self) -> None:
+        if self.role == KVConnectorRole.WORKER:
+            self._worker.close()
+
+
+def check_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Checks that the connector supports the options of a vLLM server.
+
+    Raises:
+        ValueError: it does not; the text names the option and the reason.
+    """
+    transfer, parallel = config.kv_transfer_config, config.parallel_config
+    if transfer.kv_role not in _ROLES:
+        raise ValueError(
+            f"kvctl's connector does not support kv_role {transfer.kv_role}: set kv_producer for prefill servers and "
+            "kv_consumer for decode servers"
+        )
+    if parallel.pipeline_parallel_size > 1:
+        raise ValueError("kvctl's connector does not support --pipeline-parallel-size yet: use tensor parallelism")
+    if parallel.prefill_context_parallel_size > 1:
+        raise ValueError("kvctl's connector does not support --prefill-context-parallel-size: set it to 1")
+    if transfer.is_kv_producer and parallel.decode_context_parallel_size > 1:
+        raise ValueError("kvctl's connector does not support --decode-context-parallel-size at prefill: set it to 1")
+    if config.speculative_config is not None:
+        raise ValueError("kvctl's connector does not support speculative decoding yet: leave out --speculative-config")
+    check_groups(kv_cache_config.transfer_groups)

@@ -1,0 +1,107 @@
+"""What the scheduler tells the workers in each step, and the parameters that requests carry between servers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+TRANSFER_ID = "transfer_id"
+PREFILL = "kvctl_prefill"
+TRACEPARENT = "traceparent"
+
+Blocks = tuple[list[int], ...]
+"""Blocks of each KV cache group that takes part in transfers, in vLLM's order."""
+
+
+class SendRequest(NamedTuple):
+    """Prefill: a request whose KV is to be sent.
+
+    Attributes:
+        request: vLLM's id of the request.
+        transfer: id of the transfer, whose hash is the room.
+        traceparent: W3C trace context of the request; "" without one.
+    """
+
+    request: str
+    transfer: str
+    traceparent: str
+
+
+class ComputedBlocks(NamedTuple):
+    """Prefill: the next blocks of a prompt, which the step computes.
+
+    Attributes:
+        request: vLLM's id of the request.
+        blocks: the blocks of each group after those of former steps; -1 for one that has left the group's window.
+        tokens: tokens of the request that the step computes.
+        last: these are the last blocks of the prompt.
+    """
+
+    request: str
+    blocks: Blocks
+    tokens: int
+    last: bool
+
+
+class ReceiveRequest(NamedTuple):
+    """Decode: a request whose KV is to be received.
+
+    Attributes:
+        request: vLLM's id of the request.
+        transfer: id of the transfer, whose hash is the room.
+        prefill: endpoint of the registry of the prefill instance.
+        traceparent: W3C trace context of the request; "" without one.
+        blocks: for each group the blocks to fill.
+        prefix_tokens: tokens of the prompt that are cached here.
+        tokens: tokens of the prompt that are received or cached.
+    """
+
+    request: str
+    transfer: str
+    prefill: str
+    traceparent: str
+    blocks: Blocks
+    prefix_tokens: int
+    tokens: int
+
+
+@dataclass
+class KvctlMetadata(KVConnectorMetadata):
+    """The connector's part of one scheduler step.
+
+    Attributes:
+        sends: requests that arrived at prefill.
+        computed: blocks that the step computes.
+        receives: requests that have blocks at decode now.
+        aborted: (request, reason) of requests that ended before their transfer.
+        preempted: requests at prefill whose blocks vLLM has taken back.
+        refused: (transfer, prefill, reason) of requests that ended at decode before they had blocks.
+        expected: for each prefill instance the transfers that decode is going to open.
+    """
+
+    sends: list[SendRequest] = field(default_factory=list)
+    computed: list[ComputedBlocks] = field(default_factory=list)
+    receives: list[ReceiveRequest] = field(default_factory=list)
+    aborted: list[tuple[str, str]] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    refused: list[tuple[str, str, str]] = field(default_factory=list)
+    expected: dict[str, list[str]] = field(default_factory=dict)
+
+
+def is_sent(params: Mapping[str, Any] | None) -> bool:
+    """Whether the KV of a request with these parameters is sent to a decode server."""
+    return bool(params and params.get("do_remote_decode"))
+
+
+def is_received(params: Mapping[str, Any] | None) -> bool:
+    """Whether the KV of a request with these parameters is received from a prefill server, and has not been opened."""
+    return bool(params and params.get("do_remote_prefill"))
+
+
+def text_of(params: Mapping[str, Any], name: str) -> str:
+    """Returns a parameter that must be text; "" if it is not."""
+    value = params.get(name)
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,142 @@
+"""The KV pool of a vLLM worker, from the tensors that vLLM registers and its KV cache configuration.
+
+The first KV cache group with full attention is the agent's KV, each other group a KV group of the agent. A tensor is
+`[blocks, heads, tokens, K|V]` in any order of memory; groups of hybrid models share memory, but never a block.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvctl_agent.memory.pool import DraftKV, GroupTensors, KVPool
+
+_KINDS = (FullAttentionSpec, SlidingWindowSpec)
+
+
+class WorkerPool:
+    """The pool of one worker, and the page numbers in it of vLLM's blocks.
+
+    Attributes:
+        pool: the agent's pool.
+        layers: names of the KV layers, in the order of the agent's local layers.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor], config: KVCacheConfig, total_kv_heads: int) -> None:
+        """Describes the tensors to the agent.
+
+        Args:
+            tensors: each layer's KV cache, by the layer's name.
+            config: vLLM's KV cache configuration.
+            total_kv_heads: KV heads of the model, from its configuration.
+
+        Raises:
+            ValueError: a group is of a kind that the connector does not support; the text names it.
+            MemoryLayoutError: a tensor is unusable; the text names the layer.
+        """
+        groups = config.transfer_groups
+        check_groups(groups)
+        self._main = next(n for n, group in enumerate(groups) if _is_full(group.kv_cache_spec))
+        self._pages = [tensors[group.layer_names[0]].shape[0] // config.num_blocks for group in groups]
+        names = [sorted(group.layer_names, key=_layer_number) for group in groups]
+        self.layers = names[self._main]
+        numbers = [_layer_number(name) for name in self.layers]
+        kv = [self._kv(group, each, tensors, total_kv_heads) for group, each in zip(groups, names, strict=True)]
+        others = [
+            GroupTensors(
+                f"group{number}",
+                kv[number],
+                self._page_tokens(number, groups),
+                [min(sum(own <= _layer_number(name) for own in numbers), len(numbers)) - 1 for name in names[number]],
+            )
+            for number in range(len(groups))
+            if number != self._main
+        ]
+        common: dict[str, Any] = {
+            "page_size": self._page_tokens(self._main, groups),
+            "axes": kv[self._main].axes,
+            "groups": others,
+            "overlaid": len(groups) > 1,
+        }
+        main = kv[self._main]
+        if main.v is None:
+            self.pool = KVPool.mla(main.k, **common)
+        else:
+            self.pool = KVPool.from_tensors(main.k, main.v, total_kv_heads=total_kv_heads, **common)
+
+    def pages(self, blocks: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
+        """Returns the page numbers of the blocks of each group: those of the KV, and those of the agent's KV groups.
+
+        A block that vLLM's kernels divide is several pages.
+        """
+        found = [
+            list(each)
+            if count == 1
+            else [block * count + n if block >= 0 else -1 for block in each for n in range(count)]
+            for each, count in zip(blocks, self._pages, strict=True)
+        ]
+        return found.pop(self._main), found
+
+    def _page_tokens(self, number: int, groups: Sequence[KVCacheGroupSpec]) -> int:
+        return int(groups[number].kv_cache_spec.block_size // self._pages[number])
+
+    def _kv(
+        self, group: KVCacheGroupSpec, names: Sequence[str], tensors: dict[str, torch.Tensor], total_kv_heads: int
+    ) -> DraftKV:
+        """Returns K and V of a group's layers, or its latents."""
+        spec = group.kv_cache_spec
+        spec = next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+        layers = [tensors[name] for name in names]
+        if isinstance(spec, MLAAttentionSpec):
+            four = layers[0].dim() == 4
+            return DraftKV(layers, None, 1, axes="pages heads tokens dim" if four else "pages tokens dim")
+        assert isinstance(spec, AttentionSpec)
+        split = spec.head_size
+        return DraftKV(
+            [layer[..., :split] for layer in layers],
+            [layer[..., split:] for layer in layers],
+            total_kv_heads,
+            axes="pages heads tokens dim",
+        )
+
+
+def check_groups(groups: Sequence[KVCacheGroupSpec]) -> None:
+    """Checks that the connector supports the KV cache groups of a model.
+
+    Raises:
+        ValueError: it does not; the text names the first kind that it does not support.
+    """
+    for group in groups:
+        spec = group.kv_cache_spec
+        kinds = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
+        for each in kinds:
+            if not isinstance(each, _KINDS):
+                raise ValueError(
+                    f"kvctl's connector does not support the KV cache {type(each).__name__} of layer "
+                    f"{group.layer_names[0]}: use one of vLLM's own connectors for this model"
+                )
+    if not any(_is_full(group.kv_cache_spec) for group in groups):
+        raise ValueError("kvctl's connector needs a layer with full attention: use one of vLLM's own connectors")
+
+
+def _is_full(spec: object) -> bool:
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return all(map(_is_full, spec.kv_cache_specs.values()))
+    return isinstance(spec, FullAttentionSpec)
+
+
+def _layer_number(name: str) -> int:
+    """Returns the number in the name of a layer, such as 3 of `model.layers.3.self_attn.attn`."""
+    return int(next(iter(re.findall(r"\.(\d+)\.", name)), 0))

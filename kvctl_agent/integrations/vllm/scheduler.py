@@ -1,0 +1,198 @@
+"""The connector's half in vLLM's scheduler: the blocks that each step computes, and those that receive a prompt.
+
+A prefill server sends a request with `do_remote_decode`, a decode server receives one with `do_remote_prefill`. Both
+know the room from the text `transfer_id`, which a router mints, or the prefill server returns.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
+from vllm.v1.request import RequestStatus
+
+from kvctl_agent.integrations.vllm.metadata import (
+    PREFILL,
+    TRACEPARENT,
+    TRANSFER_ID,
+    Blocks,
+    ComputedBlocks,
+    KvctlMetadata,
+    ReceiveRequest,
+    SendRequest,
+    is_received,
+    is_sent,
+    text_of,
+)
+
+logger = logging.getLogger("kvctl")
+
+_NULL_BLOCK = 0  # vLLM's placeholder for a block that has left the window of its group
+_RENEW_S = 5.0  # several times within the agent's default `hold_s` here, 30 s
+
+
+@dataclass
+class _Send:
+    """A request at prefill: its transfer, tokens of its prompt, and how many blocks of each group were passed on."""
+
+    transfer: str
+    tokens: int
+    passed: list[int] = field(default_factory=list)
+    complete: bool = False
+
+
+class ConnectorScheduler:
+    """Scheduler half of the connector.
+
+    Args:
+        registry: endpoint of the registry of this prefill instance.
+        config: vLLM's KV cache configuration.
+        dcp_size: decode context parallel ranks; a block has `block_size` tokens on each of them.
+    """
+
+    def __init__(self, registry: str, config: KVCacheConfig, dcp_size: int) -> None:
+        self._registry = registry
+        self._config = config
+        groups = config.transfer_groups
+        self._block_tokens = [group.kv_cache_spec.block_size * dcp_size for group in groups]
+        self._windows = [
+            group.kv_cache_spec.sliding_window if isinstance(group.kv_cache_spec, SlidingWindowSpec) else None
+            for group in groups
+        ]
+        self._sends: dict[str, _Send] = {}
+        self._receives: set[str] = set()  # opened by the workers, not yet reported as received
+        self._expected: dict[str, tuple[str, str]] = {}  # request -> (prefill, transfer), not opened yet
+        self._renewed = 0.0  # monotonic time
+        self._next = KvctlMetadata()
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        """Takes note of a request: prefill ranks begin its room, decode ranks keep it open at the prefill server."""
+        params, name = request.kv_transfer_params, request.request_id
+        if is_sent(params):
+            transfer = text_of(params, TRANSFER_ID) or name
+            self._sends[name] = _Send(transfer, request.num_prompt_tokens)
+            self._next.sends.append(SendRequest(name, transfer, text_of(params, TRACEPARENT)))
+        elif is_received(params):
+            transfer, prefill = text_of(params, TRANSFER_ID), text_of(params, PREFILL)
+            if transfer and prefill:
+                self._expected[name] = prefill, transfer
+                self._renewed = 0.0
+            else:
+                logger.warning(
+                    "kvctl: request %s has do_remote_prefill but no text %s and %s: it is computed here",
+                    name, TRANSFER_ID, PREFILL,
+                )  # fmt: skip
+
+    def matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
+        """Returns how many tokens of a prompt are received after the `computed` ones that are cached here."""
+        count = request.num_prompt_tokens - computed if request.request_id in self._expected else 0
+        return (count, True) if count > 0 else (0, False)
+
+    def allocated(self, request: Any, blocks: Any, received: int) -> None:
+        """Passes the blocks of a request that is received; `received` is 0 if nothing is, as its prompt is cached."""
+        name, params = request.request_id, request.kv_transfer_params
+        expected = self._expected.pop(name, None)
+        if expected is None:
+            return
+        params["do_remote_prefill"] = False  # only once, also if the request is preempted later
+        prefill, transfer = expected
+        if not received:
+            self._next.refused.append((transfer, prefill, "the whole prompt is cached by the decode engine"))
+            return
+        tokens = request.num_prompt_tokens
+        table = self._config.select_transfer_block_ids(blocks.get_block_ids())
+        self._receives.add(name)
+        self._next.receives.append(
+            ReceiveRequest(
+                name,
+                transfer,
+                prefill,
+                text_of(params, TRACEPARENT),
+                self._to_fill(table, tokens - received, tokens),
+                tokens - received,
+                tokens,
+            )
+        )
+
+    def _to_fill(self, table: Sequence[list[int]], cached: int, tokens: int) -> Blocks:
+        """Returns for each group the blocks of tokens [cached, tokens), in a sliding window only the last ones."""
+        found = []
+        for blocks, size, window in zip(table, self._block_tokens, self._windows, strict=True):
+            first = cached if window is None else max(cached, tokens - window)
+            found.append(blocks[first // size : -(-tokens // size)])
+        return tuple(found)
+
+    def step(self, output: Any) -> KvctlMetadata:
+        """Returns what the workers must know of a step."""
+        meta, self._next = self._next, KvctlMetadata()
+        for name in output.preempted_req_ids or ():
+            if send := self._sends.get(name):
+                send.passed, send.complete = [], False
+                meta.preempted.append(name)
+        if self._sends:
+            requests = {each.req_id: each.num_computed_tokens for each in output.scheduled_new_reqs}
+            cached = output.scheduled_cached_reqs
+            requests.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            for name, computed in requests.items():
+                if (send := self._sends.get(name)) and not send.complete:
+                    self._compute(meta, output, name, send, computed)
+        if self._expected and time.monotonic() >= self._renewed + _RENEW_S:
+            self._renewed = time.monotonic()
+            for prefill, transfer in self._expected.values():
+                meta.expected.setdefault(prefill, []).append(transfer)
+        return meta
+
+    def _compute(self, meta: KvctlMetadata, output: Any, name: str, send: _Send, computed: int) -> None:
+        """Adds the blocks of a request that are complete after a step to `meta`."""
+        scheduled = output.num_scheduled_tokens[name]
+        end, tokens = computed + scheduled, send.tokens
+        table = self._config.select_transfer_block_ids(output.kv_connector_block_state.resolve_block_ids(name))
+        send.complete = end >= tokens
+        passed = send.passed or [0] * len(table)
+        send.passed = [-(-tokens // size) if send.complete else end // size for size in self._block_tokens]
+        blocks = tuple(
+            [block if block != _NULL_BLOCK else -1 for block in each[first:last]]
+            for each, first, last in zip(table, passed, send.passed, strict=True)
+        )
+        meta.computed.append(ComputedBlocks(name, blocks, scheduled, send.complete))
+
+    def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Ends a request; returns whether its blocks must stay until the workers report it, and its parameters."""
+        name = request.request_id
+        if expected := self._expected.pop(name, None):
+            self._next.refused.append(
+                (expected[1], expected[0], "the request ended before the decode engine had blocks")
+            )
+            return False, None
+        if name in self._receives:  # vLLM keeps the blocks until it is reported as received
+            self._next.aborted.append((name, "the request ended at the decode engine"))
+            return False, None
+        send = self._sends.pop(name, None)
+        if send is None:
+            return False, None
+        done = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        if not (done and send.complete):
+            self._next.aborted.append((name, "the request ended at the prefill engine before its prompt was computed"))
+            return True, None
+        params = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            TRANSFER_ID: send.transfer,
+            PREFILL: self._registry,
+        }
+        return True, params
+
+    def received(self, names: set[str] | None) -> None:
+        """Forgets requests that the workers have reported as received."""
+        self._receives.difference_update(names or ())
+
+    @property
+    def pending(self) -> bool:
+        """Whether the workers must be told something, for which vLLM must make a step even without requests."""
+        return self._next != KvctlMetadata()

@@ -1,0 +1,228 @@
+"""The connector's half in a vLLM worker: one agent, and the rooms of the requests that vLLM transfers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvctl_agent.agent import Agent
+from kvctl_agent.contract.config import KEYS_BY_NAME
+from kvctl_agent.contract.snapshots import Role
+from kvctl_agent.errors import KvctlError
+from kvctl_agent.integrations.vllm import versions
+from kvctl_agent.integrations.vllm.metadata import KvctlMetadata, ReceiveRequest, SendRequest
+from kvctl_agent.integrations.vllm.pools import WorkerPool
+from kvctl_agent.rank import Rank
+from kvctl_agent.request_id import room_number
+from kvctl_agent.runtime.handles import Receive, Send
+
+logger = logging.getLogger("kvctl")
+
+_CLOSE_S = 5.0
+_RECALL_S = 30.0
+# Defaults for this engine, which the environment and kv_connector_extra_config override: a request whose room prefill
+# never begins is answered within 30 s, and a room that decode never opens ends in the time of vLLM's own lease.
+_DEFAULTS: dict[str, Any] = {"unclaimed_s": 25.0, "hold_s": 30.0, "staging_ring_mb": 1024}
+
+
+def registry_of(config: VllmConfig) -> str:
+    """Returns the endpoint of the registry of a prefill server's data-parallel rank.
+
+    Its address is the setting `listen`, by default the loopback address; its port is vLLM's `kv_port` plus the rank.
+    """
+    transfer = config.kv_transfer_config
+    host = transfer.kv_connector_extra_config.get("listen") or os.environ.get("KVCTL_LISTEN") or "127.0.0.1"
+    return f"tcp://{host}:{transfer.kv_port + config.parallel_config.data_parallel_index}"
+
+
+class ConnectorWorker:
+    """Worker half of the connector.
+
+    Args:
+        config: vLLM's configuration.
+        kv_cache_config: vLLM's KV cache configuration.
+
+    Attributes:
+        agent: the worker's agent; None before `register`.
+    """
+
+    def __init__(self, config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        self._config = config
+        self._kv_cache_config = kv_cache_config
+        self._role: Role = "prefill" if config.kv_transfer_config.is_kv_producer else "decode"
+        self.agent: Agent | None = None
+        self._sends: dict[str, Send | None] = {}  # None: the agent has refused the room
+        self._receives: dict[str, Receive | None] = {}
+        self._ended: set[str] = set()  # requests that vLLM has finished, whose blocks it keeps for us
+        self._failed: set[str] = set()  # receives that are reported as failed and not yet as finished
+
+    # ---- the agent -------------------------------------------------------------------------------------------------
+
+    def register(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Starts the agent on vLLM's KV cache.
+
+        Raises:
+            ConfigError: a setting is invalid, the registry's port is in use, or other hosts need a key.
+            ValueError, MemoryLayoutError: as for `WorkerPool`.
+        """
+        config, parallel = self._config, self._config.parallel_config
+        transfer = config.kv_transfer_config
+        self._pool = WorkerPool(tensors, self._kv_cache_config, config.model_config.get_total_num_kv_heads())
+        prefill = self._role == "prefill"
+        dcp, tp = parallel.decode_context_parallel_size, get_tensor_model_parallel_rank()
+        dp, dp_size = parallel.data_parallel_index, max(parallel.data_parallel_size, parallel.data_parallel_index + 1)
+        registry = registry_of(config)
+        settings = {key: value for key, value in _DEFAULTS.items() if KEYS_BY_NAME[key].environment not in os.environ}
+        settings["name_suffix"] = (
+            registry.removeprefix("tcp://") if prefill else f"{socket.gethostname()}:{transfer.engine_id[:8]}"
+        )
+        if prefill:
+            settings["listen"] = registry.removeprefix("tcp://").rpartition(":")[0]
+        if dcp > 1:
+            settings["cp_interleave"] = parallel.cp_kv_cache_interleave_size
+        settings.update(transfer.kv_connector_extra_config)
+        axes = f"-dp{dp}" * (dp_size > 1) + f"-cp{tp % dcp}" * (dcp > 1)
+        self.agent = Agent(
+            role=self._role,
+            rank=Rank(
+                dp=0 if prefill else dp,
+                dp_size=1 if prefill else dp_size,
+                cp=tp % dcp,
+                cp_size=dcp,
+                tp=tp // dcp,
+                tp_size=parallel.tensor_parallel_size // dcp,
+            ),
+            pool=self._pool.pool,
+            name=f"{self._role}{axes}-tp{tp}",
+            bootstrap=registry if prefill else None,
+            integration={"engine": "vllm", "engine_version": versions.installed() or "", "mode": "connector"},
+            **settings,
+        )
+        self.agent.start()
+        logger.info("kvctl: agent %s is running; look at it with: kvctl status", self.agent.name)
+
+    def close(self) -> None:
+        """Closes the agent."""
+        if self.agent is not None:
+            self.agent.close(_CLOSE_S)
+
+    # ---- a step ----------------------------------------------------------------------------------------------------
+
+    def recall(self, meta: KvctlMetadata) -> None:
+        """Waits until nothing is read from the blocks of preempted requests, which this step may write.
+
+        Raises:
+            RuntimeError: something is still read after 30 s.
+        """
+        recalled = [(name, send) for name in meta.preempted if (send := self._sends.get(name))]
+        for _, send in recalled:
+            send.recall()
+        for name, send in recalled:
+            if not send.wait_recalled(_RECALL_S):
+                raise RuntimeError(
+                    f"kvctl: the blocks of the preempted request {name} (room {send.room}) are still read after "
+                    f"{_RECALL_S:g} s; see: kvctl rooms show {send.room}"
+                )
+
+    def begin(self, meta: KvctlMetadata) -> None:
+        """Begins, opens and ends rooms, before the forward of a step."""
+        for request in meta.sends:
+            self._sends[request.request] = self._send(request)
+        for computed in meta.computed:
+            if send := self._sends.get(computed.request):
+                send.prefetch()
+        for receive in meta.receives:
+            self._receives[receive.request] = self._receive(receive)
+        for name, reason in meta.aborted:
+            handle = self._sends.get(name) or self._receives.get(name)
+            if handle is not None:
+                handle.abort(reason)
+        for transfer, prefill, reason in meta.refused:
+            self._tell("refuse", room_number(transfer), reason, prefill=prefill)
+        for prefill, transfers in meta.expected.items():
+            self._tell("renew", [room_number(transfer) for transfer in transfers], prefill=prefill)
+
+    def save(self, meta: KvctlMetadata) -> None:
+        """Passes the pages that the step has computed, or will have when its forward on the GPU is done."""
+        event = None
+        for computed in meta.computed:
+            send = self._sends.get(computed.request)
+            if send is None or send.state.finished:
+                continue
+            if event is None and self._pool.pool.device is not None:
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record()
+            pages, groups = self._pool.pages(computed.blocks)
+            send.pages(pages, computed.last, event, groups)
+            if computed.last:
+                send.finish()
+
+    def results(self, finished: set[str]) -> KVConnectorTransferResults:
+        """Returns the requests whose blocks vLLM may use again, or whose KV has arrived or will not.
+
+        Args:
+            finished: requests that vLLM has finished since the last step.
+        """
+        self._ended.update(name for name in finished if name in self._sends)
+        sent = {name for name in self._ended if (send := self._sends[name]) is None or send.sent}
+        for name in sent:
+            self._ended.discard(name)
+            del self._sends[name]
+        received, failed = set(), set()
+        for name, receive in self._receives.items():
+            if receive is None or (receive.state.finished and receive.released):
+                received.add(name)
+            if (receive is None or receive.error is not None) and name not in self._failed:
+                failed.add(name)
+        self._failed = (self._failed | failed) - received
+        for name in received:
+            del self._receives[name]
+        return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+    # ---- rooms -----------------------------------------------------------------------------------------------------
+
+    def _send(self, request: SendRequest) -> Send | None:
+        """Begins a room; returns None if the agent refuses it."""
+        assert self.agent is not None
+        try:
+            return self.agent.send(
+                room_number(request.transfer), request_id=request.request, traceparent=request.traceparent
+            )
+        except KvctlError as error:
+            logger.error("kvctl: request %s cannot be sent: %s", request.request, error)
+            return None
+
+    def _receive(self, request: ReceiveRequest) -> Receive | None:
+        """Opens a room; returns None if the agent refuses it."""
+        assert self.agent is not None
+        try:
+            pages, groups = self._pool.pages(request.blocks)
+            return self.agent.receive(
+                room_number(request.transfer),
+                pages,
+                prefill=request.prefill,
+                prefix_tokens=request.prefix_tokens,
+                tokens=request.tokens,
+                group_pages=groups,
+                request_id=request.request,
+                traceparent=request.traceparent,
+            )
+        except KvctlError as error:
+            logger.error("kvctl: request %s cannot be received: %s", request.request, error)
+            self._tell("refuse", room_number(request.transfer), str(error), prefill=request.prefill)
+            return None
+
+    def _tell(self, method: str, *arguments: Any, prefill: str) -> None:
+        """Calls a method of the agent that concerns a prefill instance; an error is logged."""
+        try:
+            getattr(self.agent, method)(*arguments, prefill=prefill)
+        except KvctlError as error:
+            logger.error("kvctl: prefill instance %s: %s", prefill, error)
