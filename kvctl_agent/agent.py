@@ -47,6 +47,7 @@ from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.messages import MAX_RENEWED, MAX_TEXT
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.rank import Rank
+from kvctl_agent.request_id import check_request_id, valid_traceparent
 from kvctl_agent.runtime import control_endpoints
 from kvctl_agent.runtime.handles import (
     OnState,
@@ -460,22 +461,26 @@ class Agent:
             raise LayoutError(f"forward is {shown(forward)}: it must be a ForwardInfo")
         return self.parts.pipelining.decide(forward)
 
-    def send(self, room: int, *, fake: bool = False) -> Send:
+    def send(self, room: int, *, fake: bool = False, request_id: str = "", traceparent: str = "") -> Send:
         """Prefill: starts to send `room`; decode ranks may open the room before or after this call.
 
         Args:
             room: the request's bootstrap_room, an unsigned 64-bit number.
             fake: whether the room is a dummy for a warm-up or health check: nothing is transferred, and the room
                 succeeds at once.
+            request_id: the engine's id of the request, cut to 256 characters; shown beside the room, on this rank only.
+            traceparent: W3C trace context of the request, the parent of the room's OpenTelemetry span; ignored if it
+                is invalid.
 
         Raises:
-            LocalProtocolError: the room is not an unsigned 64-bit number or is in use here, or this is not a prefill
-                agent that accepts the room.
+            LocalProtocolError: the room is not an unsigned 64-bit number or is in use here, `request_id` is not a
+                string, or this is not a prefill agent that accepts the room.
         """
         room, fake = check_room(room), check_flag("fake", fake)
+        event = ev.SendRoom(room, check_request_id(room, request_id), valid_traceparent(traceparent))
         self._check_running("prefill", begun=fake or self.parts.machine.knows(room))
         handle = Send(room, _discard if fake else self.parts.mailbox.put, self._limits(), self.parts.forwards)
-        self._begin(handle, ev.SendRoom(room), fake)
+        self._begin(handle, event, fake)
         return handle
 
     def receive(
@@ -491,6 +496,8 @@ class Agent:
         tokens: int | None = None,
         group_pages: Sequence[Any] = (),
         fake: bool = False,
+        request_id: str = "",
+        traceparent: str = "",
     ) -> Receive:
         """Decode: starts to receive the KV of `room` into `pages`.
 
@@ -509,17 +516,18 @@ class Agent:
                 decode side has several cp ranks, since the last page may then be filled in part; and with KV groups.
             group_pages: for each KV group, in the model's order, the pages in its pool that receive the last pages of
                 the prompt: those in the group's window that are not cached here.
-            fake: as for `send`.
+            fake, request_id, traceparent: as for `send`.
 
         Raises:
             LocalProtocolError: the room is not an unsigned 64-bit number or is in use here; a page, item or aux row is
-                outside the pool, given twice, or belongs to another room that may still be written to; this is not a
-                decode agent that accepts new rooms; or it knows no prefill instance.
+                outside the pool, given twice, or belongs to another room that may still be written to; `request_id` is
+                not a string; this is not a decode agent that accepts new rooms; or it knows no prefill instance.
             LayoutError: the prefix is not page-aligned, or prefix and pages together are too many, or not as many as
                 `tokens` need.
             ConfigError: `prefill` is not an endpoint, or needs keys.
         """
         room, fake = check_room(room), check_flag("fake", fake)
+        request_id, traceparent = check_request_id(room, request_id), valid_traceparent(traceparent)
         self._check_running("decode", begun=fake)
         if prefill is not None:
             self._check_endpoint(prefill)
@@ -528,6 +536,8 @@ class Agent:
         if instance is None and not fake:
             raise LocalProtocolError(f"room {room}: {NO_INSTANCE} to {self.name}: pass prefill=, or call connect")
         opening = self._limits().opening(room, instance or "", *wanted)
+        if request_id or traceparent:
+            opening = msgspec.structs.replace(opening, request_id=request_id, traceparent=traceparent)
         handle = Receive(room, _discard if fake else self.parts.mailbox.put, self.pool.device)
         if prefill is not None and not fake:
             self.parts.lifecycle.add_instance(prefill)

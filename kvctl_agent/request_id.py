@@ -1,13 +1,16 @@
-"""Room numbers for engines whose requests are named by texts."""
+"""Ids of an engine's requests and their trace contexts; room numbers for engines whose requests are named by texts."""
 
 from __future__ import annotations
 
 import hashlib
+import re
 
-from kvctl_agent.contract.values import shown
+from kvctl_agent.contract.values import encodable, shown
 from kvctl_agent.errors import LocalProtocolError
 
 _LONGEST = 1024
+_LONGEST_SHOWN = 256
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def room_number(request_id: str) -> int:
@@ -31,3 +34,25 @@ def room_number(request_id: str) -> int:
     except UnicodeEncodeError as error:
         raise LocalProtocolError(f"request id is {shown(request_id)}: {error}") from None
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
+
+
+def check_request_id(room: int, value: object) -> str:
+    """Returns the request id that is shown beside a room: at most 256 characters, without lone surrogates.
+
+    Raises:
+        LocalProtocolError: not a text.
+    """
+    if not isinstance(value, str):
+        raise LocalProtocolError(f"room {room}: request_id is {shown(value)}: it must be text")
+    return encodable(str(value[:_LONGEST_SHOWN]))[:_LONGEST_SHOWN]
+
+
+def valid_traceparent(value: object) -> str:
+    """Returns the first four fields of a W3C `traceparent`; "" if it is invalid, since clients write it.
+
+    Versions other than 00 may have further fields, which are dropped.
+    """
+    if not isinstance(value, str) or (found := _TRACEPARENT.match(value)) is None:
+        return ""
+    rest = value[found.end() :]
+    return found[0] if not rest or (rest[0] == "-" and found[0][:2] != "00") else ""

@@ -1,4 +1,4 @@
-"""Removes names of hosts and users, addresses, paths and keys from recorded data.
+"""Removes names of hosts and users, addresses, paths, keys and request ids from recorded data.
 
 Each value is replaced by a name that is the same everywhere (`host-1`, `path-3`), so that relations remain visible.
 Values are recognised by their form (addresses, paths, endpoints, long hexadecimal numbers) and by earlier occurrences:
@@ -60,7 +60,7 @@ _MAC = re.compile(r"(?<![\w:-])(?:[0-9A-Fa-f]{2}[:-]){5}[0-9A-Fa-f]{2}(?![\w:-])
 _FOUR = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w]|\.\d)")
 _SIX = re.compile(r"(?<![\w:.])(?:[0-9A-Fa-f]{0,4}:){2,7}[0-9A-Fa-f]{0,4}(?:\.\d{1,3}){0,3}(?:%\w+)?(?![\w:])")
 _PORT = re.compile(r"(?<=[\w\]*]):\w+(?=/|$)")
-_NAMED_ALREADY = re.compile(r"(?:host|user|path|address|key)-\d+")
+_NAMED_ALREADY = re.compile(r"(?:host|user|path|address|key|request)-\d+")
 
 
 class Redaction:
@@ -98,6 +98,8 @@ class Redaction:
         if isinstance(document, str):
             if key in _VOCABULARY:
                 return document
+            if key == "request_id":  # clients may choose it
+                return self._name("request", document)
             whole = key in _PATH_FIELDS and document.startswith(("/", "~/"))
             return self._name("path", document) if whole else self.text(document)
         if isinstance(document, Mapping):

@@ -89,6 +89,11 @@ class RoomTimeline:
     missing_parts: list[MissingParts]
 
     @property
+    def request_ids(self) -> list[str]:
+        """The engines' ids of the request, each once; prefill and decode may have ids of their own."""
+        return list(dict.fromkeys(found for rank in self.ranks if (found := rank.get("request_id"))))
+
+    @property
     def failing_rank(self) -> str | None:
         return self.failure["rank"] if self.failure else None
 

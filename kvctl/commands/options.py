@@ -349,3 +349,11 @@ class RoomNumber(click.ParamType[str]):
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
         items: list[CompletionItem[str]] = completed_by("rooms")(ctx, param, incomplete)
         return items
+
+
+class RoomOrRequest(RoomNumber):
+    """Parameter type of a room number, or of a request id: any text that is not a number."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(value)
+        return super().convert(text, param, ctx) if text.isdecimal() or not text else text

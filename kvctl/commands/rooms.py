@@ -15,11 +15,12 @@ from kvctl.client.faults import Fault
 from kvctl.client.fleet import AgentAnswer, Fleet, Survey
 from kvctl.client.room_timeline import RoomTimeline, join, most_informative_first
 from kvctl.commands.mutations import DONE, Rounds, act, yes_option
-from kvctl.commands.options import KvctlGroup, RoomNumber, pass_settings
+from kvctl.commands.options import KvctlGroup, RoomNumber, RoomOrRequest, pass_settings
 from kvctl.commands.output import Output
-from kvctl.commands.queries import run
+from kvctl.commands.queries import no_agent, run, source
 from kvctl.commands.settings import Settings
 from kvctl.errors import CliError
+from kvctl.exit_codes import ExitCode
 from kvctl.render.report import Grid, Report, Text
 from kvctl.render.rooms import (
     FAILED,
@@ -46,6 +47,7 @@ _FAILED_LIMIT = 100
 _MAX_ROWS = 20_000  # rows; fits well into one answer, and by default agents keep fewer finished rooms
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _MAX_REASON = 500
+_MAX_NAMED = 4  # rooms named in an error
 Aborts = dict[str, dict[str, dict[str, Any]]]
 """Rooms to abort: row of each agent, by room number and agent name."""
 
@@ -207,10 +209,11 @@ def _filtered_state(selection: Selection) -> str | None:
     short_help="Show one room on all its ranks: timeline, and the rank that failed first.",
     examples=[
         ("Room 7 on all its ranks", "kvctl rooms show 7"),
+        ("The room of a request", "kvctl rooms show cmpl-7f3a"),
         ("Also as a trace for ui.perfetto.dev", "kvctl rooms show 7 --perfetto room-7.json"),
     ],
 )
-@click.argument("room", type=RoomNumber())
+@click.argument("room", type=RoomOrRequest())
 @click.option(
     "--perfetto",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -219,7 +222,12 @@ def _filtered_state(selection: Selection) -> str | None:
 )
 @pass_settings
 def show(settings: Settings, room: str, perfetto: Path | None) -> None:
-    """Show one active or recently finished room: the timeline of all its ranks, and the rank that failed first."""
+    """Show one active or recently finished room: the timeline of all its ranks, and the rank that failed first.
+
+    ROOM is a room number, or the id of a request or its beginning, as `kvctl rooms -o wide` shows it.
+    """
+    if not room.isdecimal():
+        room = _room_of_request(settings, room)
 
     def read(survey: Survey) -> Report:
         answers = survey.answers("room")
@@ -233,6 +241,33 @@ def show(settings: Settings, room: str, perfetto: Path | None) -> None:
         return report
 
     run(settings, TIMELINE, (Call("room", {"room": room}),), read, clock_rounds=_CLOCK_ROUNDS)
+
+
+def _room_of_request(settings: Settings, request: str) -> str:
+    """Returns the number of the room whose request id is `request`, or else begins with it.
+
+    Raises:
+        CliError: there is no such room, or several rooms have ids that begin so.
+    """
+    limit = {"limit": _MAX_ROWS}
+    calls = (Call("rooms", {"state": None, **limit}), Call("history", limit), Call("failed", limit))
+    with source(settings) as fleet:
+        survey = fleet.survey(calls)
+    if not survey.agents:
+        raise CliError(no_agent(settings, survey).message, ExitCode.NO_AGENT)
+    answers = [data for call in calls for _, data in survey.answers(call.command)]
+    rows = [row for data in answers for row in (data["rooms"] if isinstance(data, dict) else data)]
+    names = [(str(row["room"]), str(row.get("request_id") or "")) for row in rows]
+    named = [(number, name) for number, name in names if name.startswith(request)]
+    found = dict(pair for pair in named if pair[1] == request) or dict(named)
+    if not found:
+        unanswered = f"; {len(survey.faults)} queries failed" if survey.faults else ""
+        text = f"no agent knows a room of request {request}{unanswered}"
+        raise CliError(f"{text}: kvctl rooms -o wide and kvctl rooms history -o wide show request ids")
+    if len(found) > 1:
+        listed = ", ".join(f"{number} ({name})" for number, name in list(found.items())[:_MAX_NAMED])
+        raise CliError(f"{len(found)} rooms have request ids that begin with {request}: {listed}; pass a room number")
+    return next(iter(found))
 
 
 def _write_trace(path: Path, room: RoomTimeline) -> None:
@@ -281,6 +316,7 @@ def _document(room: RoomTimeline, timeline: Sequence[Row]) -> dict[str, Any]:
     return {
         "room": room.room,
         "nonce": room.nonce,
+        "request_ids": room.request_ids,
         "state": room.state,
         "started_at_ns": room.started_at_ns,
         "first_failing_rank": room.failing_rank,

@@ -35,6 +35,10 @@ def _state_age(row: Row) -> Any:
     return None if row.get("finished_at_ns") is not None else row.get("state_age_ns")
 
 
+_REQUEST = Column(
+    "request_id", width=Width.WIDE, header="REQUEST", help="The engine's id of the request, if it has one."
+)
+
 _COLUMNS = (
     Column("room", kind=Kind.ID),
     Column("agent"),
@@ -71,6 +75,7 @@ _COLUMNS = (
     Column("opened_at", kind=Kind.TIME, width=Width.WIDE, help="Time at which the room was opened."),
     Column("forward_done_at", kind=Kind.TIME, width=Width.WIDE, help="Prefill rank: end of the forward of the prompt."),
     Column("finished_at", kind=Kind.TIME, width=Width.WIDE, help="Time at which the room finished."),
+    _REQUEST,
     Column("nonce", kind=Kind.ID, width=Width.WIDE),
 )
 
@@ -93,6 +98,7 @@ RANKS = View(
         Column("paths", kind=Kind.MAP, width=Width.NORMAL),
         Column("hidden", kind=Kind.DURATION, width=Width.NORMAL),
         Column("exposed", kind=Kind.DURATION, width=Width.NORMAL),
+        _REQUEST,
         Column("clock_error", kind=Kind.DURATION, width=Width.NORMAL, header="CLOCK ±"),
     ),
 )
@@ -144,6 +150,7 @@ FAILED = View(
         Column("failed_at", kind=Kind.TIME, width=Width.WIDE, help="Time at which the room failed."),
         Column("tokens", kind=Kind.COUNT, width=Width.WIDE),
         Column("bytes", kind=Kind.BYTES, width=Width.WIDE, help="KV bytes transferred before the failure."),
+        _REQUEST,
         Column("nonce", kind=Kind.ID, width=Width.WIDE),
     ),
     sort=("-failed_at", "room"),
@@ -173,6 +180,7 @@ def _failed_row(room: RoomTimeline, now_ns: int) -> dict[str, Any]:
     return {
         "room": room.room,
         "nonce": room.nonce,
+        "request_id": ",".join(room.request_ids) or None,
         "failed_at_ns": failure["at_ns"],
         "ago_ns": max(0, now_ns - failure["at_ns"]),
         "after_ns": after if after is not None and after >= 0 else None,
@@ -251,7 +259,8 @@ def _header(room: RoomTimeline) -> list[Line]:
     exposed = max((rank["exposed_ns"] for rank in room.ranks if rank["exposed_ns"] is not None), default=None)
     if exposed is not None:  # the room has to wait for its slowest writer
         spans.append((f"  exposed {units.duration(exposed)}", ""))
-    return [spans, [(f"nonce {room.nonce}, opened {units.clock_time(room.started_at_ns)}", "dim")]]
+    request = [[(f"request {', '.join(room.request_ids)}", "")]] if room.request_ids else []
+    return [spans, *request, [(f"nonce {room.nonce}, opened {units.clock_time(room.started_at_ns)}", "dim")]]
 
 
 def _verdict(room: RoomTimeline) -> list[Line]:

@@ -167,6 +167,7 @@ class RoomRow(TypedDict):
     room: str
     nonce: str
     nonces: NotRequired[list[str]]  # prefill: one for each decode rank that opened the room here
+    request_id: NotRequired[str | None]  # None: this rank's engine passed none
     agent: str
     role: Role
     state: str

@@ -1,9 +1,10 @@
 """Exports one OpenTelemetry span per room and rank over OTLP; the spans of a room form one trace.
 
 Trace id and root span id are derived from the room's number and nonce, which both ends know, so that no ids need to be
-exchanged. The span of the decode rank is the root, those of the prefill ranks are its children. The control thread
-only appends finished rooms to a bounded queue; a separate thread creates the spans, and OpenTelemetry sends them in
-batches.
+exchanged. The span of the decode rank is the root, those of the prefill ranks are its children. If the engine passed a
+W3C traceparent, the rank's span is a child of that one instead, and is not exported if that one is not sampled. The
+control thread only appends finished rooms to a bounded queue; a separate thread creates the spans, and OpenTelemetry
+sends them in batches.
 """
 
 from __future__ import annotations
@@ -104,14 +105,16 @@ class RoomSpans:
         from opentelemetry import trace
 
         clock = self._telemetry.clock
-        trace_id, root = trace_ids(record.room, record.nonce)
+        trace_id, span_id = trace_ids(record.room, record.nonce)
+        flags = trace.TraceFlags.SAMPLED
+        if record.traceparent:
+            trace_id, span_id, flags = (int(number, 16) for number in record.traceparent.split("-")[1:])
         context = None
-        if self._role == "prefill":
-            flags = trace.TraceFlags(trace.TraceFlags.SAMPLED)
-            parent = trace.NonRecordingSpan(trace.SpanContext(trace_id, root, is_remote=True, trace_flags=flags))
-            context = trace.set_span_in_context(parent)
+        if self._role == "prefill" or record.traceparent:
+            parent = trace.SpanContext(trace_id, span_id, is_remote=True, trace_flags=trace.TraceFlags(flags))
+            context = trace.set_span_in_context(trace.NonRecordingSpan(parent))
         else:
-            self._ids.next = (trace_id, root)
+            self._ids.next = (trace_id, span_id)
         span = self._tracer.start_span(
             f"kv {self._role}", context, start_time=clock.wall_ns(record.opened_at), attributes=attributes(record)
         )
@@ -131,6 +134,7 @@ def attributes(record: RoomRecord) -> dict[str, Any]:
     """Returns the attributes of a room's span; the room number is a string because integer attributes are signed."""
     return {
         "kvctl.room": str(record.room),
+        **({"kvctl.request_id": record.request_id} if record.request_id else {}),
         "kvctl.state": record.state_now.label,
         "kvctl.bytes": record.bytes,
         "kvctl.parts": record.parts,

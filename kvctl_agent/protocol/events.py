@@ -94,9 +94,11 @@ class RosterMissing(Event, frozen=True):
 
 
 class SendRoom(Event, frozen=True):
-    """Prefill engine: send() was called for this room."""
+    """Prefill engine: send() was called for this room; for `request_id` and `traceparent` see `RoomRecord`."""
 
     room: int
+    request_id: str = ""
+    traceparent: str = ""
 
 
 class Prefetch(Event, frozen=True):
@@ -252,6 +254,7 @@ class OpenRoom(Event, frozen=True):
     `tokens` is the length of the prompt; 0 if its last page counts as full. `instance` is the address of its prefill
     instance's registry; `states` has the item indices per state component, `groups` the last pages of the prompt per KV
     group. With a `refusal` the engine takes no pages, and the room fails for this reason as soon as it is opened.
+    For `request_id` and `traceparent` see `RoomRecord`.
     """
 
     room: int
@@ -266,6 +269,8 @@ class OpenRoom(Event, frozen=True):
     tokens: int = 0
     groups: tuple[Pages, ...] = ()
     refusal: str = ""
+    request_id: str = ""
+    traceparent: str = ""
 
 
 class Arrived(Event, frozen=True):

@@ -268,7 +268,7 @@ class PeerConnections:
                 return
         assert self._buffers is not None
         copies = self._pool.device.copies()
-        buffer = self._buffers.acquire()
+        buffer = self._buffers.acquire(connection.peer)
         try:
             if buffer is None:
                 raise LocalProtocolError(f"{self._name}: no staging buffer was free to measure copies with")

@@ -2,9 +2,9 @@
 
 The control loop calls `turn`, which never waits for a peer. A flight (`paths.base.Flight`) whose room has failed, or
 whose write has failed, is abandoned: it no longer counts as active, but is polled until the transport can no longer
-write, and only then reported as ended. Parts for a peer that has a long-running flight wait until that flight ends, so
-that a stopped peer does not occupy all staging buffers. A stopped peer therefore delays no other peer, and no memory is
-reused while a write from or to it may be in flight.
+write, and only then reported as ended. Parts for a peer that has a long-running flight wait until that flight ends;
+flights that have begun leave staging buffers for other peers (`memory.allocations.StagingBuffers`). A stopped peer
+therefore delays no other peer, and no memory is reused while a write from or to it may be in flight.
 
 Nothing is posted to a peer whose lease has expired: its parts wait until the lease is renewed, or until their rooms
 fail because the peer is lost.

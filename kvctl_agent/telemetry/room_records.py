@@ -63,6 +63,7 @@ class RoomRecord:
         paths: number of parts by path.
         parked: number of parts that are gated now: they wait for a grant or the watermark.
         peers: agent names of the ranks at the other end.
+        request_id, traceparent: the engine's id of the request and its W3C trace context; "" if it passed none.
         first_ready_at: prefill, monotonic: time of the first `ready`; the latency is measured from here.
         forward_begun_at, forward_done_at: prefill, monotonic: start and end of the forward; None if the engine did
             not report it.
@@ -91,6 +92,7 @@ class RoomRecord:
         "paths",
         "peers",
         "planned",
+        "request_id",
         "room",
         "scattered",
         "sent",
@@ -98,6 +100,7 @@ class RoomRecord:
         "state_now",
         "stores",
         "tokens",
+        "traceparent",
     )
 
     def __init__(self, room: int, nonce: int, role: Role, opened_at: int, event_limit: int) -> None:
@@ -115,6 +118,7 @@ class RoomRecord:
         self.forward_done_at: int | None = None
         self.failure: Failure | None = None
         self.peers: list[str] = []
+        self.request_id = self.traceparent = ""
         self.planned = 0
         self.sent: int | None = 0 if role == "prefill" else None
         self.landed: int | None = 0 if role == "decode" else None
@@ -242,7 +246,7 @@ class RoomRecord:
     def nbytes(self) -> int:
         """Upper bound of the record's memory in bytes."""
         items = len(self._events) + len(self.chunks_ready) + len(self.peers) + len(self.moved) + len(self.paths)
-        text = len(self.failure["text"]) if self.failure is not None else 0
+        text = len(self.request_id) + (len(self.failure["text"]) if self.failure is not None else 0)
         return _RECORD_BYTES + _ITEM_BYTES * items + 8 * text
 
     @property
@@ -461,6 +465,7 @@ class RoomRecords:
             "room": str(record.room),
             "nonce": str(record.nonce),
             "nonces": [str(nonce) for nonce in record.nonces.copy()],
+            "request_id": record.request_id or None,
             "agent": self._agent,
             "role": self._role,
             "state": record.state_now.label,

@@ -95,6 +95,7 @@ def room_row(name: str, room: str = ROOM, **changes: Any) -> dict[str, Any]:
     return {
         "room": room,
         "nonce": NONCE,
+        "request_id": "cmpl-7f3a" if decode and room == ROOM else None,
         "agent": name,
         "role": role_of(name),
         "state": "Transferring",
@@ -505,7 +506,8 @@ def answers(name: str, failed: bool = False) -> dict[str, Callable[[dict[str, An
         done = {"state": "Success", "finished_at_ns": NOW + S, "latency_ns": 12 * MS, "age_ns": S}
         late = {"state": "Failed", "finished_at_ns": NOW + 2 * S, "latency_ns": None}
         cause = {"rank": "prefill-1", "code": "timeout", "at_ns": NOW, "text": "no grant from decode-0 for 300 s"}
-        rows = [room_row(name, "5", **done), room_row(name, "6", **late, failure=cause)]
+        request = "cmpl-6" if name.startswith("decode") else None
+        rows = [room_row(name, "5", **done), room_row(name, "6", **late, failure=cause, request_id=request)]
         return rows[: args["limit"]]
 
     return {

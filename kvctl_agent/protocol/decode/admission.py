@@ -52,6 +52,7 @@ class RecvAdmission:
             self.rooms.forget(last)  # its pages were released; a rank that has missed RoomDone will ask for the outcome
         record = context.telemetry.rooms.open(event.room, event.nonce)
         record.pages = event.total_pages - event.prefix_pages
+        record.request_id, record.traceparent = event.request_id, event.traceparent
         context.telemetry.metrics.add("kvctl_rooms_opened_total", 1)
         opening = msg.RoomOpen(
             event.room,

@@ -360,6 +360,7 @@ class Forwards:
         if room.claimed:
             raise LocalProtocolError(f"room {event.room} is being sent already; a room number is used once at a time")
         room.claimed = True
+        room.record.request_id, room.record.traceparent = event.request_id, event.traceparent
         self.rooms.report(room)
         if room.released:  # the room failed before the engine called send()
             self.context.actions.append(ev.Released(room.room))

@@ -1,4 +1,4 @@
-"""Redaction removes names of hosts and users, addresses, paths and keys from every field."""
+"""Redaction removes names of hosts and users, addresses, paths, keys and request ids from every field."""
 
 from __future__ import annotations
 
@@ -126,3 +126,11 @@ def test_hosts_that_are_called_as_fields_of_the_file_do_not_break_it(canned: Any
     moment = RecordedSnapshot(1, Path("/run"), [], [], [agent], [])
     (found,) = redacted([moment], Redaction(["data", "answers"], ["agents", "stale"]))
     assert found.agents[0].endpoint.name == "host-1-decode-0"
+
+
+def test_a_request_id_is_replaced_as_a_whole() -> None:
+    redaction = Redaction()
+    rows = [{"request_id": name} for name in ("ada's own id", None, "cmpl-2", "ada's own id")]
+    replaced = [{"request_id": name} for name in ("request-1", None, "request-2", "request-1")]
+    assert redaction.document(rows) == replaced
+    assert redaction.document(replaced) == replaced

@@ -162,7 +162,8 @@ def test_who_owes_what_stands_at_the_head_of_an_active_room(canned: Any, start: 
     start("decode-0", {"room": room("decode-0", "")})
     start("prefill-1", {"room": room("prefill-1", "a grant of decode-0's ring")})
     lines = kvctl("rooms", "show", canned.ROOM, "-o", "table").out.splitlines()
-    assert lines[2:4] == [
+    assert lines[1] == "request cmpl-7f3a"
+    assert lines[3:5] == [
         "prefill-1 owes decode-0 16 cells (chunk 2, layers 0-31) and 1 final part for 41 s: "
         "waits for a grant of decode-0's ring",
         "decode-0 has 16 cells that arrived and are not in its pages",
@@ -173,3 +174,40 @@ def test_who_owes_what_stands_at_the_head_of_an_active_room(canned: Any, start: 
     ]
     silent = kvctl("rooms", "show", canned.ROOM, "-o", "table", "-e", "decode-0").out
     assert "for 41 s: was not asked or did not answer" in silent
+
+
+def test_a_request_id_stands_for_its_room(canned: Any, start: Any, kvctl: Any) -> None:
+    def active(args: dict[str, Any]) -> Any:
+        return [
+            canned.room_row("decode-0", number, request_id=request_id)
+            for number, request_id in [(canned.ROOM, "cmpl-7f3a-0"), ("8", "cmpl-8"), ("80", "cmpl-80"), ("9", None)]
+        ]
+
+    finished = {"history": lambda _: [], "failed": lambda _: {"rooms": [], "kept": 0, "dropped_total": 0}}
+    start("decode-0", {"rooms": active, **finished})
+    start("prefill-0", {"rooms": lambda _: [canned.room_row("prefill-0", "8", request_id="cmpl-8-0")], **finished})
+    for text in ("cmpl-7f3a-0", "cmpl-7f3a"):
+        (document,) = json.loads(kvctl("rooms", "show", text, "-o", "json").out)["data"]
+        assert document["room"] == canned.ROOM
+        assert [rank["agent"] for rank in document["ranks"]] == ["prefill-0", "decode-0"]
+    # A whole id is not taken for the beginning of others, also where the room's other rank has one of those.
+    assert "no agent knows room 8;" in kvctl("rooms", "show", "cmpl-8").err
+    several = kvctl("rooms", "show", "cmpl")
+    assert several.code == 1
+    assert f"3 rooms have request ids that begin with cmpl: {canned.ROOM} (cmpl-7f3a-0), 8 (cmpl-8-0)" in several.err
+    unknown = kvctl("rooms", "show", "chatcmpl-1")
+    assert unknown.code == 1
+    assert "no agent knows a room of request chatcmpl-1: kvctl rooms -o wide" in unknown.err
+
+
+def test_a_request_id_without_agents_is_no_unknown_request(kvctl: Any) -> None:
+    outcome = kvctl("rooms", "show", "cmpl-1")
+    assert outcome.code == 3
+    assert "no agent found" in outcome.err
+
+
+def test_tables_have_the_request_id_where_a_rank_knows_it(fleet: Any, kvctl: Any) -> None:
+    wide = kvctl("rooms", "-o", "wide", "--columns", "agent,request_id").out.splitlines()
+    assert wide[0].split() == ["AGENT", "REQUEST"]
+    assert {tuple(line.split()) for line in wide[1:]} >= {("decode-0", "cmpl-7f3a"), ("prefill-0", "-")}
+    assert kvctl("rooms", "failed", "-o", "csv", "--columns", "request_id").out == "request_id\ncmpl-6\n"

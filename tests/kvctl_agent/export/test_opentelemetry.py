@@ -21,7 +21,9 @@ PATIENCE_S = 60  # for what takes milliseconds on a quiet machine
 ROOM, NONCE = (1 << 64) - 1, (1 << 63) + 5
 
 
-def told(role: Any, *rooms: tuple[int, int], failure: Any = None, exporter: Any = None) -> list[ReadableSpan]:
+def told(
+    role: Any, *rooms: tuple[int, int], failure: Any = None, exporter: Any = None, parent: str = ""
+) -> list[ReadableSpan]:
     """The spans of rooms that this rank has seen the end of."""
     memory = InMemorySpanExporter()
     telemetry = Telemetry(f"{role}-0", role, history=8, timeline_events=8, recorder_events=8)
@@ -30,6 +32,7 @@ def told(role: Any, *rooms: tuple[int, int], failure: Any = None, exporter: Any 
     for room, nonce in rooms:
         record = telemetry.rooms.open(room, nonce)
         record.peers = ["other-0"]
+        record.request_id, record.traceparent = "cmpl-1" if parent else "", parent
         record.event("open", telemetry.clock.now_ns(), writer=1, peer="other-0")
         record.part("staged", 4096)
         if failure:
@@ -51,6 +54,19 @@ def test_both_ends_of_a_room_are_one_trace() -> None:
     assert child.parent is not None
     assert (child.context.trace_id, child.parent.span_id) == trace_ids(ROOM, NONCE)
     assert child.context.span_id != root.context.span_id
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_room_with_a_traceparent_is_a_child_of_it(role: str) -> None:
+    trace_id, span_id = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    (span,) = told(role, (ROOM, NONCE), parent=f"00-{trace_id}-{span_id}-01")
+    assert span.context is not None
+    assert span.parent is not None
+    assert span.context.trace_id == span.parent.trace_id == int(trace_id, 16)
+    assert span.parent.span_id == int(span_id, 16)
+    assert span.context.span_id != span.parent.span_id
+    assert (span.attributes or {})["kvctl.request_id"] == "cmpl-1"
+    assert told(role, (ROOM, NONCE), parent=f"00-{trace_id}-{span_id}-00") == []  # the client did not sample it
 
 
 def test_a_number_used_again_is_another_trace() -> None:

@@ -72,6 +72,7 @@ def test_the_row_of_a_living_room() -> None:
             "room": "18446744073709551615",
             "nonce": "7",
             "nonces": [],
+            "request_id": None,
             "agent": "decode-0",
             "role": "decode",
             "state": "Transferring",
