@@ -8,8 +8,9 @@ import click
 
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
-from kvctl.commands.options import KvctlCommand, RoomNumber, pass_settings
+from kvctl.commands.options import KvctlCommand, RoomOrRequest, pass_settings
 from kvctl.commands.queries import run
+from kvctl.commands.room_number import room_number
 from kvctl.commands.settings import Settings
 from kvctl.render.layers import LAYERS, PipelineDecisions, draw_waterfall
 from kvctl.render.report import Block, Grid, Report, Text
@@ -24,7 +25,7 @@ from kvctl.render.view import Row
         ("The times of one room", "kvctl layers --room 7"),
     ],
 )
-@click.option("--room", type=RoomNumber(), help="Only the times of this room.")
+@click.option("--room", type=RoomOrRequest(), help="Only the times of this room, given by its number or request id.")
 @pass_settings
 def layers(settings: Settings, room: str | None) -> None:
     """Show transfer times by layer group and stage, and the share of the transfer time that compute hid.
@@ -33,6 +34,7 @@ def layers(settings: Settings, room: str | None) -> None:
     ready counts from the first layer group of the chunk. Below the table: the number of pipelined forwards, and the
     reasons for not pipelining the others.
     """
+    room = room_number(settings, room) if room is not None else None
 
     def read(survey: Survey) -> Report:
         answers = survey.answers("layers")

@@ -47,6 +47,19 @@ def yes_option(function: _Function) -> _Function:
     return click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation; needed in scripts.")(function)
 
 
+def check_can_act(settings: Settings, *, yes: bool) -> None:
+    """Checks that the command can run: once, on live agents, and with `--yes` or a terminal to ask on.
+
+    Raises:
+        click.UsageError: it cannot.
+    """
+    once_and_live(settings)
+    if not yes and not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise click.UsageError(
+            f"{click.get_current_context().command_path} asks for confirmation, which needs a terminal: add --yes"
+        )
+
+
 def act(
     settings: Settings,
     call: Call,
@@ -76,11 +89,7 @@ def act(
         click.UsageError: there is no terminal to ask on and no `--yes`, or `--from` or `--watch` is set.
         click.exceptions.Exit: always otherwise, with the exit code.
     """
-    once_and_live(settings)
-    if not yes and not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise click.UsageError(
-            f"{click.get_current_context().command_path} asks for confirmation, which needs a terminal: add --yes"
-        )
+    check_can_act(settings, yes=yes)
     output = Output(settings)
     output.selection(DONE)
     with Fleet((*settings.endpoints, *names), settings.labels, settings.timeout_ns, settings.keys) as fleet:

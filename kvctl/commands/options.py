@@ -336,24 +336,22 @@ def pass_settings(function: _Command) -> _Command:
 _LARGEST_ROOM = (1 << 64) - 1
 
 
-class RoomNumber(click.ParamType[str]):
-    """Parameter type of a room number: an unsigned 64-bit integer, kept as text as in the admin protocol."""
+class RoomOrRequest(click.ParamType[str]):
+    """Parameter type of a room number, an unsigned 64-bit integer, or of a request id, any text that is not a number.
+
+    Both are text, room numbers as in the admin protocol; `commands.room_number` finds the room of a request.
+    """
 
     name = "room"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if not str(value).isdecimal() or int(value) > _LARGEST_ROOM:
+        text = str(value)
+        if text and not text.isdecimal():
+            return text
+        if not text or int(text) > _LARGEST_ROOM:
             self.fail(f"{value!r} is not a room number, 0 to {_LARGEST_ROOM}", param, ctx)
-        return str(int(value))
+        return str(int(text))
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
         items: list[CompletionItem[str]] = completed_by("rooms")(ctx, param, incomplete)
         return items
-
-
-class RoomOrRequest(RoomNumber):
-    """Parameter type of a room number, or of a request id: any text that is not a number."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        text = str(value)
-        return super().convert(text, param, ctx) if text.isdecimal() or not text else text

@@ -14,13 +14,13 @@ from kvctl.client.calls import Call
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import AgentAnswer, Fleet, Survey
 from kvctl.client.room_timeline import RoomTimeline, join, most_informative_first
-from kvctl.commands.mutations import DONE, Rounds, act, yes_option
-from kvctl.commands.options import KvctlGroup, RoomNumber, RoomOrRequest, pass_settings
+from kvctl.commands.mutations import DONE, Rounds, act, check_can_act, yes_option
+from kvctl.commands.options import KvctlGroup, RoomOrRequest, pass_settings
 from kvctl.commands.output import Output
-from kvctl.commands.queries import no_agent, run, source
+from kvctl.commands.queries import run
+from kvctl.commands.room_number import MAX_ROWS, room_number
 from kvctl.commands.settings import Settings
 from kvctl.errors import CliError
-from kvctl.exit_codes import ExitCode
 from kvctl.render.report import Grid, Report, Text
 from kvctl.render.rooms import (
     FAILED,
@@ -44,10 +44,8 @@ _CLOCK_ROUNDS = 3
 _ACTIVE_LIMIT = 1000
 _FINISHED_LIMIT = 20
 _FAILED_LIMIT = 100
-_MAX_ROWS = 20_000  # rows; fits well into one answer, and by default agents keep fewer finished rooms
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _MAX_REASON = 500
-_MAX_NAMED = 4  # rooms named in an error
 Aborts = dict[str, dict[str, dict[str, Any]]]
 """Rooms to abort: row of each agent, by room number and agent name."""
 
@@ -160,7 +158,7 @@ def failed(settings: Settings, limit: int) -> None:
             notes=notes,
         )
 
-    run(settings, FAILED, (Call("failed", {"limit": _MAX_ROWS}),), read)
+    run(settings, FAILED, (Call("failed", {"limit": MAX_ROWS}),), read)
 
 
 def _table(settings: Settings, view: View, call: Call) -> None:
@@ -170,7 +168,7 @@ def _table(settings: Settings, view: View, call: Call) -> None:
     selected = bool(settings.filters or settings.sort_by)
     if selected:
         state = _filtered_state(selection) if call.command == "rooms" else None
-        call = Call(call.command, {"state": state, **call.args, "limit": max(limit, _MAX_ROWS)})
+        call = Call(call.command, {"state": state, **call.args, "limit": max(limit, MAX_ROWS)})
     requested = call.args["limit"]
 
     def read(survey: Survey) -> Report:
@@ -226,8 +224,7 @@ def show(settings: Settings, room: str, perfetto: Path | None) -> None:
 
     ROOM is a room number, or the id of a request or its beginning, as `kvctl rooms -o wide` shows it.
     """
-    if not room.isdecimal():
-        room = _room_of_request(settings, room)
+    room = room_number(settings, room)
 
     def read(survey: Survey) -> Report:
         answers = survey.answers("room")
@@ -241,33 +238,6 @@ def show(settings: Settings, room: str, perfetto: Path | None) -> None:
         return report
 
     run(settings, TIMELINE, (Call("room", {"room": room}),), read, clock_rounds=_CLOCK_ROUNDS)
-
-
-def _room_of_request(settings: Settings, request: str) -> str:
-    """Returns the number of the room whose request id is `request`, or else begins with it.
-
-    Raises:
-        CliError: there is no such room, or several rooms have ids that begin so.
-    """
-    limit = {"limit": _MAX_ROWS}
-    calls = (Call("rooms", {"state": None, **limit}), Call("history", limit), Call("failed", limit))
-    with source(settings) as fleet:
-        survey = fleet.survey(calls)
-    if not survey.agents:
-        raise CliError(no_agent(settings, survey).message, ExitCode.NO_AGENT)
-    answers = [data for call in calls for _, data in survey.answers(call.command)]
-    rows = [row for data in answers for row in (data["rooms"] if isinstance(data, dict) else data)]
-    names = [(str(row["room"]), str(row.get("request_id") or "")) for row in rows]
-    named = [(number, name) for number, name in names if name.startswith(request)]
-    found = dict(pair for pair in named if pair[1] == request) or dict(named)
-    if not found:
-        unanswered = f"; {len(survey.faults)} queries failed" if survey.faults else ""
-        text = f"no agent knows a room of request {request}{unanswered}"
-        raise CliError(f"{text}: kvctl rooms -o wide and kvctl rooms history -o wide show request ids")
-    if len(found) > 1:
-        listed = ", ".join(f"{number} ({name})" for number, name in list(found.items())[:_MAX_NAMED])
-        raise CliError(f"{len(found)} rooms have request ids that begin with {request}: {listed}; pass a room number")
-    return next(iter(found))
 
 
 def _write_trace(path: Path, room: RoomTimeline) -> None:
@@ -334,20 +304,22 @@ def _document(room: RoomTimeline, timeline: Sequence[Row]) -> dict[str, Any]:
     short_help="Abort rooms on all their ranks.",
     examples=[
         ("One room", "kvctl rooms abort 7 --reason 'client disconnected'"),
+        ("The room of a request", "kvctl rooms abort cmpl-7f3a"),
         ("Rooms older than a minute, after confirming the list", "kvctl rooms abort --filter 'age>1m'"),
         ("Rooms that wait for prefill-0, from a script", "kvctl rooms abort --filter 'missing=prefill-0' --yes"),
     ],
 )
-@click.argument("room", nargs=-1, type=RoomNumber())
+@click.argument("room", nargs=-1, type=RoomOrRequest())
 @click.option("--reason", default="", metavar="TEXT", help="Text that is added to the room's failure on every rank.")
 @yes_option
 @pass_settings
 def abort(settings: Settings, room: tuple[str, ...], reason: str, yes: bool) -> None:
     """Abort each ROOM on all its ranks, or all active rooms that match --filter.
 
-    The requests fail; pages become free when their writers have drained. --filter takes the columns of kvctl rooms: if
-    the row of one rank matches, the room is aborted on all ranks. The rooms are listed before the confirmation. The
-    exit code is 0 even if no room matches. Level: operate.
+    ROOM is a room number, or the id of a request or its beginning, as `kvctl rooms -o wide` shows it. The requests
+    fail; pages become free when their writers have drained. --filter takes the columns of kvctl rooms: if the row of
+    one rank matches, the room is aborted on all ranks. The rooms are listed before the confirmation. The exit code is 0
+    even if no room matches. Level: operate.
     """
     if len(reason) > _MAX_REASON:
         raise click.UsageError(f"--reason has {len(reason)} characters; at most {_MAX_REASON} are allowed")
@@ -357,7 +329,8 @@ def abort(settings: Settings, room: tuple[str, ...], reason: str, yes: bool) -> 
         matching = select(ROOMS, filters=settings.filters)
     except ExpressionError as error:
         raise click.UsageError(str(error)) from error
-    wanted = tuple(dict.fromkeys(room))
+    check_can_act(settings, yes=yes)
+    wanted = tuple(dict.fromkeys(room_number(settings, each) for each in room))
     found: Aborts = {}
 
     def named(fleet: Fleet, survey: Survey) -> Sequence[AgentAnswer] | str:

@@ -9,9 +9,10 @@ import click
 
 from kvctl.client.calls import Call
 from kvctl.client.fleet import AgentAnswer, Fleet, Survey
-from kvctl.commands.mutations import DONE, act, yes_option
-from kvctl.commands.options import KvctlGroup, RoomNumber, pass_settings
+from kvctl.commands.mutations import DONE, act, check_can_act, yes_option
+from kvctl.commands.options import KvctlGroup, RoomOrRequest, pass_settings
 from kvctl.commands.queries import run
+from kvctl.commands.room_number import room_number
 from kvctl.commands.settings import Settings
 from kvctl.render.report import Block, Grid, Report, Text
 from kvctl.render.staging import ALLOCATIONS, GATED, STAGING, allocation_legend, draw_ring
@@ -110,7 +111,9 @@ class AllocationName(click.ParamType[_Allocation]):
     ],
 )
 @click.argument("allocation", type=AllocationName(), required=False)
-@click.option("--room", type=RoomNumber(), help="Free all ring memory and pages of this failed room.")
+@click.option(
+    "--room", type=RoomOrRequest(), help="Free all memory of this failed room, given by its number or request id."
+)
 @click.option("--force", is_flag=True, help="Free memory even if the writer may still write to it.")
 @yes_option
 @pass_settings
@@ -126,7 +129,8 @@ def release(settings: Settings, allocation: _Allocation | None, room: str | None
     if allocation is not None:
         _release_allocation(settings, allocation, force, yes)
     assert room is not None
-    _release_room(settings, room, force, yes)
+    check_can_act(settings, yes=yes)
+    _release_room(settings, room_number(settings, room), force, yes)
 
 
 def _release_allocation(settings: Settings, wanted: _Allocation, force: bool, yes: bool) -> None:

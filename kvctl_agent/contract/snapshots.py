@@ -114,9 +114,10 @@ class ProcessUse(TypedDict):
 class Integration(TypedDict):
     """Engine whose worker process the agent runs in, as part of it."""
 
-    engine: str  # sglang
+    engine: str  # sglang, vllm
     engine_version: str
-    mode: str  # backend, replace: the agent transfers; observe: the engine does, and the agent only reports it
+    mode: str  # backend, replace, connector: the agent transfers; observe: the engine does, the agent only reports it
+    settings: dict[str, str]  # of the engine, that decide what a failed transfer means, or how instances are numbered
 
 
 class Status(TypedDict):

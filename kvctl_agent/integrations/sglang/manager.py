@@ -158,7 +158,12 @@ class KvctlKVManager(CommonKVManager):
             bootstrap=registry,
             model=model,
             on_state=self.on_state,
-            integration={"engine": "sglang", "engine_version": versions.installed() or "", "mode": plugin.mode() or ""},
+            integration={
+                "engine": "sglang",
+                "engine_version": versions.installed() or "",
+                "mode": plugin.mode() or "",
+                "settings": {},
+            },
             **config,
         )
         settings = agent.settings

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
+LOGGER = "vllm.kvctl"  # below vLLM's logger, the only one for which its processes have a handler
+
 TRANSFER_ID = "transfer_id"
 PREFILL = "kvctl_prefill"
 TRACEPARENT = "traceparent"
@@ -99,6 +101,14 @@ def is_sent(params: Mapping[str, Any] | None) -> bool:
 def is_received(params: Mapping[str, Any] | None) -> bool:
     """Whether the KV of a request with these parameters is received from a prefill server, and has not been opened."""
     return bool(params and params.get("do_remote_prefill"))
+
+
+def traceparent_of(request: Any) -> str:
+    """Returns the trace context of a request: that of its parameters, else of its headers; "" without one.
+
+    vLLM passes headers on only if its own tracing is on.
+    """
+    return text_of(request.kv_transfer_params, TRACEPARENT) or text_of(request.trace_headers or {}, TRACEPARENT)
 
 
 def text_of(params: Mapping[str, Any], name: str) -> str:

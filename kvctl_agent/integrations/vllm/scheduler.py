@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
 from kvctl_agent.integrations.vllm.metadata import (
+    LOGGER,
     PREFILL,
     TRACEPARENT,
     TRANSFER_ID,
@@ -27,9 +28,10 @@ from kvctl_agent.integrations.vllm.metadata import (
     is_received,
     is_sent,
     text_of,
+    traceparent_of,
 )
 
-logger = logging.getLogger("kvctl")
+logger = logging.getLogger(LOGGER)
 
 _NULL_BLOCK = 0  # vLLM's placeholder for a block that has left the window of its group
 _RENEW_S = 5.0  # several times within the agent's default `hold_s` here, 30 s
@@ -77,7 +79,7 @@ class ConnectorScheduler:
         if is_sent(params):
             transfer = text_of(params, TRANSFER_ID) or name
             self._sends[name] = _Send(transfer, request.num_prompt_tokens)
-            self._next.sends.append(SendRequest(name, transfer, text_of(params, TRACEPARENT)))
+            self._next.sends.append(SendRequest(name, transfer, traceparent_of(request)))
         elif is_received(params):
             transfer, prefill = text_of(params, TRANSFER_ID), text_of(params, PREFILL)
             if transfer and prefill:
@@ -113,7 +115,7 @@ class ConnectorScheduler:
                 name,
                 transfer,
                 prefill,
-                text_of(params, TRACEPARENT),
+                traceparent_of(request),
                 self._to_fill(table, tokens - received, tokens),
                 tokens - received,
                 tokens,
@@ -186,6 +188,8 @@ class ConnectorScheduler:
             TRANSFER_ID: send.transfer,
             PREFILL: self._registry,
         }
+        if traceparent := traceparent_of(request):
+            params[TRACEPARENT] = traceparent
         return True, params
 
     def received(self, names: set[str] | None) -> None:

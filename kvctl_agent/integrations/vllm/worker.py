@@ -18,13 +18,13 @@ from kvctl_agent.contract.config import KEYS_BY_NAME
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.errors import KvctlError
 from kvctl_agent.integrations.vllm import versions
-from kvctl_agent.integrations.vllm.metadata import KvctlMetadata, ReceiveRequest, SendRequest
+from kvctl_agent.integrations.vllm.metadata import LOGGER, KvctlMetadata, ReceiveRequest, SendRequest
 from kvctl_agent.integrations.vllm.pools import WorkerPool
 from kvctl_agent.rank import Rank
 from kvctl_agent.request_id import room_number
 from kvctl_agent.runtime.handles import Receive, Send
 
-logger = logging.getLogger("kvctl")
+logger = logging.getLogger(LOGGER)
 
 _CLOSE_S = 5.0
 _RECALL_S = 30.0
@@ -103,7 +103,16 @@ class ConnectorWorker:
             pool=self._pool.pool,
             name=f"{self._role}{axes}-tp{tp}",
             bootstrap=registry if prefill else None,
-            integration={"engine": "vllm", "engine_version": versions.installed() or "", "mode": "connector"},
+            integration={
+                "engine": "vllm",
+                "engine_version": versions.installed() or "",
+                "mode": "connector",
+                "settings": {
+                    "kv_role": transfer.kv_role or "",
+                    "kv_load_failure_policy": transfer.kv_load_failure_policy,
+                    "data_parallel_size": str(parallel.data_parallel_size),
+                },
+            },
             **settings,
         )
         self.agent.start()

@@ -29,6 +29,8 @@ ACTS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "abort": (("rooms", "abort", ROOM), {"decode-0", "prefill-0", "prefill-1"}),
     "release": (("staging", "release", "decode-0:7", "--force"), {"decode-0"}),
     "release-room": (("staging", "release", "--room", ROOM, "--force"), {"decode-0"}),
+    "abort-request": (("rooms", "abort", "cmpl-7f3a"), {"decode-0", "prefill-0", "prefill-1"}),
+    "release-request": (("staging", "release", "--room", "cmpl-7f3a", "--force"), {"decode-0"}),
     "drain": (("drain", "--all"), {"decode-0", "decode-1", "prefill-0", "prefill-1"}),
     "drain-some": (("drain", "decode-1", "prefill-*"), {"decode-1", "prefill-0", "prefill-1"}),
     "resume": (("resume", "decode-1"), {"decode-1"}),
@@ -127,7 +129,8 @@ def test_what_an_agent_refuses(fleet: Any, kvctl: Any) -> None:
     [
         (("rooms", "abort", "12"), 1, "no agent knows room 12"),
         (("staging", "release", "--room", "12"), 1, "no decode rank knows room 12"),
-        (("rooms", "abort", "x"), 2, "'x' is not a room number"),
+        (("rooms", "abort", "x"), 1, "no agent knows a room of request x: kvctl rooms -o wide"),
+        (("rooms", "abort", "18446744073709551616"), 2, "'18446744073709551616' is not a room number"),
         (("rooms", "abort", "1", "--reason", "x" * 501), 2, "at most 500"),
         (("staging", "release", "decode-0"), 2, "'decode-0' is not AGENT:SERIAL"),
         (("staging", "release", "decode-0:0"), 2, "is not AGENT:SERIAL"),

@@ -137,6 +137,7 @@ class Observer:
             "engine": "sglang",
             "engine_version": sglang.__version__,
             "mode": "observe",
+            "settings": {},
         }
         clock = telemetry.clock
         incarnation = clock.wall_ns(clock.now_ns()) >> 20 << 20 | secrets.randbits(20) | 1
