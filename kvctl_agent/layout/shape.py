@@ -11,8 +11,10 @@ every rank holds, and so is a replicated state component, so the same arithmetic
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from kvctl_agent.contract.values import shown
@@ -197,6 +199,35 @@ class ModelShape:
                 Plane("v_scale", 1, self.v_scale_bytes),
             ]
         return tuple(plane for plane in planes if plane.head_bytes)
+
+
+def whole_model(stages: Sequence[ModelShape]) -> ModelShape:
+    """Returns the shape of a model from the shapes of its pipeline stages, whose layers are numbered from 0 in each.
+
+    Raises:
+        LayoutError: a stage other than the last has a draft model, the stages differ in their state components, or
+            have KV groups in different orders.
+    """
+    if any(stage.draft for stage in stages[:-1]):
+        raise LayoutError("the draft model must be on the last pipeline stage")
+    firsts = list(accumulate((stage.num_layers for stage in stages), initial=0))
+    names = dict.fromkeys(group.name for stage in stages for group in stage.groups)
+    orders = [[name for name in names if name in {group.name for group in stage.groups}] for stage in stages]
+    if orders != [[group.name for group in stage.groups] for stage in stages]:
+        raise LayoutError("the pipeline stages have KV groups in different orders")
+    if len({tuple(state.name for state in stage.states) for stage in stages}) > 1:
+        raise LayoutError("each pipeline stage must have all state components")
+    groups = []
+    for name in names:
+        held = [(first, group) for first, stage in zip(firsts, stages, strict=False) for group in stage.groups
+                if group.name == name]  # fmt: skip
+        layers = tuple(first + layer for first, group in held for layer in group.layers)
+        groups.append(replace(held[0][1], kv=replace(held[0][1].kv, num_layers=len(layers)), layers=layers))
+    states = []
+    for same in zip(*(stage.states for stage in stages), strict=True):  # one component, on each stage
+        layers = tuple(first + layer for first, state in zip(firsts, same, strict=False) for layer in state.layers)
+        states.append(replace(same[0], layers=layers))
+    return replace(stages[-1], num_layers=firsts[-1], groups=tuple(groups), states=tuple(states))
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from kvctl_agent.errors import KvctlError
 from kvctl_agent.integrations.sglang import plugin, pools, versions
 from kvctl_agent.integrations.sglang.rank_names import dp_rank, rank_axes, rank_label
 from kvctl_agent.integrations.sglang.unsupported import check_supported
-from kvctl_agent.layout.shape import ModelShape
+from kvctl_agent.layout.shape import ModelShape, whole_model
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime.handles import Receive, Send
@@ -115,7 +115,7 @@ class KvctlKVManager(CommonKVManager):
             return pool, None, ()
         shapes = dict(self._gather((self.pp_rank, pool.shape())))
         stages = [shapes[stage] for stage in range(self.pp_size)]
-        return pool, pools.whole_model(stages), tuple(stage.num_layers for stage in stages)
+        return pool, whole_model(stages), tuple(stage.num_layers for stage in stages)
 
     def _start(self, geometry: tuple[KVPool, ModelShape | None, tuple[int, ...]], registry: str | None) -> Agent:
         """Creates and starts the agent of this rank; `registry` is that of its own prefill instance."""

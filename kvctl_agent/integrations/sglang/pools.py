@@ -10,8 +10,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 from sglang.srt.disaggregation.base.conn import StateType
@@ -19,7 +17,6 @@ from sglang.srt.disaggregation.utils import is_mla_backend
 from sglang.srt.runtime_context import get_device, get_parallel
 
 from kvctl_agent.integrations.sglang.unsupported import INSTEAD
-from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.pool import Buffer, DraftKV, KVPool, StateTensors
 
 _NHD = "nhd"
@@ -122,22 +119,6 @@ def pool_of(args: Any, tp_size: int, *, mla: bool) -> tuple[KVPool, list[int]]:
         state=state,
     )
     return pool, components
-
-
-def whole_model(stages: Sequence[ModelShape]) -> ModelShape:
-    """Returns the shape of a model from the shapes of its pipeline stages, whose layers are numbered from 0 in each.
-
-    Raises:
-        ValueError: a stage other than the last has a draft model.
-    """
-    if any(stage.draft for stage in stages[:-1]):
-        raise ValueError("kvctl: the draft model must be on the last pipeline stage")
-    firsts = list(accumulate((stage.num_layers for stage in stages), initial=0))
-    states = []
-    for same in zip(*(stage.states for stage in stages), strict=True):  # one component, on each stage
-        layers = [first + layer for first, state in zip(firsts, same, strict=False) for layer in state.layers]
-        states.append(replace(same[0], layers=tuple(layers)))
-    return replace(stages[-1], num_layers=firsts[-1], states=tuple(states))
 
 
 def _whole_items(

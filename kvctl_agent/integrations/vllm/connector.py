@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
+from kvctl_agent.contract.settings import load_settings
 from kvctl_agent.integrations.vllm import versions
 from kvctl_agent.integrations.vllm.metadata import KvctlMetadata
 from kvctl_agent.integrations.vllm.pools import check_groups
@@ -49,6 +50,11 @@ class KvctlConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = ConnectorScheduler(registry_of(vllm_config), kv_cache_config, dcp)
         else:
             self._worker = ConnectorWorker(vllm_config, kv_cache_config)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether layers are sent while later ones are computed, which a CUDA graph of the whole forward excludes."""
+        return bool(load_settings(extra_config)["pipeline"] != "off")
 
     # ---- scheduler -------------------------------------------------------------------------------------------------
 
@@ -102,12 +108,11 @@ class KvctlConnector(KVConnectorBase_V1, SupportsHMA):
         """Does nothing: vLLM schedules a request when all of its KV has arrived."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Does nothing: the pages of a step are sent after its forward."""
+        if self.has_connector_metadata():
+            self._worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        meta = self._get_connector_metadata()
-        assert isinstance(meta, KvctlMetadata)
-        self._worker.save(meta)
+        self._worker.save()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._worker.results(finished_req_ids)
@@ -129,8 +134,6 @@ def check_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
             f"kvctl's connector does not support kv_role {transfer.kv_role}: set kv_producer for prefill servers and "
             "kv_consumer for decode servers"
         )
-    if parallel.pipeline_parallel_size > 1:
-        raise ValueError("kvctl's connector does not support --pipeline-parallel-size yet: use tensor parallelism")
     if parallel.prefill_context_parallel_size > 1:
         raise ValueError("kvctl's connector does not support --prefill-context-parallel-size: set it to 1")
     if transfer.is_kv_producer and parallel.decode_context_parallel_size > 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ class WorkerPool:
 
     Attributes:
         pool: the agent's pool.
-        layers: names of the KV layers, in the order of the agent's local layers.
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor], config: KVCacheConfig, total_kv_heads: int) -> None:
@@ -43,34 +43,43 @@ class WorkerPool:
             total_kv_heads: KV heads of the model, from its configuration.
 
         Raises:
-            ValueError: a group is of a kind that the connector does not support; the text names it.
+            ValueError: a group is of a kind that the connector does not support, which the text names, or this
+                pipeline stage has no layer with full attention.
             MemoryLayoutError: a tensor is unusable; the text names the layer.
         """
         groups = config.transfer_groups
         check_groups(groups)
         self._main = next(n for n, group in enumerate(groups) if _is_full(group.kv_cache_spec))
-        self._pages = [tensors[group.layer_names[0]].shape[0] // config.num_blocks for group in groups]
         names = [sorted(group.layer_names, key=_layer_number) for group in groups]
-        self.layers = names[self._main]
-        numbers = [_layer_number(name) for name in self.layers]
-        kv = [self._kv(group, each, tensors, total_kv_heads) for group, each in zip(groups, names, strict=True)]
+        if not names[self._main]:
+            raise ValueError(
+                "kvctl's connector needs a layer with full attention in each pipeline stage: divide the layers "
+                "differently with VLLM_PP_LAYER_PARTITION, or use tensor parallelism"
+            )
+        self._pages = [tensors[each[0]].shape[0] // config.num_blocks if each else 1 for each in names]
+        numbers = [_layer_number(name) for name in names[self._main]]
+        # For each layer the KV layer that is computed with it or next, or, after all of them, the last one.
+        self._kv_layers = {
+            name: min(sum(own < _layer_number(name) for own in numbers), len(numbers) - 1)
+            for name in sorted(chain.from_iterable(names), key=_layer_number)
+        }
         others = [
             GroupTensors(
                 f"group{number}",
-                kv[number],
+                self._kv(groups[number], names[number], tensors, total_kv_heads),
                 self._page_tokens(number, groups),
-                [min(sum(own <= _layer_number(name) for own in numbers), len(numbers)) - 1 for name in names[number]],
+                [self._kv_layers[name] for name in names[number]],
             )
             for number in range(len(groups))
-            if number != self._main
+            if number != self._main and names[number]
         ]
+        main = self._kv(groups[self._main], names[self._main], tensors, total_kv_heads)
         common: dict[str, Any] = {
             "page_size": self._page_tokens(self._main, groups),
-            "axes": kv[self._main].axes,
+            "axes": main.axes,
             "groups": others,
-            "overlaid": len(groups) > 1,
+            "overlaid": bool(others),
         }
-        main = kv[self._main]
         if main.v is None:
             self.pool = KVPool.mla(main.k, **common)
         else:
@@ -88,6 +97,16 @@ class WorkerPool:
             for each, count in zip(blocks, self._pages, strict=True)
         ]
         return found.pop(self._main), found
+
+    def last_layers(self, groups: Sequence[range], first: int) -> dict[str, range]:
+        """Returns the layer groups by the name of the layer with which vLLM has computed each.
+
+        Args:
+            groups: layer groups of the agent.
+            first: first layer of this pipeline stage.
+        """
+        last = {group: name for name, layer in self._kv_layers.items() for group in groups if first + layer in group}
+        return {name: group for group, name in last.items()}
 
     def _page_tokens(self, number: int, groups: Sequence[KVCacheGroupSpec]) -> int:
         return int(groups[number].kv_cache_spec.block_size // self._pages[number])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvctl_agent.agent import Agent
@@ -18,8 +19,16 @@ from kvctl_agent.contract.config import KEYS_BY_NAME
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.errors import KvctlError
 from kvctl_agent.integrations.vllm import versions
-from kvctl_agent.integrations.vllm.metadata import LOGGER, KvctlMetadata, ReceiveRequest, SendRequest
+from kvctl_agent.integrations.vllm.metadata import (
+    LOGGER,
+    ComputedBlocks,
+    KvctlMetadata,
+    ReceiveRequest,
+    SendRequest,
+)
 from kvctl_agent.integrations.vllm.pools import WorkerPool
+from kvctl_agent.layout.layer_grouping import ForwardInfo
+from kvctl_agent.layout.shape import ModelShape, whole_model
 from kvctl_agent.rank import Rank
 from kvctl_agent.request_id import room_number
 from kvctl_agent.runtime.handles import Receive, Send
@@ -61,6 +70,8 @@ class ConnectorWorker:
         self.agent: Agent | None = None
         self._sends: dict[str, Send | None] = {}  # None: the agent has refused the room
         self._receives: dict[str, Receive | None] = {}
+        self._step = KvctlMetadata()
+        self._to_pass: dict[str, range | None] = {}  # of the step: its layer groups, as in `_prefetch`
         self._ended: set[str] = set()  # requests that vLLM has finished, whose blocks it keeps for us
         self._failed: set[str] = set()  # receives that are reported as failed and not yet as finished
 
@@ -77,7 +88,13 @@ class ConnectorWorker:
         transfer = config.kv_transfer_config
         self._pool = WorkerPool(tensors, self._kv_cache_config, config.model_config.get_total_num_kv_heads())
         prefill = self._role == "prefill"
-        dcp, tp = parallel.decode_context_parallel_size, get_tensor_model_parallel_rank()
+        stages, model = self._stages()
+        pp, dcp, tp = (
+            get_pp_group().rank_in_group,
+            parallel.decode_context_parallel_size,
+            get_tensor_model_parallel_rank(),
+        )
+        self._first_layer = sum(stages[:pp])
         dp, dp_size = parallel.data_parallel_index, max(parallel.data_parallel_size, parallel.data_parallel_index + 1)
         registry = registry_of(config)
         settings = {key: value for key, value in _DEFAULTS.items() if KEYS_BY_NAME[key].environment not in os.environ}
@@ -89,18 +106,22 @@ class ConnectorWorker:
         if dcp > 1:
             settings["cp_interleave"] = parallel.cp_kv_cache_interleave_size
         settings.update(transfer.kv_connector_extra_config)
-        axes = f"-dp{dp}" * (dp_size > 1) + f"-cp{tp % dcp}" * (dcp > 1)
+        axes = f"-dp{dp}" * (dp_size > 1) + f"-pp{pp}" * (len(stages) > 1) + f"-cp{tp % dcp}" * (dcp > 1)
         self.agent = Agent(
             role=self._role,
             rank=Rank(
                 dp=0 if prefill else dp,
                 dp_size=1 if prefill else dp_size,
+                pp=pp,
+                pp_size=parallel.pipeline_parallel_size,
+                stages=stages,
                 cp=tp % dcp,
                 cp_size=dcp,
                 tp=tp // dcp,
                 tp_size=parallel.tensor_parallel_size // dcp,
             ),
             pool=self._pool.pool,
+            model=model,
             name=f"{self._role}{axes}-tp{tp}",
             bootstrap=registry if prefill else None,
             integration={
@@ -117,6 +138,14 @@ class ConnectorWorker:
         )
         self.agent.start()
         logger.info("kvctl: agent %s is running; look at it with: kvctl status", self.agent.name)
+
+    def _stages(self) -> tuple[tuple[int, ...], ModelShape | None]:
+        """Returns the number of KV layers of each pipeline stage, and the model's shape; ((), None) with one stage."""
+        if (size := self._config.parallel_config.pipeline_parallel_size) == 1:
+            return (), None
+        shapes: list[Any] = [None] * size
+        torch.distributed.all_gather_object(shapes, self._pool.pool.shape(), group=get_pp_group().cpu_group)
+        return tuple(shape.num_layers for shape in shapes), whole_model(shapes)
 
     def close(self) -> None:
         """Closes the agent."""
@@ -145,9 +174,8 @@ class ConnectorWorker:
         """Begins, opens and ends rooms, before the forward of a step."""
         for request in meta.sends:
             self._sends[request.request] = self._send(request)
-        for computed in meta.computed:
-            if send := self._sends.get(computed.request):
-                send.prefetch()
+        self._step = meta
+        self._to_pass = self._prefetch(meta.computed)
         for receive in meta.receives:
             self._receives[receive.request] = self._receive(receive)
         for name, reason in meta.aborted:
@@ -159,20 +187,49 @@ class ConnectorWorker:
         for prefill, transfers in meta.expected.items():
             self._tell("renew", [room_number(transfer) for transfer in transfers], prefill=prefill)
 
-    def save(self, meta: KvctlMetadata) -> None:
-        """Passes the pages that the step has computed, or will have when its forward on the GPU is done."""
+    def _prefetch(self, computed: Sequence[ComputedBlocks]) -> dict[str, range | None]:
+        """Announces a forward; returns the layer groups in which its KV is sent, by the layer with which each ends.
+
+        A forward whose layers are not divided has one group, None.
+        """
+        if self.agent is None or not computed:
+            return {}
+        groups = self.agent.layer_groups(ForwardInfo(tuple(each.tokens for each in computed))).groups
+        for each in computed:
+            if send := self._sends.get(each.request):
+                send.prefetch(groups)
+        return dict(self._pool.last_layers(groups, self._first_layer)) if groups else {"": None}
+
+    def save_layer(self, name: str) -> None:
+        """Passes the layer group that ends with a layer, which the step has computed or will have."""
+        if name in self._to_pass:
+            self._pass(self._to_pass.pop(name))
+
+    def save(self) -> None:
+        """Passes what the step has computed, or will have when its forward on the GPU is done."""
+        while self._to_pass:  # all layer groups, if vLLM did not announce layers, as in a CUDA graph
+            self._pass(self._to_pass.pop(next(iter(self._to_pass))))
+        for computed in self._step.computed:
+            send = self._sends.get(computed.request)
+            if computed.last and send is not None and not send.state.finished:
+                send.finish()
+        self._step = KvctlMetadata()
+
+    def _pass(self, layers: range | None) -> None:
+        """Passes the pages of the step in one layer group; None: in all layers."""
         event = None
-        for computed in meta.computed:
+        if self._pool.pool.device is not None:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        for computed in self._step.computed:
             send = self._sends.get(computed.request)
             if send is None or send.state.finished:
                 continue
-            if event is None and self._pool.pool.device is not None:
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record()
             pages, groups = self._pool.pages(computed.blocks)
-            send.pages(pages, computed.last, event, groups)
-            if computed.last:
-                send.finish()
+            if layers is None:
+                send.pages(pages, computed.last, event, groups)
+            else:
+                send.layers(layers, pages, computed.last, event, groups)
 
     def results(self, finished: set[str]) -> KVConnectorTransferResults:
         """Returns the requests whose blocks vLLM may use again, or whose KV has arrived or will not.

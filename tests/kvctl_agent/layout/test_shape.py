@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.shape import MAX_STATES, KVGroup, ModelShape, Plane, StateShape, segments
+from kvctl_agent.layout.shape import MAX_STATES, KVGroup, ModelShape, Plane, StateShape, segments, whole_model
 
 MLA = ModelShape(num_layers=4, num_kv_heads=1, k_dim=576, v_dim=0, dtype_bytes=2, kind="mla")
 CONV = StateShape("conv", layers=(0, 2), rows=3, heads=1, head_bytes=10)
@@ -199,3 +199,40 @@ class TestGroups:
             ModelShape(4, 1, 1, 1, 1, groups=(self.GROUP, self.GROUP))
         with pytest.raises(LayoutError, match="it must be a list of KVGroup"):
             ModelShape(4, 1, 1, 1, 1, groups=(1,))  # type: ignore[arg-type]
+
+
+# ---- pipeline stages ---------------------------------------------------------------------------------------------
+
+
+def _group(name: str, *layers: int) -> KVGroup:
+    return KVGroup(name, ModelShape(len(layers), 2, 8, 8, 2), layers, 16)
+
+
+def test_the_layers_of_pipeline_stages_are_numbered_one_after_the_other() -> None:
+    state = StateShape("mamba", (0,), 1, 2, 64)
+    first = ModelShape(3, 2, 8, 8, 2, states=(state,), groups=(_group("window", 0, 0, 2),))
+    second = ModelShape(
+        2, 2, 8, 8, 2, states=(replace(state, layers=(1,)),), groups=(_group("window", 1), _group("b", 0))
+    )
+    last = ModelShape(1, 2, 8, 8, 2, states=(state,), draft=ModelShape(1, 2, 8, 8, 2))
+    model = whole_model([first, second, last])
+    assert model.num_layers == 6
+    assert [(group.name, group.layers, group.kv.num_layers) for group in model.groups] == [
+        ("window", (0, 0, 2, 4), 4),
+        ("b", (3,), 1),
+    ]
+    assert [each.layers for each in model.states] == [(0, 4, 5)]
+    assert model.draft == last.draft
+
+
+@pytest.mark.parametrize(
+    ("stages", "text"),
+    [
+        ([{"draft": ModelShape(1, 2, 8, 8, 2)}, {}], "draft model must be on the last"),
+        ([{"states": (StateShape("mamba", (0,), 1, 2, 64),)}, {}], "must have all state components"),
+        ([{"groups": (_group("b", 0), _group("a", 0))}, {"groups": (_group("a", 0), _group("b", 0))}], "orders"),
+    ],
+)
+def test_stages_that_make_no_model_are_refused(stages: list[dict[str, Any]], text: str) -> None:
+    with pytest.raises(LayoutError, match=text):
+        whole_model([ModelShape(2, 2, 8, 8, 2, **each) for each in stages])
