@@ -26,6 +26,7 @@ from kvctl_agent.integrations.vllm import versions
 from kvctl_agent.integrations.vllm.metadata import KvctlMetadata
 from kvctl_agent.integrations.vllm.pools import check_groups
 from kvctl_agent.integrations.vllm.scheduler import ConnectorScheduler
+from kvctl_agent.integrations.vllm.sleep_mode import check_sleep_mode
 from kvctl_agent.integrations.vllm.worker import ConnectorWorker, registry_of
 
 _ROLES = ("kv_producer", "kv_consumer")
@@ -140,4 +141,5 @@ def check_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         raise ValueError("kvctl's connector does not support --decode-context-parallel-size at prefill: set it to 1")
     if config.speculative_config is not None:
         raise ValueError("kvctl's connector does not support speculative decoding yet: leave out --speculative-config")
+    check_sleep_mode(config.model_config)
     check_groups(kv_cache_config.transfer_groups)

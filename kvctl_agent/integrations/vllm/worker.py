@@ -27,6 +27,7 @@ from kvctl_agent.integrations.vllm.metadata import (
     SendRequest,
 )
 from kvctl_agent.integrations.vllm.pools import WorkerPool
+from kvctl_agent.integrations.vllm.sleep_mode import follow_sleep_mode
 from kvctl_agent.layout.layer_grouping import ForwardInfo
 from kvctl_agent.layout.shape import ModelShape, whole_model
 from kvctl_agent.rank import Rank
@@ -37,6 +38,7 @@ logger = logging.getLogger(LOGGER)
 
 _CLOSE_S = 5.0
 _RECALL_S = 30.0
+_SUSPEND_S = 30.0
 # Defaults for this engine, which the environment and kv_connector_extra_config override: a request whose room prefill
 # never begins is answered within 30 s, and a room that decode never opens ends in the time of vLLM's own lease.
 _DEFAULTS: dict[str, Any] = {"unclaimed_s": 25.0, "hold_s": 30.0, "staging_ring_mb": 1024}
@@ -68,7 +70,9 @@ class ConnectorWorker:
         self._kv_cache_config = kv_cache_config
         self._role: Role = "prefill" if config.kv_transfer_config.is_kv_producer else "decode"
         self.agent: Agent | None = None
-        self._sends: dict[str, Send | None] = {}  # None: the agent has refused the room
+        self._asleep = False  # vLLM has taken the memory of the KV cache away
+        self._requests: dict[str, SendRequest] = {}
+        self._sends: dict[str, Send | None] = {}  # None: the agent has refused the room, or is asleep
         self._receives: dict[str, Receive | None] = {}
         self._step = KvctlMetadata()
         self._to_pass: dict[str, range | None] = {}  # of the step: its layer groups, as in `_prefetch`
@@ -137,6 +141,7 @@ class ConnectorWorker:
             **settings,
         )
         self.agent.start()
+        follow_sleep_mode(config.model_config, self)
         logger.info("kvctl: agent %s is running; look at it with: kvctl status", self.agent.name)
 
     def _stages(self) -> tuple[tuple[int, ...], ModelShape | None]:
@@ -151,6 +156,30 @@ class ConnectorWorker:
         """Closes the agent."""
         if self.agent is not None:
             self.agent.close(_CLOSE_S)
+            self.agent = None
+
+    def suspend(self) -> None:
+        """Gives the memory of the KV cache back, after which nothing reads or writes it; rooms in flight are aborted.
+
+        Raises:
+            DeadlineExceeded: something may still read or write it after 30 s: it must stay.
+        """
+        if self.agent is None or self._asleep:
+            return
+        for handle in (*self._sends.values(), *self._receives.values()):
+            if handle is not None:
+                handle.abort("the engine goes to sleep")
+        self.agent.unregister(_SUSPEND_S)
+        self._asleep = True
+
+    def resume(self) -> None:
+        """Takes the memory of the KV cache again, and begins the rooms of requests that vLLM has kept."""
+        if self.agent is None or not self._asleep:
+            return
+        self.agent.register()
+        self._asleep = False
+        for name in self._requests.keys() - self._ended:
+            self._sends[name] = self._send(self._requests[name])
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -173,7 +202,8 @@ class ConnectorWorker:
     def begin(self, meta: KvctlMetadata) -> None:
         """Begins, opens and ends rooms, before the forward of a step."""
         for request in meta.sends:
-            self._sends[request.request] = self._send(request)
+            self._requests[request.request] = request
+            self._sends[request.request] = None if self._asleep else self._send(request)
         self._step = meta
         self._to_pass = self._prefetch(meta.computed)
         for receive in meta.receives:
@@ -241,7 +271,7 @@ class ConnectorWorker:
         sent = {name for name in self._ended if (send := self._sends[name]) is None or send.sent}
         for name in sent:
             self._ended.discard(name)
-            del self._sends[name]
+            del self._sends[name], self._requests[name]
         received, failed = set(), set()
         for name, receive in self._receives.items():
             if receive is None or (receive.state.finished and receive.released):
