@@ -222,8 +222,9 @@ class ConnectorWorker:
 
         A forward whose layers are not divided has one group, None.
         """
-        if self.agent is None or not computed:
+        if not computed:
             return {}
+        assert self.agent is not None
         groups = self.agent.layer_groups(ForwardInfo(tuple(each.tokens for each in computed))).groups
         for each in computed:
             if send := self._sends.get(each.request):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
-from tests.support.agents import POISON
+from tests.support.agents import POISON, Model
 from tests.support.host_device import JUNK, HostDevice
 
 SUCCESS, FAILED = {RoomState.SUCCESS}, {RoomState.FAILED}
@@ -101,6 +102,33 @@ class TestPrefill:
             fleet.expect(room)
             fleet.check()
             fleet.recycle(room)
+        fleet.settle()
+        assert fleet.errors() == []
+
+    @pytest.mark.parametrize("again", [(), (1, 3), (3, 1)], ids=str)
+    def test_the_layers_may_be_grouped_otherwise_afterwards(
+        self, make_fleet: Any, transport: str, again: tuple[int, ...]
+    ) -> None:
+        sizes = {"prefill": (1, 1), "decode": (1, 1), "model": Model(layers=4), "chunk_tokens": 16}
+        fleet = make_fleet(transport, path="staged", **sizes).start()
+        room = fleet.claim(fleet.receive(fleet.room(1, 12, aux=2)))
+        (send,) = room.sends
+        send.prefetch((range(2), range(2, 4)))
+        send.layers(range(2), room.src[:4])
+        send.recall()
+        assert send.wait_recalled(60)
+        pages = move(fleet, room)
+        ends = [0, *accumulate(again)]
+        groups = [range(lo, hi) for lo, hi in pairwise(ends)]
+        send.prefetch(groups)
+        for group in groups:
+            send.layers(group, pages, last=True)
+        if not groups:
+            send.pages(pages, last=True)
+        send.finish(aux_index=room.aux)
+        assert room.wait() == SUCCESS, room.errors()
+        fleet.expect(room)
+        fleet.check()
         fleet.settle()
         assert fleet.errors() == []
 
