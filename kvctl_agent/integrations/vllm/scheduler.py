@@ -127,7 +127,7 @@ class ConnectorScheduler:
         found = []
         for blocks, size, window in zip(table, self._block_tokens, self._windows, strict=True):
             first = cached if window is None else max(cached, tokens - window)
-            found.append(blocks[first // size : -(-tokens // size)])
+            found.append([block for block in blocks[first // size : -(-tokens // size)] if block != _NULL_BLOCK])
         return tuple(found)
 
     def step(self, output: Any) -> KvctlMetadata:

@@ -6,7 +6,6 @@ import functools
 import itertools
 import os
 import pickle
-import random
 import select
 import signal
 import socket
@@ -21,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.support.ports import free_port
 from tests.support.sglang.cases import Case, Ended, Place, Role, Room, places
 from tests.support.sglang.runtime import FOLDER, HOST, bare_environment, environment
 
@@ -174,15 +174,6 @@ class Outcome:
         return " | ".join(ended.reason for name, ended in self.rooms[room].items() if name.startswith(role))
 
 
-def _free_port() -> int:
-    """Returns a port below those that the kernel gives to sockets without one, so that none takes it meanwhile."""
-    while True:
-        port = random.SystemRandom().randrange(20000, 32000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((HOST, port))
-            return port
-
-
 class PDPair:
     """The two servers of a case. Used as a context manager; every wait has a deadline and says what it waited for."""
 
@@ -191,7 +182,7 @@ class PDPair:
         self.ranks: dict[Role, list[Rank]] = {"prefill": [], "decode": []}
         self._folder = tempfile.TemporaryDirectory(prefix="kvctl-sglang-")
         self._starts = itertools.count()
-        self.port = _free_port()
+        self.port = free_port(HOST)
 
     def __enter__(self) -> "PDPair":
         try:
