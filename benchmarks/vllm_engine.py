@@ -72,7 +72,7 @@ def write_model(folder: Path, layers: int, kv_heads: int, head_dim: int, longest
 
 
 def run(connection: Connection, arguments: Mapping[str, Any], environment: Mapping[str, str], log: Path) -> None:
-    """Runs an engine until the pipe is closed; the body of its process."""
+    """Runs an engine until it gets None from the pipe; the body of its process, which ends with its parent."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.update(environment)
     with log.open("w") as file:
@@ -127,9 +127,10 @@ class _Core(EngineCoreProc):  # type: ignore[misc]
         EngineCore.__init__(self, config, Executor.get_class(config), log_stats=False)
 
 
+@torch.no_grad()
 def _set_weight(weight: torch.Tensor) -> None:
     """Replaces vLLM's dummy weights, which are so small that the KV hardly changes a token."""
-    if weight.dim() > 1:
+    if weight.dim() > 1 and weight.is_floating_point():
         weight.normal_(std=_WEIGHT_STD, generator=torch.Generator().manual_seed(weight.numel()))
     else:
         weight.fill_(1.0)
@@ -137,13 +138,11 @@ def _set_weight(weight: torch.Tensor) -> None:
 
 def _take(connection: Connection, core: _Core) -> None:
     """Passes requests to the loop: submissions, and names of requests to abort."""
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            item = connection.recv()
-            if isinstance(item, str):
-                core.input_queue.put((EngineCoreRequestType.ABORT, [item]))
-            else:
-                core.input_queue.put((EngineCoreRequestType.ADD, core.preprocess_add_request(_request(item))))
+    while (item := connection.recv()) is not None:
+        if isinstance(item, str):
+            core.input_queue.put((EngineCoreRequestType.ABORT, [item]))
+        else:
+            core.input_queue.put((EngineCoreRequestType.ADD, core.preprocess_add_request(_request(item))))
     core.shutdown_state = EngineShutdownState.REQUESTED
     core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
 

@@ -163,7 +163,8 @@ class Engine:
         return time.clock_gettime(~self.process.pid << 3 | 2)  # clock_getcpuclockid(3) of another process
 
     def stop(self) -> None:
-        self._pipe.close()
+        with suppress(OSError), self._lock:
+            self._pipe.send(None)
         self.process.join(STOP_S)
         if self.process.is_alive():
             self.process.kill()
@@ -295,6 +296,7 @@ class Comparison:
                 for measure in (self._idle, self._handovers, self._load, self._busy_decode, self._busy_prefill):
                     for side in self._sides[:: -1 if number % 2 else 1]:
                         measure(side)
+                        self._save()
                 self.document["rounds"] = number + 1
                 self._save()
                 print(f"\nround {number + 1}\n{table(self.document)}", flush=True)
@@ -431,15 +433,15 @@ class Comparison:
         return windows
 
     def _slowdown(self, side: Side, role: str, stamps: Sequence[int], windows: Sequence[tuple[int, int]]) -> None:
-        """Notes how much longer the time between steps is beside transfers than alone, and the longest."""
-        gaps = []
+        """Notes how much longer an answer takes beside transfers than alone, and the longest time between answers."""
+        mean, longest = [], []
         for begin, end in windows:
             within = [stamp for stamp in stamps if begin <= stamp < end]
-            gaps.append([after - before for before, after in itertools.pairwise(within)])
-        alone = statistics.mean((statistics.mean(gaps[0]), statistics.mean(gaps[2])))
-        self._note(side, f"{role}_slowdown_percent", 100 * (statistics.mean(gaps[1]) / alone - 1))
-        self._note(side, f"{role}_stall_ms", max(gaps[1]) / 1e6)
-        self._note(side, f"{role}_stall_alone_ms", max(gaps[0] + gaps[2]) / 1e6)
+            mean.append((end - begin) / max(1, len(within)))
+            longest.append(max(after - before for before, after in itertools.pairwise((begin, *within, end))))
+        self._note(side, f"{role}_slowdown_percent", 100 * (2 * mean[1] / (mean[0] + mean[2]) - 1))
+        self._note(side, f"{role}_stall_ms", longest[1] / 1e6)
+        self._note(side, f"{role}_stall_alone_ms", max(longest[0], longest[2]) / 1e6)
 
     # ---- results ---------------------------------------------------------------------------------------------------
 
