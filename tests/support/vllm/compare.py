@@ -7,7 +7,6 @@ import enum
 import importlib
 import inspect
 from collections.abc import Iterator
-from functools import cached_property
 from typing import Any
 
 from tests.support.vllm.stand_ins import MODULES, Request
@@ -62,7 +61,7 @@ def _classes(own: type, real: type) -> Iterator[str]:
     if dataclasses.is_dataclass(own):
         yield from _fields(own, real)
     for name, member in vars(own).items():
-        if name.startswith("_") or not (_is_method(member) or isinstance(member, property | cached_property)):
+        if name.startswith("_") or (dataclasses.is_dataclass(own) and name in own.__dataclass_fields__):
             continue
         if not hasattr(real, name):
             yield f"{own.__name__} has {name}: vLLM's has not"

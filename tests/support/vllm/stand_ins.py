@@ -7,11 +7,12 @@ that vLLM has the same.
 from __future__ import annotations
 
 import enum
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from prometheus_client import Counter, Gauge, Histogram
@@ -50,6 +51,9 @@ class ParallelConfig:
 
 
 class ModelConfig:
+    enable_sleep_mode = False
+    sleep_mode_backend = "cumem"
+
     def __init__(self, kv_heads: int) -> None:
         self._kv_heads = kv_heads
 
@@ -297,6 +301,9 @@ class KVConnectorBase_V1(ABC):
     def clear_connector_metadata(self) -> None:
         self._connector_metadata = None
 
+    def has_connector_metadata(self) -> bool:
+        return self._connector_metadata is not None
+
     def _get_connector_metadata(self) -> KVConnectorMetadata:
         assert self._connector_metadata is not None
         return self._connector_metadata
@@ -427,7 +434,7 @@ def create_metric_per_engine(metric: Any, per_engine_labelvalues: dict[int, list
     return {number: metric.labels(*values) for number, values in per_engine_labelvalues.items()}
 
 
-# ---- ranks ---------------------------------------------------------------------------------------------------------
+# ---- sleep mode, ranks ---------------------------------------------------------------------------------------------
 
 
 class Ranks:
@@ -450,6 +457,39 @@ def get_tensor_model_parallel_rank() -> int:
     return Ranks.tp
 
 
+class CuMemBackend:
+    """Has no memory; `state` is that of a real one."""
+
+    def __init__(self) -> None:
+        self._state = "RUNNING"
+
+    def suspend(self, level: int = 1) -> None:
+        self._state = "SUSPENDED"
+
+    def resume(self, tags: list[str] | None = None) -> None:
+        self._state = "RUNNING"
+
+    def state(self) -> str:
+        return self._state
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        self._state = "SUSPENDED"
+
+
+class SleepModeBackendFactory:
+    _registry: ClassVar[dict[str, tuple[str, str]]] = {}
+
+    @classmethod
+    def register_backend(cls, name: str, module_path: str, class_name: str) -> None:
+        cls._registry[name] = module_path, class_name
+
+    @classmethod
+    def create_backend(cls, model_config: ModelConfig) -> CuMemBackend:
+        module, name = cls._registry[model_config.sleep_mode_backend]
+        made: CuMemBackend = getattr(importlib.import_module(module), name)()
+        return made
+
+
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
 
 MODULES: dict[str, tuple[Any, ...]] = {
@@ -462,6 +502,7 @@ MODULES: dict[str, tuple[Any, ...]] = {
         SupportsHMA,
     ),
     f"{_CONNECTOR}.metrics": (KVConnectorPromMetrics, KVConnectorStats),
+    "vllm.device_allocator.sleep_mode_backend": (CuMemBackend, SleepModeBackendFactory),
     "vllm.distributed.parallel_state": (get_pp_group, get_tensor_model_parallel_rank),
     "vllm.v1.core.kv_cache_manager": (KVCacheBlocks,),
     "vllm.v1.core.sched.output": (CachedRequestData, KVConnectorBlockState, NewRequestData, SchedulerOutput),

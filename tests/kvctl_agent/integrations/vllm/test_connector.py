@@ -56,6 +56,11 @@ class TestRefusals:
     def test_kv_caches(self, specs: tuple[vllm.KVCacheSpec, ...], reason: str) -> None:
         assert reason in refusal(config(), groups(*specs))
 
+    def test_another_backend_of_sleep_mode(self) -> None:
+        given = config()
+        given.model_config.enable_sleep_mode, given.model_config.sleep_mode_backend = True, "criu"
+        assert "sleep mode with the backend criu: set sleep_mode_backend to cumem" in refusal(given, groups(FULL))
+
     def test_the_layer_of_a_group_that_is_refused_is_named(self) -> None:
         local = vllm.ChunkedLocalAttentionSpec(attention_chunk_size=8, **COMMON)
         assert "of layer model.layers.1.attn: use one of vLLM's own" in refusal(config(), groups(FULL, local))
