@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup bench test pytest check explore docs clean soak quiet man fuzz peer side-by-side test-sglang
+.PHONY: help setup bench test pytest check explore docs clean soak quiet man fuzz peer side-by-side test-sglang test-vllm
 
 # Tests and benchmarks start hundreds of Python processes: without bytecode each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
@@ -47,6 +47,11 @@ SIDE_BY_SIDE_ARGS ?=
 SGLANG_VENV ?= .sglang
 SGLANG_MODES ?= nixl kvctl replace observe
 SGLANG_STAMP := $(SGLANG_VENV)/.setup-done
+
+# Of `make test-vllm`: the venv of the vLLM engines.
+VLLM_VENV ?= .vllm
+VLLM_STAMP := $(VLLM_VENV)/.setup-done
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip -qq --disable-pip-version-check --no-input
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -99,6 +104,22 @@ $(SGLANG_STAMP): tests/sglang_servers/requirements.txt pyproject.toml
 	@$(SGLANG_VENV)/bin/python -m pip -qq --disable-pip-version-check --no-input install $(TORCH)
 	@$(SGLANG_VENV)/bin/python -m pip -qq --disable-pip-version-check --no-input install --no-deps -r $<
 	@$(SGLANG_VENV)/bin/python -m pip -qq --disable-pip-version-check --no-input install --no-deps -e .
+	@touch $@
+
+test-vllm: $(STAMP) $(VLLM_STAMP)  ## real vLLM engines on the CPU, in a venv of 3 GB: tokens, preemption, cancelled requests, killed engines
+	@echo "test-vllm: pytest"
+	@VLLM_VENV="$(abspath $(VLLM_VENV))" $(BIN)/python -m pytest -v -s \
+		--timeout 1200 -o faulthandler_timeout=1300 $(PYTEST_ARGS) tests/vllm_engines
+
+# torch first, as above. vLLM's requirements include builds of torchvision and its like that do not fit this torch.
+$(VLLM_STAMP): tests/vllm_engines/requirements.txt pyproject.toml
+	@rm -f $@
+	@echo "test-vllm: making $(VLLM_VENV)"
+	@[[ -x $(VLLM_VENV)/bin/python ]] || $(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_PIP) install $(TORCH)
+	@$(VLLM_PIP) install $(TORCH) -r $<
+	@$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec
+	@$(VLLM_PIP) install --no-deps -e .
 	@touch $@
 
 check: $(STAMP)  ## format, lint, types, and who may import whom

@@ -25,8 +25,8 @@ import hypothesis
 import pytest
 import zmq
 
-# Minutes of real servers: `make test-sglang` runs them.
-collect_ignore = ["sglang_servers"]
+# Minutes of real engines: `make test-sglang` and `make test-vllm` run them.
+collect_ignore = ["sglang_servers", "vllm_engines"]
 
 # Nothing in a test may reach for a model hub, whatever the machine allows.
 os.environ["HF_HUB_OFFLINE"] = "1"

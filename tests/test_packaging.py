@@ -82,6 +82,7 @@ class TestMetadata:
             "prometheus",
             "otel",
             "sglang",
+            "vllm",
             "png",
         }
         assert set(EXTRAS) == promised

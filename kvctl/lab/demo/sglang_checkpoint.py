@@ -39,7 +39,7 @@ CONFIG = {
 }
 
 
-def write_checkpoint(folder: Path, seed: int = 7) -> None:
+def write_checkpoint(folder: Path, seed: int = 7, head_dim: int = HEAD_DIM) -> None:
     """Writes config.json and model.safetensors (3 MB) into a new folder; the same seed gives the same weights."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -56,10 +56,10 @@ def write_checkpoint(folder: Path, seed: int = 7) -> None:
             f"model.layers.{layer}.{name}.weight": tensor
             for name, tensor in {
                 "input_layernorm": torch.ones(HIDDEN),
-                "self_attn.q_proj": weight(HEADS * HEAD_DIM, HIDDEN),
-                "self_attn.k_proj": weight(KV_HEADS * HEAD_DIM, HIDDEN),
-                "self_attn.v_proj": weight(KV_HEADS * HEAD_DIM, HIDDEN),
-                "self_attn.o_proj": weight(HIDDEN, HEADS * HEAD_DIM),
+                "self_attn.q_proj": weight(HEADS * head_dim, HIDDEN),
+                "self_attn.k_proj": weight(KV_HEADS * head_dim, HIDDEN),
+                "self_attn.v_proj": weight(KV_HEADS * head_dim, HIDDEN),
+                "self_attn.o_proj": weight(HIDDEN, HEADS * head_dim),
                 "post_attention_layernorm": torch.ones(HIDDEN),
                 "mlp.gate_proj": weight(INTERMEDIATE, HIDDEN),
                 "mlp.up_proj": weight(INTERMEDIATE, HIDDEN),
@@ -67,5 +67,5 @@ def write_checkpoint(folder: Path, seed: int = 7) -> None:
             }.items()
         }
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG, indent=2))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "head_dim": head_dim}, indent=2))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
