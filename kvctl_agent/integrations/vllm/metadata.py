@@ -40,12 +40,14 @@ class ComputedBlocks(NamedTuple):
         blocks: the blocks of each group after those of former steps; -1 for one that has left the group's window.
         tokens: tokens of the request that the step computes.
         last: these are the last blocks of the prompt.
+        prompt: tokens of the prompt.
     """
 
     request: str
     blocks: Blocks
     tokens: int
     last: bool
+    prompt: int
 
 
 class ReceiveRequest(NamedTuple):

@@ -57,6 +57,9 @@ class WorkerPool:
                 "differently with VLLM_PP_LAYER_PARTITION, or use tensor parallelism"
             )
         self._pages = [tensors[each[0]].shape[0] // config.num_blocks if each else 1 for each in names]
+        self._page_tokens = [
+            group.kv_cache_spec.block_size // count for group, count in zip(groups, self._pages, strict=True)
+        ]
         numbers = [_layer_number(name) for name in names[self._main]]
         # For each layer the KV layer that is computed with it or next, or, after all of them, the last one.
         self._kv_layers = {
@@ -67,7 +70,7 @@ class WorkerPool:
             GroupTensors(
                 f"group{number}",
                 self._kv(groups[number], names[number], tensors, total_kv_heads),
-                self._page_tokens(number, groups),
+                self._page_tokens[number],
                 [self._kv_layers[name] for name in names[number]],
             )
             for number in range(len(groups))
@@ -75,7 +78,7 @@ class WorkerPool:
         ]
         main = self._kv(groups[self._main], names[self._main], tensors, total_kv_heads)
         common: dict[str, Any] = {
-            "page_size": self._page_tokens(self._main, groups),
+            "page_size": self._page_tokens[self._main],
             "axes": main.axes,
             "groups": others,
             "overlaid": bool(others),
@@ -85,17 +88,19 @@ class WorkerPool:
         else:
             self.pool = KVPool.from_tensors(main.k, main.v, total_kv_heads=total_kv_heads, **common)
 
-    def pages(self, blocks: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
+    def pages(self, blocks: Sequence[Sequence[int]], tokens: int = 0) -> tuple[list[int], list[list[int]]]:
         """Returns the page numbers of the blocks of each group: those of the KV, and those of the agent's KV groups.
 
         A block that vLLM's kernels divide is several pages.
+
+        Args:
+            tokens: tokens of the prompt on this rank, if the last block of each group is its last one, whose pages
+                without any of them are left out; 0 if there are more blocks to come.
         """
-        found = [
-            list(each)
-            if count == 1
-            else [block * count + n if block >= 0 else -1 for block in each for n in range(count)]
-            for each, count in zip(blocks, self._pages, strict=True)
-        ]
+        found = []
+        for each, count, size in zip(blocks, self._pages, self._page_tokens, strict=True):
+            pages = [block * count + n if block >= 0 else -1 for block in each for n in range(count)]
+            found.append(pages[: len(pages) - -tokens % (count * size) // size])
         return found.pop(self._main), found
 
     def last_layers(self, groups: Sequence[range], first: int) -> dict[str, range]:
@@ -107,9 +112,6 @@ class WorkerPool:
         """
         last = {group: name for name, layer in self._kv_layers.items() for group in groups if first + layer in group}
         return {name: group for group, name in last.items()}
-
-    def _page_tokens(self, number: int, groups: Sequence[KVCacheGroupSpec]) -> int:
-        return int(groups[number].kv_cache_spec.block_size // self._pages[number])
 
     def _kv(
         self, group: KVCacheGroupSpec, names: Sequence[str], tensors: dict[str, torch.Tensor], total_kv_heads: int

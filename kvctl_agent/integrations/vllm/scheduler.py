@@ -162,7 +162,7 @@ class ConnectorScheduler:
             [block if block != _NULL_BLOCK else -1 for block in each[first:last]]
             for each, first, last in zip(table, passed, send.passed, strict=True)
         )
-        meta.computed.append(ComputedBlocks(name, blocks, scheduled, send.complete))
+        meta.computed.append(ComputedBlocks(name, blocks, scheduled, send.complete, tokens))
 
     def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """Ends a request; returns whether its blocks must stay until the workers report it, and its parameters."""

@@ -256,7 +256,7 @@ class ConnectorWorker:
             send = self._sends.get(computed.request)
             if send is None or send.state.finished:
                 continue
-            pages, groups = self._pool.pages(computed.blocks)
+            pages, groups = self._pool.pages(computed.blocks, computed.prompt if computed.last else 0)
             if layers is None:
                 send.pages(pages, computed.last, event, groups)
             else:
@@ -300,8 +300,9 @@ class ConnectorWorker:
     def _receive(self, request: ReceiveRequest) -> Receive | None:
         """Opens a room; returns None if the agent refuses it."""
         assert self.agent is not None
+        dcp = self._config.parallel_config.decode_context_parallel_size
         try:
-            pages, groups = self._pool.pages(request.blocks)
+            pages, groups = self._pool.pages(request.blocks, -(-request.tokens // dcp))
             return self.agent.receive(
                 room_number(request.transfer),
                 pages,

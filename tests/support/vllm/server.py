@@ -17,7 +17,7 @@ from tests.support.vllm import stand_ins as vllm
 from tests.support.vllm.modules import connector
 
 _NULL_BLOCK = 0
-_DEADLINE_S = 30.0
+_DEADLINE_S = 60.0
 _QUICK: dict[str, Any] = {"heartbeat_s": 0.2, "staging_ring_mb": 4, "staging_buffer_mb": 1, "chunk_tokens": 32}
 
 

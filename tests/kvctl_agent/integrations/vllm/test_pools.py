@@ -92,6 +92,12 @@ class TestPages:
         assert divided.pool.page_size == 4
         assert divided.pages(([3, 1],)) == ([12, 13, 14, 15, 4, 5, 6, 7], [])
 
+    @pytest.mark.parametrize(("tokens", "pages"), [(0, 8), (32, 8), (29, 8), (28, 7), (25, 7), (17, 5)])
+    def test_pages_after_the_end_of_the_prompt_are_left_out(self, tokens: int, pages: int) -> None:
+        divided = worker_pool(Model(divided=4))
+        assert divided.pages(([3, 1],), tokens) == ([12, 13, 14, 15, 4, 5, 6, 7][:pages], [])
+        assert divided.pages(([],), tokens) == ([], [])
+
     def test_an_absent_block_is_as_many_absent_pages(self) -> None:
         divided = worker_pool(Model(groups=(((0,), None), ((1,), 32)), divided=2))
         assert divided.pages(([3, 1], [-1, 2])) == ([6, 7, 2, 3], [[-1, -1, 4, 5]])

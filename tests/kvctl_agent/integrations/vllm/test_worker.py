@@ -1,0 +1,457 @@
+"""Requests from a prefill to a decode server, over real agents; the servers call the hooks as vLLM does.
+
+The transport is NIXL, except where a pair of its own is started for something else than how bytes move."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.request_id import room_number
+from tests.support.ports import free_port
+from tests.support.vllm import stand_ins as vllm
+from tests.support.vllm.modules import worker as worker_module
+from tests.support.vllm.server import Model, Server
+
+ABORTED = vllm.RequestStatus.FINISHED_ABORTED
+PLAIN = Model()
+HYBRID = (((0, 2), None), ((1, 3), 40), ((4,), 20))
+IDS = count()
+
+
+class Pair(NamedTuple):
+    prefill: Server
+    decode: Server
+
+    @property
+    def registry(self) -> str:
+        return f"tcp://127.0.0.1:{self.prefill.port}"
+
+    def name(self) -> str:
+        """Returns a new name, of a request and of its transfer."""
+        return f"request-{next(IDS)}"
+
+    def to_prefill(self, name: str, tokens: int = 100) -> str:
+        self.prefill.add(name, tokens, {"do_remote_decode": True, "transfer_id": name}, room_number(name))
+        return name
+
+    def to_decode(self, name: str, tokens: int = 100) -> str:
+        params = {"do_remote_prefill": True, "transfer_id": name, "kvctl_prefill": self.registry}
+        self.decode.add(name, tokens, params, room_number(name))
+        return name
+
+    def arrived(self, *names: str) -> None:
+        """Waits for the KV of requests, and checks it."""
+        self.received(*names)
+        assert not self.decode.failed.intersection(names), {name: self.failures(name) for name in names}
+        for name in names:
+            self.decode.check(name)
+
+    def received(self, *names: str) -> None:
+        self.decode.wait(lambda: self.decode.received.issuperset(names), f"receive {names}", self.prefill)
+
+    def sent(self, *names: str) -> None:
+        self.prefill.wait(lambda: self.prefill.sent.issuperset(names), f"send {names}", self.decode)
+
+    def failures(self, name: str) -> dict[str, str]:
+        """Returns the code with which the room of a request failed on each agent."""
+        found = {}
+        for agent in (*self.prefill.agents, *self.decode.agents):
+            for record in agent.observe.failed()["rooms"]:
+                if record["room"] == str(room_number(name)):
+                    found[agent.role] = record["failure"]["code"]
+        return found
+
+    def settle(self) -> None:
+        """Waits until neither side holds anything of any request."""
+
+        def over() -> bool:
+            workers = [each._worker for server in self for each in server.workers]
+            held = ((each._sends, each._receives, each._ended, each._failed) for each in workers)
+            return not any(map(any, held)) and not any(each.agent.parts.machine.rooms for each in workers)
+
+        self.prefill.wait(over, "the rooms end", self.decode)
+
+
+MakePair = Callable[..., Pair]
+
+
+@pytest.fixture(scope="module")
+def sockets() -> Iterator[None]:
+    directory = Path(tempfile.mkdtemp(prefix="kv-", dir="/tmp"))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("KVCTL_SOCKET_DIR", str(directory))
+        yield
+    shutil.rmtree(directory)
+
+
+def start(
+    stack: ExitStack,
+    prefill: Model = PLAIN,
+    decode: Model = PLAIN,
+    tp: tuple[int, int] = (1, 1),
+    transport: str = "loopback",
+    **extra: Any,
+) -> Pair:
+    port, servers = free_port(), []
+    extra["transport"] = transport
+    for role, model, size in (("prefill", prefill, tp[0]), ("decode", decode, tp[1])):
+        servers.append(Server(role, model, port, size, extra=extra))
+        stack.callback(servers[-1].close)
+    return Pair(*servers)
+
+
+@pytest.fixture(scope="module")
+def shared(vllm: None, sockets: None) -> Iterator[Pair]:
+    with ExitStack() as stack:
+        pair = start(stack, transport="nixl")
+        name = pair.to_decode(pair.to_prefill("first"))  # connects them
+        pair.decode.receive(name)
+        pair.prefill.step({name: 100})
+        pair.received(name)
+        pair.prefill.finish(name)
+        pair.sent(name)
+        yield pair
+
+
+@pytest.fixture
+def pair(shared: Pair) -> Iterator[Pair]:
+    """A prefill and a decode server of one worker each, shared by the tests of the module."""
+    yield shared
+    for name in list(shared.decode.jobs):
+        shared.decode.finish(name)
+    shared.settle()
+
+
+@pytest.fixture
+def make_pair(no_leaks: None, socket_dir: Path) -> Iterator[MakePair]:
+    with ExitStack() as stack:
+        yield lambda *arguments, **options: start(stack, *arguments, **options)
+
+
+class TestOrders:
+    def test_prefill_first(self, pair: Pair) -> None:
+        name = pair.to_prefill(pair.name())
+        pair.prefill.step({name: 100})
+        held, params = pair.prefill.finish(name)
+        assert held
+        pair.decode.add(name, 100, params, room_number(name))
+        assert pair.decode.receive(name)
+        pair.arrived(name)
+        pair.sent(name)
+        assert name not in pair.prefill.jobs
+
+    def test_both_at_once(self, pair: Pair) -> None:
+        name = pair.to_decode(pair.to_prefill(pair.name()))
+        pair.decode.receive(name)
+        pair.decode.step()
+        for tokens in (20, 44, 36):
+            pair.prefill.step({name: tokens})
+            pair.decode.step()
+        pair.prefill.finish(name)
+        pair.arrived(name)
+        pair.sent(name)
+
+    def test_a_request_that_decode_has_long_before_prefill(self, pair: Pair) -> None:
+        name = pair.to_decode(pair.name())
+        pair.decode.receive(name)
+        (receive,) = pair.decode.step().receives
+        assert receive.prefill == pair.registry
+        pair.to_prefill(name)
+        pair.prefill.step({name: 100})
+        pair.arrived(name)
+        pair.prefill.finish(name)
+        pair.sent(name)
+
+    def test_a_cached_prefix_is_not_transferred(self, pair: Pair) -> None:
+        name = pair.to_decode(pair.to_prefill(pair.name()))
+        before = sum(pair.prefill.agents[0].stats()["bytes_total"].values())
+        pair.decode.receive(name, cached=64)
+        pair.decode.step()
+        pair.prefill.step({name: 100})
+        pair.arrived(name)
+        pair.prefill.finish(name)
+        pair.sent(name)
+        model = pair.prefill.model
+        block = model.block * model.heads * 2 * model.dim * 4 * len(model.groups[0][0])
+        assert sum(pair.prefill.agents[0].stats()["bytes_total"].values()) - before == 3 * block
+
+    def test_a_prompt_that_decode_has_cached(self, pair: Pair) -> None:
+        name = pair.to_decode(pair.to_prefill(pair.name(), 64), 64)
+        pair.prefill.step({name: 64})
+        pair.prefill.finish(name)
+        assert not pair.decode.receive(name, cached=64)
+        pair.decode.step()
+        pair.sent(name)
+        assert name not in pair.decode.failed
+        pair.decode.finish(name)
+
+    def test_many_at_once(self, pair: Pair) -> None:
+        names = [pair.to_decode(pair.to_prefill(pair.name(), 40 + n), 40 + n) for n in range(8)]
+        for name in names[::2]:
+            pair.decode.receive(name)
+        pair.decode.step()
+        pair.prefill.step(dict.fromkeys(names, 30))
+        for name in names[1::2]:
+            pair.decode.receive(name)
+        pair.decode.step()
+        pair.prefill.step({name: 10 + n for n, name in enumerate(names)})
+        for name in names:
+            pair.prefill.finish(name)
+        pair.arrived(*names)
+        pair.sent(*names)
+
+
+class TestLayouts:
+    @pytest.mark.parametrize(
+        ("prefill", "decode", "tp", "transport"),
+        [
+            (Model(), Model(tokens_outermost=True), (2, 1), "nixl"),
+            (Model(divided=2), Model(block=32), (1, 2), "loopback"),
+            (Model(mla=True, divided=4), Model(mla=True), (2, 1), "loopback"),
+            (Model(HYBRID, blocks=128), Model(HYBRID, blocks=128), (1, 1), "nixl"),
+            (Model(HYBRID, blocks=128), Model(HYBRID, blocks=128, tokens_outermost=True), (1, 2), "loopback"),
+        ],
+        ids=["TP 2 to 1, other memory order", "TP 1 to 2, larger blocks", "MLA", "windows", "windows, TP 1 to 2"],
+    )
+    def test_kv_arrives(
+        self, make_pair: MakePair, prefill: Model, decode: Model, tp: tuple[int, int], transport: str
+    ) -> None:
+        pair = make_pair(prefill, decode, tp, transport)
+        names = [pair.to_decode(pair.to_prefill(f"r{tokens}", tokens), tokens) for tokens in (7, 90, 127)]
+        for name in names[1:]:
+            pair.decode.receive(name, cached=32 if name == "r127" else 0)
+        pair.decode.step()
+        pair.prefill.step({"r7": 7, "r90": 50})
+        pair.prefill.step({"r90": 40, "r127": 70})
+        pair.decode.receive("r7")
+        pair.prefill.step({"r127": 57})
+        for name in names:
+            pair.prefill.finish(name)
+        pair.arrived(*names)
+        pair.sent(*names)
+
+    def test_servers_that_do_not_match_fail_their_requests(self, make_pair: MakePair) -> None:
+        pair = make_pair(Model(), Model(groups=(((0, 1, 2), None),)))
+        name = pair.to_decode(pair.to_prefill("r"))
+        pair.decode.receive(name)
+        pair.received(name)
+        assert name in pair.decode.failed
+        assert pair.failures(name)["decode"] == "KV_COMPAT_MISMATCH"
+
+
+class TestPreemption:
+    def test_blocks_are_taken_back_before_others_use_them(self, pair: Pair) -> None:
+        name, other = pair.to_prefill(pair.name()), pair.to_prefill(pair.name())
+        pair.prefill.step({name: 64})
+        lost = list(pair.prefill.jobs[name].table[0])
+        pair.prefill.step({other: 100}, preempted=[name])
+        assert set(lost) & set(pair.prefill.jobs[other].table[0])
+        pair.prefill.step({name: 100})
+        for each in (name, other):
+            pair.prefill.finish(each)
+            pair.to_decode(each)
+            pair.decode.receive(each)
+        pair.arrived(name, other)
+        pair.sent(name, other)
+
+    def test_while_decode_is_receiving(self, pair: Pair) -> None:
+        name, other = pair.to_decode(pair.to_prefill(pair.name())), pair.to_prefill(pair.name())
+        pair.decode.receive(name)
+        pair.decode.step()
+        pair.prefill.step({name: 80})
+        pair.prefill.step({other: 100}, preempted=[name])
+        pair.prefill.step({name: 48})
+        pair.prefill.step({name: 52})
+        pair.prefill.finish(name)
+        pair.arrived(name)
+        pair.prefill.finish(other, ABORTED)
+        pair.sent(name, other)
+
+    def test_blocks_that_are_still_read_stop_the_step(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+        name = pair.to_prefill(pair.name())
+        pair.prefill.step({name: 64})
+        with monkeypatch.context() as patched:
+            patched.setattr(worker_module, "_RECALL_S", 0.0)
+            patched.setattr("kvctl_agent.runtime.handles.Send.recall", lambda self: None)
+            with pytest.raises(RuntimeError, match=rf"preempted request {name} \(room \d+\) are still read after 0 s"):
+                pair.prefill.step(preempted=[name])
+        pair.prefill.finish(name, ABORTED)
+        pair.sent(name)
+
+
+class TestAbort:
+    @pytest.mark.parametrize("computed", [0, 48, 100])
+    @pytest.mark.parametrize("opened", [False, True], ids=["not opened", "opened"])
+    def test_at_prefill(self, pair: Pair, computed: int, opened: bool) -> None:
+        name = pair.to_prefill(pair.name())
+        if opened:
+            pair.to_decode(name)
+            pair.decode.receive(name)
+            pair.decode.step()
+        pair.prefill.step({name: computed} if computed else {})
+        if opened and computed == 100:
+            pair.received(name)
+        assert pair.prefill.finish(name, ABORTED) == (True, None)
+        pair.sent(name)
+        if opened:
+            pair.received(name)
+            assert (name in pair.decode.failed) == (computed < 100)
+        assert name not in pair.prefill.jobs
+
+    @pytest.mark.parametrize("computed", [0, 48])
+    def test_at_decode_while_it_receives(self, pair: Pair, computed: int) -> None:
+        name = pair.to_decode(pair.to_prefill(pair.name()))
+        pair.decode.receive(name)
+        pair.decode.step()
+        pair.prefill.step({name: computed} if computed else {})
+        pair.decode.finish(name, ABORTED)
+        assert name in pair.decode.jobs  # its blocks may still be written
+        pair.received(name)
+        assert name not in pair.decode.jobs
+        pair.prefill.step({name: 100 - computed})
+        pair.prefill.finish(name)
+        pair.sent(name)
+        assert pair.failures(name) == {"prefill": "ABORTED", "decode": "ABORTED"}
+
+    @pytest.mark.parametrize("known", [True, False], ids=["known at prefill", "unknown there"])
+    def test_at_decode_while_it_waits_for_blocks(self, pair: Pair, known: bool) -> None:
+        name = pair.to_decode(pair.name())
+        if known:
+            pair.to_prefill(name)
+            pair.prefill.step()
+        pair.decode.step()
+        pair.decode.finish(name, ABORTED)
+        pair.decode.step()
+        if not known:
+            pair.to_prefill(name)
+        pair.prefill.step({name: 100})
+        pair.prefill.finish(name)
+        pair.sent(name)
+        assert pair.failures(name) == {"prefill": "ABORTED", "decode": "ABORTED"}
+
+
+class TestFailures:
+    def test_a_failed_receive_is_reported_at_once_and_finished_when_its_blocks_are_free(
+        self, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        name = pair.to_decode(pair.to_prefill(pair.name()))
+        pair.decode.receive(name)
+        pair.decode.step()
+        receive = pair.decode.workers[0]._worker._receives[name]
+        with monkeypatch.context() as patched:
+            patched.setattr(type(receive), "release", lambda self: None)  # a write to the blocks may be in flight
+            pair.prefill.finish(name, ABORTED)
+            pair.decode.wait(lambda: name in pair.decode.failed, f"{name} fails", pair.prefill)
+            assert receive.state == RoomState.FAILED
+            for _ in range(3):
+                pair.decode.step()
+            assert name not in pair.decode.received
+        receive.release()
+        pair.decode.failed.clear()
+        pair.received(name)
+        assert name not in pair.decode.failed  # reported once
+        pair.sent(name)
+
+    def test_a_room_that_decode_refuses_ends_at_prefill(self, pair: Pair) -> None:
+        name, other = (pair.to_prefill(pair.name()) for _ in range(2))
+        for each in (name, other):
+            pair.to_decode(each)
+        pair.decode.receive(name)
+        pair.decode.step()
+        pair.decode.jobs[other].table[0].extend([9999] * 7)
+        pair.decode.receive(other)
+        pair.received(other)
+        assert other in pair.decode.failed
+        pair.prefill.finish(name, ABORTED)
+        pair.prefill.step({other: 100})
+        pair.prefill.finish(other)
+        pair.sent(name, other)
+        assert pair.failures(other) == {"prefill": "ABORTED", "decode": "ABORTED"}
+        pair.decode.jobs.pop(other)
+
+    def test_a_room_that_prefill_refuses_is_reported_as_sent(
+        self, pair: Pair, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        name = pair.to_prefill(pair.name())
+        twice = f"{name}-again"
+        pair.prefill.add(twice, 100, {"do_remote_decode": True, "transfer_id": name})
+        pair.prefill.step({name: 100, twice: 100})
+        assert f"request {twice} cannot be sent: room {room_number(name)}" in caplog.text
+        for each in (name, twice):
+            pair.prefill.finish(each)
+        pair.prefill.step()
+        assert pair.prefill.sent >= {twice}
+        pair.to_decode(name)
+        pair.decode.receive(name)
+        pair.arrived(name)
+        pair.sent(name)
+
+    def test_no_decode_server_asks(self, make_pair: MakePair) -> None:
+        pair = make_pair(hold_s=0.5)
+        name = pair.to_prefill("r")
+        pair.prefill.step({name: 100})
+        pair.prefill.finish(name)
+        pair.sent(name)
+        assert pair.failures(name) == {"prefill": "KV_HOLD_EXPIRED"}
+
+    def test_a_request_that_waits_at_decode_is_kept(self, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("kvctl_agent.integrations.vllm.scheduler._RENEW_S", 0.1)
+        pair = make_pair(hold_s=2.0)
+        pair.decode.agents[0].connect(pair.registry)
+        pair.decode.agents[0].wait_ready(30)
+        kept, dropped = (pair.to_prefill(name) for name in ("kept", "dropped"))
+        pair.to_decode(kept)
+        pair.prefill.step({kept: 100, dropped: 100})
+        for name in (kept, dropped):
+            pair.prefill.finish(name)
+        pair.prefill.wait(lambda: dropped in pair.prefill.sent, "hold_s", pair.decode)
+        assert kept not in pair.prefill.sent
+        pair.decode.receive(kept)
+        pair.arrived(kept)
+
+    def test_a_server_that_prefill_never_hears_of(self, make_pair: MakePair) -> None:
+        pair = make_pair(unclaimed_s=0.5)
+        name = pair.to_decode("r")
+        pair.decode.receive(name)
+        pair.received(name)
+        assert pair.failures(name)["decode"] == "KV_ROOM_UNCLAIMED"
+        assert name in pair.decode.failed
+
+
+class TestAgent:
+    def test_names_and_settings(self, pair: Pair) -> None:
+        (prefill,), (decode,) = pair.prefill.agents, pair.decode.agents
+        assert prefill.name == f"prefill-tp0@127.0.0.1:{pair.prefill.port}"
+        assert decode.name.startswith("decode-tp0@")
+        assert decode.name.endswith(f":{pair.decode.port}-en"[:9])
+        assert (prefill.settings["unclaimed_s"], prefill.settings["hold_s"]) == (25.0, 30.0)
+        integration = prefill.observe.status()["integration"]
+        assert integration["engine"], integration["engine_version"] == ("vllm", "0.32.0")
+
+    def test_the_environment_overrides_the_defaults_here(
+        self, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("KVCTL_HOLD_S", "7")
+        pair = make_pair(unclaimed_s=9.0)
+        settings = pair.prefill.agents[0].settings
+        assert (settings["hold_s"], settings["unclaimed_s"]) == (7.0, 9.0)
+
+    def test_request_ids_and_trace_contexts_are_on_both_sides(self, pair: Pair) -> None:
+        name = pair.to_decode(pair.to_prefill(pair.name()))
+        pair.decode.receive(name)
+        pair.decode.step()
+        pair.prefill.step({name: 100})
+        for agent in (*pair.prefill.agents, *pair.decode.agents):
+            assert agent.observe.room(room_number(name))[0]["request_id"] == name
+        pair.prefill.finish(name)
+        pair.received(name)
+        pair.sent(name)
