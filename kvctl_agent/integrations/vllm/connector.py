@@ -24,7 +24,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvctl_agent.contract.settings import load_settings
 from kvctl_agent.integrations.vllm import versions
 from kvctl_agent.integrations.vllm.metadata import KvctlMetadata
-from kvctl_agent.integrations.vllm.pools import check_groups
+from kvctl_agent.integrations.vllm.pools import check_groups, is_state
 from kvctl_agent.integrations.vllm.scheduler import ConnectorScheduler
 from kvctl_agent.integrations.vllm.sleep_mode import check_sleep_mode
 from kvctl_agent.integrations.vllm.worker import ConnectorWorker, registry_of
@@ -139,7 +139,28 @@ def check_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         raise ValueError("kvctl's connector does not support --prefill-context-parallel-size: set it to 1")
     if transfer.is_kv_producer and parallel.decode_context_parallel_size > 1:
         raise ValueError("kvctl's connector does not support --decode-context-parallel-size at prefill: set it to 1")
-    if config.speculative_config is not None:
-        raise ValueError("kvctl's connector does not support speculative decoding yet: leave out --speculative-config")
+    if config.num_prefill_lookahead_tokens > 1:
+        raise ValueError(
+            "kvctl's connector does not support speculative decoding with several MTP modules, whose KV at the end of "
+            "a prompt prefill cannot compute: set num_speculative_tokens to 1 in --speculative-config, or leave it out"
+        )
     check_sleep_mode(config.model_config)
-    check_groups(kv_cache_config.transfer_groups)
+    groups = kv_cache_config.transfer_groups
+    check_groups(groups)
+    if any(map(is_state, groups)):
+        _check_state(config)
+
+
+def _check_state(config: VllmConfig) -> None:
+    """Checks that the connector supports the options of a server of a model with Mamba layers."""
+    parallel = config.parallel_config
+    if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
+        raise ValueError(
+            "kvctl's connector does not support --tensor-parallel-size and --pipeline-parallel-size for models with "
+            "Mamba layers: set them to 1"
+        )
+    if config.speculative_config is not None:
+        raise ValueError(
+            "kvctl's connector does not support speculative decoding of models with Mamba layers: leave out "
+            "--speculative-config"
+        )

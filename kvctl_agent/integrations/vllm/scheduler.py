@@ -30,6 +30,7 @@ from kvctl_agent.integrations.vllm.metadata import (
     text_of,
     traceparent_of,
 )
+from kvctl_agent.integrations.vllm.pools import is_state
 
 logger = logging.getLogger(LOGGER)
 
@@ -65,6 +66,9 @@ class ConnectorScheduler:
             group.kv_cache_spec.sliding_window if isinstance(group.kv_cache_spec, SlidingWindowSpec) else None
             for group in groups
         ]
+        self._states = [is_state(group) for group in groups]
+        # Decode computes the last token of a prompt from the state after the tokens before it.
+        self._left_to_decode = int(any(self._states))
         self._sends: dict[str, _Send] = {}
         self._receives: set[str] = set()  # opened by the workers, not yet reported as received
         self._expected: dict[str, tuple[str, str]] = {}  # request -> (prefill, transfer), not opened yet
@@ -78,6 +82,7 @@ class ConnectorScheduler:
         params, name = request.kv_transfer_params, request.request_id
         if is_sent(params):
             transfer = text_of(params, TRANSFER_ID) or name
+            self._shorten(request)
             self._sends[name] = _Send(transfer, request.num_prompt_tokens)
             self._next.sends.append(SendRequest(name, transfer, traceparent_of(request)))
         elif is_received(params):
@@ -91,10 +96,23 @@ class ConnectorScheduler:
                     name, TRANSFER_ID, PREFILL,
                 )  # fmt: skip
 
+    def _shorten(self, request: Any) -> None:
+        """Takes the tokens from a prompt at prefill that decode computes from the state after those before them."""
+        count = self._left_to_decode
+        if not count or request.num_prompt_tokens <= count:
+            return
+        if request.prompt_token_ids is not None:
+            del request.prompt_token_ids[-count:]
+        else:
+            request.prompt_embeds = request.prompt_embeds[:-count]
+        del request._all_token_ids[-count:]
+        request.num_prompt_tokens -= count
+        request.max_tokens = 1
+
     def matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
         """Returns how many tokens of a prompt are received after the `computed` ones that are cached here."""
-        count = request.num_prompt_tokens - computed if request.request_id in self._expected else 0
-        return (count, True) if count > 0 else (0, False)
+        count = request.num_prompt_tokens - self._left_to_decode - computed
+        return (count, True) if count > 0 and request.request_id in self._expected else (0, False)
 
     def allocated(self, request: Any, blocks: Any, received: int) -> None:
         """Passes the blocks of a request that is received; `received` is 0 if nothing is, as its prompt is cached."""
@@ -107,7 +125,7 @@ class ConnectorScheduler:
         if not received:
             self._next.refused.append((transfer, prefill, "the whole prompt is cached by the decode engine"))
             return
-        tokens = request.num_prompt_tokens
+        tokens = request.num_prompt_tokens - self._left_to_decode
         table = self._config.select_transfer_block_ids(blocks.get_block_ids())
         self._receives.add(name)
         self._next.receives.append(
@@ -125,7 +143,10 @@ class ConnectorScheduler:
     def _to_fill(self, table: Sequence[list[int]], cached: int, tokens: int) -> Blocks:
         """Returns for each group the blocks of tokens [cached, tokens), in a sliding window only the last ones."""
         found = []
-        for blocks, size, window in zip(table, self._block_tokens, self._windows, strict=True):
+        for blocks, size, window, state in zip(table, self._block_tokens, self._windows, self._states, strict=True):
+            if state:
+                found.append(blocks[:1])
+                continue
             first = cached if window is None else max(cached, tokens - window)
             found.append([block for block in blocks[first // size : -(-tokens // size)] if block != _NULL_BLOCK])
         return tuple(found)
@@ -159,8 +180,8 @@ class ConnectorScheduler:
         passed = send.passed or [0] * len(table)
         send.passed = [-(-tokens // size) if send.complete else end // size for size in self._block_tokens]
         blocks = tuple(
-            [block if block != _NULL_BLOCK else -1 for block in each[first:last]]
-            for each, first, last in zip(table, passed, send.passed, strict=True)
+            each[:1] if state else [block if block != _NULL_BLOCK else -1 for block in each[first:last]]
+            for each, first, last, state in zip(table, passed, send.passed, self._states, strict=True)
         )
         meta.computed.append(ComputedBlocks(name, blocks, scheduled, send.complete, tokens))
 

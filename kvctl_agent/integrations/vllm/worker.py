@@ -69,6 +69,8 @@ class ConnectorWorker:
         self._config = config
         self._kv_cache_config = kv_cache_config
         self._role: Role = "prefill" if config.kv_transfer_config.is_kv_producer else "decode"
+        speculative = config.speculative_config
+        self._drafts = speculative is not None and speculative.uses_draft_kv_cache()
         self.agent: Agent | None = None
         self._asleep = False  # vLLM has taken the memory of the KV cache away
         self._requests: dict[str, SendRequest] = {}
@@ -225,7 +227,8 @@ class ConnectorWorker:
         if not computed:
             return {}
         assert self.agent is not None
-        groups = self.agent.layer_groups(ForwardInfo(tuple(each.tokens for each in computed))).groups
+        forward = ForwardInfo(tuple(each.tokens for each in computed), draft=self._drafts)
+        groups = self.agent.layer_groups(forward).groups
         for each in computed:
             if send := self._sends.get(each.request):
                 send.prefetch(groups)
@@ -243,7 +246,7 @@ class ConnectorWorker:
         for computed in self._step.computed:
             send = self._sends.get(computed.request)
             if computed.last and send is not None and not send.state.finished:
-                send.finish()
+                send.finish(state_indices=self._pool.states(computed.blocks))
         self._step = KvctlMetadata()
 
     def _pass(self, layers: range | None) -> None:
@@ -310,6 +313,7 @@ class ConnectorWorker:
                 prefix_tokens=request.prefix_tokens,
                 tokens=request.tokens,
                 group_pages=groups,
+                state_indices=self._pool.states(request.blocks),
                 request_id=request.request,
                 traceparent=request.traceparent,
             )

@@ -68,6 +68,19 @@ class VllmConfig:
     speculative_config: Any = None
     kv_transfer_config: KVTransferConfig | None = None
 
+    @property
+    def num_prefill_lookahead_tokens(self) -> int:
+        return getattr(self.speculative_config, "num_prefill_lookahead_tokens", 0)
+
+
+class SpeculativeConfig:
+    def __init__(self, draft_kv_cache: bool = False, num_prefill_lookahead_tokens: int = 0) -> None:
+        self.num_prefill_lookahead_tokens = num_prefill_lookahead_tokens
+        self._draft_kv_cache = draft_kv_cache
+
+    def uses_draft_kv_cache(self) -> bool:
+        return self._draft_kv_cache
+
 
 # ---- KV cache ------------------------------------------------------------------------------------------------------
 
@@ -109,6 +122,7 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
 class MambaSpec(KVCacheSpec):
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
+    mamba_cache_mode: str = "none"
 
 
 @dataclass(frozen=True)
@@ -187,6 +201,14 @@ class Request:
     kv_transfer_params: dict[str, Any] | None = None
     trace_headers: dict[str, str] | None = None
     status: RequestStatus = RequestStatus.WAITING
+    max_tokens: int = 16
+    prompt_embeds: Any = None
+    prompt_token_ids: list[int] | None = None
+    _all_token_ids: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.prompt_token_ids = list(range(self.num_prompt_tokens))
+        self._all_token_ids = list(range(self.num_prompt_tokens))
 
 
 @dataclass
@@ -449,6 +471,10 @@ class GroupCoordinator:
         self.cpu_group = None
 
 
+def is_conv_state_dim_first() -> bool:
+    return False
+
+
 def get_pp_group() -> GroupCoordinator:
     return GroupCoordinator(Ranks.pp)
 
@@ -493,7 +519,7 @@ class SleepModeBackendFactory:
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
 
 MODULES: dict[str, tuple[Any, ...]] = {
-    "vllm.config": (VllmConfig, ParallelConfig, ModelConfig, KVTransferConfig),
+    "vllm.config": (VllmConfig, ParallelConfig, ModelConfig, KVTransferConfig, SpeculativeConfig),
     f"{_CONNECTOR}.base": (
         KVConnectorBase_V1,
         KVConnectorMetadata,
@@ -504,6 +530,7 @@ MODULES: dict[str, tuple[Any, ...]] = {
     f"{_CONNECTOR}.metrics": (KVConnectorPromMetrics, KVConnectorStats),
     "vllm.device_allocator.sleep_mode_backend": (CuMemBackend, SleepModeBackendFactory),
     "vllm.distributed.parallel_state": (get_pp_group, get_tensor_model_parallel_rank),
+    "vllm.model_executor.layers.mamba.mamba_utils": (is_conv_state_dim_first,),
     "vllm.v1.core.kv_cache_manager": (KVCacheBlocks,),
     "vllm.v1.core.sched.output": (CachedRequestData, KVConnectorBlockState, NewRequestData, SchedulerOutput),
     "vllm.v1.kv_cache_interface": (
