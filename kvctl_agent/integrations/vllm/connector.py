@@ -60,7 +60,9 @@ class KvctlConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- scheduler -------------------------------------------------------------------------------------------------
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        return tuple(self._kv_cache_config.transfer_group_ids)
+        # vLLM does not zero the blocks of these groups. Where it has to, the rows after a prompt need it, too.
+        config = self._kv_cache_config
+        return () if config.needs_kv_cache_zeroing else tuple(config.transfer_group_ids)
 
     def on_new_request(self, request: Any) -> None:
         self._scheduler.on_new_request(request)

@@ -208,6 +208,8 @@ class ConnectorWorker:
             self._sends[request.request] = None if self._asleep else self._send(request)
         self._step = meta
         self._to_pass = self._prefetch(meta.computed)
+        if meta.receives and self._kv_cache_config.needs_kv_cache_zeroing and self._pool.pool.device is not None:
+            torch.cuda.current_stream().synchronize()  # vLLM zeroes the blocks of this step there
         for receive in meta.receives:
             self._receives[receive.request] = self._receive(receive)
         for name, reason in meta.aborted:

@@ -160,6 +160,10 @@ class KVCacheConfig:
     def transfer_groups(self) -> tuple[KVCacheGroupSpec, ...]:
         return tuple(self.kv_cache_groups[number] for number in self.transfer_group_ids)
 
+    @property
+    def needs_kv_cache_zeroing(self) -> bool:
+        return any(isinstance(group.kv_cache_spec, MambaSpec) for group in self.kv_cache_groups)
+
     def select_transfer_block_ids(self, block_ids: Sequence[list[int]]) -> tuple[list[int], ...]:
         return tuple(block_ids[number] for number in self.transfer_group_ids)
 

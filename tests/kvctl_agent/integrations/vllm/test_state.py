@@ -118,6 +118,12 @@ def test_nothing_of_a_prompt_of_one_token_is_received() -> None:
     assert [each[0] for each in half._next.refused] == ["t"]
 
 
+@pytest.mark.parametrize(("specs", "groups"), [((MAMBA, FULL), ()), ((FULL,), (0,))])
+def test_vllm_zeroes_all_blocks_where_it_has_to(specs: tuple[vllm.KVCacheSpec, ...], groups: tuple[int, ...]) -> None:
+    made = connector.KvctlConnector(options("kv_consumer"), vllm.KVConnectorRole.SCHEDULER, cache_config(*specs))
+    assert made.get_loaded_kv_cache_group_ids(None) == groups
+
+
 def test_prompts_of_models_without_state_are_whole() -> None:
     half = scheduler.ConnectorScheduler("tcp://127.0.0.1:1", cache_config(FULL), 1)
     request = vllm.Request("request", 40, {"do_remote_decode": True})
