@@ -478,7 +478,7 @@ class Agent:
         """
         room, fake = check_room(room), check_flag("fake", fake)
         event = ev.SendRoom(room, check_request_id(room, request_id), valid_traceparent(traceparent))
-        self._check_running("prefill", begun=fake or self.parts.machine.knows(room))
+        self._check_takes("prefill", begun=fake or self.parts.machine.knows(room))
         handle = Send(room, _discard if fake else self.parts.mailbox.put, self._limits(), self.parts.forwards)
         self._begin(handle, event, fake)
         return handle
@@ -528,7 +528,7 @@ class Agent:
         """
         room, fake = check_room(room), check_flag("fake", fake)
         request_id, traceparent = check_request_id(room, request_id), valid_traceparent(traceparent)
-        self._check_running("decode", begun=fake)
+        self._check_takes("decode", begun=fake)
         if prefill is not None:
             self._check_endpoint(prefill)
         wanted = pages, prefix_tokens, aux_index, state_indices, prefill_only, tokens, group_pages
@@ -613,6 +613,15 @@ class Agent:
         if (instance := prefill or self.bootstrap) is None:
             raise LocalProtocolError(f"{where}{NO_INSTANCE} to {self.name}: pass prefill=, or call connect")
         return instance
+
+    def _check_takes(self, role: str, *, begun: bool) -> None:
+        """Like `_check_running`, for a room; counts and records a refusal."""
+        try:
+            self._check_running(role, begun=begun)
+        except LocalProtocolError as error:
+            self.telemetry.metrics.add("kvctl_rooms_refused_total", 1, "state" if self.role == role else "role")
+            self.telemetry.recorder.record("engine", str(error), "warning")
+            raise
 
     def _check_running(self, role: str, *, begun: bool) -> None:
         """Raises LocalProtocolError unless the agent has this role and accepts rooms (when draining: only `begun`)."""

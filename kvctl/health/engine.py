@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvctl.health.codes.sglang import adapted
+from kvctl.health.codes.advice import adapted
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Snapshot
 from kvctl.render.selection import natural_key

@@ -45,6 +45,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("kvctl_rooms_active", "gauge", "", "Active rooms, by state.", ("state",)),
     Metric("kvctl_rooms_finished_total", "counter", "", "Finished rooms, by result.", ("result",)),
     Metric("kvctl_rooms_opened_total", "counter", "", "Rooms opened."),
+    Metric(
+        "kvctl_rooms_refused_total",
+        "counter",
+        "",
+        "Rooms refused to the engine, as the agent has the other role, or is draining or closed, by reason.",
+        ("reason",),
+    ),
     Metric("kvctl_room_failures_total", "counter", "", "Failed rooms, by code of the first failure.", ("code",)),
     Metric(
         "kvctl_room_seconds",

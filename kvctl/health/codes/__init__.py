@@ -9,7 +9,7 @@ Each health code is a function of a snapshot, declared with `health_code` in one
 - `rooms`: corrupt data, traffic
 - `transport`: lanes, engines, GPUs, limits, metrics
 
-Functions that several of these modules use are in `facts`.
+Functions that several of these modules use are in `facts`; `advice` has the remedies that depend on the engine.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ CODES: tuple[Code, ...] = (
     ready.port_clash,
     peers.compat_mismatch,
     peers.plan_mismatch,
+    rooms.wrong_role,
     peers.peer_stale,
     ready.agent_draining,
     staging.ring_gated_empty,

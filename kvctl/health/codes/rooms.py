@@ -172,6 +172,36 @@ def _prefill_only(snapshot: Snapshot) -> Iterator[Finding]:
     )
 
 
+@health_code(
+    "KV_WRONG_ROLE",
+    Severity.CRITICAL,
+    "rooms",
+    sees="every request fails or is computed by one engine alone, and no room is opened",
+    means="An engine asked its agent to receive rooms although the agent is a prefill agent, or to send rooms although "
+    "it is a decode agent. The agent refuses such rooms. The two servers have each other's role, or the router sends "
+    "requests for prefill to the decode server and the reverse.",
+    remedy="Exchange the roles of the servers, or their addresses in the router's configuration.",
+    alert='sum by (instance) (increase(kvctl_rooms_refused_total{reason="role"}[10m])) > 0',
+)
+def wrong_role(snapshot: Snapshot) -> Iterator[Finding]:
+    for agent in snapshot.agents.values():
+        count = agent.total("kvctl_rooms_refused_total", reason="role") or 0
+        if count <= 0:
+            continue
+        recent = snapshot.since_before(agent.name, "kvctl_rooms_refused_total", reason="role")
+        task = "receive" if agent.role == "prefill" else "send"
+        yield wrong_role.finding(
+            agent.name,
+            severity=Severity.CRITICAL if recent else Severity.WARNING,
+            weight=count,
+            evidence={"refused_rooms_total": int(count), "since_before": recent},
+            cause=f"the engine of {agent.name} asked it to {task} {counted(count, 'room')}, but it is a {agent.role} "
+            "agent",
+            remedy="`kvctl agents` shows the role of each agent; exchange the roles of the servers, or their addresses "
+            "in the router's configuration",
+        )
+
+
 # ---- rooms that one side never begins ---------------------------------------------------------------------------
 
 

@@ -7,10 +7,8 @@ observed ranks get the remedies of this table instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from kvctl.health.finding import Finding
-from kvctl.health.snapshot import Snapshot
 
 _POOL = "SGLANG_DISAGG_STAGING_POOL_SIZE_MB"
 _WAITING = "SGLANG_DISAGGREGATION_WAITING_TIMEOUT"
@@ -90,12 +88,3 @@ ADVICE: Mapping[str, Callable[[Finding], str]] = {
         "cores and SGLANG_DISAGGREGATION_QUEUE_SIZE for more transfer workers"
     ),
 }
-
-
-def adapted(finding: Finding, snapshot: Snapshot) -> Finding:
-    """Returns the finding with the advice for SGLang if it is about observed ranks; otherwise the finding itself."""
-    advice = ADVICE.get(finding.code)
-    agents = [snapshot.agents[name] for name in finding.agents if name in snapshot.agents]
-    if advice is None or not any(agent.observes for agent in agents):
-        return finding
-    return replace(finding, remedy=advice(finding))

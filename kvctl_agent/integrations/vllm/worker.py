@@ -214,7 +214,8 @@ class ConnectorWorker:
             self._receives[receive.request] = self._receive(receive)
         for name, reason in meta.aborted:
             handle = self._sends.get(name) or self._receives.get(name)
-            if handle is not None:
+            # What is sent has arrived: a router that has decode's answer may drop the request at prefill.
+            if handle is not None and not (isinstance(handle, Send) and handle.sent):
                 handle.abort(reason)
         for transfer, prefill, reason in meta.refused:
             self._tell("refuse", room_number(transfer), reason, prefill=prefill)

@@ -342,6 +342,8 @@ class TestCalls:
         ):
             with pytest.raises(LocalProtocolError, match=text):
                 call()
+        for agent in (prefill, decode):
+            assert agent.telemetry.metrics.totals("kvctl_rooms_refused_total") == {("role",): 1}
         with pytest.raises(LayoutError, match="not page-aligned"):
             decode.receive(1, [0], prefix_tokens=3)
         with pytest.raises(ConfigError, match="must be auto, bulk, slice, staged, direct"):
