@@ -229,7 +229,7 @@ class TestDrain:
             fleet.decode[0].receive(8, [1])
         with pytest.raises(LocalProtocolError, match=r"prefill-0 \(prefill, draining\) takes no prefill rooms"):
             fleet.prefill[0].send(8)
-        for agent in (*fleet.decode, *fleet.prefill):
+        for agent in (fleet.decode[0], fleet.prefill[0]):
             assert agent.telemetry.metrics.total("kvctl_rooms_refused_total", "state") == 1
         finish(fleet, room)
         assert "none in flight" in desk.done(fleet.decode[0], "drain")["text"]
