@@ -620,7 +620,7 @@ class Agent:
             self._check_running(role, begun=begun)
         except LocalProtocolError as error:
             self.telemetry.metrics.add("kvctl_rooms_refused_total", 1, "state" if self.role == role else "role")
-            self.telemetry.recorder.record("engine", str(error))
+            self.telemetry.recorder.record("room", str(error), "warning")
             raise
 
     def _check_running(self, role: str, *, begun: bool) -> None:

@@ -73,8 +73,8 @@ def test_advice_names_options_of_vllm(damage: Callable[[Fleet], None], code: str
 def test_data_parallel_ranks_get_the_header() -> None:
     fleet = of_vllm()
     name = "prefill-dp1-tp0@127.0.0.1:14580"
-    for table in (fleet.answers, fleet.hellos, fleet.clocks):
-        table[name] = table["prefill-0"]  # type: ignore[index]
+    fleet.answers[name], fleet.hellos[name] = fleet.answers["prefill-0"], fleet.hellos["prefill-0"]
+    fleet.clocks[name] = fleet.clocks["prefill-0"]
     fleet.failed([name], "7", "KV_ROOM_UNCLAIMED", name, "no request after 25 s")
     findings = fleet.find("KV_ROOM_UNCLAIMED")
     assert any("X-data-parallel-rank" in finding.remedy for finding in findings)
