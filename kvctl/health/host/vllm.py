@@ -306,7 +306,7 @@ def _package_problems(server: Server) -> Iterator[_Problem]:
             "install one of these, or use one of vLLM's own connectors",
             "",
         )
-    install = "`pip install 'kvctl[nixl]'` with the pip of the server's environment"
+    install = "`pip install 'kvctl[vllm]'` with the pip of the server's environment"
     if "kvctl" not in packages:
         yield "kvctl is not installed there", "vLLM ends with \"No module named 'kvctl_agent'\"", install, ""
     settings = server.settings
