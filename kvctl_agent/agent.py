@@ -82,7 +82,8 @@ class Agent:
             when pages that a prefill engine has recalled may be reused (`Send.recalled`). It runs on the control
             thread (for a fake room, on the thread that calls `send` or `receive`) and must only enqueue.
         factories: constructors of the components that tests and fault injection replace.
-        integration: the engine that the agent is part of, as `kvctl status` shows it; None if it is embedded otherwise.
+        integration: the engine that the agent is part of, as `kvctl status` shows it and as peers compare it; None if
+            it is embedded otherwise.
         config: values of configuration keys declared in `contract.config`; `kvctl config` shows the origin "argument".
 
     Attributes:
@@ -131,7 +132,7 @@ class Agent:
             control = control_endpoints.control_address(instances[0], name, settings["listen"])
             self._check_endpoint(control, bound=True)
         make = factories or PartFactories()
-        self._arguments = model, on_state, settings, keys, make
+        self._arguments = model, on_state, settings, keys, make, integration
         self.parts = build_parts(name, role, rank, pool, instances, *self._arguments)
         try:
             self.observe = AdminQueries(ObservedAgent(self.parts, integration))
@@ -285,6 +286,17 @@ class Agent:
     def serving(self) -> list[str]:
         """Decode: returns the endpoints of the prefill instances whose ranks are all connected."""
         return self.parts.lifecycle.serving()
+
+    def kv_format(self, prefill: str) -> str | None:
+        """Decode: returns the KV format of a prefill instance, as its `integration` says; "" if it says none.
+
+        Args:
+            prefill: endpoint of its registry.
+
+        Returns:
+            The format; None if the instance is not connected.
+        """
+        return self.parts.lifecycle.kv_format(prefill)
 
     @property
     def accepting(self) -> bool:

@@ -22,7 +22,7 @@ from kvctl_agent.contract.choices import BULK, DIRECT, SLICE, STAGED
 from kvctl_agent.contract.keys import KeyPair
 from kvctl_agent.contract.processors import FEW_CORES, available_cores, copy_threads, engine_threads
 from kvctl_agent.contract.settings import Settings
-from kvctl_agent.contract.snapshots import Role
+from kvctl_agent.contract.snapshots import Integration, Role
 from kvctl_agent.contract.sockets import shortage
 from kvctl_agent.contract.values import encodable, shown
 from kvctl_agent.device.base import Device
@@ -186,6 +186,7 @@ def build_parts(
     settings: Settings,
     keys: KeyPair | None,
     make: PartFactories,
+    integration: Integration | None = None,
     former: AgentParts | None = None,
 ) -> AgentParts:
     """Builds all components of an agent. Raises as `Agent`, and then releases the components built so far.
@@ -195,6 +196,7 @@ def build_parts(
         model: shape of the whole model's KV; None: `pool` has all layers.
         keys: the fleet's key pair, for control sockets over TCP; None without encryption.
         make: constructors of the replaceable components.
+        integration: the engine that the agent is part of.
         former: released components of the same agent, whose telemetry and exporters continue; None for a new agent.
     """
     # Identity and telemetry.
@@ -234,7 +236,7 @@ def build_parts(
         buffers, ring = staging_memory(role, settings, pool.device, make.ring)
         memory += [buffers, ring]
         transport.register(regions(pool, buffers or ring))
-        local = local_of(name, role, rank, shape, pool, incarnation, settings, transport, ring)
+        local = local_of(name, role, rank, shape, pool, incarnation, settings, transport, ring, integration)
 
         # What transfers parts.
         if settings["copy_threads"] is None:
@@ -583,6 +585,7 @@ def local_of(
     settings: Settings,
     transport: Transport,
     ring: RingMemory | None,
+    integration: Integration | None,
 ) -> LocalInfo:
     """Returns the description of this rank that the protocol uses and sends to peers."""
     ring_bytes = ring.nbytes - _SCRATCH_BYTES if ring else 0
@@ -610,6 +613,8 @@ def local_of(
         shared=shared,
         unshared=unshared,
         hostname=socket.gethostname()[:256],
+        engine=integration["engine"] if integration else "",
+        kv_format=integration.get("kv_format", "") if integration else "",
     )
 
 

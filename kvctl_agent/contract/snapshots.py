@@ -118,6 +118,7 @@ class Integration(TypedDict):
     engine_version: str
     mode: str  # backend, replace, connector: the agent transfers; observe: the engine does, the agent only reports it
     settings: dict[str, str]  # of the engine, that decide what a failed transfer means, or how instances are numbered
+    kv_format: NotRequired[str]  # elements of the KV, such as bfloat16; on a decode rank, all that it takes
 
 
 class Status(TypedDict):

@@ -63,6 +63,8 @@ class LocalInfo(msgspec.Struct, frozen=True):
     unshared: str = ""
     hostname: str = ""
     cp_interleave: int = 1
+    engine: str = ""  # whose worker the agent is part of; "" if it is embedded otherwise
+    kv_format: str = ""  # elements of the KV, such as bfloat16; on a decode rank all that it takes; "" if unknown
 
     @property
     def unique_rank(self) -> int:
@@ -117,13 +119,16 @@ class LocalInfo(msgspec.Struct, frozen=True):
     def _plan(self) -> Wire:
         """Returns the plan inputs of this side, in wire form.
 
-        All but `page_size` and `chunk_tokens` must be equal on both sides; the chunk grid is that of the prefill side.
+        All but `page_size`, `chunk_tokens`, `engine` and `kv_format` must be equal. The chunk grid is that of the
+        prefill side, whose KV format must be one of those that the decode side takes.
         """
+        known = {"engine": self.engine, "kv_format": self.kv_format}
         return {
             "plan_version": PLAN_VERSION,
             **shape_to_wire(self.shape),
             "page_size": self.page_size,
             "chunk_tokens": self.chunk_tokens,
+            **{name: value for name, value in known.items() if value},
         }
 
 
@@ -173,6 +178,14 @@ def plan_with_peer(local: LocalInfo, info: PeerInfo) -> PeerPlan:
         return PeerPlan(None, (f"its chunk_tokens is {other_chunk!r:.40}, with pages of {other_size} tokens",))
     if max(local.page_size, other_size) % min(local.page_size, other_size):
         return PeerPlan(None, (str(Factor("page_size", local.page_size, other_size)),))
+    formats = own.pop("kv_format", ""), theirs.pop("kv_format", "")
+    sent, taken = formats if local.role == "prefill" else formats[::-1]
+    if sent and taken and sent not in str(taken).split(", "):
+        return PeerPlan(None, (str(Factor("kv_format", *formats)),))
+    engine, other_engine = own.pop("engine", ""), theirs.pop("engine", "")
+    if engine and other_engine and engine != other_engine and (excess := _beyond_plain_kv({**own, **theirs})):
+        text = f"{Factor('engine', engine, other_engine)}, between which only plain KV can be transferred: {excess}"
+        return PeerPlan(None, (text,))
     if factors := differences(own, theirs):
         return PeerPlan(None, tuple(map(str, factors)))
     try:
@@ -207,6 +220,19 @@ def plan_with_peer(local: LocalInfo, info: PeerInfo) -> PeerPlan:
     if rows and others and rows != others:
         return PeerPlan(None, (f"aux_row_bytes {_plus(rows)} ≠ {_plus(others)}",))
     return PeerPlan(inputs, ())
+
+
+def _beyond_plain_kv(wire: Wire) -> str:
+    """Names what a model has beside KV in one page table, which each engine lays out in its own way; "" for nothing.
+
+    Quantised KV belongs to it: engines keep its scales elsewhere.
+    """
+    found = {" ".join(name.split(".")[:2]) for name in wire if name.startswith(("group.", "state."))}
+    if "draft.num_layers" in wire:
+        found.add("a draft model")
+    if wire["shape.dtype_bytes"] == 1:
+        found.add("quantised KV")
+    return ", ".join(sorted(found))
 
 
 def _aux_row_bytes(pool: WireDict) -> list[int]:

@@ -38,6 +38,8 @@ class Facts(NamedTuple):
         draft_mla: whether the draft model has latent rows.
         swa_heads: KV heads of this rank in the pool of sliding-window layers; 0 without one.
         nhd: whether a page is `[tokens, heads, dim]`, so that heads can be divided.
+        element_bytes: bytes of an element as it is stored.
+        kv_format: elements of the KV, and the order within a page if it is another one.
     """
 
     heads: int
@@ -46,6 +48,8 @@ class Facts(NamedTuple):
     draft_mla: bool
     swa_heads: int
     nhd: bool
+    element_bytes: int
+    kv_format: str
 
 
 _facts: ContextVar[Facts | None] = ContextVar("facts", default=None)
@@ -57,6 +61,7 @@ def announced(queue: Any) -> Iterator[None]:
     pool, draft = queue.token_to_kv_pool, queue.draft_token_to_kv_pool
     swa = getattr(pool, "swa_kv_pool", None)
     pool = getattr(pool, "full_kv_pool", pool)
+    layout = getattr(pool, "kv_cache_layout", _NHD)
     facts = Facts(
         heads=getattr(pool, "head_num", 1),
         total_heads=queue.scheduler.model_config.get_total_num_kv_heads(),
@@ -64,12 +69,20 @@ def announced(queue: Any) -> Iterator[None]:
         draft_mla=draft is not None and is_mla_backend(draft),
         swa_heads=getattr(swa, "head_num", 0),
         nhd=getattr(pool, "kv_cache_layout", None) == _NHD,
+        element_bytes=pool.store_dtype.itemsize,
+        kv_format=str(pool.dtype).removeprefix("torch.") + f" {layout}" * (layout != _NHD),
     )
     token = _facts.set(facts)
     try:
         yield
     finally:
         _facts.reset(token)
+
+
+def kv_format() -> str:
+    """Returns the elements of the KV of the queue that is announced; "" outside of a queue."""
+    facts = _facts.get()
+    return facts.kv_format if facts is not None else ""
 
 
 def pool_of(args: Any, tp_size: int, *, mla: bool) -> tuple[KVPool, list[int]]:
@@ -110,9 +123,9 @@ def pool_of(args: Any, tp_size: int, *, mla: bool) -> tuple[KVPool, list[int]]:
         page_size=page_size,
         total_kv_heads=total_heads,
         heads=heads,
-        k_dim=k[0][2] // (page_size * heads),
-        v_dim=v[0][2] // (page_size * heads) if v else 0,
-        dtype_bytes=1,
+        k_dim=k[0][2] // (page_size * heads * facts.element_bytes),
+        v_dim=v[0][2] // (page_size * heads * facts.element_bytes) if v else 0,
+        dtype_bytes=facts.element_bytes,
         gpu=gpu,
         aux=list(zip(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, strict=True)),
         draft=_draft(draft, page_size, facts, tp_size, gpu, mla=mla) if draft else None,

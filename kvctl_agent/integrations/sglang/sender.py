@@ -30,8 +30,13 @@ class KvctlKVSender(CommonKVSender):
             self._handle = mgr.begin(bootstrap_room, partial(mgr.agent.send, bootstrap_room))
 
     def pop_decode_prefix_len(self) -> int:
-        """Returns the tokens of the prompt that the decode side has cached; valid once the room waits for input."""
-        return (self._handle and self._handle.prefix_tokens) or 0
+        """Returns the tokens of the prompt that the decode side has cached, in whole pages of this side.
+
+        Valid once the room waits for input. Another engine's pages may be smaller, and its prefix may end within a page
+        here; of that page the agent sends only the rest.
+        """
+        prefix, page_size = (self._handle and self._handle.prefix_tokens) or 0, self.kv_mgr.kv_args.page_size
+        return int(prefix // page_size * page_size)
 
     def send(
         self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: int | None = None, indices_event: Any = None

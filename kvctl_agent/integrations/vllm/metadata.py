@@ -8,11 +8,16 @@ from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
+from kvctl_agent.request_id import room_number
+
 LOGGER = "vllm.kvctl"  # below vLLM's logger, the only one for which its processes have a handler
 
 TRANSFER_ID = "transfer_id"
 PREFILL = "kvctl_prefill"
 TRACEPARENT = "traceparent"
+
+Transfer = str | int
+"""Id of a transfer: a text whose hash is the room, or the room itself, such as a `bootstrap_room` of SGLang."""
 
 Blocks = tuple[list[int], ...]
 """Blocks of each KV cache group that takes part in transfers, in vLLM's order."""
@@ -23,12 +28,12 @@ class SendRequest(NamedTuple):
 
     Attributes:
         request: vLLM's id of the request.
-        transfer: id of the transfer, whose hash is the room.
+        transfer: id of the transfer, which has the room.
         traceparent: W3C trace context of the request; "" without one.
     """
 
     request: str
-    transfer: str
+    transfer: Transfer
     traceparent: str
 
 
@@ -56,7 +61,7 @@ class ReceiveRequest(NamedTuple):
 
     Attributes:
         request: vLLM's id of the request.
-        transfer: id of the transfer, whose hash is the room.
+        transfer: id of the transfer, which has the room.
         prefill: endpoint of the registry of the prefill instance.
         traceparent: W3C trace context of the request; "" without one.
         blocks: for each group the blocks to fill.
@@ -65,7 +70,7 @@ class ReceiveRequest(NamedTuple):
     """
 
     request: str
-    transfer: str
+    transfer: Transfer
     prefill: str
     traceparent: str
     blocks: Blocks
@@ -92,8 +97,8 @@ class KvctlMetadata(KVConnectorMetadata):
     receives: list[ReceiveRequest] = field(default_factory=list)
     aborted: list[tuple[str, str]] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
-    refused: list[tuple[str, str, str]] = field(default_factory=list)
-    expected: dict[str, list[str]] = field(default_factory=dict)
+    refused: list[tuple[Transfer, str, str]] = field(default_factory=list)
+    expected: dict[str, list[Transfer]] = field(default_factory=dict)
 
 
 def is_sent(params: Mapping[str, Any] | None) -> bool:
@@ -112,6 +117,19 @@ def traceparent_of(request: Any) -> str:
     vLLM passes headers on only if its own tracing is on.
     """
     return text_of(request.kv_transfer_params, TRACEPARENT) or text_of(request.trace_headers or {}, TRACEPARENT)
+
+
+def transfer_of(params: Mapping[str, Any], default: Transfer = "") -> Transfer:
+    """Returns the id of the transfer that the parameters name; `default` if they name none."""
+    value = params.get(TRANSFER_ID)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    return text_of(params, TRANSFER_ID) or default
+
+
+def room_of(transfer: Transfer) -> int:
+    """Returns the room of a transfer."""
+    return transfer if isinstance(transfer, int) else room_number(transfer)
 
 
 def text_of(params: Mapping[str, Any], name: str) -> str:

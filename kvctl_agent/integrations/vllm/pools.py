@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from kvctl_agent.integrations.vllm.block_formats import BlockFormat
 from kvctl_agent.memory.pool import DraftKV, GroupTensors, KVPool, StateTensors
 
 # Kinds derived from these have contents of their own, which have not been looked at.
@@ -36,15 +37,19 @@ class WorkerPool:
 
     Attributes:
         pool: the agent's pool.
+        format: order of the elements in a block of the KV.
     """
 
-    def __init__(self, tensors: dict[str, torch.Tensor], config: KVCacheConfig, total_kv_heads: int) -> None:
+    def __init__(
+        self, tensors: dict[str, torch.Tensor], config: KVCacheConfig, total_kv_heads: int, cache_dtype: str
+    ) -> None:
         """Describes the tensors to the agent.
 
         Args:
             tensors: each layer's KV cache, by the layer's name.
             config: vLLM's KV cache configuration.
             total_kv_heads: KV heads of the model, from its configuration.
+            cache_dtype: vLLM's name of the dtype of the KV cache.
 
         Raises:
             ValueError: a group is of a kind that the connector does not support, which the text names, or this
@@ -60,6 +65,9 @@ class WorkerPool:
                 "kvctl's connector needs a layer with full attention in each pipeline stage: divide the layers "
                 "differently with VLLM_PP_LAYER_PARTITION, or use tensor parallelism"
             )
+        self.format = BlockFormat.of(
+            tensors[names[self._main][0]], _first_spec(groups[self._main].kv_cache_spec), cache_dtype
+        )
         self._pages = [tensors[each[0]].shape[0] // config.num_blocks if each else 1 for each in names]
         self._page_tokens = [
             group.kv_cache_spec.block_size // count for group, count in zip(groups, self._pages, strict=True)
@@ -89,7 +97,7 @@ class WorkerPool:
             )
             for number in self._states
         ]
-        main = self._kv(groups[self._main], names[self._main], tensors, total_kv_heads)
+        main = self._main_kv = self._kv(groups[self._main], names[self._main], tensors, total_kv_heads)
         common: dict[str, Any] = {
             "page_size": self._page_tokens[self._main],
             "axes": main.axes,
@@ -122,6 +130,10 @@ class WorkerPool:
         """Returns the items of each state component, from the blocks of each group."""
         return [list(blocks[number]) for number in self._states]
 
+    def convert(self, pages: Sequence[int], kv_format: str | None) -> bool:
+        """As `BlockFormat.convert`, for pages of the KV."""
+        return self.format.convert(self._main_kv.k, pages, kv_format)
+
     def last_layers(self, groups: Sequence[range], first: int) -> dict[str, range]:
         """Returns the layer groups by the name of the layer with which vLLM has computed each.
 
@@ -136,20 +148,14 @@ class WorkerPool:
         self, group: KVCacheGroupSpec, names: Sequence[str], tensors: dict[str, torch.Tensor], total_kv_heads: int
     ) -> DraftKV:
         """Returns K and V of a group's layers, or its latents."""
-        spec = group.kv_cache_spec
-        spec = next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+        spec = _first_spec(group.kv_cache_spec)
         layers = [tensors[name] for name in names]
         if isinstance(spec, MLAAttentionSpec):
             four = layers[0].dim() == 4
             return DraftKV(layers, None, 1, axes="pages heads tokens dim" if four else "pages tokens dim")
         assert isinstance(spec, AttentionSpec)
-        split = spec.head_size
-        return DraftKV(
-            [layer[..., :split] for layer in layers],
-            [layer[..., split:] for layer in layers],
-            total_kv_heads,
-            axes="pages heads tokens dim",
-        )
+        k, v = zip(*(self.format.split(layer, spec.head_size) for layer in layers), strict=True)
+        return DraftKV(k, v, total_kv_heads, axes="pages heads tokens dim")
 
 
 def check_groups(groups: Sequence[KVCacheGroupSpec]) -> None:
@@ -188,6 +194,10 @@ def _state_name(number: int, spec: MambaSpec) -> str:
         for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
     )
     return f"state{number}_{order}_{shapes}"
+
+
+def _first_spec(spec: Any) -> Any:
+    return next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
 def _is_full(spec: object) -> bool:

@@ -25,10 +25,12 @@ from kvctl_agent.integrations.vllm.metadata import (
     KvctlMetadata,
     ReceiveRequest,
     SendRequest,
+    Transfer,
     is_received,
     is_sent,
     text_of,
     traceparent_of,
+    transfer_of,
 )
 from kvctl_agent.integrations.vllm.pools import is_state
 
@@ -42,7 +44,7 @@ _RENEW_S = 5.0  # several times within the agent's default `hold_s` here, 30 s
 class _Send:
     """A request at prefill: its transfer, tokens of its prompt, and how many blocks of each group were passed on."""
 
-    transfer: str
+    transfer: Transfer
     tokens: int
     passed: list[int] = field(default_factory=list)
     complete: bool = False
@@ -71,7 +73,7 @@ class ConnectorScheduler:
         self._left_to_decode = int(any(self._states))
         self._sends: dict[str, _Send] = {}
         self._receives: set[str] = set()  # opened by the workers, not yet reported as received
-        self._expected: dict[str, tuple[str, str]] = {}  # request -> (prefill, transfer), not opened yet
+        self._expected: dict[str, tuple[str, Transfer]] = {}  # request -> (prefill, transfer), not opened yet
         self._renewed = 0.0  # monotonic time
         self._next = KvctlMetadata()
 
@@ -81,18 +83,18 @@ class ConnectorScheduler:
         """Takes note of a request: prefill ranks begin its room, decode ranks keep it open at the prefill server."""
         params, name = request.kv_transfer_params, request.request_id
         if is_sent(params):
-            transfer = text_of(params, TRANSFER_ID) or name
+            transfer = transfer_of(params, name)
             self._shorten(request)
             self._sends[name] = _Send(transfer, request.num_prompt_tokens)
             self._next.sends.append(SendRequest(name, transfer, traceparent_of(request)))
         elif is_received(params):
-            transfer, prefill = text_of(params, TRANSFER_ID), text_of(params, PREFILL)
-            if transfer and prefill:
+            transfer, prefill = transfer_of(params), text_of(params, PREFILL)
+            if transfer != "" and prefill:
                 self._expected[name] = prefill, transfer
                 self._renewed = 0.0
             else:
                 logger.warning(
-                    "kvctl: request %s has do_remote_prefill but no text %s and %s: it is computed here",
+                    "kvctl: request %s has do_remote_prefill but no %s and text %s: it is computed here",
                     name, TRANSFER_ID, PREFILL,
                 )  # fmt: skip
 

@@ -25,13 +25,13 @@ from kvctl_agent.integrations.vllm.metadata import (
     KvctlMetadata,
     ReceiveRequest,
     SendRequest,
+    room_of,
 )
 from kvctl_agent.integrations.vllm.pools import WorkerPool
 from kvctl_agent.integrations.vllm.sleep_mode import follow_sleep_mode
 from kvctl_agent.layout.layer_grouping import ForwardInfo
 from kvctl_agent.layout.shape import ModelShape, whole_model
 from kvctl_agent.rank import Rank
-from kvctl_agent.request_id import room_number
 from kvctl_agent.runtime.handles import Receive, Send
 
 logger = logging.getLogger(LOGGER)
@@ -76,6 +76,7 @@ class ConnectorWorker:
         self._requests: dict[str, SendRequest] = {}
         self._sends: dict[str, Send | None] = {}  # None: the agent has refused the room, or is asleep
         self._receives: dict[str, Receive | None] = {}
+        self._received_from: dict[str, ReceiveRequest] = {}
         self._step = KvctlMetadata()
         self._to_pass: dict[str, range | None] = {}  # of the step: its layer groups, as in `_prefetch`
         self._ended: set[str] = set()  # requests that vLLM has finished, whose blocks it keeps for us
@@ -92,7 +93,12 @@ class ConnectorWorker:
         """
         config, parallel = self._config, self._config.parallel_config
         transfer = config.kv_transfer_config
-        self._pool = WorkerPool(tensors, self._kv_cache_config, config.model_config.get_total_num_kv_heads())
+        self._pool = WorkerPool(
+            tensors,
+            self._kv_cache_config,
+            config.model_config.get_total_num_kv_heads(),
+            config.cache_config.cache_dtype,
+        )
         prefill = self._role == "prefill"
         stages, model = self._stages()
         pp, dcp, tp = (
@@ -139,6 +145,7 @@ class ConnectorWorker:
                     "kv_load_failure_policy": transfer.kv_load_failure_policy,
                     "data_parallel_size": str(parallel.data_parallel_size),
                 },
+                "kv_format": self._pool.format.name if prefill else self._pool.format.received,
             },
             **settings,
         )
@@ -212,15 +219,16 @@ class ConnectorWorker:
             torch.cuda.current_stream().synchronize()  # vLLM zeroes the blocks of this step there
         for receive in meta.receives:
             self._receives[receive.request] = self._receive(receive)
+            self._received_from[receive.request] = receive
         for name, reason in meta.aborted:
             handle = self._sends.get(name) or self._receives.get(name)
             # What is sent has arrived: a router that has decode's answer may drop the request at prefill.
             if handle is not None and not (isinstance(handle, Send) and handle.sent):
                 handle.abort(reason)
         for transfer, prefill, reason in meta.refused:
-            self._tell("refuse", room_number(transfer), reason, prefill=prefill)
+            self._tell("refuse", room_of(transfer), reason, prefill=prefill)
         for prefill, transfers in meta.expected.items():
-            self._tell("renew", [room_number(transfer) for transfer in transfers], prefill=prefill)
+            self._tell("renew", [room_of(transfer) for transfer in transfers], prefill=prefill)
 
     def _prefetch(self, computed: Sequence[ComputedBlocks]) -> dict[str, range | None]:
         """Announces a forward; returns the layer groups in which its KV is sent, by the layer with which each ends.
@@ -281,23 +289,33 @@ class ConnectorWorker:
             del self._sends[name], self._requests[name]
         received, failed = set(), set()
         for name, receive in self._receives.items():
-            if receive is None or (receive.state.finished and receive.released):
+            done = receive is None or (receive.state.finished and receive.released)
+            if done:
                 received.add(name)
-            if (receive is None or receive.error is not None) and name not in self._failed:
+            if name not in self._failed and (
+                receive is None or receive.error is not None or (done and not self._convert(name))
+            ):
                 failed.add(name)
         self._failed = (self._failed | failed) - received
         for name in received:
-            del self._receives[name]
+            del self._receives[name], self._received_from[name]
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
     # ---- rooms -----------------------------------------------------------------------------------------------------
+
+    def _convert(self, name: str) -> bool:
+        """Brings the blocks that a request has received into the order of vLLM's kernels; returns whether it can."""
+        assert self.agent is not None
+        request = self._received_from[name]
+        pages, _ = self._pool.pages(request.blocks)
+        return self._pool.convert(pages, self.agent.kv_format(request.prefill))
 
     def _send(self, request: SendRequest) -> Send | None:
         """Begins a room; returns None if the agent refuses it."""
         assert self.agent is not None
         try:
             return self.agent.send(
-                room_number(request.transfer), request_id=request.request, traceparent=request.traceparent
+                room_of(request.transfer), request_id=request.request, traceparent=request.traceparent
             )
         except KvctlError as error:
             logger.error("kvctl: request %s cannot be sent: %s", request.request, error)
@@ -310,7 +328,7 @@ class ConnectorWorker:
         try:
             pages, groups = self._pool.pages(request.blocks, -(-request.tokens // dcp))
             return self.agent.receive(
-                room_number(request.transfer),
+                room_of(request.transfer),
                 pages,
                 prefill=request.prefill,
                 prefix_tokens=request.prefix_tokens,
@@ -322,7 +340,7 @@ class ConnectorWorker:
             )
         except KvctlError as error:
             logger.error("kvctl: request %s cannot be received: %s", request.request, error)
-            self._tell("refuse", room_number(request.transfer), str(error), prefill=request.prefill)
+            self._tell("refuse", room_of(request.transfer), str(error), prefill=request.prefill)
             return None
 
     def _tell(self, method: str, *arguments: Any, prefill: str) -> None:

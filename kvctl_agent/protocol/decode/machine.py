@@ -98,6 +98,12 @@ class DecodeMachine(Machine):
     def roster(self, instance: str) -> tuple[str, ...]:
         return self.state.rosters.get(instance, ())
 
+    def kv_format(self, instance: str) -> str | None:
+        """Returns the KV format of a prefill instance; "" if it says none, None if its ranks are unknown."""
+        peers = [self._context.peers.get(name) for name in self.roster(instance)]
+        known = [peer.info for peer in peers if peer is not None and peer.info is not None]
+        return str(known[0].plan.get("kv_format", "")) if known else None
+
     def is_ready(self, name: str) -> bool:
         """Returns whether messages about rooms may be sent to this peer."""
         return self._context.is_ready(name)
