@@ -116,13 +116,14 @@ class Proxy:
         body.pop("kv_transfer_params", None)  # they name addresses to connect to: not the client's choice
         server, url = next(self._prefills), next(self._decodes)
         headers = {name: request.headers[name] for name in FORWARDED_HEADERS if name in request.headers}
-        headers.setdefault("X-Request-Id", uuid.uuid4().hex)
+        transfer = uuid.uuid4().hex
+        headers.setdefault("X-Request-Id", transfer)
         response = web.StreamResponse()
         if not _is_single(body):
             return await self._relay(request, response, url, body, headers)
         # vLLM passes these to the connector, headers it does not: the trace context makes rooms spans of the request.
         shared: Body = {name: headers[name] for name in ("traceparent",) if name in headers}
-        params: Body = {"do_remote_prefill": True, "do_remote_decode": False}
+        shared["transfer_id"] = secrets.randbits(63) if isinstance(server, SGLangPrefill) else transfer
         tasks: list[asyncio.Task[Any]] = []
 
         def start(coroutine: Any) -> asyncio.Task[Any]:
@@ -131,18 +132,22 @@ class Proxy:
 
         try:
             if isinstance(server, SGLangPrefill):
-                shared["transfer_id"] = room = secrets.randbits(63)
+                room = shared["transfer_id"]
                 registry, tokens = await asyncio.gather(
-                    self._registry(server, room), self._tokens(url + request.path, body, headers)
+                    self._registry(server, room), self._tokens(url, request.path, body, headers)
                 )
                 if not (registry and tokens):
                     return await self._relay(request, response, url, body, headers)
                 prefill = start(self._sglang_prefill(server, tokens, room, headers))
-                params |= {"kvctl_prefill": registry, **shared}
             else:
-                shared["transfer_id"] = uuid.uuid4().hex
+                registry = server.registry
                 prefill = start(self._prefill(server, request.path, body, headers, shared))
-                params |= {"kvctl_prefill": server.registry, **shared}
+            params: Body | None = {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "kvctl_prefill": registry,
+                **shared,
+            }
             if self._sequential:
                 params = await prefill
             decode = start(self._relay(request, response, url, body | {"kv_transfer_params": params}, headers))
@@ -167,11 +172,12 @@ class Proxy:
             body["max_completion_tokens"] = 1
         if server.rank:
             headers = {**headers, "X-data-parallel-rank": server.rank}
-        answer = await self._post(server.url + path, body, headers)
-        found: Body | None = answer and answer.get("kv_transfer_params")
-        if answer and not found:
-            logger.warning("%s: no kv_transfer_params: does it run with --kv-transfer-config?", server.url)
-        return found
+        answer = await self._post("prefill server", server.url, path, body, headers)
+        if answer is None or (found := answer.get("kv_transfer_params")):
+            return answer and found  # type: ignore[no-any-return]
+        reason = "its answer has no kv_transfer_params: does it run with --kv-transfer-config?"
+        _warn("prefill server", server.url, headers, reason)
+        return None
 
     async def _registry(self, server: SGLangPrefill, room: int) -> str:
         """Returns the endpoint of the registry of the SGLang rank that computes a room; "" if it is unknown.
@@ -192,12 +198,12 @@ class Proxy:
             logger.warning("SGLang's bootstrap server failed: %s: %s", url, error or type(error).__name__)
             return ""
 
-    async def _tokens(self, url: str, body: Body, headers: Mapping[str, str]) -> list[int]:
+    async def _tokens(self, url: str, path: str, body: Body, headers: Mapping[str, str]) -> list[int]:
         """Returns the token ids of a prompt, from decode unless it consists of them; [] if it has more than tokens."""
         prompt = body.get("prompt")
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int) and "truncate_prompt_tokens" not in body:
             return prompt
-        rendered = await self._post(f"{url}/render", body, headers)
+        rendered = await self._post("decode server", url, f"{path}/render", body, headers)
         first = rendered[0] if isinstance(rendered, list) else rendered or {}
         return [] if first.get("features") else first.get("token_ids", [])
 
@@ -212,19 +218,19 @@ class Proxy:
             "bootstrap_port": server.bootstrap_port,
             "bootstrap_room": room,
         }
-        return await self._post(f"{server.url}/generate", body, headers)  # type: ignore[no-any-return]
+        return await self._post("prefill server", server.url, "/generate", body, headers)  # type: ignore[no-any-return]
 
-    async def _post(self, url: str, body: Body, headers: Mapping[str, str]) -> Any:
+    async def _post(self, role: str, url: str, path: str, body: Body, headers: Mapping[str, str]) -> Any:
         """Returns the JSON that a server answers; None if it fails, which is logged."""
         try:
-            async with self._session.post(url, json=body, headers=headers) as answer:
+            async with self._session.post(url + path, json=body, headers=headers) as answer:
                 text = await answer.text()
                 if answer.status == 200:
                     return json.loads(text)
                 reason = f"it answered {answer.status}: {text[:200]}"
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             reason = str(error) or type(error).__name__
-        logger.warning("%s failed with request %s: %s", url, headers["X-Request-Id"], reason)
+        _warn(role, url, headers, reason)
         return None
 
     async def _relay(
@@ -260,6 +266,10 @@ def _is_single(body: Body) -> bool:
     prompt = body.get("prompt")
     several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
     return not several and not body.get("use_beam_search") and body.get("n") in (None, 1)
+
+
+def _warn(role: str, url: str, headers: Mapping[str, str], reason: str) -> None:
+    logger.warning("%s %s failed with request %s: %s", role, url, headers["X-Request-Id"], reason)
 
 
 def _error(status: int, message: str) -> web.Response:

@@ -23,7 +23,7 @@ class BlockFormat:
     Attributes:
         dtype: elements, such as bfloat16; also the name of the format with rows of tokens.
         kernels: vLLM's name of the instruction set whose kernels read the blocks, on a CPU; "" for rows of tokens.
-        tokens: tokens of a block.
+        tokens: tokens of a block that the kernels read; 0 for rows of tokens.
     """
 
     dtype: str
@@ -34,12 +34,12 @@ class BlockFormat:
     def of(cls, tensor: torch.Tensor, spec: Any, cache_dtype: str) -> BlockFormat:
         """Returns the format of a layer's KV cache; `cache_dtype` is vLLM's name of its dtype."""
         dtype = cache_dtype if tensor.dtype == torch.uint8 else str(tensor.dtype).removeprefix("torch.")
-        kernels = ""
-        if tensor.device.type == "cpu" and not isinstance(spec, MLAAttentionSpec):
-            from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+        if tensor.device.type != "cpu" or isinstance(spec, MLAAttentionSpec):
+            return cls(dtype, "", 0)
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-            kernels = _get_attn_isa(spec.dtype, spec.block_size, spec.head_size, cache_dtype)
-        return cls(dtype, kernels, spec.block_size)
+        tokens = tensor.shape[2]
+        return cls(dtype, _get_attn_isa(spec.dtype, tokens, spec.head_size, cache_dtype), tokens)
 
     @property
     def name(self) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
-from kvctl_agent.layout.shape import ModelShape, StateShape
+from kvctl_agent.layout.shape import KVGroup, ModelShape, StateShape, segments
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
@@ -499,3 +500,43 @@ def test_peers_that_nobody_needs_do_not_grow_without_bound() -> None:
         world.pool.clear()
     assert len(world.p().peers) <= MAX_PEERS
     assert world.p().peers["decode-0"].state is PeerState.READY
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, ""),
+        ({"draft": SHAPE}, "a draft model"),
+        ({"states": (StateShape("ssm", (0,), 1, 2, 8),)}, "state ssm"),
+        ({"groups": (KVGroup("window", replace(SHAPE, num_layers=1), (0,), 1),)}, "group window"),
+        ({"dtype_bytes": 1}, "quantised KV"),
+    ],
+)
+def test_two_engines_share_plain_kv_only(changes: dict[str, Any], text: str) -> None:
+    world = World(ParallelConfig(), ParallelConfig())
+    prefill, decode = (
+        msgspec.structs.replace(
+            agent.local,
+            engine=engine,
+            shape=replace(SHAPE, **changes),
+            pool={**agent.local.pool, "slots": [1] * len(segments(replace(SHAPE, **changes), 4))},
+        )
+        for agent, engine in ((world.p(), "sglang"), (world.d(), "vllm"))
+    )
+    refusal = f"engine vllm ≠ sglang, between which only plain KV can be transferred: {text}"
+    assert plan_with_peer(decode, prefill.peer_info()).differences == ((refusal,) if text else ())
+    assert (plan_with_peer(prefill, decode.peer_info()).inputs is None) == bool(text)
+    same = msgspec.structs.replace(decode, engine="sglang")
+    assert plan_with_peer(prefill, same.peer_info()).differences == ()
+
+
+@pytest.mark.parametrize(
+    ("sent", "taken", "fits"),
+    [("a", "b, a", True), ("a", "b", False), ("b, a", "a", False), ("", "a", True), ("a", "", True)],
+)
+def test_the_kv_format_of_prefill_is_one_that_decode_takes(sent: str, taken: str, fits: bool) -> None:
+    world = World(ParallelConfig(), ParallelConfig())
+    prefill = msgspec.structs.replace(world.p().local, kv_format=sent)
+    decode = msgspec.structs.replace(world.d().local, kv_format=taken)
+    assert plan_with_peer(prefill, decode.peer_info()).differences == (() if fits else (f"kv_format {sent} ≠ {taken}",))
+    assert plan_with_peer(decode, prefill.peer_info()).differences == (() if fits else (f"kv_format {taken} ≠ {sent}",))

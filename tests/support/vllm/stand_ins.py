@@ -50,6 +50,11 @@ class ParallelConfig:
     data_parallel_index: int = field(init=False, default=0)
 
 
+@dataclass
+class CacheConfig:
+    cache_dtype: str = "auto"
+
+
 class ModelConfig:
     enable_sleep_mode = False
     sleep_mode_backend = "cumem"
@@ -67,6 +72,7 @@ class VllmConfig:
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     speculative_config: Any = None
     kv_transfer_config: KVTransferConfig | None = None
+    cache_config: CacheConfig = field(default_factory=CacheConfig)
 
     @property
     def num_prefill_lookahead_tokens(self) -> int:
@@ -469,6 +475,18 @@ class Ranks:
     pp = tp = 0
 
 
+class Kernels:
+    """What reads the blocks: "" for kernels that have K and V of a token in one row, as on GPUs."""
+
+    isa = ""
+
+
+def _get_attn_isa(
+    dtype: torch.dtype, block_size: int, head_size: int | None = None, kv_cache_dtype: str | None = None
+) -> str:
+    return Kernels.isa
+
+
 class GroupCoordinator:
     def __init__(self, rank: int) -> None:
         self.rank_in_group = rank
@@ -523,7 +541,7 @@ class SleepModeBackendFactory:
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
 
 MODULES: dict[str, tuple[Any, ...]] = {
-    "vllm.config": (VllmConfig, ParallelConfig, ModelConfig, KVTransferConfig, SpeculativeConfig),
+    "vllm.config": (VllmConfig, CacheConfig, ParallelConfig, ModelConfig, KVTransferConfig, SpeculativeConfig),
     f"{_CONNECTOR}.base": (
         KVConnectorBase_V1,
         KVConnectorMetadata,
@@ -535,6 +553,7 @@ MODULES: dict[str, tuple[Any, ...]] = {
     "vllm.device_allocator.sleep_mode_backend": (CuMemBackend, SleepModeBackendFactory),
     "vllm.distributed.parallel_state": (get_pp_group, get_tensor_model_parallel_rank),
     "vllm.model_executor.layers.mamba.mamba_utils": (is_conv_state_dim_first,),
+    "vllm.v1.attention.backends.cpu_attn": (_get_attn_isa,),
     "vllm.v1.core.kv_cache_manager": (KVCacheBlocks,),
     "vllm.v1.core.sched.output": (CachedRequestData, KVConnectorBlockState, NewRequestData, SchedulerOutput),
     "vllm.v1.kv_cache_interface": (

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvctl_agent.request_id import room_number
 from tests.support.vllm import stand_ins as vllm
-from tests.support.vllm.modules import scheduler
+from tests.support.vllm.modules import metadata, scheduler
 from tests.support.vllm.server import Model
 
 REGISTRY, PREFILL = "tcp://127.0.0.1:14579", "tcp://10.0.0.5:14579"
@@ -91,8 +92,15 @@ class TestPrefill:
 
     def test_without_a_transfer_id_the_request_names_the_room(self) -> None:
         prefill = half()
-        prefill.on_new_request(request({"do_remote_decode": True, "transfer_id": 7}, name="cmpl-1"))
+        prefill.on_new_request(request({"do_remote_decode": True, "transfer_id": True}, name="cmpl-1"))
         assert prefill.step(idle()).sends == [("cmpl-1", "cmpl-1", "")]
+
+    def test_a_transfer_id_may_be_the_number_of_a_room(self) -> None:
+        prefill = half()
+        prefill.on_new_request(request({"do_remote_decode": True, "transfer_id": 0}, name="cmpl-1"))
+        [send] = prefill.step(idle()).sends
+        assert metadata.room_of(send.transfer) == 0
+        assert metadata.room_of("7") == room_number("7")
 
     @pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": False}, {"transfer_id": "7f3a"}])
     def test_other_requests_are_left_alone(self, params: dict[str, Any] | None) -> None:
@@ -274,7 +282,7 @@ class TestDecode:
         assert not decode.pending
 
     @pytest.mark.parametrize("missing", ["transfer_id", "kvctl_prefill"])
-    @pytest.mark.parametrize("value", [None, 7, ""])
+    @pytest.mark.parametrize("value", [None, 7.0, ""])
     def test_without_a_room_or_a_server_it_is_computed_here(
         self, missing: str, value: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -282,7 +290,7 @@ class TestDecode:
         wanted = request({**FROM_PREFILL, missing: value})
         decode.on_new_request(wanted)
         assert decode.matched_tokens(wanted, 0) == (0, False)
-        assert "has do_remote_prefill but no text transfer_id and kvctl_prefill" in caplog.text
+        assert "has do_remote_prefill but no transfer_id and text kvctl_prefill" in caplog.text
 
     def test_a_request_that_ends_before_it_has_blocks_is_refused_at_prefill(self) -> None:
         decode = half()
