@@ -41,7 +41,7 @@ class WorkerPool:
     """
 
     def __init__(
-        self, tensors: dict[str, torch.Tensor], config: KVCacheConfig, total_kv_heads: int, cache_dtype: str
+        self, tensors: dict[str, torch.Tensor], config: KVCacheConfig, total_kv_heads: int, cache_dtype: str = "auto"
     ) -> None:
         """Describes the tensors to the agent.
 

@@ -15,7 +15,7 @@ from tests.support.vllm.server import Model
 
 
 def worker_pool(model: Model, tp: int = 1) -> Any:
-    return pools.WorkerPool(model.tensors(tp), model.config(tp), model.heads, "auto")
+    return pools.WorkerPool(model.tensors(tp), model.config(tp), model.heads)
 
 
 class TestPool:
@@ -23,7 +23,7 @@ class TestPool:
     def test_keys_and_values_are_views_of_the_tensors(self, tokens_outermost: bool) -> None:
         model = Model(tokens_outermost=tokens_outermost)
         tensors = model.tensors(1)
-        pool = pools.WorkerPool(tensors, model.config(1), model.heads, "auto").pool
+        pool = pools.WorkerPool(tensors, model.config(1), model.heads).pool
         assert (pool.num_pages, pool.page_size) == (model.blocks, model.block)
         names = list(tensors)
         tensors[names[1]][5, 2, 3, :] = torch.arange(2 * model.dim)
@@ -46,7 +46,7 @@ class TestPool:
         config = model.config(1)
         config.kv_cache_groups[0].layer_names.clear()
         with pytest.raises(ValueError, match="in each pipeline stage: divide the layers differently"):
-            pools.WorkerPool(model.tensors(1), config, model.heads, "auto")
+            pools.WorkerPool(model.tensors(1), config, model.heads)
 
     def test_latents_have_one_plane(self) -> None:
         pool = worker_pool(Model(mla=True)).pool
@@ -55,7 +55,7 @@ class TestPool:
     def test_latents_of_three_dimensions(self) -> None:
         model = Model(mla=True)
         tensors = {name: tensor[:, 0] for name, tensor in model.tensors(1).items()}
-        pool = pools.WorkerPool(tensors, model.config(1), 1, "auto").pool
+        pool = pools.WorkerPool(tensors, model.config(1), 1).pool
         assert (pool.num_pages, pool.page_size) == (model.blocks, model.block)
 
     @pytest.mark.parametrize("first", ["full", "window"])
@@ -72,7 +72,7 @@ class TestPool:
             block_size=16, num_kv_heads=4, head_size=8, dtype=torch.float32, attention_chunk_size=64
         )
         with pytest.raises(ValueError, match=r"ChunkedLocalAttentionSpec of layer model\.layers\.1\.self_attn\.attn"):
-            pools.WorkerPool(model.tensors(1), config, model.heads, "auto")
+            pools.WorkerPool(model.tensors(1), config, model.heads)
 
     def test_a_tensor_that_is_no_view_of_whole_rows_names_its_layer(self) -> None:
         model = Model()
@@ -80,7 +80,7 @@ class TestPool:
         name = next(iter(tensors))
         tensors[name] = tensors[name][..., ::2]
         with pytest.raises(MemoryLayoutError):
-            pools.WorkerPool(tensors, model.config(1), model.heads, "auto")
+            pools.WorkerPool(tensors, model.config(1), model.heads)
 
 
 class TestPages:
