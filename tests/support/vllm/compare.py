@@ -1,4 +1,7 @@
-"""Compares the stand-ins, and the connector's hooks, with the classes of the vLLM that is installed."""
+"""Compares the stand-ins, and the connector's hooks, with the classes of the vLLM that is installed.
+
+`python -m tests.support.vllm.compare` prints the differences and exits with 1 if there are any.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import dataclasses
 import enum
 import importlib
 import inspect
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,3 +118,15 @@ def _is_method(member: object) -> bool:
 def _shape(function: Any) -> _Shape:
     """Returns the name, kind and default of each parameter."""
     return [(each.name, each.kind, each.default) for each in inspect.signature(function).parameters.values()]
+
+
+def main() -> None:
+    base = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
+    connector = importlib.import_module("kvctl_agent.integrations.vllm.connector").KvctlConnector
+    found = [*differences(), *foreign_hooks(connector, base.KVConnectorBase_V1, base.SupportsHMA)]
+    print("\n".join(found), file=sys.stderr)
+    sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()
