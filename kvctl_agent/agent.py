@@ -206,6 +206,19 @@ class Agent:
         """
         return self.observe.stats()
 
+    def latencies(self, after: int = 0) -> tuple[list[float], int]:
+        """Returns the latencies of single rooms in seconds, for an engine's own histogram; for any thread.
+
+        Args:
+            after: number of rooms whose latencies are left out, which the previous call returned.
+
+        Returns:
+            The latencies that `stats` summarises, of the rooms after those, at most the last 1024; and the number of
+            rooms so far.
+        """
+        found, number = self.telemetry.latencies.after(after)
+        return [latency / 1e9 for latency in found], number
+
     # ---- lifecycle -------------------------------------------------------------------------------------------------
 
     def start(self) -> Agent:

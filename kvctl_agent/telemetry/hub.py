@@ -509,7 +509,7 @@ class Latencies:
 
     def __init__(self, keep: int = 1024) -> None:
         self._keep = keep
-        self._latest: deque[int] = deque()
+        self._latest: deque[tuple[int, int]] = deque()  # number from 1, latency
         self._ascending: list[int] = []
         self._count = 0
 
@@ -518,10 +518,17 @@ class Latencies:
         # Kept in order, so that a query does not sort: it copies, while a room costs two binary searches.
         ascending = self._ascending
         if len(self._latest) == self._keep:
-            del ascending[bisect_left(ascending, self._latest.popleft())]
-        self._latest.append(latency_ns)
-        insort(ascending, latency_ns)
+            del ascending[bisect_left(ascending, self._latest.popleft()[1])]
         self._count += 1
+        self._latest.append((self._count, latency_ns))
+        insort(ascending, latency_ns)
+
+    def after(self, number: int) -> tuple[list[int], int]:
+        """Returns the latencies in ns that were added after the first `number`, and the number of the last one."""
+        if self._count == number:
+            return [], number
+        later = [each for each in tuple(self._latest) if each[0] > number]
+        return [latency for _, latency in later], later[-1][0] if later else number
 
     def summary(self) -> LatencySummary:
         """Returns the quantiles in ns, by nearest rank (None before the first latency), and the number of latencies."""

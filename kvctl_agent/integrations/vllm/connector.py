@@ -27,6 +27,7 @@ from kvctl_agent.integrations.vllm.metadata import KvctlMetadata
 from kvctl_agent.integrations.vllm.pools import check_groups, is_state
 from kvctl_agent.integrations.vllm.scheduler import ConnectorScheduler
 from kvctl_agent.integrations.vllm.sleep_mode import check_sleep_mode
+from kvctl_agent.integrations.vllm.stats import KvctlPromMetrics, KvctlStats
 from kvctl_agent.integrations.vllm.worker import ConnectorWorker, registry_of
 
 _ROLES = ("kv_producer", "kv_consumer")
@@ -120,9 +121,28 @@ class KvctlConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._worker.results(finished_req_ids)
 
+    def get_kv_connector_stats(self) -> KvctlStats | None:
+        return self._worker.stats() if self.role == KVConnectorRole.WORKER else None
+
     def shutdown(self) -> None:
         if self.role == KVConnectorRole.WORKER:
             self._worker.close()
+
+    # ---- statistics ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvctlStats:
+        return KvctlStats(dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KvctlPromMetrics:
+        return KvctlPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 def check_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

@@ -29,6 +29,7 @@ from kvctl_agent.integrations.vllm.metadata import (
 )
 from kvctl_agent.integrations.vllm.pools import WorkerPool
 from kvctl_agent.integrations.vllm.sleep_mode import follow_sleep_mode
+from kvctl_agent.integrations.vllm.stats import KvctlStats, StatsReader
 from kvctl_agent.layout.layer_grouping import ForwardInfo
 from kvctl_agent.layout.shape import ModelShape, whole_model
 from kvctl_agent.rank import Rank
@@ -150,6 +151,7 @@ class ConnectorWorker:
             **settings,
         )
         self.agent.start()
+        self._stats = StatsReader(self.agent)
         follow_sleep_mode(config.model_config, self)
         logger.info("kvctl: agent %s is running; look at it with: kvctl status", self.agent.name)
 
@@ -300,6 +302,10 @@ class ConnectorWorker:
         for name in received:
             del self._receives[name], self._received_from[name]
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+    def stats(self) -> KvctlStats | None:
+        """Returns what has changed in the agent's statistics since the last step; None if nothing has."""
+        return None if self.agent is None else self._stats.changes()
 
     # ---- rooms -----------------------------------------------------------------------------------------------------
 

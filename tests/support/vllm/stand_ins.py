@@ -420,9 +420,6 @@ class KVConnectorBase_V1(ABC):
 
 # ---- statistics ----------------------------------------------------------------------------------------------------
 
-PromMetric = Gauge | Counter | Histogram
-PromMetricT = Any
-
 
 @dataclass
 class KVConnectorStats:
@@ -460,10 +457,6 @@ class KVConnectorPromMetrics:
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         raise NotImplementedError
-
-
-def create_metric_per_engine(metric: Any, per_engine_labelvalues: dict[int, list[object]]) -> dict[int, Any]:
-    return {number: metric.labels(*values) for number, values in per_engine_labelvalues.items()}
 
 
 # ---- sleep mode, ranks ---------------------------------------------------------------------------------------------
@@ -570,7 +563,6 @@ MODULES: dict[str, tuple[Any, ...]] = {
         UniformTypeKVCacheSpecs,
     ),
     "vllm.v1.metrics.cache_hit_source": (CacheHitSource,),
-    "vllm.v1.metrics.utils": (create_metric_per_engine,),
     "vllm.v1.outputs": (KVConnectorOutput,),
     "vllm.v1.request": (Request, RequestStatus),
 }
