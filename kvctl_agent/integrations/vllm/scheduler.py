@@ -69,8 +69,9 @@ class ConnectorScheduler:
             for group in groups
         ]
         self._states = [is_state(group) for group in groups]
-        # Decode computes the last token of a prompt from the state after the tokens before it.
-        self._left_to_decode = int(any(self._states))
+        # Decode computes the last token of a prompt: from the state after the tokens before it, and from the window
+        # before it, of which vLLM has no block for the first token if decode is said to have the last token already.
+        self._left_to_decode = int(any(self._states) or any(self._windows))
         self._sends: dict[str, _Send] = {}
         self._receives: set[str] = set()  # opened by the workers, not yet reported as received
         self._expected: dict[str, tuple[str, Transfer]] = {}  # request -> (prefill, transfer), not opened yet

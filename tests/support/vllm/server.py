@@ -185,8 +185,9 @@ class Server:
         return held, params
 
     def step(self, tokens: Mapping[str, int] | None = None, preempted: Iterable[str] = ()) -> Any:
-        """Makes a step that computes the next tokens of requests; returns its metadata."""
-        tokens, preempted = tokens or {}, set(preempted)
+        """Makes a step that computes the next tokens of requests, at most to their ends; returns its metadata."""
+        lengths = {name: job.request.num_prompt_tokens - job.computed for name, job in self.jobs.items()}
+        tokens, preempted = {name: min(count, lengths[name]) for name, count in (tokens or {}).items()}, set(preempted)
         for name in preempted:
             job = self.jobs[name]
             self._give_back(job)
@@ -233,7 +234,7 @@ class Server:
     def check(self, name: str, cached: int = 0) -> None:
         """Asserts that the blocks of a request have the KV of its prompt, in the windows of groups with one."""
         job = self.jobs[name]
-        tokens = job.request.num_prompt_tokens
+        tokens = job.request.num_prompt_tokens - any(window for _, window in self.model.groups)
         for number, (layers, window) in enumerate(self.model.groups):
             first = 0 if window is None else max(0, tokens - window + 1)
             for rank in range(self.tp):

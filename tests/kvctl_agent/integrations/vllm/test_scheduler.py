@@ -363,7 +363,7 @@ def test_each_attempt_passes_each_block_of_the_prompt_once(
     tokens, attempts = schedule
     model = Model(groups=(((0,), None), ((1,), window + 1)))
     prefill = half(model)
-    prefill.on_new_request(request(TO_DECODE, tokens))
+    prefill.on_new_request(request(TO_DECODE, tokens + 1))  # decode computes the last token
     count = -(-tokens // BLOCK)
     for number, (cached, steps) in enumerate(attempts):
         full = [100 * number + block for block in range(1, count + 1)]

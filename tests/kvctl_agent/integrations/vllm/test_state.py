@@ -124,11 +124,20 @@ def test_vllm_zeroes_all_blocks_where_it_has_to(specs: tuple[vllm.KVCacheSpec, .
     assert made.get_loaded_kv_cache_group_ids(None) == groups
 
 
-def test_prompts_of_models_without_state_are_whole() -> None:
-    half = scheduler.ConnectorScheduler("tcp://127.0.0.1:1", cache_config(FULL), 1)
+WINDOW = vllm.SlidingWindowSpec(BLOCK, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32, sliding_window=32)
+
+
+@pytest.mark.parametrize(("specs", "tokens"), [((FULL,), 40), ((FULL, WINDOW), 39), ((MAMBA, FULL), 39)])
+def test_only_prompts_of_models_with_full_attention_alone_are_whole(
+    specs: tuple[vllm.KVCacheSpec, ...], tokens: int
+) -> None:
+    half = scheduler.ConnectorScheduler("tcp://127.0.0.1:1", cache_config(*specs), 1)
     request = vllm.Request("request", 40, {"do_remote_decode": True})
     half.on_new_request(request)
-    assert request.num_prompt_tokens == 40
+    assert request.num_prompt_tokens == tokens
+    received = vllm.Request("other", 40, {"do_remote_prefill": True, "transfer_id": "t", "kvctl_prefill": "tcp://x:1"})
+    half.on_new_request(received)
+    assert half.matched_tokens(received, 0) == (tokens, True)
 
 
 def test_states_with_other_contents_have_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
