@@ -61,6 +61,7 @@ _COLUMNS = (
     Column("failure", _failure, help="First cause of the failure: rank, code and text."),
     Column("tokens", kind=Kind.COUNT, width=Width.NORMAL),
     Column("parked", kind=Kind.COUNT, width=Width.NORMAL, help="Parts that wait for a ring region or a lease."),
+    _REQUEST,
     Column(
         "missing", kind=Kind.LIST, width=Width.WIDE, header="WAITS FOR", help="Agents whose message ends this state."
     ),
@@ -75,7 +76,6 @@ _COLUMNS = (
     Column("opened_at", kind=Kind.TIME, width=Width.WIDE, help="Time at which the room was opened."),
     Column("forward_done_at", kind=Kind.TIME, width=Width.WIDE, help="Prefill rank: end of the forward of the prompt."),
     Column("finished_at", kind=Kind.TIME, width=Width.WIDE, help="Time at which the room finished."),
-    _REQUEST,
     Column("nonce", kind=Kind.ID, width=Width.WIDE),
 )
 
