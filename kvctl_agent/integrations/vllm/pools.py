@@ -38,6 +38,7 @@ class WorkerPool:
     Attributes:
         pool: the agent's pool.
         format: order of the elements in a block of the KV.
+        ends_with_kv: whether the last layer is one of the agent's KV, not of another group.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class WorkerPool:
             name: min(sum(own < _layer_number(name) for own in numbers), len(numbers) - 1)
             for name in sorted(chain.from_iterable(names), key=_layer_number)
         }
+        self.ends_with_kv = next(reversed(self._kv_layers)) in names[self._main]
         others = [
             GroupTensors(
                 f"group{number}",

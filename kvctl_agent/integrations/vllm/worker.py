@@ -156,11 +156,23 @@ class ConnectorWorker:
         logger.info("kvctl: agent %s is running; look at it with: kvctl status", self.agent.name)
 
     def _stages(self) -> tuple[tuple[int, ...], ModelShape | None]:
-        """Returns the number of KV layers of each pipeline stage, and the model's shape; ((), None) with one stage."""
+        """Returns the number of KV layers of each pipeline stage, and the model's shape; ((), None) with one stage.
+
+        Raises:
+            ValueError: a stage other than the last ends with a layer of another KV cache group, which a server with
+                other stages takes for one of the next stage.
+        """
         if (size := self._config.parallel_config.pipeline_parallel_size) == 1:
             return (), None
-        shapes: list[Any] = [None] * size
-        torch.distributed.all_gather_object(shapes, self._pool.pool.shape(), group=get_pp_group().cpu_group)
+        stages: list[Any] = [None] * size
+        own = self._pool.pool.shape(), self._pool.ends_with_kv
+        torch.distributed.all_gather_object(stages, own, group=get_pp_group().cpu_group)
+        shapes, ends = zip(*stages, strict=True)
+        if not all(ends[:-1]):
+            raise ValueError(
+                "kvctl's connector needs a layer with full attention at the end of each pipeline stage but the last: "
+                "divide the layers differently with VLLM_PP_LAYER_PARTITION, or use tensor parallelism"
+            )
         return tuple(shape.num_layers for shape in shapes), whole_model(shapes)
 
     def close(self) -> None:

@@ -7,17 +7,20 @@ import pickle
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
 from tests.support.vllm import stand_ins as vllm
-from tests.support.vllm.modules import connector
+from tests.support.vllm.modules import connector, pools
 
 _NULL_BLOCK = 0
 _DEADLINE_S = 60.0
+_ALL = range(1 << 20)
 _QUICK: dict[str, Any] = {"heartbeat_s": 0.2, "staging_ring_mb": 4, "staging_buffer_mb": 1, "chunk_tokens": 32}
 
 
@@ -43,7 +46,13 @@ class Model:
         """Returns the KV of a prompt in a layer: [tokens, heads, K|V]."""
         return _random(layer, prompt, (tokens, 1 if self.mla else self.heads, self.dim if self.mla else 2 * self.dim))
 
-    def config(self, tp: int) -> vllm.KVCacheConfig:
+    def stages(self, pp: int) -> list[range]:
+        """Returns the layers of each of `pp` pipeline stages."""
+        count = 1 + max(layer for layers, _ in self.groups for layer in layers)
+        return [range(count * stage // pp, count * (stage + 1) // pp) for stage in range(pp)]
+
+    def config(self, tp: int, stage: range = _ALL) -> vllm.KVCacheConfig:
+        """Returns the configuration of a worker with one of `tp` shares of the heads, and the layers of a stage."""
         common: dict[str, Any] = {"block_size": self.block, "head_size": self.dim, "dtype": torch.float32}
         common["num_kv_heads"] = 1 if self.mla else self.heads // tp
         groups = []
@@ -52,11 +61,11 @@ class Model:
                 spec: vllm.KVCacheSpec = vllm.SlidingWindowSpec(sliding_window=window, **common)
             else:
                 spec = (vllm.MLAAttentionSpec if self.mla else vllm.FullAttentionSpec)(**common)
-            groups.append(vllm.KVCacheGroupSpec([_name(layer) for layer in layers], spec))
+            groups.append(vllm.KVCacheGroupSpec([_name(layer) for layer in layers if layer in stage], spec))
         return vllm.KVCacheConfig(self.blocks, [], groups)
 
-    def tensors(self, tp: int) -> dict[str, torch.Tensor]:
-        """Returns one worker's tensors, [blocks, heads, tokens, K|V]; groups share their memory."""
+    def tensors(self, tp: int, stage: range = _ALL) -> dict[str, torch.Tensor]:
+        """Returns such a worker's tensors, [blocks, heads, tokens, K|V]; groups share their memory."""
         heads, dim = (1, self.dim) if self.mla else (self.heads // tp, 2 * self.dim)
         pages, tokens = self.blocks * self.divided, self.block // self.divided
         made = []
@@ -65,7 +74,12 @@ class Model:
                 made.append(torch.zeros(pages, tokens, heads, dim).transpose(1, 2))
             else:
                 made.append(torch.zeros(pages, heads, tokens, dim))
-        return {_name(layer): made[place] for layers, _ in self.groups for place, layer in enumerate(layers)}
+        held = ([layer for layer in layers if layer in stage] for layers, _ in self.groups)
+        return {_name(layer): made[place] for layers in held for place, layer in enumerate(layers)}
+
+
+def _gather(objects: Sequence[Any], found: list[Any], own: Any, group: Any) -> None:
+    found[:] = objects
 
 
 def _name(layer: int) -> str:
@@ -90,9 +104,10 @@ class Job:
 
 @dataclass
 class Server:
-    """A server of `tp` workers.
+    """A server of `pp` pipeline stages of `tp` workers.
 
     Attributes:
+        dcp: workers of a stage that have every `dcp`-th token of the same heads; decode only.
         sent, received, failed: requests that all workers have reported.
         metas: metadata of each step.
     """
@@ -101,6 +116,7 @@ class Server:
     model: Model
     port: int
     tp: int = 1
+    pp: int = 1
     dcp: int = 1
     extra: Mapping[str, Any] = field(default_factory=dict)
     sent: set[str] = field(default_factory=set)
@@ -118,21 +134,30 @@ class Server:
             kv_port=self.port,
             kv_connector_extra_config={**_QUICK, **self.extra},
         )
-        parallel = vllm.ParallelConfig(tensor_parallel_size=self.tp, decode_context_parallel_size=self.dcp)
+        sizes = {"tensor_parallel_size": self.tp, "pipeline_parallel_size": self.pp}
+        parallel = vllm.ParallelConfig(**sizes, decode_context_parallel_size=self.dcp)
         config = vllm.VllmConfig(vllm.ModelConfig(self.model.heads), parallel, None, transfer)
-        kv = self.model.config(self.tp)
-        self.scheduler = connector.KvctlConnector(config, vllm.KVConnectorRole.SCHEDULER, kv)
-        self.workers = [connector.KvctlConnector(config, vllm.KVConnectorRole.WORKER, kv) for _ in range(self.tp)]
-        self.tensors = [self.model.tensors(self.tp) for _ in self.workers]
+        shares = self.tp // self.dcp
+        self.scheduler = connector.KvctlConnector(config, vllm.KVConnectorRole.SCHEDULER, self.model.config(shares))
+        self.stages = [stage for stage in self.model.stages(self.pp) for _ in range(self.tp)]  # of each worker
+        configs = [self.model.config(shares, stage) for stage in self.stages]
+        self.workers = [connector.KvctlConnector(config, vllm.KVConnectorRole.WORKER, kv) for kv in configs]
+        self.tensors = [self.model.tensors(shares, stage) for stage in self.stages]
+        held = [
+            pools.WorkerPool(tensors, kv, self.model.heads)
+            for tensors, kv in list(zip(self.tensors, configs, strict=True))[:: self.tp]
+        ]
+        shapes = [(each.pool.shape(), each.ends_with_kv) for each in held]
         try:
-            for number, (worker, tensors) in enumerate(zip(self.workers, self.tensors, strict=True)):
-                vllm.Ranks.tp = number
-                worker.register_kv_caches(tensors)
+            with patch.object(torch.distributed, "all_gather_object", partial(_gather, shapes)):
+                for number, (worker, tensors) in enumerate(zip(self.workers, self.tensors, strict=True)):
+                    vllm.Ranks.pp, vllm.Ranks.tp = divmod(number, self.tp)
+                    worker.register_kv_caches(tensors)
         except BaseException:
             self.close()
             raise
         finally:
-            vllm.Ranks.tp = 0
+            vllm.Ranks.pp = vllm.Ranks.tp = 0
         self._free = list(range(self.model.blocks - 1, _NULL_BLOCK, -1))
         self._finished: set[str] = set()
         self._reports: dict[str, int] = {}
@@ -205,8 +230,8 @@ class Server:
             worker.handle_preemptions(meta)
             worker.bind_connector_metadata(meta)
             worker.start_load_kv(None)
-        for worker, tensors in zip(self.workers, self.tensors, strict=True):
-            for layer in sorted(layer for layers, _ in self.model.groups for layer in layers):
+        for worker, stage, tensors in zip(self.workers, self.stages, self.tensors, strict=True):
+            for layer in sorted(layer for layers, _ in self.model.groups for layer in layers if layer in stage):
                 for name, count in tokens.items():
                     self._write(layer, self.jobs[name], self.jobs[name].computed, count)
                 worker.save_kv_layer(_name(layer), tensors[_name(layer)], None)
@@ -237,18 +262,19 @@ class Server:
         tokens = job.request.num_prompt_tokens - any(window for _, window in self.model.groups)
         for number, (layers, window) in enumerate(self.model.groups):
             first = 0 if window is None else max(0, tokens - window + 1)
-            for rank in range(self.tp):
-                for layer in layers:
-                    wanted = self._share(layer, rank, job, tokens)[first:]
-                    found = self.tensors[rank][_name(layer)][self._places(job.table[number], first, tokens)]
-                    assert torch.equal(found, wanted), f"{name}: layer {layer} of rank {rank} has other KV"
+            for layer, (worker, tensors) in product(layers, enumerate(self.tensors)):
+                if layer in self.stages[worker]:
+                    own = self._tokens(worker, first, tokens)
+                    wanted = self._share(layer, worker, job)[own]
+                    found = tensors[_name(layer)][self._places(job.table[number], own)]
+                    assert torch.equal(found, wanted), f"{name}: layer {layer} of worker {worker} has other KV"
 
     # ---- blocks ----------------------------------------------------------------------------------------------------
 
     def _allocate(self, job: Job, tokens: int) -> None:
         """Gives a request the blocks of `tokens` tokens; in a window, those of the next one to be computed."""
         for (_, window), blocks in zip(self.model.groups, job.table, strict=True):
-            needed = -(-tokens // self.model.block)
+            needed = -(-tokens // (self.model.block * self.dcp))
             if window is not None:
                 computed = tokens if job.request.status == vllm.RequestStatus.WAITING and not blocks else job.computed
                 gone = min(max(0, computed - window + 1) // self.model.block, needed)
@@ -267,24 +293,30 @@ class Server:
     def _release(self, name: str) -> None:
         self._give_back(self.jobs.pop(name))
 
-    def _places(self, blocks: Sequence[int], first: int, last: int) -> tuple[Any, ...]:
-        """Returns the index of tokens [first, last) in a tensor."""
-        per_page = self.model.block // self.model.divided
+    def _tokens(self, worker: int, first: int, last: int) -> torch.Tensor:
+        """Returns those of the tokens [first, last) that a worker has."""
         tokens = torch.arange(first, last)
-        block = torch.tensor(blocks, dtype=torch.int64)[tokens // self.model.block]
-        return block * self.model.divided + tokens % self.model.block // per_page, slice(None), tokens % per_page
+        return tokens[tokens % self.dcp == worker % self.tp % self.dcp]
 
-    def _share(self, layer: int, rank: int, job: Job, tokens: int) -> torch.Tensor:
-        truth = self.model.truth(layer, job.prompt, job.request.num_prompt_tokens)[:tokens]
-        own = truth.shape[1] // self.tp
-        return truth if self.model.mla else truth[:, rank * own : (rank + 1) * own]
+    def _places(self, blocks: Sequence[int], tokens: torch.Tensor) -> tuple[Any, ...]:
+        """Returns the index of tokens in a worker's tensor."""
+        per_page, own = self.model.block // self.model.divided, tokens // self.dcp
+        block = torch.tensor(blocks, dtype=torch.int64)[own // self.model.block]
+        return block * self.model.divided + own % self.model.block // per_page, slice(None), own % per_page
+
+    def _share(self, layer: int, worker: int, job: Job) -> torch.Tensor:
+        """Returns the KV of a prompt in the heads of a worker."""
+        truth = self.model.truth(layer, job.prompt, job.request.num_prompt_tokens)
+        share, own = worker % self.tp // self.dcp, truth.shape[1] * self.dcp // self.tp
+        return truth if self.model.mla else truth[:, share * own : (share + 1) * own]
 
     def _write(self, layer: int, job: Job, first: int, count: int) -> None:
-        """Writes tokens [first, first + count) of a layer on all workers."""
+        """Writes tokens [first, first + count) of a layer on all workers that have it."""
         number = next(number for number, (layers, _) in enumerate(self.model.groups) if layer in layers)
-        places = self._places(job.table[number], first, first + count)
-        for rank, tensors in enumerate(self.tensors):
-            tensors[_name(layer)][places] = self._share(layer, rank, job, first + count)[first:]
+        for worker, (stage, tensors) in enumerate(zip(self.stages, self.tensors, strict=True)):
+            if layer in stage:
+                own = self._tokens(worker, first, first + count)
+                tensors[_name(layer)][self._places(job.table[number], own)] = self._share(layer, worker, job)[own]
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
@@ -320,7 +352,7 @@ class Server:
             for kind, names in (("sent", result.finished_sending), ("received", result.finished_recving)):
                 for name in names:
                     self._reports[name] = self._reports.get(name, 0) + 1
-                    if self._reports[name] == self.tp:
+                    if self._reports[name] == len(self.workers):
                         del self._reports[name]
                         done[kind].add(name)
         self.sent |= done["sent"]

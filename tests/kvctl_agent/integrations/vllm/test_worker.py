@@ -24,6 +24,8 @@ from tests.support.vllm.server import Model, Server
 
 ABORTED = vllm.RequestStatus.FINISHED_ABORTED
 PLAIN = Model()
+FIVE, TEN = (((tuple(range(count)), None),) for count in (5, 10))  # more layers than are never divided
+WINDOWS = ((tuple(range(1, 20, 2)), None), (tuple(range(0, 20, 2)), 40))
 HYBRID = (((0, 2), None), ((1, 3), 40), ((4,), 20))
 IDS = count()
 
@@ -100,12 +102,13 @@ def start(
     decode: Model = PLAIN,
     tp: tuple[int, int] = (1, 1),
     transport: str = "loopback",
+    axes: tuple[dict[str, int], dict[str, int]] = ({}, {}),
     **extra: Any,
 ) -> Pair:
     port, servers = free_port(), []
     extra["transport"] = transport
-    for role, model, size in (("prefill", prefill, tp[0]), ("decode", decode, tp[1])):
-        servers.append(Server(role, model, port, size, extra=extra))
+    for role, model, size, others in zip(("prefill", "decode"), (prefill, decode), tp, axes, strict=True):
+        servers.append(Server(role, model, port, size, **others, extra=extra))
         stack.callback(servers[-1].close)
     return Pair(*servers)
 
@@ -239,6 +242,54 @@ class TestLayouts:
             pair.prefill.finish(name)
         pair.arrived(*names)
         pair.sent(*names)
+
+    @pytest.mark.parametrize("pipeline", ["off", "on"])
+    @pytest.mark.parametrize(
+        ("model", "tp", "axes"),
+        [
+            (Model(TEN), (1, 1), ({"pp": 2}, {})),
+            (Model(FIVE), (2, 1), ({}, {"pp": 3})),
+            (Model(WINDOWS, blocks=128), (1, 1), ({"pp": 2}, {})),
+            (Model(FIVE, heads=1), (1, 2), ({}, {"dcp": 2})),
+            (Model(TEN, mla=True, divided=2), (1, 4), ({"pp": 2}, {"dcp": 2})),
+        ],
+        ids=["PP 2 to 1", "TP 2 to PP 3", "windows, PP 2 to 1", "TP 1 to DCP 2", "MLA, PP 2 to TP 4 with DCP 2"],
+    )
+    def test_stages_and_tokens_are_divided(
+        self, make_pair: MakePair, pipeline: str, model: Model, tp: tuple[int, int], axes: Any
+    ) -> None:
+        groups = {"pipeline": pipeline, "pipeline_group_size": 2}
+        pair = make_pair(model, model, tp, axes=axes, **groups)
+        names = [pair.to_decode(pair.to_prefill(f"r{tokens}", tokens), tokens) for tokens in (7, 90, 127)]
+        for name in names:
+            pair.decode.receive(name, cached=64 if name == "r127" else 0)
+        pair.decode.step()
+        pair.prefill.step({"r7": 7, "r90": 50})
+        pair.prefill.step({"r90": 40, "r127": 70})
+        pair.prefill.step({"r127": 57})
+        for name in names:
+            pair.prefill.finish(name)
+        pair.arrived(*names)
+        pair.sent(*names)
+        metrics = pair.prefill.agents[0].telemetry.metrics
+        assert metrics.total("kvctl_pipeline_decisions_total", "override" if pipeline == "on" else "off") == 3
+
+    def test_layers_that_vllm_does_not_announce_are_sent_with_the_step(self, make_pair: MakePair) -> None:
+        pair = make_pair(Model(FIVE), Model(FIVE), pipeline="on", pipeline_group_size=2)
+        name = pair.to_decode(pair.to_prefill("r"))
+        pair.decode.receive(name)
+        pair.decode.step()
+        (worker,) = pair.prefill.workers
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(worker, "save_kv_layer", lambda *_: None)
+            pair.prefill.step({name: 100})
+        pair.prefill.finish(name)
+        pair.arrived(name)
+
+    def test_a_stage_that_ends_within_a_pattern_of_layers_is_refused(self, make_pair: MakePair) -> None:
+        model = Model(HYBRID, blocks=128)
+        with pytest.raises(ValueError, match="at the end of each pipeline stage but the last"):
+            make_pair(model, model, axes=({"pp": 2}, {}))
 
     def test_servers_that_do_not_match_fail_their_requests(self, make_pair: MakePair) -> None:
         pair = make_pair(Model(), Model(groups=(((0, 1, 2), None),)))
