@@ -71,8 +71,15 @@ def write_model(folder: Path, layers: int, kv_heads: int, head_dim: int, longest
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def run(connection: Connection, arguments: Mapping[str, Any], environment: Mapping[str, str], log: Path) -> None:
-    """Runs an engine until it gets None from the pipe; the body of its process, which ends with its parent."""
+def run(
+    connection: Connection, arguments: Mapping[str, Any], environment: Mapping[str, str], checkout: Path, log: Path
+) -> None:
+    """Runs an engine until it gets None from the pipe; the body of its process, which ends with its parent.
+
+    Args:
+        checkout: folder of kvctl.
+    """
+    sys.path.insert(0, str(checkout))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.update(environment)
     with log.open("w") as file:

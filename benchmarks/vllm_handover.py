@@ -60,12 +60,14 @@ class Side(NamedTuple):
         return f"{CONNECTORS[self.connector]}, {'both at once' if self.at_once else 'prefill first'}"
 
 
-CONNECTORS = {"kvctl": "kvctl", "nixl": "NixlConnector", "push": "NixlPushConnector"}
+CONNECTORS = {"kvctl": "kvctl", "baseline": "baseline", "nixl": "NixlConnector", "push": "NixlPushConnector"}
 SIDES = (
     Side("kvctl", False),
+    Side("baseline", False),
     Side("nixl", False),
     Side("push", False),
     Side("kvctl", True),
+    Side("baseline", True),
     Side("push", True),
 )  # NixlConnector needs prefill's answer: decode reads from the blocks that it names
 
@@ -107,14 +109,18 @@ class Call:
 class Engine:
     """A vLLM engine in a process of its own."""
 
-    def __init__(self, name: str, arguments: Mapping[str, Any], environment: Mapping[str, str], folder: Path) -> None:
+    def __init__(
+        self, name: str, arguments: Mapping[str, Any], environment: Mapping[str, str], checkout: Path, folder: Path
+    ) -> None:
         from benchmarks import vllm_engine
 
         self.name, self._log = name, folder / f"{name.replace(' ', '-')}.log"
         self._submission = vllm_engine.Submission
         context = multiprocessing.get_context("fork")  # all engines share one import of vLLM
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=vllm_engine.run, args=(theirs, arguments, environment, self._log))
+        self.process = context.Process(
+            target=vllm_engine.run, args=(theirs, arguments, environment, checkout, self._log)
+        )
         self.process.start()
         theirs.close()
         self._calls: dict[str, Call] = {}
@@ -175,7 +181,7 @@ class Pair:
     """A prefill and a decode engine with one connector."""
 
     def __init__(self, connector: str, port: int, options: argparse.Namespace, folder: Path) -> None:
-        self.connector, self._port = connector, port
+        self.connector, self._port, self._ours = connector, port, connector in ("kvctl", "baseline")
         self._requests = 0
         self.prefill, self.decode = (
             Engine(
@@ -185,6 +191,7 @@ class Pair:
                     "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port + number),
                     "KVCTL_SOCKET_DIR": str(folder / "sockets"),
                 },
+                options.baseline if connector == "baseline" else ROOT,
                 folder,
             )
             for number, role in enumerate(("prefill", "decode"))
@@ -192,7 +199,7 @@ class Pair:
 
     def _arguments(self, role: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         transfer: dict[str, Any] = {"kv_role": {"prefill": "kv_producer", "decode": "kv_consumer"}[role]}
-        if self.connector == "kvctl":
+        if self._ours:
             module = "kvctl_agent.integrations.vllm.connector"
             transfer |= {"kv_connector": "KvctlConnector", "kv_connector_module_path": module, "kv_port": self._port}
         else:
@@ -229,7 +236,7 @@ class Pair:
     def _known(self, name: str) -> dict[str, Any]:
         """The parameters of decode that a proxy knows before prefill has answered."""
         params: dict[str, Any] = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": name}
-        if self.connector == "kvctl":
+        if self._ours:
             return params | {"kvctl_prefill": f"tcp://127.0.0.1:{self._port}"}
         return params | {
             "remote_engine_id": f"{self.connector}-prefill",
@@ -439,7 +446,7 @@ class Comparison:
             within = [stamp for stamp in stamps if begin <= stamp < end]
             mean.append((end - begin) / max(1, len(within)))
             longest.append(max(after - before for before, after in itertools.pairwise((begin, *within, end))))
-        self._note(side, f"{role}_slowdown_percent", 100 * (2 * mean[1] / (mean[0] + mean[2]) - 1))
+        self._note(side, f"{role}_slowdown", 2 * mean[1] / (mean[0] + mean[2]))
         self._note(side, f"{role}_stall_ms", longest[1] / 1e6)
         self._note(side, f"{role}_stall_alone_ms", max(longest[0], longest[2]) / 1e6)
 
@@ -474,12 +481,12 @@ def rows(document: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         ("cpu_ms", f"{load}: CPU time of a request", "{:.1f} ms"),
         ("cpu_ms_prefill", "of which prefill", "{:.1f} ms"),
         ("cpu_ms_decode", "of which decode", "{:.1f} ms"),
-        ("decode_slowdown_percent", f"decode steps, {beside}: longer by", "{:.1f} %"),
+        ("decode_slowdown", f"decode, {beside}: time of a step, to that without", "{:.2f} x"),
         ("decode_stall_ms", "longest decode step", "{:.1f} ms"),
         ("decode_stall_alone_ms", "longest decode step without", "{:.1f} ms"),
-        ("prefill_slowdown_percent", f"prefill steps, {beside}: longer by", "{:.1f} %"),
-        ("prefill_stall_ms", "longest prefill step", "{:.1f} ms"),
-        ("prefill_stall_alone_ms", "longest prefill step without", "{:.1f} ms"),
+        ("prefill_slowdown", f"prefill, {beside}: time of a prompt, to that without", "{:.2f} x"),
+        ("prefill_stall_ms", "longest time between prompts", "{:.1f} ms"),
+        ("prefill_stall_alone_ms", "longest time between prompts without", "{:.1f} ms"),
         ("idle_percent", "CPU of idle engines, of one core", "{:.1f} %"),
     ]
 
@@ -535,7 +542,8 @@ def _commit() -> str:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--connectors", nargs="+", choices=CONNECTORS, default=[*CONNECTORS])
+    parser.add_argument("--connectors", nargs="+", choices=CONNECTORS, default=["kvctl", "nixl", "push"])
+    parser.add_argument("--baseline", type=Path, help="another checkout of kvctl, measured as the connector baseline")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lengths", type=int, nargs="+", default=[64, 1024, 4096], help="prompts of the handover")
     parser.add_argument("--requests", type=int, default=10, help="of each length, side and round, one at a time")
@@ -551,6 +559,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=24600, help="first of the ports that the engines listen to")
     parser.add_argument("--out", type=Path, default=Path("vllm-handover"), help="folder for results")
     options = parser.parse_args(arguments)
+    if ("baseline" in options.connectors) != (options.baseline is not None):
+        parser.error("the connector baseline and --baseline need each other")
     options.longest = max(*options.lengths, options.load_tokens, 4096) + 64
     return options
 
