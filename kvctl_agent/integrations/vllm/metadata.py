@@ -84,21 +84,25 @@ class KvctlMetadata(KVConnectorMetadata):
 
     Attributes:
         sends: requests that arrived at prefill.
+        cached: prefill: blocks that the prefix cache has of prompts that begin; the step does not write them.
         computed: blocks that the step computes.
         receives: requests that have blocks at decode now.
         aborted: (request, reason) of requests that ended before their transfer.
         preempted: requests at prefill whose blocks vLLM has taken back.
         refused: (transfer, prefill, reason) of requests that ended at decode before they had blocks.
         expected: for each prefill instance the transfers that decode is going to open.
+        computes: the step computes tokens.
     """
 
     sends: list[SendRequest] = field(default_factory=list)
+    cached: list[tuple[str, Blocks]] = field(default_factory=list)
     computed: list[ComputedBlocks] = field(default_factory=list)
     receives: list[ReceiveRequest] = field(default_factory=list)
     aborted: list[tuple[str, str]] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     refused: list[tuple[Transfer, str, str]] = field(default_factory=list)
     expected: dict[str, list[Transfer]] = field(default_factory=dict)
+    computes: bool = True
 
 
 def is_sent(params: Mapping[str, Any] | None) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from itertools import chain
+from math import lcm
 from typing import Any
 
 import torch
@@ -127,6 +128,11 @@ class WorkerPool:
             found.append(pages[: len(pages) - -tokens % (count * size) // size])
         others = [pages for number, pages in enumerate(found) if number not in (self._main, *self._states)]
         return found[self._main], others
+
+    def chunk_tokens(self, least: int) -> int:
+        """Returns the smallest number of tokens, at least `least`, of whole pages of each group."""
+        pages = lcm(*(size for number, size in enumerate(self._page_tokens) if number not in self._states))
+        return -(-least // pages) * pages
 
     def states(self, blocks: Sequence[Sequence[int]]) -> list[list[int]]:
         """Returns the items of each state component, from the blocks of each group."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,6 +157,7 @@ class ConnectorScheduler:
     def step(self, output: Any) -> KvctlMetadata:
         """Returns what the workers must know of a step."""
         meta, self._next = self._next, KvctlMetadata()
+        meta.computes = bool(output.total_num_scheduled_tokens)
         for name in output.preempted_req_ids or ():
             if send := self._sends.get(name):
                 send.passed, send.complete = [], False
@@ -167,6 +168,8 @@ class ConnectorScheduler:
             requests.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
             for name, computed in requests.items():
                 if (send := self._sends.get(name)) and not send.complete:
+                    if computed and not send.passed:
+                        self._pass_cached(meta, output, name, send, requests)
                     self._compute(meta, output, name, send, computed)
         if self._expected and time.monotonic() >= self._renewed + _RENEW_S:
             self._renewed = time.monotonic()
@@ -174,16 +177,48 @@ class ConnectorScheduler:
                 meta.expected.setdefault(prefill, []).append(transfer)
         return meta
 
+    def _pass_cached(
+        self, meta: KvctlMetadata, output: Any, name: str, send: _Send, requests: Mapping[str, int]
+    ) -> None:
+        """Adds the blocks of a prompt that are cached to `meta`: they are sent while the step computes the others.
+
+        vLLM's prefix cache also has blocks that this step computes for another request, or copies.
+
+        Args:
+            requests: tokens that were computed before the step, of each request in it.
+        """
+        if output.kv_cache_block_copies:
+            return
+        written: set[int] = set()
+        for each, computed in requests.items():
+            end = computed + output.num_scheduled_tokens[each]
+            for blocks, size in zip(self._table(output, each), self._block_tokens, strict=True):
+                written.update(blocks[computed // size : -(-end // size)])
+        table = self._table(output, name)
+        tokens = requests[name]
+        for blocks, size in zip(table, self._block_tokens, strict=True):
+            complete = blocks[: tokens // size]
+            tokens = size * next((place for place, block in enumerate(complete) if block in written), len(complete))
+        send.passed = [tokens // size for size in self._block_tokens]
+        if any(send.passed):
+            cached = zip(table, send.passed, self._states, strict=True)
+            meta.cached.append((name, tuple([] if state else _kept(each[:last]) for each, last, state in cached)))
+
+    def _table(self, output: Any, name: str) -> Sequence[list[int]]:
+        """Returns the blocks of a request in each group."""
+        blocks = output.kv_connector_block_state.resolve_block_ids(name)
+        return self._config.select_transfer_block_ids(blocks)  # type: ignore[no-any-return]
+
     def _compute(self, meta: KvctlMetadata, output: Any, name: str, send: _Send, computed: int) -> None:
         """Adds the blocks of a request that are complete after a step to `meta`."""
         scheduled = output.num_scheduled_tokens[name]
         end, tokens = computed + scheduled, send.tokens
-        table = self._config.select_transfer_block_ids(output.kv_connector_block_state.resolve_block_ids(name))
+        table = self._table(output, name)
         send.complete = end >= tokens
         passed = send.passed or [0] * len(table)
         send.passed = [-(-tokens // size) if send.complete else end // size for size in self._block_tokens]
         blocks = tuple(
-            each[:1] if state else [block if block != _NULL_BLOCK else -1 for block in each[first:last]]
+            each[:1] if state else _kept(each[first:last])
             for each, first, last, state in zip(table, passed, send.passed, self._states, strict=True)
         )
         meta.computed.append(ComputedBlocks(name, blocks, scheduled, send.complete, tokens))
@@ -224,3 +259,8 @@ class ConnectorScheduler:
     def pending(self) -> bool:
         """Whether the workers must be told something, for which vLLM must make a step even without requests."""
         return self._next != KvctlMetadata()
+
+
+def _kept(blocks: Sequence[int]) -> list[int]:
+    """Returns blocks with -1 for those that have left the window of their group."""
+    return [block if block != _NULL_BLOCK else -1 for block in blocks]

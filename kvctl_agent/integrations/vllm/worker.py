@@ -39,6 +39,8 @@ logger = logging.getLogger(LOGGER)
 
 _CLOSE_S = 5.0
 _RECALL_S = 30.0
+_CHUNK_TOKENS = 512  # parts of a prompt are sent while vLLM computes others; it divides prompts as it likes
+_NOTHING_TO_COMPUTE_S = 1e-3  # new requests wait for it, as they do for vLLM's own sleep
 _SUSPEND_S = 30.0
 # Defaults for this engine, which the environment and kv_connector_extra_config override: a request whose room prefill
 # never begins is answered within 30 s, and a room that decode never opens ends in the time of vLLM's own lease.
@@ -79,6 +81,7 @@ class ConnectorWorker:
         self._receives: dict[str, Receive | None] = {}
         self._received_from: dict[str, ReceiveRequest] = {}
         self._step = KvctlMetadata()
+        self._computes = True  # whether the step computes tokens
         self._to_pass: dict[str, range | None] = {}  # of the step: its layer groups, as in `_prefetch`
         self._ended: set[str] = set()  # requests that vLLM has finished, whose blocks it keeps for us
         self._failed: set[str] = set()  # receives that are reported as failed and not yet as finished
@@ -111,6 +114,8 @@ class ConnectorWorker:
         dp, dp_size = parallel.data_parallel_index, max(parallel.data_parallel_size, parallel.data_parallel_index + 1)
         registry = registry_of(config)
         settings = {key: value for key, value in _DEFAULTS.items() if KEYS_BY_NAME[key].environment not in os.environ}
+        if KEYS_BY_NAME["chunk_tokens"].environment not in os.environ:
+            settings["chunk_tokens"] = self._pool.chunk_tokens(_CHUNK_TOKENS)
         settings["name_suffix"] = (
             registry.removeprefix("tcp://") if prefill else f"{socket.gethostname()}:{transfer.engine_id[:8]}"
         )
@@ -227,8 +232,13 @@ class ConnectorWorker:
         for request in meta.sends:
             self._requests[request.request] = request
             self._sends[request.request] = None if self._asleep else self._send(request)
-        self._step = meta
+        self._step, self._computes = meta, meta.computes
         self._to_pass = self._prefetch(meta.computed)
+        event = self._event() if meta.cached else None  # of the earlier forwards
+        for name, blocks in meta.cached:
+            if send := self._sends.get(name):
+                pages, groups = self._pool.pages(blocks)
+                send.pages(pages, False, event, groups)
         if meta.receives and self._kv_cache_config.needs_kv_cache_zeroing and self._pool.pool.device is not None:
             torch.cuda.current_stream().synchronize()  # vLLM zeroes the blocks of this step there
         for receive in meta.receives:
@@ -276,10 +286,7 @@ class ConnectorWorker:
 
     def _pass(self, layers: range | None) -> None:
         """Passes the pages of the step in one layer group; None: in all layers."""
-        event = None
-        if self._pool.pool.device is not None:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
+        event = self._event()
         for computed in self._step.computed:
             send = self._sends.get(computed.request)
             if send is None or send.state.finished:
@@ -290,12 +297,22 @@ class ConnectorWorker:
             else:
                 send.layers(layers, pages, computed.last, event, groups)
 
+    def _event(self) -> Any:
+        """Returns an event of the forwards that the worker has launched; None without a GPU."""
+        if self._pool.pool.device is None:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
     def results(self, finished: set[str]) -> KVConnectorTransferResults:
         """Returns the requests whose blocks vLLM may use again, or whose KV has arrived or will not.
 
         Args:
             finished: requests that vLLM has finished since the last step.
         """
+        if not self._computes:
+            self._wait_for_receive()
         self._ended.update(name for name in finished if name in self._sends)
         sent = {name for name in self._ended if (send := self._sends[name]) is None or send.sent}
         for name in sent:
@@ -314,6 +331,15 @@ class ConnectorWorker:
         for name in received:
             del self._receives[name], self._received_from[name]
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+    def _wait_for_receive(self) -> None:
+        """Waits a moment for the first receive, unless one has ended, so that vLLM hears of it at once.
+
+        vLLM has nothing to compute then: it would sleep and make another step, once each millisecond.
+        """
+        receives = [receive for receive in self._receives.values() if receive is not None]
+        if receives and not any(receive.state.finished and receive.released for receive in receives):
+            receives[0].wait(_NOTHING_TO_COMPUTE_S)
 
     def stats(self) -> KvctlStats | None:
         """Returns what has changed in the agent's statistics since the last step; None if nothing has."""

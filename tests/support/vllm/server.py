@@ -196,6 +196,15 @@ class Server:
         job.request.status = vllm.RequestStatus.WAITING_FOR_REMOTE_KVS if later else vllm.RequestStatus.RUNNING
         return later
 
+    def cached(self, name: str, tokens: int) -> None:
+        """Gives a waiting request blocks with the first tokens of its prompt, as those in the prefix cache."""
+        job = self.jobs[name]
+        self._allocate(job, tokens)
+        for layers, _ in self.model.groups:
+            for layer in layers:
+                self._write(layer, job, 0, tokens)
+        job.computed = tokens
+
     def finish(
         self, name: str, status: vllm.RequestStatus = vllm.RequestStatus.FINISHED_LENGTH_CAPPED
     ) -> tuple[bool, dict[str, Any] | None]:

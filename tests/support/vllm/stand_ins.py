@@ -263,6 +263,7 @@ class SchedulerOutput:
     free_encoder_mm_hashes: list[str]
     preempted_req_ids: set[str] | None = None
     kv_connector_metadata: Any = None
+    kv_cache_block_copies: Any = None
     kv_connector_block_state: KVConnectorBlockState | None = None
 
 

@@ -31,6 +31,12 @@ class TestPool:
             found = pool.segments[0].elements(1, kv)[5, 3, 2].view(np.float32)
             assert found.tolist() == list(range(kv * model.dim, (kv + 1) * model.dim))
 
+    def test_chunks_have_whole_pages_of_each_group(self) -> None:
+        model = Model(groups=(((0,), None), ((1,), 40)))
+        pool = worker_pool(model)
+        assert pool.chunk_tokens(1) == model.block
+        assert pool.chunk_tokens(model.block + 1) == 2 * model.block
+
     def test_layers_are_ordered_by_their_numbers(self) -> None:
         pool = worker_pool(Model(groups=(((10, 2, 9), None),)))
         last = pool.last_layers([range(4, 5), range(5, 7)], 4)

@@ -135,10 +135,28 @@ class TestPrefill:
         prefill.step(output({"r": ([5, 6, 7],)}, {"r": (0, 40)}))
         assert passed(prefill.step(output({"r": ([5, 6, 7],)}, cached={"r": (40, 1)}))) == []
 
-    def test_a_cached_prefix_is_passed_with_the_first_step(self) -> None:
+    def test_a_cached_prefix_is_passed_before_the_first_step_computes(self) -> None:
         prefill = half()
         prefill.on_new_request(request(TO_DECODE))
         meta = prefill.step(output({"r": ([5, 6, 7],)}, {"r": (32, 8)}))
+        assert meta.cached == [("r", ([5, 6],))]
+        assert passed(meta) == [("r", [7], 8, True)]
+
+    def test_cached_blocks_that_the_step_computes_for_another_request_are_passed_after_it(self) -> None:
+        prefill = half()
+        for name in ("r", "s"):
+            prefill.on_new_request(request(TO_DECODE, name=name))
+        meta = prefill.step(output({"r": ([5, 6, 7],), "s": ([5, 6, 8],)}, {"r": (16, 24), "s": (32, 8)}))
+        assert meta.cached == [("r", ([5],)), ("s", ([5],))]
+        assert passed(meta) == [("r", [6, 7], 24, True), ("s", [6, 8], 8, True)]
+
+    def test_cached_blocks_are_passed_after_a_step_that_copies_blocks(self) -> None:
+        prefill = half()
+        prefill.on_new_request(request(TO_DECODE))
+        step = output({"r": ([5, 6, 7],)}, {"r": (32, 8)})
+        step.kv_cache_block_copies = [(3, 6)]
+        meta = prefill.step(step)
+        assert meta.cached == []
         assert passed(meta) == [("r", [5, 6, 7], 8, True)]
 
     def test_blocks_outside_a_window_are_absent(self) -> None:
@@ -154,7 +172,8 @@ class TestPrefill:
         prefill = half(HYBRID)
         prefill.on_new_request(request(TO_DECODE, tokens=70))
         meta = prefill.step(output({"r": ([5, 6, 7, 8, 9], [0, 0, 7, 10, 11])}, {"r": (64, 6)}))
-        assert passed(meta) == [("r", [5, 6, 7, 8, 9], [-1, -1, 7, 10, 11], 6, True)]
+        assert meta.cached == [("r", ([5, 6, 7, 8], [-1, -1, 7, 10]))]
+        assert passed(meta) == [("r", [9], [11], 6, True)]
 
     def test_a_preempted_request_is_passed_again_from_its_new_blocks(self) -> None:
         prefill = half()
@@ -163,7 +182,8 @@ class TestPrefill:
         meta = prefill.step(output({}, preempted=["r", "another"]))
         assert meta.preempted == ["r"]
         meta = prefill.step(output({"r": ([9, 8, 7],)}, cached={"r": (16, 24)}))
-        assert passed(meta) == [("r", [9, 8, 7], 24, True)]
+        assert meta.cached == [("r", ([9],))]
+        assert passed(meta) == [("r", [8, 7], 24, True)]
 
     def test_a_request_preempted_after_its_prompt_is_passed_again(self) -> None:
         prefill = half()
@@ -388,7 +408,9 @@ def test_each_attempt_passes_each_block_of_the_prompt_once(
             assert computed == size
             assert last == (at == tokens)
             before, complete = len(found), count if last else at // BLOCK
-            found.extend(blocks)
+            (early, others_early) = meta.cached[0][1] if meta.cached else ([], [])
+            assert early == (full[: cached // BLOCK] if place == 0 else [])
+            found += early + blocks
             assert found == full[:complete]
-            assert others == [block or -1 for block in windowed[before:complete]]
+            assert others_early + others == [block or -1 for block in windowed[before:complete]]
         assert last or at < tokens

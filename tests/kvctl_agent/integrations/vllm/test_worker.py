@@ -175,6 +175,28 @@ class TestOrders:
         pair.prefill.finish(name)
         pair.sent(name)
 
+    def test_a_step_that_computes_nothing_ends_when_a_room_does(
+        self, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(worker_module, "_NOTHING_TO_COMPUTE_S", 60.0)
+        name = pair.to_decode(pair.to_prefill(pair.name()))
+        pair.prefill.step({name: 100})
+        pair.decode.receive(name)
+        pair.decode.step()
+        assert name in pair.decode.received
+        pair.prefill.finish(name)
+        pair.sent(name)
+
+    def test_what_prefill_has_cached_is_sent_before_the_step_computes_the_rest(self, pair: Pair) -> None:
+        name = pair.to_prefill(pair.name(), 700)
+        pair.prefill.cached(name, 640)
+        meta = pair.prefill.step({name: 60})
+        assert [len(blocks) for _, (blocks,) in meta.cached] == [640 // PLAIN.block]
+        pair.decode.receive(pair.to_decode(name, 700))
+        pair.prefill.finish(name)
+        pair.arrived(name)
+        pair.sent(name)
+
     def test_a_cached_prefix_is_not_transferred(self, pair: Pair) -> None:
         name = pair.to_decode(pair.to_prefill(pair.name()))
         before = sum(pair.prefill.agents[0].stats()["bytes_total"].values())
