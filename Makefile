@@ -48,7 +48,8 @@ SGLANG_VENV ?= .sglang
 SGLANG_MODES ?= nixl kvctl replace observe
 SGLANG_STAMP := $(SGLANG_VENV)/.setup-done
 
-# Of `make test-vllm`: the venv of the vLLM engines.
+# Of `make test-vllm`: the venv of the vLLM engines, and the release whose own connector tests run too.
+VLLM_SDIST := 0.32.0
 VLLM_VENV ?= .vllm
 VLLM_STAMP := $(VLLM_VENV)/.setup-done
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip -qq --disable-pip-version-check --no-input
@@ -120,6 +121,10 @@ $(VLLM_STAMP): tests/vllm_engines/requirements.txt pyproject.toml
 	@$(VLLM_PIP) install $(TORCH) -r $<
 	@$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec
 	@$(VLLM_PIP) install --no-deps -e .
+	@rm -rf $(VLLM_VENV)/sdist
+	@VLLM_VERSION_OVERRIDE=$(VLLM_SDIST) VLLM_TARGET_DEVICE=empty $(VLLM_PIP) download --no-build-isolation --no-deps \
+		--no-binary vllm --dest $(VLLM_VENV)/sdist vllm==$(VLLM_SDIST)
+	@tar -xzf $(VLLM_VENV)/sdist/vllm-$(VLLM_SDIST).tar.gz -C $(VLLM_VENV)/sdist
 	@touch $@
 
 check: $(STAMP)  ## format, lint, types, and who may import whom

@@ -26,6 +26,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
+    # Of decode engines; the default of 1 GiB would be most of the memory that they take.
+    "KVCTL_STAGING_RING_MB": "64",
     # Bytecode of vLLM and torch: without it an engine takes several times as long to start.
     "PYTHONDONTWRITEBYTECODE": "",
 }
@@ -53,9 +55,13 @@ ENGINES: dict[str, dict[str, Any]] = {
     "prefill-small": {**FEW_BLOCKS, **CROWDED},
     "decode-small": FEW_BLOCKS,
     "decode-fail": {"kv_transfer_config": {"kv_load_failure_policy": "fail"}},
-    "decode-impatient": {"kv_transfer_config": {"kv_connector_extra_config": {"lost_s": 3.0}}},
+    "decode-impatient": {"kv_transfer_config": {"kv_connector_extra_config": {"lost_s": 5.0}}},
+    "prefill-multi": {},
+    "decode-multi": {},
     "prefill-tp2": {"tensor_parallel_size": 2, "max_num_batched_tokens": CHUNK_TOKENS},
     "decode-tp2": {"tensor_parallel_size": 2},
+    "prefill-dp2": {"data_parallel_size": 2},
+    "decode-dp2": {"data_parallel_size": 2},
     "prefill-64": {"block_size": 64, "max_num_batched_tokens": CHUNK_TOKENS},
     "decode-64": {"block_size": 64},
     "prefill-mla": {"model": "mla", **DUMMY, "max_num_batched_tokens": CHUNK_TOKENS},
@@ -63,7 +69,11 @@ ENGINES: dict[str, dict[str, Any]] = {
     "prefill-windows": {"model": "windows", **DUMMY, "max_num_batched_tokens": CHUNK_TOKENS},
     "decode-windows": {"model": "windows", **DUMMY},
 }
-# Engines that several modules use; others stop with the module.
+# Engines of two replicas each, which vLLM serves from processes of their own only.
+REPLICATED = ("prefill-dp2", "decode-dp2")
+# Engines whose connector is a child of MultiConnector, beside vLLM's ExampleConnector.
+MULTI = ("prefill-multi", "decode-multi")
+# Engines that most modules use; others stop when a pair without them is asked for.
 SHARED = ("prefill", "decode")
 # The engines that give the expected tokens of each model, without a transfer.
 UNDIVIDED = {"llama": "decode", "mla": "decode-mla", "windows": "decode-windows"}
@@ -99,6 +109,7 @@ class Engines:
         self._known: dict[tuple[str, tuple[int, ...], int], Tokens] = {}
 
     def pair(self, prefill: str, decode: str) -> Pair:
+        self.stop(keep=(prefill, decode, *SHARED))
         start_all([self._new(name) for name in (prefill, decode) if not self._runs(name)])
         return Pair(self._engines[prefill], self._engines[decode], self._registries[prefill])
 
@@ -119,7 +130,19 @@ class Engines:
             "kv_port": port,
             **arguments.pop("kv_transfer_config", {}),
         }
+        if name in MULTI:
+            stored = {"shared_storage_path": str(self._folder / name)}
+            example = {**transfer, "kv_connector": "ExampleConnector", "kv_connector_extra_config": stored}
+            del example["kv_connector_module_path"]
+            transfer = {
+                **transfer,
+                "kv_connector": "MultiConnector",
+                "kv_connector_module_path": None,
+                "kv_connector_extra_config": {"connectors": [transfer, example]},
+            }
         environment = {**ENVIRONMENT, "KVCTL_SOCKET_DIR": str(self._folder / "sockets")}
+        if name in REPLICATED:
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         self._engines[name] = Engine(
             Path(os.environ["VLLM_VENV"]) / "bin" / "python",
             self._folder,
@@ -148,16 +171,19 @@ class Engines:
 
 
 @pytest.fixture(scope="session")
-def all_engines(folder: Path) -> Iterator[Engines]:
+def engines(folder: Path) -> Iterator[Engines]:
     engines = Engines(folder)
     yield engines
     engines.stop()
 
 
-@pytest.fixture(scope="module")
-def engines(all_engines: Engines) -> Iterator[Engines]:
-    yield all_engines
-    all_engines.stop(keep=SHARED)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Orders the tests of each module so that each pair of engines starts once."""
+
+    def order(item: pytest.Item) -> tuple[str, str]:
+        return item.path.name, item.callspec.params.get("pair", "") if hasattr(item, "callspec") else ""
+
+    items.sort(key=order)
 
 
 @pytest.fixture(params=["prefill decode"])

@@ -5,6 +5,7 @@ The first message holds the engine's arguments, each other one is a call of a me
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from collections.abc import Sequence
@@ -59,33 +60,13 @@ class Served:
 
     def _step(self) -> None:
         for output in self._engine.step():
-            [completion] = output.outputs
-            self._connection.send(
-                (
-                    "output",
-                    int(output.request_id),
-                    list(completion.token_ids),
-                    completion.finish_reason,
-                    output.kv_transfer_params,
-                    output.num_cached_tokens,
-                    time.monotonic(),
-                )
-            )
+            self._connection.send(("output", *fields_of(output)))
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
     def submit(self, number: int, prompt: Sequence[int], tokens: int, params: dict[str, Any] | None) -> None:
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(
-            temperature=0,
-            max_tokens=tokens,
-            ignore_eos=True,
-            detokenize=False,
-            extra_args={"kv_transfer_params": params} if params else None,
-        )
         token_ids = {"prompt_token_ids": list(prompt)}
-        self._ids[number] = self._engine.add_request(str(number), token_ids, sampling)
+        self._ids[number] = self._engine.add_request(str(number), token_ids, sampling_of(tokens, params))
 
     def abort(self, number: int) -> None:
         self._engine.abort_request([self._ids[number]], internal=True)
@@ -118,11 +99,79 @@ class Served:
 
     def left(self) -> dict[str, list[str]]:
         """Returns the requests that the two halves of kvctl's connector still know, by the names of their tables."""
-        halves = [getattr(self._scheduler.connector, "_scheduler", None)]
-        halves.append(getattr(self._worker_connector, "_worker", None))
+        connectors = [self._scheduler.connector, self._worker_connector]
+        connectors += [child for each in connectors for child in getattr(each, "_connectors", ())]
+        halves = [getattr(each, name, None) for each in connectors for name in ("_scheduler", "_worker")]
         names = ("_sends", "_receives", "_expected", "_ended", "_failed")
         tables = {name: getattr(half, name) for half in halves for name in names if hasattr(half, name)}
         return {name: [str(each) for each in table] for name, table in tables.items() if table}
+
+
+class Replicas:
+    """The engine of a vLLM server with data parallelism: replicas in processes of their own."""
+
+    def __init__(self, connection: Connection, arguments: dict[str, Any]) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._connection = connection
+        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Serves until the other end of the connection is closed."""
+        loop = asyncio.get_running_loop()
+        self._connection.send(("result", self.counts()))
+        while True:
+            try:
+                method, arguments = await loop.run_in_executor(None, self._connection.recv)
+            except EOFError:
+                self._engine.shutdown()
+                return
+            result = getattr(self, method)(*arguments)
+            self._connection.send(("result", await result if asyncio.iscoroutine(result) else result))
+
+    # ---- calls, as those of `Served` --------------------------------------------------------------------------------
+
+    def submit(self, number: int, prompt: Sequence[int], tokens: int, params: dict[str, Any] | None, rank: int) -> None:
+        self._tasks[number] = asyncio.create_task(self._generate(number, prompt, sampling_of(tokens, params), rank))
+
+    async def _generate(self, number: int, prompt: Sequence[int], sampling: Any, rank: int) -> None:
+        token_ids = {"prompt_token_ids": list(prompt)}
+        async for output in self._engine.generate(token_ids, sampling, str(number), data_parallel_rank=rank):
+            self._connection.send(("output", *fields_of(output)))
+        del self._tasks[number]
+
+    async def reset(self) -> bool:
+        return bool(await self._engine.reset_prefix_cache())
+
+    def counts(self) -> dict[str, int]:
+        """Returns the open requests; the blocks are in other processes."""
+        return {"free_blocks": 0, "requests": len(self._tasks)}
+
+    def left(self) -> dict[str, list[str]]:
+        return {}
+
+
+def sampling_of(tokens: int, params: dict[str, Any] | None) -> Any:
+    """Returns vLLM's parameters of a request for a number of greedy tokens."""
+    from vllm import SamplingParams
+
+    extra = {"kv_transfer_params": params} if params else None
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=extra)
+
+
+def fields_of(output: Any) -> tuple[Any, ...]:
+    """Returns what the other end is told of vLLM's output of a request."""
+    [completion] = output.outputs
+    return (
+        int(output.request_id),
+        list(completion.token_ids),
+        completion.finish_reason,
+        output.kv_transfer_params,
+        output.num_cached_tokens,
+        time.monotonic(),
+    )
 
 
 def enlarge_dummy_weights(bound: float) -> None:
@@ -140,11 +189,18 @@ def enlarge_dummy_weights(bound: float) -> None:
     dummy_loader.initialize_single_dummy_weight = larger
 
 
+async def serve_replicas(connection: Connection, arguments: dict[str, Any]) -> None:
+    await Replicas(connection, arguments).run()  # which needs a running event loop to start with
+
+
 def main() -> None:
     connection = Connection(int(sys.argv[1]))
     arguments = connection.recv()
     if arguments.get("load_format") == "dummy":
         enlarge_dummy_weights(DUMMY_WEIGHTS)
+    if arguments.get("data_parallel_size", 1) > 1:
+        asyncio.run(serve_replicas(connection, arguments))
+        return
     served = Served(connection, arguments)
     connection.send(("result", served.counts()))
     served.run()
