@@ -69,7 +69,7 @@ def test_rooms_of_staging_from_both_ends_until_decode_is_frozen(sockets: Path) -
         assert {path.stat().st_mode & 0o777 for path in sockets.glob("*.sock")} == {0o600}
         status = kvctl("status")
         assert sorted(row["name"].partition("@")[0] for row in status) == ["decode-tp0", "prefill-tp0", "prefill-tp1"]
-        observe = {"engine": "sglang", "engine_version": "0.5.23", "mode": "observe"}
+        observe = {"engine": "sglang", "engine_version": "0.5.23", "mode": "observe", "settings": {}}
         assert [row["integration"] for row in status] == [observe] * 3
         rows = until(lambda: kvctl("rooms", "history"), lambda rows: len(rows) == 6)
         assert {row["state"] for row in rows} == {"Success"}
