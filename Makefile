@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup bench test pytest check explore docs clean soak quiet man fuzz peer side-by-side test-sglang test-vllm
+.PHONY: help setup bench test pytest check explore docs clean soak quiet man fuzz peer side-by-side test-sglang test-vllm test-sglang-vllm
 
 # Tests and benchmarks start hundreds of Python processes: without bytecode each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
@@ -96,6 +96,11 @@ test-sglang: $(STAMP) $(SGLANG_STAMP)  ## real SGLang servers on the CPU, in a v
 	@echo "test-sglang: $(SGLANG_MODES)"
 	@SGLANG_VENV="$(abspath $(SGLANG_VENV))" SGLANG_MODES="$(SGLANG_MODES)" $(BIN)/python -m pytest -v -s \
 		--timeout 1200 -o faulthandler_timeout=1300 $(PYTEST_ARGS) tests/sglang_servers
+
+test-sglang-vllm: $(STAMP) $(SGLANG_STAMP) $(VLLM_STAMP)  ## prefill by SGLang, decode by vLLM, on the CPU, in the venvs of the two targets above
+	@echo "test-sglang-vllm: pytest"
+	@SGLANG_VENV="$(abspath $(SGLANG_VENV))" VLLM_VENV="$(abspath $(VLLM_VENV))" $(BIN)/python -m pytest -v -s \
+		--timeout 1200 -o faulthandler_timeout=1300 $(PYTEST_ARGS) tests/sglang_to_vllm
 
 # torch first, as above; the other packages without their requirements, some of which have wheels for CUDA only.
 $(SGLANG_STAMP): tests/sglang_servers/requirements.txt pyproject.toml

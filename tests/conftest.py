@@ -25,8 +25,8 @@ import hypothesis
 import pytest
 import zmq
 
-# Minutes of real engines: `make test-sglang` and `make test-vllm` run them.
-collect_ignore = ["sglang_servers", "vllm_engines"]
+# Minutes of real engines: `make test-sglang`, `make test-vllm` and `make test-sglang-vllm` run them.
+collect_ignore = ["sglang_servers", "sglang_to_vllm", "vllm_engines"]
 
 # Nothing in a test may reach for a model hub, whatever the machine allows.
 os.environ["HF_HUB_OFFLINE"] = "1"
