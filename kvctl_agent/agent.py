@@ -590,7 +590,7 @@ class Agent:
         self._check_running("decode", begun=True)
         if not isinstance(reason, str) or not reason:
             raise LocalProtocolError(f"room {room}: reason is {shown(reason)}: it must be text")
-        if room in self.parts.handles.rooms:
+        if self.parts.handles.is_open(room):
             raise LocalProtocolError(f"room {room} is open on {self.name}: abort it")
         opening = self._limits().opening(
             room, self._instance(prefill, f"room {room}: "), (), 0, None, (), True, None, ()

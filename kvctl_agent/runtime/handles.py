@@ -491,6 +491,11 @@ class HandleRegistry:
         """Numbers of the rooms that have not ended, or whose pages may not be reused yet."""
         return list(self._handles)
 
+    def is_open(self, room: int) -> bool:
+        """Whether a room has not ended, or its pages may not be reused yet, as its handle says."""
+        handle = self._handles.get(room)
+        return handle is not None and not (handle.state.finished and handle.released)
+
     def change_state(self, action: ev.StateChanged) -> None:
         """Executes `StateChanged`: sets the state of the room's handle, and calls `on_state`."""
         room, state = action.room, action.state

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvctl_agent.agent import Agent
 from kvctl_agent.contract.config import KEYS_BY_NAME
 from kvctl_agent.contract.snapshots import Role
+from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import KvctlError
 from kvctl_agent.integrations.vllm import versions
 from kvctl_agent.integrations.vllm.metadata import (
@@ -83,6 +84,7 @@ class ConnectorWorker:
         self._step = KvctlMetadata()
         self._computes = True  # whether the step computes tokens
         self._to_pass: dict[str, range | None] = {}  # of the step: its layer groups, as in `_prefetch`
+        self._to_refuse: dict[str, str] = {}  # receives aborted before prefill has accepted them, with the reason
         self._ended: set[str] = set()  # requests that vLLM has finished, whose blocks it keeps for us
         self._failed: set[str] = set()  # receives that are reported as failed and not yet as finished
 
@@ -248,6 +250,8 @@ class ConnectorWorker:
             handle = self._sends.get(name) or self._receives.get(name)
             # What is sent has arrived: a router that has decode's answer may drop the request at prefill.
             if handle is not None and not (isinstance(handle, Send) and handle.sent):
+                if isinstance(handle, Receive) and handle.state is RoomState.BOOTSTRAPPING:
+                    self._to_refuse[name] = reason
                 handle.abort(reason)
         for transfer, prefill, reason in meta.refused:
             self._tell("refuse", room_of(transfer), reason, prefill=prefill)
@@ -329,7 +333,10 @@ class ConnectorWorker:
                 failed.add(name)
         self._failed = (self._failed | failed) - received
         for name in received:
-            del self._receives[name], self._received_from[name]
+            request = self._received_from.pop(name)
+            if reason := self._to_refuse.pop(name, ""):
+                self._tell("refuse", room_of(request.transfer), reason, prefill=request.prefill)
+            del self._receives[name]
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
     def _wait_for_receive(self) -> None:

@@ -130,8 +130,9 @@ def shared(vllm: None, sockets: None) -> Iterator[Pair]:
 def pair(shared: Pair) -> Iterator[Pair]:
     """A prefill and a decode server of one worker each, shared by the tests of the module."""
     yield shared
-    for name in list(shared.decode.jobs):
-        shared.decode.finish(name)
+    for server in shared:
+        for name in list(server.jobs):
+            server.finish(name, ABORTED)
     shared.settle()
 
 
@@ -396,6 +397,22 @@ class TestAbort:
         pair.sent(name)
         assert pair.failures(name) == {"prefill": "ABORTED", "decode": "ABORTED"}
 
+    @pytest.mark.parametrize("computed", [0, 100])
+    def test_at_decode_before_the_first_connection(self, make_pair: MakePair, computed: int) -> None:
+        pair = make_pair(hold_s=60.0, unclaimed_s=60.0)
+        name = pair.to_decode(pair.to_prefill("r"))
+        pair.prefill.step({name: computed} if computed else {})
+        pair.decode.receive(name)
+        pair.decode.step()
+        pair.decode.finish(name, ABORTED)
+        pair.decode.step()
+        if not computed:
+            pair.prefill.step({name: 100})
+        pair.prefill.finish(name)
+        pair.sent(name)
+        pair.received(name)
+        assert pair.failures(name)["prefill"] == "ABORTED"
+
     @pytest.mark.parametrize("known", [True, False], ids=["known at prefill", "unknown there"])
     def test_at_decode_while_it_waits_for_blocks(self, pair: Pair, known: bool) -> None:
         name = pair.to_decode(pair.name())
@@ -548,13 +565,13 @@ class TestAgent:
         settings = pair.prefill.agents[0].settings
         assert (settings["hold_s"], settings["unclaimed_s"]) == (7.0, 9.0)
 
-    def test_request_ids_and_trace_contexts_are_on_both_sides(self, pair: Pair) -> None:
+    def test_request_ids_are_shown_on_both_sides(self, pair: Pair) -> None:
         name = pair.to_decode(pair.to_prefill(pair.name()))
         pair.decode.receive(name)
         pair.decode.step()
         pair.prefill.step({name: 100})
+        pair.prefill.finish(name)
+        pair.arrived(name)
+        pair.sent(name)
         for agent in (*pair.prefill.agents, *pair.decode.agents):
             assert agent.observe.room(room_number(name))[0]["request_id"] == name
-        pair.prefill.finish(name)
-        pair.received(name)
-        pair.sent(name)
