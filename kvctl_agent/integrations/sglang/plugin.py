@@ -91,6 +91,7 @@ def _add_backend(takeover: bool) -> None:
         if queue.transfer_backend.value in names:
             kv_indices = args[0] if args else kwargs["kv_indices"]  # one for each token after the prefix
             decode_req.kv_receiver.prompt_tokens = kwargs.get("decode_prefix_len", 0) + len(kv_indices)
+            decode_req.kv_receiver.request_id = str(decode_req.req.rid)
         return original(queue, decode_req, *args, **kwargs)
 
     disaggregation = "sglang.srt.disaggregation"

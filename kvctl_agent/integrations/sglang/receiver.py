@@ -26,6 +26,7 @@ class KvctlKVReceiver(CommonKVReceiver):
     _handle: Receive | None = None
     _endpoint: str | None = None  # of the registry of the room's prefill instance
     prompt_tokens: int | None = None  # length of the prompt, set by the plugin before `send_metadata`
+    request_id = ""  # SGLang's rid, likewise; SGLang gives senders only the room
 
     def _setup_bootstrap_infos(self) -> None:
         """Finds the registry of the room's prefill instance and connects to it; the room fails if there is none."""
@@ -104,6 +105,7 @@ class KvctlKVReceiver(CommonKVReceiver):
                 aux_index=aux_index,
                 state_indices=self.kv_mgr.state_lists(state_indices),
                 tokens=self.prompt_tokens,
+                request_id=self.request_id,
             ),
         )
         if self._handle is None:
