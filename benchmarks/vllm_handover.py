@@ -550,7 +550,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--load-tokens", type=int, default=1024, help="prompts of the other measurements")
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--rate", type=float, default=10.0, help="prompts per second beside a busy engine")
-    parser.add_argument("--seconds", type=float, default=3.0, help="length of each measurement under load")
+    parser.add_argument("--seconds", type=float, default=2.0, help="length of each measurement under load")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=128)
