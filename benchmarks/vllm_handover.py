@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = "kvctl.vllm_handover/1"
 START_S = 420.0
-ANSWER_S = 60.0
+ANSWER_S = 180.0
 STOP_S = 15.0
 PROMPTS = 2  # of each length
 TOKENS = 4  # of each answer where the handover is measured
