@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
+from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.request_id import room_number
+from kvctl_agent.runtime.handles import check_room
 
 LOGGER = "vllm.kvctl"  # below vLLM's logger, the only one for which its processes have a handler
 
@@ -124,11 +126,15 @@ def traceparent_of(request: Any) -> str:
 
 
 def transfer_of(params: Mapping[str, Any], default: Transfer = "") -> Transfer:
-    """Returns the id of the transfer that the parameters name; `default` if they name none."""
+    """Returns the id of the transfer that the parameters name; `default` if they name none that has a room."""
     value = params.get(TRANSFER_ID)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    return text_of(params, TRANSFER_ID) or default
+    if not isinstance(value, Transfer) or isinstance(value, bool):
+        return default
+    try:
+        check_room(room_of(value))
+    except LocalProtocolError:
+        return default
+    return value
 
 
 def room_of(transfer: Transfer) -> int:

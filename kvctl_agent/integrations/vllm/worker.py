@@ -267,7 +267,9 @@ class ConnectorWorker:
             return {}
         assert self.agent is not None
         forward = ForwardInfo(tuple(each.tokens for each in computed), draft=self._drafts)
-        groups = self.agent.layer_groups(forward).groups
+        # Of several microbatches vLLM announces a layer after each: after the first it is computed in part.
+        divided = not self._config.parallel_config.use_ubatching
+        groups = self.agent.layer_groups(forward).groups if divided else ()
         for each in computed:
             if send := self._sends.get(each.request):
                 send.prefetch(groups)

@@ -48,6 +48,12 @@ class ParallelConfig:
     decode_context_parallel_size: int = 1
     cp_kv_cache_interleave_size: int = 1
     data_parallel_index: int = field(init=False, default=0)
+    enable_dbo: bool = False
+    ubatch_size: int = 0
+
+    @property
+    def use_ubatching(self) -> bool:
+        return self.enable_dbo or self.ubatch_size > 1
 
 
 @dataclass

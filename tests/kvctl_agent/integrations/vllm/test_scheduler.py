@@ -301,13 +301,16 @@ class TestDecode:
         assert decode.finished(wanted) == (False, None)
         assert not decode.pending
 
-    @pytest.mark.parametrize("missing", ["transfer_id", "kvctl_prefill"])
-    @pytest.mark.parametrize("value", [None, 7.0, ""])
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [(name, value) for name in ("transfer_id", "kvctl_prefill") for value in (None, 7.0, "")]
+        + [("transfer_id", value) for value in (True, -1, 1 << 64, "x" * 1025, "\ud800")],
+    )
     def test_without_a_room_or_a_server_it_is_computed_here(
-        self, missing: str, value: Any, caplog: pytest.LogCaptureFixture
+        self, name: str, value: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
         decode = half()
-        wanted = request({**FROM_PREFILL, missing: value})
+        wanted = request({**FROM_PREFILL, name: value})
         decode.on_new_request(wanted)
         assert decode.matched_tokens(wanted, 0) == (0, False)
         assert "has do_remote_prefill but no transfer_id and text kvctl_prefill" in caplog.text

@@ -309,6 +309,25 @@ class TestLayouts:
         pair.prefill.finish(name)
         pair.arrived(name)
 
+    def test_layers_of_microbatches_are_sent_with_the_step(
+        self, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(vllm.ParallelConfig, "use_ubatching", True)
+        pair = make_pair(Model(FIVE), Model(FIVE), pipeline="on", pipeline_group_size=2)
+        name = pair.to_decode(pair.to_prefill("r"))
+        pair.decode.receive(name)
+        pair.decode.step()
+        (worker,) = pair.prefill.workers
+        computed: list[str] = []
+        monkeypatch.setattr(worker._worker, "_pass", lambda layers: computed.append(f"before {layers}"))
+        monkeypatch.setattr(worker, "wait_for_save", lambda: computed.append("step"))
+        pair.prefill.step({name: 100})
+        assert computed == ["step"]
+        monkeypatch.undo()
+        worker.wait_for_save()
+        pair.prefill.finish(name)
+        pair.arrived(name)
+
     def test_a_stage_that_ends_within_a_pattern_of_layers_is_refused(self, make_pair: MakePair) -> None:
         model = Model(HYBRID, blocks=128)
         with pytest.raises(ValueError, match="at the end of each pipeline stage but the last"):
