@@ -332,6 +332,7 @@ class Peer:
         route: return address of this incarnation.
         registered: the incarnation that the registry names; 0 if it names none.
         hello_due_ns: when to send Hello again; 0 when no Hello is unanswered.
+        greeted_ns: monotonic time of the first Hello.
         mismatch_since_ns: monotonic time since which the peer's layout differs from the other ranks of its instance; 0
             if it does not differ.
         proven_dead: the process has ended, so none of its writes can be in flight.
@@ -353,6 +354,7 @@ class Peer:
     route: bytes = b""
     registered: int = 0
     hello_due_ns: int = 0
+    greeted_ns: int = 0
     mismatch_since_ns: int = 0
     rtt_ns: int | None = None
     differences: tuple[str, ...] = ()

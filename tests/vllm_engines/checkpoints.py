@@ -14,20 +14,6 @@ __all__ = ["VOCABULARY", "write_model"]
 HEAD_DIM = 32
 # With dummy weights, which `engine.py` makes large enough.
 DUMMY: dict[str, dict[str, Any]] = {
-    # Latents of 512 + 64 values instead of K and V, the only size that vLLM has kernels for on CPUs.
-    "mla": {
-        **CONFIG,
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
-        "num_key_value_heads": CONFIG["num_attention_heads"],
-        "kv_lora_rank": 512,
-        "q_lora_rank": None,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 64,
-        "v_head_dim": 64,
-        "n_routed_experts": 8,
-        "first_k_dense_replace": CONFIG["num_hidden_layers"],
-    },
     # Two layers in three see the last 48 tokens only.
     "windows": {
         **CONFIG,

@@ -60,23 +60,17 @@ ENGINES: dict[str, dict[str, Any]] = {
     "decode-multi": {},
     "prefill-tp2": {"tensor_parallel_size": 2, "max_num_batched_tokens": CHUNK_TOKENS},
     "decode-tp2": {"tensor_parallel_size": 2},
-    "prefill-dp2": {"data_parallel_size": 2},
-    "decode-dp2": {"data_parallel_size": 2},
     "prefill-64": {"block_size": 64, "max_num_batched_tokens": CHUNK_TOKENS},
     "decode-64": {"block_size": 64},
-    "prefill-mla": {"model": "mla", **DUMMY, "max_num_batched_tokens": CHUNK_TOKENS},
-    "decode-mla": {"model": "mla", **DUMMY},
     "prefill-windows": {"model": "windows", **DUMMY, "max_num_batched_tokens": CHUNK_TOKENS},
     "decode-windows": {"model": "windows", **DUMMY},
 }
-# Engines of two replicas each, which vLLM serves from processes of their own only.
-REPLICATED = ("prefill-dp2", "decode-dp2")
 # Engines whose connector is a child of MultiConnector, beside vLLM's ExampleConnector.
 MULTI = ("prefill-multi", "decode-multi")
 # Engines that most modules use; others stop when a pair without them is asked for.
 SHARED = ("prefill", "decode")
 # The engines that give the expected tokens of each model, without a transfer.
-UNDIVIDED = {"llama": "decode", "mla": "decode-mla", "windows": "decode-windows"}
+UNDIVIDED = {"llama": "decode", "windows": "decode-windows"}
 
 
 @pytest.fixture(autouse=True)
@@ -141,8 +135,6 @@ class Engines:
                 "kv_connector_extra_config": {"connectors": [transfer, example]},
             }
         environment = {**ENVIRONMENT, "KVCTL_SOCKET_DIR": str(self._folder / "sockets")}
-        if name in REPLICATED:
-            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         self._engines[name] = Engine(
             Path(os.environ["VLLM_VENV"]) / "bin" / "python",
             self._folder,

@@ -5,7 +5,6 @@ The first message holds the engine's arguments, each other one is a call of a me
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 from collections.abc import Sequence
@@ -107,52 +106,6 @@ class Served:
         return {name: [str(each) for each in table] for name, table in tables.items() if table}
 
 
-class Replicas:
-    """The engine of a vLLM server with data parallelism: replicas in processes of their own."""
-
-    def __init__(self, connection: Connection, arguments: dict[str, Any]) -> None:
-        from vllm import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        self._connection = connection
-        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-
-    async def run(self) -> None:
-        """Serves until the other end of the connection is closed."""
-        loop = asyncio.get_running_loop()
-        self._connection.send(("result", self.counts()))
-        while True:
-            try:
-                method, arguments = await loop.run_in_executor(None, self._connection.recv)
-            except EOFError:
-                self._engine.shutdown()
-                return
-            result = getattr(self, method)(*arguments)
-            self._connection.send(("result", await result if asyncio.iscoroutine(result) else result))
-
-    # ---- calls, as those of `Served` --------------------------------------------------------------------------------
-
-    def submit(self, number: int, prompt: Sequence[int], tokens: int, params: dict[str, Any] | None, rank: int) -> None:
-        self._tasks[number] = asyncio.create_task(self._generate(number, prompt, sampling_of(tokens, params), rank))
-
-    async def _generate(self, number: int, prompt: Sequence[int], sampling: Any, rank: int) -> None:
-        token_ids = {"prompt_token_ids": list(prompt)}
-        async for output in self._engine.generate(token_ids, sampling, str(number), data_parallel_rank=rank):
-            self._connection.send(("output", *fields_of(output)))
-        del self._tasks[number]
-
-    async def reset(self) -> bool:
-        return bool(await self._engine.reset_prefix_cache())
-
-    def counts(self) -> dict[str, int]:
-        """Returns the open requests; the blocks are in other processes."""
-        return {"free_blocks": 0, "requests": len(self._tasks)}
-
-    def left(self) -> dict[str, list[str]]:
-        return {}
-
-
 def sampling_of(tokens: int, params: dict[str, Any] | None) -> Any:
     """Returns vLLM's parameters of a request for a number of greedy tokens."""
     from vllm import SamplingParams
@@ -189,18 +142,11 @@ def enlarge_dummy_weights(bound: float) -> None:
     dummy_loader.initialize_single_dummy_weight = larger
 
 
-async def serve_replicas(connection: Connection, arguments: dict[str, Any]) -> None:
-    await Replicas(connection, arguments).run()  # which needs a running event loop to start with
-
-
 def main() -> None:
     connection = Connection(int(sys.argv[1]))
     arguments = connection.recv()
     if arguments.get("load_format") == "dummy":
         enlarge_dummy_weights(DUMMY_WEIGHTS)
-    if arguments.get("data_parallel_size", 1) > 1:
-        asyncio.run(serve_replicas(connection, arguments))
-        return
     served = Served(connection, arguments)
     connection.send(("result", served.counts()))
     served.run()

@@ -131,11 +131,11 @@ class Engine:
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
-    def submit(self, prompt: Tokens, tokens: int, params: Params | None = None, *rank: int) -> Request:
+    def submit(self, prompt: Tokens, tokens: int, params: Params | None = None) -> Request:
         self._numbers += 1
         transfer = str((params or {}).get("transfer_id", ""))
         request = self._requests[self._numbers] = Request(self._numbers, time.monotonic(), [], transfer=transfer)
-        self.call("submit", request.number, prompt, tokens, params, *rank)
+        self.call("submit", request.number, prompt, tokens, params)
         return request
 
     def answer(self, request: Request, timeout_s: float = ANSWER_S) -> Request:

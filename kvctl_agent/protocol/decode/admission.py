@@ -265,6 +265,7 @@ class Instances:
             replaced = peer.registered not in (0, peer.incarnation)
             if (peer.state is not PeerState.READY or unanswered or replaced) and context.now_ns >= peer.hello_due_ns:
                 refused = peer.state is PeerState.REFUSED
+                peer.greeted_ns = peer.greeted_ns or context.now_ns
                 peer.hello_due_ns = context.now_ns + (timing.suspect_ns if refused else timing.resend_ns)
                 context.send(name, msg.Hello(msg.PROTOCOL_VERSION, context.local.peer_info()))
 

@@ -470,6 +470,7 @@ class RecvRooms:
         if room.state is RoomState.BOOTSTRAPPING:
             roster = self.state.rosters.get(room.instance, ())
             unanswered = not roster and room.instance not in self.state.absent_ranks
+            unanswered = unanswered or any(map(self._never_answered, roster))
             if not room.transfers and waited > timing.suspect_ns and (gone := self._gone(roster)):
                 self.fail(room, failure("KV_PEER_LOST", f"{stuck}: {gone}"))
             elif waited > (min(timing.lost_ns, timing.bootstrap_ns) if unanswered else timing.bootstrap_ns):
@@ -514,6 +515,12 @@ class RecvRooms:
             if self.context.now_ns - peer.heard_ns > self.context.timing.suspect_ns:
                 return peer.last_error or f"{name} is lost"
         return ""
+
+    def _never_answered(self, name: str) -> bool:
+        """Whether a rank on the roster has not answered the first Hello in the time after which a peer is lost."""
+        peer = self.context.peers.get(name)
+        greeted_ns = peer.greeted_ns if peer is not None and not peer.heard_ns else 0
+        return greeted_ns > 0 and self.context.now_ns - greeted_ns > self.context.timing.lost_ns
 
     def _absent(self, name: str) -> str:
         """Returns the name of a rank that is not ready, followed by the reason in parentheses if it is known."""

@@ -244,6 +244,17 @@ class TestDeadlines:
         assert "KV_ROOM_STUCK_BOOTSTRAP" in text
         assert "not accepted by prefill-1" in text
 
+    def test_a_rank_that_has_registered_and_never_answers(self) -> None:
+        world = World(ParallelConfig(tp=2), ParallelConfig())
+        world.paused.add("prefill-1")
+        room = world.receive(7, 2)
+        while world.now_ns < TIMING.lost_ns + 3 * SECOND:
+            assert room.state is RoomState.BOOTSTRAPPING or world.now_ns > TIMING.lost_ns
+            world.tick(SECOND)
+            world.flush()
+        assert room.failure["code"] == "KV_ROOM_STUCK_BOOTSTRAP"
+        assert "not accepted by prefill-1" in room.failure["text"]
+
     def test_an_engine_that_never_computes(self) -> None:
         world = World(ParallelConfig(), ParallelConfig())
         world.connect()
