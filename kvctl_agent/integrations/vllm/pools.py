@@ -68,7 +68,7 @@ class WorkerPool:
                 "differently with VLLM_PP_LAYER_PARTITION, or use tensor parallelism"
             )
         self.format = BlockFormat.of(
-            tensors[names[self._main][0]], _first_spec(groups[self._main].kv_cache_spec), cache_dtype
+            tensors[names[self._main][0]], first_spec(groups[self._main].kv_cache_spec), cache_dtype
         )
         self._pages = [tensors[each[0]].shape[0] // config.num_blocks if each else 1 for each in names]
         self._page_tokens = [
@@ -94,8 +94,8 @@ class WorkerPool:
         self._states = [number for number, group in enumerate(groups) if is_state(group)]
         states = [
             StateTensors(
-                _state_name(number, groups[number].kv_cache_spec),
-                [tensors[name].flatten(1) for name in names[number]],
+                _state_name(number, first_spec(groups[number].kv_cache_spec)),
+                [tensors[name].view(config.num_blocks, -1) for name in names[number]],
                 [self._kv_layers[name] for name in names[number]],
             )
             for number in self._states
@@ -156,7 +156,7 @@ class WorkerPool:
         self, group: KVCacheGroupSpec, names: Sequence[str], tensors: dict[str, torch.Tensor], total_kv_heads: int
     ) -> DraftKV:
         """Returns K and V of a group's layers, or its latents."""
-        spec = _first_spec(group.kv_cache_spec)
+        spec = first_spec(group.kv_cache_spec)
         layers = [tensors[name] for name in names]
         if isinstance(spec, MLAAttentionSpec):
             four = layers[0].dim() == 4
@@ -189,9 +189,14 @@ def check_groups(groups: Sequence[KVCacheGroupSpec]) -> None:
         raise ValueError("kvctl's connector needs a layer with full attention: use one of vLLM's own connectors")
 
 
+def first_spec(spec: Any) -> Any:
+    """Returns the spec of a group's first layer; the others are of the same kind, with the same window."""
+    return next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
 def is_state(group: KVCacheGroupSpec) -> bool:
     """Whether a group has state of requests in place of KV: one block for each request."""
-    return isinstance(group.kv_cache_spec, MambaSpec)
+    return isinstance(first_spec(group.kv_cache_spec), MambaSpec)
 
 
 def _state_name(number: int, spec: MambaSpec) -> str:
@@ -202,10 +207,6 @@ def _state_name(number: int, spec: MambaSpec) -> str:
         for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
     )
     return f"state{number}_{order}_{shapes}"
-
-
-def _first_spec(spec: Any) -> Any:
-    return next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
 def _is_full(spec: object) -> bool:

@@ -32,7 +32,7 @@ from kvctl_agent.integrations.vllm.metadata import (
     traceparent_of,
     transfer_of,
 )
-from kvctl_agent.integrations.vllm.pools import is_state
+from kvctl_agent.integrations.vllm.pools import first_spec, is_state
 
 logger = logging.getLogger(LOGGER)
 
@@ -64,10 +64,8 @@ class ConnectorScheduler:
         self._config = config
         groups = config.transfer_groups
         self._block_tokens = [group.kv_cache_spec.block_size * dcp_size for group in groups]
-        self._windows = [
-            group.kv_cache_spec.sliding_window if isinstance(group.kv_cache_spec, SlidingWindowSpec) else None
-            for group in groups
-        ]
+        specs = [first_spec(group.kv_cache_spec) for group in groups]
+        self._windows = [spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None for spec in specs]
         self._states = [is_state(group) for group in groups]
         # Decode computes the last token of a prompt: from the state after the tokens before it, and from the window
         # before it, of which vLLM has no block for the first token if decode is said to have the last token already.

@@ -127,7 +127,16 @@ def test_vllm_zeroes_all_blocks_where_it_has_to(specs: tuple[vllm.KVCacheSpec, .
 WINDOW = vllm.SlidingWindowSpec(BLOCK, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32, sliding_window=32)
 
 
-@pytest.mark.parametrize(("specs", "tokens"), [((FULL,), 40), ((FULL, WINDOW), 39), ((MAMBA, FULL), 39)])
+@pytest.mark.parametrize(
+    ("specs", "tokens"),
+    [
+        ((FULL,), 40),
+        ((FULL, WINDOW), 39),
+        ((MAMBA, FULL), 39),
+        ((FULL, vllm.UniformTypeKVCacheSpecs(BLOCK, {"a": WINDOW, "b": WINDOW})), 39),
+        ((vllm.UniformTypeKVCacheSpecs(1024, {"a": MAMBA}), FULL), 39),
+    ],
+)
 def test_only_prompts_of_models_with_full_attention_alone_are_whole(
     specs: tuple[vllm.KVCacheSpec, ...], tokens: int
 ) -> None:
@@ -161,6 +170,12 @@ def test_states_with_other_contents_have_other_names(monkeypatch: pytest.MonkeyP
         ({"pipeline_parallel_size": 2}, None, (), "--pipeline-parallel-size for models with Mamba layers"),
         ({}, vllm.SpeculativeConfig(), (), "speculative decoding of models with Mamba layers"),
         ({}, None, (vllm.MambaSpec(16, STATE, MAMBA.dtypes, "align"), FULL), "set --no-enable-prefix-caching"),
+        (
+            {},
+            vllm.SpeculativeConfig(),
+            (vllm.UniformTypeKVCacheSpecs(1024, {"a": MAMBA}), FULL),
+            "speculative decoding of models with Mamba layers",
+        ),
         ({}, None, (MAMBA,), "needs a layer with full attention"),
         ({}, vllm.SpeculativeConfig(True, 2), (FULL,), "speculative decoding with several MTP modules"),
     ],
