@@ -113,6 +113,7 @@ class ConnectorWorker:
             get_tensor_model_parallel_rank(),
         )
         self._first_layer = sum(stages[:pp])
+        self._is_last_stage = pp == parallel.pipeline_parallel_size - 1
         dp, dp_size = parallel.data_parallel_index, max(parallel.data_parallel_size, parallel.data_parallel_index + 1)
         registry = registry_of(config)
         settings = {key: value for key, value in _DEFAULTS.items() if KEYS_BY_NAME[key].environment not in os.environ}
@@ -317,6 +318,8 @@ class ConnectorWorker:
         Args:
             finished: requests that vLLM has finished since the last step.
         """
+        if not self._is_last_stage:  # with speculative decoding vLLM may call wait_for_save only on the last one
+            self.save()
         if not self._computes:
             self._wait_for_receive()
         self._ended.update(name for name in finished if name in self._sends)

@@ -309,6 +309,19 @@ class TestLayouts:
         pair.prefill.finish(name)
         pair.arrived(name)
 
+    def test_stages_that_vllm_does_not_ask_to_save_are_sent_with_the_step(
+        self, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pair = make_pair(Model(FIVE), Model(FIVE), axes=({"pp": 2}, {}))
+        monkeypatch.setattr(pair.prefill.workers[0], "wait_for_save", lambda: None)
+        name = pair.to_decode(pair.to_prefill("r"))
+        pair.decode.receive(name)
+        pair.prefill.step({name: 60})
+        pair.prefill.step({name: 40})
+        pair.prefill.finish(name)
+        pair.arrived(name)
+        pair.sent(name)
+
     def test_layers_of_microbatches_are_sent_with_the_step(
         self, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
     ) -> None:
