@@ -74,10 +74,12 @@ class WorkerPool:
         self._page_tokens = [
             group.kv_cache_spec.block_size // count for group, count in zip(groups, self._pages, strict=True)
         ]
-        numbers = [_layer_number(name) for name in names[self._main]]
-        # For each layer the KV layer that is computed with it or next, or, after all of them, the last one.
+        places = {name: place for place, name in enumerate(names[self._main])}
+        numbers = [_layer_number(name) for name in places]
+        # For each layer the KV layer that is computed with it or next, or, after all of them, the last one. Some models
+        # have two KV layers of one number.
         self._kv_layers = {
-            name: min(sum(own < _layer_number(name) for own in numbers), len(numbers) - 1)
+            name: places.get(name, min(sum(own < _layer_number(name) for own in numbers), len(numbers) - 1))
             for name in sorted(chain.from_iterable(names), key=_layer_number)
         }
         self.ends_with_kv = next(reversed(self._kv_layers)) in names[self._main]

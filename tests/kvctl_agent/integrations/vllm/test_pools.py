@@ -47,6 +47,15 @@ class TestPool:
         last = pool.last_layers([range(0, 1), range(1, 2)], 0)
         assert {name.split(".")[2]: group for name, group in last.items()} == {"1": range(0, 1), "4": range(1, 2)}
 
+    def test_two_kv_layers_of_one_number(self) -> None:
+        model = Model(groups=(((0, 1, 2, 3), None),))
+        names = [f"model.layers.{n // 2}.self_attn.{n % 2}.attn" for n in range(4)]
+        config = model.config(1)
+        config.kv_cache_groups[0].layer_names[:] = names
+        pool = pools.WorkerPool(dict(zip(names, model.tensors(1).values(), strict=True)), config, model.heads)
+        groups = [range(0, 1), range(1, 3), range(3, 4)]
+        assert pool.last_layers(groups, 0) == dict(zip((names[0], *names[2:]), groups, strict=True))
+
     def test_a_pipeline_stage_without_full_attention_is_refused(self) -> None:
         model = Model(groups=(((0,), None), ((1,), 32)))
         config = model.config(1)
