@@ -124,7 +124,9 @@ class ConnectorScheduler:
         params["do_remote_prefill"] = False  # only once, also if the request is preempted later
         prefill, transfer = expected
         if not received:
-            self._next.refused.append((transfer, prefill, "the whole prompt is cached by the decode engine"))
+            self._next.refused.append(
+                (transfer, prefill, "the decode engine has cached the prompt, or computes it itself")
+            )
             return
         tokens = request.num_prompt_tokens - self._left_to_decode
         table = self._config.select_transfer_block_ids(blocks.get_block_ids())

@@ -258,7 +258,7 @@ class TestDecode:
         assert decode.matched_tokens(wanted, 32) == (0, False)
         meta = allocate(decode, wanted, 32, [5, 6])
         assert meta.receives == []
-        assert meta.refused == [("7f3a", PREFILL, "the whole prompt is cached by the decode engine")]
+        assert meta.refused == [("7f3a", PREFILL, "the decode engine has cached the prompt, or computes it itself")]
 
     @pytest.mark.parametrize(
         ("tokens", "table", "blocks"),
