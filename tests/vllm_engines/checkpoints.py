@@ -14,6 +14,8 @@ __all__ = ["VOCABULARY", "write_model"]
 HEAD_DIM = 32
 # With dummy weights, which `engine.py` makes large enough.
 DUMMY: dict[str, dict[str, Any]] = {
+    # More layers than are always sent at once.
+    "deep": {**CONFIG, "num_hidden_layers": 12, "head_dim": HEAD_DIM},
     # Two layers in three see the last 48 tokens only.
     "windows": {
         **CONFIG,

@@ -48,6 +48,9 @@ CHUNK_TOKENS = 128
 FEW_BLOCKS: dict[str, Any] = {"num_gpu_blocks_override": 48, "max_model_len": 1024}
 CROWDED: dict[str, Any] = {"scheduler_reserve_full_isl": False, "long_prefill_token_threshold": 64}
 DUMMY: dict[str, Any] = {"load_format": "dummy"}
+LAYER_BY_LAYER: dict[str, Any] = {
+    "kv_transfer_config": {"kv_connector_extra_config": {"pipeline": "on", "pipeline_group_size": 3}}
+}
 # Arguments of the engines. A name begins with the role; the model is a Llama unless `model` names another.
 ENGINES: dict[str, dict[str, Any]] = {
     "prefill": {"max_num_batched_tokens": CHUNK_TOKENS},
@@ -60,6 +63,10 @@ ENGINES: dict[str, dict[str, Any]] = {
     "decode-multi": {},
     "prefill-tp2": {"tensor_parallel_size": 2, "max_num_batched_tokens": CHUNK_TOKENS},
     "decode-tp2": {"tensor_parallel_size": 2},
+    "prefill-pp2": {"pipeline_parallel_size": 2, "max_num_batched_tokens": CHUNK_TOKENS},
+    "decode-pp2": {"pipeline_parallel_size": 2},
+    "prefill-deep": {"model": "deep", **DUMMY, "max_num_batched_tokens": CHUNK_TOKENS, **LAYER_BY_LAYER},
+    "decode-deep": {"model": "deep", **DUMMY},
     "prefill-64": {"block_size": 64, "max_num_batched_tokens": CHUNK_TOKENS},
     "decode-64": {"block_size": 64},
     "prefill-windows": {"model": "windows", **DUMMY, "max_num_batched_tokens": CHUNK_TOKENS},
@@ -70,7 +77,7 @@ MULTI = ("prefill-multi", "decode-multi")
 # Engines that most modules use; others stop when a pair without them is asked for.
 SHARED = ("prefill", "decode")
 # The engines that give the expected tokens of each model, without a transfer.
-UNDIVIDED = {"llama": "decode", "windows": "decode-windows"}
+UNDIVIDED = {"llama": "decode", "windows": "decode-windows", "deep": "decode-deep"}
 
 
 @pytest.fixture(autouse=True)

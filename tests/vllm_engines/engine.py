@@ -25,6 +25,9 @@ class Served:
 
         self._connection = connection
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        if arguments.get("pipeline_parallel_size", 1) > 1:
+            # vLLM's workers on CPUs make their buffers between stages in a warm-up, which eager mode leaves out.
+            self._engine.collective_rpc("execute_dummy_batch")
         self._core = self._engine.engine_core.engine_core
         self._scheduler = self._core.scheduler
         self._worker_connector = get_kv_transfer_group() if has_kv_transfer_group() else None

@@ -1,4 +1,4 @@
-"""Engines of different tensor parallelism, and a model with sliding windows."""
+"""Engines of different tensor and pipeline parallelism, a model with sliding windows, and layers sent one by one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from tests.vllm_engines.processes import Pair
 from tests.vllm_engines.test_tokens import ORDERS
 
 # No MLA: vLLM's kernels for it on CPUs generate other tokens for a prompt in a batch than alone, without transfers too.
+STAGES = ("prefill-pp2 decode", "prefill decode-pp2", "prefill-deep decode-deep")
 PAIRS = (
     "prefill-windows decode-windows",
     "prefill-tp2 decode",
@@ -17,7 +18,7 @@ PAIRS = (
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("pair", PAIRS, indirect=True)
+@pytest.mark.parametrize("pair", PAIRS + STAGES, indirect=True)
 def test_prompts(pair: Pair, reference: Reference, order: str) -> None:
     prompts = [prompt_of(length, seed=order) for length in (1, 31, 64, 65, 300, 700)]
     expected = [reference(prompt) for prompt in prompts]
@@ -26,7 +27,7 @@ def test_prompts(pair: Pair, reference: Reference, order: str) -> None:
     assert [room_record(answer.transfer, "decode")["failure"] for answer in answers] == [None] * len(prompts)
 
 
-@pytest.mark.parametrize("pair", PAIRS, indirect=True)
+@pytest.mark.parametrize("pair", PAIRS + STAGES, indirect=True)
 def test_prefixes_that_both_have_cached(pair: Pair, reference: Reference) -> None:
     shared = prompt_of(200, seed=3)
     prompts = [shared, shared + prompt_of(70, seed=4), shared + prompt_of(90, seed=5)]
