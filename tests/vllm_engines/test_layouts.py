@@ -20,7 +20,8 @@ PAIRS = (
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("pair", PAIRS + STAGES, indirect=True)
 def test_prompts(pair: Pair, reference: Reference, order: str) -> None:
-    prompts = [prompt_of(length, seed=order) for length in (1, 31, 64, 65, 300, 700)]
+    # Prefill leaves out the last token of a model with windows, so 2 tokens are the fewest that are transferred.
+    prompts = [prompt_of(length, seed=order) for length in (2, 31, 64, 65, 300, 700)]
     expected = [reference(prompt) for prompt in prompts]
     answers = pair.generate_all(prompts, order)
     assert [answer.tokens for answer in answers] == expected

@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -22,6 +24,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvctl_agent.contract.settings import load_settings
+from kvctl_agent.contract.vllm import CONNECTOR, MODULE_PATH
 from kvctl_agent.integrations.vllm import versions
 from kvctl_agent.integrations.vllm.metadata import KvctlMetadata
 from kvctl_agent.integrations.vllm.pools import check_groups, is_state
@@ -186,3 +189,8 @@ def _check_state(config: VllmConfig) -> None:
             "kvctl's connector does not support speculative decoding of models with Mamba layers: leave out "
             "--speculative-config"
         )
+
+
+# vLLM's MultiConnector asks for the class by name to read its statistics.
+with suppress(ValueError):  # the module is imported again
+    KVConnectorFactory.register_connector(CONNECTOR, MODULE_PATH, CONNECTOR)

@@ -538,6 +538,22 @@ class SleepModeBackendFactory:
         return made
 
 
+class KVConnectorFactory:
+    _registry: ClassVar[dict[str, Callable[[], type]]] = {}
+
+    @classmethod
+    def register_connector(cls, name: str, module_path: str, class_name: str) -> None:
+        if name in cls._registry:
+            raise ValueError(f"Connector '{name}' is already registered.")
+        cls._registry[name] = lambda: getattr(importlib.import_module(module_path), class_name)
+
+    @classmethod
+    def get_connector_class_by_name(cls, connector_name: str) -> type:
+        if connector_name not in cls._registry:
+            raise ValueError(f"Connector '{connector_name}' is not registered.")
+        return cls._registry[connector_name]()
+
+
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
 
 MODULES: dict[str, tuple[Any, ...]] = {
@@ -549,6 +565,7 @@ MODULES: dict[str, tuple[Any, ...]] = {
         KVConnectorTransferResults,
         SupportsHMA,
     ),
+    "vllm.distributed.kv_transfer.kv_connector.factory": (KVConnectorFactory,),
     f"{_CONNECTOR}.metrics": (KVConnectorPromMetrics, KVConnectorStats),
     "vllm.device_allocator.sleep_mode_backend": (CuMemBackend, SleepModeBackendFactory),
     "vllm.distributed.parallel_state": (get_pp_group, get_tensor_model_parallel_rank),

@@ -127,3 +127,6 @@ class TestHooks:
 
     def test_a_scheduler_has_nothing_to_shut_down(self) -> None:
         connector.KvctlConnector(config(), vllm.KVConnectorRole.SCHEDULER, Model().config(1)).shutdown()
+
+    def test_multi_connector_finds_it_by_its_name(self) -> None:
+        assert vllm.KVConnectorFactory.get_connector_class_by_name("KvctlConnector").__name__ == "KvctlConnector"
