@@ -1,7 +1,8 @@
 """Measures kvctl's connector for vLLM beside vLLM's own over NIXL: the same engines, model, requests and dispatch.
 
-For each connector a prefill and a decode engine run all the time, each in a process of its own; the connectors take
-turns, in each round in the other direction. It runs in an environment of vLLM, on CPUs:
+For each connector there are a prefill and a decode engine, each in a process of its own; the connectors take turns, in
+each round in the other direction, and the engines of the others are stopped meanwhile, as some are never idle. It runs
+in an environment of vLLM, on CPUs:
 
     PYTHONPATH=. PATH_TO_VLLM/bin/python benchmarks/vllm_handover.py
     PYTHONPATH=. PATH_TO_VLLM/bin/python benchmarks/vllm_handover.py --connectors kvctl nixl --rounds 5 --out results
@@ -25,6 +26,7 @@ import multiprocessing
 import os
 import platform
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -190,6 +192,7 @@ class Pair:
                 {
                     "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port + number),
                     "KVCTL_SOCKET_DIR": str(folder / "sockets"),
+                    "KVCTL_LOST_S": "3600",  # engines that are stopped together are not lost
                 },
                 options.baseline if connector == "baseline" else ROOT,
                 folder,
@@ -250,7 +253,23 @@ class Pair:
         """CPU time of prefill and of decode up to now."""
         return self.prefill.cpu_s(), self.decode.cpu_s()
 
+    def signal(self, number: signal.Signals) -> None:
+        for engine in (self.prefill, self.decode):
+            assert engine.process.pid is not None
+            os.kill(engine.process.pid, number)
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Lets the engines, which are stopped, run."""
+        self.signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGSTOP)
+
     def stop(self) -> None:
+        with suppress(ProcessLookupError):
+            self.signal(signal.SIGCONT)
         self.prefill.stop()
         self.decode.stop()
 
@@ -299,10 +318,13 @@ class Comparison:
         with tempfile.TemporaryDirectory(prefix="vllm-handover-") as folder, self._engines(Path(folder)):
             for number in range(self._options.rounds):
                 for pair in self._pairs.values():
-                    self._warm(pair)
+                    with pair.awake():
+                        self._warm(pair)
                 for measure in (self._idle, self._handovers, self._load, self._busy_decode, self._busy_prefill):
                     for side in self._sides[:: -1 if number % 2 else 1]:
-                        measure(side)
+                        with self._pairs[side.connector].awake():
+                            self._request(side, min(self._prompts), 0)
+                            measure(side)
                         self._save()
                 self.document["rounds"] = number + 1
                 self._save()
@@ -324,6 +346,8 @@ class Comparison:
                 engine.ready(started + START_S)
             for engine in engines:
                 engine.listen()
+            for pair in self._pairs.values():
+                pair.signal(signal.SIGSTOP)
             print(f"{len(engines)} engines started in {time.monotonic() - started:.0f} s", flush=True)
             yield
         finally:
