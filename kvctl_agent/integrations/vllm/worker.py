@@ -18,6 +18,7 @@ from kvctl_agent.agent import Agent
 from kvctl_agent.contract.config import KEYS_BY_NAME
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.contract.states import RoomState
+from kvctl_agent.contract.vllm import LISTEN
 from kvctl_agent.errors import KvctlError
 from kvctl_agent.integrations.vllm import versions
 from kvctl_agent.integrations.vllm.metadata import (
@@ -54,7 +55,7 @@ def registry_of(config: VllmConfig) -> str:
     Its address is the setting `listen`, by default the loopback address; its port is vLLM's `kv_port` plus the rank.
     """
     transfer = config.kv_transfer_config
-    host = transfer.kv_connector_extra_config.get("listen") or os.environ.get("KVCTL_LISTEN") or "127.0.0.1"
+    host = transfer.kv_connector_extra_config.get("listen") or os.environ.get("KVCTL_LISTEN") or LISTEN
     return f"tcp://{host}:{transfer.kv_port + config.parallel_config.data_parallel_index}"
 
 
@@ -114,7 +115,7 @@ class ConnectorWorker:
         )
         self._first_layer = sum(stages[:pp])
         self._is_last_stage = pp == parallel.pipeline_parallel_size - 1
-        dp, dp_size = parallel.data_parallel_index, max(parallel.data_parallel_size, parallel.data_parallel_index + 1)
+        dp = parallel.data_parallel_index  # each is an instance of its own, with requests of its own
         registry = registry_of(config)
         settings = {key: value for key, value in _DEFAULTS.items() if KEYS_BY_NAME[key].environment not in os.environ}
         if KEYS_BY_NAME["chunk_tokens"].environment not in os.environ:
@@ -127,12 +128,14 @@ class ConnectorWorker:
         if dcp > 1:
             settings["cp_interleave"] = parallel.cp_kv_cache_interleave_size
         settings.update(transfer.kv_connector_extra_config)
-        axes = f"-dp{dp}" * (dp_size > 1) + f"-pp{pp}" * (len(stages) > 1) + f"-cp{tp % dcp}" * (dcp > 1)
+        axes = (
+            f"-dp{dp}" * (dp > 0 or parallel.data_parallel_size > 1)
+            + f"-pp{pp}" * (len(stages) > 1)
+            + f"-cp{tp % dcp}" * (dcp > 1)
+        )
         self.agent = Agent(
             role=self._role,
             rank=Rank(
-                dp=0 if prefill else dp,
-                dp_size=1 if prefill else dp_size,
                 pp=pp,
                 pp_size=parallel.pipeline_parallel_size,
                 stages=stages,

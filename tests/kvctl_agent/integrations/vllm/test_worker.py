@@ -580,6 +580,22 @@ class TestStats:
 
 
 class TestAgent:
+    def test_data_parallel_ranks_are_instances_of_their_own(
+        self, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # vLLM gives the ranks of most models the size 1, and leaves them their index.
+        created = vllm.ParallelConfig.__init__
+        monkeypatch.setattr(
+            vllm.ParallelConfig,
+            "__init__",
+            lambda self, **sizes: (created(self, **sizes), setattr(self, "data_parallel_index", 1))[0],
+        )
+        pair = make_pair()
+        (prefill,), (decode,) = pair.prefill.agents, pair.decode.agents
+        assert prefill.name == f"prefill-dp1-tp0@127.0.0.1:{pair.prefill.port + 1}"
+        assert decode.name.startswith("decode-dp1-tp0@")
+        assert (decode.rank.dp, decode.rank.dp_size) == (0, 1)
+
     def test_names_and_settings(self, pair: Pair) -> None:
         (prefill,), (decode,) = pair.prefill.agents, pair.decode.agents
         assert prefill.name == f"prefill-tp0@127.0.0.1:{pair.prefill.port}"
@@ -587,7 +603,7 @@ class TestAgent:
         assert decode.name.endswith(f":{pair.decode.port}-en"[:9])
         assert (prefill.settings["unclaimed_s"], prefill.settings["hold_s"]) == (25.0, 30.0)
         integration = prefill.observe.status()["integration"]
-        assert integration["engine"], integration["engine_version"] == ("vllm", "0.32.0")
+        assert (integration["engine"], integration["engine_version"]) == ("vllm", "0.32.0")
 
     def test_the_environment_overrides_the_defaults_here(
         self, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
