@@ -27,6 +27,7 @@ from kvctl_agent.integrations.vllm.metadata import (
     KvctlMetadata,
     ReceiveRequest,
     SendRequest,
+    Transfer,
     room_of,
 )
 from kvctl_agent.integrations.vllm.pools import WorkerPool
@@ -258,9 +259,9 @@ class ConnectorWorker:
                     self._to_refuse[name] = reason
                 handle.abort(reason)
         for transfer, prefill, reason in meta.refused:
-            self._tell("refuse", room_of(transfer), reason, prefill=prefill)
+            self._refuse(transfer, reason, prefill)
         for prefill, transfers in meta.expected.items():
-            self._tell("renew", [room_of(transfer) for transfer in transfers], prefill=prefill)
+            self._renew(transfers, prefill)
 
     def _prefetch(self, computed: Sequence[ComputedBlocks]) -> dict[str, range | None]:
         """Announces a forward; returns the layer groups in which its KV is sent, by the layer with which each ends.
@@ -343,7 +344,7 @@ class ConnectorWorker:
         for name in received:
             request = self._received_from.pop(name)
             if reason := self._to_refuse.pop(name, ""):
-                self._tell("refuse", room_of(request.transfer), reason, prefill=request.prefill)
+                self._refuse(request.transfer, reason, request.prefill)
             del self._receives[name]
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
@@ -399,12 +400,21 @@ class ConnectorWorker:
             )
         except KvctlError as error:
             logger.error("kvctl: request %s cannot be received: %s", request.request, error)
-            self._tell("refuse", room_of(request.transfer), str(error), prefill=request.prefill)
+            self._refuse(request.transfer, str(error), request.prefill)
             return None
 
-    def _tell(self, method: str, *arguments: Any, prefill: str) -> None:
-        """Calls a method of the agent that concerns a prefill instance; an error is logged."""
+    def _refuse(self, transfer: Transfer, reason: str, prefill: str) -> None:
+        """Ends a room that is not open here, at prefill; an error is logged."""
+        assert self.agent is not None
         try:
-            getattr(self.agent, method)(*arguments, prefill=prefill)
+            self.agent.refuse(room_of(transfer), reason, prefill=prefill)
+        except KvctlError as error:
+            logger.error("kvctl: prefill instance %s: %s", prefill, error)
+
+    def _renew(self, transfers: Sequence[Transfer], prefill: str) -> None:
+        """Asks a prefill instance to keep rooms that decode is going to open; an error is logged."""
+        assert self.agent is not None
+        try:
+            self.agent.renew([room_of(transfer) for transfer in transfers], prefill=prefill)
         except KvctlError as error:
             logger.error("kvctl: prefill instance %s: %s", prefill, error)
