@@ -63,7 +63,7 @@ from kvctl_agent.runtime.control_loop import ControlLoop, Mailbox
 from kvctl_agent.runtime.event_poller import EventPoller
 from kvctl_agent.runtime.handles import HandleRegistry, OnState
 from kvctl_agent.runtime.lifecycle import Lifecycle
-from kvctl_agent.runtime.liveness import host_identity
+from kvctl_agent.runtime.liveness import host_identity, host_name
 from kvctl_agent.runtime.page_owners import PageOwners
 from kvctl_agent.runtime.peer_connections import PeerConnections
 from kvctl_agent.runtime.pipelining import Pipelining
@@ -612,7 +612,7 @@ def local_of(
         scratch_bytes=_SCRATCH_BYTES if ring else 0,
         shared=shared,
         unshared=unshared,
-        hostname=socket.gethostname()[:256],
+        hostname=host_name(settings["host"]),
         engine=integration["engine"] if integration else "",
         kv_format=integration.get("kv_format", "") if integration else "",
     )

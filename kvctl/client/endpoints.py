@@ -34,7 +34,7 @@ _GLOB = frozenset("*?[")
 _STOPPED_STATES = ("T", "t")
 _MAX_PID_BYTES = 32
 
-LABELS = ("role", "dp", "pp", "cp", "tp", "unique", "name", "version", "device")
+LABELS = ("role", "dp", "pp", "cp", "tp", "unique", "name", "host", "version", "device")
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,4 +229,5 @@ def matches(labels: Mapping[str, str], status: Mapping[str, Any]) -> bool:
     """Returns whether an agent, whose answer to `status` is given, has all of these labels."""
     carried = {key: str(value) for key, value in status["rank"].items()}
     carried |= {key: str(status[key]) for key in ("name", "role", "version", "device")}
+    carried["host"] = str(status.get("host", ""))  # older agents do not tell it
     return all(carried.get(key) == value for key, value in labels.items())

@@ -99,7 +99,7 @@ class Fleet:
 
     Args:
         endpoints: values of `-e`; empty means every agent of the socket directory.
-        labels: role, instance coordinates (dp, pp, cp, tp, unique), name, version or device; all must match.
+        labels: role, instance coordinates (dp, pp, cp, tp, unique), name, host, version or device; all must match.
         timeout_ns: longest time to wait for the answers to one batch of requests.
         keys: keys for agents on TCP.
         discovery_ns: time for which surveys reuse the discovered agents and their answers to `hello`, unless a survey

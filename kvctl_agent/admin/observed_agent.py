@@ -68,6 +68,10 @@ class ObservedAgent:
         return self._parts.role
 
     @property
+    def host(self) -> str:
+        return self._parts.local.hostname
+
+    @property
     def incarnation(self) -> int:
         return self._parts.local.incarnation
 
@@ -249,6 +253,7 @@ class ObservedAgent:
             if connection and parts.pool.device is not None and not connection.mapping
             else None,
             "same_host": info.host == parts.local.host if info else None,
+            "peer_host": info.hostname if info else None,
             "process": info.process if info else None,
             "former": [f"{former.info.process} ({life:016x})" for life, former in peer.former.copy().items()],
             "rooms": sum(peer.name in record.peers for record in rooms),

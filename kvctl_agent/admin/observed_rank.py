@@ -50,6 +50,10 @@ class ObservedRank(Protocol):
     def role(self) -> Role: ...
 
     @property
+    def host(self) -> str:
+        """Name of its host."""
+
+    @property
     def incarnation(self) -> int: ...
 
     @property

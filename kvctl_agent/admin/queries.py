@@ -80,6 +80,7 @@ class AdminQueries:
         return {
             "name": rank.name,
             "role": rank.role,
+            "host": rank.host,
             "pid": os.getpid(),
             "version": VERSION,
             "protocol": [PROTOCOL_MIN, PROTOCOL_MAX],
@@ -112,6 +113,7 @@ class AdminQueries:
         return {
             "name": rank.name,
             "role": rank.role,
+            "host": rank.host,
             "rank": described["rank"],
             "sizes": described["sizes"],
             "pid": os.getpid(),

@@ -323,6 +323,13 @@ KEYS: tuple[Key, ...] = (
         "the whole name.",
     ),
     Key(
+        "host",
+        str,
+        "",
+        "Name of this host, by which kvctl tells agents apart and groups them. Automatic: the host name. In a container, "
+        "whose host name is not that of its machine, set it: in Kubernetes from spec.nodeName.",
+    ),
+    Key(
         "listen",
         str,
         "",

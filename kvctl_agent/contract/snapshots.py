@@ -17,6 +17,7 @@ class Hello(TypedDict):
 
     name: str
     role: Role
+    host: str  # name of its host
     pid: int
     version: str
     protocol: list[int]  # [lowest, highest] admin protocol served
@@ -126,6 +127,7 @@ class Status(TypedDict):
 
     name: str
     role: Role
+    host: str  # name of its host
     rank: dict[str, int]  # dp, pp, cp, tp, unique
     sizes: dict[str, int]  # dp, pp, cp, tp of the instance
     pid: int
@@ -376,6 +378,7 @@ class PeerRow(TypedDict):
     lane_direct: str | None  # prefill, pool on a GPU: mapping of the peer's memory: nvlink, same device, pcie
     lane_why_not: str | None  # why the peer's memory is not mapped
     same_host: bool | None  # the peer's process is visible here, so its death can be proven; None: not connected yet
+    peer_host: str | None  # name of the peer's host; None: not connected yet
     process: str | None  # "process 4711 on node-3"; None: not connected yet
     former: list[str]  # earlier processes with this name that may still write here, with their incarnations
     rooms: int

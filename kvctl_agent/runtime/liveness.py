@@ -1,10 +1,17 @@
-"""Checks whether another process on this host has ended, so that it can no longer write to memory."""
+"""Identity of this host, and whether another process on it has ended, so that it can no longer write to memory."""
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 _THREADS = 17  # index of num_threads in /proc/[pid]/stat, counted from the state
+_MAX_HOST_NAME = 256
+
+
+def host_name(configured: str) -> str:
+    """Returns the name of this host: the value of the setting `host`, or the system's host name if it is empty."""
+    return (configured or socket.gethostname())[:_MAX_HOST_NAME]
 
 
 def host_identity() -> str:

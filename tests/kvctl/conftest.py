@@ -37,6 +37,7 @@ def hello(name: str) -> dict[str, Any]:
     return {
         "name": name,
         "role": role_of(name),
+        "host": "node-3",
         "pid": 4242,
         "version": "0.1.0",
         "protocol": [1, 1],
@@ -54,6 +55,7 @@ def status(name: str) -> dict[str, Any]:
     return {
         "name": name,
         "role": role_of(name),
+        "host": "node-3",
         "rank": {"dp": number if decode else 0, "pp": 0, "cp": 0, "tp": 0 if decode else number, "unique": number},
         "sizes": {"dp": 2, "pp": 1, "cp": 1, "tp": 1} if decode else {"dp": 1, "pp": 1, "cp": 1, "tp": 2},
         "pid": 4242,
@@ -298,6 +300,7 @@ def peers(name: str) -> list[dict[str, Any]]:
             "lane_direct": "nvlink" if role_of(name) == "prefill" and other == "decode-0" else None,
             "lane_why_not": "decode-1's pool is host memory" if other == "decode-1" else None,
             "same_host": True,
+            "peer_host": "node-3",
             "process": "process 4711 on node-3",
             "former": ["process 4242 on node-2 (000000000000beef)"] if other == "prefill-1" else [],
             "rooms": 2,

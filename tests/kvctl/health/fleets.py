@@ -202,6 +202,7 @@ class Fleet:
         return {
             "name": name,
             "role": role(name),
+            "host": "node-3",
             "pid": 4242,
             "version": "0.1.0",
             "protocol": [1, 1],
@@ -219,6 +220,7 @@ class Fleet:
         return {
             "name": name,
             "role": role(name),
+            "host": "node-3",
             "rank": {**rank, "unique": number},
             "sizes": {"dp": decode, "pp": 1, "cp": 1, "tp": 1}
             if is_decode
@@ -306,6 +308,7 @@ class Fleet:
             "lane_direct": None,
             "lane_why_not": None,
             "same_host": True,
+            "peer_host": "node-3",
             "process": "process 4711 on node-3",
             "former": [],
         }

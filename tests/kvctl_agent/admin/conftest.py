@@ -53,6 +53,7 @@ def hello(name: str = "decode-0") -> Hello:
     return {
         "name": name,
         "role": "decode",
+        "host": "node-3",
         "pid": os.getpid(),
         "version": "0",
         "protocol": [1, 1],

@@ -55,6 +55,7 @@ class ObservedManager:
     Args:
         name: name of the rank.
         manager: SGLang's CommonKVManager.
+        host: name of the host.
         integration: SGLang's version and the mode.
         incarnation: id of this process's observer.
     """
@@ -65,11 +66,13 @@ class ObservedManager:
         manager: Any,
         buffer: EventBuffer,
         tracker: Tracker,
+        host: str,
         integration: Integration,
         incarnation: int,
     ) -> None:
         self.name = name
         self.role: Role = tracker.shape.role
+        self.host = host
         self.incarnation = incarnation
         self.telemetry: Telemetry = tracker.telemetry
         self.accepting, self.draining = True, False
@@ -386,6 +389,7 @@ class ObservedManager:
             "lane_direct": None,
             "lane_why_not": None,
             "same_host": None,
+            "peer_host": None,
             "process": None,
             "former": [],
             "rooms": rooms,

@@ -22,6 +22,7 @@ from kvctl_agent.integrations.sglang.observe.events import EventBuffer
 from kvctl_agent.integrations.sglang.observe.observed_manager import OWNED_BY_SGLANG, ObservedManager
 from kvctl_agent.integrations.sglang.observe.tracker import RankShape, Tracker
 from kvctl_agent.integrations.sglang.rank_names import rank_axes, rank_name
+from kvctl_agent.runtime.liveness import host_name
 from kvctl_agent.telemetry.hub import Telemetry
 
 logger = logging.getLogger("kvctl")
@@ -142,7 +143,15 @@ class Observer:
         clock = telemetry.clock
         incarnation = clock.wall_ns(clock.now_ns()) >> 20 << 20 | secrets.randbits(20) | 1
         self.queries = AdminQueries(
-            ObservedManager(self.name, manager, self._buffer, self._tracker, integration, incarnation)
+            ObservedManager(
+                self.name,
+                manager,
+                self._buffer,
+                self._tracker,
+                host_name(settings["host"]),
+                integration,
+                incarnation,
+            )
         )
         self.admin = AdminServer(
             self.name,
