@@ -326,8 +326,8 @@ KEYS: tuple[Key, ...] = (
         "host",
         str,
         "",
-        "Name of this host, by which kvctl tells agents apart and groups them. Automatic: the host name. In a container, "
-        "whose host name is not that of its machine, set it: in Kubernetes from spec.nodeName.",
+        "Name of this host, by which kvctl groups agents and tells them apart. Automatic: the system's host name. Set "
+        "it in containers, which have names of their own; in Kubernetes, from spec.nodeName.",
     ),
     Key(
         "listen",
