@@ -12,12 +12,14 @@ import difflib
 import errno
 import fnmatch
 import os
+import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from kvctl.client.discovery import KINDS, is_url
 from kvctl.client.faults import Fault, FaultCode, stopped
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
@@ -29,7 +31,11 @@ from kvctl_agent.contract.admin import (
     socket_dir,
 )
 
+if TYPE_CHECKING:
+    from kvctl.client.discovery.source import AgentSources
+
 _IPC = "ipc://"
+_TCP = re.compile(r"(?:\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]{1,5})", re.ASCII)
 _GLOB = frozenset("*?[")
 _STOPPED_STATES = ("T", "t")
 _MAX_PID_BYTES = 32
@@ -76,18 +82,19 @@ class Discovery:
     stopped: list[Endpoint] = field(default_factory=list)
 
 
-def discover(wanted: Sequence[str] = ()) -> Discovery:
+def discover(wanted: Sequence[str] = (), sources: AgentSources | None = None) -> Discovery:
     """Finds the endpoints of agents and determines which are alive.
 
     Args:
-        wanted: names, globs, `ipc://` or `tcp://` addresses or socket paths; empty means every agent of the socket
-            directory.
+        wanted: names, globs, `ipc://` or `tcp://` addresses, socket paths or discovery URLs; empty means every agent of
+            the socket directory.
+        sources: asked for the agents that discovery URLs name; required if there are such URLs.
 
     Raises:
         CliError: an address has another scheme, or the socket directory may not be read.
     """
     found = Discovery(socket_dir())
-    for endpoint in _select(wanted, found):
+    for endpoint in _select(wanted, found, sources):
         if endpoint.path is None:
             found.live.append(endpoint)
             continue
@@ -118,17 +125,24 @@ def discover(wanted: Sequence[str] = ()) -> Discovery:
     return found
 
 
-def _select(wanted: Sequence[str], found: Discovery) -> list[Endpoint]:
+def _select(wanted: Sequence[str], found: Discovery, sources: AgentSources | None) -> list[Endpoint]:
     """Returns the requested endpoints without duplicates, in the order of the request.
 
-    Names that do not exist are added to `found.faults`.
+    Names that do not exist, and errors of sources, are added to `found.faults`.
     """
     directory = found.directory
-    names = _listed(directory) if not wanted or any(not _is_address(each) for each in wanted) else []
+    names = _listed(directory) if not wanted or any(not is_address(each) for each in wanted) else []
+    urls = [each for each in wanted if is_url(each)]
+    named_by = sources.find(urls) if urls and sources is not None else {}
     chosen: dict[str, Endpoint] = {}
     for each in wanted:
-        if _is_address(each):
-            endpoint = _from_address(each)
+        if is_url(each):
+            found.faults += named_by[each].faults
+            for endpoint in named_by[each].endpoints:
+                chosen.setdefault(endpoint.address, endpoint)
+            continue
+        if is_address(each):
+            endpoint = endpoint_of(each)
             chosen.setdefault(endpoint.address, endpoint)
             continue
         matches = fnmatch.filter(names, each) if _GLOB & set(each) else [each] if each in names else []
@@ -142,19 +156,25 @@ def _select(wanted: Sequence[str], found: Discovery) -> list[Endpoint]:
     return list(chosen.values())
 
 
-def _is_address(text: str) -> bool:
-    return "/" in text
+def is_address(text: str) -> bool:
+    """Returns whether a value of `-e` is an address or a discovery URL, not a name or a glob."""
+    return "/" in text or is_url(text)
 
 
-def _from_address(text: str) -> Endpoint:
+def endpoint_of(text: str) -> Endpoint:
+    """Returns the endpoint at an address or the path of a socket; raises CliError if it is malformed."""
     scheme, separator, rest = text.partition("://")
     if separator and scheme == "tcp":
-        host, _, port = rest.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        match = _TCP.fullmatch(rest)
+        if match is None or not 0 < int(match["port"]) < 1 << 16:
             raise CliError(f"{text}: write tcp://host:port, as in the agent's admin_endpoint", ExitCode.USAGE)
         return Endpoint(rest, None, named=True, remote=text)
     if separator and scheme != "ipc":
-        raise CliError(f"{text}: {scheme}:// is not an address of an agent; use ipc:// or tcp://", ExitCode.USAGE)
+        known = ", ".join(kind.prefix for kind in KINDS.values())
+        raise CliError(
+            f"{text}: {scheme}:// is not an address of an agent; use ipc:// or tcp://, or one of {known}",
+            ExitCode.USAGE,
+        )
     path = Path(rest if separator else text)
     if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
         raise CliError(f"{path}: a Unix socket path takes at most {MAX_SOCKET_PATH_BYTES} bytes", ExitCode.USAGE)

@@ -25,12 +25,17 @@ class FaultCode(StrEnum):
 class Fault:
     """The reason why one agent did not answer a request; an entry of `errors` in JSON output.
 
-    `code` is a `FaultCode` or an `ErrorCode` of the agent.
+    `code` is a `FaultCode` or an `ErrorCode` of the agent; `agent` is "" if the fault is not one agent's.
     """
 
     agent: str
     code: str
     message: str
+
+    @property
+    def text(self) -> str:
+        """The agent and the message, as one line."""
+        return f"{self.agent}: {self.message}" if self.agent else self.message
 
 
 SILENT = frozenset({FaultCode.TIMEOUT.value, FaultCode.STOPPED.value, FaultCode.UNREACHABLE.value})

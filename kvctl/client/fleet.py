@@ -11,6 +11,7 @@ from typing import Any, Protocol, Self, cast
 
 from kvctl.client.calls import Call
 from kvctl.client.clock import ClockOffset, estimate
+from kvctl.client.discovery.source import AgentSources
 from kvctl.client.endpoints import Discovery, Endpoint, discover, matches
 from kvctl.client.fanout import Fanout, Reply
 from kvctl.client.faults import SILENT, Fault, FaultCode
@@ -122,11 +123,13 @@ class Fleet:
         self._discovery_ns = discovery_ns
         self._discovery_due_ns = 0
         self._hellos: dict[Endpoint, Reply] = {}
+        self._sources = AgentSources(keys, timeout_ns)
 
     def __enter__(self) -> Fleet:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._sources.close()
         self._fanout.__exit__(kind, error, at)
 
     def survey(self, calls: Sequence[Call] = (), clock_rounds: int = 1) -> Survey:
@@ -139,7 +142,7 @@ class Fleet:
         """
         now = time.monotonic_ns()
         if now >= self._discovery_due_ns:
-            self._found, self._hellos = discover(self._endpoints), {}
+            self._found, self._hellos = discover(self._endpoints, self._sources), {}
             self._discovery_due_ns = now + self._discovery_ns
         survey = gather(self._found, calls, self._labels, self.ask, self._hellos)
         if survey.faults or not survey.agents:

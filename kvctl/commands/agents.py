@@ -115,7 +115,11 @@ def _read(survey: Survey) -> Report:
     stale = {endpoint.name: endpoint.address for endpoint in survey.discovery.stale}
     failed = {fault.agent for fault in survey.faults}
     rows += [{"agent": name, "state": "stale", "endpoint": address} for name, address in stale.items()]
-    rows += [{"agent": fault.agent, "state": fault.code} for fault in survey.faults if fault.agent not in stale]
+    rows += [
+        {"agent": fault.agent, "state": fault.code}
+        for fault in survey.faults
+        if fault.agent and fault.agent not in stale
+    ]
     text = "its process has ended and left its socket: kvctl agents --prune removes it"
     faults = [*survey.faults, *(Fault(name, FaultCode.UNREACHABLE, text) for name in sorted(stale.keys() - failed))]
     return Report(AGENTS, rows, answered, faults)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import click
 
+from kvctl.client.discovery import KINDS, split
 from kvctl.commands import context_file
 from kvctl.commands.completion import contexts
 from kvctl.commands.options import KvctlGroup, pass_settings
@@ -79,6 +81,14 @@ def show(settings: Settings, name: str | None) -> None:
     _print(settings, {name: context_of(user_file(), name, "NAME")})
 
 
+def _source_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Decorator that adds one option per kind of source."""
+    for scheme, kind in reversed(KINDS.items()):
+        text = f"{kind.help}; short for -e {kind.form}. Repeatable."
+        function = click.option(kind.option, scheme, multiple=True, metavar=kind.metavar, help=text)(function)
+    return function
+
+
 @context.command(
     short_help="Save -e, -l, --key, --server-key, --timeout as a context.",
     examples=[
@@ -86,23 +96,34 @@ def show(settings: Settings, name: str | None) -> None:
             "A fleet on two machines",
             "kvctl context add prod -e tcp://node-0:7000 -e tcp://node-1:7000 --server-key fleet.pub",
         ),
+        ("Agents that a file lists, which is read again each time", "kvctl context add lab --file agents.txt"),
+        ("Agents that a command prints", "kvctl context add batch --command '/opt/fleet/list-agents'"),
         ("Decode ranks of this machine", "kvctl context add decode -l role=decode"),
     ],
 )
 @click.argument("name")
 @click.option("--replace", is_flag=True, help="Replace the context of this name.")
 @click.option("--use", "in_use", is_flag=True, help="Also use it from now on.")
+@_source_options
 @click.pass_context
-def add(ctx: click.Context, name: str, replace: bool, in_use: bool) -> None:
-    """Save the values of -e, -l, --key, --server-key and --timeout as context NAME."""
+def add(ctx: click.Context, /, name: str, replace: bool, in_use: bool, **sources: tuple[str, ...]) -> None:
+    """Save the values of -e, -l, --key, --server-key and --timeout as context NAME.
+
+    A source is asked for its agents whenever the context is used: a context of sources keeps up with its fleet.
+    """
     if not context_file.NAME.fullmatch(name):
         raise click.UsageError(
             f"{name!r} is not a context name: use at most 64 letters, digits, dots, dashes, underscores"
         )
     flags = ctx.ensure_object(dict)
+    urls = [_url(scheme, value) for scheme, values in sources.items() for value in values]
+    flags = {**flags, "endpoint": (*flags.get("endpoint", ()), *urls)}
     values = {key: flags[key] for key in CONTEXT_KEYS if flags.get(key)}
     if not values:
-        raise click.UsageError(f"context {name} needs a value: give -e, -l, --key, --server-key or --timeout")
+        options = ", ".join(kind.option for kind in KINDS.values())
+        raise click.UsageError(
+            f"context {name} needs a value: give -e, {options}, -l, --key, --server-key or --timeout"
+        )
     check_context(values)
     file = user_file()
     if name in file.contexts and not replace:
@@ -145,6 +166,13 @@ def rm(ctx: click.Context, name: str) -> None:
     _note(ctx, f"removed context {name}" + ("; none is in use" if file.values.get(CONTEXT) == name else ""))
 
 
+def _url(scheme: str, value: str) -> str:
+    """Returns the discovery URL for the value of an option; the path of a file becomes absolute."""
+    if scheme == "file":
+        value = quote(str(Path(value).expanduser().absolute()))
+    return f"{KINDS[scheme].prefix}{value}"
+
+
 def _print(settings: Settings, named: Mapping[str, Mapping[str, Any]]) -> None:
     used = chosen_context(click.get_current_context().ensure_object(dict))
     rows = [
@@ -159,7 +187,8 @@ def _values(given: Mapping[str, Any]) -> dict[str, Any]:
     values = dict(given)
     for key in ("endpoint", "labels"):
         if key in values:
-            values[key] = _pieces(values[key])
+            texts = [values[key]] if isinstance(values[key], str) else values[key]
+            values[key] = [piece for text in texts for piece in split(text)]
     return values
 
 
@@ -168,11 +197,6 @@ def _with_absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
     return values | {
         key: str(Path(values[key]).absolute()) for key in ("key", "server_key") if Path(values.get(key, "")).is_file()
     }
-
-
-def _pieces(value: str | Sequence[str]) -> list[str]:
-    texts = [value] if isinstance(value, str) else value
-    return [piece.strip() for text in texts for piece in text.split(",") if piece.strip()]
 
 
 def _names(file: File) -> str:

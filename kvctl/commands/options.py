@@ -80,7 +80,8 @@ def global_options() -> list[click.Option]:
             multiple=True,
             metavar="AGENT",
             shell_complete=completed_by("agents"),
-            help="Only this agent: name, glob, ipc:// or tcp:// address. Repeatable.",
+            help="Only these agents: name, glob, ipc:// or tcp:// address, or a discovery URL such as "
+            "registry://HOST:PORT. Repeatable.",
         ),
         _option(
             "-c",

@@ -131,6 +131,8 @@ def no_agent(settings: Settings, survey: Survey) -> Fault:
         text = f"no agent has the labels {labels}; {survey.filtered} others answered: kvctl agents lists them"
     elif settings.from_file is not None:
         text = f"{settings.from_file} contains no agent: no agent was running when it was recorded"
+    elif settings.endpoints:
+        text = f"{', '.join(settings.endpoints)}: no agent is named there"
     else:
         stale = len(survey.discovery.stale)
         note = f" ({stale} stale socket{'s' * (stale != 1)}: kvctl agents)" if stale else ""

@@ -17,8 +17,9 @@ from typing import Any
 
 import click
 
+from kvctl.client.discovery import EXEC, is_url, open_source, split
 from kvctl.client.endpoints import LABELS
-from kvctl.client.keys import KeyNames
+from kvctl.client.keys import NO_KEYS, KeyNames
 from kvctl.render.units import parse_seconds
 
 OUTPUTS = ("table", "wide", "tsv", "json", "jsonl", "csv", "yaml")
@@ -100,9 +101,12 @@ def check_context(flags: Mapping[str, Any]) -> None:
 
     Raises:
         click.UsageError: a value is not allowed.
+        CliError: a discovery URL is malformed, or a package that it needs is not installed.
     """
     sources = _Sources(flags, None, (_Layer(_flag, flags),))
-    sources.get("endpoint", (), _names)
+    for endpoint in sources.get("endpoint", (), _names):
+        if is_url(endpoint):
+            open_source(endpoint, NO_KEYS).close()
     sources.get("timeout", 0, _duration_ns)
     sources.labels()
 
@@ -115,11 +119,13 @@ class _Layer:
         origin: formats a key and this source for an error message.
         values: the values by key.
         file: whether the source is a file.
+        project: whether the source is a project file, which may belong to a cloned repository.
     """
 
     origin: Callable[[str], str]
     values: Mapping[str, Any]
     file: bool = False
+    project: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +161,15 @@ class _Sources:
             if value is None or value == ():
                 continue
             try:
-                return convert(value)
+                converted = convert(value)
             except ValueError as error:
                 raise click.UsageError(f"{layer.origin(key)}: {error}") from error
+            if key == "endpoint" and layer.project and any(each.startswith(EXEC) for each in converted):
+                raise click.UsageError(
+                    f"{layer.origin(key)}: commands of a project file are not run; save yours as a context: "
+                    "kvctl context add NAME --command COMMAND"
+                )
+            return converted
         return default
 
     def labels(self) -> dict[str, str]:
@@ -175,11 +187,15 @@ class _Sources:
 def _layers(flags: Mapping[str, Any], user: File) -> list[_Layer]:
     """Returns all sources except the context, highest precedence first."""
     environment = {key: value for key in (*FILE_KEYS, CONTEXT) if (value := os.environ.get(_variable(key)))}
-    files = [file for file in (project_file(), user) if file is not None]
+    project = project_file()
+    files = [file for file in (project, user) if file is not None]
     return [
         _Layer(_flag, flags),
         _Layer(lambda key: f"{_variable(key)} (environment)", environment),
-        *(_Layer(lambda key, path=file.path: f"{key} in {path}", file.values, file=True) for file in files),  # type: ignore[misc]
+        *(
+            _Layer(lambda key, path=file.path: f"{key} in {path}", file.values, True, file is project)  # type: ignore[misc]
+            for file in files
+        ),
     ]
 
 
@@ -207,8 +223,8 @@ def _text(value: Any) -> str:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    """Converts agent names: a tuple (flags), words or a comma list (variables), or a string or list (files)."""
-    names = value.replace(",", " ").split() if isinstance(value, str) else value
+    """Converts values of `-e`: a tuple (flags), words or a comma list (variables), or a string or list (files)."""
+    names = split(value) if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{value!r} is not a list of agent names")
     return tuple(names)

@@ -98,7 +98,7 @@ class Ready:
 
     def progress(self, survey: Survey) -> Progress:
         answers = survey.answers("status")
-        missing = [f"{fault.agent}: {fault.message}" for fault in survey.faults]
+        missing = [fault.text for fault in survey.faults]
         missing += [f"{agent.name}: {data['waiting_for']}" for agent, data in answers if data["waiting_for"]]
         if len(answers) < self._agents:
             missing.insert(
@@ -118,7 +118,7 @@ class Drained:
     def progress(self, survey: Survey) -> Progress:
         answers = survey.answers("status")
         answered = {agent.name for agent, _ in answers}
-        silent = [f"{fault.agent}: {fault.message}" for fault in survey.faults if fault.agent not in self._known]
+        silent = [fault.text for fault in survey.faults if fault.agent not in self._known]
         ended = self._known - answered
         self._known |= answered
         if not self._known:
@@ -156,7 +156,7 @@ class RoomReached:
         rooms = join(details, {agent.name: agent.clock for agent in survey.agents})
         name = f"room {self._number}"
         if not rooms:
-            missing = [f"{fault.agent}: {fault.message}" for fault in survey.faults]
+            missing = [fault.text for fault in survey.faults]
             return Progress(missing=missing or [f"{name}: no agent knows it yet"])
         room = rooms[0]
         failed = RoomState.FAILED.label

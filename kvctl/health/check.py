@@ -354,7 +354,7 @@ def _area(finding: Finding) -> str:
 def _silent(faults: Iterable[Fault]) -> Iterator[Problem]:
     for fault in faults:
         state = CheckState.CRITICAL if fault.code in SILENT else CheckState.UNKNOWN
-        yield Problem(state, f"{fault.agent}: {fault.message}" if fault.agent else fault.message)
+        yield Problem(state, fault.text)
 
 
 def _stale_sockets(snapshot: Snapshot) -> Iterator[Problem]:

@@ -76,7 +76,8 @@ def banner(store: Store, mode: Mode) -> list[Ends]:
     elif store.survey is not None and not store.agents:
         lines.append(([(f"✗ {mode.no_agents(store.survey)}", "bold yellow")], []))
     silent: list[Ends] = [
-        ([(f"○ {fault.agent}: ", "bold yellow"), (fault.message, "yellow")], []) for fault in store.never_heard
+        ([(f"○ {fault.agent}: " if fault.agent else "○ ", "bold yellow"), (fault.message, "yellow")], [])
+        for fault in store.never_heard
     ]
     for agent in store.silent:
         age = units.duration((store.stale_ns(agent.name) or 0) // _SECOND_NS * _SECOND_NS)

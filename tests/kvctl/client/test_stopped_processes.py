@@ -87,8 +87,8 @@ def test_one_that_ends_while_it_is_asked_does_not_hang(
 
     asked = fleet.discover
 
-    def kill_once_found(wanted: Any) -> Any:
-        found = asked(wanted)
+    def kill_once_found(*wanted: Any) -> Any:
+        found = asked(*wanted)
         other.kill()
         other.wait()
         return found

@@ -206,3 +206,51 @@ def test_errors_of_the_file_system_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "d").write_text("")
     with pytest.raises(CliError, match="cannot"):
         context_file.put(tmp_path / "d" / "config.toml", "a", {})
+
+
+def test_sources_are_saved_as_urls_and_asked_whenever_the_context_is_used(
+    kvctl: Any, path: Path, fleet: Any, socket_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my list").write_text(f"{socket_directory}/decode-0.sock\n")
+    command = f"echo {socket_directory}/prefill-0.sock, | tr -d ,"
+    assert kvctl("context", "add", "a", "--file", "my list", "--command", command, "-e", "prefill-1").code == 0
+    assert rows(kvctl)["a"]["endpoint"] == ["prefill-1", f"file://{tmp_path}/my%20list", f"exec:{command}"]
+
+    def names() -> list[str]:
+        return kvctl("-c", "a", "agents", "--columns", "agent").out.split()[1:]
+
+    assert names() == ["decode-0", "prefill-0", "prefill-1"]
+    (tmp_path / "my list").write_text(f"ipc://{socket_directory}/decode-1.sock\n")
+    assert names() == ["decode-1", "prefill-0", "prefill-1"]
+    (tmp_path / "my list").unlink()
+    outcome = kvctl("-c", "a", "agents")
+    assert (outcome.code, "there is no such file" in outcome.err) == (7, True)
+
+
+def test_a_wrong_source_is_not_saved(kvctl: Any, path: Path) -> None:
+    outcome = kvctl("context", "add", "a", "--command", "")
+    assert (outcome.code, "write exec:COMMAND" in outcome.err) == (2, True)
+    assert not path.exists()
+
+
+def test_commands_of_a_cloned_repository_do_not_run(
+    kvctl: Any, path: Path, fleet: Any, socket_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    project = tmp_path / ".kvctl.toml"
+    command = f"exec:touch {tmp_path}/ran; echo {socket_directory}/decode-0.sock"
+    for value in (f'"{command}"', f'["decode-1", "{command}"]', f'"decode-1 {command}"'):
+        project.write_text(f"endpoint = {value}\n")
+        outcome = kvctl("agents")
+        assert (outcome.code, "commands of a project file are not run" in outcome.err) == (2, True)
+    assert not (tmp_path / "ran").exists()
+    # The user's own commands run, also if the project selects the context.
+    path.parent.mkdir(parents=True)
+    path.write_text(f'[contexts.mine]\nendpoint = "{command}"\n')
+    project.write_text('context = "mine"\n')
+    assert kvctl("agents", "--columns", "agent").out.split() == ["AGENT", "decode-0"]
+    assert (tmp_path / "ran").exists()
+    project.unlink()
+    monkeypatch.setenv("KVCTL_ENDPOINT", command)
+    assert kvctl("agents", "--columns", "agent").out.split() == ["AGENT", "decode-0"]

@@ -1,0 +1,81 @@
+"""Discovery URLs: values of `-e` that name a source which knows many agents, such as a registry, a file or a command.
+
+Each kind of source is a module of this package with a function `open_source(url, keys)` that returns an `AgentSource`;
+it is imported when such a URL is first used. `AgentSources` asks the sources of a fleet, all at the same time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvctl.errors import CliError
+from kvctl.exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from kvctl.client.discovery.source import AgentSource
+    from kvctl.client.keys import KeyNames
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of source.
+
+    Attributes:
+        prefix: text that begins its URLs.
+        form: form of the URL, for help and errors.
+        option: option of `kvctl context add` that takes the URL without its prefix.
+        metavar: what that option takes.
+        help: help of that option, without the final period.
+    """
+
+    prefix: str
+    form: str
+    option: str
+    metavar: str
+    help: str
+
+
+EXEC = "exec:"
+KINDS: dict[str, Kind] = {
+    "file": Kind("file://", "file:///PATH", "--file", "PATH", "Agents that this file lists, one endpoint per line"),
+    "exec": Kind(
+        EXEC, "exec:COMMAND", "--command", "COMMAND", "Agents that this shell command prints, one endpoint per line"
+    ),
+}
+"""Kinds of sources by scheme, which is also the name of the module."""
+
+_PREFIXES = tuple(kind.prefix for kind in KINDS.values())
+# A command takes the rest of the text; other URLs may contain commas and end at white space.
+_PIECES = re.compile(
+    rf"{EXEC}.*|(?:{'|'.join(re.escape(prefix) for prefix in _PREFIXES if prefix != EXEC)})\S*|[^\s,]+", re.DOTALL
+)
+
+
+def is_url(text: str) -> bool:
+    """Returns whether a value of `-e` is a discovery URL, not a name or an address of one agent."""
+    return text.startswith(_PREFIXES)
+
+
+def split(text: str) -> list[str]:
+    """Splits a text with several values of `-e` at commas and white space; a command takes the rest of the text."""
+    return _PIECES.findall(text)
+
+
+def open_source(url: str, keys: KeyNames) -> AgentSource:
+    """Returns the source that a discovery URL names; the caller closes it.
+
+    Raises:
+        CliError: the URL is malformed, or a package that this kind of source needs is not installed.
+    """
+    module = importlib.import_module(f"{__name__}.{url.partition(':')[0]}_source")
+    source: AgentSource = module.open_source(url, keys)
+    return source
+
+
+def malformed(url: str, problem: str = "") -> CliError:
+    """Returns the error for a URL of a known kind that does not have the kind's form."""
+    form = KINDS[url.partition(":")[0]].form
+    return CliError(f"{url}: {problem}{'; ' if problem else ''}write {form}", ExitCode.USAGE)

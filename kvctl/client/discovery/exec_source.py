@@ -1,0 +1,95 @@
+"""`exec:COMMAND`: a shell command that prints one endpoint per line, such as a query to a scheduler."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import time
+from typing import IO, ClassVar
+
+from kvctl.client.discovery import EXEC, listing, malformed
+from kvctl.client.discovery.source import AgentSource, Found, SourceError
+from kvctl.client.faults import FaultCode
+from kvctl.client.keys import KeyNames
+
+_READ_BYTES = 1 << 16
+_MAX_ERROR_BYTES = 1 << 12
+_SHOWN = 200
+
+
+def open_source(url: str, keys: KeyNames) -> AgentSource:
+    """Returns the source; raises CliError if the URL has no command."""
+    return CommandSource(url)
+
+
+class CommandSource(AgentSource):
+    """A shell command that prints one endpoint per line and exits with 0.
+
+    It runs with /bin/sh in a session of its own, all of which is killed at the deadline.
+    """
+
+    refresh_ns: ClassVar[int] = 10_000_000_000
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._command = url.removeprefix(EXEC).strip()
+        if not self._command or "\0" in self._command:
+            raise malformed(url)
+
+    def find(self, deadline_ns: int) -> Found:
+        try:
+            process = subprocess.Popen(
+                ("/bin/sh", "-c", self._command),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise SourceError(f"cannot be started: {error.strerror}") from None
+        with process:
+            try:
+                output, errors = _read(process, deadline_ns)
+                code = process.wait(max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9))
+            except (TimeoutError, subprocess.TimeoutExpired):
+                text = "the command has not ended in time: raise --timeout, or make it faster"
+                raise SourceError(text, FaultCode.TIMEOUT) from None
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        if code:
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            lines = errors.decode(errors="replace").strip().splitlines()
+            raise SourceError(f"the command failed with {how}" + (f": {lines[-1]:.{_SHOWN}}" if lines else ""))
+        return listing.parse(output, self.url)
+
+
+def _read(process: subprocess.Popen[bytes], deadline_ns: int) -> tuple[bytes, bytes]:
+    """Returns what the process writes to stdout and stderr until it closes both, at most MAX_BYTES + 1 of stdout.
+
+    Raises:
+        TimeoutError: the deadline has passed.
+        SourceError: the process writes more than MAX_BYTES to stdout.
+    """
+    assert process.stdout is not None
+    assert process.stderr is not None
+    content: dict[IO[bytes], bytearray] = {process.stdout: bytearray(), process.stderr: bytearray()}
+    with selectors.DefaultSelector() as selector:
+        for stream in content:
+            selector.register(stream, selectors.EVENT_READ)
+        while selector.get_map():
+            left_ns = deadline_ns - time.monotonic_ns()
+            if left_ns <= 0:
+                raise TimeoutError
+            for key, _ in selector.select(left_ns / 1e9):
+                data = os.read(key.fd, _READ_BYTES)
+                if not data:
+                    selector.unregister(key.fileobj)
+                content[key.fileobj] += data  # type: ignore[index]
+            if len(content[process.stdout]) > listing.MAX_BYTES:
+                raise SourceError(f"the command printed more than {listing.MAX_BYTES >> 20} MiB", FaultCode.PROTOCOL)
+            del content[process.stderr][:-_MAX_ERROR_BYTES]
+    return bytes(content[process.stdout]), bytes(content[process.stderr])

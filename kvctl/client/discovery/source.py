@@ -1,0 +1,169 @@
+"""Sources of agents: the interface of one source, and the concurrent queries to all sources of a fleet."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvctl.client.discovery import open_source
+from kvctl.client.endpoints import Endpoint
+from kvctl.client.faults import Fault, FaultCode
+from kvctl.client.keys import KeyNames
+
+MAX_AGENTS = 1 << 14
+_GRACE_NS = 50_000_000
+_REFRESH_WAIT_NS = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a source knows.
+
+    Attributes:
+        endpoints: the agents that it names now.
+        faults: what is wrong with the source (`Fault.agent` is "", the message begins with the URL) or with agents that
+            it names.
+    """
+
+    endpoints: tuple[Endpoint, ...] = ()
+    faults: tuple[Fault, ...] = ()
+
+
+class SourceError(Exception):
+    """A source cannot be asked, or its answer cannot be used.
+
+    Args:
+        message: the problem and the next step; the caller prepends the URL.
+        code: kind of the problem.
+    """
+
+    def __init__(self, message: str, code: FaultCode = FaultCode.UNREACHABLE) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class AgentSource(ABC):
+    """One source of agents. Its methods are called by one thread at a time.
+
+    Attributes:
+        refresh_ns: shortest time between two calls of `find`; longer for a source that is expensive to ask.
+    """
+
+    refresh_ns: ClassVar[int] = 1_000_000_000
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    @abstractmethod
+    def find(self, deadline_ns: int) -> Found:
+        """Asks the source.
+
+        Args:
+            deadline_ns: monotonic time by which to return.
+
+        Raises:
+            SourceError: the source cannot be asked, or does not answer in time.
+            CliError: a key or a setting is missing.
+        """
+
+    def close(self) -> None:  # noqa: B027  most sources keep nothing
+        """Releases connections and processes that were kept between calls; called once."""
+
+
+class AgentSources:
+    """The sources of one fleet, opened when they are first asked; a later `find` returns within 100 ms.
+
+    Args:
+        keys: keys for agents and registries on TCP.
+        timeout_ns: longest time to wait for the first answer of a source.
+    """
+
+    def __init__(self, keys: KeyNames, timeout_ns: int) -> None:
+        self._keys = keys
+        self._timeout_ns = timeout_ns
+        self._queries: dict[str, _Query] = {}
+
+    def find(self, urls: Sequence[str]) -> dict[str, Found]:
+        """Asks the sources at the same time, unless they were asked lately; returns their latest answers by URL.
+
+        A source that has answered before is asked in the background while its latest answer is used.
+
+        Raises:
+            CliError: a URL is malformed, or a key or a setting is missing.
+        """
+        for url in urls:
+            if url not in self._queries:
+                self._queries[url] = _Query(open_source(url, self._keys))
+        queries = [self._queries[url] for url in urls]
+        now = time.monotonic_ns()
+        for query in queries:
+            query.begin(now, now + self._timeout_ns)
+        for query in queries:
+            limit = now + (self._timeout_ns + _GRACE_NS if query.found is None else _REFRESH_WAIT_NS)
+            query.wait(max(0, limit - time.monotonic_ns()))
+        return {query.source.url: query.found or self._late(query.source.url) for query in queries}
+
+    def _late(self, url: str) -> Found:
+        text = f"{url}: no answer within {self._timeout_ns / 1e9:g} s: raise --timeout"
+        return Found(faults=(Fault("", FaultCode.TIMEOUT, text),))
+
+    def close(self) -> None:
+        """Closes all sources; one that is still being asked is closed when its answer arrives."""
+        for query in self._queries.values():
+            query.close()
+        self._queries.clear()
+
+
+class _Query:
+    """The thread that asks one source, and its latest answer; threads never overlap."""
+
+    def __init__(self, source: AgentSource) -> None:
+        self.source = source
+        self.found: Found | None = None
+        self._error: Exception | None = None
+        self._due_ns = 0
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._busy = False
+        self._closed = False
+
+    def begin(self, now_ns: int, deadline_ns: int) -> None:
+        """Asks the source on a new thread if it is due and not being asked."""
+        if self._busy or now_ns < self._due_ns:
+            return
+        self._busy, self._due_ns = True, now_ns + self.source.refresh_ns
+        self._thread = threading.Thread(target=self._ask, args=(deadline_ns,), name="kvctl-discovery", daemon=True)
+        self._thread.start()
+
+    def wait(self, limit_ns: int) -> None:
+        """Waits for the thread; raises the error that it has met, unless that is a SourceError."""
+        if self._busy and self._thread is not None:
+            self._thread.join(limit_ns / 1e9)
+        if (error := self._error) is not None:
+            self._error = None
+            raise error
+
+    def close(self) -> None:
+        """Closes the source, now or when the thread ends."""
+        with self._lock:
+            self._closed = True
+            busy = self._busy
+        if not busy:
+            self.source.close()
+
+    def _ask(self, deadline_ns: int) -> None:
+        try:
+            self.found = self.source.find(deadline_ns)
+        except SourceError as error:
+            self.found = Found(faults=(Fault("", error.code, f"{self.source.url}: {error}"),))
+        except Exception as error:
+            self._error = error
+        with self._lock:
+            self._busy = False
+            closed = self._closed
+        if closed:
+            self.source.close()
