@@ -298,10 +298,10 @@ def cpu_s(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def top(view: str, directory: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs `kvctl top` in a terminal that nobody looks at."""
+def top(view: str, directory: str, size: tuple[int, int] = SIZE) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs `kvctl top` in a terminal of `size` columns and lines that nobody looks at."""
     leader, follower = pty.openpty()
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", SIZE[1], SIZE[0], 0, 0))
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
     environment = {**os.environ, "KVCTL_SOCKET_DIR": directory, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
     command = [sys.executable, "-m", "kvctl", "top", "--view", view]
     process = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, env=environment)
