@@ -12,11 +12,17 @@ from typing import Any
 
 _WIDTH = 24
 _HEIGHT = 8
-_HERE = 'agent=~"$agent"'
+_HERE = 'host=~"$host",instance=~"$instance",agent=~"$agent"'
 _DECODE = f'role="decode",{_HERE}'
 _PREFILL = f'role="prefill",{_HERE}'
 _RATE = "[$__rate_interval]"
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+# Name, which is a label of every metric, heading and selector. `instance` is what Prometheus scrapes, address:port.
+_VARIABLES = (
+    ("host", "Host", ""),
+    ("instance", "Instance", '{host=~"$host"}'),
+    ("agent", "Agent", '{host=~"$host",instance=~"$instance"}'),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,18 +125,18 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel(
                 "Ring in use",
                 "percentunit",
-                ((f"kvctl_ring_used_bytes{{{_HERE}}} / kvctl_ring_size_bytes{{{_HERE}}}", "{{agent}}"),),
+                ((f"kvctl_ring_used_bytes{{{_HERE}}} / kvctl_ring_size_bytes{{{_HERE}}}", "{{agent}} on {{host}}"),),
                 most=1,
             ),
             Panel(
                 "Parts that wait for a grant or the watermark",
                 "none",
-                ((f"kvctl_parts_parked{{{_PREFILL}}}", "{{agent}}"),),
+                ((f"kvctl_parts_parked{{{_PREFILL}}}", "{{agent}} on {{host}}"),),
             ),
             Panel(
                 "Quarantined",
                 "bytes",
-                ((f"kvctl_quarantined_bytes{{{_HERE}}}", "{{agent}}"),),
+                ((f"kvctl_quarantined_bytes{{{_HERE}}}", "{{agent}} on {{host}}"),),
                 "Memory kept from reuse because a write may be in flight.",
             ),
             Panel(
@@ -202,7 +208,11 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 ),
                 "Small ones cost the engine more than the bytes do.",
             ),
-            Panel("Errors", "ops", ((_rate("kvctl_transport_errors_total", _HERE, "agent"), "{{agent}}"),)),
+            Panel(
+                "Errors",
+                "ops",
+                ((_rate("kvctl_transport_errors_total", _HERE, "agent, host"), "{{agent}} on {{host}}"),),
+            ),
         ),
     ),
     (
@@ -255,7 +265,7 @@ def dashboard() -> dict[str, Any]:
         "editable": True,
         "refresh": "10s",
         "time": {"from": "now-30m", "to": "now"},
-        "templating": {"list": [_source(), _agents()]},
+        "templating": {"list": [_source(), *(_variable(*each) for each in _VARIABLES)]},
         "panels": panels,
     }
 
@@ -269,15 +279,16 @@ def _source() -> dict[str, Any]:
     return {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
 
 
-def _agents() -> dict[str, Any]:
-    query = "label_values(kvctl_rooms_opened_total, agent)"
+def _variable(name: str, label: str, where: str) -> dict[str, Any]:
+    """Returns a variable that selects values of a label of all agents; `where` limits them by earlier variables."""
+    query = f"label_values(kvctl_rooms_opened_total{where}, {name})"
     return {
-        "name": "agent",
+        "name": name,
         "type": "query",
-        "label": "Agent",
+        "label": label,
         "datasource": _DATASOURCE,
         "definition": query,
-        "query": {"query": query, "refId": "agents"},
+        "query": {"query": query, "refId": name},
         "refresh": 2,
         "multi": True,
         "includeAll": True,

@@ -29,6 +29,7 @@ from kvctl_agent.contract.snapshots import Integration, Role, Stats
 from kvctl_agent.contract.states import NO_INSTANCE, UNREGISTERED
 from kvctl_agent.contract.values import encodable, shown
 from kvctl_agent.errors import DeadlineExceeded, LayoutError, LocalProtocolError
+from kvctl_agent.export.probes import liveness, readiness
 from kvctl_agent.layout.layer_grouping import ForwardInfo, Grouping
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.layout.sizes import as_list
@@ -232,7 +233,12 @@ class Agent:
         parts.lifecycle.start()
         try:
             self.admin.start()
-            parts.exports.start(lambda: self.observe.metrics(), parts.telemetry)
+            parts.exports.start(
+                lambda: self.observe.metrics(),
+                parts.telemetry,
+                ready=lambda: readiness(self.parts.lifecycle, self.role),
+                alive=lambda: liveness(self.parts.lifecycle, self.parts.control, self.settings["lost_s"]),
+            )
             if (interval_ms := parts.settings["switch_interval_ms"]) is not None:
                 before_s = sys.getswitchinterval()
                 sys.setswitchinterval(interval_ms * 1e-3)

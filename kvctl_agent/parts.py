@@ -332,7 +332,8 @@ def build_parts(
             authenticator=authenticator,
             inputs=inputs if settings["record_inputs"] else None,
         )
-        lifecycle = Lifecycle(local, instances, registries, machine, telemetry, mailbox)
+        before = former.lifecycle if former is not None else None
+        lifecycle = Lifecycle(local, instances, registries, machine, telemetry, mailbox, before)
         undo.pop_all()
     return AgentParts(
         name=name,

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from kvctl.health.codes import CODES
+from kvctl_agent.contract.http_server import Address, PageServer
 from kvctl_agent.contract.metrics import METRICS_BY_NAME, Metric
-from kvctl_agent.export.prometheus import Address, PrometheusEndpoint
+from kvctl_agent.export.prometheus import metrics_page
 from kvctl_agent.telemetry.metrics import Metrics
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -47,7 +48,7 @@ def test_a_query_names_metrics_and_labels_that_agents_have(expression: str) -> N
         assert metric is not None, name
         for labels in re.findall(name + r"\{([^}]*)\}", expression):
             for label in re.findall(r"(\w+)(?:=|!=|=~|!~)\"", labels):
-                assert label in {"agent", "role", "job", "le", *metric.labels}, (name, label)
+                assert label in {"agent", "role", "host", "instance", "job", "le", *metric.labels}, (name, label)
 
 
 def test_the_dashboard_has_a_place_for_every_panel() -> None:
@@ -97,15 +98,19 @@ def count(metrics: Metrics) -> None:
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
     directory = tmp_path_factory.mktemp("prometheus")
-    endpoints: list[PrometheusEndpoint] = []
+    endpoints: list[PageServer] = []
     counted = {"prefill": Metrics(), "decode": Metrics()}
     for role, metrics in counted.items():
         count(metrics)
         endpoints.append(
-            PrometheusEndpoint(Address("127.0.0.1:0"), {"agent": f"{role}-0", "role": role}, metrics.snapshot)
+            PageServer(
+                Address("127.0.0.1:0"),
+                {"/metrics": metrics_page({"agent": f"{role}-0", "role": role, "host": "node-7"}, metrics.snapshot)},
+                f"metrics-{role}",
+            )
         )
         endpoints[-1].start()
-    targets = [endpoint.url.removeprefix("http://").removesuffix("/metrics") for endpoint in endpoints]
+    targets = [endpoint.url.removeprefix("http://") for endpoint in endpoints]
     scrape = {"job_name": "kvctl", "static_configs": [{"targets": targets}]}
     config = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
@@ -154,8 +159,31 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
 @installed
 def test_every_panel_has_something_to_show(prometheus: Scraped) -> None:
     for expression in EXPRESSIONS:
-        asked = expression.replace("$__rate_interval", "30s").replace("$agent", ".*")
+        asked = re.sub(r"\$(host|instance|agent)", ".*", expression.replace("$__rate_interval", "30s"))
         assert prometheus.value(asked), expression
+
+
+@installed
+def test_the_variables_of_the_dashboard_have_values(prometheus: Scraped) -> None:
+    board = json.loads((DOCS / "grafana" / "kvctl.json").read_text())
+    variables = [each for each in board["templating"]["list"] if each["type"] == "query"]
+    assert [each["name"] for each in variables] == ["host", "instance", "agent"]
+    for variable in variables:
+        found = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["definition"])
+        assert found is not None
+        selector = re.sub(r"\$\w+", ".*", found[1])
+        values = {series[found[2]] for series in prometheus.ask("/api/v1/series", **{"match[]": selector})}
+        assert {"host": {"node-7"}, "agent": {"prefill-0", "decode-0"}}.get(found[2], values) == values
+        assert values
+
+
+@installed
+def test_an_alert_names_the_agent_and_its_host(prometheus: Scraped) -> None:
+    found = prometheus.value(ALERTS["KV_INTERNAL_ERROR"])
+    assert {(each["metric"]["agent"], each["metric"]["host"]) for each in found} == {
+        ("prefill-0", "node-7"),
+        ("decode-0", "node-7"),
+    }
 
 
 @installed

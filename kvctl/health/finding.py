@@ -77,7 +77,8 @@ class Code:
         severity: severity of the code's worst findings.
         find: returns the findings of a snapshot. It reports nothing where an agent's data is missing and must not raise
             because of an agent's answer.
-        alert: PromQL expression of the same condition; "" if metrics cannot express it.
+        alert: PromQL expression of the same condition; "" if metrics cannot express it. `health_code` adds the labels
+            agent and host to those by which it aggregates instances.
         area: area of `kvctl check`, a key of `AREAS`.
     """
 
@@ -125,6 +126,7 @@ def health_code(
     name: str, severity: Severity, area: str, *, sees: str, means: str, remedy: str, alert: str = ""
 ) -> Callable[[Find], Code]:
     """Returns a decorator that turns a function from a snapshot to its findings into a health code (`Code`)."""
+    alert = alert.replace("by (instance)", "by (agent, host, instance)")
     return lambda find: Code(name, sees, means, remedy, severity, find, alert, area)
 
 

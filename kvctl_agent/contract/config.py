@@ -360,8 +360,16 @@ KEYS: tuple[Key, ...] = (
         "metrics_endpoint",
         str,
         "",
-        "address:port on which Prometheus can scrape this agent, such as 127.0.0.1:9400. With a trailing + the agent "
-        "takes the first free port from that one upwards, for several ranks on one host. Needs kvctl[prometheus].",
+        "address:port on which the agent serves /metrics for Prometheus, and /readyz and /livez for probes, such as "
+        "127.0.0.1:9400. With a trailing + the agent takes the first free port from that one upwards, for several "
+        "ranks on one host. /metrics needs kvctl[prometheus].",
+    ),
+    Key(
+        "metrics_public",
+        bool,
+        False,
+        "Allow metrics_endpoint on an address that other machines can reach. It only reads, over plain HTTP and "
+        "without keys.",
     ),
     Key(
         "otel_endpoint",
@@ -374,7 +382,7 @@ KEYS: tuple[Key, ...] = (
         "insecure",
         bool,
         False,
-        "Allow control sockets without keys on addresses that other machines can reach.",
+        "Allow control sockets without keys, and metrics_endpoint, on addresses that other machines can reach.",
     ),
     Key(
         "history_rooms",

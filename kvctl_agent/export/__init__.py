@@ -1,64 +1,89 @@
-"""Exporters of an agent: metrics for Prometheus, and one OpenTelemetry span per room."""
+"""Exporters of an agent: metrics for Prometheus, probes, and one OpenTelemetry span per room."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kvctl_agent.contract.http_server import Address, PageServer
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.errors import ConfigError
 from kvctl_agent.export.opentelemetry import RoomSpans
-from kvctl_agent.export.prometheus import Address, Families, PrometheusEndpoint
+from kvctl_agent.export.probes import Check, probe_page
+from kvctl_agent.export.prometheus import Families, metrics_page
+from kvctl_agent.runtime.liveness import host_name
 from kvctl_agent.telemetry.hub import Telemetry
+
+Checks = Callable[[], Sequence[Check]]
 
 
 class Exports:
     """Exporters that the configuration enables; the constructor checks the configuration, `start` starts the exporters.
 
     Raises:
-        ConfigError: an address is invalid, or other machines can reach it and `insecure` is not set.
+        ConfigError: an address is invalid, or other machines can reach it and neither `metrics_public` nor `insecure`
+            is set.
     """
 
     def __init__(self, settings: Mapping[str, Any], name: str, role: Role) -> None:
-        self._labels = {"agent": name, "role": role}
+        self._labels = {"agent": name, "role": role, "host": host_name(settings["host"])}
         self._role: Role = role
         self._spans_to: str = settings["otel_endpoint"]
-        self._address = Address(text) if (text := settings["metrics_endpoint"]) else None
-        if self._address is not None and not self._address.local and not settings["insecure"]:
+        self._address = _address(text) if (text := settings["metrics_endpoint"]) else None
+        public = settings["metrics_public"] or settings["insecure"]
+        if self._address is not None and not self._address.local and not public:
             raise ConfigError(
                 f"metrics_endpoint = {text} can be reached from other machines over plain HTTP: use a loopback address "
-                "behind a proxy, or set insecure"
+                "behind a proxy, or set metrics_public"
             )
-        self._endpoint: PrometheusEndpoint | None = None
+        self._server: PageServer | None = None
         self._spans: RoomSpans | None = None
 
     @property
     def metrics_url(self) -> str:
         """URL that Prometheus scrapes; "" if the endpoint is not enabled or not started."""
-        return self._endpoint.url if self._endpoint is not None else ""
+        return f"{self._server.url}/metrics" if self._server is not None else ""
 
-    def start(self, families: Families, telemetry: Telemetry) -> None:
+    def start(self, families: Families, telemetry: Telemetry, ready: Checks, alive: Checks) -> None:
         """Starts the configured exporters.
 
         Args:
             families: returns the agent's current metrics.
             telemetry: source of the finished rooms.
+            ready: returns the checks of the page `/readyz`.
+            alive: returns the checks of the page `/livez`.
 
         Raises:
             ConfigError: no port is free, or a package is not installed.
         """
         if self._address is not None:
-            self._endpoint = PrometheusEndpoint(self._address, self._labels, families)
-            self._endpoint.start()
+            pages = {
+                "/metrics": metrics_page(self._labels, families),
+                "/readyz": probe_page("readyz", ready),
+                "/livez": probe_page("livez", alive),
+            }
+            try:
+                self._server = PageServer(self._address, pages, "kvctl-metrics")
+            except OSError as error:
+                text = f"cannot bind metrics_endpoint {self._address.text}: {error.strerror}"
+                raise ConfigError(text) from None
+            self._server.start()
         if self._spans_to:
             self._spans = RoomSpans(self._spans_to, self._labels["agent"], self._role, telemetry)
             self._spans.start()
 
     def close(self) -> None:
         """Stops the exporters; idempotent."""
-        if self._endpoint is not None:
-            self._endpoint.close()
-            self._endpoint = None
+        if self._server is not None:
+            self._server.close()
+            self._server = None
         if self._spans is not None:
             self._spans.close()
             self._spans = None
+
+
+def _address(text: str) -> Address:
+    try:
+        return Address(text)
+    except ValueError as error:
+        raise ConfigError(f"metrics_endpoint = {text!r}: {error}") from None

@@ -270,6 +270,18 @@ class ControlLoop:
         """Starts the thread."""
         self._thread.start()
 
+    @property
+    def turn_age_s(self) -> float | None:
+        """Time since a turn of the loop, with a resolution of 0.1 s; None before its first turn."""
+        if not self._tick_ns:
+            return None
+        return max(0.0, (time.monotonic_ns() - (self._tick_ns - _TICK_NS)) * 1e-9)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the thread was started and has ended."""
+        return self._thread.ident is not None and not self._thread.is_alive()
+
     def close(self, timeout: float) -> bool:
         """Fails the open rooms and ends the loop as soon as the tasks are idle, at the latest after `timeout` seconds.
 

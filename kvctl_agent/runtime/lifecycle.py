@@ -29,6 +29,7 @@ class Lifecycle:
     Attributes:
         state: "new" until the agent is started, "closed" from the start of its close.
         instances: endpoints of the registries that the agent registers with or looks up.
+        instances_by_request: whether it was created without instances, which its engine names with its requests.
     """
 
     def __init__(
@@ -39,9 +40,11 @@ class Lifecycle:
         machine: Machine,
         telemetry: Telemetry,
         mailbox: Mailbox,
+        former: Lifecycle | None = None,
     ) -> None:
         self.state: State = "new"
         self.instances = tuple(instances)
+        self.instances_by_request: bool = former.instances_by_request if former is not None else not instances
         self._name = local.name
         self._role = local.role
         self._registries = registries
