@@ -62,6 +62,17 @@ class Endpoint:
     def address(self) -> str:
         return self.remote or f"{_IPC}{self.path}"
 
+    @property
+    def host(self) -> str:
+        """Host in the address of a TCP endpoint; "" for a Unix socket."""
+        return address_host(self.remote)
+
+
+def address_host(address: str) -> str:
+    """Returns the host of a `tcp://host:port` address; "" of another address."""
+    scheme, _, rest = address.partition("://")
+    return rest.rpartition(":")[0].strip("[]") if scheme == "tcp" else ""
+
 
 @dataclass(slots=True)
 class Discovery:

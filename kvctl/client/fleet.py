@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self, cast
 from kvctl.client.calls import Call
 from kvctl.client.clock import ClockOffset, estimate
 from kvctl.client.discovery.source import AgentSources
-from kvctl.client.endpoints import Discovery, Endpoint, discover, matches
+from kvctl.client.endpoints import Discovery, Endpoint, address_host, discover, matches
 from kvctl.client.fanout import Fanout, Reply
 from kvctl.client.faults import SILENT, Fault, FaultCode
 from kvctl.client.keys import NO_KEYS, KeyNames
@@ -46,6 +46,11 @@ class AgentAnswer:
     def name(self) -> str:
         return self.hello["name"]
 
+    @property
+    def host(self) -> str:
+        """Name of its host; of an older agent, which does not tell it, the host in its address, or ""."""
+        return self.hello.get("host") or self.endpoint.host
+
 
 @dataclass(slots=True)
 class Survey:
@@ -56,6 +61,7 @@ class Survey:
         agents: agents that answered hello and match the labels, by name.
         faults: why agents did not answer, and why commands failed.
         filtered: number of agents that answered and do not match the labels.
+        hosts: names of the hosts of agents, also of silent ones, by the name of the agent; see `known_hosts`.
         at_ns: local wall clock when the agents answered.
         tick_ns: clock from which to compute the time between two surveys: monotonic, or the time of the recorded
             snapshot.
@@ -66,6 +72,7 @@ class Survey:
     agents: list[AgentAnswer] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     filtered: int = 0
+    hosts: dict[str, str] = field(default_factory=dict)
     at_ns: int = field(default_factory=time.time_ns)
     tick_ns: int = field(default_factory=time.monotonic_ns)
     remarks: list[str] = field(default_factory=list)
@@ -73,6 +80,10 @@ class Survey:
     def answers(self, command: str) -> list[tuple[AgentAnswer, Any]]:
         """Returns every agent that answered `command`, paired with its answer."""
         return [(agent, agent.data[command]) for agent in self.agents if command in agent.data]
+
+    def host_of(self, agent: str) -> str:
+        """Returns the host of an agent that was found, by its name; "" if it is unknown."""
+        return self.hosts.get(agent, "")
 
     def drop_unknown_room_faults(self) -> int:
         """Removes the faults of agents that do not know the requested room; returns how many were removed."""
@@ -200,7 +211,29 @@ def gather(
         _add_agent(endpoint, hellos[endpoint], replies, labels, survey)
     rename_duplicates(survey.agents)
     survey.agents.sort(key=lambda agent: agent.name)
+    survey.hosts = known_hosts(survey)
     return survey
+
+
+def known_hosts(survey: Survey) -> dict[str, str]:
+    """Returns the hosts of all agents that were found, by the agent's name.
+
+    The host of an agent that does not answer is that of agents with the same address, else the one that its peers
+    report for this address, else the address. On Unix sockets it is the host of the other agents there.
+    """
+    found = {agent.name: agent.host for agent in survey.agents}
+    endpoints = {*survey.discovery.live, *survey.discovery.stale, *survey.discovery.stopped}
+    silent = endpoints - {agent.endpoint for agent in survey.agents}
+    if not silent:
+        return found
+    by_address: dict[str, str] = {}
+    for row in _rows(agent.data.get("peers") for agent in survey.agents):
+        if row.get("peer_host"):
+            by_address.setdefault(address_host(str(row.get("endpoint"))), str(row["peer_host"]))
+    by_address |= {agent.endpoint.host: agent.host for agent in survey.agents}
+    for endpoint in silent:
+        found.setdefault(endpoint.name, by_address.get(endpoint.host) or endpoint.host)
+    return found
 
 
 def _add_agent(

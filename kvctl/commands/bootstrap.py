@@ -48,7 +48,7 @@ BOOTSTRAP = View(
     ),
     sort=("registry",),
     empty="no prefill instance is known",
-    also=("Ranks of each instance", RANKS),
+    also=(("Ranks of each instance", RANKS),),
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import click
@@ -18,10 +18,13 @@ from kvctl.commands.settings import Settings
 from kvctl.health.finding import Finding, Severity
 from kvctl.health.snapshot import HEALTH_CALLS
 from kvctl.render.findings import in_short
-from kvctl.render.report import Report
+from kvctl.render.groups import FOLD_ABOVE, By, placed, table
+from kvctl.render.report import Grid, Report
 from kvctl.render.status import STATUS, STATUS_LINES, FleetSummary, Rates, rates, screen, status_line, summarise
+from kvctl.render.view import Row
 
 _STATUS_ONLY = (Call("status"),)
+_AGENT = "agent"
 _HEALTH_EVERY_NS = 5_000_000_000
 
 
@@ -31,13 +34,25 @@ _HEALTH_EVERY_NS = 5_000_000_000
     examples=[
         ("The fleet on one screen", "kvctl status"),
         ("One line per second, like vmstat", "kvctl status -w 1"),
+        ("One line per host, the odd ones first", "kvctl status --by host"),
         ("Decode ranks only, for a script", "kvctl status -l role=decode -o json"),
         ("A recorded fleet", "kvctl status --from fleet.kvrec"),
     ],
 )
+@click.option(
+    "--by",
+    type=click.Choice([*(by.value for by in By), _AGENT]),
+    help="Rows of the table: hosts, instances or roles, the odd ones first and with their odd agents; or agents. "
+    f"[default: agent up to {FOLD_ABOVE} agents; above, the odd instances, and the others folded]",
+)
 @pass_settings
-def status(settings: Settings) -> None:
+def status(settings: Settings, by: str | None) -> None:
     """Show health, ranks by role, rooms by state, ring use, GB/s while rooms are open, and latency p50/p99.
+
+    With many agents, the table lists the instances and hosts that are odd, with those of their agents that are odd, and
+    folds all others. Odd is what does not answer, drains, waits, has findings, has another version or other settings
+    than most ranks of its role, or transfers at less than a third of their median rate. TSV, CSV, JSON and YAML contain
+    every agent.
 
     Health is determined from one reading; kvctl health and kvctl doctor compare two readings, a second apart, and find
     more. With -w, prints one line per reading, like vmstat; rates are computed from two readings, so the first line has
@@ -45,31 +60,43 @@ def status(settings: Settings) -> None:
     """
     if settings.watch_ns is None:
         health = HealthQuery(settings)
-        run(settings, STATUS, HEALTH_CALLS, lambda survey: _read(survey, health))
+        run(settings, STATUS, HEALTH_CALLS, lambda survey: _read(survey, health, by))
     Output(settings).selection(STATUS_LINES)
     stream = _Stream(settings)
     follow(settings, stream.calls, stream)
 
 
-def _read(survey: Survey, health: HealthQuery) -> Report:
+def _read(survey: Survey, health: HealthQuery, by: str | None) -> Report:
     look = health(survey)
     raised, muted = look.judged.raised, len(look.judged.muted)
     rows: list[dict[str, Any]] = [
-        {**data, "health": _codes_of(agent.name, raised)} for agent, data in survey.answers("status")
+        {**data, "host": agent.host, "health": _codes_of(agent.name, raised)}
+        for agent, data in survey.answers("status")
     ]
     answered = {agent.name for agent, _ in survey.answers("status")}
     # An agent that refuses a query that only health needs has answered nevertheless.
     faults = [fault for fault in survey.faults if fault.agent not in answered]
     notes = [f"{fault.agent}: health is incomplete: {fault.message}" for fault in survey.faults if fault not in faults]
-    silent = [{"name": fault.agent, "health": [fault.code]} for fault in faults if fault.agent]
+    silent = [
+        {"name": fault.agent, "host": survey.host_of(fault.agent), "health": [fault.code]}
+        for fault in faults
+        if fault.agent
+    ]
     return Report(
         STATUS,
-        [*rows, *silent],
+        placed([*rows, *silent]),
         len(rows),
         faults,
-        blocks=lambda kept, width: screen(kept, len(faults), in_short(raised, muted)),
+        blocks=lambda kept, width: screen(kept, len(faults), in_short(raised, muted), _table(kept, by)),
         notes=[*notes, *look.remarks],
     )
+
+
+def _table(rows: Sequence[Row], by: str | None) -> Grid | None:
+    """Returns the table of groups; None to list all agents."""
+    if by == _AGENT or (by is None and len(rows) <= FOLD_ABOVE):
+        return None
+    return table(rows, None if by is None else By(by))
 
 
 def _codes_of(agent: str, findings: Iterable[Finding]) -> list[str]:

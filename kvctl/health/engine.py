@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvctl.client.names import natural_key
 from kvctl.health.codes.advice import adapted
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Snapshot
-from kvctl.render.selection import natural_key
 
 
 def examine(snapshot: Snapshot, codes: Iterable[Code]) -> list[Finding]:

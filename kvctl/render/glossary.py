@@ -27,6 +27,7 @@ COMMON = {
     "exposed": "Transfer time after the end of the forward, not hidden by compute.",
     "help": "Description.",
     "hidden": "Transfer time before the end of the forward, hidden by compute.",
+    "host": "Name of the agent's host.",
     "incarnation": "Random id of the agent's process since its start.",
     "key": "Name of the configuration key.",
     "landed": "Cells that have arrived at the decode rank.",
@@ -58,7 +59,7 @@ COMMON = {
 
 def tables(view: View) -> list[tuple[str, View]]:
     """Returns the tables that a command with this view prints, as (heading, view); the first heading is ""."""
-    return [("", view), *([view.also] if view.also else [])]
+    return [("", view), *view.also]
 
 
 def entries(view: View) -> Iterator[tuple[str, str, str, str]]:

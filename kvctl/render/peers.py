@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from kvctl.client.names import natural_key
 from kvctl.render import palette
 from kvctl.render.report import Line, Span
-from kvctl.render.selection import natural_key
 from kvctl.render.view import Column, Kind, Row, View, Width
 
 PEERS = View(

@@ -124,7 +124,7 @@ TIMELINE = View(
         Column("nonce", kind=Kind.ID, width=Width.WIDE),
     ),
     empty="no events recorded",
-    also=("Ranks of the room", RANKS),
+    also=(("Ranks of the room", RANKS),),
 )
 
 

@@ -172,15 +172,6 @@ def find_column(view: View, name: str) -> Column:
     return column
 
 
-def natural_key(name: str) -> list[tuple[int, int, str]]:
-    """Returns a sort key that orders `decode-2` before `decode-10`."""
-    pieces: list[tuple[int, int, str]] = []
-    for each in name.replace("-", " - ").replace("_", " _ ").split():
-        digits = each.lstrip("0") if each.isdecimal() else ""  # int() rejects numbers with thousands of digits
-        pieces.append((0, len(digits), digits) if each.isdecimal() else (1, 0, each))
-    return pieces
-
-
 @dataclass(frozen=True, slots=True)
 class Selection:
     """Parsed selection options for a view.

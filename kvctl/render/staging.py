@@ -122,7 +122,7 @@ STAGING = View(
         Column("piece", "buffers.piece_bytes", Kind.BYTES, Width.WIDE, help="Size of one buffer piece."),
     ),
     sort=("agent",),
-    also=("Gated parts", GATED),
+    also=(("Gated parts", GATED),),
 )
 
 ALLOCATIONS = View(

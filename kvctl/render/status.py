@@ -7,6 +7,7 @@ p50 is the median of the ranks' p50, p99 the maximum of their p99.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from kvctl.render.report import Block, Grid, Line, Span, Text
 from kvctl.render.view import Column, Kind, Row, View, Width
 
 _GAUGE = 20
+_MAX_NAMES = 8
+_ORDINAL = re.compile(r":\d+$")
 _DRAINING = "KV_DRAINING"
 
 
@@ -93,6 +96,31 @@ STATUS_LINES = View(
 )
 
 
+_HEALTH_STYLES = {"ok": "green", "draining": "yellow", "": "bold red"}
+
+GROUPS = View(
+    "status_groups",
+    (
+        Column("group", help="Host, instance or role; indented below it, those of its agents that are odd."),
+        Column("role", styles=palette.ROLES, help="prefill, decode or both."),
+        Column("hosts", help="Name of the host; the number of hosts if there are several."),
+        Column("up", help="Agents that answered, of those that are known or missing."),
+        Column("active", kind=Kind.COUNT, help="Active rooms."),
+        Column("failed", kind=Kind.COUNT, width=Width.NORMAL, help="Rooms failed since the start."),
+        Column("gb_per_s", kind=Kind.RATE, header="GB/S", help="Sum of the ranks' rates while rooms are open."),
+        Column("p50", kind=Kind.DURATION, width=Width.NORMAL, help="Median over the ranks' median latencies."),
+        Column("p99", kind=Kind.DURATION, help="Largest of the ranks' 99th percentiles of latency."),
+        Column("ring", kind=Kind.RATIO, width=Width.NORMAL, help="Share of all rings in use."),
+        Column(
+            "health",
+            styles=_HEALTH_STYLES,
+            help="ok; or why the group is odd: health codes, silent or missing agents, draining, slow (less than a "
+            "third of the median rate), or the version or setting in which it differs from most ranks of its role.",
+        ),
+    ),
+)
+
+
 STATUS = View(
     "status",
     (
@@ -109,7 +137,7 @@ STATUS = View(
         Column(
             "health",
             _health,
-            styles={"ok": "green", "draining": "yellow", "": "bold red"},
+            styles=_HEALTH_STYLES,
             help="Health codes of findings about this agent; ok if there are none.",
         ),
         Column("peers", "peers", Kind.MAP, Width.NORMAL, help="Peers, by state."),
@@ -145,6 +173,8 @@ STATUS = View(
         Column("backend", "transport.backend", width=Width.WIDE, help="Backend of the transfer engine."),
         Column("lanes", "transport.lanes", Kind.LIST, Width.WIDE, help="Transport lanes in use."),
         Column("device", width=Width.WIDE, help="Device of the KV pool."),
+        Column("host", width=Width.WIDE),
+        Column("instance", width=Width.WIDE, help="Ranks that serve together, called by the stem of their names."),
         Column("pid", kind=Kind.ID, width=Width.WIDE),
         Column("version", width=Width.WIDE),
         Column(
@@ -158,7 +188,7 @@ STATUS = View(
         Column("draining", kind=Kind.FLAG, width=Width.WIDE, help="Whether it accepts no new rooms."),
     ),
     sort=("-role", "agent"),
-    also=("With -w", STATUS_LINES),
+    also=(("With --by, or more than 32 agents", GROUPS), ("With -w", STATUS_LINES)),
 )
 
 
@@ -180,20 +210,22 @@ def status_line(summary: FleetSummary, change: Rates, now_ns: int, problems: int
     }
 
 
-def screen(rows: Sequence[Row], silent: int, health: Sequence[Span]) -> list[Block]:
-    """Formats the summary of the fleet and the table of agents.
+def screen(rows: Sequence[Row], silent: int, health: Sequence[Span], table: Grid | None = None) -> list[Block]:
+    """Formats the summary of the fleet and a table.
 
     Args:
-        rows: rows of STATUS; rows of agents that did not answer have only name and health.
+        rows: rows of STATUS; rows of agents that did not answer have only name, host and health.
         silent: number of agents that did not answer.
         health: short text about the findings.
+        table: the table; by default that of all agents.
     """
     answered = [row for row in rows if "rooms" in row]
+    table = table or Grid(STATUS, rows)
     if not answered:
-        return [Grid(STATUS, rows)]
+        return [table]
     summary = summarise(answered)
     lines: list[Line] = [
-        _line("fleet", *health, *_agents(summary, silent)),
+        _line("fleet", *health, *_agents(rows, silent)),
         *_ranks(answered),
         _line("rooms", *_rooms(summary)),
         _line("ring", *_ring_use(summary)),
@@ -202,7 +234,7 @@ def screen(rows: Sequence[Row], silent: int, health: Sequence[Span]) -> list[Blo
         *_pipeline(answered),
         *_unavailable(summary),
     ]
-    return [Text(lines), Grid(STATUS, rows)]
+    return [Text(lines), table]
 
 
 def outline(rows: Sequence[Row]) -> list[Line]:
@@ -220,21 +252,35 @@ def _unavailable(summary: FleetSummary) -> list[Line]:
     """Formats the agents that accept no new rooms: draining ones, and ones that wait for other agents."""
     lines = []
     if summary.draining:
-        names = ", ".join(name for name, _ in summary.draining)
+        names = [name for name, _ in summary.draining]
         ages = [age for _, age in summary.draining if age is not None]
         since = f" for {units.duration(max(ages))}" if ages else ""
-        resume = " ".join(name for name, _ in summary.draining)
-        lines.append(_line("draining", (names, "bold"), (f"{since}, no new rooms: kvctl resume {resume}", "yellow")))
-    lines += [_line("waiting", (name, "bold"), (f": {text}", "yellow")) for name, text in summary.waiting]
+        resume = " ".join(names) if len(names) <= _MAX_NAMES else "--all"
+        lines.append(
+            _line("draining", (_few(names), "bold"), (f"{since}, no new rooms: kvctl resume {resume}", "yellow"))
+        )
+    waiting: dict[str, list[str]] = {}
+    for name, text in summary.waiting:
+        waiting.setdefault(text, []).append(name)
+    lines += [_line("waiting", (_few(names), "bold"), (f": {text}", "yellow")) for text, names in waiting.items()]
     return lines
+
+
+def _few(names: Sequence[str]) -> str:
+    """Formats names; of more than eight, seven, and counts the others."""
+    if len(names) <= _MAX_NAMES:
+        return ", ".join(names)
+    return f"{', '.join(names[: _MAX_NAMES - 1])} and {len(names) - _MAX_NAMES + 1} more"
 
 
 def _line(label: str, *spans: Span) -> Line:
     return [(f"{label:<9}", "dim"), *spans]
 
 
-def _agents(summary: FleetSummary, silent: int) -> list[Span]:
-    spans: list[Span] = [(f"   {summary.agents} agent{'s' * (summary.agents != 1)}", "")]
+def _agents(rows: Sequence[Row], silent: int) -> list[Span]:
+    agents, hosts = sum("rooms" in row for row in rows), len({row.get("host") for row in rows})
+    where = f" on {hosts} hosts" if hosts > 1 else ""
+    spans: list[Span] = [(f"   {agents:,} agent{'s' * (agents != 1)}{where}", "")]
     if silent:
         spans.append((f", {silent} not answering", "bold red"))
     return spans
@@ -246,15 +292,18 @@ def _ranks(rows: Sequence[Row]) -> list[Line]:
         ranks = [row for row in rows if row["role"] == role]
         if not ranks:
             continue
-        instances = {tuple(row["sizes"].items()) for row in ranks}
-        whole = sum(prod(size for _, size in sizes) for sizes in instances)
+        instances = {(row.get("instance"), tuple(row["sizes"].items())) for row in ranks}
+        whole = sum(prod(size for _, size in sizes) for _, sizes in instances)
         shapes = sorted({" ".join(f"{axis}{size}" for axis, size in row["sizes"].items() if size > 1) for row in ranks})
         engines = sorted({_engine(row["transport"]) for row in ranks})
-        devices = sorted({row["device"] for row in ranks})
+        devices = _devices({row["device"] for row in ranks})
         shape = " and ".join(each or "one rank" for each in shapes)
         ranks_of = f"{len(ranks)} of {max(whole, len(ranks))} ranks answered ({shape})"
         if shapes == [""]:
             ranks_of = f"{len(ranks)} rank{'s' * (len(ranks) != 1)} answered"
+        named = {name for name, _ in instances if name}
+        if len(named) > 1 and shapes != [""]:
+            ranks_of += f" in {len(named)} instances"
         lines.append(
             _line(
                 role,
@@ -263,6 +312,19 @@ def _ranks(rows: Sequence[Row]) -> list[Line]:
             )
         )
     return lines
+
+
+def _devices(names: Iterable[str]) -> list[str]:
+    """Returns the devices; of more than two with the same kind only the kind, such as `cuda`."""
+    kinds: dict[str, list[str]] = {}
+    for name in sorted(names):
+        kinds.setdefault(device_kind(name), []).append(name)
+    return [each for kind, found in kinds.items() for each in (found if len(found) <= 2 else [kind])]
+
+
+def device_kind(device: str) -> str:
+    """Returns the device without its number: `cuda` for `cuda:3`."""
+    return _ORDINAL.sub("", device)
 
 
 def _engine(transport: Mapping[str, Any]) -> str:

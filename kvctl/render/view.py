@@ -198,14 +198,14 @@ class View:
         columns: the columns.
         sort: column names, with a leading `-` for descending order.
         empty: text for a terminal if there are no rows.
-        also: (heading, view) of another table that the same command prints.
+        also: (heading, view) of each further table that the same command prints.
     """
 
     name: str
     columns: tuple[Column, ...]
     sort: tuple[str, ...] = ()
     empty: str = "nothing to show"
-    also: tuple[str, View] | None = None
+    also: tuple[tuple[str, View], ...] = ()
 
     @property
     def schema(self) -> str:

@@ -109,6 +109,7 @@ class ObservedAgent:
         return {
             "rank": self._rank,
             "sizes": self._sizes,
+            "registry": parts.lifecycle.instances[0] if parts.role == "prefill" else None,
             "transport": {**self._lanes, "lanes": [*self._lanes["lanes"], *in_use]},
             "device": "cpu" if pool.device is None else pool.device.name,
             "pool": self._pool,

@@ -32,6 +32,7 @@ class RankDescription(TypedDict):
 
     rank: dict[str, int]
     sizes: dict[str, int]
+    registry: str | None
     transport: dict[str, str | list[str]]
     device: str
     pool: dict[str, int]

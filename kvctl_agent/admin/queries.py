@@ -116,6 +116,7 @@ class AdminQueries:
             "host": rank.host,
             "rank": described["rank"],
             "sizes": described["sizes"],
+            "registry": described["registry"],
             "pid": os.getpid(),
             "incarnation": f"{rank.incarnation:016x}",
             "version": VERSION,

@@ -130,6 +130,7 @@ class Status(TypedDict):
     host: str  # name of its host
     rank: dict[str, int]  # dp, pp, cp, tp, unique
     sizes: dict[str, int]  # dp, pp, cp, tp of the instance
+    registry: str | None  # prefill: endpoint of the registry of its instance; None: of an observed engine
     pid: int
     incarnation: str
     version: str

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
+from kvctl.client.names import natural_key
 from kvctl.health.answers import NO_ROW, Row, amount, inner, number, rows, text, texts
 from kvctl.health.codes.facts import absent, common_agents
 from kvctl.health.finding import Finding, Severity, counted, health_code, listed, pair
 from kvctl.health.snapshot import Agent, HistogramSum, Snapshot
-from kvctl.render.selection import natural_key
 from kvctl.render.units import duration, percent, size
 
 # Age at which a region of a silent writer is reported. A region of a writer that is only slow is reported after

@@ -11,9 +11,9 @@ from textual.geometry import Size
 from textual.message import Message
 
 from kvctl.client.calls import Call
+from kvctl.client.names import natural_key
 from kvctl.render.peers import MATRIX, NO_LINK, pair_glyph, pair_legend, pairs
 from kvctl.render.report import Line, Span
-from kvctl.render.selection import natural_key
 from kvctl.render.view import Row
 from kvctl.tui.feed import Question
 from kvctl.tui.panels.panel import STATUS, Panel, show

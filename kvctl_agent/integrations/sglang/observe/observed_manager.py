@@ -109,6 +109,7 @@ class ObservedManager:
         return {
             "rank": rank,
             "sizes": sizes,
+            "registry": None,
             "transport": {"engine": self._engine, "backend": self._backend, "lanes": []},
             "device": device,
             "pool": pool,
