@@ -1,18 +1,25 @@
-"""Sends requests to many agents at once from one thread: a DEALER socket per agent, one poller, one deadline.
+"""Sends requests to many agents at once from one thread: one ROUTER socket for all agents, one poller.
 
-Requests to one agent are pipelined, so that a command takes one round trip. Replies are matched by request id; a reply
-after the deadline is recognised and dropped. The first error of a TCP connection fails all requests on it: otherwise an
-agent that rejects the client's key would look like an agent that hangs.
+Each agent is a connection of that socket, addressed by a routing id of ours, so that an agent costs one file descriptor
+and a poll costs the same for one agent as for a thousand. Agents on TCP share a second socket, which has the keys.
+
+Requests to one agent are pipelined, so that a command takes one round trip. Agents are asked in a sliding window: an
+agent leaves it when it has answered or has been silent for a while, so that the silence of some delays nobody else's
+answer, and each has the whole time limit from its own request on. Replies are matched by request id; a reply after the
+deadline is recognised and dropped. The first error of a TCP connection fails all requests on it: otherwise an agent
+that rejects the client's key would look like an agent that hangs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import resource
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -28,10 +35,10 @@ from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract.admin import MAGIC, MAX_REPLY_BYTES, ErrorCode
 from kvctl_agent.contract.sockets import shortage
 
-# libzmq keeps a mailbox, a connection and, while it connects, a timer's worth of descriptors per socket.
-_DESCRIPTORS_PER_SOCKET = 4
 _DESCRIPTORS_OF_KVCTL = 64
-_DESCRIPTORS_OF_ZMQ = 8  # per context; libzmq aborts if it gets only some of them
+_DESCRIPTORS_OF_ZMQ = 16  # context, sockets and monitor; libzmq aborts if it gets only some of them
+_WINDOW = 256  # agents that have been asked and are expected to answer soon; bounds the replies that wait to be read
+_EXPECTED_NS = 250_000_000  # an agent that takes longer leaves the window, and others are asked
 _SILENCE_MS = 100  # without any answer, after which agents are checked for having ended
 _HANDSHAKE_EVENTS = (
     zmq.EVENT_CONNECTED
@@ -72,41 +79,77 @@ class _Pending:
     started_ns: int
 
 
-class _Handshake:
-    """Monitors the connection of one TCP socket, because libzmq retries for ever without reporting errors.
-
-    Args:
-        watched: a socket that is not connected yet.
-        keys: keys of the connection, for error texts.
+@dataclass(slots=True)
+class _Round:
+    """Progress of one `Fanout.ask`.
 
     Attributes:
-        socket: the monitor socket; readable when `error` has events to read.
+        replies: replies so far, by index of the request.
+        pending: requests without a reply, by request id.
+        open: number of pending requests of each agent that has any, in the order in which they were sent.
+        expected: agents in the window, each with the time at which it leaves it.
+    """
+
+    replies: dict[int, Reply] = field(default_factory=dict)
+    pending: dict[bytes, _Pending] = field(default_factory=dict)
+    open: dict[Endpoint, int] = field(default_factory=dict)
+    expected: dict[Endpoint, int] = field(default_factory=dict)
+
+    def end(self, request_id: bytes, reply: Reply) -> None:
+        """Stores the reply to a pending request."""
+        index = self.pending.pop(request_id).index
+        self.replies[index] = reply
+        endpoint = reply.endpoint
+        self.open[endpoint] -= 1
+        if not self.open[endpoint]:
+            del self.open[endpoint]
+            self.expected.pop(endpoint, None)
+
+    def fail(self, endpoint: Endpoint, code: str, text: str) -> None:
+        """Ends all pending requests to `endpoint` with a fault of this code and text."""
+        for request_id in [key for key, each in self.pending.items() if each.endpoint == endpoint]:
+            self.end(request_id, _fault_reply(self.pending[request_id], code, text))
+
+
+class _Handshakes:
+    """Monitors the connections of a TCP socket, because libzmq retries for ever without reporting errors.
+
+    Args:
+        watched: a socket without connections.
+        keys: keys of the connections, for error texts.
+
+    Attributes:
+        socket: the monitor socket; readable when `errors` has events to read.
     """
 
     def __init__(self, watched: zmq.Socket[bytes], keys: ClientKeys) -> None:
         self._watched = watched
         self._keys = keys
-        self._connected = False
+        self._connected: set[str] = set()
         self.socket: zmq.Socket[bytes] = watched.get_monitor_socket(_HANDSHAKE_EVENTS)
 
-    def error(self) -> tuple[FaultCode, str] | None:
-        """Reads the monitor's events; returns the code and text of the first error, or None."""
+    def errors(self) -> list[tuple[str, FaultCode, str]]:
+        """Reads the monitor's events; returns the errors, each with the address, its code and its text."""
         from zmq.utils.monitor import recv_monitor_message  # imports asyncio, which local agents do not need
 
+        found = []
         while self.socket.poll(0):
-            if (error := self._error_of(recv_monitor_message(self.socket)["event"])) is not None:
-                return error
-        return None
+            message = recv_monitor_message(self.socket)
+            address = message["endpoint"].decode()
+            if (error := self._error_of(address, message["event"])) is not None:
+                self._connected.discard(address)
+                found.append((address, *error))
+        return found
 
     def close(self) -> None:
         """Ends the monitoring; call before the watched socket is closed."""
         self._watched.disable_monitor()
         self.socket.close(linger=0)
 
-    def _error_of(self, event: int) -> tuple[FaultCode, str] | None:
+    def _error_of(self, address: str, event: int) -> tuple[FaultCode, str] | None:
         match event:
             case zmq.EVENT_CONNECTED:
-                self._connected = True
+                self._connected.add(address)
             case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 key = self._keys.own.public.hex()
                 return (
@@ -121,39 +164,47 @@ class _Handshake:
                 return FaultCode.NOT_PERMITTED, text
             case zmq.EVENT_DISCONNECTED:
                 return FaultCode.UNREACHABLE, "closed the connection: the agent has ended, or closed its admin_endpoint"
-            case zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED if not self._connected:
+            case zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED if address not in self._connected:
                 return FaultCode.UNREACHABLE, "nobody listens there: is the agent running, with this admin_endpoint?"
         return None
 
 
 class Fanout:
-    """Sends requests to agents over sockets that stay open between requests; a context manager."""
+    """Sends requests to agents over connections that stay open between requests; a context manager."""
 
     def __init__(self, keys: KeyNames = NO_KEYS) -> None:
         self._context = zmq.Context()
         self._key_names = keys
         self._keys: ClientKeys | None = None
-        self._handshakes: dict[Endpoint, _Handshake] = {}
-        self._sockets: dict[Endpoint, zmq.Socket[bytes]] = {}
+        self._handshakes: _Handshakes | None = None
+        self._sockets: dict[bool, zmq.Socket[bytes]] = {}  # by whether it is the one for TCP
+        self._routes: dict[Endpoint, bytes] = {}  # routing ids of the connections, least recently asked first
+        self._by_route: dict[bytes, Endpoint] = {}
+        self._by_address: dict[str, Endpoint] = {}
         self._ids = itertools.count(1)
 
     def __enter__(self) -> Fanout:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for endpoint in list(self._sockets):
-            self.forget(endpoint)
+        if self._handshakes is not None:
+            self._handshakes.close()
+        for socket in self._sockets.values():
+            socket.close(linger=0)
         self._context.term()
 
     def forget(self, endpoint: Endpoint) -> None:
-        """Closes the socket to `endpoint`, if there is one; the next request opens a new one."""
-        if endpoint in self._handshakes:
-            self._handshakes.pop(endpoint).close()
-        if endpoint in self._sockets:
-            self._sockets.pop(endpoint).close(linger=0)
+        """Closes the connection to `endpoint`, if there is one; the next request opens a new one."""
+        route = self._routes.pop(endpoint, None)
+        if route is not None:
+            del self._by_route[route], self._by_address[endpoint.address]
+            with contextlib.suppress(zmq.ZMQError):  # libzmq has closed it
+                self._sockets[bool(endpoint.remote)].disconnect(endpoint.address)
 
     def ask(self, requests: Sequence[tuple[Endpoint, Call]], timeout_ns: int) -> list[Reply]:
-        """Sends all requests and waits for the replies for at most `timeout_ns`.
+        """Sends all requests and waits for the replies of each agent for at most `timeout_ns`.
+
+        Agents beyond the limit of file descriptors are asked when others have answered or have timed out.
 
         Returns:
             One reply per request, in the order of the requests; if an agent fails, its reply has a fault.
@@ -162,115 +213,164 @@ class Fanout:
             CliError: a key for an agent on TCP is missing or unusable, an address is invalid, or too few file
                 descriptors are available.
         """
-        replies: dict[int, Reply] = {}
-        pending: dict[bytes, _Pending] = {}
-        poller = zmq.Poller()
-        self._raise_descriptor_limit({endpoint for endpoint, _ in requests})
+        by_endpoint: dict[Endpoint, list[tuple[int, Call]]] = {}
         for index, (endpoint, call) in enumerate(requests):
-            request_id = b"%d" % next(self._ids)
-            body = orjson.dumps({"cmd": call.command, "args": call.args})
-            waiting = _Pending(index, endpoint, call, time.time_ns(), time.monotonic_ns())
-            socket = self._socket(endpoint)
-            try:
-                socket.send_multipart([MAGIC, request_id, body], flags=zmq.NOBLOCK)
-            except zmq.Again:
-                replies[index] = _fault_reply(waiting, FaultCode.TIMEOUT, "its queue is full of unanswered requests")
-                continue
-            pending[request_id] = waiting
-            poller.register(socket, zmq.POLLIN)
-        by_socket = {socket: endpoint for endpoint, socket in self._sockets.items()}
-        watched = {handshake.socket: (endpoint, handshake) for endpoint, handshake in self._handshakes.items()}
-        for monitor in watched:
-            poller.register(monitor, zmq.POLLIN)
-        deadline = time.monotonic_ns() + timeout_ns
-        while pending and (left_ns := deadline - time.monotonic_ns()) > 0:
-            ready = poller.poll(min(left_ns // 1_000_000 + 1, _SILENCE_MS))
-            if not ready:
-                for endpoint in {waiting.endpoint for waiting in pending.values()}:
-                    if (fault := _ended_or_stopped(endpoint)) is not None:
-                        self._fail_pending(endpoint, fault.code, fault.message, pending, replies)
-            for socket, _ in ready:
-                if socket in by_socket:
-                    self._drain(socket, by_socket[socket], pending, replies)
-                    continue
-                endpoint, handshake = watched[socket]
-                if (error := handshake.error()) is not None:
-                    self._fail_pending(endpoint, *error, pending, replies)
-                    for each in (socket, self._sockets[endpoint]):
-                        if each in poller:
-                            poller.unregister(each)
-                    self.forget(endpoint)
-        for waiting in pending.values():
-            replies[waiting.index] = _reply(waiting, None, _timeout_fault(waiting.endpoint, timeout_ns))
-        return [replies[index] for index in range(len(requests))]
+            by_endpoint.setdefault(endpoint, []).append((index, call))
+        most = self._connections_allowed(by_endpoint.keys())
+        waiting = deque(by_endpoint.items())
+        bodies: dict[int, bytes] = {}
+        progress = _Round()
+        while waiting or progress.pending:
+            self._expire(progress, timeout_ns)
+            while waiting and len(progress.expected) < _WINDOW and self._make_room(waiting[0][0], most, progress):
+                self._send(*waiting.popleft(), bodies, progress)
+            self._receive(progress, timeout_ns)
+        return [progress.replies[index] for index in range(len(requests))]
 
-    def _socket(self, endpoint: Endpoint) -> zmq.Socket[bytes]:
-        socket = self._sockets.get(endpoint)
-        if socket is None:
-            if endpoint.remote and self._keys is None:
-                self._keys = self._key_names.load(endpoint.remote)
-            socket = self._sockets[endpoint] = self._context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
-            if endpoint.remote and self._keys is not None:
-                self._keys.apply(socket)
-                self._handshakes[endpoint] = _Handshake(socket, self._keys)
-                socket.ipv6 = "[" in endpoint.remote
+    def _send(
+        self, endpoint: Endpoint, calls: Sequence[tuple[int, Call]], bodies: dict[int, bytes], progress: _Round
+    ) -> None:
+        """Sends all requests to one agent; `bodies` has the encoded calls by identity."""
+        route, socket = self._route(endpoint), self._sockets[bool(endpoint.remote)]
+        for index, call in calls:
+            request_id = b"%d" % next(self._ids)
+            body = bodies.get(id(call))
+            if body is None:
+                body = bodies[id(call)] = orjson.dumps({"cmd": call.command, "args": call.args})
+            waiting = _Pending(index, endpoint, call, time.time_ns(), time.monotonic_ns())
+            try:
+                socket.send_multipart([route, MAGIC, request_id, body], flags=zmq.NOBLOCK)
+            except zmq.Again:
+                progress.replies[index] = _fault_reply(
+                    waiting, FaultCode.TIMEOUT, "its queue is full of unanswered requests"
+                )
+                continue
+            except zmq.ZMQError:  # no route: the connection has just been closed
+                text = "closed the connection before it was asked"
+                progress.replies[index] = _fault_reply(waiting, FaultCode.UNREACHABLE, text)
+                continue
+            progress.pending[request_id] = waiting
+            progress.open[endpoint] = progress.open.get(endpoint, 0) + 1
+            progress.expected[endpoint] = waiting.started_ns + _EXPECTED_NS
+
+    def _receive(self, progress: _Round, timeout_ns: int) -> None:
+        """Waits for replies or errors, at most until the next request expires or leaves the window."""
+        if not progress.pending:
+            return
+        now = time.monotonic_ns()
+        dues = [
+            next(iter(progress.pending.values())).started_ns + timeout_ns,
+            *itertools.islice(progress.expected.values(), 1),
+        ]
+        wait_ms = max(0, min(dues) - now) // 1_000_000 + 1
+        poller = zmq.Poller()
+        for socket in self._sockets.values():
+            poller.register(socket, zmq.POLLIN)
+        if self._handshakes is not None:
+            poller.register(self._handshakes.socket, zmq.POLLIN)
+        ready = poller.poll(min(wait_ms, _SILENCE_MS))
+        if not ready:
+            for endpoint in list(progress.open):
+                if (fault := _ended_or_stopped(endpoint)) is not None:
+                    progress.fail(endpoint, fault.code, fault.message)
+        for socket, _ in ready:
+            if self._handshakes is not None and socket is self._handshakes.socket:
+                for address, code, text in self._handshakes.errors():
+                    if (failed := self._by_address.get(address)) is not None:
+                        progress.fail(failed, code, text)
+                        self.forget(failed)
+            else:
+                self._drain(socket, progress)
+
+    @staticmethod
+    def _expire(progress: _Round, timeout_ns: int) -> None:
+        """Ends requests that have had no reply for `timeout_ns`, and takes slow agents out of the window."""
+        now = time.monotonic_ns()
+        while progress.expected:
+            endpoint, until_ns = next(iter(progress.expected.items()))
+            if until_ns > now:
+                break
+            del progress.expected[endpoint]
+        while progress.pending:
+            request_id, waiting = next(iter(progress.pending.items()))
+            if waiting.started_ns + timeout_ns > now:
+                break
+            progress.end(request_id, _reply(waiting, None, _timeout_fault(waiting.endpoint, timeout_ns)))
+
+    def _route(self, endpoint: Endpoint) -> bytes:
+        """Returns the routing id of the connection to an agent, which is opened if there is none."""
+        route = self._routes.pop(endpoint, None)
+        if route is None:
+            socket = self._socket(bool(endpoint.remote), endpoint.address)
+            route = b"kvctl-%d" % next(self._ids)
+            socket.setsockopt(zmq.CONNECT_ROUTING_ID, route)
+            socket.ipv6 = "[" in endpoint.remote
             try:
                 socket.connect(endpoint.address)
             except zmq.ZMQError as error:
                 raise CliError(f"{endpoint.address}: {error.strerror}", ExitCode.USAGE) from None
+            self._by_route[route] = self._by_address[endpoint.address] = endpoint
+        self._routes[endpoint] = route
+        return route
+
+    def _socket(self, remote: bool, address: str) -> zmq.Socket[bytes]:
+        socket = self._sockets.get(remote)
+        if socket is None:
+            if remote:
+                self._keys = self._key_names.load(address)
+            socket = self._sockets[remote] = self._context.socket(zmq.ROUTER)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
+            # Without it a request to a full queue is dropped silently.
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            if self._keys is not None and remote:
+                self._keys.apply(socket)
+                self._handshakes = _Handshakes(socket, self._keys)
         return socket
 
-    def _raise_descriptor_limit(self, endpoints: set[Endpoint]) -> None:
-        """Raises the soft limit of file descriptors if sockets to `endpoints` need more than it allows.
-
-        The usual limit of a shell, 1,024, suffices for about 250 agents.
+    def _connections_allowed(self, endpoints: Set[Endpoint]) -> int:
+        """Raises the soft limit of file descriptors if needed; returns the number of connections it then allows.
 
         Raises:
             CliError: too few file descriptors are available.
         """
-        wanted = len(endpoints | self._sockets.keys()) * _DESCRIPTORS_PER_SOCKET + _DESCRIPTORS_OF_KVCTL
+        wanted = len(endpoints | self._routes.keys()) + _DESCRIPTORS_OF_KVCTL
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != resource.RLIM_INFINITY and soft < wanted:
-            allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-        new = len(endpoints - self._sockets.keys())
-        if new and (text := shortage(new * _DESCRIPTORS_PER_SOCKET + _DESCRIPTORS_OF_ZMQ)) is not None:
-            raise CliError(f"kvctl cannot ask {new} agents: {text}")
+            soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if not self._sockets and (text := shortage(_DESCRIPTORS_OF_ZMQ + 1)) is not None:
+            raise CliError(f"kvctl cannot ask {len(endpoints)} agents: {text}")
+        # libzmq's thread closes connections a little later, so half of them may be open twice.
+        return (
+            wanted if soft == resource.RLIM_INFINITY or soft >= wanted else max(1, (soft - _DESCRIPTORS_OF_KVCTL) // 2)
+        )
 
-    def _drain(
-        self,
-        socket: zmq.Socket[bytes],
-        endpoint: Endpoint,
-        pending: dict[bytes, _Pending],
-        replies: dict[int, Reply],
-    ) -> None:
+    def _make_room(self, endpoint: Endpoint, most: int, progress: _Round) -> bool:
+        """Returns whether a connection to `endpoint` exists or may be opened; closes an idle one for that."""
+        if endpoint in self._routes or len(self._routes) < most:
+            return True
+        idle = next((each for each in self._routes if each not in progress.open), None)
+        if idle is not None:
+            self.forget(idle)
+        return idle is not None
+
+    def _drain(self, socket: zmq.Socket[bytes], progress: _Round) -> None:
         while True:
             try:
-                frames = socket.recv_multipart(flags=zmq.NOBLOCK)
+                route, *frames = socket.recv_multipart(flags=zmq.NOBLOCK)
             except zmq.Again:
                 return
+            endpoint = self._by_route.get(route)
+            if endpoint is None:
+                continue  # a late reply of a connection that was closed
             if len(frames) != 3 or frames[0] != MAGIC:
-                text = f"speaks another protocol than {MAGIC.decode()}: first frame {frames[0][:16]!r}"
-                self._fail_pending(endpoint, FaultCode.PROTOCOL, text, pending, replies)
+                text = f"speaks another protocol than {MAGIC.decode()}: first frame {b''.join(frames[:1])[:16]!r}"
+                progress.fail(endpoint, FaultCode.PROTOCOL, text)
                 continue
-            answered = pending.pop(frames[1], None)
-            if answered is not None:
-                replies[answered.index] = _decoded(answered, frames[2])
-
-    def _fail_pending(
-        self,
-        endpoint: Endpoint,
-        code: str,
-        text: str,
-        pending: dict[bytes, _Pending],
-        replies: dict[int, Reply],
-    ) -> None:
-        """Ends all pending requests to `endpoint` with a fault of this code and text."""
-        for request_id in [key for key, each in pending.items() if each.endpoint == endpoint]:
-            waiting = pending.pop(request_id)
-            replies[waiting.index] = _fault_reply(waiting, code, text)
+            answered = progress.pending.get(frames[1])
+            if answered is not None and answered.endpoint == endpoint:
+                progress.end(frames[1], _decoded(answered, frames[2]))
 
 
 def _decoded(waiting: _Pending, body: bytes) -> Reply:

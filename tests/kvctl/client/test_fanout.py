@@ -6,12 +6,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import zmq
 
+from kvctl.client import fanout as fanout_module
 from kvctl.client.calls import Call
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.fanout import Fanout, Reply
@@ -146,7 +148,7 @@ def test_no_descriptor_and_no_thread_is_left(start: Any, socket_directory: Path)
 
 
 def test_256_agents_answer_in_one_go(socket_directory: Path) -> None:
-    """One ROUTER with 256 names, for each of which the client opens a socket."""
+    """One ROUTER with 256 names, for each of which the client opens a connection."""
 
     def hello(frames: list[bytes]) -> list[bytes]:
         return [b"KVA1", frames[1], b'{"ok": true, "data": {}}']
@@ -175,3 +177,49 @@ def test_256_agents_answer_in_one_go(socket_directory: Path) -> None:
         thread.join()
         socket.close(linger=0)
         context.term()
+
+
+@contextmanager
+def mixed_agents(directory: Path, answering: int, silent: int) -> Iterator[list[Endpoint]]:
+    """Endpoints of silent agents, followed by those of agents that answer."""
+
+    def hello(frames: list[bytes]) -> list[bytes]:
+        return [b"KVA1", frames[1], b'{"ok": true, "data": {}}']
+
+    with ExitStack() as stack:
+        names: list[tuple[str, Any]] = [*((f"silent-{number}", lambda frames: None) for number in range(silent))]
+        names += [(f"agent-{number}", hello) for number in range(answering)]
+        yield [stack.enter_context(router(directory / f"{name}.sock", answer)) for name, answer in names]
+
+
+def test_silent_agents_leave_the_window_and_delay_nobody(
+    socket_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for two in the window, five silent agents ask for one time limit together, not one after another."""
+    monkeypatch.setattr(fanout_module, "_WINDOW", 2)
+    monkeypatch.setattr(fanout_module, "_EXPECTED_NS", 1_000_000)
+    with mixed_agents(socket_directory, answering=4, silent=5) as endpoints, Fanout() as fanout:
+        replies = fanout.ask([(endpoint, HELLO) for endpoint in endpoints], 2_000_000_000)
+    assert [reply.fault and reply.fault.code for reply in replies] == ["timeout"] * 5 + [None] * 4
+    first = min(reply.rtt_ns for reply in replies[:5])
+    assert all(reply.received_at_ns - replies[0].sent_at_ns < first for reply in replies[5:])
+
+
+def test_connections_beyond_the_limit_are_opened_when_others_are_done(
+    socket_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Fanout, "_connections_allowed", lambda *_: 3)
+    most = 0
+    send = Fanout._send
+
+    def counting(self: Fanout, *args: Any) -> None:
+        nonlocal most
+        send(self, *args)
+        most = max(most, len(self._routes))
+
+    monkeypatch.setattr(Fanout, "_send", counting)
+    with mixed_agents(socket_directory, answering=8, silent=2) as endpoints, Fanout() as fanout:
+        for _ in range(2):
+            replies = fanout.ask([(endpoint, HELLO) for endpoint in endpoints], FAST_NS * 4)
+            assert [reply.fault is None for reply in replies] == [False] * 2 + [True] * 8
+    assert most == 3
