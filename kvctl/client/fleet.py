@@ -112,7 +112,7 @@ class Fleet:
     Args:
         endpoints: values of `-e`; empty means every agent of the socket directory.
         labels: role, instance coordinates (dp, pp, cp, tp, unique), name, host, version or device; all must match.
-        timeout_ns: longest time to wait for the answers to one batch of requests.
+        timeout_ns: longest time to wait for the answers to one batch of requests; may be changed later.
         keys: keys for agents on TCP.
         discovery_ns: time for which surveys reuse the discovered agents and their answers to `hello`, unless a survey
             has a fault or no agent. Discovery connects to each agent, so ten surveys a second cost a busy fleet twice
@@ -129,7 +129,7 @@ class Fleet:
     ) -> None:
         self._endpoints = endpoints
         self._labels = labels
-        self._timeout_ns = timeout_ns
+        self.timeout_ns = timeout_ns
         self._fanout = Fanout(keys)
         self._discovery_ns = discovery_ns
         self._discovery_due_ns = 0
@@ -169,7 +169,7 @@ class Fleet:
 
     def ask(self, requests: Sequence[tuple[Endpoint, Call]]) -> list[Reply]:
         """Sends requests to discovered agents; returns one reply per request, in the order of the requests."""
-        replies = self._fanout.ask(requests, self._timeout_ns)
+        replies = self._fanout.ask(requests, self.timeout_ns)
         for reply in replies:
             if reply.call == _HELLO and reply.fault is not None and reply.fault.code in SILENT:
                 self._fanout.forget(reply.endpoint)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import NoReturn
+
 import click
 
 from kvctl.client.calls import Call
@@ -9,6 +12,8 @@ from kvctl.client.fleet import Fleet
 from kvctl.commands.mutations import DONE, act, named, once_and_live, yes_option
 from kvctl.commands.options import KvctlCommand, completed_by, pass_settings
 from kvctl.commands.settings import Settings
+from kvctl.commands.wait import Drained, Patience, wait_for
+from kvctl.exit_codes import ExitCode
 
 _agents = click.argument("agents", nargs=-1, shell_complete=completed_by("agents"))
 _all = click.option("--all", "everyone", is_flag=True, help="All agents that kvctl agents lists.")
@@ -18,7 +23,8 @@ _all = click.option("--all", "everyone", is_flag=True, help="All agents that kvc
     cls=KvctlCommand,
     view=DONE,
     examples=[
-        ("One agent; then wait for its rooms", "kvctl drain decode-0 && kvctl wait --for drained -e decode-0"),
+        ("One agent, and wait for its rooms", "kvctl drain decode-0 --wait 60s"),
+        ("All agents of a container that is about to be stopped", "kvctl drain --all --yes --wait 60s"),
         ("All decode ranks, from a script", "kvctl drain -l role=decode --yes"),
         ("The whole fleet", "kvctl drain --all"),
     ],
@@ -26,15 +32,33 @@ _all = click.option("--all", "everyone", is_flag=True, help="All agents that kvc
 @_agents
 @_all
 @yes_option
+@click.option(
+    "--wait",
+    "patience",
+    metavar="TIME",
+    help="Then wait at most this long until no room is active; exit code 4 if some still are.",
+)
 @pass_settings
-def drain(settings: Settings, agents: tuple[str, ...], everyone: bool, yes: bool) -> None:
+def drain(settings: Settings, agents: tuple[str, ...], everyone: bool, yes: bool, patience: str | None) -> None:
     """Make AGENTS accept no new rooms; rooms in flight finish.
 
     Name the agents, select them with -e or -l, or use --all. First take the engine out of its router: every new room
-    fails with an error. Wait for the rooms in flight with kvctl wait --for drained; undo with kvctl resume. Level:
-    operate.
+    fails with an error. --wait waits for the rooms in flight, as kvctl wait --for drained does; undo with kvctl resume.
+    Level: operate.
     """
-    _act(settings, Call("drain"), agents, everyone, yes)
+    if patience is None:
+        _act(settings, Call("drain"), agents, everyone, yes)
+    limit = Patience("--wait", patience)
+    drained = Drained()
+    chosen = replace(settings, endpoints=(*settings.endpoints, *agents))
+    with Fleet(chosen.endpoints, chosen.labels, chosen.timeout_ns, chosen.keys) as fleet:
+        drained.progress(fleet.survey(drained.calls))  # learns the agents, which may end as soon as they are drained
+    try:
+        _act(settings, Call("drain"), agents, everyone, yes)
+    except click.exceptions.Exit as done:
+        if done.exit_code != ExitCode.OK:
+            raise
+    wait_for(chosen, drained, "drained", limit)
 
 
 @click.command(
@@ -54,7 +78,7 @@ def resume(settings: Settings, agents: tuple[str, ...], everyone: bool, yes: boo
     _act(settings, Call("resume"), agents, everyone, yes)
 
 
-def _act(settings: Settings, call: Call, agents: tuple[str, ...], everyone: bool, yes: bool) -> None:
+def _act(settings: Settings, call: Call, agents: tuple[str, ...], everyone: bool, yes: bool) -> NoReturn:
     resuming = call.command == "resume"
     _check_selected(settings, agents, everyone, draining=resuming)
     effect = "will accept new rooms again" if resuming else "will accept no new rooms"

@@ -12,11 +12,11 @@ from typing import Protocol
 import click
 
 from kvctl.client.calls import Call
-from kvctl.client.fleet import Survey
+from kvctl.client.fleet import Fleet, Survey
 from kvctl.client.room_timeline import join
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
-from kvctl.commands.queries import live_only, source
+from kvctl.commands.queries import live_only
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import progress
 from kvctl.errors import CliError
@@ -25,6 +25,7 @@ from kvctl.render import units
 from kvctl_agent.contract.states import STATE_LABELS, RoomState
 
 _PAUSE_S = 0.25
+_LAST_SURVEY_NS = 200_000_000
 _MAX_NAMED = 5
 _MAX_ROOM = (1 << 64) - 1
 _GOALS = ("ready", "drained", "room=")
@@ -228,32 +229,61 @@ def wait(settings: Settings, goal: str, patience: str, agents: int) -> None:
         condition = parse(goal, agents)
     except WaitConditionError as error:
         raise click.UsageError(f"--for {error}") from error
-    deadline = time.monotonic() + _seconds(patience)
+    wait_for(settings, condition, goal, Patience("--timeout", patience))
+
+
+class Patience:
+    """Longest time to wait, from the construction.
+
+    Args:
+        option: option of the command that has the time, for error texts.
+        text: the time, such as `60s`.
+
+    Raises:
+        click.UsageError: the text is not a time.
+    """
+
+    def __init__(self, option: str, text: str) -> None:
+        try:
+            seconds = units.parse_seconds(text) / 1e9
+        except ValueError as error:
+            raise click.UsageError(f"{option}: {error}") from error
+        self.text = text
+        self._deadline_s = time.monotonic() + seconds
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left; at least 0."""
+        return max(0.0, self._deadline_s - time.monotonic())
+
+
+def wait_for(settings: Settings, condition: WaitCondition, goal: str, patience: Patience) -> None:
+    """Surveys the selected agents four times a second until the condition holds; prints the result on stderr.
+
+    Args:
+        goal: name of the condition, for the error text.
+
+    Raises:
+        CliError: the time is up, or the condition can no longer be reached.
+    """
     output = Output(settings)
-    with source(settings) as fleet, _Line(settings.quiet) as line:
+    with (
+        Fleet(settings.endpoints, settings.labels, settings.timeout_ns, settings.keys) as fleet,
+        _Line(settings.quiet) as line,
+    ):
         while True:
+            # An agent that does not answer must not keep the command beyond its time.
+            fleet.timeout_ns = min(settings.timeout_ns, max(_LAST_SURVEY_NS, int(patience.left_s * 1e9)))
             state = condition.progress(fleet.survey(condition.calls))
-            left = deadline - time.monotonic()
-            if state.reached or state.impossible or left <= 0:
+            if state.reached or state.impossible or not patience.left_s:
                 break
-            line.show(f"{_few(state.missing)} ({left:.0f} s left)")
-            time.sleep(min(_PAUSE_S, left))
-    _conclude(output, state, goal, patience)
-
-
-def _conclude(output: Output, state: Progress, goal: str, patience: str) -> None:
+            line.show(f"{_few(state.missing)} ({patience.left_s:.0f} s left)")
+            time.sleep(min(_PAUSE_S, patience.left_s))
     if state.impossible:
         raise CliError(state.impossible, ExitCode.FAILED)
     if not state.reached:
-        raise CliError(f"not {goal} within {patience}; missing: {_few(state.missing)}", ExitCode.TIMEOUT)
+        raise CliError(f"not {goal} within {patience.text}; missing: {_few(state.missing)}", ExitCode.TIMEOUT)
     output.note(state.reached)
-
-
-def _seconds(text: str) -> float:
-    try:
-        return units.parse_seconds(text) / 1e9
-    except ValueError as error:
-        raise click.UsageError(f"--timeout: {error}") from error
 
 
 def _few(missing: Sequence[str]) -> str:

@@ -1,13 +1,18 @@
-"""Every command that lists agents shows that an agent drains, and the command that resumes it."""
+"""An agent that drains: every command that lists agents shows it, and `drain --wait` waits for its rooms."""
 
 from __future__ import annotations
 
 import json
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvctl.health.codes.ready import agent_draining
+from kvctl_agent.contract.admin import ErrorCode
+from kvctl_agent.errors import RequestRefused
 
 S = 1_000_000_000
 RESUME = "kvctl resume decode-1"
@@ -61,3 +66,74 @@ def test_the_row_of_an_agent_that_drains_is_not_ok(start: Any, canned: Any, kvct
     out = kvctl("status", "-o", "table", "--columns", "agent,health").out
     cells = dict(line.split() for line in out.splitlines() if line.startswith(("prefill-", "decode-")))
     assert cells == {"prefill-0": "ok", "prefill-1": "ok", "decode-0": "ok", "decode-1": "draining"}
+
+
+@pytest.fixture
+def draining_agent(start: Any, canned: Any) -> Callable[..., list[int]]:
+    """Starts decode-0, which drains on request and has one active room for that many further readings."""
+
+    def make(readings: int) -> list[int]:
+        left = [readings]
+        state = {"draining": False}
+
+        def drain(_: Any) -> Any:
+            state["draining"] = True
+            return [{"agent": "decode-0", "subject": "decode-0", "result": "draining", "text": "1 room is active"}]
+
+        def status(_: Any) -> Any:
+            left[0] -= state["draining"]
+            rooms = {"Transferring": 1} if left[0] >= 0 else {}
+            return {**canned.status("decode-0"), "draining": state["draining"], "rooms": rooms}
+
+        start("decode-0", {"status": status, "drain": drain})
+        return left
+
+    return make
+
+
+def test_drain_waits_for_the_rooms(draining_agent: Any, kvctl: Any) -> None:
+    left = draining_agent(2)
+    outcome = kvctl("drain", "--all", "--yes", "--wait", "60s")
+    assert (outcome.code, outcome.err) == (0, "kvctl: 1 agent drained\n")
+    assert "draining" in outcome.out
+    assert left[0] == -1
+
+
+def test_drain_ends_when_its_time_is_up(draining_agent: Any, kvctl: Any, at_best: Any) -> None:
+    def took() -> float:
+        draining_agent(1 << 30)
+        began = time.monotonic()
+        outcome = kvctl("drain", "decode-0", "--yes", "--wait", "1s")
+        assert outcome.code == 4
+        assert "not drained within 1s; missing: decode-0: 1 room active" in outcome.err
+        return time.monotonic() - began
+
+    at_best(took, 1.5)
+
+
+def test_an_agent_that_ends_while_it_drains_has_drained(start: Any, canned: Any, kvctl: Any) -> None:
+    """The preStop hook of a pod whose engine ends by itself."""
+    servers: list[Any] = []
+
+    def drain(_: Any) -> Any:
+        threading.Timer(0.1, servers[0].close).start()
+        return [{"agent": "decode-0", "subject": "decode-0", "result": "draining", "text": ""}]
+
+    busy = {**canned.status("decode-0"), "draining": True, "rooms": {"Transferring": 1}}
+    servers.append(start("decode-0", {"status": lambda _: busy, "drain": drain}))
+    outcome = kvctl("drain", "decode-0", "--yes", "--wait", "60s")
+    assert (outcome.code, outcome.err) == (0, "kvctl: 0 agents drained, 1 agent ended\n")
+
+
+def test_a_drain_that_failed_is_not_waited_for(start: Any, canned: Any, kvctl: Any) -> None:
+    def drain(_: Any) -> Any:
+        raise RequestRefused(ErrorCode.REFUSED, "SGLang owns admission")
+
+    start("decode-0", {"status": lambda _: canned.status("decode-0"), "drain": drain})
+    outcome = kvctl("drain", "decode-0", "--yes", "--wait", "60s")
+    assert outcome.code == 1
+    assert "SGLang owns admission" in outcome.err
+
+
+def test_a_wrong_time_is_a_usage_error(fleet: Any, kvctl: Any) -> None:
+    assert kvctl("drain", "decode-0", "--yes", "--wait", "soon").code == 2

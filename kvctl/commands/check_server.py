@@ -1,0 +1,104 @@
+"""`kvctl check --http`: serves the result of the checks over HTTP, for probes and load balancers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import NamedTuple
+
+from kvctl.errors import CliError
+from kvctl.exit_codes import CheckState, ExitCode
+from kvctl_agent.contract.http_server import Address, Answer, Page, PageServer, Request
+
+_KEPT_S = 1.0
+_JSON = "application/json"
+# A warning must not take an instance out of service.
+_STATUS = {
+    CheckState.OK: HTTPStatus.OK,
+    CheckState.WARNING: HTTPStatus.OK,
+    CheckState.CRITICAL: HTTPStatus.SERVICE_UNAVAILABLE,
+    CheckState.UNKNOWN: HTTPStatus.SERVICE_UNAVAILABLE,
+}
+
+
+class CheckResult(NamedTuple):
+    """Result of one check: its state, and its output as text and as JSON."""
+
+    state: CheckState
+    text: str
+    json: str
+
+
+class SharedChecks:
+    """Carries out the checks for all clients, one check at a time and at most once a second.
+
+    Args:
+        check: carries out the checks, on the thread of a client.
+    """
+
+    def __init__(self, check: Callable[[], CheckResult]) -> None:
+        self._check = check
+        self._checking = threading.Lock()
+        self._result: CheckResult | None = None
+        self._until_s = 0.0
+
+    def result(self) -> CheckResult:
+        """Returns a result that is at most a second older than the call."""
+        with self._checking:
+            if self._result is None or time.monotonic() >= self._until_s:
+                self._result = self._check()
+                self._until_s = time.monotonic() + _KEPT_S
+            return self._result
+
+    def pages(self) -> dict[str, Page]:
+        """Returns the pages: `/` is text, or JSON if the client accepts only that; `/json` is JSON."""
+
+        def page(request: Request) -> Answer:
+            as_json = request.headers.get("Accept", "").strip().startswith(_JSON)
+            return self._answer(as_json)
+
+        return {"/": page, "/json": lambda _: self._answer(True)}
+
+    def _answer(self, as_json: bool) -> Answer:
+        result = self.result()
+        if as_json:
+            return Answer(_STATUS[result.state], result.json.encode(), _JSON)
+        return Answer(_STATUS[result.state], result.text.encode())
+
+
+def address_of(text: str, public: bool) -> Address:
+    """Parses the address to listen on; raises CliError if it is malformed, or not loopback and not `public`."""
+    try:
+        address = Address(text)
+    except ValueError as error:
+        raise CliError(f"--http {text}: {error}", ExitCode.USAGE) from None
+    if not address.local and not public:
+        raise CliError(
+            f"--http {text}: other machines can reach this address, over plain HTTP: add --public on a network that "
+            "you trust",
+            ExitCode.USAGE,
+        )
+    return address
+
+
+def serve(address: Address, checks: SharedChecks, started: Callable[[str], None]) -> None:
+    """Serves the pages until Ctrl-C.
+
+    Args:
+        started: called with the URL once the server listens.
+
+    Raises:
+        CliError: the address cannot be bound.
+    """
+    try:
+        server = PageServer(address, checks.pages(), "kvctl-check")
+    except OSError as error:
+        raise CliError(f"--http {address.text}: {error.strerror}", ExitCode.FAILED) from None
+    server.start()
+    started(server.url)
+    try:
+        threading.Event().wait()
+    finally:
+        server.close()
