@@ -13,12 +13,15 @@ from kvctl_agent.contract.commands import COMMANDS_BY_NAME
 class Call:
     """An admin command with its arguments; arguments that are None are omitted.
 
+    An agent or a recording that does not have an `optional` command is not at fault.
+
     Raises:
         ValueError: the command or an argument is not declared, or a required argument is missing.
     """
 
     command: str
     args: Mapping[str, Any] = field(default_factory=dict)
+    optional: bool = False
 
     def __post_init__(self) -> None:
         declared = COMMANDS_BY_NAME.get(self.command)

@@ -255,8 +255,13 @@ def _add_agent(
         if not matches(labels, status):
             survey.filtered += 1
             return
-    survey.faults.extend(reply.fault for reply in others if reply.fault is not None)
+    survey.faults.extend(reply.fault for reply in others if reply.fault is not None and not _excused(reply))
     survey.agents.append(agent)
+
+
+def _excused(reply: Reply) -> bool:
+    lacking = {ErrorCode.UNKNOWN_COMMAND, FaultCode.NOT_CAPTURED}
+    return reply.call.optional and reply.fault is not None and reply.fault.code in lacking
 
 
 def _protocol_fault(endpoint: Endpoint, hello: Any) -> Fault | None:

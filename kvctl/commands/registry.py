@@ -14,6 +14,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "agents": "Agents: round trip time, version, uptime, stale sockets.",
         "rooms": "Active and finished rooms; one room on all its ranks.",
         "staging": "Staging rings and buffers; a map of each ring.",
+        "nics": "Network devices of the hosts: rate, faults, ranks that use them.",
         "layers": "Transfer times by layer group and stage.",
         "peers": "Connections between agents: state, clock, errors.",
         "metrics": "Counters, gauges and histograms; Prometheus text.",

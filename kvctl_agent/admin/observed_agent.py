@@ -72,6 +72,11 @@ class ObservedAgent:
         return self._parts.local.hostname
 
     @property
+    def gpu_pci(self) -> str | None:
+        device = self._parts.pool.device
+        return None if device is None else device.pci
+
+    @property
     def incarnation(self) -> int:
         return self._parts.local.incarnation
 

@@ -55,6 +55,10 @@ class ObservedRank(Protocol):
         """Name of its host."""
 
     @property
+    def gpu_pci(self) -> str | None:
+        """PCI address of the GPU that has its pool; None if the pool is in host memory, or if it is unknown."""
+
+    @property
     def incarnation(self) -> int: ...
 
     @property

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvctl_agent.admin.machine_views import since
+from kvctl_agent.admin.nics import NicQuery
 from kvctl_agent.admin.observed_rank import ObservedRank
 from kvctl_agent.contract import VERSION
 from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN, ErrorCode
@@ -28,6 +29,7 @@ from kvctl_agent.contract.snapshots import (
     Hello,
     LayerRow,
     MetricFamily,
+    Nics,
     PeerRow,
     ProcessUse,
     RoomDetail,
@@ -54,6 +56,7 @@ class AdminQueries:
         self._started_ns = time.monotonic_ns()
         self._process: ProcessUse | None = None
         self._process_due_ns = 0
+        self._nics = NicQuery(rank)
 
     def handlers(self) -> Mapping[str, Callable[[dict[str, Any]], Any]]:
         """Returns the handlers by command name, for `AdminServer`; `hello` is passed to it separately."""
@@ -70,6 +73,7 @@ class AdminQueries:
             self.staging,
             self.layers,
             self.peers,
+            self.nics,
             self.events,
             self.metrics,
         )
@@ -189,6 +193,9 @@ class AdminQueries:
 
     def peers(self) -> list[PeerRow]:
         return self._rank.peers()
+
+    def nics(self) -> Nics:
+        return self._nics()
 
     def events(self, since: int | None = None, limit: int = _ROWS) -> Events:
         return self._rank.telemetry.recorder.since(since, limit)

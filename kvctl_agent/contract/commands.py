@@ -67,6 +67,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("staging", "ring, watermark, live allocations, gated parts, staging buffers"),
     Command("layers", "stage times per layer group", args=(Arg("room", "room", "only this room"),)),
     Command("peers", "connection, clock, watermark and errors per peer"),
+    Command("nics", "network devices of the host with their counters, and those that this rank uses"),
     Command(
         "events",
         "the flight recorder",

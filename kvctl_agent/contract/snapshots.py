@@ -388,6 +388,81 @@ class PeerRow(TypedDict):
     differences: list[str]  # incompatible settings, such as "page_size 64 ≠ 48"
 
 
+class Gid(TypedDict):
+    """One address of an RDMA port."""
+
+    index: int
+    gid: str  # as an IPv6 address
+    kind: str  # InfiniBand, RoCE v1, RoCE v2; "" if the driver does not tell
+    interface: str  # network interface that has the address; "" for none
+
+
+class Nic(TypedDict):
+    """A port of an RDMA device (`mlx5_0:1`), or a network interface (`eth0`), of an agent's host.
+
+    The counters are those of the whole host since the device was started, whoever sent the bytes. They are
+    None where the driver has none. `errors`, `retransmits` and `congestion` have the counters that are not 0, by the
+    kernel's names.
+    """
+
+    name: str
+    kind: Literal["rdma", "interface"]
+    link: str  # InfiniBand, RoCE, RDMA (EFA and others without a link layer); of an interface Ethernet, loopback, …
+    model: str  # of an RDMA device, such as MT4129; driver of an interface
+    state: str  # active, down, init, armed, …; of an interface up, down, unknown, …
+    bits_per_s: int | None
+    mtu: int | None  # of an interface
+    pci: str | None  # address, such as 0000:19:00.0; None: not a PCI device
+    numa_node: int | None
+    interfaces: list[str]  # of an RDMA port: its network interfaces; of a bond: its members
+    gids: list[Gid]
+    gpus: dict[str, str]  # GPUs of the host by PCI address: PIX, PXB, PHB, NODE or SYS, as in nvidia-smi topo -m
+    sent_bytes_total: int | None
+    received_bytes_total: int | None
+    sent_packets_total: int | None
+    errors: dict[str, int]
+    retransmits: dict[str, int]
+    congestion: dict[str, int]
+
+
+class Route(TypedDict):
+    """Way that packets to a peer take according to the kernel's routing table."""
+
+    peer: str
+    address: str
+    interface: str
+    gateway: str  # next hop; "" if the peer is in the same subnet
+
+
+class Lane(TypedDict):
+    """Network devices through which the bytes of a rank go to other hosts."""
+
+    devices: list[str]  # names of `Nic` rows, or of RDMA devices; empty: unknown
+    source: str  # engine, open devices, settings: the origin of `devices`; route: of packets, nothing better is known
+    protocol: str  # as the engine tells, such as rdma; "" if it does not
+
+
+class Nics(TypedDict):
+    """Reply to `nics`: the network devices of the agent's host, and those that this rank uses."""
+
+    agent: str
+    host: str
+    network: str  # network namespace, such as net:[4026531840]; interfaces of another one are others
+    at_ns: int  # monotonic clock of the host when the counters were read, at most a second before the reply
+    read_ns: int  # time that reading took
+    nics: list[Nic]
+    left_out: int  # devices not in `nics`, because there are too many
+    segments_sent_total: int | None  # TCP segments of the network namespace
+    segments_retransmitted_total: int | None
+    numa_nodes: int  # of the host
+    cpu_nodes: list[int]  # NUMA nodes with cores on which the process may run
+    gpu: str | None  # PCI address of the rank's GPU
+    gpu_node: int | None
+    lane: Lane
+    gid_index: int | None  # GID that the settings name; None: the engine chooses
+    routes: list[Route]  # to peers whose address the rank knows: of decode ranks
+
+
 class EventRow(TypedDict):
     """One entry of the flight recorder, as listed by `events`."""
 

@@ -373,6 +373,7 @@ class Device(Protocol):
     Attributes:
         index: Number of the device in this process, as in the engine's tensors.
         name: Display name.
+        pci: PCI address as in /sys, such as 0000:19:00.0; None for a device that is not on a PCI bus.
     """
 
     @property
@@ -380,6 +381,9 @@ class Device(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def pci(self) -> str | None: ...
 
     def allocate(self, nbytes: int, pool: str = "default") -> DeviceMemory:
         """Allocates memory, aligned to at least 256 bytes, not zeroed.

@@ -23,6 +23,7 @@ from kvctl_agent.device.sharing import MappingCache, PeerMapping, exported
 from kvctl_agent.errors import DeviceError, DeviceUnavailable
 
 _NAME_BYTES = 128
+_PCI_BYTES = 16
 _FASTEST_FIRST = (topology.SAME, topology.NVLINK, topology.FABRIC, topology.PCIE)
 
 
@@ -33,6 +34,7 @@ class CudaDevice:
         index: Number of the GPU in this process.
         name: Display name with number and model.
         uuid: UUID of the GPU.
+        pci: PCI address of the GPU as in /sys.
         context: The primary context, which engines use too.
         events: Pool of events for the streams of this GPU.
         kernels: Loaded kernels, shared by all `RowCopies`.
@@ -46,6 +48,8 @@ class CudaDevice:
         model: bytes = checked(driver.cuDeviceGetName(_NAME_BYTES, self._device), label)
         self.name = f"{label} ({model.split(bytes(1), 1)[0].decode(errors='replace')})"
         self.uuid = topology.uuid_of(self._device)
+        address: bytes = checked(driver.cuDeviceGetPCIBusId(_PCI_BYTES, self._device), label)
+        self.pci = address.split(bytes(1), 1)[0].decode().lower()
         self.context = Context(self._device, label)
         self.events = EventPool(self.context)
         self.kernels = Kernels(self.context, self.capability)

@@ -337,6 +337,63 @@ def events(name: str) -> list[dict[str, Any]]:
     ]
 
 
+def nic(name: str, kind: str, **changes: Any) -> dict[str, Any]:
+    rdma = kind == "rdma"
+    return {
+        "name": name,
+        "kind": kind,
+        "link": "RoCE" if rdma else "Ethernet",
+        "model": "MT4129" if rdma else "mlx5_core",
+        "state": "active" if rdma else "up",
+        "bits_per_s": 400_000_000_000 if rdma else 25_000_000_000,
+        "mtu": None if rdma else 1500,
+        "pci": "0000:18:00.0" if rdma else "0000:2a:00.0",
+        "numa_node": 0,
+        "interfaces": [],
+        "gids": [],
+        "gpus": {},
+        "sent_bytes_total": 5 << 40,
+        "received_bytes_total": 5 << 30,
+        "sent_packets_total": 1_400_000_000,
+        "errors": {},
+        "retransmits": {},
+        "congestion": {},
+        **changes,
+    }
+
+
+def nics(name: str) -> dict[str, Any]:
+    """Two RDMA ports of one host, the second of which is used by no rank, and its network interface."""
+    gid = {"index": 3, "gid": "::ffff:10.0.1.3", "kind": "RoCE v2", "interface": "rail0"}
+    first = nic(
+        "mlx5_0:1", "rdma", gids=[gid], interfaces=["rail0"], gpus={"0000:19:00.0": "PIX", "0000:9b:00.0": "SYS"}
+    )
+    down = nic("mlx5_1:1", "rdma", state="down", numa_node=1, errors={"link_downed": 3}, congestion={"np_cnp_sent": 7})
+    return {
+        "agent": name,
+        "host": "node-3",
+        "network": "net:[4026531840]",
+        "at_ns": 125 * S,
+        "read_ns": 2 * MS,
+        "nics": [
+            first,
+            down,
+            nic("eth0", "interface"),
+            nic("docker0", "interface", state="down", pci=None, model="bridge"),
+        ],
+        "left_out": 0,
+        "segments_sent_total": 5_000_000,
+        "segments_retransmitted_total": 12,
+        "numa_nodes": 2,
+        "cpu_nodes": [0],
+        "gpu": None,
+        "gpu_node": None,
+        "lane": {"devices": ["mlx5_0"], "source": "open devices", "protocol": ""},
+        "gid_index": None,
+        "routes": [],
+    }
+
+
 def inputs(name: str, since: int) -> dict[str, Any]:
     """Two pieces of a recording, one per page, with arbitrary contents."""
     number = min(since, 1)
@@ -528,6 +585,7 @@ def answers(name: str, failed: bool = False) -> dict[str, Callable[[dict[str, An
         "staging": lambda _: staging(name),
         "layers": lambda _: layers(name),
         "peers": lambda _: peers(name),
+        "nics": lambda _: nics(name),
         "events": lambda args: {
             "events": [row for row in events(name) if row["sequence"] >= args.get("since", 0)],
             "next": 3,

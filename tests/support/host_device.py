@@ -207,6 +207,7 @@ class HostDevice:
         why_no_export, why_no_open: reasons with which `export` and `open` refuse, if set.
         lane: the interconnect that mappings report.
         begun: every copy, in order.
+        pci: PCI address that it reports.
         prepared, prepared_sums: every geometry that was prepared for copies, and for checksums.
         summed: geometry of every batch whose checksum was computed.
         mappings: every opened mapping.
@@ -228,6 +229,7 @@ class HostDevice:
         self.streams: list[HostStream] = []
         self._driver = HostStream(self)
         self._uuid = f"HOST-{next(_numbers)}"
+        self.pci: str | None = None
 
     @property
     def name(self) -> str:

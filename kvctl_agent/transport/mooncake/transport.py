@@ -167,9 +167,12 @@ class MooncakeTransport(CheckedTransport[Peer, MooncakeWrite]):
     def describe(self) -> dict[str, Any]:
         # Over TCP, a GPU's bytes are copied to the host, sent, and copied again.
         through_host = self._protocol == "tcp" and any(region.device != HOST for region in self._regions)
+        use = self._engine.use()
         return {
             "engine": f"mooncake ({self._engine.wheel})",
             "backend": self._protocol,
+            "protocol": use.protocol,
+            "devices": use.devices,
             "lanes": [f"{self._protocol} for bytes{', through the host' if through_host else ''}", "tcp for tags"],
             "session": self._engine.session,
             "reachable": "from this host" if self._engine.private else "on all interfaces",

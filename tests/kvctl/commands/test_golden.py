@@ -33,6 +33,7 @@ COMMANDS = {
     "peers": ("peers", "show"),
     "peers-matrix": ("peers", "matrix"),
     "peers-diff": ("peers", "diff", "prefill-1", "decode-1"),
+    "nics": ("nics",),
     "bootstrap": ("bootstrap",),
     "metrics": ("metrics", "show"),
     "metrics-schema": ("metrics", "schema"),

@@ -33,6 +33,7 @@ ANSWERS: dict[str, Any] = {
     "staging": snapshots.Staging,
     "layers": list[snapshots.LayerRow],
     "peers": list[snapshots.PeerRow],
+    "nics": snapshots.Nics,
     "events": snapshots.Events,
     "inputs": recording.InputPage,
     "metrics": list[snapshots.MetricFamily],

@@ -100,6 +100,9 @@ class FakeDriver:
     def cuDeviceGetName(self, length, device):
         return (*OK, b"NVIDIA Stand-in".ljust(length, b"\0"))
 
+    def cuDeviceGetPCIBusId(self, length, device):
+        return *OK, f"0000:{0x19 + device:02X}:00.0".encode().ljust(length, b"\0")
+
     def cuDeviceGetUuid(self, device):
         return (*OK, SimpleNamespace(bytes=bytes([device] * 16)))
 

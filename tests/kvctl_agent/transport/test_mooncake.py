@@ -8,11 +8,14 @@ import os
 import secrets
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,7 @@ from kvctl_agent.errors import ConfigError, PeerDisconnected, TransportError, Tr
 from kvctl_agent.transport import Arrival, Region, open_transport
 from kvctl_agent.transport.mooncake import engine as mooncake_engine
 from kvctl_agent.transport.mooncake import transport as transport_module
+from kvctl_agent.transport.mooncake.engine import Engine, Use
 from kvctl_agent.transport.mooncake.writes import PEER_WINDOW
 
 pytestmark = pytest.mark.usefixtures("mooncake_started")
@@ -283,6 +287,38 @@ def test_memory_of_a_gpu_needs_a_wheel_with_cuda(crew: Any) -> None:
     with pytest.raises(TransportUnavailable, match=r"cannot reach memory of GPU 1: .*transfer-engine-cuda13"):
         transport.register([Region(1 << 40, 4096, 1)])
     assert transport.describe()["lanes"] == ["tcp for bytes", "tcp for tags"]
+
+
+def test_a_running_engine_tells_its_protocol_and_devices(crew: Any) -> None:
+    agent = crew.agent("mooncake")
+    described = agent.transport.describe()
+    assert (described["protocol"], described["devices"]) == ("tcp", [])
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (b'{"protocol": "rdma", "devices": [{"name": "mlx5_3", "lid": 0, "gid": "x"}]}', Use("rdma", ["mlx5_3"])),
+        (b"no json", Use("", [])),
+        (b"[]", Use("", [])),
+    ],
+)
+def test_the_devices_of_an_engine_are_those_of_its_description(answer: bytes, expected: Use) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        session = f"127.0.0.1:{server.getsockname()[1]}"
+        binding = SimpleNamespace(transfer_submit_write=None, transfer_check_status=None)
+        engine = Engine("wheel 1", binding, session, [], True, False)
+
+        def serve() -> None:
+            client, _ = server.accept()
+            with client:
+                client.recv(11, socket.MSG_WAITALL)
+                client.sendall(struct.pack("<QB", len(answer) + 1, 1) + answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert engine.use() == expected
+        thread.join(60)
 
 
 class Refusing:

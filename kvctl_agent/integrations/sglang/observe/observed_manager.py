@@ -73,6 +73,7 @@ class ObservedManager:
         self.name = name
         self.role: Role = tracker.shape.role
         self.host = host
+        self.gpu_pci = None
         self.incarnation = incarnation
         self.telemetry: Telemetry = tracker.telemetry
         self.accepting, self.draining = True, False

@@ -1,0 +1,208 @@
+"""Answers the admin command `nics`: the network devices of the host, and those through which this rank's bytes go."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from kvctl_agent.admin.observed_rank import ObservedRank
+from kvctl_agent.contract.nics import HostNics, ReadFiles, read_files
+from kvctl_agent.contract.snapshots import Lane, Nics, PeerRow, Route
+
+_KEPT_NS = 1_000_000_000
+_SLOW_NS = 60_000_000_000
+_MOST_ROUTES = 64
+_GID_SETTINGS = ("UCX_IB_GID_INDEX", "MC_GID_INDEX")
+
+
+class NicQuery:
+    """Reads the network devices of this host for one rank, on the admin thread and only when asked.
+
+    A reading is kept for a second, whoever asks. What seldom changes and needs many system calls (open devices, routes)
+    is kept for a minute: each call gives up the GIL, and beside an engine's thread that runs Python each takes 5 ms to
+    get it back.
+
+    Args:
+        rank: the rank.
+        root: directory that contains `sys` and `proc`.
+        read: reads files.
+    """
+
+    def __init__(self, rank: ObservedRank, root: Path = Path("/"), read: ReadFiles = read_files) -> None:
+        self._rank = rank
+        self._root = root
+        self._read = read
+        self._host = HostNics(root, read)
+        self._answer: Nics | None = None
+        self._due_ns = 0
+        self._open: list[str] = []
+        self._routes: list[Route] = []
+        self._slow_due_ns = 0
+
+    def __call__(self) -> Nics:
+        now = time.monotonic_ns()
+        if self._answer is None or now >= self._due_ns:
+            self._answer, self._due_ns = self._ask(now), now + _KEPT_NS
+        return self._answer
+
+    def _ask(self, now: int) -> Nics:
+        nics = self._host.read()
+        sent, again = _tcp_segments((self._read([str(self._root / "proc/net/snmp")])[0] or b"").decode())
+        if now >= self._slow_due_ns:
+            self._open = self._open_devices() if any(nic["kind"] == "rdma" for nic in nics) else []
+            self._routes = routes(self._rank.peers())
+            self._slow_due_ns = now + _SLOW_NS
+        transport = self._rank.describe()["transport"]
+        nodes, gpu = self._host.nodes(), self._rank.gpu_pci
+        cores = os.sched_getaffinity(os.getpid())
+        return {
+            "agent": self._rank.name,
+            "host": self._rank.host,
+            "network": _link("/proc/self/ns/net"),
+            "at_ns": now,
+            "read_ns": time.monotonic_ns() - now,
+            "nics": nics,
+            "left_out": self._host.left_out,
+            "segments_sent_total": sent,
+            "segments_retransmitted_total": again,
+            "numa_nodes": len(nodes),
+            "cpu_nodes": sorted(node for node, own in nodes.items() if own & cores),
+            "gpu": gpu,
+            "gpu_node": None if gpu is None else self._host.gpu_node(gpu),
+            "lane": lane(transport, self._open, os.environ, self._routes),
+            "gid_index": next(
+                (int(value) for name in _GID_SETTINGS if (value := os.environ.get(name, "")).isdecimal()), None
+            ),
+            "routes": self._routes,
+        }
+
+    def _open_devices(self) -> list[str]:
+        """Returns the RDMA devices that this process has open, by the targets of its descriptors."""
+        targets = {_link(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")}  # noqa: PTH208 - names
+        verbs = {Path(target).name for target in targets if target.startswith("/dev/infiniband/uverbs")}
+        return sorted({device for each in verbs if (device := self._host.device_of(each))})
+
+
+def lane(
+    transport: Mapping[str, str | list[str]],
+    opened: Sequence[str],
+    environment: Mapping[str, str],
+    ways: Iterable[Route],
+) -> Lane:
+    """Returns the devices of a rank's lanes, from the best of these sources: engine, open devices, settings, route.
+
+    NIXL's binding does not tell which devices UCX uses. UCX closes those that UCX_NET_DEVICES excludes, so it chooses
+    among those that the process has open.
+
+    Args:
+        transport: description of the transport; `devices` are those that the engine reports to its peers.
+        opened: RDMA devices that the process has open.
+        environment: variables of the process.
+        ways: routes to the peers.
+    """
+    protocol, told = transport.get("protocol", ""), transport.get("devices", [])
+    protocol = protocol if isinstance(protocol, str) else ""
+    named = environment.get("UCX_NET_DEVICES", "") if not protocol else ""
+    chosen = (
+        []
+        if named.startswith("^")
+        else [name for each in named.split(",") if (name := each.strip()) not in ("", "all")]
+    )
+    if told and isinstance(told, list):
+        return {"devices": told, "source": "engine", "protocol": protocol}
+    if opened and protocol != "tcp":
+        # With its port, where the setting names one.
+        ported = {name.partition(":")[0]: name for name in chosen}
+        devices = [ported.get(device, device) for device in opened]
+        return {"devices": devices, "source": "open devices", "protocol": protocol}
+    if chosen:
+        return {"devices": chosen, "source": "settings", "protocol": protocol}
+    interfaces = sorted({each["interface"] for each in ways})
+    return {"devices": interfaces, "source": "route" if interfaces else "", "protocol": protocol}
+
+
+# ---- routes ----------------------------------------------------------------------------------------------------
+
+_GETROUTE, _NEWROUTE, _REQUEST = 26, 24, 1  # of linux/rtnetlink.h and linux/netlink.h
+_DST, _OIF, _GATEWAY, _VIA = 1, 4, 5, 18
+_HEADER = struct.Struct("=IHHII")  # nlmsghdr: length, type, flags, sequence, port
+_ROUTE = struct.Struct("=BBBBBBBBI")  # rtmsg
+_ATTRIBUTE = struct.Struct("=HH")
+_TIMEOUT_S = 0.2
+
+
+def routes(peers: Iterable[PeerRow]) -> list[Route]:
+    """Returns the routes to the peers whose TCP address is known; to 64 of them, if there are more."""
+    found: list[Route] = []
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel,
+    ):
+        kernel.settimeout(_TIMEOUT_S)
+        for peer in peers:
+            scheme, _, place = peer["endpoint"].partition("://")
+            host = place.rpartition(":")[0].strip("[]")
+            if scheme != "tcp" or len(found) == _MOST_ROUTES:
+                continue
+            way = route(kernel, host)
+            if way is not None:
+                found.append({"peer": peer["peer"], "address": host, "interface": way[0], "gateway": way[1]})
+    return found
+
+
+def route(kernel: socket.socket, address: str) -> tuple[str, str] | None:
+    """Asks the kernel for the interface and the next hop of packets to an address.
+
+    Args:
+        kernel: netlink socket of the family NETLINK_ROUTE.
+        address: IPv4 or IPv6 address.
+
+    Returns:
+        Name of the interface, and address of the next hop or ""; None if there is no route, or `address` is a name.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        raw = socket.inet_pton(family, address.partition("%")[0])
+    except OSError:
+        return None
+    attribute = _ATTRIBUTE.pack(_ATTRIBUTE.size + len(raw), _DST) + raw
+    body = _ROUTE.pack(family, 8 * len(raw), 0, 0, 0, 0, 0, 0, 0) + attribute
+    kernel.send(_HEADER.pack(_HEADER.size + len(body), _GETROUTE, _REQUEST, 0, 0) + body)
+    reply = kernel.recv(1 << 14)
+    length, kind, *_ = _HEADER.unpack_from(reply)
+    if kind != _NEWROUTE:
+        return None
+    values: dict[int, bytes] = {}
+    at = _HEADER.size + _ROUTE.size
+    while at + _ATTRIBUTE.size <= min(length, len(reply)):
+        size, name = _ATTRIBUTE.unpack_from(reply, at)
+        if size < _ATTRIBUTE.size:
+            break
+        values[name] = reply[at + _ATTRIBUTE.size : at + size]
+        at += size + -size % 4
+    if _OIF not in values:
+        return None
+    via = values.get(_GATEWAY) or values.get(_VIA, b"")[2:]  # RTA_VIA: family of the next hop before its address
+    families = {4: socket.AF_INET, 16: socket.AF_INET6}
+    gateway = socket.inet_ntop(families[len(via)], via) if len(via) in families else ""
+    return socket.if_indextoname(int.from_bytes(values[_OIF][:4], "little")), gateway
+
+
+def _tcp_segments(snmp: str) -> tuple[int | None, int | None]:
+    """Returns the TCP segments that were sent, and those sent again, from /proc/net/snmp."""
+    names, values = [line.split()[1:] for line in snmp.splitlines() if line.startswith("Tcp:")] or [[], []]
+    counters = dict(zip(names, values, strict=False))
+    sent, again = counters.get("OutSegs", ""), counters.get("RetransSegs", "")
+    return int(sent) if sent.isdecimal() else None, int(again) if again.isdecimal() else None
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)  # noqa: PTH115 - "net:[4026531840]" is no path
+    except OSError:
+        return ""

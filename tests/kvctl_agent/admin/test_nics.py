@@ -1,0 +1,132 @@
+"""The admin command `nics`: devices that the rank uses and where that is known from, and routes of the kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvctl_agent.admin import nics
+from kvctl_agent.admin.nics import NicQuery, lane, route, routes
+from kvctl_agent.admin.observed_rank import ObservedRank
+from kvctl_agent.contract.snapshots import Route
+from tests.support import host_tree
+
+ETH0: list[Route] = [{"peer": "prefill-0", "address": "10.1.0.7", "interface": "eth0", "gateway": ""}]
+AMONG_EIGHT = [f"mlx5_{number}" for number in range(8)]
+CLONE_NEWNET = 0x40000000
+
+
+def rank(endpoints: dict[str, str] | None = None, gpu: str | None = None, **transport: Any) -> ObservedRank:
+    peers = [{"peer": name, "endpoint": endpoint} for name, endpoint in (endpoints or {}).items()]
+    described = {"transport": {"engine": "nixl", **transport}}
+    return cast(
+        ObservedRank,
+        SimpleNamespace(name="decode-0", host="node-3", gpu_pci=gpu, peers=lambda: peers, describe=lambda: described),
+    )
+
+
+@pytest.mark.parametrize(
+    ("transport", "opened", "environment", "expected"),
+    [
+        ({"protocol": "rdma", "devices": ["mlx5_3"]}, AMONG_EIGHT, {}, (["mlx5_3"], "engine", "rdma")),
+        ({}, ["mlx5_3"], {}, (["mlx5_3"], "open devices", "")),
+        ({}, ["mlx5_3"], {"UCX_NET_DEVICES": "mlx5_3:1,eth0"}, (["mlx5_3:1"], "open devices", "")),
+        ({}, [], {"UCX_NET_DEVICES": "mlx5_3:1, eth0"}, (["mlx5_3:1", "eth0"], "settings", "")),
+        ({}, [], {"UCX_NET_DEVICES": "all"}, (["eth0"], "route", "")),
+        ({}, [], {"UCX_NET_DEVICES": "^mlx5_0"}, (["eth0"], "route", "")),
+        ({"protocol": "tcp", "devices": []}, AMONG_EIGHT, {"UCX_NET_DEVICES": "mlx5_1:1"}, (["eth0"], "route", "tcp")),
+    ],
+    ids=["engine", "open", "open with port", "settings", "all", "exclusion", "the engine says tcp"],
+)
+def test_the_best_source_tells_the_devices(
+    transport: dict[str, Any], opened: list[str], environment: dict[str, str], expected: tuple[list[str], str, str]
+) -> None:
+    found = lane(transport, opened, environment, ETH0)
+    assert (found["devices"], found["source"], found["protocol"]) == expected
+
+
+def test_nothing_known_is_nothing() -> None:
+    assert lane({}, [], {}, []) == {"devices": [], "source": "", "protocol": ""}
+
+
+def test_an_open_device_is_recognised_by_its_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host_tree.eight_rails(tmp_path)
+    real = os.readlink
+    verbs = tmp_path / "verbs"
+    verbs.touch()
+    with verbs.open() as file:
+        own = f"/proc/self/fd/{file.fileno()}"
+        monkeypatch.setattr(os, "readlink", lambda path: "/dev/infiniband/uverbs5" if str(path) == own else real(path))
+        answer = NicQuery(rank(gpu="0000:64:00.0"), tmp_path)()
+    assert answer["lane"] == {"devices": ["mlx5_5"], "source": "open devices", "protocol": ""}
+    assert (answer["gpu"], answer["gpu_node"], answer["numa_nodes"]) == ("0000:64:00.0", 1, 2)
+    assert answer["cpu_nodes"] == [0], "the cores of this machine have the numbers of node 0 of the tree"
+
+
+def test_a_reading_is_kept_for_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = host_tree.eight_rails(tmp_path)
+    query = NicQuery(rank(), tmp_path)
+    first = query()
+    tree.set("mlx5_0", port_xmit_data=25)
+    assert query() is first
+    later = time.monotonic_ns() + nics._KEPT_NS
+    monkeypatch.setattr(time, "monotonic_ns", lambda: later)
+    second = query()
+    assert second["at_ns"] > first["at_ns"]
+    assert next(nic for nic in second["nics"] if nic["name"] == "mlx5_0:1")["sent_bytes_total"] == 100
+
+
+def test_tcp_segments_of_this_host_are_counted() -> None:
+    answer = NicQuery(rank())()
+    assert answer["segments_sent_total"] is not None
+    assert answer["segments_sent_total"] > 0
+    assert answer["segments_retransmitted_total"] is not None
+    assert answer["network"].startswith("net:[")
+
+
+def test_the_kernel_tells_the_interface_to_a_peer() -> None:
+    endpoints = {"prefill-0": "tcp://127.0.0.1:5000", "prefill-1": "tcp://[::1]:5000", "prefill-2": "ipc:///tmp/x"}
+    rows = rank(endpoints).peers()
+    assert routes(rows) == [
+        {"peer": "prefill-0", "address": "127.0.0.1", "interface": "lo", "gateway": ""},
+        {"peer": "prefill-1", "address": "::1", "interface": "lo", "gateway": ""},
+    ]
+
+
+def test_a_name_has_no_route() -> None:
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
+        assert route(kernel, "node-3.example") is None
+
+
+NETWORK = """
+import socket, subprocess, sys
+for command in (
+    "link add rail0 type veth peer name far", "link set rail0 up", "link set far up",
+    "addr add 10.9.0.1/24 dev rail0", "route add 10.10.0.0/16 via 10.9.0.254",
+):
+    subprocess.run(["ip", *command.split()], check=True)
+from kvctl_agent.admin.nics import route
+with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
+    print(route(kernel, "10.9.0.7"), route(kernel, "10.10.3.4"), route(kernel, "192.0.2.1"))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a network namespace, which needs root")
+def test_a_peer_behind_a_router_has_a_gateway() -> None:
+    def enter() -> None:
+        if ctypes.CDLL(None).unshare(CLONE_NEWNET):
+            raise OSError("cannot make a network namespace")
+
+    done = subprocess.run(
+        [sys.executable, "-c", NETWORK], capture_output=True, text=True, timeout=60, preexec_fn=enter, check=False
+    )
+    assert done.stdout.strip() == "('rail0', '') ('rail0', '10.9.0.254') None", done.stderr
