@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Protocol, Self, cast
 
@@ -16,11 +16,14 @@ from kvctl.client.endpoints import Discovery, Endpoint, address_host, discover, 
 from kvctl.client.fanout import Fanout, Reply
 from kvctl.client.faults import SILENT, Fault, FaultCode
 from kvctl.client.keys import NO_KEYS, KeyNames
+from kvctl.client.names import matches_name, told_apart
+from kvctl.client.renaming import Identity, Renaming, mentioned, peer_names
 from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN, ErrorCode
 from kvctl_agent.contract.snapshots import Hello
 
 _HELLO = Call("hello")
 _STATUS = Call("status")
+_PEERS = Call("peers")
 FINISHED = ("history", "slow", "failed")
 """Commands that list finished rooms; their lists overlap."""
 
@@ -41,6 +44,10 @@ class AgentAnswer:
     rtt_ns: int
     clock: ClockOffset
     data: dict[str, Any] = field(default_factory=dict)
+    own_name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.own_name = self.hello["name"]
 
     @property
     def name(self) -> str:
@@ -117,6 +124,7 @@ class Fleet:
         discovery_ns: time for which surveys reuse the discovered agents and their answers to `hello`, unless a survey
             has a fault or no agent. Discovery connects to each agent, so ten surveys a second cost a busy fleet twice
             as much with it.
+        names: names or globs, of which an agent must match one; empty for all agents at `endpoints`.
     """
 
     def __init__(
@@ -126,9 +134,11 @@ class Fleet:
         timeout_ns: int,
         keys: KeyNames = NO_KEYS,
         discovery_ns: int = 0,
+        names: Sequence[str] = (),
     ) -> None:
         self._endpoints = endpoints
         self._labels = labels
+        self._names = names
         self.timeout_ns = timeout_ns
         self._fanout = Fanout(keys)
         self._discovery_ns = discovery_ns
@@ -155,7 +165,7 @@ class Fleet:
         if now >= self._discovery_due_ns:
             self._found, self._hellos = discover(self._endpoints, self._sources), {}
             self._discovery_due_ns = now + self._discovery_ns
-        survey = gather(self._found, calls, self._labels, self.ask, self._hellos)
+        survey = gather(self._found, calls, self._labels, self.ask, self._hellos, self._names)
         if survey.faults or not survey.agents:
             self._discovery_due_ns = 0
         for _ in range(clock_rounds - 1):
@@ -185,9 +195,14 @@ class Fleet:
 
 
 def gather(
-    found: Discovery, calls: Sequence[Call], labels: Mapping[str, str], ask: Ask, hellos: dict[Endpoint, Reply]
+    found: Discovery,
+    calls: Sequence[Call],
+    labels: Mapping[str, str],
+    ask: Ask,
+    hellos: dict[Endpoint, Reply],
+    names: Sequence[str] = (),
 ) -> Survey:
-    """Queries the live agents of `found`, and returns those with a compatible protocol that match the labels.
+    """Queries the live agents of `found`, and returns those with a compatible protocol that match labels and names.
 
     Args:
         found: result of the discovery.
@@ -195,24 +210,70 @@ def gather(
         labels: labels that an agent must have.
         ask: sends requests and returns one reply per request, in their order.
         hellos: replies to `hello` to use; those of other agents are requested and added.
+        names: names or globs, of which an agent must match one; empty for all agents.
     """
     survey = Survey(found, faults=list(found.faults))
     asked = [*([_STATUS] if labels and _STATUS not in calls else []), *calls]
+    if names:
+        unknown = [(endpoint, _HELLO) for endpoint in found.live if endpoint not in hellos]
+        hellos.update((reply.endpoint, reply) for reply in ask(unknown))
+        endpoints, unnamed = _named(found.live, hellos, names, survey)
+    else:
+        endpoints, unnamed = found.live, []
     requests = [
-        (endpoint, call) for endpoint in found.live for call in (asked if endpoint in hellos else (_HELLO, *asked))
+        (endpoint, call) for endpoint in endpoints for call in (asked if endpoint in hellos else (_HELLO, *asked))
     ]
-    by_endpoint: dict[Endpoint, list[Reply]] = {endpoint: [] for endpoint in found.live}
+    by_endpoint: dict[Endpoint, list[Reply]] = {endpoint: [] for endpoint in endpoints}
     for reply in ask(requests):
         if reply.call == _HELLO:
             hellos[reply.endpoint] = reply
         else:
             by_endpoint[reply.endpoint].append(reply)
+    filtered, faults = unnamed, {}
     for endpoint, replies in by_endpoint.items():
-        _add_agent(endpoint, hellos[endpoint], replies, labels, survey)
-    rename_duplicates(survey.agents)
+        agent = _agent(hellos[endpoint])
+        if isinstance(agent, Fault):
+            survey.faults.append(agent)
+            continue
+        agent.data.update((reply.call.command, reply.data) for reply in replies if reply.fault is None)
+        faults[endpoint] = [reply.fault for reply in replies if reply.fault is not None and not _excused(reply)]
+        if not labels:
+            survey.agents.append(agent)
+        elif _STATUS.command not in agent.data:
+            survey.faults.extend(reply.fault for reply in replies if reply.fault and reply.call == _STATUS)
+        elif matches(labels, agent.data[_STATUS.command]):
+            survey.agents.append(agent)
+        else:
+            filtered.append(agent)
+            survey.filtered += 1
+    rename_duplicates(survey.agents, ask, filtered)
+    for agent in survey.agents:
+        survey.faults += [replace(fault, agent=agent.name) for fault in faults[agent.endpoint]]
     survey.agents.sort(key=lambda agent: agent.name)
     survey.hosts = known_hosts(survey)
     return survey
+
+
+def _named(
+    live: Sequence[Endpoint], hellos: Mapping[Endpoint, Reply], names: Sequence[str], survey: Survey
+) -> tuple[list[Endpoint], list[AgentAnswer]]:
+    """Divides agents into the endpoints of those that match one of `names`, and the others.
+
+    Adds a fault for each name that no agent matches.
+    """
+    agents = [agent for endpoint in live if isinstance(agent := _agent(hellos[endpoint]), AgentAnswer)]
+    rename_duplicates(agents)
+    chosen = [agent for agent in agents if any(matches_name(each, agent.name, agent.own_name) for each in names)]
+    silent = len(live) - len(agents)
+    for each in names:
+        if not any(matches_name(each, agent.name, agent.own_name) for agent in chosen):
+            near = difflib.get_close_matches(each, [agent.name for agent in agents], n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            others = f", and {silent} did not" if silent else ""
+            text = f"no agent of this name among the {len(agents)} that answered{others}{hint}"
+            survey.faults.append(Fault(each, FaultCode.UNREACHABLE, text))
+    endpoints = {agent.endpoint for agent in chosen}
+    return [each for each in live if each in endpoints], [agent for agent in agents if agent.endpoint not in endpoints]
 
 
 def known_hosts(survey: Survey) -> dict[str, str]:
@@ -227,7 +288,7 @@ def known_hosts(survey: Survey) -> dict[str, str]:
     if not silent:
         return found
     by_address: dict[str, str] = {}
-    for row in _rows(agent.data.get("peers") for agent in survey.agents):
+    for row in (row for _, rows in survey.answers("peers") for row in rows):
         if row.get("peer_host"):
             by_address.setdefault(address_host(str(row.get("endpoint"))), str(row["peer_host"]))
     by_address |= {agent.endpoint.host: agent.host for agent in survey.agents}
@@ -236,27 +297,14 @@ def known_hosts(survey: Survey) -> dict[str, str]:
     return found
 
 
-def _add_agent(
-    endpoint: Endpoint, hello: Reply, others: Sequence[Reply], labels: Mapping[str, str], survey: Survey
-) -> None:
-    fault = hello.fault or _protocol_fault(endpoint, hello.data)
+def _agent(hello: Reply) -> AgentAnswer | Fault:
+    """Returns the agent that answered hello, without further answers; or the fault if it is not usable."""
+    fault = hello.fault or _protocol_fault(hello.endpoint, hello.data)
     if fault is not None:
-        survey.faults.append(fault)
-        return
+        return fault
     answer = cast(Hello, hello.data)
     clock = estimate(hello.sent_at_ns, hello.received_at_ns, answer["now_ns"])
-    agent = AgentAnswer(endpoint, answer, hello.rtt_ns, clock)
-    agent.data.update((reply.call.command, reply.data) for reply in others if reply.fault is None)
-    if labels:
-        status = agent.data.get(_STATUS.command)
-        if status is None:
-            survey.faults.extend(reply.fault for reply in others if reply.fault and reply.call == _STATUS)
-            return
-        if not matches(labels, status):
-            survey.filtered += 1
-            return
-    survey.faults.extend(reply.fault for reply in others if reply.fault is not None and not _excused(reply))
-    survey.agents.append(agent)
+    return AgentAnswer(hello.endpoint, answer, hello.rtt_ns, clock)
 
 
 def _excused(reply: Reply) -> bool:
@@ -278,41 +326,44 @@ def _protocol_fault(endpoint: Endpoint, hello: Any) -> Fault | None:
     return Fault(endpoint.name, FaultCode.PROTOCOL, "its answer to hello is not valid")
 
 
-_DIGITS = 6
-"""Number of last digits of the incarnation that distinguish agents; its first digits are the start time."""
+def rename_duplicates(
+    agents: Sequence[AgentAnswer], ask: Ask | None = None, others: Sequence[AgentAnswer] = ()
+) -> None:
+    """Gives agents with equal names new ones, as `names.told_apart` does, in all their answers.
 
+    That includes what agents say about their peers. An agent that mentions a peer whose name several agents have is
+    asked for `peers`, unless it was, to find out which of them it means.
 
-def rename_duplicates(agents: Sequence[AgentAnswer]) -> None:
-    """Appends the last digits of the incarnation to the names of agents with equal names: `decode-0#487f51`.
-
-    The new name is also used in the rows of the agent's own answers, and in rows of other agents that name it as a peer
-    with a matching incarnation.
+    Args:
+        agents: agents with all their answers.
+        ask: sends requests; None to rename only what is known from the answers.
+        others: further agents whose answers are not used.
     """
-    names = Counter(agent.name for agent in agents)
-    renamed: dict[tuple[str, str], str] = {}
+    known = [*agents, *others]
+    new = told_apart([(agent.own_name, agent.host, agent.hello["incarnation"]) for agent in known])
+    renamed = {agent.own_name for agent, name in zip(known, new, strict=True) if name != agent.own_name}
+    if not renamed:
+        return
+    identities: dict[Identity, str] = {}
+    for agent, name in zip(known, new, strict=True):
+        agent.hello = {**agent.hello, "name": name}
+        if agent.own_name in renamed:
+            identities[agent.own_name, agent.hello["incarnation"]] = name
+            if name.endswith(f"@{agent.host}"):
+                identities[agent.own_name, agent.host] = name
+    peers = {agent.endpoint: agent.data["peers"] for agent in agents if "peers" in agent.data}
+    unknown = [agent.endpoint for agent in agents if agent.endpoint not in peers and _mentions(agent, renamed)]
+    for reply in ask([(endpoint, _PEERS) for endpoint in unknown]) if ask and unknown else ():
+        peers[reply.endpoint] = reply.data
     for agent in agents:
-        name, incarnation = agent.name, agent.hello["incarnation"]
-        if names[name] > 1:
-            new = renamed[name, incarnation] = f"{name}#{incarnation[-_DIGITS:]}"
-            agent.hello = {**agent.hello, "name": new}
-            for row in _rows(agent.data.values()):
-                for key in ("agent", "name"):
-                    if row.get(key) == name:
-                        row[key] = new
-    for agent in agents if renamed else ():
-        for row in _rows([agent.data.get("peers")]):
-            if renaming := renamed.get((str(row.get("peer")), str(row.get("incarnation")))):
-                row["peer"] = renaming
+        names = {**peer_names(peers.get(agent.endpoint), identities), agent.own_name: agent.name}
+        renaming = Renaming(names.keys(), names.__getitem__)
+        agent.data = {command: renaming.answer(command, data) for command, data in agent.data.items()}
 
 
-def _rows(answers: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Yields the rows in answers: an answer that is an object itself, and the objects in its lists."""
-    for answer in answers:
-        if isinstance(answer, dict):
-            yield answer
-        for value in answer.values() if isinstance(answer, dict) else [answer]:
-            if isinstance(value, list):
-                yield from (row for row in value if isinstance(row, dict))
+def _mentions(agent: AgentAnswer, names: Collection[str]) -> bool:
+    """Returns whether an agent's answers mention another agent with one of these names."""
+    return any(mentioned(command, data, names) - {agent.own_name} for command, data in agent.data.items())
 
 
 class Source(Protocol):

@@ -30,6 +30,7 @@ from kvctl.client.endpoints import Discovery, Endpoint
 from kvctl.client.fanout import Reply
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import FINISHED, Survey, gather, room_rows
+from kvctl.client.names import matches_name, told_apart
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract import recording as form
@@ -400,8 +401,9 @@ class RecordingSource:
         if not self._endpoints:
             return Discovery(snapshot.directory, live, list(snapshot.stale), list(snapshot.faults))
         found = Discovery(snapshot.directory)
+        names = _agent_names(snapshot)
         for wanted in self._endpoints:
-            named = [each for each in live if _named(each, wanted)]
+            named = [each for each in live if _named(each, wanted) or matches_name(wanted, *names.get(each, ()))]
             stale = [each for each in snapshot.stale if _named(each, wanted)]
             found.live += [each for each in named if each not in found.live]
             found.stale += [each for each in stale if each not in found.stale]
@@ -411,9 +413,9 @@ class RecordingSource:
                 text = "the agent had ended and left its socket"
                 found.faults += [Fault(each.name, FaultCode.UNREACHABLE, text) for each in stale]
             elif not named:
-                names = [each.name for each in live]
-                near = difflib.get_close_matches(wanted, names, n=1)
-                hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(names)}" if names else ""
+                known = [names[each][-1] if each in names else each.name for each in live]
+                near = difflib.get_close_matches(wanted, known, n=1)
+                hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(known)}" if known else ""
                 text = f"{self._path} has no agent {wanted}{hint}"
                 found.faults.append(Fault(wanted, FaultCode.UNREACHABLE, text))
         return found
@@ -538,6 +540,13 @@ def _missing(agent: RecordedAgent, call: Call, text: str, code: str = FaultCode.
 def _process(agent: RecordedAgent) -> tuple[Endpoint, str]:
     """Returns the endpoint and incarnation, which identify an agent process."""
     return agent.endpoint, agent.hello.data["incarnation"]
+
+
+def _agent_names(snapshot: RecordedSnapshot) -> dict[Endpoint, tuple[str, str]]:
+    """Returns the names of each agent that answered: the one that it gave itself, and the one that no other has."""
+    answers = [(agent.endpoint, agent.hello.data) for agent in snapshot.agents if agent.hello.fault is None]
+    known = told_apart([(hello["name"], hello.get("host") or "", hello["incarnation"]) for _, hello in answers])
+    return {endpoint: (hello["name"], new) for (endpoint, hello), new in zip(answers, known, strict=True)}
 
 
 def _named(endpoint: Endpoint, wanted: str) -> bool:

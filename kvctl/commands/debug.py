@@ -10,12 +10,12 @@ import click
 
 from kvctl.client.bundles import checked, is_bundle
 from kvctl.client.faults import exit_code, lines
-from kvctl.client.fleet import Fleet
 from kvctl.client.recorder import whole_file
 from kvctl.client.recordings import file_errors
 from kvctl.commands.debug_bundle import HOST, HOST_TEXT, TEXTS, BundleResult, write_bundle
 from kvctl.commands.options import KvctlGroup, pass_settings
 from kvctl.commands.output import Output
+from kvctl.commands.queries import live
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import print_error
 from kvctl.errors import CliError
@@ -84,7 +84,7 @@ def bundle(settings: Settings, file: Path | None, redact: bool, listed: bool) ->
             if settings.from_file is not None:
                 result = write_bundle(opened, directory, settings.from_file, redact, output.detail)
             else:
-                with Fleet(settings.endpoints, settings.labels, settings.timeout_ns, settings.keys) as fleet:
+                with live(settings) as fleet:
                     result = write_bundle(opened, directory, fleet, redact, output.detail)
     except OSError as error:
         raise CliError(f"cannot write {file}: {error.strerror or error}") from error

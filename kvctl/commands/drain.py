@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NoReturn
 
 import click
 
 from kvctl.client.calls import Call
-from kvctl.client.fleet import Fleet
 from kvctl.commands.mutations import DONE, act, named, once_and_live, yes_option
 from kvctl.commands.options import KvctlCommand, completed_by, pass_settings
+from kvctl.commands.queries import live
 from kvctl.commands.settings import Settings
 from kvctl.commands.wait import Drained, Patience, wait_for
 from kvctl.exit_codes import ExitCode
@@ -50,8 +49,8 @@ def drain(settings: Settings, agents: tuple[str, ...], everyone: bool, yes: bool
         _act(settings, Call("drain"), agents, everyone, yes)
     limit = Patience("--wait", patience)
     drained = Drained()
-    chosen = replace(settings, endpoints=(*settings.endpoints, *agents))
-    with Fleet(chosen.endpoints, chosen.labels, chosen.timeout_ns, chosen.keys) as fleet:
+    chosen = settings.naming(agents)
+    with live(chosen) as fleet:
         drained.progress(fleet.survey(drained.calls))  # learns the agents, which may end as soon as they are drained
     try:
         _act(settings, Call("drain"), agents, everyone, yes)
@@ -105,7 +104,7 @@ def _check_selected(settings: Settings, agents: tuple[str, ...], everyone: bool,
     if agents or everyone or flags.get("endpoint") or flags.get("labels"):
         return
     once_and_live(settings)
-    with Fleet(settings.endpoints, settings.labels, settings.timeout_ns, settings.keys) as fleet:
+    with live(settings) as fleet:
         answers = fleet.survey((Call("status"),)).answers("status")
     found = [agent for agent, data in answers if bool(data.get("draining")) is draining]
     those = f"{'draining' if draining else 'not draining'}: {named(found) if found else 'none'}"

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 import click
 
 from kvctl.client.calls import Call
+from kvctl.client.endpoints import Endpoint
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import AgentAnswer, Fleet, Survey
 from kvctl.commands.output import Output
-from kvctl.commands.queries import conclude, live_only, no_agent
+from kvctl.commands.queries import conclude, live, live_only, no_agent
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import print_error, print_stderr
 from kvctl.exit_codes import ExitCode
@@ -92,7 +94,7 @@ def act(
     check_can_act(settings, yes=yes)
     output = Output(settings)
     output.selection(DONE)
-    with Fleet((*settings.endpoints, *names), settings.labels, settings.timeout_ns, settings.keys) as fleet:
+    with live(settings.naming(names)) as fleet:
         survey = fleet.survey(look)
         survey.drop_unknown_room_faults()
         selected = select(fleet, survey) if survey.agents else []
@@ -127,17 +129,21 @@ def _send(fleet: Fleet, rounds: Rounds, report: Report) -> bool:
     """Sends the calls round by round and stores rows and faults in the report; returns whether Ctrl-C ended this."""
     faults = list(report.faults)
     rows: list[dict[str, Any]] = []
-    silent: set[str] = set()
+    silent: set[Endpoint] = set()
     try:
         for requests in rounds:
-            for reply in fleet.ask([(agent.endpoint, call) for agent, call in requests if agent.name not in silent]):
+            names = {agent.endpoint: agent.name for agent, _ in requests}
+            for reply in fleet.ask(
+                [(agent.endpoint, call) for agent, call in requests if agent.endpoint not in silent]
+            ):
+                name = names[reply.endpoint]
                 if reply.fault is None:
-                    rows += reply.data
+                    rows += [{**row, "agent": name} for row in reply.data]
                     report.answered += 1
                     continue
-                faults.append(reply.fault)
+                faults.append(replace(reply.fault, agent=name))
                 if reply.fault.code == FaultCode.TIMEOUT:
-                    silent.add(reply.endpoint.name)
+                    silent.add(reply.endpoint)
     except KeyboardInterrupt:
         return True
     finally:

@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -16,7 +17,7 @@ from kvctl.client.fleet import AgentAnswer, Fleet, Survey
 from kvctl.commands.mutations import once_and_live, permitted
 from kvctl.commands.options import KvctlGroup, completed_by, pass_settings
 from kvctl.commands.output import Output
-from kvctl.commands.queries import conclude, run
+from kvctl.commands.queries import conclude, live, run
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import progress
 from kvctl.render.peers import MATRIX, PEERS, draw_matrix, pairs
@@ -263,8 +264,8 @@ def probe(settings: Settings, prefill: str | None, decode: str | None, nbytes: i
     once_and_live(settings)
     output = Output(settings)
     output.selection(PROBE)
-    names = (prefill,) if prefill is not None and not settings.endpoints else ()
-    with Fleet((*settings.endpoints, *names), settings.labels, settings.timeout_ns, settings.keys) as fleet:
+    chosen = settings.naming((prefill,)) if prefill is not None and not settings.endpoints else settings
+    with live(chosen) as fleet:
         survey = fleet.survey(_CALLS)
         report = Report(PROBE, [], 0, survey.faults)
         found = list(_connections(survey, prefill, decode))
@@ -292,16 +293,17 @@ def _probe_all(
     faults, rows, answered = list(survey.faults), [], set()
     able = permitted(list({agent.name: agent for agent, _ in connections}.values()), Call("probe"), faults)
     show_progress = sys.stderr.isatty() and not quiet
+    own_names = {agent.name: agent.own_name for agent in survey.agents}
     for agent, peer in connections:
         if agent not in able:
             continue
         if show_progress:
             progress(f"probing {agent.name} → {peer}")
-        answer = _probe(fleet, agent, Call("probe", {"peer": peer, **args}))
+        answer = _probe(fleet, agent, Call("probe", {"peer": own_names.get(peer, peer), **args}))
         if isinstance(answer, Fault):
-            faults.append(answer)
+            faults.append(replace(answer, agent=agent.name))
         else:
-            rows += answer
+            rows += [{**row, "agent": agent.name, "peer": peer} for row in answer]
             answered.add(agent.name)
     if show_progress:
         progress("")

@@ -34,11 +34,18 @@ def source(settings: Settings) -> Source:
     """
     if settings.from_file is None:
         discovery_ns = 0 if settings.watch_ns is None else _DISCOVERY_NS
-        return Fleet(settings.endpoints, settings.labels, settings.timeout_ns, settings.keys, discovery_ns)
+        return live(settings, discovery_ns)
     from kvctl.client.recordings import RecordingSource
 
     first = 0 if settings.watch_ns is not None else -1
     return RecordingSource(settings.from_file, settings.endpoints, settings.labels, at=first)
+
+
+def live(settings: Settings, discovery_ns: int = 0) -> Fleet:
+    """Returns the live agents that the user selected; `discovery_ns` as for `Fleet`."""
+    return Fleet(
+        settings.endpoints, settings.labels, settings.timeout_ns, settings.keys, discovery_ns, names=settings.names
+    )
 
 
 def live_only(settings: Settings) -> None:

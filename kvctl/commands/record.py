@@ -10,11 +10,10 @@ from typing import Any
 
 import click
 
-from kvctl.client.fleet import Fleet
 from kvctl.client.recorder import Saved, Saving, Series, save_recording
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
-from kvctl.commands.queries import conclude, live_only
+from kvctl.commands.queries import conclude, live, live_only
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import progress
 from kvctl.exit_codes import ExitCode
@@ -82,7 +81,7 @@ def record(settings: Settings, file: Path, for_ns: int | None, every_ns: int) ->
     output.selection(RECORDED)
     shown = sys.stderr.isatty() and not settings.quiet and for_ns is not None
     series = Series(for_ns or 0, every_ns, _draw if shown else lambda *_: None)
-    with Fleet(settings.endpoints, settings.labels, settings.timeout_ns, settings.keys) as fleet:
+    with live(settings) as fleet:
         saving = save_recording(fleet, file, series)
     if shown:
         progress("")

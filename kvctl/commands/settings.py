@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from kvctl.client.discovery import EXEC, is_url, open_source, split
-from kvctl.client.endpoints import LABELS
+from kvctl.client.endpoints import LABELS, is_address
 from kvctl.client.keys import NO_KEYS, KeyNames
 from kvctl.render.units import parse_seconds
 
@@ -43,6 +43,8 @@ class Settings:
         output: one of OUTPUTS, "prom" or "nagios".
         watch_ns: time between readings; None reads once.
         keys: names of the keys for remote agents; the key files are read when such an agent is queried.
+        names: names or globs, of which an agent must match one; empty for all agents at `endpoints`. These are the
+            values of `-e` that are no addresses, if the context, the environment or a file has the fleet's addresses.
         from_file: recording or bundle that is read instead of live agents.
     """
 
@@ -51,6 +53,7 @@ class Settings:
     sort_by: str | None
     filters: tuple[str, ...]
     endpoints: tuple[str, ...]
+    names: tuple[str, ...]
     labels: Mapping[str, str]
     keys: KeyNames
     timeout_ns: int
@@ -59,6 +62,16 @@ class Settings:
     verbose: bool
     color: str
     from_file: Path | None
+
+    def naming(self, names: Sequence[str]) -> Settings:
+        """Returns the settings with further agents selected, in addition to those of `-e`.
+
+        Args:
+            names: names or globs of agents, among those of the fleet if its addresses are known.
+        """
+        if any(map(is_address, self.endpoints)):
+            return replace(self, names=(*self.names, *names))
+        return replace(self, endpoints=(*self.endpoints, *names))
 
 
 def resolve(flags: Mapping[str, Any]) -> Settings:
@@ -69,13 +82,15 @@ def resolve(flags: Mapping[str, Any]) -> Settings:
     """
     sources = _Sources.read(flags)
     from_file = flags.get("from_file")
+    # Endpoints and labels in the environment and in files select live agents; only flags select from a file.
+    endpoints, names = sources.fleet() if from_file is None else (tuple(flags.get("endpoint", ())), ())
     return Settings(
         output=sources.get("output", DEFAULT_OUTPUT, _one_of((*OUTPUTS, PROMETHEUS))),
         columns=flags.get("columns"),
         sort_by=flags.get("sort_by"),
         filters=tuple(flags.get("filters", ())),
-        # Endpoints and labels in the environment and in files select live agents; only flags select from a file.
-        endpoints=sources.get("endpoint", (), _names) if from_file is None else tuple(flags.get("endpoint", ())),
+        endpoints=endpoints,
+        names=names,
         labels=sources.labels() if from_file is None else _labels(flags.get("labels", ()), "--label"),
         keys=KeyNames(sources.get("key", None, _text), sources.get("server_key", None, _text)),
         timeout_ns=sources.get("timeout", parse_seconds(DEFAULT_TIMEOUT), _duration_ns),
@@ -157,20 +172,33 @@ class _Sources:
 
     def get(self, key: str, default: Any, convert: Callable[[Any], Any]) -> Any:
         for layer in self.layers if key in FILE_KEYS else self.layers[:1]:
-            value = layer.values.get(key)
-            if value is None or value == ():
-                continue
-            try:
-                converted = convert(value)
-            except ValueError as error:
-                raise click.UsageError(f"{layer.origin(key)}: {error}") from error
-            if key == "endpoint" and layer.project and any(each.startswith(EXEC) for each in converted):
-                raise click.UsageError(
-                    f"{layer.origin(key)}: commands of a project file are not run; save yours as a context: "
-                    "kvctl context add NAME --command COMMAND"
-                )
-            return converted
+            if _has(layer, key):
+                return self._converted(layer, key, convert)
         return default
+
+    def fleet(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Returns the endpoints, and the names that select agents there.
+
+        Names and globs in flags select among the agents of the next source, such as the context, if that has addresses
+        or discovery URLs; otherwise among the agents of this machine.
+        """
+        chosen: tuple[str, ...] = self.get("endpoint", (), _names)
+        if not _has(self.layers[0], "endpoint") or any(map(is_address, chosen)):
+            return chosen, ()
+        fleet: tuple[str, ...] = replace(self, layers=self.layers[1:]).get("endpoint", (), _names)
+        return (fleet, chosen) if any(map(is_address, fleet)) else (chosen, ())
+
+    def _converted(self, layer: _Layer, key: str, convert: Callable[[Any], Any]) -> Any:
+        try:
+            converted = convert(layer.values[key])
+        except ValueError as error:
+            raise click.UsageError(f"{layer.origin(key)}: {error}") from error
+        if key == "endpoint" and layer.project and any(each.startswith(EXEC) for each in converted):
+            raise click.UsageError(
+                f"{layer.origin(key)}: commands of a project file are not run; save yours as a context: "
+                "kvctl context add NAME --command COMMAND"
+            )
+        return converted
 
     def labels(self) -> dict[str, str]:
         """Merges the labels of the context with those of the flags, which take precedence."""
@@ -182,6 +210,10 @@ class _Sources:
             except ValueError:
                 raise click.UsageError(f"{origin}: {value!r} is not a list of KEY=VALUE") from None
         return {**labels, **_labels(self.flags.get("labels", ()), "--label")}
+
+
+def _has(layer: _Layer, key: str) -> bool:
+    return layer.values.get(key) not in (None, ())
 
 
 def _layers(flags: Mapping[str, Any], user: File) -> list[_Layer]:

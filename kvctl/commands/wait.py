@@ -12,11 +12,11 @@ from typing import Protocol
 import click
 
 from kvctl.client.calls import Call
-from kvctl.client.fleet import Fleet, Survey
+from kvctl.client.fleet import Survey
 from kvctl.client.room_timeline import join
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
-from kvctl.commands.queries import live_only
+from kvctl.commands.queries import live, live_only
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import progress
 from kvctl.errors import CliError
@@ -268,7 +268,7 @@ def wait_for(settings: Settings, condition: WaitCondition, goal: str, patience: 
     """
     output = Output(settings)
     with (
-        Fleet(settings.endpoints, settings.labels, settings.timeout_ns, settings.keys) as fleet,
+        live(settings) as fleet,
         _Line(settings.quiet) as line,
     ):
         while True:

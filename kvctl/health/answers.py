@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 
 NO_ROW: Row = {}
 
-_NAME = re.compile(r"[A-Za-z0-9_.@:\[\]-]{1,128}")
+_NAME = re.compile(r"[A-Za-z0-9_.@:#\[\]-]{1,512}")
 
 
 def number(row: Row, key: str) -> float | None:

@@ -145,7 +145,7 @@ def counted(count: float, noun: str) -> str:
 
 def named_in(text: str, names: Collection[str]) -> list[str]:
     """Returns those of `names` that occur as words in a text, in the order of the text, without duplicates."""
-    words = re.findall(r"[\w.-]*\w", text)
+    words = (word.rstrip(".:-") for word in re.findall(r"[\w.@:#\[\]-]+", text))
     return list(dict.fromkeys(word for word in words if word in names))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -109,7 +110,31 @@ def test_a_context_counts_by_what_chose_it(user_file: Path, monkeypatch: pytest.
     monkeypatch.setenv("KVCTL_ENDPOINT", "of-the-environment")
     assert resolve({}).endpoints == ("of-the-environment",)
     assert resolve({"context": "prod"}).endpoints == ("tcp://prod:7000", "tcp://prod:7001")
-    assert resolve({"context": "prod", "endpoint": ("flag",)}).endpoints == ("flag",)
+    assert resolve({"context": "prod", "endpoint": ("tcp://flag:1",)}).endpoints == ("tcp://flag:1",)
+
+
+def test_names_in_flags_select_among_the_agents_of_the_fleet(user_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    user_file.write_text(CONTEXTS)
+
+    def chosen(*endpoints: str, **flags: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        settings = resolve({"endpoint": endpoints, **flags})
+        return settings.endpoints, settings.names
+
+    assert chosen("decode-0", "p*") == (("decode-0", "p*"), ())
+    assert chosen("decode-0", "p*", context="lab") == (("tcp://lab:7000",), ("decode-0", "p*"))
+    assert chosen("decode-0", "tcp://flag:1", context="lab") == (("decode-0", "tcp://flag:1"), ())
+    monkeypatch.setenv("KVCTL_ENDPOINT", "of-the-environment")
+    assert chosen("decode-0") == (("decode-0",), ())
+    monkeypatch.setenv("KVCTL_ENDPOINT", "file:///fleet")
+    assert chosen("decode-0") == (("file:///fleet",), ("decode-0",))
+
+
+def test_named_agents_are_added_to_those_of_flags(user_file: Path) -> None:
+    user_file.write_text(CONTEXTS)
+    local = resolve({"endpoint": ("decode-0",)}).naming(["decode-1"])
+    assert (local.endpoints, local.names) == (("decode-0", "decode-1"), ())
+    fleet = resolve({"context": "lab"}).naming(["decode-1"])
+    assert (fleet.endpoints, fleet.names) == (("tcp://lab:7000",), ("decode-1",))
 
 
 def test_labels_of_a_context_are_narrowed_by_flags(user_file: Path) -> None:

@@ -1,0 +1,154 @@
+"""Two hosts whose agents have the same names: real agents on TCP with keys, each host with its own socket directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from zmq.utils import z85
+
+from kvctl_agent.contract.keys import KeyPair, public_text, secret_text
+from kvctl_agent.parts import PartFactories
+from kvctl_agent.telemetry.clock import Clock
+from tests.support.agents import Fleet, make_fleet
+from tests.support.ports import free_port
+
+__all__ = ["make_fleet"]
+
+AHEAD_NS = {"n1": 0, "n2": 40_000_000}
+BOTH = ("decode-0@n1", "decode-0@n2", "prefill-0@n1", "prefill-0@n2")
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The fleets by host, and the addresses of their agents by (host, name)."""
+
+    fleets: dict[str, Fleet]
+    addresses: dict[tuple[str, str], str]
+
+
+def shifted_clock(ahead_ns: int) -> Callable[[], Clock]:
+    def make() -> Clock:
+        clock = Clock()
+        clock.offset_ns += ahead_ns
+        return clock
+
+    return make
+
+
+@pytest.fixture
+def hosts(make_fleet: Any, surroundings: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
+    """Hosts n1 and n2, each with prefill-0 and decode-0 that are peers; a context `prod` names their addresses."""
+    fleet, own = (KeyPair(*(z85.decode(half) for half in zmq.curve_keypair())) for _ in range(2))
+    for name, pair in (("fleet", fleet), ("default", own)):
+        path = tmp_path / "config" / "kvctl" / "keys" / f"{name}.key"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(0o600)
+        path.write_text(secret_text(name, pair))
+        path.with_suffix(".pub").write_text(public_text(name, pair))
+    keys = tmp_path / "config" / "kvctl" / "keys"
+    clients = tmp_path / "clients"
+    clients.touch(0o600)
+    clients.write_text(f"operate {own.public.hex()} ops\n")
+    fleets, addresses = {}, {}
+    for host, ahead_ns in AHEAD_NS.items():
+        directory = tmp_path / host
+        directory.mkdir(mode=0o700)
+        monkeypatch.setenv("KVCTL_SOCKET_DIR", str(directory))
+        made = fleets[host] = make_fleet(
+            prefill=(1, 1),
+            host=host,
+            fleet_key=str(keys / "fleet.key"),
+            admin_clients=str(clients),
+            factories=PartFactories(clock=shifted_clock(ahead_ns)),
+        )
+        made.bootstrap = f"tcp://127.0.0.1:{free_port()}"
+        for create, agents in ((made.prefill_agent, made.prefill), (made.decode_agent, made.decode)):
+            address = f"tcp://127.0.0.1:{free_port()}"
+            agents.append(create(0, admin_endpoint=address).start())
+            addresses[host, agents[0].name] = address
+        made.decode[0].wait_ready(60)
+        made.run(7, 8)
+    monkeypatch.setenv("KVCTL_SOCKET_DIR", str(tmp_path / "nobody"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    context = {"endpoint": list(addresses.values()), "server_key": fleet.public.hex()}
+    text = "\n".join(f"{key} = {json.dumps(value)}" for key, value in context.items())
+    (tmp_path / "config" / "kvctl" / "config.toml").write_text(f'context = "prod"\n[contexts.prod]\n{text}\n')
+    yield Hosts(fleets, addresses)
+    for made in fleets.values():
+        made.settle()
+
+
+def rows(outcome: Any, code: int = 0) -> list[dict[str, Any]]:
+    assert outcome.code == code, outcome
+    found: list[dict[str, Any]] = json.loads(outcome.out)["data"]
+    return found
+
+
+def test_agents_of_equal_names_are_told_apart_in_every_command(hosts: Hosts, kvctl: Any, tmp_path: Path) -> None:
+    assert tuple(row["agent"] for row in rows(kvctl("agents", "-o", "json"))) == BOTH
+    found = rows(kvctl("status", "-o", "json"))
+    assert {row["name"]: (row["host"], row["instance"], row["health"]) for row in found} == {
+        "decode-0@n1": ("n1", "decode-0@n1", []),
+        "decode-0@n2": ("n2", "decode-0@n2", []),
+        "prefill-0@n1": ("n1", "prefill-0@n1", []),
+        "prefill-0@n2": ("n2", "prefill-0@n2", []),
+    }
+    pairs = {(row["agent"], row["peer"]) for row in rows(kvctl("peers", "-o", "json"))}
+    assert pairs == {(f"{a}-0@{host}", f"{b}-0@{host}") for host in AHEAD_NS for a, b in (PAIR, PAIR[::-1])}
+    history = rows(kvctl("rooms", "history", "-o", "json"))
+    assert {(row["agent"], *row["peers"]) for row in history} == pairs
+    recording = str(tmp_path / "fleet.kvrec")
+    assert kvctl("record", recording, "--for", "1s").code == 0
+    for arguments in (["-e", "decode-0@n2"], ["-e", "decode-0", "-l", "host=n2"]):
+        for source in ([], ["--from", recording]):
+            (row,) = rows(kvctl("status", *arguments, *source, "-o", "json"))
+            assert (row["name"].partition("@")[0], row["host"]) == ("decode-0", "n2")
+    assert len(rows(kvctl("status", "--from", recording, "-o", "json"))) == 4
+    assert len(rows(kvctl("status", "-e", "decode-0", "-o", "json"))) == 2
+    missing = kvctl("status", "-e", "decode-0@n3", "-o", "json")
+    assert (missing.code, "among the 4 that answered; did you mean decode-0@n" in missing.err) == (3, True)
+
+
+PAIR = ("prefill", "decode")
+
+
+def test_a_room_of_one_number_on_two_hosts_is_two_rooms(hosts: Hosts, kvctl: Any) -> None:
+    first, second = rows(kvctl("rooms", "show", "7", "-o", "json"))
+    for room, host in ((first, "n2"), (second, "n1")):
+        assert [rank["agent"] for rank in room["ranks"]] == [f"prefill-0@{host}", f"decode-0@{host}"]
+        assert {event["agent"] for event in room["timeline"]} == {f"prefill-0@{host}", f"decode-0@{host}"}
+        assert room["state"] == "Success"
+
+
+def test_changes_reach_only_the_named_agent(hosts: Hosts, kvctl: Any) -> None:
+    assert kvctl("drain", "decode-0@n2", "--yes").code == 0
+    draining = {row["name"]: row["draining"] for row in rows(kvctl("status", "-o", "json"))}
+    assert draining == {name: name == "decode-0@n2" for name in BOTH}
+    (finding,) = rows(kvctl("health", "--filter", "code=KV_DRAINING", "-o", "json"))
+    assert finding["agents"] == ["decode-0@n2"]
+    command = finding["remedy"].split("`")[1].split()
+    assert command == ["kvctl", "resume", "decode-0@n2"]
+    assert kvctl(*command[1:], "--yes").code == 0
+    assert not any(row["draining"] for row in rows(kvctl("status", "-o", "json")))
+
+
+def test_a_mute_names_one_of_them(hosts: Hosts, kvctl: Any) -> None:
+    names = [f"decode-0@{host}" for host in AHEAD_NS]
+    assert kvctl("drain", *names, "--yes").code == 0
+    (finding,) = rows(kvctl("health", "--filter", "code=KV_DRAINING", "-o", "json"), code=1)
+    assert finding["agents"] == names
+    assert kvctl("health", "mute", "KV_DRAINING:decode-0@n2", "1h").code == 0
+    assert not rows(kvctl("health", "--filter", "code=KV_DRAINING", "-o", "json"))
+    assert kvctl("resume", "decode-0", "--yes").code == 0, "the own name stands for both"
+    assert not any(row["draining"] for row in rows(kvctl("status", "-o", "json")))
+
+
+def test_a_lane_is_probed_between_agents_of_one_host(hosts: Hosts, kvctl: Any) -> None:
+    found = rows(kvctl("peers", "probe", "prefill-0@n2", "decode-0@n2", "-o", "json"))
+    assert {(row["agent"], row["peer"]) for row in found} == {("prefill-0@n2", "decode-0@n2")}
