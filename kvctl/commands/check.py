@@ -36,7 +36,7 @@ from kvctl.health.check import (
     worst,
 )
 from kvctl.health.finding import AREAS
-from kvctl.health.snapshot import HEALTH_CALLS
+from kvctl.health.snapshot import DIAGNOSIS_CALLS
 from kvctl.render import palette
 from kvctl.render.report import Report
 from kvctl.render.sanitize import one_line
@@ -290,7 +290,7 @@ def _run(
     query = HealthQuery(settings, earlier(settings))
     with source(settings) as fleet:
         while True:
-            survey = fleet.survey(HEALTH_CALLS)
+            survey = fleet.survey(DIAGNOSIS_CALLS)
             reading = query(survey)
             found = verdicts(areas, reading.snapshot, reading.judged, thresholds, no_agent(settings, survey).message)
             if chosen == _NAGIOS:
@@ -316,7 +316,7 @@ def _serve(
 
         def check() -> CheckResult:
             try:
-                survey = fleet.survey(HEALTH_CALLS)
+                survey = fleet.survey(DIAGNOSIS_CALLS)
             except CliError as error:
                 faults = [Fault("", FaultCode.UNREACHABLE, str(error))]
                 return CheckResult(CheckState.UNKNOWN, unknown(str(error)), output.text(Report(CHECK, [], 0, faults)))

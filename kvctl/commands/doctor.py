@@ -18,7 +18,7 @@ from kvctl.health.finding import Finding, Severity
 from kvctl.health.host.inspection import explain_faults, inspect, local_agents
 from kvctl.health.host.view import Fact, HostView
 from kvctl.health.host.vllm import Server, server_of_command
-from kvctl.health.snapshot import HEALTH_CALLS
+from kvctl.health.snapshot import DIAGNOSIS_CALLS
 from kvctl.render import palette
 from kvctl.render.findings import headline, labelled, paragraph, row
 from kvctl.render.report import Block, Line, Report, Text
@@ -175,7 +175,7 @@ def doctor(settings: Settings, command: tuple[str, ...], host_only: bool) -> Non
         raise click.exceptions.Exit(ExitCode.FAILED if report.wrong else ExitCode.OK)
     query = HealthQuery(settings, earlier(settings))
     with source(settings) as fleet:
-        survey = fleet.survey(HEALTH_CALLS)
+        survey = fleet.survey(DIAGNOSIS_CALLS)
     reading = query(survey)
     local = HostView(agents=local_agents(reading.snapshot)) if settings.from_file is None else None
     report = _report(reading, local)

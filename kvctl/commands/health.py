@@ -22,7 +22,7 @@ from kvctl.health.codes import CODES, CODES_BY_NAME
 from kvctl.health.engine import examine
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.mutes import Baseline, Mute
-from kvctl.health.snapshot import HEALTH_CALLS, Snapshot
+from kvctl.health.snapshot import DIAGNOSIS_CALLS, Snapshot
 from kvctl.render import palette
 from kvctl.render.findings import HEALTH, labelled, overview, paragraphs, row
 from kvctl.render.report import Block, Report, Text
@@ -163,7 +163,7 @@ def show(settings: Settings, muted: bool) -> None:
         report.notes.extend(reading.remarks)
         return report
 
-    run(settings, HEALTH, HEALTH_CALLS, read)
+    run(settings, HEALTH, DIAGNOSIS_CALLS, read)
 
 
 @health.command(
@@ -201,7 +201,7 @@ def detail(settings: Settings, code: str | None) -> None:
         report.notes.extend(reading.remarks)
         return report
 
-    run(settings, HEALTH, HEALTH_CALLS, read)
+    run(settings, HEALTH, DIAGNOSIS_CALLS, read)
 
 
 @health.command(
@@ -348,5 +348,5 @@ def _current_findings(settings: Settings) -> list[Finding] | None:
     if before is None:
         return None
     with source(settings) as fleet:
-        survey = fleet.survey(HEALTH_CALLS)
+        survey = fleet.survey(DIAGNOSIS_CALLS)
     return examine(Snapshot(survey, survey.tick_ns, before), CODES)

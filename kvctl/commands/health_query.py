@@ -13,7 +13,7 @@ from kvctl.commands.settings import Settings
 from kvctl.health.codes import CODES
 from kvctl.health.engine import examine
 from kvctl.health.mutes import Judged, judge, load_or_warn
-from kvctl.health.snapshot import HEALTH_CALLS, Snapshot
+from kvctl.health.snapshot import DIAGNOSIS_CALLS, Snapshot
 
 PAUSE_S = 1.0
 """Time between two readings: long enough for a slow lane to make progress, short enough to wait for."""
@@ -44,7 +44,7 @@ class HealthQuery:
         return HealthReading(snapshot, judge(examine(snapshot, CODES), mutes, time.time_ns()), remarks)
 
 
-def earlier(settings: Settings, calls: Sequence[Call] = HEALTH_CALLS) -> Snapshot | None:
+def earlier(settings: Settings, calls: Sequence[Call] = DIAGNOSIS_CALLS) -> Snapshot | None:
     """Returns a snapshot to compare the next reading with: one taken now, or the previous one in a file.
 
     Returns None if there is none: with `-w`, where the next reading follows anyway, if no agent answers, and at the

@@ -36,6 +36,11 @@ HEALTH_CALLS: tuple[Call, ...] = (
 """Calls of the survey from which a snapshot is made. Agents list their oldest rooms first, so limits keep those."""
 
 
+DIAGNOSIS_CALLS: tuple[Call, ...] = (*HEALTH_CALLS, Call("nics", optional=True))
+"""Calls of a survey that diagnoses the fleet, network devices included, which `status` and `top` do without: an agent's
+answer about a host with eight cards has 20 KB. Older agents lack the command."""
+
+
 class HistogramSum(NamedTuple):
     """Sum (in seconds) and number of the observations of a histogram."""
 

@@ -8,13 +8,14 @@ Each health code is a function of a snapshot, declared with `health_code` in one
 - `stuck_rooms`: rooms that make no progress
 - `rooms`: corrupt data, traffic
 - `transport`: lanes, engines, GPUs, limits, metrics
+- `nics`: network devices of the hosts
 
 Functions that several of these modules use are in `facts`; `advice` has the remedies that depend on the engine.
 """
 
 from __future__ import annotations
 
-from kvctl.health.codes import peers, ready, rooms, staging, stuck_rooms, transport
+from kvctl.health.codes import nics, peers, ready, rooms, staging, stuck_rooms, transport
 from kvctl.health.finding import Code
 
 CODES: tuple[Code, ...] = (
@@ -37,6 +38,12 @@ CODES: tuple[Code, ...] = (
     staging.grant_unanswered,
     transport.fds_low,
     transport.ports_low,
+    nics.nic_down,
+    nics.nic_errors,
+    nics.gid_unroutable,
+    nics.lane_not_rdma,
+    nics.rail_idle,
+    nics.numa_far,
     transport.lane_slow,
     stuck_rooms.stuck_scatter,
     stuck_rooms.stuck_transfer,
