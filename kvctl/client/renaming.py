@@ -47,6 +47,7 @@ _FORMS: Mapping[str, _Form] = {
     "room": {**_ROOM, "timeline": _EVENT, "owed_parts": {"writer": _NAME, "decode": _NAME}},
     "staging": {"agent": _NAME, "gated": {"peer": _NAME}, "ring": {"allocations": {"writer": _NAME}}},
     "peers": {"agent": _NAME, "peer": _NAME, "last_error": _TEXT},
+    "cost": {"agent": _NAME, "costs": {"agent": _NAME, "peer": _NAME, "reason": _TEXT}},
     "events": {"events": _EVENT},
     "bootstrap": {"agent": _NAME, "registered": {"name": _NAME}, "text": _TEXT},
 }

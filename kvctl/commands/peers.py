@@ -22,6 +22,7 @@ from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import progress
 from kvctl.render.peers import MATRIX, PEERS, draw_matrix, pairs
 from kvctl.render.report import Grid, Report, Text
+from kvctl.render.transfer_costs import COSTS, RankCost, cost_rows
 from kvctl.render.units import parse_size
 from kvctl.render.view import Column, Kind, View, Width
 
@@ -237,6 +238,43 @@ class Size(click.ParamType[int]):
             return int(parse_size(str(value)))
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+
+@peers.command(
+    view=COSTS,
+    short_help="Predict the transfer time of a prompt for each pair.",
+    examples=[
+        ("Each prefill and decode group, for a prompt of 4096 tokens", "kvctl peers cost --tokens 4096"),
+        ("The same for a router, with the ranks behind each row", "kvctl peers cost --tokens 4096 -o json"),
+    ],
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(0, 1 << 24),
+    default=1024,
+    show_default=True,
+    metavar="N",
+    help="Length of the prompt, without the prefix that decode has cached.",
+)
+@pass_settings
+def cost(settings: Settings, tokens: int) -> None:
+    """Predict how long the KV of a prompt takes from each prefill to each decode instance or dp group.
+
+    The time counts from the end of the forward, or from the opening of the room if that is later, until decode may
+    start. It is fitted to the latest rooms of each pair; before there are any, it is a rough guess from the calibration
+    of the path chooser. docs/routers.md describes the fields and how a router uses them.
+    """
+    calls = (Call("status"), Call("cost", {"tokens": tokens}))
+
+    def read(survey: Survey) -> Report:
+        ranks = [
+            RankCost(agent.name, agent.data["status"], answer)
+            for agent, answer in survey.answers("cost")
+            if "status" in agent.data
+        ]
+        return Report(COSTS, cost_rows(ranks, tokens), len(ranks), survey.faults)
+
+    run(settings, COSTS, calls, read)
 
 
 @peers.command(

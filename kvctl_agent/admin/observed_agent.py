@@ -10,6 +10,7 @@ from typing import Any
 
 from kvctl_agent.admin import machine_views
 from kvctl_agent.admin.observed_rank import RankDescription
+from kvctl_agent.admin.transfer_costs import TransferCosts
 from kvctl_agent.contract import VERSION
 from kvctl_agent.contract.choices import HOST, REASONS
 from kvctl_agent.contract.recording import InputPage
@@ -27,6 +28,7 @@ from kvctl_agent.contract.snapshots import (
     Role,
     RoomRow,
     StagingBuffers,
+    TransferCost,
 )
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
@@ -57,6 +59,7 @@ class ObservedAgent:
     def __init__(self, parts: AgentParts, integration: Integration | None = None) -> None:
         self._parts = parts
         self._integration = integration
+        self._costs = TransferCosts(parts)
         self._lanes: dict[str, str | list[str]] | None = None
 
     @property
@@ -157,6 +160,9 @@ class ObservedAgent:
     def peers(self) -> list[PeerRow]:
         rooms = self._parts.telemetry.rooms.active()
         return [self._peer(peer, rooms) for peer in list(self._parts.machine.peers.values())]
+
+    def costs(self, tokens: int) -> tuple[list[int], list[TransferCost]]:
+        return self._costs.read(tokens)
 
     def peer_states(self) -> list[str]:
         return [peer.state.value for peer in list(self._parts.machine.peers.values())]

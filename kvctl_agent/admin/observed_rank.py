@@ -23,6 +23,7 @@ from kvctl_agent.contract.snapshots import (
     Role,
     RoomRow,
     StagingBuffers,
+    TransferCost,
 )
 from kvctl_agent.telemetry.hub import Telemetry
 
@@ -95,6 +96,9 @@ class ObservedRank(Protocol):
         """Returns a page of recorded inputs; raises RequestRefused if none are recorded."""
 
     def peers(self) -> list[PeerRow]: ...
+
+    def costs(self, tokens: int) -> tuple[list[int], list[TransferCost]]:
+        """Returns `ahead_ns` and `costs` of the reply to `cost`, for a prompt of `tokens` tokens; empty on decode."""
 
     def peer_states(self) -> Sequence[str]: ...
 

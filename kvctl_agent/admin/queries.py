@@ -24,6 +24,7 @@ from kvctl_agent.contract.recording import InputPage
 from kvctl_agent.contract.snapshots import (
     Bootstrap,
     ConfigRow,
+    Cost,
     Events,
     FailedRooms,
     Hello,
@@ -44,6 +45,7 @@ from kvctl_agent.protocol.peer import PeerState
 from kvctl_agent.telemetry.hub import room_rows
 
 _ROWS = 1000
+_MOST_TOKENS = 1 << 24
 _PROCESS_EVERY_NS = 5_000_000_000
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -74,6 +76,7 @@ class AdminQueries:
             self.layers,
             self.peers,
             self.nics,
+            self.cost,
             self.events,
             self.metrics,
         )
@@ -196,6 +199,22 @@ class AdminQueries:
 
     def nics(self) -> Nics:
         return self._nics()
+
+    def cost(self, tokens: int = 1024) -> Cost:
+        rank = self._rank
+        tokens = min(tokens, _MOST_TOKENS)
+        ahead_ns, costs = rank.costs(tokens)
+        return {
+            "agent": rank.name,
+            "role": rank.role,
+            "rank": rank.describe()["rank"],
+            "accepting": rank.accepting,
+            "tokens": tokens,
+            "rooms": len(rank.telemetry.rooms.active()),
+            "ring": rank.ring_use(),
+            "ahead_ns": ahead_ns,
+            "costs": costs,
+        }
 
     def events(self, since: int | None = None, limit: int = _ROWS) -> Events:
         return self._rank.telemetry.recorder.since(since, limit)

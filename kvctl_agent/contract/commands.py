@@ -69,6 +69,11 @@ COMMANDS: tuple[Command, ...] = (
     Command("peers", "connection, clock, watermark and errors per peer"),
     Command("nics", "network devices of the host with their counters, and those that this rank uses"),
     Command(
+        "cost",
+        "prefill: predicted transfer time of a prompt to each decode rank; decode: ring use and rooms",
+        args=(Arg("tokens", "int", "length of the prompt (default 1024)"),),
+    ),
+    Command(
         "events",
         "the flight recorder",
         args=(Arg("since", "int", "first sequence number to return"), _LIMIT),

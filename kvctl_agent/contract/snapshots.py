@@ -463,6 +463,49 @@ class Nics(TypedDict):
     routes: list[Route]  # to peers whose address the rank knows: of decode ranks
 
 
+class TransferCost(TypedDict):
+    """One row of `cost`: what a prompt's transfer from this prefill rank's instance to one decode rank costs.
+
+    A transfer begins when the prompt is computed and every decode rank of the room has opened it, and ends when the
+    last of these has all of it. `alone_ns` is `fixed_ns` + `bytes` / `bytes_per_s`; `predicted_ns` adds, for each item
+    of `ahead_ns`, the lesser of the item and `alone_ns`.
+    """
+
+    agent: str
+    peer: str
+    incarnation: str | None
+    rank: dict[str, int] | None  # dp, pp, cp, tp, unique of the decode rank; None: not connected yet
+    state: str  # as in `peers`
+    rooms: int  # in transfer to this decode rank from this prefill rank
+    queued_bytes: int | None  # of these rooms, not sent by this rank yet
+    bytes: int | None  # of the prompt, by all ranks of the prefill instance to all of the decode dp group
+    bytes_per_token: float | None
+    path: str | None  # of the latest room; before, as predicted
+    fixed_ns: int | None
+    bytes_per_s: int | None  # of one prompt, beyond the fixed time
+    alone_ns: int | None  # while no other room is in transfer from this rank
+    predicted_ns: int | None  # now
+    basis: str | None  # "rooms": fitted to the latest ones; "calibration": of copies and writes, a rough guess
+    samples: int  # rooms that the fit is based on
+    age_ns: int | None  # since the end of the latest of them
+    error_ratio: float | None  # their median relative deviation from the fit
+    reason: str | None  # why there is no prediction
+
+
+class Cost(TypedDict):
+    """Reply to `cost`: what transfers of a prompt cost now, to each decode rank; of a decode rank, its load only."""
+
+    agent: str
+    role: Role
+    rank: dict[str, int]  # dp, pp, cp, tp, unique
+    accepting: bool  # accepts new rooms
+    tokens: int  # length of the prompt, without a cached prefix
+    rooms: int  # active
+    ring: RingUse | None  # decode only
+    ahead_ns: list[int]  # prefill: for each room in transfer, how long it may keep a new one waiting; longest first
+    costs: list[TransferCost]  # prefill only
+
+
 class EventRow(TypedDict):
     """One entry of the flight recorder, as listed by `events`."""
 

@@ -246,7 +246,12 @@ class PartAck(RoomMessage, frozen=True, tag="part-ack"):
 
 
 class RoomDone(RoomMessage, frozen=True, tag="room-done"):
-    """Decode → prefill: the room succeeded; every planned byte is in its pages."""
+    """Decode → prefill: the room succeeded; every planned byte is in its pages.
+
+    `age_ns` is the time for which the decode rank has kept the message, to send it with others.
+    """
+
+    age_ns: U64 = 0
 
 
 class RoomFailed(RoomFailure, frozen=True, tag="room-failed"):

@@ -17,6 +17,7 @@ from collections.abc import Container, Iterator, Sequence, Set
 from typing import NamedTuple
 
 import zmq
+from msgspec.structs import replace
 
 from kvctl_agent.contract.keys import KeyPair
 from kvctl_agent.contract.values import encodable
@@ -76,7 +77,7 @@ class ControlChannel:
         self._dealers: dict[PeerAddress, control_endpoints.Dealer] = {}
         self._endpoints: dict[str, str] = {}
         self._outbox: dict[PeerAddress, list[Message]] = {}
-        self._patient: dict[PeerAddress, list[Message]] = {}
+        self._patient: dict[PeerAddress, list[tuple[Message, int]]] = {}  # with the monotonic time of `queue`
         self._patient_due_ns = 0
         self._logged: dict[str, int] = {}
         self._unsendable: list[Unsendable] = []
@@ -153,8 +154,9 @@ class ControlChannel:
 
         The machines send dropped messages again. Any thread may call this method.
         """
-        boxes = (*self._outbox.copy().items(), *self._patient.copy().items())
-        return sum(len(box) for address, box in boxes if address.peer == peer) + self._unsent.get(peer, 0)
+        waiting = sum(len(box) for address, box in self._outbox.copy().items() if address.peer == peer)
+        waiting += sum(len(box) for address, box in self._patient.copy().items() if address.peer == peer)
+        return waiting + self._unsent.get(peer, 0)
 
     def sockets(self) -> list[zmq.Socket[bytes] | int]:
         """Returns the sockets and descriptors to poll."""
@@ -167,16 +169,17 @@ class ControlChannel:
         Args:
             route: return address; empty at a DEALER for the peer's current endpoint.
         """
-        boxes = self._outbox
-        if isinstance(message, _PATIENT):
-            if not self._patient:
-                self._patient_due_ns = self._telemetry.clock.now_ns() + _PATIENCE_NS
-                self.due_ns = min(self.due_ns or self._patient_due_ns, self._patient_due_ns)
-            boxes = self._patient
         address = PeerAddress(peer, route or self.endpoint(peer).encode())
-        box = boxes.get(address)
+        if isinstance(message, _PATIENT):
+            now_ns = self._telemetry.clock.now_ns()
+            if not self._patient:
+                self._patient_due_ns = now_ns + _PATIENCE_NS
+                self.due_ns = min(self.due_ns or self._patient_due_ns, self._patient_due_ns)
+            self._patient.setdefault(address, []).append((message, now_ns))
+            return
+        box = self._outbox.get(address)
         if box is None:
-            boxes[address] = [message]
+            self._outbox[address] = [message]
         else:
             box.append(message)
 
@@ -187,12 +190,12 @@ class ControlChannel:
             the messages of rooms that were dropped because they can never be sent.
         """
         outbox, self._outbox = self._outbox, {}
-        if self._patient and (everything or self._telemetry.clock.now_ns() >= self._patient_due_ns):
-            addresses = list(self._patient)
-        else:
-            addresses = [address for address in outbox if address in self._patient]
-        for address in addresses:
-            outbox.setdefault(address, []).extend(self._patient.pop(address))
+        if self._patient:
+            now_ns = self._telemetry.clock.now_ns()
+            due = everything or now_ns >= self._patient_due_ns
+            for address in [address for address in self._patient if due or address in outbox]:
+                kept = self._patient.pop(address)
+                outbox.setdefault(address, []).extend(_aged(message, now_ns - since_ns) for message, since_ns in kept)
         self.due_ns = self._patient_due_ns if self._patient else None
         for address, messages in outbox.items():
             self._count("out", messages)
@@ -302,6 +305,11 @@ class ControlChannel:
             dealer.close(max(0, until_ns - time.monotonic_ns()) // 1_000_000)
         self._dealers.clear()
         self._router = None
+
+
+def _aged(message: Message, kept_ns: int) -> Message:
+    """Returns a message that was kept for `kept_ns`, with that time if the peer needs it."""
+    return replace(message, age_ns=kept_ns) if isinstance(message, RoomDone) else message
 
 
 def _frames(socket: control_endpoints.Router | control_endpoints.Dealer) -> Iterator[list[bytes]]:

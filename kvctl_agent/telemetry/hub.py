@@ -21,6 +21,7 @@ from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.flight_recorder import FlightRecorder
 from kvctl_agent.telemetry.metrics import Metrics, Sample
 from kvctl_agent.telemetry.room_records import RoomRecord, RoomRecords
+from kvctl_agent.telemetry.transfer_times import TransferTimes
 
 RATE_WINDOW_NS = 10_000_000_000
 MAX_GROUPS = 1024
@@ -47,6 +48,7 @@ class Telemetry:
         arrival_turn_ns: decode, monotonic: start of the control loop's latest turn; 0: none yet.
         drain_began_ns, drain_ended_ns: monotonic: time of the latest drain, and of the latest resume; 0: never.
         interpreter: waits of the agent's loop for the interpreter.
+        transfers: prefill: times of the transfers of rooms.
         on_finish: called with the record of each finished room, on the control thread, so it must only enqueue.
     """
 
@@ -69,6 +71,7 @@ class Telemetry:
         self.rate = SpanRate(RATE_WINDOW_NS)
         self.latencies = Latencies()
         self.interpreter = InterpreterWaits()
+        self.transfers = TransferTimes()
         self.on_finish: Callable[[RoomRecord], None] | None = None
         self.copying_since_ns = self.arrival_turn_ns = 0
         self.drain_began_ns = self.drain_ended_ns = 0
@@ -85,6 +88,11 @@ class Telemetry:
     def finish(self, record: RoomRecord, now_ns: int) -> None:
         """Records that a room ended at monotonic `now_ns`, counts it, and moves its record to the finished rooms."""
         latency, overlap = record.finish(now_ns)
+        if latency is None:
+            self.transfers.cancel(record.room, now_ns)
+        elif record.sent is not None:
+            path = max(record.paths, key=lambda path: record.paths[path], default="")
+            self.transfers.end(record.room, record.peers, path, now_ns)
         durations: list[Sample] = []
         if latency is not None:
             self.latencies.add(latency)

@@ -472,6 +472,50 @@ def bootstrap(name: str) -> list[dict[str, Any]]:
     ]
 
 
+def cost(name: str, tokens: int) -> dict[str, Any]:
+    """Prefill rank 0 has fitted its rooms to decode-0; the other connections are calibrated or suspect."""
+    number, decode = int(name[-1]), role_of(name) == "decode"
+    rank = status(name)["rank"]
+    rows = []
+    for peer in () if decode else ("decode-0", "decode-1"):
+        fitted, usable = peer == "decode-0", not (name == "prefill-1" and peer == "decode-1")
+        alone = (4 * MS + tokens * 20_000) if fitted else tokens * 40_000
+        rows.append(
+            {
+                "agent": name,
+                "peer": peer,
+                "incarnation": "c0ffee",
+                "rank": status(peer)["rank"],
+                "state": "ready" if usable else "suspect",
+                "rooms": 2 if fitted else 0,
+                "queued_bytes": (3 << 20) if fitted else 0,
+                "bytes": tokens * 4096,
+                "bytes_per_token": 4096.0,
+                "path": "staged",
+                "fixed_ns": (4 * MS if fitted else 0) if usable else None,
+                "bytes_per_s": (204_800_000 if fitted else 102_400_000) if usable else None,
+                "alone_ns": alone + number * MS if usable else None,
+                "predicted_ns": alone + (3 + number) * MS if usable else None,
+                "basis": ("rooms" if fitted else "calibration") if usable else None,
+                "samples": 64 if fitted else 0,
+                "age_ns": 2 * S if fitted else None,
+                "error_ratio": 0.08 if fitted else None,
+                "reason": None if usable else f"{peer} is suspect",
+            }
+        )
+    return {
+        "agent": name,
+        "role": role_of(name),
+        "rank": rank,
+        "accepting": True,
+        "tokens": tokens,
+        "rooms": 3,
+        "ring": status(name)["ring"],
+        "ahead_ns": [] if decode else [2 * MS, MS],
+        "costs": rows,
+    }
+
+
 def config(name: str) -> list[dict[str, Any]]:
     threads = 4 if name == "prefill-1" else 1
     return [
@@ -586,6 +630,7 @@ def answers(name: str, failed: bool = False) -> dict[str, Callable[[dict[str, An
         "layers": lambda _: layers(name),
         "peers": lambda _: peers(name),
         "nics": lambda _: nics(name),
+        "cost": lambda args: cost(name, args.get("tokens", 1024)),
         "events": lambda args: {
             "events": [row for row in events(name) if row["sequence"] >= args.get("since", 0)],
             "next": 3,

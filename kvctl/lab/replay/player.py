@@ -153,7 +153,7 @@ class _NullTelemetry:
     """Telemetry for a replayed machine: supplies the recorded wall clock and room records, and discards all else."""
 
     def __init__(self, role: Role, clock_offset_ns: int) -> None:
-        self.metrics = self.recorder = self.rooms = self.clock = self
+        self.metrics = self.recorder = self.rooms = self.transfers = self.clock = self
         self._role = role
         self._clock_offset_ns = clock_offset_ns
 
@@ -165,7 +165,7 @@ class _NullTelemetry:
 
     def _discard(self, *_: Any) -> None: ...
 
-    add = observe = record = part = finish = _discard
+    add = observe = record = part = finish = begin = arrived = cancel = _discard
 
 
 def _machine(start: Start, paths: _RecordedPaths) -> tuple[Machine, DecodeInvariants | PrefillInvariants]:

@@ -98,6 +98,7 @@ class SendAdmission:
         self.context.send(peer.name, msg.RoomAccepted(message.room, message.nonce))
         if room.opened and room.state is RoomState.BOOTSTRAPPING:
             self.rooms.enter(room, RoomState.WAITING_FOR_INPUT)
+        self.rooms.begin_transfer(room, self.context.now_ns)
         self.staging.request(room, transfer)
         if room.computed.given or room.computed.total is not None:
             self.dispatch.advance(room, transfer, room.computed.sendable(), self.context.now_ns)

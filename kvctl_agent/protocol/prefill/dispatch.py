@@ -443,6 +443,7 @@ class Forwards:
             return
         room.forward_done_ns = event.at_ns  # of the final parts; `computed_ns` keeps the end of the forward
         room.record.event("finish", self.context.now_ns)
+        self.rooms.begin_transfer(room, event.at_ns)
         for transfer in room.transfers.values():
             self.dispatch.queue_finals(room, transfer)
         self.rooms.progress(room)
@@ -464,6 +465,7 @@ class Forwards:
         room.forward_begun_ns = room.computed_ns = room.record.forward_begun_at = room.record.forward_done_at = None
         room.since_ns = self.context.now_ns
         room.record.event("recall", self.context.now_ns)
+        self.context.telemetry.transfers.cancel(room.room, self.context.now_ns)
         self.context.telemetry.metrics.add("kvctl_rooms_recalled_total", 1)
         for transfer in room.transfers.values():
             if transfer.recalled is not None:

@@ -386,6 +386,7 @@ class SendRooms:
         room, transfer = found
         transfer.done = True
         room.record.event("done", self.context.now_ns, peer=peer.name)
+        self.context.telemetry.transfers.arrived(room.room, self.context.now_ns - message.age_ns)
         self.progress(room)
 
     def on_room_failed(self, peer: Peer, message: msg.RoomFailed) -> None:
@@ -477,6 +478,21 @@ class SendRooms:
             self.progress(room)
 
     # ---- states -----------------------------------------------------------------------------------------------
+
+    def begin_transfer(self, room: SendRoom, at_ns: int) -> None:
+        """Notes the begin of a room's transfer if its prompt is finished and all decode ranks have opened it.
+
+        Args:
+            at_ns: monotonic time of the later of the two.
+        """
+        if not room.finished or not room.opened or room.failure is not None:
+            return
+        transfer = next(iter(room.transfers.values()))  # all have the same prompt
+        inputs = self.context.peers[transfer.peer].inputs
+        if inputs is not None and not transfer.prefill_only:
+            table = transfer.tables[0]
+            tokens = (table.total_pages - table.prefix_pages) * inputs.page_size
+            self.context.telemetry.transfers.begin(room.room, tokens, at_ns)
 
     def enter(self, room: SendRoom, state: RoomState) -> None:
         room.state = state

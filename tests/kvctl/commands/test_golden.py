@@ -32,6 +32,7 @@ COMMANDS = {
     "layers": ("layers",),
     "peers": ("peers", "show"),
     "peers-matrix": ("peers", "matrix"),
+    "peers-cost": ("peers", "cost", "--tokens", "4096"),
     "peers-diff": ("peers", "diff", "prefill-1", "decode-1"),
     "nics": ("nics",),
     "bootstrap": ("bootstrap",),

@@ -34,6 +34,7 @@ ANSWERS: dict[str, Any] = {
     "layers": list[snapshots.LayerRow],
     "peers": list[snapshots.PeerRow],
     "nics": snapshots.Nics,
+    "cost": snapshots.Cost,
     "events": snapshots.Events,
     "inputs": recording.InputPage,
     "metrics": list[snapshots.MetricFamily],
@@ -400,12 +401,57 @@ class TestNumbersAddUp:
             assert row["endpoint"].startswith("ipc://")
             assert (row["rooms"], row["errors_total"], row["differences"]) == (0, 0, [])
 
+    def test_costs(self, done: Any, connect: Any) -> None:
+        model = done.model
+        token = model.heads * (model.k_dim + model.v_dim) * 2 * model.layers
+        for agent in done.prefill:
+            answer = ask(connect, agent, "cost", tokens=1000)
+            assert (answer["tokens"], answer["rooms"], answer["ring"], answer["ahead_ns"]) == (1000, 0, None, [])
+            (row,) = answer["costs"]
+            assert (row["peer"], row["state"], row["rank"]["unique"]) == ("decode-0", "ready", 0)
+            assert (row["bytes"], row["bytes_per_token"]) == (1000 * token, token)
+            assert (row["basis"], row["samples"], row["path"], row["reason"]) == ("rooms", 10, "staged", None)
+            assert (row["rooms"], row["queued_bytes"]) == (0, 0)
+            # All rooms had 12 pages: the slowest of them, and no fixed time.
+            rooms = ask(connect, agent, "history")
+            longest = max(room["finished_at_ns"] - room["forward_done_at_ns"] for room in rooms)
+            (same,) = ask(connect, agent, "cost", tokens=12 * model.page_size)["costs"]
+            assert 0 < same["alone_ns"] == same["predicted_ns"] <= longest
+            assert row["alone_ns"] == pytest.approx(same["alone_ns"] * 1000 / (12 * model.page_size), rel=1e-3)
+            assert row["bytes_per_s"] == pytest.approx(row["bytes"] / row["alone_ns"] * 1e9, rel=1e-3)
+        answer = ask(connect, done.decode[0], "cost")
+        assert answer["costs"] == []
+        assert answer["ring"] == ask(connect, done.decode[0], "status")["ring"]
+
     def test_reads_clear_nothing(self, done: Any, connect: Any) -> None:
         agent = done.decode[0]
         for cmd in ("history", "slow", "layers", "events"):
             assert ask(connect, agent, cmd) == ask(connect, agent, cmd)
         events = ask(connect, agent, "events")
         assert ask(connect, agent, "events", since=events["next"])["events"] == []
+
+
+class TestCostsBeforeAnyRoom:
+    def test_a_fleet_without_rooms_predicts_nothing(self, fleet: Any, connect: Any) -> None:
+        (row,) = ask(connect, fleet.prefill[0], "cost")["costs"]
+        assert (row["basis"], row["alone_ns"], row["predicted_ns"], row["samples"]) == (None, None, None, 0)
+        assert row["reason"].startswith("no room was transferred to it yet")
+
+    def test_calibration_predicts_before_rooms_do(self, make_fleet: Any, model: Any, connect: Any) -> None:
+        fleet = make_fleet("nixl", model=model(heads=4, page_size=8, pages=600), path="auto", staging="auto").start()
+        deadline = time.monotonic() + 60
+        while (row := ask(connect, fleet.prefill[0], "cost", tokens=800)["costs"][0])["basis"] is None:
+            assert time.monotonic() < deadline, "the costs were not calibrated"
+            time.sleep(0.05)
+        assert row["basis"] == "calibration"
+        assert row["path"] in {"bulk", "slice", "staged"}
+        assert 0 < row["alone_ns"] == row["predicted_ns"] < 10**9
+        assert row["reason"] is None
+        for number in range(4):
+            fleet.run(FIRST + number, 16)
+        fleet.settle()
+        (row,) = ask(connect, fleet.prefill[0], "cost", tokens=800)["costs"]
+        assert (row["basis"], row["samples"]) == ("rooms", 4)
 
 
 class TestGated:
@@ -465,6 +511,9 @@ class TestGated:
             assert 0 < part["age_ns"] < 60 * 10**9
         (row,) = [row for row in ask(connect, fleet.prefill[0], "rooms") if row["room"] == "6"]
         assert row["parked"] == 2
+        answer = ask(connect, fleet.prefill[0], "cost")
+        (cost,) = answer["costs"]
+        assert (answer["rooms"], cost["rooms"], cost["queued_bytes"]) == (6, 1, sum(part["bytes"] for part in gated))
         ((gated_room,), (waiting_room,)) = (ask(connect, fleet.prefill[0], "room", room=room) for room in ("6", "1"))
         (owed,) = gated_room["owed_parts"]
         assert (owed["writer"], owed["decode"], owed["cells"]) == ("prefill-0", "decode-0", 4)

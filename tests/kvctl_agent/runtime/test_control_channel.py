@@ -125,6 +125,27 @@ def test_what_nobody_waits_for_rides_along_or_leaves_soon(
     assert [got.message for got in receive(server, 1)] == [patient]
 
 
+def test_the_end_of_a_room_says_for_how_long_it_was_kept(
+    make: Callable[..., ControlChannel],
+    served: tuple[ControlChannel, str],
+    telemetry: Telemetry,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server, endpoint = served
+    client = make("decode-0", 9)
+    client.connect("prefill-0", endpoint)
+    now = time.monotonic_ns()
+    monkeypatch.setattr(telemetry.clock, "now_ns", lambda: now, raising=False)
+    client.queue("prefill-0", msg.RoomDone(4, 1))
+    now += 700
+    client.queue("prefill-0", msg.RoomDone(5, 1))
+    assert client.waiting("prefill-0") == 2
+    now += 5_000_000
+    client.flush()
+    done = [msg.RoomDone(4, 1, age_ns=5_000_700), msg.RoomDone(5, 1, age_ns=5_000_000)]
+    assert [got.message for got in receive(server, 2)] == done
+
+
 def test_a_message_to_nobody_is_counted_and_never_blocks(
     served: tuple[ControlChannel, str], telemetry: Telemetry
 ) -> None:

@@ -30,6 +30,7 @@ from kvctl_agent.contract.snapshots import (
     RoomRow,
     StagingBuffers,
     TimelineEvent,
+    TransferCost,
 )
 from kvctl_agent.errors import RequestRefused
 from kvctl_agent.integrations.sglang.observe.events import EventBuffer, GateWait, Writer
@@ -333,6 +334,11 @@ class ObservedManager:
 
     # ---- peers -------------------------------------------------------------------------------------------------
 
+    def costs(self, tokens: int) -> tuple[list[int], list[TransferCost]]:
+        """Returns rows without predictions: SGLang does not tell when a forward ended."""
+        rows = self.peers() if self.role == "prefill" else []
+        return [], [_no_cost(row) for row in rows]
+
     def peers(self) -> list[PeerRow]:
         now_ns, rooms = time.monotonic_ns(), self.telemetry.rooms.active()
 
@@ -402,6 +408,31 @@ class ObservedManager:
 
     def peer_states(self) -> Sequence[str]:
         return [row["state"] for row in self.peers()]
+
+
+def _no_cost(row: PeerRow) -> TransferCost:
+    """Returns a row of `cost` about a peer, whose row in `peers` is given, without a prediction."""
+    return {
+        "agent": row["agent"],
+        "peer": row["peer"],
+        "incarnation": row["incarnation"],
+        "rank": None,
+        "state": row["state"],
+        "rooms": row["rooms"],
+        "queued_bytes": None,
+        "bytes": None,
+        "bytes_per_token": None,
+        "path": None,
+        "fixed_ns": None,
+        "bytes_per_s": None,
+        "alone_ns": None,
+        "predicted_ns": None,
+        "basis": None,
+        "samples": 0,
+        "age_ns": None,
+        "error_ratio": None,
+        "reason": f"{OWNED_BY_SGLANG} the transfers",
+    }
 
 
 def _setting(key: str, value: float, unit: str, variable: str) -> ConfigRow:
