@@ -56,6 +56,7 @@ from kvctl_agent.protocol.peer import LocalInfo, Timing
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.recording import InputLog
 from kvctl_agent.rank import Rank
+from kvctl_agent.runtime import control_endpoints
 from kvctl_agent.runtime.arrivals import Arrivals
 from kvctl_agent.runtime.bootstrap import Registries, RegistryServer
 from kvctl_agent.runtime.control_channel import ControlChannel
@@ -73,6 +74,7 @@ from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.flight_recorder import FlightRecorder
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.transport.base import Transport
+from kvctl_agent.transport.environment import prefer_family_of
 from kvctl_agent.transport.nixl.threads import DESCRIPTORS_PER_THREAD, with_threads
 from kvctl_agent.transport.nixl.threads import thread_count as engine_thread_count
 from kvctl_agent.transport.registry import open_transport, parse_params
@@ -221,7 +223,9 @@ def build_parts(
     shape = model or pool.shape()
     pool.assign_shards(layout_of(shape, pool.page_size, rank.parallel_config, rank.coord))
     check_pages(settings, role, rank, pool.page_size, shape)
-    params = engine_params(settings, role, rank, pool.device)
+    address = peers_address(role, name, instances, settings["listen"])
+    prefer_family_of(address)
+    params = engine_params(settings, role, rank, pool.device, address)
     check_settings(settings, pool, engine_thread_count(params))
 
     with contextlib.ExitStack() as undo:
@@ -448,11 +452,21 @@ def page_owners_of(pool: KVPool) -> PageOwners:
     return PageOwners([("page", pool.num_pages), ("aux row", pool.aux_slots), *kinds])
 
 
-def engine_params(settings: Settings, role: str, rank: Rank, device: Device | None) -> dict[str, str]:
+def peers_address(role: str, name: str, instances: tuple[str, ...], listen: str) -> str:
+    """Returns the address of this host at which other hosts reach the agent; "" if its peers are all on this host."""
+    if role == "prefill":
+        return control_endpoints.own_address(control_endpoints.control_address(instances[0], name, listen))
+    return next(filter(None, map(control_endpoints.own_address, instances)), "")
+
+
+def engine_params(settings: Settings, role: str, rank: Rank, device: Device | None, address: str) -> dict[str, str]:
     """Returns the transport's parameters, and adds the automatic ones to the settings, for `kvctl config`.
 
     Only prefill ranks write, and only between host memories the CPU copies: with a pool on a GPU, threads are used only
     if they are configured.
+
+    Args:
+        address: address of this host at which other hosts reach the agent; "" if its peers are all on this host.
 
     Raises:
         ConfigError: the configured parameters are malformed.
@@ -461,6 +475,9 @@ def engine_params(settings: Settings, role: str, rank: Rank, device: Device | No
     if settings["transport"] == "nixl":
         writes = role == "prefill" and device is None
         params = with_threads(params, engine_threads(available_cores(), ranks_of(rank)) if writes else 0)
+    elif settings["transport"] == "mooncake" and address:
+        params = {"host": address, **params}
+    if params:
         settings.complete("transport_params", ",".join(f"{name}={value}" for name, value in params.items()))
     return params
 

@@ -32,6 +32,10 @@ _HIGH_WATER = 20_000
 _LISTEN = re.compile(r"(?P<host>\[[^\[\]/@?#\s]+\]|[^\[\]:/@?#\s]+)(:(?P<port>[0-9]{1,5}))?")
 _ANY_HOST = ("0.0.0.0", "[::]", "*")
 _MAX_PEERS = 256  # connections to a Unix socket, so from one host
+_PING_MS = 1_000
+_PONG_MS = 5_000
+_CONNECT_MS = 3_000
+_HANDSHAKE_MS = 10_000
 
 Router = zmq.Socket[bytes] | UnixRouter
 Dealer = zmq.Socket[bytes] | UnixDealer
@@ -107,6 +111,25 @@ def any_port(endpoint: str) -> bool:
     return not endpoint.startswith("ipc://") and not _tcp(endpoint)[1].strip("0*")
 
 
+def own_address(endpoint: str) -> str:
+    """Returns the numeric address from which this host reaches a valid endpoint, also if the endpoint is its own.
+
+    "" for an endpoint that only this host can reach, and if the host of the endpoint cannot be looked up or reached.
+    """
+    if endpoint.startswith("ipc://"):
+        return ""
+    host = _tcp(endpoint)[0].strip("[]")
+    try:
+        if _loopback(host):
+            return ""
+        family, kind, *_, address = socketlib.getaddrinfo(host, 1, type=socketlib.SOCK_DGRAM)[0]
+        with socketlib.socket(family, kind) as probe:
+            probe.connect(address)  # of UDP: asks the routing table, and sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
 def bind(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_bytes: int, keys: KeyPair | None = None) -> Router:
     """Binds a ROUTER; over TCP with keys the socket accepts only clients with the same keys.
 
@@ -124,7 +147,7 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_bytes: int,
             return UnixRouter(path, max_bytes, _MAX_PEERS, peers_choose_names=True)
         socket = context.socket(zmq.ROUTER)
         try:
-            _options(socket, max_bytes)
+            _options(socket, endpoint, max_bytes)
             curve.configure_server(socket, keys)
             socket.bind(endpoint)
         except zmq.ZMQError:
@@ -177,7 +200,7 @@ def connect(
         zmq.ZMQError: no file descriptor is left.
     """
     socket = context.socket(zmq.DEALER)
-    _options(socket, max_bytes)
+    _options(socket, endpoint, max_bytes)
     if not endpoint.startswith("ipc://"):
         curve.configure_client(socket, keys)
     socket.setsockopt(zmq.IDENTITY, identity)
@@ -216,13 +239,21 @@ def _remove_unused(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _options(socket: zmq.Socket[bytes], max_bytes: int) -> None:
+def _options(socket: zmq.Socket[bytes], endpoint: str, max_bytes: int) -> None:
     socket.setsockopt(zmq.LINGER, _LINGER_MS)
     socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
     socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    if endpoint.startswith("tcp://"):
+        socket.setsockopt(zmq.IPV6, "[" in endpoint)  # a host name is looked up in one family only: IPv4
+        # A network that drops packets closes no connection. Without these, the kernel's timers decide: after an outage
+        # of a minute a connection is silent for up to another minute, and for 15 until it is given up.
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _PING_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _PONG_MS)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
     if socket.type == zmq.ROUTER:
         # A restarted peer replaces its old connection by name; a message to an unknown peer is an error, not lost.
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)

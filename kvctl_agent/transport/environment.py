@@ -45,6 +45,15 @@ def prepare_environment() -> dict[str, str]:
     return missing
 
 
+def prefer_family_of(address: str) -> None:
+    """Makes UCX connect hosts by the family of `address`, at which peers reach this agent, unless it is configured.
+
+    By default UCX uses IPv4 addresses wherever an interface has one, even if only IPv6 leads from host to host.
+    """
+    if ":" in address:
+        os.environ.setdefault("UCX_TCP_AF_PRIO", "inet6,inet")
+
+
 def has_infiniband() -> bool:
     """Returns whether this machine has an RDMA device."""
     return _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())

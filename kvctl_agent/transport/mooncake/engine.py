@@ -196,6 +196,9 @@ def start(protocol: str, device: str, host: str) -> Engine:
     """
     if protocol not in PROTOCOLS:
         raise ConfigError(f"transport_params: mooncake has no protocol {protocol!r}; allowed: {', '.join(PROTOCOLS)}")
+    if ":" in host:
+        os.environ.setdefault("MC_USE_IPV6", "1")  # read for every connection
+        host = f"[{host}]"
     module, wheel = import_engine()
     _check_protocol(module, wheel, protocol, device)
     with _starting, _environment(PROTOCOLS[protocol].variable), captured_stderr(drop=_FALSE_ALARMS) as output:

@@ -100,7 +100,7 @@ class TagListener:
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self._lock = threading.Lock()
         self._senders: dict[int, Sender] = {}
-        self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._listener = socket.socket(_family(host), socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             self._listener.bind((host, 0))
             self._listener.listen(_BACKLOG)
@@ -184,7 +184,7 @@ class TagLink:
         self._rest = greeting
         self._rest_tags = 0
         self._gone = ""
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._socket = socket.socket(_family(address[0]), socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with contextlib.suppress(BlockingIOError):
@@ -280,6 +280,11 @@ class TagLink:
     def _raise_if_gone(self) -> None:
         if self._gone:
             raise PeerDisconnected(f"mooncake: {self._whose} is gone: {self._gone}")
+
+
+def _family(address: str) -> socket.AddressFamily:
+    """Returns the family of a numeric address."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def greeting(secret: bytes, ident: str, name: str) -> bytes:

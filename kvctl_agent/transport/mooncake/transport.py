@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ipaddress
 import json
 import logging
 import secrets
@@ -218,7 +219,7 @@ class MooncakeTransport(CheckedTransport[Peer, MooncakeWrite]):
             host, port = str(fields["tags"][0]), int(fields["tags"][1])
             secret = bytes.fromhex(fields["secret"])
             ranges = Ranges(self.name, [Region(*map(int, region)) for region in fields["regions"]])
-            socket.inet_aton(host)
+            ipaddress.ip_address(host)
             if len(ident) != IDENT_BYTES or len(secret) != SECRET_BYTES or not 0 < port < 65536:
                 raise ValueError("wrong lengths")
         except (ValueError, KeyError, IndexError, TypeError, OverflowError, RecursionError, OSError) as error:
@@ -268,9 +269,10 @@ def _numeric(host: str) -> str:
         ConfigError: `host` has no address, or is 0.0.0.0.
     """
     try:
-        addr = socket.gethostbyname(host)
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(f"transport_params: mooncake: no address for host {host!r}: {error}") from error
-    if addr == "0.0.0.0":
-        raise ConfigError("transport_params: mooncake: host must be an address that peers can reach, not 0.0.0.0")
+    addr = str(min(found, key=lambda each: each[0] != socket.AF_INET)[4][0])  # IPv4 for a name that has both
+    if addr in ("0.0.0.0", "::"):
+        raise ConfigError(f"transport_params: mooncake: host must be an address that peers can reach, not {addr}")
     return addr
