@@ -29,6 +29,8 @@ _PAYS_US = 4000.0
 _SIZES = (512, 4096, 32768, 262144)
 _COUNTS = (256, 256, 512, 8)
 _LEAST_BYTES = 2 * 262144
+# Parts wait during a measurement: on a connection of 1 Gbit/s, five rounds of 35 MiB would stop them for 1.5 s.
+_LONGEST_S = 0.5
 
 
 def measure_connection(
@@ -41,8 +43,9 @@ def measure_connection(
 ) -> ConnectionCost:
     """Measures the cost of writes to a peer by writing `local` over `remote` for about 0.15 s.
 
-    The measurement takes longer if `least_rounds` rounds do. Each round measures every kind of write (descriptor count
-    and size) once, and the fastest round of each kind counts, so that other load on the
+    The measurement takes longer if `least_rounds` rounds do, but on slow connections writes are smaller and rounds
+    fewer, so that it takes about half a second, or as long as a few writes of 512 KiB. Each round measures every kind
+    of write (descriptor count and size) once, and the fastest round of each kind counts, so that other load on the
     machine affects all kinds alike. Descriptors have random places in the two regions, new in each round, as pages do:
     a descriptor whose memory is in no cache costs two to three times as much as one that is. No tags are sent, so the
     peer detects nothing.
@@ -72,12 +75,21 @@ def measure_connection(
         if local.device != HOST and _once_us(transport, peer, local, remote, min(big_bytes, usable)) < _PAYS_US:
             big_bytes = DEVICE_BIG_BYTES
     big_bytes = min(big_bytes, usable)
-    kinds = [(1, 64), (1, big_bytes)]
-    kinds += [(min(count, usable // (2 * size)), size) for count, size in zip(_COUNTS, _SIZES, strict=True)]
+    counts = [min(count, usable // (2 * size)) for count, size in zip(_COUNTS, _SIZES, strict=True)]
+    round_bytes = big_bytes + sum(count * size for count, size in zip(counts, _SIZES, strict=True))
+    started = time.perf_counter()
+    least_us = _once_us(transport, peer, local, remote, _LEAST_BYTES)
+    share = _LONGEST_S * 1e6 / (least_rounds * round_bytes / _LEAST_BYTES * least_us)
+    slow = share < 1 / 2
+    if slow:
+        big_bytes = max(_LEAST_BYTES, int(big_bytes * share))
+        counts = [max(1, int(count * share)) for count in counts]
+    kinds = [(1, 64), (1, big_bytes), *zip(counts, _SIZES, strict=True)]
     best = [float("inf")] * len(kinds)
-    until = time.perf_counter() + _BUDGET_S
     rounds = 0
-    while time.perf_counter() < until or rounds < least_rounds:
+    while (spent_s := time.perf_counter() - started) < _BUDGET_S or rounds < least_rounds:
+        if slow and rounds and spent_s > _LONGEST_S:
+            break
         rounds += 1
         for kind, (count, size) in enumerate(kinds):
             here, there = _scattered(random, local, count, size), _scattered(random, remote, count, size)
@@ -88,8 +100,7 @@ def measure_connection(
         each = max(us - one_us, us / 2) / count  # us / 2 bounds the effect of noise in `one_us`
         points.append((size, max(each, points[-1][1] if points else 0.0)))  # a larger descriptor never costs less
     rate = big_bytes / max(big_us - one_us, 0.001) / 1e3
-    counts = tuple(count for count, _ in kinds[2:])
-    return ConnectionCost(rate, one_us, tuple(points), counts, big_bytes, (*many_us, big_us))
+    return ConnectionCost(rate, one_us, tuple(points), tuple(counts), big_bytes, (*many_us, big_us))
 
 
 def _scattered(random: np.random.Generator, region: Region, count: int, size: int) -> Addresses:

@@ -94,6 +94,16 @@ def test_between_gpus_the_large_write_is_larger_where_the_connection_is_fast(
     assert cost.write_gb_per_s == pytest.approx(gb_per_s, rel=0.01)
 
 
+@pytest.mark.parametrize("gb_per_s", [0.12, 0.02, 0.00125])  # 1 Gbit/s, what two busy cores carry, 10 Mbit/s
+def test_a_slow_connection_is_measured_shortly(monkeypatch: pytest.MonkeyPatch, gb_per_s: float) -> None:
+    clock = Clock()
+    monkeypatch.setattr(cost_probe, "time", clock)
+    recorder = Recorder(gb_per_s, clock)
+    cost = measure_connection(recorder, "two", Region(1 << 40, 1 << 26), Region(1 << 41, 1 << 26))
+    assert clock.now_s < max(1.5, 3e-9 * (512 << 10) / gb_per_s)
+    assert cost.write_gb_per_s == pytest.approx(gb_per_s, rel=0.01)
+
+
 def test_too_little_memory_is_refused(crew: Any) -> None:
     one, two = crew.agent("loopback"), crew.agent("loopback")
     one.transport.connect("two", two.transport.metadata())
