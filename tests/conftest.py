@@ -68,7 +68,7 @@ class Held:
 
 
 # Folders with the longest files: they begin first, or one worker of `make test` would end long after the others.
-LONGEST = ("matrix", "scenarios", "leaks", "explore", "fleet", "recovery")
+LONGEST = ("matrix", "scenarios", "leaks", "explore", "fleet", "recovery", "network")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -295,19 +295,23 @@ class LiveFleet:
         rank = self.ranks[name]
         if rank.process is not None:
             raise ValueError(f"{name} is running; kill it first")
+        rank.process = self._launch(rank, self._start_command(name, faults))
+        rank.lives += 1
+        rank.started_ns, rank.serving_ns = time.monotonic_ns(), 0
+        rank.paused, rank.instances = False, []
+
+    def _launch(self, rank: LiveRank, start: Start) -> RankProcess:
+        """Starts a process for a rank and sends it the Start command."""
         environment = {}
-        start = self._start_command(name, faults)
         if rank.replaced is not None:  # the old process still has its sockets
             directory = self._linked_directory()
             environment[SOCKET_DIR_VARIABLE] = str(directory)
             start = replace(
                 start, bootstraps=tuple(f"ipc://{directory / Path(each).name}" for each in start.bootstraps)
             )
-        rank.process = self._group.start(name, environment)
-        rank.lives += 1
-        rank.started_ns, rank.serving_ns = time.monotonic_ns(), 0
-        rank.paused, rank.instances = False, []
-        rank.process.send(start)
+        process = self._group.start(rank.name, environment)
+        process.send(start)
+        return process
 
     def _start_command(self, name: str, faults: str) -> Start:
         plan, rank = self.plan, self.ranks[name].planned

@@ -62,7 +62,8 @@ def tie_to_parent(parent_pid: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent_pid:  # it died before the line above
+    # It died before the lines above. 0: this process is in a PID namespace of its own and does not see its parent.
+    if os.getppid() not in (parent_pid, 0):
         raise Abandoned(f"the parent (pid {parent_pid}) is gone")
 
 
