@@ -22,7 +22,7 @@ from kvctl.exit_codes import FINDING_EXITS, ExitCode
 from kvctl.health.codes import CODES
 from kvctl.lab.faults.specification import FAULT_COMMAND
 from kvctl.render.glossary import entries, tables
-from kvctl_agent.contract.commands import COMMANDS
+from kvctl_agent.contract.commands import COMMANDS, REGISTRY_COMMANDS
 from kvctl_agent.contract.config import KEYS, Key
 from kvctl_agent.contract.metrics import METRICS
 
@@ -82,7 +82,8 @@ def admin() -> str:
         "The admin socket",
         "Commands that every agent answers on a Unix socket in `KVCTL_SOCKET_DIR` (else `$XDG_RUNTIME_DIR/kvctl`, "
         "`/run/kvctl` or `/tmp/kvctl-<uid>`), in JSON over ZMQ; the message format is in "
-        "`kvctl_agent/contract/admin.py`. `?` marks an optional argument.",
+        "`kvctl_agent/contract/admin.py`. `?` marks an optional argument. The socket of a bootstrap registry answers "
+        "on the same wire: " + "; ".join(f"`{command.name}`, {command.help}" for command in REGISTRY_COMMANDS) + ".",
         table(("command", "level", "arguments", "answers"), rows),
     )
 

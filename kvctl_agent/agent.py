@@ -244,7 +244,7 @@ class Agent:
                 sys.setswitchinterval(interval_ms * 1e-3)
                 if sys.getswitchinterval() != before_s:  # another agent of the process may have changed it
                     self._switch_interval_s = before_s
-            parts.start()
+            parts.start(self.admin.remote_address, str(self.admin.path))
         except BaseException:
             self.close()
             raise
@@ -432,7 +432,7 @@ class Agent:
         parts = build_parts(self.name, self.role, self.rank, pool, instances, *self._arguments, former)
         try:
             parts.lifecycle.start()
-            parts.start()
+            parts.start(self.admin.remote_address, str(self.admin.path))
             if self._drain_again:
                 parts.lifecycle.begin_drain()
         except BaseException:

@@ -49,7 +49,7 @@ from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.paths.slice import SlicePath
 from kvctl_agent.paths.staged import StagedPath
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol.bootstrap_registry import Lookup
+from kvctl_agent.protocol.bootstrap_registry import Lookup, Whereabouts
 from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.messages import MAX_SHARED, MAX_TEXT, SharedMemory
 from kvctl_agent.protocol.peer import LocalInfo, Timing
@@ -69,7 +69,7 @@ from kvctl_agent.runtime.page_owners import PageOwners
 from kvctl_agent.runtime.peer_connections import PeerConnections
 from kvctl_agent.runtime.pipelining import Pipelining
 from kvctl_agent.runtime.transfers import Transfers
-from kvctl_agent.security.curve import RefusedConnections, ZapAuthenticator
+from kvctl_agent.security.curve import REGISTRY_DOMAIN, Clients, RefusedConnections, ZapAuthenticator, load_clients
 from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.flight_recorder import FlightRecorder
 from kvctl_agent.telemetry.hub import Telemetry
@@ -145,9 +145,15 @@ class AgentParts:
     control: ControlLoop
     lifecycle: Lifecycle
 
-    def start(self) -> None:
-        """Binds and connects the control sockets, and starts the threads. Raises as `Agent.start`."""
-        self.lifecycle.instances = self.control.open(self.lifecycle.instances, self.settings["listen"])
+    def start(self, admin: str, socket: str) -> None:
+        """Binds and connects the control sockets, and starts the threads. Raises as `Agent.start`.
+
+        Args:
+            admin: tcp:// endpoint of the admin server; "" if it has none.
+            socket: path of the admin server's Unix socket.
+        """
+        at = Whereabouts(admin, socket, self.local.hostname)
+        self.lifecycle.instances = self.control.open(self.lifecycle.instances, self.settings["listen"], at)
         self.copy_pool.start()
         self.control.start()
 
@@ -311,11 +317,17 @@ def build_parts(
         channel = make.control_channel(context, name, incarnation, telemetry, keys)
         registries = Registries(context, Lookup(name), keys)
         server = authenticator = None
+        refused = RefusedConnections(telemetry.metrics, telemetry.recorder).add
+        clients: Clients | None = None
         if role == "prefill" and local.unique_rank == 0:
-            server = RegistryServer(context, instances[0], keys)
+            if keys is not None and not instances[0].startswith("ipc://"):
+                clients = load_clients(
+                    settings["admin_clients"], lambda text: telemetry.recorder.record("bootstrap", text, "warning")
+                )
+            server = RegistryServer(context, instances[0], keys, clients, refused)
         if keys is not None:
-            public, refused = keys.public, RefusedConnections(telemetry.metrics, telemetry.recorder).add
-            authenticator = partial(ZapAuthenticator, context, f"{name}-keys", lambda key: key == public, refused)
+            admitted = partial(admits, keys.public, clients)
+            authenticator = partial(ZapAuthenticator, context, f"{name}-keys", admitted, refused)
         control = ControlLoop(
             local,
             machine,
@@ -367,6 +379,17 @@ def build_parts(
         control=control,
         lifecycle=lifecycle,
     )
+
+
+def admits(public: bytes, clients: Clients | None, key: bytes, domain: bytes) -> bool:
+    """Returns whether the owner of `key` may connect: an agent to any socket, a permitted client to the registry.
+
+    Args:
+        public: the fleet's public key.
+        clients: clients that may ask the registry for the list of agents.
+        domain: ZAP domain of the socket.
+    """
+    return key == public or (domain == REGISTRY_DOMAIN and clients is not None and clients.level(key) is not None)
 
 
 def check_arguments(role: object, rank: object, pool: object, name: object, model: object, on_state: object) -> None:

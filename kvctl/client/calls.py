@@ -1,4 +1,4 @@
-"""Requests to an agent's admin socket, checked against the commands that the contract declares."""
+"""Requests to an agent's admin socket or a registry, checked against the commands that the contract declares."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvctl_agent.contract.commands import COMMANDS_BY_NAME
+from kvctl_agent.contract.commands import COMMANDS_BY_NAME, REGISTRY_COMMANDS_BY_NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Call:
     optional: bool = False
 
     def __post_init__(self) -> None:
-        declared = COMMANDS_BY_NAME.get(self.command)
+        declared = COMMANDS_BY_NAME.get(self.command) or REGISTRY_COMMANDS_BY_NAME.get(self.command)
         if declared is None:
             raise ValueError(f"the contract declares no admin command {self.command!r}")
         args = {name: value for name, value in self.args.items() if value is not None}

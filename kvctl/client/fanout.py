@@ -50,6 +50,11 @@ _HANDSHAKE_EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
+_HANDSHAKE_FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +121,13 @@ class _Handshakes:
 
     Args:
         watched: a socket without connections.
-        keys: keys of the connections, for error texts.
+        keys: keys of the connections, for error texts; None without keys.
 
     Attributes:
         socket: the monitor socket; readable when `errors` has events to read.
     """
 
-    def __init__(self, watched: zmq.Socket[bytes], keys: ClientKeys) -> None:
+    def __init__(self, watched: zmq.Socket[bytes], keys: ClientKeys | None) -> None:
         self._watched = watched
         self._keys = keys
         self._connected: set[str] = set()
@@ -150,7 +155,11 @@ class _Handshakes:
         match event:
             case zmq.EVENT_CONNECTED:
                 self._connected.add(address)
+            case _ if self._keys is None and event in _HANDSHAKE_FAILURES:
+                text = "requires a key: give --server-key, the public half of the fleet's key, and --key"
+                return FaultCode.NOT_PERMITTED, text
             case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                assert self._keys is not None
                 key = self._keys.own.public.hex()
                 return (
                     FaultCode.NOT_PERMITTED,
@@ -159,6 +168,7 @@ class _Handshakes:
             case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 return FaultCode.PROTOCOL, "uses ZMQ without keys: it is not an admin_endpoint"
             case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                assert self._keys is not None
                 key = self._keys.server.hex()
                 text = f"closed the connection: its fleet_key is not {key} (--server-key), or it is not an agent"
                 return FaultCode.NOT_PERMITTED, text
@@ -170,9 +180,13 @@ class _Handshakes:
 
 
 class Fanout:
-    """Sends requests to agents over connections that stay open between requests; a context manager."""
+    """Sends requests to agents over connections that stay open between requests; a context manager.
 
-    def __init__(self, keys: KeyNames = NO_KEYS) -> None:
+    Args:
+        keys: keys for TCP; None for connections without keys, which only a registry may accept.
+    """
+
+    def __init__(self, keys: KeyNames | None = NO_KEYS) -> None:
         self._context = zmq.Context()
         self._key_names = keys
         self._keys: ClientKeys | None = None
@@ -316,15 +330,16 @@ class Fanout:
     def _socket(self, remote: bool, address: str) -> zmq.Socket[bytes]:
         socket = self._sockets.get(remote)
         if socket is None:
-            if remote:
+            if remote and self._key_names is not None:
                 self._keys = self._key_names.load(address)
             socket = self._sockets[remote] = self._context.socket(zmq.ROUTER)
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
             # Without it a request to a full queue is dropped silently.
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            if self._keys is not None and remote:
-                self._keys.apply(socket)
+            if remote:
+                if self._keys is not None:
+                    self._keys.apply(socket)
                 self._handshakes = _Handshakes(socket, self._keys)
         return socket
 

@@ -96,6 +96,10 @@ def _source_options(function: Callable[..., None]) -> Callable[..., None]:
             "A fleet on two machines",
             "kvctl context add prod -e tcp://node-0:7000 -e tcp://node-1:7000 --server-key fleet.pub",
         ),
+        (
+            "The fleet that a prefill instance's registry knows",
+            "kvctl context add prod --bootstrap prefill-0:8998 --server-key fleet.pub",
+        ),
         ("Agents that a file lists, which is read again each time", "kvctl context add lab --file agents.txt"),
         ("Agents that a command prints", "kvctl context add batch --command '/opt/fleet/list-agents'"),
         ("Decode ranks of this machine", "kvctl context add decode -l role=decode"),

@@ -5,6 +5,7 @@ Each received request has the client's level and a description of the client for
 
 from __future__ import annotations
 
+import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from kvctl_agent.security.curve import Clients, ZapAuthenticator, configure_serv
 from kvctl_agent.security.unix_router import UnixRouter
 
 SEND_TIMEOUT_MS = 250
+PORTS = 256  # examined for an endpoint with a trailing +
 # Queued replies and requests per client: a client that does not read must not use much of the agent's memory.
 _SEND_QUEUE = 64
 _RECEIVE_QUEUE = 64
@@ -160,7 +162,13 @@ class CurveEndpoint(AdminEndpoint):
 
 
 class RemoteEndpoint(NamedTuple):
-    """Configuration of the TCP admin endpoint: its address, the fleet's key pair, and the path of the client file."""
+    """Configuration of the TCP admin endpoint.
+
+    Attributes:
+        endpoint: its address, with a trailing + for the first free port upwards.
+        keys: the fleet's key pair.
+        clients: path of the client file.
+    """
 
     endpoint: str
     keys: KeyPair
@@ -171,14 +179,16 @@ def remote_endpoint(settings: Mapping[str, Any], keys: KeyPair | None) -> Remote
     """Returns the configuration of the TCP admin endpoint; None if `admin_endpoint` is not set.
 
     Raises:
-        ConfigError: the address is not tcp://, or `fleet_key` or `admin_clients` is missing. They are required even
-            with `insecure`, because a client of this socket can stop the service.
+        ConfigError: the address is not tcp://, its port is not a number, or `fleet_key` or `admin_clients` is missing.
+            They are required even with `insecure`, because a client of this socket can stop the service.
     """
     endpoint: str = settings["admin_endpoint"]
     if not endpoint:
         return None
     if not endpoint.startswith("tcp://"):
         raise ConfigError(f"admin_endpoint = {endpoint!r}: write tcp://address:port; the Unix socket is always there")
+    if endpoint.endswith("+") and not endpoint.rstrip("+").rpartition(":")[2].isdecimal():
+        raise ConfigError(f"admin_endpoint = {endpoint!r}: write tcp://address:port+ for the first free port upwards")
     if keys is None:
         raise ConfigError(f"admin_endpoint = {endpoint} needs fleet_key: create one with kvctl key new")
     if not settings["admin_clients"]:
@@ -212,13 +222,13 @@ def open_remote_endpoint(
     except KeyFileError as error:
         raise AdminError(f"admin_clients: {error}") from None
     authenticator = ZapAuthenticator(
-        context, f"kvctl-admin-keys-{name}", lambda key: clients.level(key) is not None, refused
+        context, f"kvctl-admin-keys-{name}", lambda key, _: clients.level(key) is not None, refused
     )
     try:
         endpoint = CurveEndpoint(context.socket(zmq.ROUTER), clients.level)
         endpoint.socket.ipv6 = "[" in remote.endpoint
         configure_server(endpoint.socket, remote.keys)
-        endpoint.socket.bind(remote.endpoint)
+        _bind(endpoint.socket, remote.endpoint)
     except zmq.ZMQError as error:
         authenticator.close()
         raise AdminError(f"cannot bind admin_endpoint {remote.endpoint}: {error.strerror}") from None
@@ -226,3 +236,20 @@ def open_remote_endpoint(
         authenticator.close()
         raise
     return endpoint, authenticator
+
+
+def _bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Binds to `endpoint`; with a trailing + to its first free port upwards. Raises zmq.ZMQError."""
+    if not endpoint.endswith("+"):
+        socket.bind(endpoint)
+        return
+    address, _, first = endpoint.removesuffix("+").rpartition(":")
+    ports = range(int(first), min(int(first) + PORTS, 1 << 16))
+    for port in ports:
+        try:
+            socket.bind(f"{address}:{port}")
+        except zmq.ZMQError as error:
+            if error.errno != errno.EADDRINUSE or port == ports[-1]:
+                raise
+        else:
+            return

@@ -136,3 +136,14 @@ COMMANDS: tuple[Command, ...] = (
 )
 
 COMMANDS_BY_NAME: dict[str, Command] = {command.name: command for command in COMMANDS}
+
+REGISTRY_COMMANDS: tuple[Command, ...] = (
+    Command(
+        "agents",
+        "the prefill ranks of the instance and the decode ranks that look it up, with their admin endpoints and the "
+        "time since each was heard",
+    ),
+)
+"""Commands that the socket of a bootstrap registry answers, on the same wire as an admin socket."""
+
+REGISTRY_COMMANDS_BY_NAME: dict[str, Command] = {command.name: command for command in REGISTRY_COMMANDS}

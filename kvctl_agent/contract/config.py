@@ -347,14 +347,17 @@ KEYS: tuple[Key, ...] = (
         "admin_endpoint",
         str,
         "",
-        "tcp://address:port on which the agent accepts kvctl from other machines; needs fleet_key and admin_clients.",
+        "tcp://address:port on which the agent accepts kvctl from other machines; needs fleet_key and admin_clients. "
+        "With a trailing +, as in tcp://0.0.0.0:7311+, the agent takes the first free port from that one upwards, for "
+        "several ranks on one host. The registry of the prefill instance names it to kvctl.",
     ),
     Key(
         "admin_clients",
         str,
         "",
         "File that lists the clients of admin_endpoint, one per line: level (read, operate or admin), public key, "
-        "comment. Changes to the file take effect at once.",
+        "comment. They may also ask the registry of a prefill instance for its list of agents. Changes to the file "
+        "take effect at once.",
     ),
     Key(
         "metrics_endpoint",

@@ -545,6 +545,19 @@ class MetricFamily(TypedDict):
     samples: list[MetricSample]
 
 
+class ListedAgent(TypedDict):
+    """One row of the answer to `agents` of a bootstrap registry; an older agent leaves texts empty."""
+
+    name: str
+    role: Role
+    host: str  # name of its host
+    incarnation: str
+    admin: str  # tcp:// endpoint of its admin server as it is bound, which may be a wildcard address; "" if it has none
+    socket: str  # path of its Unix socket, on its host
+    address: str  # IP address from which it asks the registry; "" over a Unix socket
+    heard_ns: int  # time since it was last heard; it asks at least once a second
+
+
 class RegisteredRank(TypedDict):
     """One prefill rank that has registered with a bootstrap registry."""
 

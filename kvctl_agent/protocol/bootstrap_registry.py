@@ -1,14 +1,20 @@
 """Bootstrap registry of one prefill instance, without I/O: records which ranks have registered and which are missing.
 
-Prefill ranks register; decode ranks look up the roster until the instance is complete.
+Prefill ranks register; decode ranks look up the roster until the instance is complete. Both also say where their admin
+socket is, and operators' tools may ask for the list of all of them (`Registry.reply`) on the wire of admin sockets.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
+from kvctl_agent.contract.admin import MAGIC, MAX_REQUEST_ID_BYTES, ErrorCode
+from kvctl_agent.contract.commands import REGISTRY_COMMANDS_BY_NAME
+from kvctl_agent.contract.snapshots import ListedAgent, Role
 from kvctl_agent.errors import LayoutError, RemoteProtocolError
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
 
@@ -16,6 +22,27 @@ MAX_REQUEST_BYTES = 1 << 16
 _SHOWN = 32  # missing ranks that are listed by name
 _HOLDS_NS = 5_000_000_000  # a holder that has not registered for this long may be replaced by any process of its name
 _REPLACED_KEPT = 16
+MAX_DECODE_RANKS = 4096
+_MAX_TEXT = 1024  # characters of a name, an endpoint or a host
+_LISTED_NS = 24 * 3600 * 1_000_000_000  # a decode rank that has not been heard for this long is listed no more
+_LIST_EVERY_NS = 250_000_000  # the list is built at most this often: the registry shares its thread with transfers
+
+
+class Whereabouts(msgspec.Struct, frozen=True):
+    """Where operators find an agent; empty from older agents.
+
+    Attributes:
+        admin: tcp:// endpoint of its admin server, as it is bound.
+        socket: path of its Unix socket, on its host.
+        host: name of its host.
+    """
+
+    admin: str = ""
+    socket: str = ""
+    host: str = ""
+
+
+NOWHERE = Whereabouts()
 
 
 class Rank(msgspec.Struct, frozen=True):
@@ -26,6 +53,7 @@ class Rank(msgspec.Struct, frozen=True):
     incarnation: int
     coord: list[int]
     sizes: list[int]
+    at: Whereabouts = NOWHERE
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):
@@ -33,9 +61,11 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
 
 
 class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
-    """Request of a decode rank for the roster; `name` is the name of the sender."""
+    """Request of a decode rank for the roster; `name` is the name of the sender, `incarnation` 0 from older agents."""
 
     name: str
+    incarnation: int = 0
+    at: Whereabouts = NOWHERE
 
 
 class Roster(msgspec.Struct, frozen=True, tag="roster"):
@@ -75,6 +105,26 @@ def decode_roster(frame: bytes) -> Roster:
         raise RemoteProtocolError(f"not a registry answer: {error}") from None
 
 
+class _Listed(msgspec.Struct, frozen=True):
+    """What the registry knows of a decode rank, or of the last request of a prefill rank."""
+
+    name: str
+    incarnation: int
+    at: Whereabouts
+    address: str
+    heard_ns: int
+
+
+class _ListRequest(msgspec.Struct, frozen=True):
+    """Body of a request on the admin wire."""
+
+    cmd: str
+    args: dict[str, Any] | None = None
+
+
+_list_request: msgspec.json.Decoder[_ListRequest] = msgspec.json.Decoder(_ListRequest)
+
+
 class Registry:
     """Registered ranks of one prefill instance; the first rank to register determines the instance's sizes.
 
@@ -89,14 +139,71 @@ class Registry:
         self._by_name: dict[str, int] = {}
         self._heard_ns: dict[int, int] = {}
         self._replaced: dict[int, deque[int]] = {}  # by rank, earlier incarnations of its holder
+        self._addresses: dict[int, str] = {}
+        self._decode: dict[tuple[str, str], _Listed] = {}  # by name and host, the one heard last at the end
+        self._list: bytes = b""
+        self._list_due_ns = 0
+        self._replies = 0
 
-    def answer(self, request: Request, now_ns: int) -> Roster:
-        """Registers the sender of a Register request; returns the roster for either request. Never raises."""
-        refused = self._register(request.rank, now_ns) if isinstance(request, Register) else ""
+    def answer(self, request: Request, now_ns: int, address: str = "") -> Roster:
+        """Registers the sender of a Register request; returns the roster for either request. Never raises.
+
+        Args:
+            address: IP address of the sender; "" over a Unix socket.
+        """
+        refused = ""
+        if isinstance(request, Register):
+            refused = self._register(request.rank, now_ns)
+            if not refused:
+                self._addresses[self._by_name[request.rank.name]] = address
+        else:
+            self._note_decode(request, now_ns, address)
         ranks = [self._ranks[unique] for unique in sorted(self._ranks)]
         return Roster(ranks, self._side.size if self._side else 0, self._missing(), refused)
 
+    def reply(self, frames: Sequence[bytes], now_ns: int, wall_ns: int, refusal: str = "") -> list[bytes]:
+        """Answers a request on the wire of admin sockets (`contract.admin`): the list of all agents. Never raises.
+
+        Args:
+            frames: frames of the request; the first is MAGIC.
+            wall_ns: wall clock, for the reply.
+            refusal: why the sender is not permitted to ask; "" if it is.
+        """
+        request_id = frames[1] if len(frames) > 1 and len(frames[1]) <= MAX_REQUEST_ID_BYTES else b""
+        error = (ErrorCode.NOT_PERMITTED, refusal) if refusal else _request_error(frames)
+        self._replies += 1
+        envelope = b'"generated_at_ns":%d,"sequence":%d}' % (wall_ns, self._replies)
+        if error is not None:
+            content = msgspec.json.encode({"code": error[0].value, "message": error[1]})
+            return [MAGIC, request_id, b'{"ok":false,"error":' + content + b"," + envelope]
+        if now_ns >= self._list_due_ns or not self._list:
+            self._list = msgspec.json.encode(self.agents(now_ns))
+            self._list_due_ns = now_ns + _LIST_EVERY_NS
+        return [MAGIC, request_id, b'{"ok":true,"data":' + self._list + b"," + envelope]
+
+    def agents(self, now_ns: int) -> list[ListedAgent]:
+        """Returns the registered prefill ranks in the order of unique ranks, then the decode ranks, latest first."""
+        prefill = (
+            _Listed(rank.name, rank.incarnation, rank.at, self._addresses.get(unique, ""), self._heard_ns[unique])
+            for unique, rank in sorted(self._ranks.items())
+        )
+        rows = [_row(each, "prefill", now_ns) for each in prefill]
+        recent = (each for each in reversed(self._decode.values()) if now_ns - each.heard_ns < _LISTED_NS)
+        return rows + [_row(each, "decode", now_ns) for each in recent]
+
+    def _note_decode(self, request: Lookup, now_ns: int, address: str) -> None:
+        """Stores where a decode rank is, in place of the one that was heard least recently if there are too many."""
+        if max(map(len, (request.name, request.at.admin, request.at.socket, request.at.host))) > _MAX_TEXT:
+            return
+        key = request.name, request.at.host
+        self._decode.pop(key, None)
+        if len(self._decode) >= MAX_DECODE_RANKS:
+            del self._decode[next(iter(self._decode))]
+        self._decode[key] = _Listed(request.name, request.incarnation, request.at, address, now_ns)
+
     def _register(self, rank: Rank, now_ns: int) -> str:
+        if max(map(len, (rank.name, rank.endpoint, rank.at.admin, rank.at.socket, rank.at.host))) > _MAX_TEXT:
+            return f"{rank.name:.80}: a name, endpoint or host is longer than {_MAX_TEXT} characters"
         if len(rank.sizes) != 4 or len(rank.coord) != 4:
             return f"{rank.name}: sizes and coordinates need the four axes dp, pp, cp, tp"
         try:
@@ -153,3 +260,35 @@ class Registry:
         if len(absent) > _SHOWN:
             names += f" and {len(absent) - _SHOWN} more"
         return f"{side.size - len(absent)} of {side.size} prefill ranks registered, missing {names}"
+
+
+def _request_error(frames: Sequence[bytes]) -> tuple[ErrorCode, str] | None:
+    """Returns why a request on the admin wire cannot be answered; None if it asks for the list."""
+    if len(frames) != 3 or len(frames[1]) > MAX_REQUEST_ID_BYTES:
+        return ErrorCode.BAD_REQUEST, "a request has 3 frames: magic, request id and JSON"
+    try:
+        request = _list_request.decode(frames[2])
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        return ErrorCode.BAD_REQUEST, f"the request is not valid: {error}"
+    if request.cmd not in REGISTRY_COMMANDS_BY_NAME:
+        return (
+            ErrorCode.UNKNOWN_COMMAND,
+            "this is the bootstrap registry of a prefill instance, not an agent: it answers "
+            f"{', '.join(REGISTRY_COMMANDS_BY_NAME)}, as kvctl -e registry://HOST:PORT asks",
+        )
+    if request.args:
+        return ErrorCode.BAD_ARGUMENT, f"{request.cmd} takes no arguments"
+    return None
+
+
+def _row(each: _Listed, role: Role, now_ns: int) -> ListedAgent:
+    return {
+        "name": each.name,
+        "role": role,
+        "host": each.at.host,
+        "incarnation": f"{each.incarnation:016x}",
+        "admin": each.at.admin,
+        "socket": each.at.socket,
+        "address": each.address,
+        "heard_ns": max(0, now_ns - each.heard_ns),
+    }

@@ -8,15 +8,18 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import zmq
 
+from kvctl_agent.contract.admin import MAGIC
 from kvctl_agent.contract.keys import KeyPair
 from kvctl_agent.errors import RemoteProtocolError
 from kvctl_agent.protocol import bootstrap_registry as registry
 from kvctl_agent.runtime import control_endpoints
+from kvctl_agent.security.curve import REGISTRY_DOMAIN, Clients
+from kvctl_agent.security.unix_router import UnixRouter
 
 _REQUESTS_A_TURN = 64
 _ASK_EVERY_NS = 200_000_000
@@ -24,23 +27,40 @@ _REPEAT_EVERY_NS = 1_000_000_000  # so that a restarted registry learns of this 
 
 
 class RegistryServer:
-    """Server of the bootstrap registry: answers registrations and look-ups from its socket.
+    """Server of the bootstrap registry: answers registrations and look-ups of ranks, and operators' tools.
 
     Attributes:
         endpoint: the endpoint to bind, and from `serve` on the bound one, with the port that was chosen.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: KeyPair | None = None) -> None:
-        """Creates the server without a socket; `serve` binds the socket."""
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        keys: KeyPair | None = None,
+        clients: Clients | None = None,
+        refused: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Creates the server without a socket; `serve` binds the socket.
+
+        Args:
+            keys: the fleet's keys, with which ranks register over TCP.
+            clients: owners of other keys that may ask for the list of agents.
+            refused: called with a description of a request that is not permitted.
+        """
         self._context = context
         self.endpoint = endpoint
         self._keys = keys
+        self._clients = clients
+        self._refused = refused
         self._registry = registry.Registry()
         self._socket: control_endpoints.Router | None = None
 
     def serve(self) -> RegistryServer:
         """Binds the socket and returns the server; raises ConfigError if the address is taken or cannot be bound."""
-        self._socket = control_endpoints.bind(self._context, self.endpoint, registry.MAX_REQUEST_BYTES, self._keys)
+        self._socket = control_endpoints.bind(
+            self._context, self.endpoint, registry.MAX_REQUEST_BYTES, self._keys, REGISTRY_DOMAIN
+        )
         if control_endpoints.any_port(self.endpoint):
             port = control_endpoints.address(self._socket).rpartition(":")[2]
             self.endpoint = f"{self.endpoint.rpartition(':')[0]}:{port}"
@@ -56,20 +76,56 @@ class RegistryServer:
         """Answers the requests received so far, up to a limit per call."""
         for _ in range(_REQUESTS_A_TURN):
             try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                frames, address, key = _receive(self.socket)
             except zmq.ZMQError:
                 return
-            if len(frames) != 2:
-                continue
-            try:
-                answer = self._registry.answer(registry.decode_request(frames[1]), time.monotonic_ns())
-                self.socket.send_multipart([frames[0], registry.encode(answer)], zmq.NOBLOCK)
-            except (RemoteProtocolError, zmq.ZMQError):
-                continue  # not a rank, or a rank that has disconnected; a rank without an answer asks again
+            if (reply := self._reply(frames[1:], address, key)) is not None:
+                with contextlib.suppress(zmq.ZMQError):  # the client has disconnected, or asks again
+                    self.socket.send_multipart([frames[0], *reply], zmq.NOBLOCK)
+
+    def _reply(self, frames: list[bytes], address: str, key: bytes) -> list[bytes] | None:
+        """Returns the reply to a request; None if it is malformed or not permitted.
+
+        Args:
+            address: IP address of the client; "" over a Unix socket.
+            key: public key of the client; empty over a Unix socket and without keys.
+        """
+        is_rank = self._keys is None or not key or key == self._keys.public
+        now = time.monotonic_ns()
+        if frames and frames[0] == MAGIC:
+            may_ask = is_rank or (self._clients is not None and self._clients.level(key) is not None)
+            refusal = "" if may_ask else "this key has been removed from the agent's admin_clients"
+            return self._registry.reply(frames, now, time.time_ns(), refusal)
+        if not is_rank:
+            self._refused(f"refused a registration by client key {key.hex()}: only the fleet's key may register")
+            return None
+        if len(frames) != 1:
+            return None
+        try:
+            return [registry.encode(self._registry.answer(registry.decode_request(frames[0]), now, address))]
+        except RemoteProtocolError:  # not a rank
+            return None
 
     def close(self) -> None:
         if self._socket is not None:
             control_endpoints.close(self._socket)
+
+
+def _receive(socket: control_endpoints.Router) -> tuple[list[bytes], str, bytes]:
+    """Returns the frames of the next message, its sender's IP address ("" over a Unix socket) and public key, if any.
+
+    Raises:
+        zmq.Again: no message is available.
+    """
+    if isinstance(socket, UnixRouter):
+        return socket.recv_multipart(), "", b""
+    frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+    last = frames[-1]
+    try:
+        key = bytes.fromhex(str(last.get("User-Id")))
+    except zmq.ZMQError:  # a socket without keys
+        key = b""
+    return [frame.bytes for frame in frames], str(last.get("Peer-Address")), key
 
 
 class RegistryClient:

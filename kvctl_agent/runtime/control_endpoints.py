@@ -130,11 +130,18 @@ def own_address(endpoint: str) -> str:
         return ""
 
 
-def bind(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_bytes: int, keys: KeyPair | None = None) -> Router:
-    """Binds a ROUTER; over TCP with keys the socket accepts only clients with the same keys.
+def bind(
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    max_bytes: int,
+    keys: KeyPair | None = None,
+    domain: bytes = curve.DOMAIN,
+) -> Router:
+    """Binds a ROUTER; over TCP with keys the socket accepts only clients that the context's authenticator admits.
 
     Args:
         max_bytes: size limit of a received message.
+        domain: passed to the authenticator with each client's key.
 
     Raises:
         ConfigError: the address is taken or cannot be bound.
@@ -148,7 +155,7 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_bytes: int,
         socket = context.socket(zmq.ROUTER)
         try:
             _options(socket, endpoint, max_bytes)
-            curve.configure_server(socket, keys)
+            curve.configure_server(socket, keys, domain)
             socket.bind(endpoint)
         except zmq.ZMQError:
             socket.close(_LINGER_MS)

@@ -27,7 +27,7 @@ from kvctl_agent import gil
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.gil import GilSharing
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol.bootstrap_registry import Rank, Register
+from kvctl_agent.protocol.bootstrap_registry import NOWHERE, Lookup, Rank, Register, Whereabouts
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.messages import Hello, PeerInfo
 from kvctl_agent.protocol.peer import LocalInfo, Peer, PeerState
@@ -240,11 +240,12 @@ class ControlLoop:
         if arrivals is not None:
             self.executors |= {ev.Scatter: arrivals.put, ev.Check: arrivals.put, ev.StoreAux: arrivals.store_aux}
 
-    def open(self, instances: Sequence[str], listen: str = "") -> tuple[str, ...]:
+    def open(self, instances: Sequence[str], listen: str = "", at: Whereabouts = NOWHERE) -> tuple[str, ...]:
         """Binds and connects the control sockets; registers with, or looks up, the registries at `instances`.
 
         Args:
             listen: prefill: host or host:port of the control socket, as for `control_address`.
+            at: where operators find this agent, for the registries.
 
         Returns:
             `instances`, with the port that was chosen for a registry that this rank serves.
@@ -261,7 +262,10 @@ class ControlLoop:
             endpoint = self._channel.serve(control_endpoints.control_address(instances[0], local.name, listen))
             side = local.side
             sizes = [side.dp, side.pp, side.cp, side.tp]
-            self._registries.request = Register(Rank(local.name, endpoint, local.incarnation, list(local.coord), sizes))
+            rank = Rank(local.name, endpoint, local.incarnation, list(local.coord), sizes, at)
+            self._registries.request = Register(rank)
+        else:
+            self._registries.request = Lookup(local.name, local.incarnation, at)
         for instance in instances:
             self._registries.ask(instance)
         return tuple(instances)

@@ -23,6 +23,7 @@ from kvctl_agent.telemetry.flight_recorder import FlightRecorder
 from kvctl_agent.telemetry.metrics import Metrics
 
 DOMAIN = b"kvctl"
+REGISTRY_DOMAIN = b"kvctl-registry"
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_FRAMES = 7  # version, request id, domain, address, identity, mechanism, public key
 _REPORT_INTERVAL_NS = 60_000_000_000
@@ -47,8 +48,8 @@ def load_fleet_key(path: str) -> KeyPair | None:
     return pair
 
 
-def configure_server(socket: zmq.Socket[bytes], pair: KeyPair | None) -> None:
-    """Makes an unbound socket accept only clients that the context's ZAP authenticator admits.
+def configure_server(socket: zmq.Socket[bytes], pair: KeyPair | None, domain: bytes = DOMAIN) -> None:
+    """Makes an unbound socket accept only clients that the context's ZAP authenticator admits to `domain`.
 
     Does nothing if `pair` is None.
     """
@@ -56,7 +57,7 @@ def configure_server(socket: zmq.Socket[bytes], pair: KeyPair | None) -> None:
         return
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
-    socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+    socket.setsockopt(zmq.ZAP_DOMAIN, domain)
 
 
 def configure_client(socket: zmq.Socket[bytes], pair: KeyPair | None) -> None:
@@ -119,6 +120,20 @@ class Clients:
         return (status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode)
 
 
+def load_clients(path: str, complain: Callable[[str], None]) -> Clients | None:
+    """Loads a client file; returns None if `path` is empty. Arguments as for `Clients`.
+
+    Raises:
+        ConfigError: the file named by `admin_clients` cannot be used.
+    """
+    if not path:
+        return None
+    try:
+        return Clients(Path(path).expanduser(), complain)
+    except KeyFileError as error:
+        raise ConfigError(f"admin_clients: {error}") from None
+
+
 class RefusedConnections:
     """Counts refused connections, and records at most one per minute so as not to fill the flight recorder."""
 
@@ -150,7 +165,7 @@ class ZapAuthenticator:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         name: str,
-        admits: Callable[[bytes], bool],
+        admits: Callable[[bytes, bytes], bool],
         refused: Callable[[str], None],
     ) -> None:
         """Starts the thread.
@@ -158,7 +173,8 @@ class ZapAuthenticator:
         Args:
             context: context of the sockets to protect; the caller terminates it after `close`.
             name: name of the thread.
-            admits: returns whether a public key is accepted; runs on the authenticator's thread.
+            admits: returns whether a public key is accepted, given the key and the ZAP domain of the socket; runs on
+                the authenticator's thread.
             refused: called with a description of each refused client, on the authenticator's thread.
         """
         self._admits = admits
@@ -196,7 +212,7 @@ class ZapAuthenticator:
         version, request = frames[0], frames[1]
         key, address = frames[-1], frames[3].decode("ascii", "replace")
         try:
-            admitted = len(frames) == _ZAP_FRAMES and frames[5] == b"CURVE" and self._admits(key)
+            admitted = len(frames) == _ZAP_FRAMES and frames[5] == b"CURVE" and self._admits(key, frames[2])
             reason = f"key {key.hex()} is not permitted"
         except Exception as error:
             # An error refuses this client; later requests are answered as usual.

@@ -91,6 +91,11 @@ SEEDS: dict[str, list[bytes]] = {
     "registry": [
         registry.encode(registry.Register(_RANK)),
         registry.encode(registry.Lookup("decode-0")),
+        registry.encode(
+            registry.Lookup("decode-0", 7, registry.Whereabouts("tcp://0.0.0.0:7311", "/run/x.sock", "node"))
+        ),
+        b'{"cmd": "agents", "args": {}}',
+        b'{"cmd": "agents", "args": {"limit": 1}}',
         registry.encode(_ANSWER),
         registry.encode(registry.Register(registry.Rank("x", "y", 1, [0] * 4, [2**31] * 4))),
     ],

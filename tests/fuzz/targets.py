@@ -9,6 +9,8 @@ import contextlib
 from collections.abc import Callable
 from io import BytesIO
 
+import orjson
+
 from kvctl.lab.bench import trace
 from kvctl.lab.replay.recordings import decode_inputs
 from kvctl_agent.admin.requests import parse_body, parse_frames, request_id
@@ -49,6 +51,9 @@ def registry(data: bytes) -> None:
         assert bootstrap_registry.decode_roster(bootstrap_registry.encode(answer)) == answer
     with contextlib.suppress(RemoteProtocolError):
         bootstrap_registry.decode_roster(data)
+    for frames in ([MAGIC, *data.split(b"\n")], [MAGIC, b"1", data]):
+        magic, number, body = bootstrap_registry.Registry().reply(frames, 0, 0)
+        assert (magic, len(number) <= 64, "ok" in orjson.loads(body)) == (MAGIC, True, True)
 
 
 def admin_request(data: bytes) -> None:

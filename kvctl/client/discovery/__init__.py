@@ -40,6 +40,13 @@ class Kind:
 
 EXEC = "exec:"
 KINDS: dict[str, Kind] = {
+    "registry": Kind(
+        "registry://",
+        "registry://HOST:PORT",
+        "--bootstrap",
+        "HOST:PORT",
+        "Agents that the registry of a prefill instance knows",
+    ),
     "file": Kind("file://", "file:///PATH", "--file", "PATH", "Agents that this file lists, one endpoint per line"),
     "exec": Kind(
         EXEC, "exec:COMMAND", "--command", "COMMAND", "Agents that this shell command prints, one endpoint per line"

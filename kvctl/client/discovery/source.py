@@ -20,6 +20,14 @@ _REFRESH_WAIT_NS = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
+class Gone:
+    """An agent that a source has named before and names no more; `seen_ns` is the wall time when it last did."""
+
+    endpoint: Endpoint
+    seen_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
     """What a source knows.
 
@@ -27,10 +35,12 @@ class Found:
         endpoints: the agents that it names now.
         faults: what is wrong with the source (`Fault.agent` is "", the message begins with the URL) or with agents that
             it names.
+        gone: agents that it remembers and that are there no more.
     """
 
     endpoints: tuple[Endpoint, ...] = ()
     faults: tuple[Fault, ...] = ()
+    gone: tuple[Gone, ...] = ()
 
 
 class SourceError(Exception):
@@ -38,10 +48,10 @@ class SourceError(Exception):
 
     Args:
         message: the problem and the next step; the caller prepends the URL.
-        code: kind of the problem.
+        code: a `FaultCode`, or an `ErrorCode` of an agent.
     """
 
-    def __init__(self, message: str, code: FaultCode = FaultCode.UNREACHABLE) -> None:
+    def __init__(self, message: str, code: str = FaultCode.UNREACHABLE) -> None:
         super().__init__(message)
         self.code = code
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -147,3 +149,95 @@ def test_a_process_that_comes_back_with_other_coordinates_leaves_its_old_place()
     assert answer.refused == ""
     assert [found.coord[3] for found in answer.ranks] == [1]
     assert registry.answer(Register(rank(0, name="other")), 7 * SECOND).refused == ""
+
+
+AT = registry.Whereabouts("tcp://0.0.0.0:7311", "/run/kvctl/x.sock", "node-1")
+
+
+def ask(known: Registry, *frames: bytes, now_ns: int = 0, refusal: str = "") -> Any:
+    """Returns the body of the reply to a request on the admin wire."""
+    magic, _, body = known.reply([b"KVA1", *frames], now_ns, 1_000, refusal)
+    assert magic == b"KVA1"
+    return json.loads(body)
+
+
+def test_the_list_has_prefill_and_decode_ranks_with_the_time_since_each_was_heard() -> None:
+    known = Registry()
+    known.answer(Register(Rank("prefill-0", "tcp://10.0.0.1:1", 255, [0, 0, 0, 0], [1, 1, 1, 2], AT)), 0, "10.0.0.1")
+    known.answer(Lookup("decode-1", 2, AT), 5, "10.0.0.2")
+    known.answer(Lookup("decode-0"), 7)
+    reply = ask(known, b"1", b'{"cmd": "agents"}', now_ns=10)
+    assert (reply["ok"], reply["generated_at_ns"], reply["sequence"]) == (True, 1_000, 1)
+    assert [(row["name"], row["role"], row["heard_ns"], row["address"]) for row in reply["data"]] == [
+        ("prefill-0", "prefill", 10, "10.0.0.1"),
+        ("decode-0", "decode", 3, ""),
+        ("decode-1", "decode", 5, "10.0.0.2"),
+    ]
+    first, old, _ = reply["data"]
+    assert (first["incarnation"], first["admin"], first["socket"]) == (f"{255:016x}", AT.admin, AT.socket)
+    assert (old["admin"], old["socket"], old["host"]) == ("", "", "")
+
+
+def test_decode_ranks_are_told_apart_by_host_and_forgotten_after_a_day() -> None:
+    known, day = Registry(), 24 * 3600 * 10**9
+    for host in ("a", "b", "a"):
+        known.answer(Lookup("decode-0", 1, registry.Whereabouts(host=host)), 0)
+    assert [row["host"] for row in known.agents(0)] == ["a", "b"]
+    known.answer(Lookup("decode-0", 1, registry.Whereabouts(host="a")), day)
+    assert [row["host"] for row in known.agents(day)] == ["a"]
+
+
+def test_strangers_cannot_make_the_registry_grow() -> None:
+    known = Registry()
+    for number in range(registry.MAX_DECODE_RANKS + 100):
+        known.answer(Lookup(f"decode-{number}", 1, AT), number)
+    rows = known.agents(0)
+    assert len(rows) == registry.MAX_DECODE_RANKS
+    assert rows[-1]["name"] == "decode-100"  # the least recently heard went first
+    huge = registry.Whereabouts("x" * 60_000)
+    known.answer(Lookup("long", 1, huge), 0)
+    known.answer(Lookup("y" * 60_000), 0)
+    assert known.answer(Register(Rank("p", "z" * 60_000, 1, [0] * 4, [1] * 4, huge)), 0).refused.endswith("characters")
+    assert len(known.agents(0)) == registry.MAX_DECODE_RANKS
+    assert all(len(row["name"]) < 100 for row in known.agents(0))
+    assert len(known.reply([b"KVA1", b"1", b'{"cmd": "agents"}'], 0, 0)[2]) < 2 << 20
+
+
+@pytest.mark.parametrize(
+    ("frames", "code"),
+    [
+        ((), "bad-request"),
+        ((b"1",), "bad-request"),
+        ((b"1", b"{}", b""), "bad-request"),
+        ((b"1" * 65, b'{"cmd": "agents"}'), "bad-request"),
+        ((b"1", b"not JSON"), "bad-request"),
+        ((b"1", b'{"cmd": 7}'), "bad-request"),
+        ((b"1", b"[" * 60_000), "bad-request"),
+        ((b"1", b'{"cmd": "drain"}'), "unknown-command"),
+        ((b"1", b'{"cmd": "agents", "args": {"limit": 1}}'), "bad-argument"),
+    ],
+)
+def test_wrong_requests_are_refused_with_a_code(frames: tuple[bytes, ...], code: str) -> None:
+    assert ask(Registry(), *frames)["error"]["code"] == code
+
+
+def test_a_client_that_is_not_permitted_learns_nothing() -> None:
+    known = Registry()
+    known.answer(Lookup("decode-0", 1, AT), 0)
+    reply = ask(known, b"1", b'{"cmd": "agents"}', refusal="removed")
+    assert reply["error"] == {"code": "not-permitted", "message": "removed"}
+
+
+@given(st.lists(st.binary(max_size=80), max_size=5))
+def test_any_frames_get_a_reply_of_three_frames(frames: list[bytes]) -> None:
+    known = Registry()
+    magic, number, body = known.reply([b"KVA1", *frames], 0, 0)
+    assert (magic, len(number) <= 64, json.loads(body)["ok"]) == (b"KVA1", True, False)
+    assert known.agents(0) == []
+
+
+def test_the_list_is_built_at_most_four_times_a_second() -> None:
+    known = Registry()
+    for now_ns, names in ((0, 0), (100_000_000, 0), (250_000_000, 1)):
+        assert len(ask(known, b"1", b'{"cmd": "agents"}', now_ns=now_ns)["data"]) == names
+        known.answer(Lookup("decode-0"), now_ns)

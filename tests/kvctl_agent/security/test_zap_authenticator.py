@@ -29,7 +29,7 @@ FLEET, STRANGER = pair(), pair()
 class Guarded:
     """A ROUTER behind a gatekeeper that knows the fleet's key only."""
 
-    def __init__(self, admits: Callable[[bytes], bool] = lambda key: key == FLEET.public) -> None:
+    def __init__(self, admits: Callable[[bytes, bytes], bool] = lambda key, _: key == FLEET.public) -> None:
         self.context: Context = zmq.Context()
         self.refusals: list[str] = []
         self.refused = threading.Event()
@@ -101,7 +101,7 @@ def test_a_stolen_public_key_does_not_help(guarded: Guarded, zmq_context: Contex
 def test_an_error_while_deciding_lets_nobody_in_and_does_not_end_the_gatekeeper(zmq_context: Context) -> None:
     calls: list[bytes] = []
 
-    def admits(key: bytes) -> bool:
+    def admits(key: bytes, domain: bytes) -> bool:
         calls.append(key)
         if len(calls) == 1:
             raise OSError("the file of keys is gone")
@@ -146,12 +146,12 @@ def test_junk_on_the_wire_harms_nobody(guarded: Guarded, zmq_context: Context, j
 
 def test_closing_twice_and_after_the_context_is_fine() -> None:
     context: Context = zmq.Context()
-    gatekeeper = ZapAuthenticator(context, "gate", lambda _: True, lambda _: None)
+    gatekeeper = ZapAuthenticator(context, "gate", lambda *_: True, lambda _: None)
     gatekeeper.close()
     gatekeeper.close()
     context.term()
     context = zmq.Context()
-    gatekeeper = ZapAuthenticator(context, "gate", lambda _: True, lambda _: None)
+    gatekeeper = ZapAuthenticator(context, "gate", lambda *_: True, lambda _: None)
     context.term()
     gatekeeper.close()
     assert "gate" not in {thread.name for thread in threading.enumerate()}

@@ -1,0 +1,119 @@
+"""`registry://host:port`: the bootstrap registry of a prefill instance, which hears from prefill and decode ranks."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvctl.client.calls import Call
+from kvctl.client.discovery import KINDS, malformed
+from kvctl.client.discovery.source import MAX_AGENTS, AgentSource, Found, Gone, SourceError
+from kvctl.client.endpoints import Endpoint, endpoint_of
+from kvctl.client.fanout import Fanout
+from kvctl.client.faults import Fault, FaultCode
+from kvctl.client.keys import KeyNames
+from kvctl.errors import CliError
+
+_AGENTS = Call("agents")
+# Ranks ask at least once a second; a decode rank that has been silent for longer than this has ended or left. Prefill
+# ranks belong to the instance until others replace them.
+_SILENT_NS = 30_000_000_000
+_TEXTS: dict[str, str] = {
+    FaultCode.UNREACHABLE: "nobody listens there: is rank 0 of the prefill instance running, with this address?",
+    FaultCode.TIMEOUT: "no answer to `agents`: its process hangs, it is not a registry, or its agent is too old to "
+    "list agents (update it)",
+    FaultCode.PROTOCOL: "it is not a bootstrap registry, or has no keys: omit --server-key for a registry without keys",
+}
+
+
+def open_source(url: str, keys: KeyNames) -> AgentSource:
+    """Returns the source; raises CliError if the URL has neither host and port nor the path of a Unix socket."""
+    return RegistrySource(url, keys)
+
+
+class RegistrySource(AgentSource):
+    """Bootstrap registry of a prefill instance, on TCP or, as `registry:///path`, on a Unix socket.
+
+    With a server key the connection uses the client's keys, as those to agents do; otherwise it uses none.
+    """
+
+    def __init__(self, url: str, keys: KeyNames) -> None:
+        super().__init__(url)
+        place = url.removeprefix(KINDS["registry"].prefix)
+        try:
+            self._endpoint = endpoint_of(place if place.startswith("/") else f"tcp://{place}")
+        except CliError:
+            raise malformed(url) from None
+        self._host = "" if place.startswith("/") else place.rpartition(":")[0]
+        self._keys = keys if keys.server is not None else None
+
+    def find(self, deadline_ns: int) -> Found:
+        with Fanout(self._keys) as fanout:
+            (reply,) = fanout.ask([(self._endpoint, _AGENTS)], max(1, deadline_ns - time.monotonic_ns()))
+        if reply.fault is not None:
+            raise SourceError(_TEXTS.get(reply.fault.code, reply.fault.message), reply.fault.code)
+        if not isinstance(reply.data, list) or not all(map(_is_row, reply.data)):
+            raise SourceError("its answer to `agents` is not valid: update kvctl", FaultCode.PROTOCOL)
+        endpoints: dict[str, Endpoint] = {}
+        gone: list[Gone] = []
+        faults: list[Fault] = []
+        for row in reply.data[:MAX_AGENTS]:
+            try:
+                endpoint = self._endpoint_of(row)
+            except CliError as error:
+                if row["role"] == "prefill" or row["heard_ns"] < _SILENT_NS:
+                    faults.append(Fault(row["name"], FaultCode.UNREACHABLE, str(error)))
+                continue
+            if row["role"] == "decode" and row["heard_ns"] >= _SILENT_NS:
+                gone.append(Gone(endpoint, reply.received_at_ns - row["heard_ns"]))
+            else:
+                endpoints[endpoint.address] = endpoint
+        return Found(tuple(endpoints.values()), tuple(faults), tuple(gone))
+
+    def _endpoint_of(self, row: Mapping[str, Any]) -> Endpoint:
+        """Returns the endpoint of a row: the Unix socket of an agent of this host, else its TCP endpoint.
+
+        Raises:
+            CliError: the agent has no endpoint that can be reached from here; the text says why.
+        """
+        name, path = row["name"], row["socket"]
+        if path and row["host"] == socket.gethostname() and Path(path).is_socket():
+            return Endpoint(name, endpoint_of(path).path, named=True)
+        if not row["admin"]:
+            if not path:
+                raise CliError("does not say where its admin socket is: its agent is too old (update it)")
+            raise CliError(
+                f"has only a Unix socket, on host {row['host']}: set admin_endpoint = tcp://0.0.0.0:7311+ there, or "
+                "run kvctl on that host"
+            )
+        endpoint_of(row["admin"])
+        host, _, port = row["admin"].removeprefix("tcp://").rpartition(":")
+        if _is(host, "is_unspecified"):
+            # The registry saw where the agent came from; one on the registry's own host may have come by loopback.
+            address = row["address"] or self._host
+            if _is(address, "is_loopback") and self._host:
+                address = self._host
+            host = f"[{address.strip('[]')}]" if ":" in address else address
+        return Endpoint(name, None, named=True, remote=endpoint_of(f"tcp://{host}:{port}").remote)
+
+
+def _is(host: str, kind: str) -> bool:
+    """Returns whether a host is an IP address of this kind, such as "is_loopback"."""
+    try:
+        return bool(getattr(ipaddress.ip_address(host.strip("[]")), kind))
+    except ValueError:
+        return False
+
+
+def _is_row(row: object) -> bool:
+    """Returns whether a row of the answer has what is read from it."""
+    texts = ("name", "role", "host", "admin", "socket", "address")
+    return (
+        isinstance(row, dict)
+        and all(isinstance(row.get(key), str) for key in texts)
+        and isinstance(row.get("heard_ns"), int)
+    )

@@ -1,0 +1,303 @@
+"""The registry of a prefill instance as a source: real agents with and without keys, old agents, old registries."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from zmq.utils import z85
+
+from kvctl.client.discovery import open_source
+from kvctl.client.discovery.source import Found, SourceError
+from kvctl.client.keys import NO_KEYS, KeyNames
+from kvctl.errors import CliError
+from kvctl_agent.contract.keys import KeyPair, secret_text
+from kvctl_agent.protocol import bootstrap_registry as registry
+from tests.support.ports import free_port
+
+S = 1_000_000_000
+ELSEWHERE = "node-7"
+
+
+def pair() -> KeyPair:
+    return KeyPair(*(z85.decode(half) for half in zmq.curve_keypair()))
+
+
+def wait_until(condition: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + 60
+    while not (value := condition()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+    return value
+
+
+def find(url: str, keys: KeyNames = NO_KEYS, timeout_s: float = 60.0) -> Found:
+    return open_source(url, keys).find(time.monotonic_ns() + round(timeout_s * S))
+
+
+class Keys:
+    """The key files of a fleet, and of a client with level read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.fleet, self.client = pair(), pair()
+        self.clients = folder / "clients"
+        self.clients.write_text(f"read {self.client.public.hex()} on-call\n")
+        self.names = KeyNames(self._file("client", self.client), self.fleet.public.hex())
+        self.stranger = KeyNames(self._file("stranger", pair()), self.fleet.public.hex())
+        self.config = {"fleet_key": self._file("fleet", self.fleet), "admin_clients": str(self.clients)}
+
+    def _file(self, name: str, keys: KeyPair) -> str:
+        path = self.folder / f"{name}.key"
+        path.touch(0o600)
+        path.write_text(secret_text(name, keys))
+        return str(path)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    return Keys(tmp_path)
+
+
+@pytest.fixture
+def remote(make_fleet: Any, keys: Keys) -> Any:
+    """A fleet with keys whose agents say that they run on another host; one setting serves its three ranks."""
+    port = free_port()
+    fleet = make_fleet(host=ELSEWHERE, admin_endpoint=f"tcp://0.0.0.0:{port}+", **keys.config)
+    fleet.bootstrap = f"tcp://127.0.0.1:{free_port()}"
+    return fleet.start()
+
+
+def url_of(fleet: Any) -> str:
+    return f"registry://{fleet.bootstrap.removeprefix('tcp://')}"
+
+
+NAMES = {"prefill-0", "prefill-1", "decode-0"}
+
+
+def listed(url: str, names: KeyNames = NO_KEYS) -> Found:
+    """Returns what the registry names once it has heard from every rank of the fleet."""
+
+    def look() -> Found | None:
+        found = find(url, names)
+        return found if {each.name for each in found.endpoints} == NAMES else None
+
+    return wait_until(look, "the registry does not list all ranks")
+
+
+def test_a_context_of_a_registry_is_all_it_takes(remote: Any, keys: Keys, kvctl: Any) -> None:
+    listed(url_of(remote), keys.names)
+    more = ("--key", keys.names.own, "--server-key", keys.names.server)
+    assert kvctl("context", "add", "prod", "--bootstrap", url_of(remote).removeprefix("registry://"), *more).code == 0
+    outcome = kvctl("-c", "prod", "agents", "-o", "json", "--timeout", "60s")
+    assert outcome.code == 0, outcome.err
+    rows = {row["agent"]: row for row in json.loads(outcome.out)["data"]}
+    assert {name: row["level"] for name, row in rows.items()} == dict.fromkeys(NAMES, "read")
+    # One setting, three ports, and no wildcard.
+    assert len({row["endpoint"] for row in rows.values()}) == 3
+    assert all(row["endpoint"].startswith("tcp://127.0.0.1:") for row in rows.values())
+    assert kvctl("-c", "prod", "drain", "--all", "-y", "--timeout", "60s").code == 5
+
+
+def test_a_client_may_ask_for_the_list_and_nothing_else(remote: Any, keys: Keys, zmq_context: Any) -> None:
+    first = remote.prefill[0]
+    listed(url_of(remote), keys.names)
+    socket = zmq_context.socket(zmq.DEALER)
+    socket.linger = 0
+    socket.curve_publickey, socket.curve_secretkey = keys.client.public, keys.client.secret
+    socket.curve_serverkey = keys.fleet.public
+    try:
+        socket.connect(remote.bootstrap)
+        thief = registry.Rank("prefill-0", "tcp://127.0.0.1:1", 1 << 62, [0, 0, 0, 0], [1, 1, 1, 2])
+        for request in (registry.Register(thief), registry.Lookup("decode-7")):
+            socket.send(registry.encode(request))
+        wait_until(
+            lambda: first.telemetry.metrics.total("kvctl_connections_refused_total") == 2, "the client is not refused"
+        )
+        socket.send_multipart([b"KVA1", b"1", b'{"cmd": "drain"}'])
+        assert socket.poll(60_000)
+        magic, number, body = socket.recv_multipart()
+        assert (magic, number) == (b"KVA1", b"1")
+        assert json.loads(body)["error"]["code"] == "unknown-command"
+    finally:
+        socket.close()
+    assert not first.draining
+    assert {each.name for each in find(url_of(remote), keys.names).endpoints} == NAMES
+    # The control socket of the same agent does not admit the client.
+    control = remote.decode[0].parts.control_channel.endpoint(first.name)
+    with pytest.raises(SourceError, match="refuses this client's key"):
+        find(f"registry://{control.removeprefix('tcp://')}", keys.names)
+
+
+def test_strangers_and_former_clients_are_refused(remote: Any, keys: Keys) -> None:
+    with pytest.raises(SourceError, match="refuses this client's key"):
+        find(url_of(remote), keys.stranger)
+    with pytest.raises(SourceError, match="requires a key: give --server-key"):
+        find(url_of(remote))
+    keys.clients.write_text("# nobody\n")
+    with pytest.raises(SourceError, match="refuses this client's key"):
+        find(url_of(remote), keys.names)
+
+
+def test_without_keys_the_agents_of_this_host_are_found_by_their_unix_sockets(make_fleet: Any, keys: Keys) -> None:
+    fleet = make_fleet()
+    fleet.bootstrap = f"tcp://127.0.0.1:{free_port()}"
+    fleet.start()
+    found = listed(url_of(fleet))
+    assert {str(each.path) for each in found.endpoints} == {
+        str(each.admin.path) for each in fleet.prefill + fleet.decode
+    }
+    with pytest.raises(SourceError, match="omit --server-key"):
+        find(url_of(fleet), keys.names)
+
+
+def test_a_registry_on_a_unix_socket(make_fleet: Any) -> None:
+    fleet = make_fleet().start()
+    assert fleet.bootstrap.startswith("ipc:///")
+    listed(f"registry://{fleet.bootstrap.removeprefix('ipc://')}")
+
+
+def test_agents_of_another_host_without_an_endpoint_are_named_with_the_remedy(make_fleet: Any) -> None:
+    fleet = make_fleet(host=ELSEWHERE)
+    fleet.bootstrap = f"tcp://127.0.0.1:{free_port()}"
+    fleet.start()
+    found = wait_until(lambda: each if len((each := find(url_of(fleet))).faults) == 3 else None, "not all are listed")
+    assert found.endpoints == ()
+    assert {fault.agent for fault in found.faults} == NAMES
+    assert all("has only a Unix socket, on host node-7: set admin_endpoint" in fault.message for fault in found.faults)
+
+
+def test_a_registry_that_is_restarted_lists_its_ranks_again(remote: Any, keys: Keys) -> None:
+    listed(url_of(remote), keys.names)
+    remote.prefill[0].close()
+    with pytest.raises(SourceError, match="nobody listens there: is rank 0 of the prefill instance running"):
+        find(url_of(remote), keys.names)
+    remote.prefill[0] = remote.prefill_agent(0).start()
+    listed(url_of(remote), keys.names)
+
+
+class OldRank(msgspec.Struct, frozen=True):
+    """`Rank` as agents of before this list send it."""
+
+    name: str
+    endpoint: str
+    incarnation: int
+    coord: list[int]
+    sizes: list[int]
+
+
+class OldRegister(msgspec.Struct, frozen=True, tag="register"):
+    rank: OldRank
+
+
+class OldLookup(msgspec.Struct, frozen=True, tag="lookup"):
+    name: str
+
+
+@pytest.fixture
+def wire(zmq_context: Any) -> Iterator[Any]:
+    """`wire(endpoint)`: a DEALER connected to it."""
+    made: list[Any] = []
+
+    def connect(endpoint: str) -> Any:
+        made.append(zmq_context.socket(zmq.DEALER))
+        made[-1].linger = 0
+        made[-1].connect(endpoint)
+        return made[-1]
+
+    yield connect
+    for socket in made:
+        socket.close()
+
+
+def test_agents_of_before_are_served_and_named_as_too_old(make_fleet: Any, wire: Any) -> None:
+    fleet = make_fleet(prefill=(1, 2))
+    fleet.bootstrap = f"tcp://127.0.0.1:{free_port()}"
+    fleet.prefill.append(fleet.prefill_agent(0).start())
+    socket = wire(fleet.bootstrap)
+    old = OldRank("prefill-1", "tcp://127.0.0.1:1", 1, [0, 0, 0, 1], [1, 1, 1, 2])
+    for request in (OldRegister(old), OldLookup("decode-0")):
+        socket.send(msgspec.msgpack.encode(request))
+        assert socket.poll(60_000)
+        roster = registry.decode_roster(socket.recv())
+        assert not roster.refused
+    found = wait_until(lambda: each if (each := find(url_of(fleet))).endpoints else None, "prefill-0 is not listed")
+    assert [each.name for each in found.endpoints] == ["prefill-0"]
+    assert {fault.agent for fault in found.faults} == {"prefill-1", "decode-0"}
+    assert all("its agent is too old (update it)" in fault.message for fault in found.faults)
+
+
+def test_a_registry_of_before_and_other_servers_are_told_from_a_registry(zmq_context: Any, kvctl: Any) -> None:
+    with zmq_context.socket(zmq.ROUTER) as old:  # drops requests of several frames
+        port = old.bind_to_random_port("tcp://127.0.0.1")
+        with pytest.raises(SourceError, match="its agent is too old to list agents"):
+            find(f"registry://127.0.0.1:{port}", timeout_s=1.0)
+        outcome = kvctl("-e", f"registry://127.0.0.1:{port}", "status", "--timeout", "300ms")
+        assert (outcome.code, outcome.err.count("\n")) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    "url", ["registry://", "registry://host", "registry://host:0", "registry://h:1/x", "registry://h:99999"]
+)
+def test_a_malformed_url_is_a_usage_error(url: str) -> None:
+    with pytest.raises(CliError, match="write registry://HOST:PORT"):
+        open_source(url, NO_KEYS)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        {"agents": []},
+        [1],
+        [{"name": "x"}],
+        [dict.fromkeys(("name", "role", "host", "admin", "socket", "address"), "x") | {"heard_ns": "soon"}],
+    ],
+)
+def test_an_answer_of_another_shape_is_refused(data: Any, zmq_context: Any) -> None:
+    with zmq_context.socket(zmq.ROUTER) as server:
+        port = server.bind_to_random_port("tcp://127.0.0.1")
+
+        def answer() -> None:
+            identity, magic, number, _ = server.recv_multipart()
+            server.send_multipart([identity, magic, number, json.dumps({"ok": True, "data": data}).encode()])
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(SourceError, match="not valid: update kvctl"):
+            find(f"registry://127.0.0.1:{port}")
+        thread.join()
+
+
+def test_a_row_with_a_wrong_endpoint_harms_no_other(zmq_context: Any) -> None:
+    row = {"name": "a", "role": "decode", "host": ELSEWHERE, "socket": "", "address": "10.0.0.9", "heard_ns": 0}
+    silent = {**row, "name": "left", "admin": "tcp://10.0.0.9:7312", "heard_ns": 90 * S}
+    wrong = ["exec:reboot", "tcp://a b:1", "file:///etc/passwd", "tcp://*:7311", "tcp://[::]:1x"]
+    rows = [
+        *({**row, "name": f"wrong-{number}", "admin": text} for number, text in enumerate(wrong)),
+        {**row, "admin": "tcp://0.0.0.0:7311"},
+        silent,
+    ]
+    with zmq_context.socket(zmq.ROUTER) as server:
+        port = server.bind_to_random_port("tcp://127.0.0.1")
+
+        def answer() -> None:
+            identity, magic, number, _ = server.recv_multipart()
+            server.send_multipart([identity, magic, number, json.dumps({"ok": True, "data": rows}).encode()])
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        found = find(f"registry://127.0.0.1:{port}")
+        thread.join()
+    assert [each.address for each in found.endpoints] == ["tcp://10.0.0.9:7311"]
+    assert {fault.agent for fault in found.faults} == {f"wrong-{number}" for number in range(len(wrong))}
+    (gone,) = found.gone
+    assert gone.endpoint.name == "left"
+    assert 80 * S < time.time_ns() - gone.seen_ns < 150 * S
