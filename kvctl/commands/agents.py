@@ -31,6 +31,7 @@ AGENTS = View(
         Column("agent"),
         Column("state", styles=palette.AGENT_STATES, help="ok, draining, stale (its process has ended), or an error."),
         Column("role", styles=palette.ROLES),
+        Column("host", width=Width.NORMAL),
         Column("rtt", kind=Kind.DURATION),
         Column("uptime", kind=Kind.DURATION),
         Column("version"),
@@ -103,6 +104,7 @@ def _read(survey: Survey) -> Report:
         {
             **agent.hello,
             "agent": agent.name,
+            "host": agent.host or None,
             "state": "draining" if agent.hello.get("draining") else "ok",
             "rtt_ns": agent.rtt_ns,
             "clock_offset_ns": agent.clock.offset_ns,
@@ -114,11 +116,14 @@ def _read(survey: Survey) -> Report:
     answered = len(rows)
     stale = {endpoint.name: endpoint.address for endpoint in survey.discovery.stale}
     failed = {fault.agent for fault in survey.faults}
-    rows += [{"agent": name, "state": "stale", "endpoint": address} for name, address in stale.items()]
     rows += [
-        {"agent": fault.agent, "state": fault.code}
+        {"agent": name, "host": survey.host_of(name) or None, "state": "stale", "endpoint": address}
+        for name, address in stale.items()
+    ]
+    rows += [
+        {"agent": fault.agent, "host": survey.host_of(fault.agent) or None, "state": fault.code}
         for fault in survey.faults
-        if fault.agent and fault.agent not in stale
+        if fault.agent not in stale
     ]
     text = "its process has ended and left its socket: kvctl agents --prune removes it"
     faults = [*survey.faults, *(Fault(name, FaultCode.UNREACHABLE, text) for name in sorted(stale.keys() - failed))]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from kvctl.render.sanitize import one_line
 
 if TYPE_CHECKING:
     from kvctl.client.calls import Call
+    from kvctl.client.fleet import AgentAnswer
 
 _BASH = r"""# Completion of kvctl for bash, printed by `kvctl completion bash`. To install it:
 #   kvctl completion bash > ~/.local/share/bash-completion/completions/kvctl
@@ -172,10 +173,32 @@ def _help(item: CompletionItem[str]) -> str:
 
 
 def agents(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    """Completes the names of live agents on this machine."""
-    from kvctl.client.endpoints import discover
+    """Completes the names of the context's agents, or else of live agents on this machine."""
+    from kvctl.client.endpoints import discover, is_address
 
+    flags = {**ctx.ensure_object(dict), "endpoint": ()}
+    if any(map(is_address, resolve(flags).endpoints)):
+        return _matching(((agent.name, "") for agent in _agents(ctx, flags=flags)), incomplete)
     return _matching(((endpoint.name, "") for endpoint in discover().live), incomplete)
+
+
+def hosts(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
+    """Completes the names of the agents' hosts."""
+    return _matching(((host, "") for host in sorted({agent.host for agent in _agents(ctx) if agent.host})), incomplete)
+
+
+def labels(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
+    """Completes the keys of labels, and the values of host and role in the last of several."""
+    from kvctl.client.endpoints import LABELS
+
+    before, comma, last = incomplete.rpartition(",")
+    key, separator, value = last.partition("=")
+    if not separator:
+        return _matching(((f"{before}{comma}{each}=", "") for each in LABELS), incomplete)
+    start = f"{before}{comma}{key}="
+    if key == "host":
+        return [CompletionItem(f"{start}{item.value}") for item in hosts(ctx, param, value)]
+    return _matching(((f"{start}{role}", "") for role in ("prefill", "decode") if key == "role"), incomplete)
 
 
 def contexts(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
@@ -213,15 +236,27 @@ def rooms(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
 
 def _answers(ctx: click.Context, calls: Sequence[Call]) -> list[dict[str, Any]]:
     from kvctl.client.fleet import room_rows
+
+    agents = _agents(ctx, calls)
+    return [row for call in calls for agent in agents for row in room_rows(agent.data, call.command)]
+
+
+def _agents(
+    ctx: click.Context, calls: Sequence[Call] = (), flags: Mapping[str, Any] | None = None
+) -> list[AgentAnswer]:
+    """Returns the agents that answer `calls` in the time that a person waits for a completion.
+
+    `flags` are by default those of the command line.
+    """
     from kvctl.commands.queries import source
 
-    settings = resolve(ctx.ensure_object(dict))
+    settings = resolve(ctx.ensure_object(dict) if flags is None else flags)
     for timeout_ns in _ANSWER_NS:
         with source(replace(settings, timeout_ns=timeout_ns)) as fleet:
             survey = fleet.survey(calls)
         if survey.agents or not survey.discovery.live:
             break
-    return [row for call in calls for agent in survey.agents for row in room_rows(agent.data, call.command)]
+    return survey.agents
 
 
 def _matching(items: Iterable[tuple[str, str]], incomplete: str) -> Items:

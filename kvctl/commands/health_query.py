@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvctl.client.calls import Call
+from kvctl.client.faults import Fault
 from kvctl.client.fleet import Survey
 from kvctl.commands.queries import source
 from kvctl.commands.settings import Settings
 from kvctl.health.codes import CODES
 from kvctl.health.engine import examine
+from kvctl.health.finding import Severity
 from kvctl.health.mutes import Judged, judge, load_or_warn
 from kvctl.health.snapshot import DIAGNOSIS_CALLS, Snapshot
+from kvctl.render.groups import placed
 
 PAUSE_S = 1.0
 """Time between two readings: long enough for a slow lane to make progress, short enough to wait for."""
@@ -77,3 +81,46 @@ def _previous_moment(settings: Settings, calls: Sequence[Call]) -> Snapshot | No
         file.seek(file.moment - 1)
         survey = file.survey(calls)
     return Snapshot(survey, survey.tick_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRows:
+    """Rows of `kvctl status`, one for each agent.
+
+    Attributes:
+        rows: the answers to `status` with host, instance and health codes; for an agent that did not answer a row with
+            `name`, `host` and `health` only, its fault.
+        answered: number of agents that answered.
+        faults: faults of those that did not.
+        notes: remarks about agents that answered only a part.
+    """
+
+    rows: Sequence[Mapping[str, Any]]
+    answered: int
+    faults: Sequence[Fault]
+    notes: list[str]
+
+
+def agent_rows(survey: Survey, reading: HealthReading) -> AgentRows:
+    """Returns a row for each agent of a survey of `HEALTH_CALLS`."""
+    codes: dict[str, dict[str, None]] = {}  # without duplicates, most severe first
+    for finding in reading.judged.raised:
+        if finding.severity > Severity.INFO:
+            for name in finding.agents:
+                codes.setdefault(name, {})[finding.code] = None
+    rows: list[dict[str, Any]] = [
+        {**data, "host": agent.host, "health": list(codes.get(agent.name, ()))}
+        for agent, data in survey.answers("status")
+    ]
+    answered = {row["name"] for row in rows}
+    # An agent that refuses a query that only health needs has answered nevertheless.
+    faults = [fault for fault in survey.faults if fault.agent not in answered]
+    silent = [
+        {"name": fault.agent, "host": survey.host_of(fault.agent), "health": [fault.code]}
+        for fault in faults
+        if fault.agent
+    ]
+    notes = [
+        f"{fault.agent}: health is incomplete: {fault.message}" for fault in survey.faults if fault.agent in answered
+    ]
+    return AgentRows(placed([*rows, *silent]), len(rows), faults, notes)

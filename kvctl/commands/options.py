@@ -46,7 +46,7 @@ def completed_by(kind: str) -> Callable[[click.Context, click.Parameter, str], A
     """Returns a shell-completion function, which imports the module `completion` only when it is called.
 
     Args:
-        kind: function of that module: agents, contexts, columns or rooms.
+        kind: function of that module: agents, hosts, labels, contexts, columns or rooms.
     """
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> Any:
@@ -98,7 +98,8 @@ def global_options() -> list[click.Option]:
             "labels",
             multiple=True,
             metavar="K=V,…",
-            help="Only agents with these labels: role=decode,tp=0.",
+            shell_complete=completed_by("labels"),
+            help="Only agents with these labels: role=decode,tp=0,host=node-3.",
         ),
         _option(
             "--timeout", metavar="TIME", help=f"Time limit for the answer of each agent. [default: {DEFAULT_TIMEOUT}]"

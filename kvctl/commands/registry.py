@@ -11,6 +11,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     "Inspect": {
         "status": "Health, ranks, rooms, rings, rate and latency on one screen.",
         "top": "Live view of the fleet in a terminal; snapshots to files.",
+        "hosts": "Hosts: agents, instances, rate, clock, health.",
         "agents": "Agents: round trip time, version, uptime, stale sockets.",
         "rooms": "Active and finished rooms; one room on all its ranks.",
         "staging": "Staging rings and buffers; a map of each ring.",

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import click
 
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
-from kvctl.commands.health_query import HealthQuery
+from kvctl.commands.health_query import HealthQuery, agent_rows
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.queries import follow, run
 from kvctl.commands.settings import Settings
-from kvctl.health.finding import Finding, Severity
+from kvctl.health.finding import Severity
 from kvctl.health.snapshot import HEALTH_CALLS
 from kvctl.render.findings import in_short
-from kvctl.render.groups import FOLD_ABOVE, By, placed, table
+from kvctl.render.groups import FOLD_ABOVE, By, table
 from kvctl.render.report import Grid, Report
 from kvctl.render.status import STATUS, STATUS_LINES, FleetSummary, Rates, rates, screen, status_line, summarise
 from kvctl.render.view import Row
@@ -69,26 +68,14 @@ def status(settings: Settings, by: str | None) -> None:
 def _read(survey: Survey, health: HealthQuery, by: str | None) -> Report:
     look = health(survey)
     raised, muted = look.judged.raised, len(look.judged.muted)
-    rows: list[dict[str, Any]] = [
-        {**data, "host": agent.host, "health": _codes_of(agent.name, raised)}
-        for agent, data in survey.answers("status")
-    ]
-    answered = {agent.name for agent, _ in survey.answers("status")}
-    # An agent that refuses a query that only health needs has answered nevertheless.
-    faults = [fault for fault in survey.faults if fault.agent not in answered]
-    notes = [f"{fault.agent}: health is incomplete: {fault.message}" for fault in survey.faults if fault not in faults]
-    silent = [
-        {"name": fault.agent, "host": survey.host_of(fault.agent), "health": [fault.code]}
-        for fault in faults
-        if fault.agent
-    ]
+    found = agent_rows(survey, look)
     return Report(
         STATUS,
-        placed([*rows, *silent]),
-        len(rows),
-        faults,
-        blocks=lambda kept, width: screen(kept, len(faults), in_short(raised, muted), _table(kept, by)),
-        notes=[*notes, *look.remarks],
+        found.rows,
+        found.answered,
+        found.faults,
+        blocks=lambda kept, width: screen(kept, len(found.faults), in_short(raised, muted), _table(kept, by)),
+        notes=[*found.notes, *look.remarks],
     )
 
 
@@ -97,11 +84,6 @@ def _table(rows: Sequence[Row], by: str | None) -> Grid | None:
     if by == _AGENT or (by is None and len(rows) <= FOLD_ABOVE):
         return None
     return table(rows, None if by is None else By(by))
-
-
-def _codes_of(agent: str, findings: Iterable[Finding]) -> list[str]:
-    """Returns the codes of the findings about an agent, without duplicates, most severe first."""
-    return list(dict.fromkeys(each.code for each in findings if agent in each.agents and each.severity > Severity.INFO))
 
 
 class _Stream:

@@ -48,6 +48,11 @@ def duration(value: float | None) -> str:
     return f"{sign}{days}d{hours % 24:02d}h"
 
 
+def offset(value: float | None) -> str:
+    """Formats the offset of a clock in ns with its sign: `+3.1 ms`, `-12 µs`."""
+    return f"{'+' * (value is not None and value > 0)}{duration(value)}"
+
+
 def milliseconds(value: float | None) -> str:
     """Formats nanoseconds as milliseconds with fixed decimals, `14.500`, so that columns of times align."""
     return UNKNOWN if value is None else f"{value / 1e6:.3f}"

@@ -705,6 +705,46 @@ def fleet(start: Start) -> tuple[str, ...]:
     return FLEET
 
 
+@pytest.fixture
+def start_hosts(start: Start) -> Callable[..., list[str]]:
+    """Starts hosts n1, n2, … with two agents each, prefill and decode in turn: `start_hosts(5, changes)`.
+
+    `changes` are changes to the status of agents, by name; a name is `prefill-0@n1`.
+    """
+
+    def make(hosts: int, changes: dict[str, dict[str, Any]] | None = None) -> list[str]:
+        names = []
+        for host in range(1, hosts + 1):
+            for tp in range(2):
+                own = f"{('prefill', 'decode')[host % 2 == 0]}-{tp}"
+                name = f"{own}@n{host}"
+                answer = {
+                    **status(own),
+                    "name": name,
+                    "host": f"n{host}",
+                    "rank": {"dp": 0, "pp": 0, "cp": 0, "tp": tp, "unique": tp},
+                    "sizes": {"dp": 1, "pp": 1, "cp": 1, "tp": 2},
+                    "registry": f"tcp://10.0.0.{host}:4999" if own.startswith("prefill") else None,
+                    "device": f"cuda:{tp}",
+                    "rooms_finished_total": {"Success": 1204, "Failed": 0},
+                    **(changes or {}).get(name, {}),
+                }
+                quiet: dict[str, Any] = {command: lambda _: [] for command in ("rooms", "history", "peers", "config")}
+                quiet |= {"metrics": lambda _: [], "failed": lambda _: {"rooms": [], "kept": 0, "dropped_total": 0}}
+                quiet["staging"] = lambda _, own=own, name=name: {
+                    **staging(own),
+                    "agent": name,
+                    "ring": None,
+                    "gated": [],
+                }
+                quiet["status"] = lambda _, answer=answer: answer
+                start(name, {**answers(own), **quiet}, role=role_of(own), host=f"n{host}")
+                names.append(name)
+        return names
+
+    return make
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """Exit code and output of one call of `kvctl`."""

@@ -59,6 +59,8 @@ NOT_HERE = {
     ("staging", "release"),
     ("config", "set"),
     ("peers", "probe"),
+    ("hosts", "ls"),
+    ("hosts", "show"),
 }
 SUFFIXES = {
     "table": "-pipe.txt",
