@@ -36,6 +36,7 @@ _FIELDS = frozenset(
     if isinstance(each, type)
     for name in getattr(each, "__annotations__", ())
 )
+_HOST_FIELDS = frozenset({"host", "peer_host"})
 _PATH_FIELDS = frozenset({"path", "directory", "endpoint", "value", "default"})
 _MIN_SUBSTRING = 6
 # Names that reveal nothing and are parts of kvctl's own names.
@@ -85,8 +86,10 @@ class Redaction:
         return cls(_hosts(), _users(), _paths())
 
     def learn(self, document: Any) -> None:
-        """Collects host names that are recognisable by their form, to remove them also where they are not."""
-        for text in _texts(document):
+        """Collects host names that are recognisable by field or form, to remove them also where they are not."""
+        for key, text in _texts(document):
+            if key in _HOST_FIELDS:
+                self._know("host", text)
             for found in _ENDPOINT.finditer(text):
                 if found[1] != "ipc":
                     self._know("host", _host_of(found[2].rstrip(".!?")))
@@ -211,16 +214,17 @@ def _is_address(text: str) -> bool:
     return True
 
 
-def _texts(document: Any) -> Iterator[str]:
+def _texts(document: Any, key: Any = "") -> Iterator[tuple[Any, str]]:
+    """Yields all texts in JSON data, each with the field that has it; names of fields with ""."""
     if isinstance(document, str):
-        yield document
+        yield key, document
     elif isinstance(document, Mapping):
         for name, value in document.items():
             yield from _texts(name)
-            yield from _texts(value)
+            yield from _texts(value, name)
     elif isinstance(document, list | tuple):
         for value in document:
-            yield from _texts(value)
+            yield from _texts(value, key)
 
 
 def _hosts() -> list[str]:

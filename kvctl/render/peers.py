@@ -52,7 +52,10 @@ PEERS = View(
             help="Time since the measurement.",
         ),
         Column(
-            "lane_kind", width=Width.WIDE, header="CARRIED BY", help="Type of GPU connection, inferred from the rate."
+            "lane_kind", width=Width.WIDE, header="CARRIED BY", help="Type of GPU connection: cuda_ipc, rdma or tcp."
+        ),
+        Column(
+            "lane_source", width=Width.WIDE, header="TOLD BY", help="Origin of CARRIED BY: engine, or rate of a write."
         ),
         Column("lane_direct", width=Width.WIDE, header="DIRECT BY"),
         Column(

@@ -23,9 +23,8 @@ _GID_SETTINGS = ("UCX_IB_GID_INDEX", "MC_GID_INDEX")
 class NicQuery:
     """Reads the network devices of this host for one rank, on the admin thread and only when asked.
 
-    A reading is kept for a second, whoever asks. What seldom changes and needs many system calls (open devices, routes)
-    is kept for a minute: each call gives up the GIL, and beside an engine's thread that runs Python each takes 5 ms to
-    get it back.
+    A reading is kept for a second, whoever asks. Open devices and routes, which seldom change and need a system call
+    for each descriptor and each peer, are kept for a minute.
 
     Args:
         rank: the rank.
@@ -96,8 +95,8 @@ def lane(
 ) -> Lane:
     """Returns the devices of a rank's lanes, from the best of these sources: engine, open devices, settings, route.
 
-    NIXL's binding does not tell which devices UCX uses. UCX closes those that UCX_NET_DEVICES excludes, so it chooses
-    among those that the process has open.
+    NIXL's binding does not tell which devices UCX uses. UCX closes those that it does not choose among, so they are
+    among those that the process has open; others may have been opened by NCCL.
 
     Args:
         transport: description of the transport; `devices` are those that the engine reports to its peers.
@@ -105,25 +104,23 @@ def lane(
         environment: variables of the process.
         ways: routes to the peers.
     """
-    protocol, told = transport.get("protocol", ""), transport.get("devices", [])
-    protocol = protocol if isinstance(protocol, str) else ""
-    named = environment.get("UCX_NET_DEVICES", "") if not protocol else ""
-    chosen = (
-        []
-        if named.startswith("^")
-        else [name for each in named.split(",") if (name := each.strip()) not in ("", "all")]
-    )
-    if told and isinstance(told, list):
+    protocol, told = str(transport.get("protocol", "")), transport.get("devices")
+    if isinstance(told, list) and told:
         return {"devices": told, "source": "engine", "protocol": protocol}
-    if opened and protocol != "tcp":
-        # With its port, where the setting names one.
-        ported = {name.partition(":")[0]: name for name in chosen}
-        devices = [ported.get(device, device) for device in opened]
-        return {"devices": devices, "source": "open devices", "protocol": protocol}
+    chosen = _chosen(environment.get("UCX_NET_DEVICES", "")) if not protocol else []
+    in_use = [name for name in chosen if name.partition(":")[0] in opened] if chosen else list(opened)
+    if in_use and protocol != "tcp":
+        return {"devices": in_use, "source": "open devices", "protocol": protocol}
     if chosen:
         return {"devices": chosen, "source": "settings", "protocol": protocol}
     interfaces = sorted({each["interface"] for each in ways})
     return {"devices": interfaces, "source": "route" if interfaces else "", "protocol": protocol}
+
+
+def _chosen(net_devices: str) -> list[str]:
+    """Returns the devices that a value of UCX_NET_DEVICES names; none for "all" and exclusions."""
+    names = [] if net_devices.startswith("^") else [each.strip() for each in net_devices.split(",")]
+    return [name for name in names if name not in {"", "all"}]
 
 
 # ---- routes ----------------------------------------------------------------------------------------------------

@@ -60,7 +60,6 @@ class ObservedAgent:
         self._parts = parts
         self._integration = integration
         self._costs = TransferCosts(parts)
-        self._lanes: dict[str, str | list[str]] | None = None
 
     @property
     def name(self) -> str:
@@ -108,17 +107,24 @@ class ObservedAgent:
     def memory_gb_per_s(self) -> float | None:
         return self._parts.connections.memory_gb_per_s
 
+    @cached_property
+    def _transport(self) -> dict[str, str | list[str]]:
+        return {key: _shown(value) for key, value in self._parts.transport.describe().items()}
+
+    @property
+    def _protocol(self) -> str:
+        """Protocol that the engine tells; "" for none."""
+        return str(self._transport.get("protocol", ""))
+
     def describe(self) -> RankDescription:
         parts, pool = self._parts, self._parts.pool
-        if self._lanes is None:
-            self._lanes = {key: _shown(value) for key, value in parts.transport.describe().items()}
         met = list(parts.machine.peers.values())
-        in_use = kinds_in_use(parts.connections, pool, parts.local, met)
+        in_use = kinds_in_use(parts.connections, pool, parts.local, met, self._protocol)
         return {
             "rank": self._rank,
             "sizes": self._sizes,
             "registry": parts.lifecycle.instances[0] if parts.role == "prefill" else None,
-            "transport": {**self._lanes, "lanes": [*self._lanes["lanes"], *in_use]},
+            "transport": {**self._transport, "lanes": [*self._transport["lanes"], *in_use]},
             "device": "cpu" if pool.device is None else pool.device.name,
             "pool": self._pool,
             "integration": self._integration,
@@ -238,7 +244,7 @@ class ObservedAgent:
         watermark = [gate.position.round, gate.position.tail, gate.sequence] if gate.heard_ns else None
         measured = parts.connections.measured.get(peer.name)
         connection = parts.connections.by_peer.get(peer.name)
-        kind = kind_of(parts.connections, parts.pool, parts.local, peer)
+        kind = kind_of(parts.connections, parts.pool, parts.local, peer, self._protocol)
         role: Role = "decode" if parts.role == "prefill" else "prefill"
         return {
             "agent": parts.name,
@@ -260,6 +266,7 @@ class ObservedAgent:
             "lane_measured_age_ns": time.monotonic_ns() - measured.at_ns if measured else None,
             "lane_kind": kind.name if kind else None,
             "lane_expected": kind.expected if kind else None,
+            "lane_source": kind.source if kind else None,
             "lane_direct": connection.mapping.lane if connection and connection.mapping else None,
             "lane_why_not": connection.why_not
             if connection and parts.pool.device is not None and not connection.mapping
@@ -275,22 +282,31 @@ class ObservedAgent:
         }
 
 
-def kind_of(connections: PeerConnections, pool: KVPool, local: LocalInfo, peer: Peer) -> Interconnect | None:
-    """Infers the interconnect to a peer from its measured rate; None if not measured, or if the pool is host memory."""
+def kind_of(
+    connections: PeerConnections, pool: KVPool, local: LocalInfo, peer: Peer, protocol: str = ""
+) -> Interconnect | None:
+    """Returns the interconnect to a peer; None if its rate is not measured, or if the pool is host memory.
+
+    `protocol` is the one that the engine tells, without which the rate decides.
+    """
     measured = connections.measured.get(peer.name)
     if measured is None or peer.info is None or pool.device is None or pool.device.index == HOST:
         return None
-    return interconnect_of(measured.cost.write_gb_per_s, peer.info.host == local.host, has_infiniband())
+    return interconnect_of(measured.cost.write_gb_per_s, peer.info.host == local.host, has_infiniband(), protocol)
 
 
-def kinds_in_use(connections: PeerConnections, pool: KVPool, local: LocalInfo, peers: Iterable[Peer]) -> list[str]:
+def kinds_in_use(
+    connections: PeerConnections, pool: KVPool, local: LocalInfo, peers: Iterable[Peer], protocol: str = ""
+) -> list[str]:
     """Returns one text per kind of interconnect in use, with its best measured rate: `rdma (inferred: 48 GB/s)`."""
-    best: dict[str, float] = {}
+    best: dict[Interconnect, float] = {}
     for peer in peers:
-        kind, measured = kind_of(connections, pool, local, peer), connections.measured.get(peer.name)
+        kind, measured = kind_of(connections, pool, local, peer, protocol), connections.measured.get(peer.name)
         if kind is not None and measured is not None:
-            best[kind.name] = max(best.get(kind.name, 0.0), measured.cost.write_gb_per_s)
-    return [f"{name} (inferred: {rate:.3g} GB/s)" for name, rate in sorted(best.items())]
+            best[kind] = max(best.get(kind, 0.0), measured.cost.write_gb_per_s)
+    return [
+        f"{kind.name} ({'inferred: ' * (kind.source == 'rate')}{rate:.3g} GB/s)" for kind, rate in sorted(best.items())
+    ]
 
 
 def _shown(value: Any) -> str | list[str]:

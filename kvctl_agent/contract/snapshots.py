@@ -374,8 +374,9 @@ class PeerRow(TypedDict):
     lane_gb_per_s: float | None  # prefill: rate of one large write; None: not measured
     lane_descriptor_ns: int | None  # prefill: cost of one scattered descriptor of 512 bytes; None: not measured
     lane_measured_age_ns: int | None
-    lane_kind: str | None  # prefill, pool on a GPU: cuda_ipc, rdma, "tcp through the host"; inferred from the rate
+    lane_kind: str | None  # prefill, pool on a GPU: cuda_ipc, rdma, "tcp through the host"
     lane_expected: str | None  # the fastest kind that this hardware allows
+    lane_source: str | None  # origin of lane_kind: engine, or rate of a large write
     lane_direct: str | None  # prefill, pool on a GPU: mapping of the peer's memory: nvlink, same device, pcie
     lane_why_not: str | None  # why the peer's memory is not mapped
     same_host: bool | None  # the peer's process is visible here, so its death can be proven; None: not connected yet

@@ -136,6 +136,7 @@ def _write_us(transport: Transport, peer: str, here: Addresses, there: Addresses
 CUDA_IPC = "cuda_ipc"
 RDMA = "rdma"
 THROUGH_HOST = "tcp through the host"
+_OF_PROTOCOL = {"tcp": THROUGH_HOST, "rdma": RDMA, "efa": RDMA, "nvlink": CUDA_IPC, "nvlink_intra": CUDA_IPC}
 
 _IPC_GB_PER_S = 12.0  # cuda_ipc over PCIe reaches 20 to 50
 _RDMA_GB_PER_S = 4.0  # GPUDirect on 100 Gbit/s reaches 11; a copy through the host 2
@@ -143,34 +144,46 @@ _MORE_THAN_NETWORKS_GB_PER_S = 120.0  # UCX uses at most two network cards for a
 
 
 class Interconnect(NamedTuple):
-    """The interconnect between two GPUs, inferred from the rate of a large write.
+    """The interconnect between two GPUs, as the engine tells, or inferred from the rate of a large write.
 
-    UCX selects a lane for every kind of memory, and may select a slow lane without a warning. The lane cannot be
-    queried later: UCX's protocol table is only logged, and NIXL's telemetry contains only times. But the rates of the
-    lanes differ so much that the rate of one large write identifies the lane: on an H200, cuda_ipc reaches 373 GB/s
-    over NVLink and 1,400 GB/s within a GPU, and a copy through the host 0.6 (UCX) to 2.2 GB/s (Mooncake).
+    Mooncake's engine tells its one protocol. UCX selects a lane for every kind of memory, and may select a slow lane
+    without a warning. The lane cannot be queried later: UCX's protocol table is only logged, and NIXL's telemetry
+    contains only times. But the rates of the lanes differ so much that the rate of one large write identifies the lane:
+    on an H200, cuda_ipc reaches 373 GB/s over NVLink and 1,400 GB/s within a GPU, and a copy through the host 0.6 (UCX)
+    to 2.2 GB/s (Mooncake).
 
     Attributes:
-        name: The inferred interconnect: CUDA_IPC, RDMA or THROUGH_HOST.
+        name: The interconnect: CUDA_IPC, RDMA or THROUGH_HOST.
         expected: The best interconnect on this hardware.
+        source: Origin of `name`: "engine" or "rate".
     """
 
     name: str
     expected: str
+    source: str
 
 
-def interconnect_of(gb_per_s: float, same_host: bool, network: bool) -> Interconnect:
-    """Infers the interconnect between two GPUs from the rate of a large write.
+def interconnect_of(gb_per_s: float, same_host: bool, network: bool, protocol: str = "") -> Interconnect:
+    """Returns the interconnect between two GPUs, inferred from the rate of a large write if the engine does not tell.
 
     Args:
         gb_per_s: Rate in 10⁹ bytes per second.
         same_host: Whether both ends are on one host and in one PID namespace.
         network: Whether this host has an RDMA device.
+        protocol: Protocol that the engine tells; "" for none.
     """
+    rate, told = _of_rate(gb_per_s, same_host, network), _OF_PROTOCOL.get(protocol)
+    if told is None:
+        return rate
+    # An engine with one protocol has no better one within a host than RDMA, if its peers are on other hosts, too.
+    return Interconnect(told, RDMA if told == RDMA else rate.expected, "engine")
+
+
+def _of_rate(gb_per_s: float, same_host: bool, network: bool) -> Interconnect:
     if gb_per_s >= (_IPC_GB_PER_S if same_host else _MORE_THAN_NETWORKS_GB_PER_S):
-        return Interconnect(CUDA_IPC, CUDA_IPC)
+        return Interconnect(CUDA_IPC, CUDA_IPC, "rate")
     if same_host:
-        return Interconnect(THROUGH_HOST, CUDA_IPC)
+        return Interconnect(THROUGH_HOST, CUDA_IPC, "rate")
     if not network:
-        return Interconnect(THROUGH_HOST, THROUGH_HOST)
-    return Interconnect(RDMA if gb_per_s >= _RDMA_GB_PER_S else THROUGH_HOST, RDMA)
+        return Interconnect(THROUGH_HOST, THROUGH_HOST, "rate")
+    return Interconnect(RDMA if gb_per_s >= _RDMA_GB_PER_S else THROUGH_HOST, RDMA, "rate")

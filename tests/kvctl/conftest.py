@@ -297,6 +297,7 @@ def peers(name: str) -> list[dict[str, Any]]:
             "lane_measured_age_ns": 70 * S if role_of(name) == "prefill" and other == "decode-0" else None,
             "lane_kind": "cuda_ipc" if role_of(name) == "prefill" else None,
             "lane_expected": "cuda_ipc" if role_of(name) == "prefill" else None,
+            "lane_source": "rate" if role_of(name) == "prefill" else None,
             "lane_direct": "nvlink" if role_of(name) == "prefill" and other == "decode-0" else None,
             "lane_why_not": "decode-1's pool is host memory" if other == "decode-1" else None,
             "same_host": True,

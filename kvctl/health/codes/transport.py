@@ -54,9 +54,10 @@ _WIRE = 'rate(kvctl_stage_seconds_sum{stage="wire"}[5m]) / rate(kvctl_stage_seco
     "slower one without an error: different PID or IPC namespaces disable cuda_ipc and shared memory, UCX_TLS or "
     "UCX_NET_DEVICES exclude the fast device. A lane is slow if one writer's parts take five times as long on the wire "
     "as those of the other writers, by part and by byte, or if kvctl peers probe measured a lane within one host far "
-    "below the speed of memory. No engine reports which lane carries bytes between GPUs, so it is inferred from the "
-    "measured rate: CUDA IPC over NVLink runs at hundreds of GB/s, a copy through the host at one or two. Such a lane "
-    "is slow if the hardware has a faster one: CUDA IPC within a host, RDMA from a host with such devices.",
+    "below the speed of memory. Which lane carries bytes between GPUs is told by Mooncake's engine; NIXL does not "
+    "tell, so it is inferred from the measured rate (evidence lane_source says which): CUDA IPC over NVLink runs at "
+    "hundreds of GB/s, a copy through the host at one or two. Such a lane is slow if the hardware has a faster one: "
+    "CUDA IPC within a host, RDMA from a host with such devices.",
     remedy="Measure the lane with kvctl peers probe; compare UCX_TLS, UCX_NET_DEVICES, namespaces and devices of the "
     "two hosts with a pair that is fast (kvctl doctor). Between GPUs: UCX_TLS with cuda_ipc, both GPUs visible to both "
     "processes (CUDA_VISIBLE_DEVICES), containers with --ipc=host --pid=host; nvidia-peermem for RDMA.",
@@ -152,6 +153,7 @@ def _slower_than_hardware(agent: Agent) -> Iterator[Finding]:
             evidence={
                 "lane": text(worst, "lane"),
                 "lane_kind": text(worst, "lane_kind"),
+                "lane_source": text(worst, "lane_source"),
                 "lane_expected": expected,
                 "lane_gb_per_s": round(rate, 3),
                 "lane_direct": worst.get("lane_direct"),

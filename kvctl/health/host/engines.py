@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 from kvctl.health.finding import Severity
 from kvctl.health.host.view import Fact, HostView
+from kvctl_agent.contract.nics import HostNics
 from kvctl_agent.contract.processors import engine_threads
+from kvctl_agent.contract.snapshots import Nic
 
 Environments = Mapping[str, Mapping[str, str]]
 """Environment variables of agents, by the agent's name."""
@@ -47,12 +49,9 @@ def _rdma(host: HostView) -> Fact:
     devices = rdma_devices(host)
     if not devices:
         return Fact("RDMA", "no device", "transfers use shared memory on this host and TCP between hosts; this is fine")
-    states = {
-        f"{device}:{port}": (host.text(f"{_INFINIBAND}/{device}/ports/{port}/state") or "").rpartition(" ")[2]
-        for device in devices
-        for port in host.names(f"{_INFINIBAND}/{device}/ports")
-    }
-    active = [name for name, state in states.items() if state == "ACTIVE"]
+    ports = [nic for nic in HostNics(host.root).read() if nic["kind"] == "rdma"]
+    active = [_port(nic) for nic in ports if nic["state"] == "active"]
+    others = [f"{nic['name']} {nic['state'] or 'unknown'}" for nic in ports if nic["state"] != "active"]
     if not any(name.startswith("uverbs") for name in host.names("/dev/infiniband")):
         return Fact(
             "RDMA",
@@ -64,12 +63,20 @@ def _rdma(host: HostView) -> Fact:
     if not active:
         return Fact(
             "RDMA",
-            ", ".join(f"{name} {state or 'unknown'}" for name, state in states.items()) or ", ".join(devices),
+            ", ".join(others or devices),
             "no port is active, so engines fall back to TCP",
             Severity.WARNING,
             "`ibstat` shows why: cable, switch or subnet manager",
         )
-    return Fact("RDMA", f"active: {', '.join(active)}", "lanes over RDMA are possible")
+    found = f"active: {', '.join(active)}" + (f"; not active: {', '.join(others)}" if others else "")
+    return Fact(
+        "RDMA", found, "lanes over RDMA are possible; kvctl nics shows rates, faults and the ranks that use them"
+    )
+
+
+def _port(nic: Nic) -> str:
+    bits = nic["bits_per_s"]
+    return nic["name"] if bits is None else f"{nic['name']} ({nic['link']}, {bits / 1e9:g} Gbit/s)"
 
 
 def _gpu(host: HostView) -> Fact:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,25 @@ def test_a_request_id_is_replaced_as_a_whole() -> None:
     replaced = [{"request_id": name} for name in ("request-1", None, "request-2", "request-1")]
     assert redaction.document(rows) == replaced
     assert redaction.document(replaced) == replaced
+
+
+def test_network_devices_keep_their_names_and_lose_their_addresses(canned: Any) -> None:
+    answer = canned.nics("prefill-0")
+    answer["nics"][0]["gids"].append(
+        {"index": 1, "gid": "fe80::a288:c2ff:fe00:6", "kind": "RoCE v2", "interface": "rail0"}
+    )
+    answer["routes"] = [{"peer": "decode-0", "address": "10.0.1.9", "interface": "eth0", "gateway": "10.0.1.254"}]
+    document = {
+        "host": "gpu-rack7-03",
+        "nics": answer,
+        "peers": [{"peer_host": "gpu-rack7-04", "process": "4 on gpu-rack7-04"}],
+    }
+    redaction = Redaction()
+    redaction.learn(document)
+    redacted = redaction.document(document)
+    text = json.dumps(redacted)
+    assert not [secret for secret in ("fe80", "10.0.1", "rack7", "a288", "node-3") if secret in text]
+    assert redacted["peers"][0] == {"peer_host": "host-3", "process": "4 on host-3"}
+    first = redacted["nics"]["nics"][0]
+    assert (first["name"], first["pci"], first["gids"][0]["kind"]) == ("mlx5_0:1", "0000:18:00.0", "RoCE v2")
+    assert redacted["nics"]["lane"] == answer["lane"]

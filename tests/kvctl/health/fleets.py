@@ -305,6 +305,7 @@ class Fleet:
             "lane_measured_age_ns": 590 * S if role(name) == "prefill" else None,
             "lane_kind": None,
             "lane_expected": None,
+            "lane_source": None,
             "lane_direct": None,
             "lane_why_not": None,
             "same_host": True,

@@ -44,12 +44,13 @@ def test_a_lane_is_named_once_it_was_measured(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(under_test, "has_infiniband", lambda: False)
     lanes, peers = measured(a=373.0, b=360.0, c=0.58), [a_peer("a"), a_peer("b"), a_peer("c", "there"), a_peer("d")]
     assert [kind_of(lanes, a_pool(0), LOCAL, peer) for peer in peers] == [
-        (CUDA_IPC, CUDA_IPC),
-        (CUDA_IPC, CUDA_IPC),
-        (THROUGH_HOST, THROUGH_HOST),
+        (CUDA_IPC, CUDA_IPC, "rate"),
+        (CUDA_IPC, CUDA_IPC, "rate"),
+        (THROUGH_HOST, THROUGH_HOST, "rate"),
         None,
     ]
     assert kinds_in_use(lanes, a_pool(0), LOCAL, peers) == [
         "cuda_ipc (inferred: 373 GB/s)",
         "tcp through the host (inferred: 0.58 GB/s)",
     ]
+    assert kinds_in_use(lanes, a_pool(0), LOCAL, peers[:1], "tcp") == ["tcp through the host (373 GB/s)"]

@@ -40,12 +40,24 @@ def rank(endpoints: dict[str, str] | None = None, gpu: str | None = None, **tran
         ({"protocol": "rdma", "devices": ["mlx5_3"]}, AMONG_EIGHT, {}, (["mlx5_3"], "engine", "rdma")),
         ({}, ["mlx5_3"], {}, (["mlx5_3"], "open devices", "")),
         ({}, ["mlx5_3"], {"UCX_NET_DEVICES": "mlx5_3:1,eth0"}, (["mlx5_3:1"], "open devices", "")),
+        ({}, AMONG_EIGHT, {"UCX_NET_DEVICES": "mlx5_3:1"}, (["mlx5_3:1"], "open devices", "")),  # the others: NCCL
+        ({}, AMONG_EIGHT, {"UCX_NET_DEVICES": "eth0"}, (["eth0"], "settings", "")),
         ({}, [], {"UCX_NET_DEVICES": "mlx5_3:1, eth0"}, (["mlx5_3:1", "eth0"], "settings", "")),
         ({}, [], {"UCX_NET_DEVICES": "all"}, (["eth0"], "route", "")),
         ({}, [], {"UCX_NET_DEVICES": "^mlx5_0"}, (["eth0"], "route", "")),
         ({"protocol": "tcp", "devices": []}, AMONG_EIGHT, {"UCX_NET_DEVICES": "mlx5_1:1"}, (["eth0"], "route", "tcp")),
     ],
-    ids=["engine", "open", "open with port", "settings", "all", "exclusion", "the engine says tcp"],
+    ids=[
+        "engine",
+        "open",
+        "open with port",
+        "open by others",
+        "an interface",
+        "settings",
+        "all",
+        "exclusion",
+        "the engine says tcp",
+    ],
 )
 def test_the_best_source_tells_the_devices(
     transport: dict[str, Any], opened: list[str], environment: dict[str, str], expected: tuple[list[str], str, str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from pathlib import Path
@@ -172,3 +173,17 @@ def test_bytes_through_an_interface_of_this_host_are_counted() -> None:
                 client.sendall(bytes(1 << 16))
                 assert peer.recv(1 << 16, socket.MSG_WAITALL)
     assert sent() - before >= 16 << 16
+
+
+def test_a_device_that_answers_slowly_does_not_keep_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0]
+    real = os.read
+
+    def slow(fd: int, size: int) -> bytes:
+        clock[0] += 800_000_000
+        return real(fd, size)
+
+    monkeypatch.setattr(time, "monotonic_ns", lambda: clock[0])
+    monkeypatch.setattr(os, "read", slow)
+    (tmp_path / "counter").write_text("7")
+    assert read_files([str(tmp_path / "counter")] * 5) == [b"7", b"7", None, None, None]

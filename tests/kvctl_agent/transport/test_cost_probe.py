@@ -135,4 +135,20 @@ def test_the_cost_of_a_write_adds_up() -> None:
     ],
 )
 def test_the_rate_tells(gb_per_s: float, same_host: bool, network: bool, name: str, expected: str) -> None:
-    assert interconnect_of(gb_per_s, same_host, network) == (name, expected)
+    assert interconnect_of(gb_per_s, same_host, network) == (name, expected, "rate")
+
+
+@pytest.mark.parametrize(
+    ("protocol", "same_host", "name", "expected"),
+    [
+        ("tcp", True, THROUGH_HOST, CUDA_IPC),
+        ("tcp", False, THROUGH_HOST, RDMA),
+        ("rdma", False, RDMA, RDMA),
+        ("rdma", True, RDMA, RDMA),  # it has no other protocol
+        ("nvlink_intra", True, CUDA_IPC, CUDA_IPC),
+    ],
+)
+def test_an_engine_that_tells_its_protocol_is_believed(
+    protocol: str, same_host: bool, name: str, expected: str
+) -> None:
+    assert interconnect_of(2.2, same_host, True, protocol) == (name, expected, "engine")

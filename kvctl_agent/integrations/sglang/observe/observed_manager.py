@@ -394,6 +394,7 @@ class ObservedManager:
             "lane_measured_age_ns": None,
             "lane_kind": None,
             "lane_expected": None,
+            "lane_source": None,
             "lane_direct": None,
             "lane_why_not": None,
             "same_host": None,

@@ -22,6 +22,7 @@ from kvctl.health.host.inspection import explain_faults, inspect, version_fact
 from kvctl.health.host.view import Fact, HostView, LocalAgent, listener_pid
 from kvctl_agent.contract import VERSION
 from tests.kvctl.health.fleets import Fleet
+from tests.support.host_tree import bonded_roce
 
 INFINITE = resource.RLIM_INFINITY
 # That a host with such a device, package or limit has, and what shells have of their own.
@@ -69,7 +70,7 @@ class TestDevices:
         ("files", "found", "remedy"),
         [
             (IB, "active: mlx5_0:1", ""),
-            ({**IB, "/sys/class/infiniband/mlx5_0/ports/1/state": "1: DOWN"}, "mlx5_0:1 DOWN", "`ibstat`"),
+            ({**IB, "/sys/class/infiniband/mlx5_0/ports/1/state": "1: DOWN"}, "mlx5_0:1 down", "`ibstat`"),
             (dict(list(IB.items())[:1]), "no /dev/infiniband/uverbs*", "--device=/dev/infiniband"),
         ],
     )
@@ -77,6 +78,16 @@ class TestDevices:
         fact = only(engines.device_facts(host(files)), "RDMA")
         assert found in fact.found
         assert (remedy in fact.remedy) is (fact.severity is Severity.WARNING or not remedy)
+
+    def test_ports_have_their_speed_and_the_ones_that_are_down_are_named(self, tmp_path: Path) -> None:
+        tree = bonded_roce(tmp_path)
+        tree.pci("pci0000:60/0000:60:01.0/0000:61:00.0", 0, "mlx5_core")
+        tree.rdma("mlx5_9", "pci0000:60/0000:60:01.0/0000:61:00.0")
+        tree.set("mlx5_9", state="1: DOWN")
+        (tmp_path / "dev/infiniband").mkdir(parents=True)
+        (tmp_path / "dev/infiniband/uverbs0").touch()
+        fact = only(engines.device_facts(HostView(tmp_path, environ={}, packages=dict)), "RDMA")
+        assert fact.found == "active: mlx5_bond_0:1 (RoCE, 100 Gbit/s); not active: mlx5_9:1 down"
 
     def test_a_gpu_beside_rdma_wants_peermem(self, host: Host) -> None:
         driver = {"/proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.10  Thu"}
