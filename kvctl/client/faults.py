@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvctl.client.names import by_host, whole_hosts
 from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract.admin import ErrorCode
 
@@ -73,9 +75,29 @@ def exit_code(answered: int, faults: Iterable[Fault]) -> ExitCode:
     return next(code for code in _RANKING if code in codes)
 
 
-def lines(faults: Iterable[Fault]) -> list[str]:
-    """Formats faults as one line for each distinct message, such as `decode-0, decode-1: no answer within 2 s`."""
+def lines(faults: Iterable[Fault], hosts: Mapping[str, str] | None = None) -> list[str]:
+    """Formats faults as one line for each distinct message, such as `decode-0, decode-1: no answer within 2 s`.
+
+    `hosts` has the hosts of all agents, by name: of a host of which all agents have the same fault, only the host is
+    named.
+    """
     agents: dict[str, list[str]] = {}
     for fault in faults:
         agents.setdefault(fault.message, []).append(fault.agent)
-    return [": ".join(filter(None, (", ".join(names), message))) for message, names in agents.items()]
+    return [": ".join(filter(None, (by_host(names, hosts or {}), message))) for message, names in agents.items()]
+
+
+def silent_hosts(faults: Iterable[Fault], hosts: Mapping[str, str]) -> dict[str, list[Fault]]:
+    """Returns the faults of the agents of each host, of several, of which no agent answers."""
+    silent = [fault for fault in faults if fault.code in SILENT]
+    whole = whole_hosts((fault.agent for fault in silent), hosts)
+    return {host: [fault for fault in silent if hosts.get(fault.agent) == host] for host in whole}
+
+
+def silence(host: str, faults: Sequence[Fault]) -> str:
+    """Describes the silence of a host: `host n17: 8 of 8 agents silent: no answer within 2 s`.
+
+    `faults` are those of all its agents.
+    """
+    ((message, _),) = Counter(fault.message for fault in faults).most_common(1)
+    return f"host {host}: {len(faults)} of {len(faults)} agents silent: {message}"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 _DIGITS = 6
+_MOST_HOSTS = 4
+_MOST_NAMES = 16
 _PIECES = re.compile(r"\d+|[^\d_-]+|[_-]")
 _INCARNATION = re.compile(r"#[0-9a-f]{6}$")
 
@@ -50,3 +52,47 @@ def told_apart(agents: Sequence[tuple[str, str, str]]) -> list[str]:
 def matches_name(wanted: str, *names: str) -> bool:
     """Returns whether a name or glob of `-e` stands for an agent with these names."""
     return any(wanted == name or fnmatch.fnmatchcase(name, wanted) for name in names)
+
+
+def few(names: Sequence[str], most: int, noun: str = "") -> str:
+    """Formats names: `n1, n2 and n3`; of more than `most`, one less, and the number of the others."""
+    if len(names) > most:
+        names = [*names[: most - 1], f"{len(names) - most + 1} more {noun}".rstrip()]
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+
+def by_host(names: Sequence[str], hosts: Mapping[str, str]) -> str:
+    """Formats names of agents; hosts of which all agents are among them stand for these.
+
+    Args:
+        names: names of agents.
+        hosts: hosts of all agents, by the name of the agent.
+
+    Returns:
+        For example `host n17 (all 8 agents), decode-0@n3`.
+    """
+    whole = whole_hosts(names, hosts)
+    if not whole:
+        return few_commas(names)
+    agents = [name for name in names if hosts.get(name) in whole]
+    number = f"all {len(agents)} agents"
+    shown = f"host{'s' * (len(whole) > 1)} {few(whole, _MOST_HOSTS)} ({number})"
+    rest = [name for name in names if hosts.get(name) not in whole]
+    return f"{shown}, {few_commas(rest)}" if rest else shown
+
+
+def few_commas(names: Sequence[str]) -> str:
+    """Formats names, separated by commas; of more than 16, fewer, and the number of the others."""
+    if len(names) <= _MOST_NAMES:
+        return ", ".join(names)
+    return f"{', '.join(names[: _MOST_NAMES - 1])} and {len(names) - _MOST_NAMES + 1} more"
+
+
+def whole_hosts(names: Iterable[str], hosts: Mapping[str, str]) -> list[str]:
+    """Returns the hosts, of several, that have at least two agents and all of them among `names`."""
+    total = Counter(hosts.values())
+    counts = Counter(hosts.get(name, "") for name in names)
+    return sorted(
+        (host for host, number in counts.items() if host and len(total) > 1 and number == total[host] > 1),
+        key=natural_key,
+    )

@@ -148,9 +148,9 @@ def _plain(text: str) -> str:
 
 def exposition(verdicts: Sequence[Verdict]) -> str:
     """Formats the verdicts as Prometheus gauges, for node_exporter's textfile collector."""
-    found = Counter(
-        (problem.code, problem.state.label) for verdict in verdicts for problem in verdict.problems if problem.code
-    )
+    found: Counter[tuple[str, str]] = Counter()
+    for problem in (problem for verdict in verdicts for problem in verdict.problems if problem.code):
+        found[problem.code, problem.state.label] += problem.count
     lines = _gauge(
         "kvctl_check_state",
         "0 ok, 1 warning, 2 critical, 3 unknown.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import click
@@ -20,7 +20,7 @@ from kvctl.health.host.view import Fact, HostView
 from kvctl.health.host.vllm import Server, server_of_command
 from kvctl.health.snapshot import DIAGNOSIS_CALLS
 from kvctl.render import palette
-from kvctl.render.findings import headline, labelled, paragraph, row
+from kvctl.render.findings import folded, headline, labelled, paragraph, row
 from kvctl.render.report import Block, Line, Report, Text
 from kvctl.render.view import Column, Kind, Row, View, Width
 from kvctl_agent.contract.admin import socket_dir
@@ -95,7 +95,9 @@ def _host_check(fact: Fact) -> dict[str, Any]:
     return _finding(finding)
 
 
-def blocks(kept: Sequence[Row], width: int, examined: str, muted: int) -> list[Block]:
+def blocks(
+    kept: Sequence[Row], width: int, examined: str, muted: int, hosts: Mapping[str, str] | None = None
+) -> list[Block]:
     """Formats the ranked rows as paragraphs, the host checks as a table, and the next command to run.
 
     Args:
@@ -103,10 +105,12 @@ def blocks(kept: Sequence[Row], width: int, examined: str, muted: int) -> list[B
         width: width of the terminal, in columns.
         examined: text that names the agents and hosts examined.
         muted: number of muted findings.
+        hosts: hosts of all agents by name, to fold findings of one code.
     """
-    problems = [each for each in kept if each["rank"] is not None]
+    ranked = [each for each in kept if each["rank"] is not None]
+    problems = [{**each, "rank": number} for number, each in enumerate(folded(ranked, hosts or {}), 1)]
     facts = [each for each in kept if each["rank"] is None]
-    head: Line = [headline(problems), (f"   {examined}", "dim"), (f", {muted} muted" if muted else "", "yellow")]
+    head: Line = [headline(ranked), (f"   {examined}", "dim"), (f", {muted} muted" if muted else "", "yellow")]
     found: list[Block] = [Text([head])]
     found += [Text(paragraph(_without_summary(each), width, each["rank"])) for each in problems]
     if facts:
@@ -212,7 +216,7 @@ def _report(reading: HealthReading | None, host: HostView | None, command: Serve
         found,
         agents,
         snapshot.faults,
-        blocks=lambda kept, width: blocks(kept, width, examined, muted),
+        blocks=lambda kept, width: blocks(kept, width, examined, muted, reading.snapshot.survey.hosts),
         wrong=any(map(is_problem, found)),
         notes=list(reading.remarks),
     )

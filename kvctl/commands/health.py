@@ -24,7 +24,7 @@ from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.mutes import Baseline, Mute
 from kvctl.health.snapshot import DIAGNOSIS_CALLS, Snapshot
 from kvctl.render import palette
-from kvctl.render.findings import HEALTH, labelled, overview, paragraphs, row
+from kvctl.render.findings import HEALTH, folded, labelled, overview, paragraphs, row
 from kvctl.render.report import Block, Report, Text
 from kvctl.render.units import duration, parse_duration
 from kvctl.render.view import Column, Kind, Row, View, Width
@@ -155,7 +155,7 @@ def show(settings: Settings, muted: bool) -> None:
             rows,
             agents,
             survey.faults,
-            blocks=lambda kept, width: overview(kept, agents, len(CODES), muted_count) if agents else [],
+            blocks=lambda kept, width: overview(kept, agents, len(CODES), muted_count, survey.hosts) if agents else [],
             wrong=_is_wrong(reading.judged.raised, survey),
         )
         if muted_count and not muted and settings.output not in {"table", "wide"}:
@@ -193,7 +193,7 @@ def detail(settings: Settings, code: str | None) -> None:
             rows,
             len(reading.snapshot.agents),
             survey.faults,
-            blocks=lambda kept, width: paragraphs(kept, width),
+            blocks=lambda kept, width: paragraphs(folded(kept, survey.hosts), width),
             wrong=_is_wrong([each for each in reading.judged.raised if only in {None, each.code}], survey),
         )
         if report.answered and not rows:

@@ -100,7 +100,7 @@ def follow(settings: Settings, calls: Callable[[], Sequence[Call]], step: Callab
             survey = fleet.survey(calls())
             faults = tuple(survey.faults) or ((no_agent(settings, survey),) if not survey.agents else ())
             if faults != reported:
-                for line in lines(faults):
+                for line in lines(faults, survey.hosts):
                     output.note(line)
                 reported = faults
             with _missing_data_explained(settings):
@@ -116,7 +116,7 @@ def conclude(output: Output, settings: Settings, survey: Survey, report: Report)
         output.detail(f"{agent.name}: answered in {agent.rtt_ns / 1e6:.2f} ms ({agent.endpoint.address})")
     for endpoint in survey.discovery.stale:
         output.detail(f"{endpoint.name}: stale socket {endpoint.path}")
-    for line in lines(report.faults):
+    for line in lines(report.faults, survey.hosts):
         output.error(line)
     for note in (*survey.remarks, *report.notes):
         output.note(note)

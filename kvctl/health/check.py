@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from kvctl.client.faults import SILENT, Fault
+from kvctl.client.faults import SILENT, silence, silent_hosts
+from kvctl.client.fleet import Survey
 from kvctl.exit_codes import CheckState
 from kvctl.health.answers import amount, inner, number, rows, text
 from kvctl.health.codes import CODES_BY_NAME
@@ -15,6 +16,7 @@ from kvctl.health.finding import AREAS, Finding, Severity
 from kvctl.health.mutes import Judged
 from kvctl.health.snapshot import Snapshot
 from kvctl.render import units
+from kvctl.render.findings import folded, row
 
 _RECENT_NS = 300 * 1_000_000_000
 _STATES = {
@@ -279,11 +281,17 @@ def _parse_option(option: str, values: Sequence[str], areas: Sequence[str]) -> M
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem, described in one line; `code` is the health code, "" if no health code found the problem."""
+    """One problem, described in one line.
+
+    Attributes:
+        code: health code; "" if no health code found the problem.
+        count: number of findings of this code that the text is about.
+    """
 
     state: CheckState
     text: str
     code: str = ""
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +336,7 @@ def verdicts(
         no_agents: text of the problem that is reported if no agent answered.
     """
     # An agent that does not answer is a problem in each area, because its state is unknown.
-    silent = list(_silent(snapshot.survey.faults)) if snapshot.agents or snapshot.faults else []
+    silent = list(_silent(snapshot.survey)) if snapshot.agents or snapshot.faults else []
     if not snapshot.agents and not silent:
         silent = [Problem(CheckState.CRITICAL, no_agents)]
     found = []
@@ -336,7 +344,7 @@ def verdicts(
         problems = [
             *silent,
             *(_stale_sockets(snapshot) if area == next(iter(AREAS)) else ()),
-            *(_of_finding(finding) for finding in judged.raised if _area(finding) == area),
+            *_of_findings([finding for finding in judged.raised if _area(finding) == area], snapshot.survey.hosts),
             *_reached(area, snapshot, thresholds),
         ]
         bad = [problem for problem in problems if problem.state is not CheckState.OK]
@@ -351,8 +359,13 @@ def _area(finding: Finding) -> str:
     return "rooms" if code is None else code.area
 
 
-def _silent(faults: Iterable[Fault]) -> Iterator[Problem]:
-    for fault in faults:
+def _silent(survey: Survey) -> Iterator[Problem]:
+    whole = silent_hosts(survey.faults, survey.hosts)
+    for host, faults in whole.items():
+        yield Problem(CheckState.CRITICAL, silence(host, faults))
+    for fault in survey.faults:
+        if survey.host_of(fault.agent) in whole:
+            continue
         state = CheckState.CRITICAL if fault.code in SILENT else CheckState.UNKNOWN
         yield Problem(state, fault.text)
 
@@ -368,8 +381,11 @@ def _stale_sockets(snapshot: Snapshot) -> Iterator[Problem]:
             )
 
 
-def _of_finding(finding: Finding) -> Problem:
-    return Problem(_STATES[finding.severity], f"{finding.code} {finding.subject}: {finding.cause}", finding.code)
+def _of_findings(findings: Iterable[Finding], hosts: Mapping[str, str]) -> Iterator[Problem]:
+    for each in folded([row(finding) for finding in findings], hosts):
+        state = _STATES[Severity[each["severity"].upper()]]
+        text = f"{each['code']} {each['subject']}: {each['cause']}"
+        yield Problem(state, text, each["code"], each.get("count", 1))
 
 
 def _reached(area: str, snapshot: Snapshot, thresholds: Mapping[str, Threshold]) -> Iterator[Problem]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from kvctl.client.names import few, natural_key
 from kvctl.health.finding import Finding, Severity
 from kvctl.render import palette, units
 from kvctl.render.report import Block, Grid, Line, Span, Text
@@ -15,6 +17,11 @@ from kvctl.render.view import Column, Kind, Row, View, Width
 _LABEL = 10
 _MAX_WIDTH = 110
 _MAX_IN_SHORT = 2
+_MIN_FOLDED = 5
+_MAX_CAUSES = 2
+_MAX_HOSTS = 4
+# What differs between the causes of findings that are alike: names of agents, and numbers with their units.
+_VARYING = re.compile(r"[\w.@:#\[\]-]*\d[\w.@:#\[\]-]*(?: [µmn]?s| [KMGT]?i?B)?")
 
 
 def _gigabytes(value: float) -> str:
@@ -60,11 +67,54 @@ def row(finding: Finding, muted_ns: int | None = None) -> dict[str, Any]:
     }
 
 
-def overview(rows: Sequence[Row], agents: int, codes: int, muted: int) -> list[Block]:
+def folded(rows: Iterable[Row], hosts: Mapping[str, str]) -> list[Row]:
+    """Folds five or more findings of one code and severity into one, which names the hosts; keeps the order.
+
+    The cause of such a row begins with the most frequent one, apart from names and numbers; the remedy is its remedy.
+
+    Args:
+        rows: rows of HEALTH or DOCTOR.
+        hosts: hosts of all agents, by name.
+    """
+    alike: dict[tuple[str, str, bool], list[Row]] = {}
+    for each in rows:
+        alike.setdefault((each["severity"], each["code"], each["muted_ns"] is not None), []).append(each)
+    found: list[Row] = []
+    for same in alike.values():
+        found += [_merged(same, hosts)] if len(same) >= _MIN_FOLDED and all(each["agents"] for each in same) else same
+    return found
+
+
+def _merged(same: Sequence[Row], hosts: Mapping[str, str]) -> Row:
+    causes: dict[str, list[Row]] = {}
+    for each in same:
+        causes.setdefault(_VARYING.sub("", each["cause"]), []).append(each)
+    frequent = sorted(causes.values(), key=len, reverse=True)
+    texts = [f"{len(each)} such as {each[0]['subject']}: {each[0]['cause']}" for each in frequent[:_MAX_CAUSES]]
+    others = sum(map(len, frequent[_MAX_CAUSES:]))
+    agents = list(dict.fromkeys(name for each in same for name in each["agents"]))
+    places = sorted({hosts[name] for name in agents if hosts.get(name)}, key=natural_key)
+    where = f" on {few(places, _MAX_HOSTS, 'hosts')}" if len(set(hosts.values())) > 1 and places else ""
+    ages = [each["since_ns"] for each in same if each["since_ns"] is not None]
+    return {
+        **frequent[0][0],
+        "subject": f"{_many(len(agents), 'agent')}{where}" if agents else f"{len(same)} findings",
+        "agents": agents,
+        "since_ns": max(ages, default=None),
+        "cause": "; ".join(texts) + (f"; {others} with other causes" if others else ""),
+        "evidence": {"findings": len(same), "agents": len(agents)},
+        "count": len(same),
+    }
+
+
+def overview(
+    rows: Sequence[Row], agents: int, codes: int, muted: int, hosts: Mapping[str, str] | None = None
+) -> list[Block]:
     """Formats the headline and a table of the findings.
 
     Args:
         rows: rows of HEALTH to print.
+        hosts: hosts of all agents by name, to fold findings.
         agents: number of agents examined.
         codes: number of health codes examined.
         muted: number of muted findings.
@@ -75,7 +125,7 @@ def overview(rows: Sequence[Row], agents: int, codes: int, muted: int) -> list[B
     if not rows:
         return [Text([head])]
     hint = "kvctl health detail shows evidence and remedies, kvctl doctor the next command"
-    return [Text([head]), Grid(HEALTH, rows), Text([[(hint, "dim")]])]
+    return [Text([head]), Grid(HEALTH, folded(rows, hosts or {})), Text([[(hint, "dim")]])]
 
 
 def headline(rows: Iterable[Row]) -> Span:
@@ -94,17 +144,21 @@ def headline(rows: Iterable[Row]) -> Span:
 
 
 def in_short(findings: Sequence[Finding], muted: int) -> list[Span]:
-    """Formats the first two problems and the number of further ones, for a line with other information."""
+    """Formats the first two codes of problems and the number of further problems, for a line with other information."""
     bad = [each for each in findings if each.severity > Severity.INFO]
     spans: list[Span] = [] if bad else [("✓ no problem in one reading", palette.VERDICTS["ok"])]
     if not bad and findings:
         spans.append((f", {len(findings)} info (kvctl health)", palette.VERDICTS["info"]))
-    for each in bad[:_MAX_IN_SHORT]:
-        label = each.severity.label
-        spans.append((f"{palette.VERDICT_GLYPHS[label]} {each.code} {each.subject}", palette.VERDICTS[label]))
+    alike: dict[tuple[Severity, str], list[Finding]] = {}
+    for each in bad:
+        alike.setdefault((each.severity, each.code), []).append(each)
+    for (severity, code), same in list(alike.items())[:_MAX_IN_SHORT]:
+        subject = same[0].subject if len(same) == 1 else f"({len(same)})"
+        spans.append((f"{palette.VERDICT_GLYPHS[severity.label]} {code} {subject}", palette.VERDICTS[severity.label]))
         spans.append(("  ", ""))
-    if len(bad) > _MAX_IN_SHORT:
-        spans.append((f"and {len(bad) - _MAX_IN_SHORT} more (kvctl health)  ", ""))
+    more = sum(map(len, list(alike.values())[_MAX_IN_SHORT:]))
+    if more:
+        spans.append((f"and {more} more (kvctl health)  ", ""))
     if muted:
         spans.append((f"  {muted} muted", "dim"))
     return spans

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvctl.client.faults import Fault, FaultCode
+from kvctl.client.faults import Fault, FaultCode, silence, silent_hosts
 from kvctl.client.fleet import Survey
 from kvctl.health.answers import inner, number, text, texts
 from kvctl.health.finding import Finding, Severity, listed
@@ -183,6 +183,8 @@ def _fixed_ports(host: HostView) -> Iterator[tuple[str, int]]:
 def explain_faults(survey: Survey, host: HostView | None) -> list[Finding]:
     """Returns a finding for each fault of a survey: an agent that did not answer, with the state of its process.
 
+    Of several hosts, one of which no agent answers is one finding.
+
     The code of a finding is the code of the fault.
 
     Args:
@@ -190,12 +192,29 @@ def explain_faults(survey: Survey, host: HostView | None) -> list[Finding]:
         host: host of the agents' processes; None if the survey comes from a file.
     """
     paths = {endpoint.name: endpoint.path for endpoint in survey.discovery.live}
-    found = []
+    whole = silent_hosts(survey.faults, survey.hosts)
+    found = [_silent_host(name, faults) for name, faults in whole.items()]
     for fault in survey.faults:
+        if survey.host_of(fault.agent) in whole:
+            continue
         path = paths.get(fault.agent)
         pid = listener_pid(path) if host and path and fault.code == FaultCode.TIMEOUT else None
         found.append(_explain(fault, pid, _process_state(host, pid) if host and pid else None))
     return found
+
+
+def _silent_host(host: str, faults: Sequence[Fault]) -> Finding:
+    """Returns the finding about a host of which no agent answers."""
+    return Finding(
+        faults[0].code,
+        Severity.CRITICAL,
+        f"host {host}",
+        tuple(fault.agent for fault in faults),
+        silence(host, faults),
+        f"`kvctl hosts show {host}` lists its agents; see whether the host runs, and whether a firewall or the network "
+        "between it and this machine has changed",
+        {"silent_agents": len(faults)},
+    )
 
 
 def _explain(fault: Fault, pid: int | None, state: str | None) -> Finding:

@@ -97,12 +97,48 @@ def test_one_host(start_hosts: Any, kvctl: Any) -> None:
 
 
 @pytest.fixture
-def mute() -> Iterator[str]:
-    """The address of a program that accepts connections and never answers."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+def with_mute_host(start_hosts: Any, kvctl: Any) -> Iterator[tuple[str, ...]]:
+    """Options that select agents of the hosts n1 to n3, and two of 127.0.0.3, which accept connections and are mute."""
+    names = start_hosts(3)
+    assert kvctl("key", "new").code == 0
+    with socket.socket() as first, socket.socket() as second:
+        for listener in (first, second):
+            listener.bind(("127.0.0.3", 0))
+            listener.listen()
+        addresses = [f"tcp://127.0.0.3:{listener.getsockname()[1]}" for listener in (first, second)]
+        endpoints = [word for endpoint in (*names, *addresses) for word in ("-e", endpoint)]
+        yield (*endpoints, "--server-key", "0" * 64, "--timeout", "1s")
+
+
+SILENT = "no answer within 1 s: the process hangs, or raise --timeout"
+
+
+def test_a_host_of_which_no_agent_answers_is_one_row(with_mute_host: tuple[str, ...], kvctl: Any) -> None:
+    outcome = kvctl("hosts", *with_mute_host, "--columns", "host,up,silent,health", "-o", "tsv")
+    assert outcome.out.splitlines()[1:] == ["127.0.0.3\t0\t2\tsilent", *(f"n{host}\t2\t0\tok" for host in (1, 2, 3))]
+    assert outcome.err == f"kvctl: host 127.0.0.3 (all 2 agents): {SILENT}\n"
+    assert outcome.code == 7
+    agents = kvctl("agents", *with_mute_host, "-o", "json")
+    assert sorted(row["host"] for row in json.loads(agents.out)["data"]) == ["127.0.0.3"] * 2 + [
+        *["n1"] * 2,
+        *["n2"] * 2,
+        *["n3"] * 2,
+    ]
+    shown = kvctl("hosts", "show", "127.0.0.3", *with_mute_host)
+    assert "2 silent" in shown.out
+
+
+def test_check_and_doctor_name_a_silent_host_once(with_mute_host: tuple[str, ...], kvctl: Any) -> None:
+    outcome = kvctl("check", "ready", *with_mute_host)
+    assert outcome.code == 2
+    first, *others = outcome.out.splitlines()
+    assert first.startswith(f"KVCTL READY CRITICAL - host 127.0.0.3: 2 of 2 agents silent: {SILENT}")
+    assert not any("127.0.0.3" in line for line in others)
+    outcome = kvctl("doctor", *with_mute_host, "-o", "json")
+    silent = [row for row in json.loads(outcome.out)["data"] if row["code"] == "timeout"]
+    assert [(row["subject"], len(row["agents"])) for row in silent] == [("host 127.0.0.3", 2)]
+    command = silent[0]["next"].split()
+    assert command == ["kvctl", "hosts", "show", "127.0.0.3"]
 
 
 def test_completion_of_hosts_and_labels(start_hosts: Any, kvctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
