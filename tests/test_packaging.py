@@ -84,6 +84,7 @@ class TestMetadata:
             "sglang",
             "vllm",
             "png",
+            "kubernetes",
         }
         assert set(EXTRAS) == promised
 

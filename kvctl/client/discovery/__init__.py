@@ -51,6 +51,13 @@ KINDS: dict[str, Kind] = {
     "exec": Kind(
         EXEC, "exec:COMMAND", "--command", "COMMAND", "Agents that this shell command prints, one endpoint per line"
     ),
+    "kubernetes": Kind(
+        "kubernetes://",
+        "kubernetes://NAMESPACE/LABEL=VALUE,…[?port=NAME][&context=NAME][&via=port-forward]",
+        "--kubernetes",
+        "NAMESPACE/LABEL=VALUE,…",
+        "Agents in the pods with these labels",
+    ),
 }
 """Kinds of sources by scheme, which is also the name of the module."""
 

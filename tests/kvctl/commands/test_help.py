@@ -99,7 +99,7 @@ def test_examples_that_read_show_something(
     ran = 0
     for path, line in EXAMPLES:
         words = words_of(line)
-        alive = not any("tcp://" in word or word in {"-w", "--for"} for word in words)
+        alive = not any("tcp://" in word or word in {"-w", "--for", "--http"} for word in words)
         if path[:1] in {(name,) for name in NOT_RUN} or path in ACTS or not alive or words[0] in NOT_RUN:
             continue
         replaced = [
