@@ -23,7 +23,7 @@ from pathlib import Path
 _TOOLS = ("ip", "tc", "nft", "ping", "unshare", "nsenter")
 _NAMESPACES = ("--net", "--pid", "--ipc", "--uts", "--mount")
 _READY_S = 30.0
-_HOLD = "mount -t proc proc /proc && hostname {name} && echo ready && exec cat"
+_HOLD = "mount -t proc proc /proc && mount -t sysfs sysfs /sys && hostname {name} && echo ready && exec cat"
 _BRIDGE = "br0"
 _CONTROL_BYTES = 1000
 """IP packets up to this size pass a link with a broken MTU: handshakes, acknowledgements, heartbeats."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
 import subprocess
@@ -18,11 +17,11 @@ from kvctl_agent.admin import nics
 from kvctl_agent.admin.nics import NicQuery, lane, route, routes
 from kvctl_agent.admin.observed_rank import ObservedRank
 from kvctl_agent.contract.snapshots import Route
+from tests.network.hosts import missing
 from tests.support import host_tree
 
 ETH0: list[Route] = [{"peer": "prefill-0", "address": "10.1.0.7", "interface": "eth0", "gateway": ""}]
 AMONG_EIGHT = [f"mlx5_{number}" for number in range(8)]
-CLONE_NEWNET = 0x40000000
 
 
 def rank(endpoints: dict[str, str] | None = None, gpu: str | None = None, **transport: Any) -> ObservedRank:
@@ -120,7 +119,7 @@ def test_a_name_has_no_route() -> None:
 
 
 NETWORK = """
-import socket, subprocess, sys
+import socket, subprocess
 for command in (
     "link add rail0 type veth peer name far", "link set rail0 up", "link set far up",
     "addr add 10.9.0.1/24 dev rail0", "route add 10.10.0.0/16 via 10.9.0.254",
@@ -132,13 +131,8 @@ with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as 
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="makes a network namespace, which needs root")
+@pytest.mark.skipif(bool(missing()), reason=f"no network namespaces: {missing()}")
 def test_a_peer_behind_a_router_has_a_gateway() -> None:
-    def enter() -> None:
-        if ctypes.CDLL(None).unshare(CLONE_NEWNET):
-            raise OSError("cannot make a network namespace")
-
-    done = subprocess.run(
-        [sys.executable, "-c", NETWORK], capture_output=True, text=True, timeout=60, preexec_fn=enter, check=False
-    )
+    command = ["unshare", "--net", sys.executable, "-c", NETWORK]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.strip() == "('rail0', '') ('rail0', '10.9.0.254') None", done.stderr
