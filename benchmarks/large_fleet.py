@@ -43,7 +43,9 @@ from benchmarks.top import cpu_s, top
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Fleet, Source
 from kvctl.client.recordings import RecordingSource
+from kvctl_agent.admin.health import health
 from kvctl_agent.contract.admin import MAGIC, lock_path, socket_path
+from kvctl_agent.contract.health import HEALTH_ROOMS
 from kvctl_agent.contract.keys import PUBLIC_SUFFIX
 
 COMMANDS = (
@@ -208,6 +210,24 @@ class SyntheticAgent:
     _slow = _history
 
     def _peers(self, _: Mapping[str, Any]) -> Any:
+        return self.peer_rows
+
+    def _health(self, _: Mapping[str, Any]) -> Any:
+        sample = self.samples[self.role]
+        return health(
+            self._status({}),
+            self._rooms({"limit": HEALTH_ROOMS}),
+            sample["history"],
+            sample["failed"],
+            sample["staging"],
+            self.peer_rows,
+            sample["metrics"],
+            sample["config"],
+            time.time_ns(),
+        )
+
+    @cached_property
+    def peer_rows(self) -> Any:
         row = {**self.samples[self.role]["peers"][0], "agent": self.name}
         found = [
             {
@@ -455,7 +475,7 @@ def synthetic_fleet(options: argparse.Namespace) -> Iterator[tuple[SyntheticFlee
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--agents", type=int, default=1000)
+    parser.add_argument("--agents", type=int, default=1024)
     parser.add_argument("--hosts", type=int, default=128)
     parser.add_argument("--peers", type=int, default=64, help="of each agent")
     parser.add_argument("--rooms", type=int, default=40, help="active rooms of each prefill rank")

@@ -20,10 +20,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kvctl.client.fleet import Fleet
+from kvctl.client.health_reads import HEALTH_CALLS
 from kvctl.health.codes import CODES
 from kvctl.health.engine import examine
 from kvctl.health.finding import Finding
-from kvctl.health.snapshot import HEALTH_CALLS, Snapshot
+from kvctl.health.snapshot import Snapshot
 from kvctl.lab.demo.fleet import CALM_TIMINGS, FleetPlan, LiveFleet
 from kvctl.lab.demo.traffic import Traffic, TrafficOptions
 

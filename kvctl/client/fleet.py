@@ -15,6 +15,7 @@ from kvctl.client.discovery.source import AgentSources
 from kvctl.client.endpoints import Discovery, Endpoint, address_host, discover, matches
 from kvctl.client.fanout import Fanout, Reply
 from kvctl.client.faults import SILENT, Fault, FaultCode
+from kvctl.client.health_reads import BRIEF, BRIEF_ABOVE, HEALTH_CALLS, expand, rows_of
 from kvctl.client.keys import NO_KEYS, KeyNames
 from kvctl.client.names import matches_name, told_apart
 from kvctl.client.renaming import Identity, Renaming, mentioned, peer_names
@@ -157,7 +158,8 @@ class Fleet:
         """Discovers the agents, sends `calls` to each of them and returns the answers.
 
         Args:
-            calls: commands, each at most once.
+            calls: commands, each at most once. The answers to `HEALTH_CALLS` of a large fleet lack what is in order, as
+                `health_reads` describes.
             clock_rounds: number of hellos per agent; the first includes the time to connect, so a precise clock offset
                 needs several.
         """
@@ -165,7 +167,9 @@ class Fleet:
         if now >= self._discovery_due_ns:
             self._found, self._hellos = discover(self._endpoints, self._sources), {}
             self._discovery_due_ns = now + self._discovery_ns
-        survey = gather(self._found, calls, self._labels, self.ask, self._hellos, self._names)
+        large = tuple(calls[: len(HEALTH_CALLS)]) == HEALTH_CALLS and len(self._found.live) > BRIEF_ABOVE
+        asked = (BRIEF, *calls[len(HEALTH_CALLS) :]) if large else calls
+        survey = gather(self._found, asked, self._labels, self.ask, self._hellos, self._names)
         if survey.faults or not survey.agents:
             self._discovery_due_ns = 0
         for _ in range(clock_rounds - 1):
@@ -246,6 +250,9 @@ def gather(
         else:
             filtered.append(agent)
             survey.filtered += 1
+    if BRIEF in calls:
+        for reply in expand(survey, ask):
+            faults[reply.endpoint] += [] if reply.fault is None else [reply.fault]
     rename_duplicates(survey.agents, ask, filtered)
     for agent in survey.agents:
         survey.faults += [replace(fault, agent=agent.name) for fault in faults[agent.endpoint]]
@@ -352,6 +359,9 @@ def rename_duplicates(
             if name.endswith(f"@{agent.host}"):
                 identities[agent.own_name, agent.host] = name
     peers = {agent.endpoint: agent.data["peers"] for agent in agents if "peers" in agent.data}
+    for agent in agents:
+        if isinstance(complete := peers.get(agent.endpoint), list) and "mentioned" in agent.data:
+            peers[agent.endpoint] = [*complete, *rows_of(agent.data, "mentioned")]
     unknown = [agent.endpoint for agent in agents if agent.endpoint not in peers and _mentions(agent, renamed)]
     for reply in ask([(endpoint, _PEERS) for endpoint in unknown]) if ask and unknown else ():
         peers[reply.endpoint] = reply.data

@@ -24,6 +24,7 @@ from kvctl.client.endpoints import Endpoint
 from kvctl.client.fanout import Reply
 from kvctl.client.faults import SILENT, Fault, FaultCode
 from kvctl.client.fleet import FINISHED, Fleet, Survey, room_rows
+from kvctl.client.health_reads import BRIEF
 from kvctl.client.recordings import Answer, RecordedAgent, RecordedSnapshot, encode, text_endpoint, text_fault, utf8
 from kvctl.errors import CliError
 from kvctl_agent.contract import VERSION
@@ -361,9 +362,16 @@ class SnapshotRecorder:
 
 
 def _calls(process: _Process) -> Iterator[Call]:
-    """Yields a call of each read-only command that has no required arguments, for the data that the file lacks."""
+    """Yields a call of each read-only command that has no required arguments, for the data that the file lacks.
+
+    `health` repeats what the answers to other commands contain.
+    """
     for command in COMMANDS:
-        if command.level <= Level.READ and not any(arg.required for arg in command.args):
+        if (
+            command.name != BRIEF.command
+            and command.level <= Level.READ
+            and not any(arg.required for arg in command.args)
+        ):
             since = {"since": process.next} if command.name == "events" else {}
             yield Call(command.name, {"limit": _LIMITS.get(command.name), **since})
 

@@ -14,6 +14,7 @@ import click
 
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import Survey
+from kvctl.client.health_reads import DIAGNOSIS_CALLS
 from kvctl.commands.check_server import CheckResult, SharedChecks, address_of, serve
 from kvctl.commands.health_query import HealthQuery, earlier
 from kvctl.commands.options import KvctlCommand, KvctlGroup, pass_settings
@@ -36,7 +37,6 @@ from kvctl.health.check import (
     worst,
 )
 from kvctl.health.finding import AREAS
-from kvctl.health.snapshot import DIAGNOSIS_CALLS
 from kvctl.render import palette
 from kvctl.render.report import Report
 from kvctl.render.sanitize import one_line

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from kvctl.client.health_reads import DIAGNOSIS_CALLS
 from kvctl.commands.health_query import HealthQuery, HealthReading, earlier
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
@@ -18,7 +19,6 @@ from kvctl.health.finding import Finding, Severity
 from kvctl.health.host.inspection import explain_faults, inspect, local_agents
 from kvctl.health.host.view import Fact, HostView
 from kvctl.health.host.vllm import Server, server_of_command
-from kvctl.health.snapshot import DIAGNOSIS_CALLS
 from kvctl.render import palette
 from kvctl.render.findings import folded, headline, labelled, paragraph, row
 from kvctl.render.report import Block, Line, Report, Text

@@ -11,6 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from kvctl.client.fleet import Survey
+from kvctl.client.health_reads import DIAGNOSIS_CALLS
 from kvctl.commands.health_query import HealthQuery, HealthReading, earlier
 from kvctl.commands.options import KvctlGroup, pass_settings
 from kvctl.commands.output import Output
@@ -22,7 +23,7 @@ from kvctl.health.codes import CODES, CODES_BY_NAME
 from kvctl.health.engine import examine
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.mutes import Baseline, Mute
-from kvctl.health.snapshot import DIAGNOSIS_CALLS, Snapshot
+from kvctl.health.snapshot import Snapshot
 from kvctl.render import palette
 from kvctl.render.findings import HEALTH, folded, labelled, overview, paragraphs, row
 from kvctl.render.report import Block, Report, Text

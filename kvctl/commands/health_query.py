@@ -10,13 +10,14 @@ from typing import Any
 from kvctl.client.calls import Call
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import Survey
+from kvctl.client.health_reads import DIAGNOSIS_CALLS
 from kvctl.commands.queries import source
 from kvctl.commands.settings import Settings
 from kvctl.health.codes import CODES
 from kvctl.health.engine import examine
 from kvctl.health.finding import Severity
 from kvctl.health.mutes import Judged, judge, load_or_warn
-from kvctl.health.snapshot import DIAGNOSIS_CALLS, Snapshot
+from kvctl.health.snapshot import Snapshot
 from kvctl.render.groups import placed
 
 PAUSE_S = 1.0

@@ -7,11 +7,11 @@ import difflib
 import click
 
 from kvctl.client.fleet import Survey
+from kvctl.client.health_reads import HEALTH_CALLS
 from kvctl.commands.health_query import HealthQuery, agent_rows
 from kvctl.commands.options import KvctlGroup, completed_by, pass_settings
 from kvctl.commands.queries import run
 from kvctl.commands.settings import Settings
-from kvctl.health.snapshot import HEALTH_CALLS
 from kvctl.render.hosts import HOSTS, host_rows, host_screen
 from kvctl.render.report import Report
 from kvctl.render.status import STATUS

@@ -9,13 +9,13 @@ import click
 
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
+from kvctl.client.health_reads import HEALTH_CALLS
 from kvctl.commands.health_query import HealthQuery, agent_rows
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.queries import follow, run
 from kvctl.commands.settings import Settings
 from kvctl.health.finding import Severity
-from kvctl.health.snapshot import HEALTH_CALLS
 from kvctl.render.findings import in_short
 from kvctl.render.groups import FOLD_ABOVE, By, table
 from kvctl.render.report import Grid, Report

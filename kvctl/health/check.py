@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -10,15 +11,15 @@ from enum import Enum
 from kvctl.client.faults import SILENT, silence, silent_hosts
 from kvctl.client.fleet import Survey
 from kvctl.exit_codes import CheckState
-from kvctl.health.answers import amount, inner, number, rows, text
+from kvctl.health.answers import amount, counts, inner, number, rows, text
 from kvctl.health.codes import CODES_BY_NAME
 from kvctl.health.finding import AREAS, Finding, Severity
 from kvctl.health.mutes import Judged
 from kvctl.health.snapshot import Snapshot
 from kvctl.render import units
 from kvctl.render.findings import folded, row
+from kvctl_agent.contract.health import FINISHED_NS
 
-_RECENT_NS = 300 * 1_000_000_000
 _STATES = {
     Severity.INFO: CheckState.OK,
     Severity.WARNING: CheckState.WARNING,
@@ -145,24 +146,31 @@ def _quarantined(snapshot: Snapshot) -> float | None:
 
 
 def _active(snapshot: Snapshot) -> float:
-    return len({text(room, "room") for agent in snapshot.agents.values() for room in agent.rooms})
+    agents = snapshot.agents.values()
+    if any(agent.omitted_rooms for agent in agents):
+        decode = [agent for agent in agents if agent.role == "decode"] or list(agents)
+        return sum(sum(counts(agent.status, "rooms").values()) for agent in decode if agent.leads)
+    return len({text(room, "room") for agent in agents for room in agent.rooms})
 
 
 def _room_age(snapshot: Snapshot) -> float | None:
     return _max_seconds(
-        max((amount(room, "age_ns") for room in agent.rooms), default=0) for agent in snapshot.agents.values()
+        max((amount(room, "age_ns") for room in agent.rooms), default=amount(agent.answer.data, "oldest_room_ns"))
+        for agent in snapshot.agents.values()
     )
 
 
 def _failed(snapshot: Snapshot) -> float | None:
     """Returns the share of failed rooms among those that finished in the last five minutes by their agent's clock."""
-    states = [
-        text(room, "state")
-        for agent in snapshot.agents.values()
-        for room in agent.history
-        if (at_ns := number(room, "finished_at_ns")) is not None and agent.now_ns - at_ns <= _RECENT_NS
-    ]
-    return states.count("Failed") / len(states) if states else None
+    states: Counter[str] = Counter()
+    for agent in snapshot.agents.values():
+        states.update({state: int(number) for state, number in counts(agent.answer.data, "finished").items()})
+        states.update(
+            text(room, "state")
+            for room in agent.history
+            if (at_ns := number(room, "finished_at_ns")) is not None and agent.now_ns - at_ns <= FINISHED_NS
+        )
+    return states["Failed"] / states.total() if states else None
 
 
 def _fds(snapshot: Snapshot) -> float | None:

@@ -10,35 +10,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar, cast
 
-from kvctl.client.calls import Call
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import AgentAnswer, Survey
 from kvctl.health.answers import Row, amount, inner, is_agent_name, number, rows, text
 from kvctl_agent.contract.config import KEYS_BY_NAME
+from kvctl_agent.contract.health import HEALTH_ROOMS
 
-_ROOMS = 200
-_HISTORY = 50
-_FAILED = 200
 _SECOND_NS = 1_000_000_000
 
 T = TypeVar("T")
-
-HEALTH_CALLS: tuple[Call, ...] = (
-    Call("status"),
-    Call("rooms", {"limit": _ROOMS}),
-    Call("history", {"limit": _HISTORY}),
-    Call("failed", {"limit": _FAILED}),
-    Call("staging"),
-    Call("peers"),
-    Call("metrics"),
-    Call("config"),
-)
-"""Calls of the survey from which a snapshot is made. Agents list their oldest rooms first, so limits keep those."""
-
-
-DIAGNOSIS_CALLS: tuple[Call, ...] = (*HEALTH_CALLS, Call("nics", optional=True))
-"""Calls of a survey that diagnoses the fleet, network devices included, which `status` and `top` do without: an agent's
-answer about a host with eight cards has 20 KB. Older agents lack the command."""
 
 
 class HistogramSum(NamedTuple):
@@ -97,7 +77,18 @@ class Agent:
     @cached_property
     def rooms_complete(self) -> bool:
         """Whether `rooms` contains all active rooms, so that a room not among them is not active."""
-        return "rooms" in self.answer.data and len(self.rooms) < _ROOMS
+        return "rooms" in self.answer.data and len(self.rooms) < HEALTH_ROOMS and not self.omitted_rooms
+
+    @property
+    def omitted_rooms(self) -> int:
+        """Number of young active rooms that the agent of a large fleet left out of `rooms`."""
+        return int(amount(inner(self.answer.data, "omitted"), "rooms"))
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is the first rank of its dp group, so that counting only such ranks counts each room once."""
+        rank = inner(self.status, "rank")
+        return not any(amount(rank, axis) for axis in ("tp", "pp", "cp"))
 
     def setting(self, key: str) -> float:
         """Returns a numeric setting of the agent's configuration; the key's default if the agent does not report it."""

@@ -17,11 +17,12 @@ from kvctl.client.calls import Call
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.fanout import Reply
 from kvctl.client.fleet import Source, Survey
+from kvctl.client.health_reads import HEALTH_CALLS
 from kvctl.errors import CliError
 from kvctl.health.codes import CODES
 from kvctl.health.engine import examine
 from kvctl.health.mutes import Judged, judge, load_or_warn
-from kvctl.health.snapshot import HEALTH_CALLS, Snapshot
+from kvctl.health.snapshot import Snapshot
 
 # The health codes need much more data than any view. The pause after a reading for them is this many times the CPU time
 # of the reading, so that they use at most a hundredth of a core and the agents' answers little more, but at most half a

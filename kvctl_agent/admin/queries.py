@@ -14,12 +14,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvctl_agent.admin.health import health
 from kvctl_agent.admin.machine_views import since
 from kvctl_agent.admin.nics import NicQuery
 from kvctl_agent.admin.observed_rank import ObservedRank
 from kvctl_agent.contract import VERSION
 from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN, ErrorCode
 from kvctl_agent.contract.commands import COMMANDS
+from kvctl_agent.contract.health import HEALTH_FAILED, HEALTH_HISTORY, HEALTH_ROOMS
 from kvctl_agent.contract.recording import InputPage
 from kvctl_agent.contract.snapshots import (
     Bootstrap,
@@ -27,6 +29,7 @@ from kvctl_agent.contract.snapshots import (
     Cost,
     Events,
     FailedRooms,
+    Health,
     Hello,
     LayerRow,
     MetricFamily,
@@ -79,6 +82,7 @@ class AdminQueries:
             self.cost,
             self.events,
             self.metrics,
+            self.health,
         )
         return {read.__name__: lambda args, read=read: read(**args) for read in reads}  # type: ignore[misc]
 
@@ -239,6 +243,19 @@ class AdminQueries:
             metrics.set("kvctl_ring_high_water_bytes", use["high_water_bytes"])
             metrics.set("kvctl_quarantined_bytes", rank.quarantined_bytes)
         return metrics.snapshot()
+
+    def health(self) -> Health:
+        return health(
+            self.status(),
+            self.rooms(limit=HEALTH_ROOMS),
+            self.history(HEALTH_HISTORY),
+            self.failed(HEALTH_FAILED),
+            self.staging(),
+            self.peers(),
+            self.metrics(),
+            self.config(),
+            self._rank.telemetry.clock.wall_ns(time.monotonic_ns()),
+        )
 
     def stats(self) -> Stats:
         """Returns the result of `Agent.stats`; not an admin command."""

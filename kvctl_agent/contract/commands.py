@@ -88,6 +88,7 @@ COMMANDS: tuple[Command, ...] = (
         ),
     ),
     Command("metrics", "counters, gauges and histograms with help and unit"),
+    Command("health", "what health codes read, without rows that are plainly in order; for large fleets"),
     Command("stacks", "Python stacks of all threads"),
     Command("bootstrap", "registered and missing ranks of each prefill instance, as its registry reports them"),
     Command(

@@ -559,6 +559,33 @@ class ListedAgent(TypedDict):
     heard_ns: int  # time since it was last heard; it asks at least once a second
 
 
+class SettingValue(TypedDict):
+    key: str
+    value: str | int | float | bool | None
+
+
+class PeerIdentity(TypedDict):
+    peer: str
+    incarnation: str | None
+    peer_host: str | None
+
+
+class Health(TypedDict):
+    """Reply to `health`: the replies to the commands of the same names, without rows that are plainly in order."""
+
+    status: Status
+    rooms: list[RoomRow]  # failed ones, and those that have been in their state for 5 s and longer
+    failed: FailedRooms  # of the last 10 minutes
+    staging: Staging  # allocations and gated parts only if one of them is old
+    peers: list[PeerRow]  # those that are not ready, not heard, incompatible, slow, or do not read
+    metrics: list[MetricFamily]  # those that health codes read; histograms without buckets
+    config: list[SettingValue]  # those that health codes read
+    oldest_room_ns: int  # age of the oldest active room; 0 without any
+    finished: dict[str, int]  # of the latest finished rooms those of the last 5 minutes, by state
+    omitted: dict[str, int]  # number of rows left out of rooms, failed and peers
+    mentioned: list[PeerIdentity]  # peers that rooms and staging name, so that peers with equal names are told apart
+
+
 class RegisteredRank(TypedDict):
     """One prefill rank that has registered with a bootstrap registry."""
 

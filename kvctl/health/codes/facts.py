@@ -14,8 +14,8 @@ from kvctl.health.answers import Row, amount, inner, number, text, texts
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Agent, Snapshot
 from kvctl.render.units import duration
+from kvctl_agent.contract.health import FAILED_NS
 
-RECENT_NS = 600_000_000_000
 BOOTSTRAP = "KV_ROOM_STUCK_BOOTSTRAP"
 # With a short suspect_s, an agent becomes suspect as soon as its process gets no core for a short time.
 _MIN_SILENCE_NS = 3_000_000_000
@@ -62,7 +62,7 @@ def failed_rooms(snapshot: Snapshot) -> Mapping[str, Sequence[FailedRoom]]:
             if not code or at_ns is None:
                 continue
             ago_ns = max(0, agent.now_ns - int(at_ns))
-            if ago_ns > RECENT_NS:
+            if ago_ns > FAILED_NS:
                 continue
             key = (text(row, "room"), code, rank, message)
             known = found.get(key)

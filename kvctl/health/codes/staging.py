@@ -50,14 +50,19 @@ class GatedPart:
         return self.writer, text(self.row, "room"), str(self.row.get("chunk")), str(self.row.get("layers"))
 
 
-def _gated_behind(snapshot: Snapshot, decode: str) -> list[GatedPart]:
+def _gated_by_peer(snapshot: Snapshot) -> Mapping[str, Sequence[GatedPart]]:
+    """Returns the parts of all writers that wait for a watermark, by the decode rank that they wait for."""
+    found: dict[str, list[GatedPart]] = {}
+    for agent in snapshot.of_role("prefill"):
+        for part in rows(agent.staging.get("gated")):
+            if text(part, "waiting_for").startswith("watermark"):
+                found.setdefault(text(part, "peer"), []).append(GatedPart(agent.name, part))
+    return found
+
+
+def _gated_behind(snapshot: Snapshot, decode: str) -> Sequence[GatedPart]:
     """Returns the parts of all writers that wait for this decode rank's watermark."""
-    return [
-        GatedPart(agent.name, part)
-        for agent in snapshot.of_role("prefill")
-        for part in rows(agent.staging.get("gated"))
-        if text(part, "peer") == decode and text(part, "waiting_for").startswith("watermark")
-    ]
+    return snapshot.once(_gated_by_peer).get(decode, ())
 
 
 def _ring(agent: Agent) -> Row:
@@ -140,7 +145,7 @@ def _is_pinned(agent: Agent, allocation: Row, blocks: bool) -> bool:
     return age >= _SILENT_NS or (state == "revoking" and blocks)  # each revoke request restarts its age
 
 
-def _pinned(agent: Agent, allocation: Row, waiting: list[GatedPart]) -> Finding:
+def _pinned(agent: Agent, allocation: Row, waiting: Sequence[GatedPart]) -> Finding:
     serial, writer = allocation.get("serial"), text(allocation, "writer")
     nbytes, age, aside = _nbytes(allocation), int(amount(allocation, "age_ns")), bool(allocation.get("aside"))
     silent_ns = _silent_ns(agent, writer)

@@ -9,21 +9,25 @@ from __future__ import annotations
 import pickle
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from kvctl.cli import cli
+from kvctl.client.calls import Call
 from kvctl.client.clock import ClockOffset
 from kvctl.client.endpoints import Discovery, Endpoint
+from kvctl.client.fanout import Reply
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import AgentAnswer, Survey
+from kvctl.client.health_reads import HEALTH_CALLS, expand
 from kvctl.health.codes import CODES, CODES_BY_NAME
 from kvctl.health.engine import examine
-from kvctl.health.finding import Finding
+from kvctl.health.finding import Code, Finding
 from kvctl.health.snapshot import Snapshot
+from kvctl_agent.admin.health import health
 from kvctl_agent.contract.config import KEYS, KEYS_BY_NAME
 from kvctl_agent.contract.metrics import METRICS
 
@@ -93,11 +97,41 @@ class Fleet:
 
     def find(self, code: str, before: Fleet | None = None, apart_s: float = 5.0) -> list[Finding]:
         """Returns the findings of one code."""
-        return checked(examine(self.snapshot(before, apart_s), [CODES_BY_NAME[code]]))
+        return self._findings([CODES_BY_NAME[code]], before, apart_s)
 
     def examine(self, before: Fleet | None = None, apart_s: float = 5.0) -> list[Finding]:
         """Returns the findings of all codes, the most severe first."""
-        return checked(examine(self.snapshot(before, apart_s), CODES))
+        return self._findings(CODES, before, apart_s)
+
+    def _findings(self, codes: Iterable[Code], before: Fleet | None, apart_s: float) -> list[Finding]:
+        """Returns findings, after a check that the answers of a large fleet to `health` lead to the same ones."""
+        found = checked(examine(self.snapshot(before, apart_s), codes))
+        large = self._in_brief(), before and before._in_brief()
+        earlier = Snapshot(large[1], 1000 * S) if large[1] else None
+        taken = 1000 * S + (round(apart_s * S) if earlier else 0)
+        in_brief = examine(Snapshot(large[0], taken, earlier), codes)
+        assert [(each.code, each.subject, each.severity) for each in in_brief] == [
+            (each.code, each.subject, each.severity) for each in found
+        ]
+        return found
+
+    def _in_brief(self) -> Survey:
+        """Returns the survey that a large fleet of these agents would give."""
+        fleet = self.copy()
+        survey = fleet.survey()
+        for agent in survey.agents:
+            answers: Any = {call.command: agent.data[call.command] for call in HEALTH_CALLS}
+            more = {command: data for command, data in agent.data.items() if command not in answers}
+            agent.data = {"health": health(**answers, now_ns=agent.hello["now_ns"]), **more}
+
+        def ask(requests: Sequence[tuple[Endpoint, Call]]) -> list[Reply]:
+            return [
+                Reply(endpoint, call, fleet.answers[endpoint.name][call.command], None, 0, 0, 0)
+                for endpoint, call in requests
+            ]
+
+        expand(survey, ask)
+        return survey
 
     def copy(self) -> Fleet:
         """Copies the fleet, faster than `deepcopy`."""
@@ -209,6 +243,7 @@ class Fleet:
             "incarnation": life(name),
             "level": "admin",
             "capabilities": [],
+            "integration": None,
             "uptime_ns": 600 * S,
             "now_ns": NOW,
         }
@@ -228,6 +263,7 @@ class Fleet:
             "pid": 4242 + number,
             "incarnation": life(name),
             "version": "0.1.0",
+            "integration": None,
             "uptime_ns": 600 * S,
             "transport": {"engine": "nixl", "backend": "UCX", "lanes": ["shm"]},
             "device": "cpu",

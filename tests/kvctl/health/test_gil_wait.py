@@ -10,9 +10,10 @@ from contextlib import contextmanager
 import pytest
 
 from kvctl.client.fleet import Fleet as Client
+from kvctl.client.health_reads import HEALTH_CALLS
 from kvctl.health.codes import CODES_BY_NAME
 from kvctl.health.finding import Finding
-from kvctl.health.snapshot import HEALTH_CALLS, Snapshot
+from kvctl.health.snapshot import Snapshot
 from kvctl_agent.telemetry import hub
 from tests.kvctl.health.fleets import Fleet
 from tests.support.agents import Fleet as Agents

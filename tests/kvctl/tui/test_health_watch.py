@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from kvctl.client.health_reads import HEALTH_CALLS
 from kvctl.health.finding import Finding, Severity
 from kvctl.health.mutes import Mute
-from kvctl.health.snapshot import HEALTH_CALLS, Snapshot
+from kvctl.health.snapshot import Snapshot
 from kvctl.tui import feed
 from kvctl.tui.feed import HealthWatch
 

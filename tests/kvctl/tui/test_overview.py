@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvctl.client.endpoints import Discovery
 from kvctl.client.fleet import Survey
-from kvctl.health.snapshot import HEALTH_CALLS
+from kvctl.client.health_reads import HEALTH_CALLS
 from kvctl.tui.feed import Question, Reading
 from kvctl.tui.panels.overview import no_agents
 from kvctl.tui.store import Store

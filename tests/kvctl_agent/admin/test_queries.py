@@ -38,6 +38,7 @@ ANSWERS: dict[str, Any] = {
     "events": snapshots.Events,
     "inputs": recording.InputPage,
     "metrics": list[snapshots.MetricFamily],
+    "health": snapshots.Health,
     "stacks": list[snapshots.ThreadStack],
 }
 # What acts is asked in test_operate.py.
