@@ -55,7 +55,7 @@ class RegistrySource(AgentSource):
         with Fanout(self._keys) as fanout:
             (reply,) = fanout.ask([(self._endpoint, _AGENTS)], max(1, deadline_ns - time.monotonic_ns()))
         if reply.fault is not None:
-            raise SourceError(_TEXTS.get(reply.fault.code, reply.fault.message), reply.fault.code)
+            raise SourceError(self._text(reply.fault), reply.fault.code)
         if not isinstance(reply.data, list) or not all(map(_is_row, reply.data)):
             raise SourceError("its answer to `agents` is not valid: update kvctl", FaultCode.PROTOCOL)
         endpoints: dict[str, Endpoint] = {}
@@ -73,6 +73,14 @@ class RegistrySource(AgentSource):
             else:
                 endpoints[endpoint.address] = endpoint
         return Found(tuple(endpoints.values()), tuple(faults), tuple(gone))
+
+    def _text(self, fault: Fault) -> str:
+        """Returns the text of an error of the connection, in which a registry takes the place of an agent."""
+        if not fault.message.startswith("closed the connection"):
+            return _TEXTS.get(fault.code, fault.message)
+        if self._keys is None:
+            return "closed the connection: it requires a key (give --server-key), or it has just ended"
+        return f"{fault.message}; omit --server-key for a registry without keys"
 
     def _endpoint_of(self, row: Mapping[str, Any]) -> Endpoint:
         """Returns the endpoint of a row: the Unix socket of an agent of this host, else its TCP endpoint.
