@@ -27,8 +27,8 @@ ATHERIS := atheris==3.0.0
 LIBRARIES := libibverbs1 libnuma1 libcurl4
 LIBRARIES_WITHOUT := NIXL does not need them, Mooncake does
 # Of `make test` alone: shells whose completion is tried, a Prometheus that reads what agents export, and what makes hosts
-# of namespaces and faults between them (tests/network).
-TEST_TOOLS := zsh fish prometheus iproute2 nftables iputils-ping
+# of namespaces, a resolver and faults between them (tests/network).
+TEST_TOOLS := zsh fish prometheus iproute2 nftables iputils-ping dnsmasq-base
 TEST_TOOLS_WITHOUT := Their tests are skipped
 # Of `make test` alone: SGLang's wheel without its dependencies, for tests that drive its disaggregation classes. It is
 # appended to the path of their ranks, so that nothing there takes the place of a package of .venv.

@@ -85,6 +85,7 @@ class TestMetadata:
             "vllm",
             "png",
             "kubernetes",
+            "dns",
         }
         assert set(EXTRAS) == promised
 

@@ -234,11 +234,16 @@ def gather(
         else:
             by_endpoint[reply.endpoint].append(reply)
     filtered, faults = unnamed, {}
+    processes = set()
     for endpoint, replies in by_endpoint.items():
         agent = _agent(hellos[endpoint])
         if isinstance(agent, Fault):
             survey.faults.append(agent)
             continue
+        process = agent.own_name, agent.host, agent.hello["pid"], agent.hello["incarnation"]
+        if process in processes:
+            continue  # one that sources name by several addresses
+        processes.add(process)
         agent.data.update((reply.call.command, reply.data) for reply in replies if reply.fault is None)
         faults[endpoint] = [reply.fault for reply in replies if reply.fault is not None and not _excused(reply)]
         if not labels:

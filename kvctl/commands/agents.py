@@ -123,7 +123,7 @@ def _read(survey: Survey) -> Report:
     rows += [
         {"agent": fault.agent, "host": survey.host_of(fault.agent) or None, "state": fault.code}
         for fault in survey.faults
-        if fault.agent not in stale
+        if fault.agent and fault.agent not in stale
     ]
     text = "its process has ended and left its socket: kvctl agents --prune removes it"
     faults = [*survey.faults, *(Fault(name, FaultCode.UNREACHABLE, text) for name in sorted(stale.keys() - failed))]

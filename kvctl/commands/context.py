@@ -100,6 +100,10 @@ def _source_options(function: Callable[..., None]) -> Callable[..., None]:
             "The fleet that a prefill instance's registry knows",
             "kvctl context add prod --bootstrap prefill-0:8998 --server-key fleet.pub",
         ),
+        (
+            "Pods of a headless service",
+            "kvctl context add pods --dns kv-agents.default.svc:7311 --server-key fleet.pub",
+        ),
         ("Agents that a file lists, which is read again each time", "kvctl context add lab --file agents.txt"),
         ("Agents that a command prints", "kvctl context add batch --command '/opt/fleet/list-agents'"),
         ("Decode ranks of this machine", "kvctl context add decode -l role=decode"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -88,13 +89,17 @@ class NetworkFleet(LiveFleet):
         Args:
             of: the ranks to ask; all by default.
         """
-        endpoints = [part for name in of or self.ranks for part in ("-e", self.admin(name))]
-        keys = ["--key", str(self._keys / "client.key"), "--server-key", str(self._keys / "fleet.pub")]
-        command = [sys.executable, "-m", "kvctl", *endpoints, *keys, *arguments, "--timeout", "2", "-o", "json"]
-        environment = {**os.environ, SOCKET_DIR_VARIABLE: str(self._keys), "KVCTL_CONFIG": "/dev/null"}
-        done = self.network[self._asks].run(*command, check=False, environment=environment)
+        done = self.run_kvctl([self.admin(name) for name in of or self.ranks], *arguments)
         assert done.stdout, done.stderr
         return json.loads(done.stdout)["data"]
+
+    def run_kvctl(self, endpoints: Sequence[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Runs kvctl with these values of `-e` and JSON output on the host that asks."""
+        named = [part for endpoint in endpoints for part in ("-e", endpoint)]
+        keys = ["--key", str(self._keys / "client.key"), "--server-key", str(self._keys / "fleet.pub")]
+        command = [sys.executable, "-m", "kvctl", *named, *keys, *arguments, "--timeout", "2", "-o", "json"]
+        environment = {**os.environ, SOCKET_DIR_VARIABLE: str(self._keys), "KVCTL_CONFIG": "/dev/null"}
+        return self.network[self._asks].run(*command, check=False, environment=environment)
 
 
 def _write_keys(path: Path) -> KeyPair:

@@ -47,6 +47,20 @@ KINDS: dict[str, Kind] = {
         "HOST:PORT",
         "Agents that the registry of a prefill instance knows",
     ),
+    "dns": Kind(
+        "dns://",
+        "dns://NAME:PORT",
+        "--dns",
+        "NAME:PORT",
+        "An agent at this port of every address of a DNS name; PORT+N for N ports from PORT upwards",
+    ),
+    "srv": Kind(
+        "srv://",
+        "srv://_SERVICE._tcp.NAME",
+        "--srv",
+        "_SERVICE._tcp.NAME",
+        "Agents at the targets of a DNS service record",
+    ),
     "file": Kind("file://", "file:///PATH", "--file", "PATH", "Agents that this file lists, one endpoint per line"),
     "exec": Kind(
         EXEC, "exec:COMMAND", "--command", "COMMAND", "Agents that this shell command prints, one endpoint per line"
