@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _NS_PER_DRIFT = 5_000  # two crystals drift apart by at most 200 ppm: 1 ns in 5,000 ns
@@ -48,5 +49,24 @@ def more_precise(latest: ClockOffset, earlier: ClockOffset, age_ns: int) -> Cloc
         age_ns: time from the earlier measurement to the latest one.
     """
     aged = ClockOffset(earlier.offset_ns, earlier.error_ns + age_ns // _NS_PER_DRIFT)
-    clock_was_set = abs(latest.offset_ns - aged.offset_ns) > latest.error_ns + aged.error_ns
+    clock_was_set = not _agree(latest, aged)
     return latest if clock_was_set or latest.error_ns <= aged.error_ns else aged
+
+
+def shared(clocks: Sequence[tuple[str, ClockOffset]]) -> list[ClockOffset]:
+    """Returns the clock of each agent: of the measurements of its host that agree with its own, the most precise one.
+
+    Agents read the clock of their host, but one that started before the clock was set keeps the difference.
+
+    Args:
+        clocks: (host, measurement) of each agent; agents of an unknown host "" keep their own.
+    """
+    best: dict[str, ClockOffset] = {}
+    for host, clock in clocks:
+        if host and (host not in best or clock.error_ns < best[host].error_ns):
+            best[host] = clock
+    return [best[host] if host and _agree(clock, best[host]) else clock for host, clock in clocks]
+
+
+def _agree(one: ClockOffset, other: ClockOffset) -> bool:
+    return abs(one.offset_ns - other.offset_ns) <= one.error_ns + other.error_ns

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self, cast
 
 from kvctl.client.calls import Call
-from kvctl.client.clock import ClockOffset, estimate
+from kvctl.client.clock import ClockOffset, estimate, shared
 from kvctl.client.discovery.source import AgentSources
 from kvctl.client.endpoints import Discovery, Endpoint, address_host, discover, matches
 from kvctl.client.fanout import Fanout, Reply
@@ -174,6 +174,7 @@ class Fleet:
             self._discovery_due_ns = 0
         for _ in range(clock_rounds - 1):
             self._refine_clocks(survey.agents)
+        share_clocks(survey.agents)
         survey.at_ns, survey.tick_ns = time.time_ns(), time.monotonic_ns()
         return survey
 
@@ -263,7 +264,14 @@ def gather(
         survey.faults += [replace(fault, agent=agent.name) for fault in faults[agent.endpoint]]
     survey.agents.sort(key=lambda agent: agent.name)
     survey.hosts = known_hosts(survey)
+    share_clocks(survey.agents)
     return survey
+
+
+def share_clocks(agents: Sequence[AgentAnswer]) -> None:
+    """Gives agents of one host the most precise measurement of its clock."""
+    for agent, clock in zip(agents, shared([(agent.host, agent.clock) for agent in agents]), strict=True):
+        agent.clock = clock
 
 
 def _named(

@@ -68,6 +68,7 @@ class RoomTimeline:
         state: the least advanced of the ranks' states; Failed if one of them has failed.
         ranks: the answer of each rank, prefill ranks first.
         clocks: clock offsets of the ranks, and of the rank that failed first, if they answered.
+        hosts: hosts of these ranks, where they are known.
         started_at_ns: local wall clock at the first event.
         age_ns: time from the first event to the end of the room, or until now.
         timeline: events of all ranks in local time; `relative_ns` is the time since the first event.
@@ -81,6 +82,7 @@ class RoomTimeline:
     state: str
     ranks: list[RoomDetail]
     clocks: dict[str, ClockOffset]
+    hosts: dict[str, str]
     started_at_ns: int
     age_ns: int
     timeline: list[dict[str, Any]]
@@ -108,15 +110,18 @@ class RoomTimeline:
         return max(after, 0) if after >= -2 * error else after
 
 
-def join(details: Iterable[RoomDetail], clocks: Mapping[str, ClockOffset]) -> list[RoomTimeline]:
+def join(
+    details: Iterable[RoomDetail], clocks: Mapping[str, ClockOffset], hosts: Mapping[str, str] | None = None
+) -> list[RoomTimeline]:
     """Joins the answers about one room number; returns one timeline for each use of the number, newest first.
 
     Args:
         details: answers of all ranks to `room`.
         clocks: clock offset of each agent, by name.
+        hosts: host of each agent, by name.
     """
     shifts = {agent: clock.correction_ns for agent, clock in clocks.items()}
-    rooms = [_join_one(ranks, clocks, shifts) for ranks in _uses(details, shifts)]
+    rooms = [_join_one(ranks, clocks, shifts, hosts or {}) for ranks in _uses(details, shifts)]
     return sorted(rooms, key=lambda room: room.started_at_ns, reverse=True)
 
 
@@ -182,7 +187,9 @@ def _marks(detail: RoomDetail) -> set[Hashable]:
     return {*nonces, *([(failure["rank"], failure["at_ns"])] if failure is not None else [])}
 
 
-def _join_one(ranks: list[RoomDetail], clocks: Mapping[str, ClockOffset], shifts: Mapping[str, int]) -> RoomTimeline:
+def _join_one(
+    ranks: list[RoomDetail], clocks: Mapping[str, ClockOffset], shifts: Mapping[str, int], hosts: Mapping[str, str]
+) -> RoomTimeline:
     ranks = sorted(ranks, key=lambda rank: (rank["role"] != "prefill", rank["agent"]))
     events: list[dict[str, Any]] = [
         {**event, "at_ns": event["at_ns"] - shifts.get(event["agent"], 0)}
@@ -207,6 +214,7 @@ def _join_one(ranks: list[RoomDetail], clocks: Mapping[str, ClockOffset], shifts
         state=min((rank["state"] for rank in ranks), key=_state_order),
         ranks=ranks,
         clocks={agent: clock for agent, clock in clocks.items() if agent in known},
+        hosts={agent: host for agent, host in hosts.items() if agent in known and host},
         started_at_ns=started,
         age_ns=max(at + rank["age_ns"] for at, rank in zip(opened, ranks, strict=True)) - started,
         timeline=timeline,

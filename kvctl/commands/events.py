@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 
 from kvctl.client.calls import Call
+from kvctl.client.clock import ClockOffset, more_precise
 from kvctl.client.fleet import Survey
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.queries import follow, run
 from kvctl.commands.settings import Settings
+from kvctl.render.clocks import corrections
 from kvctl.render.events import EVENTS
 from kvctl.render.report import Report
 from kvctl.render.units import parse_seconds
 
+_CLOCK_ROUNDS = 3
 _DEFAULT_LIMIT = 1000
 _MAX_EVENTS = 65_536  # more than recorders keep by default, and few enough for one answer
 SEVERITIES = ("debug", "info", "warning", "error")
@@ -64,6 +67,8 @@ def events(settings: Settings, since: str | None, limit: int, severity: str) -> 
 
     def read(survey: Survey) -> Report:
         everything, notes = _events(survey, back_ns)
+        clocks = corrections({agent.name: agent.clock for agent in survey.agents}, survey.hosts)
+        notes += [f"clocks: {clocks}, corrected"] if clocks else []
         wanted = [[row for row in events if keep(row)] for events in everything]
         passing = [[row for row in events if selection.passes(row)] for events in wanted]
         rows = [row for events in passing for row in events[-limit:]]
@@ -71,7 +76,8 @@ def events(settings: Settings, since: str | None, limit: int, severity: str) -> 
         rows = rows or [row for events in wanted for row in events]
         return Report(EVENTS, rows, len(everything), survey.faults, notes=notes)
 
-    run(settings, EVENTS, (Call("events", {"limit": max(limit, _MAX_EVENTS) if chosen else limit}),), read)
+    calls = (Call("events", {"limit": max(limit, _MAX_EVENTS) if chosen else limit}),)
+    run(settings, EVENTS, calls, read, clock_rounds=_CLOCK_ROUNDS)
 
 
 def _span(text: str) -> int:
@@ -84,16 +90,24 @@ def _span(text: str) -> int:
 def _events(survey: Survey, back_ns: int | None) -> tuple[list[list[dict[str, Any]]], list[str]]:
     """Returns the events of each agent that answered, oldest first, and remarks about events no longer recorded.
 
+    Times are converted to the clock of this machine.
+
     Args:
         back_ns: largest age of an event; None for all events.
     """
     earliest = 0 if back_ns is None else survey.at_ns - back_ns
     found, notes = [], []
     for agent, data in survey.answers("events"):
-        found.append([event for event in data["events"] if event["at_ns"] >= earliest])
+        found.append([event for event in _local(data["events"], agent.clock) if event["at_ns"] >= earliest])
         if data["dropped"]:
             notes.append(f"{agent.name}: {data['dropped']} older events are no longer in its recorder")
     return found, notes
+
+
+def _local(events: Sequence[dict[str, Any]], clock: ClockOffset) -> Sequence[dict[str, Any]]:
+    """Converts the times of events to the clock of this machine."""
+    shift_ns = clock.correction_ns
+    return [{**event, "at_ns": event["at_ns"] - shift_ns} for event in events] if shift_ns else events
 
 
 Keep = Callable[[dict[str, Any]], bool]
@@ -119,6 +133,8 @@ class Follower:
         self._limit = limit
         self._next: dict[_Process, int] = {}
         self._answered: set[_Process] = set()
+        self._clocks: dict[_Process, tuple[ClockOffset, int]] = {}  # the most precise one, and the time of its reading
+        self._corrected: set[str] = set()
 
     def calls(self) -> list[Call]:
         """Returns the next request, which is the same for all agents."""
@@ -143,10 +159,28 @@ class Follower:
             lost = 0 if since is None else since + data["dropped"] - position
             if data["dropped"] and lost > 0:
                 output.note(f"{agent.name}: {lost} events were lost between two readings: read more often, -w 0.5")
-            fresh += [row for row in data["events"] if row["sequence"] >= position and row["at_ns"] >= earliest]
+            events = _local(data["events"], self._clock(process, agent.clock, survey.tick_ns))
+            fresh += [row for row in events if row["sequence"] >= position and row["at_ns"] >= earliest]
             self._next[process] = data["next"]
         self._answered = answered or self._answered
+        self._report_clocks(output, survey)
         output.stream(EVENTS, [row for row in fresh if self._keep(row)])
+
+    def _clock(self, process: _Process, clock: ClockOffset, tick_ns: int) -> ClockOffset:
+        """Returns the most precise measurement of an agent's clock so far."""
+        if process in self._clocks:
+            earlier, at_ns = self._clocks[process]
+            clock = more_precise(clock, earlier, tick_ns - at_ns)
+        self._clocks[process] = clock, tick_ns
+        return clock
+
+    def _report_clocks(self, output: Output, survey: Survey) -> None:
+        """Prints which hosts' times are corrected, when these hosts change."""
+        clocks = {name: clock for (name, _), (clock, _) in self._clocks.items()}
+        hosts = {survey.hosts.get(name, name) for name, clock in clocks.items() if clock.correction_ns}
+        if hosts and hosts != self._corrected:
+            output.note(f"clocks: {corrections(clocks, survey.hosts)}, corrected")
+        self._corrected = hosts
 
     def _add_process(self, output: Output, process: _Process) -> None:
         name, _ = process

@@ -230,7 +230,9 @@ def show(settings: Settings, room: str, perfetto: Path | None) -> None:
         answers = survey.answers("room")
         answered = len(answers) + survey.drop_unknown_room_faults()
         details = [detail for _, data in answers for detail in data]
-        joined = most_informative_first(join(details, {agent.name: agent.clock for agent in survey.agents}))
+        joined = most_informative_first(
+            join(details, {agent.name: agent.clock for agent in survey.agents}, survey.hosts)
+        )
         report = _room_report(room, joined, answered, survey.faults)
         if perfetto is not None and joined:
             _write_trace(perfetto, joined[0])
@@ -293,7 +295,10 @@ def _document(room: RoomTimeline, timeline: Sequence[Row]) -> dict[str, Any]:
         "failure": room.failure,
         "owed_parts": [asdict(missing) for missing in room.missing_parts],
         "ranks": ranks,
-        "clocks": [{"agent": agent, **asdict(clock)} for agent, clock in sorted(room.clocks.items())],
+        "clocks": [
+            {"agent": agent, "host": room.hosts.get(agent), **asdict(clock)}
+            for agent, clock in sorted(room.clocks.items())
+        ],
         "parts": [asdict(part) for part in room.parts],
         "timeline": list(timeline),
     }

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvctl.client.room_timeline import PartTimeline, RoomTimeline
+from kvctl.render.clocks import corrections
 from kvctl_agent.contract.states import STAGES
 from kvctl_agent.contract.values import layer_range
 
@@ -43,7 +44,12 @@ def trace(room: RoomTimeline) -> dict[str, Any]:
     events.sort(key=lambda event: (event["ts"], _ORDER[event["ph"]]))
     return {
         "displayTimeUnit": "ms",
-        "otherData": {"room": room.room, "nonce": room.nonce, "state": room.state},
+        "otherData": {
+            "room": room.room,
+            "nonce": room.nonce,
+            "state": room.state,
+            "clocks": corrections(room.clocks, room.hosts) or "none differs",
+        },
         "traceEvents": [*_names(agents, roles, tracks), *events],
     }
 

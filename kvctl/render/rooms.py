@@ -10,6 +10,7 @@ from kvctl.client.clock import ClockOffset
 from kvctl.client.room_timeline import PartTimeline, RoomTimeline, join
 from kvctl.render import palette, units
 from kvctl.render.bars import legend, segments, stage_intervals
+from kvctl.render.clocks import corrections
 from kvctl.render.report import Block, Grid, Line, Span, Text
 from kvctl.render.view import Column, Kind, Row, View, Width
 from kvctl_agent.contract.snapshots import RoomDetail
@@ -225,7 +226,7 @@ def room_blocks(room: RoomTimeline, timeline: Sequence[Row], width: int) -> list
         width: width of the terminal, in columns.
     """
     return [
-        Text([*_header(room), *_verdict(room), *_missing_parts(room), *_waits(room)]),
+        Text([*_header(room), *_clocks(room), *_verdict(room), *_missing_parts(room), *_waits(room)]),
         Grid(RANKS, rank_rows(room)),
         *([Text(_part_bars(room, width))] if room.parts else []),
         Grid(TIMELINE, timeline),
@@ -238,6 +239,11 @@ def rank_rows(room: RoomTimeline) -> list[dict[str, Any]]:
         {**rank, "clock_error_ns": room.clocks[rank["agent"]].error_ns if rank["agent"] in room.clocks else None}
         for rank in room.ranks
     ]
+
+
+def _clocks(room: RoomTimeline) -> list[Line]:
+    text = corrections(room.clocks, room.hosts)
+    return [[(f"clocks: {text}, corrected", "dim")]] if text else []
 
 
 def _header(room: RoomTimeline) -> list[Line]:

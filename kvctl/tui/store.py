@@ -193,7 +193,8 @@ class Store:
         """
         details = [cast(RoomDetail, row) for row in self.rows("room") if row["room"] == number]
         clocks = {name: state.clock for name, state in self.agents.items()}
-        return next(iter(most_informative_first(join(details, clocks))), None)
+        hosts = self.survey.hosts if self.survey is not None else {}
+        return next(iter(most_informative_first(join(details, clocks, hosts))), None)
 
     def failed_rooms(self) -> list[Row]:
         """Returns a row for each failed room, combined from the reports of all its ranks."""
@@ -240,7 +241,8 @@ class Store:
         rows = [row for row in data["events"] if expected is None or row["sequence"] >= expected]
         if rows and expected is not None:
             self.events_missed += rows[0]["sequence"] - expected
-        self._events.extend(rows)
+        shift_ns = self.agents[agent.name].clock.correction_ns
+        self._events.extend({**row, "at_ns": row["at_ns"] - shift_ns} if shift_ns else row for row in rows)
         self._next_event[key] = data["next"]
 
     def _clear(self) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 
+from kvctl.client.clock import ClockOffset
 from kvctl.client.faults import FaultCode
+from kvctl.client.names import natural_key
 from kvctl.health.answers import NO_ROW, Row, amount, inner, number, numbers, rows, text, texts
 from kvctl.health.codes.facts import (
     Silence,
@@ -420,33 +421,50 @@ def _mismatched_rooms(
     Severity.WARNING,
     "peers",
     sees="timelines of the two ends of a room disagree",
-    means="The wall clock of an agent's host differs from the others' by more than 5 ms beyond the uncertainty of the "
-    "round trip. Agents use no wall clock for decisions; logs, traces and room timelines use it. kvctl shows the "
-    "events of a room on one clock.",
+    means="The wall clock of a host differs from that of another host by more than 5 ms beyond the uncertainty of the "
+    "round trips. Agents use no wall clock for decisions; logs, traces and room timelines use it. kvctl shows events "
+    "and rooms on one clock, that of the machine it runs on.",
     remedy="Let chrony or NTP synchronise the clocks of all hosts.",
 )
 def clock_skew(snapshot: Snapshot) -> Iterator[Finding]:
-    clocks = sorted((agent.answer.clock.correction_ns, agent.name) for agent in snapshot.agents.values())
+    """Yields a finding for each host whose clock differs from that of the host in the middle.
+
+    Agents of one host whose clocks differ, and agents of a single host, stand for themselves.
+    """
+    clocks = _clocks(snapshot)
     if len(clocks) < 2:
         return
-    middle, _ = clocks[len(clocks) // 2]
-    skewed = []
-    for correction, name in clocks:
-        bound = abs(correction - middle) - snapshot.agents[name].answer.clock.error_ns
-        if bound > _SKEW_NS:
-            skewed.append((correction - middle, name, bound))
-    for ahead, group in groupby(skewed, key=lambda each: each[0] > 0):
-        members = list(group)
-        bound = max(bound for _, _, bound in members)
-        names = [name for _, name, _ in members]
+    ranks = sorted((clock.correction_ns, name) for name, (clock, agents) in clocks.items() for _ in agents)
+    _, reference = ranks[len(ranks) // 2]
+    middle, _ = clocks[reference]
+    for name in sorted(clocks, key=natural_key):
+        clock, agents = clocks[name]
+        offset, error = clock.correction_ns - middle.correction_ns, clock.error_ns + middle.error_ns
+        bound = abs(offset) - error
+        if name == reference or bound <= _SKEW_NS:
+            continue
         yield clock_skew.finding(
-            names[0],
+            f"{name} ↔ {reference}",
             severity=Severity.WARNING if bound > _LARGE_SKEW_NS else Severity.INFO,
-            agents=names,
-            weight=len(names),
-            evidence={"offset_ns": max((each[0] for each in members), key=abs), "bound_ns": bound, "agents": names},
-            cause=f"the clock of {listed(names)} is {duration(bound)} or more {'ahead of' if ahead else 'behind'} the "
-            "others",
-            remedy="`kvctl agents -o wide` shows every offset; `timedatectl` on those hosts shows whether NTP keeps "
-            "the clock; kvctl corrects timelines for it, logs and traces are not corrected",
+            agents=agents,
+            weight=len(agents),
+            evidence={"offset_ns": offset, "error_ns": error, "bound_ns": bound},
+            cause=f"the clock of {name} is {duration(bound)} or more {'ahead of' if offset > 0 else 'behind'} that of "
+            f"{reference}: {duration(abs(offset))} ± {duration(error)}",
+            remedy="`kvctl hosts` shows every offset; `timedatectl` on those hosts shows whether NTP keeps the clock; "
+            "kvctl corrects timelines for it, logs and traces are not corrected",
         )
+
+
+def _clocks(snapshot: Snapshot) -> dict[str, tuple[ClockOffset, list[str]]]:
+    """Returns the clocks with the agents that read them, by host; by agent if the agents of its host differ."""
+    hosts: dict[str, list[Agent]] = {}
+    for agent in snapshot.agents.values():
+        hosts.setdefault(agent.answer.host, []).append(agent)
+    found: dict[str, tuple[ClockOffset, list[str]]] = {}
+    for host, agents in hosts.items():
+        if host and len(hosts) > 1 and len({agent.answer.clock for agent in agents}) == 1:
+            found[host] = agents[0].answer.clock, [agent.name for agent in agents]
+        else:
+            found |= {agent.name: (agent.answer.clock, [agent.name]) for agent in agents}
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl.client.clock import ClockOffset, estimate, more_precise
+from kvctl.client.clock import ClockOffset, estimate, more_precise, shared
 
 DELAY = st.integers(min_value=0, max_value=10**9)
 
@@ -40,3 +40,14 @@ def test_an_old_measurement_is_worth_less_with_time() -> None:
 def test_a_clock_that_was_set_is_measured_anew() -> None:
     earlier, latest = ClockOffset(5_000, 1_000), ClockOffset(3_600_000_000_000, 300_000)
     assert more_precise(latest, earlier, 1_000_000_000) == latest
+
+
+def test_agents_of_a_host_share_the_most_precise_measurement() -> None:
+    rough, precise, other = ClockOffset(3_400, 500), ClockOffset(3_100, 20), ClockOffset(0, 100)
+    clocks = [("n1", rough), ("n1", precise), ("n2", other), ("", rough)]
+    assert shared(clocks) == [precise, precise, other, rough]
+
+
+def test_measurements_that_contradict_each_other_are_not_shared() -> None:
+    early, late = ClockOffset(9_000, 50), ClockOffset(3_100, 20)
+    assert shared([("n1", early), ("n1", late)]) == [early, late], "one started before the clock was set"

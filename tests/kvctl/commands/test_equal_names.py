@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,7 @@ import zmq
 from zmq.utils import z85
 
 from kvctl_agent.contract.keys import KeyPair, public_text, secret_text
+from kvctl_agent.contract.states import RoomState
 from kvctl_agent.parts import PartFactories
 from kvctl_agent.telemetry.clock import Clock
 from tests.support.agents import Fleet, make_fleet
@@ -20,7 +23,8 @@ from tests.support.ports import free_port
 
 __all__ = ["make_fleet"]
 
-AHEAD_NS = {"n1": 0, "n2": 40_000_000}
+AHEAD_NS = {"n1": 0, "n2": 400_000_000}
+MEASURED_WITHIN_NS = 100_000_000  # on a busy machine
 BOTH = ("decode-0@n1", "decode-0@n2", "prefill-0@n1", "prefill-0@n2")
 
 
@@ -152,3 +156,44 @@ def test_a_mute_names_one_of_them(hosts: Hosts, kvctl: Any) -> None:
 def test_a_lane_is_probed_between_agents_of_one_host(hosts: Hosts, kvctl: Any) -> None:
     found = rows(kvctl("peers", "probe", "prefill-0@n2", "decode-0@n2", "-o", "json"))
     assert {(row["agent"], row["peer"]) for row in found} == {("prefill-0@n2", "decode-0@n2")}
+
+
+CLOCK = re.compile(r"clocks: n2 \+(\d+(?:\.\d+)?) ms ± (\d+(?:\.\d+)?) (?:ms|µs), corrected")
+
+
+def test_the_clock_of_a_host_is_measured_and_corrected(hosts: Hosts, kvctl: Any, tmp_path: Path) -> None:
+    found = {row["host"]: row for row in rows(kvctl("hosts", "-o", "json"))}
+    for host, ahead_ns in AHEAD_NS.items():
+        offset_ns, error_ns = found[host]["clock_offset_ns"], found[host]["clock_error_ns"]
+        assert abs(offset_ns - ahead_ns) <= error_ns < MEASURED_WITHIN_NS, found[host]
+    clocks = {row["agent"]: row["clock_offset_ns"] for row in rows(kvctl("agents", "-o", "json"))}
+    assert clocks["decode-0@n2"] == clocks["prefill-0@n2"], "agents of a host share its clock"
+    shown = kvctl("rooms", "show", "7", "--perfetto", str(tmp_path / "room.json"))
+    assert CLOCK.search(shown.out), shown.out
+    assert shown.out.count("clocks:") == 1, "the room on n1 needs no correction"
+    trace = json.loads((tmp_path / "room.json").read_text())["otherData"]["clocks"]
+    assert trace.startswith("n2 +") or trace == "none differs"
+
+
+def test_events_of_hosts_are_merged_on_one_clock(hosts: Hosts, kvctl: Any) -> None:
+    ran: dict[str, tuple[int, int]] = {}
+    for number in range(100, 104):
+        fleet = hosts.fleets[("n2", "n1")[number % 2]]
+        before_ns = time.time_ns()
+        room = fleet.claim(fleet.receive(fleet.room(number, 2)))
+        room.sends[0].abort("to have an event")
+        assert room.wait() == {RoomState.FAILED}
+        ran[str(number)] = before_ns, time.time_ns()
+    outcome = kvctl("events", "-o", "json")
+    assert CLOCK.search(outcome.err), outcome.err
+    found = [row for row in rows(outcome) if row["room"] in ran]
+    assert {row["agent"] for row in found} == set(BOTH)
+    for row in found:
+        before_ns, after_ns = ran[row["room"]]
+        assert before_ns - MEASURED_WITHIN_NS < row["at_ns"] < after_ns + MEASURED_WITHIN_NS, row
+
+
+def test_health_names_the_pair_of_hosts_whose_clocks_differ(hosts: Hosts, kvctl: Any) -> None:
+    (finding,) = rows(kvctl("health", "--filter", "code=KV_CLOCK_SKEW", "-o", "json"))
+    assert finding["subject"] in {"n1 ↔ n2", "n2 ↔ n1"}
+    assert abs(abs(finding["evidence"]["offset_ns"]) - AHEAD_NS["n2"]) <= finding["evidence"]["error_ns"]
