@@ -34,7 +34,7 @@ class Port:
     Attributes:
         row: the device now, a `Nic`.
         before: the same device in the previous reading of the same agent; None if there is none.
-        users: agents that must use it, see `rails`, by name.
+        users: agents that must use it, see `_rails`, in the order of their names.
     """
 
     host: str
@@ -76,11 +76,12 @@ class Port:
 
 @dataclass(frozen=True)
 class Host:
-    """The network devices of a host, by name, and its agents."""
+    """The network devices of a host, by name, its agents, and the ports of `_rails` by agent."""
 
     name: str
     ports: Mapping[str, Port]
     agents: Sequence[Agent]
+    rails: dict[str, list[Port]] = field(default_factory=dict)
 
     def rdma(self) -> list[Port]:
         return [port for port in self.ports.values() if port.is_rdma]
@@ -116,12 +117,13 @@ def hosts(snapshot: Snapshot) -> Mapping[str, Host]:
     complete = {name: Host(name, ports, agents) for name, (ports, agents) in found.items()}
     for host in complete.values():
         for agent in host.agents:
-            for port in rails(host, agent):
+            host.rails[agent.name] = _rails(host, agent)
+            for port in host.rails[agent.name]:
                 port.users.append(agent)
     return complete
 
 
-def rails(host: Host, agent: Agent) -> list[Port]:
+def _rails(host: Host, agent: Agent) -> list[Port]:
     """Returns the RDMA ports that must carry the bytes of a rank between hosts, as far as that is certain.
 
     Those are the devices of its lane if there are at most two; if the engine may choose among more, the ones of them
@@ -136,16 +138,20 @@ def rails(host: Host, agent: Agent) -> list[Port]:
     return ports
 
 
-def between_hosts(snapshot: Snapshot, agent: Agent) -> float:
-    """Returns the bytes that a rank has sent or received over the network since the previous snapshot.
+def between_hosts(snapshot: Snapshot) -> Mapping[str, float]:
+    """Returns the bytes that each rank has sent or received over the network since the previous snapshot.
 
-    0 if that is not known: if some of its peers are on its own host. Bytes of path direct go over NVLink.
+    Left out are ranks of which that is not known, because some of their peers are on their own host. Bytes of path
+    direct go over NVLink.
     """
-    peers = [row for row in agent.peers if text(row, "state") in {"ready", "suspect"}]
-    if not peers or any(row.get("same_host") is not False or _same_name(row, agent) for row in peers):
-        return 0.0
-    total = snapshot.since_before(agent.name, "kvctl_part_bytes_total") or 0.0
-    return total - (snapshot.since_before(agent.name, "kvctl_part_bytes_total", path="direct") or 0.0)
+    found = {}
+    for agent in snapshot.agents.values():
+        peers = [row for row in agent.peers if text(row, "state") in {"ready", "suspect"}]
+        if peers and not any(row.get("same_host") is not False or _same_name(row, agent) for row in peers):
+            total = snapshot.since_before(agent.name, "kvctl_part_bytes_total") or 0.0
+            direct = snapshot.since_before(agent.name, "kvctl_part_bytes_total", path="direct") or 0.0
+            found[agent.name] = total - direct
+    return found
 
 
 def _same_name(row: Row, agent: Agent) -> bool:
@@ -257,7 +263,10 @@ def _link_finding(port: Port, alike: Sequence[Port], problem: str) -> Finding:
 def rail_idle(snapshot: Snapshot) -> Iterator[Finding]:
     for host in snapshot.once(hosts).values():
         for port in host.rdma():
-            moved = {agent.name: between_hosts(snapshot, agent) / len(rails(host, agent)) for agent in port.users}
+            moved = {
+                agent.name: snapshot.once(between_hosts).get(agent.name, 0.0) / len(host.rails[agent.name])
+                for agent in port.users
+            }
             expected, carried = sum(moved.values()), port.moved
             others = sum(each.moved or 0.0 for each in host.rdma() if each is not port)
             if not port.is_up or carried is None or expected < _MOVED or carried > _IDLE_SHARE * expected:
@@ -297,20 +306,21 @@ def rail_idle(snapshot: Snapshot) -> Iterator[Finding]:
 )
 def lane_not_rdma(snapshot: Snapshot) -> Iterator[Finding]:
     for host in snapshot.once(hosts).values():
-        active = [port for port in host.rdma() if port.is_up]
-        for agent in host.agents if active else ():
+        if not any(port.is_up for port in host.rdma()):
+            continue
+        rdma = [port.moved for port in host.rdma()]
+        over_rdma = math.fsum(nbytes or 0.0 for nbytes in rdma)
+        interfaces = [port.moved for port in host.ports.values() if not port.is_rdma and port.name != "lo"]
+        ethernet = max((nbytes for nbytes in interfaces if nbytes is not None), default=0.0)
+        for agent in host.agents:
             lane, transport = inner(nics_of(agent), "lane"), inner(agent.status, "transport")
             wanted, told = text(transport, "backend"), text(lane, "protocol")
             if told and wanted in {"rdma", "efa"} and told == "tcp":
                 yield _lane_finding(host, agent, "engine", f"its engine says {told}", {"protocol": told})
                 continue
-            moved = between_hosts(snapshot, agent)
-            interfaces = [port.moved for port in host.ports.values() if not port.is_rdma and port.name != "lo"]
-            ethernet = max((nbytes for nbytes in interfaces if nbytes is not None), default=0.0)
-            rdma = [port.moved for port in host.rdma()]
+            moved = snapshot.once(between_hosts).get(agent.name, 0.0)
             if told or not _wants_rdma(transport) or moved < _MOVED or None in rdma:
                 continue
-            over_rdma = math.fsum(nbytes or 0.0 for nbytes in rdma)
             if over_rdma < _IDLE_SHARE * moved and ethernet >= _OTHER_SHARE * moved:
                 yield _lane_finding(
                     host,
@@ -370,7 +380,7 @@ def numa_far(snapshot: Snapshot) -> Iterator[Finding]:
 
 def _far(host: Host, agent: Agent) -> Iterator[Finding]:
     answer = nics_of(agent)
-    used, gpu = [port for port in rails(host, agent) if port.is_up], text(answer, "gpu")
+    used, gpu = [port for port in host.rails[agent.name] if port.is_up], text(answer, "gpu")
     if gpu:
         distances = {port.name: inner(port.row, "gpus").get(gpu) for port in host.rdma() if port.is_up}
         nearer = [name for name, distance in distances.items() if distance not in {"SYS", None}]
