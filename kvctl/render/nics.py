@@ -50,7 +50,11 @@ NICS = View(
         Column(
             "gpus", lambda row: near(row["gpus"]), Kind.LIST, Width.NORMAL, help="GPUs below the same PCIe host bridge."
         ),
-        Column("ranks", kind=Kind.LIST, help="Agents whose bytes it carries to other hosts, as far as `source` tells."),
+        Column(
+            "ranks",
+            kind=Kind.LIST,
+            help="Agents that use it, or may: those with source `open devices` choose among several.",
+        ),
         Column(
             "source",
             kind=Kind.LIST,

@@ -32,6 +32,7 @@ class Port:
     """A network device of a host, in the reading of one of its agents.
 
     Attributes:
+        network: network namespace of an interface; "" for an RDMA port, which all of them share.
         row: the device now, a `Nic`.
         before: the same device in the previous reading of the same agent; None if there is none.
         users: agents that must use it, see `_rails`, in the order of their names.
@@ -39,6 +40,7 @@ class Port:
 
     host: str
     name: str
+    network: str
     row: Row
     before: Row | None
     users: list[Agent] = field(default_factory=list)
@@ -76,10 +78,10 @@ class Port:
 
 @dataclass(frozen=True)
 class Host:
-    """The network devices of a host, by name, its agents, and the ports of `_rails` by agent."""
+    """The network devices of a host by network namespace and name, its agents, and the ports of `_rails` by agent."""
 
     name: str
-    ports: Mapping[str, Port]
+    ports: Mapping[tuple[str, str], Port]
     agents: Sequence[Agent]
     rails: dict[str, list[Port]] = field(default_factory=dict)
 
@@ -98,12 +100,8 @@ def nics_of(agent: Agent | None) -> Row:
 
 
 def hosts(snapshot: Snapshot) -> Mapping[str, Host]:
-    """Returns the hosts whose agents answered `nics`, by name.
-
-    Interfaces of different network namespaces of one host are kept apart by the names of their agents' hosts only: an
-    interface that several namespaces have is taken from one of them.
-    """
-    found: dict[str, tuple[dict[str, Port], list[Agent]]] = {}
+    """Returns the hosts whose agents answered `nics`, by name."""
+    found: dict[str, tuple[dict[tuple[str, str], Port], list[Agent]]] = {}
     for agent in snapshot.agents.values():
         answer = nics_of(agent)
         if not answer:
@@ -112,8 +110,8 @@ def hosts(snapshot: Snapshot) -> Mapping[str, Host]:
         ports, agents = found.setdefault(text(answer, "host"), ({}, []))
         agents.append(agent)
         for row in rows(answer.get("nics")):
-            name = text(row, "name")
-            ports.setdefault(name, Port(text(answer, "host"), name, row, earlier.get(name)))
+            name, network = text(row, "name"), "" if text(row, "kind") == "rdma" else text(answer, "network")
+            ports.setdefault((network, name), Port(text(answer, "host"), name, network, row, earlier.get(name)))
     complete = {name: Host(name, ports, agents) for name, (ports, agents) in found.items()}
     for host in complete.values():
         for agent in host.agents:
@@ -200,16 +198,17 @@ def nic_down(snapshot: Snapshot) -> Iterator[Finding]:
             active = [each for each in alike if each.is_up]
             if not port.is_up:
                 if port.users or _odd(len(alike) - len(active), len(active)):
-                    yield _link_finding(port, alike, f"is {text(port.row, 'state') or 'in an unknown state'}")
+                    yield _link_finding(host, port, alike, f"is {text(port.row, 'state') or 'in an unknown state'}")
                 continue
             fastest = max(amount(each.row, "bits_per_s") for each in active)
             slower = [each for each in active if amount(each.row, "bits_per_s") < fastest]
             if port in slower and amount(port.row, "bits_per_s") and _odd(len(slower), len(active) - len(slower)):
                 speed = f"{fastest / 1e9:g} Gbit/s"
-                yield _link_finding(port, alike, f"runs at {_speed(port)}, where its siblings have {speed}")
+                yield _link_finding(host, port, alike, f"runs at {_speed(port)}, where its siblings have {speed}")
         for bond in host.ports.values():
             members = texts(bond.row, "interfaces") if text(bond.row, "model") == "bond" else []
-            down = [name for name in members if name in host.ports and not host.ports[name].is_up]
+            named = [(name, host.ports.get((bond.network, name))) for name in members]
+            down = [name for name, member in named if member is not None and not member.is_up]
             if bond.is_up and down:
                 yield nic_down.finding(
                     bond.subject,
@@ -226,11 +225,11 @@ def _odd(few: int, others: int) -> bool:
     return others >= _MIN_SIBLINGS and few <= _ODD_SHARE * others
 
 
-def _link_finding(port: Port, alike: Sequence[Port], problem: str) -> Finding:
+def _link_finding(host: Host, port: Port, alike: Sequence[Port], problem: str) -> Finding:
     users = _names(port.users)
     return nic_down.finding(
         port.subject,
-        agents=users or [port.host],
+        agents=users or _names(host.agents),
         weight=1 + len(users),
         evidence={
             "state": text(port.row, "state"),
@@ -310,8 +309,10 @@ def lane_not_rdma(snapshot: Snapshot) -> Iterator[Finding]:
             continue
         rdma = [port.moved for port in host.rdma()]
         over_rdma = math.fsum(nbytes or 0.0 for nbytes in rdma)
-        interfaces = [port.moved for port in host.ports.values() if not port.is_rdma and port.name != "lo"]
-        ethernet = max((nbytes for nbytes in interfaces if nbytes is not None), default=0.0)
+        by_network: dict[str, float] = {}
+        for port in host.ports.values():
+            if not port.is_rdma and port.name != "lo":
+                by_network[port.network] = max(by_network.get(port.network, 0.0), port.moved or 0.0)
         for agent in host.agents:
             lane, transport = inner(nics_of(agent), "lane"), inner(agent.status, "transport")
             wanted, told = text(transport, "backend"), text(lane, "protocol")
@@ -319,6 +320,7 @@ def lane_not_rdma(snapshot: Snapshot) -> Iterator[Finding]:
                 yield _lane_finding(host, agent, "engine", f"its engine says {told}", {"protocol": told})
                 continue
             moved = snapshot.once(between_hosts).get(agent.name, 0.0)
+            ethernet = by_network.get(text(nics_of(agent), "network"), 0.0)
             if told or not _wants_rdma(transport) or moved < _MOVED or None in rdma:
                 continue
             if over_rdma < _IDLE_SHARE * moved and ethernet >= _OTHER_SHARE * moved:

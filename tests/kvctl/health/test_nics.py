@@ -183,6 +183,19 @@ def test_a_rail_carries_nothing_while_its_siblings_do(hosts: Hosts) -> None:
     assert found.evidence["lane_source"] == ["open devices"]
 
 
+def test_interfaces_of_two_namespaces_of_a_host_are_two(hosts: Hosts) -> None:
+    for name in ("prefill-0", "prefill-1"):
+        hosts.changes[name]["network"] = f"net:[{name}]"
+    hosts.read()
+    lost = hosts.fleet.answers["prefill-1"]["nics"]
+    hosts.read()
+    after = hosts.fleet.answers["prefill-1"]["nics"]
+    next(nic for nic in after["nics"] if nic["name"] == "eth0")["errors"] = {"rx_errors": 5}
+    before = hosts.fleet.copy()
+    before.answers["prefill-1"]["nics"] = lost
+    assert only(hosts.find(before), "KV_NIC_ERRORS", "node-1 eth0").evidence["rx_errors"] == 5
+
+
 def test_bytes_of_a_rank_that_take_ethernet(hosts: Hosts) -> None:
     over = {"prefill-0": "eth0", "prefill-1": "eth0"}
     hosts.move(GIB, over)
