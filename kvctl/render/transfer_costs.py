@@ -89,9 +89,9 @@ def scaled(answer: Mapping[str, Any], cost: Mapping[str, Any], tokens: int) -> M
     nbytes = round(cost["bytes_per_token"] * tokens)
     row = {**cost, "bytes": nbytes, "alone_ns": None, "predicted_ns": None}
     if cost["fixed_ns"] is not None:
-        alone = cost["fixed_ns"] + (nbytes / cost["bytes_per_s"] * 1e9 if cost["bytes_per_s"] else 0)
-        row["alone_ns"] = round(alone)
-        row["predicted_ns"] = round(alone + sum(min(alone, each) for each in answer["ahead_ns"]))
+        own = nbytes / cost["bytes_per_s"] * 1e9 if cost["bytes_per_s"] else 0
+        row["alone_ns"] = round(cost["fixed_ns"] + own)
+        row["predicted_ns"] = row["alone_ns"] + answer["ahead_ns"]
     return row
 
 
@@ -138,7 +138,7 @@ def _pair(
         "staged_bytes": nbytes // len(peers) if best["path"] == "staged" and nbytes is not None else None,
         "prefill_ranks": [*writers],
         "decode_ranks": peers,
-        "ahead_ns": max((rank.cost["ahead_ns"] for rank in writers.values()), key=sum),
+        "ahead_ns": max(rank.cost["ahead_ns"] for rank in writers.values()),
         "ranks": [cost for _, cost in rows],
     }
 

@@ -167,7 +167,7 @@ class ObservedAgent:
         rooms = self._parts.telemetry.rooms.active()
         return [self._peer(peer, rooms) for peer in list(self._parts.machine.peers.values())]
 
-    def costs(self, tokens: int) -> tuple[list[int], list[TransferCost]]:
+    def costs(self, tokens: int) -> tuple[int, list[TransferCost]]:
         return self._costs.read(tokens)
 
     def peer_states(self) -> list[str]:

@@ -97,7 +97,7 @@ class ObservedRank(Protocol):
 
     def peers(self) -> list[PeerRow]: ...
 
-    def costs(self, tokens: int) -> tuple[list[int], list[TransferCost]]:
+    def costs(self, tokens: int) -> tuple[int, list[TransferCost]]:
         """Returns `ahead_ns` and `costs` of the reply to `cost`, for a prompt of `tokens` tokens; empty on decode."""
 
     def peer_states(self) -> Sequence[str]: ...

@@ -19,10 +19,9 @@ from kvctl_agent.layout.plan import TransferSlices, slices_of_writer, transfer_s
 from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.parts import AgentParts
 from kvctl_agent.protocol.peer import Peer
-from kvctl_agent.telemetry.transfer_times import TransferFit, remaining_ns
+from kvctl_agent.telemetry.transfer_times import TransferFit
 
 _FEWEST_ROOMS = 4  # from which on the rooms count more than the calibration
-_MOST_AHEAD = 256
 _ROOM_NUMBERS = 64  # a writer may be elected for a share of the rooms only
 
 
@@ -32,21 +31,19 @@ class TransferCosts:
     def __init__(self, parts: AgentParts) -> None:
         self._parts = parts
 
-    def read(self, tokens: int) -> tuple[list[int], list[TransferCost]]:
+    def read(self, tokens: int) -> tuple[int, list[TransferCost]]:
         """Returns `ahead_ns` and `costs` of the command `cost` for a prompt of `tokens` tokens; empty if decode."""
         parts = self._parts
         if parts.role == "decode":
-            return [], []
+            return 0, []
         now_ns = time.monotonic_ns()
         peers = list(parts.machine.peers.values())
         fits = {peer.name: parts.telemetry.transfers.fit(peer.name) for peer in peers}
         latest = max((fit for fit in fits.values() if fit is not None), key=lambda fit: fit.ended_ns, default=None)
-        waits = remaining_ns(latest, parts.telemetry.transfers.ahead(now_ns)) if latest is not None else []
-        return [round(each) for each in waits[:_MOST_AHEAD]], [
-            self._row(peer, fits[peer.name], tokens, waits, now_ns) for peer in peers
-        ]
+        ahead_ns = round(latest.wait_ns(parts.telemetry.transfers.ahead(now_ns))) if latest is not None else 0
+        return ahead_ns, [self._row(peer, fits[peer.name], tokens, ahead_ns, now_ns) for peer in peers]
 
-    def _row(self, peer: Peer, fit: TransferFit | None, tokens: int, waits: list[float], now_ns: int) -> TransferCost:
+    def _row(self, peer: Peer, fit: TransferFit | None, tokens: int, ahead_ns: int, now_ns: int) -> TransferCost:
         parts, inputs = self._parts, peer.inputs
         nbytes = prompt_bytes(inputs, peer.coord.dp, parts.local.coord.dp, tokens) if inputs is not None else None
         whole = max(1, -(-tokens // inputs.page_size) * inputs.page_size) if inputs is not None else 1
@@ -88,7 +85,7 @@ class TransferCosts:
         else:
             row["reason"] = "no room was transferred to it yet, and its connection is not measured: kvctl peers probe"
         if (alone := row["alone_ns"]) is not None:
-            row["predicted_ns"] = round(alone + sum(min(alone, each) for each in waits))
+            row["predicted_ns"] = alone + ahead_ns
         return row
 
     def _in_transfer(self, peer: Peer) -> tuple[int, int | None]:

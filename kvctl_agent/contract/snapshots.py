@@ -468,8 +468,7 @@ class TransferCost(TypedDict):
     """One row of `cost`: what a prompt's transfer from this prefill rank's instance to one decode rank costs.
 
     A transfer begins when the prompt is computed and every decode rank of the room has opened it, and ends when the
-    last of these has all of it. `alone_ns` is `fixed_ns` + `bytes` / `bytes_per_s`; `predicted_ns` adds, for each item
-    of `ahead_ns`, the lesser of the item and `alone_ns`.
+    last of these has all of it. `alone_ns` is `fixed_ns` + `bytes` / `bytes_per_s`; `predicted_ns` adds `ahead_ns`.
     """
 
     agent: str
@@ -503,7 +502,7 @@ class Cost(TypedDict):
     tokens: int  # length of the prompt, without a cached prefix
     rooms: int  # active
     ring: RingUse | None  # decode only
-    ahead_ns: list[int]  # prefill: for each room in transfer, how long it may keep a new one waiting; longest first
+    ahead_ns: int  # prefill: how long a room that begins now waits for those in transfer from this rank
     costs: list[TransferCost]  # prefill only
 
 

@@ -4,16 +4,16 @@ The transfer of a room, as far as its request has to wait for it, begins when th
 every decode rank of the room has opened it, and ends when the last of these ranks has all of it. Parts that were sent
 before, while layers were computed, shorten it.
 
-Rooms that are transferred at the same time slow each other. Each observation therefore has, beside the time that the
-room took, the time that it would have taken alone if the rooms in transfer had shared the rank equally (processor
-sharing). Both are measured in constant time per room: the rank's *virtual* time passes 1/n as fast while n rooms are in
-transfer, so that the share of a room is the virtual time between its begin and its end.
+A rank sends the bytes of its rooms by and large one after the other, so a room waits for the bytes of the rooms that
+were in transfer when its own transfer began: two prompts behind a long one take as long as that. How much of these
+bytes a room waits for is fitted as well, because rooms with many parts take turns, and ranks with cores to spare send
+several at once.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,13 +21,28 @@ import numpy as np
 import numpy.typing as npt
 
 _ROOMS = 64
-_MOST_PEERS = 4096  # limit of the table by peer name: peers choose their names
+_MOST_PEERS = 4096  # limit of the tables by peer name: peers choose their names
 _HALF_LIFE_ROOMS = 24
-_FIT_ROUNDS = 4
+_FIT_ROUNDS = 5
 _OUTLIER = 2.0  # median deviations from which on a room counts less
-_SHARING = (0.0, 0.5, 1.0)
+_QUEUEING = (1.0, 0.5, 0.0)
+_LONGEST_MESSAGE = 0.25  # of the room's time: round trips to a rank that is starting up take longer than rooms
 
 _Floats = npt.NDArray[np.float64]
+
+
+class Ahead(NamedTuple):
+    """Rooms in transfer, when a new one begins.
+
+    Attributes:
+        tokens: tokens of all of them.
+        first_tokens: tokens of the first.
+        first_ns: time for which it has been the first.
+    """
+
+    tokens: int = 0
+    first_tokens: int = 0
+    first_ns: int = 0
 
 
 class Transferred(NamedTuple):
@@ -36,16 +51,16 @@ class Transferred(NamedTuple):
     Attributes:
         tokens: tokens that were transferred, without a prefix that decode had cached.
         took_ns: from begin to end.
-        share_ns: virtual time from begin to end.
         ended_ns: monotonic time of the end.
         path: path of most parts of this rank; "" if it sent none.
+        ahead: rooms in transfer at the begin.
     """
 
     tokens: int
     took_ns: int
-    share_ns: int
     ended_ns: int
     path: str
+    ahead: Ahead = Ahead()
 
 
 @dataclass(slots=True)
@@ -53,13 +68,14 @@ class Transfer:
     """The transfer of one room in progress.
 
     Attributes:
-        began_ns, began_virtual_ns: its begin in monotonic and in virtual time.
+        began_ns: monotonic time of its begin.
+        ahead: rooms in transfer at that time.
         arrived_ns: monotonic time at which the last decode rank so far had all of it; 0: none has.
     """
 
     tokens: int
     began_ns: int
-    began_virtual_ns: float
+    ahead: Ahead
     arrived_ns: int = 0
 
 
@@ -70,8 +86,7 @@ class TransferFit:
     Attributes:
         fixed_ns: time of a transfer apart from its size.
         ns_per_token: additional time of a token.
-        sharing: share of the remaining time of other rooms in transfer that a room waits: 1 if all rooms share one
-            resource equally, 0 if they do not slow each other.
+        queueing: how much of the bytes of rooms in transfer a new one waits for: 1 all, 0 none.
         error_ratio: median relative deviation of the rooms from the fit.
         rooms: number of rooms.
         ended_ns: monotonic end of the latest room.
@@ -80,7 +95,7 @@ class TransferFit:
 
     fixed_ns: float
     ns_per_token: float
-    sharing: float
+    queueing: float
     error_ratio: float
     rooms: int
     ended_ns: int
@@ -89,6 +104,11 @@ class TransferFit:
     def alone_ns(self, tokens: int) -> float:
         """Returns the predicted time of a transfer of `tokens` tokens while no other room is in transfer."""
         return self.fixed_ns + tokens * self.ns_per_token
+
+    def wait_ns(self, ahead: Ahead) -> float:
+        """Returns how long a new room waits for the rooms in transfer."""
+        left = _left(np.array([ahead], float), self.fixed_ns, self.ns_per_token)
+        return self.queueing * float(left[0]) * self.ns_per_token
 
 
 class TransferTimes:
@@ -101,42 +121,53 @@ class TransferTimes:
         self._by_peer: dict[str, deque[Transferred]] = {}
         self._counts: dict[str, int] = {}
         self._fits: dict[str, tuple[int, TransferFit]] = {}
-        self._active: dict[int, Transfer] = {}
-        self._virtual_ns = 0.0
-        self._at_ns = 0
+        self._active: dict[int, Transfer] = {}  # in the order of their begin
+        self._first_since_ns = 0
+        self._least_rtt_ns: dict[str, int] = {}
 
     def begin(self, room: int, tokens: int, at_ns: int) -> None:
         """Records that the transfer of a room begins at monotonic `at_ns`."""
-        self._advance(at_ns)
-        self._active[room] = Transfer(tokens, at_ns, self._virtual_ns)
+        self.cancel(room, at_ns)
+        if not self._active:
+            self._first_since_ns = at_ns
+        self._active[room] = Transfer(tokens, at_ns, self.ahead(at_ns))
 
-    def arrived(self, room: int, at_ns: int) -> None:
-        """Records that a decode rank had all of a room at monotonic `at_ns`, which may be past."""
-        if transfer := self._active.get(room):
-            transfer.arrived_ns = max(at_ns, transfer.arrived_ns)
+    def arrived(self, room: int, peer: str, sent_ns: int, rtt_ns: int | None) -> None:
+        """Records that a decode rank has all of a room.
+
+        Args:
+            sent_ns: monotonic time at which its message came, less the time for which it was kept there.
+            rtt_ns: latest round trip. The message took half of the shortest one, as round trips to a busy rank include
+                waiting there.
+        """
+        transfer = self._active.get(room)
+        if transfer is None:
+            return
+        if rtt_ns is not None and (peer in self._least_rtt_ns or len(self._least_rtt_ns) < _MOST_PEERS):
+            self._least_rtt_ns[peer] = min(rtt_ns, self._least_rtt_ns.get(peer, rtt_ns))
+        longest = _LONGEST_MESSAGE * (sent_ns - transfer.began_ns)
+        arrived_ns = sent_ns - round(min(self._least_rtt_ns.get(peer, 0) / 2, longest))
+        transfer.arrived_ns = max(arrived_ns, transfer.arrived_ns)
 
     def cancel(self, room: int, at_ns: int) -> None:
         """Forgets the transfer of a room that has failed, or whose pages were recalled; ignores unknown rooms."""
         if room in self._active:
-            self._advance(at_ns)
-            del self._active[room]
+            self._remove(room, at_ns)
 
     def end(self, room: int, peers: Collection[str], path: str, now_ns: int) -> None:
         """Records that all decode ranks of a room, `peers`, have it; ignores unknown rooms.
 
         Args:
             path: path of most of its parts from this rank; "" if it sent none.
-            now_ns: present time, monotonic. The messages of the decode ranks were on their way since the room arrived.
+            now_ns: present time, monotonic, which counts if no decode rank has said when it had the room.
         """
         if room not in self._active:
             return
-        self._advance(now_ns)
-        others = len(self._active)
-        transfer = self._active.pop(room)
+        transfer = self._active[room]
         ended_ns = transfer.arrived_ns or now_ns
+        self._remove(room, ended_ns)
         took_ns = max(1, ended_ns - transfer.began_ns)
-        share_ns = self._virtual_ns - transfer.began_virtual_ns - (now_ns - ended_ns) / others
-        done = Transferred(transfer.tokens, took_ns, min(max(1, round(share_ns)), took_ns), ended_ns, path)
+        done = Transferred(transfer.tokens, took_ns, ended_ns, path, transfer.ahead)
         for peer in peers:
             latest = self._by_peer.get(peer)
             if latest is None:
@@ -163,52 +194,52 @@ class TransferTimes:
         """Returns the tokens of each room in transfer, by number of the room."""
         return {room: transfer.tokens for room, transfer in self._active.copy().items()}
 
-    def ahead(self, now_ns: int) -> list[tuple[int, float]]:
-        """Returns for each room in transfer its tokens, and the virtual time in ns that it has had so far."""
-        active, virtual_ns = self._active.copy(), self._virtual_ns
-        virtual_ns += max(0, now_ns - self._at_ns) / max(1, len(active))
-        return [(each.tokens, max(0.0, virtual_ns - each.began_virtual_ns)) for each in active.values()]
+    def ahead(self, now_ns: int) -> Ahead:
+        """Returns the rooms in transfer at monotonic `now_ns`."""
+        tokens = list(self.in_transfer().values())
+        return Ahead(sum(tokens), tokens[0], max(0, now_ns - self._first_since_ns)) if tokens else Ahead()
 
-    def _advance(self, at_ns: int) -> None:
-        if at_ns > self._at_ns:
-            self._virtual_ns += (at_ns - self._at_ns) / max(1, len(self._active))
-            self._at_ns = at_ns
+    def _remove(self, room: int, at_ns: int) -> None:
+        if next(iter(self._active)) == room:
+            self._first_since_ns = max(at_ns, self._first_since_ns)
+        del self._active[room]
 
 
 def fit_transfers(rooms: Iterable[Transferred]) -> TransferFit:
     """Fits the cost of transfers to finished ones, of which there is at least one, oldest first.
 
     Errors are relative, since prompts of 16 tokens matter as much as prompts of 16,000. Older rooms and outliers weigh
-    less. Of the assumptions about how rooms share the rank, the one that fits best is taken.
+    less. Of the assumptions about how much rooms wait for each other, the one that fits best is taken.
     """
     latest = list(rooms)
     tokens = np.array([each.tokens for each in latest], float)
     took = np.array([each.took_ns for each in latest], float)
-    share = np.array([each.share_ns for each in latest], float)
+    ahead = np.array([each.ahead for each in latest], float)
     recent = 0.5 ** (np.arange(len(latest))[::-1] / _HALF_LIFE_ROOMS)
-    best: tuple[float, float, float, float] | None = None
-    for sharing in _SHARING:
-        alone = took * (share / took) ** sharing
-        fixed_ns, ns_per_token, error = _fit_line(tokens, alone, recent)
-        if best is None or error < best[0] - 1e-9:
-            best = error, fixed_ns, ns_per_token, sharing
-    assert best is not None
-    error, fixed_ns, ns_per_token, sharing = best
+    fits = []
+    for queueing in _QUEUEING if ahead.any() else _QUEUEING[:1]:
+        fixed_ns = ns_per_token = error = 0.0
+        predicted, robust = took, np.ones_like(took)
+        for _ in range(_FIT_ROUNDS):
+            waited = tokens + queueing * _left(ahead, fixed_ns, ns_per_token)
+            weights = recent * robust / np.maximum(took, predicted) ** 2
+            fixed_ns, ns_per_token = _weighted_line(waited, took, weights)
+            predicted = fixed_ns + ns_per_token * waited
+            relative = np.abs(predicted / took - 1)
+            error = float(np.median(relative))
+            robust = np.minimum(1.0, _OUTLIER * max(error, 0.01) / np.maximum(relative, 1e-9))
+        fits.append((error, fixed_ns, ns_per_token, queueing))
+    error, fixed_ns, ns_per_token, queueing = min(fits, key=lambda fit: fit[0])
     last = latest[-1]
-    return TransferFit(fixed_ns, ns_per_token, sharing, error, len(latest), last.ended_ns, last.path)
+    return TransferFit(fixed_ns, ns_per_token, queueing, error, len(latest), last.ended_ns, last.path)
 
 
-def _fit_line(x: _Floats, y: _Floats, weights: _Floats) -> tuple[float, float, float]:
-    """Fits y = a + b·x with a, b ≥ 0 by relative errors; returns a, b and the median relative error."""
-    predicted, robust = y, np.ones_like(y)
-    a = b = error = 0.0
-    for _ in range(_FIT_ROUNDS):
-        a, b = _weighted_line(x, y, weights * robust / np.maximum(y, predicted) ** 2)
-        predicted = a + b * x
-        relative = np.abs(predicted / y - 1)
-        error = float(np.median(relative))
-        robust = np.minimum(1.0, _OUTLIER * max(error, 0.01) / np.maximum(relative, 1e-9))
-    return a, b, error
+def _left(ahead: _Floats, fixed_ns: float, ns_per_token: float) -> _Floats:
+    """Returns the tokens of rooms ahead that are not sent yet; `ahead` has the fields of `Ahead` as columns."""
+    tokens, first_tokens, first_ns = ahead.T
+    sent = np.maximum(0.0, first_ns - fixed_ns) / ns_per_token if ns_per_token else 0.0
+    left: _Floats = tokens - np.minimum(first_tokens, sent)
+    return left
 
 
 def _weighted_line(x: _Floats, y: _Floats, weights: _Floats) -> tuple[float, float]:
@@ -221,13 +252,3 @@ def _weighted_line(x: _Floats, y: _Floats, weights: _Floats) -> tuple[float, flo
     if spread <= (0.01 * mean_x) ** 2 or mean_y < slope * mean_x:
         return 0.0, through_origin
     return (mean_y, 0.0) if slope < 0 else (mean_y - slope * mean_x, slope)
-
-
-def remaining_ns(fit: TransferFit, ahead: Sequence[tuple[int, float]]) -> list[float]:
-    """Returns for each room in transfer the time for which a new room may have to wait, in ns, longest first.
-
-    Args:
-        ahead: rooms in transfer, as `TransferTimes.ahead` returns them.
-    """
-    left = [max(0.0, fit.alone_ns(tokens) - had) * fit.sharing for tokens, had in ahead]
-    return sorted((each for each in left if each > 0), reverse=True)

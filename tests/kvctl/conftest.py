@@ -512,7 +512,7 @@ def cost(name: str, tokens: int) -> dict[str, Any]:
         "tokens": tokens,
         "rooms": 3,
         "ring": status(name)["ring"],
-        "ahead_ns": [] if decode else [2 * MS, MS],
+        "ahead_ns": 0 if decode else 3 * MS,
         "costs": rows,
     }
 

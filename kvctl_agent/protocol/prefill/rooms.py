@@ -386,7 +386,8 @@ class SendRooms:
         room, transfer = found
         transfer.done = True
         room.record.event("done", self.context.now_ns, peer=peer.name)
-        self.context.telemetry.transfers.arrived(room.room, self.context.now_ns - message.age_ns)
+        sent_ns = self.context.now_ns - message.age_ns
+        self.context.telemetry.transfers.arrived(room.room, peer.name, sent_ns, peer.rtt_ns)
         self.progress(room)
 
     def on_room_failed(self, peer: Peer, message: msg.RoomFailed) -> None:

@@ -13,7 +13,7 @@ def rank(name: str, index: int = 0, *, dp: int = 1, tp: int = 1, accepting: bool
     role = name.rpartition("-")[0].removeprefix("p1-")
     coordinates = {"dp": index // tp, "pp": 0, "cp": 0, "tp": index % tp, "unique": index}
     status = {"name": name, "role": role, "rank": coordinates, "sizes": {"dp": dp, "pp": 1, "cp": 1, "tp": tp}}
-    answer = {"role": role, "accepting": accepting, "tokens": 100, "ring": None, "ahead_ns": [], "costs": [], **cost}
+    answer = {"role": role, "accepting": accepting, "tokens": 100, "ring": None, "ahead_ns": 0, "costs": [], **cost}
     return RankCost(name, status, answer)
 
 
@@ -113,12 +113,12 @@ def test_staged_bytes_are_divided_over_the_rings() -> None:
 
 
 def test_a_recorded_answer_is_computed_for_another_length() -> None:
-    answer = {"tokens": 100, "ahead_ns": [30 * MS, 4 * MS]}
+    answer = {"tokens": 100, "ahead_ns": 30 * MS}
     row = cost("decode-0", 10, fixed_ns=2 * MS, bytes_per_s=12_500_000)
     assert scaled(answer, row, 100) is row
     found = scaled(answer, row, 200)
     assert (found["bytes"], found["alone_ns"]) == (200_000, 18 * MS)
-    assert found["predicted_ns"] == (18 + 18 + 4) * MS
+    assert found["predicted_ns"] == 48 * MS
     assert scaled(answer, cost("decode-0"), 200)["predicted_ns"] is None
 
 

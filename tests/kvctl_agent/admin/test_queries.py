@@ -407,7 +407,7 @@ class TestNumbersAddUp:
         token = model.heads * (model.k_dim + model.v_dim) * 2 * model.layers
         for agent in done.prefill:
             answer = ask(connect, agent, "cost", tokens=1000)
-            assert (answer["tokens"], answer["rooms"], answer["ring"], answer["ahead_ns"]) == (1000, 0, None, [])
+            assert (answer["tokens"], answer["rooms"], answer["ring"], answer["ahead_ns"]) == (1000, 0, None, 0)
             (row,) = answer["costs"]
             assert (row["peer"], row["state"], row["rank"]["unique"]) == ("decode-0", "ready", 0)
             assert (row["bytes"], row["bytes_per_token"]) == (1000 * token, token)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvctl_agent.telemetry.transfer_times import TransferFit, Transferred, TransferTimes, fit_transfers, remaining_ns
+from kvctl_agent.telemetry.transfer_times import Ahead, Transferred, TransferTimes, fit_transfers
 
 MS = 1_000_000
 FIXED, PER_TOKEN = 2 * MS, 10_000
@@ -17,7 +17,7 @@ def took(tokens: int) -> int:
 
 
 def alone(*tokens: int) -> list[Transferred]:
-    return [Transferred(each, took(each), took(each), at, "bulk") for at, each in enumerate(tokens)]
+    return [Transferred(each, took(each), at, "bulk") for at, each in enumerate(tokens)]
 
 
 def test_a_line_is_found_by_relative_errors() -> None:
@@ -32,7 +32,7 @@ def test_a_line_is_found_by_relative_errors() -> None:
 def test_noise_and_stalls_hardly_move_it() -> None:
     source = random.Random(5)
     rooms = [
-        each._replace(took_ns=late, share_ns=late)
+        each._replace(took_ns=late)
         for each in alone(*(source.randint(16, 16_000) for _ in range(64)))
         for late in [round(each.took_ns * (source.uniform(0.9, 1.1) if source.random() < 0.85 else 5))]
     ]
@@ -43,9 +43,7 @@ def test_noise_and_stalls_hardly_move_it() -> None:
 
 
 def test_recent_rooms_weigh_more() -> None:
-    slow = [
-        each._replace(took_ns=3 * each.took_ns, share_ns=3 * each.took_ns) for each in alone(*range(100, 3000, 100))
-    ]
+    slow = [each._replace(took_ns=3 * each.took_ns) for each in alone(*range(100, 3000, 100))]
     fit = fit_transfers([*alone(*range(100, 3000, 100)), *slow, *slow])
     assert fit.alone_ns(1000) == pytest.approx(3 * took(1000), rel=0.1)
 
@@ -61,16 +59,21 @@ def test_times_that_fall_with_the_size_are_all_fixed() -> None:
     assert fit.fixed_ns > 0
 
 
-@pytest.mark.parametrize("sharing", [1.0, 0.0])
-def test_whether_rooms_slow_each_other_is_learnt(sharing: float) -> None:
+@pytest.mark.parametrize("queueing", [1.0, 0.0])
+def test_whether_rooms_wait_for_each_other_is_learnt(queueing: float) -> None:
     rooms = []
     for number, tokens in enumerate(range(100, 6000, 300)):
-        others = 1 + number % 4  # rooms in transfer during the whole of this one
-        late = took(tokens) * (others if sharing else 1)
-        rooms.append(Transferred(tokens, late, late // others, number, ""))
+        # The first of the rooms ahead has 2000 tokens, and 500 of them are sent.
+        ahead = Ahead(2000 + 700 * number, 2000, FIXED + 500 * PER_TOKEN) if number % 3 else Ahead()
+        left = (ahead.tokens - 500) * PER_TOKEN if ahead.tokens else 0
+        rooms.append(Transferred(tokens, took(tokens) + round(queueing * left), number, "", ahead))
     fit = fit_transfers(rooms)
-    assert fit.sharing == sharing
+    assert fit.queueing == queueing
     assert fit.alone_ns(2000) == pytest.approx(took(2000), rel=0.01)
+    assert fit.wait_ns(Ahead(3000, 2000, FIXED + 500 * PER_TOKEN)) == pytest.approx(
+        2500 * PER_TOKEN * queueing, rel=0.02
+    )
+    assert fit.wait_ns(Ahead()) == 0
 
 
 class TestObservations:
@@ -78,25 +81,46 @@ class TestObservations:
     def times(self) -> TransferTimes:
         return TransferTimes()
 
-    def test_rooms_that_overlap_share_the_time(self, times: TransferTimes) -> None:
+    def test_a_room_knows_which_were_ahead(self, times: TransferTimes) -> None:
         times.begin(1, 100, 1000)
         times.begin(2, 200, 2000)
-        assert times.in_transfer() == {1: 100, 2: 200}
-        assert times.ahead(2500) == [(100, 1250.0), (200, 250.0)]
-        times.end(1, ["a"], "bulk", 3000)  # 1000 alone, 1000 with the other
-        times.end(2, ["b"], "slice", 4000)
-        assert times._by_peer["a"][0] == Transferred(100, 2000, 1500, 3000, "bulk")
-        assert times._by_peer["b"][0] == Transferred(200, 2000, 1500, 4000, "slice")
-        assert times.in_transfer() == {}
+        times.begin(3, 400, 2500)
+        assert times.in_transfer() == {1: 100, 2: 200, 3: 400}
+        assert times.ahead(2600) == Ahead(700, 100, 1600)
+        times.end(2, ["b"], "slice", 2700)
+        times.end(1, ["a"], "bulk", 3000)
+        assert times.ahead(3300) == Ahead(400, 400, 300)  # the first since 3000
+        times.end(3, ["a"], "bulk", 4000)
+        assert times.ahead(9000) == Ahead()
+        assert list(times._by_peer["a"]) == [
+            Transferred(100, 2000, 3000, "bulk"),
+            Transferred(400, 1500, 4000, "bulk", Ahead(300, 100, 1500)),
+        ]
+        assert list(times._by_peer["b"]) == [Transferred(200, 700, 2700, "slice", Ahead(100, 100, 1000))]
+        times.begin(4, 100, 10_000)
+        assert times.ahead(10_500) == Ahead(100, 100, 500)
 
     def test_the_end_is_when_the_last_rank_had_it_not_when_its_message_came(self, times: TransferTimes) -> None:
         times.begin(1, 100, 1000)
-        times.arrived(1, 1700)
-        times.arrived(1, 1600)
-        times.arrived(9, 1)
+        times.arrived(1, "a", 1700, None)
+        times.arrived(1, "b", 1600, None)
+        times.arrived(9, "a", 1, None)
         times.end(1, ["a", "b"], "bulk", 6000)
         for peer in ("a", "b"):
-            assert list(times._by_peer[peer]) == [Transferred(100, 700, 700, 1700, "bulk")]
+            assert list(times._by_peer[peer]) == [Transferred(100, 700, 1700, "bulk")]
+
+    def test_the_message_took_half_of_the_shortest_round_trip(self, times: TransferTimes) -> None:
+        for room, rtt, took in ((1, 400, 800), (2, 900, 800), (3, 200, 900), (4, None, 900)):
+            times.begin(room, 100, 1000)
+            times.arrived(room, "a", 2000, rtt)
+            times.end(room, ["a"], "bulk", 3000)
+            assert times._by_peer["a"][-1].took_ns == took
+
+    def test_a_round_trip_that_was_slow_does_not_shorten_a_room_by_much(self, times: TransferTimes) -> None:
+        times.begin(1, 100, 1000)
+        times.arrived(1, "a", 2000, 10**9)
+        times.end(1, ["a"], "bulk", 3000)
+        assert times._by_peer["a"][-1].took_ns == 750
 
     def test_a_cancelled_room_leaves_nothing(self, times: TransferTimes) -> None:
         times.begin(1, 100, 1000)
@@ -105,7 +129,7 @@ class TestObservations:
         times.end(1, ["a"], "bulk", 3000)
         assert times.fit("a") is None
         times.begin(3, 100, 4000)
-        assert times.ahead(5000) == [(100, 1000.0)]
+        assert times.ahead(5000) == Ahead(100, 100, 1000)
 
     def test_a_peer_keeps_a_bounded_number_and_the_fit_follows(self, times: TransferTimes) -> None:
         for number in range(200):
@@ -118,8 +142,3 @@ class TestObservations:
         times.begin(200, 100, 10**6)
         times.end(200, ["a"], "staged", 10**6 + 10)
         assert times.fit("a") is not fit
-
-
-def test_a_new_room_waits_for_what_is_left_of_the_others() -> None:
-    fit = TransferFit(10.0, 1.0, 0.5, 0.0, 1, 0, "")
-    assert remaining_ns(fit, [(90, 40.0), (10, 50.0), (990, 0.0)]) == [500.0, 30.0]

@@ -334,10 +334,10 @@ class ObservedManager:
 
     # ---- peers -------------------------------------------------------------------------------------------------
 
-    def costs(self, tokens: int) -> tuple[list[int], list[TransferCost]]:
+    def costs(self, tokens: int) -> tuple[int, list[TransferCost]]:
         """Returns rows without predictions: SGLang does not tell when a forward ended."""
         rows = self.peers() if self.role == "prefill" else []
-        return [], [_no_cost(row) for row in rows]
+        return 0, [_no_cost(row) for row in rows]
 
     def peers(self) -> list[PeerRow]:
         now_ns, rooms = time.monotonic_ns(), self.telemetry.rooms.active()
