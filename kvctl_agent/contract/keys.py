@@ -138,13 +138,18 @@ def _key(text: str) -> bytes | None:
 
 
 def _read(path: Path, *, private: bool = False, guarded: bool = False) -> str:
-    """Reads a small text file; refuses it if other users can read it (`private`) or write it (`guarded`)."""
+    """Reads a small text file; refuses it if other users can read it (`private`) or write it (`guarded`).
+
+    The group may read a secret that belongs to root if this user is not root: so Kubernetes mounts secrets.
+    """
     try:
         with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
+            status = os.fstat(file.fileno())
+            mode = status.st_mode
+            others = 0o037 if status.st_uid == 0 and os.geteuid() != 0 else 0o077
             if not stat.S_ISREG(mode):
                 raise KeyFileError(f"{path} is not a regular file")
-            if private and mode & 0o077:
+            if private and mode & others:
                 raise KeyFileError(
                     f"{path} holds a secret and other users can read it (mode {stat.S_IMODE(mode):04o}): "
                     f"chmod 600 {path}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,21 @@ def test_a_pair_survives_the_round_trip(tmp_path_factory: pytest.TempPathFactory
 def test_a_secret_is_not_shown_by_accident() -> None:
     assert PAIR.secret.hex() not in repr(PAIR)
     assert repr(PAIR.secret) not in repr(PAIR)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a file that belongs to root")
+@pytest.mark.parametrize(("mode", "permitted"), [(0o440, True), (0o640, True), (0o644, False), (0o660, False)])
+def test_the_group_may_read_a_secret_of_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, permitted: bool
+) -> None:
+    """As Kubernetes mounts a secret for a container with fsGroup that does not run as root."""
+    path = write(tmp_path / "fleet.key", secret_text("fleet", PAIR), mode)
+    monkeypatch.setattr("kvctl_agent.contract.keys.os.geteuid", lambda: 1000)
+    if permitted:
+        assert read_pair(path) == PAIR
+    else:
+        with pytest.raises(KeyFileError, match="other users can read it"):
+            read_pair(path)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o660])
