@@ -43,7 +43,7 @@ def told_apart(agents: Sequence[tuple[str, str, str]]) -> list[str]:
         name
         if names[name] == 1
         else f"{name}@{host}"
-        if host and places[name, host] == 1
+        if host and places[name, host] == 1 and f"{name}@{host}" not in names
         else f"{name}#{incarnation[-_DIGITS:]}"
         for name, host, incarnation in agents
     ]

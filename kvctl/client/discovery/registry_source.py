@@ -89,14 +89,14 @@ class RegistrySource(AgentSource):
             CliError: the agent has no endpoint that can be reached from here; the text says why.
         """
         name, path = row["name"], row["socket"]
-        if path and row["host"] == socket.gethostname() and Path(path).is_socket():
+        if path and row["host"] == socket.gethostname() and _is_socket(path):
             return Endpoint(name, endpoint_of(path).path, named=True)
         if not row["admin"]:
             if not path:
                 raise CliError("does not say where its admin socket is: its agent is too old (update it)")
             raise CliError(
                 f"has only a Unix socket, on host {row['host']}: set admin_endpoint = tcp://0.0.0.0:7311+ there, or "
-                "run kvctl on that host"
+                "run kvctl on that host, as the user who runs the agent"
             )
         endpoint_of(row["admin"])
         host, _, port = row["admin"].removeprefix("tcp://").rpartition(":")
@@ -107,6 +107,13 @@ class RegistrySource(AgentSource):
                 address = self._host
             host = f"[{address.strip('[]')}]" if ":" in address else address
         return Endpoint(name, None, named=True, remote=endpoint_of(f"tcp://{host}:{port}").remote)
+
+
+def _is_socket(path: str) -> bool:
+    try:
+        return Path(path).is_socket()
+    except OSError:  # it is in a directory of another user, or too long
+        return False
 
 
 def _is(host: str, kind: str) -> bool:

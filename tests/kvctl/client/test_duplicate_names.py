@@ -43,6 +43,11 @@ def test_equal_names_are_told_apart_by_host_or_else_by_incarnation(hosts: tuple[
     assert told_apart([("decode-0", hosts[0], ONE), ("decode-0", hosts[1], OTHER)]) == names
 
 
+def test_a_name_that_another_agent_gave_itself_is_no_other_agents() -> None:
+    agents = [("decode-0", "n1", ONE), ("decode-0", "n2", OTHER), ("decode-0@n1", "n3", ONE)]
+    assert told_apart(agents) == ["decode-0#487f51", "decode-0@n2", "decode-0@n1"]
+
+
 def test_two_of_one_name_are_called_by_their_incarnations_everywhere() -> None:
     rows = {"status": {"name": "decode-0"}, "peers": [{"agent": "decode-0", "peer": "prefill-0", "incarnation": "1"}]}
     twin = {"events": {"events": [{"agent": "decode-0", "text": "decode-0 is ready"}], "sequence": 1}}
