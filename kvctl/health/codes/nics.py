@@ -36,6 +36,7 @@ class Port:
         row: the device now, a `Nic`.
         before: the same device in the previous reading of the same agent; None if there is none.
         users: agents that must use it, see `_rails`, in the order of their names.
+        choosers: agents that must or may use it.
     """
 
     host: str
@@ -44,6 +45,7 @@ class Port:
     row: Row
     before: Row | None
     users: list[Agent] = field(default_factory=list)
+    choosers: list[Agent] = field(default_factory=list)
 
     @property
     def subject(self) -> str:
@@ -115,25 +117,25 @@ def hosts(snapshot: Snapshot) -> Mapping[str, Host]:
     complete = {name: Host(name, ports, agents) for name, (ports, agents) in found.items()}
     for host in complete.values():
         for agent in host.agents:
-            host.rails[agent.name] = _rails(host, agent)
+            devices = set(texts(inner(nics_of(agent), "lane"), "devices"))
+            choice = [port for port in host.rdma() if {port.name, port.name.partition(":")[0]} & devices]
+            host.rails[agent.name] = _rails(choice, text(nics_of(agent), "gpu"))
+            for port in choice:
+                port.choosers.append(agent)
             for port in host.rails[agent.name]:
                 port.users.append(agent)
     return complete
 
 
-def _rails(host: Host, agent: Agent) -> list[Port]:
-    """Returns the RDMA ports that must carry the bytes of a rank between hosts, as far as that is certain.
+def _rails(ports: list[Port], gpu: str) -> list[Port]:
+    """Returns the ports that must carry the bytes of a rank between hosts, as far as that is certain.
 
-    Those are the devices of its lane if there are at most two; if the engine may choose among more, the ones of them
-    next to the rank's GPU. Otherwise nothing is certain.
+    Those are the ports of its lane if there are at most two; if the engine may choose among more, the ones next to the
+    rank's GPU. Otherwise nothing is certain.
     """
-    answer = nics_of(agent)
-    devices = set(texts(inner(answer, "lane"), "devices"))
-    ports = [port for port in host.rdma() if {port.name, port.name.partition(":")[0]} & devices]
-    gpu = text(answer, "gpu")
-    if len(ports) > _FEW_RAILS:
-        ports = [port for port in ports if gpu and inner(port.row, "gpus").get(gpu) in _NEAR]
-    return ports
+    if len(ports) <= _FEW_RAILS:
+        return ports
+    return [port for port in ports if gpu and inner(port.row, "gpus").get(gpu) in _NEAR]
 
 
 def between_hosts(snapshot: Snapshot) -> Mapping[str, float]:
@@ -186,7 +188,8 @@ def _shows(host: str) -> str:
     sees="one rank is slower than the others, or fails; the host has one RDMA port less than its siblings",
     means="A port that a rank must use is down; or few ports of a model are down, or slower, where the others of the "
     "host are active; or a member of a bond is down. A rank that is bound to a port that is down fails its rooms or "
-    "falls back to TCP. Ports that no rank uses, and that are down on most devices, are not reported.",
+    "falls back to TCP. Ports that no rank may use are of severity info; ports that are down on most "
+    "devices are not reported.",
     remedy="Look at the cable, the transceiver and the switch port, with ibstat and mlxlink for InfiniBand and RoCE, "
     "and ethtool for interfaces. Until it is repaired, exclude the device with UCX_NET_DEVICES or Mooncake's parameter "
     "device.",
@@ -229,7 +232,8 @@ def _link_finding(host: Host, port: Port, alike: Sequence[Port], problem: str) -
     users = _names(port.users)
     return nic_down.finding(
         port.subject,
-        agents=users or _names(host.agents),
+        severity=Severity.WARNING if port.choosers else Severity.INFO,
+        agents=users or _names(port.choosers) or _names(host.agents),
         weight=1 + len(users),
         evidence={
             "state": text(port.row, "state"),
@@ -394,9 +398,9 @@ def _far(host: Host, agent: Agent) -> Iterator[Finding]:
                 {"devices": [port.name for port in used], "gpu": gpu, "nearer": nearer},
             )
         return
-    nodes, cores = amount(answer, "numa_nodes"), numbers(answer, "cpu_nodes")
+    cores = numbers(answer, "cpu_nodes")
     places = [node for port in used if (node := number(port.row, "numa_node")) is not None]
-    if len(places) == len(used) > 0 and 0 < len(cores) < nodes and not set(places) & set(cores):
+    if len(places) == len(used) > 0 and cores and not set(places) & set(cores):
         yield _far_finding(
             agent,
             f"{agent.name} may run on NUMA node {_nodes(cores)} only, and {listed(port.name for port in used)}, which "
@@ -520,10 +524,11 @@ def nic_errors(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def _tcp_losses(snapshot: Snapshot) -> Iterator[Finding]:
-    """Yields a finding for each network namespace whose TCP segments are lost; its agents see the same counters."""
+    """Yields a finding for each network namespace that loses TCP segments and has agents with peers on other hosts."""
     namespaces: dict[tuple[str, str], list[Agent]] = {}
     for agent in snapshot.agents.values():
-        if answer := nics_of(agent):
+        answer = nics_of(agent)
+        if answer and any(row.get("same_host") is False for row in agent.peers):
             namespaces.setdefault((text(answer, "host"), text(answer, "network")), []).append(agent)
     for (host, _), agents in namespaces.items():
         now, before = nics_of(agents[0]), nics_of(snapshot.earlier(agents[0].name))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvctl.health.codes import nics
-from kvctl.health.finding import Finding
+from kvctl.health.finding import Finding, Severity
 from kvctl_agent.contract.nics import HostNics
 from tests.kvctl.health.fleets import Fleet, S
 from tests.support import host_tree
@@ -134,7 +134,15 @@ def test_one_rail_of_eight_is_down(hosts: Hosts) -> None:
     hosts.read()
     found = only(hosts.find(), "KV_NIC_DOWN", "node-1 mlx5_2:1")
     assert found.cause == "port mlx5_2:1 of node-1 is down"
-    assert found.evidence["siblings_up"] == 7
+    assert (found.severity, found.evidence["siblings_up"]) == (Severity.WARNING, 7)
+
+
+def test_a_port_that_no_rank_may_use_is_only_mentioned(hosts: Hosts) -> None:
+    for name, (_, number) in RANKS.items():
+        hosts.changes[name]["lane"] = {"devices": [f"mlx5_{number}:1"], "source": "settings", "protocol": ""}
+    hosts.trees["node-1"].set("mlx5_2", state="1: DOWN")
+    hosts.read()
+    assert only(hosts.find(), "KV_NIC_DOWN", "node-1 mlx5_2:1").severity is Severity.INFO
 
 
 def test_a_rank_whose_only_port_is_down_is_named(hosts: Hosts) -> None:
@@ -249,6 +257,9 @@ def test_a_rank_bound_to_cores_far_from_its_port(hosts: Hosts) -> None:
     hosts.changes["decode-1"]["cpu_nodes"] = [0]
     hosts.read()
     assert only(hosts.find(), "KV_NUMA_FAR", "decode-1").cause.startswith("decode-1 may run on NUMA node 0 only")
+    hosts.changes["decode-1"]["cpu_nodes"] = []
+    hosts.read()
+    assert hosts.find() == [], "unknown"
     hosts.changes["decode-1"]["cpu_nodes"] = [1]
     hosts.read()
     assert hosts.find() == []
@@ -326,6 +337,16 @@ def test_tcp_segments_that_are_lost(hosts: Hosts) -> None:
     found = only(hosts.find(hosts.read()), "KV_NIC_ERRORS", "node-2 tcp")
     assert found.cause == "3 % of the TCP segments of node-2 were lost and sent again (300 of 10000)"
     assert found.agents == ("decode-0", "decode-1")
+
+
+def test_tcp_segments_of_hosts_without_remote_peers_are_others(hosts: Hosts) -> None:
+    for name in RANKS:
+        for row in hosts.fleet.answers[name]["peers"]:
+            row["same_host"] = True
+    hosts.read()
+    for name in RANKS:
+        hosts.changes[name].update(segments_sent_total=9_000_000, segments_retransmitted_total=900_000)
+    assert hosts.find(hosts.read()) == []
 
 
 def test_every_code_about_devices_has_a_finding_here() -> None:
