@@ -73,7 +73,11 @@ NICS = View(
             help="Addresses of an RDMA port.",
         ),
         Column(
-            "distances", "gpus", Kind.MAP, Width.WIDE, help="What is between it and each GPU, as in nvidia-smi topo -m."
+            "distances",
+            lambda row: row["gpus"],
+            Kind.MAP,
+            Width.WIDE,
+            help="What is between it and each GPU, as in nvidia-smi topo -m.",
         ),
         Column(
             "faults",

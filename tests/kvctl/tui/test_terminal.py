@@ -28,7 +28,8 @@ canned = sys.modules["canned"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(canned)
 from kvctl_agent.admin.server import AdminServer
 name, said = sys.argv[2:]
-answers = {**canned.refusals(), **canned.answers(name), "status": lambda _: {**canned.status(name), "waiting_for": said or None}}
+answers = {**canned.refusals(), **canned.answers(name)}
+answers["status"] = lambda _: {**canned.status(name), "waiting_for": said or None}
 server = AdminServer(name, answers, lambda: {**canned.hello(name), "incarnation": said})
 server.start()
 print("ready", flush=True)
