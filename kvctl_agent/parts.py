@@ -246,7 +246,7 @@ def build_parts(
         buffers, ring = staging_memory(role, settings, pool.device, make.ring)
         memory += [buffers, ring]
         transport.register(regions(pool, buffers or ring))
-        local = local_of(name, role, rank, shape, pool, incarnation, settings, transport, ring, integration)
+        local = local_of(name, role, rank, shape, pool, incarnation, settings, transport, ring, integration, address)
 
         # What transfers parts.
         if settings["copy_threads"] is None:
@@ -627,6 +627,7 @@ def local_of(
     transport: Transport,
     ring: RingMemory | None,
     integration: Integration | None,
+    address: str,
 ) -> LocalInfo:
     """Returns the description of this rank that the protocol uses and sends to peers."""
     ring_bytes = ring.nbytes - _SCRATCH_BYTES if ring else 0
@@ -654,6 +655,7 @@ def local_of(
         shared=shared,
         unshared=unshared,
         hostname=host_name(settings["host"]),
+        address=address,
         engine=integration["engine"] if integration else "",
         kv_format=integration.get("kv_format", "") if integration else "",
     )

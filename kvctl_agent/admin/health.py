@@ -24,6 +24,8 @@ from kvctl_agent.contract.snapshots import (
 _YOUNG_ROOM_NS = 5_000_000_000
 _SHORT_WAIT_NS = 2_000_000_000  # of a gated part, and of a region of the ring
 _HEARD_NS = 2_000_000_000
+_SHORT_WRITE_NS = 1_000_000_000
+_SHORT_WIRE_NS, _ODD_WIRE = 10_000_000, 3
 _SHORT_QUEUE = 10
 _MOST_FAILED = 20
 _MOST_PEERS = 100
@@ -43,7 +45,8 @@ def health(
     """Returns the answer, from those to the commands of the same names; `now_ns` is the agent's wall clock."""
     old = [row for row in rooms if row["state_age_ns"] >= _YOUNG_ROOM_NS or row["state"] == "Failed"]
     recent = [row for row in failed["rooms"] if now_ns - (row["finished_at_ns"] or now_ns) <= FAILED_NS]
-    odd = [row for row in peers if not _in_order(row, status)]
+    least_wire_ns = min((row["wire_ns"] for row in peers if row["wire_ns"] is not None), default=0)
+    odd = [row for row in peers if not _in_order(row, status, least_wire_ns)]
     kept = _waiting_only(staging)
     mentioned = _mentioned([*old, *recent[:_MOST_FAILED]], kept)
     finished = Counter(row["state"] for row in history if now_ns - (row["finished_at_ns"] or 0) <= FINISHED_NS)
@@ -70,17 +73,19 @@ def health(
     }
 
 
-def _in_order(row: PeerRow, status: Status) -> bool:
-    """Returns whether no health code can report this peer."""
+def _in_order(row: PeerRow, status: Status, least_wire_ns: int) -> bool:
+    """Returns whether no health code can report this peer; `least_wire_ns` is the least of any peer's parts."""
     integration, memory, lane = status["integration"], status["memory_gb_per_s"], row["lane_gb_per_s"]
     if integration is not None and integration["mode"] == "observe":
         return False  # its engine does not notice the end of a peer; kvctl does
-    heard = row["state"] == "ready" and (row["last_heard_ns"] or 0) < _HEARD_NS
+    heard = row["state"] == "ready" and max(row["last_heard_ns"] or 0, row["unheard_ns"] or 0) < _HEARD_NS
+    fluent = (row["oldest_write_ns"] or 0) < _SHORT_WRITE_NS
+    fluent = fluent and (row["wire_ns"] or 0) < max(_SHORT_WIRE_NS, _ODD_WIRE * least_wire_ns)
     fast = row["lane_kind"] == row["lane_expected"] if row["lane_expected"] else True
     if memory is not None and lane is not None and row["same_host"] and not row["lane_kind"]:
         fast = fast and lane >= memory
     queued = (row["control_queue"] or 0) >= _SHORT_QUEUE
-    return heard and fast and not (queued or row["differences"] or row["former"])
+    return heard and fluent and fast and not (queued or row["differences"] or row["former"])
 
 
 def _waiting_only(staging: Staging) -> Staging:

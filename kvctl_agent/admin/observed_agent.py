@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import time
 from collections.abc import Iterable
@@ -10,6 +11,7 @@ from typing import Any
 
 from kvctl_agent.admin import machine_views
 from kvctl_agent.admin.observed_rank import RankDescription
+from kvctl_agent.admin.tcp_connections import connections_to
 from kvctl_agent.admin.transfer_costs import TransferCosts
 from kvctl_agent.contract import VERSION
 from kvctl_agent.contract.choices import HOST, REASONS
@@ -38,7 +40,7 @@ from kvctl_agent.parts import AgentParts
 from kvctl_agent.protocol.bootstrap_registry import Rank, Roster
 from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.messages import PROTOCOL_VERSION
-from kvctl_agent.protocol.peer import LocalInfo, Peer
+from kvctl_agent.protocol.peer import LocalInfo, Peer, PeerState
 from kvctl_agent.runtime.peer_connections import PeerConnections
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.transport.cost_probe import Interconnect, interconnect_of
@@ -165,7 +167,19 @@ class ObservedAgent:
 
     def peers(self) -> list[PeerRow]:
         rooms = self._parts.telemetry.rooms.active()
-        return [self._peer(peer, rooms) for peer in list(self._parts.machine.peers.values())]
+        rows = [self._peer(peer, rooms) for peer in list(self._parts.machine.peers.values())]
+        troubled = [row for row in rows if row["address"] and self._troubled(row)]
+        if troubled:  # reading the kernel's tables takes a millisecond for each thousand connections of the host
+            connections = connections_to({row["address"] or "" for row in troubled})
+            for row in troubled:
+                row["tcp"] = connections[row["address"] or ""]
+        return rows
+
+    def _troubled(self, row: PeerRow) -> bool:
+        """Returns whether a peer is silent or does not hear this agent, or a write to it takes as long."""
+        waits_ns = max(row["oldest_write_ns"] or 0, row["unheard_ns"] or 0)
+        silent = row["state"] in (PeerState.CONNECTING, PeerState.SUSPECT, PeerState.LOST)
+        return silent or bool(waits_ns >= self._parts.settings["suspect_s"] * 1e9)
 
     def costs(self, tokens: int) -> tuple[int, list[TransferCost]]:
         return self._costs.read(tokens)
@@ -254,6 +268,7 @@ class ObservedAgent:
             "incarnation": f"{peer.incarnation:016x}" if peer.incarnation else None,
             "endpoint": parts.control_channel.endpoint(peer.name),
             "last_heard_ns": time.monotonic_ns() - peer.heard_ns if peer.heard_ns else None,
+            "unheard_ns": time.monotonic_ns() - peer.echoed_ns if peer.echoed_ns else None,
             "rtt_ns": peer.rtt_ns,
             "clock_offset_ns": None,
             "clock_error_ns": None,
@@ -273,6 +288,10 @@ class ObservedAgent:
             else None,
             "same_host": info.host == parts.local.host if info else None,
             "peer_host": info.hostname if info else None,
+            "address": (info.address if info else "") or _numeric(parts.control_channel.endpoint(peer.name)),
+            "wire_ns": connection.usual_wire_ns if connection else None,
+            "oldest_write_ns": parts.transfers.oldest_write_ns(peer.name) if parts.transfers else None,
+            "tcp": None,
             "process": info.process if info else None,
             "former": [f"{former.info.process} ({life:016x})" for life, former in peer.former.copy().items()],
             "rooms": sum(peer.name in record.peers for record in rooms),
@@ -280,6 +299,15 @@ class ObservedAgent:
             "last_error": peer.last_error,
             "differences": list(peer.differences),
         }
+
+
+def _numeric(endpoint: str) -> str | None:
+    """Returns the numeric address in a TCP endpoint; None if it is another endpoint, or has a name."""
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return None
 
 
 def kind_of(

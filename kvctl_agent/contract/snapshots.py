@@ -354,6 +354,16 @@ class LayerRow(TypedDict):
     overlapped_ns: int | None  # mean transfer time of a part before the end of the forward
 
 
+class TcpConnections(TypedDict):
+    """TCP connections between an agent's host and the host of one peer, of all processes, by the kernel's tables."""
+
+    established: int
+    opening: int  # this host asked for them and has got no answer
+    half_open: int  # this host answered in the last seconds, and its answer has not been confirmed
+    unacknowledged_bytes: int  # of established connections that are sending again
+    retransmits: int  # how often the bytes that were sent again most often were
+
+
 class PeerRow(TypedDict):
     """One row of `peers`: a peer and the connection to it, as this agent sees them."""
 
@@ -364,6 +374,7 @@ class PeerRow(TypedDict):
     incarnation: str | None
     endpoint: str
     last_heard_ns: int | None
+    unheard_ns: int | None  # since the sending of the latest heartbeat that the peer is known to have got
     rtt_ns: int | None
     clock_offset_ns: int | None
     clock_error_ns: int | None
@@ -381,6 +392,10 @@ class PeerRow(TypedDict):
     lane_why_not: str | None  # why the peer's memory is not mapped
     same_host: bool | None  # the peer's process is visible here, so its death can be proven; None: not connected yet
     peer_host: str | None  # name of the peer's host; None: not connected yet
+    address: str | None  # of the peer's host, as this agent knows it; None: unknown, or this host
+    wire_ns: int | None  # prefill: median of the latest parts' time on the wire; None: too few
+    oldest_write_ns: int | None  # prefill: time since the oldest write that has not ended was begun; None: none
+    tcp: TcpConnections | None  # with the peer's host, while the peer is silent or a write takes long; otherwise None
     process: str | None  # "process 4711 on node-3"; None: not connected yet
     former: list[str]  # earlier processes with this name that may still write here, with their incarnations
     rooms: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from kvctl_agent.paths.direct import Route
 
 Numbers = npt.NDArray[np.int64]
+
+_KEPT_TIMES, _LEAST_TIMES = 32, 8
 
 
 class MappedMemory:
@@ -184,6 +187,7 @@ class PeerConnection:
         aux_rows: Descriptor list of the peer's aux rows; None until first used.
         mapping: Mapping of the peer's memory for path direct; None if there is none.
         why_not: Why there is no mapping, as text; "" if there is one.
+        wire_times_ns: Time from the post to the end of the latest parts.
         routes: Routes of path direct by (segment, first source head, first destination head, heads), created on first
             use.
     """
@@ -220,7 +224,14 @@ class PeerConnection:
         self.aux_rows: Prepared | None = None
         self.mapping = mapping
         self.why_not = why_not
+        self.wire_times_ns: deque[int] = deque(maxlen=_KEPT_TIMES)
         self.routes: dict[tuple[int, int, int, int], tuple[Route, ...]] = {}
+
+    @property
+    def usual_wire_ns(self) -> int | None:
+        """Median of `wire_times_ns`; None of too few. For any thread."""
+        times = sorted(self.wire_times_ns.copy())
+        return times[len(times) // 2] if len(times) >= _LEAST_TIMES else None
 
     def close(self) -> None:
         """Rejects new parts on path direct, and unmaps the peer's memory after the last kernel that uses it."""

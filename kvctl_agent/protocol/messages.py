@@ -78,6 +78,7 @@ class PeerInfo(msgspec.Struct, frozen=True):
     unshared: Text = ""  # why they are not shared, although on a device
     hostname: Name = ""  # for display
     cp_interleave: Size = 1  # of a decode instance: consecutive tokens of a prompt on one of its cp ranks
+    address: Name = ""  # of its host, numeric, for display; "" if its peers are all on that host
 
     @property
     def process(self) -> str:

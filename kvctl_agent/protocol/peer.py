@@ -62,6 +62,7 @@ class LocalInfo(msgspec.Struct, frozen=True):
     shared: tuple[SharedMemory, ...] = ()
     unshared: str = ""
     hostname: str = ""
+    address: str = ""
     cp_interleave: int = 1
     engine: str = ""  # whose worker the agent is part of; "" if it is embedded otherwise
     kv_format: str = ""  # elements of the KV, such as bfloat16; on a decode rank all that it takes; "" if unknown
@@ -113,6 +114,7 @@ class LocalInfo(msgspec.Struct, frozen=True):
             shared=list(self.shared),
             unshared=self.unshared,
             hostname=self.hostname,
+            address=self.address,
             cp_interleave=self.cp_interleave,
         )
 
@@ -338,6 +340,7 @@ class Peer:
         proven_dead: the process has ended, so none of its writes can be in flight.
         ended_incarnations: incarnations that are proven to have ended; their messages are ignored.
         former: earlier incarnations that are not proven to have ended, and may still write here.
+        echoed_ns: monotonic time at which the latest heartbeat that the peer has echoed was sent; 0 before the first.
         name_refused_to: the incarnation that was last refused this name, so that each refusal is recorded only once.
     """
 
@@ -365,6 +368,7 @@ class Peer:
     errors_total: int = 0
     last_error: str | None = None
     watermark_sent: tuple[int, int, int] | None = None
+    echoed_ns: int = 0
     _heartbeat_due_ns: int = 0
     _echo_ns: int = 0
     _echo_since_ns: int = 0
@@ -421,6 +425,7 @@ class Peer:
         self.gate = RingGate()
         self.proven_dead = False
         self.watermark_sent = None
+        self.echoed_ns = 0
         self.state = PeerState.CONNECTING if inputs is not None else PeerState.REFUSED
 
     def end(self, incarnation: int) -> None:
@@ -458,6 +463,7 @@ class Peer:
     def heartbeat(self, message: Heartbeat, now_ns: int) -> None:
         self._echo_ns, self._echo_since_ns = message.sent_ns, now_ns
         if message.echo_ns:
+            self.echoed_ns = message.echo_ns
             rtt = now_ns - message.echo_ns - message.held_ns
             if rtt >= 0:
                 self.rtt_ns = rtt

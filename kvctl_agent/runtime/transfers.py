@@ -107,6 +107,11 @@ class Transfers:
         self._moved = False
         self._pause_s = self._shortest_s
 
+    def oldest_write_ns(self, peer: str) -> int | None:
+        """Returns the time since the oldest flight to a peer began; None if there is none. For any thread."""
+        began = [flight.began_ns for flight in (*self._active, *self._draining) if flight.order.peer == peer]
+        return time.monotonic_ns() - min(began) if began else None
+
     @property
     def drained(self) -> bool:
         """Whether no write is in flight."""
@@ -324,6 +329,7 @@ class Transfers:
         part = order.peer, order.room, order.nonce, order.kind, order.key
         self._report(PartSent(*part, moments, checksum=checksum, row=flight.row))
         if order.kind is PartKind.KV:
+            flight.connection.wire_times_ns.append(moments["wire"] - moments["post"] + flight.post_ns)
             path = (order.path,)
             self._metrics.update(
                 [

@@ -9,13 +9,14 @@ Each health code is a function of a snapshot, declared with `health_code` in one
 - `rooms`: corrupt data, traffic
 - `transport`: lanes, engines, GPUs, limits, metrics
 - `nics`: network devices of the hosts
+- `network`: the network between two hosts
 
 Functions that several of these modules use are in `facts`; `advice` has the remedies that depend on the engine.
 """
 
 from __future__ import annotations
 
-from kvctl.health.codes import nics, peers, ready, rooms, staging, stuck_rooms, transport
+from kvctl.health.codes import network, nics, peers, ready, rooms, staging, stuck_rooms, transport
 from kvctl.health.finding import Code
 
 CODES: tuple[Code, ...] = (
@@ -30,6 +31,7 @@ CODES: tuple[Code, ...] = (
     rooms.wrong_role,
     peers.peer_stale,
     ready.agent_draining,
+    network.data_blocked,
     staging.ring_gated_empty,
     staging.ring_cycle,
     staging.ring_pinned,

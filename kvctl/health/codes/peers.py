@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvctl.client.clock import ClockOffset
 from kvctl.client.faults import FaultCode
@@ -21,6 +21,13 @@ from kvctl.health.codes.facts import (
     failure_finding,
     silences,
     unresponsive,
+)
+from kvctl.health.codes.network import (
+    Interruption,
+    host_of,
+    interrupted,
+    interruptions,
+    row_about,
 )
 from kvctl.health.finding import Code, Finding, Severity, counted, health_code, listed, named_in, pair
 from kvctl.health.snapshot import Agent, Snapshot
@@ -114,14 +121,89 @@ def peer_lost(snapshot: Snapshot) -> Iterator[Finding]:
     for failure in snapshot.once(failed_rooms).get("KV_PEER_LOST", ()):
         if match := _LOST_PEER.search(failure.text):
             failed[match[1]] += 1
-    stale = {(agent.name, other.name) for agent, other in _stale_pairs(snapshot)}
+    for interruption in snapshot.once(interruptions):
+        yield _interrupted(interruption, failed)
+    explained = snapshot.once(interrupted) | {(agent.name, other.name) for agent, other in _stale_pairs(snapshot)}
+    by_host: dict[str, dict[str, list[Silence]]] = {}
     for name, all_reports in snapshot.once(silences).items():
-        reports = [silence for silence in all_reports if (silence.agent, name) not in stale]
-        if reports:
+        reports = [silence for silence in all_reports if (silence.agent, name) not in explained]
+        if host := _gone_host(snapshot, name, reports):
+            by_host.setdefault(host, {})[name] = reports
+        elif reports:
             yield from _silent_agent(snapshot, name, reports, failed.get(name, 0))
+    for host, silent in by_host.items():
+        yield _silent_host(snapshot, host, silent, sum(failed.get(name, 0) for name in silent))
     for name, count in failed.items():
         if name not in snapshot.once(silences):
             yield _reconnected(snapshot, name, count)
+
+
+def _interrupted(found: Interruption, failed: Mapping[str, int]) -> Finding:
+    """Returns the finding about two hosts whose agents answer kvctl and have lost each other."""
+    for_ns = min((report.for_ns for report in found.reports if report.for_ns is not None), default=None)
+    agents = list(dict.fromkeys(name for report in found.reports for name in (report.agent, report.peer)))
+    lost = any(report.lost for report in found.reports)
+    since = "" if for_ns is None else f" for {duration(for_ns)}"
+    return peer_lost.finding(
+        found.subject,
+        severity=Severity.CRITICAL if lost else Severity.WARNING,
+        agents=agents,
+        since_ns=for_ns,
+        weight=len(found.reports),
+        evidence={
+            "state": "lost" if lost else "suspect",
+            "last_heard_ns": for_ns,
+            "agents": agents,
+            "one_way": found.one_way,
+            "large_only": found.large_only,
+            "address": found.address,
+            "rooms": sum(report.rooms for report in found.reports),
+            "failed_rooms": sum(failed.get(name, 0) for name in agents),
+        },
+        cause=f"{found.cause}; {listed(agents)} have not heard each other{since}, and all of them answer kvctl",
+        remedy=found.remedy,
+    )
+
+
+def _gone_host(snapshot: Snapshot, name: str, reports: list[Silence]) -> str:
+    """Returns the host of a silent agent if no agent of that host answers anybody; else ""."""
+    host = host_of(snapshot, name)
+    answering = {text(agent.status, "host") for agent in snapshot.agents.values()}
+    ended = any(report.closed or report.error.endswith("has ended") for report in reports)
+    return host if reports and host and host not in answering and not ended else ""
+
+
+def _silent_host(snapshot: Snapshot, host: str, silent: Mapping[str, list[Silence]], failed: int) -> Finding:
+    """Returns the finding about a host that nobody hears, neither its peers nor kvctl."""
+    reports = [report for each in silent.values() for report in each]
+    for_ns = min((report.for_ns for report in reports if report.for_ns is not None), default=None)
+    lost = any(report.lost for report in reports)
+    others = sorted({host_of(snapshot, report.agent) for report in reports})
+    address = next((text(row_about(snapshot.agents[each.agent], each.peer), "address") for each in reports), "")
+    recent = for_ns is None or for_ns < _RECENTLY_LOST_NS
+    needed = any(report.role == "decode" for report in reports)
+    since = "" if for_ns is None else f" for {duration(for_ns)}"
+    return peer_lost.finding(
+        pair(host, listed(others)),
+        severity=Severity.CRITICAL if lost and (needed or recent) else Severity.WARNING,
+        agents=(*silent, *dict.fromkeys(report.agent for report in reports)),
+        since_ns=for_ns,
+        weight=len(reports) + failed,
+        evidence={
+            "state": "lost" if lost else "suspect",
+            "last_heard_ns": for_ns,
+            "agents": list(silent),
+            "missed_by": others,
+            "address": address,
+            "rooms": sum(report.rooms for report in reports),
+            "failed_rooms": failed,
+        },
+        cause=f"{listed(others)} heard nothing from {host} ({listed(silent)}){since}, nor does it answer kvctl: the "
+        "host is down or cut off, or its processes are",
+        remedy=f"`ping -c 3 {address or host}` on {others[0]} shows whether the host answers; start its agents again, "
+        "and the others reconnect by themselves. Memory that it might still write is kept until it is proven dead "
+        "(KV_QUARANTINE)",
+    )
 
 
 def _silent_agent(snapshot: Snapshot, name: str, reports: list[Silence], failed: int) -> Iterator[Finding]:

@@ -8,13 +8,15 @@ from kvctl.health.answers import Row, amount, inner, number, rows, text, texts
 from kvctl.health.codes.facts import (
     absent,
     all_names,
+    common_agents,
     failed_by_rank,
     failure_alert,
     failure_finding,
     slow_writers,
 )
+from kvctl.health.codes.network import slow_pairs
 from kvctl.health.codes.staging import gated_writers
-from kvctl.health.finding import Finding, Severity, counted, health_code, listed, named_in
+from kvctl.health.finding import Finding, Severity, counted, health_code, listed, named_in, pair
 from kvctl.health.snapshot import Agent, Snapshot
 from kvctl.render.units import duration, percent, size, three_digits
 
@@ -88,9 +90,36 @@ def lane_slow(snapshot: Snapshot) -> Iterator[Finding]:
             f"--busy {name}` measures its lanes, and rooms wait for that; compare its transport with the others' "
             "(`kvctl status -o wide`), UCX_TLS, UCX_NET_DEVICES and the load of its host",
         )
+    yield from _slow_between_hosts(snapshot)
     for agent in snapshot.of_role("prefill"):
         yield from _slower_than_memory(snapshot, agent)
         yield from _slower_than_hardware(agent)
+
+
+def _slow_between_hosts(snapshot: Snapshot) -> Iterator[Finding]:
+    """Yields one finding for the pairs of hosts that are slower than their neighbours and have one host in common."""
+    writers = snapshot.once(slow_writers).keys() | snapshot.once(absent)
+    slow = {(each.source, each.target): each for each in slow_pairs(snapshot) if writers.isdisjoint(each.agents)}
+    for common, pairs in common_agents(list(slow)):
+        members = [slow[each] for each in pairs]
+        worst = max(members, key=lambda each: each.wire_ns / each.others_ns)
+        sources, targets = (sorted({end[side] for end in pairs}) for side in (0, 1))
+        factor = worst.wire_ns / worst.others_ns
+        yield lane_slow.finding(
+            pair(listed(sources), listed(targets)),
+            agents=[name for each in members for name in each.agents],
+            weight=factor,
+            evidence={
+                "wire_a_part_ns": round(worst.wire_ns),
+                "others_wire_a_part_ns": round(worst.others_ns),
+                "pairs": [list(each) for each in pairs],
+            },
+            cause=f"{pair(worst.source, worst.target)}: a part takes {duration(worst.wire_ns)} on the wire, "
+            f"{factor:.0f} times as long as between the other hosts that write to {worst.target} or that "
+            f"{worst.source} writes to ({duration(worst.others_ns)}); the network of {common} limits it",
+            remedy="`kvctl nics` shows speed, faults and retransmissions of the hosts' interfaces; compare them with "
+            f"those of a host that is not slow, and look for a limit of the rate on the way to {common}",
+        )
 
 
 def _slower_than_memory(snapshot: Snapshot, agent: Agent) -> Iterator[Finding]:

@@ -28,6 +28,7 @@ IRRELEVANT: dict[str, dict[str, str]] = {
         "wire": _INTRODUCED,
         "coord": _INTRODUCED,
         "rtt_ns": _TOLD,
+        "echoed_ns": _TOLD,
         "errors_total": _TOLD,
         "last_error": _TOLD,
         "watermark_sent": _TOLD,

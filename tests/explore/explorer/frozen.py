@@ -70,7 +70,7 @@ class Silent:
     """Telemetry that stores nothing, so that a state consists only of protocol data."""
 
     def __init__(self) -> None:
-        self.metrics = self.recorder = self.rooms = self.clock = self
+        self.metrics = self.recorder = self.rooms = self.transfers = self.clock = self
 
     def open(self, room: int, nonce: int) -> _Record:
         return _Record(nonce)
@@ -81,7 +81,7 @@ class Silent:
     def _nothing(self, *args: object, **kwargs: object) -> None:
         pass
 
-    add = record = part = finish = _nothing
+    add = record = part = finish = begin = arrived = cancel = _nothing
 
     def __reduce__(self) -> tuple[Callable[[], Silent], tuple[()]]:
         return _silent, ()

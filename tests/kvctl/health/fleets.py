@@ -37,7 +37,7 @@ MIB = 1 << 20
 NOW = 1_760_000_000 * S
 NONCE = "9007199254740993"
 COMMANDS = re.compile("`([^`]+)`")
-PROGRAMS = {"prlimit", "dmesg", "timedatectl"}
+PROGRAMS = {"ping", "ss", "prlimit", "dmesg", "timedatectl"}
 STAGES_S = {"gate": 0.02, "queue": 0.01, "gather": 0.004, "post": 0.001, "wire": 0.006}
 
 
@@ -325,6 +325,11 @@ class Fleet:
             "incarnation": life(other),
             "endpoint": "tcp://127.0.0.1:5000",
             "last_heard_ns": 700 * MS,
+            "unheard_ns": 900_000_000,
+            "address": None,
+            "wire_ns": None,
+            "oldest_write_ns": None,
+            "tcp": None,
             "rtt_ns": 210_000,
             "clock_offset_ns": None,
             "clock_error_ns": None,
