@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from signal import SIGKILL
 from typing import Any
 
 import zmq
@@ -64,6 +65,10 @@ class NetworkFleet(LiveFleet):
         """Returns the pid of a rank's agent outside its host; the process that this fleet knows is its parent."""
         pid = self.ranks[name].pid
         return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+    def kill(self, name: str) -> None:
+        """Kills a rank's agent; the process that this fleet knows is only its parent outside the host."""
+        os.kill(self.host_pid(name), SIGKILL)
 
     def _launch(self, rank: LiveRank, start: Start) -> RankProcess:
         host = self.network[self.place[rank.name]]

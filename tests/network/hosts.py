@@ -189,6 +189,10 @@ class Network:
         sender = self.hosts[source]
         self._add(self.hosts[target], source, f"{family} saddr {sender.ipv4 if family == 'ip' else sender.ipv6} drop")
 
+    def unplug(self, name: str) -> None:
+        """Takes a host's link down: nobody hears of it any more, and no packet tells why."""
+        self._switch.run("ip", "link", "set", self.hosts[name].port, "down")
+
     def heal(self, target: str | None = None) -> None:
         """Ends all faults, or those of packets that `target` gets."""
         for host in self.hosts.values():
@@ -199,6 +203,7 @@ class Network:
             self._end_relays()
             for host in self.hosts.values():
                 self._switch.run("tc", "qdisc", "del", "dev", host.port, "root", check=False)
+                self._switch.run("ip", "link", "set", host.port, "up")
 
     def limit_rate(self, target: str, mbit: float) -> None:
         """Limits the rate of everything that a host receives."""
