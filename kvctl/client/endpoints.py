@@ -74,6 +74,21 @@ def address_host(address: str) -> str:
     return rest.rpartition(":")[0].strip("[]") if scheme == "tcp" else ""
 
 
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """An agent that a source has named before and names no more.
+
+    Attributes:
+        endpoint: its name and last address.
+        seen_ns: wall time when the source last named it.
+        host: name of its host; "" if unknown.
+    """
+
+    endpoint: Endpoint
+    seen_ns: int
+    host: str = ""
+
+
 @dataclass(slots=True)
 class Discovery:
     """Result of `discover`: which agents exist and which are alive.
@@ -84,6 +99,7 @@ class Discovery:
         stale: socket files of processes that have ended.
         faults: named endpoints that are missing, stale or not permitted, and endpoints of stopped processes.
         stopped: endpoints of stopped processes.
+        vanished: agents that sources have named within a day and name no more.
     """
 
     directory: Path
@@ -91,6 +107,7 @@ class Discovery:
     stale: list[Endpoint] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     stopped: list[Endpoint] = field(default_factory=list)
+    vanished: list[Gone] = field(default_factory=list)
 
 
 def discover(wanted: Sequence[str] = (), sources: AgentSources | None = None) -> Discovery:
@@ -149,6 +166,7 @@ def _select(wanted: Sequence[str], found: Discovery, sources: AgentSources | Non
     for each in wanted:
         if is_url(each):
             found.faults += named_by[each].faults
+            found.vanished += named_by[each].gone
             for endpoint in named_by[each].endpoints:
                 chosen.setdefault(endpoint.address, endpoint)
             continue

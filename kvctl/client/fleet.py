@@ -11,7 +11,7 @@ from typing import Any, Protocol, Self, cast
 
 from kvctl.client.calls import Call
 from kvctl.client.clock import ClockOffset, estimate, shared
-from kvctl.client.discovery.source import AgentSources
+from kvctl.client.discovery.source import AgentSources, ago
 from kvctl.client.endpoints import Discovery, Endpoint, address_host, discover, matches
 from kvctl.client.fanout import Fanout, Reply
 from kvctl.client.faults import SILENT, Fault, FaultCode
@@ -85,6 +85,17 @@ class Survey:
     tick_ns: int = field(default_factory=time.monotonic_ns)
     remarks: list[str] = field(default_factory=list)
 
+    def vanished(self) -> list[str]:
+        """Returns a line for each of the latest agents that their source names no more, and one for all others."""
+        gone = sorted(self.discovery.vanished, key=lambda each: each.seen_ns, reverse=True)
+        lines = [
+            f"{each.endpoint.name}{f' on {each.host}' if each.host else ''} vanished {ago(self.at_ns - each.seen_ns)} "
+            f"ago, last at {each.endpoint.address}"
+            for each in gone[:_VANISHED_SHOWN]
+        ]
+        more = len(gone) - len(lines)
+        return [*lines, f"{more} more vanished: kvctl agents lists them"] if more else lines
+
     def answers(self, command: str) -> list[tuple[AgentAnswer, Any]]:
         """Returns every agent that answered `command`, paired with its answer."""
         return [(agent, agent.data[command]) for agent in self.agents if command in agent.data]
@@ -110,6 +121,8 @@ def room_rows(data: Mapping[str, Any], command: str) -> Sequence[Any]:
     rows: Sequence[Any] = found["rooms"] if isinstance(found, Mapping) else found
     return rows
 
+
+_VANISHED_SHOWN = 3
 
 Ask = Callable[[Sequence[tuple[Endpoint, Call]]], list[Reply]]
 
@@ -170,6 +183,7 @@ class Fleet:
         large = tuple(calls[: len(HEALTH_CALLS)]) == HEALTH_CALLS and len(self._found.live) > BRIEF_ABOVE
         asked = (BRIEF, *calls[len(HEALTH_CALLS) :]) if large else calls
         survey = gather(self._found, asked, self._labels, self.ask, self._hellos, self._names)
+        self._remember(survey)
         if survey.faults or not survey.agents:
             self._discovery_due_ns = 0
         for _ in range(clock_rounds - 1):
@@ -177,6 +191,18 @@ class Fleet:
         share_clocks(survey.agents)
         survey.at_ns, survey.tick_ns = time.time_ns(), time.monotonic_ns()
         return survey
+
+    def _remember(self, survey: Survey) -> None:
+        """Tells the sources who the agents are; removes from the vanished ones those that are elsewhere now."""
+        identities = {agent.endpoint.address: (agent.own_name, agent.host) for agent in survey.agents}
+        self._sources.learn(identities)
+        live, present = {each.address for each in self._found.live}, set(identities.values())
+        latest = {each.endpoint.address: each for each in sorted(self._found.vanished, key=lambda each: each.seen_ns)}
+        self._found.vanished = [
+            each
+            for address, each in latest.items()
+            if address not in live and (each.endpoint.name, each.host) not in present
+        ]
 
     def advance(self) -> bool:
         """Does nothing and returns True, because a live fleet advances by itself."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from kvctl.client.discovery import is_url, memory
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import Survey
 from kvctl.commands.options import KvctlCommand, pass_settings
@@ -29,11 +30,16 @@ AGENTS = View(
     "agents",
     (
         Column("agent"),
-        Column("state", styles=palette.AGENT_STATES, help="ok, draining, stale (its process has ended), or an error."),
+        Column(
+            "state",
+            styles=palette.AGENT_STATES,
+            help="ok, draining, stale (its process has ended), vanished, or an error.",
+        ),
         Column("role", styles=palette.ROLES),
         Column("host", width=Width.NORMAL),
         Column("rtt", kind=Kind.DURATION),
         Column("uptime", kind=Kind.DURATION),
+        Column("vanished", kind=Kind.DURATION, width=Width.WIDE, help="Time since its source last named the agent."),
         Column("version"),
         Column("pid", kind=Kind.ID),
         Column("incarnation", width=Width.NORMAL),
@@ -54,22 +60,28 @@ AGENTS = View(
     view=AGENTS,
     examples=[
         ("Agents of this machine", "kvctl agents"),
-        ("Remove the sockets of killed agents", "kvctl agents --prune"),
+        ("Remove the sockets of killed agents, and forget those that vanished", "kvctl agents --prune"),
         ("Agents on other machines", "kvctl agents -e tcp://node-1:7000 --key ops --server-key fleet.pub"),
     ],
 )
-@click.option("--prune", is_flag=True, help="First remove the sockets of agents whose process has ended.")
+@click.option("--prune", is_flag=True, help="First remove the sockets of ended agents, and forget vanished ones.")
 @pass_settings
 def agents(settings: Settings, prune: bool) -> None:
     """List the agents: state, round trip, uptime, version, incarnation, clock offset and its error bound.
 
     An agent that was killed leaves its socket, which is listed as stale; the exit code is then 7. --prune removes such
     sockets, and so does the next agent that starts on this machine.
+
+    An agent that a source of the context or of -e has named within the last day, and names no more, is listed as
+    vanished with its last endpoint; that is no error, because fleets shrink. --prune also forgets those agents.
     """
     if prune:
         live_only(settings)
         removed = _prune(socket_dir())
-        Output(settings).note(f"removed the sockets of {', '.join(removed)}" if removed else "no stale sockets")
+        forgotten = sum(memory.forget(each) for each in settings.endpoints if is_url(each))
+        notes = [f"removed the sockets of {', '.join(removed)}"] if removed else []
+        notes += [f"forgot {forgotten} vanished agent{'s' * (forgotten != 1)}"] if forgotten else []
+        Output(settings).note("; ".join(notes) or "no stale sockets")
     run(settings, AGENTS, (), _read, clock_rounds=_CLOCK_ROUNDS)
 
 
@@ -125,6 +137,16 @@ def _read(survey: Survey) -> Report:
         for fault in survey.faults
         if fault.agent and fault.agent not in stale
     ]
+    rows += [
+        {
+            "agent": each.endpoint.name,
+            "host": each.host or None,
+            "state": "vanished",
+            "vanished_ns": survey.at_ns - each.seen_ns,
+            "endpoint": each.endpoint.address,
+        }
+        for each in survey.discovery.vanished
+    ]
     text = "its process has ended and left its socket: kvctl agents --prune removes it"
     faults = [*survey.faults, *(Fault(name, FaultCode.UNREACHABLE, text) for name in sorted(stale.keys() - failed))]
-    return Report(AGENTS, rows, answered, faults)
+    return Report(AGENTS, rows, answered, faults, notes=survey.vanished())

@@ -75,7 +75,7 @@ def _read(survey: Survey, health: HealthQuery, by: str | None) -> Report:
         found.answered,
         found.faults,
         blocks=lambda kept, width: screen(kept, len(found.faults), in_short(raised, muted), _table(kept, by)),
-        notes=[*found.notes, *look.remarks],
+        notes=[*found.notes, *look.remarks, *survey.vanished()],
     )
 
 

@@ -671,6 +671,7 @@ def surroundings(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
     monkeypatch.setenv("KVCTL_SOCKET_DIR", str(base / "s"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(base / "c"))
     monkeypatch.setenv("XDG_STATE_HOME", str(base / "state"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(base / "cache"))
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
 

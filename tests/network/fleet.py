@@ -103,7 +103,12 @@ class NetworkFleet(LiveFleet):
         named = [part for endpoint in endpoints for part in ("-e", endpoint)]
         keys = ["--key", str(self._keys / "client.key"), "--server-key", str(self._keys / "fleet.pub")]
         command = [sys.executable, "-m", "kvctl", *named, *keys, *arguments, "--timeout", "2", "-o", "json"]
-        environment = {**os.environ, SOCKET_DIR_VARIABLE: str(self._keys), "KVCTL_CONFIG": "/dev/null"}
+        environment = {
+            **os.environ,
+            SOCKET_DIR_VARIABLE: str(self._keys),
+            "KVCTL_CONFIG": "/dev/null",
+            "XDG_CACHE_HOME": str(self.directory),
+        }
         return self.network[self._asks].run(*command, check=False, environment=environment)
 
 

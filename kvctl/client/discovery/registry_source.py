@@ -11,8 +11,8 @@ from typing import Any
 
 from kvctl.client.calls import Call
 from kvctl.client.discovery import KINDS, malformed
-from kvctl.client.discovery.source import MAX_AGENTS, AgentSource, Found, Gone, SourceError
-from kvctl.client.endpoints import Endpoint, endpoint_of
+from kvctl.client.discovery.source import MAX_AGENTS, AgentSource, Found, SourceError
+from kvctl.client.endpoints import Endpoint, Gone, endpoint_of
 from kvctl.client.fanout import Fanout
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.keys import KeyNames
@@ -69,7 +69,7 @@ class RegistrySource(AgentSource):
                     faults.append(Fault(row["name"], FaultCode.UNREACHABLE, str(error)))
                 continue
             if row["role"] == "decode" and row["heard_ns"] >= _SILENT_NS:
-                gone.append(Gone(endpoint, reply.received_at_ns - row["heard_ns"]))
+                gone.append(Gone(endpoint, reply.received_at_ns - row["heard_ns"], row["host"]))
             else:
                 endpoints[endpoint.address] = endpoint
         return Found(tuple(endpoints.values()), tuple(faults), tuple(gone))

@@ -5,26 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from kvctl.client.discovery import open_source
-from kvctl.client.endpoints import Endpoint
+from kvctl.client.discovery.memory import Memory
+from kvctl.client.endpoints import Endpoint, Gone
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.keys import KeyNames
 
 MAX_AGENTS = 1 << 14
 _GRACE_NS = 50_000_000
 _REFRESH_WAIT_NS = 100_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """An agent that a source has named before and names no more; `seen_ns` is the wall time when it last did."""
-
-    endpoint: Endpoint
-    seen_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +28,7 @@ class Found:
         endpoints: the agents that it names now.
         faults: what is wrong with the source (`Fault.agent` is "", the message begins with the URL) or with agents that
             it names.
-        gone: agents that it remembers and that are there no more.
+        gone: agents that it has named before and names no more.
     """
 
     endpoints: tuple[Endpoint, ...] = ()
@@ -61,9 +54,11 @@ class AgentSource(ABC):
 
     Attributes:
         refresh_ns: shortest time between two calls of `find`; longer for a source that is expensive to ask.
+        lasting: whether the endpoints may be used later, when the source does not answer.
     """
 
     refresh_ns: ClassVar[int] = 1_000_000_000
+    lasting = True
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -115,11 +110,13 @@ class AgentSources:
         for query in queries:
             limit = now + (self._timeout_ns + _GRACE_NS if query.found is None else _REFRESH_WAIT_NS)
             query.wait(max(0, limit - time.monotonic_ns()))
-        return {query.source.url: query.found or self._late(query.source.url) for query in queries}
+        late = f"no answer within {self._timeout_ns / 1e9:g} s: raise --timeout"
+        return {query.source.url: query.found or query.failed(late, FaultCode.TIMEOUT) for query in queries}
 
-    def _late(self, url: str) -> Found:
-        text = f"{url}: no answer within {self._timeout_ns / 1e9:g} s: raise --timeout"
-        return Found(faults=(Fault("", FaultCode.TIMEOUT, text),))
+    def learn(self, identities: Mapping[str, tuple[str, str]]) -> None:
+        """Stores names and hosts of agents by address, as the agents themselves say them, for later calls of kvctl."""
+        for query in self._queries.values():
+            query.learn(identities)
 
     def close(self) -> None:
         """Closes all sources; one that is still being asked is closed when its answer arrives."""
@@ -140,6 +137,7 @@ class _Query:
         self._lock = threading.Lock()
         self._busy = False
         self._closed = False
+        self._memory = Memory(source.url)
 
     def begin(self, now_ns: int, deadline_ns: int) -> None:
         """Asks the source on a new thread if it is due and not being asked."""
@@ -157,6 +155,23 @@ class _Query:
             self._error = None
             raise error
 
+    def learn(self, identities: Mapping[str, tuple[str, str]]) -> None:
+        """Stores names and hosts of agents by address."""
+        with self._lock:
+            self._memory.learn(identities)
+
+    def failed(self, text: str, code: str) -> Found:
+        """Returns the agents that the source named before, and the fault for an error of the source itself."""
+        now = time.time_ns()
+        with self._lock:
+            endpoints, gone, named_ns = self._memory.last(now)
+        if endpoints and self.source.lasting:
+            known = f"{len(endpoints)} agent{'s' * (len(endpoints) != 1)}"
+            text += f"; asking the {known} that it named {ago(now - named_ns)} ago"
+        else:
+            endpoints = ()
+        return Found(endpoints, (Fault("", code, f"{self.source.url}: {text}"),), gone)
+
     def close(self) -> None:
         """Closes the source, now or when the thread ends."""
         with self._lock:
@@ -167,9 +182,12 @@ class _Query:
 
     def _ask(self, deadline_ns: int) -> None:
         try:
-            self.found = self.source.find(deadline_ns)
+            found = self.source.find(deadline_ns)
+            with self._lock:
+                gone = self._memory.update(found.endpoints, found.gone, time.time_ns())
+            self.found = replace(found, gone=gone)
         except SourceError as error:
-            self.found = Found(faults=(Fault("", error.code, f"{self.source.url}: {error}"),))
+            self.found = self.failed(str(error), error.code)
         except Exception as error:
             self._error = error
         with self._lock:
@@ -177,3 +195,11 @@ class _Query:
             closed = self._closed
         if closed:
             self.source.close()
+
+
+def ago(duration_ns: int) -> str:
+    """Formats a time span for a sentence: `45 s`, `12 min`, `3 h`."""
+    seconds = max(0, round(duration_ns / 1e9))
+    if seconds < 100:
+        return f"{seconds} s"
+    return f"{seconds // 60} min" if seconds < 6000 else f"{seconds // 3600} h"

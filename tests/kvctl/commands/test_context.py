@@ -218,7 +218,7 @@ def test_sources_are_saved_as_urls_and_asked_whenever_the_context_is_used(
     assert rows(kvctl)["a"]["endpoint"] == ["prefill-1", f"file://{tmp_path}/my%20list", f"exec:{command}"]
 
     def names() -> list[str]:
-        return kvctl("-c", "a", "agents", "--columns", "agent").out.split()[1:]
+        return kvctl("-c", "a", "agents", "--columns", "agent", "--filter", "state=ok").out.split()[1:]
 
     assert names() == ["decode-0", "prefill-0", "prefill-1"]
     (tmp_path / "my list").write_text(f"ipc://{socket_directory}/decode-1.sock\n")

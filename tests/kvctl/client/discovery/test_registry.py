@@ -15,8 +15,9 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from kvctl.client.discovery import open_source
+from kvctl.client.discovery import open_source, registry_source
 from kvctl.client.discovery.source import Found, SourceError
+from kvctl.client.fleet import Fleet
 from kvctl.client.keys import NO_KEYS, KeyNames
 from kvctl.errors import CliError
 from kvctl_agent.contract.keys import KeyPair, secret_text
@@ -304,3 +305,66 @@ def test_a_row_with_a_wrong_endpoint_harms_no_other(zmq_context: Any) -> None:
     (gone,) = found.gone
     assert gone.endpoint.name == "left"
     assert 80 * S < time.time_ns() - gone.seen_ns < 150 * S
+
+
+def test_a_decode_rank_that_leaves_has_vanished_until_it_comes_back(
+    remote: Any, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry_source, "_SILENT_NS", 3 * S)
+    url = url_of(remote)
+    listed(url, keys.names)
+
+    def survey() -> Any:
+        with Fleet([url], {}, 60 * S, keys.names) as fleet:
+            return fleet.survey()
+
+    assert wait_until(lambda: len(survey().agents) == 3, "not all agents answer")
+    for _ in range(2):
+        remote.decode.pop().close()
+        gone = wait_until(lambda: survey().discovery.vanished, "the rank that has left is not shown as vanished")
+        assert [(each.endpoint.name, each.host) for each in gone] == [("decode-0", ELSEWHERE)]
+        assert {agent.name for agent in survey().agents} == {"prefill-0", "prefill-1"}
+        remote.decode.append(remote.decode_agent(0).start())
+        back = wait_until(lambda: len((seen := survey()).agents) == 3 and seen, "the rank that came back is not shown")
+        assert back.discovery.vanished == []
+
+
+def test_the_ranks_are_asked_while_their_registry_is_down(remote: Any, keys: Keys) -> None:
+    url = url_of(remote)
+    listed(url, keys.names)
+    with Fleet([url], {}, 60 * S, keys.names) as fleet:
+        assert wait_until(lambda: len(fleet.survey().agents) == 3, "not all agents answer")
+    remote.prefill[0].close()
+    for _ in range(2):  # also by a later call of kvctl
+        with Fleet([url], {}, 60 * S, keys.names) as fleet:
+            survey = fleet.survey()
+        assert {agent.name for agent in survey.agents} == {"prefill-1", "decode-0"}
+        assert "asking the 3 agents that it named" in survey.faults[0].message
+        assert {fault.agent for fault in survey.faults[1:]} == {"prefill-0"}
+    remote.prefill[0] = remote.prefill_agent(0).start()
+    listed(url, keys.names)
+
+
+def test_the_list_is_whole_while_ranks_come_and_go(remote: Any, keys: Keys) -> None:
+    """Every answer is a list of known names, however the ranks end and start meanwhile."""
+    url, stop = url_of(remote), threading.Event()
+    seen: list[set[str]] = []
+
+    def look() -> None:
+        while not stop.is_set():
+            seen.append({each.name for each in find(url, keys.names).endpoints})
+
+    listed(url, keys.names)
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        for _ in range(4):
+            for ranks, make in ((remote.decode, remote.decode_agent), (remote.prefill, remote.prefill_agent)):
+                ranks.pop().close()
+                ranks.append(make(len(ranks)).start())
+    finally:
+        stop.set()
+        thread.join()
+    assert len(seen) > 4
+    assert all({"prefill-0"} <= names <= NAMES for names in seen)
+    listed(url, keys.names)
