@@ -51,12 +51,14 @@ class Endpoint:
         path: Unix socket; None for a TCP endpoint.
         named: whether the user gave exactly this name or address, not a glob.
         remote: tcp:// address; "" for a Unix socket.
+        host_name: name of the agent's host, if the source that named the endpoint knows it; otherwise "".
     """
 
     name: str
     path: Path | None
     named: bool = False
     remote: str = ""
+    host_name: str = ""
 
     @property
     def address(self) -> str:
@@ -64,8 +66,8 @@ class Endpoint:
 
     @property
     def host(self) -> str:
-        """Host in the address of a TCP endpoint; "" for a Unix socket."""
-        return address_host(self.remote)
+        """Name of the agent's host, or else the host in the address of a TCP endpoint; "" for a Unix socket."""
+        return self.host_name or address_host(self.remote)
 
 
 def address_host(address: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -25,6 +26,7 @@ from kvctl_agent.contract.snapshots import Hello
 _HELLO = Call("hello")
 _STATUS = Call("status")
 _PEERS = Call("peers")
+_AT_ONCE = 16
 FINISHED = ("history", "slow", "failed")
 """Commands that list finished rooms; their lists overlap."""
 
@@ -69,7 +71,8 @@ class Survey:
         agents: agents that answered hello and match the labels, by name.
         faults: why agents did not answer, and why commands failed.
         filtered: number of agents that answered and do not match the labels.
-        hosts: names of the hosts of agents, also of silent ones, by the name of the agent; see `known_hosts`.
+        hosts: names of the hosts of agents, also of silent ones, by the name of the agent; see `_known_hosts`.
+        unusable: faults of the endpoints that did not answer `hello` or have another protocol; also in `faults`.
         at_ns: local wall clock when the agents answered.
         tick_ns: clock from which to compute the time between two surveys: monotonic, or the time of the recorded
             snapshot.
@@ -81,6 +84,7 @@ class Survey:
     faults: list[Fault] = field(default_factory=list)
     filtered: int = 0
     hosts: dict[str, str] = field(default_factory=dict)
+    unusable: dict[Endpoint, Fault] = field(default_factory=dict)
     at_ns: int = field(default_factory=time.time_ns)
     tick_ns: int = field(default_factory=time.monotonic_ns)
     remarks: list[str] = field(default_factory=list)
@@ -217,12 +221,20 @@ class Fleet:
         return replies
 
     def _refine_clocks(self, agents: Sequence[AgentAnswer]) -> None:
-        by_endpoint = {agent.endpoint: agent for agent in agents}
-        for reply in self.ask([(endpoint, _HELLO) for endpoint in by_endpoint]):
-            agent = by_endpoint[reply.endpoint]
-            if reply.fault is None and reply.rtt_ns < agent.rtt_ns:
-                agent.rtt_ns = reply.rtt_ns
-                agent.clock = estimate(reply.sent_at_ns, reply.received_at_ns, reply.data["now_ns"])
+        """Measures the clocks again, of many agents one per host; few at a time, because answers delay each other."""
+        chosen: dict[str, AgentAnswer] = {}
+        for agent in agents:
+            key = (len(agents) > _AT_ONCE and agent.host) or agent.endpoint.address
+            if key not in chosen or agent.clock.error_ns < chosen[key].clock.error_ns:
+                chosen[key] = agent
+        measured = list(chosen.values())
+        for first in range(0, len(measured), _AT_ONCE):
+            by_endpoint = {agent.endpoint: agent for agent in measured[first : first + _AT_ONCE]}
+            for reply in self.ask([(endpoint, _HELLO) for endpoint in by_endpoint]):
+                agent = by_endpoint[reply.endpoint]
+                if reply.fault is None and reply.rtt_ns < agent.rtt_ns:
+                    agent.rtt_ns = reply.rtt_ns
+                    agent.clock = estimate(reply.sent_at_ns, reply.received_at_ns, reply.data["now_ns"])
 
 
 def gather(
@@ -265,7 +277,7 @@ def gather(
     for endpoint, replies in by_endpoint.items():
         agent = _agent(hellos[endpoint])
         if isinstance(agent, Fault):
-            survey.faults.append(agent)
+            survey.unusable[endpoint] = agent
             continue
         process = agent.own_name, agent.host, agent.hello["pid"], agent.hello["incarnation"]
         if process in processes:
@@ -286,10 +298,11 @@ def gather(
         for reply in expand(survey, ask):
             faults[reply.endpoint] += [] if reply.fault is None else [reply.fault]
     rename_duplicates(survey.agents, ask, filtered)
+    _name_unusable(survey, filtered)
     for agent in survey.agents:
         survey.faults += [replace(fault, agent=agent.name) for fault in faults[agent.endpoint]]
     survey.agents.sort(key=lambda agent: agent.name)
-    survey.hosts = known_hosts(survey)
+    survey.hosts = _known_hosts(survey)
     share_clocks(survey.agents)
     return survey
 
@@ -322,24 +335,40 @@ def _named(
     return [each for each in live if each in endpoints], [agent for agent in agents if agent.endpoint not in endpoints]
 
 
-def known_hosts(survey: Survey) -> dict[str, str]:
+def _name_unusable(survey: Survey, others: Sequence[AgentAnswer]) -> None:
+    """Adds the faults of unusable endpoints; those with names that others have are called `name@host`."""
+    names = Counter(endpoint.name for endpoint in survey.unusable)
+    names.update({agent.own_name for agent in (*survey.agents, *others)})
+    for endpoint, fault in survey.unusable.items():
+        place = endpoint.host or endpoint.address
+        name = endpoint.name if names[endpoint.name] == 1 else f"{endpoint.name}@{place}"
+        survey.unusable[endpoint] = replace(fault, agent=name)
+    survey.faults += survey.unusable.values()
+
+
+def _known_hosts(survey: Survey) -> dict[str, str]:
     """Returns the hosts of all agents that were found, by the agent's name.
 
-    The host of an agent that does not answer is that of agents with the same address, else the one that its peers
-    report for this address, else the address. On Unix sockets it is the host of the other agents there.
+    The host of an agent that does not answer is the one that its source tells; else that of agents with the same
+    address, or the one that its peers report for this address, unless several hosts share it; else the address.
     """
     found = {agent.name: agent.host for agent in survey.agents}
-    endpoints = {*survey.discovery.live, *survey.discovery.stale, *survey.discovery.stopped}
-    silent = endpoints - {agent.endpoint for agent in survey.agents}
+    endpoints = [*survey.discovery.live, *survey.discovery.stale, *survey.discovery.stopped]
+    answered = {agent.endpoint for agent in survey.agents}
+    silent = [endpoint for endpoint in endpoints if endpoint not in answered]
     if not silent:
         return found
-    by_address: dict[str, str] = {}
-    for row in (row for _, rows in survey.answers("peers") for row in rows):
-        if row.get("peer_host"):
-            by_address.setdefault(address_host(str(row.get("endpoint"))), str(row["peer_host"]))
-    by_address |= {agent.endpoint.host: agent.host for agent in survey.agents}
+    by_address: dict[str, set[str]] = {}
+    for agent in survey.agents:
+        by_address.setdefault(address_host(agent.endpoint.remote), set()).add(agent.host)
+        for row in agent.data.get("peers") or ():
+            if row.get("peer_host"):
+                by_address.setdefault(address_host(str(row.get("endpoint"))), set()).add(str(row["peer_host"]))
     for endpoint in silent:
-        found.setdefault(endpoint.name, by_address.get(endpoint.host) or endpoint.host)
+        hosts = by_address.get(address_host(endpoint.remote), set())
+        known = endpoint.host_name or (next(iter(hosts)) if len(hosts) == 1 else endpoint.host)
+        fault = survey.unusable.get(endpoint)
+        found.setdefault(endpoint.name if fault is None else fault.agent, known)
     return found
 
 

@@ -301,14 +301,13 @@ class SnapshotRecorder:
         survey = self._fleet.survey(clock_rounds=_CLOCK_ROUNDS)
         at_ns = time.time_ns()
         found = survey.discovery
-        silent = {fault.agent: fault for fault in survey.faults[len(found.faults) :]}
         keys = {agent.endpoint: (agent.endpoint, agent.hello["incarnation"]) for agent in survey.agents}
         self._processes = {key: self._processes.get(key, _Process()) for key in keys.values()}
         processes = {endpoint: self._processes[key] for endpoint, key in keys.items()}
         answers = {
-            endpoint: [Answer("hello", None, None, text_fault(silent[endpoint.name]))]
+            endpoint: [Answer("hello", None, None, text_fault(survey.unusable[endpoint]))]
             for endpoint in found.live
-            if endpoint not in keys and endpoint.name in silent
+            if endpoint in survey.unusable
         }
         requests = [(endpoint, call) for endpoint, process in processes.items() for call in _calls(process)]
         for reply in self._fleet.ask(requests):

@@ -15,7 +15,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from types import NoneType, TracebackType
@@ -112,7 +112,7 @@ class RecordedSnapshot:
 def text_endpoint(endpoint: Endpoint) -> Endpoint:
     """Returns the endpoint with texts that JSON can encode; file names may contain any bytes."""
     path = None if endpoint.path is None else Path(utf8(str(endpoint.path)))
-    return Endpoint(utf8(endpoint.name), path, remote=endpoint.remote)
+    return Endpoint(utf8(endpoint.name), path, remote=endpoint.remote, host_name=utf8(endpoint.host_name))
 
 
 def text_fault(fault: Fault) -> Fault:
@@ -184,7 +184,11 @@ def _structured(kind: Any, value: Any) -> Any:
             return [_structured(arguments[0], each) for each in _structured(list, value)]
         return _structured(arguments[0], value)
     if isinstance(kind, type) and is_dataclass(kind):
-        return kind(**{name: _structured(hint, value[name]) for name, hint in _hints(kind).items()})
+        # Recordings of earlier versions lack fields that have been added since, with a default.
+        added = {each.name for each in fields(kind) if each.default is not MISSING} - set(_structured(dict, value))
+        return kind(
+            **{name: _structured(hint, value[name]) for name, hint in _hints(kind).items() if name not in added}
+        )
     if kind is Path:
         return Path(_structured(str, value))
     if type(value) is not kind:

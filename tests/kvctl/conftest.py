@@ -745,6 +745,7 @@ def start_hosts(start: Start) -> Callable[..., list[str]]:
                     "gated": [],
                 }
                 quiet["status"] = lambda _, answer=answer: answer
+                quiet["health"] = lambda _, quiet=dict(quiet): {command: ask({}) for command, ask in quiet.items()}
                 start(name, {**answers(own), **quiet}, role=role_of(own), host=f"n{host}")
                 names.append(name)
         return names

@@ -90,7 +90,7 @@ class RegistrySource(AgentSource):
         """
         name, path = row["name"], row["socket"]
         if path and row["host"] == socket.gethostname() and _is_socket(path):
-            return Endpoint(name, endpoint_of(path).path, named=True)
+            return Endpoint(name, endpoint_of(path).path, named=True, host_name=row["host"])
         if not row["admin"]:
             if not path:
                 raise CliError("does not say where its admin socket is: its agent is too old (update it)")
@@ -106,7 +106,7 @@ class RegistrySource(AgentSource):
             if _is(address, "is_loopback") and self._host:
                 address = self._host
             host = f"[{address.strip('[]')}]" if ":" in address else address
-        return Endpoint(name, None, named=True, remote=endpoint_of(f"tcp://{host}:{port}").remote)
+        return Endpoint(name, None, True, endpoint_of(f"tcp://{host}:{port}").remote, row["host"])
 
 
 def _is_socket(path: str) -> bool:
