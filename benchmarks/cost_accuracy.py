@@ -7,9 +7,13 @@ measures it: from the last end of its forward on a prefill rank until the last d
     python benchmarks/cost_accuracy.py
     python benchmarks/cost_accuracy.py --fleet tp4-dp4 --in-flight 4 --prompts 200 --save FILE
 
-Printed are, for the prompts after the first `--skip`: the share within 25 % of the prediction, the median and the
-90th percentile of the relative error |measured / predicted - 1|, of the prediction now and of that alone; and the same
-errors of a fit to the measured prompts themselves, below which no prediction by size alone can be.
+Printed are, for the prompts after the first `--skip`, the share within 25 % of the prediction, and the median and the
+90th percentile of the relative error |measured / predicted - 1|, of three predictions:
+
+- now: alone, and behind the rooms in transfer. They have gone on for the time between question and begin of the
+  transfer, for which the median of the prompts before is taken: a router knows how long prefill takes.
+- alone: as if no other room were in transfer.
+- fit: by a fit to the measured prompts themselves, afterwards; no prediction by the size alone is much better.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import exp, log
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -50,7 +55,7 @@ HOUR_NS = 3_600_000_000_000
 
 @dataclass
 class Prompt:
-    """One prompt: what was predicted, and the wall clock times at which its transfer began and ended; all in ns."""
+    """One prompt: what was predicted, and wall clock times, among them begin and end of its transfer; all in ns."""
 
     room: int
     tokens: int
@@ -59,6 +64,7 @@ class Prompt:
     predicted: int | None = None
     alone: int | None = None
     basis: str | None = None
+    asked: int = 0
     began: int = 0
     ended: int = 0
 
@@ -132,6 +138,7 @@ class Run:
 
     def _ask(self, agents: Fleet, prompt: Prompt) -> None:
         survey = agents.survey((Call("status"), Call("cost", {"tokens": prompt.tokens})))
+        prompt.asked = time.time_ns()
         ranks = [RankCost(agent.name, agent.data["status"], cost) for agent, cost in survey.answers("cost")]
         several = len(self.plan.prefill) > 1
         for row in cost_rows(ranks, prompt.tokens):
@@ -178,21 +185,23 @@ class Run:
             prompt.began, prompt.ended = began[prompt.room], ended[prompt.room]
 
     def errors(self, which: str, skip: int) -> list[float]:
-        """Returns the ascending relative errors of `predicted` or `alone`, or `fit`: of a fit to what was measured."""
-        found = []
-        fits = {}
+        """Returns the ascending relative errors of a prediction, "now", "alone" or "fit"."""
+        pairs: dict[tuple[int, int], list[Transferred]] = {}
         for prompt in self.prompts:
-            pair = prompt.instance, prompt.decode_dp
-            if which == "fit" and pair not in fits:
-                same = [each for each in self.prompts if (each.instance, each.decode_dp) == pair]
-                fits[pair] = fit_transfers([Transferred(p.tokens, p.measured, 0, "") for p in same])
-        for prompt in self.prompts[skip:]:
-            if which == "fit":
-                value: float | None = fits[prompt.instance, prompt.decode_dp].alone_ns(prompt.tokens)
-            else:
-                value = prompt.predicted if which == "predicted" else prompt.alone
-            if value:
-                found.append(abs(prompt.measured / value - 1))
+            done = Transferred(prompt.tokens, prompt.measured, 0, "")
+            pairs.setdefault((prompt.instance, prompt.decode_dp), []).append(done)
+        fits = {pair: fit_transfers(done) for pair, done in pairs.items()}
+        found = []
+        for index, prompt in enumerate(self.prompts[skip:], skip):
+            if prompt.alone is None or prompt.predicted is None:
+                continue
+            expected: float = prompt.alone
+            if which == "now":
+                lead = median(each.began - each.asked for each in self.prompts[:index])
+                expected += max(0.0, prompt.predicted - prompt.alone - lead)
+            elif which == "fit":
+                expected = fits[prompt.instance, prompt.decode_dp].alone_ns(prompt.tokens)
+            found.append(abs(prompt.measured / expected - 1))
         return sorted(found)
 
 
@@ -221,7 +230,7 @@ def main() -> None:
             run = Run(name, in_flight, options.prompts, options.transport, options.path, options.seed)
             load = os.getloadavg()[0]
             run.run()
-            for which in ("predicted", "alone", "fit"):
+            for which in ("now", "alone", "fit"):
                 figures = summary(run.errors(which, options.skip))
                 print(
                     f"{name:<12}{in_flight:>10}{which:>12}{figures['prompts']:>9}{figures['within']:>9.0%}"

@@ -122,15 +122,20 @@ class TransferTimes:
         self._counts: dict[str, int] = {}
         self._fits: dict[str, tuple[int, TransferFit]] = {}
         self._active: dict[int, Transfer] = {}  # in the order of their begin
+        self._active_tokens = 0
         self._first_since_ns = 0
         self._least_rtt_ns: dict[str, int] = {}
 
     def begin(self, room: int, tokens: int, at_ns: int) -> None:
         """Records that the transfer of a room begins at monotonic `at_ns`."""
         self.cancel(room, at_ns)
-        if not self._active:
-            self._first_since_ns = at_ns
-        self._active[room] = Transfer(tokens, at_ns, self.ahead(at_ns))
+        if self._active:
+            first = next(iter(self._active.values()))
+            ahead = Ahead(self._active_tokens, first.tokens, max(0, at_ns - self._first_since_ns))
+        else:
+            ahead, self._first_since_ns = Ahead(), at_ns
+        self._active[room] = Transfer(tokens, at_ns, ahead)
+        self._active_tokens += tokens
 
     def arrived(self, room: int, peer: str, sent_ns: int, rtt_ns: int | None) -> None:
         """Records that a decode rank has all of a room.
@@ -202,7 +207,7 @@ class TransferTimes:
     def _remove(self, room: int, at_ns: int) -> None:
         if next(iter(self._active)) == room:
             self._first_since_ns = max(at_ns, self._first_since_ns)
-        del self._active[room]
+        self._active_tokens -= self._active.pop(room).tokens
 
 
 def fit_transfers(rooms: Iterable[Transferred]) -> TransferFit:
