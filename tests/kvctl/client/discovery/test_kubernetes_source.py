@@ -17,10 +17,7 @@ from kvctl.client.discovery import open_source
 from kvctl.client.discovery.source import Found, SourceError
 from kvctl.client.keys import NO_KEYS
 from kvctl.errors import CliError
-from kvctl_agent.admin.endpoints import RemoteEndpoint
-from kvctl_agent.admin.server import SERVED_HERE, AdminServer
-from kvctl_agent.contract.commands import COMMANDS
-from kvctl_agent.contract.keys import read_pair
+from kvctl_agent.admin.server import AdminServer
 from tests.support.kubernetes_api import KubernetesApi, pod
 
 URL = "kubernetes://serving/app=kvctl"
@@ -243,36 +240,6 @@ def test_without_the_package_the_error_says_how_to_install_it(monkeypatch: pytes
 
 
 # ---- port-forward --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def keys(kvctl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    for name in ("default", "fleet"):
-        assert kvctl("key", "new", name).code == 0
-    return tmp_path / "config" / "kvctl" / "keys"
-
-
-@pytest.fixture
-def agents(keys: Path, canned: Any, socket_directory: Path) -> Iterator[Callable[[str], AdminServer]]:
-    """Starts admin servers with keys on TCP, as those of agents in pods."""
-    clients = keys / "clients"
-    clients.write_text(f"read {(keys / 'default.pub').read_text()}")
-    clients.chmod(0o600)
-    servers: list[AdminServer] = []
-
-    def make(name: str) -> AdminServer:
-        handlers = {
-            command.name: lambda _: canned.status(name) for command in COMMANDS if command.name not in SERVED_HERE
-        }
-        remote = RemoteEndpoint("tcp://127.0.0.1:*", read_pair(keys / "fleet.key"), clients)
-        server = AdminServer(name, handlers, lambda: canned.hello(name), socket_directory, remote=remote)
-        servers.append(server.start())
-        return server
-
-    yield make
-    for server in servers:
-        server.close()
 
 
 def port_of(server: AdminServer) -> int:
