@@ -178,11 +178,11 @@ def test_an_api_server_that_is_not_there(api: KubernetesApi, tmp_path: Path) -> 
 
 
 def test_an_api_server_that_does_not_answer_in_time(api: KubernetesApi) -> None:
-    api.delay_s = 10
+    api.delay_s = 60
     began = time.monotonic()
     code, text = error(timeout_s=0.3)
     assert (code, "does not answer" in text) == ("timeout", True)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 def test_another_context_is_chosen(api: KubernetesApi, tmp_path: Path) -> None:
