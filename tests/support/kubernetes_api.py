@@ -102,7 +102,14 @@ class KubernetesApi:
         self._run(drop())
 
     def close(self) -> None:
-        self._run(self._runner.cleanup())
+        async def stop() -> None:
+            await self._runner.cleanup()
+            pending = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+
+        self._run(stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -45,8 +45,13 @@ _SHOWN = 200
 def open_source(url: str, keys: KeyNames) -> AgentSource:
     """Returns the source; raises CliError if the URL is malformed or the Kubernetes client is not installed."""
     target = _parse(url)
-    if find_spec("kubernetes") is None:
-        raise CliError(f"{url}: needs the Kubernetes client: pip install 'kvctl[kubernetes]'", ExitCode.USAGE)
+    try:
+        # Here, since the import takes half a second or more, which is not to count towards the source's time limit.
+        import_module("kubernetes.client")
+        import_module("websocket")
+    except ImportError:
+        text = f"{url}: needs the Kubernetes client: pip install 'kvctl[kubernetes]'"
+        raise CliError(text, ExitCode.USAGE) from None
     return PodSource(url, target)
 
 
@@ -97,6 +102,7 @@ class PodSource(AgentSource):
     def __init__(self, url: str, target: _Target) -> None:
         super().__init__(url)
         self._target = target
+        self.lasting = not target.forward  # the ports of relays are other ones in the next run
         self._client: Any = None
         self._relays: dict[_PodPort, Relay] = {}
 

@@ -29,6 +29,7 @@ UNREACHABLE_IP = "240.0.0.1"
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KubernetesApi]:
     served = KubernetesApi()
     monkeypatch.setenv("KUBECONFIG", str(served.kubeconfig(tmp_path / "kubeconfig")))
+    monkeypatch.setenv("KVCTL_TIMEOUT", "30s")
     yield served
     served.close()
 
@@ -234,7 +235,7 @@ def test_a_malformed_url(url: str, text: str) -> None:
 
 
 def test_without_the_package_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    monkeypatch.setitem(sys.modules, "kubernetes.client", None)
     with pytest.raises(CliError, match=r"pip install 'kvctl\[kubernetes\]'"):
         open_source(URL, NO_KEYS)
 
@@ -269,6 +270,25 @@ def test_agents_of_pods_are_asked_through_the_api(
     assert (outcome.code, outcome.err, names(outcome)) == (0, "", ["decode-0", "prefill-0"])
     wait(lambda: not api.forwards, "the port-forwards are closed")
     wait(lambda: threading.active_count() <= threads, "no thread of a port-forward is left")
+
+
+def test_relays_at_other_ports_are_the_same_agents(
+    api: KubernetesApi, agents: Any, keys: Path, kvctl: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each run has other local ports: nobody has vanished until a pod has, and no port is asked again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("KVCTL_SERVER_KEY", str(keys / "fleet.pub"))
+    api.pods = [pod(name, port_of(agents(name)), ip=UNREACHABLE_IP) for name in ("prefill-0", "decode-0")]
+    for _ in range(2):
+        rows = json.loads(kvctl("-e", FORWARD, "agents", "-o", "json").out)["data"]
+        assert {row["agent"]: row["state"] for row in rows} == {"decode-0": "ok", "prefill-0": "ok"}
+    del api.pods[1]
+    rows = json.loads(kvctl("-e", FORWARD, "agents", "-o", "json").out)["data"]
+    assert {row["agent"]: row["state"] for row in rows} == {"decode-0": "vanished", "prefill-0": "ok"}
+    api.denied = {"list"}
+    outcome = kvctl("-e", FORWARD, "agents", "-o", "json")
+    assert "kubectl auth can-i list pods" in outcome.err
+    assert "nobody listens" not in outcome.err
 
 
 def test_a_context_of_pods(
