@@ -60,6 +60,9 @@ class Endpoint:
     remote: str = ""
     host_name: str = ""
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # hashing the path takes longer than all else that a survey does with an endpoint
+
     @property
     def address(self) -> str:
         return self.remote or f"{_IPC}{self.path}"

@@ -40,6 +40,8 @@ _DESCRIPTORS_OF_ZMQ = 16  # context, sockets and monitor; libzmq aborts if it ge
 _WINDOW = 256  # agents that have been asked and are expected to answer soon; bounds the replies that wait to be read
 _EXPECTED_NS = 250_000_000  # an agent that takes longer leaves the window, and others are asked
 _SILENCE_MS = 100  # without any answer, after which agents are checked for having ended
+# As integers: send_multipart combines enumerations for each part, which takes half of the time of sending.
+_MORE, _LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
 _HANDSHAKE_EVENTS = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_CONNECT_RETRIED
@@ -253,7 +255,9 @@ class Fanout:
                 body = bodies[id(call)] = orjson.dumps({"cmd": call.command, "args": call.args})
             waiting = _Pending(index, endpoint, call, time.time_ns(), time.monotonic_ns())
             try:
-                socket.send_multipart([route, MAGIC, request_id, body], flags=zmq.NOBLOCK)
+                for part in (route, MAGIC, request_id):
+                    socket.send(part, _MORE)
+                socket.send(body, _LAST)
             except zmq.Again:
                 progress.replies[index] = _fault_reply(
                     waiting, FaultCode.TIMEOUT, "its queue is full of unanswered requests"

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Protocol, Self, cast
+from typing import Any, NamedTuple, Protocol, Self, cast
 
 from kvctl.client.calls import Call
 from kvctl.client.clock import ClockOffset, estimate, shared
@@ -127,8 +127,21 @@ def room_rows(data: Mapping[str, Any], command: str) -> Sequence[Any]:
 
 
 _VANISHED_SHOWN = 3
+_DISCOVERY_REST = 100
+_CHEAP_DISCOVERY_NS = 10_000_000
+_PROBE_NS = 300_000_000
+_SHORTEST_PAUSE_NS = 1_000_000_000
+_LONGEST_PAUSE_NS = 16_000_000_000
 
 Ask = Callable[[Sequence[tuple[Endpoint, Call]]], list[Reply]]
+
+
+class _Silence(NamedTuple):
+    """An agent that did not answer: its fault, and when and after which pause it is asked again."""
+
+    fault: Fault
+    due_ns: int
+    pause_ns: int
 
 
 class Fleet:
@@ -140,8 +153,8 @@ class Fleet:
         timeout_ns: longest time to wait for the answers to one batch of requests; may be changed later.
         keys: keys for agents on TCP.
         discovery_ns: time for which surveys reuse the discovered agents and their answers to `hello`, unless a survey
-            has a fault or no agent. Discovery connects to each agent, so ten surveys a second cost a busy fleet twice
-            as much with it.
+            has a fault or no agent; longer where discovery takes long. Discovery connects to each agent, so ten surveys
+            a second cost a busy fleet twice as much with it. Silent agents are asked again after growing pauses.
         names: names or globs, of which an agent must match one; empty for all agents at `endpoints`.
     """
 
@@ -160,7 +173,8 @@ class Fleet:
         self.timeout_ns = timeout_ns
         self._fanout = Fanout(keys)
         self._discovery_ns = discovery_ns
-        self._discovery_due_ns = 0
+        self._discovery_due_ns = self._earliest_discovery_ns = 0
+        self._silences: dict[Endpoint, _Silence] = {}
         self._hellos: dict[Endpoint, Reply] = {}
         self._sources = AgentSources(keys, timeout_ns)
 
@@ -182,14 +196,19 @@ class Fleet:
         """
         now = time.monotonic_ns()
         if now >= self._discovery_due_ns:
-            self._found, self._hellos = discover(self._endpoints, self._sources), {}
-            self._discovery_due_ns = now + self._discovery_ns
-        large = tuple(calls[: len(HEALTH_CALLS)]) == HEALTH_CALLS and len(self._found.live) > BRIEF_ABOVE
+            self._discover(now)
+        backed_off = self._backed_off(now) if self._discovery_ns else {}
+        found = replace(self._found, live=[each for each in self._found.live if each not in backed_off])
+        large = tuple(calls[: len(HEALTH_CALLS)]) == HEALTH_CALLS and len(found.live) > BRIEF_ABOVE
         asked = (BRIEF, *calls[len(HEALTH_CALLS) :]) if large else calls
-        survey = gather(self._found, asked, self._labels, self.ask, self._hellos, self._names)
+        survey = gather(found, asked, self._labels, self.ask, self._hellos, self._names)
+        survey.discovery = self._found
         self._remember(survey)
         if survey.faults or not survey.agents:
-            self._discovery_due_ns = 0
+            self._discovery_due_ns = self._earliest_discovery_ns
+        if backed_off:
+            survey.faults += backed_off.values()
+            survey.hosts = known_hosts(survey)
         for _ in range(clock_rounds - 1):
             self._refine_clocks(survey.agents)
         share_clocks(survey.agents)
@@ -208,6 +227,35 @@ class Fleet:
             if address not in live and (each.endpoint.name, each.host) not in present
         ]
 
+    def _discover(self, now: int) -> None:
+        """Discovers the agents; where that takes long, as in large fleets, it takes at most a hundredth of a core."""
+        began = time.thread_time_ns()
+        self._found, self._hellos = discover(self._endpoints, self._sources), {}
+        cost_ns = time.thread_time_ns() - began
+        rest = cost_ns * _DISCOVERY_REST if self._discovery_ns and cost_ns > _CHEAP_DISCOVERY_NS else 0
+        self._earliest_discovery_ns = now + rest
+        self._discovery_due_ns = now + max(self._discovery_ns, rest)
+
+    def _backed_off(self, now: int) -> dict[Endpoint, Fault]:
+        """Returns the agents that are left out of a survey because they were silent, with their faults.
+
+        Agents whose pause is over are asked for hello with a short time limit; if one answers, it takes part again.
+        Otherwise its pause is doubled, so that a silent agent does not cost every survey a time limit.
+        """
+        live = set(self._found.live)
+        self._silences = {endpoint: each for endpoint, each in self._silences.items() if endpoint in live}
+        due = [endpoint for endpoint, each in self._silences.items() if now >= each.due_ns]
+        for reply in self._fanout.ask([(endpoint, _HELLO) for endpoint in due], min(_PROBE_NS, self.timeout_ns)):
+            if reply.fault is None or reply.fault.code not in SILENT:
+                del self._silences[reply.endpoint]
+                self._hellos.pop(reply.endpoint, None)
+            else:
+                pause_ns = min(2 * self._silences[reply.endpoint].pause_ns, _LONGEST_PAUSE_NS)
+                fault = self._silences[reply.endpoint].fault
+                self._silences[reply.endpoint] = _Silence(fault, time.monotonic_ns() + pause_ns, pause_ns)
+                self._fanout.forget(reply.endpoint)
+        return {endpoint: each.fault for endpoint, each in self._silences.items()}
+
     def advance(self) -> bool:
         """Does nothing and returns True, because a live fleet advances by itself."""
         return True
@@ -216,8 +264,11 @@ class Fleet:
         """Sends requests to discovered agents; returns one reply per request, in the order of the requests."""
         replies = self._fanout.ask(requests, self.timeout_ns)
         for reply in replies:
-            if reply.call == _HELLO and reply.fault is not None and reply.fault.code in SILENT:
-                self._fanout.forget(reply.endpoint)
+            if reply.fault is not None and reply.fault.code in SILENT:
+                due_ns = time.monotonic_ns() + _SHORTEST_PAUSE_NS
+                self._silences[reply.endpoint] = _Silence(reply.fault, due_ns, _SHORTEST_PAUSE_NS)
+                if reply.call == _HELLO:
+                    self._fanout.forget(reply.endpoint)
         return replies
 
     def _refine_clocks(self, agents: Sequence[AgentAnswer]) -> None:

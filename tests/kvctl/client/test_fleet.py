@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from kvctl.client.calls import Call
+from kvctl.client.endpoints import Discovery, Endpoint
+from kvctl.client.fanout import Reply
+from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import Fleet, Survey
 from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.errors import RequestRefused
@@ -73,3 +76,36 @@ def test_more_rounds_find_the_offset_of_a_clock_that_is_ahead(start: Any, socket
     (agent,) = survey(rounds=3).agents
     assert abs(agent.clock.offset_ns - 3600 * SECOND_NS) <= agent.clock.error_ns < SECOND_NS
     assert agent.clock.correction_ns == agent.clock.offset_ns
+
+
+def test_a_silent_agent_is_asked_again_after_growing_pauses(socket_directory: Path, monkeypatch: Any) -> None:
+    """Between two pauses a survey costs no time limit; the agent that answers again takes part at once."""
+    now = 0
+    monkeypatch.setattr("kvctl.client.fleet.time.monotonic_ns", lambda: now)
+    endpoints = [Endpoint(name, socket_directory / f"{name}.sock") for name in ("decode-0", "decode-1")]
+    monkeypatch.setattr("kvctl.client.fleet.discover", lambda *_: Discovery(socket_directory, list(endpoints)))
+    hanging = True
+    asked: list[tuple[int, str, str]] = []
+
+    def answer(requests: Any, timeout_ns: int) -> list[Reply]:
+        replies = []
+        for endpoint, call in requests:
+            silent = hanging and endpoint.name == "decode-1"
+            if endpoint.name == "decode-1":
+                asked.append((now // SECOND_NS, call.command, "brief" if timeout_ns < SECOND_NS else "long"))
+            fault = Fault(endpoint.name, FaultCode.TIMEOUT, "no answer within 2 s") if silent else None
+            hello = {"name": endpoint.name, "protocol": [1, 1], "now_ns": 0, "incarnation": endpoint.name}
+            replies.append(Reply(endpoint, call, None if silent else hello, fault, 0, 0, 1))
+        return replies
+
+    with Fleet((), {}, 2 * SECOND_NS, discovery_ns=3600 * SECOND_NS) as fleet:
+        monkeypatch.setattr(fleet._fanout, "ask", answer)
+        for second in range(33):
+            now = second * SECOND_NS
+            hanging = second < 20
+            survey = fleet.survey([Call("status")])
+            assert [agent.name for agent in survey.agents] == ["decode-0", "decode-1"][: 1 if second < 31 else 2]
+            assert [fault.agent for fault in survey.faults] == ["decode-1"] * (len(survey.agents) == 1)
+            assert survey.hosts.keys() == {"decode-0", "decode-1"}
+    pauses = [(second, "hello", "brief") for second in (1, 3, 7, 15, 31)]
+    assert asked[:7] == [(0, "hello", "long"), (0, "status", "long"), *pauses]
