@@ -78,12 +78,26 @@ class Reply:
 
 
 @dataclass(slots=True)
+class _Flight:
+    """Requests to one agent: the number without a reply, and whether and until when the agent is in the window."""
+
+    endpoint: Endpoint
+    left: int
+    expected_until_ns: int
+    expected: bool = True
+
+
+@dataclass(slots=True)
 class _Pending:
     index: int
-    endpoint: Endpoint
+    flight: _Flight
     call: Call
     sent_at_ns: int
     started_ns: int
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self.flight.endpoint
 
 
 @dataclass(slots=True)
@@ -93,24 +107,42 @@ class _Round:
     Attributes:
         replies: replies so far, by index of the request.
         pending: requests without a reply, by request id.
-        open: number of pending requests of each agent that has any, in the order in which they were sent.
-        expected: agents in the window, each with the time at which it leaves it.
+        open: agents with pending requests.
+        window: agents in the order in which they leave the window, some of which have left it already.
+        expected: number of agents in the window.
     """
 
     replies: dict[int, Reply] = field(default_factory=dict)
     pending: dict[bytes, _Pending] = field(default_factory=dict)
-    open: dict[Endpoint, int] = field(default_factory=dict)
-    expected: dict[Endpoint, int] = field(default_factory=dict)
+    open: dict[Endpoint, _Flight] = field(default_factory=dict)
+    window: deque[_Flight] = field(default_factory=deque)
+    expected: int = 0
+
+    def begin(self, flight: _Flight) -> None:
+        """Adds an agent to which requests are about to be sent."""
+        self.open[flight.endpoint] = flight
+        self.window.append(flight)
+        self.expected += 1
 
     def end(self, request_id: bytes, reply: Reply) -> None:
         """Stores the reply to a pending request."""
-        index = self.pending.pop(request_id).index
-        self.replies[index] = reply
-        endpoint = reply.endpoint
-        self.open[endpoint] -= 1
-        if not self.open[endpoint]:
-            del self.open[endpoint]
-            self.expected.pop(endpoint, None)
+        waiting = self.pending.pop(request_id)
+        self.refuse(waiting, reply)
+
+    def refuse(self, waiting: _Pending, reply: Reply) -> None:
+        """Stores the reply to a request that is not pending, as it could not be sent."""
+        self.replies[waiting.index] = reply
+        flight = waiting.flight
+        flight.left -= 1
+        if not flight.left:
+            del self.open[flight.endpoint]
+            self.leave(flight)
+
+    def leave(self, flight: _Flight) -> None:
+        """Takes an agent out of the window, if it is there."""
+        if flight.expected:
+            flight.expected = False
+            self.expected -= 1
 
     def fail(self, endpoint: Endpoint, code: str, text: str) -> None:
         """Ends all pending requests to `endpoint` with a fault of this code and text."""
@@ -238,7 +270,7 @@ class Fanout:
         progress = _Round()
         while waiting or progress.pending:
             self._expire(progress, timeout_ns)
-            while waiting and len(progress.expected) < _WINDOW and self._make_room(waiting[0][0], most, progress):
+            while waiting and progress.expected < _WINDOW and self._make_room(waiting[0][0], most, progress):
                 self._send(*waiting.popleft(), bodies, progress)
             self._receive(progress, timeout_ns)
         return [progress.replies[index] for index in range(len(requests))]
@@ -248,38 +280,36 @@ class Fanout:
     ) -> None:
         """Sends all requests to one agent; `bodies` has the encoded calls by identity."""
         route, socket = self._route(endpoint), self._sockets[bool(endpoint.remote)]
+        flight = _Flight(endpoint, len(calls), time.monotonic_ns() + _EXPECTED_NS)
+        progress.begin(flight)
         for index, call in calls:
             request_id = b"%d" % next(self._ids)
             body = bodies.get(id(call))
             if body is None:
                 body = bodies[id(call)] = orjson.dumps({"cmd": call.command, "args": call.args})
-            waiting = _Pending(index, endpoint, call, time.time_ns(), time.monotonic_ns())
+            waiting = _Pending(index, flight, call, time.time_ns(), time.monotonic_ns())
             try:
                 for part in (route, MAGIC, request_id):
                     socket.send(part, _MORE)
                 socket.send(body, _LAST)
             except zmq.Again:
-                progress.replies[index] = _fault_reply(
-                    waiting, FaultCode.TIMEOUT, "its queue is full of unanswered requests"
-                )
+                text = "its queue is full of unanswered requests"
+                progress.refuse(waiting, _fault_reply(waiting, FaultCode.TIMEOUT, text))
                 continue
             except zmq.ZMQError:  # no route: the connection has just been closed
                 text = "closed the connection before it was asked"
-                progress.replies[index] = _fault_reply(waiting, FaultCode.UNREACHABLE, text)
+                progress.refuse(waiting, _fault_reply(waiting, FaultCode.UNREACHABLE, text))
                 continue
             progress.pending[request_id] = waiting
-            progress.open[endpoint] = progress.open.get(endpoint, 0) + 1
-            progress.expected[endpoint] = waiting.started_ns + _EXPECTED_NS
 
     def _receive(self, progress: _Round, timeout_ns: int) -> None:
         """Waits for replies or errors, at most until the next request expires or leaves the window."""
         if not progress.pending:
             return
         now = time.monotonic_ns()
-        dues = [
-            next(iter(progress.pending.values())).started_ns + timeout_ns,
-            *itertools.islice(progress.expected.values(), 1),
-        ]
+        dues = [next(iter(progress.pending.values())).started_ns + timeout_ns]
+        if progress.window:
+            dues.append(progress.window[0].expected_until_ns)
         wait_ms = max(0, min(dues) - now) // 1_000_000 + 1
         poller = zmq.Poller()
         for socket in self._sockets.values():
@@ -304,11 +334,8 @@ class Fanout:
     def _expire(progress: _Round, timeout_ns: int) -> None:
         """Ends requests that have had no reply for `timeout_ns`, and takes slow agents out of the window."""
         now = time.monotonic_ns()
-        while progress.expected:
-            endpoint, until_ns = next(iter(progress.expected.items()))
-            if until_ns > now:
-                break
-            del progress.expected[endpoint]
+        while progress.window and (not progress.window[0].expected or progress.window[0].expected_until_ns <= now):
+            progress.leave(progress.window.popleft())
         while progress.pending:
             request_id, waiting = next(iter(progress.pending.items()))
             if waiting.started_ns + timeout_ns > now:

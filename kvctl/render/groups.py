@@ -9,7 +9,7 @@ instance of which ranks are missing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
@@ -223,6 +223,25 @@ def table(rows: Sequence[Row], by: By | None) -> Grid:
     return Grid(GROUPS, [*lines, *_folded([group for group in found if not group.odd])])
 
 
+def outline(rows: Sequence[Row], unfolded: Collection[str]) -> list[Row]:
+    """Returns the rows of GROUPS for `kvctl top`: a line per instance, the odd ones first, with odd agents below it.
+
+    Instances in `unfolded` have lines of all their agents. A line has `name` of its agent, or `fold` of its group, by
+    which it is in `unfolded`. Other arguments as for `groups`.
+    """
+    lines: list[Row] = []
+    for group in groups(rows, By.INSTANCE):
+        fold = f"{group.by.value} {group.name}"
+        if fold in unfolded:
+            members = sorted((*group.ranks, *group.silent), key=lambda row: natural_key(row["name"]))
+            below = [_rank_line(row, group.oddities.get(row["name"], ())) for row in members]
+            head = _line(group)
+        else:
+            head, *below = _lines(group)
+        lines += [{**head, "fold": fold}, *({"fold": fold, **line} if "name" not in line else line for line in below)]
+    return lines
+
+
 def _folded(even: Sequence[Group]) -> list[Row]:
     """Returns lines for groups that are not odd: of each, or else of each host, or else of each role and size."""
     if len(even) <= _MAX_EVEN:
@@ -300,9 +319,10 @@ def _line(group: Group, name: str = "") -> Row:
 def _rank_line(row: Row, reasons: Sequence[str]) -> Row:
     line: dict[str, Any] = {
         "group": f"{_BELOW}{row['name']}",
+        "name": row["name"],
         "role": row.get("role"),
         "hosts": row.get("host"),
-        "health": ", ".join(reasons if reasons != [SILENT] else [SILENT, *row["health"]]),
+        "health": ", ".join(reasons if reasons != [SILENT] else [SILENT, *row["health"]]) or "ok",
     }
     if "rank" in row:
         rank = summarise([row])

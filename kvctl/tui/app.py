@@ -32,7 +32,7 @@ from kvctl.tui.panels.room import RoomPanel
 from kvctl.tui.panels.rooms import FailedPanel, RoomsPanel
 from kvctl.tui.panels.staging import StagingPanel
 from kvctl.tui.store import Store
-from kvctl.tui.table_specs import TableQuery
+from kvctl.tui.table_specs import VIEW_OF, TableQuery
 from kvctl.tui.widgets import Bar, Table
 from kvctl_agent.contract.commands import COMMANDS_BY_NAME
 
@@ -246,6 +246,9 @@ class TopApp(App[None]):
         spec = message.table.spec
         if spec is None:
             return
+        if self.panel.open_row(message.table, message.row):
+            self._show()
+            return
         room = spec.room(message.row)
         if room is not None:
             self.open_room(room)
@@ -253,6 +256,9 @@ class TopApp(App[None]):
             key = spec.key(message.row)
             title = " ".join(str(part) for part in key) if isinstance(key, tuple) else str(key)
             self._open_record(message.table, [message.row], title)
+
+    def on_panel_filtered(self, message: Panel.Filtered) -> None:
+        self.set_query(TableQuery(filters=message.filters))
 
     def on_peers_panel_pair_opened(self, message: PeersPanel.PairOpened) -> None:
         if message.rows:
@@ -312,7 +318,7 @@ class TopApp(App[None]):
         table = self.panel.main if self.panel.MAIN_TABLE else None
         if table is None or table.spec is None:
             return
-        view = table.spec.view
+        view = VIEW_OF.get(self.panel_name, table.spec.view)
 
         def check(text: str) -> str:
             if text.strip().isdecimal():
@@ -336,7 +342,7 @@ class TopApp(App[None]):
         table = self.panel.table
         if table is None or table.spec is None:
             return
-        view = table.spec.view
+        view = VIEW_OF.get(self.panel_name, table.spec.view) if table is self.panel.main else table.spec.view
 
         def done(column: str | None) -> None:
             if column is not None:

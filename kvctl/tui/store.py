@@ -24,6 +24,7 @@ from kvctl.tui.feed import Reading, RecordingPosition
 from kvctl_agent.contract.commands import Level
 from kvctl_agent.contract.snapshots import RoomDetail
 
+_STATUS = "status"
 _FORGET_NS = 600_000_000_000
 _MAX_EVENTS = 2_000  # like the limit of rooms, because all events are sorted at every reading
 # Number of values in a series, one per reading: enough for a curve as wide as the widest screen.
@@ -160,11 +161,11 @@ class Store:
 
     def statuses(self) -> list[Row]:
         """Returns all answers to `status` with a field `health` added: health codes about the agent, worst first."""
-        raised = [each for each in self.judged.raised if each.severity > Severity.INFO] if self.judged else []
-        return [
-            {**row, "health": list(dict.fromkeys(each.code for each in raised if row["name"] in each.agents))}
-            for row in self.rows("status")
-        ]
+        codes: dict[str, dict[str, None]] = {}
+        for finding in self.judged.raised if self.judged else ():
+            for agent in finding.agents if finding.severity > Severity.INFO else ():
+                codes.setdefault(agent, {})[finding.code] = None
+        return [{**row, "health": list(codes.get(row["name"], ()))} for row in self.rows("status")]
 
     def stale_ns(self, agent: str) -> int | None:
         """Returns the nanoseconds since an agent's last answer; None if it answers or is unknown."""
@@ -224,7 +225,9 @@ class Store:
                 )
             state.clock = more_precise(answer.clock, state.clock, self.now_ns - state.seen_ns)
             state.seen_ns, state.trouble, state.level = self.now_ns, "", answer.hello["level"]
-            state.answers |= answer.data
+            # The health codes read large fleets without most rows, which the panels still show.
+            brief = "omitted" in answer.data and _STATUS in answer.data
+            state.answers |= {_STATUS: answer.data[_STATUS]} if brief else answer.data
         reasons = {fault.agent: fault.message for fault in survey.faults}
         vanished = {each.endpoint.address for each in survey.discovery.vanished}
         known = {name for state in self.agents.values() for name in (state.name, state.endpoint.name)}

@@ -12,7 +12,7 @@ from kvctl.render.peers import PEERS
 from kvctl.render.rooms import FAILED, ROOMS, TIMELINE
 from kvctl.render.selection import ExpressionError, Selection, contains, find_column, is_comparison, select
 from kvctl.render.staging import ALLOCATIONS, GATED, STAGING, oldest
-from kvctl.render.status import STATUS
+from kvctl.render.status import GROUPS, STATUS
 from kvctl.render.view import Row, View
 
 _AND = "&"
@@ -125,6 +125,12 @@ AGENTS_TABLE = TableSpec(
     key=lambda row: row["name"],
     agent=lambda row: str(row["name"]),
     faulty=lambda row: bool(row.get("health") or row["waiting_for"] or row.get("draining")),
+)
+GROUPS_TABLE = TableSpec(
+    GROUPS,
+    key=lambda row: row.get("name") or (row["fold"], row["group"]),
+    agent=lambda row: row.get("name", ""),
+    faulty=lambda row: row["health"] != "ok",
 )
 HEALTH_TABLE = TableSpec(
     HEALTH, key=lambda row: (row["code"], row["subject"]), agent=lambda row: "", faulty=lambda row: True

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 from textual.app import ComposeResult
 
 from kvctl.render import findings, units
+from kvctl.render.groups import FOLD_ABOVE, placed
+from kvctl.render.groups import outline as outline_of_groups
 from kvctl.render.report import Line, Span
 from kvctl.render.status import outline
 from kvctl.render.view import Row
@@ -14,7 +17,7 @@ from kvctl.tui.drawing import beside, chart, inline_chart, padded, sparkline, wr
 from kvctl.tui.feed import Question
 from kvctl.tui.panels.panel import STATUS, Panel, show
 from kvctl.tui.store import Series, Store
-from kvctl.tui.table_specs import AGENTS_TABLE, HEALTH_TABLE, TableQuery
+from kvctl.tui.table_specs import AGENTS_TABLE, GROUPS_TABLE, HEALTH_TABLE, TableQuery
 from kvctl.tui.widgets import Picture, Table
 
 _FULL_CELL, _FREE_CELL = "━", "─"
@@ -29,6 +32,7 @@ _GAP = 3
 _LABEL_WIDTH = 9
 _TALL = 34
 _ROWS_PER_GAUGE_LINE = 8
+_SECOND_NS = 1_000_000_000
 
 
 def gauges(
@@ -102,6 +106,9 @@ class OverviewPanel(Panel):
     def __init__(self, *, id: str) -> None:
         super().__init__(id=id)
         self._height = 24
+        self._unfolded: set[str] = set()
+        self._members: frozenset[tuple[str, str | None]] = frozenset()
+        self._instances: dict[str, str] = {}
 
     def compose(self) -> ComposeResult:
         yield Table("health", id="overview-health")
@@ -121,7 +128,8 @@ class OverviewPanel(Panel):
         self._health(store)
         fresh = [row for row in statuses if store.stale_ns(row["name"]) is None]
         fleet, rings = self.query_one("#overview-fleet", Picture), self.query_one("#overview-rings", Picture)
-        fleet.show(lambda width: self._fleet(store, fresh, width), ([("fleet", "")], []))
+        # A picture asks for its lines twice, for its height and to draw them.
+        fleet.show(cache(lambda width: self._fleet(store, fresh, width)), ([("fleet", "")], []))
         stale = [agent.name for agent in store.silent]
         most = max(2, self._height // _ROWS_PER_GAUGE_LINE)
         _, left_out = gauges(statuses, store.trends.rings, stale, self.size.width, most)
@@ -130,7 +138,31 @@ class OverviewPanel(Panel):
             lambda width: gauges(statuses, store.trends.rings, stale, width, most)[0],
             ([("staging rings", "")], [(note, "dim")] if note else []),
         )
-        show(self.main, AGENTS_TABLE, statuses, store, query)
+        folded = len(store.agents) > FOLD_ABOVE and query == TableQuery()
+        self.main.label = "instances" if folded else "agents"
+        if not folded:
+            show(self.main, AGENTS_TABLE, statuses, store, query)
+        else:
+            lines = outline_of_groups(self._placed(_with_silent(store, statuses)), self._unfolded)
+            show(self.main, GROUPS_TABLE, lines, store, query, "Enter unfolds, / host=… lists the agents of a host")
+
+    def _placed(self, rows: Sequence[Row]) -> list[Row]:
+        """Returns the rows with the names of their instances, which change only when agents come or go."""
+        members = frozenset((row["name"], row.get("incarnation")) for row in rows)
+        if members != self._members:
+            self._members = members
+            self._instances = {row["name"]: row["instance"] for row in placed(rows) if "instance" in row}
+        return [{**row, "instance": self._instances[row["name"]]} if "rank" in row else row for row in rows]
+
+    def open_row(self, table: Table, row: Row) -> bool:
+        """Folds or unfolds a group; lists only the agent if the row is that of an agent below its group."""
+        if table.spec is not GROUPS_TABLE:
+            return False
+        if "fold" in row:
+            self._unfolded ^= {row["fold"]}
+        else:
+            self.post_message(self.Filtered(f"agent={row['name']}"))
+        return True
 
     def _health(self, store: Store) -> None:
         table = self.query_one("#overview-health", Table)
@@ -173,6 +205,22 @@ class OverviewPanel(Panel):
             half,
         )
         return beside(_wrap(summary, left), [*right, *more] if self._height >= _TALL else right, left, _GAP)
+
+
+def _with_silent(store: Store, statuses: Sequence[Row]) -> list[Row]:
+    """Returns the rows to group: of agents that do not answer at present only name, host and since when."""
+    rows: list[Row] = []
+    for row in statuses:
+        stale_ns = store.stale_ns(row["name"])
+        if stale_ns is None:
+            rows.append(row)
+        else:
+            since = f"{units.duration(stale_ns // _SECOND_NS * _SECOND_NS)} ago"
+            rows.append({"name": row["name"], "host": row.get("host"), "health": [since]})
+    for fault in store.never_heard:
+        host = store.survey.host_of(fault.agent) if store.survey else ""
+        rows.append({"name": fault.agent, "host": host, "health": [fault.code]})
+    return rows
 
 
 def no_agents(store: Store) -> Span:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from textual.containers import Vertical
+from textual.message import Message
 
 from kvctl.client.calls import Call
 from kvctl.render.report import Line
@@ -29,6 +30,13 @@ class Panel(Vertical):
     MAIN_TABLE: ClassVar[str] = ""
     """Id of the table to which filters and order apply; "" if there is none."""
 
+    class Filtered(Message):
+        """Message: the panel asks for another filter."""
+
+        def __init__(self, filters: str) -> None:
+            super().__init__()
+            self.filters = filters
+
     def question(self, store: Store) -> Question:
         """Returns the calls that read this panel's data; limits on rows depend on the number of agents in the store."""
         raise NotImplementedError
@@ -47,6 +55,10 @@ class Panel(Vertical):
         """The table that keys act on: the focused table, otherwise the main table; None if there is neither."""
         focused = self.screen.focused
         return focused if isinstance(focused, Table) else self.main if self.MAIN_TABLE else None
+
+    def open_row(self, table: Table, row: Row) -> bool:
+        """Handles Enter on a row; returns False to open the row in a panel of its own."""
+        return False
 
     def clipboard(self) -> tuple[str, str]:
         """Returns the text to copy and its description; both are "" if there is nothing to copy."""

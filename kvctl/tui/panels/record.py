@@ -60,7 +60,8 @@ class RecordPanel(Panel):
     def render_store(self, store: Store, query: TableQuery) -> None:
         if self._origin is None or self._table is None or self._spec is None:
             return
-        self._origin.render_store(store, TableQuery())
+        # An explicit order lists all rows, also where the panel would fold them.
+        self._origin.render_store(store, TableQuery(order=next(iter(self._spec.view.sort), "")))
         rows = self._table.listing.rows if self._table.listing else ()
         current = {key: row for row in rows if (key := self._spec.key(row)) in self._rows}
         self._rows |= current

@@ -15,10 +15,11 @@ from kvctl.tui.widgets import Picture, Table
 # Maximum number of rows of all agents together: as many as can be decoded and sorted each second with a few percent of
 # a core. Agents answer with their oldest rooms first, so that the youngest are left out.
 _MAX_ROOMS = 2_000
-_MIN_ROOMS = 20
+_MIN_ROOMS = 2
 # Maximum number of reports of all agents together; every rank of a failed room reports it, so there are fewer rooms.
 _MAX_FAILED = 1_000
-_MIN_FAILED = 50
+_MIN_FAILED = 2
+_FIRST_LIMIT = 20  # before any agent is known
 
 
 def _limit(store: Store, total: int, minimum: int) -> int:
@@ -26,9 +27,9 @@ def _limit(store: Store, total: int, minimum: int) -> int:
 
     Args:
         total: limit for all agents together.
-        minimum: lower bound of the result, also used before any agent is known.
+        minimum: lower bound of the result.
     """
-    return max(minimum, total // len(store.agents)) if store.agents else minimum
+    return max(minimum, total // len(store.agents)) if store.agents else _FIRST_LIMIT
 
 
 class RoomsPanel(Panel):

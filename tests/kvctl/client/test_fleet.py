@@ -94,7 +94,7 @@ def test_a_silent_agent_is_asked_again_after_growing_pauses(socket_directory: Pa
             if endpoint.name == "decode-1":
                 asked.append((now // SECOND_NS, call.command, "brief" if timeout_ns < SECOND_NS else "long"))
             fault = Fault(endpoint.name, FaultCode.TIMEOUT, "no answer within 2 s") if silent else None
-            hello = {"name": endpoint.name, "protocol": [1, 1], "now_ns": 0, "incarnation": endpoint.name}
+            hello = {"name": endpoint.name, "protocol": [1, 1], "now_ns": 0, "incarnation": endpoint.name, "pid": 1}
             replies.append(Reply(endpoint, call, None if silent else hello, fault, 0, 0, 1))
         return replies
 
