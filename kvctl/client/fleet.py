@@ -208,7 +208,7 @@ class Fleet:
             self._discovery_due_ns = self._earliest_discovery_ns
         if backed_off:
             survey.faults += backed_off.values()
-            survey.hosts = known_hosts(survey)
+            survey.hosts = _known_hosts(survey)
         for _ in range(clock_rounds - 1):
             self._refine_clocks(survey.agents)
         share_clocks(survey.agents)
