@@ -346,6 +346,8 @@ class Fanout:
         """Returns the routing id of the connection to an agent, which is opened if there is none."""
         route = self._routes.pop(endpoint, None)
         if route is None:
+            if (former := self._by_address.get(endpoint.address)) is not None:
+                self.forget(former)  # a source names this address differently now
             socket = self._socket(bool(endpoint.remote), endpoint.address)
             route = b"kvctl-%d" % next(self._ids)
             socket.setsockopt(zmq.CONNECT_ROUTING_ID, route)

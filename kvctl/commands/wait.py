@@ -12,6 +12,7 @@ from typing import Protocol
 import click
 
 from kvctl.client.calls import Call
+from kvctl.client.faults import FaultCode
 from kvctl.client.fleet import Survey
 from kvctl.client.room_timeline import join
 from kvctl.commands.options import KvctlCommand, pass_settings
@@ -114,14 +115,21 @@ class Drained:
     calls: tuple[Call, ...] = (Call("status"),)
 
     def __init__(self) -> None:
-        self._known: set[str] = set()
+        self._known: set[str] = set()  # addresses
+        self._names: set[str] = set()  # of these agents, and of their endpoints if they do not answer
 
     def progress(self, survey: Survey) -> Progress:
         answers = survey.answers("status")
-        answered = {agent.name for agent, _ in answers}
-        silent = [fault.text for fault in survey.faults if fault.agent not in self._known]
+        answered = {agent.endpoint.address for agent, _ in answers}
+        silent = [
+            fault.text
+            for fault in survey.faults
+            # One that hangs, or that the network hides, may still have rooms.
+            if fault.agent not in self._names or fault.code != FaultCode.UNREACHABLE
+        ]
         ended = self._known - answered
         self._known |= answered
+        self._names.update(name for agent, _ in answers for name in (agent.name, agent.own_name, agent.endpoint.name))
         if not self._known:
             return Progress(missing=silent or ["no agent is there"])
         accepting = [agent.name for agent, data in answers if not data.get("draining")]

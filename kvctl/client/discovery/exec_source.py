@@ -7,6 +7,7 @@ import os
 import selectors
 import signal
 import subprocess
+import threading
 import time
 from typing import IO, ClassVar
 
@@ -28,7 +29,7 @@ def open_source(url: str, keys: KeyNames) -> AgentSource:
 class CommandSource(AgentSource):
     """A shell command that prints one endpoint per line and exits with 0.
 
-    It runs with /bin/sh in a session of its own, all of which is killed at the deadline.
+    It runs with /bin/sh in a session of its own, all of which is killed at the deadline, or when kvctl ends.
     """
 
     refresh_ns: ClassVar[int] = 10_000_000_000
@@ -38,6 +39,9 @@ class CommandSource(AgentSource):
         self._command = url.removeprefix(EXEC).strip()
         if not self._command or "\0" in self._command:
             raise malformed(url)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._interrupted = False
+        self._lock = threading.Lock()
 
     def find(self, deadline_ns: int) -> Found:
         try:
@@ -52,19 +56,34 @@ class CommandSource(AgentSource):
             raise SourceError(f"cannot be started: {error.strerror}") from None
         with process:
             try:
+                with self._lock:
+                    self._process = process
+                    if self._interrupted:
+                        self._kill()
                 output, errors = _read(process, deadline_ns)
                 code = process.wait(max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9))
             except (TimeoutError, subprocess.TimeoutExpired):
                 text = "the command has not ended in time: raise --timeout, or make it faster"
                 raise SourceError(text, FaultCode.TIMEOUT) from None
             finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                with self._lock:
+                    self._kill()
+                    self._process = None
         if code:
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             lines = errors.decode(errors="replace").strip().splitlines()
             raise SourceError(f"the command failed with {how}" + (f": {lines[-1]:.{_SHOWN}}" if lines else ""))
         return listing.parse(output, self.url)
+
+    def interrupt(self) -> None:
+        with self._lock:
+            self._interrupted = True
+            self._kill()
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def _read(process: subprocess.Popen[bytes], deadline_ns: int) -> tuple[bytes, bytes]:

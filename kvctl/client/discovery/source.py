@@ -75,6 +75,9 @@ class AgentSource(ABC):
             CliError: a key or a setting is missing.
         """
 
+    def interrupt(self) -> None:  # noqa: B027  most sources end soon by themselves
+        """Ends what a `find` on another thread waits for and nobody needs any more; called once, before `close`."""
+
     def close(self) -> None:  # noqa: B027  most sources keep nothing
         """Releases connections and processes that were kept between calls; called once."""
 
@@ -177,7 +180,9 @@ class _Query:
         with self._lock:
             self._closed = True
             busy = self._busy
-        if not busy:
+        if busy:
+            self.source.interrupt()
+        else:
             self.source.close()
 
     def _ask(self, deadline_ns: int) -> None:

@@ -127,6 +127,19 @@ def test_a_late_reply_is_not_taken_for_a_later_one(socket_directory: Path) -> No
     assert second.fault is not None
 
 
+def test_an_address_has_one_connection_whatever_it_is_called(start: Any, socket_directory: Path) -> None:
+    start("decode-0")
+    path = socket_directory / "decode-0.sock"
+    names = [Endpoint(name, path) for name in ("pod", "pod (terminating)", "pod")]
+    with Fanout() as fanout:
+        for endpoint in names:
+            (reply,) = fanout.ask([(endpoint, HELLO)], LONG_NS)
+            assert reply.fault is None, reply.fault
+            assert list(fanout._routes) == [endpoint]
+        for endpoint in names:
+            fanout.forget(endpoint)
+
+
 def test_what_the_agent_refuses_keeps_its_code(start: Any, socket_directory: Path) -> None:
     start("decode-1")
     (reply,) = ask(Endpoint("decode-1", socket_directory / "decode-1.sock"), Call("room", {"room": "1"}))

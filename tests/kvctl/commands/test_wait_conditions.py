@@ -14,13 +14,14 @@ from kvctl.client.fleet import AgentAnswer, Survey
 from kvctl.commands.wait import Drained, Ready, WaitConditionError, parse
 
 
-def survey(faults: tuple[str, ...] = (), **statuses: dict[str, Any]) -> Survey:
+def survey(faults: tuple[str, ...] = (), code: str = FaultCode.TIMEOUT, **statuses: dict[str, Any]) -> Survey:
     def answer(name: str, status: Any) -> AgentAnswer:
         hello: Any = {"name": name}
-        return AgentAnswer(Endpoint(name, None), hello, 1, ClockOffset(0, 0), {"status": status})
+        endpoint = Endpoint(f"{name}:7311", None, remote=f"tcp://{name}:7311")
+        return AgentAnswer(endpoint, hello, 1, ClockOffset(0, 0), {"status": status})
 
     agents = [answer(name, status) for name, status in statuses.items()]
-    silent = [Fault(name, FaultCode.TIMEOUT, "no answer") for name in faults]
+    silent = [Fault(name, code, "no answer") for name in faults]
     return Survey(Discovery(Path()), agents, silent)
 
 
@@ -33,6 +34,19 @@ def test_who_ends_while_it_drains_is_drained() -> None:
     assert goal.progress(survey(a=BUSY, b=BUSY)).missing == ["a: 1 room active", "b: 1 room active"]
     assert goal.progress(survey(b=BUSY)).missing == ["b: 1 room active"]
     assert goal.progress(survey()).reached == "0 agents drained, 2 agents ended"
+
+
+def test_an_agent_on_tcp_that_has_ended_is_known_by_its_address() -> None:
+    goal = Drained()
+    goal.progress(survey(a=BUSY, b=BUSY))
+    ended = survey(("a:7311",), FaultCode.UNREACHABLE, b=IDLE)
+    assert goal.progress(ended).reached == "1 agent drained, 1 agent ended"
+
+
+def test_who_does_not_answer_in_time_has_not_ended() -> None:
+    goal = Drained()
+    goal.progress(survey(a=BUSY, b=BUSY))
+    assert goal.progress(survey(("a:7311",), b=IDLE)).missing == ["a:7311: no answer"]
 
 
 def test_who_never_answered_is_not_known_to_be_drained() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -163,3 +164,20 @@ def test_a_file_is_read_again_while_the_fleet_is_watched(tmp_path: Path) -> None
     while len(found := addresses(sources.find([url])[url])) < 2:
         assert time.monotonic() < deadline, f"the new line was not read: {found}"
     sources.close()
+
+
+def test_no_command_is_left_when_kvctl_ends_before_it(tmp_path: Path) -> None:
+    """As on Ctrl-C, which closes the sources while the command runs."""
+    pid = tmp_path / "pid"
+    sources = AgentSources(NO_KEYS, 600 * S)
+    url = f"exec:echo $$ > {pid}.new; mv {pid}.new {pid}; sleep 1000"
+    waiting = threading.Thread(target=sources.find, args=([url],))
+    waiting.start()
+    deadline = time.monotonic() + 60
+    while not pid.exists():
+        assert time.monotonic() < deadline, "the command was not started"
+        time.sleep(0.01)
+    sources.close()
+    waiting.join(60)
+    assert not waiting.is_alive()
+    assert not Path(f"/proc/{int(pid.read_text())}").exists()
