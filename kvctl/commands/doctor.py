@@ -207,7 +207,9 @@ def _report(reading: HealthReading | None, host: HostView | None, command: Serve
         )
     snapshot, muted = reading.snapshot, len(reading.judged.muted)
     agents = len(snapshot.agents)
-    examined = f"{agents} agent{'s' * (agents != 1)}" + (" and this host" if host is not None else "")
+    hosts = len({agent.answer.host for agent in snapshot.agents.values()})
+    where = f" on {hosts} hosts" if hosts > 1 else ""
+    examined = f"{agents} agent{'s' * (agents != 1)}{where}" + (" and this host" if host is not None else "")
     if not agents and host is not None:
         examined = "this host only: no agent answered"
     found = rows(reading.judged.raised, explain_faults(snapshot.survey, host), facts)

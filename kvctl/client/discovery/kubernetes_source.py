@@ -85,13 +85,14 @@ def _parse(url: str) -> _Target:
 
 @dataclass(frozen=True, slots=True)
 class _PodPort:
-    """Admin endpoint of one rank of a pod; `name` is that of the pod, with the port if the pod has several."""
+    """Admin endpoint of a rank in a pod on `node`; `name` is that of the pod, with the port if the pod has several."""
 
     name: str = field(compare=False)
     pod: str
     uid: str
     ip: str
     port: int
+    node: str
 
 
 class PodSource(AgentSource):
@@ -124,7 +125,7 @@ class PodSource(AgentSource):
             raise SourceError(f"no pod has these labels; {look} lists those that there are")
         if not self._target.forward:
             shown = ((each, f"[{each.ip}]" if ":" in each.ip else each.ip) for each in ports)
-            endpoints = [Endpoint(each.name, None, True, f"tcp://{ip}:{each.port}") for each, ip in shown]
+            endpoints = [Endpoint(each.name, None, True, f"tcp://{ip}:{each.port}", each.node) for each, ip in shown]
             return Found(tuple(endpoints), tuple(faults))
         forwarded = self._forward(self._client, ports, faults, deadline_ns)
         return Found(tuple(forwarded), tuple(faults))
@@ -220,7 +221,11 @@ class PodSource(AgentSource):
                     self._relays[port] = outcome
                 else:
                     faults.append(Fault(port.name, outcome.code, str(outcome)))
-        return [Endpoint(port.name, None, True, self._relays[port].address) for port in ports if port in self._relays]
+        return [
+            Endpoint(port.name, None, True, self._relays[port].address, port.node)
+            for port in ports
+            if port in self._relays
+        ]
 
 
 def _api_client(context: str) -> Any:
@@ -282,7 +287,12 @@ def _ports(pod: Mapping[str, Any], target: _Target, faults: list[Fault]) -> list
     suffix = " (terminating)" if terminating else ""
     return [
         _PodPort(
-            f"{name}{f':{port}' if len(found) > 1 else ''}{suffix}", name, metadata["uid"], status["podIP"], int(port)
+            f"{name}{f':{port}' if len(found) > 1 else ''}{suffix}",
+            name,
+            metadata["uid"],
+            status["podIP"],
+            int(port),
+            str(spec.get("nodeName", "")),
         )
         for _, port in found
     ]

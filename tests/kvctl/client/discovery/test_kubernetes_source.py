@@ -77,6 +77,13 @@ def test_ports_by_another_name_and_by_number(api: KubernetesApi) -> None:
     assert (fault.agent, fault.message.partition(";")[0]) == ("a", "the pod has no container port named kvctl-admin")
 
 
+def test_the_node_of_a_pod_is_the_host_of_its_agents(api: KubernetesApi) -> None:
+    there = pod("decode-0", 7311, ip="10.0.0.5")
+    there["spec"]["nodeName"] = "node-7"
+    api.pods = [there, pod("decode-1", 7311, ip="10.0.0.6")]
+    assert [endpoint.host for endpoint in find().endpoints] == ["node-7", "10.0.0.6"]
+
+
 def test_many_pods_come_in_pages(api: KubernetesApi) -> None:
     api.pods = [pod(f"decode-{number}", 7311, ip=f"10.0.0.{number}") for number in range(25)]
     api.page = 10

@@ -95,7 +95,7 @@ def listed(url: str, names: KeyNames = NO_KEYS) -> Found:
 
 
 def test_a_context_of_a_registry_is_all_it_takes(remote: Any, keys: Keys, kvctl: Any) -> None:
-    listed(url_of(remote), keys.names)
+    assert {each.host for each in listed(url_of(remote), keys.names).endpoints} == {ELSEWHERE}, "not the address"
     more = ("--key", keys.names.own, "--server-key", keys.names.server)
     assert kvctl("context", "add", "prod", "--bootstrap", url_of(remote).removeprefix("registry://"), *more).code == 0
     outcome = kvctl("-c", "prod", "agents", "-o", "json", "--timeout", "60s")
