@@ -187,7 +187,7 @@ def remote_endpoint(settings: Mapping[str, Any], keys: KeyPair | None) -> Remote
         return None
     if not endpoint.startswith("tcp://"):
         raise ConfigError(f"admin_endpoint = {endpoint!r}: write tcp://address:port; the Unix socket is always there")
-    if endpoint.endswith("+") and not endpoint.rstrip("+").rpartition(":")[2].isdecimal():
+    if endpoint.endswith("+") and not endpoint.removesuffix("+").rpartition(":")[2].isdecimal():
         raise ConfigError(f"admin_endpoint = {endpoint!r}: write tcp://address:port+ for the first free port upwards")
     if keys is None:
         raise ConfigError(f"admin_endpoint = {endpoint} needs fleet_key: create one with kvctl key new")

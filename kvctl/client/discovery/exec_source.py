@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from typing import IO, ClassVar
+from typing import ClassVar
 
 from kvctl.client.discovery import EXEC, listing, malformed
 from kvctl.client.discovery.source import AgentSource, Found, SourceError
@@ -61,14 +61,14 @@ class CommandSource(AgentSource):
                     if self._interrupted:
                         self._kill()
                 output, errors = _read(process, deadline_ns)
-                code = process.wait(max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9))
-            except (TimeoutError, subprocess.TimeoutExpired):
+            except TimeoutError:
                 text = "the command has not ended in time: raise --timeout, or make it faster"
                 raise SourceError(text, FaultCode.TIMEOUT) from None
             finally:
                 with self._lock:
                     self._kill()
                     self._process = None
+            code = process.wait()
         if code:
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             lines = errors.decode(errors="replace").strip().splitlines()
@@ -81,34 +81,44 @@ class CommandSource(AgentSource):
             self._kill()
 
     def _kill(self) -> None:
+        """Kills the command and its children; it has not been reaped, so the number is not another process's."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def _read(process: subprocess.Popen[bytes], deadline_ns: int) -> tuple[bytes, bytes]:
-    """Returns what the process writes to stdout and stderr until it closes both, at most MAX_BYTES + 1 of stdout.
+    """Returns what the process has written to stdout and stderr when it ends, without reaping it.
 
     Raises:
         TimeoutError: the deadline has passed.
-        SourceError: the process writes more than MAX_BYTES to stdout.
+        SourceError: the process has written more than MAX_BYTES to stdout.
     """
     assert process.stdout is not None
     assert process.stderr is not None
-    content: dict[IO[bytes], bytearray] = {process.stdout: bytearray(), process.stderr: bytearray()}
-    with selectors.DefaultSelector() as selector:
-        for stream in content:
-            selector.register(stream, selectors.EVENT_READ)
-        while selector.get_map():
-            left_ns = deadline_ns - time.monotonic_ns()
-            if left_ns <= 0:
-                raise TimeoutError
-            for key, _ in selector.select(left_ns / 1e9):
-                data = os.read(key.fd, _READ_BYTES)
-                if not data:
-                    selector.unregister(key.fileobj)
-                content[key.fileobj] += data  # type: ignore[index]
-            if len(content[process.stdout]) > listing.MAX_BYTES:
-                raise SourceError(f"the command printed more than {listing.MAX_BYTES >> 20} MiB", FaultCode.PROTOCOL)
-            del content[process.stderr][:-_MAX_ERROR_BYTES]
-    return bytes(content[process.stdout]), bytes(content[process.stderr])
+    output, errors = process.stdout.fileno(), process.stderr.fileno()
+    content = {output: bytearray(), errors: bytearray()}
+    ended = os.pidfd_open(process.pid)
+    try:
+        with selectors.DefaultSelector() as selector:
+            for descriptor in (*content, ended):
+                selector.register(descriptor, selectors.EVENT_READ)
+            while True:
+                left_ns = deadline_ns - time.monotonic_ns()
+                if left_ns <= 0:
+                    raise TimeoutError
+                ready = {key.fd for key, _ in selector.select(left_ns / 1e9)}
+                for descriptor in ready - {ended}:
+                    data = os.read(descriptor, _READ_BYTES)
+                    if not data:
+                        selector.unregister(descriptor)
+                    content[descriptor] += data
+                if len(content[output]) > listing.MAX_BYTES:
+                    text = f"the command printed more than {listing.MAX_BYTES >> 20} MiB"
+                    raise SourceError(text, FaultCode.PROTOCOL)
+                del content[errors][:-_MAX_ERROR_BYTES]
+                if ready == {ended}:
+                    break  # what it has left in the background may still hold its output open
+    finally:
+        os.close(ended)
+    return bytes(content[output]), bytes(content[errors])

@@ -243,6 +243,20 @@ class TestConfiguration:
         with pytest.raises(ConfigError, match="write tcp://address:port"):
             remote_endpoint(load_settings({"admin_endpoint": "ipc:///x", "admin_clients": "/c"}, {}), FLEET)
 
+    def test_with_a_plus_the_first_free_port_is_taken(
+        self, serve: Serve, server: AdminServer, clients_file: Path
+    ) -> None:
+        taken = int(server.remote_address.rpartition(":")[2])
+        other = serve("other", remote=RemoteEndpoint(f"{server.remote_address}+", FLEET, clients_file))
+        assert taken < int(other.remote_address.rpartition(":")[2]) < taken + 256
+        other.close()
+
+    @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:*+", "tcp://127.0.0.1+", "tcp://127.0.0.1:7++x+"])
+    def test_a_plus_needs_a_port(self, endpoint: str) -> None:
+        settings = load_settings({"admin_endpoint": endpoint, "admin_clients": "/c"}, {})
+        with pytest.raises(ConfigError, match="for the first free port upwards"):
+            remote_endpoint(settings, FLEET)
+
     def test_a_taken_port_and_a_missing_file_are_errors_of_the_start(
         self, serve: Serve, server: AdminServer, clients_file: Path
     ) -> None:

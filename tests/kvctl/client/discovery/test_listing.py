@@ -111,6 +111,15 @@ def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path) -> Non
         time.sleep(0.01)
 
 
+def test_what_a_command_leaves_in_the_background_delays_nothing_and_is_ended(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    assert addresses(find(f"exec:sleep 1000 & echo $! > {pid}; echo tcp://a:1")) == ["tcp://a:1"]
+    deadline = time.monotonic() + 60
+    while (state := Path(f"/proc/{int(pid.read_text())}/status")).exists() and "\nState:\tZ" not in state.read_text():
+        assert time.monotonic() < deadline, "the child still runs"
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize(
     ("text", "pieces"),
     [

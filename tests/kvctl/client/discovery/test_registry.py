@@ -368,3 +368,22 @@ def test_the_list_is_whole_while_ranks_come_and_go(remote: Any, keys: Keys) -> N
     assert len(seen) > 4
     assert all({"prefill-0"} <= names <= NAMES for names in seen)
     listed(url, keys.names)
+
+
+def test_a_decode_rank_of_several_instances_is_known_to_each_and_asked_once(make_fleet: Any, keys: Keys) -> None:
+    port = free_port()
+    config = {"host": ELSEWHERE, "admin_endpoint": f"tcp://0.0.0.0:{port}+", **keys.config}
+    first, second = (make_fleet(prefill=(1, 1), **config) for _ in range(2))
+    for fleet in (first, second):
+        fleet.bootstrap = f"tcp://127.0.0.1:{free_port()}"
+    first.start()
+    second.prefill.append(second.prefill_agent(0, name="other-prefill-0").start())
+    first.decode[0].connect(second.bootstrap)
+    wait_until(lambda: len(first.decode[0].serving()) == 2, "the decode rank does not serve both instances")
+    urls = [url_of(fleet) for fleet in (first, second)]
+    for url, names in zip(urls, ({"prefill-0", "decode-0"}, {"other-prefill-0", "decode-0"}), strict=True):
+        assert {each.name for each in find(url, keys.names).endpoints} == names
+    with Fleet(urls, {}, 60 * S, keys.names) as asked:
+        survey = asked.survey()
+    assert sorted(agent.name for agent in survey.agents) == ["decode-0", "other-prefill-0", "prefill-0"]
+    assert survey.faults == []
