@@ -251,6 +251,9 @@ def _incarnation(number: int) -> str:
 
 def sample(recording: Path | None, directory: str) -> Samples:
     """Returns the answers of one agent of each role, from a recording or from `kvctl demo`, which runs meanwhile."""
+    if recording is not None and recording.suffix == ".json":
+        samples: Samples = orjson.loads(recording.read_bytes())
+        return samples
     if recording is not None:
         return _sample(RecordingSource(recording, (), {}))
     os.environ["KVCTL_SOCKET_DIR"] = directory
@@ -484,7 +487,7 @@ def main() -> None:
     parser.add_argument("--silent-hosts", type=int, default=0, help="hosts whose agents do not answer")
     parser.add_argument("--odd", type=int, default=0, help="agents with a lost peer and a room that does not end")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--recording", type=Path, help="recording of a fleet to copy answers from [kvctl demo]")
+    parser.add_argument("--recording", type=Path, help="recording or .json to copy answers from [kvctl demo]")
     parser.add_argument("--command", action="append", help="measure only this command of kvctl; repeatable")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each view of kvctl top; 0: no views")
     parser.add_argument("--serve", action="store_true", help="run the fleet until Ctrl-C and measure nothing")
