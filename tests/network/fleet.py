@@ -70,6 +70,13 @@ class NetworkFleet(LiveFleet):
         """Kills a rank's agent; the process that this fleet knows is only its parent outside the host."""
         os.kill(self.host_pid(name), SIGKILL)
 
+    def pause(self, name: str) -> None:
+        """Takes a rank for silent whose host the network cuts off; its process runs on."""
+        self.ranks[name].paused = True
+
+    def resume_replaced(self, name: str) -> None:
+        """Does nothing: the replaced process runs, and its host is heard again when the network heals."""
+
     def _launch(self, rank: LiveRank, start: Start) -> RankProcess:
         host = self.network[self.place[rank.name]]
         sockets = self.directory / host.name

@@ -201,14 +201,19 @@ class Network:
                 self._apply(host)
         if target is None:
             self._end_relays()
+            self.unlimit()
             for host in self.hosts.values():
-                self._switch.run("tc", "qdisc", "del", "dev", host.port, "root", check=False)
                 self._switch.run("ip", "link", "set", host.port, "up")
 
     def limit_rate(self, target: str, mbit: float) -> None:
         """Limits the rate of everything that a host receives."""
         tbf = ["tbf", "rate", f"{mbit}mbit", "burst", "32kbit", "latency", "100ms"]
         self._switch.run("tc", "qdisc", "replace", "dev", self.hosts[target].port, "root", *tbf)
+
+    def unlimit(self) -> None:
+        """Ends all limits of rates."""
+        for host in self.hosts.values():
+            self._switch.run("tc", "qdisc", "del", "dev", host.port, "root", check=False)
 
     def delay(self, name: str, seconds: float) -> None:
         """Delays everything that a host sends and receives by `seconds` in each direction."""

@@ -636,6 +636,13 @@ def grant_unanswered(snapshot: Snapshot) -> Iterator[Finding]:
 # ---- quarantine ------------------------------------------------------------------------------------------------
 
 
+def _hosts_of(agent: Agent, peers: Sequence[str]) -> list[str]:
+    """Returns the names of peers, as `prefill-0 on node-3` of those on other hosts, unless they were replaced."""
+    away = [row for row in agent.peers if row.get("same_host") is False and not row.get("former")]
+    hosts = {text(row, "peer"): text(row, "peer_host") for row in away}
+    return [f"{name} on {hosts[name]}" if hosts.get(name) else name for name in peers]
+
+
 @health_code(
     "KV_QUARANTINE",
     Severity.WARNING,
@@ -669,6 +676,7 @@ def quarantine(snapshot: Snapshot) -> Iterator[Finding]:
         writers = sorted({text(each, "writer") for each in regions} | undrained | former.keys())
         processes = sorted(process for name in writers for process in former.get(name, ()))
         room = next((text(row, "room") for row in failed), "")
+        elsewhere = _hosts_of(agent, writers)
         if regions:
             command = f"kvctl staging release {agent.name}:{regions[0].get('serial')}"
         elif room:
@@ -688,9 +696,9 @@ def quarantine(snapshot: Snapshot) -> Iterator[Finding]:
                 "peers": writers,
                 "processes": processes,
             },
-            cause=f"{agent.name} does not use {size(nbytes)} of {'ring and ' * bool(in_ring)}pages: {listed(writers)} "
-            "may still write there, and it is not proven that they cannot"
+            cause=f"{agent.name} does not use {size(nbytes)} of {'ring and ' * bool(in_ring)}pages: {listed(elsewhere)}"
+            " may still write there, and it is not proven that they cannot"
             + (f"; replaced, but not known to have ended: {', '.join(processes)}" if processes else ""),
             remedy=f"`kvctl staging map -e {agent.name}` shows the quarantined memory; make sure that the process of "
-            f"{listed(writers)} has ended, then `{command}`; it is released by itself when that agent comes back",
+            f"{listed(elsewhere)} has ended, then `{command}`; it is released by itself when that agent comes back",
         )
