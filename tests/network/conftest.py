@@ -40,7 +40,7 @@ EXPLAINED = (
     "KV_TRANSPORT_ERROR",
 )
 
-_missing: list[str] = []
+_QUARANTINED = "kvctl_quarantined_bytes"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -113,9 +113,9 @@ class Site:
         return {room.decode_dp for room in rooms} == {0, 1}
 
     def kept(self) -> dict[str, int]:
-        """Returns the quarantined bytes by rank, of those that have any."""
-        usage = self.fleet.usage(PATIENCE_S)
-        return {name: each["quarantined_bytes"] for name, each in usage.items() if each["quarantined_bytes"]}
+        """Returns the quarantined bytes of the decode ranks that have any."""
+        rows = self.fleet.kvctl("metrics", of=self.fleet.of_role("decode"))
+        return {row["agent"]: int(row["value"]) for row in rows if row["name"] == _QUARANTINED and row["value"]}
 
     def failed_since(self, since_ns: int) -> list[LiveRoom]:
         rooms = self.load.accounting.rooms.values()

@@ -27,6 +27,7 @@ def named(site: Site, code: str, subject: str, *words: str) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
 
     def shown() -> bool:
+        site.load.run(1.0)  # nothing is opened while kvctl runs
         found[:] = [row for row in site.doctor(code) if row["subject"] == subject]
         return any(all(word in row["cause"] + row["remedy"] for word in words) for row in found)
 
