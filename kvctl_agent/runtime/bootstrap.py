@@ -22,6 +22,7 @@ from kvctl_agent.security.curve import REGISTRY_DOMAIN, Clients
 from kvctl_agent.security.unix_router import UnixRouter
 
 _REQUESTS_A_TURN = 64
+_QUEUE = 16  # replies to a client that does not read; a list has megabytes, and anybody may ask for it without keys
 _ASK_EVERY_NS = 200_000_000
 _REPEAT_EVERY_NS = 1_000_000_000  # so that a restarted registry learns of this rank again
 
@@ -59,7 +60,7 @@ class RegistryServer:
     def serve(self) -> RegistryServer:
         """Binds the socket and returns the server; raises ConfigError if the address is taken or cannot be bound."""
         self._socket = control_endpoints.bind(
-            self._context, self.endpoint, registry.MAX_REQUEST_BYTES, self._keys, REGISTRY_DOMAIN
+            self._context, self.endpoint, registry.MAX_REQUEST_BYTES, self._keys, REGISTRY_DOMAIN, _QUEUE
         )
         if control_endpoints.any_port(self.endpoint):
             port = control_endpoints.address(self._socket).rpartition(":")[2]
@@ -83,20 +84,20 @@ class RegistryServer:
                 with contextlib.suppress(zmq.ZMQError):  # the client has disconnected, or asks again
                     self.socket.send_multipart([frames[0], *reply], zmq.NOBLOCK)
 
-    def _reply(self, frames: list[bytes], address: str, key: bytes) -> list[bytes] | None:
+    def _reply(self, frames: list[bytes], address: str, key: bytes | None) -> list[bytes] | None:
         """Returns the reply to a request; None if it is malformed or not permitted.
 
         Args:
             address: IP address of the client; "" over a Unix socket.
-            key: public key of the client; empty over a Unix socket and without keys.
+            key: public key of the client; None over a Unix socket, empty without keys.
         """
-        is_rank = self._keys is None or not key or key == self._keys.public
+        is_rank = self._keys is None or key is None or key == self._keys.public
         now = time.monotonic_ns()
         if frames and frames[0] == MAGIC:
-            may_ask = is_rank or (self._clients is not None and self._clients.level(key) is not None)
+            may_ask = is_rank or (key and self._clients is not None and self._clients.level(key) is not None)
             refusal = "" if may_ask else "this key has been removed from the agent's admin_clients"
             return self._registry.reply(frames, now, time.time_ns(), refusal)
-        if not is_rank:
+        if key is not None and not is_rank:
             self._refused(f"refused a registration by client key {key.hex()}: only the fleet's key may register")
             return None
         if len(frames) != 1:
@@ -111,14 +112,16 @@ class RegistryServer:
             control_endpoints.close(self._socket)
 
 
-def _receive(socket: control_endpoints.Router) -> tuple[list[bytes], str, bytes]:
-    """Returns the frames of the next message, its sender's IP address ("" over a Unix socket) and public key, if any.
+def _receive(socket: control_endpoints.Router) -> tuple[list[bytes], str, bytes | None]:
+    """Returns the frames of the next message, its sender's IP address and its public key.
+
+    Over a Unix socket the address is "" and the key None; the key is empty if the client has shown none.
 
     Raises:
         zmq.Again: no message is available.
     """
     if isinstance(socket, UnixRouter):
-        return socket.recv_multipart(), "", b""
+        return socket.recv_multipart(), "", None
     frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
     last = frames[-1]
     try:

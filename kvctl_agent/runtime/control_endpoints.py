@@ -136,12 +136,14 @@ def bind(
     max_bytes: int,
     keys: KeyPair | None = None,
     domain: bytes = curve.DOMAIN,
+    queue: int = _HIGH_WATER,
 ) -> Router:
     """Binds a ROUTER; over TCP with keys the socket accepts only clients that the context's authenticator admits.
 
     Args:
         max_bytes: size limit of a received message.
         domain: passed to the authenticator with each client's key.
+        queue: number of messages that wait for a client on TCP that does not read; further ones are dropped.
 
     Raises:
         ConfigError: the address is taken or cannot be bound.
@@ -155,6 +157,7 @@ def bind(
         socket = context.socket(zmq.ROUTER)
         try:
             _options(socket, endpoint, max_bytes)
+            socket.setsockopt(zmq.SNDHWM, queue)
             curve.configure_server(socket, keys, domain)
             socket.bind(endpoint)
         except zmq.ZMQError:

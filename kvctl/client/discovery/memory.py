@@ -133,7 +133,8 @@ def path_of(url: str) -> Path:
     with contextlib.suppress(RuntimeError):  # no home directory
         home = home or str(Path("~/.cache").expanduser())
     checksum = hashlib.blake2s(url.encode(errors="surrogateescape"), digest_size=16).hexdigest()
-    return Path(home or f"/tmp/kvctl-cache-{os.getuid()}") / "kvctl" / "agents" / f"{checksum}.json"
+    # Without a home directory there is none; in /tmp, another user could have made it.
+    return Path(home or os.devnull) / "kvctl" / "agents" / f"{checksum}.json"
 
 
 def forget(url: str) -> int:

@@ -1,18 +1,20 @@
 """Port-forwarding through the Kubernetes API, for pods whose network cannot be reached: a local TCP port per agent.
 
 The API server speaks WebSocket: one connection per forwarded connection, of which each frame begins with its channel, 0
-for data and 1 for an error text of the node. The first frame of each channel holds the port. kvctl speaks CURVE through
-the relay, so that other users of this host can connect to the local port as little as to the agent's own.
+for data and 1 for an error text of the node. The first frame of each channel holds the port. The local port carries
+connections of this user only, where the system tells whose they are; besides, agents ask every client for a key.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -189,10 +191,12 @@ class Relay:
     def _run(self) -> None:
         while not self._closing:
             try:
-                self._local, _ = self._listener.accept()
+                self._local, (_, port) = self._listener.accept()
             except OSError:
                 return
             with self._local:
+                if not _is_own(port, self._listener.getsockname()[1]):
+                    continue
                 try:
                     self._open = self._open or self._connect(_RECONNECT_S)
                 except SourceError:
@@ -201,6 +205,23 @@ class Relay:
                 if not self._closing:
                     _carry(self._local, self._open)
             self._open = None
+
+
+def _is_own(client: int, server: int) -> bool:
+    """Returns whether the client of a connection within this host, given by its ports, is of this user or of root.
+
+    True also where the system does not tell.
+    """
+    ports = [f"{client:04X}", f"{server:04X}"]
+    try:
+        connections = Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]
+    except OSError:  # not Linux
+        return True
+    for line in connections:
+        _, local, remote, _, _, _, _, user, *_ = line.split()
+        if [local.rpartition(":")[2], remote.rpartition(":")[2]] == ports:
+            return int(user) in (os.geteuid(), 0)
+    return False  # it has closed the connection
 
 
 def _carry(local: socket.socket, stream: PodStream) -> None:

@@ -8,11 +8,23 @@ from pathlib import Path
 
 import pytest
 import zmq
+from zmq.utils import z85
 
+from kvctl_agent.contract.admin import MAGIC
+from kvctl_agent.contract.keys import KeyPair
 from kvctl_agent.errors import ConfigError
-from kvctl_agent.protocol.bootstrap_registry import MAX_REQUEST_BYTES, Lookup, Rank, Register, Request
+from kvctl_agent.protocol.bootstrap_registry import (
+    MAX_REQUEST_BYTES,
+    Lookup,
+    Rank,
+    Register,
+    Request,
+    Whereabouts,
+    encode,
+)
 from kvctl_agent.runtime.bootstrap import Registries, RegistryClient, RegistryServer
 from kvctl_agent.runtime.control_endpoints import connect
+from tests.support.ports import free_port
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Ask = Callable[..., RegistryClient]
@@ -187,3 +199,47 @@ class TestSeveralInstances:
         registries.close()
         for closing in [*ranks, *servers]:
             closing.close()
+
+
+def test_a_client_that_does_not_read_has_few_lists_waiting(zmq_context: Context) -> None:
+    """A list may have megabytes, and without keys anybody can ask for it, as often as they like."""
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    server = RegistryServer(zmq_context, endpoint).serve()
+    client = zmq_context.socket(zmq.DEALER)
+    client.linger, client.rcvhwm = 0, 1
+    try:
+        for number in range(1000):
+            request = Lookup(f"decode-{number}", at=Whereabouts(socket="/" * 1000))
+            server._registry.answer(request, time.monotonic_ns())
+        client.connect(endpoint)
+        asked = 100
+        for number in range(asked):
+            client.send_multipart([MAGIC, b"%d" % number, b'{"cmd": "agents"}'])
+        turns(server, until=lambda: server._registry._replies == asked)
+        received = 0
+        deadline = time.monotonic() + 60
+        while True:
+            server.turn()
+            if client.poll(20):
+                received += 1
+                if client.recv_multipart()[1] == b"last":
+                    break
+            else:  # all that were waiting are read
+                client.send_multipart([MAGIC, b"last", b'{"cmd": "agents"}'])
+            assert time.monotonic() < deadline, "the registry answers no more"
+        assert received < asked // 2
+    finally:
+        client.close()
+        server.close()
+
+
+def test_a_client_that_has_shown_no_key_is_not_permitted(zmq_context: Context) -> None:
+    keys = KeyPair(*(z85.decode(half) for half in zmq.curve_keypair()))
+    refused: list[str] = []
+    server = RegistryServer(zmq_context, "tcp://127.0.0.1:0", keys, refused=refused.append)
+    assert server._reply([encode(Lookup("decode-0"))], "127.0.0.1", b"") is None
+    reply = server._reply([MAGIC, b"1", b'{"cmd": "agents"}'], "127.0.0.1", b"")
+    assert reply is not None
+    assert b"not-permitted" in reply[-1]
+    assert len(refused) == 1
+    assert server._reply([encode(Lookup("decode-0"))], "", None) is not None, "over a Unix socket"
