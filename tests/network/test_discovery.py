@@ -119,8 +119,16 @@ def test_errors_of_the_resolver_are_named(site: Site, resolver: Resolver) -> Non
 
 @EVERY
 def test_a_resolver_that_is_cut_off_costs_a_time_limit(site: Site, resolver: Resolver) -> None:
+    urls = (f"dns://kv.{ZONE}:{ADMIN_PORT}", f"srv://_kvctl._tcp.{ZONE}")
+    for url in urls:
+        until_named(site, url, sorted(PLACE))
     site.network.part(ASKS, SPARE)
-    for url in (f"dns://kv.{ZONE}:{ADMIN_PORT}", f"srv://_kvctl._tcp.{ZONE}"):
+    for url in urls:
+        assert agents(site, url) == sorted(PLACE)
+        done = site.fleet.run_kvctl([url], "status")
+        assert (done.returncode, "asking the 4 agents that it named" in done.stderr) == (7, True), done.stderr
+    shutil.rmtree(site.fleet.directory / "kvctl")  # what kvctl remembers of its sources
+    for url in urls:
         done = site.fleet.run_kvctl([url], "status")
         assert (done.returncode, done.stderr.count("\n")) == (4, 1), done.stderr
     # An agent that is named otherwise answers nevertheless.
