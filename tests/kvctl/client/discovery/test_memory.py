@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import stat
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -197,3 +200,19 @@ def test_without_a_home_directory_nothing_is_remembered(monkeypatch: pytest.Monk
     memory.learn({"tcp://a:1": ("decode-0", "n1")})
     assert not path_of(URL).is_relative_to("/tmp")
     assert Memory(URL).last(time.time_ns())[0] == ()
+
+
+def test_status_w_says_once_who_has_vanished(kvctl: Any, fleet: Any, socket_directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "list"
+    path.write_text(f"{socket_directory}/decode-0.sock\n{socket_directory}/decode-1.sock\n")
+    url = f"file://{path}"
+    assert kvctl("agents", "-e", url).code == 0
+    path.write_text(f"{socket_directory}/decode-0.sock\n")
+    command = [sys.executable, "-m", "kvctl", "status", "-w", "0.1", "-e", url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(4)]
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert all(lines)
+    assert errors.count("decode-1 on node-3 vanished") == 1
