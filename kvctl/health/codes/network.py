@@ -6,6 +6,7 @@ ranks the two hosts have.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -72,8 +73,9 @@ class Interruption:
         if self.large_only:
             return too_large(self.source, self.address)
         return (
-            f"`ping -c 3 {self.address or self.target}` on {self.source} shows whether the other host answers at all: "
-            f"if it does, check the firewalls on the way from {self.source} to {self.target}, or else routes and cables"
+            f"`ping -c 3 {shlex.quote(self.address or self.target)}` on {self.source} shows whether the other host "
+            "answers at all: if it does, "
+            f"check the firewalls on the way from {self.source} to {self.target}, or else routes and cables"
         )
 
 
@@ -87,8 +89,9 @@ def too_large(host: str, address: str, mtu: int = _MTU) -> str:
     """
     payload = mtu - _HEADERS[6 if ":" in address else 4]
     return (
-        f"`ping -c 3 -M do -s {payload} {address}` on {host}: if it gets no answer while -s 500 does, the MTU on the "
-        "way is smaller than that of the interface; set the interfaces to the smaller one, or let routers answer with "
+        f"`ping -c 3 -M do -s {payload} {shlex.quote(address)}` on {host}: if it gets no answer while -s 500 "
+        "does, the MTU on the way is smaller than that of the interface; "
+        "set the interfaces to the smaller one, or let routers answer with "
         "ICMP (fragmentation needed)"
     )
 

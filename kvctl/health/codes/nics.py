@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -174,8 +175,9 @@ def _speed(port: Port) -> str:
     return f"{amount(port.row, 'bits_per_s') / 1e9:g} Gbit/s"
 
 
-def _shows(host: str) -> str:
-    return f"`kvctl nics -l host={host}`"
+def _shows(host: str, options: str = "") -> str:
+    command = f"kvctl nics -l {shlex.quote(f'host={host}')} {options}"
+    return f"`{command.rstrip()}`"
 
 
 # ---- links -----------------------------------------------------------------------------------------------------
@@ -465,7 +467,7 @@ def gid_unroutable(snapshot: Snapshot) -> Iterator[Finding]:
             },
             cause=f"{port.name} of {port.host}, used by {listed(_names(wrong))}, {chosen}, from which packets are not "
             "routed to other subnets",
-            remedy=f"`kvctl nics -l host={port.host} -o wide` lists its GIDs; give "
+            remedy=f"{_shows(port.host, '-o wide')} lists its GIDs; give "
             f"{listed(texts(port.row, 'interfaces')) if texts(port.row, 'interfaces') else 'its interface'} an IP "
             "address, or choose another UCX_IB_GID_INDEX or MC_GID_INDEX",
         )

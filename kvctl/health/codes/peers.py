@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -200,9 +201,9 @@ def _silent_host(snapshot: Snapshot, host: str, silent: Mapping[str, list[Silenc
         },
         cause=f"{listed(others)} heard nothing from {host} ({listed(silent)}){since}, nor does it answer kvctl: the "
         "host is down or cut off, or its processes are",
-        remedy=f"`ping -c 3 {address or host}` on {others[0]} shows whether the host answers; start its agents again, "
-        "and the others reconnect by themselves. Memory that it might still write is kept until it is proven dead "
-        "(KV_QUARANTINE)",
+        remedy=f"`ping -c 3 {shlex.quote(address or host)}` on {others[0]} shows whether the host answers; "
+        "start its agents again, and the others reconnect by themselves. Memory that it might still write is kept "
+        "until it is proven dead (KV_QUARANTINE)",
     )
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from typing import Any
 
 import pytest
 
 from kvctl.client.faults import Fault
+from kvctl.health.codes.network import Interruption
+from kvctl.health.codes.nics import _shows
 from kvctl.health.finding import Finding, Severity
 from tests.kvctl.health.fleets import MS, Fleet, S
 
@@ -188,3 +192,12 @@ def test_a_slow_fleet_has_no_slow_link() -> None:
     fleet = spread()
     slow_links(fleet, *((one, other) for one in HOSTS for other in HOSTS if one[0] == "p" and other[0] == "d"))
     assert fleet.find("KV_LANE_SLOW") == []
+
+
+def test_what_an_agent_calls_its_host_does_nothing_in_a_shell() -> None:
+    """A remedy is pasted; hosts and addresses are what peers say."""
+    name = "n2; reboot"
+    remedies = [Interruption("n1", name, False, large_only, name, ()).remedy for large_only in (True, False)]
+    for text in (*remedies, _shows(name)):
+        (command,) = re.findall("`(ping .*|kvctl .*)`", text.partition("on n1")[0])
+        assert shlex.split(command)[-1].removeprefix("host=") == name
