@@ -139,6 +139,10 @@ class SyntheticAgent:
     def odd(self) -> bool:
         return self.number in self.faults.odd
 
+    def prepare(self) -> None:
+        """Computes what does not change, which takes milliseconds, before the first request."""
+        self.answer("health", {})
+
     def answer(self, command: str, args: Mapping[str, Any]) -> bytes:
         """Returns the data of a reply as JSON."""
         make = getattr(self, f"_{command}", None)
@@ -295,6 +299,7 @@ def serve(agents: Sequence[SyntheticAgent], secret: bytes | None, directory: Pat
     served: dict[int, tuple[zmq.Socket[bytes], SyntheticAgent]] = {}
     addresses = []
     for agent in agents:
+        agent.prepare()
         socket = context.socket(zmq.ROUTER)
         socket.linger = 0
         if secret is None:
