@@ -10,6 +10,7 @@ Everything runs on the admin thread, and takes no lock that a transfer needs.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from kvctl_agent.layout.plan import TransferSlices, slices_of_writer, transfer_s
 from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.parts import AgentParts
 from kvctl_agent.protocol.peer import Peer
+from kvctl_agent.telemetry.room_records import RoomRecord
 from kvctl_agent.telemetry.transfer_times import TransferFit
 
 _FEWEST_ROOMS = 4  # from which on the rooms count more than the calibration
@@ -41,22 +43,32 @@ class TransferCosts:
         fits = {peer.name: parts.telemetry.transfers.fit(peer.name) for peer in peers}
         latest = max((fit for fit in fits.values() if fit is not None), key=lambda fit: fit.ended_ns, default=None)
         ahead_ns = round(latest.wait_ns(parts.telemetry.transfers.ahead(now_ns))) if latest is not None else 0
-        return ahead_ns, [self._row(peer, fits[peer.name], tokens, ahead_ns, now_ns) for peer in peers]
+        rooms = self._in_transfer()
+        return ahead_ns, [
+            self._row(peer, fits[peer.name], tokens, ahead_ns, rooms.get(peer.name, ()), now_ns) for peer in peers
+        ]
 
-    def _row(self, peer: Peer, fit: TransferFit | None, tokens: int, ahead_ns: int, now_ns: int) -> TransferCost:
+    def _row(
+        self,
+        peer: Peer,
+        fit: TransferFit | None,
+        tokens: int,
+        ahead_ns: int,
+        rooms: Sequence[tuple[RoomRecord, int]],
+        now_ns: int,
+    ) -> TransferCost:
         parts, inputs = self._parts, peer.inputs
         nbytes = prompt_bytes(inputs, peer.coord.dp, parts.local.coord.dp, tokens) if inputs is not None else None
         whole = max(1, -(-tokens // inputs.page_size) * inputs.page_size) if inputs is not None else 1
         per_token = nbytes / whole if nbytes is not None else None
-        rooms, queued = self._in_transfer(peer)
         row: TransferCost = {
             "agent": parts.name,
             "peer": peer.name,
             "incarnation": f"{peer.incarnation:016x}" if peer.incarnation else None,
             "rank": {**peer.coord._asdict(), "unique": peer.info.unique_rank} if peer.info is not None else None,
             "state": peer.state.value,
-            "rooms": rooms,
-            "queued_bytes": queued,
+            "rooms": len(rooms),
+            "queued_bytes": self._queued_bytes(peer, rooms),
             "bytes": nbytes,
             "bytes_per_token": per_token,
             "path": fit.path or None if fit is not None else None,
@@ -88,22 +100,31 @@ class TransferCosts:
             row["predicted_ns"] = alone + ahead_ns
         return row
 
-    def _in_transfer(self, peer: Peer) -> tuple[int, int | None]:
-        """Returns the number of rooms in transfer to a peer, and their bytes that this rank has not sent yet."""
-        telemetry, inputs = self._parts.telemetry, peer.inputs
+    def _in_transfer(self) -> dict[str, list[tuple[RoomRecord, int]]]:
+        """Returns the rooms in transfer to each peer, by its name, with their tokens."""
+        telemetry = self._parts.telemetry
         tokens = telemetry.transfers.in_transfer()
-        records = [each for each in telemetry.rooms.active() if each.room in tokens and peer.name in each.peers]
+        found: dict[str, list[tuple[RoomRecord, int]]] = {}
+        for record in telemetry.rooms.active():
+            if record.room in tokens:
+                for name in record.peers.copy():
+                    found.setdefault(name, []).append((record, tokens[record.room]))
+        return found
+
+    def _queued_bytes(self, peer: Peer, rooms: Sequence[tuple[RoomRecord, int]]) -> int | None:
+        """Returns the bytes of rooms in transfer to a peer that this rank has not sent yet; None if unknown."""
+        inputs = peer.inputs
         if inputs is None:
-            return len(records), None
+            return None
         queued = 0.0
-        for record in records:
+        for record, tokens in rooms:
             if not record.planned:
                 continue
-            pages = -(-tokens[record.room] // inputs.page_size)
+            pages = -(-tokens // inputs.page_size)
             slices = slices_of_writer(inputs, record.room, peer.coord.dp, self._parts.local.unique_rank)
             nbytes = sum(each.payload_bytes(pages) for each in slices if not each.table)
             queued += nbytes * (1 - min(1.0, (record.sent or 0) / record.planned))
-        return len(records), round(queued)
+        return round(queued)
 
     def _calibrated(self, peer: Peer, tokens: int) -> tuple[str, float, float] | None:
         """Returns path, time in ns and rate in bytes per second of a prompt by the calibrated costs; None without."""
