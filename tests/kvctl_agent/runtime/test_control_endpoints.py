@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket as socketlib
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,15 @@ import pytest
 import zmq
 
 from kvctl_agent.errors import ConfigError
-from kvctl_agent.runtime.control_endpoints import address, bind, check_endpoint, close, connect, control_address
+from kvctl_agent.runtime.control_endpoints import (
+    address,
+    bind,
+    check_endpoint,
+    close,
+    connect,
+    control_address,
+    own_address,
+)
 
 Context = zmq.Context[zmq.Socket[bytes]]
 BINDER = """
@@ -152,3 +161,35 @@ class TestBind:
         (socket_dir / "file").write_text("")
         with pytest.raises(ConfigError, match="cannot bind"):
             bind(zmq_context, f"ipc://{socket_dir}/file/s", 1 << 20)
+
+
+class TestOtherHosts:
+    def test_an_ipv6_address_can_be_bound_and_connected_to(self, zmq_context: Context) -> None:
+        """`zmq_context` fails the test if a socket stays open."""
+        server = bind(zmq_context, "tcp://[::1]:*", 1 << 20)
+        client = connect(zmq_context, address(server), b"decode-0", 1 << 20)
+        try:
+            client.send(b"hello")
+            assert server.poll(60_000)  # type: ignore[union-attr]
+            assert server.recv_multipart() == [b"decode-0", b"hello"]
+        finally:
+            client.close(0)
+            close(server)
+
+    @pytest.mark.parametrize(
+        "endpoint", ["ipc:///tmp/boot", "tcp://127.0.0.1:7000", "tcp://[::1]:7000", "tcp://localhost:0"]
+    )
+    def test_what_only_this_host_reaches_needs_no_address(self, endpoint: str) -> None:
+        assert own_address(endpoint) == ""
+
+    def test_the_address_of_this_host_depends_on_the_way_to_the_other(self) -> None:
+        with socketlib.socket(socketlib.AF_INET, socketlib.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(("192.0.2.1", 7000))  # for documentation: nobody has it; sends nothing
+            except OSError:
+                assert own_address("tcp://192.0.2.1:7000") == ""  # there is no route
+            else:
+                assert own_address("tcp://192.0.2.1:7000") == probe.getsockname()[0]
+
+    def test_a_host_that_cannot_be_looked_up_has_no_way(self) -> None:
+        assert own_address("tcp://name.invalid:7000") == ""
