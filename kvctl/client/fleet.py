@@ -57,6 +57,11 @@ class AgentAnswer:
         return self.hello["name"]
 
     @property
+    def process(self) -> tuple[str, str, int, str]:
+        """What is the same at all addresses of this agent, and differs from any other."""
+        return self.own_name, self.host, self.hello["pid"], self.hello["incarnation"]
+
+    @property
     def host(self) -> str:
         """Name of its host; of an older agent, which does not tell it, the host in its address, or ""."""
         return self.hello.get("host") or self.endpoint.host
@@ -330,10 +335,9 @@ def gather(
         if isinstance(agent, Fault):
             survey.unusable[endpoint] = agent
             continue
-        process = agent.own_name, agent.host, agent.hello["pid"], agent.hello["incarnation"]
-        if process in processes:
+        if agent.process in processes:
             continue  # one that sources name by several addresses
-        processes.add(process)
+        processes.add(agent.process)
         agent.data.update((reply.call.command, reply.data) for reply in replies if reply.fault is None)
         faults[endpoint] = [reply.fault for reply in replies if reply.fault is not None and not _excused(reply)]
         if not labels:
@@ -371,10 +375,11 @@ def _named(
 
     Adds a fault for each name that no agent matches.
     """
-    agents = [agent for endpoint in live if isinstance(agent := _agent(hellos[endpoint]), AgentAnswer)]
+    answered = [agent for endpoint in live if isinstance(agent := _agent(hellos[endpoint]), AgentAnswer)]
+    agents = list({agent.process: agent for agent in reversed(answered)}.values())[::-1]
     rename_duplicates(agents)
     chosen = [agent for agent in agents if any(matches_name(each, agent.name, agent.own_name) for each in names)]
-    silent = len(live) - len(agents)
+    silent = len(live) - len(answered)
     for each in names:
         if not any(matches_name(each, agent.name, agent.own_name) for agent in chosen):
             near = difflib.get_close_matches(each, [agent.name for agent in agents], n=1)

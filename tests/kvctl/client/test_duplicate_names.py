@@ -10,11 +10,12 @@ import pytest
 
 from kvctl.client.calls import Call
 from kvctl.client.clock import ClockOffset
-from kvctl.client.endpoints import Endpoint
+from kvctl.client.endpoints import Discovery, Endpoint
 from kvctl.client.fanout import Reply
-from kvctl.client.fleet import AgentAnswer, rename_duplicates
+from kvctl.client.fleet import AgentAnswer, gather, rename_duplicates
 from kvctl.client.names import told_apart
 from kvctl.client.renaming import Renaming
+from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN
 
 ONE, OTHER = "18ea5cf158487f51", "18ea5cf1d4b31183"
 
@@ -151,3 +152,21 @@ def test_names_of_agents_that_the_labels_exclude_count() -> None:
     chosen, other = agent("decode-0", ONE, "n1"), agent("decode-0", OTHER, "n2")
     rename_duplicates([chosen], others=[other])
     assert chosen.name == "decode-0@n1"
+
+
+def test_an_agent_with_two_addresses_is_selected_by_its_name_and_host() -> None:
+    hosts = {"tcp://n1:1": ("n1", ONE), "tcp://10.0.0.1:1": ("n1", ONE), "tcp://n2:1": ("n2", OTHER)}
+
+    def ask(requests: Sequence[tuple[Endpoint, Call]]) -> list[Reply]:
+        def reply(endpoint: Endpoint, call: Call) -> Reply:
+            host, incarnation = hosts[endpoint.address]
+            known = {"name": "decode-0", "host": host, "incarnation": incarnation, "pid": 1}
+            return Reply(
+                endpoint, call, {**known, "protocol": [PROTOCOL_MIN, PROTOCOL_MAX], "now_ns": 1}, None, 1, 2, 1
+            )
+
+        return [reply(endpoint, call) for endpoint, call in requests]
+
+    found = Discovery(Path("/"), live=[Endpoint("decode-0", None, remote=address) for address in hosts])
+    survey = gather(found, (), {}, ask, {}, ("decode-0@n1",))
+    assert ([agent.name for agent in survey.agents], survey.faults) == (["decode-0@n1"], [])

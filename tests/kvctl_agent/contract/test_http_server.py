@@ -119,7 +119,7 @@ def test_slow_clients_delay_nobody(capfd: pytest.CaptureFixture[str]) -> None:
         slow.enter_context(dripping(server))
         began = time.monotonic()
         assert get(server, "/hello") == (200, "hello ")
-        assert time.monotonic() - began < http_server.CLIENT_S
+        assert time.monotonic() - began < 60
         assert len(server._server._clients) <= http_server._CLIENTS
     assert capfd.readouterr() == ("", "")
 
