@@ -70,7 +70,7 @@ class Bench:
         self.wires: dict[str, Wire] = {name: Wire() for name in ("good", "bad", "third")}
         self.reported: Queue[Event] = Queue()
         self.progressed = 0
-        connections = {name: cast(PeerConnection, SimpleNamespace(peer=name)) for name in self.wires}
+        connections = {name: cast(PeerConnection, SimpleNamespace(peer=name, wire_times_ns=[])) for name in self.wires}
         paths, report = {"bulk": self, "staged": self}, self.reported.put
         self.transfers = Transfers(
             paths,
