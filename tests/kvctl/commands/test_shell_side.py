@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvctl.client.clock import ClockOffset
 from kvctl.commands.events import Follower
 
 
@@ -165,10 +166,13 @@ class Printed:
 def reading(follower: Follower, printed: Printed, /, **recorders: tuple[str, Recorder]) -> None:
     (call,) = follower.calls()
     answers = [
-        (SimpleNamespace(name=name, hello={"incarnation": life}), recorder.answer(dict(call.args)))
+        (
+            SimpleNamespace(name=name, hello={"incarnation": life}, clock=ClockOffset(0, 0)),
+            recorder.answer(dict(call.args)),
+        )
         for name, (life, recorder) in recorders.items()
     ]
-    follower(printed, SimpleNamespace(at_ns=10**9, answers=lambda _: answers))  # type: ignore[arg-type]
+    follower(printed, SimpleNamespace(at_ns=10**9, tick_ns=10**9, hosts={}, answers=lambda _: answers))  # type: ignore[arg-type]
 
 
 def everything(_: Any) -> bool:
