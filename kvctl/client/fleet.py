@@ -203,17 +203,13 @@ class Fleet:
         if now >= self._discovery_due_ns:
             self._discover(now)
         backed_off = self._backed_off(now) if self._discovery_ns else {}
-        found = replace(self._found, live=[each for each in self._found.live if each not in backed_off])
-        large = tuple(calls[: len(HEALTH_CALLS)]) == HEALTH_CALLS and len(found.live) > BRIEF_ABOVE
+        asked_at_all = len(self._found.live) - len(backed_off)
+        large = tuple(calls[: len(HEALTH_CALLS)]) == HEALTH_CALLS and asked_at_all > BRIEF_ABOVE
         asked = (BRIEF, *calls[len(HEALTH_CALLS) :]) if large else calls
-        survey = gather(found, asked, self._labels, self.ask, self._hellos, self._names)
-        survey.discovery = self._found
+        survey = gather(self._found, asked, self._labels, self.ask, self._hellos, self._names, backed_off)
         self._remember(survey)
-        if survey.faults or not survey.agents:
+        if len(survey.faults) > len(backed_off.keys() & survey.unusable.keys()) or not survey.agents:
             self._discovery_due_ns = self._earliest_discovery_ns
-        if backed_off:
-            survey.faults += backed_off.values()
-            survey.hosts = _known_hosts(survey)
         for _ in range(clock_rounds - 1):
             self._refine_clocks(survey.agents)
         share_clocks(survey.agents)
@@ -300,6 +296,7 @@ def gather(
     ask: Ask,
     hellos: dict[Endpoint, Reply],
     names: Sequence[str] = (),
+    silent: Mapping[Endpoint, Fault] | None = None,
 ) -> Survey:
     """Queries the live agents of `found`, and returns those with a compatible protocol that match labels and names.
 
@@ -310,15 +307,18 @@ def gather(
         ask: sends requests and returns one reply per request, in their order.
         hellos: replies to `hello` to use; those of other agents are requested and added.
         names: names or globs, of which an agent must match one; empty for all agents.
+        silent: live agents that are not to be asked, with their faults.
     """
-    survey = Survey(found, faults=list(found.faults))
+    survey = Survey(found, faults=list(found.faults), unusable=dict(silent or {}))
+    live = [endpoint for endpoint in found.live if endpoint not in survey.unusable]
     asked = [*([_STATUS] if labels and _STATUS not in calls else []), *calls]
     if names:
-        unknown = [(endpoint, _HELLO) for endpoint in found.live if endpoint not in hellos]
+        unknown = [(endpoint, _HELLO) for endpoint in live if endpoint not in hellos]
         hellos.update((reply.endpoint, reply) for reply in ask(unknown))
-        endpoints, unnamed = _named(found.live, hellos, names, survey)
+        endpoints, unnamed = _named(live, hellos, names, survey)
+        survey.unusable.clear()  # whose names are unknown
     else:
-        endpoints, unnamed = found.live, []
+        endpoints, unnamed = live, []
     requests = [
         (endpoint, call) for endpoint in endpoints for call in (asked if endpoint in hellos else (_HELLO, *asked))
     ]
@@ -379,7 +379,7 @@ def _named(
     agents = list({agent.process: agent for agent in reversed(answered)}.values())[::-1]
     rename_duplicates(agents)
     chosen = [agent for agent in agents if any(matches_name(each, agent.name, agent.own_name) for each in names)]
-    silent = len(live) - len(answered)
+    silent = len(live) + len(survey.unusable) - len(answered)
     for each in names:
         if not any(matches_name(each, agent.name, agent.own_name) for agent in chosen):
             near = difflib.get_close_matches(each, [agent.name for agent in agents], n=1)

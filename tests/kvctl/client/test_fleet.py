@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvctl.client.calls import Call
 from kvctl.client.endpoints import Discovery, Endpoint
 from kvctl.client.fanout import Reply
@@ -109,3 +111,30 @@ def test_a_silent_agent_is_asked_again_after_growing_pauses(socket_directory: Pa
             assert survey.hosts.keys() == {"decode-0", "decode-1"}
     pauses = [(second, "hello", "brief") for second in (1, 3, 7, 15, 31)]
     assert asked[:7] == [(0, "hello", "long"), (0, "status", "long"), *pauses]
+
+
+@pytest.mark.parametrize("names", [(), ("decode-1",)])
+def test_silent_agents_have_the_same_names_in_every_survey(
+    names: tuple[str, ...], socket_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while they are not asked."""
+    endpoints = [Endpoint("decode-0", None, remote=f"tcp://n{number}:1") for number in (1, 2)]
+    endpoints.append(Endpoint("decode-1", None, remote="tcp://n3:1"))
+    monkeypatch.setattr("kvctl.client.fleet.discover", lambda *_: Discovery(socket_directory, list(endpoints)))
+
+    def answer(requests: Any, timeout_ns: int) -> list[Reply]:
+        hello = {"name": "decode-1", "protocol": [1, 1], "now_ns": 0, "incarnation": "1", "pid": 1}
+        fault = Fault("decode-0", FaultCode.TIMEOUT, "no answer within 2 s")
+        return [
+            Reply(endpoint, call, None, fault, 0, 0, 1)
+            if endpoint.name == "decode-0"
+            else Reply(endpoint, call, hello, None, 0, 0, 1)
+            for endpoint, call in requests
+        ]
+
+    with Fleet((), {}, 2 * SECOND_NS, discovery_ns=3600 * SECOND_NS, names=names) as fleet:
+        monkeypatch.setattr(fleet._fanout, "ask", answer)
+        for _ in range(3):
+            survey = fleet.survey([Call("status")])
+            assert [agent.name for agent in survey.agents] == ["decode-1"]
+            assert [fault.agent for fault in survey.faults] == ([] if names else ["decode-0@n1", "decode-0@n2"])
