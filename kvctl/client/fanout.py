@@ -79,10 +79,10 @@ class Reply:
 
 @dataclass(slots=True)
 class _Flight:
-    """Requests to one agent: the number without a reply, and whether and until when the agent is in the window."""
+    """Requests to one agent: the ids of those without a reply, and whether and until when it is in the window."""
 
     endpoint: Endpoint
-    left: int
+    left: set[bytes]
     expected_until_ns: int
     expected: bool = True
 
@@ -126,14 +126,13 @@ class _Round:
 
     def end(self, request_id: bytes, reply: Reply) -> None:
         """Stores the reply to a pending request."""
-        waiting = self.pending.pop(request_id)
-        self.refuse(waiting, reply)
+        self.refuse(request_id, self.pending.pop(request_id), reply)
 
-    def refuse(self, waiting: _Pending, reply: Reply) -> None:
+    def refuse(self, request_id: bytes, waiting: _Pending, reply: Reply) -> None:
         """Stores the reply to a request that is not pending, as it could not be sent."""
         self.replies[waiting.index] = reply
         flight = waiting.flight
-        flight.left -= 1
+        flight.left.remove(request_id)
         if not flight.left:
             del self.open[flight.endpoint]
             self.leave(flight)
@@ -146,7 +145,7 @@ class _Round:
 
     def fail(self, endpoint: Endpoint, code: str, text: str) -> None:
         """Ends all pending requests to `endpoint` with a fault of this code and text."""
-        for request_id in [key for key, each in self.pending.items() if each.endpoint == endpoint]:
+        for request_id in tuple(self.open[endpoint].left) if endpoint in self.open else ():
             self.end(request_id, _fault_reply(self.pending[request_id], code, text))
 
 
@@ -280,10 +279,10 @@ class Fanout:
     ) -> None:
         """Sends all requests to one agent; `bodies` has the encoded calls by identity."""
         route, socket = self._route(endpoint), self._sockets[bool(endpoint.remote)]
-        flight = _Flight(endpoint, len(calls), time.monotonic_ns() + _EXPECTED_NS)
+        request_ids = [b"%d" % next(self._ids) for _ in calls]
+        flight = _Flight(endpoint, set(request_ids), time.monotonic_ns() + _EXPECTED_NS)
         progress.begin(flight)
-        for index, call in calls:
-            request_id = b"%d" % next(self._ids)
+        for request_id, (index, call) in zip(request_ids, calls, strict=True):
             body = bodies.get(id(call))
             if body is None:
                 body = bodies[id(call)] = orjson.dumps({"cmd": call.command, "args": call.args})
@@ -294,11 +293,11 @@ class Fanout:
                 socket.send(body, _LAST)
             except zmq.Again:
                 text = "its queue is full of unanswered requests"
-                progress.refuse(waiting, _fault_reply(waiting, FaultCode.TIMEOUT, text))
+                progress.refuse(request_id, waiting, _fault_reply(waiting, FaultCode.TIMEOUT, text))
                 continue
             except zmq.ZMQError:  # no route: the connection has just been closed
                 text = "closed the connection before it was asked"
-                progress.refuse(waiting, _fault_reply(waiting, FaultCode.UNREACHABLE, text))
+                progress.refuse(request_id, waiting, _fault_reply(waiting, FaultCode.UNREACHABLE, text))
                 continue
             progress.pending[request_id] = waiting
 

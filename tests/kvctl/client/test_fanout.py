@@ -140,6 +140,26 @@ def test_an_address_has_one_connection_whatever_it_is_called(start: Any, socket_
             fanout.forget(endpoint)
 
 
+def test_many_agents_that_fail_cost_as_much_each_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of one agent's requests does not look at those of all others."""
+    looked = 0
+
+    def endpoint(waiting: Any) -> Endpoint:
+        nonlocal looked
+        looked += 1
+        return waiting.flight.endpoint
+
+    monkeypatch.setattr(fanout_module._Pending, "endpoint", property(endpoint))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    dead = [Endpoint(f"decode-{number}", None, remote=f"tcp://127.0.0.{number}:{port}") for number in range(2, 202)]
+    with Fanout(None) as fanout:
+        replies = fanout.ask([(each, call) for each in dead for call in (HELLO, Call("status"))], LONG_NS)
+    assert {reply.fault.code for reply in replies if reply.fault} == {"unreachable"}
+    assert len(replies) == 400
+    assert looked <= 4 * len(replies)
+
+
 def test_what_the_agent_refuses_keeps_its_code(start: Any, socket_directory: Path) -> None:
     start("decode-1")
     (reply,) = ask(Endpoint("decode-1", socket_directory / "decode-1.sock"), Call("room", {"room": "1"}))
