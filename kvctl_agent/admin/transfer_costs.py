@@ -40,7 +40,7 @@ class TransferCosts:
             return 0, []
         now_ns = time.monotonic_ns()
         peers = list(parts.machine.peers.values())
-        fits = {peer.name: parts.telemetry.transfers.fit(peer.name) for peer in peers}
+        fits = {peer.name: parts.telemetry.transfers.fit(peer.name, now_ns) for peer in peers}
         latest = max((fit for fit in fits.values() if fit is not None), key=lambda fit: fit.ended_ns, default=None)
         ahead_ns = round(latest.wait_ns(parts.telemetry.transfers.ahead(now_ns))) if latest is not None else 0
         rooms = self._in_transfer()

@@ -12,16 +12,17 @@ several at once.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 _ROOMS = 64
-_MOST_PEERS = 4096  # limit of the tables by peer name: peers choose their names
+_MOST_PEERS = 4096  # peers choose their names, and in Kubernetes have new ones after each restart
+_FIT_KEPT_NS = 1_000_000_000  # a fit takes 0.7 ms, and routers ask often
 _HALF_LIFE_ROOMS = 24
 _FIT_ROUNDS = 5
 _OUTLIER = 2.0  # median deviations from which on a room counts less
@@ -111,6 +112,21 @@ class TransferFit:
         return self.queueing * float(left[0]) * self.ns_per_token
 
 
+@dataclass(slots=True)
+class _PeerTimes:
+    """Latest transfers to one decode rank.
+
+    Attributes:
+        count: number of all transfers to it, also of those that are not kept.
+        fit: the latest fit, the count at that time, and its monotonic time.
+    """
+
+    rooms: deque[Transferred] = field(default_factory=lambda: deque(maxlen=_ROOMS))
+    count: int = 0
+    fit: tuple[TransferFit, int, int] | None = None
+    least_rtt_ns: int | None = None
+
+
 class TransferTimes:
     """Transfers of one prefill rank; the control thread calls `begin`, `arrived`, `cancel` and `end`.
 
@@ -118,13 +134,10 @@ class TransferTimes:
     """
 
     def __init__(self) -> None:
-        self._by_peer: dict[str, deque[Transferred]] = {}
-        self._counts: dict[str, int] = {}
-        self._fits: dict[str, tuple[int, TransferFit]] = {}
+        self._by_peer: OrderedDict[str, _PeerTimes] = OrderedDict()  # the least recently used first
         self._active: dict[int, Transfer] = {}  # in the order of their begin
         self._active_tokens = 0
         self._first_since_ns = 0
-        self._least_rtt_ns: dict[str, int] = {}
 
     def begin(self, room: int, tokens: int, at_ns: int) -> None:
         """Records that the transfer of a room begins at monotonic `at_ns`."""
@@ -148,10 +161,11 @@ class TransferTimes:
         transfer = self._active.get(room)
         if transfer is None:
             return
-        if rtt_ns is not None and (peer in self._least_rtt_ns or len(self._least_rtt_ns) < _MOST_PEERS):
-            self._least_rtt_ns[peer] = min(rtt_ns, self._least_rtt_ns.get(peer, rtt_ns))
+        times = self._times(peer)
+        if rtt_ns is not None:
+            times.least_rtt_ns = rtt_ns if times.least_rtt_ns is None else min(rtt_ns, times.least_rtt_ns)
         longest = _LONGEST_MESSAGE * (sent_ns - transfer.began_ns)
-        arrived_ns = sent_ns - round(min(self._least_rtt_ns.get(peer, 0) / 2, longest))
+        arrived_ns = sent_ns - round(min((times.least_rtt_ns or 0) / 2, longest))
         transfer.arrived_ns = max(arrived_ns, transfer.arrived_ns)
 
     def cancel(self, room: int, at_ns: int) -> None:
@@ -174,25 +188,25 @@ class TransferTimes:
         took_ns = max(1, ended_ns - transfer.began_ns)
         done = Transferred(transfer.tokens, took_ns, ended_ns, path, transfer.ahead)
         for peer in peers:
-            latest = self._by_peer.get(peer)
-            if latest is None:
-                if len(self._by_peer) >= _MOST_PEERS:
-                    continue
-                latest = self._by_peer[peer] = deque(maxlen=_ROOMS)
-            latest.append(done)
-            self._counts[peer] = self._counts.get(peer, 0) + 1
+            times = self._times(peer)
+            times.rooms.append(done)
+            times.count += 1
 
-    def fit(self, peer: str) -> TransferFit | None:
-        """Returns the cost of transfers to a decode rank; None if no room was transferred to it."""
-        count = self._counts.get(peer, 0)
-        known = self._fits.get(peer)
-        if known is not None and known[0] == count:
-            return known[1]
-        latest = self._by_peer.get(peer)
-        if latest is None:
+    def fit(self, peer: str, now_ns: int) -> TransferFit | None:
+        """Returns the cost of transfers to a decode rank, at monotonic `now_ns`; None if no room was transferred to it.
+
+        The fit may lack the rooms of the last second.
+        """
+        times = self._by_peer.get(peer)
+        if times is None or not times.count:
             return None
-        fit = fit_transfers(latest.copy())
-        self._fits[peer] = count, fit
+        if times.fit is not None:
+            fit, count, fitted_ns = times.fit
+            if count == times.count or now_ns - fitted_ns < _FIT_KEPT_NS:
+                return fit
+        count = times.count
+        fit = fit_transfers(times.rooms.copy())
+        times.fit = fit, count, now_ns
         return fit
 
     def in_transfer(self) -> dict[int, int]:
@@ -203,6 +217,16 @@ class TransferTimes:
         """Returns the rooms in transfer at monotonic `now_ns`."""
         tokens = list(self.in_transfer().values())
         return Ahead(sum(tokens), tokens[0], max(0, now_ns - self._first_since_ns)) if tokens else Ahead()
+
+    def _times(self, peer: str) -> _PeerTimes:
+        """Returns the times of a decode rank; takes the place of the least recently used one if there are too many."""
+        times = self._by_peer.get(peer)
+        if times is None:
+            while len(self._by_peer) >= _MOST_PEERS:
+                self._by_peer.popitem(last=False)
+            times = self._by_peer[peer] = _PeerTimes()
+        self._by_peer.move_to_end(peer)
+        return times
 
     def _remove(self, room: int, at_ns: int) -> None:
         if next(iter(self._active)) == room:

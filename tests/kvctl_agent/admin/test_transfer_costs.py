@@ -28,7 +28,7 @@ def test_rooms_are_listed_once_for_all_peers() -> None:
         listed.append(None)
         return records
 
-    transfers = Namespace(in_transfer=lambda: dict.fromkeys(range(4), 16), fit=lambda name: None)
+    transfers = Namespace(in_transfer=lambda: dict.fromkeys(range(4), 16), fit=lambda name, now_ns: None)
     telemetry = Namespace(transfers=transfers, rooms=Namespace(active=active))
     parts: Any = Namespace(role="prefill", name="prefill-0", machine=Namespace(peers=peers), telemetry=telemetry)
     parts.local, parts.chooser = Namespace(coord=Namespace(dp=0)), None

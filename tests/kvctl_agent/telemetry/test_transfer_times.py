@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
-from kvctl_agent.telemetry.transfer_times import Ahead, Transferred, TransferTimes, fit_transfers
+from kvctl_agent.telemetry import transfer_times
+from kvctl_agent.telemetry.transfer_times import Ahead, TransferFit, Transferred, TransferTimes, fit_transfers
 
 MS = 1_000_000
 FIXED, PER_TOKEN = 2 * MS, 10_000
@@ -92,11 +94,11 @@ class TestObservations:
         assert times.ahead(3300) == Ahead(400, 400, 300)  # the first since 3000
         times.end(3, ["a"], "bulk", 4000)
         assert times.ahead(9000) == Ahead()
-        assert list(times._by_peer["a"]) == [
+        assert list(times._by_peer["a"].rooms) == [
             Transferred(100, 2000, 3000, "bulk"),
             Transferred(400, 1500, 4000, "bulk", Ahead(300, 100, 1500)),
         ]
-        assert list(times._by_peer["b"]) == [Transferred(200, 700, 2700, "slice", Ahead(100, 100, 1000))]
+        assert list(times._by_peer["b"].rooms) == [Transferred(200, 700, 2700, "slice", Ahead(100, 100, 1000))]
         times.begin(4, 100, 10_000)
         assert times.ahead(10_500) == Ahead(100, 100, 500)
 
@@ -107,27 +109,27 @@ class TestObservations:
         times.arrived(9, "a", 1, None)
         times.end(1, ["a", "b"], "bulk", 6000)
         for peer in ("a", "b"):
-            assert list(times._by_peer[peer]) == [Transferred(100, 700, 1700, "bulk")]
+            assert list(times._by_peer[peer].rooms) == [Transferred(100, 700, 1700, "bulk")]
 
     def test_the_message_took_half_of_the_shortest_round_trip(self, times: TransferTimes) -> None:
         for room, rtt, took in ((1, 400, 800), (2, 900, 800), (3, 200, 900), (4, None, 900)):
             times.begin(room, 100, 1000)
             times.arrived(room, "a", 2000, rtt)
             times.end(room, ["a"], "bulk", 3000)
-            assert times._by_peer["a"][-1].took_ns == took
+            assert times._by_peer["a"].rooms[-1].took_ns == took
 
     def test_a_round_trip_that_was_slow_does_not_shorten_a_room_by_much(self, times: TransferTimes) -> None:
         times.begin(1, 100, 1000)
         times.arrived(1, "a", 2000, 10**9)
         times.end(1, ["a"], "bulk", 3000)
-        assert times._by_peer["a"][-1].took_ns == 750
+        assert times._by_peer["a"].rooms[-1].took_ns == 750
 
     def test_a_cancelled_room_leaves_nothing(self, times: TransferTimes) -> None:
         times.begin(1, 100, 1000)
         times.cancel(1, 2000)
         times.cancel(2, 2000)
         times.end(1, ["a"], "bulk", 3000)
-        assert times.fit("a") is None
+        assert times.fit("a", 3000) is None
         times.begin(3, 100, 4000)
         assert times.ahead(5000) == Ahead(100, 100, 1000)
 
@@ -135,10 +137,40 @@ class TestObservations:
         for number in range(200):
             times.begin(number, 100, 1000 * number)
             times.end(number, ["a"], "bulk", 1000 * number + 10)
-        fit = times.fit("a")
+        fit = times.fit("a", 10**6)
         assert fit is not None
         assert fit.rooms == 64
-        assert times.fit("a") is fit
-        times.begin(200, 100, 10**6)
-        times.end(200, ["a"], "staged", 10**6 + 10)
-        assert times.fit("a") is not fit
+        assert times.fit("a", 10**12) is fit
+        times.begin(200, 100, 10**12)
+        times.end(200, ["a"], "staged", 10**12 + 10)
+        latest = times.fit("a", 10**12 + 20)
+        assert latest is not None
+        assert (latest.ended_ns, latest.path) == (10**12 + 10, "staged")
+
+    def test_a_fit_is_kept_for_a_second_however_often_it_is_asked_for(
+        self, times: TransferTimes, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fits: list[int] = []
+
+        def counted(rooms: Any) -> TransferFit:
+            fits.append(len(rooms))
+            return fit_transfers(rooms)
+
+        monkeypatch.setattr(transfer_times, "fit_transfers", counted)
+        for number in range(25):  # a room and a question every 100 ms
+            times.begin(number, 100, 100 * MS * number)
+            times.end(number, ["a"], "bulk", 100 * MS * number + 10)
+            times.fit("a", 100 * MS * number + 20)
+        assert fits == [1, 11, 21]
+
+    def test_the_least_recently_used_peer_gives_way_to_a_new_one(
+        self, times: TransferTimes, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(transfer_times, "_MOST_PEERS", 2)
+        for room, peer in enumerate(("a", "b", "a", "c")):
+            times.begin(room, 100, 1000 * room)
+            times.arrived(room, peer, 1000 * room + 900, 400)
+            times.end(room, [peer], "bulk", 1000 * room + 950)
+        fits = {peer: times.fit(peer, 5000) for peer in ("a", "b", "c")}
+        assert {peer: fit and fit.rooms for peer, fit in fits.items()} == {"a": 2, "b": None, "c": 1}
+        assert times._by_peer["c"].rooms[-1].took_ns == 900 - 200
