@@ -17,6 +17,7 @@ from kvctl.client.fanout import Fanout
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.keys import KeyNames
 from kvctl.errors import CliError
+from kvctl_agent.contract.admin import SOCKET_SUFFIX
 
 _AGENTS = Call("agents")
 # Ranks ask at least once a second; a decode rank that has been silent for longer than this has ended or left. Prefill
@@ -110,8 +111,9 @@ class RegistrySource(AgentSource):
 
 
 def _is_socket(path: str) -> bool:
+    """Returns whether a path, which anybody may tell a registry without keys, is that of an agent's socket."""
     try:
-        return Path(path).is_socket()
+        return path.endswith(SOCKET_SUFFIX) and Path(path).is_socket()
     except OSError:  # it is in a directory of another user, or too long
         return False
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from socket import gethostname
 from typing import Any
 
 import msgspec
@@ -215,8 +215,8 @@ def wire(zmq_context: Any) -> Iterator[Any]:
         return made[-1]
 
     yield connect
-    for socket in made:
-        socket.close()
+    for each in made:
+        each.close()
 
 
 def test_agents_of_before_are_served_and_named_as_too_old(make_fleet: Any, wire: Any) -> None:
@@ -278,18 +278,21 @@ def test_an_answer_of_another_shape_is_refused(data: Any, zmq_context: Any) -> N
         thread.join()
 
 
-def test_a_row_with_a_wrong_endpoint_harms_no_other(zmq_context: Any) -> None:
+def test_a_row_with_a_wrong_endpoint_harms_no_other(zmq_context: Any, tmp_path: Path) -> None:
     row = {"name": "a", "role": "decode", "host": ELSEWHERE, "socket": "", "address": "10.0.0.9", "heard_ns": 0}
     silent = {**row, "name": "left", "admin": "tcp://10.0.0.9:7312", "heard_ns": 90 * S}
     # libzmq refuses a host name that begins with a dash, which would end all of kvctl's queries.
     wrong = ["exec:reboot", "tcp://a b:1", "file:///etc/passwd", "tcp://*:7311", "tcp://[::]:1x", "tcp://-x:1"]
+    here = {**row, "host": socket.gethostname(), "admin": ""}
     rows = [
-        {**row, "host": gethostname(), "socket": "/x" * 512, "name": "long", "admin": ""},
+        {**here, "socket": f"{'/x' * 512}.sock", "name": "long"},
+        {**here, "socket": str(tmp_path / "docker"), "name": "no-agent"},
         *({**row, "name": f"wrong-{number}", "admin": text} for number, text in enumerate(wrong)),
         {**row, "admin": "tcp://0.0.0.0:7311"},
         silent,
     ]
-    with zmq_context.socket(zmq.ROUTER) as server:
+    with zmq_context.socket(zmq.ROUTER) as server, socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(tmp_path / "docker"))
         port = server.bind_to_random_port("tcp://127.0.0.1")
 
         def answer() -> None:
@@ -301,7 +304,11 @@ def test_a_row_with_a_wrong_endpoint_harms_no_other(zmq_context: Any) -> None:
         found = find(f"registry://127.0.0.1:{port}")
         thread.join()
     assert [each.address for each in found.endpoints] == ["tcp://10.0.0.9:7311"]
-    assert {fault.agent for fault in found.faults} == {"long", *(f"wrong-{number}" for number in range(len(wrong)))}
+    assert {fault.agent for fault in found.faults} == {
+        "long",
+        "no-agent",
+        *(f"wrong-{number}" for number in range(len(wrong))),
+    }
     (gone,) = found.gone
     assert gone.endpoint.name == "left"
     assert 80 * S < time.time_ns() - gone.seen_ns < 150 * S
