@@ -107,10 +107,10 @@ def with_mute_host(start_hosts: Any, kvctl: Any) -> Iterator[tuple[str, ...]]:
             listener.listen()
         addresses = [f"tcp://127.0.0.3:{listener.getsockname()[1]}" for listener in (first, second)]
         endpoints = [word for endpoint in (*names, *addresses) for word in ("-e", endpoint)]
-        yield (*endpoints, "--server-key", "0" * 64, "--timeout", "1s")
+        yield (*endpoints, "--server-key", "0" * 64, "--timeout", "3s")
 
 
-SILENT = "no answer within 1 s: the process hangs, or raise --timeout"
+SILENT = "no answer within 3 s: the process hangs, or raise --timeout"
 
 
 def test_a_host_of_which_no_agent_answers_is_one_row(with_mute_host: tuple[str, ...], kvctl: Any) -> None:
