@@ -48,7 +48,7 @@ class KubernetesApi:
 
     Attributes:
         pods: what it lists.
-        page: pods per answer.
+        page: pods per answer; with 0 the list never ends.
         denied: what it answers with 403: "list", "portforward".
         token: bearer token that it requires; "" for none.
         forwards: number of open port-forwards.

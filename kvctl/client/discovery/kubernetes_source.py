@@ -178,6 +178,9 @@ class PodSource(AgentSource):
                 raise SourceError("the answer is not a list of pods", FaultCode.PROTOCOL) from None
             if not token:
                 return
+            if time.monotonic_ns() >= deadline_ns:
+                text = f"{client.configuration.host} has not listed all pods in time: raise --timeout"
+                raise SourceError(text, FaultCode.TIMEOUT)
 
     def _refusal(self, status: int, body: bytes) -> SourceError:
         if status == 401:

@@ -193,6 +193,18 @@ def test_an_api_server_that_does_not_answer_in_time(api: KubernetesApi) -> None:
     assert time.monotonic() - began < 30
 
 
+def test_a_list_that_never_ends_ends_with_the_time_limit(api: KubernetesApi) -> None:
+    api.pods, api.page, api.delay_s = [pod("decode-0", 7311)], 0, 0.01
+    failed: list[tuple[str, str]] = []
+    asking = threading.Thread(target=lambda: failed.append(error(timeout_s=3)), daemon=True)
+    asking.start()
+    asking.join(30)
+    api.page = 500  # ends it in any case
+    ((code, text),) = failed
+    assert (code, "has not listed all pods in time" in text) == ("timeout", True)
+    assert api.lists > 1
+
+
 def test_another_context_is_chosen(api: KubernetesApi, tmp_path: Path) -> None:
     api.pods = [pod("decode-0", 7311)]
     api.kubeconfig(tmp_path / "kubeconfig", context="arn:aws:eks:eu-1:1:cluster/prod")
