@@ -74,7 +74,7 @@ class KubernetesApi:
         self.port: int = self._run(self._start(context))
         self.url = f"http{'s' if tls else ''}://127.0.0.1:{self.port}"
 
-    def kubeconfig(self, path: Path, context: str = "test", **cluster: Any) -> Path:
+    def kubeconfig(self, path: Path, context: str = "test", token: str = TOKEN, **cluster: Any) -> Path:
         """Writes a kubeconfig file with one context for this server."""
         path.write_text(
             yaml.safe_dump(
@@ -83,7 +83,7 @@ class KubernetesApi:
                     "kind": "Config",
                     "current-context": context,
                     "clusters": [{"name": "c", "cluster": {"server": self.url, **cluster}}],
-                    "users": [{"name": "u", "user": {"token": TOKEN}}],
+                    "users": [{"name": "u", "user": {"token": token}}],
                     "contexts": [{"name": context, "context": {"cluster": "c", "user": "u"}}],
                 }
             )

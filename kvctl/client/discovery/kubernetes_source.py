@@ -166,6 +166,9 @@ class PodSource(AgentSource):
                     raise SourceError(text, FaultCode.TIMEOUT) from None
                 cause = getattr(error, "reason", None) or error
                 raise SourceError(f"{client.configuration.host} cannot be reached: {cause!s:.{_SHOWN}}") from None
+            if status == 401:  # credentials that change are read again
+                client.close()
+                self._client = None
             if status != 200:
                 raise self._refusal(status, body)
             if len(body) > _MAX_BYTES:

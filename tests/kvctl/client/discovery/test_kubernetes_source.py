@@ -174,6 +174,20 @@ def test_credentials_that_are_not_accepted(api: KubernetesApi) -> None:
     assert "does not accept these credentials" in text
 
 
+def test_credentials_that_were_replaced_are_read_again(api: KubernetesApi, tmp_path: Path) -> None:
+    api.pods = [pod("decode-0", 7311)]
+    source = open_source(URL, NO_KEYS)
+    try:
+        for each in ("first", "second"):
+            api.token = each
+            with pytest.raises(SourceError, match="does not accept these credentials"):
+                source.find(time.monotonic_ns() + 30_000_000_000)
+            api.kubeconfig(tmp_path / "kubeconfig", token=each)
+            assert source.find(time.monotonic_ns() + 30_000_000_000).endpoints
+    finally:
+        source.close()
+
+
 def test_an_api_server_that_is_not_there(api: KubernetesApi, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
