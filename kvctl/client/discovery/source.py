@@ -108,10 +108,9 @@ class AgentSources:
                 self._queries[url] = _Query(open_source(url, self._keys))
         queries = [self._queries[url] for url in urls]
         now = time.monotonic_ns()
-        for query in queries:
-            query.begin(now, now + self._timeout_ns)
-        for query in queries:
-            limit = now + (self._timeout_ns + _GRACE_NS if query.found is None else _REFRESH_WAIT_NS)
+        begun = [query.begin(now, now + self._timeout_ns) for query in queries]
+        for query, new in zip(queries, begun, strict=True):
+            limit = now + (self._timeout_ns + _GRACE_NS if new and query.found is None else _REFRESH_WAIT_NS)
             query.wait(max(0, limit - time.monotonic_ns()))
         late = f"no answer within {self._timeout_ns / 1e9:g} s: raise --timeout"
         return {query.source.url: query.found or query.failed(late, FaultCode.TIMEOUT) for query in queries}
@@ -142,13 +141,14 @@ class _Query:
         self._closed = False
         self._memory = Memory(source.url)
 
-    def begin(self, now_ns: int, deadline_ns: int) -> None:
-        """Asks the source on a new thread if it is due and not being asked."""
+    def begin(self, now_ns: int, deadline_ns: int) -> bool:
+        """Asks the source on a new thread if it is due and not being asked; returns whether it does."""
         if self._busy or now_ns < self._due_ns:
-            return
+            return False
         self._busy, self._due_ns = True, now_ns + self.source.refresh_ns
         self._thread = threading.Thread(target=self._ask, args=(deadline_ns,), name="kvctl-discovery", daemon=True)
         self._thread.start()
+        return True
 
     def wait(self, limit_ns: int) -> None:
         """Waits for the thread; raises the error that it has met, unless that is a SourceError."""
