@@ -1,9 +1,8 @@
 """Groups the ranks of a fleet by host, instance or role, with totals, and tells which groups and ranks are odd.
 
 A rank is odd if it does not answer, drains, waits, has findings, has another version or other settings than most ranks
-of its role, or transfers at
-less than a third of the median rate of ranks with its role and sizes. A group is odd if it has odd ranks, or is an
-instance of which ranks are missing.
+of its role, or transfers at less than a third of the median rate of ranks with its role and sizes. A group is odd if
+it has odd ranks, or is an instance of which ranks are missing.
 """
 
 from __future__ import annotations
