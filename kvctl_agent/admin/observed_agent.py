@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import time
 from collections.abc import Iterable
 from functools import cached_property
@@ -47,6 +48,7 @@ from kvctl_agent.transport.cost_probe import Interconnect, interconnect_of
 from kvctl_agent.transport.environment import has_infiniband
 
 _MOST_MISSING = 256  # ranks listed in `bootstrap`
+_INTERFACE = re.compile(r"[\w.-]*")  # in an IPv6 address, behind %
 _DESCRIPTOR_BYTES = 512  # size in lane_descriptor_ns: a token row of few heads
 
 
@@ -255,6 +257,7 @@ class ObservedAgent:
 
     def _peer(self, peer: Peer, rooms: list[Any]) -> PeerRow:
         parts, gate, info = self._parts, peer.gate, peer.info
+        endpoint = parts.control_channel.endpoint(peer.name)
         watermark = [gate.position.round, gate.position.tail, gate.sequence] if gate.heard_ns else None
         measured = parts.connections.measured.get(peer.name)
         connection = parts.connections.by_peer.get(peer.name)
@@ -266,7 +269,7 @@ class ObservedAgent:
             "role": role,
             "state": peer.state.value,
             "incarnation": f"{peer.incarnation:016x}" if peer.incarnation else None,
-            "endpoint": parts.control_channel.endpoint(peer.name),
+            "endpoint": endpoint,
             "last_heard_ns": time.monotonic_ns() - peer.heard_ns if peer.heard_ns else None,
             "unheard_ns": time.monotonic_ns() - peer.echoed_ns if peer.echoed_ns else None,
             "rtt_ns": peer.rtt_ns,
@@ -288,7 +291,7 @@ class ObservedAgent:
             else None,
             "same_host": info.host == parts.local.host if info else None,
             "peer_host": info.hostname if info else None,
-            "address": (info.address if info else "") or _numeric(parts.control_channel.endpoint(peer.name)),
+            "address": _numeric(info.address if info else "") or _numeric(_host_in(endpoint)),
             "wire_ns": connection.usual_wire_ns if connection else None,
             "oldest_write_ns": parts.transfers.oldest_write_ns(peer.name) if parts.transfers else None,
             "tcp": None,
@@ -301,13 +304,17 @@ class ObservedAgent:
         }
 
 
-def _numeric(endpoint: str) -> str | None:
-    """Returns the numeric address in a TCP endpoint; None if it is another endpoint, or has a name."""
-    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+def _host_in(endpoint: str) -> str:
+    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+
+def _numeric(host: str) -> str | None:
+    """Returns a host that is a numeric address, which peers may choose freely; None for any other text."""
     try:
-        return str(ipaddress.ip_address(host))
+        address = str(ipaddress.ip_address(host))
     except ValueError:
         return None
+    return address if _INTERFACE.fullmatch(address.partition("%")[2]) else None
 
 
 def kind_of(
