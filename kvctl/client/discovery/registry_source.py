@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from kvctl.client.keys import KeyNames
 from kvctl.errors import CliError
 from kvctl_agent.contract.admin import SOCKET_SUFFIX
 
-_AGENTS = Call("agents")
+_AGENTS, _HELLO = Call("agents"), Call("hello")
 # Ranks ask at least once a second; a decode rank that has been silent for longer than this has ended or left. Prefill
 # ranks belong to the instance until others replace them.
 _SILENT_NS = 30_000_000_000
+_HELLO_NS = 300_000_000
+_PAUSE_NS = 16_000_000_000  # after which a silent rank that has not answered either is asked again
+_MOST_ASKED = 256
 _TEXTS: dict[str, str] = {
     FaultCode.UNREACHABLE: "nobody listens there: is rank 0 of the prefill instance running, with this address?",
     FaultCode.TIMEOUT: "no answer to `agents`: its process hangs, it is not a registry, or its agent is too old to "
@@ -51,6 +55,8 @@ class RegistrySource(AgentSource):
             raise malformed(url) from None
         self._host = "" if place.startswith("/") else place.rpartition(":")[0]
         self._keys = keys if keys.server is not None else None
+        self._agent_keys = keys
+        self._due_ns: dict[str, int] = {}  # when to ask silent ranks again, by address
 
     def find(self, deadline_ns: int) -> Found:
         with Fanout(self._keys) as fanout:
@@ -73,7 +79,31 @@ class RegistrySource(AgentSource):
                 gone.append(Gone(endpoint, reply.received_at_ns - row["heard_ns"], row["host"]))
             else:
                 endpoints[endpoint.address] = endpoint
-        return Found(tuple(endpoints.values()), tuple(faults), tuple(gone))
+        asleep = {each.address: each for each in self._asleep(gone, endpoints.keys(), deadline_ns)}
+        left = tuple(each for each in gone if each.endpoint != asleep.get(each.endpoint.address))
+        return Found((*endpoints.values(), *asleep.values()), tuple(faults), left)
+
+    def _asleep(self, silent: Sequence[Gone], named: Collection[str], deadline_ns: int) -> list[Endpoint]:
+        """Returns the silent ranks whose admin sockets answer: their engine has unregistered its memory.
+
+        Args:
+            named: addresses of other ranks, which are not asked.
+        """
+        now = time.monotonic_ns()
+        latest = {each.endpoint.address: each.endpoint for each in sorted(silent, key=lambda each: each.seen_ns)}
+        self._due_ns = {address: due for address, due in self._due_ns.items() if address in latest and due > now}
+        asked = [each for address, each in latest.items() if address not in named and address not in self._due_ns]
+        asked = asked[-_MOST_ASKED:]
+        found = []
+        # Without keys for TCP nobody there can be asked.
+        with contextlib.suppress(CliError), Fanout(self._agent_keys) as fanout:
+            timeout_ns = max(1, min(_HELLO_NS, deadline_ns - now))
+            for reply in fanout.ask([(each, _HELLO) for each in asked], timeout_ns):
+                # Another agent may have the port by now.
+                if isinstance(reply.data, dict) and reply.data.get("name") == reply.endpoint.name:
+                    found.append(reply.endpoint)
+        self._due_ns |= {each.address: now + _PAUSE_NS for each in asked if each not in found}
+        return found
 
     def _text(self, fault: Fault) -> str:
         """Returns the text of an error of the connection, in which a registry takes the place of an agent."""

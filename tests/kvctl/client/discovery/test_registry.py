@@ -15,8 +15,11 @@ import pytest
 import zmq
 from zmq.utils import z85
 
+from kvctl.client.calls import Call
 from kvctl.client.discovery import open_source, registry_source
 from kvctl.client.discovery.source import Found, SourceError
+from kvctl.client.endpoints import endpoint_of
+from kvctl.client.fanout import Fanout
 from kvctl.client.fleet import Fleet
 from kvctl.client.keys import NO_KEYS, KeyNames
 from kvctl.errors import CliError
@@ -334,6 +337,72 @@ def test_a_decode_rank_that_leaves_has_vanished_until_it_comes_back(
         remote.decode.append(remote.decode_agent(0).start())
         back = wait_until(lambda: len((seen := survey()).agents) == 3 and seen, "the rank that came back is not shown")
         assert back.discovery.vanished == []
+
+
+def test_a_decode_rank_whose_engine_sleeps_has_not_vanished(
+    remote: Any, keys: Keys, kvctl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After `Agent.unregister` it asks the registry no more, and its admin socket still answers."""
+    monkeypatch.setattr(registry_source, "_SILENT_NS", 1 * S)
+    monkeypatch.setattr(registry_source, "_HELLO_NS", 60 * S)
+    url = url_of(remote)
+    listed(url, keys.names)
+    (decode,) = remote.decode
+    decode.unregister(60)
+
+    def silent() -> bool:
+        with Fanout(keys.names) as fanout:
+            (reply,) = fanout.ask([(endpoint_of(remote.bootstrap), Call("agents"))], 60 * S)
+        return any(row["name"] == decode.name and row["heard_ns"] > S for row in reply.data)
+
+    wait_until(silent, "the registry still hears from the decode rank")
+    with Fleet([url], {}, 60 * S, keys.names) as fleet:
+        survey = fleet.survey()
+    assert {agent.name for agent in survey.agents} == NAMES
+    assert (survey.faults, survey.vanished()) == ([], [])
+    decode.close()
+    more = ("--key", keys.names.own, "--server-key", keys.names.server)
+    outcome = kvctl("-e", url, *more, "status", "--timeout", "60s")
+    assert outcome.code == 0, outcome.err
+    (line,) = outcome.err.splitlines()
+    assert line.startswith("kvctl: decode-0 on node-7 vanished ")
+
+
+def test_a_silent_rank_that_does_not_answer_is_asked_once_and_briefly(
+    zmq_context: Any, socket_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry_source, "_HELLO_NS", 3 * S)  # what a busy host needs for the one that answers
+    mute, other = socket_directory / "mute.sock", socket_directory / "other.sock"
+    row = {"role": "decode", "host": socket.gethostname(), "admin": "", "address": "", "heard_ns": 90 * S}
+    rows = [{**row, "name": path.stem, "socket": str(path)} for path in (mute, other)]
+    with (
+        zmq_context.socket(zmq.ROUTER) as server,
+        zmq_context.socket(zmq.ROUTER) as hanging,
+        zmq_context.socket(zmq.ROUTER) as namesake,
+    ):
+        port = server.bind_to_random_port("tcp://127.0.0.1")
+        hanging.bind(f"ipc://{mute}")
+        namesake.bind(f"ipc://{other}")
+
+        def answer() -> None:
+            for asked, data in ((server, rows), (namesake, {"name": "decode-7"}), (server, rows)):
+                asked.rcvtimeo = 60_000
+                identity, magic, number, _ = asked.recv_multipart()
+                asked.send_multipart([identity, magic, number, json.dumps({"ok": True, "data": data}).encode()])
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        source = open_source(f"registry://127.0.0.1:{port}", NO_KEYS)
+        began = time.monotonic()
+        for _ in range(2):
+            found = source.find(time.monotonic_ns() + 60 * S)
+            assert (found.endpoints, found.faults) == ((), ())
+            assert {gone.endpoint.name for gone in found.gone} == {"mute", "other"}
+        thread.join()
+        assert time.monotonic() - began < 30, "not the time limit of the source"
+        assert hanging.poll(60_000)
+        assert json.loads(hanging.recv_multipart()[-1])["cmd"] == "hello"
+        assert not hanging.poll(0)
 
 
 def test_the_ranks_are_asked_while_their_registry_is_down(remote: Any, keys: Keys) -> None:
