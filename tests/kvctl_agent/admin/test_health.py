@@ -27,7 +27,8 @@ def room(number: int, age_s: float, **changes: Any) -> dict[str, Any]:
 def peer(**changes: Any) -> dict[str, Any]:
     row = {"peer": "decode-0", "state": "ready", "last_heard_ns": S // 2, "control_queue": 0, "differences": []}
     lane = {"former": [], "lane_kind": None, "lane_expected": None, "lane_gb_per_s": 9.0, "same_host": True}
-    return {**row, **lane, "incarnation": "c0ffee", "peer_host": "n1", **changes}
+    network = {"unheard_ns": S // 2, "oldest_write_ns": None, "wire_ns": 1_000_000}
+    return {**row, **lane, **network, "incarnation": "c0ffee", "peer_host": "n1", **changes}
 
 
 def allocation(age_s: float, **changes: Any) -> dict[str, Any]:
@@ -60,6 +61,9 @@ def test_young_rooms_are_counted_and_left_out() -> None:
     [
         {"state": "suspect"},
         {"last_heard_ns": 3 * S},
+        {"unheard_ns": 3 * S},
+        {"oldest_write_ns": 2 * S},
+        {"wire_ns": 20_000_000},
         {"control_queue": 100},
         {"differences": ["page_size 64 ≠ 32"]},
         {"former": ["process 1 on n2"]},
