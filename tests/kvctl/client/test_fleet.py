@@ -113,9 +113,23 @@ def test_a_silent_agent_is_asked_again_after_growing_pauses(socket_directory: Pa
     assert asked[:7] == [(0, "hello", "long"), (0, "status", "long"), *pauses]
 
 
-@pytest.mark.parametrize("names", [(), ("decode-1",)])
+NOBODY = "no agent of this name among the 1 that answered, and 2 did not; did you mean decode-1?"
+
+
+@pytest.mark.parametrize(
+    ("names", "answering", "faults"),
+    [
+        ((), ["decode-1"], [(f"decode-0@n{number}", "no answer within 2 s") for number in (1, 2)]),
+        (("decode-1",), ["decode-1"], []),
+        (("decode-0",), [], [("decode-0", NOBODY)]),
+    ],
+)
 def test_silent_agents_have_the_same_names_in_every_survey(
-    names: tuple[str, ...], socket_directory: Path, monkeypatch: pytest.MonkeyPatch
+    names: tuple[str, ...],
+    answering: list[str],
+    faults: list[tuple[str, str]],
+    socket_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also while they are not asked."""
     endpoints = [Endpoint("decode-0", None, remote=f"tcp://n{number}:1") for number in (1, 2)]
@@ -136,5 +150,5 @@ def test_silent_agents_have_the_same_names_in_every_survey(
         monkeypatch.setattr(fleet._fanout, "ask", answer)
         for _ in range(3):
             survey = fleet.survey([Call("status")])
-            assert [agent.name for agent in survey.agents] == ["decode-1"]
-            assert [fault.agent for fault in survey.faults] == ([] if names else ["decode-0@n1", "decode-0@n2"])
+            assert [agent.name for agent in survey.agents] == answering
+            assert [(fault.agent, fault.message) for fault in survey.faults] == faults
