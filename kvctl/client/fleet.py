@@ -52,6 +52,10 @@ class AgentAnswer:
     def __post_init__(self) -> None:
         self.own_name = self.hello["name"]
 
+    def without_answers(self) -> AgentAnswer:
+        """Returns the agent as its answer to `hello` describes it."""
+        return AgentAnswer(self.endpoint, self.hello, self.rtt_ns, self.clock)
+
     @property
     def name(self) -> str:
         return self.hello["name"]
@@ -180,7 +184,7 @@ class Fleet:
         self._discovery_ns = discovery_ns
         self._discovery_due_ns = self._earliest_discovery_ns = 0
         self._silences: dict[Endpoint, _Silence] = {}
-        self._hellos: dict[Endpoint, Reply] = {}
+        self._hellos: dict[Endpoint, AgentAnswer | Fault] = {}
         self._sources = AgentSources(keys, timeout_ns)
 
     def __enter__(self) -> Fleet:
@@ -212,7 +216,7 @@ class Fleet:
             self._discovery_due_ns = self._earliest_discovery_ns
         for _ in range(clock_rounds - 1):
             self._refine_clocks(survey.agents)
-        share_clocks(survey.agents)
+            share_clocks(survey.agents)
         survey.at_ns, survey.tick_ns = time.time_ns(), time.monotonic_ns()
         return survey
 
@@ -294,7 +298,7 @@ def gather(
     calls: Sequence[Call],
     labels: Mapping[str, str],
     ask: Ask,
-    hellos: dict[Endpoint, Reply],
+    hellos: dict[Endpoint, AgentAnswer | Fault],
     names: Sequence[str] = (),
     silent: Mapping[Endpoint, Fault] | None = None,
 ) -> Survey:
@@ -305,7 +309,7 @@ def gather(
         calls: commands to send, each at most once.
         labels: labels that an agent must have.
         ask: sends requests and returns one reply per request, in their order.
-        hellos: replies to `hello` to use; those of other agents are requested and added.
+        hellos: agents by their answer to `hello`, or the faults; those of other endpoints are requested and added.
         names: names or globs, of which an agent must match one; empty for all agents.
         silent: live agents that are not to be asked, with their faults.
     """
@@ -314,7 +318,7 @@ def gather(
     asked = [*([_STATUS] if labels and _STATUS not in calls else []), *calls]
     if names:
         unknown = [(endpoint, _HELLO) for endpoint in live if endpoint not in hellos]
-        hellos.update((reply.endpoint, reply) for reply in ask(unknown))
+        hellos.update((reply.endpoint, _agent(reply)) for reply in ask(unknown))
         endpoints, unnamed = _named(live, hellos, names, survey)
         survey.unusable.clear()  # whose names are unknown
     else:
@@ -325,16 +329,17 @@ def gather(
     by_endpoint: dict[Endpoint, list[Reply]] = {endpoint: [] for endpoint in endpoints}
     for reply in ask(requests):
         if reply.call == _HELLO:
-            hellos[reply.endpoint] = reply
+            hellos[reply.endpoint] = _agent(reply)
         else:
             by_endpoint[reply.endpoint].append(reply)
     filtered, faults = unnamed, {}
     processes = set()
     for endpoint, replies in by_endpoint.items():
-        agent = _agent(hellos[endpoint])
-        if isinstance(agent, Fault):
-            survey.unusable[endpoint] = agent
+        known = hellos[endpoint]
+        if isinstance(known, Fault):
+            survey.unusable[endpoint] = known
             continue
+        agent = known.without_answers()
         if agent.process in processes:
             continue  # one that sources name by several addresses
         processes.add(agent.process)
@@ -369,13 +374,13 @@ def share_clocks(agents: Sequence[AgentAnswer]) -> None:
 
 
 def _named(
-    live: Sequence[Endpoint], hellos: Mapping[Endpoint, Reply], names: Sequence[str], survey: Survey
+    live: Sequence[Endpoint], hellos: Mapping[Endpoint, AgentAnswer | Fault], names: Sequence[str], survey: Survey
 ) -> tuple[list[Endpoint], list[AgentAnswer]]:
     """Divides agents into the endpoints of those that match one of `names`, and the others.
 
     Adds a fault for each name that no agent matches.
     """
-    answered = [agent for endpoint in live if isinstance(agent := _agent(hellos[endpoint]), AgentAnswer)]
+    answered = [known.without_answers() for endpoint in live if isinstance(known := hellos[endpoint], AgentAnswer)]
     agents = list({agent.process: agent for agent in reversed(answered)}.values())[::-1]
     rename_duplicates(agents)
     chosen = [agent for agent in agents if any(matches_name(each, agent.name, agent.own_name) for each in names)]
