@@ -110,7 +110,8 @@ def test_a_file_of_any_content_is_nothing_remembered(cache: Path, content: bytes
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     path_of(URL).write_bytes(content)
     memory = Memory(URL)
-    assert memory.last(time.time_ns()) == ((), (), 0)
+    endpoints, vanished, _ = memory.last(time.time_ns())
+    assert (endpoints, vanished) == ((), ())
     assert memory.update(at("a"), (), time.time_ns()) == ()
 
 
