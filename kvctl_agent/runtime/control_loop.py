@@ -515,6 +515,7 @@ class ControlLoop:
 
     def _check_ended(self, peer: Peer, incarnation: int, info: PeerInfo | None) -> None:
         if info is not None and info.host == self._local.host and is_dead(info.pid):
+            self._connections.ended(info)
             self._feed(ev.PeerDead(peer.name, incarnation, f"process {info.pid} has ended"))
 
     def _send(self, action: ev.Send) -> None:

@@ -160,6 +160,10 @@ class PeerConnections:
         self._scratch.pop(peer, None)
         self._transport.disconnect(peer)
 
+    def ended(self, info: PeerInfo) -> None:
+        """Takes note that a peer's process has ended, so writes in flight to it end at once."""
+        self._transport.ended(info.metadata)
+
     def close(self) -> None:
         """Unmaps the memory of all peers; to be called after the control loop has ended."""
         for connection in list(self.by_peer.values()):

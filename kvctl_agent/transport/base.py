@@ -145,7 +145,15 @@ class Transport(Protocol):
     def disconnect(self, peer: str) -> None:
         """Disconnects `peer` and drops the descriptor lists prepared for it; an unknown name is ignored.
 
-        Writes in flight to it end with an error, but their bytes may still land.
+        Writes in flight to it stay in flight, because they cannot be recalled: a silent peer may be heard again, and
+        then they land. `ended` ends them.
+        """
+        ...
+
+    def ended(self, metadata: bytes) -> None:
+        """Takes note that the process that created `metadata` has ended, so no write can land in its memory.
+
+        Writes in flight to it end with an error.
         """
         ...
 

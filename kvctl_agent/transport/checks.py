@@ -115,6 +115,9 @@ class CheckedTransport(ABC, Generic[P, W]):
     ) -> W:
         """Starts a write of checked and merged descriptors; `descriptors` is their number before the merge."""
 
+    def ended(self, metadata: bytes) -> None:
+        """Does nothing: engines of this kind end writes to a process that has ended by themselves."""
+
     def prepare_local(self, addrs: Addresses, sizes: Sizes) -> CheckedList:
         self._check_open()
         self._ranges.check(addrs, sizes, "this agent")

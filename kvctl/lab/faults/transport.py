@@ -57,6 +57,9 @@ class FaultyTransport:
     def disconnect(self, peer: str) -> None:
         self._engine.disconnect(peer)
 
+    def ended(self, metadata: bytes) -> None:
+        self._engine.ended(metadata)
+
     def prepare_local(self, addrs: Addresses, sizes: Sizes) -> Prepared:
         prepared = self._engine.prepare_local(addrs, sizes)
         self._rows[id(prepared)] = prepared, addrs

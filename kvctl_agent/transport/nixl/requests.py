@@ -1,7 +1,9 @@
 """Owns NIXL's handles: prepared descriptor lists of each peer, and transfer requests from post until freed.
 
 If a request in flight is freed, NIXL cancels it: its bytes may still land, but its tag is lost without an error. A
-request is therefore freed only when NIXL reports it as done or failed. Abandoned requests are polled by
+request is therefore freed only when NIXL reports it as done or failed. NIXL also reports it as failed once its peer's
+metadata is removed, although UCX goes on sending it, from memory that may have another owner by then; so a peer with
+requests in flight is not removed (`NixlTransport.disconnect`). Abandoned requests are polled by
 `InFlight.drain_on`, because only a status call sends the tag after the bytes are flushed.
 """
 
@@ -11,7 +13,7 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from kvctl_agent.errors import TransportError
+from kvctl_agent.errors import PeerDisconnected, TransportError
 from kvctl_agent.transport.base import AbandonedWrites, Indices, Sizes
 from kvctl_agent.transport.device_map import DeviceMap
 from kvctl_agent.transport.nixl.binding import Engine, translate
@@ -32,6 +34,7 @@ class Peer:
         metadata: The metadata with which it was connected.
         memory: Devices of the peer's memory.
         reached: Whether a write to the peer has been posted without an error.
+        left: Whether the peer is disconnected, so that nothing more may be posted to it.
         prepared: Prepared descriptor lists of the peer's memory.
     """
 
@@ -41,6 +44,7 @@ class Peer:
         self.metadata = metadata
         self.memory = memory
         self.reached = False
+        self.left = False
         self.prepared: list[NixlPrepared] = []
 
 
@@ -162,6 +166,10 @@ class InFlight(AbandonedWrites[NixlWrite | DividedWrite]):
         self._done = engine.binding.NIXL_SUCCESS
         self._open: set[NixlWrite] = set()
 
+    def reach(self, peer: Peer) -> bool:
+        """Returns whether a request to this incarnation of a peer is in flight."""
+        return any(write.peer is peer for write in self._open.copy())
+
     def post(self, peer: Peer, handle: int, nbytes: int, descriptors: int) -> NixlWrite:
         """Posts a request.
 
@@ -172,6 +180,9 @@ class InFlight(AbandonedWrites[NixlWrite | DividedWrite]):
         """
         write = NixlWrite(self, peer, handle, nbytes, descriptors)
         self._open.add(write)
+        if peer.left:  # looked at after the request is open: whoever disconnects a peer looks in the other order
+            self._free(write)
+            raise PeerDisconnected(f"nixl: peer {peer.key!r} was disconnected before a write was posted")
         try:
             status = self._agent.postXferReq(handle)
         except self._engine.errors as error:

@@ -104,6 +104,7 @@ class NixlTransport:
         self._in_flight = InFlight(self._engine)
         self._closed = False
         self._peers: dict[str, Peer] = {}
+        self._leaving: list[Peer] = []  # disconnected, with requests in flight
         self._keys: dict[str, str] = {}
         self._prepared: list[NixlPrepared] = []
         self._registered: list[Any] = []
@@ -138,6 +139,16 @@ class NixlTransport:
                 return
             # Also for a peer that has registered more memory, because its lists were checked against the old metadata.
             self.disconnect(peer)
+            self._remove_idle()
+            for former in self._leaving:
+                if former.metadata == metadata:  # it was silent, and is heard again
+                    self._leaving.remove(former)
+                    former.left = False
+                    self._keys[former.engine_name] = peer
+                    self._peers[peer] = former
+                    return
+                if former.engine_name.encode() in body:
+                    raise TransportError(f"nixl: writes to the earlier memory of peer {peer!r} are still in flight")
             try:
                 engine_name = self._agent.loadRemoteMD(body).decode()
                 if engine_name in self._keys:
@@ -162,10 +173,30 @@ class NixlTransport:
             self._keys.pop(known.engine_name, None)
             self._slices.forget(known.engine_name)
             self._enter()
-            for prepared in known.prepared:
-                prepared.release(self._engine)
-            # If NIXL has dropped a dead peer itself, this returns a status and raises nothing.
-            self._agent.invalidateRemoteMD(known.engine_name)
+            while known.prepared:
+                known.prepared.pop().release(self._engine)
+            known.left = True
+            self._leaving.append(known)
+            self._remove_idle()
+
+    def ended(self, metadata: bytes) -> None:
+        with self._peers_lock:
+            for known in [*self._peers.values(), *self._leaving]:
+                if known.metadata == metadata:
+                    self._remove(known)
+
+    def _remove_idle(self) -> None:
+        """Removes the disconnected peers to which nothing is in flight any more."""
+        for known in self._leaving[:]:
+            if not self._in_flight.reach(known):
+                self._leaving.remove(known)
+                self._remove(known)
+
+    def _remove(self, peer: Peer) -> None:
+        """Lets NIXL forget a peer, which ends the requests in flight to it, and UCX close its connections to it."""
+        self._enter()
+        # If NIXL has dropped a dead peer itself, this returns a status and raises nothing.
+        self._agent.invalidateRemoteMD(peer.engine_name)
 
     def prepare_local(self, addrs: Addresses, sizes: Sizes) -> NixlPrepared:
         self._begin()
@@ -374,6 +405,9 @@ class NixlTransport:
         """Lets NIXL and abandoned writes make progress, and returns the tags that NIXL has received."""
         self._begin()
         self._in_flight.drain_on()
+        if self._leaving:
+            with self._peers_lock:
+                self._remove_idle()
         try:
             # The only call of the binding that always drives UCX; it also returns the tags.
             notified: dict[str, list[bytes]] = self._agent.getNotifs({}, [])

@@ -273,7 +273,7 @@ def test_idle_threads_sleep(crew: Any, at_best: Callable[[Callable[[], float], f
     at_best(lambda: peer.ask("idle", seconds=0.5, poll_s=0.0)["share"], 0.01)
 
 
-def test_a_write_to_a_stopped_peer_costs_nothing_and_ends_when_it_is_disconnected(
+def test_a_write_to_a_stopped_peer_costs_nothing_and_ends_when_its_process_has_ended(
     crew: Any, at_best: Callable[[Callable[[], float], float], None]
 ) -> None:
     agent, peer = crew.agent(ENGINE), crew.peer(ENGINE)
@@ -289,6 +289,9 @@ def test_a_write_to_a_stopped_peer_costs_nothing_and_ends_when_it_is_disconnecte
 
     at_best(share, 0.05)
     agent.transport.disconnect("peer")
+    assert not write.poll()
+    os.kill(peer.process.pid, signal.SIGKILL)
+    agent.transport.ended(peer.metadata)
     with pytest.raises(PeerDisconnected):
         agent.finish(write)
     peer.kill()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvctl_agent.errors import PeerDisconnected, TransportError
-from tests.kvctl_agent.transport.conftest import WITH_THREADS
+from tests.kvctl_agent.transport.conftest import POOL_BYTES, WITH_THREADS
 
 pytestmark = WITH_THREADS
 
@@ -129,6 +129,38 @@ def test_what_was_told_and_written_to_a_stopped_peer_arrives_when_it_goes_on(cre
     landed = peer.collect(len(tags), timeout_s=60)
     assert {bytes.fromhex(arrival["tag"]) for arrival in landed} == tags
     assert len(landed) == len(tags)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["gone for good", "connected again"])
+def test_a_write_in_flight_to_a_disconnected_peer_ends_when_it_has_landed(
+    crew: Any, engine: str, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A silent peer is disconnected, and memory of its rooms is freed once nothing is in flight: not before."""
+    monkeypatch.setenv("UCX_TLS", "tcp,self")  # as between hosts
+    agent, peer = crew.agent(engine), crew.peer(engine)
+    agent.transport.connect("peer", peer.metadata)
+    agent.finish(agent.transport.write("peer", agent.at(0), peer.at(0), sizes(4096), b"warm"))
+    peer.collect(1)
+    os.kill(peer.process.pid, signal.SIGSTOP)
+    wanted = np.frombuffer(os.urandom(POOL_BYTES), np.uint8)
+    agent.pool[:] = wanted
+    write = agent.transport.write("peer", agent.at(0), peer.at(0), sizes(POOL_BYTES), b"late")
+    agent.transport.disconnect("peer")
+    if engine != "loopback":  # which copies in the call itself
+        assert not write.release()
+    os.kill(peer.process.pid, signal.SIGCONT)
+    if again:
+        agent.transport.connect("peer", peer.metadata)
+    until = time.monotonic() + 60
+    while not write.release():
+        assert time.monotonic() < until
+        agent.wait()
+    agent.pool[:] = 0  # the source has another owner now
+    last = POOL_BYTES - 4096
+    assert peer.read(last, 4096) == wanted[last:].tobytes()
+    if again:
+        agent.finish(agent.transport.write("peer", agent.at(0), peer.at(0), sizes(4096), b"once more"))
+        assert b"once more".hex() in {arrival["tag"] for arrival in peer.collect(2)}
 
 
 def test_connecting_to_a_peer_that_is_gone_is_an_error_at_the_latest_when_writing(crew: Any, engine: str) -> None:
