@@ -30,8 +30,10 @@ BOUNDS = {
     r"telemetry\.rate\._spans": 4096,  # intervals of the last ten seconds
     r"telemetry\.rate\._rooms": 100_000,  # rooms of the last ten seconds
     r"telemetry\.stages\._groups": 1024,
+    r"telemetry\.transfers\._by_peer\[\]\.rooms": 64 * 64,  # the latest 64 of each peer
     r"telemetry\.metrics\._.*": 1024,  # label sets, in one shard per thread
     r"machine\.peers\[\]\.ended_incarnations": 64 * 64,  # of each peer
+    r"transfers\._connections\[\]\.wire_times_ns": 32 * 64,  # of the latest parts to each peer
     r"machine\._context\.actions": 1024,  # of the last event
     r"inputs\._(generations|batch)": 1 << 16,  # record_inputs
     r"transport\._sessions": 4096,  # Mooncake's engine keeps every port that it has written to

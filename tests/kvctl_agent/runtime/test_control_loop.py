@@ -42,7 +42,7 @@ class StandInMachine:
     """Answers events with the actions that the test gave for them."""
 
     def __init__(self) -> None:
-        self.local: Any = SimpleNamespace(name="decode-0", role="decode", host="host")
+        self.local: Any = SimpleNamespace(name="decode-0", role="decode", host="host", incarnation=1)
         self.peers: dict[str, Any] = {}
         self.handled: list[Any] = []
         self.answers: dict[int, list[ev.Action] | Exception] = {}
@@ -78,6 +78,9 @@ class StandInExecutor:
 
     def drop(self, peer: str) -> None:
         self._do(peer)
+
+    def ended(self, info: msg.PeerInfo) -> None:
+        self._do(("ended", info.pid))
 
     def change_state(self, action: ev.StateChanged) -> None:
         self._do(action.room)
@@ -271,6 +274,7 @@ class TestLiveness:
         process.kill()  # a zombie until it is waited for
         dead = ev.PeerDead("peer", 5, f"process {process.pid} has ended")
         until(lambda: dead in rig.machine.handled)
+        assert ("ended", process.pid) in rig.executor.done  # so the engine's writes to it end
         process.wait()
         assert process.stdin is not None
         process.stdin.close()
