@@ -195,14 +195,15 @@ class TransferTimes:
     def fit(self, peer: str, now_ns: int) -> TransferFit | None:
         """Returns the cost of transfers to a decode rank, at monotonic `now_ns`; None if no room was transferred to it.
 
-        The fit may lack the rooms of the last second.
+        The fit may lack rooms of the last second, but no more than it has.
         """
         times = self._by_peer.get(peer)
         if times is None or not times.count:
             return None
         if times.fit is not None:
             fit, count, fitted_ns = times.fit
-            if count == times.count or now_ns - fitted_ns < _FIT_KEPT_NS:
+            few_new = times.count < 2 * count and now_ns - fitted_ns < _FIT_KEPT_NS
+            if few_new or count == times.count:
                 return fit
         count = times.count
         fit = fit_transfers(times.rooms.copy())
