@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import Future
 from functools import partial
 from math import inf
@@ -30,7 +30,7 @@ from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.bootstrap_registry import NOWHERE, Lookup, Rank, Register, Whereabouts
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.messages import Hello, PeerInfo
-from kvctl_agent.protocol.peer import LocalInfo, Peer, PeerState
+from kvctl_agent.protocol.peer import LocalInfo, PeerState
 from kvctl_agent.protocol.recording import InputLog
 from kvctl_agent.runtime import control_endpoints
 from kvctl_agent.runtime.arrivals import Arrivals
@@ -52,8 +52,11 @@ _FEW_ROOMS = 4
 _PAUSE_A_ROOM_S = 50e-6
 _LONGEST_PAUSE_S = 1e-3
 _LONGEST_WAIT_S = 0.1
+_LANDING_ROUNDS, _LANDING_PAUSE_S = 20, 1e-3
 _ROUNDS_A_TURN = 2  # then messages are read and sent again
 _LAST_TURN_S = 1.0
+
+_Incarnation = tuple[str, int, PeerInfo | None]  # name of a peer, number of the incarnation, what it said of itself
 
 
 class Mailbox:
@@ -406,7 +409,7 @@ class ControlLoop:
             self._sockets_used = True
             for received in self._channel.receive(ready):
                 if isinstance(received.message, Hello):
-                    self._check_replaced(received.peer, received.incarnation)
+                    self._check_replaced([(received.peer, received.incarnation)])
                 self._feed(received)
                 self._sharing.yield_if_due()
         if self._ask_now or now >= self._tick_ns or not self._registry_keys.isdisjoint(ready):
@@ -484,8 +487,7 @@ class ControlLoop:
         if not roster.complete:
             self._feed(ev.RosterMissing(instance, roster.refused or roster.missing))
         else:
-            for rank in roster.ranks:
-                self._check_replaced(rank.name, rank.incarnation)
+            self._check_replaced((rank.name, rank.incarnation) for rank in roster.ranks)
             names = tuple(rank.name for rank in roster.ranks)
             self._feed(ev.RosterKnown(instance, names, tuple(rank.incarnation for rank in roster.ranks)))
             for rank in roster.ranks:
@@ -500,23 +502,40 @@ class ControlLoop:
         if now_ns < self._liveness_ns:
             return
         self._liveness_ns = now_ns + _LIVENESS_NS
-        for peer in list(self._machine.peers.values()):
+        suspects: list[_Incarnation] = []
+        for peer in self._machine.peers.values():
             if not peer.proven_dead and peer.state is not PeerState.REFUSED:
-                self._check_ended(peer, peer.incarnation, peer.info)
-            for incarnation, former in list(peer.former.items()):
-                self._check_ended(peer, incarnation, former.info)
+                suspects.append((peer.name, peer.incarnation, peer.info))
+            suspects += [(peer.name, incarnation, former.info) for incarnation, former in peer.former.items()]
             self._channel.keep(peer.name, {peer.route, *(former.route for former in peer.former.values())})
+        self._check_ended(suspects)
 
-    def _check_replaced(self, name: str, incarnation: int) -> None:
-        """Checks, when another incarnation has a peer's name, whether the peer's earlier process has ended."""
-        peer = self._machine.peers.get(name)
-        if peer is not None and not peer.proven_dead and peer.incarnation != incarnation:
-            self._check_ended(peer, peer.incarnation, peer.info)
+    def _check_replaced(self, newcomers: Iterable[tuple[str, int]]) -> None:
+        """Checks, when other incarnations have peers' names, whether the peers' earlier processes have ended."""
+        suspects: list[_Incarnation] = []
+        for name, incarnation in newcomers:
+            peer = self._machine.peers.get(name)
+            if peer is not None and not peer.proven_dead and peer.incarnation != incarnation:
+                suspects.append((name, peer.incarnation, peer.info))
+        self._check_ended(suspects)
 
-    def _check_ended(self, peer: Peer, incarnation: int, info: PeerInfo | None) -> None:
-        if info is not None and info.host == self._local.host and is_dead(info.pid):
+    def _check_ended(self, suspects: Sequence[_Incarnation]) -> None:
+        """Reports incarnations of peers whose process on this host has ended, once nothing of them can land any more.
+
+        The bytes that a process has sent outlive it in the sockets of this host, megabytes of them, until the engine
+        takes them.
+        """
+        ended = [
+            (name, incarnation, info)
+            for name, incarnation, info in suspects
+            if info is not None and info.host == self._local.host and is_dead(info.pid)
+        ]
+        for _ in range(_LANDING_ROUNDS if ended else 0):
+            self._run_tasks()
+            self._sleep(_LANDING_PAUSE_S)
+        for name, incarnation, info in ended:
             self._connections.ended(info)
-            self._feed(ev.PeerDead(peer.name, incarnation, f"process {info.pid} has ended"))
+            self._feed(ev.PeerDead(name, incarnation, f"process {info.pid} has ended"))
 
     def _send(self, action: ev.Send) -> None:
         peer = self._machine.peers.get(action.peer)

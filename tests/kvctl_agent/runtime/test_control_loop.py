@@ -24,6 +24,7 @@ from kvctl_agent.protocol.peer import FormerIncarnation, PeerState
 from kvctl_agent.runtime.bootstrap import Registries, RegistryClient, RegistryServer
 from kvctl_agent.runtime.control_channel import ControlChannel
 from kvctl_agent.runtime.control_loop import ControlLoop, Mailbox
+from kvctl_agent.runtime.liveness import is_dead
 from kvctl_agent.telemetry.hub import Telemetry
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -276,6 +277,31 @@ class TestLiveness:
         until(lambda: dead in rig.machine.handled)
         assert ("ended", process.pid) in rig.executor.done  # so the engine's writes to it end
         process.wait()
+        assert process.stdin is not None
+        process.stdin.close()
+
+    def test_what_it_had_sent_lands_before_its_end_is_reported(self, rig: Rig) -> None:
+        """Megabytes may lie in this host's sockets; the loop that takes them must have run since the process ended."""
+        turns: list[tuple[bool, bool]] = []
+
+        class Engine:
+            def turn(self) -> None:
+                reported = any(isinstance(event, ev.PeerDead) for event in rig.machine.handled)
+                turns.append((is_dead(process.pid), reported))
+
+            def idle(self) -> bool:
+                return True
+
+            def wait_s(self) -> float:
+                return 0.4
+
+        process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        rig.loop._tasks.append(Engine())
+        rig.machine.peers["peer"] = StandInPeer(process.pid)
+        process.kill()
+        process.wait()
+        until(lambda: any(isinstance(event, ev.PeerDead) for event in rig.machine.handled))
+        assert turns.count((True, False)) >= 20
         assert process.stdin is not None
         process.stdin.close()
 

@@ -63,6 +63,18 @@ def idle(transport: Transport, seconds: float, poll_s: float) -> float:
     return (time.process_time() - cpu) / (time.monotonic() - started)
 
 
+def flood(transport: Transport, pool: np.ndarray, peer: str, addr: int) -> None:
+    """Writes the pool to a peer again and again, with other bytes each time."""
+    everything = np.array([pool.nbytes], np.uint64)
+    while True:
+        pool += 1
+        write = transport.write(
+            peer, np.array([pool.ctypes.data], np.uint64), np.array([addr], np.uint64), everything, b"flood"
+        )
+        while not write.poll():
+            time.sleep(0.0001)
+
+
 def main() -> None:
     engine, name, answers = sys.argv[1], sys.argv[2], int(sys.argv[3])
     transport_name, _, params = engine.partition(" ")
@@ -88,6 +100,9 @@ def main() -> None:
                 case "rest":
                     answer(done=None)
                     select.select([sys.stdin], [], [])  # no duty is done until there is another command
+                case "flood":
+                    answer(done=None)
+                    flood(transport, pool, **ask)
                 case "idle":
                     answer(share=idle(transport, **ask))
     transport.close()

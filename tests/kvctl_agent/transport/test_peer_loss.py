@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvctl_agent.errors import PeerDisconnected, TransportError
+from kvctl_agent.runtime.control_loop import _LANDING_PAUSE_S, _LANDING_ROUNDS
 from tests.kvctl_agent.transport.conftest import POOL_BYTES, WITH_THREADS
 
 pytestmark = WITH_THREADS
@@ -161,6 +162,30 @@ def test_a_write_in_flight_to_a_disconnected_peer_ends_when_it_has_landed(
     if again:
         agent.finish(agent.transport.write("peer", agent.at(0), peer.at(0), sizes(4096), b"once more"))
         assert b"once more".hex() in {arrival["tag"] for arrival in peer.collect(2)}
+
+
+def test_what_a_killed_peer_had_sent_lands_within_a_few_polls(
+    crew: Any, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control loop reports the end of a process after so many polls, and then its pages have new owners."""
+    monkeypatch.setenv("UCX_TLS", "tcp,self")  # bytes in sockets outlive the writer
+    agent, peer = crew.agent(engine), crew.peer(engine)
+    peer.ask("connect", peer="here", metadata=agent.transport.metadata().hex())
+    peer.ask("flood", peer="here", addr=agent.addr)
+    until = time.monotonic() + 60
+    while not agent.transport.arrivals():
+        assert time.monotonic() < until
+        agent.wait()
+    time.sleep(0.01)  # nobody polls: the sockets fill up
+    peer.kill()
+    for _ in range(_LANDING_ROUNDS):
+        agent.transport.arrivals()
+        time.sleep(_LANDING_PAUSE_S)
+    landed = agent.pool.copy()
+    for _ in range(200):
+        agent.transport.arrivals()
+        time.sleep(0.001)
+    assert np.array_equal(landed, agent.pool)
 
 
 def test_connecting_to_a_peer_that_is_gone_is_an_error_at_the_latest_when_writing(crew: Any, engine: str) -> None:
