@@ -164,12 +164,10 @@ def test_an_idle_agent_takes_less_than_three_percent_of_a_core(crew: Any, at_bes
 def test_it_is_reachable_from_this_host_alone_unless_told_otherwise(crew: Any) -> None:
     agent = crew.agent("mooncake")
     assert agent.transport.describe()["reachable"] == "from this host"
-    listening = {one for _, one in mooncake_engine._sockets() if mooncake_engine._listens(one)}
-    ports = {one.getsockname()[1] for one in listening if one.getsockname()[0] in ("0.0.0.0", "::")}
-    for _, one in mooncake_engine._sockets():
-        one.close()
-    for one in listening:
-        one.close()
+    with contextlib.ExitStack() as stack:
+        copies = [stack.enter_context(one) for _, one in mooncake_engine._sockets()]
+        names = [one.getsockname() for one in copies if mooncake_engine._listens(one)]
+    ports = {name[1] for name in names if name[0] in ("0.0.0.0", "::")}
     assert len(ports) >= 2  # the engine asks for all interfaces, for data and for handshakes
     address = outside_address()
     for port in ports:
