@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+
+# The answers of a large fleet are a million objects without cycles. By default the collector goes over them again and
+# again while they are made, which is a fifth of the CPU time of `kvctl top`.
+_COLLECT_AFTER = 100_000, 20, 100
 
 # Not imported from typing: this module imports little, because Ctrl-C before `main` prints a traceback.
 TYPE_CHECKING = False
@@ -21,6 +26,7 @@ def main() -> NoReturn:
     from kvctl.cli import main as run
     from kvctl.exit_codes import ExitCode
 
+    gc.set_threshold(*_COLLECT_AFTER)
     try:
         if catch:
             signal.signal(signal.SIGINT, signal.default_int_handler)
