@@ -223,6 +223,11 @@ class FaultRunner:
                 del self._restarting[name]
                 self.restarts.append(Restart(name, (served_ns - since_ns) / 1e9))
 
+    @property
+    def recovering(self) -> list[str]:
+        """Names of the ranks whose process was killed or replaced and whose new process has not served a room yet."""
+        return sorted(self._killed | self._restarting.keys())
+
     def end(self) -> None:
         """Cancels all scheduled faults, resumes paused ranks, restarts ranks that are down, and ends agents' faults."""
         self._ended = True

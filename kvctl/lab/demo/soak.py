@@ -157,8 +157,12 @@ class Soak:
             self._script.end()
         ranks = self.fleet.ranks.values()
         try:
-            # Rooms are opened until all ranks serve: a restarted rank must also show that it can serve a room.
-            self.traffic.until(lambda: all(rank.serving for rank in ranks), _SERVE_S, "every rank serves again")
+            # Rooms are opened until then: a restarted rank must also show that it can serve a room.
+            self.traffic.until(
+                lambda: all(rank.serving for rank in ranks) and not self.faults.recovering,
+                _SERVE_S,
+                "every rank serves again, and every restarted one has served a room",
+            )
             self.traffic.drain(self.fleet.plan.patience_s)
             self.traffic.until(self._clean, self.fleet.plan.patience_s, "nothing of any room is left", quiet=True)
         except DeadlineMissed as missed:
