@@ -15,6 +15,7 @@ from kvctl_agent.memory.region import Region
 from kvctl_agent.transport.base import Arrival
 from kvctl_agent.transport.registry import open_transport
 from tests.matrix.matrix_rig.shared_engine import Facade, SharedEngine
+from tests.support.mooncake import start_mooncake
 
 BYTES = 1 << 16
 
@@ -23,8 +24,9 @@ Start = Callable[[], tuple[SharedEngine, HugePageMemory]]
 
 @pytest.fixture(scope="module", params=["loopback", "nixl", "mooncake"])
 def transport(request: pytest.FixtureRequest) -> str:
-    """Each in turn; what an engine opens once and keeps until the process ends belongs to no test."""
-    open_transport(request.param, "first").close()
+    """Each in turn."""
+    if request.param == "mooncake":
+        start_mooncake()
     return str(request.param)
 
 

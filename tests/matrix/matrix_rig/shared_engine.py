@@ -146,6 +146,9 @@ class Facade:
         if known is not None:
             self._engine.part(known[1])
 
+    def ended(self, metadata: bytes) -> None:
+        self._engine.transport.ended(_address(metadata).metadata)
+
     def prepare_local(self, addrs: Addresses, sizes: Sizes) -> Prepared:
         self._check_open()
         return self._engine.transport.prepare_local(addrs, sizes)
