@@ -1,8 +1,9 @@
 """Arrivals at a decode rank: polls for arrived tags, scatters landed parts and computes checksums of parts.
 
 Transfer engines cannot wake a thread on arrival, so the loop polls: often while bytes are expected, seldom otherwise. A
-poll costs about 10 µs and several ranks may share a core, so the pause grows with the time since the last arrival. The
-pause adds to the writer's latency too: UCX acknowledges a flushed write only when the reader polls.
+poll costs about 10 µs and several ranks may share a core, so the pause grows with the time since the last arrival or
+since a writer was about to write. The pause adds to the writer's latency too: UCX acknowledges a flushed write
+only when the reader polls.
 
 Scatters run asynchronously, and the loop polls for tags meanwhile: with the shortest pauses while the latest scatter is
 young, since most scatters on a GPU take less time than a longer pause would.
@@ -95,13 +96,17 @@ class Arrivals:
         self._scatters: list[_RunningScatter] = []
         self._checks: list[_RunningCheck] = []
         self._scatter_began_s = 0.0  # start of the latest scatter
-        self._active_s = time.monotonic()  # time of the last arrival or order
+        self._active_s = time.monotonic()  # time of the last arrival, order or `expect`
         self._record_ns = 0
         self._poll_again_ns = 0
 
     def put(self, order: Scatter | Check) -> None:
         """Queues an action for the next turn."""
         self._orders.append(order)
+
+    def expect(self) -> None:
+        """Takes note that a writer has accepted a room or been granted ring regions, so that bytes may arrive soon."""
+        self._active_s = time.monotonic()
 
     def store_aux(self, order: StoreAux) -> None:
         """Copies an aux row to its slot, at once: the room may succeed with the next action."""

@@ -29,7 +29,7 @@ from kvctl_agent.gil import GilSharing
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.bootstrap_registry import NOWHERE, Lookup, Rank, Register, Whereabouts
 from kvctl_agent.protocol.machine import Machine
-from kvctl_agent.protocol.messages import Hello, PeerInfo
+from kvctl_agent.protocol.messages import Hello, PeerInfo, RoomAccepted, StagingGrants
 from kvctl_agent.protocol.peer import LocalInfo, PeerState
 from kvctl_agent.protocol.recording import InputLog
 from kvctl_agent.runtime import control_endpoints
@@ -187,7 +187,8 @@ class ControlLoop:
             arrivals: decode: executes `Scatter`, `Check` and `StoreAux`.
             forwards: prefill, pool on a device: polls the engine's events.
             reported: events that the tasks have reported, to be handled in the same turn.
-            few_cores: whether ranks that share this host have no core to spare, so that the loop makes fewer turns.
+            few_cores: whether ranks that share this host have no core to spare, so that the loop makes fewer turns, and
+                does not poll for arrivals more often when bytes are about to come.
             sharing: decides which waits keep the GIL; shared with the transport.
             server: first prefill rank: the registry of its instance.
             authenticator: starts the authenticator of the control sockets; None without keys.
@@ -209,6 +210,7 @@ class ControlLoop:
         self._connections = connections
         self._tasks: list[LoopTask] = [task for task in (forwards, transfers, arrivals) if task is not None]
         self._transfers = transfers
+        self._expecting = None if few_cores else arrivals
         self._forwards = forwards
         self._reported = deque[ev.Event]() if reported is None else reported
         self._few_cores = few_cores
@@ -410,6 +412,8 @@ class ControlLoop:
             for received in self._channel.receive(ready):
                 if isinstance(received.message, Hello):
                     self._check_replaced([(received.peer, received.incarnation)])
+                elif self._expecting is not None and isinstance(received.message, RoomAccepted):
+                    self._expecting.expect()
                 self._feed(received)
                 self._sharing.yield_if_due()
         if self._ask_now or now >= self._tick_ns or not self._registry_keys.isdisjoint(ready):
@@ -545,6 +549,8 @@ class ControlLoop:
             route = peer.route
         self._channel.queue(action.peer, action.message, route)
         self._flush_now = True
+        if self._expecting is not None and isinstance(action.message, StagingGrants):
+            self._expecting.expect()
 
     def _connect_peer(self, action: ev.ConnectPeer) -> None:
         try:

@@ -189,6 +189,22 @@ def test_it_looks_often_while_bytes_are_expected_and_seldom_otherwise(rig: Rig) 
     pytest.fail(f"{often:.0f} looks a second while bytes are expected, {seldom:.0f} and {again:.0f} otherwise")
 
 
+def test_after_a_long_silence_it_looks_often_again_once_bytes_are_about_to_come(telemetry: Telemetry) -> None:
+    rig = Rig(telemetry)  # its loop does not run
+    rig.rooms = 1
+    time.sleep(0.02)
+    assert rig.arrivals.wait_s() == pytest.approx(1e-3)
+    for _ in range(10):  # a busy machine may let a moment pass between the two calls
+        rig.arrivals.expect()
+        if (wait_s := rig.arrivals.wait_s()) == pytest.approx(50e-6):
+            break
+    else:
+        pytest.fail(f"it looks again after {wait_s * 1e6:.0f} µs")
+    rig.copier.close()
+    rig.ring.close()
+    rig.pool.close()
+
+
 def test_idle_it_costs_less_than_three_hundredths_of_a_core(rig: Rig, at_best: AtBest) -> None:
     def share() -> float:
         cpu, since = time.process_time(), time.monotonic()

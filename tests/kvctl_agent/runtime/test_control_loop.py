@@ -99,8 +99,40 @@ class StandInExecutor:
         self.refusals.append((room, text))
 
 
+class StandInArrivals:
+    """Counts how often it is told that bytes are about to come."""
+
+    def __init__(self) -> None:
+        self.expected = 0
+
+    def expect(self) -> None:
+        self.expected += 1
+
+    def put(self, order: ev.Scatter | ev.Check) -> None:
+        raise AssertionError(f"nobody ordered {order}")
+
+    def store_aux(self, order: ev.StoreAux) -> None:
+        raise AssertionError(f"nobody ordered {order}")
+
+    def turn(self) -> None:
+        """Has nothing to do."""
+
+    def idle(self) -> bool:
+        return True
+
+    def wait_s(self) -> float:
+        return 0.02
+
+
 class Rig:
-    def __init__(self, context: Context, telemetry: Telemetry, directory: Path) -> None:
+    def __init__(
+        self,
+        context: Context,
+        telemetry: Telemetry,
+        directory: Path,
+        arrivals: StandInArrivals | None = None,
+        few_cores: bool = False,
+    ) -> None:
         self.telemetry = telemetry
         self.machine, self.executor, self.mailbox = StandInMachine(), StandInExecutor(), Mailbox()
         endpoint = f"ipc://{directory}/boot"
@@ -117,6 +149,8 @@ class Rig:
             handles=executor,
             connections=executor,
             pipelining=executor,
+            arrivals=arrivals,  # type: ignore[arg-type]
+            few_cores=few_cores,
             server=self.server,
         )
         self.loop.open([endpoint])
@@ -344,6 +378,27 @@ class TestLiveness:
         rig.machine.peers["peer"] = StandInPeer(os.getpid())
         time.sleep(0.7)
         assert not any(isinstance(event, ev.PeerDead) for event in rig.machine.handled)
+
+
+@pytest.mark.parametrize("few_cores", [False, True])
+@pytest.mark.parametrize("sign", ["a room is accepted", "regions are granted"])
+def test_arrivals_are_told_when_bytes_are_about_to_come_unless_cores_are_few(
+    zmq_context: Context, telemetry: Telemetry, directory: Path, sign: str, few_cores: bool
+) -> None:
+    arrivals = StandInArrivals()
+    rig = Rig(zmq_context, telemetry, directory, arrivals, few_cores)
+    heard = [ev.Received("prefill-0", 7, msg.Heartbeat(1))]
+    if sign == "a room is accepted":
+        heard.append(ev.Received("prefill-0", 7, msg.RoomAccepted(3, 4)))
+    else:
+        rig.machine.answers[3] = [ev.Send("prefill-0", msg.StagingGrants(3, 4, [], []))]
+        rig.mailbox.put(ev.SendRoom(3))
+    rig.loop._channel.receive = lambda ready: iter([heard.pop()] if heard else [])  # type: ignore[method-assign]
+    rig.loop.start()
+    until(lambda: not heard and len(rig.machine.handled) > 3)
+    assert arrivals.expected == (0 if few_cores else 1)
+    assert rig.loop.close(60)
+    rig.mailbox.close()
 
 
 def test_what_was_queued_last_still_leaves_when_it_closes(
