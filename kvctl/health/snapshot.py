@@ -107,11 +107,11 @@ class Agent:
         family = self.families.get(metric)
         if family is None:
             return None
-        return [
-            sample
-            for sample in rows(family.get("samples"))
-            if all(inner(sample, "labels").get(name) == value for name, value in labels.items())
-        ]
+        found = rows(family.get("samples"))
+        if labels:
+            wanted = labels.items()
+            found = [each for each in found if wanted <= inner(each, "labels").items()]
+        return found
 
     def total(self, metric: str, **labels: str) -> float | None:
         """Returns the sum of a counter or gauge over the samples with these labels; None if the metric is missing."""

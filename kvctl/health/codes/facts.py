@@ -310,8 +310,10 @@ def slow_writers(snapshot: Snapshot) -> Mapping[str, SlowWriter]:
     wires = {agent.name: wire for agent in snapshot.of_role("prefill") if (wire := _wire(snapshot, agent.name))}
     found: dict[str, SlowWriter] = {}
     for name, wire in wires.items():
+        if wire.seconds_a_part < _MIN_WIRE_S:
+            continue  # before what takes the square of the number of writers
         rest = {other: other_wire for other, other_wire in wires.items() if other != name}
-        if not rest or wire.seconds_a_part < _MIN_WIRE_S:
+        if not rest:
             continue
         others = Wire(
             _median(other.seconds_a_part for other in rest.values()),

@@ -560,7 +560,9 @@ def _decreased(snapshot: Snapshot, agent: Agent) -> _Wrong:
         return {}
     found: _Wrong = {}
     for name, family in agent.families.items():
+        if text(family, "kind") != "counter":
+            continue
         after, earlier = agent.total(name), before.total(name)
-        if text(family, "kind") == "counter" and after is not None and earlier is not None and after < earlier:
+        if after is not None and earlier is not None and after < earlier:
             found[name] = after, f"less than the {earlier:g} in the reading before"
     return found
