@@ -144,7 +144,7 @@ def oddities(rows: Sequence[Row]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {row["name"]: [SILENT] for row in rows if "rank" not in row}
     for role in ("prefill", "decode"):
         ranks = [row for row in rows if row.get("role") == role and "rank" in row]
-        usual = {name: _majority(map(read, ranks)) for name, read in _FACTORS.items()}
+        differing = _differences(ranks)
         slow = _slow_below(ranks)
         for row in ranks:
             reasons = [*row["health"]]
@@ -152,11 +152,7 @@ def oddities(rows: Sequence[Row]) -> dict[str, list[str]]:
                 reasons.append("draining")
             if row.get("waiting_for"):
                 reasons.append("waiting")
-            reasons += [
-                f"{name} {_shown(read(row))}"
-                for name, read in _FACTORS.items()
-                if usual[name] is not None and read(row) != usual[name]
-            ]
+            reasons += differing.get(row["name"], ())
             rate = row["rate"]["gb_per_s"]
             if rate is not None and rate < slow[_sizes(row)]:
                 reasons.append("slow")
@@ -175,6 +171,20 @@ _FACTORS: Mapping[str, Callable[[Row], Any]] = {
     "engine": lambda row: (row.get("integration") or {}).get("engine_version"),
 }
 """Settings that ranks of one role usually have in common."""
+
+
+def _differences(ranks: Sequence[Row]) -> dict[str, list[str]]:
+    """Returns the settings in which ranks of one role differ from most others, by name of the rank."""
+    found: dict[str, list[str]] = {}
+    for name, read in _FACTORS.items():
+        values = [read(row) for row in ranks]
+        usual = _majority(values)
+        if usual is None:
+            continue
+        for row, value in zip(ranks, values, strict=True):
+            if value != usual:
+                found.setdefault(row["name"], []).append(f"{name} {_shown(value)}")
+    return found
 
 
 def _shown(value: Any) -> str:

@@ -56,9 +56,8 @@ class Trends:
     rings: dict[str, Series] = field(default_factory=dict)
     _before: tuple[FleetSummary, int] | None = None
 
-    def add(self, statuses: Sequence[Row], tick_ns: int) -> None:
-        """Adds the answers to `status` of one reading, taken at `tick_ns` on a monotonic clock."""
-        summary = summarise(statuses)
+    def add(self, summary: FleetSummary, statuses: Sequence[Row], tick_ns: int) -> None:
+        """Adds the totals and the answers to `status` of one reading, taken at `tick_ns` on a monotonic clock."""
         if self._before is not None:
             before, before_ns = self._before
             if tick_ns <= before_ns:
@@ -106,6 +105,7 @@ class Store:
         now_ns: wall-clock time of the last reading; for a recording, the recorded time.
         problem: reason why the last reading failed; "" if it succeeded.
         survey: the last survey; None before the first one.
+        summary: totals of the agents that answered the last survey.
         never_heard: faults in the last survey of agents that have never answered.
         position: position in the recording; None for a live fleet.
         judged: raised and muted findings of the health codes; None before the first reading for them.
@@ -122,6 +122,7 @@ class Store:
         self.problem = ""
         self.position: RecordingPosition | None = None
         self.survey: Survey | None = None
+        self.summary = summarise(())
         self.never_heard: Sequence[Fault] = ()
         self.judged: Judged | None = None
         self.judged_at_ns = 0
@@ -144,10 +145,12 @@ class Store:
             return
         self.subject = reading.question.subject or self.subject
         self._update_agents(reading.survey)
+        statuses = [data for _, data in reading.survey.answers(_STATUS)]
+        self.summary = summarise(statuses)
         if reading.judged is not None:
             self.judged, self.judged_at_ns = reading.judged, self.now_ns
         else:
-            self.trends.add([data for _, data in reading.survey.answers("status")], reading.survey.tick_ns)
+            self.trends.add(self.summary, statuses, reading.survey.tick_ns)
         for answer, data in reading.survey.answers("events"):
             self._add_events(answer, data)
 

@@ -6,6 +6,7 @@ Widgets redraw only after a change, and tables format only the rows on screen.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from typing import ClassVar
 
 from rich.cells import cell_len
@@ -167,7 +168,7 @@ class Picture(Canvas):
 
     def show(self, draw: Draw, heading: tuple[Line, Line] | None = None) -> None:
         """Replaces the drawing and its title; updates the layout only if the number of lines changes."""
-        self._draw, self.heading = draw, heading
+        self._draw, self.heading = cache(draw), heading  # it is asked for twice: for the height, and to draw
         lines = len(self._drawn(self.size.width)) if self.size.width else 0
         self.redraw()
         if lines != self._lines:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 
 from textual.app import ComposeResult
 
@@ -128,8 +127,7 @@ class OverviewPanel(Panel):
         self._health(store)
         fresh = [row for row in statuses if store.stale_ns(row["name"]) is None]
         fleet, rings = self.query_one("#overview-fleet", Picture), self.query_one("#overview-rings", Picture)
-        # A picture asks for its lines twice, for its height and to draw them.
-        fleet.show(cache(lambda width: self._fleet(store, fresh, width)), ([("fleet", "")], []))
+        fleet.show(lambda width: self._fleet(store, fresh, width), ([("fleet", "")], []))
         stale = [agent.name for agent in store.silent]
         most = max(2, self._height // _ROWS_PER_GAUGE_LINE)
         _, left_out = gauges(statuses, store.trends.rings, stale, self.size.width, most)
@@ -184,7 +182,7 @@ class OverviewPanel(Panel):
         self.query_one("#overview-remedy", Picture).show(lambda width: _remedy(finding, width, tall) if finding else [])
 
     def _fleet(self, store: Store, statuses: Sequence[Row], width: int) -> list[Line]:
-        summary = outline(statuses) if statuses else [[no_agents(store)]]
+        summary = outline(statuses, store.summary) if statuses else [[no_agents(store)]]
         trends = store.trends
         if width < _WIDE:
             curves = [
