@@ -164,7 +164,10 @@ class Soak:
                 "every rank serves again, and every restarted one has served a room",
             )
             self.traffic.drain(self.fleet.plan.patience_s)
-            self.traffic.until(self._clean, self.fleet.plan.patience_s, "nothing of any room is left", quiet=True)
+            drained_ns = time.monotonic_ns()
+            self.traffic.until(
+                lambda: self._clean(drained_ns), self.fleet.plan.patience_s, "nothing of any room is left", quiet=True
+            )
         except DeadlineMissed as missed:
             self._not_drained = str(missed)
         with suppress(FleetError):
@@ -178,9 +181,10 @@ class Soak:
         self.watch.turn()
         self._artifacts.save_new(self.traffic.accounting)
 
-    def _clean(self) -> bool:
-        asked_ns = time.monotonic_ns() - 5_000_000_000
-        fresh = all(name in self.watch.now and self.watch.now[name]["at_ns"] > asked_ns for name in self.fleet.ranks)
+    def _clean(self, since_ns: int) -> bool:
+        """Whether no rank holds resources of any room, according to reports of all ranks that are newer than this."""
+        reports = self.watch.now
+        fresh = all(name in reports and reports[name]["at_ns"] > since_ns for name in self.fleet.ranks)
         return fresh and self.watch.clean
 
     def _handle(self, event: Event) -> None:
