@@ -1,9 +1,9 @@
 """Arrivals at a decode rank: polls for arrived tags, scatters landed parts and computes checksums of parts.
 
 Transfer engines cannot wake a thread on arrival, so the loop polls: often while bytes are expected, seldom otherwise. A
-poll costs about 10 µs and several ranks may share a core, so the pause grows with the time since the last arrival or
-since a writer was about to write. The pause adds to the writer's latency too: UCX acknowledges a flushed write
-only when the reader polls.
+poll costs about 10 µs and several ranks may share a core, so the pause grows with the time since the last arrival, or
+since the last sign that bytes are about to come (`expect`). The pause adds to the writer's latency too: UCX
+acknowledges a flushed write only when the reader polls.
 
 Scatters run asynchronously, and the loop polls for tags meanwhile: with the shortest pauses while the latest scatter is
 young, since most scatters on a GPU take less time than a longer pause would.

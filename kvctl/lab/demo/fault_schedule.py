@@ -224,9 +224,9 @@ class FaultRunner:
                 self.restarts.append(Restart(name, (served_ns - since_ns) / 1e9))
 
     @property
-    def recovering(self) -> list[str]:
-        """Names of the ranks whose process was killed or replaced and whose new process has not served a room yet."""
-        return sorted(self._killed | self._restarting.keys())
+    def recovered(self) -> bool:
+        """Whether every process that took the place of a killed or paused one has served a room."""
+        return not self._killed and not self._restarting
 
     def end(self) -> None:
         """Cancels all scheduled faults, resumes paused ranks, restarts ranks that are down, and ends agents' faults."""

@@ -159,7 +159,7 @@ class Soak:
         try:
             # Rooms are opened until then: a restarted rank must also show that it can serve a room.
             self.traffic.until(
-                lambda: all(rank.serving for rank in ranks) and not self.faults.recovering,
+                lambda: all(rank.serving for rank in ranks) and self.faults.recovered,
                 _SERVE_S,
                 "every rank serves again, and every restarted one has served a room",
             )
