@@ -205,7 +205,7 @@ ifneq ($(WHOLE),yes)
 .PHONY: $(STAMP)
 endif
 
-$(STAMP): pyproject.toml constraints.txt kvctl_agent/memory/_row_copies.c
+$(STAMP): pyproject.toml constraints.txt kvctl_agent/memory/_row_copies.c kvctl_agent/transport/nixl/_requests.cpp
 	@rm -f $@
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "setup: $(PYTHON) must be Python 3.11 or newer; name another: make PYTHON=python3.12" >&2; exit 1; }

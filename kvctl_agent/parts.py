@@ -239,19 +239,23 @@ def build_parts(
         memory: list[Closable | None] = []
         undo.callback(close_all, memory)
         sharing = GilSharing()
-        transport = make.transport(settings["transport"], name, params, pool.device, sharing)
-        undo.callback(transport.close)
         mailbox = Mailbox()
         undo.callback(mailbox.close)
+        if settings["copy_threads"] is None:
+            settings.complete("copy_threads", copy_threads(available_cores(), ranks_of(rank)))
+        # Native threads that post copy, too: a piece is written by the core that has gathered it.
+        threads = (engine_thread_count(params) if BUILT else 0) or settings["copy_threads"]
+        copy_pool = copy_pool_of(threads, name, mailbox)
+        undo.callback(copy_pool.close)
+        native_pool = copy_pool if isinstance(copy_pool, NativeCopyPool) else None
+        transport = make.transport(settings["transport"], name, params, pool.device, sharing, native_pool)
+        undo.callback(transport.close)
         buffers, ring = staging_memory(role, settings, pool.device, make.ring)
         memory += [buffers, ring]
         transport.register(regions(pool, buffers or ring))
         local = local_of(name, role, rank, shape, pool, incarnation, settings, transport, ring, integration, address)
 
         # What transfers parts.
-        if settings["copy_threads"] is None:
-            settings.complete("copy_threads", copy_threads(available_cores(), ranks_of(rank)))
-        copy_pool = copy_pool_of(settings["copy_threads"], name, mailbox)
         if not BUILT and pool.device is None:
             telemetry.recorder.record("copy", _NUMPY_COPIES, "warning")
         copiers: list[Closable] = []

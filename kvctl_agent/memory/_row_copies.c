@@ -151,14 +151,22 @@ typedef struct {
     char *staged;
 } Piece;
 
+/* What runs after each piece, for example what writes it to a peer: an object's attribute `then` has it in a capsule. */
+#define THEN "kvctl_agent.then"
+typedef struct {
+    void (*run)(void *self, int number);
+    void *self;
+} Then;
+
 typedef struct Work {
     struct Work *next; /* in the queue of its pool */
     bool gather, shared, seen;
     int count, taken;  /* pieces; those that a thread has taken */
     _Atomic int left;  /* pieces that are not copied yet */
     _Atomic bool bad;  /* a page was outside the pool */
-    _Atomic int64_t ended_ns;
+    _Atomic int64_t ended_ns, copy_ns;
     int64_t nbytes;
+    const Then *then; /* NULL: nothing */
     Piece *pieces;
     Span *spans;
 } Work;
@@ -212,13 +220,13 @@ typedef struct {
     pthread_t thread[MOST_THREADS];
     PyObject *error;
     _Atomic int64_t notice_ns; /* how long the control loop takes to notice that a copy has ended */
-    _Atomic int64_t piece_ns;  /* how long one thread takes to copy a piece */
+    _Atomic int64_t piece_ns;  /* how long one thread takes for a piece */
 } Pool;
 
 typedef struct {
     PyObject_HEAD
     Pool *pool;
-    PyObject *kept; /* the objects whose memory the copy uses */
+    PyObject *kept; /* the objects whose memory the copy uses, and the owner of `then` */
     Work *work;
 } Copy;
 
@@ -229,6 +237,11 @@ static void run_piece(Pool *pool, Work *work, int number)
     int64_t since = now_ns();
     if (!work->bad && !copy_piece(&work->pieces[number], work->gather))
         work->bad = true;
+    work->copy_ns += now_ns() - since;
+    if (work->then != NULL && !work->bad)
+        work->then->run(work->then->self, number);
+    if (work->spans == NULL)
+        return;
     int64_t known = pool->piece_ns, took = now_ns() - since;
     pool->piece_ns = known ? known + (took - known) / 8 : took;
 }
@@ -387,17 +400,89 @@ static int64_t read_spans(PyObject *spans, const HeadSlice *rows, int64_t num_pa
     return nbytes;
 }
 
+static bool is_open(const Pool *pool)
+{
+    if (pool->ready && !pool->closing)
+        return true;
+    PyErr_SetString(PyExc_ValueError, "the copy pool is closed; its owner must stop copying before closing it");
+    return false;
+}
+
+/* Reads what is to run after each piece from its owner, None for nothing; returns false with an exception. */
+static bool read_then(PyObject *owner, const Then **then)
+{
+    *then = NULL;
+    if (owner == Py_None)
+        return true;
+    PyObject *capsule = PyObject_GetAttrString(owner, "then");
+    if (capsule == NULL)
+        return false;
+    *then = PyCapsule_GetPointer(capsule, THEN);
+    Py_DECREF(capsule);
+    return *then != NULL;
+}
+
+/* Returns the copy that `work` is, with what it uses, and queues it for the threads; takes over the work and `kept`. */
+static PyObject *start(Pool *self, Work *work, PyObject *kept)
+{
+    Copy *copy = kept == NULL ? NULL : PyObject_New(Copy, copy_type);
+    if (copy == NULL) {
+        Py_XDECREF(kept);
+        free(work->spans);
+        free(work->pieces);
+        free(work);
+        return NULL;
+    }
+    Py_INCREF((PyObject *)self);
+    copy->pool = self;
+    copy->kept = kept;
+    copy->work = work;
+    if (self->threads && (work->nbytes > HELD_BYTES || work->spans == NULL)) {
+        work->shared = true;
+        pthread_mutex_lock(&self->lock);
+        *self->last = work;
+        self->last = &work->next;
+        if (work->count == 1)
+            pthread_cond_signal(&self->queued);
+        else
+            pthread_cond_broadcast(&self->queued);
+        pthread_mutex_unlock(&self->lock);
+    }
+    return (PyObject *)copy;
+}
+
+static PyObject *pool_run(PyObject *object, PyObject *args)
+{
+    Pool *self = (Pool *)object;
+    int count;
+    PyObject *owner;
+    const Then *then;
+    if (!PyArg_ParseTuple(args, "iO", &count, &owner) || !is_open(self) || !read_then(owner, &then))
+        return NULL;
+    if (count < 1 || then == NULL) {
+        PyErr_SetString(PyExc_ValueError, "there is nothing to run");
+        return NULL;
+    }
+    Work *work = calloc(1, sizeof *work);
+    Piece *pieces = calloc(count, sizeof *pieces); /* without spans: nothing is copied */
+    if (work == NULL || pieces == NULL) {
+        free(pieces);
+        free(work);
+        return PyErr_NoMemory();
+    }
+    *work = (Work){.count = count, .left = count, .pieces = pieces, .then = then};
+    Py_INCREF(owner);
+    return start(self, work, owner);
+}
+
 static PyObject *pool_begin(PyObject *object, PyObject *args)
 {
     Pool *self = (Pool *)object;
     int gather;
-    PyObject *jobs;
-    if (!PyArg_ParseTuple(args, "pO!", &gather, &PyList_Type, &jobs))
+    PyObject *jobs, *owner = Py_None;
+    const Then *then;
+    if (!PyArg_ParseTuple(args, "pO!|O", &gather, &PyList_Type, &jobs, &owner) || !is_open(self) || !read_then(owner, &then))
         return NULL;
-    if (!self->ready || self->closing) {
-        PyErr_SetString(PyExc_ValueError, "the copy pool is closed; its owner must stop copying before closing it");
-        return NULL;
-    }
     Py_ssize_t count = PyList_Size(jobs), total = 0;
     if (count < 1 || count > INT32_MAX) {
         PyErr_SetString(PyExc_ValueError, "a copy has at least one piece");
@@ -418,7 +503,7 @@ static PyObject *pool_begin(PyObject *object, PyObject *args)
         PyErr_NoMemory();
         goto failed;
     }
-    *work = (Work){.gather = gather, .count = (int)count, .left = (int)count, .pieces = pieces, .spans = spans};
+    *work = (Work){.gather = gather, .count = (int)count, .left = (int)count, .pieces = pieces, .spans = spans, .then = then};
     Span *next = spans;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *job = PyList_GetItem(jobs, i), *slice_object = PyTuple_GetItem(job, 0), *of = PyTuple_GetItem(job, 2);
@@ -454,29 +539,9 @@ static PyObject *pool_begin(PyObject *object, PyObject *args)
         work->nbytes += nbytes;
         next += pieces[i].count;
     }
-    Copy *copy = PyObject_New(Copy, copy_type);
-    if (copy == NULL)
-        goto failed;
-    Py_INCREF(object);
-    copy->pool = self;
-    copy->kept = PyList_AsTuple(jobs);
-    copy->work = work;
-    if (copy->kept == NULL) {
-        Py_DECREF(copy);
-        return NULL;
-    }
-    if (self->threads && work->nbytes > HELD_BYTES) {
-        work->shared = true;
-        pthread_mutex_lock(&self->lock);
-        *self->last = work;
-        self->last = &work->next;
-        if (count == 1)
-            pthread_cond_signal(&self->queued);
-        else
-            pthread_cond_broadcast(&self->queued);
-        pthread_mutex_unlock(&self->lock);
-    }
-    return (PyObject *)copy;
+    PyObject *copied = PyList_AsTuple(jobs), *kept = copied == NULL ? NULL : PyTuple_Pack(2, copied, owner);
+    Py_XDECREF(copied);
+    return start(self, work, kept);
 failed:
     free(spans);
     free(pieces);
@@ -500,7 +565,9 @@ static PyObject *pool_pieces_at_once(PyObject *object, void *unused)
 }
 
 static PyMethodDef pool_methods[] = {
-    {"begin", pool_begin, METH_VARARGS, "begin(gather, jobs): begins a copy of pieces (rows, pages, spans, staged)."},
+    {"begin", pool_begin, METH_VARARGS,
+     "begin(gather, jobs, owner=None): begins a copy of pieces (rows, pages, spans, staged), after each of which owner.then runs."},
+    {"run", pool_run, METH_VARARGS, "run(count, owner): runs owner.then `count` times, on the threads if there are any."},
     {"start", pool_start, METH_NOARGS, "Starts the threads."},
     {"close", pool_close, METH_NOARGS, "Finishes the copies that have begun and ends the threads; idempotent."},
     {NULL, NULL, 0, NULL},
@@ -594,7 +661,17 @@ static PyMethodDef copy_methods[] = {
     {"done", copy_done, METH_NOARGS, "Returns whether the copy has ended; without threads, copies a part of it."},
     {NULL, NULL, 0, NULL},
 };
+static PyObject *copy_copy_ns(PyObject *object, void *unused)
+{
+    return PyLong_FromLongLong(((Copy *)object)->work->copy_ns);
+}
+
+static PyGetSetDef copy_getset[] = {
+    {"copy_ns", copy_copy_ns, NULL, "Time that threads have spent copying, all together.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
 static PyType_Slot copy_slots[] = {
+    {Py_tp_getset, copy_getset},
     {Py_tp_dealloc, copy_dealloc},
     {Py_tp_methods, copy_methods},
     {Py_tp_doc, "A copy in progress."},

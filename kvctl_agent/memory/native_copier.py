@@ -10,6 +10,7 @@ The extension is optional: a kvctl that was built without a C compiler or Python
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,24 @@ else:
 
 Job = tuple["_row_copies.HeadSlice", npt.NDArray[np.int64], tuple[Span, ...], Bytes]
 """One piece: heads of the pool, pages, spans of the piece, and staging memory of at least its size."""
+
+
+class Chained(Protocol):
+    """What a copy pool runs after each piece of a copy, such as the write of the piece."""
+
+    @property
+    def then(self) -> object:
+        """Capsule with a C function and its argument; the function takes the number of the piece as well."""
+        ...
+
+
+class NativeCopy(PendingCopy, Protocol):
+    """A copy of a native copy pool. If it is dropped, pieces that no thread has begun are not copied."""
+
+    @property
+    def copy_ns(self) -> int:
+        """Time that threads have spent copying, all together."""
+        ...
 
 
 class NativeCopyPool:
@@ -62,8 +81,11 @@ class NativeCopyPool:
         """Number of pieces to begin at once: more, the longer the control loop takes to notice the end of a copy."""
         return self._pool.pieces_at_once
 
-    def begin(self, gather: bool, jobs: list[Job]) -> PendingCopy:
+    def begin(self, gather: bool, jobs: list[Job], owner: Chained | None = None) -> NativeCopy:
         """Begins a copy of one or more pieces, from the pool to staging if `gather`, otherwise from staging.
+
+        Args:
+            owner: What to run after each piece, on the thread that has copied it.
 
         Raises:
             LocalProtocolError: the pool is closed.
@@ -72,9 +94,19 @@ class NativeCopyPool:
         if self._closed:
             raise LocalProtocolError("the copy pool is closed; its owner must stop copying before closing it")
         try:
-            return self._pool.begin(gather, jobs)
+            return self._pool.begin(gather, jobs, owner)
         except ValueError as error:
             raise MemoryLayoutError(str(error)) from None
+
+    def run(self, count: int, owner: Chained) -> PendingCopy:
+        """Runs `owner.then` `count` times on the threads, without copying anything.
+
+        Raises:
+            LocalProtocolError: the pool is closed.
+        """
+        if self._closed:
+            raise LocalProtocolError("the copy pool is closed; its owner must stop using it before closing it")
+        return self._pool.run(count, owner)
 
     def close(self) -> None:
         """Ends the threads; idempotent. Copies that have begun are finished first."""
@@ -95,10 +127,12 @@ class NativeCopier:
     def pieces_at_once(self) -> int:
         return self._copy_pool.pieces_at_once
 
-    def gather(self, rows: RowIndex, pieces: Sequence[Piece], into: Sequence[MemorySpan]) -> PendingCopy:
+    def gather(
+        self, rows: RowIndex, pieces: Sequence[Piece], into: Sequence[MemorySpan], owner: Chained | None = None
+    ) -> NativeCopy:
         where, pages = _native_rows(rows)
         jobs = [(where, pages, piece.spans, host_array(span)) for piece, span in zip(pieces, into, strict=True)]
-        return self._copy_pool.begin(True, jobs)
+        return self._copy_pool.begin(True, jobs, owner)
 
     def scatter(self, landed: Sequence[LandedPart]) -> PendingCopy:
         jobs: list[Job] = []

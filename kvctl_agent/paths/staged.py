@@ -21,20 +21,66 @@ from kvctl_agent.errors import KvctlError, MemoryLayoutError
 from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.memory.allocations import Buffer, StagingBuffers
 from kvctl_agent.memory.copier import Copier, PendingCopy
+from kvctl_agent.memory.native_copier import NativeCopier, NativeCopy
 from kvctl_agent.memory.segment import RowIndex
 from kvctl_agent.paths.base import Flight
 from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.protocol.events import Transfer
 from kvctl_agent.protocol.messages import Grant
-from kvctl_agent.transport.base import SharedTag, Write
+from kvctl_agent.transport.base import Addresses, DeferredWrite, SharedTag, Sizes, Write
 
 # Pieces of one part that may be in flight, unless twice as many as are gathered at once are more: enough to keep a
 # connection busy, few enough to stay in cache.
 _IN_FLIGHT = 4
+# A batch of chained pieces costs 80 µs of Python, a quarter of the time in which a piece is copied.
+_LEAST_CHAINED = 4
 
 
-class StagedFlight(Flight):
+class PieceFlight(Flight):
     """The transfer of a part in pieces; pauses while its peer may take no staging buffer."""
+
+    def __init__(
+        self,
+        connection: PeerConnection,
+        order: Transfer,
+        buffers: StagingBuffers,
+        piece_bytes: int,
+        share: TransferSlice,
+        grant: Grant,
+    ) -> None:
+        super().__init__(connection, order, time.monotonic_ns())
+        memory, key = connection.pool.segments_at(share.src_split)[share.segment], order.key
+        layout = memory.part_layout(key.lo, key.hi, len(order.src_pages), share.heads)
+        if layout.region_bytes > grant.end - grant.offset:
+            raise MemoryLayoutError(f"{key} needs {layout.region_bytes} bytes, its grant {grant} is smaller")
+        self._buffers = buffers
+        self._rows = RowIndex(memory, order.src_pages, share.src_head, share.heads)
+        self._target = connection.ring_base + grant.offset
+        self._pieces = layout.pieces(min(piece_bytes, buffers.buffer_bytes))
+        self._shared: SharedTag | None = None
+        self._next = 0  # the next piece to post
+
+    def _acquire(self, count: int) -> list[Buffer]:
+        """Returns `count` buffers, or as many as the peer may take."""
+        buffers: list[Buffer] = []
+        while len(buffers) < count and (buffer := self._buffers.acquire(self.connection.peer)) is not None:
+            buffers.append(buffer)
+        return buffers
+
+    def _release(self, buffers: list[Buffer]) -> None:
+        for buffer in buffers:
+            self._buffers.release(buffer)
+
+    def _descriptors(self, buffers: list[Buffer]) -> tuple[Addresses, Addresses, Sizes]:
+        """Returns local and remote addresses and sizes of the next pieces, which are or will be in `buffers`."""
+        pieces = self._pieces[self._next : self._next + len(buffers)]
+        local = np.array([buffer.span.addr for buffer in buffers], np.uint64)
+        remote = np.array([self._target + piece.offset for piece in pieces], np.uint64)
+        return local, remote, np.array([piece.nbytes for piece in pieces], np.uint64)
+
+
+class StagedFlight(PieceFlight):
+    """A transfer whose pieces are posted by the control loop when they are gathered."""
 
     def __init__(
         self,
@@ -45,19 +91,9 @@ class StagedFlight(Flight):
         share: TransferSlice,
         grant: Grant,
     ) -> None:
-        super().__init__(connection, order, time.monotonic_ns())
-        memory, key = connection.pool.segments_at(share.src_split)[share.segment], order.key
-        layout = memory.part_layout(key.lo, key.hi, len(order.src_pages), share.heads)
-        if layout.region_bytes > grant.end - grant.offset:
-            raise MemoryLayoutError(f"{key} needs {layout.region_bytes} bytes, its grant {grant} is smaller")
-        self._buffers = buffers
+        super().__init__(connection, order, buffers, copier.piece_bytes, share, grant)
         self._copier = copier
-        self._rows = RowIndex(memory, order.src_pages, share.src_head, share.heads)
-        self._target = connection.ring_base + grant.offset
-        self._pieces = layout.pieces(min(copier.piece_bytes, buffers.buffer_bytes))
-        self._shared: SharedTag | None = None
         self._gathers = 0  # pieces whose gather has begun
-        self._next = 0  # the next piece to post
         self._writes: list[tuple[Write, list[Buffer]]] = []
         self._gather: PendingCopy | None = None  # the gather into `_filling`
         self._filling: list[Buffer] = []
@@ -104,11 +140,7 @@ class StagedFlight(Flight):
         pieces = self._pieces[self._gathers : self._gathers + min(at_once, most - in_flight)]
         if self._gather is not None or in_flight >= most or not self.order.cancel.may_post(time.monotonic_ns()):
             return False
-        for _ in pieces:
-            buffer = self._buffers.acquire(self.connection.peer)
-            if buffer is None:
-                break
-            self._filling.append(buffer)
+        self._filling = self._acquire(len(pieces))
         if not self._filling:
             return False
         self._since_ns = time.monotonic_ns()
@@ -153,10 +185,8 @@ class StagedFlight(Flight):
 
     def _post(self, count: int, tag: bytes | SharedTag | None) -> None:
         """Posts the first `count` gathered pieces as one write."""
-        buffers, pieces = self._gathered[:count], self._pieces[self._next : self._next + count]
-        local = np.array([buffer.span.addr for buffer in buffers], np.uint64)
-        remote = np.array([self._target + piece.offset for piece in pieces], np.uint64)
-        sizes = np.array([piece.nbytes for piece in pieces], np.uint64)
+        buffers = self._gathered[:count]
+        local, remote, sizes = self._descriptors(buffers)
         since = time.monotonic_ns()
         write = self.connection.transport.write(self.connection.peer, local, remote, sizes, tag)
         self.count(write, since)
@@ -172,10 +202,6 @@ class StagedFlight(Flight):
                 self._writes.remove(each)
                 self._release(buffers)
 
-    def _release(self, buffers: list[Buffer]) -> None:
-        for buffer in buffers:
-            self._buffers.release(buffer)
-
     def _drop(self) -> None:
         """Releases all buffers that have not been posted, except those of a gather that is still running."""
         if self._gather is not None:
@@ -188,6 +214,123 @@ class StagedFlight(Flight):
         self._gathered = []
 
 
+class _Batch:
+    """Pieces that are gathered and posted together.
+
+    Attributes:
+        buffers: Their buffers.
+        write: Their write.
+        copy: Their gather, which posts each; None when it has ended or been dropped.
+        began_ns: Time at which it began.
+    """
+
+    __slots__ = ("began_ns", "buffers", "copy", "write")
+
+    def __init__(self, buffers: list[Buffer], write: DeferredWrite, copy: NativeCopy) -> None:
+        self.buffers = buffers
+        self.write = write
+        self.copy: NativeCopy | None = copy
+        self.began_ns = time.monotonic_ns()
+
+
+class ChainedFlight(PieceFlight):
+    """A transfer each of whose pieces is gathered and posted by one thread, one after the other, without the GIL.
+
+    The control loop begins a batch of pieces and hears of its end. On a host of many cores no thread waits for another
+    between the two, and the piece is read from the cache into which it was gathered; beside an engine's thread that
+    runs Python, a part takes the GIL a few times instead of a few times for each piece.
+    """
+
+    def __init__(
+        self,
+        connection: PeerConnection,
+        order: Transfer,
+        buffers: StagingBuffers,
+        copier: NativeCopier,
+        share: TransferSlice,
+        grant: Grant,
+    ) -> None:
+        super().__init__(connection, order, buffers, copier.piece_bytes, share, grant)
+        self._copier = copier
+        self._batches: list[_Batch] = []
+
+    def advance(self) -> bool:
+        if self.order.cancel.cancelled:
+            return self.give_up()
+        self._reap()
+        while self._begin():
+            self._reap()  # which copies, if the copy pool has no threads
+        return self._next == len(self._pieces) and not self._batches
+
+    def give_up(self) -> bool:
+        for batch in self._batches[:]:
+            drained = batch.write.release()  # first, so that a thread that still copies a piece does not post it
+            batch.copy = None
+            if drained:
+                self._batches.remove(batch)
+                self._release(batch.buffers)
+        return not self._batches
+
+    def _begin(self) -> bool:
+        """Begins the next pieces; returns False if there are none or too many in flight, or they must wait."""
+        left, in_flight = len(self._pieces) - self._next, sum(len(batch.buffers) for batch in self._batches)
+        at_once = max(self._copier.pieces_at_once, _LEAST_CHAINED)
+        count = min(at_once, max(_IN_FLIGHT, 2 * at_once) - in_flight, left)
+        if count <= 0 or not self.order.cancel.may_post(time.monotonic_ns()):
+            return False
+        tag: bytes | SharedTag | None = self.order.tag
+        if len(self._pieces) > 1:
+            tag = self._shared = self._shared or self._share_tag()
+            if tag is None and left == 1:  # the last piece, after all others
+                if self._batches:
+                    return False
+                tag = self.order.tag
+            elif tag is None:
+                count = min(count, left - 1)
+        buffers = self._acquire(count)
+        if not buffers:
+            return False
+        descriptors = self._descriptors(buffers)
+        until_ns = self.order.cancel.lease.expires_ns
+        try:
+            write = self.connection.transport.defer_write(self.connection.peer, *descriptors, tag, until_ns)
+            pieces = self._pieces[self._next : self._next + len(buffers)]
+            copy = self._copier.gather(self._rows, pieces, [buffer.span for buffer in buffers], write)
+        except KvctlError:
+            self._release(buffers)
+            raise
+        self._batches.append(_Batch(buffers, write, copy))
+        self._next += len(buffers)
+        self.posts += len(buffers)
+        self.descriptors += len(buffers)
+        return True
+
+    def _share_tag(self) -> SharedTag | None:
+        return self.connection.transport.share_tag(self.order.tag, len(self._pieces)) if self._next == 0 else None
+
+    def _reap(self) -> None:
+        """Releases the buffers of complete writes, and lets those go on whose lease had expired meanwhile."""
+        for batch in self._batches[:]:
+            if batch.copy is not None:
+                if not batch.copy.done():
+                    continue
+                self._count_times(batch, batch.copy)
+                batch.copy = None
+            if batch.write.skipped and self.order.cancel.may_post(time.monotonic_ns()):
+                batch.write.resume(self.order.cancel.lease.expires_ns)
+            if batch.write.poll():
+                self._batches.remove(batch)
+                self._release(batch.buffers)
+
+    def _count_times(self, batch: _Batch, copy: NativeCopy) -> None:
+        """Divides the duration of a batch between gather and post, as its threads have spent their time."""
+        took_ns = time.monotonic_ns() - batch.began_ns
+        copy_ns, post_ns = copy.copy_ns, batch.write.post_ns
+        gather_ns = took_ns * copy_ns // max(1, copy_ns + post_ns)
+        self.gather_ns += gather_ns
+        self.post_ns += took_ns - gather_ns
+
+
 class StagedPath:
     """Path staged, with the rank's staging buffers and copier."""
 
@@ -198,4 +341,7 @@ class StagedPath:
     def start(self, connection: PeerConnection, order: Transfer) -> Flight:
         if order.share is None or order.grant is None:
             raise MemoryLayoutError(f"{order.key} has no staging grant")
-        return StagedFlight(connection, order, self._buffers, self._copier, order.share, order.grant)
+        copier = self._copier
+        if isinstance(copier, NativeCopier) and connection.transport.defers(connection.peer):
+            return ChainedFlight(connection, order, self._buffers, copier, order.share, order.grant)
+        return StagedFlight(connection, order, self._buffers, copier, order.share, order.grant)

@@ -278,8 +278,13 @@ class Lease:
         self.length_ns = length_ns
         self.renewed_ns = 0
 
+    @property
+    def expires_ns(self) -> int:
+        """Time on the monotonic clock after which the lease has expired, unless it is renewed."""
+        return self.renewed_ns + self.length_ns
+
     def valid(self, now_ns: int) -> bool:
-        return now_ns - self.renewed_ns <= self.length_ns
+        return now_ns <= self.expires_ns
 
 
 class CancelToken:

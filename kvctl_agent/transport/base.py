@@ -114,6 +114,32 @@ class Write(Protocol):
         ...
 
 
+class DeferredWrite(Write, Protocol):
+    """A write that is not posted yet: a native copy pool posts its descriptors one by one, without the GIL.
+
+    Each descriptor is sent with the tag. `poll` returns False until all are posted and complete; `release` also lets no
+    further descriptor be posted.
+
+    Attributes:
+        then: What the pool runs for descriptor i, from any of its threads, when the bytes of the descriptor are there.
+        skipped: Whether descriptors were not posted because the time limit had passed.
+        post_ns: Time that the pool's threads have spent posting, all together.
+    """
+
+    @property
+    def then(self) -> object: ...
+
+    @property
+    def skipped(self) -> bool: ...
+
+    @property
+    def post_ns(self) -> int: ...
+
+    def resume(self, until_ns: int) -> None:
+        """Posts the descriptors that were skipped, on this thread, with a new time limit."""
+        ...
+
+
 class Transport(Protocol):
     """Interface of a transport, which writes into peers' memory and reports the tags that arrive from peers."""
 
@@ -194,6 +220,30 @@ class Transport(Protocol):
             PeerDisconnected: the engine reports that the peer is gone.
             TransportError: the peer is not connected, memory is not registered, there are no descriptors, or the engine
                 failed. If threads of the transport post the write, `poll` of the result raises what the engine reports.
+        """
+        ...
+
+    def defers(self, peer: str) -> bool:
+        """Returns whether the transport has deferred writes to a peer."""
+        ...
+
+    def defer_write(
+        self,
+        peer: str,
+        local_addrs: Addresses,
+        remote_addrs: Addresses,
+        sizes: Sizes,
+        tag: bytes | SharedTag | None,
+        until_ns: int,
+    ) -> DeferredWrite:
+        """Returns a write as `write` makes it, for a native copy pool to post.
+
+        Args:
+            tag: Tag of one descriptor, or a shared tag.
+            until_ns: Time on the monotonic clock after which no descriptor is posted.
+
+        Raises:
+            PeerDisconnected, TransportError: as `write`, but what the engine reports is raised by `poll`.
         """
         ...
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
@@ -130,6 +130,21 @@ class CheckedTransport(ABC, Generic[P, W]):
 
     def share_tag(self, tag: bytes, descriptors: int) -> SharedTag | None:
         return None
+
+    def defers(self, peer: str) -> bool:
+        return False
+
+    def defer_write(
+        self,
+        peer: str,
+        local_addrs: Addresses,
+        remote_addrs: Addresses,
+        sizes: Sizes,
+        tag: bytes | SharedTag | None,
+        until_ns: int,
+    ) -> NoReturn:
+        """Raises TransportError: engines of this kind have no deferred writes."""
+        raise TransportError(f"{self.name}: there are no deferred writes")
 
     def write(
         self, peer: str, local_addrs: Addresses, remote_addrs: Addresses, sizes: Sizes, tag: bytes | SharedTag | None

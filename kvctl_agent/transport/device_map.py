@@ -24,7 +24,11 @@ _ROW = np.dtype([("addr", "<u8"), ("device", "<i8")])
 
 
 class DeviceMap:
-    """Maps addresses in the registered regions of one process to their device."""
+    """Maps addresses in the registered regions of one process to their device.
+
+    Attributes:
+        only: The device that has all of the memory; None if there are several, or no memory.
+    """
 
     def __init__(self, regions: Iterable[Region]) -> None:
         addrs: list[int] = []
@@ -35,7 +39,7 @@ class DeviceMap:
                 devices.append(device)
         self._addrs = addrs
         self._devices = devices
-        self._only = devices[0] if len(devices) == 1 else None
+        self.only = devices[0] if len(devices) == 1 else None
 
     def of(self, addrs: Addresses, whose: str) -> int:
         """Returns the number of the device that has all `addrs`, or HOST.
@@ -47,8 +51,8 @@ class DeviceMap:
         Raises:
             TransportError: the addresses are on several devices; an engine accepts one kind of memory per list.
         """
-        if self._only is not None:
-            return self._only
+        if self.only is not None:
+            return self.only
         if not self._devices:
             return HOST
         # Usually all are in one row, which the lowest and highest address show: 10 µs for 32,768 addresses.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import ConfigError
 from kvctl_agent.gil import GilSharing
+from kvctl_agent.memory.native_copier import NativeCopyPool
 from kvctl_agent.transport.base import Transport
 
 MAX_NAME_CHARACTERS = 256
@@ -15,27 +16,34 @@ MAX_NAME_CHARACTERS = 256
 
 
 Sharing = GilSharing | None
+CopyPool = NativeCopyPool | None
 
 
-def _nixl(agent_name: str, params: Mapping[str, str], device: Device | None, sharing: Sharing) -> Transport:
+def _nixl(
+    agent_name: str, params: Mapping[str, str], device: Device | None, sharing: Sharing, copy_pool: CopyPool
+) -> Transport:
     from kvctl_agent.transport.nixl.transport import NixlTransport
 
-    return NixlTransport(agent_name, params, device, sharing)
+    return NixlTransport(agent_name, params, device, sharing, copy_pool)
 
 
-def _loopback(agent_name: str, params: Mapping[str, str], device: Device | None, sharing: Sharing) -> Transport:
+def _loopback(
+    agent_name: str, params: Mapping[str, str], device: Device | None, sharing: Sharing, copy_pool: CopyPool
+) -> Transport:
     from kvctl_agent.transport.loopback import LoopbackTransport
 
     return LoopbackTransport(agent_name, params)
 
 
-def _mooncake(agent_name: str, params: Mapping[str, str], device: Device | None, sharing: Sharing) -> Transport:
+def _mooncake(
+    agent_name: str, params: Mapping[str, str], device: Device | None, sharing: Sharing, copy_pool: CopyPool
+) -> Transport:
     from kvctl_agent.transport.mooncake.transport import MooncakeTransport
 
     return MooncakeTransport(agent_name, params)
 
 
-TRANSPORTS: dict[str, Callable[[str, Mapping[str, str], Device | None, Sharing], Transport]] = {
+TRANSPORTS: dict[str, Callable[[str, Mapping[str, str], Device | None, Sharing, CopyPool], Transport]] = {
     "nixl": _nixl,
     "mooncake": _mooncake,
     "loopback": _loopback,
@@ -48,6 +56,7 @@ def open_transport(
     params: Mapping[str, str] | None = None,
     device: Device | None = None,
     sharing: Sharing = None,
+    copy_pool: CopyPool = None,
 ) -> Transport:
     """Creates and starts the transport of an agent.
 
@@ -58,6 +67,8 @@ def open_transport(
         params: The engine's own settings (`transport_params`).
         device: Device of the memory to be registered, in addition to the host; None for the host only.
         sharing: Tells whether the engine's thread runs Python, in which case threads of a transport are slow.
+        copy_pool: Threads that copy and post without the GIL; started before the first write, closed after the
+            transport.
 
     Raises:
         TransportUnavailable: the engine or a library it needs is not installed; the text says how to get it.
@@ -70,7 +81,7 @@ def open_transport(
         raise ConfigError(f"transport: unknown {name!r}; allowed: {', '.join(TRANSPORTS)}{hint}")
     if len(agent_name) > MAX_NAME_CHARACTERS:
         raise ConfigError(f"agent name: {len(agent_name)} characters; allowed: up to {MAX_NAME_CHARACTERS}")
-    return TRANSPORTS[name](agent_name, params or {}, device, sharing)
+    return TRANSPORTS[name](agent_name, params or {}, device, sharing, copy_pool)
 
 
 def parse_params(text: str) -> dict[str, str]:

@@ -20,6 +20,7 @@ from kvctl_agent.memory.region import Region
 from kvctl_agent.transport.base import (
     Addresses,
     Arrival,
+    DeferredWrite,
     Indices,
     Prepared,
     SharedTag,
@@ -30,6 +31,8 @@ from kvctl_agent.transport.base import (
 
 # Long enough that a room can end and its pages can be reused before the bytes land.
 _MAX_LATE_NS = 200_000_000
+
+_WRITE_FAULTS = ("write-error", "write-doubt", "corrupt-write", "slow-lane", "slow-writer")
 
 
 class FaultyTransport:
@@ -70,6 +73,21 @@ class FaultyTransport:
 
     def share_tag(self, tag: bytes, descriptors: int) -> SharedTag | None:
         return self._engine.share_tag(tag, descriptors)
+
+    def defers(self, peer: str) -> bool:
+        """Returns what the engine does; False while faults of writes are in force, which `write` injects."""
+        return self._engine.defers(peer) and not any(self._faults.find(fault) for fault in _WRITE_FAULTS)
+
+    def defer_write(
+        self,
+        peer: str,
+        local_addrs: Addresses,
+        remote_addrs: Addresses,
+        sizes: Sizes,
+        tag: bytes | SharedTag | None,
+        until_ns: int,
+    ) -> DeferredWrite:
+        return self._engine.defer_write(peer, local_addrs, remote_addrs, sizes, tag, until_ns)
 
     def write(
         self, peer: str, local_addrs: Addresses, remote_addrs: Addresses, sizes: Sizes, tag: bytes | SharedTag | None

@@ -31,6 +31,19 @@ from kvctl_agent.transport.fork_safety import disown_in_children
 # Parameters that NIXL's UCX backend reads but does not list.
 _UNLISTED = frozenset({"num_threads", "split_batch_size", "device_list", "engine_config", "ucx_ep_close_force"})
 
+_STATUS_NAMES = {
+    -1: "NIXL_ERR_NOT_POSTED",
+    -2: "NIXL_ERR_INVALID_PARAM",
+    -3: "NIXL_ERR_BACKEND",
+    -4: "NIXL_ERR_NOT_FOUND",
+    -5: "NIXL_ERR_MISMATCH",
+    -6: "NIXL_ERR_NOT_ALLOWED",
+    -7: "NIXL_ERR_REPOST_ACTIVE",
+    -8: "NIXL_ERR_UNKNOWN",
+    -9: "NIXL_ERR_NOT_SUPPORTED",
+    -10: "NIXL_ERR_REMOTE_DISCONNECT",
+    -11: "NIXL_ERR_CANCELED",
+}
 _NEEDED = ("nixlAgent", "nixlAgentConfig", "nixlXferDList", "nixlRegDList", "nixlRemoteDisconnectError")
 
 
@@ -135,6 +148,15 @@ def translate(engine: Engine, error: Exception, what: str, peer: str, engine_nam
     if gone:
         return PeerDisconnected(f"nixl: {what}: peer {peer!r} is gone ({error})")
     return TransportError(f"nixl: {what} (peer {peer!r}): {error}{hint}")
+
+
+def status_error(engine: Engine, status: int) -> Exception:
+    """Returns the exception that the binding raises for a negative status of NIXL, or one of its name."""
+    named = {-4: "nixlNotFoundError", -10: "nixlRemoteDisconnectError"}
+    if status in named:
+        error: Exception = getattr(engine.binding, named[status])(_STATUS_NAMES[status])
+        return error
+    return RuntimeError(_STATUS_NAMES.get(status, f"NIXL status {status}"))
 
 
 def _errors(binding: Any) -> tuple[type[Exception], ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from kvctl_agent.errors import PeerDisconnected, TransportError
 from kvctl_agent.transport.base import AbandonedWrites, Indices, Sizes
@@ -19,7 +20,7 @@ from kvctl_agent.transport.device_map import DeviceMap
 from kvctl_agent.transport.nixl.binding import Engine, translate
 
 _DRAIN_S = 0.5
-_NO_PTRACE = (
+NO_PTRACE = (
     " (a container without SYS_PTRACE denies the copy: set UCX_TLS=tcp,self, and cuda where there are GPUs, if the "
     "peer is alive)"
 )
@@ -71,6 +72,30 @@ class NixlPrepared:
             engine.agent.releasedDlistH(handle)
 
 
+class OpenWrite(Protocol):
+    """Interface of a write that NIXL has not finished.
+
+    Attributes:
+        peer: The peer that it writes to.
+        error: The reason why it failed; None if it has not.
+    """
+
+    peer: Peer
+    error: TransportError | None
+
+    def advance(self) -> bool:
+        """Polls the write and returns whether NIXL has finished it; a failure is stored in `error`."""
+        ...
+
+    def stop(self) -> None:
+        """Lets nothing more of the write be posted."""
+        ...
+
+    def close(self) -> None:
+        """Ends the write; NIXL may cancel what is in flight."""
+        ...
+
+
 class NixlWrite:
     """A posted transfer request, as a `Write`."""
 
@@ -91,6 +116,15 @@ class NixlWrite:
 
     def release(self) -> bool:
         return self._in_flight.drain(self)
+
+    def advance(self) -> bool:
+        return self._in_flight.advance(self)
+
+    def stop(self) -> None:
+        """Does nothing: all of the write is posted."""
+
+    def close(self) -> None:
+        self._in_flight.free(self)
 
 
 class DividedWrite:
@@ -156,15 +190,36 @@ class Slice:
         self.posted = True
 
 
-class InFlight(AbandonedWrites[NixlWrite | DividedWrite]):
-    """Posts, polls and drains the transfer requests of one agent that NIXL has not finished."""
+class InFlight(AbandonedWrites[NixlWrite | DividedWrite | OpenWrite]):
+    """The writes of one agent that NIXL has not finished; posts and polls those of the binding, and drains all."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
         self._engine = engine
         self._agent = engine.agent
         self._done = engine.binding.NIXL_SUCCESS
-        self._open: set[NixlWrite] = set()
+        self._open: set[OpenWrite] = set()
+
+    def add(self, write: OpenWrite) -> None:
+        """Adds a write before any of it is posted.
+
+        Raises:
+            PeerDisconnected: the peer has been disconnected.
+        """
+        self._open.add(write)
+        if write.peer.left:  # looked at after the write is open: whoever disconnects a peer looks in the other order
+            self._open.discard(write)
+            raise PeerDisconnected(f"nixl: peer {write.peer.key!r} was disconnected before a write was posted")
+
+    def discard(self, write: OpenWrite) -> None:
+        """Removes a write that has ended."""
+        self._open.discard(write)
+
+    def stop(self, peer: Peer) -> None:
+        """Lets nothing more be posted to a peer that is being disconnected."""
+        for write in self._open.copy():
+            if write.peer is peer:
+                write.stop()
 
     def reach(self, peer: Peer) -> bool:
         """Returns whether a request to this incarnation of a peer is in flight."""
@@ -179,25 +234,26 @@ class InFlight(AbandonedWrites[NixlWrite | DividedWrite]):
             PeerDisconnected, TransportError: the post failed; the request is freed.
         """
         write = NixlWrite(self, peer, handle, nbytes, descriptors)
-        self._open.add(write)
-        if peer.left:  # looked at after the request is open: whoever disconnects a peer looks in the other order
-            self._free(write)
-            raise PeerDisconnected(f"nixl: peer {peer.key!r} was disconnected before a write was posted")
+        try:
+            self.add(write)
+        except PeerDisconnected:
+            self.free(write)
+            raise
         try:
             status = self._agent.postXferReq(handle)
         except self._engine.errors as error:
-            self._free(write)
+            self.free(write)
             # If the kernel denies UCX the copy between processes, UCX reports a disconnect instead of falling back.
-            what = "cannot post a write" if peer.reached else f"cannot post the first write{_NO_PTRACE}"
+            what = "cannot post a write" if peer.reached else f"cannot post the first write{NO_PTRACE}"
             raise translate(self._engine, error, what, peer.key, peer.engine_name) from error
         peer.reached = True
         if status == self._done:
-            self._free(write)
+            self.free(write)
         return write
 
-    def advance(self, write: NixlWrite | DividedWrite) -> bool:
+    def advance(self, write: NixlWrite | DividedWrite | OpenWrite) -> bool:
         """Polls a write and returns whether NIXL has finished it; a failure is stored in its `error`."""
-        if isinstance(write, DividedWrite):
+        if not isinstance(write, NixlWrite):
             return write.advance()
         if write.handle is None:
             return True
@@ -207,7 +263,7 @@ class InFlight(AbandonedWrites[NixlWrite | DividedWrite]):
                 return False
         except self._engine.errors as error:
             write.error = translate(self._engine, error, "a write failed", write.peer.key, write.peer.engine_name)
-        self._free(write)
+        self.free(write)
         return True
 
     def close(self) -> None:
@@ -219,10 +275,11 @@ class InFlight(AbandonedWrites[NixlWrite | DividedWrite]):
             write.error = TransportError(
                 f"nixl: a write to peer {write.peer.key!r} was still in flight when the transport was closed"
             )
-            self._free(write)
+            write.close()
         self._draining.clear()
 
-    def _free(self, write: NixlWrite) -> None:
+    def free(self, write: NixlWrite) -> None:
+        """Frees the request of a write in NIXL."""
         handle, write.handle = write.handle, None
         self._open.discard(write)
         # NIXL may report a request to a peer that has just died as active; the engine then keeps its memory.

@@ -47,13 +47,15 @@ from kvctl_agent.contract.choices import HOST
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import PeerDisconnected, TransportError
 from kvctl_agent.gil import GilSharing
+from kvctl_agent.memory.native_copier import NativeCopyPool
 from kvctl_agent.memory.region import Region
 from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, SharedTag, Sizes
 from kvctl_agent.transport.checks import check_tag
 from kvctl_agent.transport.device_map import DeviceMap, device_name
 from kvctl_agent.transport.engine_errors import captured_stderr, explain_refusal
 from kvctl_agent.transport.environment import require_cuda_transports
-from kvctl_agent.transport.nixl import binding
+from kvctl_agent.transport.nixl import binding, native_requests
+from kvctl_agent.transport.nixl.native_requests import UNLIMITED_NS, Described, NativeWrite, open_library
 from kvctl_agent.transport.nixl.requests import DividedWrite, InFlight, NixlPrepared, NixlWrite, Peer, Slice
 from kvctl_agent.transport.nixl.threads import (
     MAX_SHARED,
@@ -68,6 +70,8 @@ _MAGIC = b"kvctl-nixl-4"
 _LINGER_S = 0.1
 _SHOWN = ("UCX_", "NIXL_", "CUDA_VISIBLE_DEVICES")
 _LOCAL = "this agent's memory"
+
+AnyWrite = NixlWrite | DividedWrite | NativeWrite
 
 
 class NixlTransport:
@@ -84,10 +88,13 @@ class NixlTransport:
         params: Mapping[str, str],
         device: Device | None = None,
         sharing: GilSharing | None = None,
+        copy_pool: NativeCopyPool | None = None,
     ) -> None:
         backend_params = dict(params)
         self._backend = backend_params.pop("backend", "UCX")
         threads = thread_count(backend_params)
+        if threads and copy_pool is not None:
+            threads = copy_pool.threads
         self._slice_size = slice_size(backend_params)
         if threads and self._backend == "UCX":
             backend_params.setdefault("num_workers", str(threads + 1))
@@ -114,7 +121,14 @@ class NixlTransport:
         self._landed: deque[Arrival] = deque()
         self._linger_until = 0.0
         self._slices = SliceTags()
-        self._posting = PostingThreads(agent_name, threads) if threads else None
+        self._native = open_library(self._engine) if self._backend == "UCX" and device is None else None
+        # Large writes are divided among the threads of the copy pool, or without native code among threads of Python's.
+        self._threads = threads
+        self._copy_pool = copy_pool if threads and self._native is not None else None
+        self._posting = PostingThreads(agent_name, threads) if threads and self._copy_pool is None else None
+        # Who copies posts, too; but threads that copy and shall not post would share the connection of the loop.
+        copies_on_threads = copy_pool is not None and copy_pool.threads > 0
+        self._defers = self._native is not None and copies_on_threads == bool(threads)
 
     def register(self, regions: Sequence[Region]) -> None:
         self._check_open()
@@ -172,10 +186,8 @@ class NixlTransport:
                 return
             self._keys.pop(known.engine_name, None)
             self._slices.forget(known.engine_name)
-            self._enter()
-            while known.prepared:
-                known.prepared.pop().release(self._engine)
             known.left = True
+            self._in_flight.stop(known)
             self._leaving.append(known)
             self._remove_idle()
 
@@ -195,6 +207,9 @@ class NixlTransport:
     def _remove(self, peer: Peer) -> None:
         """Lets NIXL forget a peer, which ends the requests in flight to it, and UCX close its connections to it."""
         self._enter()
+        self._in_flight.stop(peer)
+        while peer.prepared:
+            peer.prepared.pop().release(self._engine)
         # If NIXL has dropped a dead peer itself, this returns a status and raises nothing.
         self._agent.invalidateRemoteMD(peer.engine_name)
 
@@ -214,16 +229,19 @@ class NixlTransport:
 
     def share_tag(self, tag: bytes, descriptors: int) -> SharedTag | None:
         # Without threads, writes are posted one after another, and tags of their own would be mere cost.
-        if self._posting is None or not 1 < descriptors <= MAX_SHARED:
+        if not self._threads or not 1 < descriptors <= MAX_SHARED:
             return None
         return self._slices.share(check_tag(tag), descriptors)
 
     def write(
         self, peer: str, local_addrs: Addresses, remote_addrs: Addresses, sizes: Sizes, tag: bytes | SharedTag | None
-    ) -> NixlWrite | DividedWrite:
+    ) -> AnyWrite:
         known = self._peer(peer)
         nbytes = int(sizes.sum())
         edges = self._edges(len(sizes), nbytes if tag is not None else 0)
+        if self._posts_natively(edges, nbytes, tag) and self._in_host_memory(known, local_addrs, remote_addrs, sizes):
+            described = Described(local_addrs, remote_addrs, sizes)
+            return self._post_natively(known, described, nbytes, edges, self._tags(tag, len(sizes), edges), tag)
         slices = [
             (
                 self._descriptors(self._memory, local_addrs[cut], sizes[cut], _LOCAL),
@@ -246,6 +264,25 @@ class NixlTransport:
 
         return self._post(post, nbytes, len(sizes), edges, tag)
 
+    def defers(self, peer: str) -> bool:
+        return self._defers and self._memory.only == HOST == self._peer(peer).memory.only
+
+    def defer_write(
+        self,
+        peer: str,
+        local_addrs: Addresses,
+        remote_addrs: Addresses,
+        sizes: Sizes,
+        tag: bytes | SharedTag | None,
+        until_ns: int,
+    ) -> NativeWrite:
+        known = self._peer(peer)
+        if not self.defers(peer) or not self._in_host_memory(known, local_addrs, remote_addrs, sizes):
+            raise TransportError(f"nixl: there are no deferred writes to peer {peer!r}")
+        each = [slice(number, number + 1) for number in range(len(sizes))]
+        described = Described(local_addrs, remote_addrs, sizes)
+        return self._native_write(known, described, int(sizes.sum()), each, self._tags(tag, len(sizes), each), until_ns)
+
     def write_prepared(
         self,
         peer: str,
@@ -254,12 +291,22 @@ class NixlTransport:
         remote: Prepared,
         remote_index: Indices,
         tag: bytes | None,
-    ) -> NixlWrite | DividedWrite:
+    ) -> AnyWrite:
         known = self._peer(peer)
         mine, theirs = self._check_lists(known, local, remote)
         nbytes = mine.bytes_of(local_index)
         descriptors = len(local_index) if len(local_index) == len(remote_index) else 0
         edges = self._edges(descriptors, nbytes if tag is not None else 0)
+        in_host_memory = known.memory.only == HOST == self._memory.only
+        if in_host_memory and descriptors and self._posts_natively(edges, nbytes, tag):
+            # The lists are freed only when no write to the peer is in flight.
+            lists = mine.handle or 0, theirs.handle or 0, nbytes
+            from_index, to_index = (
+                np.ascontiguousarray(local_index, np.int32),
+                np.ascontiguousarray(remote_index, np.int32),
+            )
+            described = Described(from_index, to_index, None, lists)
+            return self._post_natively(known, described, nbytes, edges, self._tags(tag, descriptors, edges), tag)
 
         def post(number: int, sent: bytes) -> NixlWrite:
             self._enter()
@@ -299,13 +346,54 @@ class NixlTransport:
         `nbytes` is 0 for a write without a tag. A copy that failed shows only in a tag on the same endpoint, so writes
         of which the last alone has a tag must all be posted by one thread.
 
-        Beside an engine's thread that runs Python a write is not divided. Each posting thread would wait for the GIL
+        Threads of Python's divide no write beside an engine's thread that runs Python. Each would wait for the GIL
         twice, 5 ms each time and one thread after another, which takes longer than the copy.
         """
-        most = 1 if self._posting is None or self._sharing.contended else min(self._posting.count, descriptors)
+        alone = not self._threads or (self._posting is not None and self._sharing.contended)
+        most = 1 if alone else min(self._threads, descriptors)
         count = max(1, min(most, max(descriptors // self._slice_size, nbytes // SLICE_BYTES)))
         edges = [descriptors * number // count for number in range(count)]
         return [slice(first, end) for first, end in zip(edges, [*edges[1:], None], strict=True)]
+
+    def _in_host_memory(self, peer: Peer, local: Addresses, remote: Addresses, sizes: Sizes) -> bool:
+        """Returns whether descriptors, of which there is one at least, are in the host's memory on both sides."""
+        if not 0 < len(local) == len(remote) == len(sizes):
+            return False  # refused by name where the binding posts
+        return self._memory.of(local, _LOCAL) == HOST == peer.memory.of(remote, f"peer {peer.key!r}")
+
+    def _posts_natively(self, edges: list[slice], nbytes: int, tag: bytes | SharedTag | None) -> bool:
+        """Returns whether native code posts a write: any, unless it is for the threads of Python's."""
+        return self._native is not None and (self._posting is None or not self._is_for_threads(edges, nbytes, tag))
+
+    def _is_for_threads(self, edges: list[slice], nbytes: int, tag: bytes | SharedTag | None) -> bool:
+        """Returns whether the posting threads post a write: one that is divided, or a large one that shares a tag."""
+        return len(edges) > 1 or (isinstance(tag, SharedTag) and nbytes >= SLICE_BYTES)
+
+    def _native_write(
+        self, peer: Peer, described: Described, nbytes: int, edges: list[slice], tags: list[bytes], until_ns: int
+    ) -> NativeWrite:
+        """Returns a write of one request for each slice of its descriptors, with the tags that are sent."""
+        assert self._native is not None
+        ends = [len(described.local) if cut.stop is None else cut.stop for cut in edges]
+        requests = native_requests.Requests(self._native, peer.engine_name, *described, ends, tags, until_ns)
+        return NativeWrite(self._in_flight, self._engine, peer, requests, nbytes, ends)
+
+    def _post_natively(
+        self,
+        peer: Peer,
+        described: Described,
+        nbytes: int,
+        edges: list[slice],
+        tags: list[bytes],
+        tag: bytes | SharedTag | None,
+    ) -> NativeWrite:
+        """Posts a write on this thread, or on those of the copy pool."""
+        write = self._native_write(peer, described, nbytes, edges, tags, UNLIMITED_NS)
+        if self._copy_pool is not None and self._is_for_threads(edges, nbytes, tag):
+            write.run_on(self._copy_pool)
+        else:
+            write.post()
+        return write
 
     def _post(
         self,
@@ -327,7 +415,7 @@ class NixlTransport:
             tag: tag of the write.
         """
         sent = self._tags(tag, descriptors, edges)
-        large = isinstance(tag, SharedTag) and nbytes >= SLICE_BYTES and not self._sharing.contended
+        large = self._is_for_threads(edges, nbytes, tag) and not self._sharing.contended
         if self._posting is None or (len(edges) == 1 and not large):
             return post(0, sent[0])
         slices = [Slice(partial(post, number, each)) for number, each in enumerate(sent)]
@@ -371,7 +459,8 @@ class NixlTransport:
         return {
             "engine": f"nixl {self._engine.version}",
             "backend": self._backend,
-            "threads": self._posting.count if self._posting is not None else 0,
+            "threads": self._threads,
+            "native": self._native is not None,
             "lanes": [settings.get("UCX_TLS", "UCX default")],
             "environment": settings,
         }
@@ -397,6 +486,7 @@ class NixlTransport:
         for descriptors in self._registered:
             self._agent.deregisterMem(descriptors, [])
         # The agent's destructor ends the engine, so every reference to the agent must be dropped.
+        self._native = None
         self._engine = self._engine._replace(agent=None)
         self._in_flight = InFlight(self._engine)
         del self._agent

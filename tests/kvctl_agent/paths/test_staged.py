@@ -74,6 +74,9 @@ class LateTransport:
     def share_tag(self, tag: bytes, descriptors: int) -> SharedTag | None:
         return SharedTag(tag, 1, descriptors) if self.shares_tags else None
 
+    def defers(self, peer: str) -> bool:
+        return False
+
     def write(self, peer: str, here: Any, there: Any, sizes: Any, tag: bytes | SharedTag | None) -> LateWrite:
         if self.error is not None:
             raise self.error

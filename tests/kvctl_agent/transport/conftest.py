@@ -18,19 +18,13 @@ import numpy as np
 import pytest
 
 import kvctl_agent
-from kvctl_agent.transport import Arrival, Region, Transport, Write, open_transport
-from kvctl_agent.transport.registry import parse_params
+from kvctl_agent.transport import Arrival, Region, Transport, Write
+from tests.support.engines import open_engine
 
 POOL_BYTES = 4 << 20
 DUTY_S = 0.005
 REPOSITORY = Path(kvctl_agent.__file__).parents[1]
 PEER = Path(__file__).with_name("peer.py")
-
-
-def open_engine(engine: str, name: str) -> Transport:
-    """Opens a transport given by its name, and after a space its parameters."""
-    transport, _, params = engine.partition(" ")
-    return open_transport(transport, name, parse_params(params))
 
 
 class Agent:
@@ -168,11 +162,14 @@ class PeerProcess:
 ENGINES = ["nixl", "mooncake", "loopback"]
 WITH_THREADS = pytest.mark.parametrize(
     "engine",
-    [*ENGINES, *(f"nixl num_threads={threads},split_batch_size=1" for threads in (2, 4))],
+    [*ENGINES, "nixl+binding", *(f"{nixl} num_threads=3,split_batch_size=1" for nixl in ("nixl", "nixl+pool"))],
     indirect=True,
     scope="module",
 )
-"""Runs a module's tests also on NIXL with threads, which then divide even a write of two descriptors."""
+"""Runs a module's tests also on NIXL by its binding, and with threads, of Python's or of a native pool.
+
+Threads then divide even a write of two descriptors.
+"""
 
 
 @pytest.fixture(scope="module", params=ENGINES)

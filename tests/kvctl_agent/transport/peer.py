@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from kvctl_agent.transport import Region, Transport, open_transport
-from kvctl_agent.transport.registry import parse_params
+from kvctl_agent.transport import Region, Transport
+from tests.support.engines import open_engine
 
 POOL_BYTES = int(os.environ.get("PEER_POOL_BYTES", 4 << 20))
 DUTY_S = 0.005
@@ -77,8 +77,7 @@ def flood(transport: Transport, pool: np.ndarray, peer: str, addr: int) -> None:
 
 def main() -> None:
     engine, name, answers = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    transport_name, _, params = engine.partition(" ")
-    transport = open_transport(transport_name, name, parse_params(params))
+    transport = open_engine(engine, name)
     pool = np.zeros(POOL_BYTES, np.uint8)
     transport.register([Region(pool.ctypes.data, POOL_BYTES)])
     with os.fdopen(answers, "w") as out:

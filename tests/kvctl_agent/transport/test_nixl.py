@@ -67,7 +67,8 @@ def test_a_tag_leaves_only_while_its_write_is_polled_or_drained(crew: Any) -> No
     os.kill(peer.process.pid, signal.SIGSTOP)
     agent.transport.connect("peer", peer.metadata)
     write = agent.transport.write("peer", agent.at(0), peer.at(0), sizes(4096), b"t")
-    assert write.handle is not None
+    in_flight = agent.transport._in_flight
+    assert in_flight.reach(write.peer)
     os.kill(peer.process.pid, signal.SIGCONT)
     assert peer.collect(1, timeout_s=0.5) == []
     until = time.monotonic() + 60
@@ -75,7 +76,7 @@ def test_a_tag_leaves_only_while_its_write_is_polled_or_drained(crew: Any) -> No
         agent.transport.arrivals()
         assert time.monotonic() < until
     assert len(peer.collect(1)) == 1
-    assert write.handle is None
+    assert not in_flight.reach(write.peer)
 
 
 def test_neighbours_merge_in_prepared_writes(crew: Any) -> None:

@@ -18,10 +18,13 @@ import pytest
 from kvctl_agent.errors import ConfigError, PeerDisconnected, TransportError
 from kvctl_agent.gil import GilSharing
 from kvctl_agent.transport import Region, open_transport
+from kvctl_agent.transport.nixl.native_requests import BUILT
 from kvctl_agent.transport.nixl.threads import SLICE_BYTES, SliceTags, thread_count, with_threads
 
 THREADS = 4
 ENGINE = f"nixl num_threads={THREADS},split_batch_size=128"
+POOL = f"nixl+pool num_threads={THREADS},split_batch_size=128"
+BOTH = pytest.mark.parametrize("engine", [ENGINE, POOL])
 ROWS, ROW_BYTES = 2048, 512
 
 
@@ -69,12 +72,13 @@ def test_the_threads_live_as_long_as_the_transport(no_leaks: None) -> None:
     transport.close()
 
 
+@BOTH
 @pytest.mark.parametrize("lanes", ["all", "tcp,self"])
 def test_the_bytes_of_all_threads_are_there_when_the_tag_is_seen(
-    crew: Any, lanes: str, monkeypatch: pytest.MonkeyPatch
+    crew: Any, engine: str, lanes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UCX_TLS", lanes)
-    one, two = crew.agent(ENGINE), crew.agent(ENGINE)
+    one, two = crew.agent(engine), crew.agent(engine)
     one.transport.connect("peer", two.transport.metadata())
     for value in range(1, 41):
         one.pool[:] = value
@@ -90,9 +94,12 @@ def test_the_bytes_of_all_threads_are_there_when_the_tag_is_seen(
         one.finish(write)
 
 
+@BOTH
 @pytest.mark.parametrize("bad", [0, ROWS // THREADS // 2, ROWS - 1])
-def test_a_copy_that_fails_in_any_slice_fails_the_write_and_its_tag_does_not_arrive(crew: Any, bad: int) -> None:
-    one, two = crew.agent(ENGINE), crew.agent(ENGINE)
+def test_a_copy_that_fails_in_any_slice_fails_the_write_and_its_tag_does_not_arrive(
+    crew: Any, engine: str, bad: int
+) -> None:
+    one, two = crew.agent(engine), crew.agent(engine)
     page = mmap.PAGESIZE
     target = mmap.mmap(-1, ROWS * page)
     start = np.frombuffer(target, np.uint8).ctypes.data
@@ -122,13 +129,17 @@ def test_a_write_of_few_large_descriptors_is_divided_if_it_has_a_tag_and_threads
     offsets = np.arange(8) * (SLICE_BYTES // 2)
     sizes = np.full(8, SLICE_BYTES // 2, np.uint64)
     one.finish(one.transport.write("peer", one.at(*offsets), two.at(*offsets), sizes, tag))
-    assert sorted(posted) == [8 // slices] * slices
+    if slices == 1 and BUILT:
+        assert posted == [], "native code posts what the threads do not"
+    else:
+        assert sorted(posted) == [8 // slices] * slices
     assert [arrival.tag for arrival in two.collect(1, timeout_s=60 if tag else 0.1)] == ([tag] if tag else [])
     assert (two.pool[: 4 * SLICE_BYTES] == 7).all()
 
 
-def test_writes_share_a_tag_that_arrives_after_the_bytes_of_all(crew: Any) -> None:
-    one, two = crew.agent(ENGINE), crew.agent(ENGINE)
+@BOTH
+def test_writes_share_a_tag_that_arrives_after_the_bytes_of_all(crew: Any, engine: str) -> None:
+    one, two = crew.agent(engine), crew.agent(engine)
     one.transport.connect("peer", two.transport.metadata())
     sizes = np.full(8, SLICE_BYTES, np.uint64)
     offsets = np.arange(8) * SLICE_BYTES
@@ -148,8 +159,9 @@ def test_writes_share_a_tag_that_arrives_after_the_bytes_of_all(crew: Any) -> No
         assert (two.pool[: 8 * SLICE_BYTES] == value).all()
 
 
-def test_a_copy_that_fails_withholds_a_shared_tag(crew: Any) -> None:
-    one, two = crew.agent(ENGINE), crew.agent(ENGINE)
+@BOTH
+def test_a_copy_that_fails_withholds_a_shared_tag(crew: Any, engine: str) -> None:
+    one, two = crew.agent(engine), crew.agent(engine)
     page = mmap.PAGESIZE
     target = mmap.mmap(-1, 8 * SLICE_BYTES)
     start = np.frombuffer(target, np.uint8).ctypes.data
@@ -171,13 +183,15 @@ def test_a_copy_that_fails_withholds_a_shared_tag(crew: Any) -> None:
     assert two.collect(1, timeout_s=0.1) == []
 
 
-def test_only_a_transport_with_threads_shares_tags(crew: Any) -> None:
+@BOTH
+def test_only_a_transport_with_threads_shares_tags(crew: Any, engine: str) -> None:
     assert crew.agent("nixl").transport.share_tag(b"t", 8) is None
-    assert crew.agent(ENGINE).transport.share_tag(b"t", 1) is None
+    assert crew.agent(engine).transport.share_tag(b"t", 1) is None
 
 
-def test_released_writes_complete_and_tell_their_tags(crew: Any) -> None:
-    one, two = crew.agent(ENGINE), crew.agent(ENGINE)
+@BOTH
+def test_released_writes_complete_and_tell_their_tags(crew: Any, engine: str) -> None:
+    one, two = crew.agent(engine), crew.agent(engine)
     one.transport.connect("peer", two.transport.metadata())
     one.pool[:] = 7
     writes = [post(one, two, b"%d" % number) for number in range(8)]
@@ -191,8 +205,9 @@ def test_released_writes_complete_and_tell_their_tags(crew: Any) -> None:
         one.wait()
 
 
-def test_all_writes_to_a_peer_that_dies_end(crew: Any) -> None:
-    agent, peer = crew.agent(ENGINE), crew.peer(ENGINE)
+@BOTH
+def test_all_writes_to_a_peer_that_dies_end(crew: Any, engine: str) -> None:
+    agent, peer = crew.agent(engine), crew.peer(engine)
     agent.transport.connect("peer", peer.metadata)
     agent.finish(post(agent, peer))
     os.kill(peer.process.pid, signal.SIGSTOP)
@@ -205,8 +220,9 @@ def test_all_writes_to_a_peer_that_dies_end(crew: Any) -> None:
         agent.finish(post(agent, peer))
 
 
-def test_closing_with_writes_to_a_stopped_peer_is_bounded(crew: Any) -> None:
-    agent, peer = crew.agent(ENGINE), crew.peer(ENGINE)
+@BOTH
+def test_closing_with_writes_to_a_stopped_peer_is_bounded(crew: Any, engine: str) -> None:
+    agent, peer = crew.agent(engine), crew.peer(engine)
     os.kill(peer.process.pid, signal.SIGSTOP)
     agent.transport.connect("peer", peer.metadata)
     write = post(agent, peer)
@@ -258,8 +274,9 @@ class TestSliceTags:
         assert SliceTags().join("a", received) is None
 
 
-def test_idle_threads_sleep(crew: Any, at_best: Callable[[Callable[[], float], float], None]) -> None:
-    agent, peer = crew.agent(ENGINE), crew.peer(ENGINE)
+@BOTH
+def test_idle_threads_sleep(crew: Any, engine: str, at_best: Callable[[Callable[[], float], float], None]) -> None:
+    agent, peer = crew.agent(engine), crew.peer(engine)
     agent.transport.connect("peer", peer.metadata)
     agent.finish(post(agent, peer))
     assert len(peer.collect(1)) == 1
@@ -273,10 +290,11 @@ def test_idle_threads_sleep(crew: Any, at_best: Callable[[Callable[[], float], f
     at_best(lambda: peer.ask("idle", seconds=0.5, poll_s=0.0)["share"], 0.01)
 
 
+@BOTH
 def test_a_write_to_a_stopped_peer_costs_nothing_and_ends_when_its_process_has_ended(
-    crew: Any, at_best: Callable[[Callable[[], float], float], None]
+    crew: Any, engine: str, at_best: Callable[[Callable[[], float], float], None]
 ) -> None:
-    agent, peer = crew.agent(ENGINE), crew.peer(ENGINE)
+    agent, peer = crew.agent(engine), crew.peer(engine)
     os.kill(peer.process.pid, signal.SIGSTOP)  # before anything is wired up, so that the write cannot complete
     agent.transport.connect("peer", peer.metadata)
     write = post(agent, peer)

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from kvctl_agent.errors import PeerDisconnected, TransportError
 from kvctl_agent.memory.region import Region
@@ -54,7 +54,7 @@ class SharedEngine:
         transport.register(self._regions)
         self.metadata = transport.metadata()
 
-    def open(self, agent_name: str, params: Mapping[str, str], device: Any = None, sharing: Any = None) -> Facade:
+    def open(self, agent_name: str, params: Mapping[str, str], *unused: Any) -> Facade:
         """Creates a facade for one rank; registered as a transport."""
         with self._lock:
             number = next(self._numbers)
@@ -158,6 +158,13 @@ class Facade:
 
     def share_tag(self, tag: bytes, descriptors: int) -> None:
         """The ranks of all cases share one engine, whose tags name the rank: none is shared."""
+
+    def defers(self, peer: str) -> bool:
+        """As tags are not shared, every write is made by `write`, which seals its tag."""
+        return False
+
+    def defer_write(self, *write: Any) -> NoReturn:
+        raise TransportError("there are no deferred writes")
 
     def write(
         self, peer: str, local_addrs: Addresses, remote_addrs: Addresses, sizes: Sizes, tag: bytes | SharedTag | None

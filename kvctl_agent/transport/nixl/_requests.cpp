@@ -1,0 +1,580 @@
+/* Requests of one write over NIXL, made, posted and polled without the GIL.
+ *
+ * The native form of requests.NixlWrite and DividedWrite, which stay the reference and the fallback. NIXL's binding takes
+ * and releases the GIL in every call, so a write costs four such calls for each of its requests; beside an engine's
+ * thread that runs Python each may wait for 5 ms. Here a thread of the native copy pool makes and posts a request as
+ * soon as it has gathered the bytes (`then`), and one call polls all requests of a write.
+ *
+ * NIXL's headers are not needed: descriptor lists and options are made by its C interface, libnixl_capi.so of the wheel,
+ * and the methods that run per request are called by their names in libnixl.so. The pointer to the agent comes
+ * from pybind11's conduit, which refuses it to an extension of another C++ ABI.
+ */
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <ctime>
+#include <dlfcn.h>
+#include <new>
+#include <string>
+#include <vector>
+
+namespace {
+
+constexpr int kSuccess = 0, kInProgress = 1, kBackend = -3; /* nixl_status_t */
+constexpr int kHostMemory = 0, kWriteOperation = 1;        /* DRAM_SEG, NIXL_WRITE */
+/* As in _row_copies.c: what takes less than 100 us is done with the GIL held. */
+constexpr uint64_t kHeldBytes = 256 << 10;
+
+int64_t now_ns()
+{
+    timespec at;
+    clock_gettime(CLOCK_MONOTONIC, &at);
+    return int64_t(at.tv_sec) * 1000000000 + at.tv_nsec;
+}
+
+/* ---- Library: the functions of NIXL -------------------------------------------------------------------------------- */
+
+struct DescriptorList { void *list; }; /* nixl_capi_xfer_dlist_s: points to the list of libnixl.so */
+
+struct Functions {
+    int (*create_list)(int memory, DescriptorList **);
+    int (*destroy_list)(DescriptorList *);
+    int (*add)(DescriptorList *, uintptr_t, size_t, uint64_t device);
+    int (*create_options)(void **); /* nixl_capi_opt_args_s: begins with the options of libnixl.so */
+    int (*destroy_options)(void *);
+    int (*set_tag)(void *, const void *, size_t);
+    int (*set_has_tag)(void *, bool);
+    int (*create)(const void *agent, const int &operation, const void *local, const void *remote, const std::string &peer,
+                  void *&request, const void *options);
+    int (*make)(const void *agent, const int &operation, const void *local, const std::vector<int> &local_index, const void *remote,
+                const std::vector<int> &remote_index, void *&request, const void *options);
+    int (*post)(const void *agent, void *request, const void *options);
+    int (*status)(const void *agent, void *request);
+    int (*release)(const void *agent, void *request);
+};
+
+struct Symbol {
+    const char *name;
+    size_t offset;
+};
+
+#define MEMBER(name) offsetof(Functions, name)
+const Symbol kSymbols[] = {
+    {"nixl_capi_create_xfer_dlist", MEMBER(create_list)},
+    {"nixl_capi_destroy_xfer_dlist", MEMBER(destroy_list)},
+    {"nixl_capi_xfer_dlist_add_desc", MEMBER(add)},
+    {"nixl_capi_create_opt_args", MEMBER(create_options)},
+    {"nixl_capi_destroy_opt_args", MEMBER(destroy_options)},
+    {"nixl_capi_opt_args_set_notif_msg", MEMBER(set_tag)},
+    {"nixl_capi_opt_args_set_has_notif", MEMBER(set_has_tag)},
+    {"_ZNK9nixlAgent13createXferReqERK14nixl_xfer_op_tRK12nixlDescListI13nixlBasicDescES7_RKNSt7__cxx1112basic_stringIcSt11char_"
+     "traitsIcESaIcEEERP12nixlXferReqHPK21nixlAgentOptionalArgs",
+     MEMBER(create)},
+    {"_ZNK9nixlAgent11makeXferReqERK14nixl_xfer_op_tPK10nixlDlistHRKSt6vectorIiSaIiEES5_SA_RP12nixlXferReqHPK21nixlAgentOptional"
+     "Args",
+     MEMBER(make)},
+    {"_ZNK9nixlAgent11postXferReqEP12nixlXferReqHPK21nixlAgentOptionalArgs", MEMBER(post)},
+    {"_ZNK9nixlAgent13getXferStatusEP12nixlXferReqH", MEMBER(status)},
+    {"_ZNK9nixlAgent14releaseXferReqEP12nixlXferReqH", MEMBER(release)},
+};
+
+/* What pybind11 compares types by: the name behind the pointer to the table of virtual functions. */
+struct TypeInfo {
+    const void *table;
+    const char *name;
+} nixl_agent_type = {nullptr, "9nixlAgent"};
+
+struct Library {
+    PyObject_HEAD
+    Functions functions;
+    void *agent;
+    PyObject *owner; /* NIXL's Python object of the agent */
+};
+
+int library_init(PyObject *object, PyObject *args, PyObject *)
+{
+    Library *self = reinterpret_cast<Library *>(object);
+    const char *path, *abi;
+    PyObject *agent;
+    if (!PyArg_ParseTuple(args, "syO", &path, &abi, &agent))
+        return -1;
+    if (self->owner != nullptr) {
+        PyErr_SetString(PyExc_ValueError, "the library is open");
+        return -1;
+    }
+    /* Never closed: libraries of NIXL stay loaded with its binding. */
+    void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (handle == nullptr) {
+        PyErr_SetString(PyExc_OSError, dlerror());
+        return -1;
+    }
+    for (const Symbol &symbol : kSymbols) {
+        void *found = dlsym(handle, symbol.name);
+        if (found == nullptr) {
+            PyErr_Format(PyExc_OSError, "%s has no function %s", path, symbol.name);
+            return -1;
+        }
+        std::memcpy(reinterpret_cast<char *>(&self->functions) + symbol.offset, &found, sizeof found);
+    }
+    PyObject *type = PyCapsule_New(&nixl_agent_type, "St9type_info", nullptr);
+    if (type == nullptr)
+        return -1;
+    PyObject *pointer = PyObject_CallMethod(agent, "_pybind11_conduit_v1_", "yOy", abi, type, "raw_pointer_ephemeral");
+    Py_DECREF(type);
+    if (pointer == nullptr)
+        return -1;
+    if (pointer != Py_None)
+        self->agent = PyCapsule_GetPointer(pointer, nixl_agent_type.name);
+    Py_DECREF(pointer);
+    if (self->agent == nullptr) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_OSError, "NIXL's binding has another C++ ABI");
+        return -1;
+    }
+    Py_INCREF(agent);
+    self->owner = agent;
+    return 0;
+}
+
+void library_dealloc(PyObject *object)
+{
+    Library *self = reinterpret_cast<Library *>(object);
+    PyTypeObject *type = Py_TYPE(object);
+    Py_XDECREF(self->owner);
+    freefunc release = reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free));
+    release(object);
+    Py_DECREF(type);
+}
+
+/* ---- Requests ------------------------------------------------------------------------------------------------------- */
+
+enum State : int {
+    kWaiting, /* not posted yet */
+    kPosting,
+    kPosted,
+    kDone,
+    kFailed,
+    kSkipped, /* not posted, because the time limit had passed or the write was stopped */
+};
+
+struct Request {
+    size_t first, end; /* descriptors */
+    std::string tag;   /* "": none */
+    std::atomic<int> state{kWaiting};
+    int status = kSuccess;
+    void *handle = nullptr;
+};
+
+/* What a copy pool runs after each piece; the layout is known to _row_copies.c. */
+struct Then {
+    void (*run)(void *self, int number);
+    void *self;
+};
+
+struct Write {
+    Functions call;
+    const void *agent;
+    std::string peer;
+    std::vector<uint64_t> local, remote, sizes; /* descriptors by address, or */
+    std::vector<int> local_index, remote_index; /* by their numbers in two prepared lists, which the caller keeps until all */
+    const void *local_list = nullptr, *remote_list = nullptr; /* requests are made */
+    std::vector<Request> requests;
+    std::atomic<bool> stopped{false};
+    std::atomic<int64_t> until_ns{0}, post_ns{0};
+    std::atomic<int> error{0}; /* status of the first request that failed */
+    uint64_t bytes = 0;
+    Then then;
+
+    explicit Write(size_t count) : requests(count) {}
+
+    int make(Request &request) noexcept
+    {
+        DescriptorList *here = nullptr, *there = nullptr;
+        void *options = nullptr;
+        int status = kBackend;
+        try {
+            bool made = !call.create_options(&options);
+            if (made && !request.tag.empty())
+                made = !call.set_tag(options, request.tag.data(), request.tag.size()) && !call.set_has_tag(options, true);
+            if (made && local_list != nullptr) {
+                std::vector<int> from(local_index.begin() + request.first, local_index.begin() + request.end);
+                std::vector<int> to(remote_index.begin() + request.first, remote_index.begin() + request.end);
+                status = call.make(agent, kWriteOperation, local_list, from, remote_list, to, request.handle, options);
+            } else {
+                made = made && !call.create_list(kHostMemory, &here) && !call.create_list(kHostMemory, &there);
+                for (size_t i = request.first; made && i < request.end; i++)
+                    made = !call.add(here, local[i], sizes[i], 0) && !call.add(there, remote[i], sizes[i], 0);
+                if (made)
+                    status = call.create(agent, kWriteOperation, here->list, there->list, peer, request.handle, options);
+            }
+        } catch (...) {
+        }
+        if (here != nullptr)
+            call.destroy_list(here);
+        if (there != nullptr)
+            call.destroy_list(there);
+        if (options != nullptr)
+            call.destroy_options(options);
+        return status;
+    }
+
+    /* Frees the request in NIXL. */
+    void end(Request &request, int status) noexcept
+    {
+        if (request.handle != nullptr) {
+            try { /* NIXL may call a request to a peer that has just died active, and keeps its memory */
+                call.release(agent, request.handle);
+            } catch (...) {
+            }
+            request.handle = nullptr;
+        }
+        request.status = status;
+        if (status < 0) {
+            int none = 0;
+            error.compare_exchange_strong(none, status);
+        }
+        request.state = status < 0 ? kFailed : kDone;
+    }
+
+    /* Makes and posts a request; between host memories of one host, this copies the bytes. */
+    void run(size_t number) noexcept
+    {
+        Request &request = requests[number];
+        request.state = kPosting; /* before `stopped` is read: see `poll` */
+        int64_t since = now_ns();
+        if (stopped || since > until_ns) {
+            request.state = kSkipped;
+            return;
+        }
+        int status = make(request);
+        if (status == kSuccess) {
+            try {
+                status = call.post(agent, request.handle, nullptr);
+            } catch (...) {
+                status = kBackend;
+            }
+        }
+        if (status == kInProgress)
+            request.state = kPosted;
+        else
+            end(request, status);
+        post_ns += now_ns() - since;
+    }
+
+    /* Polls the requests in flight; returns the number of requests that have not ended. Of a stopped write, a request that
+     * waits has ended, because a thread that takes it from now on skips it. */
+    size_t poll() noexcept
+    {
+        size_t left = 0;
+        for (Request &request : requests) {
+            int state = request.state;
+            if (state == kPosted) {
+                int status = kBackend;
+                try {
+                    status = call.status(agent, request.handle);
+                } catch (...) {
+                }
+                if (status == kInProgress)
+                    left++;
+                else
+                    end(request, status);
+            } else if (state == kPosting || ((state == kWaiting || state == kSkipped) && !stopped)) {
+                left++;
+            }
+        }
+        return left;
+    }
+};
+
+struct Requests {
+    PyObject_HEAD
+    PyObject *library;
+    Write *write;
+};
+
+PyTypeObject *library_type;
+
+void run_number(void *self, int number)
+{
+    Write *write = static_cast<Write *>(self);
+    if (number >= 0 && size_t(number) < write->requests.size())
+        write->run(number);
+}
+
+/* Reads an array of `Number`, whose formats are `formats`; returns false with an exception. */
+template <typename Number> bool read_array(PyObject *object, const char *formats, std::vector<Number> &into)
+{
+    Py_buffer view;
+    if (PyObject_GetBuffer(object, &view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS))
+        return false;
+    bool fits = view.itemsize == sizeof(Number) && view.ndim == 1 && view.format != nullptr && std::strchr(formats, view.format[0]);
+    if (fits) {
+        const Number *first = static_cast<const Number *>(view.buf);
+        into.assign(first, first + view.len / sizeof(Number));
+    } else {
+        PyErr_SetString(PyExc_TypeError, "addresses and sizes are uint64, indices int32, in one dimension");
+    }
+    PyBuffer_Release(&view);
+    return fits;
+}
+
+/* Divides `count` descriptors among the requests of a write; returns false with an exception. */
+bool divide(Write *write, size_t count, PyObject *ends, PyObject *tags)
+{
+    size_t first = 0;
+    for (size_t i = 0; i < write->requests.size(); i++) {
+        Request &request = write->requests[i];
+        char *tag;
+        Py_ssize_t tag_bytes;
+        size_t end = PyLong_AsSize_t(PyList_GetItem(ends, i));
+        if (PyErr_Occurred() || PyBytes_AsStringAndSize(PyList_GetItem(tags, i), &tag, &tag_bytes))
+            return false;
+        if (end <= first || end > count) {
+            PyErr_SetString(PyExc_ValueError, "every request has descriptors");
+            return false;
+        }
+        request.first = first;
+        request.end = first = end;
+        request.tag.assign(tag, tag_bytes);
+    }
+    if (first != count) {
+        PyErr_SetString(PyExc_ValueError, "every descriptor belongs to a request");
+        return false;
+    }
+    return true;
+}
+
+/* Fills a write from the arguments of Requests; returns false with an exception. */
+bool fill(Write *write, PyObject *local, PyObject *remote, PyObject *sizes, PyObject *lists, PyObject *ends, PyObject *tags)
+{
+    size_t count, others;
+    if (lists == Py_None) {
+        if (!read_array(local, "LQ", write->local) || !read_array(remote, "LQ", write->remote) || !read_array(sizes, "LQ", write->sizes))
+            return false;
+        for (uint64_t size : write->sizes)
+            write->bytes += size;
+        count = write->sizes.size();
+        others = write->local.size() == count ? write->remote.size() : write->local.size();
+    } else {
+        unsigned long long here, there, bytes;
+        if (!PyArg_ParseTuple(lists, "KKK", &here, &there, &bytes) || !read_array(local, "i", write->local_index) ||
+            !read_array(remote, "i", write->remote_index))
+            return false;
+        write->local_list = reinterpret_cast<const void *>(here);
+        write->remote_list = reinterpret_cast<const void *>(there);
+        write->bytes = bytes;
+        count = write->local_index.size();
+        others = here && there ? write->remote_index.size() : count + 1;
+    }
+    if (others != count) {
+        PyErr_SetString(PyExc_ValueError, "local and remote descriptors and sizes differ in number, or there is no list");
+        return false;
+    }
+    return divide(write, count, ends, tags);
+}
+
+int requests_init(PyObject *object, PyObject *args, PyObject *)
+{
+    Requests *self = reinterpret_cast<Requests *>(object);
+    PyObject *library, *local, *remote, *sizes, *lists, *ends, *tags;
+    const char *peer;
+    long long until_ns;
+    if (!PyArg_ParseTuple(args, "O!sOOOOO!O!L", library_type, &library, &peer, &local, &remote, &sizes, &lists, &PyList_Type, &ends,
+                          &PyList_Type, &tags, &until_ns))
+        return -1;
+    Library *of = reinterpret_cast<Library *>(library);
+    Py_ssize_t count = PyList_Size(ends);
+    if (self->write != nullptr || of->agent == nullptr || count < 1 || count > INT32_MAX || PyList_Size(tags) != count) {
+        PyErr_SetString(PyExc_ValueError, "a write has at least one request, each with a tag, and an open library");
+        return -1;
+    }
+    try {
+        self->write = new Write(count);
+        self->write->peer = peer;
+        self->write->call = of->functions;
+        self->write->agent = of->agent;
+        self->write->until_ns = until_ns;
+        self->write->then = {run_number, self->write};
+        if (!fill(self->write, local, remote, sizes, lists, ends, tags))
+            return -1;
+    } catch (const std::bad_alloc &) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    Py_INCREF(library);
+    self->library = library;
+    return 0;
+}
+
+void requests_dealloc(PyObject *object)
+{
+    Requests *self = reinterpret_cast<Requests *>(object);
+    PyTypeObject *type = Py_TYPE(object);
+    if (self->write != nullptr && self->library != nullptr)
+        for (Request &request : self->write->requests)
+            self->write->end(request, kSuccess);
+    delete self->write;
+    Py_XDECREF(self->library);
+    freefunc release = reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free));
+    release(object);
+    Py_DECREF(type);
+}
+
+Write *open_write(PyObject *object)
+{
+    Requests *self = reinterpret_cast<Requests *>(object);
+    if (self->library == nullptr) {
+        PyErr_SetString(PyExc_ValueError, "the requests were not made");
+        return nullptr;
+    }
+    return self->write;
+}
+
+/* Posts the requests that are in `state`. */
+void run_all(Write *write, int state)
+{
+    for (size_t i = 0; i < write->requests.size(); i++)
+        if (write->requests[i].state == state)
+            write->run(i);
+}
+
+PyObject *requests_post(PyObject *object, PyObject *)
+{
+    Write *write = open_write(object);
+    if (write == nullptr)
+        return nullptr;
+    if (write->bytes <= kHeldBytes) {
+        run_all(write, kWaiting);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        run_all(write, kWaiting);
+        Py_END_ALLOW_THREADS
+    }
+    Py_RETURN_NONE;
+}
+
+PyObject *requests_resume(PyObject *object, PyObject *argument)
+{
+    Write *write = open_write(object);
+    long long until_ns = PyLong_AsLongLong(argument);
+    if (write == nullptr || PyErr_Occurred())
+        return nullptr;
+    write->until_ns = until_ns;
+    Py_BEGIN_ALLOW_THREADS
+    run_all(write, kSkipped);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+PyObject *requests_stop(PyObject *object, PyObject *)
+{
+    Write *write = open_write(object);
+    if (write == nullptr)
+        return nullptr;
+    write->stopped = true;
+    Py_RETURN_NONE;
+}
+
+PyObject *requests_poll(PyObject *object, PyObject *)
+{
+    Write *write = open_write(object);
+    if (write == nullptr)
+        return nullptr;
+    size_t left;
+    if (write->bytes <= kHeldBytes) {
+        left = write->poll();
+    } else { /* a thread that posts has a lock of UCX that a poll waits for */
+        Py_BEGIN_ALLOW_THREADS
+        left = write->poll();
+        Py_END_ALLOW_THREADS
+    }
+    return PyBool_FromLong(left == 0);
+}
+
+PyObject *requests_error(PyObject *object, void *)
+{
+    Write *write = open_write(object);
+    return write == nullptr ? nullptr : PyLong_FromLong(write->error);
+}
+
+PyObject *requests_post_ns(PyObject *object, void *)
+{
+    Write *write = open_write(object);
+    return write == nullptr ? nullptr : PyLong_FromLongLong(write->post_ns);
+}
+
+PyObject *requests_skipped(PyObject *object, void *)
+{
+    Write *write = open_write(object);
+    if (write == nullptr)
+        return nullptr;
+    bool skipped = false;
+    for (Request &request : write->requests)
+        skipped |= request.state == kSkipped;
+    return PyBool_FromLong(skipped && !write->stopped);
+}
+
+PyObject *requests_then(PyObject *object, void *)
+{
+    Write *write = open_write(object);
+    return write == nullptr ? nullptr : PyCapsule_New(&write->then, "kvctl_agent.then", nullptr);
+}
+
+PyMethodDef requests_methods[] = {
+    {"post", requests_post, METH_NOARGS, "Posts all requests on the calling thread, without the GIL if they are large."},
+    {"resume", requests_resume, METH_O, "resume(until_ns): posts the requests that were skipped, on the calling thread."},
+    {"stop", requests_stop, METH_NOARGS, "Lets no further request be posted."},
+    {"poll", requests_poll, METH_NOARGS, "Polls the requests in flight and returns whether all have ended."},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyGetSetDef requests_getset[] = {
+    {"error", requests_error, nullptr, "NIXL's status of the first request that failed; 0 if none has.", nullptr},
+    {"post_ns", requests_post_ns, nullptr, "Time that threads have spent posting, all together.", nullptr},
+    {"skipped", requests_skipped, nullptr, "Whether requests were not posted because the time limit had passed.", nullptr},
+    {"then", requests_then, nullptr, "What a copy pool calls after each piece to post the request of its number.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+PyType_Slot library_slots[] = {
+    {Py_tp_init, reinterpret_cast<void *>(library_init)},
+    {Py_tp_dealloc, reinterpret_cast<void *>(library_dealloc)},
+    {Py_tp_doc, const_cast<char *>("Library(path, abi, agent): NIXL's functions, and the agent that they are called for.")},
+    {0, nullptr},
+};
+PyType_Slot requests_slots[] = {
+    {Py_tp_init, reinterpret_cast<void *>(requests_init)},
+    {Py_tp_dealloc, reinterpret_cast<void *>(requests_dealloc)},
+    {Py_tp_methods, requests_methods},
+    {Py_tp_getset, requests_getset},
+    {Py_tp_doc, const_cast<char *>(
+        "Requests(library, peer, local, remote, sizes, lists, ends, tags, until_ns): the requests of one write.\n\n"
+        "local and remote are addresses, lists None; or they are indices in lists = (local, remote, bytes), sizes None.")},
+    {0, nullptr},
+};
+PyType_Spec library_spec = {"kvctl_agent.transport.nixl._requests.Library", sizeof(Library), 0, Py_TPFLAGS_DEFAULT, library_slots};
+PyType_Spec requests_spec = {"kvctl_agent.transport.nixl._requests.Requests", sizeof(Requests), 0, Py_TPFLAGS_DEFAULT, requests_slots};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "_requests", "Requests of NIXL without the GIL.", -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+
+} // namespace
+
+PyMODINIT_FUNC PyInit__requests(void)
+{
+    PyObject *created = PyModule_Create(&module);
+    if (created == nullptr)
+        return nullptr;
+    library_type = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(&library_spec));
+    PyObject *requests_type = PyType_FromSpec(&requests_spec);
+    if (library_type == nullptr || requests_type == nullptr ||
+        PyModule_AddObjectRef(created, "Library", reinterpret_cast<PyObject *>(library_type)) ||
+        PyModule_AddObjectRef(created, "Requests", requests_type)) {
+        Py_DECREF(created);
+        return nullptr;
+    }
+    Py_DECREF(requests_type);
+    return created;
+}
