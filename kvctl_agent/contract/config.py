@@ -115,8 +115,8 @@ KEYS: tuple[Key, ...] = (
         int,
         None,
         "Threads that gather and scatter in host memory; 0: the control loop does. Automatic: none with at most 4 "
-        "cores, otherwise half of the rank's share of the cores, from 1 to 8. A prefill rank whose NIXL has num_threads "
-        "copies on those threads.",
+        "cores, otherwise half of the rank's share of the cores, from 1 to 8. A prefill rank whose NIXL has "
+        "num_threads copies on those threads.",
         minimum=0,
         maximum=64,
     ),

@@ -264,9 +264,9 @@ class ChainedFlight(PieceFlight):
 
     def give_up(self) -> bool:
         for batch in self._batches[:]:
-            drained = batch.write.release()  # first, so that a thread that still copies a piece does not post it
+            batch.write.stop()  # first, so that a thread that still copies a piece does not post it
             batch.copy = None
-            if drained:
+            if batch.write.release():
                 self._batches.remove(batch)
                 self._release(batch.buffers)
         return not self._batches

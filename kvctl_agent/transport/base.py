@@ -117,8 +117,7 @@ class Write(Protocol):
 class DeferredWrite(Write, Protocol):
     """A write that is not posted yet: a native copy pool posts its descriptors one by one, without the GIL.
 
-    Each descriptor is sent with the tag. `poll` returns False until all are posted and complete; `release` also lets no
-    further descriptor be posted.
+    Each descriptor is sent with the tag. `poll` returns False until all are posted and complete.
 
     Attributes:
         then: What the pool runs for descriptor i, from any of its threads, when the bytes of the descriptor are there.
@@ -137,6 +136,10 @@ class DeferredWrite(Write, Protocol):
 
     def resume(self, until_ns: int) -> None:
         """Posts the descriptors that were skipped, on this thread, with a new time limit."""
+        ...
+
+    def stop(self) -> None:
+        """Lets no further descriptor be posted; then the write ends with those that are."""
         ...
 
 

@@ -18,7 +18,7 @@ class PooledTransport(NixlTransport):
         self.pool = NativeCopyPool(int(params["num_threads"]), wake).start()
         os.close(wake)  # the pool has a copy
         super().__init__(name, params, copy_pool=self.pool)
-        assert self.describe()["native"]
+        assert self.describe()["posts"] == "native"
 
     def close(self) -> None:
         super().close()

@@ -20,6 +20,7 @@
 #include <ctime>
 #include <dlfcn.h>
 #include <new>
+#include <sched.h>
 #include <string>
 #include <vector>
 
@@ -187,6 +188,9 @@ struct Write {
     std::atomic<bool> stopped{false};
     std::atomic<int64_t> until_ns{0}, post_ns{0};
     std::atomic<int> error{0}; /* status of the first request that failed */
+    std::atomic<size_t> posted{0};
+    std::atomic_flag polling = ATOMIC_FLAG_INIT;
+    int64_t linger_ns = 0; /* how long the thread that posts the last request polls all */
     uint64_t bytes = 0;
     Then then;
 
@@ -264,6 +268,25 @@ struct Write {
         else
             end(request, status);
         post_ns += now_ns() - since;
+        if (++posted == requests.size())
+            linger();
+    }
+
+    /* Polls until all requests have ended, or for `linger_ns`: the target usually acknowledges a write within 100 us, and
+     * then the control loop has nothing to poll, for which it would wait for the GIL once more. */
+    void linger() noexcept
+    {
+        int64_t until = now_ns() + linger_ns;
+        while (linger_ns && bytes > kHeldBytes && !stopped && poll() && now_ns() < until)
+            sched_yield();
+    }
+
+    bool in_flight() const noexcept
+    {
+        for (const Request &request : requests)
+            if (request.state == kPosted)
+                return true;
+        return false;
     }
 
     /* Polls the requests in flight; returns the number of requests that have not ended. Of a stopped write, a request that
@@ -271,6 +294,8 @@ struct Write {
     size_t poll() noexcept
     {
         size_t left = 0;
+        if (polling.test_and_set(std::memory_order_acquire))
+            return 1; /* another thread ends requests now */
         for (Request &request : requests) {
             int state = request.state;
             if (state == kPosted) {
@@ -287,6 +312,7 @@ struct Write {
                 left++;
             }
         }
+        polling.clear(std::memory_order_release);
         return left;
     }
 };
@@ -383,9 +409,9 @@ int requests_init(PyObject *object, PyObject *args, PyObject *)
     Requests *self = reinterpret_cast<Requests *>(object);
     PyObject *library, *local, *remote, *sizes, *lists, *ends, *tags;
     const char *peer;
-    long long until_ns;
-    if (!PyArg_ParseTuple(args, "O!sOOOOO!O!L", library_type, &library, &peer, &local, &remote, &sizes, &lists, &PyList_Type, &ends,
-                          &PyList_Type, &tags, &until_ns))
+    long long until_ns, linger_ns;
+    if (!PyArg_ParseTuple(args, "O!sOOOOO!O!LL", library_type, &library, &peer, &local, &remote, &sizes, &lists, &PyList_Type, &ends,
+                          &PyList_Type, &tags, &until_ns, &linger_ns))
         return -1;
     Library *of = reinterpret_cast<Library *>(library);
     Py_ssize_t count = PyList_Size(ends);
@@ -399,6 +425,7 @@ int requests_init(PyObject *object, PyObject *args, PyObject *)
         self->write->call = of->functions;
         self->write->agent = of->agent;
         self->write->until_ns = until_ns;
+        self->write->linger_ns = linger_ns;
         self->write->then = {run_number, self->write};
         if (!fill(self->write, local, remote, sizes, lists, ends, tags))
             return -1;
@@ -486,7 +513,7 @@ PyObject *requests_poll(PyObject *object, PyObject *)
     if (write == nullptr)
         return nullptr;
     size_t left;
-    if (write->bytes <= kHeldBytes) {
+    if (write->bytes <= kHeldBytes || !write->in_flight()) {
         left = write->poll();
     } else { /* a thread that posts has a lock of UCX that a poll waits for */
         Py_BEGIN_ALLOW_THREADS
@@ -551,7 +578,7 @@ PyType_Slot requests_slots[] = {
     {Py_tp_methods, requests_methods},
     {Py_tp_getset, requests_getset},
     {Py_tp_doc, const_cast<char *>(
-        "Requests(library, peer, local, remote, sizes, lists, ends, tags, until_ns): the requests of one write.\n\n"
+        "Requests(library, peer, local, remote, sizes, lists, ends, tags, until_ns, linger_ns): the requests of one write.\n\n"
         "local and remote are addresses, lists None; or they are indices in lists = (local, remote, bytes), sizes None.")},
     {0, nullptr},
 };

@@ -134,7 +134,6 @@ class NativeWrite:
             self._requests.resume(until_ns)
 
     def stop(self) -> None:
-        """Lets no further request be posted."""
         if self._requests is not None:
             self._requests.stop()
 
@@ -146,7 +145,6 @@ class NativeWrite:
         return True
 
     def release(self) -> bool:
-        self.stop()
         return self._in_flight.drain(self)
 
     def advance(self) -> bool:

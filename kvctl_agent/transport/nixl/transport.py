@@ -68,6 +68,7 @@ from kvctl_agent.transport.nixl.threads import (
 
 _MAGIC = b"kvctl-nixl-4"
 _LINGER_S = 0.1
+_LINGER_NS = 500_000  # of a pool's thread after the last post of a write
 _SHOWN = ("UCX_", "NIXL_", "CUDA_VISIBLE_DEVICES")
 _LOCAL = "this agent's memory"
 
@@ -374,8 +375,9 @@ class NixlTransport:
     ) -> NativeWrite:
         """Returns a write of one request for each slice of its descriptors, with the tags that are sent."""
         assert self._native is not None
+        linger_ns = _LINGER_NS if self._copy_pool is not None else 0
         ends = [len(described.local) if cut.stop is None else cut.stop for cut in edges]
-        requests = native_requests.Requests(self._native, peer.engine_name, *described, ends, tags, until_ns)
+        requests = native_requests.Requests(self._native, peer.engine_name, *described, ends, tags, until_ns, linger_ns)
         return NativeWrite(self._in_flight, self._engine, peer, requests, nbytes, ends)
 
     def _post_natively(
@@ -460,7 +462,7 @@ class NixlTransport:
             "engine": f"nixl {self._engine.version}",
             "backend": self._backend,
             "threads": self._threads,
-            "native": self._native is not None,
+            "posts": "native" if self._native is not None else "binding",
             "lanes": [settings.get("UCX_TLS", "UCX default")],
             "environment": settings,
         }
