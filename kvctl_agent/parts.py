@@ -516,7 +516,8 @@ def ranks_of(rank: Rank) -> int:
 
 def check_settings(settings: Settings, pool: KVPool, engine_threads: int) -> None:
     """Raises ConfigError if settings do not suit the pool's device, or the process can open too few descriptors."""
-    if (text := shortage(_DESCRIPTORS + engine_threads * DESCRIPTORS_PER_THREAD)) is not None:
+    workers = engine_threads + 1 if engine_threads else 0  # of UCX, beside the one that every agent has
+    if (text := shortage(_DESCRIPTORS + workers * DESCRIPTORS_PER_THREAD)) is not None:
         raise ConfigError(f"this process cannot hold an agent: {text}")
     check_path(settings["path"], pool)
 

@@ -154,7 +154,7 @@ typedef struct {
 /* What runs after each piece, for example what writes it to a peer: an object's attribute `then` has it in a capsule. */
 #define THEN "kvctl_agent.then"
 typedef struct {
-    void (*run)(void *self, int number);
+    void (*run)(void *self, int number, int thread); /* `thread` counts the threads of the pool from 1; 0: the caller's */
     void *self;
 } Then;
 
@@ -216,7 +216,7 @@ typedef struct {
     pthread_cond_t queued, ended;
     Work *first, **last;
     bool ready, closing;
-    int wanted, threads, wake_fd;
+    int wanted, threads, running, wake_fd;
     pthread_t thread[MOST_THREADS];
     PyObject *error;
     _Atomic int64_t notice_ns; /* how long the control loop takes to notice that a copy has ended */
@@ -232,14 +232,14 @@ typedef struct {
 
 static PyTypeObject *head_slice_type, *copy_type;
 
-static void run_piece(Pool *pool, Work *work, int number)
+static void run_piece(Pool *pool, Work *work, int number, int thread)
 {
     int64_t since = now_ns();
     if (!work->bad && !copy_piece(&work->pieces[number], work->gather))
         work->bad = true;
     work->copy_ns += now_ns() - since;
     if (work->then != NULL && !work->bad)
-        work->then->run(work->then->self, number);
+        work->then->run(work->then->self, number, thread);
     if (work->spans == NULL)
         return;
     int64_t known = pool->piece_ns, took = now_ns() - since;
@@ -257,6 +257,7 @@ static void *run_thread(void *argument)
 {
     Pool *pool = argument;
     pthread_mutex_lock(&pool->lock);
+    const int thread = ++pool->running;
     for (;;) {
         Work *work = pool->first;
         if (work == NULL) {
@@ -272,7 +273,7 @@ static void *run_thread(void *argument)
                 pool->last = &pool->first;
         }
         pthread_mutex_unlock(&pool->lock);
-        run_piece(pool, work, number);
+        run_piece(pool, work, number, thread);
         pthread_mutex_lock(&pool->lock);
         if (work->left == 1) {
             work->ended_ns = now_ns();
@@ -596,7 +597,7 @@ static PyObject *copy_done(PyObject *object, PyObject *unused)
     if (!work->shared && work->left) {
         if (work->nbytes <= HELD_BYTES) {
             while (work->left) {
-                run_piece(pool, work, work->taken++);
+                run_piece(pool, work, work->taken++, 0);
                 work->left--;
             }
         } else {
@@ -604,7 +605,7 @@ static PyObject *copy_done(PyObject *object, PyObject *unused)
             int64_t ended, until = now_ns() + 2 * pool->notice_ns;
             Py_BEGIN_ALLOW_THREADS
             do {
-                run_piece(pool, work, work->taken++);
+                run_piece(pool, work, work->taken++, 0);
                 ended = now_ns();
             } while (--work->left && ended < until);
             Py_END_ALLOW_THREADS

@@ -11,6 +11,7 @@ import contextlib
 import mmap
 import os
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
@@ -205,15 +206,17 @@ class StagingBuffers:
         # Last in, first out: the cache lines of the most recently released buffer are still in cache.
         self._free = [self._buffer(index) for index in reversed(range(count))]
         self._acquired: dict[Buffer, str] = {}  # the peer of each
+        self._counts: Counter[str] = Counter()  # by peer
         self.high_water = 0
 
     def acquire(self, peer: str) -> Buffer | None:
         """Returns a free buffer for a write to `peer`, or None if the peer may not take one now. Does not wait."""
         with self._lock:
-            if list(self._acquired.values()).count(peer) >= len(self._free):
+            if self._counts[peer] >= len(self._free):
                 return None
             buffer = self._free.pop()
             self._acquired[buffer] = peer
+            self._counts[peer] += 1
             self.high_water = max(self.high_water, len(self._acquired))
             return buffer
 
@@ -226,7 +229,10 @@ class StagingBuffers:
         with self._lock:
             if buffer not in self._acquired:
                 raise LocalProtocolError(f"staging buffer {buffer.index} was released but is not in use")
-            del self._acquired[buffer]
+            peer = self._acquired.pop(buffer)
+            self._counts[peer] -= 1
+            if not self._counts[peer]:
+                del self._counts[peer]
             self._free.append(buffer)
 
     @property

@@ -50,6 +50,7 @@ struct Functions {
     int (*destroy_options)(void *);
     int (*set_tag)(void *, const void *, size_t);
     int (*set_has_tag)(void *, bool);
+    int (*set_parameter)(void *, const void *, size_t);
     int (*create)(const void *agent, const int &operation, const void *local, const void *remote, const std::string &peer,
                   void *&request, const void *options);
     int (*make)(const void *agent, const int &operation, const void *local, const std::vector<int> &local_index, const void *remote,
@@ -73,6 +74,7 @@ const Symbol kSymbols[] = {
     {"nixl_capi_destroy_opt_args", MEMBER(destroy_options)},
     {"nixl_capi_opt_args_set_notif_msg", MEMBER(set_tag)},
     {"nixl_capi_opt_args_set_has_notif", MEMBER(set_has_tag)},
+    {"nixl_capi_opt_args_set_custom_param", MEMBER(set_parameter)},
     {"_ZNK9nixlAgent13createXferReqERK14nixl_xfer_op_tRK12nixlDescListI13nixlBasicDescES7_RKNSt7__cxx1112basic_stringIcSt11char_"
      "traitsIcESaIcEEERP12nixlXferReqHPK21nixlAgentOptionalArgs",
      MEMBER(create)},
@@ -173,7 +175,7 @@ struct Request {
 
 /* What a copy pool runs after each piece; the layout is known to _row_copies.c. */
 struct Then {
-    void (*run)(void *self, int number);
+    void (*run)(void *self, int number, int thread);
     void *self;
 };
 
@@ -190,13 +192,15 @@ struct Write {
     std::atomic<int> error{0}; /* status of the first request that failed */
     std::atomic<size_t> posted{0};
     std::atomic_flag polling = ATOMIC_FLAG_INIT;
+    std::atomic<bool> lingering{false};
     int64_t linger_ns = 0; /* how long the thread that posts the last request polls all */
+    int threads = 0;       /* of the pool that have workers of their own */
     uint64_t bytes = 0;
     Then then;
 
     explicit Write(size_t count) : requests(count) {}
 
-    int make(Request &request) noexcept
+    int make(Request &request, int worker) noexcept
     {
         DescriptorList *here = nullptr, *there = nullptr;
         void *options = nullptr;
@@ -205,6 +209,10 @@ struct Write {
             bool made = !call.create_options(&options);
             if (made && !request.tag.empty())
                 made = !call.set_tag(options, request.tag.data(), request.tag.size()) && !call.set_has_tag(options, true);
+            if (made && threads) {
+                const std::string parameter = "worker_id=" + std::to_string(worker);
+                made = !call.set_parameter(options, parameter.data(), parameter.size());
+            }
             if (made && local_list != nullptr) {
                 std::vector<int> from(local_index.begin() + request.first, local_index.begin() + request.end);
                 std::vector<int> to(remote_index.begin() + request.first, remote_index.begin() + request.end);
@@ -245,8 +253,12 @@ struct Write {
         request.state = status < 0 ? kFailed : kDone;
     }
 
-    /* Makes and posts a request; between host memories of one host, this copies the bytes. */
-    void run(size_t number) noexcept
+    /* Makes and posts a request; between host memories of one host, this copies the bytes.
+     *
+     * Every thread of a pool has a worker of UCX for itself: a post has the lock of its worker while it copies. NIXL would
+     * take workers in turns for new threads, so that the control loop, which sends tags, could share one and spin for
+     * milliseconds. It gets worker 1, and 0 is for all who post without a pool. */
+    void run(size_t number, int thread) noexcept
     {
         Request &request = requests[number];
         request.state = kPosting; /* before `stopped` is read: see `poll` */
@@ -255,7 +267,7 @@ struct Write {
             request.state = kSkipped;
             return;
         }
-        int status = make(request);
+        int status = make(request, thread && thread <= threads ? thread + 1 : 0);
         if (status == kSuccess) {
             try {
                 status = call.post(agent, request.handle, nullptr);
@@ -276,29 +288,40 @@ struct Write {
      * then the control loop has nothing to poll, for which it would wait for the GIL once more. */
     void linger() noexcept
     {
+        if (!linger_ns || bytes <= kHeldBytes)
+            return;
+        lingering = true;
         int64_t until = now_ns() + linger_ns;
-        while (linger_ns && bytes > kHeldBytes && !stopped && poll() && now_ns() < until)
+        while (!stopped && poll() && now_ns() < until)
             sched_yield();
+        lingering = false;
     }
 
+    /* Whether all requests are posted and some have not ended. */
     bool in_flight() const noexcept
     {
-        for (const Request &request : requests)
-            if (request.state == kPosted)
-                return true;
-        return false;
+        bool found = false;
+        for (const Request &request : requests) {
+            int state = request.state;
+            if (state == kPosting || (state == kWaiting && !stopped))
+                return false;
+            found |= state == kPosted;
+        }
+        return found;
     }
 
     /* Polls the requests in flight; returns the number of requests that have not ended. Of a stopped write, a request that
-     * waits has ended, because a thread that takes it from now on skips it. */
-    size_t poll() noexcept
+     * waits has ended, because a thread that takes it from now on skips it.
+     *
+     * With `ask` false NIXL is not called: a call waits while a thread that posts has a lock of UCX, for milliseconds. */
+    size_t poll(bool ask = true) noexcept
     {
         size_t left = 0;
         if (polling.test_and_set(std::memory_order_acquire))
             return 1; /* another thread ends requests now */
         for (Request &request : requests) {
             int state = request.state;
-            if (state == kPosted) {
+            if (state == kPosted && ask) {
                 int status = kBackend;
                 try {
                     status = call.status(agent, request.handle);
@@ -308,7 +331,7 @@ struct Write {
                     left++;
                 else
                     end(request, status);
-            } else if (state == kPosting || ((state == kWaiting || state == kSkipped) && !stopped)) {
+            } else if (state == kPosted || state == kPosting || ((state == kWaiting || state == kSkipped) && !stopped)) {
                 left++;
             }
         }
@@ -325,11 +348,11 @@ struct Requests {
 
 PyTypeObject *library_type;
 
-void run_number(void *self, int number)
+void run_number(void *self, int number, int thread)
 {
     Write *write = static_cast<Write *>(self);
     if (number >= 0 && size_t(number) < write->requests.size())
-        write->run(number);
+        write->run(number, thread);
 }
 
 /* Reads an array of `Number`, whose formats are `formats`; returns false with an exception. */
@@ -410,8 +433,9 @@ int requests_init(PyObject *object, PyObject *args, PyObject *)
     PyObject *library, *local, *remote, *sizes, *lists, *ends, *tags;
     const char *peer;
     long long until_ns, linger_ns;
-    if (!PyArg_ParseTuple(args, "O!sOOOOO!O!LL", library_type, &library, &peer, &local, &remote, &sizes, &lists, &PyList_Type, &ends,
-                          &PyList_Type, &tags, &until_ns, &linger_ns))
+    int threads;
+    if (!PyArg_ParseTuple(args, "O!sOOOOO!O!LLi", library_type, &library, &peer, &local, &remote, &sizes, &lists, &PyList_Type, &ends,
+                          &PyList_Type, &tags, &until_ns, &linger_ns, &threads))
         return -1;
     Library *of = reinterpret_cast<Library *>(library);
     Py_ssize_t count = PyList_Size(ends);
@@ -426,6 +450,7 @@ int requests_init(PyObject *object, PyObject *args, PyObject *)
         self->write->agent = of->agent;
         self->write->until_ns = until_ns;
         self->write->linger_ns = linger_ns;
+        self->write->threads = threads;
         self->write->then = {run_number, self->write};
         if (!fill(self->write, local, remote, sizes, lists, ends, tags))
             return -1;
@@ -467,7 +492,7 @@ void run_all(Write *write, int state)
 {
     for (size_t i = 0; i < write->requests.size(); i++)
         if (write->requests[i].state == state)
-            write->run(i);
+            write->run(i, 0);
 }
 
 PyObject *requests_post(PyObject *object, PyObject *)
@@ -512,10 +537,8 @@ PyObject *requests_poll(PyObject *object, PyObject *)
     Write *write = open_write(object);
     if (write == nullptr)
         return nullptr;
-    size_t left;
-    if (write->bytes <= kHeldBytes || !write->in_flight()) {
-        left = write->poll();
-    } else { /* a thread that posts has a lock of UCX that a poll waits for */
+    size_t left = write->poll(write->bytes <= kHeldBytes);
+    if (left && write->in_flight() && !write->lingering) {
         Py_BEGIN_ALLOW_THREADS
         left = write->poll();
         Py_END_ALLOW_THREADS
@@ -578,7 +601,7 @@ PyType_Slot requests_slots[] = {
     {Py_tp_methods, requests_methods},
     {Py_tp_getset, requests_getset},
     {Py_tp_doc, const_cast<char *>(
-        "Requests(library, peer, local, remote, sizes, lists, ends, tags, until_ns, linger_ns): the requests of one write.\n\n"
+        "Requests(library, peer, local, remote, sizes, lists, ends, tags, until_ns, linger_ns, threads): the requests of one write.\n\n"
         "local and remote are addresses, lists None; or they are indices in lists = (local, remote, bytes), sizes None.")},
     {0, nullptr},
 };

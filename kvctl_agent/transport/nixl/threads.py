@@ -19,6 +19,9 @@ write is complete after 28 ms instead of 26, or beside a Python thread that comp
 such writes over CMA and TCP, two in flight, no tag arrived before its bytes.
 
 Each UCX worker takes 9 to 10 file descriptors, and one per peer at both ends.
+
+The threads of this module run Python and need the GIL for each slice. They post where the threads of the native copy
+pool cannot (`nixl.native_requests`).
 """
 
 from __future__ import annotations

@@ -98,7 +98,8 @@ class NixlTransport:
             threads = copy_pool.threads
         self._slice_size = slice_size(backend_params)
         if threads and self._backend == "UCX":
-            backend_params.setdefault("num_workers", str(threads + 1))
+            # One more for those who post without these threads, and one for the tags of the control loop.
+            backend_params.setdefault("num_workers", str(threads + 2))
         for ours in ("num_threads", "split_batch_size"):
             backend_params.pop(ours, None)
         own_name = f"{quote(agent_name, safe='', errors='surrogatepass')}#{secrets.token_hex(8)}"
@@ -375,9 +376,11 @@ class NixlTransport:
     ) -> NativeWrite:
         """Returns a write of one request for each slice of its descriptors, with the tags that are sent."""
         assert self._native is not None
-        linger_ns = _LINGER_NS if self._copy_pool is not None else 0
+        linger_ns, threads = (_LINGER_NS, self._threads) if self._copy_pool is not None else (0, 0)
         ends = [len(described.local) if cut.stop is None else cut.stop for cut in edges]
-        requests = native_requests.Requests(self._native, peer.engine_name, *described, ends, tags, until_ns, linger_ns)
+        requests = native_requests.Requests(
+            self._native, peer.engine_name, *described, ends, tags, until_ns, linger_ns, threads
+        )
         return NativeWrite(self._in_flight, self._engine, peer, requests, nbytes, ends)
 
     def _post_natively(
