@@ -83,6 +83,10 @@ _NUMPY_COPIES = (
     "copies use numpy, which is slow beside a busy engine: reinstall kvctl where a C compiler and Python's headers are "
     "installed (Debian: gcc, python3-dev)"
 )
+_BINDING_POSTS = (
+    "NIXL's Python binding posts the writes, which is slow beside a busy engine: use NIXL 1.5, and reinstall kvctl "
+    "where a C++ compiler and Python's headers are installed (Debian: g++, python3-dev)"
+)
 _SCRATCH_BYTES = 64 << 20  # after the ring; writers measure their connection with it; larger than CPU caches
 _FEW_CORES_BUFFER_MB, _BUFFER_MB, _DEVICE_BUFFER_MB = 64, 256, 512
 _LEAST_BUFFERS = 8  # half of them may belong to one peer: some are filled while others are sent
@@ -258,6 +262,8 @@ def build_parts(
         # What transfers parts.
         if not BUILT and pool.device is None:
             telemetry.recorder.record("copy", _NUMPY_COPIES, "warning")
+        if role == "prefill" and pool.device is None and transport.describe().get("posts") == "binding":
+            telemetry.recorder.record("transport", _BINDING_POSTS, "warning")
         copiers: list[Closable] = []
         undo.callback(close_all, copiers)
         by_peer: dict[str, PeerConnection] = {}
