@@ -151,7 +151,8 @@ typedef struct {
     char *staged;
 } Piece;
 
-/* What runs after each piece, for example what writes it to a peer: an object's attribute `then` has it in a capsule. */
+/* What runs after each piece, for example what writes it to a peer: an object's attribute `then` has it in a capsule, which
+ * keeps alive what it needs. */
 #define THEN "kvctl_agent.then"
 typedef struct {
     void (*run)(void *self, int number, int thread); /* `thread` counts the threads of the pool from 1; 0: the caller's */
@@ -226,7 +227,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     Pool *pool;
-    PyObject *kept; /* the objects whose memory the copy uses, and the owner of `then` */
+    PyObject *kept; /* the objects whose memory the copy uses, and the capsule of `then` */
     Work *work;
 } Copy;
 
@@ -409,18 +410,21 @@ static bool is_open(const Pool *pool)
     return false;
 }
 
-/* Reads what is to run after each piece from its owner, None for nothing; returns false with an exception. */
-static bool read_then(PyObject *owner, const Then **then)
+/* Returns the capsule of what is to run after each piece, or None for nothing; NULL with an exception. */
+static PyObject *read_then(PyObject *owner, const Then **then)
 {
     *then = NULL;
-    if (owner == Py_None)
-        return true;
+    if (owner == Py_None) {
+        Py_INCREF(owner);
+        return owner;
+    }
     PyObject *capsule = PyObject_GetAttrString(owner, "then");
     if (capsule == NULL)
-        return false;
+        return NULL;
     *then = PyCapsule_GetPointer(capsule, THEN);
-    Py_DECREF(capsule);
-    return *then != NULL;
+    if (*then == NULL)
+        Py_CLEAR(capsule);
+    return capsule;
 }
 
 /* Returns the copy that `work` is, with what it uses, and queues it for the threads; takes over the work and `kept`. */
@@ -458,22 +462,26 @@ static PyObject *pool_run(PyObject *object, PyObject *args)
     int count;
     PyObject *owner;
     const Then *then;
-    if (!PyArg_ParseTuple(args, "iO", &count, &owner) || !is_open(self) || !read_then(owner, &then))
+    if (!PyArg_ParseTuple(args, "iO", &count, &owner) || !is_open(self))
+        return NULL;
+    PyObject *capsule = read_then(owner, &then);
+    if (capsule == NULL)
         return NULL;
     if (count < 1 || then == NULL) {
+        Py_DECREF(capsule);
         PyErr_SetString(PyExc_ValueError, "there is nothing to run");
         return NULL;
     }
     Work *work = calloc(1, sizeof *work);
     Piece *pieces = calloc(count, sizeof *pieces); /* without spans: nothing is copied */
     if (work == NULL || pieces == NULL) {
+        Py_DECREF(capsule);
         free(pieces);
         free(work);
         return PyErr_NoMemory();
     }
     *work = (Work){.count = count, .left = count, .pieces = pieces, .then = then};
-    Py_INCREF(owner);
-    return start(self, work, owner);
+    return start(self, work, capsule);
 }
 
 static PyObject *pool_begin(PyObject *object, PyObject *args)
@@ -482,7 +490,7 @@ static PyObject *pool_begin(PyObject *object, PyObject *args)
     int gather;
     PyObject *jobs, *owner = Py_None;
     const Then *then;
-    if (!PyArg_ParseTuple(args, "pO!|O", &gather, &PyList_Type, &jobs, &owner) || !is_open(self) || !read_then(owner, &then))
+    if (!PyArg_ParseTuple(args, "pO!|O", &gather, &PyList_Type, &jobs, &owner) || !is_open(self))
         return NULL;
     Py_ssize_t count = PyList_Size(jobs), total = 0;
     if (count < 1 || count > INT32_MAX) {
@@ -497,6 +505,9 @@ static PyObject *pool_begin(PyObject *object, PyObject *args)
         }
         total += PyTuple_Size(PyTuple_GetItem(job, 2));
     }
+    PyObject *capsule = read_then(owner, &then);
+    if (capsule == NULL)
+        return NULL;
     Work *work = calloc(1, sizeof *work);
     Piece *pieces = calloc(count, sizeof *pieces);
     Span *spans = calloc(total, sizeof *spans);
@@ -540,10 +551,12 @@ static PyObject *pool_begin(PyObject *object, PyObject *args)
         work->nbytes += nbytes;
         next += pieces[i].count;
     }
-    PyObject *copied = PyList_AsTuple(jobs), *kept = copied == NULL ? NULL : PyTuple_Pack(2, copied, owner);
+    PyObject *copied = PyList_AsTuple(jobs), *kept = copied == NULL ? NULL : PyTuple_Pack(2, copied, capsule);
     Py_XDECREF(copied);
+    Py_DECREF(capsule);
     return start(self, work, kept);
 failed:
+    Py_DECREF(capsule);
     free(spans);
     free(pieces);
     free(work);

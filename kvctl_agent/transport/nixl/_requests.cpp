@@ -569,10 +569,23 @@ PyObject *requests_skipped(PyObject *object, void *)
     return PyBool_FromLong(skipped && !write->stopped);
 }
 
+constexpr const char *kThen = "kvctl_agent.then";
+
+void release_owner(PyObject *capsule)
+{
+    Py_DECREF(static_cast<PyObject *>(PyCapsule_GetContext(capsule)));
+}
+
 PyObject *requests_then(PyObject *object, void *)
 {
     Write *write = open_write(object);
-    return write == nullptr ? nullptr : PyCapsule_New(&write->then, "kvctl_agent.then", nullptr);
+    PyObject *capsule = write == nullptr ? nullptr : PyCapsule_New(&write->then, kThen, nullptr);
+    if (capsule == nullptr || PyCapsule_SetContext(capsule, object) || PyCapsule_SetDestructor(capsule, release_owner)) {
+        Py_XDECREF(capsule);
+        return nullptr;
+    }
+    Py_INCREF(object); /* the capsule's */
+    return capsule;
 }
 
 PyMethodDef requests_methods[] = {

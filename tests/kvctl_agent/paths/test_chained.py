@@ -232,3 +232,12 @@ def test_a_deferred_write_to_a_disconnected_peer_is_refused(make: Any) -> None:
     nothing = np.array([rig.ring.addr], np.uint64), np.array([rig.ring.addr], np.uint64), np.array([1], np.uint64)
     with pytest.raises((PeerDisconnected, TransportError)):
         rig.here.defer_write("reader", *nothing, b"t", UNLIMITED_NS)
+
+
+def test_a_transport_may_be_closed_while_pieces_are_copied(make: Any) -> None:
+    rig = make()
+    for _ in range(3):
+        flight = rig.start()
+        flight.advance()
+    rig.here.close()
+    assert flight.give_up()
