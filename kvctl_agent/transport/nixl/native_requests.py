@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvctl_agent.errors import TransportError
+from kvctl_agent.errors import PeerDisconnected, TransportError
 from kvctl_agent.memory.copier import PendingCopy
 from kvctl_agent.memory.native_copier import NativeCopyPool
 from kvctl_agent.transport.base import Addresses, Indices, Sizes
@@ -172,4 +172,6 @@ class NativeWrite:
         # If the kernel denies UCX the copy between processes, UCX reports a disconnect instead of falling back.
         what = "a write failed" if self.peer.reached else f"the first write failed{NO_PTRACE}"
         error: Any = status_error(self._engine, status)
-        return translate(self._engine, error, what, self.peer.key, self.peer.engine_name)
+        translated = translate(self._engine, error, what, self.peer.key, self.peer.engine_name)
+        self.peer.gone = self.peer.gone or isinstance(translated, PeerDisconnected)
+        return translated

@@ -440,6 +440,8 @@ class NixlTransport:
 
     def tell(self, peer: str, tag: bytes) -> None:
         known = self._peer(peer)
+        if known.gone:  # seen by another UCX worker; the one that sends tags may not have noticed it yet
+            raise PeerDisconnected(f"nixl: cannot send a tag: peer {peer!r} is gone")
         self._linger_until = time.monotonic() + _LINGER_S
         try:
             self._agent.genNotif(known.engine_name, self._slices.whole(check_tag(tag)), [])
