@@ -33,7 +33,7 @@ from kvctl_agent.layout.chunks import chunk_pages
 from kvctl_agent.layout.parallel import local_shards as layout_of
 from kvctl_agent.layout.plan_inputs import differences, shape_to_wire
 from kvctl_agent.layout.shape import ModelShape
-from kvctl_agent.memory.allocations import RingMemory, StagingBuffers
+from kvctl_agent.memory.allocations import RingMemory, StagingBuffers, back_with_huge_pages
 from kvctl_agent.memory.checksum import Checksums, DeviceChecksums, HostChecksums
 from kvctl_agent.memory.copier import Copier
 from kvctl_agent.memory.device_copier import DeviceCopier
@@ -256,6 +256,8 @@ def build_parts(
         undo.callback(transport.close)
         buffers, ring = staging_memory(role, settings, pool.device, make.ring)
         memory += [buffers, ring]
+        if pool.device is None:
+            back_with_huge_pages(pool.regions())
         transport.register(regions(pool, buffers or ring))
         local = local_of(name, role, rank, shape, pool, incarnation, settings, transport, ring, integration, address)
 

@@ -8,17 +8,22 @@ page is touched once at allocation, because the first write to a new page costs 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import threading
+import time
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from kvctl_agent.contract.choices import HOST
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import LocalProtocolError, MemoryLayoutError
 from kvctl_agent.memory.region import MemorySpan, Region
@@ -27,6 +32,15 @@ HUGE_PAGE_BYTES = 2 << 20
 _SMALL_PAGE_BYTES = 4096
 # Below this size, starting a second thread costs more than it saves in page faults.
 _TWO_THREADS_FROM_BYTES = 32 << 20
+
+# Between tensors that malloc placed side by side are its headers and the rest of a page.
+_ALLOCATOR_GAP_BYTES = 2 * _SMALL_PAGE_BYTES
+
+_MADV_COLLAPSE = 25  # the module mmap does not name it
+_COLLAPSE_BYTES = 128 << 20  # at once
+_COLLAPSE_S = 10.0
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -116,6 +130,56 @@ def _touch(array: Bytes) -> None:
 
 def _touch_part(array: Bytes) -> None:
     array[::_SMALL_PAGE_BYTES] = 0
+
+
+def back_with_huge_pages(regions: Iterable[Region]) -> None:
+    """Moves an engine's host memory into huge pages, as far as the kernel permits; the content stays.
+
+    An allocator's memory has pages of 4 KiB, unless huge pages are always on. Each write between processes pins the
+    pages that it goes to: SGLang's pools on two cores move 1.4 times as many rooms of 1,024 tokens with huge pages
+    (TP1 -> TP1, path bulk).
+
+    Only private anonymous memory changes: memory that is shared, mapped from a file or on a device stays as it is, and
+    the kernel refuses pages that a driver has pinned. Pages that are not present are not allocated by the call; they
+    come as huge pages when first written. Tensors that an allocator placed side by side count as one region, of which
+    the whole huge pages change.
+
+    The kernel copies 1 GB in 0.3 to 2 s (a virtual machine with two cores). What is not moved after 10 s is left to
+    its background thread.
+    """
+    ranges: list[tuple[int, int]] = []
+    for region in sorted(region for region in regions if region.device == HOST):
+        end = region.addr + region.nbytes
+        if ranges and region.addr <= ranges[-1][1] + _ALLOCATOR_GAP_BYTES:
+            ranges[-1] = ranges[-1][0], max(ranges[-1][1], end)
+        else:
+            ranges.append((region.addr, end))
+    deadline = time.monotonic() + _COLLAPSE_S
+    for first, last in _private_anonymous(ranges):
+        start = -(-first // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        end = last // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        if start < end:
+            # Both fail on kernels without transparent huge pages, and the second one before Linux 6.1.
+            _madvise(start, end - start, mmap.MADV_HUGEPAGE)
+            for part in range(start, end, _COLLAPSE_BYTES):
+                if time.monotonic() < deadline:
+                    _madvise(part, min(_COLLAPSE_BYTES, end - part), _MADV_COLLAPSE)
+
+
+def _private_anonymous(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yields the parts of address ranges, in ascending order, that private anonymous mappings of this process hold."""
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        span, access, _offset, _device, inode = line.split(maxsplit=5)[:5]
+        if access[3] != "p" or inode != "0":
+            continue
+        first, last = (int(address, 16) for address in span.split("-"))
+        for start, end in ranges:
+            if max(start, first) < min(end, last):
+                yield max(start, first), min(end, last)
 
 
 class Allocation(Protocol):

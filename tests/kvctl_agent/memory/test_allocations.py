@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import re
+import mmap
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,21 +9,17 @@ import pytest
 
 from kvctl_agent.contract.choices import HOST
 from kvctl_agent.errors import LocalProtocolError, MemoryLayoutError
-from kvctl_agent.memory.allocations import HUGE_PAGE_BYTES, HugePageMemory, RingMemory, StagingBuffers
+from kvctl_agent.memory.allocations import (
+    HUGE_PAGE_BYTES,
+    HugePageMemory,
+    RingMemory,
+    StagingBuffers,
+    back_with_huge_pages,
+)
 from kvctl_agent.memory.region import Region, merge_adjacent
+from tests.support.process_memory import mapped_kib, mappings, needs_collapse
 
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
-def smaps_kib(addr: int, key: str) -> int | None:
-    """`key` of the mapping of this process that holds `addr`, in KiB; None when nothing is mapped there."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(span[1], 16) <= addr < int(span[2], 16)
-        elif inside and line.startswith(key + ":"):
-            return int(line.split()[1])
-    return None
 
 
 def test_a_slab_is_aligned_zeroed_and_of_the_requested_size() -> None:
@@ -43,7 +39,7 @@ def test_a_slab_is_aligned_zeroed_and_of_the_requested_size() -> None:
 @pytest.mark.parametrize("nbytes", [8 << 20, 64 << 20], ids=["one thread touches", "two threads touch"])
 def test_a_slab_is_resident_in_huge_pages_before_its_first_use(nbytes: int) -> None:
     with HugePageMemory(nbytes) as memory:
-        huge_kib = smaps_kib(memory.addr, "AnonHugePages")
+        huge_kib = mapped_kib(memory.addr, "AnonHugePages")
         assert huge_kib is not None
         assert huge_kib >= nbytes // 1024
 
@@ -53,7 +49,7 @@ def test_close_unmaps_and_may_be_called_twice() -> None:
     addr = memory.addr
     memory.close()
     memory.close()
-    assert smaps_kib(addr, "Rss") in (None, 0)
+    assert mapped_kib(addr, "Rss") in (None, 0)
     assert memory.array.nbytes == 0
 
 
@@ -63,18 +59,69 @@ def test_close_gives_the_pages_back_even_when_a_view_outlives_it() -> None:
     view = memory.array[: 8 << 20]
     addr = memory.addr
     memory.close()
-    resident = smaps_kib(addr, "Rss")
+    resident = mapped_kib(addr, "Rss")
     assert resident is not None, "the view must stay readable"
     assert resident < 4096
     assert not view[:4096].any(), "late readers see zeros, not a crash"
     del view
-    assert smaps_kib(addr, "Rss") in (None, 0)
+    assert mapped_kib(addr, "Rss") in (None, 0)
 
 
 @pytest.mark.parametrize("nbytes", [0, -5, 1 << 62])
 def test_a_size_that_cannot_be_mapped_is_refused_with_the_size(nbytes: int) -> None:
     with pytest.raises(MemoryLayoutError, match=str(nbytes)):
         HugePageMemory(nbytes)
+
+
+def addr_of(memory: mmap.mmap) -> int:
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+
+
+@needs_collapse
+def test_memory_of_an_engine_moves_into_huge_pages_and_keeps_its_content() -> None:
+    nbytes = 8 * HUGE_PAGE_BYTES
+    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        content = np.random.default_rng(1).bytes(nbytes)
+        memory.write(content)
+        addr = addr_of(memory)
+        before = mapped_kib(addr, "AnonHugePages", nbytes)
+        # Tensors with an allocator's header between them, the first of which ends within a huge page.
+        half = nbytes // 2 + 4096
+        back_with_huge_pages([Region(addr + half + 64, nbytes - half - 64), Region(addr, half)])
+        after = mapped_kib(addr, "AnonHugePages", nbytes)
+        assert before == 0
+        assert after is not None
+        assert after >= (nbytes - HUGE_PAGE_BYTES) // 1024
+        assert memory[:] == content
+
+
+@needs_collapse
+def test_huge_pages_stay_inside_the_memory_of_an_engine_and_are_not_allocated_ahead() -> None:
+    nbytes = 8 * HUGE_PAGE_BYTES
+    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        first = -addr_of(memory) % HUGE_PAGE_BYTES
+        addr = addr_of(memory) + first
+        written = first + 2 * HUGE_PAGE_BYTES
+        memory[:written] = b"x" * written
+        # Whole huge pages of it are the second one, which was written, and the third and fourth, which were not.
+        back_with_huge_pages([Region(addr + 1, 4 * HUGE_PAGE_BYTES)])
+        assert mapped_kib(addr_of(memory), "AnonHugePages", nbytes) == HUGE_PAGE_BYTES // 1024
+        assert mapped_kib(addr_of(memory), "Rss", nbytes) == written // 1024
+
+
+def test_memory_of_others_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "pool"
+    path.write_bytes(bytes(4 * HUGE_PAGE_BYTES))
+    shared = mmap.mmap(-1, 4 * HUGE_PAGE_BYTES)
+    with path.open("r+b") as file, shared, mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE) as mapped:
+        flags = []
+        for memory in (shared, mapped):
+            memory.write(b"x" * len(memory))
+            addr = addr_of(memory)
+            back_with_huge_pages([Region(addr, len(memory)), Region(addr, len(memory), 0)])
+            assert memory[:] == b"x" * len(memory)
+            flags.append(mappings(addr, addr + 1)[0]["VmFlags"].split())
+        assert all("hg" not in each for each in flags)  # as MADV_HUGEPAGE marks a mapping
 
 
 def test_regions_that_touch_are_joined_and_others_stay_apart() -> None:
