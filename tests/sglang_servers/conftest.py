@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from kvctl.lab.demo.sglang_checkpoint import write_checkpoint
-from kvctl.lab.demo.sglang_servers import CPU_FLAGS, Fleet, Prefill, Process, Tokens, generation, post
+from kvctl.lab.demo.sglang_servers import (
+    CPU_FLAGS,
+    Fleet,
+    Prefill,
+    Process,
+    Tokens,
+    generation,
+    post,
+)
 
 # What SGLang gets as --disaggregation-transfer-backend and as KVCTL_SGLANG.
 MODES = {
@@ -94,7 +102,7 @@ def undivided(python: Path, model: Path, folder: Path) -> Iterator[Undivided]:
 
 @dataclass(frozen=True)
 class Servers:
-    """A fleet in one mode. The names of servers are their parallel sizes."""
+    """A fleet in one mode. Servers are named after their parallel sizes or another option."""
 
     mode: str
     fleet: Fleet
@@ -109,22 +117,30 @@ class Servers:
         return self.prefills[prefill], self.decodes[decode]
 
 
-# Flags of the servers of each size: chunked prefill and the radix cache of decode where they cost no server more.
+# Flags of the servers of each name: chunked prefill and the radix cache of decode where they cost no server more.
 PREFILLS = {
     "tp1": ("--chunked-prefill-size", str(CHUNK_TOKENS)),
     "tp2": ("--tp-size", "2"),
     "dp2": ("--dp-size", "2"),
+    "pp2": ("--pp-size", "2"),
+    "overlap": ("--disaggregation-enable-kv-checksum",),
+    "optimistic": ("--optimistic-prefill-attempts", "1"),
 }
 DECODES = {
     "tp1": ("--disaggregation-decode-enable-radix-cache",),
     "tp2": ("--tp-size", "2"),
     "dp2": ("--dp-size", "2"),
+    "pp2": ("--pp-size", "2"),
+    "overlap": ("--disaggregation-decode-enable-radix-cache", "--disaggregation-enable-kv-checksum"),
 }
 # Prefill and decode servers of the fleets. Few at a time: the threads of an idle rank wake a thousand times a second.
 FLEETS = {
     "tp1+tp2-tp1": (("tp1", "tp2"), ("tp1",)),
     "tp1-tp2+dp2": (("tp1",), ("tp2", "dp2")),
     "dp2-tp1": (("dp2",), ("tp1",)),
+    "pp2-tp1+pp2": (("pp2",), ("tp1", "pp2")),
+    "overlap-overlap": (("overlap",), ("overlap",)),
+    "optimistic-tp1": (("optimistic",), ("tp1",)),
 }
 
 
@@ -153,7 +169,11 @@ def servers(
     at = folder / f"{mode}-{request.param}"
     (at / "sockets").mkdir(parents=True)
     environment = {**ENVIRONMENT, "KVCTL_SGLANG": plugin, "KVCTL_SOCKET_DIR": str(at / "sockets")}
-    fleet = Fleet(python, model, at, CPU_FLAGS, environment)
+    flags = [flag for flag in CPU_FLAGS if flag != "--disable-overlap-schedule" or "overlap" not in request.param]
+    if "overlap" in request.param:
+        # SGLang orders a prefix that it sends early behind a CUDA event, which a CPU does not have.
+        environment["SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"] = "0"
+    fleet = Fleet(python, model, at, flags, environment)
     prefills, decodes = FLEETS[request.param]
     running = Servers(
         mode,

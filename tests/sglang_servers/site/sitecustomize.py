@@ -4,14 +4,17 @@ Packages for GPUs that SGLang imports and that are not installed become stand-in
 attribute: a class that can be derived from, called, subscripted and used as a decorator, and that computes nothing.
 
 SGLang's NIXL manager registers KV pools as device memory wherever they are. NIXL is made to take that for host memory.
+SGLang's checksum kernel of pages is for CUDA alone: the CPU computes another sum, with a line in the log for each.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -71,13 +74,45 @@ class _StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None: ...
 
 
-class _NixlFinder(importlib.abc.MetaPathFinder):
+def _nixl_takes_host_memory(module: Any) -> None:
     """Makes "VRAM" another name of host memory in NIXL agents."""
+    initialise = module.nixl_agent.__init__
 
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialise(self, *args, **kwargs)
+        self.nixl_mems["VRAM"] = self.nixl_mems["DRAM"]
+
+    module.nixl_agent.__init__ = __init__
+
+
+def _checksums_on_the_host(module: Any) -> None:
+    """Replaces SGLang's checksum kernel: the sum of the same pages, read by the CPU."""
+
+    def compute(self: Any, pages: Any, state: Any = None) -> int:
+        digest = 1
+        for address, item_bytes in zip(self._kv_data_ptrs, self._kv_item_lens, strict=True):
+            for page in pages.tolist():
+                digest = zlib.adler32(ctypes.string_at(address + page * item_bytes, item_bytes), digest)
+        print(f"host checksum of {len(pages)} pages", flush=True)
+        return digest
+
+    module.KvChecksumComputer.compute = compute
+
+
+# What is changed in modules after they ran, by their names.
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "nixl_cu12._api": _nixl_takes_host_memory,
+    "nixl_cu13._api": _nixl_takes_host_memory,
+    "sglang.srt.disaggregation.checksum": _checksums_on_the_host,
+}
+
+
+class _ChangesFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name not in ("nixl_cu12._api", "nixl_cu13._api"):
+        change = CHANGES.get(name)
+        if change is None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         assert spec is not None
@@ -86,13 +121,7 @@ class _NixlFinder(importlib.abc.MetaPathFinder):
 
         def exec_module(module: Any) -> None:
             execute(module)
-            initialise = module.nixl_agent.__init__
-
-            def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-                initialise(self, *args, **kwargs)
-                self.nixl_mems["VRAM"] = self.nixl_mems["DRAM"]
-
-            module.nixl_agent.__init__ = __init__
+            change(module)
 
         loader.exec_module = exec_module
         return spec
@@ -100,4 +129,4 @@ class _NixlFinder(importlib.abc.MetaPathFinder):
 
 # Last: a package that is installed is found before its stand-in.
 sys.meta_path.append(_StandInFinder())
-sys.meta_path.insert(0, _NixlFinder())
+sys.meta_path.insert(0, _ChangesFinder())
