@@ -161,8 +161,8 @@ class Transfers:
         for flight in self._active[:]:
             if self._advance(flight):
                 self._active.remove(flight)
-                self._sharing.yield_if_due()
                 self._moved = True
+            self._sharing.yield_if_due()
         self._drain()
         self._pause_s = self._shortest_s if self._moved else min(2 * self._pause_s, _LONGEST_S)
         if not self._active and time.monotonic() >= self._progress_due_s:
