@@ -139,7 +139,7 @@ class DeferredWrite(Write, Protocol):
         ...
 
     def stop(self) -> None:
-        """Lets no further descriptor be posted; then the write ends with those that are."""
+        """Lets no further descriptor be posted; the write ends with those that are, and with an error if any is not."""
         ...
 
 

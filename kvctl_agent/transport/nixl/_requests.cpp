@@ -569,6 +569,19 @@ PyObject *requests_skipped(PyObject *object, void *)
     return PyBool_FromLong(skipped && !write->stopped);
 }
 
+PyObject *requests_unposted(PyObject *object, void *)
+{
+    Write *write = open_write(object);
+    if (write == nullptr)
+        return nullptr;
+    bool unposted = false;
+    for (Request &request : write->requests) {
+        int state = request.state;
+        unposted |= state == kWaiting || state == kSkipped;
+    }
+    return PyBool_FromLong(unposted);
+}
+
 constexpr const char *kThen = "kvctl_agent.then";
 
 void release_owner(PyObject *capsule)
@@ -599,6 +612,7 @@ PyGetSetDef requests_getset[] = {
     {"error", requests_error, nullptr, "NIXL's status of the first request that failed; 0 if none has.", nullptr},
     {"post_ns", requests_post_ns, nullptr, "Time that threads have spent posting, all together.", nullptr},
     {"skipped", requests_skipped, nullptr, "Whether requests were not posted because the time limit had passed.", nullptr},
+    {"unposted", requests_unposted, nullptr, "Whether requests are not posted, for example because the write was stopped.", nullptr},
     {"then", requests_then, nullptr, "What a copy pool calls after each piece to post the request of its number.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };

@@ -157,6 +157,8 @@ class NativeWrite:
             self.error = self.error or self._translated(status)
         elif requests.post_ns:
             self.peer.reached = True
+        if ended and self.error is None and requests.unposted:
+            self.error = PeerDisconnected(f"nixl: a write to peer {self.peer.key!r} was stopped before all was posted")
         if ended:
             self.close()
         return ended

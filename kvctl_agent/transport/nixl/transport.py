@@ -124,11 +124,11 @@ class NixlTransport:
         self._linger_until = 0.0
         self._slices = SliceTags()
         self._native = open_library(self._engine) if self._backend == "UCX" and device is None else None
-        # Large writes are divided among the threads of the copy pool, or without native code among threads of Python's.
+        # Large writes are divided among the threads of the copy pool, or without native code among Python threads.
         self._threads = threads
         self._copy_pool = copy_pool if threads and self._native is not None else None
         self._posting = PostingThreads(agent_name, threads) if threads and self._copy_pool is None else None
-        # Who copies posts, too; but threads that copy and shall not post would share the connection of the loop.
+        # Who gathers posts, too; but threads that copy and shall not post would share the connection of the loop.
         copies_on_threads = copy_pool is not None and copy_pool.threads > 0
         self._defers = self._native is not None and copies_on_threads == bool(threads)
 
@@ -348,7 +348,7 @@ class NixlTransport:
         `nbytes` is 0 for a write without a tag. A copy that failed shows only in a tag on the same endpoint, so writes
         of which the last alone has a tag must all be posted by one thread.
 
-        Threads of Python's divide no write beside an engine's thread that runs Python. Each would wait for the GIL
+        Python threads divide no write beside an engine's thread that runs Python. Each would wait for the GIL
         twice, 5 ms each time and one thread after another, which takes longer than the copy.
         """
         alone = not self._threads or (self._posting is not None and self._sharing.contended)
@@ -364,7 +364,7 @@ class NixlTransport:
         return self._memory.of(local, _LOCAL) == HOST == peer.memory.of(remote, f"peer {peer.key!r}")
 
     def _posts_natively(self, edges: list[slice], nbytes: int, tag: bytes | SharedTag | None) -> bool:
-        """Returns whether native code posts a write: any, unless it is for the threads of Python's."""
+        """Returns whether native code posts a write: any, unless it is for Python threads."""
         return self._native is not None and (self._posting is None or not self._is_for_threads(edges, nbytes, tag))
 
     def _is_for_threads(self, edges: list[slice], nbytes: int, tag: bytes | SharedTag | None) -> bool:

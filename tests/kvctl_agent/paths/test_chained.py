@@ -222,8 +222,21 @@ def test_a_deferred_write_waits_for_its_time_limit_and_can_be_resumed_or_stopped
             assert rig.run(write.poll) == [b"one"]
         else:
             write.stop()
-            assert rig.run(write.poll) == []
+            with pytest.raises(PeerDisconnected, match="stopped before all was posted"):
+                rig.run(write.poll)
         assert (rig.ring.view(0, 4096).array == (7 if resumed else 0)).all()
+
+
+def test_a_part_whose_pieces_are_not_posted_is_not_complete(make: Any, monkeypatch: Any) -> None:
+    rig = make(buffers=2, buffer_bytes=8 << 20)  # one piece
+    monkeypatch.setattr(Lease, "expires_ns", property(lambda lease: 0))
+    monkeypatch.setattr(Lease, "valid", lambda lease, now_ns: True)
+    flight = rig.start()
+    flight.advance()
+    rig.here.disconnect("reader")
+    with pytest.raises(TransportError):
+        rig.run(flight.advance)
+    assert rig.empty()
 
 
 def test_a_deferred_write_to_a_disconnected_peer_is_refused(make: Any) -> None:
