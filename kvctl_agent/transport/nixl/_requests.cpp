@@ -169,7 +169,6 @@ struct Request {
     size_t first, end; /* descriptors */
     std::string tag;   /* "": none */
     std::atomic<int> state{kWaiting};
-    int status = kSuccess;
     void *handle = nullptr;
 };
 
@@ -245,7 +244,6 @@ struct Write {
             }
             request.handle = nullptr;
         }
-        request.status = status;
         if (status < 0) {
             int none = 0;
             error.compare_exchange_strong(none, status);
