@@ -94,12 +94,22 @@ def _add_backend(takeover: bool) -> None:
             decode_req.kv_receiver.request_id = str(decode_req.req.rid)
         return original(queue, decode_req, *args, **kwargs)
 
+    def reject_reason(original: Callable[..., Any], scheduler: Any, new_role: str) -> Any:
+        rejection = original(scheduler, new_role)
+        if rejection is None and scheduler.transfer_backend.value in names:
+            from kvctl_agent.integrations.sglang.unsupported import role_switch_obstacle
+
+            obstacle = role_switch_obstacle(scheduler, new_role)
+            return obstacle and (obstacle, True)  # True: the server still serves its role
+        return rejection
+
     disaggregation = "sglang.srt.disaggregation"
     for target, hook in {
         "utils.get_kv_class": kv_class,
         "prefill.PrefillBootstrapQueue._init_kv_manager": with_facts,
         "decode.DecodePreallocQueue._init_kv_manager": with_facts,
         "decode.DecodePreallocQueue._send_kv_metadata": send_metadata,
+        "role_switch._reject_reason": reject_reason,
     }.items():
         HookRegistry.register(f"{disaggregation}.{target}", hook, HookType.AROUND)
     # Last, so that the name is no choice where a hook failed; the hooks do nothing for other names.

@@ -50,3 +50,24 @@ def check_supported(args: Any, server_args: Any, *, prefill: bool, mla: bool) ->
     reasons = [what for what, is_on in refused.items() if is_on]
     if reasons:
         raise ValueError(f"kvctl's transfer backend does not support {', '.join(reasons)}: {INSTEAD}")
+
+
+def role_switch_obstacle(scheduler: Any, new_role: str) -> str | None:
+    """Returns why a server must not become a decode server while it runs; None if it may.
+
+    A prefill server has a radix cache, and SGLang 0.5.23 keeps it for the decode role. Without the decode radix cache's
+    flag, its decode queue takes no lock on the prefixes that it finds there, does not free the pages of a request that
+    had them already, and evicts nothing when it needs pages: SGLang's check for leaked pages ends the server, or all
+    requests wait.
+
+    Args:
+        scheduler: SGLang's Scheduler.
+        new_role: `prefill` or `decode`.
+    """
+    has_cache = not scheduler.disable_radix_cache
+    if new_role != "decode" or not has_cache or get_disagg().disaggregation_decode_enable_radix_cache:
+        return None
+    return (
+        "as a decode server, SGLang would leak pages in the radix cache of this prefill server: start it with "
+        "--disaggregation-decode-enable-radix-cache or --disable-radix-cache"
+    )

@@ -33,6 +33,7 @@ INTERFACES: Mapping[str, tuple[str, ...]] = {
         "state_indices",
         "metadata_kwargs",
     ),
+    f"{_D}.role_switch._reject_reason": ("scheduler", "new_role"),
     f"{_D}.common.conn.CommonKVManager": ("args", "disaggregation_mode", "server_args", "is_mla_backend"),
     f"{_D}.common.conn.CommonKVManager.register_to_bootstrap": ("self",),
     f"{_D}.common.conn.CommonKVManager.update_status": ("self", "bootstrap_room", "status"),

@@ -3,10 +3,12 @@
 import functools
 import logging
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from tests.support.sglang.cases import Case, Ranks, Room
 from tests.support.sglang.pair import PDPair, in_sglang
+from tests.support.sglang.runtime import SETTINGS
 
 STOCK = {"nixl": "NixlKVManager", "mooncake": "MooncakeKVManager", "kvctl": None}
 
@@ -121,3 +123,44 @@ def test_servers_that_ask_for_nixl_transfer_through_the_agent_when_it_is_replace
     with PDPair(case) as pair:
         assert {rank.names["manager"] for rank in pair.all()} == {"KvctlKVManager"}
         pair.transfer([Room(1), Room(2, tokens=96, chunks=(32,), prefix=16)]).check()
+
+
+def rejection(backend: str, new_role: str, radix_cache: bool, decode_radix_cache: bool) -> tuple[str, bool] | None:
+    """Returns why SGLang rejects a change of an idle server's role, and whether the server may go on; None if not."""
+    load()
+    from sglang.srt.disaggregation import role_switch, utils
+
+    SETTINGS["get_disagg"] = SimpleNamespace(
+        disaggregation_transfer_backend=backend, disaggregation_decode_enable_radix_cache=decode_radix_cache
+    )
+    scheduler = SimpleNamespace(
+        server_args=SimpleNamespace(enable_pd_role_switch=True),
+        disaggregation_mode=utils.DisaggregationMode("decode" if new_role == "prefill" else "prefill"),
+        transfer_backend=utils.TransferBackend(backend),
+        disable_radix_cache=not radix_cache,
+        _pd_role_switch_unhealthy=False,
+        _pd_role_switch_in_progress=False,
+    )
+    found: tuple[str, bool] | None = role_switch._reject_reason(scheduler, new_role)
+    return found
+
+
+def test_server_whose_radix_cache_would_leak_pages_does_not_become_a_decode_server() -> None:
+    found = in_sglang(rejection, "kvctl", "decode", True, False)
+    assert found is not None
+    message, goes_on = found
+    assert goes_on
+    assert "--disaggregation-decode-enable-radix-cache or --disable-radix-cache" in message
+    assert in_sglang(rejection, "nixl", "decode", True, False, KVCTL_SGLANG="replace") == found
+    allowed = [
+        ("kvctl", "decode", True, True),
+        ("kvctl", "decode", False, False),
+        ("kvctl", "prefill", True, False),
+        ("mooncake", "decode", True, False),  # SGLang's own backends stay as they are
+    ]
+    assert [in_sglang(rejection, *each) for each in allowed] == [None] * len(allowed)
+
+
+def test_other_reasons_to_reject_a_change_of_role_come_first() -> None:
+    message, _ = in_sglang(rejection, "kvctl", "nonsense", True, False)
+    assert message == "invalid new_role='nonsense'"
