@@ -17,6 +17,7 @@ from kvctl.lab.demo.sglang_servers import (
     Prefill,
     Process,
     Tokens,
+    free_port,
     generation,
     post,
 )
@@ -31,7 +32,8 @@ MODES = {
 HERE = Path(__file__).parent
 # What servers on a CPU need, beside flags.
 ENVIRONMENT = {
-    "PYTHONPATH": str(HERE / "site"),
+    # The plugin is that of this checkout, wherever the installed one is from.
+    "PYTHONPATH": os.pathsep.join([str(HERE / "site"), str(HERE.parents[1])]),
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "llama_only",
     "SGLANG_USE_CPU_ENGINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -45,6 +47,8 @@ ENVIRONMENT = {
 }
 # Prompts that are longer than this are prefilled in chunks.
 CHUNK_TOKENS = 64
+# Of the bootstrap server of the decode server that becomes a prefill server.
+SWITCH_PORT = free_port()
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +128,8 @@ PREFILLS = {
     "dp2": ("--dp-size", "2"),
     "pp2": ("--pp-size", "2"),
     "overlap": ("--disaggregation-enable-kv-checksum",),
-    "optimistic": ("--optimistic-prefill-attempts", "1"),
+    "optimistic": ("--optimistic-prefill-attempts", "1", "--enable-pd-role-switch"),
+    "switch": ("--enable-pd-role-switch", "--disaggregation-decode-enable-radix-cache"),
 }
 DECODES = {
     "tp1": ("--disaggregation-decode-enable-radix-cache",),
@@ -132,6 +137,7 @@ DECODES = {
     "dp2": ("--dp-size", "2"),
     "pp2": ("--pp-size", "2"),
     "overlap": ("--disaggregation-decode-enable-radix-cache", "--disaggregation-enable-kv-checksum"),
+    "switch": (*PREFILLS["switch"], "--disaggregation-bootstrap-port", str(SWITCH_PORT)),
 }
 # Prefill and decode servers of the fleets. Few at a time: the threads of an idle rank wake a thousand times a second.
 FLEETS = {
@@ -141,11 +147,19 @@ FLEETS = {
     "pp2-tp1+pp2": (("pp2",), ("tp1", "pp2")),
     "overlap-overlap": (("overlap",), ("overlap",)),
     "optimistic-tp1": (("optimistic",), ("tp1",)),
+    "switch-switch": (("switch",), ("switch",)),
 }
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "modes(*names, reason): the modes in which a test runs, and why in no others")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Orders the tests so that each fleet starts once; those that kill its servers come last."""
+    """Orders the tests so that each fleet starts once; those that kill its servers come last.
+
+    A test that does not run in a mode is skipped here, before a fleet would start for it.
+    """
 
     def order(item: pytest.Item) -> tuple[int, int, bool]:
         parameters = item.callspec.params
@@ -153,6 +167,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return [*MODES].index(parameters["mode"]), fleet, item.path.stem == "test_faults"
 
     items.sort(key=order)
+    for item in items:
+        modes = item.get_closest_marker("modes")
+        if modes is not None and item.callspec.params["mode"] not in modes.args:
+            item.add_marker(pytest.mark.skip(reason=modes.kwargs["reason"]))
 
 
 @pytest.fixture(scope="session", params=os.environ.get("SGLANG_MODES", " ".join(MODES)).split())

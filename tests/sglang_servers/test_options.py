@@ -1,4 +1,4 @@
-"""Options of servers beside their parallel sizes: pipeline stages, overlap, checksums, optimistic prefill."""
+"""Options of servers beside their parallel sizes: pipeline stages, overlap, checksums, optimistic prefill, roles."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from functools import partial
 
 import pytest
 
-from kvctl.lab.demo.sglang_servers import Answer, Prefill, Process, post, together
-from tests.sglang_servers.conftest import Servers, Undivided
+from kvctl.lab.demo.sglang_servers import Answer, Prefill, Process, ServerError, post, together
+from tests.sglang_servers.conftest import SWITCH_PORT, Servers, Undivided
 from tests.sglang_servers.test_tokens import LENGTHS, prompt
 
 OPTIMISTIC = "optimistic-tp1"
-
-
-@pytest.fixture(autouse=True)
-def kvctl_only(mode: str) -> None:
-    if mode in ("nixl", "replace"):
-        pytest.skip("the options are tried with kvctl's backend, and where it observes SGLang's")
+pytestmark = pytest.mark.modes(
+    "kvctl", "observe", reason="the options are tried with kvctl's backend, and where it observes SGLang's"
+)
+FEWER_STAGES = pytest.mark.modes(
+    "kvctl", reason="SGLang's NIXL backend lacks layer numbers for it in pools of plain MHA"
+)
 
 
 def check_tokens(prefill: Prefill, decode: Process, undivided: Undivided, seeds: tuple[int, ...]) -> None:
@@ -31,7 +31,7 @@ def check_tokens(prefill: Prefill, decode: Process, undivided: Undivided, seeds:
 
 
 @pytest.mark.parametrize("servers", ["pp2-tp1+pp2"], indirect=True, scope="session")
-@pytest.mark.parametrize("decode", ["tp1", "pp2"])
+@pytest.mark.parametrize("decode", [pytest.param("tp1", marks=FEWER_STAGES), "pp2"])
 def test_pipeline_stages(servers: Servers, undivided: Undivided, decode: str) -> None:
     check_tokens(*servers.pair(f"pp2-{decode}"), undivided, (41, 42))
 
@@ -68,3 +68,44 @@ def test_prefill_before_decode_has_the_request(servers: Servers, undivided: Undi
     assert [answer.tokens for answer in answers] == [undivided.tokens(each) for each in prompts]
     assert re.search(r"#optimistic-req: [1-9]", prefill.process.log_text())
     check_tokens(prefill, decode, undivided, (50, 51))
+
+
+def change_role(server: Process, role: str) -> None:
+    """Gives an idle server a role, `prefill` or `decode`.
+
+    Raises:
+        ServerError: SGLang rejects the change; the text has the reason.
+    """
+    answer = post(f"{server.url}/pd_role_switch", {"new_role": role, "decode_cuda_graph_memory_gb": 0})
+    assert answer["success"], answer
+
+
+@pytest.mark.modes("kvctl", "replace", reason="SGLang's NIXL backend supports no change of roles")
+@pytest.mark.parametrize("servers", ["switch-switch"], indirect=True, scope="session")
+def test_servers_change_roles_and_back(servers: Servers, undivided: Undivided) -> None:
+    prefill, second = servers.pair("switch-switch")
+    first = prefill.process
+    pairs = ((prefill, second), (Prefill(second, SWITCH_PORT), first), (prefill, second))
+    for turn, (prefill, decode) in enumerate(pairs):
+        if turn:
+            change_role(prefill.process, "prefill")
+            change_role(decode, "decode")
+        check_tokens(prefill, decode, undivided, (52 + turn,))
+        shared = prompt(200, seed=55)
+        cached = []
+        for suffix in (prompt(20, seed=56), prompt(90, seed=57)):
+            _first, answer = prefill.generate(decode, shared + suffix)
+            assert answer.tokens == undivided.tokens(shared + suffix)
+            cached.append(answer.cached)
+        assert cached == [0, 192]  # a cache of another role would have answered the first
+    for server in (first, second):
+        assert "leak detected" not in server.log_text()
+
+
+@pytest.mark.modes("kvctl", reason="SGLang's own backends accept it, and leak pages")
+@pytest.mark.parametrize("servers", [OPTIMISTIC], indirect=True, scope="session")
+def test_prefill_server_without_a_decode_radix_cache_stays_one(servers: Servers, undivided: Undivided) -> None:
+    prefill, decode = servers.pair("optimistic-tp1")
+    with pytest.raises(ServerError, match="--disaggregation-decode-enable-radix-cache or --disable-radix-cache"):
+        change_role(prefill.process, "decode")
+    check_tokens(prefill, decode, undivided, (58,))
