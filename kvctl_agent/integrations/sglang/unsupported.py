@@ -64,8 +64,7 @@ def role_switch_obstacle(scheduler: Any, new_role: str) -> str | None:
         scheduler: SGLang's Scheduler.
         new_role: `prefill` or `decode`.
     """
-    has_cache = not scheduler.disable_radix_cache
-    if new_role != "decode" or not has_cache or get_disagg().disaggregation_decode_enable_radix_cache:
+    if new_role != "decode" or scheduler.disable_radix_cache or get_disagg().disaggregation_decode_enable_radix_cache:
         return None
     return (
         "as a decode server, SGLang would leak pages in the radix cache of this prefill server: start it with "
