@@ -17,10 +17,10 @@ from kvctl.lab.demo.sglang_servers import (
     Prefill,
     Process,
     Tokens,
-    free_port,
     generation,
     post,
 )
+from kvctl.lab.ports import free_port
 
 # What SGLang gets as --disaggregation-transfer-backend and as KVCTL_SGLANG.
 MODES = {

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,8 @@ from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, TypeVar
+
+from kvctl.lab.ports import free_port
 
 HOST = "127.0.0.1"
 # A server alone on two cores is up after 20 s; six beside other work take minutes.
@@ -45,15 +46,6 @@ T = TypeVar("T")
 
 class ServerError(Exception):
     """A server did not start, or a request to it failed."""
-
-
-def free_port() -> int:
-    """Returns a port below those that the kernel gives to connections: none takes it before a server binds it."""
-    while True:
-        port = random.SystemRandom().randrange(20000, 32000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((HOST, port))
-            return port
 
 
 @dataclass

@@ -14,12 +14,12 @@ import pytest
 import zmq
 from zmq.utils import z85
 
+from kvctl.lab.ports import free_port
 from kvctl_agent.contract.keys import KeyPair, public_text, secret_text
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.parts import PartFactories
 from kvctl_agent.telemetry.clock import Clock
 from tests.support.agents import Fleet, make_fleet
-from tests.support.ports import free_port
 
 __all__ = ["make_fleet"]
 

@@ -10,6 +10,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
+from kvctl.lab.ports import free_port
 from kvctl_agent.contract.admin import MAGIC
 from kvctl_agent.contract.keys import KeyPair
 from kvctl_agent.errors import ConfigError
@@ -24,7 +25,6 @@ from kvctl_agent.protocol.bootstrap_registry import (
 )
 from kvctl_agent.runtime.bootstrap import Registries, RegistryClient, RegistryServer
 from kvctl_agent.runtime.control_endpoints import connect
-from tests.support.ports import free_port
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Ask = Callable[..., RegistryClient]

@@ -23,9 +23,9 @@ from kvctl.client.fanout import Fanout
 from kvctl.client.fleet import Fleet
 from kvctl.client.keys import NO_KEYS, KeyNames
 from kvctl.errors import CliError
+from kvctl.lab.ports import free_port
 from kvctl_agent.contract.keys import KeyPair, secret_text
 from kvctl_agent.protocol import bootstrap_registry as registry
-from tests.support.ports import free_port
 
 S = 1_000_000_000
 ELSEWHERE = "node-7"

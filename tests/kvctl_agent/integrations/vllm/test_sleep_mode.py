@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvctl.lab.ports import free_port
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import DeadlineExceeded
-from tests.support.ports import free_port
 from tests.support.vllm import stand_ins as vllm
 from tests.support.vllm.modules import sleep_mode
 from tests.support.vllm.server import Model, Server

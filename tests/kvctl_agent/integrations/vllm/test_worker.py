@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kvctl.lab.ports import free_port
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.request_id import room_number
-from tests.support.ports import free_port
 from tests.support.vllm import stand_ins as vllm
 from tests.support.vllm.modules import stats
 from tests.support.vllm.modules import worker as worker_module
