@@ -30,7 +30,7 @@ WORKS = {
     "tp2-tp1": (Ranks(tp=2), Ranks()),
     "tp1-tp2": (Ranks(), Ranks(tp=2)),
 }
-SIDES = ("nixl", "nixl staging", "kvctl")
+SIDES = ("nixl", "nixl observed", "nixl staging", "nixl staging observed", "kvctl")
 
 
 class Figures(NamedTuple):
@@ -45,7 +45,7 @@ def run(side: str, work: str, options: argparse.Namespace) -> Figures:
     prefill, decode = WORKS[work]
     page = options.page_size
     model = Model(layers=options.layers, heads=8, head_dim=128, hidden=4096)
-    backend, _, staging = side.partition(" ")
+    backend, *rest = side.split()
     case = Case(
         backend,
         prefill,
@@ -55,7 +55,8 @@ def run(side: str, work: str, options: argparse.Namespace) -> Figures:
         pool_tokens=options.window * options.tokens + page,
         decode_pool_tokens=-(-options.window // decode.dp) * options.tokens + page,
         rows=max(8, options.window),
-        staging=bool(staging),
+        staging="staging" in rest,
+        environment={"KVCTL_SGLANG": "observe"} if "observed" in rest else {},
         chunked_prefill_size=8192,
         device=options.device,
         prefill_gpus=tuple(options.prefill_gpus),

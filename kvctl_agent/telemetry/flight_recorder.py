@@ -39,7 +39,13 @@ class FlightRecorder:
         self._ring: deque[_Entry] = deque(maxlen=capacity)
 
     def record(
-        self, kind: str, text: str, severity: Severity = "info", room: int | None = None, peer: str | None = None
+        self,
+        kind: str,
+        text: str,
+        severity: Severity = "info",
+        room: int | None = None,
+        peer: str | None = None,
+        at_ns: int | None = None,
     ) -> None:
         """Appends one event; a full recorder drops its oldest event.
 
@@ -48,10 +54,12 @@ class FlightRecorder:
             text: one line that describes the event.
             room: number of the room that the event is about, if any.
             peer: agent name of the peer that the event is about, if any.
+            at_ns: monotonic time of the event; None: now.
         """
-        now = self._clock.now_ns()
+        if at_ns is None:
+            at_ns = self._clock.now_ns()
         with self._writers:
-            self._ring.append(_Entry(self._next, now, kind, severity, room, peer, text))
+            self._ring.append(_Entry(self._next, at_ns, kind, severity, room, peer, text))
             self._next += 1
 
     def since(self, sequence: int | None, limit: int) -> Events:

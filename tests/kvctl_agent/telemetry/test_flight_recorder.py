@@ -39,6 +39,14 @@ def test_an_entry_keeps_what_was_said() -> None:
     }
 
 
+def test_an_entry_may_be_about_an_earlier_time() -> None:
+    made = recorder(0)
+    for at_ns in (5, 7):
+        made.record("room", "timed out", at_ns=at_ns)
+    first, second = made.since(0, 10)["events"]
+    assert second["at_ns"] - first["at_ns"] == 2
+
+
 def test_an_empty_recorder() -> None:
     assert recorder(0).since(0, 10) == {"events": [], "next": 0, "dropped": 0}
     assert recorder(0).since(None, 10) == {"events": [], "next": 0, "dropped": 0}

@@ -11,31 +11,37 @@ import time
 from collections import deque
 from typing import Any, NamedTuple
 
+import msgspec
+
 MOST_UNREAD = 1 << 16
-"""Events kept until the observer's thread reads them; further ones are counted and dropped."""
+"""Events kept until the observer reads them; further ones are counted and dropped."""
 
 
-class StatusChanged(NamedTuple):
+class Event(msgspec.Struct, frozen=True, gc=False):
+    """Base of all events; a struct, because it is made in a third of the time of a named tuple."""
+
+
+class StatusChanged(Event, frozen=True, gc=False):
     at_ns: int
     room: int
     status: int  # a KVPoll; what SGLang makes of it depends on the room's state
 
 
-class Failed(NamedTuple):
+class Failed(Event, frozen=True, gc=False):
     at_ns: int
     room: int
     reason: str
     prefill_rank: int | None  # decode: the rank that reported it, counted over tp, pp and cp; None: this rank
 
 
-class Cleared(NamedTuple):
+class Cleared(Event, frozen=True, gc=False):
     """The scheduler has given the room up, after its end."""
 
     at_ns: int
     room: int
 
 
-class Begun(NamedTuple):
+class Begun(Event, frozen=True, gc=False):
     """Prefill: the scheduler knows how many pages it will send."""
 
     at_ns: int
@@ -43,7 +49,7 @@ class Begun(NamedTuple):
     pages: int
 
 
-class Accepted(NamedTuple):
+class Accepted(Event, frozen=True, gc=False):
     """Prefill: every decode rank of the room has announced its pages."""
 
     at_ns: int
@@ -51,7 +57,7 @@ class Accepted(NamedTuple):
     endpoints: tuple[str, ...]  # without the ranks that receive nothing
 
 
-class ChunkReady(NamedTuple):
+class ChunkReady(Event, frozen=True, gc=False):
     """Prefill: the scheduler handed a chunk over to a transfer worker."""
 
     at_ns: int
@@ -61,7 +67,7 @@ class ChunkReady(NamedTuple):
     last: bool
 
 
-class PartSent(NamedTuple):
+class PartSent(Event, frozen=True, gc=False):
     """Prefill: a worker has written a chunk to one decode rank."""
 
     at_ns: int
@@ -77,7 +83,7 @@ class PartSent(NamedTuple):
     posted_ns: int | None  # None: the engine writes synchronously
 
 
-class WritersKnown(NamedTuple):
+class WritersKnown(Event, frozen=True, gc=False):
     """Decode: the receiver has looked up the prefill ranks of its room."""
 
     at_ns: int
@@ -101,7 +107,7 @@ class Writer(NamedTuple):
     sends: bool
 
 
-class PagesAnnounced(NamedTuple):
+class PagesAnnounced(Event, frozen=True, gc=False):
     """Decode: the receiver has sent its page indices to all prefill ranks of the room."""
 
     at_ns: int
@@ -110,7 +116,7 @@ class PagesAnnounced(NamedTuple):
     prefix_tokens: int
 
 
-class WriterDone(NamedTuple):
+class WriterDone(Event, frozen=True, gc=False):
     """Decode: a prefill rank has reported that everything it owes is written."""
 
     at_ns: int
@@ -118,7 +124,7 @@ class WriterDone(NamedTuple):
     prefill_rank: int
 
 
-class ChunkLanded(NamedTuple):
+class ChunkLanded(Event, frozen=True, gc=False):
     """Decode, staged: a prefill rank has written its share of a chunk into the ring."""
 
     at_ns: int
@@ -128,7 +134,7 @@ class ChunkLanded(NamedTuple):
     prefill_rank: int | None
 
 
-class RegionGranted(NamedTuple):
+class RegionGranted(Event, frozen=True, gc=False):
     """Decode, staged: a chunk has a region of the ring."""
 
     at_ns: int
@@ -138,7 +144,7 @@ class RegionGranted(NamedTuple):
     serial: int
 
 
-class RegionRefused(NamedTuple):
+class RegionRefused(Event, frozen=True, gc=False):
     """Decode, staged: a chunk is larger than the whole ring."""
 
     at_ns: int
@@ -147,43 +153,23 @@ class RegionRefused(NamedTuple):
     pages: int
 
 
-class RegionFreed(NamedTuple):
+class RegionFreed(Event, frozen=True, gc=False):
     at_ns: int
     serial: int
 
 
-class ServerAnswered(NamedTuple):
+class ServerAnswered(Event, frozen=True, gc=False):
     """Decode: the bootstrap server of a prefill instance answered a health request."""
 
     at_ns: int
     server: str
 
 
-class ServerLost(NamedTuple):
+class ServerLost(Event, frozen=True, gc=False):
     """Decode: SGLang has given up a prefill instance whose bootstrap server does not answer."""
 
     at_ns: int
     server: str
-
-
-Event = (
-    StatusChanged
-    | Failed
-    | Cleared
-    | Begun
-    | Accepted
-    | ChunkReady
-    | PartSent
-    | WritersKnown
-    | PagesAnnounced
-    | WriterDone
-    | ChunkLanded
-    | RegionGranted
-    | RegionRefused
-    | RegionFreed
-    | ServerAnswered
-    | ServerLost
-)
 
 
 class GateWait(NamedTuple):
@@ -203,7 +189,7 @@ class GateWait(NamedTuple):
 
 
 class EventBuffer:
-    """What the hooks of one manager have recorded. Any thread writes; the observer's thread empties `events`.
+    """What the hooks of one manager have recorded. Any thread writes; the observer empties `events`.
 
     Attributes:
         waits: chunks that wait for a ring, by room, chunk and the name of the decode rank's session.

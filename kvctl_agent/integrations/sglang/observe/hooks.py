@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvctl_agent.integrations.sglang.observe.events import (
     Accepted,
     Begun,
@@ -52,11 +54,17 @@ def before(target: type, method: str, hook: Callable[..., None]) -> None:
     original = getattr(target, method, None)
     if original is None:
         return
-    run = _Guard(hook, f"{target.__name__}.{method}")
+    run: Callable[..., None] | None = hook
 
     @functools.wraps(original)
     def hooked(*args: Any, **kwargs: Any) -> Any:
-        run(*args, **kwargs)
+        nonlocal run
+        if run is not None:
+            try:
+                run(*args, **kwargs)
+            except Exception as error:
+                run = None
+                _log_removed(target, method, error)
         return original(*args, **kwargs)
 
     setattr(target, method, hooked)
@@ -67,36 +75,26 @@ def after(target: type, method: str, hook: Callable[..., None]) -> None:
     original = getattr(target, method, None)
     if original is None:
         return
-    run = _Guard(hook, f"{target.__name__}.{method}")
+    run: Callable[..., None] | None = hook
 
     @functools.wraps(original)
     def hooked(*args: Any, **kwargs: Any) -> Any:
+        nonlocal run
         start_ns = now_ns()
         result = original(*args, **kwargs)
-        run(start_ns, result, *args, **kwargs)
+        if run is not None:
+            try:
+                run(start_ns, result, *args, **kwargs)
+            except Exception as error:
+                run = None
+                _log_removed(target, method, error)
         return result
 
     setattr(target, method, hooked)
 
 
-class _Guard:
-    """Calls a hook until it fails for the first time."""
-
-    __slots__ = ("_hook", "_name")
-
-    def __init__(self, hook: Callable[..., None], name: str) -> None:
-        self._hook: Callable[..., None] | None = hook
-        self._name = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        hook = self._hook
-        if hook is None:
-            return
-        try:
-            hook(*args, **kwargs)
-        except Exception as error:
-            self._hook = None
-            logger.error("kvctl: hook on %s removed: %s: %s", self._name, type(error).__name__, error)
+def _log_removed(target: type, method: str, error: Exception) -> None:
+    logger.error("kvctl: hook on %s.%s removed: %s: %s", target.__name__, method, type(error).__name__, error)
 
 
 def buffer_of(manager: Any) -> EventBuffer:
@@ -214,7 +212,7 @@ def _await_handles(_: int, result: tuple[bool, bool], manager: Any, *__: Any, **
     if settled and not any_failed:
         end_ns = now_ns()
         for part in _worker.posted:
-            buffer_of(manager).add(part._replace(at_ns=end_ns))
+            buffer_of(manager).add(replace(part, at_ns=end_ns))
     _worker.posted.clear()
 
 

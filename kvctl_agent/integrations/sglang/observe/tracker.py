@@ -99,7 +99,7 @@ class Room:
 
 
 class Tracker:
-    """Applies events to the telemetry of one observed rank; used by the observer's thread, read by the admin thread.
+    """Applies events to the telemetry of one observed rank; called by one thread at a time, read by the admin thread.
 
     Attributes:
         rooms: rooms that SGLang has not cleared, by number.
@@ -187,7 +187,7 @@ class Tracker:
         )
         self.telemetry.metrics.add("kvctl_room_failures_total", 1, code)
         severity = "info" if code == "ABORTED" else "warning"
-        self.telemetry.recorder.record("room", f"failed: {code}: {text}", severity, room.record.room)  # type: ignore[arg-type]
+        self.telemetry.recorder.record("room", f"failed: {code}: {text}", severity, room.record.room, at_ns=at_ns)  # type: ignore[arg-type]
 
     def _cleared(self, event: ev.Cleared) -> None:
         room = self.rooms.pop(event.room, None)
@@ -247,13 +247,14 @@ class Tracker:
     # ---- decode ------------------------------------------------------------------------------------------------
 
     def _writers_known(self, event: ev.WritersKnown) -> None:
+        recorder = self.telemetry.recorder
         for writer in event.writers:
             known = self.peers.get(writer.endpoint)
             if known is None:
-                self.telemetry.recorder.record("peer", f"prefill rank at {writer.endpoint}", peer=writer.name)
+                recorder.record("peer", f"prefill rank at {writer.endpoint}", peer=writer.name, at_ns=event.at_ns)
                 self._bound_peers()
             elif known.lost_ns:
-                self.telemetry.recorder.record("peer", "found again", peer=writer.name)
+                recorder.record("peer", "found again", peer=writer.name, at_ns=event.at_ns)
             if known is None or known.lost_ns:
                 self.peers[writer.endpoint] = Peer(writer.name, writer.server, event.at_ns)
                 self._replaced(writer)
@@ -312,7 +313,7 @@ class Tracker:
         room.record.event("grant", event.at_ns, None, event.chunk, self.shape.layers, detail=again)
         if again:
             text = f"chunk {event.chunk} was granted a region {again}: a request of another rank came late"
-            self.telemetry.recorder.record("ring", text, "warning", event.room)
+            self.telemetry.recorder.record("ring", text, "warning", event.room, at_ns=event.at_ns)
         granted = sum(region.pages for region in self.regions.values()) * self.shape.page_bytes
         self.ring_high_water_bytes = max(self.ring_high_water_bytes, granted)
         self.telemetry.metrics.add("kvctl_ring_grants_total", 1)
@@ -322,7 +323,7 @@ class Tracker:
         self.refused_largest_bytes = max(self.refused_largest_bytes, nbytes)
         self.telemetry.metrics.add("kvctl_ring_refusals_total", 1)
         text = f"chunk {event.chunk} of {nbytes} bytes is larger than the ring"
-        self.telemetry.recorder.record("ring", text, "warning", event.room)
+        self.telemetry.recorder.record("ring", text, "warning", event.room, at_ns=event.at_ns)
 
     def _region_freed(self, event: ev.RegionFreed) -> None:
         region = self.regions.pop(event.serial, None)
@@ -344,4 +345,4 @@ class Tracker:
                 peer.lost_ns = event.at_ns
                 self.telemetry.metrics.add("kvctl_peer_lost_total", 1)
                 text = f"lost: the bootstrap server {event.server} does not answer"
-                self.telemetry.recorder.record("peer", text, "error", peer=peer.name)
+                self.telemetry.recorder.record("peer", text, "error", peer=peer.name, at_ns=event.at_ns)

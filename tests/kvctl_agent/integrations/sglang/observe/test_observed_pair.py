@@ -53,6 +53,13 @@ def without_pinned_memory(scheduler: Any) -> None:
     get_kv_class(scheduler.backend, KVClassType.SENDER).supports_host_tensor_indices = False
 
 
+def rooms_asked_for_at_once(scheduler: Any) -> list[str]:
+    """Opens a room in SGLang's manager, and returns the rooms of an answer that is asked for right after that."""
+    manager = scheduler.kv_manager
+    manager.update_status(77, 1)
+    return [row["room"] for row in manager._kvctl_observer.handlers["rooms"]({})]
+
+
 def role(rows: Any, name: str) -> list[Any]:
     return [row for row in rows if row["agent"].startswith(name)]
 
@@ -112,6 +119,7 @@ def test_rooms_of_equal_ranks_until_prefill_is_killed(backend: str) -> None:
             [6 * 16 * 1024, 7 * 16 * 1024]
         ] * 2
         assert {row["pages"] for row in role(rows, "prefill")} == {6, 7}
+        assert list(pair.call("decode", rooms_asked_for_at_once).values()) == [["77"]]
         pair.kill("prefill")
         first = doctor()[0]
         assert (first["code"], first["subject"][:12]) == ("KV_PEER_LOST", "prefill-tp0@")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvctl_agent.integrations.sglang.observe import events as ev
 from kvctl_agent.integrations.sglang.observe.failure_codes import code_of
@@ -43,7 +44,7 @@ def counter(tracker: Tracker, name: str, *labels: str) -> float:
 
 def sent(room: int, first_page: int, at_ns: int, **changes: Any) -> ev.PartSent:
     part = ev.PartSent(at_ns, room, first_page, 2, "10.0.0.2:5", 2, "bulk", at_ns - 3, False, at_ns - 2, at_ns - 1)
-    return part._replace(**changes)
+    return replace(part, **changes)
 
 
 class TestPrefill:
