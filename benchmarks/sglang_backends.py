@@ -1,8 +1,9 @@
 """Measures SGLang's own NIXL backend and kvctl's in the same queues of SGLang, without an engine, on this host.
 
 Both run in rank processes around SGLang's scheduler code (tests/support/sglang), in turns, each time in new processes;
-the table has the medians. Each run first moves small rooms, of which every byte is compared, and then a window of rooms
-that do not count. `make .venv/sglang/.done` installs SGLang's classes.
+the table has the medians. "observed" is SGLang's backend with kvctl in observe mode. Each run first moves small rooms,
+of which every byte is compared, and then a window of rooms that do not count. `make .venv/sglang/.done` installs
+SGLang's classes.
 
     PYTHONPATH=. python benchmarks/sglang_backends.py
     PYTHONPATH=. python benchmarks/sglang_backends.py --works tp4-dp4 --rounds 1 --rooms 16
@@ -111,7 +112,8 @@ def main() -> None:
         os.environ["KVCTL_SOCKET_DIR"] = sockets
         for number in range(options.rounds):
             for work in options.works.split(","):
-                for side in options.sides.split(","):
+                sides = options.sides.split(",")
+                for side in sides if number % 2 == 0 else reversed(sides):  # a round's first run is often its best
                     if "staging" in side and WORKS[work][0].tp == WORKS[work][1].tp:
                         continue  # SGLang stages at unequal TP sizes only
                     begun = time.monotonic()
