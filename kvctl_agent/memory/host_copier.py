@@ -393,6 +393,16 @@ def head_slice(memory: SegmentMemory, head: int, heads: int) -> HeadSlice:
     return views
 
 
+def copy_rows(gather: bool, rows: Bytes, row_bytes: int, order: npt.NDArray[np.int64], piece: Bytes) -> None:
+    """Copies rows of `rows` into `piece` if `gather`, otherwise back; see `native_copier.copy_rows`."""
+    all_rows = rows[: len(rows) // row_bytes * row_bytes].view(_row(row_bytes))
+    staged = piece[: len(order) * row_bytes].view(_row(row_bytes))
+    if gather:
+        np.take(all_rows, order, out=staged, mode="clip")
+    else:
+        all_rows[order] = staged
+
+
 def _row(nbytes: int) -> np.dtype[np.void]:
     return np.dtype((np.void, nbytes))
 

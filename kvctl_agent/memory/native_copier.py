@@ -9,6 +9,7 @@ The extension is optional: a kvctl that was built without a C compiler or Python
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -144,6 +145,29 @@ class NativeCopier:
 
     def close(self) -> None:
         """Does nothing: the owner of the copy pool closes it."""
+
+
+def copy_rows(gather: bool, rows: Bytes, row_bytes: int, order: npt.NDArray[np.int64], piece: Bytes) -> None:
+    """Copies as a copy of parts does, on this thread: rows of `rows` into `piece` if `gather`, otherwise back.
+
+    Args:
+        rows: Consecutive rows of `row_bytes` bytes.
+        order: Numbers of the rows, at least one, in their order in `piece`.
+        piece: At least as many bytes as these rows.
+    """
+    plane = 1, 1, row_bytes, row_bytes, row_bytes, row_bytes, 1  # a page of one row of one head
+    where = _HeadSlice([rows.ctypes.data], [plane], len(rows) // row_bytes)
+    wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
+    try:
+        pool = NativeCopyPool(0, wake_fd)
+    finally:
+        os.close(wake_fd)  # the pool has a copy of it
+    try:
+        copy = pool.begin(gather, [(where, order, (Span(0, 0, 0, len(order)),), piece)])
+        while not copy.done():
+            pass
+    finally:
+        pool.close()
 
 
 def _native_rows(rows: RowIndex) -> tuple[_row_copies.HeadSlice, npt.NDArray[np.int64]]:

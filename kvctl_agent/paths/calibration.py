@@ -14,6 +14,7 @@ import numpy as np
 
 from kvctl_agent.device.base import Batch, Geometry, PageStrides, RowCopies
 from kvctl_agent.errors import DeadlineExceeded, DeviceError
+from kvctl_agent.memory import host_copier, native_copier
 from kvctl_agent.memory.allocations import Bytes, HugePageMemory
 from kvctl_agent.memory.region import Region
 from kvctl_agent.paths.path_chooser import CopyCost, DirectCost
@@ -70,26 +71,26 @@ def memcpy_gb_per_s_within(memory: Bytes) -> float:
 def measure_copies(memory: Bytes) -> CopyCost:
     """Measures the cost of gathering random rows into a piece that stays in cache, and of scattering from it.
 
-    Each row size is measured once per round; the result is the fastest round.
+    The copier of the parts does it: a native scatter takes half the time of numpy's. Each row size is measured once per
+    round; the result is the fastest round.
 
     Args:
         memory: uint8 array, faulted in before and overwritten here. It must be larger than the caches, so that its rows
             are as cold as those of a pool.
     """
+    copy = native_copier.copy_rows if native_copier.BUILT else host_copier.copy_rows
     random = np.random.default_rng(0)
     hot, cold = memory[:_PIECE], memory[_PIECE:]
     gather = [float("inf")] * len(_ROWS)
     scatter = [float("inf")] * len(_ROWS)
     for _ in range(_ROUNDS):
         for index, row_bytes in enumerate(_ROWS):
-            row = np.dtype((np.void, row_bytes))
-            rows, piece = cold[: cold.nbytes // row_bytes * row_bytes].view(row), hot.view(row)
             # The scatter uses other rows than the gather, because the rows just read are in cache.
-            sources, targets = random.integers(len(rows), size=(2, len(piece)))
+            sources, targets = random.integers(len(cold) // row_bytes, size=(2, _PIECE // row_bytes))
             since = time.perf_counter()
-            np.take(rows, sources, out=piece, mode="clip")
+            copy(True, cold, row_bytes, sources, hot)
             between = time.perf_counter()
-            rows[targets] = piece
+            copy(False, cold, row_bytes, targets, hot)
             gather[index] = min(gather[index], between - since)
             scatter[index] = min(scatter[index], time.perf_counter() - between)
     return CopyCost(_ROWS, tuple(seconds * 1e6 for seconds in gather), tuple(seconds * 1e6 for seconds in scatter))

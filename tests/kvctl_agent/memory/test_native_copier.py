@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from kvctl_agent.errors import LocalProtocolError, MemoryLayoutError
 from kvctl_agent.layout.shape import Plane
+from kvctl_agent.memory import host_copier, native_copier
 from kvctl_agent.memory.allocations import Bytes
 from kvctl_agent.memory.copier import LandedPart, PendingCopy
 from kvctl_agent.memory.host_copier import CopyPool, HostCopier
@@ -31,6 +33,24 @@ needs_extension = pytest.mark.skipif(not BUILT, reason="built without a C compil
 
 def test_the_extension_is_built_where_it_can_be() -> None:
     assert BUILT or not CAN_BUILD, "make setup builds it; see its output"
+
+
+@needs_extension
+@settings(deadline=None)
+@given(st.integers(1, 200), st.sampled_from([1, 48, 64, 100, 256, 512, 8192]), st.integers(0, 63), st.randoms())
+def test_rows_are_copied_as_by_numpy(count: int, row_bytes: int, offset: int, random: Random) -> None:
+    """Rows at any address: only those of whole cache lines are stored past the caches."""
+    content = np.random.default_rng(random.randrange(1 << 32)).integers(1, 256, 300 * row_bytes + 64, dtype=np.uint8)
+    order = np.array(random.sample(range(300), count), np.int64)
+    for gather in (True, False):
+        results = []
+        for copy in (native_copier.copy_rows, host_copier.copy_rows):
+            rows, piece = content.copy()[offset:], content[::-1].copy()
+            copy(gather, rows, row_bytes, order, piece)
+            results.append((rows, piece))
+        (rows, piece), (expected_rows, expected_piece) = results
+        assert np.array_equal(rows, expected_rows)
+        assert np.array_equal(piece, expected_piece)
 
 
 @pytest.fixture
