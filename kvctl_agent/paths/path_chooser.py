@@ -30,7 +30,7 @@ _STAGED_FIXED_US = 250.0
 
 
 # Beside other parts the copies miss caches that they hit while they are measured, and the scatter takes the reader's
-# core. On two cores, parts predicted to cost 1.4 times as much on path bulk were 5 to 10 % faster on it (TP1 to TP1).
+# core. On two cores, where path bulk was predicted to cost 1.4 times as much, it was 5 to 10 % faster (TP1 to TP1).
 _STAGED_FACTOR = 1.5
 
 

@@ -12,8 +12,9 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.shape import ModelShape, StateShape
 from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol.peer import Timing
 from tests.support.protocol.oracle import Instance, place_of
-from tests.support.protocol.simulation import SHAPE, Item, World, direct, mixed, staged
+from tests.support.protocol.simulation import SHAPE, TIMING, Item, World, direct, mixed, staged
 
 SHAPES = {
     "plain": SHAPE,
@@ -64,11 +65,12 @@ def instance(dice: random.Random, layers: int, most: int, *, answers: float) -> 
     )
 
 
-def world(dice: random.Random, *, answers: float = 1.0) -> World:
+def world(dice: random.Random, *, answers: float = 1.0, timing: Timing = TIMING) -> World:
     """Draws a world with a decode instance and one or two prefill instances of any layouts.
 
     Args:
         answers: the probability that the registry of the second instance answers.
+        timing: periods and deadlines of all ranks.
     """
     shape = SHAPES[dice.choice(list(SHAPES))]
     first = instance(dice, shape.num_layers, 8, answers=1)
@@ -83,6 +85,7 @@ def world(dice: random.Random, *, answers: float = 1.0) -> World:
         shape=shape,
         ring=dice.choice([2, 3, 4, 8, 24]),
         chunk_pages=dice.choice([1, 2, 3]),
+        timing=timing,
         choose=dice.choice([staged, staged, direct, mixed, mixed]),
     )
     if dice.random() < 0.6:

@@ -208,14 +208,15 @@ class Observer:
         with self._reading:
             events = self._buffer.events
             for number in range(1, len(events) + 1):
-                self._apply(events.popleft())
+                self._try(self._tracker.apply, events.popleft())
                 if number % _EVENTS_AT_ONCE == 0:
                     time.sleep(_PAUSE_S)
-            self._note_dropped()
+            self._try(self._note_dropped)
 
-    def _apply(self, event: Event) -> None:
+    def _try(self, act: Callable[..., None], *arguments: Event) -> None:
+        """Calls a function of which an error costs one event, but neither the thread nor an answer."""
         try:
-            self._tracker.apply(event)
+            act(*arguments)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             self._tracker.telemetry.metrics.add("kvctl_internal_errors_total", 1)
