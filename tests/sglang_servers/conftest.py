@@ -20,7 +20,7 @@ from kvctl.lab.demo.sglang_servers import (
     generation,
     post,
 )
-from kvctl.lab.ports import free_port
+from kvctl.lab.tcp_ports import free_port
 
 # What SGLang gets as --disaggregation-transfer-backend and as KVCTL_SGLANG.
 MODES = {

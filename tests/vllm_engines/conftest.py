@@ -15,7 +15,7 @@ import pytest
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Fleet, room_rows
 from kvctl.lab.demo.sglang_servers import HOST
-from kvctl.lab.ports import free_port
+from kvctl.lab.tcp_ports import free_port
 from kvctl_agent import room_number
 from tests.vllm_engines.checkpoints import VOCABULARY, write_model
 from tests.vllm_engines.processes import ANSWER_S, CONNECTOR, Engine, Pair, Tokens, start_all

@@ -20,7 +20,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvctl.lab.ports import free_port
+from kvctl.lab.tcp_ports import free_port
 
 HOST = "127.0.0.1"
 # A server alone on two cores is up after 20 s; six beside other work take minutes.

@@ -14,7 +14,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from kvctl.lab.ports import free_port
+from kvctl.lab.tcp_ports import free_port
 from kvctl_agent.contract.keys import KeyPair, public_text, secret_text
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.parts import PartFactories

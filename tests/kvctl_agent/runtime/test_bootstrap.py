@@ -10,7 +10,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from kvctl.lab.ports import free_port
+from kvctl.lab.tcp_ports import free_port
 from kvctl_agent.contract.admin import MAGIC
 from kvctl_agent.contract.keys import KeyPair
 from kvctl_agent.errors import ConfigError

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kvctl.lab.ports import free_port
+from kvctl.lab.tcp_ports import free_port
 from tests.support.sglang.cases import Case, Ended, Place, Role, Room, places
 from tests.support.sglang.runtime import FOLDER, HOST, bare_environment, environment
 

@@ -23,7 +23,7 @@ from kvctl.client.fanout import Fanout
 from kvctl.client.fleet import Fleet
 from kvctl.client.keys import NO_KEYS, KeyNames
 from kvctl.errors import CliError
-from kvctl.lab.ports import free_port
+from kvctl.lab.tcp_ports import free_port
 from kvctl_agent.contract.keys import KeyPair, secret_text
 from kvctl_agent.protocol import bootstrap_registry as registry
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvctl.lab.ports import free_port
+from kvctl.lab.tcp_ports import free_port
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import DeadlineExceeded
 from tests.support.vllm import stand_ins as vllm

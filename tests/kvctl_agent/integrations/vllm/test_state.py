@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvctl.lab.ports import free_port
+from kvctl.lab.tcp_ports import free_port
 from tests.support.vllm import stand_ins as vllm
 from tests.support.vllm.modules import connector, pools, scheduler
 

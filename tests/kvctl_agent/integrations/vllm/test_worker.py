@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvctl.lab.ports import free_port
+from kvctl.lab.tcp_ports import free_port
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.request_id import room_number
 from tests.support.vllm import stand_ins as vllm

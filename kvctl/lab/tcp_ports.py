@@ -1,4 +1,4 @@
-"""Ports for servers whose endpoint has to be known before they bind it."""
+"""TCP ports for servers whose endpoint has to be known before they bind it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ports of servers that are started later."""
+"""TCP ports of servers that are started later."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from kvctl.lab.ports import free_port
+from kvctl.lab.tcp_ports import free_port
 
 
 def test_port_can_be_bound_and_is_none_that_connections_get() -> None:
