@@ -94,7 +94,7 @@ def numbers(text: str) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--works", default="tp1-tp1,tp4-dp4", help=f"of {', '.join(WORKS)}")
-    parser.add_argument("--sides", default=",".join(SIDES), help="of %(default)s")
+    parser.add_argument("--sides", default="nixl,nixl staging,kvctl", help=f"of {', '.join(SIDES)}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rooms", type=int, default=24, help="measured rooms of each run")
     parser.add_argument("--window", type=int, default=4, help="rooms that are open at once")
