@@ -152,7 +152,8 @@ def harmed(seed: int) -> World:
 def preempted(seed: int) -> World:
     """A history in which engines take pages back and go on later, up to its end.
 
-    More time may pass than `lost_ns` before a connection, which is a step like others, is made.
+    A connection is a step like others: more time may pass before it than the `lost_ns` of other histories, after which
+    rooms fail for a silent rank.
     """
     dice = random.Random(seed)
     found, _ = history(dice, timing=replace(TIMING, lost_ns=TIMING.bootstrap_ns))

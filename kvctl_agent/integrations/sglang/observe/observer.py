@@ -200,11 +200,7 @@ class Observer:
         return answer
 
     def read(self) -> None:
-        """Applies the events recorded since the last call; called by the observer's thread and the admin thread.
-
-        Events are applied many at once, when somebody asks or once a second: that takes half the time of applying them
-        as they come.
-        """
+        """Applies the events recorded since the last call; called by the observer's thread and the admin thread."""
         with self._reading:
             events = self._buffer.events
             for number in range(1, len(events) + 1):
