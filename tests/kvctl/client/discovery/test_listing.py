@@ -17,6 +17,7 @@ from kvctl.client.discovery.source import MAX_AGENTS, AgentSources, Found, Sourc
 from kvctl.client.endpoints import discover, endpoint_of
 from kvctl.client.keys import NO_KEYS
 from kvctl.errors import CliError
+from tests.support.process_end import wait_for_end
 
 S = 1_000_000_000
 
@@ -104,20 +105,13 @@ def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path) -> Non
     pid = tmp_path / "pid"
     with pytest.raises(SourceError, match="has not ended in time"):
         find(f"exec:sleep 1000 & echo $! > {pid}; trap '' TERM; wait", timeout_s=3.0)
-    child = int(pid.read_text())
-    deadline = time.monotonic() + 60
-    while Path(f"/proc/{child}").exists() and "\nState:\tZ" not in Path(f"/proc/{child}/status").read_text():
-        assert time.monotonic() < deadline, f"process {child} still runs"
-        time.sleep(0.01)
+    wait_for_end(int(pid.read_text()))
 
 
 def test_what_a_command_leaves_in_the_background_delays_nothing_and_is_ended(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     assert addresses(find(f"exec:sleep 1000 & echo $! > {pid}; echo tcp://a:1")) == ["tcp://a:1"]
-    deadline = time.monotonic() + 60
-    while (state := Path(f"/proc/{int(pid.read_text())}/status")).exists() and "\nState:\tZ" not in state.read_text():
-        assert time.monotonic() < deadline, "the child still runs"
-        time.sleep(0.01)
+    wait_for_end(int(pid.read_text()))
 
 
 @pytest.mark.parametrize(

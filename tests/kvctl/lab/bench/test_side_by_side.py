@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from benchmarks import side_by_side
 from benchmarks.side_by_side import ROWS, Goal, RunFailed, Work
 from kvctl.commands.bench import bench
+from tests.support.process_end import wait_for_end
 
 OURS = {"gb_per_s": 3.0, "rooms_per_s": 20.0, "p50_ms": 1.0, "cpu_ms": 0.5, "observer_cost": 0.01}
 DOCUMENT = {
@@ -132,9 +132,7 @@ class TestProcesses:
         script = f"trap '' INT; sleep 1000 & echo $! > {tmp_path}/child; wait"
         with pytest.raises(RunFailed, match="did not end within"):
             side_by_side._run(["sh", "-c", script], {}, 1)
-        child = Path(f"/proc/{int((tmp_path / 'child').read_text())}/status")
-        while child.exists() and "State:\tZ" not in child.read_text():
-            time.sleep(0.01)  # killed; it takes the kernel a moment on a busy machine
+        wait_for_end(int((tmp_path / "child").read_text()))
 
     def test_one_that_fails_is_quoted(self) -> None:
         with pytest.raises(RunFailed, match="exit code 3: why"):
