@@ -38,8 +38,8 @@ def engine_threads(cores: int, ranks: int) -> int:
     - 64 cores, TP1 -> TP1: none 3.7 GB/s, 4 threads 12.7, 8 threads 21.3, with half the CPU time of none.
     - 64 cores, TP4 -> TP4, all eight ranks on the host: none 7.6 GB/s, 4 threads 22.4, 8 threads 26.7.
     - 32 cores, the same: 4 threads 26.8 GB/s, 8 threads 29.8.
-    - 2 cores, TP1 -> TP1: none 3.4 to 4.7 GB/s, 2 threads 6.1 to 6.8, but beside an engine's thread that runs Python they
-      take half of its time.
+    - 2 cores, TP1 -> TP1: none 3.4 to 4.7 GB/s, 2 threads 6.1 to 6.8, but beside an engine's thread that runs Python
+      they take half of its time.
 
     Args:
         cores: cores that the rank may use (`available_cores`).
