@@ -1,4 +1,4 @@
-"""Mappings of this process and their pages, from /proc/self/smaps."""
+"""Mappings of this process and their pages, from /proc/self/smaps and /proc/self/pagemap."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import mmap
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 _HUGE_PAGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25
+_PRESENT = 1 << 63  # of a page's entry in pagemap
 
 
 def mappings(first: int, last: int) -> list[dict[str, str]]:
@@ -29,9 +31,20 @@ def mappings(first: int, last: int) -> list[dict[str, str]]:
 
 
 def mapped_kib(addr: int, key: str, nbytes: int = 1) -> int | None:
-    """Returns the sum of `key` of the mappings that hold `nbytes` bytes from `addr`, in KiB; None if there are none."""
+    """Returns the sum of `key` of the mappings that hold `nbytes` bytes from `addr`, in KiB; None if there are none.
+
+    The kernel makes one mapping of neighbours with the same properties: other memory may be in the sum.
+    """
     found = mappings(addr, addr + nbytes)
     return sum(int(each[key].split()[0]) for each in found) if found else None
+
+
+def resident_kib(addr: int, nbytes: int) -> int:
+    """Returns how much of the `nbytes` bytes from `addr`, whole pages, is in memory, in KiB."""
+    with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
+        pagemap.seek(addr // mmap.PAGESIZE * 8)
+        entries = np.frombuffer(pagemap.read(nbytes // mmap.PAGESIZE * 8), np.uint64)
+    return int(np.count_nonzero(entries & np.uint64(_PRESENT))) * mmap.PAGESIZE // 1024
 
 
 def _kernel_collapses() -> bool:
