@@ -25,6 +25,8 @@ import hypothesis
 import pytest
 import zmq
 
+from kvctl_agent.gil import no_core_ns
+
 # Minutes of real engines: `make test-sglang`, `make test-vllm` and `make test-sglang-vllm` run them.
 collect_ignore = ["sglang_servers", "sglang_to_vllm", "vllm_engines"]
 
@@ -33,6 +35,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 # A run that was started in the background has this signal ignored, and so would everything that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup: a handler keeps it from what tests start only
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 # How long an example takes says something of the machine only.
 hypothesis.settings.register_profile("dev", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -81,6 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
     """Fails a test that leaves a thread, a child process or a file descriptor behind."""
+    no_core_ns()  # a thread that calls it keeps a file open, and so does the tests' own from here on
     before = Held.now()
     yield
     left = before.gained(Held.now())
