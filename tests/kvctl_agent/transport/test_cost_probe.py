@@ -52,17 +52,31 @@ def test_measuring_is_short_silent_and_predicts(crew: Any, engine: str, at_best:
 
 
 class Clock:
-    """A clock that only the test advances, except for 1 µs per reading."""
+    """Clocks that only the test advances, except for 1 µs per reading of `perf_counter`."""
 
     def __init__(self) -> None:
-        self.now_s = 0.0
+        self.now_s = self.used_s = self.no_core_s = 0.0
 
     def perf_counter(self) -> float:
         self.now_s += 1e-6
         return self.now_s
 
+    def thread_time(self) -> float:
+        return self.used_s
+
+    def no_core_ns(self) -> int:
+        return round(self.no_core_s * 1e9)
+
     def sleep(self, seconds: float) -> None:
         self.now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(cost_probe, "time", clock)
+    monkeypatch.setattr(cost_probe, "no_core_ns", clock.no_core_ns)
+    return clock
 
 
 class Recorder:
@@ -84,10 +98,8 @@ class Recorder:
     ("device", "gb_per_s", "largest"), [(0, 300.0, 256 << 20), (0, 1.0, 16 << 20), (HOST, 300.0, 16 << 20)]
 )
 def test_between_gpus_the_large_write_is_larger_where_the_connection_is_fast(
-    monkeypatch: pytest.MonkeyPatch, device: int, gb_per_s: float, largest: int
+    clock: Clock, device: int, gb_per_s: float, largest: int
 ) -> None:
-    clock = Clock()
-    monkeypatch.setattr(cost_probe, "time", clock)
     recorder = Recorder(gb_per_s, clock)
     cost = measure_connection(recorder, "two", Region(1 << 40, 1 << 30, device), Region(1 << 41, 1 << 30), None, 1)
     assert (recorder.largest, cost.big_bytes) == (largest, largest)
@@ -95,12 +107,28 @@ def test_between_gpus_the_large_write_is_larger_where_the_connection_is_fast(
 
 
 @pytest.mark.parametrize("gb_per_s", [0.12, 0.02, 0.00125])  # 1 Gbit/s, what two busy cores carry, 10 Mbit/s
-def test_a_slow_connection_is_measured_shortly(monkeypatch: pytest.MonkeyPatch, gb_per_s: float) -> None:
-    clock = Clock()
-    monkeypatch.setattr(cost_probe, "time", clock)
+def test_a_slow_connection_is_measured_shortly(clock: Clock, gb_per_s: float) -> None:
     recorder = Recorder(gb_per_s, clock)
     cost = measure_connection(recorder, "two", Region(1 << 40, 1 << 26), Region(1 << 41, 1 << 26))
     assert clock.now_s < max(1.5, 3e-9 * (512 << 10) / gb_per_s)
+    assert cost.write_gb_per_s == pytest.approx(gb_per_s, rel=0.01)
+
+
+@pytest.mark.parametrize(("copies", "gb_per_s"), [(True, 8.0), (False, 4.0)])
+def test_an_interrupted_write_counts_without_the_interruption_if_the_post_copied(
+    clock: Clock, copies: bool, gb_per_s: float
+) -> None:
+    class Interrupted(Recorder):
+        def write(self, *args: Any) -> Any:
+            before_s = clock.now_s
+            write = super().write(*args)
+            took_s = clock.now_s - before_s
+            clock.used_s += took_s if copies else 0.0
+            clock.sleep(took_s)  # another rank has the core for as long
+            clock.no_core_s += took_s
+            return write
+
+    cost = measure_connection(Interrupted(8.0, clock), "two", Region(1 << 40, 1 << 26), Region(1 << 41, 1 << 26))
     assert cost.write_gb_per_s == pytest.approx(gb_per_s, rel=0.01)
 
 
