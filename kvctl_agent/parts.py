@@ -588,7 +588,9 @@ def copies_ended(copiers: Iterable[Closable], recorder: FlightRecorder) -> bool:
 
 def copy_pool_of(threads: int, name: str, mailbox: Mailbox) -> CopyPool | NativeCopyPool:
     """Returns a copy pool that wakes the control loop: the native one, if the extension has been built."""
-    return NativeCopyPool(threads, mailbox.fileno()) if BUILT else CopyPool(threads, f"{name}-copy", mailbox.wake)
+    if not BUILT:
+        return CopyPool(threads, f"{name}-copy", mailbox.wake)
+    return NativeCopyPool(threads, mailbox.fileno(), considerate=available_cores() <= FEW_CORES)
 
 
 def copier_of(device: Device | None, copy_pool: CopyPool | NativeCopyPool, copiers: list[Closable]) -> Copier:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path, PurePosixPath
 
 FEW_CORES = 4
-"""With at most this many cores, ranks that share a host have none to spare."""
+"""With at most this many cores, ranks that share a host have none to spare beside an engine that computes."""
 
 _MOST_THREADS = 8
 
@@ -38,8 +38,10 @@ def engine_threads(cores: int, ranks: int) -> int:
     - 64 cores, TP1 -> TP1: none 3.7 GB/s, 4 threads 12.7, 8 threads 21.3, with half the CPU time of none.
     - 64 cores, TP4 -> TP4, all eight ranks on the host: none 7.6 GB/s, 4 threads 22.4, 8 threads 26.7.
     - 32 cores, the same: 4 threads 26.8 GB/s, 8 threads 29.8.
-    - 2 cores, TP1 -> TP1: none 3.4 to 4.7 GB/s, 2 threads 6.1 to 6.8, but beside an engine's thread that runs Python
-      they take half of its time.
+    - 2 cores, TP1 -> TP1: none 4.0 to 5.1 GB/s, 2 threads 6.2 to 7.7.
+
+    With few cores, the threads of all ranks are all cores. Beside an engine's thread that computes they would take half
+    of its time on two cores, and are not used then (`NativeCopyPool`).
 
     Args:
         cores: cores that the rank may use (`available_cores`).
@@ -47,7 +49,7 @@ def engine_threads(cores: int, ranks: int) -> int:
             instance is on its host: an instance on several hosts gets fewer threads than the cores permit.
     """
     threads = min(_MOST_THREADS, cores // ranks)
-    return threads if cores > FEW_CORES and threads > 1 else 0
+    return threads if threads > 1 else 0
 
 
 def copy_threads(cores: int, ranks: int) -> int:

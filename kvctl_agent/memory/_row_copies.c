@@ -30,12 +30,23 @@
 #define HELD_BYTES (256 << 10)
 #define MOST_AT_ONCE 64
 #define MOST_THREADS 64
+/* A considerate pool leaves work to the caller while other threads of the process use these shares of a core and of what
+ * the caller or the busiest thread of the pool uses, measured over at least so long. Without an engine they use a tenth
+ * of that at most, an engine's busy thread as much, also if many share the cores. */
+#define OTHERS_CORE_SHARE 0.1
+#define OTHERS_SHARE 0.35
+#define SAMPLE_NS 5000000
+
+static int64_t clock_ns(clockid_t clock)
+{
+    struct timespec at;
+    clock_gettime(clock, &at);
+    return (int64_t)at.tv_sec * 1000000000 + at.tv_nsec;
+}
 
 static int64_t now_ns(void)
 {
-    struct timespec at;
-    clock_gettime(CLOCK_MONOTONIC, &at);
-    return (int64_t)at.tv_sec * 1000000000 + at.tv_nsec;
+    return clock_ns(CLOCK_MONOTONIC);
 }
 
 /* ---- HeadSlice: the addresses of some heads in every block of a segment ------------------------------------------- */
@@ -263,6 +274,8 @@ typedef struct {
     PyObject *error;
     _Atomic int64_t notice_ns; /* how long the control loop takes to notice that a copy has ended */
     _Atomic int64_t piece_ns;  /* how long one thread takes for a piece */
+    bool considerate, others_compute;
+    int64_t sampled_ns, all_ns, used_ns[MOST_THREADS + 1]; /* time and CPU times at the last sample; used_ns[0]: the caller's */
 } Pool;
 
 typedef struct {
@@ -330,13 +343,49 @@ static void *run_thread(void *argument)
     return NULL;
 }
 
+/* Returns by how much a thread's CPU time has grown since the last sample. */
+static int64_t used_since(Pool *pool, int thread, clockid_t clock)
+{
+    int64_t before = pool->used_ns[thread];
+    pool->used_ns[thread] = clock_ns(clock);
+    return pool->used_ns[thread] - before;
+}
+
+/* Whether threads that are neither the caller nor the pool's compute, such as an engine's; with the GIL. */
+static bool others_compute(Pool *pool)
+{
+    const int64_t now = now_ns(), passed = now - pool->sampled_ns;
+    if (passed < SAMPLE_NS)
+        return pool->others_compute;
+    int64_t ours = used_since(pool, 0, CLOCK_THREAD_CPUTIME_ID), busiest = ours;
+    for (int i = 0; i < pool->threads; i++) {
+        clockid_t clock;
+        if (pthread_getcpuclockid(pool->thread[i], &clock))
+            continue;
+        const int64_t used = used_since(pool, i + 1, clock);
+        busiest = used > busiest ? used : busiest;
+        ours += used;
+    }
+    const int64_t all = clock_ns(CLOCK_PROCESS_CPUTIME_ID);
+    const double others = all - pool->all_ns - ours;
+    pool->all_ns = all;
+    pool->sampled_ns = now;
+    pool->others_compute = others > OTHERS_CORE_SHARE * passed && others > OTHERS_SHARE * busiest;
+    return pool->others_compute;
+}
+
+static bool has_threads(Pool *pool)
+{
+    return pool->threads && !(pool->considerate && others_compute(pool));
+}
+
 static int pool_init(PyObject *object, PyObject *args, PyObject *kwargs)
 {
     Pool *self = (Pool *)object;
-    static char *names[] = {"threads", "wake_fd", "error", NULL};
-    int threads, wake_fd;
+    static char *names[] = {"threads", "wake_fd", "error", "considerate", NULL};
+    int threads, wake_fd, considerate;
     PyObject *error;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iiO", names, &threads, &wake_fd, &error))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iiOp", names, &threads, &wake_fd, &error, &considerate))
         return -1;
     if (self->ready || threads < 0 || threads > MOST_THREADS) {
         PyErr_SetString(PyExc_ValueError, "threads must be from 0 to 64");
@@ -355,6 +404,7 @@ static int pool_init(PyObject *object, PyObject *args, PyObject *kwargs)
     Py_INCREF(error);
     self->error = error;
     self->ready = true;
+    self->considerate = considerate;
     self->wanted = threads;
     return 0;
 }
@@ -483,7 +533,7 @@ static PyObject *start(Pool *self, Work *work, PyObject *kept)
     copy->pool = self;
     copy->kept = kept;
     copy->work = work;
-    if (self->threads && (work->nbytes > HELD_BYTES || work->spans == NULL)) {
+    if (work->spans == NULL ? self->threads > 0 : work->nbytes > HELD_BYTES && has_threads(self)) {
         work->shared = true;
         pthread_mutex_lock(&self->lock);
         *self->last = work;
@@ -627,7 +677,13 @@ static PyMethodDef pool_methods[] = {
     {"close", pool_close, METH_NOARGS, "Finishes the copies that have begun and ends the threads; idempotent."},
     {NULL, NULL, 0, NULL},
 };
+static PyObject *pool_has_threads(PyObject *object, void *unused)
+{
+    return PyBool_FromLong(has_threads((Pool *)object));
+}
+
 static PyGetSetDef pool_getset[] = {
+    {"has_threads", pool_has_threads, NULL, "Whether threads may copy now; of a considerate pool, not while others compute.", NULL},
     {"pieces_at_once", pool_pieces_at_once, NULL, "Number of pieces to begin at once for the best rate.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

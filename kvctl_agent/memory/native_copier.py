@@ -61,21 +61,31 @@ class NativeCopyPool:
     The owner must close the pool. A process whose owner does not close it still exits.
     """
 
-    def __init__(self, threads: int, wake_fd: int) -> None:
+    def __init__(self, threads: int, wake_fd: int, considerate: bool = False) -> None:
         """Creates a pool whose threads are started by `start`.
 
         Args:
             threads: Number of threads; with 0, a copy makes progress in the calls of its `done`.
             wake_fd: Eventfd to which the pool writes when a copy of its threads has ended.
+            considerate: Whether the threads are not used while other threads of this process compute, such as an
+                engine's: for hosts on which they would take its core.
         """
         self.threads = threads
-        self._pool = _Pool(threads, wake_fd, MemoryLayoutError)
+        self._pool = _Pool(threads, wake_fd, MemoryLayoutError, considerate)
         self._closed = False
 
     def start(self) -> NativeCopyPool:
         """Starts the threads; returns the pool itself."""
         self._pool.start()
         return self
+
+    @property
+    def has_threads(self) -> bool:
+        """Whether threads may copy now: of a considerate pool, not while other threads compute than theirs and this one.
+
+        To be asked by one thread only, the one that begins copies.
+        """
+        return self._pool.has_threads
 
     @property
     def pieces_at_once(self) -> int:
@@ -100,7 +110,7 @@ class NativeCopyPool:
             raise MemoryLayoutError(str(error)) from None
 
     def run(self, count: int, owner: Chained) -> PendingCopy:
-        """Runs `owner.then` `count` times on the threads, without copying anything.
+        """Runs `owner.then` `count` times on the threads, without copying anything, whether or not others compute.
 
         Raises:
             LocalProtocolError: the pool is closed.

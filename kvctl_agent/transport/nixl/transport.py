@@ -394,8 +394,9 @@ class NixlTransport:
     ) -> NativeWrite:
         """Posts a write on this thread, or on those of the copy pool."""
         write = self._native_write(peer, described, nbytes, edges, tags, UNLIMITED_NS)
-        if self._copy_pool is not None and self._is_for_threads(edges, nbytes, tag):
-            write.run_on(self._copy_pool)
+        pool = self._copy_pool
+        if pool is not None and self._is_for_threads(edges, nbytes, tag) and pool.has_threads:
+            write.run_on(pool)
         else:
             write.post()
         return write

@@ -6,7 +6,7 @@ import shutil
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
@@ -247,6 +247,54 @@ class TestPool:
                     finish(copy)
                 assert all(map(np.array_equal, regions, wanted))
             pool.close()
+
+    def test_a_considerate_pool_leaves_copies_to_the_caller_while_others_compute(
+        self, wake_fd: int, at_best: Callable[[Callable[[], float], float], None]
+    ) -> None:
+        before = set(Path("/proc/self/task").iterdir())
+        computing, stopped = threading.Event(), threading.Event()
+
+        def engine() -> None:
+            while not stopped.is_set():
+                computing.wait()
+                sum(range(10_000))
+
+        with filled(range(4), 200, 8, LARGE) as memory:
+            pool = NativeCopyPool(2, wake_fd, considerate=True).start()
+            made = set(Path("/proc/self/task").iterdir()) - before
+            other = threading.Thread(target=engine)
+            other.start()
+            copier = NativeCopier(pool)
+            part = memory.part_layout(0, 4, 200, 8)
+            pieces = part.pieces(1 << 18)
+            rows = RowIndex(memory, range(200), 0, 8)
+            region = np.zeros(part.region_bytes, np.uint8)
+
+            def used_ns() -> int:
+                return sum(int((task / "schedstat").read_text().split()[0]) for task in made)
+
+            def by_threads() -> float:
+                """Returns the share of the CPU time of some copies that the pool's threads used."""
+                threads_ns, own_ns, until = used_ns(), time.thread_time_ns(), time.monotonic() + 0.3
+                while time.monotonic() < until:
+                    copy = copier.gather(rows, pieces, spans_of(pieces, region))
+                    while not copy.done():
+                        if select.select([wake_fd], [], [], 0.01)[0]:
+                            os.eventfd_read(wake_fd)
+                threads_ns, own_ns = used_ns() - threads_ns, time.thread_time_ns() - own_ns
+                return threads_ns / (threads_ns + own_ns)
+
+            try:
+                at_best(lambda: 1 - by_threads(), 0.2)
+                computing.set()
+                at_best(by_threads, 0.2)
+                computing.clear()
+                at_best(lambda: 1 - by_threads(), 0.2)
+            finally:
+                stopped.set()
+                computing.set()
+                other.join()
+                pool.close()
 
     def test_signals_reach_the_threads_of_python(self, wake_fd: int) -> None:
         pool = NativeCopyPool(2, wake_fd).start()
