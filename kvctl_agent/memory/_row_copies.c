@@ -677,6 +677,7 @@ static PyMethodDef pool_methods[] = {
     {"close", pool_close, METH_NOARGS, "Finishes the copies that have begun and ends the threads; idempotent."},
     {NULL, NULL, 0, NULL},
 };
+
 static PyObject *pool_has_threads(PyObject *object, void *unused)
 {
     return PyBool_FromLong(has_threads((Pool *)object));
