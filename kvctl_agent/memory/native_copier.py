@@ -81,7 +81,7 @@ class NativeCopyPool:
 
     @property
     def has_threads(self) -> bool:
-        """Whether threads may copy now: of a considerate pool, not while other threads compute than theirs and this one.
+        """Whether threads may copy now: those of a considerate pool do not while others compute than they and this one.
 
         To be asked by one thread only, the one that begins copies.
         """
