@@ -24,7 +24,8 @@ from kvctl_agent.transport.nixl.threads import SLICE_BYTES, SliceTags, thread_co
 THREADS = 4
 ENGINE = f"nixl num_threads={THREADS},split_batch_size=128"
 POOL = f"nixl+pool num_threads={THREADS},split_batch_size=128"
-BOTH = pytest.mark.parametrize("engine", [ENGINE, POOL])
+ALTERNATING = f"nixl+alternating num_threads={THREADS},split_batch_size=128"
+ALL = pytest.mark.parametrize("engine", [ENGINE, POOL, ALTERNATING])
 ROWS, ROW_BYTES = 2048, 512
 
 
@@ -72,7 +73,7 @@ def test_the_threads_live_as_long_as_the_transport(no_leaks: None) -> None:
     transport.close()
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("lanes", ["all", "tcp,self"])
 def test_the_bytes_of_all_threads_are_there_when_the_tag_is_seen(
     crew: Any, engine: str, lanes: str, monkeypatch: pytest.MonkeyPatch
@@ -94,7 +95,7 @@ def test_the_bytes_of_all_threads_are_there_when_the_tag_is_seen(
         one.finish(write)
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("bad", [0, ROWS // THREADS // 2, ROWS - 1])
 def test_a_copy_that_fails_in_any_slice_fails_the_write_and_its_tag_does_not_arrive(
     crew: Any, engine: str, bad: int
@@ -137,7 +138,7 @@ def test_a_write_of_few_large_descriptors_is_divided_if_it_has_a_tag_and_threads
     assert (two.pool[: 4 * SLICE_BYTES] == 7).all()
 
 
-@BOTH
+@ALL
 def test_writes_share_a_tag_that_arrives_after_the_bytes_of_all(crew: Any, engine: str) -> None:
     one, two = crew.agent(engine), crew.agent(engine)
     one.transport.connect("peer", two.transport.metadata())
@@ -159,7 +160,7 @@ def test_writes_share_a_tag_that_arrives_after_the_bytes_of_all(crew: Any, engin
         assert (two.pool[: 8 * SLICE_BYTES] == value).all()
 
 
-@BOTH
+@ALL
 def test_a_copy_that_fails_withholds_a_shared_tag(crew: Any, engine: str) -> None:
     one, two = crew.agent(engine), crew.agent(engine)
     page = mmap.PAGESIZE
@@ -183,13 +184,13 @@ def test_a_copy_that_fails_withholds_a_shared_tag(crew: Any, engine: str) -> Non
     assert two.collect(1, timeout_s=0.1) == []
 
 
-@BOTH
+@ALL
 def test_only_a_transport_with_threads_shares_tags(crew: Any, engine: str) -> None:
     assert crew.agent("nixl").transport.share_tag(b"t", 8) is None
     assert crew.agent(engine).transport.share_tag(b"t", 1) is None
 
 
-@BOTH
+@ALL
 def test_released_writes_complete_and_tell_their_tags(crew: Any, engine: str) -> None:
     one, two = crew.agent(engine), crew.agent(engine)
     one.transport.connect("peer", two.transport.metadata())
@@ -205,7 +206,7 @@ def test_released_writes_complete_and_tell_their_tags(crew: Any, engine: str) ->
         one.wait()
 
 
-@BOTH
+@ALL
 def test_all_writes_to_a_peer_that_dies_end(crew: Any, engine: str) -> None:
     agent, peer = crew.agent(engine), crew.peer(engine)
     agent.transport.connect("peer", peer.metadata)
@@ -220,7 +221,7 @@ def test_all_writes_to_a_peer_that_dies_end(crew: Any, engine: str) -> None:
         agent.finish(post(agent, peer))
 
 
-@BOTH
+@ALL
 def test_closing_with_writes_to_a_stopped_peer_is_bounded(crew: Any, engine: str) -> None:
     agent, peer = crew.agent(engine), crew.peer(engine)
     os.kill(peer.process.pid, signal.SIGSTOP)
@@ -274,7 +275,7 @@ class TestSliceTags:
         assert SliceTags().join("a", received) is None
 
 
-@BOTH
+@ALL
 def test_idle_threads_sleep(crew: Any, engine: str, at_best: Callable[[Callable[[], float], float], None]) -> None:
     agent, peer = crew.agent(engine), crew.peer(engine)
     agent.transport.connect("peer", peer.metadata)
@@ -290,7 +291,7 @@ def test_idle_threads_sleep(crew: Any, engine: str, at_best: Callable[[Callable[
     at_best(lambda: peer.ask("idle", seconds=0.5, poll_s=0.0)["share"], 0.01)
 
 
-@BOTH
+@ALL
 def test_a_write_to_a_stopped_peer_costs_nothing_and_ends_when_its_process_has_ended(
     crew: Any, engine: str, at_best: Callable[[Callable[[], float], float], None]
 ) -> None:
