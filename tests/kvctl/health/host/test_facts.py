@@ -246,7 +246,8 @@ class TestThreads:
         ("cores", "writers", "severity", "found", "remedy"),
         [
             (64, [("a", 8, 4), ("b", 8, 4)], Severity.INFO, "16 in 2 agents, 64 cores", ""),
-            (2, [("a", 0, 1)], Severity.INFO, "0 in 1 agent, 2 cores", ""),
+            (2, [("a", 0, 2)], Severity.INFO, "0 in 1 agent, 2 cores", ""),
+            (2, [("a", 0, 1)], Severity.WARNING, "none in a", "automatic: 2"),
             (64, [("a", 0, 4), ("b", 8, 4)], Severity.WARNING, "none in a", "automatic: 8"),
             (32, [("a", 0, 8), ("b", 0, 8), ("c", 0, 8)], Severity.WARNING, "none in a and 2 others", "automatic: 4"),
             (8, [("a", 8, 1), ("b", 8, 1)], Severity.INFO, "16 in 2 agents, 8 cores", ""),
