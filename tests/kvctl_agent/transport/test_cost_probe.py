@@ -114,18 +114,26 @@ def test_a_slow_connection_is_measured_shortly(clock: Clock, gb_per_s: float) ->
     assert cost.write_gb_per_s == pytest.approx(gb_per_s, rel=0.01)
 
 
-@pytest.mark.parametrize(("copies", "gb_per_s"), [(True, 8.0), (False, 4.0)])
+@pytest.mark.parametrize(
+    ("used", "no_core", "gb_per_s"),
+    [
+        pytest.param(1.0, 1.0, 8.0, id="copied"),
+        pytest.param(1.0, 2.5, 8.0, id="copied, and more waiting counted than has passed"),
+        pytest.param(0.0, 1.0, 4.0, id="written by a card"),
+        pytest.param(0.02, 1.99, 4.0, id="written by a card nearly all the time without a core"),
+    ],
+)
 def test_an_interrupted_write_counts_without_the_interruption_if_the_post_copied(
-    clock: Clock, copies: bool, gb_per_s: float
+    clock: Clock, used: float, no_core: float, gb_per_s: float
 ) -> None:
     class Interrupted(Recorder):
         def write(self, *args: Any) -> Any:
             before_s = clock.now_s
             write = super().write(*args)
             took_s = clock.now_s - before_s
-            clock.used_s += took_s if copies else 0.0
+            clock.used_s += used * took_s
             clock.sleep(took_s)  # another rank has the core for as long
-            clock.no_core_s += took_s
+            clock.no_core_s += no_core * took_s
             return write
 
     cost = measure_connection(Interrupted(8.0, clock), "two", Region(1 << 40, 1 << 26), Region(1 << 41, 1 << 26))
