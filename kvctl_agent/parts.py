@@ -508,11 +508,8 @@ def engine_params(settings: Settings, role: str, rank: Rank, device: Device | No
     """
     params = parse_params(settings["transport_params"])
     if settings["transport"] == "nixl":
-        cores = available_cores()
         writes = role == "prefill" and device is None
-        # On few cores, threads that need the GIL are no faster than none, and cannot tell when an engine computes.
-        useful = writes and (BUILT or cores > FEW_CORES)
-        params = with_threads(params, engine_threads(cores, ranks_of(rank)) if useful else 0)
+        params = with_threads(params, engine_threads(available_cores(), ranks_of(rank), BUILT) if writes else 0)
     elif settings["transport"] == "mooncake" and address:
         params = {"host": address, **params}
     if params:

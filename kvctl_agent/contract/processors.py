@@ -7,7 +7,7 @@ import os
 from pathlib import Path, PurePosixPath
 
 FEW_CORES = 4
-"""With at most this many cores, ranks that share a host have none to spare beside an engine that computes."""
+"""With at most this many cores, ranks that share a host have none to spare."""
 
 _MOST_THREADS = 8
 
@@ -29,7 +29,7 @@ def available_cores(root: Path = Path("/")) -> int:
     return max(1, min([len(os.sched_getaffinity(0)), *map(math.ceil, quotas)]))
 
 
-def engine_threads(cores: int, ranks: int) -> int:
+def engine_threads(cores: int, ranks: int, native: bool) -> int:
     """Returns the number of threads that post the writes of a prefill rank with its KV pool in host memory; 0: none.
 
     A rank gets its share of the cores, at most 8 threads, or none if that is less than two: one thread copies no faster
@@ -40,16 +40,18 @@ def engine_threads(cores: int, ranks: int) -> int:
     - 32 cores, the same: 4 threads 26.8 GB/s, 8 threads 29.8.
     - 2 cores, TP1 -> TP1: none 4.0 to 5.1 GB/s, 2 threads 6.2 to 7.7.
 
-    With few cores, the threads of all ranks are all cores. Beside an engine's thread that computes they would take half
-    of its time on two cores, and are not used then (`NativeCopyPool`).
+    With few cores, only threads that need no GIL are faster than none. They take all cores, and on two cores half of
+    the time of an engine's thread that computes, so they are not used then (`NativeCopyPool`). 3 and 4 cores were not
+    measured.
 
     Args:
         cores: cores that the rank may use (`available_cores`).
         ranks: ranks that share these cores. A rank knows only the size of its own instance, and assumes that all of the
             instance is on its host: an instance on several hosts gets fewer threads than the cores permit.
+        native: whether native code copies and posts, without the GIL.
     """
     threads = min(_MOST_THREADS, cores // ranks)
-    return threads if threads > 1 else 0
+    return threads if threads > 1 and (native or cores > FEW_CORES) else 0
 
 
 def copy_threads(cores: int, ranks: int) -> int:

@@ -137,11 +137,13 @@ class NixlWriter(NamedTuple):
         name: name of the agent.
         threads: threads of its NIXL backend.
         ranks: number of ranks of its instance.
+        native: whether native code posts its writes.
     """
 
     name: str
     threads: int
     ranks: int
+    native: bool
 
 
 def thread_facts(cores: int, writers: Iterable[NixlWriter]) -> Iterator[Fact]:
@@ -151,7 +153,11 @@ def thread_facts(cores: int, writers: Iterable[NixlWriter]) -> Iterator[Fact]:
         return
     total = sum(writer.threads for writer in writers)
     found = f"{total} in {len(writers)} agent{'s' * (len(writers) != 1)}, {cores} core{'s' * (cores != 1)}"
-    without = [each for each in writers if not each.threads and engine_threads(cores, each.ranks)]
+    without = [
+        (each, automatic)
+        for each in writers
+        if not each.threads and (automatic := engine_threads(cores, each.ranks, each.native))
+    ]
     if total > _MOST_THREADS_A_CORE * cores:
         yield Fact(
             "NIXL threads",
@@ -161,13 +167,14 @@ def thread_facts(cores: int, writers: Iterable[NixlWriter]) -> Iterator[Fact]:
             "remove num_threads from transport_params, so that each agent chooses it, or lower it",
         )
     elif without:
-        names = without[0].name if len(without) == 1 else f"{without[0].name} and {len(without) - 1} others"
+        first, automatic = without[0]
+        names = first.name if len(without) == 1 else f"{first.name} and {len(without) - 1} others"
         yield Fact(
             "NIXL threads",
             f"{found}; none in {names}",
             "one core copies all bytes of such an agent, at a fraction of the rate of several",
             Severity.WARNING,
-            f"remove num_threads=0 from transport_params; automatic: {engine_threads(cores, without[0].ranks)}",
+            f"remove num_threads=0 from transport_params; automatic: {automatic}",
         )
     else:
         yield Fact("NIXL threads", found, "large writes are divided among them" if total else "too few cores for any")

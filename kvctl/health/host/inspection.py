@@ -65,12 +65,13 @@ def inspect(
 def _nixl_writers(agents: Iterable[Agent]) -> Iterator[NixlWriter]:
     """Yields the prefill agents of this host whose KV pool is in host memory and whose transport is NIXL."""
     for agent in agents:
-        threads = text(inner(agent.status, "transport"), "threads")
+        transport = inner(agent.status, "transport")
+        threads = text(transport, "threads")
         local = agent.answer.endpoint.path is not None
         if local and threads.isdecimal() and (agent.role, text(agent.status, "device")) == ("prefill", "cpu"):
             sizes = inner(agent.status, "sizes")
             ranks = math.prod(int(number(sizes, axis) or 1) for axis in sizes)
-            yield NixlWriter(agent.name, int(threads), ranks)
+            yield NixlWriter(agent.name, int(threads), ranks, text(transport, "posts") == "native")
 
 
 def version_fact(agents: Mapping[str, str]) -> Fact:

@@ -62,7 +62,8 @@ def test_this_machine_has_cores() -> None:
     ],
 )
 def test_threads_are_the_ranks_share_of_the_cores(cores: int, ranks: int, threads: int) -> None:
-    assert engine_threads(cores, ranks) == threads
+    assert engine_threads(cores, ranks, True) == threads
+    assert engine_threads(cores, ranks, False) == (threads if cores > 4 else 0)
 
 
 @pytest.mark.parametrize(
@@ -75,4 +76,4 @@ def test_a_rank_has_at_least_one_copy_thread_where_cores_are_not_few(cores: int,
 def test_the_threads_of_all_ranks_never_exceed_the_cores() -> None:
     for cores in range(1, 257):
         for ranks in range(1, 65):
-            assert ranks * engine_threads(cores, ranks) <= cores
+            assert ranks * engine_threads(cores, ranks, True) <= cores

@@ -236,8 +236,12 @@ class TestEngines:
 
 
 class TestThreads:
-    def said(self, cores: int, *writers: tuple[str, int, int]) -> list[Fact]:
-        return list(engines.thread_facts(cores, [engines.NixlWriter(*writer) for writer in writers]))
+    def said(self, cores: int, *writers: tuple[str, int, int], native: bool = True) -> list[Fact]:
+        return list(engines.thread_facts(cores, [engines.NixlWriter(*writer, native) for writer in writers]))
+
+    def test_a_rank_without_native_posts_needs_no_threads_on_few_cores(self) -> None:
+        (fact,) = self.said(2, ("a", 0, 1), native=False)
+        assert fact.severity is Severity.INFO
 
     def test_without_nixl_there_is_nothing_to_say(self) -> None:
         assert self.said(64) == []
