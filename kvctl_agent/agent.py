@@ -508,9 +508,13 @@ class Agent:
                 string, or this is not a prefill agent that accepts the room.
         """
         room, fake = check_room(room), check_flag("fake", fake)
-        event = ev.SendRoom(room, check_request_id(room, request_id), valid_traceparent(traceparent))
+        request_id, traceparent = check_request_id(room, request_id), valid_traceparent(traceparent)
         self._check_takes("prefill", begun=fake or self.parts.machine.knows(room))
-        handle = Send(room, _discard if fake else self.parts.mailbox.put, self._limits(), self.parts.forwards)
+        # An engine that asks for the state once per forward would otherwise learn only after the next one that the room
+        # is opened already.
+        prefix = None if fake else self.parts.machine.opened_prefix(room)
+        event = ev.SendRoom(room, request_id, traceparent, prefix)
+        handle = Send(room, _discard if fake else self.parts.mailbox.put, self._limits(), self.parts.forwards, prefix)
         self._begin(handle, event, fake)
         return handle
 

@@ -94,11 +94,16 @@ class RosterMissing(Event, frozen=True):
 
 
 class SendRoom(Event, frozen=True):
-    """Prefill engine: send() was called for this room; for `request_id` and `traceparent` see `RoomRecord`."""
+    """Prefill engine: send() was called for this room; for `request_id` and `traceparent` see `RoomRecord`.
+
+    `prefix_tokens`: the prefix that the engine was told in this call, since every decode rank had opened the room; else
+    None.
+    """
 
     room: int
     request_id: str = ""
     traceparent: str = ""
+    prefix_tokens: int | None = None
 
 
 class Prefetch(Event, frozen=True):
@@ -417,8 +422,8 @@ class StoreAux(Action, frozen=True):
 class StateChanged(Action, frozen=True):
     """Set the state of a room in the engine's handle.
 
-    `prefix_tokens`: on a prefill rank, the prompt tokens that every decode rank of the room has cached; None before all
-    of them have opened it, and on decode ranks.
+    `prefix_tokens`: on a prefill rank, the prompt tokens that every decode rank of the room had cached when all of them
+    had opened it for the first time; None before, and on decode ranks.
     """
 
     room: int

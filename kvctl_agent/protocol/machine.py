@@ -310,6 +310,13 @@ class Machine:
         """Returns whether the local engine or a peer has opened this room here. Safe to call from any thread."""
         return room in self.rooms
 
+    def opened_prefix(self, room: int) -> int | None:
+        """Returns the prefix, in tokens, of a room that every decode rank has opened before the engine called send().
+
+        Safe to call from any thread. None if there is no such room, and on a decode rank.
+        """
+        return None
+
     def roster(self, instance: str) -> tuple[str, ...]:
         """Returns the names of the ranks of a prefill instance; empty until it is complete, and on a prefill rank."""
         return ()

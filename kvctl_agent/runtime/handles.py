@@ -226,20 +226,29 @@ class Send(Handle):
 
     Attributes:
         prefix_tokens: prompt tokens that the decode side has cached and does not receive, a multiple of the page size;
-            the fewest of all decode ranks of the room. None before WAITING_FOR_INPUT, when all of them have opened it.
+            the fewest of all decode ranks of the room. None before WAITING_FOR_INPUT, when all of them have opened it;
+            then it stays, also if they recall the room and have more cached when they open it again.
     """
 
     def __init__(
-        self, room: int, post: Callable[[ev.Event], None], bounds: PoolLimits, forwards: EventPoller | None = None
+        self,
+        room: int,
+        post: Callable[[ev.Event], None],
+        bounds: PoolLimits,
+        forwards: EventPoller | None = None,
+        prefix_tokens: int | None = None,
     ) -> None:
         """Creates the handle.
 
         Args:
             post: puts an event into the control loop's mailbox.
             forwards: poller of the engine's events; None if the pool is host memory.
+            prefix_tokens: the prefix, if all decode ranks of the room have opened it already.
         """
         super().__init__(room, post)
-        self.prefix_tokens: int | None = None
+        self.prefix_tokens = prefix_tokens
+        if prefix_tokens is not None:
+            self.state = RoomState.WAITING_FOR_INPUT
         self._bounds = bounds
         self._forwards = forwards
         self._last = False

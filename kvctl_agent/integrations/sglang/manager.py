@@ -233,10 +233,13 @@ class KvctlKVManager(CommonKVManager):
         """Returns the handle that `open_room` opens; None if the agent refuses, and then the room has failed."""
         self._open.add(room)
         try:
-            return open_room()
+            handle = open_room()
         except KvctlError as error:
             self.fail(room, str(error))
             return None
+        if handle.state is RoomState.WAITING_FOR_INPUT:  # from the start, which is no change of state
+            self.update_status(room, int(handle.state))
+        return handle
 
     def fail(self, room: int, cause: str) -> None:
         """Fails a room on this rank alone, unless it has failed already."""

@@ -78,9 +78,7 @@ class SendAdmission:
             return
         if room is None:
             room = self.rooms.begin(message.room)
-        elif why := self._too_late(room, transfer):
-            text = f"room {room.room}: {peer.name} recalled it {why}: its prompt must be computed again"
-            failure = self.context.failure("RECALL_LATE", text)
+        elif failure := self.rooms.recalled_late(room, transfer):
             self.rooms.fail(room, failure)
             self._refuse(key, failure)
             return
@@ -104,17 +102,6 @@ class SendAdmission:
             self.dispatch.advance(room, transfer, room.computed.sendable(), self.context.now_ns)
             self.dispatch.queue_finals(room, transfer)
             self.rooms.progress(room)
-
-    def _too_late(self, room: SendRoom, transfer: PeerTransfer) -> str:
-        """Returns why a room that a decode rank has recalled can no longer be sent as the rank asks now; "" if it can.
-
-        The engine need not have passed pages of the prefix that it was told of, so no later prefix may be shorter.
-        """
-        if room.released and not transfer.sent:
-            return f"after {self.context.local.name} had released its pages"
-        if transfer.prefix_tokens < room.told_prefix_tokens:
-            return f"and has {transfer.prefix_tokens} tokens cached now, {room.told_prefix_tokens} before"
-        return ""
 
     def _transfer_of(self, peer: Peer, inputs: PlanInputs, message: msg.RoomOpen) -> PeerTransfer:
         """Plans the parts to send for an opening.

@@ -361,9 +361,17 @@ class Forwards:
             raise LocalProtocolError(f"room {event.room} is being sent already; a room number is used once at a time")
         room.claimed = True
         room.record.request_id, room.record.traceparent = event.request_id, event.traceparent
-        self.rooms.report(room)
+        if event.prefix_tokens is not None:
+            room.told_prefix_tokens = event.prefix_tokens
+        if event.prefix_tokens is not None and room.state is RoomState.BOOTSTRAPPING:
+            self.rooms.enter(room, RoomState.WAITING_FOR_INPUT)  # recalled since: it waits to be opened again
+        else:
+            self.rooms.report(room)
         if room.released:  # the room failed before the engine called send()
             self.context.actions.append(ev.Released(room.room))
+        for transfer in list(room.transfers.values()):
+            if failure := self.rooms.recalled_late(room, transfer):  # and opened again, since the engine was told
+                self.rooms.fail(room, failure)
 
     def on_prefetch(self, event: ev.Prefetch) -> None:
         room = self._claimed(event.room)

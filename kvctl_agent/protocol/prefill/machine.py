@@ -110,6 +110,12 @@ class PrefillMachine(Machine):
         """Returns the gated parts: they are ready, but may not be sent yet."""
         return [entry for parked in list(self.state.parked.values()) for entry in list(parked.values())]
 
+    def opened_prefix(self, room: int) -> int | None:
+        known = self.state.rooms.get(room)
+        if known is None or known.claimed or known.failure is not None:
+            return None
+        return None if any(transfer.recalled for transfer in list(known.transfers.values())) else known.prefix_tokens
+
     def waits_for(self, transfer: PeerTransfer, part: Part) -> Wait:
         """Returns the reason why a part is not sent yet."""
         return self._rooms.waits_for(transfer, part)

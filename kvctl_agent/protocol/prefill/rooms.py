@@ -455,6 +455,20 @@ class SendRooms:
             del self.state.rooms[room.room]
             self.context.telemetry.finish(record, now_ns)
 
+    def recalled_late(self, room: SendRoom, transfer: PeerTransfer) -> Failure | None:
+        """Returns the failure of a room that can no longer be sent as a decode rank that recalled it asks; else None.
+
+        The engine need not have passed pages of the prefix that it was told of, so no later prefix may be shorter.
+        """
+        if room.released and not transfer.sent:
+            why = f"after {self.context.local.name} had released its pages"
+        elif room.told_prefix_tokens is not None and transfer.prefix_tokens < room.told_prefix_tokens:
+            why = f"and has {transfer.prefix_tokens} tokens cached now, {room.told_prefix_tokens} before"
+        else:
+            return None
+        text = f"room {room.room}: {transfer.peer} recalled it {why}: its prompt must be computed again"
+        return self.context.failure("RECALL_LATE", text)
+
     def on_room_renew(self, peer: Peer, message: msg.RoomRenew) -> None:
         """Restarts the deadline of rooms that wait to be opened."""
         for number in message.rooms:
@@ -504,9 +518,9 @@ class SendRooms:
 
     def report(self, room: SendRoom) -> None:
         """Tells the engine the state of a room, and the prefix if it is known."""
-        prefix_tokens = room.prefix_tokens
-        room.told_prefix_tokens = prefix_tokens or room.told_prefix_tokens
-        self.context.actions.append(ev.StateChanged(room.room, room.state, room.failure, prefix_tokens))
+        if room.told_prefix_tokens is None:
+            room.told_prefix_tokens = room.prefix_tokens
+        self.context.actions.append(ev.StateChanged(room.room, room.state, room.failure, room.told_prefix_tokens))
 
     def progress(self, room: SendRoom) -> None:
         """Releases a room's pages once all parts are sent, and ends the room once every decode rank has confirmed it.

@@ -490,7 +490,7 @@ class SendRoom:
     recalled: bool = False  # the engine has taken its pages back, and has not begun to pass them again
     recalling: int = 0  # serial of the recall while parts queued before it are in transfer; 0: none
     expected: int = 0  # number of decode ranks that must open the room; 0: not known before the first opens it
-    told_prefix_tokens: int = 0  # prefix of which the engine knows; it need not have passed pages before its end
+    told_prefix_tokens: int | None = None  # which the engine knows; it need not have passed pages before its end
     transfers: dict[str, PeerTransfer] = field(default_factory=dict)
     finished: bool = False
     released: bool = False
@@ -510,7 +510,8 @@ class SendRoom:
     @property
     def prefix_tokens(self) -> int | None:
         """Prompt tokens that every decode rank of the room has cached; None before all of them have opened it."""
-        return min(transfer.prefix_tokens for transfer in self.transfers.values()) if self.opened else None
+        transfers = list(self.transfers.values())  # any thread may ask
+        return min(transfer.prefix_tokens for transfer in transfers) if self.opened else None
 
     @property
     def sent(self) -> bool:

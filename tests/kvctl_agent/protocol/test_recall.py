@@ -11,7 +11,7 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.prefill.send_room import PartState
-from tests.support.protocol.simulation import SECOND, TIMING, Item, World, direct, mixed, registry, staged
+from tests.support.protocol.simulation import PAGE_SIZE, SECOND, TIMING, Item, World, direct, mixed, registry, staged
 
 P0, D = "prefill-0", "decode-0"
 
@@ -439,4 +439,46 @@ def test_a_write_that_fails_after_decode_has_recalled_the_room_does_not_fail_it(
     second = world.receive(7, 2)
     world.settle()
     assert second.state is world.sent[P0, 7] is RoomState.SUCCESS
+    world.check_empty()
+
+
+def told(world: World, prefix: int) -> None:
+    """Decode opens room 7 with a prefix in pages; send() tells the prefill engine, and decode takes the room back."""
+    world.receive(7, 4, prefix=prefix)
+    happen(world, "message", "event")
+    world.send(7, 4)
+    call = next(item for item in world.pool if item.kind == "engine")
+    world.pool.remove(call)
+    world.happen(call)
+    assert world.p().opened_prefix(7) == prefix * PAGE_SIZE
+    world.feed(D, ev.Recall(7))
+    happen(world, "message", "event")
+    assert world.p().opened_prefix(7) is None
+
+
+@pytest.mark.parametrize("again", [2, 3, 4])
+def test_a_room_recalled_after_send_has_told_that_it_is_opened_waits_to_be_opened_again(again: int) -> None:
+    world = small(choose=direct)
+    told(world, 2)
+    happen(world, "engine")
+    assert world.sent[P0, 7] is RoomState.WAITING_FOR_INPUT
+    assert world.prefixes[P0, 7] == 2 * PAGE_SIZE
+    world.receive(7, 4, prefix=again)
+    world.settle()
+    assert world.sent[P0, 7] is RoomState.SUCCESS
+    assert world.prefixes[P0, 7] == 2 * PAGE_SIZE  # the engine passed pages from there on
+    world.check_empty()
+
+
+@pytest.mark.parametrize("machine_knows", [False, True])
+def test_a_room_opened_again_with_a_shorter_prefix_than_send_has_told_fails(machine_knows: bool) -> None:
+    world = small(choose=direct)
+    told(world, 2)
+    if machine_knows:
+        happen(world, "engine")
+    world.receive(7, 4, prefix=1)
+    happen(world, "message", "event")
+    world.settle()
+    assert world.sent[P0, 7] is RoomState.FAILED
+    assert {room.failure["code"] for room in world.rooms.values() if room.failure} == {"RECALLED", "RECALL_LATE"}
     world.check_empty()

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 
 from kvctl_agent.contract.states import RoomState
@@ -397,6 +398,12 @@ class World(Oracle):  # type: ignore[misc]
             self._scatter(item.to, item.what)
         else:
             call, *rest = item.what
+            if isinstance(call, ev.SendRoom) and call.prefix_tokens is None:
+                prefix = self.machines[item.to].opened_prefix(call.room)
+                if prefix is not None:  # The agent tells the engine at once; the machine learns of it later.
+                    told = msgspec.structs.replace(call, prefix_tokens=prefix)
+                    self.pool.append(item._replace(what=(told, *rest)))
+                    return
             if rest:
                 self.pool.append(item._replace(what=tuple(rest)))
             self.feed(item.to, call)

@@ -1,6 +1,9 @@
-"""What SGLang's scheduler does with its KV manager outside of requests: sleep mode, and the end of a role."""
+"""What SGLang's scheduler does with its KV manager: sleep mode, the end of a role, and the first poll of a sender."""
 
+import time
 from typing import Any
+
+from tests.support.sglang.cases import Room
 
 
 def sleep_and_wake(scheduler: Any) -> None:
@@ -22,3 +25,20 @@ def rebuild(scheduler: Any) -> list[str]:
     queue = getattr(scheduler, "disagg_prefill_bootstrap_queue", None) or scheduler.disagg_decode_prealloc_queue
     queue.kv_manager = scheduler.kv_manager = queue._init_kv_manager()
     return left
+
+
+def serve_opened(scheduler: Any, room: Room) -> tuple[int, str]:
+    """Sends a room once every decode rank has opened it; returns the first state that is polled, and the last."""
+    deadline = time.monotonic() + 30
+    while scheduler.kv_manager.agent.parts.machine.opened_prefix(room.room) is None:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"room {room.room} was not opened")
+        time.sleep(0.001)
+    first: list[int] = []
+
+    def admit(room: Room) -> None:
+        scheduler.admit(room)
+        first.append(int(scheduler.requests[-1].disagg_kv_sender.poll()))
+
+    (ended,) = scheduler.loop([room], 1, scheduler.step, admit)
+    return first[0], ended.state

@@ -1,5 +1,8 @@
-"""The manager of the backend `kvctl` between requests: sleep mode, and its end before a role switch."""
+"""The manager of the backend `kvctl` between requests: sleep mode, its end before a role switch, the first state."""
 
+import pytest
+
+from kvctl_agent.contract.states import RoomState
 from tests.support.sglang import managers
 from tests.support.sglang.cases import Case, Model, Ranks, Room
 from tests.support.sglang.pair import PDPair
@@ -17,3 +20,14 @@ def test_servers_serve_again_after_sleep_mode_and_after_a_role_switch() -> None:
         for role in ("prefill", "decode"):
             assert set(map(tuple, pair.call(role, managers.rebuild).values())) == {()}
         pair.transfer([Room(4, tokens=100)]).check()
+
+
+@pytest.mark.parametrize("prefix", [0, 64])
+def test_a_room_that_decode_has_opened_waits_for_input_from_the_first_poll_on(prefix: int) -> None:
+    """A scheduler polls once per forward: a state that comes a moment later costs the request a whole forward."""
+    room = Room(1, tokens=100, prefix=prefix)
+    with PDPair(CASE) as pair:
+        pair.begin([room], "decode")
+        served = pair.call("prefill", managers.serve_opened, room)
+        assert set(served.values()) == {(RoomState.WAITING_FOR_INPUT, "success")}
+        pair.finish("decode").check()
