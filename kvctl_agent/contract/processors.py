@@ -33,16 +33,19 @@ def engine_threads(cores: int, ranks: int, native: bool) -> int:
     """Returns the number of threads that post the writes of a prefill rank with its KV pool in host memory; 0: none.
 
     A rank gets its share of the cores, at most 8 threads, or none if that is less than two: one thread copies no faster
-    than the thread that calls the transport. Measured with 1,024-token rooms, pages of 32 KiB:
+    than the thread that calls the transport. Each of several ranks leaves half of its share, if four threads remain:
+    their engines wait for the slowest of them, and need cores too. Measured with 1,024-token rooms, pages of 32 KiB,
+    TP4 8 KiB:
 
     - 64 cores, TP1 -> TP1: none 3.7 GB/s, 4 threads 12.7, 8 threads 21.3, with half the CPU time of none.
     - 64 cores, TP4 -> TP4, all eight ranks on the host: none 7.6 GB/s, 4 threads 22.4, 8 threads 26.7.
-    - 32 cores, the same: 4 threads 26.8 GB/s, 8 threads 29.8.
+    - 32 cores, the same: 4 threads 26.8 GB/s, 8 threads 29.8. Inside SGLang's queues, 4 threads 20.5 GB/s and
+      p50 20 ms, 8 threads 16.0 GB/s and 27 ms.
+    - 4 cores, TP1 -> TP1: none 4 GB/s, 4 threads 9.6 to 12.8. 3 cores: none 4 GB/s, 3 threads 7.9 to 10.3.
     - 2 cores, TP1 -> TP1: none 4.0 to 5.1 GB/s, 2 threads 6.2 to 7.7.
 
     With few cores, only threads that need no GIL are faster than none. They take all cores, and on two cores half of
-    the time of an engine's thread that computes, so they are not used then (`NativeCopyPool`). 3 and 4 cores were not
-    measured.
+    the time of an engine's thread that computes, so they are not used then (`NativeCopyPool`).
 
     Args:
         cores: cores that the rank may use (`available_cores`).
@@ -50,7 +53,10 @@ def engine_threads(cores: int, ranks: int, native: bool) -> int:
             instance is on its host: an instance on several hosts gets fewer threads than the cores permit.
         native: whether native code copies and posts, without the GIL.
     """
-    threads = min(_MOST_THREADS, cores // ranks)
+    share = cores // ranks
+    if ranks > 1:
+        share = max(min(share, 4), share // 2)
+    threads = min(_MOST_THREADS, share)
     return threads if threads > 1 and (native or cores > FEW_CORES) else 0
 
 

@@ -172,7 +172,8 @@ class Pools:
         self.free_pages = [int(p) + 1 for p in order.permutation(pages)]
         self.free_rows = list(range(1, case.rows * 2 + 1))
         capacity = (self.size + case.page_size) * self.dcp
-        self.req_to_token = torch.zeros((case.rows * 2 + 1, capacity), dtype=torch.int32)
+        # On the device, where the kernels of SGLang's staging read it.
+        self.req_to_token = torch.zeros((case.rows * 2 + 1, capacity), dtype=torch.int32, device=device)
         slots = np.arange(self.size + case.page_size)
         page_map = np.concatenate([[0], order.permutation(pages) + 1])
         self.swa_of = torch.from_numpy(page_map[slots // case.page_size] * case.page_size + slots % case.page_size)
@@ -251,9 +252,9 @@ class Pools:
         if region.addressing == "window":
             first = max(start, (max(0, req.tokens - self.case.model.window)) // self.page_size * self.page_size)
             items = np.arange(first, max(end, first), dtype=np.int64)
-            return items, self.swa_of[self.req_to_token[row, items].long()].numpy().astype(np.int64)
+            return items, self.swa_of[self.req_to_token[row, items].long().cpu()].numpy().astype(np.int64)
         items = np.arange(start, end, dtype=np.int64)
-        rows = self.req_to_token[row, items].numpy().astype(np.int64)
+        rows = self.req_to_token[row, items].cpu().numpy().astype(np.int64)
         if region.addressing == "page":
             return items[:: self.page_size] // self.page_size, rows[:: self.page_size] // self.page_size
         own = items % self.dcp == self.dcp_rank
