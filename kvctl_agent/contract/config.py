@@ -53,7 +53,8 @@ KEYS: tuple[Key, ...] = (
         "Engine parameters: name=value pairs separated by commas. nixl: backend, and the parameters of that backend. "
         "num_threads (UCX): threads among which large writes are divided; automatic: on prefill ranks with host memory "
         "the rank's share of the cores, at most 8, none if that is one core; of several ranks each leaves half of its "
-        "share, if 4 threads remain; with at most 4 cores only threads of native code, which rest while other threads of the process compute. "
+        "share, if 4 threads remain; with at most 4 cores only threads of native code, which rest while "
+        "other threads of the process compute. "
         "mooncake: protocol (tcp, rdma, nvlink, nvlink_intra, efa), device (several joined by +), host (for peers; "
         "automatic: its address on the way to the registry). loopback: directory.",
         sglang="SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS",
