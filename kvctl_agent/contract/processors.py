@@ -34,8 +34,8 @@ def engine_threads(cores: int, ranks: int, native: bool) -> int:
 
     A rank gets its share of the cores, at most 8 threads, or none if that is less than two: one thread copies no faster
     than the thread that calls the transport. Each of several ranks leaves half of its share, if four threads remain:
-    their engines wait for the slowest of them, and need cores too. Measured with 1,024-token rooms, pages of 32 KiB,
-    TP4 8 KiB:
+    their engines wait for the slowest of them, and need cores too. Measured with 1,024-token rooms, pages of 32 KiB
+    (TP4: 8 KiB):
 
     - 64 cores, TP1 -> TP1: none 3.7 GB/s, 4 threads 12.7, 8 threads 21.3, with half the CPU time of none.
     - 64 cores, TP4 -> TP4, all eight ranks on the host: none 7.6 GB/s, 4 threads 22.4, 8 threads 26.7.

@@ -277,10 +277,7 @@ def wait(condition: Any, timeout_s: float = 60.0) -> None:
 def test_send_says_at_once_that_every_decode_rank_has_opened_the_room(make_fleet: Any, prefix: int) -> None:
     fleet = make_fleet("loopback", prefill=(1, 2), decode=(1, 2)).start()
     room = fleet.receive(fleet.room(1, 8, prefix=prefix))
-    deadline = time.monotonic() + 60
-    while any(agent.parts.machine.opened_prefix(1) is None for agent in fleet.prefill):
-        assert time.monotonic() < deadline, "the room was never opened"
-        time.sleep(0.001)
+    wait(lambda: all(agent.parts.machine.opened_prefix(1) is not None for agent in fleet.prefill))
     for agent in fleet.prefill:
         send = agent.send(1)
         assert (send.state, send.prefix_tokens) == (RoomState.WAITING_FOR_INPUT, prefix * fleet.model.page_size)
@@ -294,10 +291,7 @@ def test_send_says_nothing_of_a_room_that_only_some_decode_ranks_have_opened(mak
     fleet = make_fleet("loopback", prefill=(1, 1), decode=(1, 2)).start()
     (prefill,), (decode, _) = fleet.prefill, fleet.decode
     receive = decode.receive(1, [0])
-    deadline = time.monotonic() + 60
-    while not prefill.observe.rooms():
-        assert time.monotonic() < deadline, "the room was never opened"
-        time.sleep(0.001)
+    wait(prefill.observe.rooms)
     send = prefill.send(1)
     assert (send.state, send.prefix_tokens) == (RoomState.BOOTSTRAPPING, None)
     send.abort("enough")

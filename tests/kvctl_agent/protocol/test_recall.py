@@ -442,7 +442,7 @@ def test_a_write_that_fails_after_decode_has_recalled_the_room_does_not_fail_it(
     world.check_empty()
 
 
-def told(world: World, prefix: int) -> None:
+def recall_between_send_and_its_event(world: World, prefix: int) -> None:
     """Decode opens room 7 with a prefix in pages; send() tells the prefill engine, and decode takes the room back."""
     world.receive(7, 4, prefix=prefix)
     happen(world, "message", "event")
@@ -459,7 +459,7 @@ def told(world: World, prefix: int) -> None:
 @pytest.mark.parametrize("again", [2, 3, 4])
 def test_a_room_recalled_after_send_has_told_that_it_is_opened_waits_to_be_opened_again(again: int) -> None:
     world = small(choose=direct)
-    told(world, 2)
+    recall_between_send_and_its_event(world, 2)
     happen(world, "engine")
     assert world.sent[P0, 7] is RoomState.WAITING_FOR_INPUT
     assert world.prefixes[P0, 7] == 2 * PAGE_SIZE
@@ -473,7 +473,7 @@ def test_a_room_recalled_after_send_has_told_that_it_is_opened_waits_to_be_opene
 @pytest.mark.parametrize("machine_knows", [False, True])
 def test_a_room_opened_again_with_a_shorter_prefix_than_send_has_told_fails(machine_knows: bool) -> None:
     world = small(choose=direct)
-    told(world, 2)
+    recall_between_send_and_its_event(world, 2)
     if machine_knows:
         happen(world, "engine")
     world.receive(7, 4, prefix=1)
