@@ -80,8 +80,9 @@ class Agent:
             pass a list with one endpoint for each prefill instance, or None; `connect` and `receive` name further ones.
         model: shape of the whole model's KV; required if this rank's pool does not have all layers.
         on_state: called with the handle and the new state at each state change of a room, and with the unchanged state
-            when pages that a prefill engine has recalled may be reused (`Send.recalled`). It runs on the control
-            thread (for a fake room, on the thread that calls `send` or `receive`) and must only enqueue.
+            when a prefill engine may reuse pages: all of a room's are sent (`Send.sent`), or those that it recalled
+            are not read any more (`Send.recalled`). It runs on the control thread (for a fake room, on the thread that
+            calls `send` or `receive`) and must only enqueue.
         factories: constructors of the components that tests and fault injection replace.
         integration: the engine that the agent is part of, as `kvctl status` shows it and as peers compare it; None if
             it is embedded otherwise.

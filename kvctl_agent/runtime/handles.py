@@ -468,7 +468,7 @@ class HandleRegistry:
 
     Args:
         name: name of the agent, for errors.
-        on_state: called at each change of a room's state; it must only enqueue.
+        on_state: called as `Agent` says; it must only enqueue.
         owners: on a decode rank, the owners of the pool's pages; also an attribute.
     """
 
@@ -521,12 +521,14 @@ class HandleRegistry:
             self._on_state(handle, state)
 
     def release(self, action: ev.Released) -> None:
-        """Executes `Released`: marks the pages of the room as reusable."""
+        """Executes `Released`: marks the pages of the room as reusable; calls `on_state` if all of them are sent."""
         handle = self._handles.get(action.room)
         if handle is not None:
             self._free(action.room)
             handle.release()
             self._forget(handle)
+            if self._on_state is not None and not handle.state.finished:
+                self._on_state(handle, handle.state)
 
     def end_recall(self, action: ev.Recalled) -> None:
         """Executes `Recalled`: marks the pages that the engine took back as reusable, and calls `on_state`."""

@@ -66,6 +66,7 @@ class KvctlKVManager(CommonKVManager):
         prefill = disaggregation_mode == DisaggregationMode.PREFILL
         check_supported(args, server_args, prefill=prefill, mla=bool(is_mla_backend or args.is_hybrid_mla_backend))
         self._open: set[int] = set()  # rooms in SGLang's tables, whose states `on_state` writes there
+        self._ending: dict[int, Send] = {}  # that SGLang has cleared and no decode rank has confirmed yet
         self._draining: dict[int, Receive] = {}  # ended rooms whose pages SGLang holds until nothing is in flight
         self._instances: dict[tuple[str, int], str] = {}  # registry of each prefill server and dp rank
         self._looked_up: dict[tuple[str, int], float] = {}  # monotonic time of the last look-up
@@ -220,11 +221,19 @@ class KvctlKVManager(CommonKVManager):
     # ---- rooms -----------------------------------------------------------------------------------------------------
 
     def on_state(self, handle: Send | Receive, state: RoomState) -> None:
-        """Writes the state of a room into SGLang's table; called by the agent's control thread."""
+        """Writes the state of a room into SGLang's table; called by the agent's control thread.
+
+        As with SGLang's own backends a prefill rank has succeeded once all is sent: its requests do not wait for decode
+        ranks to confirm it.
+        """
+        if state.finished:
+            self._ending.pop(handle.room, None)
         if handle.room not in self._open:
             return
         if handle.error is not None:
             self.record_failure(handle.room, f"{handle.error['text']} [{handle.error['code']}]")
+        elif isinstance(handle, Send) and handle.sent:
+            state = RoomState.SUCCESS
         self.update_status(handle.room, int(state))
         if handle.room not in self._open:  # the scheduler has cleared the room meanwhile
             self.request_status.pop(handle.room, None)
@@ -251,12 +260,22 @@ class KvctlKVManager(CommonKVManager):
         self._open.discard(room)
 
     def end(self, room: int, handle: Send | Receive | None) -> None:
-        """Forgets a room that SGLang has cleared; aborts it if it has not ended."""
+        """Forgets a room that SGLang has cleared; aborts it unless it has ended, or all is sent."""
         self.forget(room)
-        if handle is not None and not handle.state.finished:
+        if handle is None or handle.state.finished:
+            return
+        if isinstance(handle, Send) and handle.sent:
+            self._ending[room] = handle
+            if handle.state.finished:  # meanwhile, and `on_state` may not have found it
+                self._ending.pop(room, None)
+        else:
             with self.failure_lock:
                 cause = self.failure_records.get(room, "cleared by the scheduler")
             handle.abort(cause)
+
+    def is_ending(self, room: int) -> bool:
+        """Whether a room of this number, which SGLang has cleared, has not ended yet; its number is in use until then."""
+        return room in self._ending
 
     def record_failure(self, bootstrap_room: int, failure_reason: str) -> None:
         """Records why a room failed; the first cause stays."""

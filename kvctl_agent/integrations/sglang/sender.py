@@ -11,11 +11,13 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 
 from kvctl_agent.errors import KvctlError
+from kvctl_agent.runtime.handles import Send
 
 
 class KvctlKVSender(CommonKVSender):
     """Sender of one room: a `Send` behind SGLang's interface."""
 
+    _handle: Send | None = None
     curr_idx: int  # pages sent so far, counted from the end of the decode side's prefix
     _early_send_wait_event: Any  # device event of the next pages
     _transfer_start_time: float | None
@@ -25,9 +27,18 @@ class KvctlKVSender(CommonKVSender):
     ) -> None:
         """Begins to send the room; decode ranks may open it before or after."""
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
-        self._handle = None
-        if mgr.request_status.get(bootstrap_room) != KVPoll.Failed:  # such as one that was routed to the wrong dp rank
-            self._handle = mgr.begin(bootstrap_room, partial(mgr.agent.send, bootstrap_room))
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begins to send, unless the room has failed, such as one routed to the wrong dp rank, or must wait."""
+        manager, room = self.kv_mgr, self.bootstrap_room
+        if manager.request_status.get(room) == KVPoll.Bootstrapping and not manager.is_ending(room):
+            self._handle = manager.begin(room, partial(manager.agent.send, room))
+
+    def _poll_with_status(self, check_status: Any) -> Any:
+        if self._handle is None:
+            self._begin()  # the room that had this number before may have ended by now
+        return super()._poll_with_status(check_status)
 
     def pop_decode_prefix_len(self) -> int:
         """Returns the tokens of the prompt that the decode side has cached, in whole pages of this side.

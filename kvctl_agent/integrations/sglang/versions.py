@@ -52,6 +52,7 @@ INTERFACES: Mapping[str, tuple[str, ...]] = {
         "indices_event",
     ),
     f"{_D}.common.conn.CommonKVSender.pop_decode_prefix_len": ("self",),
+    f"{_D}.common.conn.CommonKVSender._poll_with_status": ("self", "check_status"),
     f"{_D}.common.conn.CommonKVSender.clear": ("self",),
     f"{_D}.common.conn.CommonKVSender.abort": ("self",),
     f"{_D}.common.conn.CommonKVReceiver": ("mgr", "bootstrap_addr", "bootstrap_room"),

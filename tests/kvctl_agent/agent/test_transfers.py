@@ -186,14 +186,21 @@ class TestOrder:
     def test_states_reach_the_callback_in_order_and_never_go_back(self, make_fleet: Any) -> None:
         fleet = make_fleet(prefill=(1, 1))
         told: list[tuple[str, RoomState]] = []
-        prefill = fleet.prefill_agent(0, on_state=lambda handle, state: told.append(("prefill-0", state))).start()
+        sent: list[bool] = []
+
+        def on_state(handle: Any, state: RoomState) -> None:
+            sent.append(handle.sent)
+            told.append(("prefill-0", state))
+
+        prefill = fleet.prefill_agent(0, on_state=on_state).start()
         decode = fleet.decode_agent(0, on_state=lambda handle, state: told.append(("decode-0", state))).start()
         fleet.prefill, fleet.decode = [prefill], [decode]
         decode.wait_ready(60)
         fleet.run(1, 9)
-        wait(lambda: len([1 for name, _ in told if name == "prefill-0"]) >= 4)
+        wait(lambda: len([1 for name, _ in told if name == "prefill-0"]) >= 5)
         life = [RoomState.BOOTSTRAPPING, RoomState.WAITING_FOR_INPUT, RoomState.TRANSFERRING, RoomState.SUCCESS]
-        assert [state for name, state in told if name == "prefill-0"] == life
+        assert [state for name, state in told if name == "prefill-0"] == [*life[:3], RoomState.TRANSFERRING, life[3]]
+        assert sent == [False, False, False, True, True]
         seen = [state for name, state in told if name == "decode-0"]
         assert seen == sorted(seen)
         assert (seen[0], seen[-1]) == (life[0], life[-1])

@@ -56,6 +56,22 @@ def test_a_number_is_free_when_its_room_has_ended_and_released_its_pages(
     taken(registry)
 
 
+def test_the_engine_learns_that_all_of_a_room_is_sent(registry: HandleRegistry, told: list[Any]) -> None:
+    handle = Send(7, lambda event: None, PoolLimits(8, 0, range(2), (), (), (), 16))
+    registry.add(handle)
+    registry.change_state(StateChanged(7, RoomState.TRANSFERRING))
+    registry.release(Released(7))
+    assert handle.sent
+    assert told == [(7, RoomState.TRANSFERRING)] * 2
+
+
+def test_the_release_of_a_failed_room_is_no_news(registry: HandleRegistry, told: list[Any]) -> None:
+    taken(registry)
+    registry.change_state(StateChanged(7, RoomState.FAILED, CAUSE))
+    registry.release(Released(7))
+    assert told == [(7, RoomState.FAILED)]
+
+
 class TestRecall:
     def test_the_pages_are_reusable_after_the_last_of_several_recalls(
         self, registry: HandleRegistry, told: list[Any]

@@ -1,8 +1,11 @@
-"""What SGLang's scheduler does with its KV manager: sleep mode, the end of a role, and the first poll of a sender."""
+"""What SGLang's scheduler does with its KV manager: sleep mode, the end of a role, and the polls of a sender."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.protocol.events import StateChanged
 from tests.support.sglang.cases import Room
 
 
@@ -29,6 +32,36 @@ def rebuild(scheduler: Any) -> list[str]:
 
 def serve_opened(scheduler: Any, room: Room) -> tuple[int, str]:
     """Sends a room once every decode rank has opened it; returns the first state that is polled, and the last."""
+    return _serve_opened(scheduler, room, lambda: None)
+
+
+def serve_unconfirmed(scheduler: Any, room: Room) -> str:
+    """Sends a room that ends on this rank's agent only once `serve_again` is called; returns the state that it gets."""
+    executors = scheduler.kv_manager.agent.parts.control.executors
+    scheduler.confirm, scheduler.unconfirmed = executors[StateChanged], []
+
+    def hold(change: StateChanged) -> None:
+        (scheduler.unconfirmed.append if change.state is RoomState.SUCCESS else scheduler.confirm)(change)
+
+    executors[StateChanged] = hold
+    (ended,) = scheduler.run([room], 1)
+    return str(ended.state)
+
+
+def serve_again(scheduler: Any, room: Room) -> tuple[int, str]:
+    """As `serve_opened`, but the room that had the number before ends only after the first poll."""
+
+    def confirm() -> None:
+        assert [change.room for change in scheduler.unconfirmed] == [room.room]
+        scheduler.kv_manager.agent.parts.control.executors[StateChanged] = scheduler.confirm
+        for change in scheduler.unconfirmed:
+            scheduler.confirm(change)
+
+    return _serve_opened(scheduler, room, confirm)
+
+
+def _serve_opened(scheduler: Any, room: Room, polled: Callable[[], None]) -> tuple[int, str]:
+    """Sends a room that every decode rank has opened, and calls `polled` after the first poll of its sender."""
     deadline = time.monotonic() + 30
     while scheduler.kv_manager.agent.parts.machine.opened_prefix(room.room) is None:
         if time.monotonic() > deadline:
@@ -39,6 +72,7 @@ def serve_opened(scheduler: Any, room: Room) -> tuple[int, str]:
     def admit(room: Room) -> None:
         scheduler.admit(room)
         first.append(int(scheduler.requests[-1].disagg_kv_sender.poll()))
+        polled()
 
     (ended,) = scheduler.loop([room], 1, scheduler.step, admit)
     return first[0], ended.state

@@ -1,4 +1,4 @@
-"""The manager of the backend `kvctl` between requests: sleep mode, its end before a role switch, the first state."""
+"""The manager of the backend `kvctl` between requests: sleep mode, its end before a role switch, first and last states."""
 
 import pytest
 
@@ -31,3 +31,17 @@ def test_a_room_that_decode_has_opened_waits_for_input_from_the_first_poll_on(pr
         served = pair.call("prefill", managers.serve_opened, room)
         assert set(served.values()) == {(RoomState.WAITING_FOR_INPUT, "success")}
         pair.finish("decode").check()
+
+
+def test_a_sent_room_ends_before_decode_confirms_it_and_another_of_its_number_waits() -> None:
+    """As with SGLang's own backends, whose requests do not wait on a prefill rank for what decode does with the KV."""
+    room = Room(1, tokens=100)
+    with PDPair(CASE) as pair:
+        pair.begin([room], "decode")
+        assert set(pair.call("prefill", managers.serve_unconfirmed, room).values()) == {"success"}
+        pair.finish("decode").check()
+        pair.begin([room], "decode")
+        served = pair.call("prefill", managers.serve_again, room)
+        assert set(served.values()) == {(RoomState.BOOTSTRAPPING, "success")}
+        pair.finish("decode").check()
+        pair.transfer([Room(2, tokens=100)]).check()
