@@ -66,7 +66,7 @@ class KvctlKVManager(CommonKVManager):
         prefill = disaggregation_mode == DisaggregationMode.PREFILL
         check_supported(args, server_args, prefill=prefill, mla=bool(is_mla_backend or args.is_hybrid_mla_backend))
         self._open: set[int] = set()  # rooms in SGLang's tables, whose states `on_state` writes there
-        self._ending: dict[int, Send] = {}  # that SGLang has cleared and no decode rank has confirmed yet
+        self._ending: set[int] = set()  # sent rooms that SGLang has cleared and decode has not confirmed yet
         self._draining: dict[int, Receive] = {}  # ended rooms whose pages SGLang holds until nothing is in flight
         self._instances: dict[tuple[str, int], str] = {}  # registry of each prefill server and dp rank
         self._looked_up: dict[tuple[str, int], float] = {}  # monotonic time of the last look-up
@@ -227,7 +227,7 @@ class KvctlKVManager(CommonKVManager):
         ranks to confirm it.
         """
         if state.finished:
-            self._ending.pop(handle.room, None)
+            self._ending.discard(handle.room)
         if handle.room not in self._open:
             return
         if handle.error is not None:
@@ -265,16 +265,16 @@ class KvctlKVManager(CommonKVManager):
         if handle is None or handle.state.finished:
             return
         if isinstance(handle, Send) and handle.sent:
-            self._ending[room] = handle
+            self._ending.add(room)
             if handle.state.finished:  # meanwhile, and `on_state` may not have found it
-                self._ending.pop(room, None)
+                self._ending.discard(room)
         else:
             with self.failure_lock:
                 cause = self.failure_records.get(room, "cleared by the scheduler")
             handle.abort(cause)
 
     def is_ending(self, room: int) -> bool:
-        """Whether a room of this number, which SGLang has cleared, has not ended yet; its number is in use until then."""
+        """Whether a room of this number, which SGLang has cleared, has not ended: until then the number is in use."""
         return room in self._ending
 
     def record_failure(self, bootstrap_room: int, failure_reason: str) -> None:

@@ -1,4 +1,4 @@
-"""The manager of the backend `kvctl` between requests: sleep mode, its end before a role switch, first and last states."""
+"""The manager of the backend `kvctl` between requests: sleep mode, its end before a role switch; states of rooms."""
 
 import pytest
 
