@@ -28,6 +28,7 @@ WORKS = {
     "tp1-tp1": (Ranks(), Ranks()),
     "tp4-tp4": (Ranks(tp=4), Ranks(tp=4)),
     "tp4-dp4": (Ranks(tp=4), Ranks(dp=4)),
+    "tp2-dp2": (Ranks(tp=2), Ranks(dp=2)),
     "tp2-tp1": (Ranks(tp=2), Ranks()),
     "tp1-tp2": (Ranks(), Ranks(tp=2)),
 }
