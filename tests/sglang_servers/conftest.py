@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -9,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from kvctl.lab.demo.sglang_checkpoint import write_checkpoint
+from kvctl.lab.demo.sglang_checkpoint import CONFIG, HEAD_DIM, LAYERS, write_checkpoint
 from kvctl.lab.demo.sglang_servers import (
     CPU_FLAGS,
     Fleet,
@@ -34,7 +37,7 @@ HERE = Path(__file__).parent
 ENVIRONMENT = {
     # The plugin is that of this checkout, wherever the installed one is from.
     "PYTHONPATH": os.pathsep.join([str(HERE / "site"), str(HERE.parents[1])]),
-    "SGLANG_EXTERNAL_MODEL_PACKAGE": "llama_only",
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "tiny_models",
     "SGLANG_USE_CPU_ENGINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
@@ -81,6 +84,21 @@ def model(folder: Path) -> Path:
     return folder / "model"
 
 
+@pytest.fixture(scope="session")
+def qwen3(folder: Path) -> Path:
+    """As `model`, a Qwen3: SGLang's Llama has no DP attention."""
+    path = folder / "qwen3"
+    write_checkpoint(path)
+    config = {**CONFIG, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    (path / "config.json").write_text(json.dumps(config))
+    norms = [f"model.layers.{layer}.self_attn.{name}_norm.weight" for layer in range(LAYERS) for name in "qk"]
+    weights = path / "model.safetensors"
+    save_file(
+        {**load_file(weights), **{name: torch.ones(HEAD_DIM) for name in norms}}, weights, metadata={"format": "pt"}
+    )
+    return path
+
+
 class Undivided:
     """The server that does prefill and decode; it is asked once for each prompt."""
 
@@ -114,6 +132,7 @@ class Servers:
     prefills: dict[str, Prefill]
     decodes: dict[str, Process]
     router: Process
+    alone: Undivided | None  # of another model than that of the other fleets
 
     def pair(self, name: str) -> tuple[Prefill, Process]:
         """Returns the servers of a pair such as tp2-tp1."""
@@ -126,6 +145,7 @@ PREFILLS = {
     "tp1": ("--chunked-prefill-size", str(CHUNK_TOKENS)),
     "tp2": ("--tp-size", "2"),
     "dp2": ("--dp-size", "2"),
+    "attention2": ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--enable-dp-lm-head"),
     "pp2": ("--pp-size", "2"),
     "overlap": ("--disaggregation-enable-kv-checksum",),
     "optimistic": ("--optimistic-prefill-attempts", "1", "--enable-pd-role-switch"),
@@ -135,6 +155,7 @@ DECODES = {
     "tp1": ("--disaggregation-decode-enable-radix-cache",),
     "tp2": ("--tp-size", "2"),
     "dp2": ("--dp-size", "2"),
+    "attention2": PREFILLS["attention2"],
     "pp2": ("--pp-size", "2"),
     "overlap": ("--disaggregation-decode-enable-radix-cache", "--disaggregation-enable-kv-checksum"),
     "switch": (*PREFILLS["switch"], "--disaggregation-bootstrap-port", str(SWITCH_PORT)),
@@ -144,6 +165,7 @@ FLEETS = {
     "tp1+tp2-tp1": (("tp1", "tp2"), ("tp1",)),
     "tp1-tp2+dp2": (("tp1",), ("tp2", "dp2")),
     "dp2-tp1": (("dp2",), ("tp1",)),
+    "tp1+attention2-attention2": (("tp1", "attention2"), ("attention2",)),
     "pp2-tp1+pp2": (("pp2",), ("tp1", "pp2")),
     "overlap-overlap": (("overlap",), ("overlap",)),
     "optimistic-tp1": (("optimistic",), ("tp1",)),
@@ -180,7 +202,13 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def servers(
-    request: pytest.FixtureRequest, mode: str, python: Path, model: Path, folder: Path, undivided: Undivided
+    request: pytest.FixtureRequest,
+    mode: str,
+    python: Path,
+    model: Path,
+    qwen3: Path,
+    folder: Path,
+    undivided: Undivided,
 ) -> Iterator[Servers]:
     """The fleet that a test names as its parameter; it serves all tests that name it, one after another."""
     backend, plugin = MODES[mode]
@@ -191,7 +219,8 @@ def servers(
     if "overlap" in request.param:
         # SGLang orders a prefix that it sends early behind a CUDA event, which a CPU does not have.
         environment["SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"] = "0"
-    fleet = Fleet(python, model, at, flags, environment)
+    with_attention = "attention" in request.param
+    fleet = Fleet(python, qwen3 if with_attention else model, at, flags, environment)
     prefills, decodes = FLEETS[request.param]
     running = Servers(
         mode,
@@ -200,6 +229,7 @@ def servers(
         {size: fleet.prefill(f"prefill-{size}", backend, *PREFILLS[size]) for size in prefills},
         {size: fleet.decode(f"decode-{size}", backend, *DECODES[size]) for size in decodes},
         fleet.router("router"),
+        Undivided(fleet.server("alone")) if with_attention else None,
     )
     with fleet:
         yield running

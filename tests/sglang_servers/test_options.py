@@ -6,11 +6,13 @@ import re
 import threading
 import time
 from functools import partial
+from typing import Any
 
 import pytest
 
 from kvctl.lab.demo.sglang_servers import Answer, Prefill, Process, ServerError, post, together
 from tests.sglang_servers.conftest import SWITCH_PORT, Servers, Undivided
+from tests.sglang_servers.test_kvctl import rows
 from tests.sglang_servers.test_tokens import LENGTHS, prompt
 
 OPTIMISTIC = "optimistic-tp1"
@@ -34,6 +36,26 @@ def check_tokens(prefill: Prefill, decode: Process, undivided: Undivided, seeds:
 @pytest.mark.parametrize("decode", [pytest.param("tp1", marks=FEWER_STAGES), "pp2"])
 def test_pipeline_stages(servers: Servers, undivided: Undivided, decode: str) -> None:
     check_tokens(*servers.pair(f"pp2-{decode}"), undivided, (41, 42))
+
+
+def finished(servers: Servers) -> list[dict[str, Any]]:
+    return rows(servers, "rooms", "history", "-n", "1000")
+
+
+@pytest.mark.parametrize("servers", ["tp1+attention2-attention2"], indirect=True, scope="session")
+@pytest.mark.parametrize("prefill", ["tp1", "attention2"])
+def test_dp_attention(servers: Servers, prefill: str) -> None:
+    """Each of the two ranks holds all heads of its own requests; kvctl shows every room on one rank of each side."""
+    assert servers.alone is not None
+    before = {row["room"] for row in finished(servers)}
+    check_tokens(*servers.pair(f"{prefill}-attention2"), servers.alone, (59, 60))
+    rooms = [row for row in finished(servers) if row["room"] not in before]
+    assert {row["state"] for row in rooms} == {"Success"}
+    for role in ("prefill", "decode"):
+        ranks = {row["room"]: row["agent"] for row in rooms if row["role"] == role}
+        assert len(ranks) == 2 * len(LENGTHS) == sum(row["role"] == role for row in rooms)
+        if (role, prefill) != ("prefill", "tp1"):
+            assert {rank.partition("@")[0] for rank in ranks.values()} == {f"{role}-dp0-tp0", f"{role}-dp1-tp0"}
 
 
 @pytest.mark.parametrize("servers", ["overlap-overlap"], indirect=True, scope="session")

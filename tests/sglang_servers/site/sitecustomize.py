@@ -5,6 +5,7 @@ attribute: a class that can be derived from, called, subscripted and used as a d
 
 SGLang's NIXL manager registers KV pools as device memory wherever they are. NIXL is made to take that for host memory.
 SGLang's checksum kernel of pages is for CUDA alone: the CPU computes another sum, with a line in the log for each.
+Its attention backend for the CPU lacks a method that DP attention calls.
 """
 
 from __future__ import annotations
@@ -99,11 +100,17 @@ def _checksums_on_the_host(module: Any) -> None:
     module.KvChecksumComputer.compute = compute
 
 
+def _pads_like_other_backends(module: Any) -> None:
+    """Adds what DP attention asks the CPU's attention backend for: the length of requests that fill up a batch."""
+    module.TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+
+
 # What is changed in modules after they ran, by their names.
 CHANGES: dict[str, Callable[[Any], None]] = {
     "nixl_cu12._api": _nixl_takes_host_memory,
     "nixl_cu13._api": _nixl_takes_host_memory,
     "sglang.srt.disaggregation.checksum": _checksums_on_the_host,
+    "sglang.srt.layers.attention.torch_native_backend": _pads_like_other_backends,
 }
 
 
