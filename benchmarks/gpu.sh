@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Measures kvctl on an offline GPU host: from a clone and the archive that benchmarks/pack_gpu_site.sh has packed.
+# Measures kvctl on an offline GPU host: from a clone and the archives that benchmarks/pack_gpu_site.sh has packed.
 #     benchmarks/gpu.sh SITE_ARCHIVE OUT [SECONDS] [PARTS]
 # OUT gets a log, JSON and a table of each part; SECONDS (default 1500) bounds the last part, the list of benches.
 # PARTS, joined by commas, in this order: tests (the suite that needs a GPU), copies (kernels against the driver's own
-# copies), engines (NIXL and Mooncake with GPU memory), list (`kvctl bench` as docs/performance.md has it) or list=NAMES (joined by +).
-# Needs python3 3.12 with torch, triton, cuda-bindings, click, rich, pytest; root, once, for Mooncake's libraries.
+# copies), engines (NIXL and Mooncake with GPU memory), sglang (SGLang's own backend and kvctl in SGLang's queues, if
+# sglang-site.tar.xz is beside SITE_ARCHIVE), list (`kvctl bench` as docs/performance.md has it) or list=NAMES (joined by +).
+# Needs python3 3.12 with torch, triton, cuda-bindings, click, rich, pytest, setuptools; root, once, for Mooncake's libraries.
 set -euo pipefail
 
 if (($# < 2)); then
-    sed -n '2,7s/^# \{0,1\}//p' "$0"
+    sed -n '2,8s/^# \{0,1\}//p' "$0"
     exit 2
 fi
 if [[ ! -f $1 ]]; then
@@ -22,7 +23,7 @@ fi
 archive=$(realpath "$1")
 out=$(realpath -m "$2")
 seconds=${3:-1500}
-parts=${4:-tests,copies,engines,list}
+parts=${4:-tests,copies,engines,sglang,list}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 mkdir -p "$out"
 
@@ -33,6 +34,13 @@ if [[ ! -e $site/.unpacked ]]; then
     for package in "$site"/debs/*.deb; do dpkg -x "$package" "$site/debian"; done
     touch "$site/.unpacked"
 fi
+sglang=$(dirname "$archive")/sglang-site.tar.xz
+if [[ -f $sglang && ! -e .venv/sglang ]]; then
+    mkdir -p .venv/sglang
+    tar -xJf "$sglang" -C .venv/sglang
+fi
+# SGLang finds kvctl as a plugin by its metadata; where there is a compiler, kvctl's C sources are compiled too.
+python3 -c "import setuptools; setuptools.setup()" -q egg_info build_ext --inplace
 export LD_LIBRARY_PATH=$site/debian/usr/lib/x86_64-linux-gnu${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 export PYTHONPATH=$PWD:$site${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
@@ -52,7 +60,9 @@ part tests python3 -m pytest -q -p no:cacheprovider -k "test_on_gpu or on_a_gpu 
     tests/kvctl/lab/ranks/test_on_gpu.py tests/examples/test_gpu_pools.py
 part copies python3 benchmarks/gpu_copies.py --save "$out/copies.json"
 part engines python3 benchmarks/gpu_engines.py --save "$out/engines.json"
-only=$(grep -o "list=[^,]*" <<<"$parts" | cut -d= -f2 | tr + ,) || true
 second_gpu=$(($(wc -l <"$out/gpus.txt") > 1 ? 1 : 0))
+[[ ! -d .venv/sglang ]] || part sglang python3 benchmarks/sglang_backends.py --device cuda --decode-gpus "$second_gpu" \
+    --works tp1-tp1,tp4-tp4,tp4-dp4 --sides "nixl staging,nixl,kvctl" --rounds 1 --json "$out/sglang.json"
+only=$(grep -o "list=[^,]*" <<<"$parts" | cut -d= -f2 | tr + ,) || true
 part list python3 benchmarks/gpu_list.py --seconds "$seconds" --out "$out" --decode-gpus "$second_gpu" ${only:+--only "$only"}
 exit $status
