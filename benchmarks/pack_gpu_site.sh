@@ -4,7 +4,7 @@
 #     benchmarks/pack_gpu_site.sh gpu-site.tar.xz [sglang-site.tar.xz]
 # and carry the archives to the GPU host beside a clone, where benchmarks/gpu.sh unpacks them.
 # Left out is what moving KV cache never loads: NIXL's other backends, Mooncake's store and expert parallelism.
-# The second archive (16 MB) has SGLang's classes, for benchmarks/sglang_backends.py, without its models and kernels.
+# The second archive (10 MB) has SGLang's classes, for benchmarks/sglang_backends.py, without its models and kernels.
 set -euo pipefail
 
 out=$(realpath -m "${1:-gpu-site.tar.xz}")
@@ -16,7 +16,7 @@ python=${PYTHON:-python3}
 
 wheels() { "$python" -m pip download -qq --disable-pip-version-check --no-deps -d "$work/wheels" "$@"; }
 binaries=(--only-binary=:all: --python-version 3.12 --implementation cp)
-for tag in manylinux_2_28 manylinux_2_27 manylinux_2_26 manylinux_2_17 manylinux2014 manylinux2010; do
+for tag in manylinux_2_28 manylinux_2_27 manylinux_2_26 manylinux_2_17 manylinux2014 manylinux2010 manylinux_2_34; do
     binaries+=(--platform "${tag}_x86_64")
 done
 wheels "${binaries[@]}" \
@@ -40,11 +40,9 @@ echo "$out: $(($(stat -c %s "$out") >> 20)) MiB"
 
 [[ $sglang ]] || exit 0
 rm -rf "$work/wheels"
-wheels -r "$requirements" # SGLang's wheel is for any Python and platform; the others are replaced
-rm -f "$work"/wheels/{psutil,pybase64}-*
-wheels "${binaries[@]}" psutil==7.2.2 pybase64==1.5.1 pydantic==2.14.3 pydantic_core==2.50.4 annotated-types==0.8.0 \
-    typing-inspection==0.4.5 typing_extensions==4.16.0 opentelemetry-api==1.45.2 starlette==1.10.0 fastapi==0.163.2 \
-    annotated-doc==0.0.6 anyio==4.16.0 einops==0.8.2 uvicorn==0.54.0 h11==0.16.0
+wheels "${binaries[@]}" -r "$requirements" pydantic==2.14.3 pydantic_core==2.50.4 annotated-types==0.8.0 typing-inspection==0.4.5 \
+    typing_extensions==4.16.0 opentelemetry-api==1.45.2 starlette==1.10.0 fastapi==0.163.2 annotated-doc==0.0.6 anyio==4.16.0 \
+    einops==0.8.2 uvicorn==0.54.0 h11==0.16.0
 mkdir "$work/sglang"
 for wheel in "$work"/wheels/*.whl; do "$python" -m zipfile -e "$wheel" "$work/sglang"; done
 cd "$work/sglang"
