@@ -132,7 +132,7 @@ class Servers:
     prefills: dict[str, Prefill]
     decodes: dict[str, Process]
     router: Process
-    alone: Undivided | None  # of another model than that of the other fleets
+    alone: Undivided | None  # the undivided server of a fleet that has a model of its own
 
     def pair(self, name: str) -> tuple[Prefill, Process]:
         """Returns the servers of a pair such as tp2-tp1."""
@@ -140,7 +140,8 @@ class Servers:
         return self.prefills[prefill], self.decodes[decode]
 
 
-# Flags of the servers of each name: chunked prefill and the radix cache of decode where they cost no server more.
+# Flags of the servers of each name: chunked prefill and the radix cache of decode where they cost no server more. DP
+# attention exchanges logits by an operator that CPUs lack, unless each dp rank has the whole head.
 PREFILLS = {
     "tp1": ("--chunked-prefill-size", str(CHUNK_TOKENS)),
     "tp2": ("--tp-size", "2"),
