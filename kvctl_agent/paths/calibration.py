@@ -8,9 +8,11 @@ random, and the kernel's event is polled until it is done.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from statistics import median
 
 import numpy as np
+import numpy.typing as npt
 
 from kvctl_agent.device.base import Batch, Geometry, PageStrides, RowCopies
 from kvctl_agent.errors import DeadlineExceeded, DeviceError
@@ -27,6 +29,8 @@ _DIRECT_ROW = 512
 _PAGE_ROWS = 16
 _BLOCKS = 32  # number of blocks, like the planes of a part's layers
 _SMALL, _BIG = 1 << 20, 16 << 20
+# Of the time of a large copy, the least that its bytes take: where ranks share a GPU, the switch takes the most.
+_LEAST_SHARE = 1 / 8
 _WAIT_S = 5.0
 _MIN_COPIES = 3
 
@@ -115,7 +119,7 @@ def measure_device_copies(copies: RowCopies, source: Region, target: Region) -> 
         if nbytes:
             copies.prepare([geometry])
             # Includes the launch, although the fixed cost of staging also contains it.
-            rates[row] = _best_us(copies, geometry, source, target, nbytes, None) / nbytes * (1 << 20)
+            rates[row] = _best_us(copies, geometry, source, target, [nbytes], None)[0] / nbytes * (1 << 20)
     if not rates:
         raise DeviceError(f"{source.nbytes} and {target.nbytes} bytes are too little to measure copies with")
     return CopyCost(tuple(rates), tuple(rates.values()), tuple(rates.values()))
@@ -123,6 +127,9 @@ def measure_device_copies(copies: RowCopies, source: Region, target: Region) -> 
 
 def measure_direct(copies: RowCopies, source: Region, target: Region, programs: int) -> DirectCost:
     """Measures the cost of parts on path direct.
+
+    Ranks that start together measure at the same time, and slow each other's copies by more than the two sizes differ:
+    without a bound, and with all small copies first, the large ones looked free.
 
     Args:
         copies: The stream to measure with.
@@ -140,8 +147,8 @@ def measure_direct(copies: RowCopies, source: Region, target: Region, programs: 
     if not small < big:
         raise DeviceError(f"{source.nbytes} and {target.nbytes} bytes are too little to measure the direct path with")
     copies.prepare([geometry])
-    small_us, big_us = (_best_us(copies, geometry, source, target, nbytes, programs) for nbytes in (small, big))
-    us_per_mib = max(0.0, big_us - small_us) / (big - small) * (1 << 20)
+    small_us, big_us = _best_us(copies, geometry, source, target, [small, big], programs)
+    us_per_mib = max(big_us - small_us, big_us * _LEAST_SHARE) / (big - small) * (1 << 20)
     return DirectCost(max(1.0, small_us - us_per_mib * small / (1 << 20)), us_per_mib)
 
 
@@ -169,25 +176,44 @@ def _wide_rows(row: int) -> PageStrides:
 
 
 def _best_us(
-    copies: RowCopies, geometry: Geometry, source: Region, target: Region, nbytes: int, programs: int | None
-) -> float:
-    page, source_page = geometry.page_bytes, _page_bytes(geometry)[0]
-    count = nbytes // page
+    copies: RowCopies, geometry: Geometry, source: Region, target: Region, sizes: Sequence[int], programs: int | None
+) -> list[float]:
+    """Returns the time of the fastest copy of each size in bytes, in µs.
+
+    The sizes take turns, so that other load affects all alike.
+    """
     random = np.random.default_rng(0)
+    blocks = [_blocks(geometry, source, target, nbytes) for nbytes in sizes]
+    source_pages = source.nbytes // _page_bytes(geometry)[0]
+    best = [float("inf")] * len(sizes)
+    for _ in range(_ROUNDS):
+        for index, nbytes in enumerate(sizes):
+            count = nbytes // geometry.page_bytes
+            sources = random.integers(source_pages, size=count, dtype=np.int32)
+            targets = random.permutation(np.arange(count, dtype=np.int32))
+            pages = np.concatenate((sources, targets))
+            took_us = _copy_us(copies, Batch(geometry, blocks[index]), pages, nbytes, programs)
+            best[index] = min(best[index], took_us)
+    return best
+
+
+def _blocks(geometry: Geometry, source: Region, target: Region, nbytes: int) -> npt.NDArray[np.int64]:
+    """Returns the blocks of a copy, as `Batch` has them: each has an equal share of the pages."""
+    page = geometry.page_bytes
+    count = nbytes // page
     blocks = np.empty((_BLOCKS, 5), np.int64)
     first = np.arange(_BLOCKS, dtype=np.int64) * (count // _BLOCKS)
     blocks[:, 0] = source.addr
     blocks[:, 1] = target.addr + (first * page if geometry.dst is None else 0)
     blocks[:, 2], blocks[:, 3], blocks[:, 4] = first, count + first, count // _BLOCKS
-    best = float("inf")
-    for _ in range(_ROUNDS):
-        sources = random.integers(source.nbytes // source_page, size=count, dtype=np.int32)
-        targets = random.permutation(np.arange(count, dtype=np.int32))
-        pages = np.concatenate((sources, targets))
-        since = time.perf_counter()
-        event = copies.begin([Batch(geometry, blocks)], pages, programs=programs)
-        while not event.done():
-            if time.perf_counter() - since > _WAIT_S:
-                raise DeadlineExceeded(f"a copy of {nbytes} bytes had not ended after {_WAIT_S:g} s")
-        best = min(best, time.perf_counter() - since)
-    return best * 1e6
+    return blocks
+
+
+def _copy_us(copies: RowCopies, batch: Batch, pages: npt.NDArray[np.int32], nbytes: int, programs: int | None) -> float:
+    """Returns the time of one copy of `nbytes` bytes, in µs."""
+    since = time.perf_counter()
+    event = copies.begin([batch], pages, programs=programs)
+    while not event.done():
+        if time.perf_counter() - since > _WAIT_S:
+            raise DeadlineExceeded(f"a copy of {nbytes} bytes had not ended after {_WAIT_S:g} s")
+    return (time.perf_counter() - since) * 1e6

@@ -80,14 +80,39 @@ def test_too_little_scratch_is_no_measurement(memory: tuple[HugePageMemory, Huge
 def test_both_follow_from_the_times_that_were_taken(
     memory: tuple[HugePageMemory, HugePageMemory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def took(copies: Any, geometry: Any, source: Any, target: Any, nbytes: int, programs: Any) -> float:
+    def took(copies: Any, batch: Any, pages: Any, nbytes: int, programs: Any) -> float:
         return 20 + 3 * nbytes / (1 << 20)
 
-    monkeypatch.setattr(calibration, "_best_us", took)
+    monkeypatch.setattr(calibration, "_copy_us", took)
     source, target = memory
     direct = measure_direct(HostDevice().copies(), region(source), region(target), 1)
     assert np.allclose([direct.us_per_part, direct.us_per_mib], [20, 3])
     assert direct.us(8 << 20) == pytest.approx(44)
+
+
+@pytest.mark.parametrize("rounds", [(1, 1, 1, 9, 9, 9), (9, 9, 9, 1, 1, 1)], ids=["load later", "load first"])
+def test_other_load_does_not_make_bytes_free(
+    memory: tuple[HugePageMemory, HugePageMemory], monkeypatch: pytest.MonkeyPatch, rounds: tuple[int, ...]
+) -> None:
+    slower = iter([factor for factor in rounds for _ in range(2)])
+
+    def took(copies: Any, batch: Any, pages: Any, nbytes: int, programs: Any) -> float:
+        return next(slower) * (20 + 3 * nbytes / (1 << 20))
+
+    monkeypatch.setattr(calibration, "_copy_us", took)
+    source, target = memory
+    direct = measure_direct(HostDevice().copies(), region(source), region(target), 1)
+    assert np.allclose([direct.us_per_part, direct.us_per_mib], [20, 3])
+
+
+def test_small_copies_that_took_longer_than_large_ones_leave_a_cost_of_bytes(
+    memory: tuple[HugePageMemory, HugePageMemory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "_copy_us", lambda *_: 240.0)
+    source, target = memory
+    direct = measure_direct(HostDevice().copies(), region(source), region(target), 1)
+    assert direct.us_per_mib == pytest.approx(2)
+    assert direct.us(1 << 20) == pytest.approx(240)
 
 
 def test_a_copy_that_does_not_end_is_given_up(
