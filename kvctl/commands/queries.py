@@ -26,8 +26,11 @@ _DISCOVERY_NS = 1_000_000_000
 """With `-w`, the longest time until a new agent is shown."""
 
 
-def source(settings: Settings) -> Source:
+def source(settings: Settings, at: int | None = None) -> Source:
     """Returns the source of the answers: the live agents, or the file of `--from`.
+
+    Args:
+        at: index of the snapshot of the file to begin with; by default the first with `-w`, otherwise the last.
 
     Raises:
         CliError: the file cannot be read.
@@ -37,8 +40,9 @@ def source(settings: Settings) -> Source:
         return live(settings, discovery_ns)
     from kvctl.client.recordings import RecordingSource
 
-    first = 0 if settings.watch_ns is not None else -1
-    return RecordingSource(settings.from_file, settings.endpoints, settings.labels, at=first)
+    if at is None:
+        at = 0 if settings.watch_ns is not None else -1
+    return RecordingSource(settings.from_file, settings.endpoints, settings.labels, at=at)
 
 
 def live(settings: Settings, discovery_ns: int = 0) -> Fleet:

@@ -122,12 +122,13 @@ def top(
         query.selection(VIEW_OF[view])
     except ExpressionError as error:
         raise click.UsageError(str(error)) from error
-    # A recording is played from its start; a snapshot shows its end.
-    watch_ns = interval if snapshot is None else None
+    # A recording is played from its start; a snapshot shows its end, with the rates since the moment before.
+    first = 0 if snapshot is None else -2
     # An agent that hangs must not delay the rows of others, unless the user chose the timeout.
     is_default = snapshot is None and settings.timeout_ns == parse_seconds(DEFAULT_TIMEOUT)
     timeout_ns = min(settings.timeout_ns, interval) if is_default else settings.timeout_ns
-    fleet = source(replace(settings, watch_ns=watch_ns, timeout_ns=timeout_ns))
+    watch_ns = interval if snapshot is None else None
+    fleet = source(replace(settings, watch_ns=watch_ns, timeout_ns=timeout_ns), first)
     name = "" if settings.from_file is None else settings.from_file.name
     mode = Mode(source=name, readonly=readonly, no_agents=lambda survey: no_agent(settings, survey).message)
     app = TopApp(SourceFeed(fleet, interval), mode, view, query=query)

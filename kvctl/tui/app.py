@@ -47,7 +47,6 @@ _PANELS: dict[str, type[Panel]] = {
     "room": RoomPanel,
     "record": RecordPanel,
 }
-_COMPLETE_READINGS = 3  # two for the view, because rates are differences, and one for the health codes
 _ABORT_REASON = "aborted by an operator in kvctl top"
 
 
@@ -108,7 +107,6 @@ class TopApp(App[None]):
         self._queries: dict[str, TableQuery] = {view: query or TableQuery()}
         self._paused_at: int | None = None
         self._question: Question | None = None
-        self._readings = 0
         for palette in PALETTES:
             self.register_theme(theme_of(palette))
         self.theme = PALETTES[0].name
@@ -138,8 +136,15 @@ class TopApp(App[None]):
 
     @property
     def complete(self) -> bool:
-        """Whether enough readings have arrived to show the view completely, including rates and health."""
-        return self._readings >= _COMPLETE_READINGS and self.store.judged is not None
+        """Whether the view can be shown completely: health, and rates, which are differences between two readings.
+
+        A recording is complete at its end, which it may have reached at once: then there are no rates.
+        """
+        store, position = self.store, self.store.position
+        if position is None:
+            return store.judged is not None and bool(store.trends.finished)
+        at_end = position.index == position.count - 1
+        return at_end and store.judged is not None and store.judged_at_ns == store.now_ns
 
     @property
     def panel_name(self) -> str:
@@ -186,7 +191,6 @@ class TopApp(App[None]):
         # While paused, only readings for the panel on screen are shown: it may have been opened during the pause.
         if self._paused_at is None or message.reading.question.view == self.panel_name:
             self.store.take(message.reading)
-            self._readings += 1
             self._ask()
             self._show()
         self.feed.acknowledge()

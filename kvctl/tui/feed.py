@@ -228,8 +228,8 @@ class SourceFeed:
                     self._changed.wait()
                 elif self._urgent or (now >= self._due_ns and not (health_due and self._viewed_last)):
                     self._move_recording()
+                    self._due_ns = max((now if self._urgent else self._due_ns) + self._interval_ns, now)
                     self._urgent, self._acknowledged, self._viewed_last = False, False, True
-                    self._due_ns = max(self._due_ns + self._interval_ns, now)
                     return self._question
                 elif health_due:
                     # Readings for the view and for health alternate if they take longer than the interval, for example

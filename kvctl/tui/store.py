@@ -29,6 +29,7 @@ _FORGET_NS = 600_000_000_000
 _MAX_EVENTS = 2_000  # like the limit of rooms, because all events are sorted at every reading
 # Number of values in a series, one per reading: enough for a curve as wide as the widest screen.
 _MAX_VALUES = 240
+_LEAST_NS = 500_000_000  # between two values: over less, one room more or less would be a rate of many
 
 Series = deque[float | None]
 """Recent values of one number, the oldest first; None where it was unknown."""
@@ -40,11 +41,11 @@ def _series() -> Series:
 
 @dataclass(slots=True)
 class Trends:
-    """Recent values of the fleet's figures, one per reading.
+    """Recent values of the fleet's figures, one per reading, but none sooner than half a second after another.
 
     Attributes:
-        throughput: GB/s since the previous reading.
-        finished: succeeded rooms per second since the previous reading.
+        throughput: GB/s since the previous value.
+        finished: succeeded rooms per second since the previous value.
         p50, p99: latencies as reported by the agents, in nanoseconds.
         rings: used share of each staging ring, by agent.
     """
@@ -60,7 +61,7 @@ class Trends:
         """Adds the totals and the answers to `status` of one reading, taken at `tick_ns` on a monotonic clock."""
         if self._before is not None:
             before, before_ns = self._before
-            if tick_ns <= before_ns:
+            if tick_ns - before_ns < _LEAST_NS:
                 return
             now = rates(before, summary, tick_ns - before_ns)
             self.throughput.append(now.gb_per_s)

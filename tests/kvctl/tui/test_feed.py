@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,15 @@ def test_a_view_is_read_again_and_again_and_health_between(run: Any) -> None:
     assert views[0] == "rooms"
     assert views.count("rooms") >= 3
     assert "health" in views
+
+
+def test_the_first_readings_of_a_view_are_an_interval_apart(run: Any) -> None:
+    started = run(FakeSource(), interval_ns=200 * MS)
+    begun = time.monotonic()
+    started.feed.ask(ROOMS)
+    for _ in range(2):
+        started.next("rooms")
+    assert time.monotonic() - begun >= 0.2
 
 
 def test_health_takes_turns_with_a_view_that_is_always_late(run: Any) -> None:

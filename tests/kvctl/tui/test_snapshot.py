@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -78,6 +79,15 @@ def test_a_recording_shows_its_last_moment(fleet: Any, kvctl: Any, tmp_path: Pat
     assert outcome.code == 0
     assert "fleet.kvrec: snapshot 1 of 1" in path.read_text()
     assert "decode-1" in path.read_text()
+
+
+def test_a_snapshot_shows_rates_of_live_agents_and_of_a_recording(fleet: Any, kvctl: Any, tmp_path: Path) -> None:
+    recording, path = tmp_path / "fleet.kvrec", tmp_path / "screen.txt"
+    assert kvctl("record", str(recording), "--for", "1s", "--every", "600ms").code == 0
+    for source in ((), ("--from", str(recording))):
+        assert kvctl("top", *source, "--snapshot", str(path), "--interval", "600ms", "--timeout", "20s").code == 0
+        assert re.search(r"rooms/s +\d", path.read_text())
+    assert "fleet.kvrec: snapshot 2 of 2" in path.read_text()
 
 
 def test_an_unreadable_recording_is_one_line(kvctl: Any, tmp_path: Path) -> None:

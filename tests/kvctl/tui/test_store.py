@@ -115,6 +115,17 @@ def test_rates_are_differences_between_readings(specimen: Any) -> None:
     assert store.trends.throughput[-1] is None
 
 
+def test_two_readings_at_once_are_no_rate(specimen: Any) -> None:
+    store = Store()
+    take(store, specimen, 0)
+    survey: Survey = specimen.survey(STATUS.calls, 1)
+    survey.tick_ns = S // 10
+    store.take(Reading(STATUS, survey.at_ns, survey))
+    assert not store.trends.throughput
+    take(store, specimen, 2)
+    assert len(store.trends.throughput) == len(store.trends.finished) == 1
+
+
 def test_a_recording_that_is_turned_back_starts_its_curves_anew(specimen: Any) -> None:
     store = Store()
     for beat in range(5):
