@@ -340,7 +340,7 @@ class RecordingSource:
         path: a recording or a bundle.
         endpoints: names, globs or addresses of agents; empty means all agents in the file.
         labels: as for `Fleet`.
-        at: index of the snapshot to begin with; negative indices count from the end.
+        at: index of the snapshot to begin with; negative indices count from the end, to the first at most.
 
     Attributes:
         moments: wall-clock time of each snapshot, ns.
@@ -361,7 +361,7 @@ class RecordingSource:
         self._in_histories = 0  # number of snapshots added to the histories
         self.moments: Sequence[int] = self._file.at_ns
         self.moment = 0
-        self.seek(at % len(self.moments))
+        self.seek(at if at >= 0 else max(0, len(self.moments) + at))
 
     def __enter__(self) -> RecordingSource:
         return self

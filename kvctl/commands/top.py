@@ -122,8 +122,9 @@ def top(
         query.selection(VIEW_OF[view])
     except ExpressionError as error:
         raise click.UsageError(str(error)) from error
-    # A recording is played from its start; a snapshot shows its end, with the rates since the moment before.
-    first = 0 if snapshot is None else -2
+    # A recording is played from its start; a snapshot shows its end. Its last moment may come too soon after the one
+    # before for rates, so a snapshot begins two before it.
+    first = 0 if snapshot is None else -3
     # An agent that hangs must not delay the rows of others, unless the user chose the timeout.
     is_default = snapshot is None and settings.timeout_ns == parse_seconds(DEFAULT_TIMEOUT)
     timeout_ns = min(settings.timeout_ns, interval) if is_default else settings.timeout_ns

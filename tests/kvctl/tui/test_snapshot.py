@@ -87,7 +87,7 @@ def test_a_snapshot_shows_rates_of_live_agents_and_of_a_recording(fleet: Any, kv
     for source in ((), ("--from", str(recording))):
         assert kvctl("top", *source, "--snapshot", str(path), "--interval", "600ms", "--timeout", "20s").code == 0
         assert re.search(r"rooms/s +\d", path.read_text())
-    assert "fleet.kvrec: snapshot 2 of 2" in path.read_text()
+    assert "fleet.kvrec: snapshot 3 of 3" in path.read_text()
 
 
 def test_an_unreadable_recording_is_one_line(kvctl: Any, tmp_path: Path) -> None:
