@@ -59,8 +59,7 @@ def expand(survey: Survey, ask: Callable[[Sequence[tuple[Endpoint, Call]]], list
         )
     by_endpoint = {agent.endpoint: agent for agent in (*older, *waiting[:MOST_IN_FULL])}
     for agent in by_endpoint.values():
-        for name in ("omitted", "finished"):
-            agent.data.pop(name, None)
+        agent.data.pop("omitted", None)
     replies = ask([(endpoint, call) for endpoint in by_endpoint for call in HEALTH_CALLS])
     for reply in replies:
         if reply.fault is None:

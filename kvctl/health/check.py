@@ -18,7 +18,6 @@ from kvctl.health.mutes import Judged
 from kvctl.health.snapshot import Snapshot
 from kvctl.render import units
 from kvctl.render.findings import folded, row
-from kvctl_agent.contract.health import FINISHED_NS
 
 _STATES = {
     Severity.INFO: CheckState.OK,
@@ -161,16 +160,11 @@ def _room_age(snapshot: Snapshot) -> float | None:
 
 
 def _failed(snapshot: Snapshot) -> float | None:
-    """Returns the share of failed rooms among those that finished in the last five minutes by their agent's clock."""
+    """Returns the share of failed rooms among those that finished in the last five minutes."""
     states: Counter[str] = Counter()
     for agent in snapshot.agents.values():
-        states.update({state: int(number) for state, number in counts(agent.answer.data, "finished").items()})
-        states.update(
-            text(room, "state")
-            for room in agent.history
-            if (at_ns := number(room, "finished_at_ns")) is not None and agent.now_ns - at_ns <= FINISHED_NS
-        )
-    return states["Failed"] / states.total() if states else None
+        states.update({state: int(number) for state, number in counts(agent.status, "rooms_finished_5m").items()})
+    return states["Failed"] / states.total() if states.total() else None
 
 
 def _fds(snapshot: Snapshot) -> float | None:

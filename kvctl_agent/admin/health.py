@@ -6,10 +6,9 @@ below which something counts as in order are lower than those of every health co
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
-from kvctl_agent.contract.health import FAILED_NS, FINISHED_NS, HEALTH_METRICS, HEALTH_SETTINGS
+from kvctl_agent.contract.health import FAILED_NS, HEALTH_METRICS, HEALTH_SETTINGS
 from kvctl_agent.contract.snapshots import (
     ConfigRow,
     FailedRooms,
@@ -34,7 +33,6 @@ _MOST_PEERS = 100
 def health(
     status: Status,
     rooms: Sequence[RoomRow],
-    history: Sequence[RoomRow],
     failed: FailedRooms,
     staging: Staging,
     peers: Sequence[PeerRow],
@@ -49,7 +47,6 @@ def health(
     odd = [row for row in peers if not _in_order(row, status, least_wire_ns)]
     kept = _waiting_only(staging)
     mentioned = _mentioned([*old, *recent[:_MOST_FAILED]], kept)
-    finished = Counter(row["state"] for row in history if now_ns - (row["finished_at_ns"] or 0) <= FINISHED_NS)
     return {
         "status": status,
         "rooms": old,
@@ -59,7 +56,6 @@ def health(
         "metrics": [_without_buckets(family) for family in metrics if family["name"] in HEALTH_METRICS],
         "config": [{"key": row["key"], "value": row["value"]} for row in config if row["key"] in HEALTH_SETTINGS],
         "oldest_room_ns": max((row["age_ns"] for row in rooms), default=0),
-        "finished": dict(finished),
         "omitted": {
             "rooms": len(rooms) - len(old),
             "failed": max(0, len(recent) - _MOST_FAILED),

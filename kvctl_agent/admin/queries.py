@@ -21,7 +21,7 @@ from kvctl_agent.admin.observed_rank import ObservedRank
 from kvctl_agent.contract import VERSION
 from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN, ErrorCode
 from kvctl_agent.contract.commands import COMMANDS
-from kvctl_agent.contract.health import HEALTH_FAILED, HEALTH_HISTORY, HEALTH_ROOMS
+from kvctl_agent.contract.health import HEALTH_FAILED, HEALTH_ROOMS
 from kvctl_agent.contract.recording import InputPage
 from kvctl_agent.contract.snapshots import (
     Bootstrap,
@@ -137,6 +137,7 @@ class AdminQueries:
             "device": described["device"],
             "rooms": stats["rooms"],
             "rooms_finished_total": stats["rooms_finished_total"],
+            "rooms_finished_5m": telemetry.recent_ends.counts(now_ns),
             "bytes_total": sum(stats["bytes_total"].values()),
             "rate": telemetry.rate.window(now_ns),
             "latency": stats["latency"],
@@ -248,7 +249,6 @@ class AdminQueries:
         return health(
             self.status(),
             self.rooms(limit=HEALTH_ROOMS),
-            self.history(HEALTH_HISTORY),
             self.failed(HEALTH_FAILED),
             self.staging(),
             self.peers(),

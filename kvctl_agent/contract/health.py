@@ -37,4 +37,4 @@ HEALTH_FAILED = 200
 FAILED_NS = 600_000_000_000
 """Time for which a failed room is reported."""
 FINISHED_NS = 300_000_000_000
-"""Time over which the share of failed rooms is computed."""
+"""Time over which agents count finished rooms for the share of failed ones."""

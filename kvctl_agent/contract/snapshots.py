@@ -140,6 +140,7 @@ class Status(TypedDict):
     device: str
     rooms: dict[str, int]  # active rooms by state label
     rooms_finished_total: dict[str, int]  # "Success", "Failed"
+    rooms_finished_5m: dict[str, int]  # the same in the last 5 minutes; states without a room are absent
     bytes_total: int  # KV bytes sent (prefill) or landed (decode)
     rate: RateWindow
     latency: LatencySummary  # decode: open to success; prefill: first ready to sent
@@ -595,7 +596,6 @@ class Health(TypedDict):
     metrics: list[MetricFamily]  # those that health codes read; histograms without buckets
     config: list[SettingValue]  # those that health codes read
     oldest_room_ns: int  # age of the oldest active room; 0 without any
-    finished: dict[str, int]  # of the latest finished rooms those of the last 5 minutes, by state
     omitted: dict[str, int]  # number of rows left out of rooms, failed and peers
     mentioned: list[PeerIdentity]  # peers that rooms and staging name, so that peers with equal names are told apart
 

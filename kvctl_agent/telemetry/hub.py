@@ -11,10 +11,11 @@ import threading
 import time
 from array import array
 from bisect import bisect_left, insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 
 from kvctl_agent import gil
+from kvctl_agent.contract.health import FINISHED_NS
 from kvctl_agent.contract.snapshots import LatencySummary, LayerRow, LayerStage, RateWindow, Role
 from kvctl_agent.contract.states import STAGES
 from kvctl_agent.telemetry.clock import Clock
@@ -31,6 +32,7 @@ INTERPRETER_WINDOW_NS = 10_000_000_000
 """Time spent in waits after which `InterpreterWaits` computes its figure anew."""
 
 _MIN_WAITS = 20
+_SLICES_OF_WINDOW = 30
 _SLICE_BITS = 4
 _SLICES = 1 << _SLICE_BITS
 _TOP_BIT = 40  # 2**40 ns are 18 minutes; longer durations count as 18 minutes
@@ -47,6 +49,7 @@ class Telemetry:
         copying_since_ns: decode, monotonic: start of the oldest running copy; 0: no copy runs.
         arrival_turn_ns: decode, monotonic: start of the control loop's latest turn; 0: none yet.
         drain_began_ns, drain_ended_ns: monotonic: time of the latest drain, and of the latest resume; 0: never.
+        recent_ends: rooms that ended in the last five minutes.
         interpreter: waits of the agent's loop for the interpreter.
         transfers: prefill: times of the transfers of rooms.
         on_finish: called with the record of each finished room, on the control thread, so it must only enqueue.
@@ -70,6 +73,7 @@ class Telemetry:
         self.stages = StageTimes(name)
         self.rate = SpanRate(RATE_WINDOW_NS)
         self.latencies = Latencies()
+        self.recent_ends = RecentEnds(FINISHED_NS)
         self.interpreter = InterpreterWaits()
         self.transfers = TransferTimes()
         self.on_finish: Callable[[RoomRecord], None] | None = None
@@ -102,6 +106,7 @@ class Telemetry:
                 hidden, exposed = overlap
                 durations.append(("kvctl_transfer_hidden_seconds", hidden / 1e9, ()))
                 durations.append(("kvctl_transfer_exposed_seconds", exposed / 1e9, ()))
+        self.recent_ends.add(record.state_now.label, now_ns)
         self.metrics.update([("kvctl_rooms_finished_total", 1, (record.state_now.label,))], durations)
         self.rooms.close(record)
         if self.on_finish is not None:
@@ -547,6 +552,34 @@ class Latencies:
             "p99_ns": nearest_rank(kept, 0.99),
             "count": self._count,
         }
+
+
+class RecentEnds:
+    """Numbers of rooms that ended in the last `window_ns`, by state label.
+
+    They are kept for slices of 1/30 of the window, so the window that is reported is up to one slice longer. One thread
+    calls `add`; any thread may call `counts`.
+    """
+
+    def __init__(self, window_ns: int) -> None:
+        self._slice_ns = window_ns // _SLICES_OF_WINDOW
+        self._slices: deque[tuple[int, Counter[str]]] = deque(maxlen=_SLICES_OF_WINDOW + 1)  # number of the slice
+
+    def add(self, state: str, at_ns: int) -> None:
+        """Counts a room that ended at monotonic `at_ns`."""
+        number = at_ns // self._slice_ns
+        if not self._slices or self._slices[-1][0] < number:
+            self._slices.append((number, Counter()))
+        self._slices[-1][1][state] += 1
+
+    def counts(self, now_ns: int) -> dict[str, int]:
+        """Returns the numbers at monotonic `now_ns`; states without a room are absent."""
+        oldest = now_ns // self._slice_ns - _SLICES_OF_WINDOW
+        total: Counter[str] = Counter()
+        for number, counts in self._slices.copy():
+            if number >= oldest:
+                total.update(counts.copy())
+        return dict(total)
 
 
 def nearest_rank(ascending: list[int], quantile: float) -> int | None:

@@ -66,6 +66,7 @@ def status(name: str) -> dict[str, Any]:
         "device": "cpu",
         "rooms": {"Bootstrapping": 1, "WaitingForInput": 2, "Transferring": 3},
         "rooms_finished_total": {"Success": 1204, "Failed": number},
+        "rooms_finished_5m": {"Success": 199, "Failed": number},
         "bytes_total": 5 << 30,
         "rate": {"window_ns": 10 * S, "bytes": 1 << 30, "gb_per_s": 0.745, "rooms_per_s": 5.2},
         "latency": {"p50_ns": 12_300_000 + number, "p90_ns": 30 * MS, "p99_ns": 41 * MS + number * MS, "count": 602},
@@ -734,6 +735,7 @@ def start_hosts(start: Start) -> Callable[..., list[str]]:
                     "registry": f"tcp://10.0.0.{host}:4999" if own.startswith("prefill") else None,
                     "device": f"cuda:{tp}",
                     "rooms_finished_total": {"Success": 1204, "Failed": 0},
+                    "rooms_finished_5m": {"Success": 199},
                     **(changes or {}).get(name, {}),
                 }
                 quiet: dict[str, Any] = {command: lambda _: [] for command in ("rooms", "history", "peers", "config")}

@@ -122,6 +122,7 @@ class Fleet:
         for agent in survey.agents:
             answers: Any = {call.command: agent.data[call.command] for call in HEALTH_CALLS}
             more = {command: data for command, data in agent.data.items() if command not in answers}
+            del answers["history"]
             agent.data = {"health": health(**answers, now_ns=agent.hello["now_ns"]), **more}
 
         def ask(requests: Sequence[tuple[Endpoint, Call]]) -> list[Reply]:
@@ -269,6 +270,7 @@ class Fleet:
             "device": "cpu",
             "rooms": {"WaitingForInput": 8, "Transferring": 4},
             "rooms_finished_total": {"Success": 1204, "Failed": 0},
+            "rooms_finished_5m": {"Success": 1204},
             "bytes_total": 5 << 30,
             "rate": {"window_ns": 10 * S, "bytes": 1 << 30, "gb_per_s": 0.745, "rooms_per_s": 5.2},
             "latency": {"p50_ns": 120 * MS, "p90_ns": 400 * MS, "p99_ns": 900 * MS, "count": 602},

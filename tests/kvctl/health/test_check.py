@@ -103,6 +103,16 @@ def test_every_value_of_a_busy_fleet_is_known_in_the_unit_of_its_name(snapshot: 
     assert 0 < (values["room-age"] or 0) < 3600
 
 
+def test_the_share_of_failed_rooms_is_that_of_all_agents_in_five_minutes() -> None:
+    fleet = Fleet()
+    fleet.status("decode-0", rooms_finished_5m={"Success": 90, "Failed": 10})
+    fleet.status("decode-1", rooms_finished_5m={"Success": 100})
+    for name in ("prefill-0", "prefill-1"):
+        fleet.status(name, rooms_finished_5m={})
+    values = {name: value for each in look(fleet.snapshot()) for name, value in each.values.items()}
+    assert values["failed"] == 0.05
+
+
 def test_gauges_and_rows_say_the_same(snapshot: Snapshot) -> None:
     found = look(snapshot, Judged([PINNED], []))
     text = exposition(found)

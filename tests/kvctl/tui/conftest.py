@@ -101,6 +101,7 @@ class Specimen:
                 "Transferring": max(0, self.rooms - 1 - self.rooms // 4),
             },
             "rooms_finished_total": {"Success": done, "Failed": 0},
+            "rooms_finished_5m": {"Success": done},
             "bytes_total": (5 << 30) + sum(round(wave(number, each, low=0.8, high=1.6) * 4e8) for each in range(beat)),
             "rate": {"window_ns": 10 * S, "bytes": 4 << 30, "gb_per_s": 0.38 + number / 50, "rooms_per_s": 6.1},
             "latency": {

@@ -21,6 +21,7 @@ def status(name: str, instance: int, **changes: Any) -> dict[str, Any]:
         "pool": {"page_size": 16},
         "rooms": {"Transferring": 1},
         "rooms_finished_total": {"Success": 2, "Failed": 0},
+        "rooms_finished_5m": {"Success": 2},
         "bytes_total": 1,
         "rate": {"gb_per_s": 1.0, "rooms_per_s": 1.0},
         "latency": {"p50_ns": 1, "p90_ns": 1, "p99_ns": 1, "count": 1},

@@ -39,7 +39,6 @@ def answer(**changes: Any) -> Any:
     parts: dict[str, Any] = {
         "status": {"integration": None, "memory_gb_per_s": 8.0},
         "rooms": [],
-        "history": [],
         "failed": {"rooms": [], "kept": 0, "dropped_total": 0},
         "staging": {"ring": None, "gated": []},
         "peers": [],
@@ -111,12 +110,6 @@ def test_of_failed_rooms_only_recent_ones_and_a_limited_number_remain() -> None:
     many = [room(number, 1, finished_at_ns=NOW) for number in range(200)]
     found = answer(failed={"rooms": many, "kept": 200, "dropped_total": 3})
     assert (len(found["failed"]["rooms"]), found["omitted"]["failed"], found["failed"]["kept"]) == (20, 180, 200)
-
-
-def test_finished_rooms_of_the_last_five_minutes_are_counted() -> None:
-    ages = ((1, "Success"), (299, "Success"), (299, "Failed"), (301, "Failed"))
-    rooms = [room(1, 1, state=state, finished_at_ns=NOW - age * S) for age, state in ages]
-    assert answer(history=rooms)["finished"] == {"Success": 2, "Failed": 1}
 
 
 def test_histograms_come_without_buckets_and_other_metrics_not_at_all() -> None:

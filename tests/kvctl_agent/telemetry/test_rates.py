@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl_agent.telemetry.hub import Latencies, SpanRate, nearest_rank
+from kvctl_agent.telemetry.hub import Latencies, RecentEnds, SpanRate, nearest_rank
 
 SECOND = 1_000_000_000
 
@@ -215,3 +215,18 @@ class TestLatencies:
         for value in [10**9] * 50 + [5] * 10:
             latencies.add(value)
         assert latencies.summary() == {"p50_ns": 5, "p90_ns": 5, "p99_ns": 5, "count": 60}
+
+
+def test_rooms_that_ended_in_the_window_are_counted_by_state() -> None:
+    ends = RecentEnds(300 * SECOND)
+    for at_s in range(1000):
+        ends.add("Failed" if at_s % 10 == 0 else "Success", at_s * SECOND)
+    assert ends.counts(999 * SECOND) == {"Success": 9 * 31, "Failed": 31}
+    assert ends.counts(1305 * SECOND) == {}
+
+
+def test_a_room_that_ended_before_the_latest_one_is_counted_with_it() -> None:
+    ends = RecentEnds(300 * SECOND)
+    ends.add("Success", 100 * SECOND)
+    ends.add("Failed", 50 * SECOND)
+    assert ends.counts(100 * SECOND) == {"Success": 1, "Failed": 1}
