@@ -36,8 +36,22 @@ class KeyNames:
 
     Attributes:
         own: `--key`: path of a secret file, or a name in the key directory; None for the default name.
-        server: `--server-key`: a public key, or the path of a public file.
+        server: `--server-key`: a public key, the path of a public file, or a name in the key directory.
     """
+
+    def check(self) -> None:
+        """Reads the keys that are named.
+
+        Raises:
+            CliError: one is missing or unusable; the message names the remedy.
+        """
+        try:
+            if self.own is not None:
+                read_pair(secret_path(self.own))
+            if self.server is not None:
+                read_public(self.server)
+        except KeyFileError as error:
+            raise CliError(str(error), ExitCode.USAGE) from None
 
     own: str | None = None
     server: str | None = None

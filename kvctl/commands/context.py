@@ -10,6 +10,7 @@ from urllib.parse import quote
 import click
 
 from kvctl.client.discovery import KINDS, split
+from kvctl.client.keys import KeyNames
 from kvctl.commands import context_file
 from kvctl.commands.completion import contexts
 from kvctl.commands.options import KvctlGroup, pass_settings
@@ -133,6 +134,7 @@ def add(ctx: click.Context, /, name: str, replace: bool, in_use: bool, **sources
             f"context {name} needs a value: give -e, {options}, -l, --key, --server-key or --timeout"
         )
     check_context(values)
+    KeyNames(values.get("key"), values.get("server_key")).check()
     file = user_file()
     if name in file.contexts and not replace:
         raise click.UsageError(f"context {name} exists in {file.path}: add --replace, or choose another name")

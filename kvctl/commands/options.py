@@ -91,7 +91,7 @@ def global_options() -> list[click.Option]:
             help="Use this context; see kvctl context.",
         ),
         _option("--key", metavar="NAME|FILE", help="Your key for tcp:// agents; see kvctl key new. [default: default]"),
-        _option("--server-key", metavar="KEY|FILE", help="Public key of the fleet, for tcp:// agents."),
+        _option("--server-key", metavar="KEY|NAME|FILE", help="Public key of the fleet, for tcp:// agents."),
         _option(
             "-l",
             "--label",

@@ -46,7 +46,7 @@ class Client:
 
 
 def keys_dir() -> Path:
-    """Returns the directory in which `kvctl key new` writes and `--key` finds keys: `$XDG_CONFIG_HOME/kvctl/keys`."""
+    """Returns the directory in which `kvctl key new` writes and names are looked up: `$XDG_CONFIG_HOME/kvctl/keys`."""
     home = os.environ.get("XDG_CONFIG_HOME")
     return (Path(home) if home else Path.home() / ".config") / "kvctl" / "keys"
 
@@ -74,18 +74,24 @@ def read_pair(path: Path) -> KeyPair:
 
 
 def read_public(text: str) -> bytes:
-    """Reads a public key from its hexadecimal digits, or from the `.pub` file at the path `text`.
+    """Reads a public key from its hexadecimal digits, or from a `.pub` file.
+
+    Args:
+        text: the digits, the path of the file, or its name in the key directory, with or without `.pub`.
 
     Raises:
-        KeyFileError: `text` is neither a key nor the path of a public key file.
+        KeyFileError: `text` is no key, or there is no such file, or it is not a public key file.
     """
     if (key := _key(text)) is not None:
         return key
     path = Path(text).expanduser()
+    if not path.exists() and "/" not in text:
+        path = keys_dir() / f"{text.removesuffix(PUBLIC_SUFFIX)}{PUBLIC_SUFFIX}"
     if not path.exists():
+        places = "" if "/" in text else f", neither here nor in {keys_dir()}: copy the fleet's {PUBLIC_SUFFIX} file there"
         raise KeyFileError(
             f"{text!r:.80} is neither a public key ({2 * KEY_BYTES} hexadecimal digits) nor an existing "
-            f"{PUBLIC_SUFFIX} file"
+            f"{PUBLIC_SUFFIX} file{places}"
         )
     words = _read(path).split()
     if not words or (key := _key(words[0])) is None:

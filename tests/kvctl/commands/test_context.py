@@ -90,11 +90,28 @@ def test_a_context_can_be_made_that_the_project_already_names(
 def test_key_files_are_kept_with_their_whole_path(
     kvctl: Any, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "fleet.pub").write_text("")
+    assert kvctl("key", "new", "me").code == 0
+    (tmp_path / "fleet.pub").write_text("0" * 64)
     monkeypatch.chdir(tmp_path)
     assert kvctl("context", "add", "a", "--server-key", "fleet.pub", "--key", "me").code == 0
     row = rows(kvctl)["a"]
     assert (row["server_key"], row["key"]) == (str(tmp_path / "fleet.pub"), "me")
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (("--key", "nope"), "nope.key"),
+        (("--server-key", "fleet.pub"), "keys: copy the fleet's .pub file there"),
+        (("--server-key", "lib/fleet.pub"), "nor an existing .pub file"),
+    ],
+)
+def test_a_context_with_a_key_that_cannot_be_used_is_not_saved(
+    kvctl: Any, path: Path, option: tuple[str, str], words: str
+) -> None:
+    outcome = kvctl("context", "add", "a", "-e", "tcp://node-0:7000", *option, "--use")
+    assert (outcome.code, words in outcome.err) == (2, True), outcome.err
+    assert "a" not in rows(kvctl)
 
 
 @pytest.mark.parametrize(

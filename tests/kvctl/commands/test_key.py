@@ -114,6 +114,12 @@ class TestAsking:
         assert f"refuses this client's key {read_public(str(home / 'stranger.pub')).hex()}" in outcome.err
         assert "admin_clients" in outcome.err
 
+    @pytest.mark.parametrize("name", ["fleet.pub", "fleet"])
+    def test_a_server_key_is_found_in_the_key_directory(
+        self, home: Path, kvctl: Any, agent: AdminServer, name: str
+    ) -> None:
+        assert self.ask(kvctl, agent, "--server-key", name).code == 0
+
     def test_a_wrong_server_key_exits_5(self, home: Path, kvctl: Any, agent: AdminServer) -> None:
         outcome = self.ask(kvctl, agent, "--server-key", str(home / "stranger.pub"))
         assert outcome.code == ExitCode.NOT_PERMITTED
