@@ -142,7 +142,10 @@ def discover(wanted: Sequence[str] = (), sources: AgentSources | None = None) ->
                 found.stale.append(endpoint)
             case errno.ECONNREFUSED:
                 found.stale.append(endpoint)
-                text = f"nobody listens on {endpoint.path}: the agent has ended and left its socket"
+                text = (
+                    f"nobody listens on {endpoint.path}: the agent has ended and left its socket: kvctl agents --prune "
+                    "removes it"
+                )
                 found.faults.append(Fault(endpoint.name, FaultCode.UNREACHABLE, text))
             case errno.ENOENT if not endpoint.named:
                 pass  # it ended after the directory was listed
@@ -232,8 +235,8 @@ def _unknown(name: str, names: Sequence[str], directory: Path) -> str:
     if _GLOB & set(name):
         return missing(directory) or f"no agent in {directory} matches {name}"
     near = difflib.get_close_matches(name, names, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return missing(directory) or f"no agent named {name} in {directory}{hint}"
+    hint = f"did you mean {near[0]}?" if near else "kvctl agents lists them"
+    return missing(directory) or f"no agent named {name} in {directory}; {hint}"
 
 
 def missing(directory: Path) -> str:

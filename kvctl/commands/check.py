@@ -215,7 +215,6 @@ def _end_unknown(text: str) -> NoReturn:
 def check() -> None:
     """For a monitoring system: one line, and exit status 0 OK, 1 WARNING, 2 CRITICAL or 3 UNKNOWN.
 
-    \b
     The state results from the findings of the health codes and from your own thresholds. An agent that does not answer
     is CRITICAL, wrong usage UNKNOWN. Findings muted by kvctl health mute do not count, and are mentioned. Takes a
     second, because some problems show only in the growth of counters.
@@ -225,7 +224,7 @@ def check() -> None:
 def _declare(name: str, areas: Sequence[str], text: str) -> None:
     line = f"kvctl check {name}"
     examples = [
-        ("One line and an exit status", line),
+        ("One line and an exit status" if name == "all" else f"Only {name}", line),
         ("With a threshold", f"{line} --warn {_example(name)}"),
         ("For probes and load balancers", f"{line} --http 127.0.0.1:9500"),
     ]

@@ -218,7 +218,8 @@ def _agents(number: int) -> str:
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Number of agents that must answer to be ready; otherwise one that has not started is not missed.",
+    help="Number of agents that must answer to be ready; without it one that has not started, or has ended, "
+    "is not missed.",
 )
 @pass_settings
 def wait(settings: Settings, goal: str, patience: str, agents: int) -> None:

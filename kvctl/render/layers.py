@@ -169,7 +169,7 @@ class PipelineDecisions:
         spans: list[Span] = [(" or ".join(self.modes), "bold")]
         total = sum(self.by_reason.values())
         if not total:
-            return [*spans, ("   no forward yet", "dim")]
+            return spans if self.off else [*spans, ("   no forward yet", "dim")]  # off, they are not counted
         pipelined = sum(self.by_reason[reason] for reason in PIPELINED)
         ranks = f" (on {self.ranks} ranks)" if self.ranks > 1 else ""
         spans.append((f"   {pipelined:,} of {total:,} forwards{ranks} pipelined", ""))

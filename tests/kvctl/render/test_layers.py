@@ -47,7 +47,7 @@ def test_ranks_are_added_up_and_that_is_said() -> None:
 @pytest.mark.parametrize(
     ("ranks", "head"),
     [
-        ([rank("off")], "pipeline off   no forward yet"),
+        ([rank("off")], "pipeline off"),
         ([rank("off", off=7)], "pipeline off   0 of 7 forwards pipelined, else off"),
         ([rank("on", 8, override=2)], "pipeline on, 8 layers a group   2 of 2 forwards pipelined"),
         ([rank("measured")], "pipeline measured from 3,072 tokens   no forward yet"),
