@@ -272,8 +272,8 @@ def _run(output: Output, plan: FleetPlan, options: dict[str, Any], scenario: Sce
     began = time.monotonic()
 
     def say(line: str) -> None:
-        assert scenario is not None
-        output.note(f"{scenario.name}: {line}; try {', '.join(scenario.look)}")
+        name, look = ("", ["kvctl doctor"]) if scenario is None else (f"{scenario.name}: ", scenario.look)
+        output.note(f"{name}{line}; try {', '.join(look)}")
 
     try:
         with LiveFleet(plan) as fleet:

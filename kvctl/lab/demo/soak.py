@@ -117,7 +117,7 @@ class Soak:
             everywhere: specs of faults that every rank has in force all the time; "" for none.
             evidence: directory for artifacts of findings; None: saves none.
             script: script of a scenario.
-            say: function to which the script passes lines about its actions.
+            say: function that gets a line about each rank that ended by itself, and the script's about its actions.
         """
         self.fleet = fleet
         self.watch = LeakWatch(fleet)
@@ -125,6 +125,7 @@ class Soak:
         self._everywhere = everywhere
         self._faulty: set[tuple[str, int]] = set()
         self.faults = FaultRunner(self.traffic, faults)
+        self._say = say
         self._script = ScriptRunner(self.traffic, script, say) if script is not None else None
         self._artifacts = Artifacts(evidence, list(fleet.ranks))
         self.began = time.monotonic()
@@ -189,6 +190,9 @@ class Soak:
 
     def _handle(self, event: Event) -> None:
         self.watch.take(event)
+        if self.traffic.crashes[-1:] == [event]:
+            *_, last = ["it printed nothing", *event.data["output"].splitlines()]
+            self._say(f"{event.rank} ended with status {event.data['returncode']}: {last}")
         rank = self.fleet.ranks[event.rank]
         life = (event.rank, rank.lives)
         if self._everywhere and event.kind == "serving" and life not in self._faulty:
