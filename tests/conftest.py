@@ -71,15 +71,34 @@ class Held:
         return sorted(lines)
 
 
-# Folders with the longest files: they begin first, or one worker of `make test` would end long after the others.
-LONGEST = ("matrix", "scenarios", "leaks", "explore", "fleet", "recovery", "network")
+# Folders with the longest files, and long files: they begin first, or one worker of `make test` would end long after the
+# others. Those of transport/test_peer_loss.py mostly wait.
+LONGEST = (
+    "matrix",
+    "scenarios",
+    "leaks",
+    "explore",
+    "fleet",
+    "recovery",
+    "network",
+    "kvctl_agent/transport/test_peer_loss.py",
+    "kvctl/commands/test_bench.py",
+    "kvctl_agent/agent/test_layout_pairs.py",
+    "kvctl_agent/agent/test_layouts.py",
+    "kvctl_agent/integrations/sglang",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Orders the tests so that the folders with the longest files run first."""
-    place = {folder: number for number, folder in enumerate(LONGEST)}
+    """Orders the tests so that the longest files run first."""
     here = Path(__file__).parent
-    items.sort(key=lambda item: place.get(item.path.relative_to(here).parts[0], len(place)))
+
+    def place(item: pytest.Item) -> int:
+        path = item.path.relative_to(here)
+        return next((number for number, each in enumerate(LONGEST) if path.is_relative_to(each)), len(LONGEST))
+
+    places = {path: place(item) for path, item in {item.path: item for item in items}.items()}
+    items.sort(key=lambda item: places[item.path])
 
 
 @pytest.fixture(autouse=True)
