@@ -59,6 +59,11 @@ def test_what_is_taken_out_of_a_text(text: str, left: str) -> None:
     assert redaction.text(left) == left
 
 
+def test_directories_that_every_machine_has_stay() -> None:
+    text = "/dev/shm          23.5 GiB free; /dev/shm/nixl-7 is a file"
+    assert Redaction().text(text) == "/dev/shm          23.5 GiB free; path-1 is a file"
+
+
 def test_the_same_has_the_same_name_everywhere_and_another_has_another() -> None:
     redaction = ours()
     first = redaction.text("/a/b and /a/c")
