@@ -8,6 +8,7 @@ the kernel ends the ranks when that thread ends.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Mapping
@@ -266,8 +267,12 @@ class LiveFleet:
                     raise FleetError(f'rank "{event.rank}" did not come up: {_cause(event)}')
             if time.monotonic() > deadline:
                 first = missing[0]
-                waits = f": {first.process.doing}" if first.process and first.process.doing else ""
-                raise FleetError(f'rank "{first.name}" was not ready within {timeout_s:g} s{waits}')
+                waits = first.process.doing if first.process and first.process.doing else "it has said nothing yet"
+                load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+                busy = f"; this host has {cores} cores and a load of {load:.0f}: end other work, or start fewer ranks"
+                raise FleetError(
+                    f'rank "{first.name}" was not ready within {timeout_s:g} s: {waits}{busy if load > cores else ""}'
+                )
 
     def _able(self) -> list[LiveRank]:
         """Returns the ranks that will be able to serve.
