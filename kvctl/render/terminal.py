@@ -87,13 +87,19 @@ def table_row(row: Row, widths: Mapping[Column, int], texts: Mapping[Column, str
 
 
 def _cell(column: Column, text: str, cells: int, style: str) -> list[Span]:
-    """Formats a value and the gap after it: numbers right-aligned, long texts truncated."""
+    """Formats a value and the gap after it: numbers right-aligned, long texts shortened."""
     size = cell_len(text)
     if size > cells:
-        text, size = set_cell_size(text, cells - 1) + "…", cells
+        text, size = _shortened(text, cells), cells
     space = " " * (cells - size)
     gap = (" " * GAP, "")
     return [(space, ""), (text, style), gap] if column.kind.value.numeric else [(text, style), (space, ""), gap]
+
+
+def _shortened(text: str, cells: int) -> str:
+    """Returns `cells` cells of a longer text: its beginning, and of a name also its end, where names mostly differ."""
+    end = (cells - 1) // 2 if text.isascii() and not {" ", ","} & set(text) else 0
+    return set_cell_size(text, cells - 1 - end) + "…" + text[len(text) - end :]
 
 
 def style_of(column: Column, row: Row) -> str:

@@ -14,7 +14,8 @@ from kvctl.render.layers import draw_waterfall
 from kvctl.render.report import Grid, Line
 from kvctl.render.rooms import ROOMS
 from kvctl.render.staging import draw_ring
-from kvctl.render.terminal import fit_widths, natural_widths, render
+from kvctl.render.terminal import fit_widths, natural_widths, render, table_row
+from kvctl.render.view import Column
 
 
 def text(line: Line) -> str:
@@ -170,3 +171,19 @@ def test_a_peer_cannot_drive_the_terminal() -> None:
 
 def test_nothing_to_show_says_so() -> None:
     assert render([Grid(ROOMS, [])], [ROOMS.columns], 80, colour=False) == "no active rooms\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("prefill-0", "pre…-0"),
+        ("decode-11", "dec…11"),
+        ("its process has ended", "its p…"),
+        ("decode-0,decode-1", "decod…"),
+        ("π-prefill-0", "π-pre…"),
+        ("decode", "decode"),
+    ],
+)
+def test_a_name_that_is_too_long_keeps_its_end(text: str, shown: str) -> None:
+    column = Column("agent")
+    assert "".join(piece for piece, _ in table_row({"agent": text}, {column: 6})).rstrip() == shown
