@@ -71,8 +71,8 @@ class Held:
         return sorted(lines)
 
 
-# Folders with the longest files, and long files: they begin first, or one worker of `make test` would end long after the
-# others. Those of transport/test_peer_loss.py mostly wait.
+# Folders with the longest files, and long files: they begin first, or one worker of `make test` would end long after
+# the others. Those of transport/test_peer_loss.py mostly wait.
 LONGEST = (
     "matrix",
     "scenarios",
