@@ -191,8 +191,8 @@ class Soak:
     def _handle(self, event: Event) -> None:
         self.watch.take(event)
         if self.traffic.crashes[-1:] == [event]:
-            *_, last = ["it printed nothing", *event.data["output"].splitlines()]
-            self._say(f"{event.rank} ended with status {event.data['returncode']}: {last}")
+            lines = event.data["output"].splitlines() or ["it printed nothing"]
+            self._say(f"{event.rank} ended with status {event.data['returncode']}: {lines[-1]}")
         rank = self.fleet.ranks[event.rank]
         life = (event.rank, rank.lives)
         if self._everywhere and event.kind == "serving" and life not in self._faulty:
