@@ -221,6 +221,10 @@ def servers(
         # SGLang orders a prefix that it sends early behind a CUDA event, which a CPU does not have.
         environment["SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"] = "0"
     with_attention = "attention" in request.param
+    if with_attention:
+        # Its seven processes poll on few cores, where SGLang gives up a bootstrap server that answers late twice.
+        # Nobody is killed here.
+        environment["SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE"] = "24"
     fleet = Fleet(python, qwen3 if with_attention else model, at, flags, environment)
     prefills, decodes = FLEETS[request.param]
     running = Servers(
