@@ -88,10 +88,10 @@ def read_public(text: str) -> bytes:
     if not path.exists() and "/" not in text:
         path = keys_dir() / f"{text.removesuffix(PUBLIC_SUFFIX)}{PUBLIC_SUFFIX}"
     if not path.exists():
-        places = "" if "/" in text else f", neither here nor in {keys_dir()}: copy the fleet's {PUBLIC_SUFFIX} file there"
+        where = "" if "/" in text else f", here or in {keys_dir()}: copy the fleet's {PUBLIC_SUFFIX} file there"
         raise KeyFileError(
             f"{text!r:.80} is neither a public key ({2 * KEY_BYTES} hexadecimal digits) nor an existing "
-            f"{PUBLIC_SUFFIX} file{places}"
+            f"{PUBLIC_SUFFIX} file{where}"
         )
     words = _read(path).split()
     if not words or (key := _key(words[0])) is None:
