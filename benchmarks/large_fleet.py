@@ -221,7 +221,6 @@ class SyntheticAgent:
         return health(
             self._status({}),
             self._rooms({"limit": HEALTH_ROOMS}),
-            sample["history"],
             sample["failed"],
             sample["staging"],
             self.peer_rows,
