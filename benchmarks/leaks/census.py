@@ -27,6 +27,7 @@ BOUNDS = {
     r"telemetry\.recorder\._ring": 4096,  # recorder_events
     r"telemetry\.rooms\._by_room": 1024,  # every record of the histories above, and the active ones
     r"telemetry\.latencies\._(latest|ascending)": 1024,
+    r"telemetry\.recent_ends\._slices": 31,  # of ten seconds
     r"telemetry\.rate\._spans": 4096,  # intervals of the last ten seconds
     r"telemetry\.rate\._rooms": 100_000,  # rooms of the last ten seconds
     r"telemetry\.stages\._groups": 1024,
