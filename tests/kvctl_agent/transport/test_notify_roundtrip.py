@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import kvctl_agent
@@ -11,7 +12,8 @@ import kvctl_agent
 SCRIPT = Path(kvctl_agent.__file__).parents[1] / "benchmarks" / "notify_roundtrip.py"
 
 
-def test_prints_a_row_for_each_way_of_waiting_and_the_idle_cost(engine: str) -> None:
+def measured(engine: str) -> list[str]:
+    """Returns the lines that the benchmark prints."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--transport", engine, "--count", "20", "--seconds", "0.2"],
         capture_output=True,
@@ -20,7 +22,13 @@ def test_prints_a_row_for_each_way_of_waiting_and_the_idle_cost(engine: str) -> 
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
+    return done.stdout.splitlines()
+
+
+def test_prints_a_row_for_each_way_of_waiting_and_the_idle_cost(
+    engine: str, at_best: Callable[[Callable[[], float], float], None]
+) -> None:
+    lines = measured(engine)
     assert lines[0].startswith(engine)
     rows = lines[2:-2]
     assert [" ".join(row.split()[:-5]) for row in rows[::2]] == [
@@ -33,6 +41,10 @@ def test_prints_a_row_for_each_way_of_waiting_and_the_idle_cost(engine: str) -> 
         count, median, p99 = map(float, row.split()[-3:])
         assert count > 0
         assert 0 < median <= p99
-    shares = [float(line.split()[-4].rstrip("%")) for line in lines[-2:]]
-    # A spinning thread would show here; the idle rule itself is tested with agents, at the best of several tries.
-    assert all(share < 50 for share in shares)
+    runs = [lines]
+
+    def idle_percent() -> float:
+        """Returns the larger share of a core; one second of a busy machine may show more than an idle agent takes."""
+        return max(float(line.split()[-4].rstrip("%")) for line in (runs.pop() if runs else measured(engine))[-2:])
+
+    at_best(idle_percent, 3)
