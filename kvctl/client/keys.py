@@ -39,6 +39,9 @@ class KeyNames:
         server: `--server-key`: a public key, the path of a public file, or a name in the key directory.
     """
 
+    own: str | None = None
+    server: str | None = None
+
     def check(self) -> None:
         """Reads the keys that are named.
 
@@ -52,9 +55,6 @@ class KeyNames:
                 read_public(self.server)
         except KeyFileError as error:
             raise CliError(str(error), ExitCode.USAGE) from None
-
-    own: str | None = None
-    server: str | None = None
 
     def load(self, address: str) -> ClientKeys:
         """Reads the keys for agents on TCP; `address` is for error texts.
