@@ -41,9 +41,7 @@ _PATH_FIELDS = frozenset({"path", "directory", "endpoint", "value", "default"})
 _MIN_SUBSTRING = 6
 # Names that reveal nothing and are parts of kvctl's own names.
 _HARMLESS = frozenset({"localhost", "*", "kvctl", "kvctl_agent", "host", "user", "path", "address", "key"})
-
-# Directories that every Linux has.
-_SYSTEM_PATHS = frozenset({"/dev/shm", "/dev/null", "/proc", "/sys"})
+_SHARED_MEMORY = "/dev/shm"  # every Linux has it
 
 _ENDPOINT = re.compile(
     r"\b([A-Za-z][A-Za-z0-9+.-]{0,15})://([^\s\"'<>|,;()\[\]{}]*(?:\[[0-9A-Fa-f:.%]+\])?[^\s\"'<>|,;(){}]*)"
@@ -132,7 +130,7 @@ class Redaction:
         return self.text(name) if isinstance(name, str) and name not in _FIELDS else name
 
     def _name(self, kind: str, value: str) -> str:
-        if _NAMED_ALREADY.fullmatch(value) or value in _SYSTEM_PATHS:
+        if _NAMED_ALREADY.fullmatch(value) or value == _SHARED_MEMORY:
             return value
         name = self._names.get((kind, value))
         if name is None:

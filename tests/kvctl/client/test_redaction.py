@@ -59,7 +59,7 @@ def test_what_is_taken_out_of_a_text(text: str, left: str) -> None:
     assert redaction.text(left) == left
 
 
-def test_directories_that_every_machine_has_stay() -> None:
+def test_the_directory_of_shared_memory_stays() -> None:
     text = "/dev/shm          23.5 GiB free; /dev/shm/nixl-7 is a file"
     assert Redaction().text(text) == "/dev/shm          23.5 GiB free; path-1 is a file"
 
