@@ -7,22 +7,24 @@ SGLang's classes.
 
     PYTHONPATH=. python benchmarks/sglang_backends.py
     PYTHONPATH=. python benchmarks/sglang_backends.py --works tp4-dp4 --rounds 1 --rooms 16
+    PYTHONPATH=. python benchmarks/sglang_backends.py --sides "nixl,kvctl,kvctl path=staged"
     PYTHONPATH=. python benchmarks/sglang_backends.py --device cuda --prefill-gpus 0 --decode-gpus 1 --tokens 4096
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import tempfile
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.support.sglang.cases import Case, Model, Ranks, Room
-from tests.support.sglang.pair import PDPair, RankError
+from tests.support.sglang.pair import Outcome, PDPair, RankError
 
 WORKS = {
     "tp1-tp1": (Ranks(), Ranks()),
@@ -32,7 +34,14 @@ WORKS = {
     "tp2-tp1": (Ranks(tp=2), Ranks()),
     "tp1-tp2": (Ranks(), Ranks(tp=2)),
 }
-SIDES = ("nixl", "nixl observed", "nixl staging", "nixl staging observed", "kvctl")
+SIDES = ("nixl", "nixl observed", "nixl staging", "nixl staging observed", "kvctl", "kvctl SETTING=VALUE")
+
+
+class Load(NamedTuple):
+    """Rooms of equal size, `window` of which are open at once."""
+
+    tokens: int
+    window: int
 
 
 class Figures(NamedTuple):
@@ -43,39 +52,49 @@ class Figures(NamedTuple):
     p50_ms: float
 
 
-def run(side: str, work: str, options: argparse.Namespace) -> Figures:
+def run(side: str, work: str, loads: list[Load], options: argparse.Namespace) -> Iterator[Figures]:
+    """Measures each load in the same processes."""
     prefill, decode = WORKS[work]
     page = options.page_size
     model = Model(layers=options.layers, heads=8, head_dim=128, hidden=4096)
     backend, *rest = side.split()
+    # Ranks see nothing of this process's environment.
+    variables = {f"KVCTL_{name.upper()}": value for name, _, value in (word.partition("=") for word in rest) if value}
+    tokens, window = (max(column) for column in zip(*loads, strict=True))
     case = Case(
         backend,
         prefill,
         decode,
         model,
         page_size=page,
-        pool_tokens=options.window * options.tokens + page,
-        decode_pool_tokens=-(-options.window // decode.dp) * options.tokens + page,
-        rows=max(8, options.window),
+        pool_tokens=window * tokens + page,
+        decode_pool_tokens=-(-window // decode.dp) * tokens + page,
+        rows=max(8, window),
         staging="staging" in rest,
-        environment={"KVCTL_SGLANG": "observe"} if "observed" in rest else {},
+        environment=variables | ({"KVCTL_SGLANG": "observe"} if "observed" in rest else {}),
         chunked_prefill_size=8192,
         device=options.device,
         prefill_gpus=tuple(options.prefill_gpus),
         decode_gpus=tuple(options.decode_gpus),
     )
-    room_bytes = options.tokens * model.layers * 2 * model.heads * model.head_dim * 2
+    token_bytes = model.layers * 2 * model.heads * model.head_dim * 2
+    numbers = itertools.count(1000)
     with PDPair(case, deadline_s=options.limit_s) as pair:
 
-        def rooms(first: int, count: int, tokens: int, content: bool = False) -> list[Room]:
+        def rooms(count: int, tokens: int, content: bool = False) -> list[Room]:
             return [
                 Room(number, tokens=tokens, decode_dp=number % decode.dp, content=content)
-                for number in range(first, first + count)
+                for number in itertools.islice(numbers, count)
             ]
 
-        pair.transfer(rooms(1000, decode.dp, 4 * page, content=True)).check()
-        pair.transfer(rooms(2000, options.window, options.tokens), options.window, settle=False)
-        outcome = pair.transfer(rooms(3000, options.rooms, options.tokens), options.window, settle=False)
+        pair.transfer(rooms(decode.dp, 4 * page, content=True)).check()
+        for load in loads:
+            pair.transfer(rooms(load.window, load.tokens), load.window, settle=False)
+            outcome = pair.transfer(rooms(options.rooms, load.tokens), load.window, settle=False)
+            yield figures_of(outcome, load.tokens * token_bytes)
+
+
+def figures_of(outcome: Outcome, room_bytes: int) -> Figures:
     started, ended = [], []
     for room, ends in outcome.rooms.items():
         failed = [end.reason for end in ends.values() if end.state != "success"]
@@ -97,18 +116,19 @@ def main() -> None:
     parser.add_argument("--works", default="tp1-tp1,tp4-dp4", help=f"of {', '.join(WORKS)}")
     parser.add_argument("--sides", default="nixl,nixl staging,kvctl", help=f"of {', '.join(SIDES)}")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rooms", type=int, default=24, help="measured rooms of each run")
-    parser.add_argument("--window", type=int, default=4, help="rooms that are open at once")
-    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--rooms", type=int, default=24, help="measured rooms of each load")
+    parser.add_argument("--windows", type=numbers, default=[4], help="rooms that are open at once: a load for each")
+    parser.add_argument("--tokens", type=numbers, default=[1024], help="tokens of a room: a load for each")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--prefill-gpus", type=numbers, default=[0], help="GPUs that prefill ranks take in turn")
     parser.add_argument("--decode-gpus", type=numbers, default=[0])
-    parser.add_argument("--limit-s", type=float, default=120.0, help="time after which a run has failed")
-    parser.add_argument("--json", help="file for the figures of all runs: work, side, [rooms/s, GB/s, p50 ms]")
+    parser.add_argument("--limit-s", type=float, default=120.0, help="time after which a load has failed")
+    parser.add_argument("--json", help="file for the figures of all runs")
     options = parser.parse_args()
-    found: dict[str, dict[str, list[Figures]]] = {}
+    loads = [Load(tokens, window) for tokens in options.tokens for window in options.windows]
+    found: dict[tuple[str, Load], dict[str, list[Figures]]] = {}
     with tempfile.TemporaryDirectory(prefix="kv-") as sockets:
         os.environ["KVCTL_SOCKET_DIR"] = sockets
         for number in range(options.rounds):
@@ -117,31 +137,38 @@ def main() -> None:
                 for side in sides if number % 2 == 0 else reversed(sides):  # a round's first run is often its best
                     if "staging" in side and WORKS[work][0].tp == WORKS[work][1].tp:
                         continue  # SGLang stages at unequal TP sizes only
-                    begun = time.monotonic()
                     try:
-                        figures = run(side, work, options)
+                        for load, figures in zip(loads, run(side, work, loads, options), strict=True):
+                            found.setdefault((work, load), {}).setdefault(side, []).append(figures)
+                            print(
+                                f"round {number + 1} {work} {side}, {load.tokens} tokens, {load.window} open: "
+                                f"{figures.rooms_s:.2f} rooms/s, {figures.gb_s:.2f} GB/s, p50 {figures.p50_ms:.1f} ms",
+                                flush=True,
+                            )
                     except AssertionError as error:
                         print(f"round {number + 1} {work} {side}: failed: {str(error)[:300]}", flush=True)
-                        continue
-                    found.setdefault(work, {}).setdefault(side, []).append(figures)
-                    print(
-                        f"round {number + 1} {work} {side}: {figures.rooms_s:.2f} rooms/s, {figures.gb_s:.2f} GB/s, "
-                        f"p50 {figures.p50_ms:.0f} ms ({time.monotonic() - begun:.0f} s)",
-                        flush=True,
-                    )
     if options.json:
-        Path(options.json).write_text(json.dumps(found))
-    print("\n| layout | backend | rooms/s | GB/s | p50 ms | kvctl is |\n| --- | --- | --- | --- | --- | --- |")
-    for work, sides in found.items():
+        runs = [
+            {"layout": work, **load._asdict(), "backend": side, "runs": [figures._asdict() for figures in all]}
+            for (work, load), sides in found.items()
+            for side, all in sides.items()
+        ]
+        Path(options.json).write_text(json.dumps(runs))
+    print("\n| layout | tokens | open | backend | rooms/s | GB/s | p50 ms | kvctl is |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for (work, load), sides_found in found.items():
         middle = {
             side: Figures(*(statistics.median(column) for column in zip(*all, strict=True)))
-            for side, all in sides.items()
+            for side, all in sides_found.items()
         }
         for side, figures in middle.items():
             ratio = (
-                f"{middle['kvctl'].rooms_s / figures.rooms_s:.1f} x" if "kvctl" in middle and side != "kvctl" else ""
+                f"{middle['kvctl'].rooms_s / figures.rooms_s:.2f} x" if "kvctl" in middle and side != "kvctl" else ""
             )
-            print(f"| {work} | {side} | {figures.rooms_s:.2f} | {figures.gb_s:.2f} | {figures.p50_ms:.0f} | {ratio} |")
+            print(
+                f"| {work} | {load.tokens} | {load.window} | {side} | {figures.rooms_s:.2f} | {figures.gb_s:.2f} | "
+                f"{figures.p50_ms:.1f} | {ratio} |"
+            )
 
 
 if __name__ == "__main__":
