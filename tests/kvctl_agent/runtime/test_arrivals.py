@@ -7,7 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import inf
 from queue import Empty, Queue
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -200,6 +202,35 @@ def test_after_a_long_silence_it_looks_often_again_once_bytes_are_about_to_come(
             break
     else:
         pytest.fail(f"it looks again after {wait_s * 1e6:.0f} µs")
+    rig.copier.close()
+    rig.ring.close()
+    rig.pool.close()
+
+
+def test_the_transport_may_look_for_tags_while_nothing_else_is_due(
+    telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(telemetry)  # its loop does not run
+    now_s = time.monotonic()
+    monkeypatch.setattr(
+        "kvctl_agent.runtime.arrivals.time",
+        SimpleNamespace(monotonic=lambda: now_s, monotonic_ns=lambda: int(now_s * 1e9)),
+    )
+    assert rig.arrivals.quiet_s() == inf  # no room is open
+    rig.rooms = 1
+    rig.arrivals.expect()
+    assert rig.arrivals.quiet_s() == pytest.approx(8 * 50e-6)
+    now_s += 0.1
+    assert rig.arrivals.quiet_s() == pytest.approx(0.1)  # as long as silence has lasted
+    rig.arrivals.put(scatter())
+    assert rig.arrivals.quiet_s() == 0
+    rig.arrivals.turn()
+    assert rig.arrivals.quiet_s() > 0
+    rig.tags.error = TransportError("broken")
+    rig.arrivals.turn()
+    assert rig.arrivals.quiet_s() == 0  # the transport would fail at once again
+    now_s += 0.03
+    assert rig.arrivals.quiet_s() > 0
     rig.copier.close()
     rig.ring.close()
     rig.pool.close()
