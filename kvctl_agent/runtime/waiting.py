@@ -65,7 +65,7 @@ class DescriptorWait:
         return self._readable()
 
     def wait_with(self, wait: Callable[[ctypes.Array[Any]], bool]) -> list[int] | None:
-        """Returns the indices of the descriptors that are readable after `wait`, which polls the array that it is given.
+        """Returns the indices of the descriptors that are readable after `wait`, which polls the given array.
 
         Returns None if `wait` returns False: it has not waited.
         """
