@@ -176,8 +176,12 @@ class Arrivals:
         return max(time.monotonic() - self._active_s, _QUIET_PAUSES * self.wait_s())
 
     def wait_for_tags(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> bool:
-        """As `Transport.wait_for_tags`."""
-        return self._transport.wait_for_tags(polled, timeout_s, pause_s)
+        """As `Transport.wait_for_tags`; a transport that fails cannot wait."""
+        try:
+            return self._transport.wait_for_tags(polled, timeout_s, pause_s)
+        except Exception as error:
+            self._poll_failed(error)
+            return False
 
     def _poll_arrivals(self) -> bool:
         """Reports the tags that have arrived; returns whether there were any."""
@@ -186,12 +190,7 @@ class Arrivals:
         try:
             arrivals = self._transport.arrivals()
         except Exception as error:
-            now = time.monotonic_ns()
-            self._poll_again_ns = now + _BROKEN_NS
-            self._telemetry.metrics.add("kvctl_transport_errors_total", 1)
-            if now >= self._record_ns:
-                self._record_ns = now + _RECORD_EVERY_NS
-                self._telemetry.recorder.record("transport", f"cannot poll arrivals: {error}", "error")
+            self._poll_failed(error)
             return False
         if not arrivals:
             return False
@@ -204,6 +203,15 @@ class Arrivals:
                 self._telemetry.metrics.add("kvctl_tags_dropped_total", 1, "malformed")
         self._report(*events)
         return True
+
+    def _poll_failed(self, error: Exception) -> None:
+        """Counts a failure of the transport, records it now and then, and lets the next poll wait."""
+        now = time.monotonic_ns()
+        self._poll_again_ns = now + _BROKEN_NS
+        self._telemetry.metrics.add("kvctl_transport_errors_total", 1)
+        if now >= self._record_ns:
+            self._record_ns = now + _RECORD_EVERY_NS
+            self._telemetry.recorder.record("transport", f"cannot poll arrivals: {error}", "error")
 
     def _execute(self, orders: list[Scatter | Check]) -> None:
         """Executes actions: scatters as many parts at once as the copier takes, and starts checksums one by one."""

@@ -58,6 +58,11 @@ class Tags:
         tags, self.waiting = self.waiting, []
         return [Arrival("prefill-0", tag) for tag in tags]
 
+    def wait_for_tags(self, polled: Any, timeout_s: float, pause_s: float) -> bool:
+        if self.error is not None:
+            raise self.error
+        return True
+
 
 class Rig:
     def __init__(self, telemetry: Telemetry, device: HostDevice | None = None, compile_checksums: bool = False) -> None:
@@ -226,11 +231,14 @@ def test_the_transport_may_look_for_tags_while_nothing_else_is_due(
     assert rig.arrivals.quiet_s() == 0
     rig.arrivals.turn()
     assert rig.arrivals.quiet_s() > 0
-    rig.tags.error = TransportError("broken")
-    rig.arrivals.turn()
-    assert rig.arrivals.quiet_s() == 0  # the transport would fail at once again
-    now_s += 0.03
-    assert rig.arrivals.quiet_s() > 0
+    assert rig.arrivals.wait_for_tags(None, 0.1, 0.1)  # type: ignore[arg-type]
+    for fail in (rig.arrivals.turn, lambda: rig.arrivals.wait_for_tags(None, 0.1, 0.1)):  # type: ignore[arg-type]
+        rig.tags.error = TransportError("broken")
+        assert not fail()  # type: ignore[no-untyped-call]
+        assert rig.arrivals.quiet_s() == 0  # the transport would fail at once again
+        now_s += 0.03
+        assert rig.arrivals.quiet_s() > 0
+    assert telemetry.metrics.total("kvctl_transport_errors_total") == 2
     rig.copier.close()
     rig.ring.close()
     rig.pool.close()
