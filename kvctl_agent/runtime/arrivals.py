@@ -3,8 +3,7 @@
 Transfer engines cannot wake a thread on arrival, so the loop polls: often while bytes are expected, seldom otherwise. A
 poll costs about 10 µs and several ranks may share a core, so the pause grows with the time since the last arrival, or
 since the last sign that bytes are about to come (`expect`). The pause adds to the writer's latency too: UCX
-acknowledges a flushed write only when the reader polls. While the loop has nothing else to do, the transport may do
-these polls for it without the GIL (`quiet_s`, `wait_for_tags`).
+acknowledges a flushed write only when the reader polls.
 
 Scatters run asynchronously, and the loop polls for tags meanwhile: with the shortest pauses while the latest scatter is
 young, since most scatters on a GPU take less time than a longer pause would.
@@ -12,12 +11,10 @@ young, since most scatters on a GPU take less time than a longer pause would.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable
-from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvctl_agent.device.base import PendingChecksum
 from kvctl_agent.errors import DeviceError, RemoteProtocolError
@@ -37,7 +34,6 @@ _SHORTEST_S = 50e-6  # with one open room; with several, none of them waits for 
 _MANY_ROOMS = 8
 _LONGEST_S = 1e-3
 _SHARE_OF_SILENCE = 1 / 8
-_QUIET_PAUSES = 8
 # A GPU fills a room's pages in a millisecond or two, and ranks with a GPU do not share a core.
 _SHORTEST_ON_DEVICE_S = 10e-6
 _SHARE_ON_DEVICE = 1 / 64
@@ -164,25 +160,6 @@ class Arrivals:
             share, shortest = _SHARE_ON_DEVICE, _SHORTEST_ON_DEVICE_S
         return min(max((now - self._active_s) * share, shortest * min(rooms, _MANY_ROOMS)), _LONGEST_S)
 
-    def quiet_s(self) -> float:
-        """Returns for how many seconds only tags can make a turn necessary; 0 if there is other work.
-
-        While rooms are open, no longer than silence has lasted, or a few pauses: the pause grows with it.
-        """
-        if self._orders or self._checks or self._scatters or time.monotonic_ns() < self._poll_again_ns:
-            return 0.0
-        if not self._open_rooms():
-            return inf
-        return max(time.monotonic() - self._active_s, _QUIET_PAUSES * self.wait_s())
-
-    def wait_for_tags(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> bool:
-        """As `Transport.wait_for_tags`; a transport that fails cannot wait."""
-        try:
-            return self._transport.wait_for_tags(polled, timeout_s, pause_s)
-        except Exception as error:
-            self._poll_failed(error)
-            return False
-
     def _poll_arrivals(self) -> bool:
         """Reports the tags that have arrived; returns whether there were any."""
         if time.monotonic_ns() < self._poll_again_ns:
@@ -190,7 +167,12 @@ class Arrivals:
         try:
             arrivals = self._transport.arrivals()
         except Exception as error:
-            self._poll_failed(error)
+            now = time.monotonic_ns()
+            self._poll_again_ns = now + _BROKEN_NS
+            self._telemetry.metrics.add("kvctl_transport_errors_total", 1)
+            if now >= self._record_ns:
+                self._record_ns = now + _RECORD_EVERY_NS
+                self._telemetry.recorder.record("transport", f"cannot poll arrivals: {error}", "error")
             return False
         if not arrivals:
             return False
@@ -203,15 +185,6 @@ class Arrivals:
                 self._telemetry.metrics.add("kvctl_tags_dropped_total", 1, "malformed")
         self._report(*events)
         return True
-
-    def _poll_failed(self, error: Exception) -> None:
-        """Counts a failure of the transport, records it now and then, and lets the next poll wait."""
-        now = time.monotonic_ns()
-        self._poll_again_ns = now + _BROKEN_NS
-        self._telemetry.metrics.add("kvctl_transport_errors_total", 1)
-        if now >= self._record_ns:
-            self._record_ns = now + _RECORD_EVERY_NS
-            self._telemetry.recorder.record("transport", f"cannot poll arrivals: {error}", "error")
 
     def _execute(self, orders: list[Scatter | Check]) -> None:
         """Executes actions: scatters as many parts at once as the copier takes, and starts checksums one by one."""

@@ -212,7 +212,6 @@ class ControlLoop:
         self._connections = connections
         self._tasks: list[LoopTask] = [task for task in (forwards, transfers, arrivals) if task is not None]
         self._transfers = transfers
-        self._arrivals = arrivals
         self._expecting = None if few_cores else arrivals
         self._forwards = forwards
         self._reported = deque[ev.Event]() if reported is None else reported
@@ -355,21 +354,14 @@ class ControlLoop:
         # notice: after such calls the sockets are asked themselves.
         ready = {socket for socket in self._polled if _has_input(socket)} if self._sockets_used else set[Any]()
         self._sockets_used = bool(ready)
-        wait_s = 0.0 if ready else min(max(wait_s, 0.0), _LONGEST_WAIT_S)
-        for index in self._wait(wait_s, min(max(due_s, 0.0), _LONGEST_WAIT_S)):
+        for index in self._wait(0.0 if ready else min(max(wait_s, 0.0), _LONGEST_WAIT_S)):
             socket = self._polled[index]
             if isinstance(socket, int) or _has_input(socket):
                 ready.add(socket)
         return ready
 
-    def _wait(self, wait_s: float, due_s: float) -> list[int]:
-        """Waits for input; returns as `DescriptorWait`.
-
-        Args:
-            wait_s: seconds to wait at most; more if the GIL is contended.
-            due_s: the same without the pause between two looks for tags: the transport may look for them.
-        """
-        pause_s = wait_s
+    def _wait(self, wait_s: float) -> list[int]:
+        """Waits for input at most `wait_s` seconds, or longer if the GIL is contended; returns as `DescriptorWait`."""
         wait_s, held = self._sharing.plan(wait_s, time.monotonic_ns(), time.thread_time_ns())
         if held:
             return self._descriptors.wait(wait_s, held=True)
@@ -378,16 +370,8 @@ class ControlLoop:
             self._sharing.yield_if_due()
             return self._descriptors.wait(0.0, held=True)
         since_ns = time.monotonic_ns()
-        readable = None
-        arrivals = self._arrivals
-        if arrivals is not None and pause_s and (quiet_s := min(arrivals.quiet_s(), due_s)) > pause_s:
-            wait = partial(arrivals.wait_for_tags, timeout_s=quiet_s, pause_s=pause_s)
-            readable = self._descriptors.wait_with(wait)
-        if readable is None:
-            readable = self._descriptors.wait(wait_s)
-            self._waited(wait_s, since_ns)
-        else:
-            self._waited(quiet_s, since_ns)
+        readable = self._descriptors.wait(wait_s)
+        self._waited(wait_s, since_ns)
         return readable
 
     def _sleep(self, seconds: float) -> None:

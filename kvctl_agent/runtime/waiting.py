@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 _PR_SET_TIMERSLACK = 29
 _POLLIN = 1
@@ -62,16 +62,6 @@ class DescriptorWait:
         libc = _held if held else _libc
         if libc.ppoll(self._polled, self._count, self._timeout_at, None) <= 0:
             return []
-        return self._readable()
-
-    def wait_with(self, wait: Callable[[ctypes.Array[Any]], bool]) -> list[int] | None:
-        """Returns the indices of the descriptors that are readable after `wait`, which polls the given array.
-
-        Returns None if `wait` returns False: it has not waited.
-        """
-        return self._readable() if wait(self._polled) else None
-
-    def _readable(self) -> list[int]:
         return [index for index, polled in enumerate(self._polled) if polled.revents]
 
 

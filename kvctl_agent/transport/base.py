@@ -20,7 +20,6 @@ progress, how handles are freed) are hidden behind these guarantees and duties:
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -293,19 +292,6 @@ class Transport(Protocol):
         """
         ...
 
-    def wait_for_tags(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> bool:
-        """Waits without the GIL until a tag has arrived, which `arrivals` will return, or a descriptor is readable.
-
-        Args:
-            polled: Array of `struct pollfd`; their `revents` are set.
-            timeout_s: Limit of the wait in seconds.
-            pause_s: Seconds between two looks for tags.
-
-        Returns:
-            Whether the transport can wait; False at once if only calls of `arrivals` find tags now.
-        """
-        ...
-
     def describe(self) -> dict[str, Any]:
         """Returns the engine, its version, the backend and the lanes in use, as JSON values for display."""
         ...
@@ -345,11 +331,6 @@ class AbandonedWrites(ABC, Generic[W]):
             if write not in self._draining:
                 self._draining.append(write)
             return False
-
-    @property
-    def draining(self) -> bool:
-        """Whether abandoned writes have not finished."""
-        return bool(self._draining)
 
     def drain_on(self) -> None:
         """Polls all abandoned writes and forgets those that are finished."""

@@ -243,9 +243,6 @@ class LoopbackTransport(CheckedTransport[Peer, LoopbackWrite]):
                 landed.append(Arrival(sender, datagram[tag_at:]))
         return landed
 
-    def wait_for_tags(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> bool:
-        return False
-
     def describe(self) -> dict[str, Any]:
         return {
             "engine": "loopback (no engine: the kernel copies between processes of one host)",

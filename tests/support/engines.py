@@ -41,7 +41,7 @@ class BindingTransport(NixlTransport):
 
     def __init__(self, name: str, params: dict[str, str]) -> None:
         super().__init__(name, params)
-        self._library = self._native = None
+        self._native = None
         self._defers = False
 
 

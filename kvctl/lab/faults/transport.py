@@ -113,9 +113,6 @@ class FaultyTransport:
     def progress(self) -> None:
         self._engine.progress()
 
-    def wait_for_tags(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> bool:
-        return self._engine.wait_for_tags(polled, timeout_s, pause_s)
-
     def arrivals(self) -> list[Arrival]:
         pause_ns = self._faults.ns("slow-reader")
         if pause_ns:

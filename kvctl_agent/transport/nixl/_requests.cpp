@@ -1,4 +1,4 @@
-/* Requests of one write over NIXL, made, posted and polled without the GIL; and the wait for tags.
+/* Requests of one write over NIXL, made, posted and polled without the GIL.
  *
  * The native form of requests.NixlWrite and DividedWrite, which stay the reference and the fallback. NIXL's binding takes
  * and releases the GIL in every call, so a write costs four such calls for each of its requests; beside an engine's
@@ -13,7 +13,6 @@
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -21,10 +20,8 @@
 #include <ctime>
 #include <dlfcn.h>
 #include <new>
-#include <poll.h>
 #include <sched.h>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 namespace {
@@ -43,7 +40,6 @@ int64_t now_ns()
 
 /* ---- Library: the functions of NIXL -------------------------------------------------------------------------------- */
 
-using Tags = std::unordered_map<std::string, std::vector<std::string>>; /* nixl_notifs_t: by the sender's name */
 struct DescriptorList { void *list; }; /* nixl_capi_xfer_dlist_s: points to the list of libnixl.so */
 
 struct Functions {
@@ -62,7 +58,6 @@ struct Functions {
     int (*post)(const void *agent, void *request, const void *options);
     int (*status)(const void *agent, void *request);
     int (*release)(const void *agent, void *request);
-    int (*tags)(void *agent, Tags &, const void *options);
 };
 
 struct Symbol {
@@ -89,9 +84,6 @@ const Symbol kSymbols[] = {
     {"_ZNK9nixlAgent11postXferReqEP12nixlXferReqHPK21nixlAgentOptionalArgs", MEMBER(post)},
     {"_ZNK9nixlAgent13getXferStatusEP12nixlXferReqH", MEMBER(status)},
     {"_ZNK9nixlAgent14releaseXferReqEP12nixlXferReqH", MEMBER(release)},
-    {"_ZN9nixlAgent9getNotifsERSt13unordered_mapINSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEESt6vectorIS6_SaIS6_EESt4hashIS6_"
-     "ESt8equal_toIS6_ESaISt4pairIKS6_S9_EEEPK21nixlAgentOptionalArgs",
-     MEMBER(tags)},
 };
 
 /* What pybind11 compares types by: the name behind the pointer to the table of virtual functions. */
@@ -160,73 +152,6 @@ void library_dealloc(PyObject *object)
     freefunc release = reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free));
     release(object);
     Py_DECREF(type);
-}
-
-/* Polls NIXL every `pause_ns` until there are tags or NIXL fails, a descriptor is readable, a signal comes, or the time is up. */
-void wait_for_tags(const Library *library, pollfd *polled, size_t count, int64_t timeout_ns, int64_t pause_ns, Tags &tags) noexcept
-{
-    int64_t until = now_ns() + timeout_ns;
-    for (;;) {
-        int64_t left = std::max<int64_t>(until - now_ns(), 0), pause = std::min(left, pause_ns);
-        timespec at = {time_t(pause / 1000000000), long(pause % 1000000000)};
-        int readable = ppoll(polled, count, &at, nullptr);
-        if (readable < 0)
-            for (size_t i = 0; i < count; i++)
-                polled[i].revents = 0;
-        if (readable)
-            return;
-        int status = kBackend;
-        try {
-            status = library->functions.tags(library->agent, tags, nullptr);
-        } catch (...) {
-        }
-        if (status != kSuccess || !tags.empty() || pause == left)
-            return;
-    }
-}
-
-/* Returns {sender: [tag, ...]}. */
-PyObject *dict_of(const Tags &tags)
-{
-    PyObject *found = PyDict_New();
-    for (const auto &[sender, sent] : tags) {
-        PyObject *name = found == nullptr ? nullptr : PyUnicode_DecodeUTF8(sender.data(), sender.size(), "surrogateescape");
-        PyObject *list = name == nullptr ? nullptr : PyList_New(0);
-        bool made = list != nullptr && !PyDict_SetItem(found, name, list);
-        for (size_t i = 0; made && i < sent.size(); i++) {
-            PyObject *tag = PyBytes_FromStringAndSize(sent[i].data(), sent[i].size());
-            made = tag != nullptr && !PyList_Append(list, tag);
-            Py_XDECREF(tag);
-        }
-        Py_XDECREF(list);
-        Py_XDECREF(name);
-        if (!made) {
-            Py_XDECREF(found);
-            return nullptr;
-        }
-    }
-    return found;
-}
-
-PyObject *library_wait(PyObject *object, PyObject *args)
-{
-    Library *self = reinterpret_cast<Library *>(object);
-    Py_buffer polled;
-    long long timeout_ns, pause_ns;
-    if (!PyArg_ParseTuple(args, "w*LL", &polled, &timeout_ns, &pause_ns))
-        return nullptr;
-    PyObject *found = nullptr;
-    if (self->owner == nullptr || polled.len % sizeof(pollfd) || pause_ns <= 0) {
-        PyErr_SetString(PyExc_ValueError, "wait takes an array of struct pollfd and a pause, and needs an open library");
-    } else {
-        Tags tags;
-        Py_BEGIN_ALLOW_THREADS
-        wait_for_tags(self, static_cast<pollfd *>(polled.buf), polled.len / sizeof(pollfd), timeout_ns, pause_ns, tags);
-        Py_END_ALLOW_THREADS
-        found = dict_of(tags);
-    }
-    PyBuffer_Release(&polled);
-    return found;
 }
 
 /* ---- Requests ------------------------------------------------------------------------------------------------------- */
@@ -689,16 +614,9 @@ PyGetSetDef requests_getset[] = {
     {"then", requests_then, nullptr, "What a copy pool calls after each piece to post the request of its number.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
-PyMethodDef library_methods[] = {
-    {"wait", library_wait, METH_VARARGS,
-     "wait(polled, timeout_ns, pause_ns): waits without the GIL until one of an array of struct pollfd is ready or there are tags, which it\n"
-     "polls for after each pause; returns the tags by the sender's name."},
-    {nullptr, nullptr, 0, nullptr},
-};
 PyType_Slot library_slots[] = {
     {Py_tp_init, reinterpret_cast<void *>(library_init)},
     {Py_tp_dealloc, reinterpret_cast<void *>(library_dealloc)},
-    {Py_tp_methods, library_methods},
     {Py_tp_doc, const_cast<char *>("Library(path, abi, agent): NIXL's functions, and the agent that they are called for.")},
     {0, nullptr},
 };

@@ -1,4 +1,3 @@
-import ctypes
 from typing import Any
 
 import numpy as np
@@ -6,7 +5,6 @@ import numpy.typing as npt
 
 class Library:
     def __init__(self, path: str, abi: bytes, agent: Any) -> None: ...
-    def wait(self, polled: ctypes.Array[Any], timeout_ns: int, pause_ns: int) -> dict[str, list[bytes]]: ...
 
 class Requests:
     def __init__(

@@ -28,7 +28,6 @@ Any call that posts, polls or collects makes progress for all peers of the agent
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import secrets
 import threading
@@ -124,8 +123,7 @@ class NixlTransport:
         self._landed: deque[Arrival] = deque()
         self._linger_until = 0.0
         self._slices = SliceTags()
-        self._library = open_library(self._engine) if self._backend == "UCX" else None
-        self._native = self._library if device is None else None  # for writes
+        self._native = open_library(self._engine) if self._backend == "UCX" and device is None else None
         # Large writes are divided among the threads of the copy pool, or without native code among Python threads.
         self._threads = threads
         self._copy_pool = copy_pool if threads and self._native is not None else None
@@ -464,14 +462,6 @@ class NixlTransport:
                 landed.append(self._landed.popleft())
         return landed + fresh
 
-    def wait_for_tags(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> bool:
-        if self._library is None or self._landed or self._leaving or self._in_flight.draining:
-            return False
-        self._begin()
-        notified = self._library.wait(polled, int(timeout_s * 1e9), max(1, int(pause_s * 1e9)))
-        self._landed.extend(self._tags_of(notified))
-        return True
-
     def describe(self) -> dict[str, Any]:
         settings = {key: value for key, value in sorted(os.environ.items()) if key.startswith(_SHOWN)}
         return {
@@ -504,7 +494,7 @@ class NixlTransport:
         for descriptors in self._registered:
             self._agent.deregisterMem(descriptors, [])
         # The agent's destructor ends the engine, so every reference to the agent must be dropped.
-        self._library = self._native = None
+        self._native = None
         self._engine = self._engine._replace(agent=None)
         self._in_flight = InFlight(self._engine)
         del self._agent
@@ -521,9 +511,6 @@ class NixlTransport:
             notified: dict[str, list[bytes]] = self._agent.getNotifs({}, [])
         except self._engine.errors as error:
             raise TransportError(f"nixl: cannot collect tags: {error}") from error
-        return self._tags_of(notified)
-
-    def _tags_of(self, notified: dict[str, list[bytes]]) -> list[Arrival]:
         return [
             Arrival(self._keys.get(sender) or _agent_name(sender), tag)
             for sender, received in notified.items()

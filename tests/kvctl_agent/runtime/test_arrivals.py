@@ -7,9 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import inf
 from queue import Empty, Queue
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -57,11 +55,6 @@ class Tags:
             raise self.error
         tags, self.waiting = self.waiting, []
         return [Arrival("prefill-0", tag) for tag in tags]
-
-    def wait_for_tags(self, polled: Any, timeout_s: float, pause_s: float) -> bool:
-        if self.error is not None:
-            raise self.error
-        return True
 
 
 class Rig:
@@ -207,38 +200,6 @@ def test_after_a_long_silence_it_looks_often_again_once_bytes_are_about_to_come(
             break
     else:
         pytest.fail(f"it looks again after {wait_s * 1e6:.0f} µs")
-    rig.copier.close()
-    rig.ring.close()
-    rig.pool.close()
-
-
-def test_the_transport_may_look_for_tags_while_nothing_else_is_due(
-    telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = Rig(telemetry)  # its loop does not run
-    now_s = time.monotonic()
-    monkeypatch.setattr(
-        "kvctl_agent.runtime.arrivals.time",
-        SimpleNamespace(monotonic=lambda: now_s, monotonic_ns=lambda: int(now_s * 1e9)),
-    )
-    assert rig.arrivals.quiet_s() == inf  # no room is open
-    rig.rooms = 1
-    rig.arrivals.expect()
-    assert rig.arrivals.quiet_s() == pytest.approx(8 * 50e-6)
-    now_s += 0.1
-    assert rig.arrivals.quiet_s() == pytest.approx(0.1)  # as long as silence has lasted
-    rig.arrivals.put(scatter())
-    assert rig.arrivals.quiet_s() == 0
-    rig.arrivals.turn()
-    assert rig.arrivals.quiet_s() > 0
-    assert rig.arrivals.wait_for_tags(None, 0.1, 0.1)  # type: ignore[arg-type]
-    for fail in (rig.arrivals.turn, lambda: rig.arrivals.wait_for_tags(None, 0.1, 0.1)):  # type: ignore[arg-type]
-        rig.tags.error = TransportError("broken")
-        assert not fail()  # type: ignore[no-untyped-call]
-        assert rig.arrivals.quiet_s() == 0  # the transport would fail at once again
-        now_s += 0.03
-        assert rig.arrivals.quiet_s() > 0
-    assert telemetry.metrics.total("kvctl_transport_errors_total") == 2
     rig.copier.close()
     rig.ring.close()
     rig.pool.close()

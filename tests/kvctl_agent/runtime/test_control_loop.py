@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -124,9 +122,6 @@ class StandInArrivals:
 
     def wait_s(self) -> float:
         return 0.02
-
-    def quiet_s(self) -> float:
-        return 0.0
 
 
 class Rig:
@@ -403,48 +398,6 @@ def test_arrivals_are_told_when_bytes_are_about_to_come_unless_cores_are_few(
     until(lambda: not heard and len(rig.machine.handled) > 3)
     assert arrivals.expected == (0 if few_cores else 1)
     assert rig.loop.close(60)
-    rig.mailbox.close()
-
-
-class WaitingArrivals(StandInArrivals):
-    """Waits in place of the loop, as a transport's native code does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits: list[tuple[float, float]] = []
-
-    def quiet_s(self) -> float:
-        return inf
-
-    def wait_for_tags(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> bool:
-        self.waits.append((timeout_s, pause_s))
-        ctypes.CDLL(None).poll(polled, len(polled), int(timeout_s * 1e3))
-        return True
-
-
-def test_the_transport_waits_for_tags_in_place_of_the_loop_until_something_else_is_due(
-    zmq_context: Context, telemetry: Telemetry, directory: Path, at_best: AtBest
-) -> None:
-    arrivals = WaitingArrivals()
-    rig = Rig(zmq_context, telemetry, directory, arrivals)
-    rig.loop.start()
-
-    def handled_s() -> float:
-        time.sleep(0.15)
-        since = time.monotonic()
-        rig.machine.handled.clear()
-        rig.mailbox.put(ev.SendRoom(1))
-        until(lambda: rig.rooms() == [1])
-        return time.monotonic() - since
-
-    at_best(handled_s, 0.01)  # a tick comes only every 100 ms
-    arrivals.waits.clear()
-    time.sleep(0.5)
-    waits = arrivals.waits.copy()
-    assert 0 < len(waits) < 20  # for the ticks; without it the loop would have looked 25 times
-    assert all(timeout_s <= 0.1 and pause_s == 0.02 for timeout_s, pause_s in waits)
-    assert rig.loop.close(60)
-    assert rig.errors() == []
     rig.mailbox.close()
 
 
