@@ -78,13 +78,13 @@ def run(side: str, work: str, loads: list[Load], options: argparse.Namespace) ->
         decode_gpus=tuple(options.decode_gpus),
     )
     token_bytes = model.layers * 2 * model.heads * model.head_dim * 2
-    numbers = itertools.count(1000)
+    room_numbers = itertools.count(1000)
     with PDPair(case, deadline_s=options.limit_s) as pair:
 
         def rooms(count: int, tokens: int, content: bool = False) -> list[Room]:
             return [
                 Room(number, tokens=tokens, decode_dp=number % decode.dp, content=content)
-                for number in itertools.islice(numbers, count)
+                for number in itertools.islice(room_numbers, count)
             ]
 
         pair.transfer(rooms(decode.dp, 4 * page, content=True)).check()
