@@ -5,6 +5,7 @@ The first message holds the engine's arguments, each other one is a call of a me
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -13,6 +14,10 @@ from typing import Any
 
 # Between two steps of an engine that only waits for transfers.
 IDLE_S = 0.001
+# Between two looks of a worker for its next step. vLLM's workers look all the time and yield between; on two cores with
+# other work a thread that yields so often may then have no core for many seconds (Linux 6.18), with the GIL.
+LOOK_S = 50e-6
+os.sched_yield = lambda: time.sleep(LOOK_S)  # in the workers, too: they are spawned, and import this module
 DUMMY_WEIGHTS = 0.3
 
 
