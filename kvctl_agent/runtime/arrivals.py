@@ -3,7 +3,8 @@
 Transfer engines cannot wake a thread on arrival, so the loop polls: often while bytes are expected, seldom otherwise. A
 poll costs about 10 µs and several ranks may share a core, so the pause grows with the time since the last arrival, or
 since the last sign that bytes are about to come (`expect`). The pause adds to the writer's latency too: UCX
-acknowledges a flushed write only when the reader polls.
+acknowledges a flushed write only when the reader polls. While the loop has nothing else to do, the transport may do
+these polls for it without the GIL (`wait`).
 
 Scatters run asynchronously, and the loop polls for tags meanwhile: with the shortest pauses while the latest scatter is
 young, since most scatters on a GPU take less time than a longer pause would.
@@ -11,10 +12,11 @@ young, since most scatters on a GPU take less time than a longer pause would.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvctl_agent.device.base import PendingChecksum
 from kvctl_agent.errors import DeviceError, RemoteProtocolError
@@ -160,6 +162,16 @@ class Arrivals:
             share, shortest = _SHARE_ON_DEVICE, _SHORTEST_ON_DEVICE_S
         return min(max((now - self._active_s) * share, shortest * min(rooms, _MANY_ROOMS)), _LONGEST_S)
 
+    def wait(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> int | None:
+        """Lets the transport wait while only tags can make a turn necessary; returns as `Transport.wait_for_tags`."""
+        if self._orders or self._checks or self._scatters or time.monotonic_ns() < self._poll_again_ns:
+            return None
+        try:
+            return self._transport.wait_for_tags(polled, timeout_s, pause_s)
+        except Exception as error:
+            self._poll_failed(error)
+            return None
+
     def _poll_arrivals(self) -> bool:
         """Reports the tags that have arrived; returns whether there were any."""
         if time.monotonic_ns() < self._poll_again_ns:
@@ -167,12 +179,7 @@ class Arrivals:
         try:
             arrivals = self._transport.arrivals()
         except Exception as error:
-            now = time.monotonic_ns()
-            self._poll_again_ns = now + _BROKEN_NS
-            self._telemetry.metrics.add("kvctl_transport_errors_total", 1)
-            if now >= self._record_ns:
-                self._record_ns = now + _RECORD_EVERY_NS
-                self._telemetry.recorder.record("transport", f"cannot poll arrivals: {error}", "error")
+            self._poll_failed(error)
             return False
         if not arrivals:
             return False
@@ -185,6 +192,15 @@ class Arrivals:
                 self._telemetry.metrics.add("kvctl_tags_dropped_total", 1, "malformed")
         self._report(*events)
         return True
+
+    def _poll_failed(self, error: Exception) -> None:
+        """Counts a failure of the transport, records it now and then, and lets the next poll wait."""
+        now = time.monotonic_ns()
+        self._poll_again_ns = now + _BROKEN_NS
+        self._telemetry.metrics.add("kvctl_transport_errors_total", 1)
+        if now >= self._record_ns:
+            self._record_ns = now + _RECORD_EVERY_NS
+            self._telemetry.recorder.record("transport", f"cannot poll arrivals: {error}", "error")
 
     def _execute(self, orders: list[Scatter | Check]) -> None:
         """Executes actions: scatters as many parts at once as the copier takes, and starts checksums one by one."""

@@ -212,6 +212,7 @@ class ControlLoop:
         self._connections = connections
         self._tasks: list[LoopTask] = [task for task in (forwards, transfers, arrivals) if task is not None]
         self._transfers = transfers
+        self._arrivals = arrivals
         self._expecting = None if few_cores else arrivals
         self._forwards = forwards
         self._reported = deque[ev.Event]() if reported is None else reported
@@ -354,15 +355,21 @@ class ControlLoop:
         # notice: after such calls the sockets are asked themselves.
         ready = {socket for socket in self._polled if _has_input(socket)} if self._sockets_used else set[Any]()
         self._sockets_used = bool(ready)
-        for index in self._wait(0.0 if ready else min(max(wait_s, 0.0), _LONGEST_WAIT_S)):
+        wait_s = 0.0 if ready else min(max(wait_s, 0.0), _LONGEST_WAIT_S)
+        for index in self._wait(wait_s, min(max(due_s, 0.0), _LONGEST_WAIT_S)):
             socket = self._polled[index]
             if isinstance(socket, int) or _has_input(socket):
                 ready.add(socket)
         return ready
 
-    def _wait(self, wait_s: float) -> list[int]:
-        """Waits for input at most `wait_s` seconds, or longer if the GIL is contended; returns as `DescriptorWait`."""
-        wait_s, held = self._sharing.plan(wait_s, time.monotonic_ns(), time.thread_time_ns())
+    def _wait(self, pause_s: float, due_s: float) -> list[int]:
+        """Waits for input; returns as `DescriptorWait`.
+
+        Args:
+            pause_s: seconds to wait at most; more if the GIL is contended.
+            due_s: the same without the pause between two looks for tags, which the transport may make itself.
+        """
+        wait_s, held = self._sharing.plan(pause_s, time.monotonic_ns(), time.thread_time_ns())
         if held:
             return self._descriptors.wait(wait_s, held=True)
         if self._sharing.contended and (not wait_s or self._descriptors.wait(0.0, held=True)):
@@ -370,6 +377,11 @@ class ControlLoop:
             self._sharing.yield_if_due()
             return self._descriptors.wait(0.0, held=True)
         since_ns = time.monotonic_ns()
+        if self._arrivals is not None and 0 < pause_s < due_s:
+            ended_ns = self._arrivals.wait(self._descriptors.polled, due_s, pause_s)
+            if ended_ns is not None:
+                self._waited((ended_ns - since_ns) * 1e-9, since_ns)
+                return self._descriptors.readable()
         readable = self._descriptors.wait(wait_s)
         self._waited(wait_s, since_ns)
         return readable

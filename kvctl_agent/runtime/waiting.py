@@ -41,11 +41,14 @@ class DescriptorWait:
 
     The waits of the `select` module that take any number of descriptors round timeouts up to milliseconds, which is
     longer than most transfers of small rooms take.
+
+    Attributes:
+        polled: array of `struct pollfd`, which others may poll in place of `wait`.
     """
 
     def __init__(self, descriptors: Sequence[int]) -> None:
         self._count = len(descriptors)
-        self._polled = (_PollFd * self._count)(*(_PollFd(fd, _POLLIN, 0) for fd in descriptors))
+        self.polled = (_PollFd * self._count)(*(_PollFd(fd, _POLLIN, 0) for fd in descriptors))
         self._timeout = _TimeSpec()
         self._timeout_at = ctypes.byref(self._timeout)
 
@@ -60,9 +63,13 @@ class DescriptorWait:
         self._timeout.seconds = seconds = int(timeout_s)
         self._timeout.nanoseconds = int((timeout_s - seconds) * 1e9)
         libc = _held if held else _libc
-        if libc.ppoll(self._polled, self._count, self._timeout_at, None) <= 0:
+        if libc.ppoll(self.polled, self._count, self._timeout_at, None) <= 0:
             return []
-        return [index for index, polled in enumerate(self._polled) if polled.revents]
+        return self.readable()
+
+    def readable(self) -> list[int]:
+        """Returns the indices of the descriptors that the latest poll of `polled` found readable."""
+        return [index for index, polled in enumerate(self.polled) if polled.revents]
 
 
 def minimize_timer_slack() -> None:

@@ -20,6 +20,7 @@ progress, how handles are freed) are hidden behind these guarantees and duties:
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -292,6 +293,21 @@ class Transport(Protocol):
         """
         ...
 
+    def wait_for_tags(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> int | None:
+        """Waits without the GIL until a tag has arrived, which `arrivals` will return, or a descriptor is readable.
+
+        Args:
+            polled: Array of `struct pollfd`; their `revents` are set.
+            timeout_s: Limit of the wait in seconds.
+            pause_s: Seconds between the first two looks for tags. Later pauses grow to an eighth of the wait, but not
+                beyond a millisecond if they began below it.
+
+        Returns:
+            Monotonic ns at the end of the wait, before this thread waited for the GIL again; None, at once, if only
+            calls of `arrivals` find tags now.
+        """
+        ...
+
     def describe(self) -> dict[str, Any]:
         """Returns the engine, its version, the backend and the lanes in use, as JSON values for display."""
         ...
@@ -331,6 +347,11 @@ class AbandonedWrites(ABC, Generic[W]):
             if write not in self._draining:
                 self._draining.append(write)
             return False
+
+    @property
+    def draining(self) -> bool:
+        """Whether abandoned writes have not finished."""
+        return bool(self._draining)
 
     def drain_on(self) -> None:
         """Polls all abandoned writes and forgets those that are finished."""

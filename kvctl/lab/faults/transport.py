@@ -113,6 +113,11 @@ class FaultyTransport:
     def progress(self) -> None:
         self._engine.progress()
 
+    def wait_for_tags(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> int | None:
+        if self._faults.find("slow-reader"):
+            return None
+        return self._engine.wait_for_tags(polled, timeout_s, pause_s)
+
     def arrivals(self) -> list[Arrival]:
         pause_ns = self._faults.ns("slow-reader")
         if pause_ns:

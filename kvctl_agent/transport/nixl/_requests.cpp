@@ -1,4 +1,4 @@
-/* Requests of one write over NIXL, made, posted and polled without the GIL.
+/* Requests of one write over NIXL, made, posted and polled without the GIL; and the wait for tags.
  *
  * The native form of requests.NixlWrite and DividedWrite, which stay the reference and the fallback. NIXL's binding takes
  * and releases the GIL in every call, so a write costs four such calls for each of its requests; beside an engine's
@@ -13,6 +13,7 @@
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -20,8 +21,10 @@
 #include <ctime>
 #include <dlfcn.h>
 #include <new>
+#include <poll.h>
 #include <sched.h>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 namespace {
@@ -40,6 +43,7 @@ int64_t now_ns()
 
 /* ---- Library: the functions of NIXL -------------------------------------------------------------------------------- */
 
+using Tags = std::unordered_map<std::string, std::vector<std::string>>; /* nixl_notifs_t: by the sender's name */
 struct DescriptorList { void *list; }; /* nixl_capi_xfer_dlist_s: points to the list of libnixl.so */
 
 struct Functions {
@@ -58,6 +62,7 @@ struct Functions {
     int (*post)(const void *agent, void *request, const void *options);
     int (*status)(const void *agent, void *request);
     int (*release)(const void *agent, void *request);
+    int (*tags)(void *agent, Tags &, const void *options);
 };
 
 struct Symbol {
@@ -84,6 +89,9 @@ const Symbol kSymbols[] = {
     {"_ZNK9nixlAgent11postXferReqEP12nixlXferReqHPK21nixlAgentOptionalArgs", MEMBER(post)},
     {"_ZNK9nixlAgent13getXferStatusEP12nixlXferReqH", MEMBER(status)},
     {"_ZNK9nixlAgent14releaseXferReqEP12nixlXferReqH", MEMBER(release)},
+    {"_ZN9nixlAgent9getNotifsERSt13unordered_mapINSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEESt6vectorIS6_SaIS6_EESt4hashIS6_"
+     "ESt8equal_toIS6_ESaISt4pairIKS6_S9_EEEPK21nixlAgentOptionalArgs",
+     MEMBER(tags)},
 };
 
 /* What pybind11 compares types by: the name behind the pointer to the table of virtual functions. */
@@ -152,6 +160,80 @@ void library_dealloc(PyObject *object)
     freefunc release = reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free));
     release(object);
     Py_DECREF(type);
+}
+
+constexpr int64_t kShareOfWait = 8, kLongestPauseNs = 1000000; /* pauses grow with the wait */
+
+/* Looks for tags after pauses of `pause_ns` and more, until there are some or NIXL fails, a descriptor is readable, a signal comes,
+ * or the time is up. */
+void wait_for_tags(const Library *library, pollfd *polled, size_t count, int64_t timeout_ns, int64_t pause_ns, Tags &tags) noexcept
+{
+    int64_t since = now_ns();
+    for (;;) {
+        int64_t waited = now_ns() - since, left = std::max<int64_t>(timeout_ns - waited, 0);
+        int64_t pause = std::min(left, std::max(pause_ns, std::min(waited / kShareOfWait, kLongestPauseNs)));
+        timespec at = {time_t(pause / 1000000000), long(pause % 1000000000)};
+        int readable = ppoll(polled, count, &at, nullptr);
+        if (readable < 0)
+            for (size_t i = 0; i < count; i++)
+                polled[i].revents = 0;
+        if (readable)
+            return;
+        int status = kBackend;
+        try {
+            status = library->functions.tags(library->agent, tags, nullptr);
+        } catch (...) {
+        }
+        if (status != kSuccess || !tags.empty() || pause == left)
+            return;
+    }
+}
+
+/* Returns {sender: [tag, ...]}. */
+PyObject *dict_of(const Tags &tags)
+{
+    PyObject *found = PyDict_New();
+    for (const auto &[sender, sent] : tags) {
+        PyObject *name = found == nullptr ? nullptr : PyUnicode_DecodeUTF8(sender.data(), sender.size(), "surrogateescape");
+        PyObject *list = name == nullptr ? nullptr : PyList_New(0);
+        bool made = list != nullptr && !PyDict_SetItem(found, name, list);
+        for (size_t i = 0; made && i < sent.size(); i++) {
+            PyObject *tag = PyBytes_FromStringAndSize(sent[i].data(), sent[i].size());
+            made = tag != nullptr && !PyList_Append(list, tag);
+            Py_XDECREF(tag);
+        }
+        Py_XDECREF(list);
+        Py_XDECREF(name);
+        if (!made) {
+            Py_XDECREF(found);
+            return nullptr;
+        }
+    }
+    return found;
+}
+
+PyObject *library_wait(PyObject *object, PyObject *args)
+{
+    Library *self = reinterpret_cast<Library *>(object);
+    Py_buffer polled;
+    long long timeout_ns, pause_ns;
+    if (!PyArg_ParseTuple(args, "w*LL", &polled, &timeout_ns, &pause_ns))
+        return nullptr;
+    PyObject *found = nullptr;
+    if (self->owner == nullptr || polled.len % sizeof(pollfd) || pause_ns <= 0) {
+        PyErr_SetString(PyExc_ValueError, "wait takes an array of struct pollfd and a pause, and needs an open library");
+    } else {
+        Tags tags;
+        int64_t ended_ns;
+        Py_BEGIN_ALLOW_THREADS
+        wait_for_tags(self, static_cast<pollfd *>(polled.buf), polled.len / sizeof(pollfd), timeout_ns, pause_ns, tags);
+        ended_ns = now_ns();
+        Py_END_ALLOW_THREADS
+        if (PyObject *by_sender = dict_of(tags))
+            found = Py_BuildValue("(NL)", by_sender, static_cast<long long>(ended_ns));
+    }
+    PyBuffer_Release(&polled);
+    return found;
 }
 
 /* ---- Requests ------------------------------------------------------------------------------------------------------- */
@@ -614,9 +696,16 @@ PyGetSetDef requests_getset[] = {
     {"then", requests_then, nullptr, "What a copy pool calls after each piece to post the request of its number.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
+PyMethodDef library_methods[] = {
+    {"wait", library_wait, METH_VARARGS,
+     "wait(polled, timeout_ns, pause_ns): waits without the GIL until one of an array of struct pollfd is ready or there are tags, for which it\n"
+     "looks after each pause; returns the tags by the sender's name, and the monotonic time at which it had ended."},
+    {nullptr, nullptr, 0, nullptr},
+};
 PyType_Slot library_slots[] = {
     {Py_tp_init, reinterpret_cast<void *>(library_init)},
     {Py_tp_dealloc, reinterpret_cast<void *>(library_dealloc)},
+    {Py_tp_methods, library_methods},
     {Py_tp_doc, const_cast<char *>("Library(path, abi, agent): NIXL's functions, and the agent that they are called for.")},
     {0, nullptr},
 };

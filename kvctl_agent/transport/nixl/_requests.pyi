@@ -1,3 +1,4 @@
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -5,6 +6,7 @@ import numpy.typing as npt
 
 class Library:
     def __init__(self, path: str, abi: bytes, agent: Any) -> None: ...
+    def wait(self, polled: ctypes.Array[Any], timeout_ns: int, pause_ns: int) -> tuple[dict[str, list[bytes]], int]: ...
 
 class Requests:
     def __init__(

@@ -28,6 +28,7 @@ Any call that posts, polls or collects makes progress for all peers of the agent
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
 import threading
@@ -462,6 +463,14 @@ class NixlTransport:
                 landed.append(self._landed.popleft())
         return landed + fresh
 
+    def wait_for_tags(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> int | None:
+        if self._native is None or self._landed or self._leaving or self._in_flight.draining:
+            return None
+        self._begin()
+        notified, ended_ns = self._native.wait(polled, int(timeout_s * 1e9), max(1, int(pause_s * 1e9)))
+        self._landed.extend(self._tags_of(notified))
+        return ended_ns
+
     def describe(self) -> dict[str, Any]:
         settings = {key: value for key, value in sorted(os.environ.items()) if key.startswith(_SHOWN)}
         return {
@@ -511,6 +520,9 @@ class NixlTransport:
             notified: dict[str, list[bytes]] = self._agent.getNotifs({}, [])
         except self._engine.errors as error:
             raise TransportError(f"nixl: cannot collect tags: {error}") from error
+        return self._tags_of(notified)
+
+    def _tags_of(self, notified: dict[str, list[bytes]]) -> list[Arrival]:
         return [
             Arrival(self._keys.get(sender) or _agent_name(sender), tag)
             for sender, received in notified.items()

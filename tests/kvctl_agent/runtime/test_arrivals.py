@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import Empty, Queue
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,11 @@ class Tags:
             raise self.error
         tags, self.waiting = self.waiting, []
         return [Arrival("prefill-0", tag) for tag in tags]
+
+    def wait_for_tags(self, polled: Any, timeout_s: float, pause_s: float) -> int:
+        if self.error is not None:
+            raise self.error
+        return round(timeout_s * 1e9)
 
 
 class Rig:
@@ -200,6 +206,37 @@ def test_after_a_long_silence_it_looks_often_again_once_bytes_are_about_to_come(
             break
     else:
         pytest.fail(f"it looks again after {wait_s * 1e6:.0f} µs")
+    rig.copier.close()
+    rig.ring.close()
+    rig.pool.close()
+
+
+def test_the_transport_may_look_for_tags_while_nothing_else_is_due(
+    telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(telemetry)  # its loop does not run
+
+    def waits() -> bool:
+        return rig.arrivals.wait(None, 0.1, 0.1) is not None  # type: ignore[arg-type]
+
+    now_ns = 10**12
+    monkeypatch.setattr(
+        "kvctl_agent.runtime.arrivals.time",
+        SimpleNamespace(monotonic=lambda: now_ns / 1e9, monotonic_ns=lambda: now_ns),
+    )
+    assert waits()
+    rig.arrivals.put(scatter())
+    assert not waits()
+    rig.arrivals.turn()
+    assert waits()
+    for fail in (rig.arrivals.turn, waits):
+        rig.tags.error = TransportError("broken")
+        assert not fail()
+        rig.tags.error = None
+        assert not waits()  # the transport would fail at once again
+        now_ns += 30_000_000
+        assert waits()
+    assert telemetry.metrics.total("kvctl_transport_errors_total") == 2
     rig.copier.close()
     rig.ring.close()
     rig.pool.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -122,6 +123,9 @@ class StandInArrivals:
 
     def wait_s(self) -> float:
         return 0.02
+
+    def wait(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> int | None:
+        return None
 
 
 class Rig:
@@ -398,6 +402,45 @@ def test_arrivals_are_told_when_bytes_are_about_to_come_unless_cores_are_few(
     until(lambda: not heard and len(rig.machine.handled) > 3)
     assert arrivals.expected == (0 if few_cores else 1)
     assert rig.loop.close(60)
+    rig.mailbox.close()
+
+
+class WaitingArrivals(StandInArrivals):
+    """Waits in place of the loop, as a transport's native code does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[tuple[float, float]] = []
+
+    def wait(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> int:
+        self.waits.append((timeout_s, pause_s))
+        ctypes.CDLL(None).poll(polled, len(polled), int(timeout_s * 1e3))
+        return time.monotonic_ns()
+
+
+def test_the_transport_waits_for_tags_in_place_of_the_loop_until_something_else_is_due(
+    zmq_context: Context, telemetry: Telemetry, directory: Path, at_best: AtBest
+) -> None:
+    arrivals = WaitingArrivals()
+    rig = Rig(zmq_context, telemetry, directory, arrivals)
+    rig.loop.start()
+
+    def handled_s() -> float:
+        time.sleep(0.15)
+        since = time.monotonic()
+        rig.machine.handled.clear()
+        rig.mailbox.put(ev.SendRoom(1))
+        until(lambda: rig.rooms() == [1])
+        return time.monotonic() - since
+
+    at_best(handled_s, 0.01)  # a tick comes only every 100 ms
+    arrivals.waits.clear()
+    time.sleep(0.5)
+    waits = arrivals.waits.copy()
+    assert 0 < len(waits) < 20  # for the ticks; without it the loop would have looked 25 times
+    assert all(0.02 == pause_s < timeout_s <= 0.1 for timeout_s, pause_s in waits)
+    assert rig.loop.close(60)
+    assert rig.errors() == []
     rig.mailbox.close()
 
 

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -226,3 +226,34 @@ def module_crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
     crew = Crew(tmp_path_factory.mktemp("crew"))
     yield crew
     crew.close()
+
+
+ODD_NAME = "prefill/0 #%é\0'\n"
+
+
+class Pair(NamedTuple):
+    """An agent of this process, and a peer process that has connected it as "writer"."""
+
+    agent: Any
+    peer: Any
+
+
+@pytest.fixture(scope="module")
+def pair(engine: str, module_crew: Any) -> Pair:
+    agent, peer = module_crew.agent(engine, ODD_NAME), module_crew.peer(engine, "decode-0")
+    agent.transport.connect("peer", peer.metadata)
+    peer.ask("connect", peer="writer", metadata=agent.transport.metadata().hex())
+    # Engines wire up with the first use; what that opens belongs to the module and not to its first test.
+    agent.finish(
+        agent.transport.write(
+            "peer", agent.at(*range(0, 65536, 128)), peer.at(*range(0, 65536, 128)), sizes(64, 512), b"ping"
+        )
+    )
+    peer.collect(1)
+    peer.ask("tell", peer="writer", tag=b"pong".hex())
+    agent.collect(1)
+    return Pair(agent, peer)
+
+
+def sizes(nbytes: int, count: int = 1) -> np.ndarray:
+    return np.full(count, nbytes, np.uint64)

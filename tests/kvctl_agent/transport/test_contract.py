@@ -3,47 +3,18 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvctl_agent.errors import TransportError
+from kvctl_agent.runtime.waiting import DescriptorWait
 from kvctl_agent.transport import Arrival
 from kvctl_agent.transport.base import MAX_TAG_BYTES
-from tests.kvctl_agent.transport.conftest import WITH_THREADS
+from tests.kvctl_agent.transport.conftest import ODD_NAME, WITH_THREADS, Pair, sizes
 
 pytestmark = WITH_THREADS
-
-ODD_NAME = "prefill/0 #%é\0'\n"
-
-
-class Pair(NamedTuple):
-    """An agent of this process, and a peer process that has connected it as "writer"."""
-
-    agent: Any
-    peer: Any
-
-
-@pytest.fixture(scope="module")
-def pair(engine: str, module_crew: Any) -> Pair:
-    agent, peer = module_crew.agent(engine, ODD_NAME), module_crew.peer(engine, "decode-0")
-    agent.transport.connect("peer", peer.metadata)
-    peer.ask("connect", peer="writer", metadata=agent.transport.metadata().hex())
-    # Engines wire up with the first use; what that opens belongs to the module and not to its first test.
-    agent.finish(
-        agent.transport.write(
-            "peer", agent.at(*range(0, 65536, 128)), peer.at(*range(0, 65536, 128)), sizes(64, 512), b"ping"
-        )
-    )
-    peer.collect(1)
-    peer.ask("tell", peer="writer", tag=b"pong".hex())
-    agent.collect(1)
-    return Pair(agent, peer)
-
-
-def sizes(nbytes: int, count: int = 1) -> np.ndarray:
-    return np.full(count, nbytes, np.uint64)
 
 
 def indices(*values: int) -> np.ndarray:
@@ -130,6 +101,12 @@ def test_tags_survive_any_bytes_in_both_directions(pair: Pair) -> None:
         assert [a["tag"] for a in peer.collect(1)] == [tag.hex()]
         peer.ask("tell", peer="writer", tag=tag.hex())
         assert agent.collect(1) == [Arrival("peer", tag)]
+
+
+def test_only_native_code_waits_for_tags(pair: Pair, engine: str) -> None:
+    """tests/kvctl_agent/transport/test_wait_for_tags.py has what such a wait does."""
+    ended_ns = pair.agent.transport.wait_for_tags(DescriptorWait([]).polled, timeout_s=0.001, pause_s=1e-4)
+    assert (ended_ns is not None) == (engine.split()[0] in ("nixl", "nixl+pool"))
 
 
 def test_a_sender_we_did_not_connect_goes_by_the_name_it_gave_itself(crew: Any, engine: str) -> None:
