@@ -302,8 +302,9 @@ KEYS: tuple[Key, ...] = (
         "lost_s",
         float,
         15.0,
-        "Time without a message from a peer after which it counts as lost and its rooms fail. A room whose prefill "
-        "instance's registry does not answer fails after this time, too.",
+        "Time without a message from a peer after which it counts as lost and its rooms fail, without the time in "
+        "which this rank itself could not run. A room whose prefill instance's registry does not answer fails after "
+        "this time, too.",
         unit="s",
         minimum=0.2,
         maximum=3600,

@@ -377,6 +377,7 @@ class Peer:
     _heartbeat_due_ns: int = 0
     _echo_ns: int = 0
     _echo_since_ns: int = 0
+    _deaf_ns: int = 0  # part of its silence in which this rank could not hear it
 
     def __post_init__(self) -> None:
         self.lease = Lease(self.timing.lease_ns)
@@ -394,6 +395,7 @@ class Peer:
     @heard_ns.setter
     def heard_ns(self, now_ns: int) -> None:
         self.lease.renewed_ns = now_ns
+        self._deaf_ns = 0
 
     def may_post(self, now_ns: int) -> bool:
         """Returns whether a writer may post to the peer: the peer is usable and its lease has not expired."""
@@ -481,9 +483,13 @@ class Peer:
         held = now_ns - self._echo_since_ns if self._echo_ns else 0
         return Heartbeat(sent_ns=now_ns, echo_ns=self._echo_ns, held_ns=held, watermark=watermark)
 
+    def excuse(self, deaf_ns: int, now_ns: int) -> None:
+        """Does not count the last `deaf_ns` as silence: the peer could not be heard. Its lease is not prolonged."""
+        self._deaf_ns = min(self._deaf_ns + deaf_ns, now_ns - self.heard_ns)
+
     def check(self, now_ns: int) -> PeerState | None:
         """Marks the peer as suspect or lost if it has been silent for too long; returns the new state if it changed."""
-        silence = now_ns - self.heard_ns
+        silence = now_ns - self.heard_ns - self._deaf_ns
         if self.usable and silence >= self.timing.lost_ns:
             self.state = PeerState.LOST
             return self.state

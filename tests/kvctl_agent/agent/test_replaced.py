@@ -84,6 +84,26 @@ def test_a_frozen_writer_that_was_replaced_writes_into_no_room_that_came_after_i
     assert decode.ask("incarnation", peer="prefill-1") == replacement.ask("own_incarnation"), "it does not come back"
 
 
+def test_ranks_that_were_stopped_together_for_longer_than_lost_s_lose_nobody(launch: Launch) -> None:
+    """As on a machine that is suspended, or moved to another one while it runs."""
+    writers = [launch("prefill", number, transport="nixl") for number in (0, 1)]
+    decode = launch("decode", 0, transport="nixl")
+    decode.ask("ready", timeout=60)
+    decode.ask("receive", rooms=ROOMS)
+    for rank in writers:
+        rank.ask("claim", rooms=ROOMS)
+        rank.ask("known", rooms=ROOMS)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for rank in (*writers, decode):
+            rank.signal(number)
+        time.sleep(4.0 if number is signal.SIGSTOP else 0.0)  # lost_s is 3
+    for rank in writers:
+        rank.ask("feed", rooms=ROOMS)
+    rooms = states(decode, ROOMS)
+    assert {row["state"] for row in rooms.values()} == {"SUCCESS"}, rooms
+    assert decode.ask("verify", rooms=ROOMS) == []
+
+
 def test_a_second_decode_rank_of_a_name_is_refused_and_the_first_is_served(launch: Launch) -> None:
     writers = [launch("prefill", number, transport="loopback") for number in (0, 1)]
     first = launch("decode", 0, transport="loopback")

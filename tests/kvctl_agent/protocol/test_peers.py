@@ -44,6 +44,26 @@ class TestStates:
         assert peer.hear(TIMING.suspect_ns) == (False, False)
         assert peer.state is PeerState.READY
 
+    def test_while_it_could_not_be_heard_it_was_not_silent(self) -> None:
+        peer = self.peer()
+        now_ns = TIMING.lost_ns + SECOND
+        peer.excuse(TIMING.lost_ns, now_ns)
+        assert peer.check(now_ns) is None
+        assert not peer.may_post(now_ns), "nobody knows what it has done meanwhile"
+        assert peer.check(now_ns + TIMING.suspect_ns) is PeerState.SUSPECT
+        assert peer.check(now_ns + TIMING.lost_ns) is PeerState.LOST
+
+    def test_what_was_heard_after_all_is_where_its_silence_begins(self) -> None:
+        peer = self.peer()
+        now_ns = 2 * TIMING.lost_ns
+        peer.hear(now_ns)
+        peer.excuse(2 * TIMING.lost_ns, now_ns)
+        assert peer.check(now_ns + TIMING.lost_ns) is PeerState.LOST
+        peer = self.peer()
+        peer.excuse(TIMING.lost_ns, now_ns)
+        peer.hear(now_ns)
+        assert peer.check(now_ns + TIMING.lost_ns) is PeerState.LOST
+
     def test_the_lease_ends_after_half_the_suspect_time(self) -> None:
         peer = self.peer()
         assert peer.may_post(TIMING.suspect_ns // 2)
@@ -114,6 +134,17 @@ def test_a_peer_that_is_suspect_and_comes_back_loses_nothing() -> None:
     assert world.d().peers["prefill-0"].state is PeerState.SUSPECT
     world.settle()
     assert world.rooms["decode-0", 7, 1000].state is RoomState.SUCCESS
+
+
+def test_ranks_that_stood_still_together_lose_nobody() -> None:
+    world = in_flight()
+    stood_ns = 2 * TIMING.lost_ns
+    world.now_ns += stood_ns
+    for name in world.machines:
+        world.feed(name, ev.Tick(stood_ns))
+    world.settle()
+    assert world.rooms["decode-0", 7, 1000].state is RoomState.SUCCESS
+    assert {peer.state for machine in world.machines.values() for peer in machine.peers.values()} == {PeerState.READY}
 
 
 def test_a_lost_peer_fails_its_rooms_and_is_named_with_its_incarnation() -> None:

@@ -68,8 +68,10 @@ class StandInExecutor:
         self.done: list[Any] = []
         self.error: Exception | None = None
         self.refusals: list[tuple[int, str]] = []
+        self.takes_s = 0.0
 
     def _do(self, what: Any) -> None:
+        time.sleep(self.takes_s)
         if self.error is not None:
             error, self.error = self.error, None
             raise error
@@ -268,6 +270,27 @@ def test_ticks_come_ten_times_a_second_also_under_load(rig: Rig) -> None:
         stop.set()
         flooder.join()
     assert ticks() <= 12 * max(1, time.monotonic() - since)
+
+
+def test_what_came_while_it_could_not_run_is_read_before_the_next_tick(rig: Rig) -> None:
+    """Else peers count as silent whose messages wait here."""
+    rig.machine.answers[1] = [changed(11)]
+    rig.executor.takes_s = 2.0
+    rig.mailbox.put(ev.SendRoom(1))
+    until(lambda: rig.rooms() == [1])
+    rig.mailbox.put(ev.SendRoom(2))
+
+    def first_deaf() -> int | None:
+        ticks = enumerate(rig.machine.handled.copy())
+        return next((number for number, event in ticks if isinstance(event, ev.Tick) and event.deaf_ns), None)
+
+    until(lambda: first_deaf() is not None)
+    number = first_deaf()
+    assert number is not None
+    assert rig.machine.handled[number].deaf_ns >= 1_800_000_000
+    assert rig.machine.handled.index(ev.SendRoom(2)) < number
+    texts = [row["text"] for row in rig.telemetry.recorder.since(None, 1000)["events"]]
+    assert any(text.startswith("the control loop was held up for ") for text in texts)
 
 
 def test_idle_it_sleeps(rig: Rig, at_best: AtBest) -> None:
