@@ -484,8 +484,11 @@ class Peer:
         return Heartbeat(sent_ns=now_ns, echo_ns=self._echo_ns, held_ns=held, watermark=watermark)
 
     def excuse(self, deaf_ns: int, now_ns: int) -> None:
-        """Does not count the last `deaf_ns` as silence: the peer could not be heard. Its lease is not prolonged."""
-        self._deaf_ns = min(self._deaf_ns + deaf_ns, now_ns - self.heard_ns)
+        """Does not count the last `deaf_ns` as silence: the peer could not be heard. Its lease is not prolonged.
+
+        Once in a silence: a rank that is held up again and again would never notice that a peer is lost.
+        """
+        self._deaf_ns = self._deaf_ns or min(deaf_ns, now_ns - self.heard_ns)
 
     def check(self, now_ns: int) -> PeerState | None:
         """Marks the peer as suspect or lost if it has been silent for too long; returns the new state if it changed."""

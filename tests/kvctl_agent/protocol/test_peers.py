@@ -51,6 +51,7 @@ class TestStates:
         assert peer.check(now_ns) is None
         assert not peer.may_post(now_ns), "nobody knows what it has done meanwhile"
         assert peer.check(now_ns + TIMING.suspect_ns) is PeerState.SUSPECT
+        peer.excuse(TIMING.lost_ns, now_ns + TIMING.lost_ns)  # held up again, and has read nothing from it between
         assert peer.check(now_ns + TIMING.lost_ns) is PeerState.LOST
 
     def test_what_was_heard_after_all_is_where_its_silence_begins(self) -> None:
