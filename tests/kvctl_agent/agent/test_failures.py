@@ -578,14 +578,10 @@ class TestCalibration:
 
     def test_measuring_on_request_gives_sane_costs(self, make_fleet: Any, transport: str) -> None:
         fleet = make_fleet(transport, prefill=(1, 1)).start()
-        found = []
-        for _ in range(5):  # a single write that is held up, on a machine with other work, makes descriptors look free
+        for _ in range(5):
             cost = fleet.prefill[0].measure_connection()
-            found.append((cost.write_gb_per_s, cost.write_us(1, 4096), cost.write_us(1, 1 << 20)))
-            if (
-                0.01 < cost.write_gb_per_s < 1000
-                and 0 < cost.write_us(1, 4096) < 1e5
-                and cost.write_us(1000, 1 << 20) > cost.write_us(1, 1 << 20)
-            ):
+            assert 0.01 < cost.write_gb_per_s < 1000
+            assert 0 < cost.write_us(1, 4096) < 1e5
+            if cost.write_us(1000, 1 << 20) > cost.write_us(1, 1 << 20):
                 return
-        pytest.fail(f"five measurements without sane costs: {found}")
+        pytest.fail("five times descriptors cost nothing; once may be a single write that other work held up")
