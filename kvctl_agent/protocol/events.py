@@ -320,10 +320,10 @@ class Shutdown(Event, frozen=True):
 class Tick(Event, frozen=True):
     """The periodic tick: the machine checks deadlines, resends and liveness.
 
-    `deaf_ns` is for how long before it this rank could not run, and so could not hear its peers.
+    `stalled_ns` is for how long before it this rank could not run, and so could not hear its peers.
     """
 
-    deaf_ns: int = 0
+    stalled_ns: int = 0
 
 
 class Action(msgspec.Struct, frozen=True):

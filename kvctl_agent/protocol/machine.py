@@ -179,15 +179,15 @@ class PeerSessions:
         else:
             self._context.drop("incarnation")
 
-    def check(self, deaf_ns: int = 0) -> None:
+    def check(self, stalled_ns: int = 0) -> None:
         """Marks silent peers as suspect or lost, and sends the heartbeats that are due.
 
         Args:
-            deaf_ns: time before now in which this rank could not hear its peers.
+            stalled_ns: time before now in which this rank could not hear its peers.
         """
         context = self._context
         for peer in list(context.peers.values()):
-            peer.excuse(deaf_ns, context.now_ns)
+            peer.discount(stalled_ns, context.now_ns)
             changed = peer.check(context.now_ns)
             silent = (context.now_ns - peer.heard_ns) / 1e9
             if changed is PeerState.SUSPECT:

@@ -377,7 +377,7 @@ class Peer:
     _heartbeat_due_ns: int = 0
     _echo_ns: int = 0
     _echo_since_ns: int = 0
-    _deaf_ns: int = 0  # part of its silence in which this rank could not hear it
+    _stalled_ns: int = 0  # part of its silence in which this rank could not hear it
 
     def __post_init__(self) -> None:
         self.lease = Lease(self.timing.lease_ns)
@@ -395,7 +395,7 @@ class Peer:
     @heard_ns.setter
     def heard_ns(self, now_ns: int) -> None:
         self.lease.renewed_ns = now_ns
-        self._deaf_ns = 0
+        self._stalled_ns = 0
 
     def may_post(self, now_ns: int) -> bool:
         """Returns whether a writer may post to the peer: the peer is usable and its lease has not expired."""
@@ -483,16 +483,16 @@ class Peer:
         held = now_ns - self._echo_since_ns if self._echo_ns else 0
         return Heartbeat(sent_ns=now_ns, echo_ns=self._echo_ns, held_ns=held, watermark=watermark)
 
-    def excuse(self, deaf_ns: int, now_ns: int) -> None:
-        """Does not count the last `deaf_ns` as silence: the peer could not be heard. Its lease is not prolonged.
+    def discount(self, stalled_ns: int, now_ns: int) -> None:
+        """Does not count `stalled_ns` of its silence, in which it could not be heard. Its lease is not prolonged.
 
         Once in a silence: a rank that is held up again and again would never notice that a peer is lost.
         """
-        self._deaf_ns = self._deaf_ns or min(deaf_ns, now_ns - self.heard_ns)
+        self._stalled_ns = self._stalled_ns or min(stalled_ns, now_ns - self.heard_ns)
 
     def check(self, now_ns: int) -> PeerState | None:
         """Marks the peer as suspect or lost if it has been silent for too long; returns the new state if it changed."""
-        silence = now_ns - self.heard_ns - self._deaf_ns
+        silence = now_ns - self.heard_ns - self._stalled_ns
         if self.usable and silence >= self.timing.lost_ns:
             self.state = PeerState.LOST
             return self.state

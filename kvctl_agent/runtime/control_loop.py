@@ -48,7 +48,7 @@ from kvctl_agent.telemetry.hub import Telemetry
 
 _TICK_NS = 100_000_000
 _LIVENESS_NS = 500_000_000
-_DEAF_NS = 1_000_000_000  # so late a tick finds messages that have waited, and peers that may have stood still, too
+_STALL_NS = 1_000_000_000  # so late a tick finds messages that have waited, and peers that may have stood still, too
 _FEW_ROOMS = 4
 _PAUSE_A_ROOM_S = 50e-6
 _LONGEST_PAUSE_S = 1e-3
@@ -220,7 +220,7 @@ class ControlLoop:
         self._few_cores = few_cores
         self.requests = OperatorRequests(mailbox.put)
         self._stop_by_s = inf
-        self._tick_ns = self._deaf_ns = 0
+        self._tick_ns = self._stalled_ns = 0
         self._liveness_ns = 0
         self._channel_due_ns = 0
         self._flush_now = self._ask_now = False
@@ -441,27 +441,27 @@ class ControlLoop:
                 self._server.turn()
             for instance in self._registries.turn(ready, now):
                 self._roster_changed(instance)
-        if now >= self._tick_ns and not self._was_deaf(now):
+        if now >= self._tick_ns and not self._note_stall(now):
             self._tick_ns = now + _TICK_NS
             self._check_liveness(now)
-            self._feed(ev.Tick(self._deaf_ns))
-            self._deaf_ns = 0
+            self._feed(ev.Tick(self._stalled_ns))
+            self._stalled_ns = 0
         if channel_due or self._flush_now:
             self._flush()
         self._run_tasks()
         if self._flush_now:
             self._flush()
 
-    def _was_deaf(self, now_ns: int) -> bool:
-        """Returns whether the tick is so late that the next turn must first read what peers have sent meanwhile.
+    def _note_stall(self, now_ns: int) -> bool:
+        """Notes a tick that is very late; returns whether the next turn must first read what peers have sent meanwhile.
 
         This thread had no core or no interpreter, or the process or the whole machine was stopped.
         """
         late_ns = now_ns - self._tick_ns if self._tick_ns else 0
-        if late_ns < _DEAF_NS:
+        if late_ns < _STALL_NS:
             return False
         self._tick_ns = now_ns
-        self._deaf_ns += late_ns
+        self._stalled_ns += late_ns
         held_up = f"the control loop was held up for {late_ns / 1e9:.1f} s"
         why = "it had no core or no interpreter, was stopped, or a call took long"
         self._telemetry.recorder.record("control", f"{held_up}: {why}", "warning")

@@ -81,7 +81,7 @@ class DecodeMachine(Machine):
         self._lost_messages = {}
 
     def on_tick(self, event: ev.Tick) -> None:
-        self._sessions.check(event.deaf_ns)
+        self._sessions.check(event.stalled_ns)
         self.state.tombstones.expire(self._context.now_ns)
         self._reclaim.forget_former()
         self._instances.forget_departed()

@@ -100,7 +100,7 @@ class PrefillMachine(Machine):
         self.state.draining = event.on
 
     def on_tick(self, event: ev.Tick) -> None:
-        self._sessions.check(event.deaf_ns)
+        self._sessions.check(event.stalled_ns)
         self._rooms.expire()
         self._rooms.check()
 

@@ -47,21 +47,21 @@ class TestStates:
     def test_while_it_could_not_be_heard_it_was_not_silent(self) -> None:
         peer = self.peer()
         now_ns = TIMING.lost_ns + SECOND
-        peer.excuse(TIMING.lost_ns, now_ns)
+        peer.discount(TIMING.lost_ns, now_ns)
         assert peer.check(now_ns) is None
         assert not peer.may_post(now_ns), "nobody knows what it has done meanwhile"
         assert peer.check(now_ns + TIMING.suspect_ns) is PeerState.SUSPECT
-        peer.excuse(TIMING.lost_ns, now_ns + TIMING.lost_ns)  # held up again, and has read nothing from it between
+        peer.discount(TIMING.lost_ns, now_ns + TIMING.lost_ns)  # held up again, and has read nothing from it between
         assert peer.check(now_ns + TIMING.lost_ns) is PeerState.LOST
 
     def test_what_was_heard_after_all_is_where_its_silence_begins(self) -> None:
         peer = self.peer()
         now_ns = 2 * TIMING.lost_ns
         peer.hear(now_ns)
-        peer.excuse(2 * TIMING.lost_ns, now_ns)
+        peer.discount(2 * TIMING.lost_ns, now_ns)
         assert peer.check(now_ns + TIMING.lost_ns) is PeerState.LOST
         peer = self.peer()
-        peer.excuse(TIMING.lost_ns, now_ns)
+        peer.discount(TIMING.lost_ns, now_ns)
         peer.hear(now_ns)
         assert peer.check(now_ns + TIMING.lost_ns) is PeerState.LOST
 

@@ -280,14 +280,14 @@ def test_what_came_while_it_could_not_run_is_read_before_the_next_tick(rig: Rig)
     until(lambda: rig.rooms() == [1])
     rig.mailbox.put(ev.SendRoom(2))
 
-    def first_deaf() -> int | None:
+    def first_after_stall() -> int | None:
         ticks = enumerate(rig.machine.handled.copy())
-        return next((number for number, event in ticks if isinstance(event, ev.Tick) and event.deaf_ns), None)
+        return next((number for number, event in ticks if isinstance(event, ev.Tick) and event.stalled_ns), None)
 
-    until(lambda: first_deaf() is not None)
-    number = first_deaf()
+    until(lambda: first_after_stall() is not None)
+    number = first_after_stall()
     assert number is not None
-    assert rig.machine.handled[number].deaf_ns >= 1_800_000_000
+    assert rig.machine.handled[number].stalled_ns >= 1_800_000_000
     assert rig.machine.handled.index(ev.SendRoom(2)) < number
     texts = [row["text"] for row in rig.telemetry.recorder.since(None, 1000)["events"]]
     assert any(text.startswith("the control loop was held up for ") for text in texts)
