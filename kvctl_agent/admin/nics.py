@@ -51,7 +51,7 @@ class NicQuery:
 
     def _ask(self, now: int) -> Nics:
         nics = self._host.read()
-        sent, again = _tcp_segments((self._read([str(self._root / "proc/net/snmp")])[0] or b"").decode())
+        tcp = _tcp_counters(self._read([str(self._root / "proc/net" / name) for name in ("snmp", "netstat")]))
         if now >= self._slow_due_ns:
             self._open = self._open_devices() if any(nic["kind"] == "rdma" for nic in nics) else []
             self._routes = routes(self._rank.peers())
@@ -67,8 +67,9 @@ class NicQuery:
             "read_ns": time.monotonic_ns() - now,
             "nics": nics,
             "left_out": self._host.left_out,
-            "segments_sent_total": sent,
-            "segments_retransmitted_total": again,
+            "segments_sent_total": tcp.get("OutSegs"),
+            "segments_retransmitted_total": tcp.get("RetransSegs"),
+            "segments_duplicate_total": tcp.get("TCPDSACKRecvSegs"),
             "numa_nodes": len(nodes),
             "cpu_nodes": sorted(node for node, own in nodes.items() if own & cores),
             "gpu": gpu,
@@ -190,12 +191,12 @@ def route(kernel: socket.socket, address: str) -> tuple[str, str] | None:
     return socket.if_indextoname(int.from_bytes(values[_OIF][:4], "little")), gateway
 
 
-def _tcp_segments(snmp: str) -> tuple[int | None, int | None]:
-    """Returns the TCP segments that were sent, and those sent again, from /proc/net/snmp."""
-    names, values = [line.split()[1:] for line in snmp.splitlines() if line.startswith("Tcp:")] or [[], []]
-    counters = dict(zip(names, values, strict=False))
-    sent, again = counters.get("OutSegs", ""), counters.get("RetransSegs", "")
-    return int(sent) if sent.isdecimal() else None, int(again) if again.isdecimal() else None
+def _tcp_counters(files: Iterable[bytes | None]) -> dict[str, int]:
+    """Returns the counters of TCP in /proc/net/snmp and /proc/net/netstat, pairs of lines of names and of values."""
+    lines = [line.split()[1:] for text in files for line in (text or b"").decode().splitlines() if line[:3] == "Tcp"]
+    pairs = zip(lines[::2], lines[1::2], strict=False)
+    counters = {name: value for names, values in pairs for name, value in zip(names, values, strict=False)}
+    return {name: int(value) for name, value in counters.items() if value.isdecimal()}
 
 
 def _link(path: str) -> str:

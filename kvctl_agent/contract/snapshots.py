@@ -471,6 +471,7 @@ class Nics(TypedDict):
     left_out: int  # devices not in `nics`, because there are too many
     segments_sent_total: int | None  # TCP segments of the network namespace
     segments_retransmitted_total: int | None
+    segments_duplicate_total: int | None  # of those sent again, that were not lost: peers told that they had them
     numa_nodes: int  # of the host
     cpu_nodes: list[int]  # NUMA nodes with cores on which the process may run
     gpu: str | None  # PCI address of the rank's GPU

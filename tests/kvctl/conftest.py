@@ -391,6 +391,7 @@ def nics(name: str) -> dict[str, Any]:
         "left_out": 0,
         "segments_sent_total": 5_000_000,
         "segments_retransmitted_total": 12,
+        "segments_duplicate_total": 3,
         "numa_nodes": 2,
         "cpu_nodes": [0],
         "gpu": None,

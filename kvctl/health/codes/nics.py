@@ -496,7 +496,8 @@ def _link_local(gid: str) -> bool:
     "transport",
     sees="rates fall and latencies jump for a while, on one host or to one host",
     means="Between two readings a device counted faults of its link (symbol errors, discarded or damaged packets), or "
-    "more than one packet in a thousand was lost and sent again; over TCP one segment in a hundred. One lost packet "
+    "more than one packet in a thousand was lost and sent again; over TCP one segment in a hundred, without those that "
+    "were only late, as on a host whose cores are busy. One lost packet "
     "makes a RoCE sender repeat all that follow it. Causes: a bad cable, a switch port without PFC or "
     "ECN, a smaller MTU on the way.",
     remedy="Read the counters again; exchange the cable or the transceiver; check PFC and ECN on the switch for RoCE, "
@@ -536,19 +537,23 @@ def _tcp_losses(snapshot: Snapshot) -> Iterator[Finding]:
         now, before = nics_of(agents[0]), nics_of(snapshot.earlier(agents[0].name))
         sent = _growth(now, before, "segments_sent_total")
         again = _growth(now, before, "segments_retransmitted_total")
-        if not sent or not again or sent < _MIN_SEGMENTS or again < _LOST_SHARE_TCP * sent:
+        if not sent or not again or sent < _MIN_SEGMENTS:
+            continue
+        lost = again - (_growth(now, before, "segments_duplicate_total") or 0)
+        if lost < _LOST_SHARE_TCP * sent:
             continue
         yield nic_errors.finding(
             f"{host} tcp",
             agents=_names(agents),
-            weight=again / sent,
+            weight=lost / sent,
             evidence={
                 "segments": round(sent),
                 "retransmitted": round(again),
-                "retransmitted_ratio": round(again / sent, 4),
+                "lost": round(lost),
+                "lost_ratio": round(lost / sent, 4),
             },
-            cause=f"{percent(again / sent)} of the TCP segments of {host} were lost and sent again "
-            f"({again:.0f} of {sent:.0f})",
+            cause=f"{percent(lost / sent)} of the TCP segments of {host} were lost and sent again "
+            f"({lost:.0f} of {sent:.0f})",
             remedy=f"{_shows(host)} shows its interfaces and their errors; look for congestion, a bad link or a small "
             "MTU on the way to its peers",
         )

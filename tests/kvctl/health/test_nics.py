@@ -61,6 +61,7 @@ class Hosts:
                 "left_out": 0,
                 "segments_sent_total": at_ns // 1000,
                 "segments_retransmitted_total": 0,
+                "segments_duplicate_total": None,
                 "numa_nodes": len(reader.nodes()),
                 "cpu_nodes": sorted(reader.nodes()),
                 "gpu": host_tree.gpu(number).rpartition("/")[2] if has_gpus else None,
@@ -337,6 +338,22 @@ def test_tcp_segments_that_are_lost(hosts: Hosts) -> None:
     found = only(hosts.find(hosts.read()), "KV_NIC_ERRORS", "node-2 tcp")
     assert found.cause == "3 % of the TCP segments of node-2 were lost and sent again (300 of 10000)"
     assert found.agents == ("decode-0", "decode-1")
+
+
+def test_tcp_segments_that_were_only_late(hosts: Hosts) -> None:
+    def counted(sent: int, again: int, duplicate: int) -> None:
+        for name in ("decode-0", "decode-1"):
+            hosts.changes[name].update(
+                segments_sent_total=sent, segments_retransmitted_total=again, segments_duplicate_total=duplicate
+            )
+
+    counted(5_000_000, 10, 5)
+    hosts.read()
+    counted(5_010_000, 310, 304)
+    assert hosts.find(hosts.read()) == [], "a busy host acknowledges late, and has them twice"
+    counted(5_020_000, 810, 504)
+    found = only(hosts.find(hosts.read()), "KV_NIC_ERRORS", "node-2 tcp")
+    assert found.evidence == {"segments": 10_000, "retransmitted": 500, "lost": 300, "lost_ratio": 0.03}
 
 
 def test_tcp_segments_of_hosts_without_remote_peers_are_others(hosts: Hosts) -> None:

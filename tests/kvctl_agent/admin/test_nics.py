@@ -101,6 +101,7 @@ def test_tcp_segments_of_this_host_are_counted() -> None:
     assert answer["segments_sent_total"] is not None
     assert answer["segments_sent_total"] > 0
     assert answer["segments_retransmitted_total"] is not None
+    assert answer["segments_duplicate_total"] is not None
     assert answer["network"].startswith("net:[")
 
 
