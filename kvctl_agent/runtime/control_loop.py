@@ -464,7 +464,7 @@ class ControlLoop:
         self._stalled_ns += late_ns
         held_up = f"the control loop was held up for {late_ns / 1e9:.1f} s"
         why = "it had no core or no interpreter, was stopped, or a call took long"
-        self._telemetry.recorder.record("control", f"{held_up}: {why}", "warning")
+        self._telemetry.recorder.record("stall", f"{held_up}: {why}", "warning")
         return True
 
     def _flush(self) -> None:
