@@ -198,6 +198,7 @@ def _busy(name: str, path: str, rooms: int, device: Device = "cpu") -> Work:
 
 
 _BUSY_STAGED = _busy("busy-staged", "staged", 100)
+_BUSY_BULK = _busy("busy-bulk", "bulk", 100)
 _GPU_BUSY = _busy("gpu-busy", "direct", 250, "cuda")
 
 ROWS = (
@@ -231,8 +232,10 @@ ROWS = (
     Row("small-tp4-dp4-cpu", _SMALL, CPU, Goal("≤", 0.4, "value"), Goal("≤", 0.4, "value")),
     Row("observer", _OBSERVED, OBSERVED, Goal("≤", 0.02, "value"), Goal("≤", 0.02, "value")),
     Row("busy-staged-served", _BUSY_STAGED, SERVED_RATIO, Goal("≥", 0.8, "value"), Goal("≥", 0.8, "value")),
+    Row("busy-staged-slowdown", _BUSY_STAGED, SLOWDOWN, None),
     Row("busy-staged-stall", _BUSY_STAGED, STALL, Goal("≤", 2, "value"), Goal("≤", 2, "value")),
-    Row("busy-bulk-stall", _busy("busy-bulk", "bulk", 100), STALL, Goal("≤", 2, "value"), Goal("≤", 2, "value")),
+    Row("busy-bulk-slowdown", _BUSY_BULK, SLOWDOWN, None),
+    Row("busy-bulk-stall", _BUSY_BULK, STALL, Goal("≤", 2, "value"), Goal("≤", 2, "value")),
     Row(
         "gpu-tp4-dp4",
         Work("gpu-tp4-dp4", tokens=1024, in_flight=8, rooms=256, decode_dp=4, device="cuda"),
