@@ -320,7 +320,7 @@ class Shutdown(Event, frozen=True):
 class Tick(Event, frozen=True):
     """The periodic tick: the machine checks deadlines, resends and liveness.
 
-    `stalled_ns` is for how long before it this rank could not run, and so could not hear its peers.
+    `stalled_ns` is for how long before it this rank could not run: it heard no peer, and no room made progress.
     """
 
     stalled_ns: int = 0

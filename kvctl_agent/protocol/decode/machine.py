@@ -86,7 +86,7 @@ class DecodeMachine(Machine):
         self._reclaim.forget_former()
         self._instances.forget_departed()
         self._instances.send_hello()
-        self._rooms.check()
+        self._rooms.check(event.stalled_ns)
         self._grants.unblock()
 
     def _on_peer_lost(self, peer: Peer, text: str) -> None:

@@ -443,10 +443,16 @@ class RecvRooms:
 
     # ---- time -------------------------------------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Fails rooms that are past their deadline, and resends the messages that are due."""
+    def check(self, stalled_ns: int = 0) -> None:
+        """Fails rooms that are past their deadline, and resends the messages that are due.
+
+        Args:
+            stalled_ns: time before now in which this rank could not run, which counts for no deadline.
+        """
         now_ns = self.context.now_ns
         for room in list(self.state.rooms.values()):
+            if stalled_ns:
+                room.since_ns = min(room.since_ns + stalled_ns, now_ns)
             if not room.state.finished:
                 self._check_deadline(room)
             elif room.failure is not None:

@@ -102,7 +102,7 @@ class PrefillMachine(Machine):
     def on_tick(self, event: ev.Tick) -> None:
         self._sessions.check(event.stalled_ns)
         self._rooms.expire()
-        self._rooms.check()
+        self._rooms.check(event.stalled_ns)
 
     # ---- views: safe from any thread --------------------------------------------------------------------------
 

@@ -606,9 +606,16 @@ class SendRooms:
 
     # ---- time -------------------------------------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Fails rooms that are past their deadline or have a due abort, and resends the messages that are due."""
+    def check(self, stalled_ns: int = 0) -> None:
+        """Fails rooms that are past their deadline or have a due abort, and resends the messages that are due.
+
+        Args:
+            stalled_ns: time before now in which this rank could not run, which counts for no deadline.
+        """
         now_ns, timing = self.context.now_ns, self.context.timing
+        if stalled_ns:
+            for each in self.state.rooms.values():
+                each.since_ns = min(each.since_ns + stalled_ns, now_ns)
         self._apply_aborts()
         for transfer in list(self.state.transfers.values()):
             if now_ns >= transfer.resend_ns > 0 and (room := self.state.rooms.get(transfer.room)) is not None:

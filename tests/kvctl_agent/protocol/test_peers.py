@@ -139,13 +139,35 @@ def test_a_peer_that_is_suspect_and_comes_back_loses_nothing() -> None:
 
 def test_ranks_that_stood_still_together_lose_nobody() -> None:
     world = in_flight()
-    stood_ns = 2 * TIMING.lost_ns
-    world.now_ns += stood_ns
-    for name in world.machines:
-        world.feed(name, ev.Tick(stood_ns))
+    stood(world, 2 * TIMING.lost_ns)
     world.settle()
     assert world.rooms["decode-0", 7, 1000].state is RoomState.SUCCESS
     assert {peer.state for machine in world.machines.values() for peer in machine.peers.values()} == {PeerState.READY}
+
+
+def stood(world: World, stood_ns: int) -> None:
+    world.now_ns += stood_ns
+    for name in world.machines:
+        world.feed(name, ev.Tick(stood_ns))
+
+
+@pytest.mark.parametrize("opened", [True, False])
+@pytest.mark.parametrize("claimed", [True, False])
+def test_time_in_which_a_rank_could_not_run_counts_for_no_deadline_of_a_room(claimed: bool, opened: bool) -> None:
+    world = World(ParallelConfig(), ParallelConfig(tp=1 if opened else 2))
+    world.connect()
+    world.receive(7, 2)
+    if claimed:
+        world.feed("prefill-0", ev.SendRoom(7))
+    world.flush()
+    stood(world, 2 * max(TIMING.bootstrap_ns, TIMING.waiting_ns, TIMING.unclaimed_ns))
+    world.flush()
+    world.tick(SECOND)
+    (room,) = world.rooms.values()
+    assert not room.state.finished
+    assert world.p().rooms[7].failure is None
+    silence(world, "", max(TIMING.bootstrap_ns, TIMING.waiting_ns) // SECOND + 5)
+    assert room.state is RoomState.FAILED, "the time in which they run counts"
 
 
 def test_a_lost_peer_fails_its_rooms_and_is_named_with_its_incarnation() -> None:
