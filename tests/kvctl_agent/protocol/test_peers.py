@@ -137,18 +137,18 @@ def test_a_peer_that_is_suspect_and_comes_back_loses_nothing() -> None:
     assert world.rooms["decode-0", 7, 1000].state is RoomState.SUCCESS
 
 
+def stood(world: World, stood_ns: int) -> None:
+    world.now_ns += stood_ns
+    for name in world.machines:
+        world.feed(name, ev.Tick(stood_ns))
+
+
 def test_ranks_that_stood_still_together_lose_nobody() -> None:
     world = in_flight()
     stood(world, 2 * TIMING.lost_ns)
     world.settle()
     assert world.rooms["decode-0", 7, 1000].state is RoomState.SUCCESS
     assert {peer.state for machine in world.machines.values() for peer in machine.peers.values()} == {PeerState.READY}
-
-
-def stood(world: World, stood_ns: int) -> None:
-    world.now_ns += stood_ns
-    for name in world.machines:
-        world.feed(name, ev.Tick(stood_ns))
 
 
 @pytest.mark.parametrize("opened", [True, False])
