@@ -792,7 +792,115 @@ static PyType_Slot copy_slots[] = {
 static PyType_Spec copy_spec = {
     "kvctl_agent.memory._row_copies.Copy", sizeof(Copy), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, copy_slots};
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_row_copies", "Copies of rows without the GIL.", -1, NULL, NULL, NULL, NULL, NULL};
+/* ---- Descriptors of page runs --------------------------------------------------------------------------------------- */
+
+typedef struct {
+    int64_t src, dst;
+    Py_ssize_t at;
+} PagePair;
+
+static int by_source(const void *one, const void *other)
+{
+    const PagePair *a = one, *b = other;
+    if (a->src != b->src)
+        return a->src < b->src ? -1 : 1;
+    return a->at < b->at ? -1 : 1;
+}
+
+/* Borrows an array of int64 in one dimension; returns its length, or -1 with an exception. */
+static Py_ssize_t read_numbers(PyObject *object, Py_buffer *view)
+{
+    if (PyObject_GetBuffer(object, view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS))
+        return -1;
+    if (view->itemsize == sizeof(int64_t) && view->ndim == 1 && view->format != NULL && strchr("lq", view->format[0]))
+        return view->len / (Py_ssize_t)sizeof(int64_t);
+    PyBuffer_Release(view);
+    PyErr_SetString(PyExc_TypeError, "pages and addresses must be int64 in one dimension");
+    return -1;
+}
+
+/* Pairs the pages, in the order of their sources, and joins adjacent ones; returns the number of runs. */
+static Py_ssize_t join_pages(PagePair *pairs, Py_ssize_t pages, int64_t page_bytes, int64_t *counts)
+{
+    for (Py_ssize_t i = 1; i < pages; i++)
+        if (pairs[i].src < pairs[i - 1].src) {
+            qsort(pairs, pages, sizeof *pairs, by_source);
+            break;
+        }
+    Py_ssize_t runs = 0;
+    for (Py_ssize_t i = 0; i < pages; i++) {
+        if (i && pairs[i].src - pairs[i - 1].src == page_bytes && pairs[i].dst - pairs[i - 1].dst == page_bytes) {
+            counts[runs - 1]++;
+        } else {
+            pairs[runs] = pairs[i]; /* runs <= i: pages that are still to be compared are not overwritten */
+            counts[runs++] = 1;
+        }
+    }
+    return runs;
+}
+
+static PyObject *run_descriptors(PyObject *module_object, PyObject *args)
+{
+    PyObject *given[4], *found = NULL, *made[3] = {NULL, NULL, NULL};
+    long long page_bytes;
+    if (!PyArg_ParseTuple(args, "OOLOO", &given[0], &given[1], &page_bytes, &given[2], &given[3]))
+        return NULL;
+    Py_buffer view[4];
+    Py_ssize_t length[4];
+    int read = 0;
+    for (; read < 4; read++)
+        if ((length[read] = read_numbers(given[read], &view[read])) < 0)
+            break;
+    PagePair *pairs = NULL;
+    int64_t *counts = NULL;
+    if (read < 4)
+        goto ended;
+    const Py_ssize_t pages = length[0], blocks = length[2];
+    if (length[1] != pages || length[3] != blocks || page_bytes <= 0) {
+        PyErr_SetString(PyExc_ValueError, "source and destination differ in number, or a page has no bytes");
+        goto ended;
+    }
+    pairs = calloc(pages + 1, sizeof *pairs);
+    counts = calloc(pages + 1, sizeof *counts);
+    if (pairs == NULL || counts == NULL) {
+        PyErr_NoMemory();
+        goto ended;
+    }
+    const int64_t *src = view[0].buf, *dst = view[1].buf, *local = view[2].buf, *remote = view[3].buf;
+    for (Py_ssize_t i = 0; i < pages; i++)
+        pairs[i] = (PagePair){src[i], dst[i], i};
+    const Py_ssize_t runs = join_pages(pairs, pages, page_bytes, counts);
+    for (int i = 0; i < 3; i++)
+        if ((made[i] = PyBytes_FromStringAndSize(NULL, blocks * runs * (Py_ssize_t)sizeof(int64_t))) == NULL)
+            goto ended;
+    int64_t *from = (int64_t *)PyBytes_AsString(made[0]), *to = (int64_t *)PyBytes_AsString(made[1]);
+    int64_t *sizes = (int64_t *)PyBytes_AsString(made[2]);
+    for (Py_ssize_t block = 0; block < blocks; block++)
+        for (Py_ssize_t run = 0; run < runs; run++) {
+            *from++ = local[block] + pairs[run].src;
+            *to++ = remote[block] + pairs[run].dst;
+            *sizes++ = counts[run] * page_bytes;
+        }
+    found = PyTuple_Pack(3, made[0], made[1], made[2]);
+ended:
+    for (int i = 0; i < 3; i++)
+        Py_XDECREF(made[i]);
+    while (read > 0)
+        PyBuffer_Release(&view[--read]);
+    free(pairs);
+    free(counts);
+    return found;
+}
+
+static PyMethodDef functions[] = {
+    {"run_descriptors", run_descriptors, METH_VARARGS,
+     "run_descriptors(src, dst, page_bytes, local, remote): joins adjacent pages, which offsets name, and returns for each of the blocks\n"
+     "whose addresses are given the addresses of each run and its bytes, three arrays of 64 bits as bytes; with the GIL held."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "_row_copies", "Copies of rows without the GIL.", -1, functions, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__row_copies(void)
 {

@@ -30,3 +30,11 @@ class Pool:
     def pieces_at_once(self) -> int: ...
     @property
     def has_threads(self) -> bool: ...
+
+def run_descriptors(
+    src: npt.NDArray[np.int64],
+    dst: npt.NDArray[np.int64],
+    page_bytes: int,
+    local: npt.NDArray[np.int64],
+    remote: npt.NDArray[np.int64],
+) -> tuple[bytes, bytes, bytes]: ...

@@ -7,16 +7,15 @@ are treated as pages. The aux row is sent in its tag or in one small write.
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from kvctl_agent.errors import LayoutError, MemoryLayoutError
+from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.memory.addresses import PoolAddresses
+from kvctl_agent.memory.page_runs import RunDescriptors, run_descriptors
 from kvctl_agent.paths.base import Flight, WriteFlight
 from kvctl_agent.paths.contiguous_runs import whole_pages
-from kvctl_agent.paths.peer_connection import Numbers, PeerConnection
+from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.protocol.events import Transfer
 from kvctl_agent.protocol.tag import TAG_BYTES, with_row
 from kvctl_agent.transport.base import Addresses, Prepared, Sizes
@@ -24,47 +23,6 @@ from kvctl_agent.transport.base import Addresses, Prepared, Sizes
 _MAX_AUX_ROWS = 1 << 20
 MAX_ROW_IN_TAG = 2048
 """Size of the largest aux row that is sent in its tag."""
-
-
-class PageRuns(NamedTuple):
-    """Runs of adjacent pages: run i has counts[i] pages, from src_first[i] on and to dst_first[i] on."""
-
-    src_first: npt.NDArray[np.int64]
-    dst_first: npt.NDArray[np.int64]
-    counts: npt.NDArray[np.int64]
-
-
-def page_run_arrays(src_pages: npt.ArrayLike, dst_pages: npt.ArrayLike, page_bytes: int = 1) -> PageRuns:
-    """Returns the fewest runs that move src_pages[i] to dst_pages[i] for every i, ordered by source page.
-
-    A page is named by its offset in the pool; with `page_bytes` 1, by its index.
-
-    Unsorted pages are sorted first: allocators return pages in descending order after a free, and the order in which
-    the pages of a part are written does not matter.
-
-    Args:
-        src_pages: Pages in the writer's pool, one-dimensional, without duplicates.
-        dst_pages: Pages in the decode rank's pool, of the same length.
-        page_bytes: Distance of adjacent pages.
-
-    Raises:
-        LayoutError: the two lists differ in length or are not one-dimensional.
-    """
-    # Converted to int64 before any subtraction, because unsigned page indices would wrap.
-    src = np.asarray(src_pages).astype(np.int64, copy=False)
-    dst = np.asarray(dst_pages).astype(np.int64, copy=False)
-    if src.ndim != 1 or src.shape != dst.shape:
-        raise LayoutError(
-            f"page lists of shapes {src.shape} and {dst.shape}: they must be one-dimensional and of equal length"
-        )
-    step = np.diff(src)
-    if np.any(step < 0):
-        order = np.argsort(src, kind="stable")
-        src, dst = src[order], dst[order]
-        step = np.diff(src)
-    breaks = np.flatnonzero((step != page_bytes) | (np.diff(dst) != page_bytes)) + 1
-    first = np.concatenate((np.zeros(min(1, src.size), dtype=np.int64), breaks))
-    return PageRuns(src[first], dst[first], np.diff(first, append=src.size))
 
 
 class BulkPath:
@@ -79,16 +37,12 @@ class BulkPath:
         if not whole_pages(runs := segment.runs(share.heads)):
             raise MemoryLayoutError(f"path bulk needs contiguous pages in the same order, but {order.key} has {runs}")
         local_bases, remote_bases = segment.bases(order.key.lo, order.key.hi)
-        each: list[tuple[Addresses, Addresses, Sizes]] = []
+        each: list[RunDescriptors] = []
         for first, planes in segment.alike:
-            page_bytes = runs[first].page_bytes
             src = segment.local.page_offsets(first, order.src_pages)
             dst = segment.remote.page_offsets(first, order.dst_pages)
-            src, dst, counts = page_run_arrays(src, dst, page_bytes)
-            sources = local_bases[:, planes, None] + src  # [layers, planes, runs]
-            targets = remote_bases[:, planes, None] + dst
-            sizes = np.broadcast_to(counts * page_bytes, sources.shape)
-            each.append((_flat(sources), _flat(targets), _flat(sizes)))
+            bases = local_bases[:, planes].reshape(-1), remote_bases[:, planes].reshape(-1)
+            each.append(run_descriptors(src, dst, runs[first].page_bytes, *bases))
         local, remote, nbytes = each[0] if len(each) == 1 else map(np.concatenate, zip(*each, strict=True))
         return WriteFlight(
             connection,
@@ -96,10 +50,6 @@ class BulkPath:
             began_ns,
             lambda: connection.transport.write(connection.peer, local, remote, nbytes, order.tag),
         )
-
-
-def _flat(numbers: Numbers) -> Addresses:
-    return numbers.reshape(-1).astype(np.uint64)
 
 
 class AuxPath:

@@ -299,8 +299,8 @@ class Transport(Protocol):
         Args:
             polled: Array of `struct pollfd`; their `revents` are set.
             timeout_s: Limit of the wait in seconds.
-            pause_s: Seconds between the first two looks for tags. Later pauses grow to an eighth of the wait, but not
-                beyond a millisecond if they began below it.
+            pause_s: Seconds between the first two looks for tags. Later pauses grow to a share of the wait, an eighth
+                in host memory, but not beyond a millisecond if they began below it.
 
         Returns:
             Monotonic ns at the end of the wait, before this thread waited for the GIL again; None, at once, if only

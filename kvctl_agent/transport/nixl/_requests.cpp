@@ -30,9 +30,11 @@
 namespace {
 
 constexpr int kSuccess = 0, kInProgress = 1, kBackend = -3; /* nixl_status_t */
-constexpr int kHostMemory = 0, kWriteOperation = 1;        /* DRAM_SEG, NIXL_WRITE */
+constexpr int kHostMemory = 0, kDeviceMemory = 1, kWriteOperation = 1; /* DRAM_SEG, VRAM_SEG, NIXL_WRITE */
+constexpr int kHost = -1;                                  /* in place of the number of a GPU */
 /* As in _row_copies.c: what takes less than 100 us is done with the GIL held. */
 constexpr uint64_t kHeldBytes = 256 << 10;
+constexpr size_t kHeldDescriptors = 16; /* of memory of a GPU, whose copies are only begun: 4 us each */
 
 int64_t now_ns()
 {
@@ -63,6 +65,7 @@ struct Functions {
     int (*status)(const void *agent, void *request);
     int (*release)(const void *agent, void *request);
     int (*tags)(void *agent, Tags &, const void *options);
+    int (*tell)(const void *agent, const std::string &peer, const std::string &tag, const void *options);
 };
 
 struct Symbol {
@@ -92,6 +95,7 @@ const Symbol kSymbols[] = {
     {"_ZN9nixlAgent9getNotifsERSt13unordered_mapINSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEESt6vectorIS6_SaIS6_EESt4hashIS6_"
      "ESt8equal_toIS6_ESaISt4pairIKS6_S9_EEEPK21nixlAgentOptionalArgs",
      MEMBER(tags)},
+    {"_ZNK9nixlAgent8genNotifERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEES7_PK21nixlAgentOptionalArgs", MEMBER(tell)},
 };
 
 /* What pybind11 compares types by: the name behind the pointer to the table of virtual functions. */
@@ -162,16 +166,17 @@ void library_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
-constexpr int64_t kShareOfWait = 8, kLongestPauseNs = 1000000; /* pauses grow with the wait */
+constexpr int64_t kLongestPauseNs = 1000000;
 
-/* Looks for tags after pauses of `pause_ns` and more, until there are some or NIXL fails, a descriptor is readable, a signal comes,
- * or the time is up. */
-void wait_for_tags(const Library *library, pollfd *polled, size_t count, int64_t timeout_ns, int64_t pause_ns, Tags &tags) noexcept
+/* Looks for tags after pauses of `pause_ns`, or of 1 / `share` of the wait so far if that is longer, until there are some, NIXL fails,
+ * a descriptor is readable, a signal comes, or the time is up. */
+void wait_for_tags(const Library *library, pollfd *polled, size_t count, int64_t timeout_ns, int64_t pause_ns, int64_t share,
+                   Tags &tags) noexcept
 {
     int64_t since = now_ns();
     for (;;) {
         int64_t waited = now_ns() - since, left = std::max<int64_t>(timeout_ns - waited, 0);
-        int64_t pause = std::min(left, std::max(pause_ns, std::min(waited / kShareOfWait, kLongestPauseNs)));
+        int64_t pause = std::min(left, std::max(pause_ns, std::min(waited / share, kLongestPauseNs)));
         timespec at = {time_t(pause / 1000000000), long(pause % 1000000000)};
         int readable = ppoll(polled, count, &at, nullptr);
         if (readable < 0)
@@ -212,21 +217,41 @@ PyObject *dict_of(const Tags &tags)
     return found;
 }
 
+/* Sends a tag with the GIL held, which takes microseconds: threads that post share NIXL's lock, and have other workers of UCX. */
+PyObject *library_tell(PyObject *object, PyObject *args)
+{
+    Library *self = reinterpret_cast<Library *>(object);
+    const char *peer, *tag;
+    Py_ssize_t tag_bytes;
+    if (!PyArg_ParseTuple(args, "sy#", &peer, &tag, &tag_bytes))
+        return nullptr;
+    if (self->owner == nullptr) {
+        PyErr_SetString(PyExc_ValueError, "the library is not open");
+        return nullptr;
+    }
+    int status = kBackend;
+    try {
+        status = self->functions.tell(self->agent, peer, std::string(tag, tag_bytes), nullptr);
+    } catch (...) {
+    }
+    return PyLong_FromLong(status);
+}
+
 PyObject *library_wait(PyObject *object, PyObject *args)
 {
     Library *self = reinterpret_cast<Library *>(object);
     Py_buffer polled;
-    long long timeout_ns, pause_ns;
-    if (!PyArg_ParseTuple(args, "w*LL", &polled, &timeout_ns, &pause_ns))
+    long long timeout_ns, pause_ns, share;
+    if (!PyArg_ParseTuple(args, "w*LLL", &polled, &timeout_ns, &pause_ns, &share))
         return nullptr;
     PyObject *found = nullptr;
-    if (self->owner == nullptr || polled.len % sizeof(pollfd) || pause_ns <= 0) {
-        PyErr_SetString(PyExc_ValueError, "wait takes an array of struct pollfd and a pause, and needs an open library");
+    if (self->owner == nullptr || polled.len % sizeof(pollfd) || pause_ns <= 0 || share <= 0) {
+        PyErr_SetString(PyExc_ValueError, "wait takes an array of struct pollfd, a pause and a share, and needs an open library");
     } else {
         Tags tags;
         int64_t ended_ns;
         Py_BEGIN_ALLOW_THREADS
-        wait_for_tags(self, static_cast<pollfd *>(polled.buf), polled.len / sizeof(pollfd), timeout_ns, pause_ns, tags);
+        wait_for_tags(self, static_cast<pollfd *>(polled.buf), polled.len / sizeof(pollfd), timeout_ns, pause_ns, share, tags);
         ended_ns = now_ns();
         Py_END_ALLOW_THREADS
         if (PyObject *by_sender = dict_of(tags))
@@ -277,13 +302,22 @@ struct Write {
     int64_t linger_ns = 0; /* how long the thread that posts the last request polls all */
     int threads = 0;       /* of the pool that have workers of their own */
     uint64_t bytes = 0;
+    int here = kHost, there = kHost; /* the devices of the local and of the remote memory */
     Then then;
 
     explicit Write(size_t count) : requests(count) {}
 
+    static int memory_of(int device) noexcept { return device == kHost ? kHostMemory : kDeviceMemory; }
+
+    /* Whether posts and polls take less than 100 us. */
+    bool held() const noexcept
+    {
+        return here == kHost && there == kHost ? bytes <= kHeldBytes : requests.back().end <= kHeldDescriptors;
+    }
+
     int make(Request &request, int worker) noexcept
     {
-        DescriptorList *here = nullptr, *there = nullptr;
+        DescriptorList *from = nullptr, *to = nullptr;
         void *options = nullptr;
         int status = kBackend;
         try {
@@ -295,22 +329,23 @@ struct Write {
                 made = !call.set_parameter(options, parameter.data(), parameter.size());
             }
             if (made && local_list != nullptr) {
-                std::vector<int> from(local_index.begin() + request.first, local_index.begin() + request.end);
-                std::vector<int> to(remote_index.begin() + request.first, remote_index.begin() + request.end);
-                status = call.make(agent, kWriteOperation, local_list, from, remote_list, to, request.handle, options);
+                std::vector<int> own(local_index.begin() + request.first, local_index.begin() + request.end);
+                std::vector<int> other(remote_index.begin() + request.first, remote_index.begin() + request.end);
+                status = call.make(agent, kWriteOperation, local_list, own, remote_list, other, request.handle, options);
             } else {
-                made = made && !call.create_list(kHostMemory, &here) && !call.create_list(kHostMemory, &there);
+                made = made && !call.create_list(memory_of(here), &from) && !call.create_list(memory_of(there), &to);
+                const uint64_t local_device = std::max(here, 0), remote_device = std::max(there, 0);
                 for (size_t i = request.first; made && i < request.end; i++)
-                    made = !call.add(here, local[i], sizes[i], 0) && !call.add(there, remote[i], sizes[i], 0);
+                    made = !call.add(from, local[i], sizes[i], local_device) && !call.add(to, remote[i], sizes[i], remote_device);
                 if (made)
-                    status = call.create(agent, kWriteOperation, here->list, there->list, peer, request.handle, options);
+                    status = call.create(agent, kWriteOperation, from->list, to->list, peer, request.handle, options);
             }
         } catch (...) {
         }
-        if (here != nullptr)
-            call.destroy_list(here);
-        if (there != nullptr)
-            call.destroy_list(there);
+        if (from != nullptr)
+            call.destroy_list(from);
+        if (to != nullptr)
+            call.destroy_list(to);
         if (options != nullptr)
             call.destroy_options(options);
         return status;
@@ -513,9 +548,9 @@ int requests_init(PyObject *object, PyObject *args, PyObject *)
     PyObject *library, *local, *remote, *sizes, *lists, *ends, *tags;
     const char *peer;
     long long until_ns, linger_ns;
-    int threads;
-    if (!PyArg_ParseTuple(args, "O!sOOOOO!O!LLi", library_type, &library, &peer, &local, &remote, &sizes, &lists, &PyList_Type, &ends,
-                          &PyList_Type, &tags, &until_ns, &linger_ns, &threads))
+    int here, there, threads;
+    if (!PyArg_ParseTuple(args, "O!sOOOO(ii)O!O!LLi", library_type, &library, &peer, &local, &remote, &sizes, &lists, &here, &there,
+                          &PyList_Type, &ends, &PyList_Type, &tags, &until_ns, &linger_ns, &threads))
         return -1;
     Library *of = reinterpret_cast<Library *>(library);
     Py_ssize_t count = PyList_Size(ends);
@@ -531,6 +566,8 @@ int requests_init(PyObject *object, PyObject *args, PyObject *)
         self->write->until_ns = until_ns;
         self->write->linger_ns = linger_ns;
         self->write->threads = threads;
+        self->write->here = here;
+        self->write->there = there;
         self->write->then = {run_number, self->write};
         if (!fill(self->write, local, remote, sizes, lists, ends, tags))
             return -1;
@@ -580,7 +617,7 @@ PyObject *requests_post(PyObject *object, PyObject *)
     Write *write = open_write(object);
     if (write == nullptr)
         return nullptr;
-    if (write->bytes <= kHeldBytes) {
+    if (write->held()) {
         run_all(write, kWaiting);
     } else {
         Py_BEGIN_ALLOW_THREADS
@@ -617,8 +654,8 @@ PyObject *requests_poll(PyObject *object, PyObject *)
     Write *write = open_write(object);
     if (write == nullptr)
         return nullptr;
-    size_t left = write->poll(write->bytes <= kHeldBytes);
-    if (left && write->in_flight() && !write->lingering) {
+    size_t left = write->poll(write->held());
+    if (left && !write->held() && write->in_flight() && !write->lingering) {
         Py_BEGIN_ALLOW_THREADS
         left = write->poll();
         Py_END_ALLOW_THREADS
@@ -698,8 +735,10 @@ PyGetSetDef requests_getset[] = {
 };
 PyMethodDef library_methods[] = {
     {"wait", library_wait, METH_VARARGS,
-     "wait(polled, timeout_ns, pause_ns): waits without the GIL until one of an array of struct pollfd is ready or there are tags, for which it\n"
-     "looks after each pause; returns the tags by the sender's name, and the monotonic time at which it had ended."},
+     "wait(polled, timeout_ns, pause_ns, share): waits without the GIL until one of an array of struct pollfd is ready or there are tags, for\n"
+     "which it looks after each pause; a pause is 1 / share of the wait so far, but not shorter than pause_ns. Returns the tags by the sender's\n"
+     "name, and the monotonic time at which it had ended."},
+    {"tell", library_tell, METH_VARARGS, "tell(peer, tag): sends a tag; returns NIXL's status."},
     {nullptr, nullptr, 0, nullptr},
 };
 PyType_Slot library_slots[] = {
@@ -715,8 +754,10 @@ PyType_Slot requests_slots[] = {
     {Py_tp_methods, requests_methods},
     {Py_tp_getset, requests_getset},
     {Py_tp_doc, const_cast<char *>(
-        "Requests(library, peer, local, remote, sizes, lists, ends, tags, until_ns, linger_ns, threads): the requests of one write.\n\n"
-        "local and remote are addresses, lists None; or they are indices in lists = (local, remote, bytes), sizes None.")},
+        "Requests(library, peer, local, remote, sizes, lists, devices, ends, tags, until_ns, linger_ns, threads): the requests of one\n"
+        "write.\n\n"
+        "local and remote are addresses, lists None; or they are indices in lists = (local, remote, bytes), sizes None. devices are\n"
+        "those of the local and the remote memory, -1 for the host's.")},
     {0, nullptr},
 };
 PyType_Spec library_spec = {"kvctl_agent.transport.nixl._requests.Library", sizeof(Library), 0, Py_TPFLAGS_DEFAULT, library_slots};

@@ -6,7 +6,10 @@ import numpy.typing as npt
 
 class Library:
     def __init__(self, path: str, abi: bytes, agent: Any) -> None: ...
-    def wait(self, polled: ctypes.Array[Any], timeout_ns: int, pause_ns: int) -> tuple[dict[str, list[bytes]], int]: ...
+    def tell(self, peer: str, tag: bytes) -> int: ...
+    def wait(
+        self, polled: ctypes.Array[Any], timeout_ns: int, pause_ns: int, share_of_wait: int
+    ) -> tuple[dict[str, list[bytes]], int]: ...
 
 class Requests:
     def __init__(
@@ -17,6 +20,7 @@ class Requests:
         remote: npt.NDArray[np.uint64] | npt.NDArray[np.int32],
         sizes: npt.NDArray[np.uint64] | None,
         lists: tuple[int, int, int] | None,
+        devices: tuple[int, int],
         ends: list[int],
         tags: list[bytes],
         until_ns: int,

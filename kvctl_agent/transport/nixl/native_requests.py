@@ -5,8 +5,8 @@ them may wait for it for 5 ms, and Python threads that post wait for each other.
 pool make and post the requests of a write (`_requests.cpp`), on path staged each as soon as its piece is gathered,
 while the piece is in the cache of that core.
 
-The extension is optional, as that of the copies is, and knows NIXL 1.5 only. Without it, with another version, or with
-memory of a device, the transport uses the binding.
+The extension is optional, as that of the copies is, and knows NIXL 1.5 only. Without it, or with another version, the
+transport uses the binding.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvctl_agent.contract.choices import HOST
 from kvctl_agent.errors import PeerDisconnected, TransportError
 from kvctl_agent.memory.copier import PendingCopy
 from kvctl_agent.memory.native_copier import NativeCopyPool
@@ -39,12 +40,14 @@ class Described(NamedTuple):
         local, remote: Addresses, or indices.
         sizes: Bytes of each descriptor; None for indices.
         lists: NIXL's handles of the lists for `local` and `remote`, and the bytes of the write; None for addresses.
+        devices: Device of the local and of the remote memory; unused with lists, which have devices of their own.
     """
 
     local: Addresses | Indices
     remote: Addresses | Indices
     sizes: Sizes | None
     lists: tuple[int, int, int] | None = None
+    devices: tuple[int, int] = (HOST, HOST)
 
 
 UNLIMITED_NS = (1 << 63) - 1
@@ -119,6 +122,7 @@ class NativeWrite:
             PeerDisconnected, TransportError: a post failed.
         """
         assert self._requests is not None
+        self._engine.enter()
         self._requests.post()
         if self._requests.error and self.advance():
             assert self.error is not None
@@ -152,6 +156,7 @@ class NativeWrite:
         requests = self._requests
         if requests is None:
             return True
+        self._engine.enter()
         ended, status = requests.poll(), requests.error
         if status:
             self.error = self.error or self._translated(status)

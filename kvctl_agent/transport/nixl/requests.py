@@ -52,12 +52,18 @@ class Peer:
 
 
 class NixlPrepared:
-    """A descriptor list in NIXL; `owner` is the peer whose memory it describes, None for local memory."""
+    """A descriptor list in NIXL.
 
-    def __init__(self, handle: int, sizes: Sizes, owner: Peer | None) -> None:
+    Attributes:
+        owner: The peer whose memory it describes; None for local memory.
+        device: The device that has the memory.
+    """
+
+    def __init__(self, handle: int, sizes: Sizes, owner: Peer | None, device: int) -> None:
         self.handle: int | None = handle
         self.count = len(sizes)
         self.owner = owner
+        self.device = device
         self._sizes = sizes.copy()
         self._uniform_bytes = int(sizes[0]) if bool((sizes == sizes[0]).all()) else None
 

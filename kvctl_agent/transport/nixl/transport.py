@@ -70,6 +70,7 @@ from kvctl_agent.transport.nixl.threads import (
 _MAGIC = b"kvctl-nixl-4"
 _LINGER_S = 0.1
 _LINGER_NS = 500_000  # of a pool's thread after the last post of a write
+_SHARE_OF_WAIT, _SHARE_OF_WAIT_ON_DEVICE = 8, 64  # pauses between looks for tags are this part of the wait so far
 _SHOWN = ("UCX_", "NIXL_", "CUDA_VISIBLE_DEVICES")
 _LOCAL = "this agent's memory"
 
@@ -124,14 +125,17 @@ class NixlTransport:
         self._landed: deque[Arrival] = deque()
         self._linger_until = 0.0
         self._slices = SliceTags()
-        self._native = open_library(self._engine) if self._backend == "UCX" and device is None else None
-        # Large writes are divided among the threads of the copy pool, or without native code among Python threads.
+        self._native = open_library(self._engine) if self._backend == "UCX" else None
+        self._share_of_wait = _SHARE_OF_WAIT if device is None else _SHARE_OF_WAIT_ON_DEVICE
+        self._just_looked = False  # for tags, in a wait that has found some
+        # Large writes are divided among the threads of the copy pool, or without native code among Python threads. The
+        # threads of the pool have no device.
         self._threads = threads
-        self._copy_pool = copy_pool if threads and self._native is not None else None
+        self._copy_pool = copy_pool if threads and self._native is not None and device is None else None
         self._posting = PostingThreads(agent_name, threads) if threads and self._copy_pool is None else None
         # Who gathers posts, too; but threads that copy and shall not post would share the connection of the loop.
         copies_on_threads = copy_pool is not None and copy_pool.threads > 0
-        self._defers = self._native is not None and copies_on_threads == bool(threads)
+        self._defers = self._native is not None and device is None and copies_on_threads == bool(threads)
 
     def register(self, regions: Sequence[Region]) -> None:
         self._check_open()
@@ -218,15 +222,15 @@ class NixlTransport:
 
     def prepare_local(self, addrs: Addresses, sizes: Sizes) -> NixlPrepared:
         self._begin()
-        handle = self._prepare(self._engine.binding.NIXL_INIT_AGENT, self._memory, addrs, sizes, _LOCAL)
-        prepared = NixlPrepared(handle, sizes, None)
+        handle, device = self._prepare(self._engine.binding.NIXL_INIT_AGENT, self._memory, addrs, sizes, _LOCAL)
+        prepared = NixlPrepared(handle, sizes, None, device)
         self._prepared.append(prepared)
         return prepared
 
     def prepare_remote(self, peer: str, addrs: Addresses, sizes: Sizes) -> NixlPrepared:
         known = self._peer(peer)
-        handle = self._prepare(known.engine_name, known.memory, addrs, sizes, f"peer {peer!r}")
-        prepared = NixlPrepared(handle, sizes, known)
+        handle, device = self._prepare(known.engine_name, known.memory, addrs, sizes, f"peer {peer!r}")
+        prepared = NixlPrepared(handle, sizes, known, device)
         known.prepared.append(prepared)
         return prepared
 
@@ -242,8 +246,8 @@ class NixlTransport:
         known = self._peer(peer)
         nbytes = int(sizes.sum())
         edges = self._edges(len(sizes), nbytes if tag is not None else 0)
-        if self._posts_natively(edges, nbytes, tag) and self._in_host_memory(known, local_addrs, remote_addrs, sizes):
-            described = Described(local_addrs, remote_addrs, sizes)
+        if 0 < len(local_addrs) == len(remote_addrs) == len(sizes) and self._posts_natively(edges, nbytes, tag):
+            described = self._described(known, local_addrs, remote_addrs, sizes)
             return self._post_natively(known, described, nbytes, edges, self._tags(tag, len(sizes), edges), tag)
         slices = [
             (
@@ -280,10 +284,10 @@ class NixlTransport:
         until_ns: int,
     ) -> NativeWrite:
         known = self._peer(peer)
-        if not self.defers(peer) or not self._in_host_memory(known, local_addrs, remote_addrs, sizes):
+        if not self.defers(peer) or not 0 < len(local_addrs) == len(remote_addrs) == len(sizes):
             raise TransportError(f"nixl: there are no deferred writes to peer {peer!r}")
         each = [slice(number, number + 1) for number in range(len(sizes))]
-        described = Described(local_addrs, remote_addrs, sizes)
+        described = self._described(known, local_addrs, remote_addrs, sizes)
         return self._native_write(known, described, int(sizes.sum()), each, self._tags(tag, len(sizes), each), until_ns)
 
     def write_prepared(
@@ -300,15 +304,14 @@ class NixlTransport:
         nbytes = mine.bytes_of(local_index)
         descriptors = len(local_index) if len(local_index) == len(remote_index) else 0
         edges = self._edges(descriptors, nbytes if tag is not None else 0)
-        in_host_memory = known.memory.only == HOST == self._memory.only
-        if in_host_memory and descriptors and self._posts_natively(edges, nbytes, tag):
+        if descriptors and self._posts_natively(edges, nbytes, tag):
             # The lists are freed only when no write to the peer is in flight.
             lists = mine.handle or 0, theirs.handle or 0, nbytes
             from_index, to_index = (
                 np.ascontiguousarray(local_index, np.int32),
                 np.ascontiguousarray(remote_index, np.int32),
             )
-            described = Described(from_index, to_index, None, lists)
+            described = Described(from_index, to_index, None, lists, (mine.device, theirs.device))
             return self._post_natively(known, described, nbytes, edges, self._tags(tag, descriptors, edges), tag)
 
         def post(number: int, sent: bytes) -> NixlWrite:
@@ -358,11 +361,10 @@ class NixlTransport:
         edges = [descriptors * number // count for number in range(count)]
         return [slice(first, end) for first, end in zip(edges, [*edges[1:], None], strict=True)]
 
-    def _in_host_memory(self, peer: Peer, local: Addresses, remote: Addresses, sizes: Sizes) -> bool:
-        """Returns whether descriptors, of which there is one at least, are in the host's memory on both sides."""
-        if not 0 < len(local) == len(remote) == len(sizes):
-            return False  # refused by name where the binding posts
-        return self._memory.of(local, _LOCAL) == HOST == peer.memory.of(remote, f"peer {peer.key!r}")
+    def _described(self, peer: Peer, local: Addresses, remote: Addresses, sizes: Sizes) -> Described:
+        """Returns descriptors, of which there is one at least, with the devices of both sides."""
+        devices = self._memory.of(local, _LOCAL), peer.memory.of(remote, f"peer {peer.key!r}")
+        return Described(local, remote, sizes, None, devices)
 
     def _posts_natively(self, edges: list[slice], nbytes: int, tag: bytes | SharedTag | None) -> bool:
         """Returns whether native code posts a write: any, unless it is for Python threads."""
@@ -445,8 +447,12 @@ class NixlTransport:
         if known.gone:  # seen by another UCX worker; the one that sends tags may not have noticed it yet
             raise PeerDisconnected(f"nixl: cannot send a tag: peer {peer!r} is gone")
         self._linger_until = time.monotonic() + _LINGER_S
+        sent = self._slices.whole(check_tag(tag))
         try:
-            self._agent.genNotif(known.engine_name, self._slices.whole(check_tag(tag)), [])
+            if self._native is None:
+                self._agent.genNotif(known.engine_name, sent, [])
+            elif (status := self._native.tell(known.engine_name, sent)) < 0:
+                raise binding.status_error(self._engine, status)
         except self._engine.errors as error:
             raise self._error(error, "cannot send a tag", known) from error
 
@@ -454,7 +460,8 @@ class NixlTransport:
         self._landed.extend(self._notified())
 
     def arrivals(self) -> list[Arrival]:
-        fresh = self._notified()
+        fresh = [] if self._just_looked else self._notified()
+        self._just_looked = False
         if not self._landed:
             return fresh
         landed: list[Arrival] = []
@@ -467,7 +474,9 @@ class NixlTransport:
         if self._native is None or self._landed or self._leaving or self._in_flight.draining:
             return None
         self._begin()
-        notified, ended_ns = self._native.wait(polled, int(timeout_s * 1e9), max(1, int(pause_s * 1e9)))
+        pause_ns = max(1, int(pause_s * 1e9))
+        notified, ended_ns = self._native.wait(polled, int(timeout_s * 1e9), pause_ns, self._share_of_wait)
+        self._just_looked = bool(notified)
         self._landed.extend(self._tags_of(notified))
         return ended_ns
 
@@ -551,7 +560,8 @@ class NixlTransport:
                 ) from failure
         return descriptors
 
-    def _prepare(self, owner: str, memory: DeviceMap, addrs: Addresses, sizes: Sizes, whose: str) -> int:
+    def _prepare(self, owner: str, memory: DeviceMap, addrs: Addresses, sizes: Sizes, whose: str) -> tuple[int, int]:
+        """Returns the handle of a new descriptor list, and the device of its memory."""
         descriptors = self._descriptors(memory, addrs, sizes, whose)
         try:
             handle: int = self._agent.prepXferDlist(owner, descriptors, [])
@@ -559,7 +569,7 @@ class NixlTransport:
             raise TransportError(
                 f"nixl: cannot prepare {len(addrs)} descriptors of {whose}: {error} (is the memory registered?)"
             ) from error
-        return handle
+        return handle, memory.of(addrs, whose)
 
     def _descriptors(self, memory: DeviceMap, addrs: Addresses, sizes: Sizes, whose: str) -> Any:
         if len(addrs) == 0 or len(addrs) != len(sizes):

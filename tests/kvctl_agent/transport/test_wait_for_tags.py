@@ -99,7 +99,9 @@ def test_what_it_cannot_do_is_left_to_the_caller(pair: Pair, waiting: Waiting, m
     assert waiting() is None
 
 
-@pytest.mark.parametrize("arguments", [(b"", 1, 1), (bytearray(7), 1, 1), (bytearray(8), 1, 0)])
-def test_native_code_checks_its_arguments(pair: Pair, waiting: Waiting, arguments: tuple[Any, int, int]) -> None:
+@pytest.mark.parametrize(
+    "arguments", [(b"", 1, 1, 8), (bytearray(7), 1, 1, 8), (bytearray(8), 1, 0, 8), (bytearray(8), 1, 1, 0)]
+)
+def test_native_code_checks_its_arguments(pair: Pair, waiting: Waiting, arguments: tuple[Any, int, int, int]) -> None:
     with pytest.raises((TypeError, ValueError, BufferError)):
         pair.agent.transport._native.wait(*arguments)

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.paths.bulk import page_run_arrays
+from kvctl_agent.memory import page_runs as module
+from kvctl_agent.memory.page_runs import page_run_arrays, run_descriptors
 
 
 def page_runs(src_pages: npt.ArrayLike, dst_pages: npt.ArrayLike) -> list[tuple[int, int, int]]:
@@ -68,3 +69,42 @@ def test_runs_move_exactly_the_pairs_asked_for_and_no_two_could_be_joined(
     assert sorted(moved) == sorted(pairs.items())
     starts = {(src, dst) for src, dst, _ in runs}
     assert not starts & {(src + count, dst + count) for src, dst, count in runs}
+
+
+@pytest.mark.skipif(not module.BUILT, reason="kvctl was built without a C compiler")
+@settings(deadline=None)
+@given(
+    st.dictionaries(st.integers(0, 60), st.integers(0, 60), max_size=50),
+    st.randoms(use_true_random=False),
+    st.lists(st.tuples(st.integers(0, 1 << 46), st.integers(0, 1 << 46)), min_size=1, max_size=5),
+    st.sampled_from([1, 4096]),
+)
+def test_the_native_descriptors_are_those_of_numpy(
+    pairs: dict[int, int], random: object, blocks: list[tuple[int, int]], page_bytes: int
+) -> None:
+    shuffled = list(pairs.items())
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    src, dst = (np.array([pair[side] for pair in shuffled], np.int64) * page_bytes for side in (0, 1))
+    local, remote = (np.array([block[side] for block in blocks], np.int64) for side in (0, 1))
+    native = run_descriptors(src, dst, page_bytes, local, remote)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "BUILT", False)
+        reference = run_descriptors(src, dst, page_bytes, local, remote)
+    for found, wanted in zip(native, reference, strict=True):
+        assert found.dtype == wanted.dtype == np.uint64
+        assert found.tolist() == wanted.tolist()
+
+
+@pytest.mark.skipif(not module.BUILT, reason="kvctl was built without a C compiler")
+def test_the_native_descriptors_refuse_what_does_not_fit() -> None:
+    two, three = np.arange(2), np.arange(3)
+    with pytest.raises(ValueError, match="differ in number"):
+        run_descriptors(two, three, 1, two, two)
+    with pytest.raises(ValueError, match="differ in number"):
+        run_descriptors(two, two, 1, two, three)
+    with pytest.raises(ValueError, match="a page has no bytes"):
+        run_descriptors(two, two, 0, two, two)
+    with pytest.raises(TypeError, match="must be int64"):
+        run_descriptors(two.astype(np.int32), two, 1, two, two)
+    with pytest.raises(TypeError, match="must be int64"):
+        run_descriptors(two, two, 1, np.zeros((1, 2), np.int64), two)
