@@ -39,7 +39,8 @@ class Tombstones(Generic[T]):
     def __init__(self, lifetime_ns: int, capacity: int = 1 << 18) -> None:
         self._lifetime_ns = lifetime_ns
         self._capacity = capacity
-        self._entries: OrderedDict[RoomKey, tuple[int, T]] = OrderedDict()
+        # Plain tuples, which equal room keys: unlike those, they cost the engine's garbage collection nothing.
+        self._entries: OrderedDict[tuple[str, int, int], tuple[int, T]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -51,7 +52,7 @@ class Tombstones(Generic[T]):
         self._lifetime_ns = lifetime_ns
 
     def add(self, key: RoomKey, outcome: T, now_ns: int) -> None:
-        self._entries[key] = (now_ns, outcome)
+        self._entries[key.peer, key.room, key.nonce] = (now_ns, outcome)
         self._entries.move_to_end(key)
         if len(self._entries) > self._capacity:
             self._entries.popitem(last=False)
