@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.memory import page_runs as module
 from kvctl_agent.memory.page_runs import page_run_arrays, run_descriptors
+from tests.support.gil import gave_up_the_gil
 
 
 def page_runs(src_pages: npt.ArrayLike, dst_pages: npt.ArrayLike) -> list[tuple[int, int, int]]:
@@ -108,3 +111,16 @@ def test_the_native_descriptors_refuse_what_does_not_fit() -> None:
         run_descriptors(two.astype(np.int32), two, 1, two, two)
     with pytest.raises(TypeError, match="must be int64"):
         run_descriptors(two, two, 1, np.zeros((1, 2), np.int64), two)
+
+
+@pytest.mark.skipif(not module.BUILT, reason="kvctl was built without a C compiler")
+def test_the_native_descriptors_keep_the_gil() -> None:
+    """As many as in a room of 1,024 tokens, with pages in descending order."""
+    pages, blocks = np.arange(0, 64 * 4096, 4096)[::-1].copy(), np.arange(64) << 30
+
+    def make() -> None:
+        for _ in range(200):
+            run_descriptors(pages, pages, 4096, blocks, blocks)
+
+    assert not gave_up_the_gil(make)
+    assert gave_up_the_gil(lambda: time.sleep(0.5))

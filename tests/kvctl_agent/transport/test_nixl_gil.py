@@ -1,0 +1,49 @@
+"""Calls of NIXL's native code that the control loop makes for every room keep the GIL."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvctl_agent.transport.base import Write
+from kvctl_agent.transport.nixl.native_requests import BUILT
+from tests.kvctl_agent.transport.conftest import Pair, sizes
+from tests.support.gil import gave_up_the_gil
+
+pytestmark = [
+    pytest.mark.skipif(not BUILT, reason="kvctl was built without a C++ compiler"),
+    pytest.mark.parametrize("engine", ["nixl"], indirect=True, scope="module"),
+]
+_TAGS, _WRITES = 3000, 100  # so many that a release of the GIL is seen
+
+
+def test_tags_are_sent_with_the_gil(pair: Pair) -> None:
+    agent, peer = pair
+
+    def tell() -> None:
+        for number in range(_TAGS):
+            agent.transport.tell("peer", b"%d" % number)
+
+    assert not gave_up_the_gil(tell)
+    assert [arrival["tag"] for arrival in peer.collect(_TAGS)] == [(b"%d" % number).hex() for number in range(_TAGS)]
+
+
+@pytest.mark.parametrize("prepared", [False, True], ids=["by-address", "by-index"])
+def test_small_writes_are_posted_and_polled_with_the_gil(pair: Pair, prepared: bool) -> None:
+    transport, here, there = pair.agent.transport, pair.agent.at(0, 4096), pair.peer.at(0, 4096)
+    mine, theirs = transport.prepare_local(here, sizes(512, 2)), transport.prepare_remote("peer", there, sizes(512, 2))
+    both = np.arange(2, dtype=np.int32)
+    writes: list[Write] = []
+
+    def write() -> None:
+        for _ in range(_WRITES):
+            if prepared:
+                writes.append(transport.write_prepared("peer", mine, both, theirs, both, b"small"))
+            else:
+                writes.append(transport.write("peer", here, there, sizes(512, 2), b"small"))
+            writes[-1].poll()
+
+    assert not gave_up_the_gil(write)
+    for each in writes:
+        pair.agent.finish(each)
+    assert [arrival["tag"] for arrival in pair.peer.collect(_WRITES)] == [b"small".hex()] * _WRITES
