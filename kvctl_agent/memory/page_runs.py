@@ -13,11 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvctl_agent.errors import LayoutError
+from kvctl_agent.memory import native_copier
 from kvctl_agent.memory.addresses import Indices
-from kvctl_agent.memory.native_copier import BUILT
-
-if BUILT:
-    from kvctl_agent.memory import _row_copies
 
 Words = npt.NDArray[np.uint64]
 
@@ -79,8 +76,8 @@ def run_descriptors(src: Indices, dst: Indices, page_bytes: int, local: Indices,
         page_bytes: Bytes of a page, and the distance of adjacent pages.
         local, remote: Addresses of the blocks, int64 `[blocks]`.
     """
-    if BUILT:
-        packed = _row_copies.run_descriptors(src, dst, page_bytes, local, remote)
+    if native_copier.BUILT:
+        packed = native_copier.native_run_descriptors(src, dst, page_bytes, local, remote)
         return RunDescriptors(*(np.frombuffer(words, np.uint64) for words in packed))
     src, dst, counts = page_run_arrays(src, dst, page_bytes)
     sizes = np.broadcast_to(counts * page_bytes, (len(local), len(counts)))

@@ -27,7 +27,7 @@ from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.checkpoint import Checkpoint, TooSlow, pack, take
 from kvctl_agent.protocol.machine import Machine
 
-BATCH = 64  # inputs encoded at once: with the GIL, in 0.1 ms; until then the engine's garbage collection traverses them
+BATCH = 64  # inputs encoded at once, with the GIL; until then the engine's garbage collection traverses them
 BUDGET_NS = 2_000_000
 MAX_BYTES = 32 << 20  # both generations, encoded
 AGAIN_AFTER = 4096  # inputs until the next attempt, if a checkpoint took too long without open rooms

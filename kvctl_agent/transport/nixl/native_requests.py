@@ -26,7 +26,7 @@ from kvctl_agent.transport.nixl.requests import NO_PTRACE, InFlight, Peer
 try:
     from kvctl_agent.transport.nixl import _requests
 
-    Library, Requests = _requests.Library, _requests.Requests
+    Library, Requests, _tell = _requests.Library, _requests.Requests, _requests.Library.tell
 except (ImportError, AttributeError):  # not built, or built by an earlier version
     BUILT = False
 else:
@@ -40,7 +40,7 @@ class Described(NamedTuple):
         local, remote: Addresses, or indices.
         sizes: Bytes of each descriptor; None for indices.
         lists: NIXL's handles of the lists for `local` and `remote`, and the bytes of the write; None for addresses.
-        devices: Device of the local and of the remote memory; unused with lists, which have devices of their own.
+        devices: Device of the local and of the remote memory.
     """
 
     local: Addresses | Indices

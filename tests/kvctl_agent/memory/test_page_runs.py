@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.memory import page_runs as module
+from kvctl_agent.memory import native_copier
 from kvctl_agent.memory.page_runs import page_run_arrays, run_descriptors
 from tests.support.gil import gave_up_the_gil
 
@@ -74,7 +74,7 @@ def test_runs_move_exactly_the_pairs_asked_for_and_no_two_could_be_joined(
     assert not starts & {(src + count, dst + count) for src, dst, count in runs}
 
 
-@pytest.mark.skipif(not module.BUILT, reason="kvctl was built without a C compiler")
+@pytest.mark.skipif(not native_copier.BUILT, reason="kvctl was built without a C compiler")
 @settings(deadline=None)
 @given(
     st.dictionaries(st.integers(0, 60), st.integers(0, 60), max_size=50),
@@ -91,14 +91,14 @@ def test_the_native_descriptors_are_those_of_numpy(
     local, remote = (np.array([block[side] for block in blocks], np.int64) for side in (0, 1))
     native = run_descriptors(src, dst, page_bytes, local, remote)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "BUILT", False)
+        patch.setattr(native_copier, "BUILT", False)
         reference = run_descriptors(src, dst, page_bytes, local, remote)
     for found, wanted in zip(native, reference, strict=True):
         assert found.dtype == wanted.dtype == np.uint64
         assert found.tolist() == wanted.tolist()
 
 
-@pytest.mark.skipif(not module.BUILT, reason="kvctl was built without a C compiler")
+@pytest.mark.skipif(not native_copier.BUILT, reason="kvctl was built without a C compiler")
 def test_the_native_descriptors_refuse_what_does_not_fit() -> None:
     two, three = np.arange(2), np.arange(3)
     with pytest.raises(ValueError, match="differ in number"):
@@ -113,7 +113,7 @@ def test_the_native_descriptors_refuse_what_does_not_fit() -> None:
         run_descriptors(two, two, 1, np.zeros((1, 2), np.int64), two)
 
 
-@pytest.mark.skipif(not module.BUILT, reason="kvctl was built without a C compiler")
+@pytest.mark.skipif(not native_copier.BUILT, reason="kvctl was built without a C compiler")
 def test_the_native_descriptors_keep_the_gil() -> None:
     """As many as in a room of 1,024 tokens, with pages in descending order."""
     pages, blocks = np.arange(0, 64 * 4096, 4096)[::-1].copy(), np.arange(64) << 30
