@@ -1,4 +1,4 @@
-"""Shows whether code gives up the GIL: a thread that waits for it then gets it and does not give it back."""
+"""Detects whether code gives up the GIL: a second thread then takes it and keeps it for two seconds."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ _LONGEST_S = 2.0
 def gave_up_the_gil(code: Callable[[], object]) -> bool:
     """Runs `code` and returns whether another thread ran Python meanwhile.
 
-    Nobody can take the GIL from a thread within the test's switch interval. A release of less than the wake-up of the
-    other thread may pass unseen, so `code` should do what it does many times.
+    Meanwhile the switch interval is a minute, so that the other thread can run only if `code` releases the GIL. It may
+    miss a release that is shorter than its wake-up, so `code` should repeat the call under test many times.
     """
     before = sys.getswitchinterval()
-    begin, ended = threading.Event(), False
-    ran: list[float] = []
+    begin, ran, ended = threading.Event(), threading.Event(), False
 
     def compute() -> None:
         begin.wait()
@@ -27,7 +26,7 @@ def gave_up_the_gil(code: Callable[[], object]) -> bool:
         since = time.monotonic()
         while not ended and time.monotonic() - since < _LONGEST_S:
             pass
-        ran.append(time.monotonic())
+        ran.set()
 
     other = threading.Thread(target=compute)
     other.start()
@@ -36,9 +35,8 @@ def gave_up_the_gil(code: Callable[[], object]) -> bool:
     try:
         begin.set()
         code()
-        ended = True
     finally:
         ended = True
         sys.setswitchinterval(before)
         other.join()
-    return bool(ran)
+    return ran.is_set()

@@ -26,7 +26,8 @@ from kvctl_agent.transport.nixl.requests import NO_PTRACE, InFlight, Peer
 try:
     from kvctl_agent.transport.nixl import _requests
 
-    Library, Requests, _tell = _requests.Library, _requests.Requests, _requests.Library.tell
+    Library, Requests = _requests.Library, _requests.Requests
+    _LATEST = Library.tell  # missing from an earlier build
 except (ImportError, AttributeError):  # not built, or built by an earlier version
     BUILT = False
 else:
