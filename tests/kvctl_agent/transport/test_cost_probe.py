@@ -121,6 +121,7 @@ def test_a_slow_connection_is_measured_shortly(clock: Clock, gb_per_s: float) ->
         pytest.param(1.0, 2.5, 8.0, id="copied, and more waiting counted than has passed"),
         pytest.param(0.0, 1.0, 4.0, id="written by a card"),
         pytest.param(0.02, 1.99, 4.0, id="written by a card nearly all the time without a core"),
+        pytest.param(0.15, 1.85, 4.0, id="copied, and less CPU time counted than a copy takes"),
     ],
 )
 def test_an_interrupted_write_counts_without_the_interruption_if_the_post_copied(
@@ -138,6 +139,17 @@ def test_an_interrupted_write_counts_without_the_interruption_if_the_post_copied
 
     cost = measure_connection(Interrupted(8.0, clock), "two", Region(1 << 40, 1 << 26), Region(1 << 41, 1 << 26))
     assert cost.write_gb_per_s == pytest.approx(gb_per_s, rel=0.01)
+
+
+def test_a_slow_smallest_write_makes_the_large_one_twice_as_fast_at_most(clock: Clock) -> None:
+    class Late(Recorder):
+        def write(self, peer: str, here: np.ndarray, there: np.ndarray, sizes: np.ndarray, tag: bytes | None) -> Any:
+            if sizes.sum() == 64:
+                clock.sleep((16 << 20) / 8e9)  # what the large write takes
+            return super().write(peer, here, there, sizes, tag)
+
+    cost = measure_connection(Late(8.0, clock), "two", Region(1 << 40, 1 << 26), Region(1 << 41, 1 << 26))
+    assert cost.write_gb_per_s == pytest.approx(16.0, rel=0.01)
 
 
 def test_too_little_memory_is_refused(crew: Any) -> None:
