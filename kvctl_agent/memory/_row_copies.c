@@ -28,6 +28,7 @@
 /* A copy of at most this many bytes takes less than 100 us and is done with the GIL held: if the engine's thread runs
  * Python, getting the GIL back takes longer. */
 #define HELD_BYTES (256 << 10)
+#define LEAST_COPYING_NS 1000000 /* between two turns of a control loop that copies itself; a turn costs it up to 0.2 ms */
 #define MOST_AT_ONCE 64
 #define MOST_THREADS 64
 /* A considerate pool leaves work to the caller while other threads of the process use these shares of a core and of what
@@ -712,8 +713,9 @@ static PyObject *copy_done(PyObject *object, PyObject *unused)
                 work->left--;
             }
         } else {
-            /* Copies for twice as long as the GIL was last waited for, at least one piece. */
-            int64_t ended, until = now_ns() + 2 * pool->notice_ns;
+            /* Copies for twice as long as the GIL was last waited for, and at least for `LEAST_COPYING_NS`. */
+            int64_t waited = 2 * pool->notice_ns, ended;
+            int64_t until = now_ns() + (waited > LEAST_COPYING_NS ? waited : LEAST_COPYING_NS);
             Py_BEGIN_ALLOW_THREADS
             do {
                 run_piece(pool, work, work->taken++, 0);

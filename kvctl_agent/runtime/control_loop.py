@@ -350,8 +350,10 @@ class ControlLoop:
         if self._few_cores and not self._sharing.contended and (rooms := self._machine.open_rooms) > _FEW_ROOMS:
             # A turn costs about 60 µs whatever it carries. With many rooms in flight no room waits for this turn: they
             # wait for processor time, which fewer turns leave free.
-            self._sleep(min((rooms - _FEW_ROOMS) * _PAUSE_A_ROOM_S, _LONGEST_PAUSE_S, max(wait_s, 0.0)))
-            wait_s = 0.0
+            pause_s = min((rooms - _FEW_ROOMS) * _PAUSE_A_ROOM_S, _LONGEST_PAUSE_S, max(wait_s, 0.0))
+            self._sleep(pause_s)
+            due_s -= pause_s
+            wait_s = min(wait_s, due_s)
         # A ZeroMQ socket's descriptor becomes readable for new messages only, and any call on the socket may take that
         # notice: after such calls the sockets are asked themselves.
         ready = {socket for socket in self._polled if _has_input(socket)} if self._sockets_used else set[Any]()

@@ -432,9 +432,13 @@ def test_arrivals_are_told_when_bytes_are_about_to_come_unless_cores_are_few(
 class WaitingArrivals(StandInArrivals):
     """Waits in place of the loop, as a transport's native code does."""
 
-    def __init__(self) -> None:
+    def __init__(self, wait_s: float = 0.02) -> None:
         super().__init__()
         self.waits: list[tuple[float, float]] = []
+        self._wait_s = wait_s
+
+    def wait_s(self) -> float:
+        return self._wait_s
 
     def wait(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> int:
         self.waits.append((timeout_s, pause_s))
@@ -463,6 +467,31 @@ def test_the_transport_waits_for_tags_in_place_of_the_loop_until_something_else_
     waits = arrivals.waits.copy()
     assert 0 < len(waits) < 20  # for the ticks; without it the loop would have looked 25 times
     assert all(0.02 == pause_s < timeout_s <= 0.1 for timeout_s, pause_s in waits)
+    assert rig.loop.close(60)
+    assert rig.errors() == []
+    rig.mailbox.close()
+
+
+@pytest.mark.parametrize("rooms", [5, 40])
+def test_on_few_cores_a_loop_with_many_rooms_waits_as_well_after_the_pause_in_which_it_lets_events_gather(
+    zmq_context: Context, telemetry: Telemetry, directory: Path, rooms: int
+) -> None:
+    arrivals = WaitingArrivals(0.001)
+    rig = Rig(zmq_context, telemetry, directory, arrivals, few_cores=True)
+    rig.machine.open_rooms = rooms
+    rig.loop.start()
+    until(lambda: rig.machine.handled)
+    arrivals.waits.clear()
+    turns = 0
+
+    def turn() -> None:
+        nonlocal turns
+        turns += 1
+
+    arrivals.turn = turn  # type: ignore[method-assign]
+    time.sleep(0.5)
+    assert 0 < turns < 20, "it turned although nothing was due"
+    assert all(0.001 == pause_s < timeout_s <= 0.1 for timeout_s, pause_s in arrivals.waits.copy())
     assert rig.loop.close(60)
     assert rig.errors() == []
     rig.mailbox.close()
