@@ -163,7 +163,9 @@ class TestPool:
             assert not copy.done(), "it is not all copied in the first call"
             while not copy.done():
                 calls += 1
-            assert calls < len(pieces) / 2, "a call copies more pieces than one, which takes less than a turn of the loop"
+            assert calls < len(pieces) / 2, (
+                "a call copies more pieces than one, which takes less than a turn of the loop"
+            )
             assert select.select([wake_fd], [], [], 0)[0] == []
             pool.close()
 
