@@ -488,9 +488,10 @@ def test_on_few_cores_a_loop_with_many_rooms_waits_as_well_after_the_pause_in_wh
         nonlocal turns
         turns += 1
 
+    since_s = time.monotonic()
     arrivals.turn = turn  # type: ignore[method-assign]
     time.sleep(0.5)
-    assert 0 < turns < 20, "it turned although nothing was due"
+    assert 0 < turns < 200 * (time.monotonic() - since_s), "it turned although nothing was due"  # 1,000 a second before
     assert all(0.001 == pause_s < timeout_s <= 0.1 for timeout_s, pause_s in arrivals.waits.copy())
     assert rig.loop.close(60)
     assert rig.errors() == []
