@@ -349,7 +349,7 @@ class ControlLoop:
         wait_s = min((due_s, *(task.wait_s() for task in self._tasks)))
         if self._few_cores and not self._sharing.contended and (rooms := self._machine.open_rooms) > _FEW_ROOMS:
             # A turn costs about 60 µs whatever it carries. With many rooms in flight no room waits for this turn: they
-            # wait for processor time, which fewer turns leave free.
+            # wait for processor time, which fewer turns leave free. After this pause the loop waits as with few rooms.
             pause_s = min((rooms - _FEW_ROOMS) * _PAUSE_A_ROOM_S, _LONGEST_PAUSE_S, max(wait_s, 0.0))
             self._sleep(pause_s)
             due_s -= pause_s
