@@ -31,6 +31,7 @@ from kvctl_agent.contract.values import encodable, shown
 from kvctl_agent.errors import DeadlineExceeded, LayoutError, LocalProtocolError
 from kvctl_agent.export.probes import liveness, readiness
 from kvctl_agent.layout.layer_grouping import ForwardInfo, Grouping
+from kvctl_agent.layout.plan import prefill_dp
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.layout.sizes import as_list
 from kvctl_agent.memory.pool import KVPool
@@ -505,11 +506,12 @@ class Agent:
                 is invalid.
 
         Raises:
-            LocalProtocolError: the room is not an unsigned 64-bit number or is in use here, `request_id` is not a
-                string, or this is not a prefill agent that accepts the room.
+            LocalProtocolError: the room is not an unsigned 64-bit number or is in use here, another dp group computes
+                it, `request_id` is not a string, or this is not a prefill agent that accepts the room.
         """
         room, fake = check_room(room), check_flag("fake", fake)
         request_id, traceparent = check_request_id(room, request_id), valid_traceparent(traceparent)
+        self._check_dp_group(room, fake)
         self._check_takes("prefill", begun=fake or self.parts.machine.knows(room))
         # An engine that asks for the state once per forward would otherwise learn only after the next one that the room
         # is opened already.
@@ -649,6 +651,16 @@ class Agent:
         if (instance := prefill or self.bootstrap) is None:
             raise LocalProtocolError(f"{where}{NO_INSTANCE} to {self.name}: pass prefill=, or call connect")
         return instance
+
+    def _check_dp_group(self, room: int, fake: bool) -> None:
+        """Raises LocalProtocolError if another dp group of this prefill instance has to compute a room."""
+        side, own = self.parts.local.side, self.parts.local.coord.dp
+        wanted = prefill_dp(side, room)
+        if self.role == "prefill" and wanted != own and not fake:
+            raise LocalProtocolError(
+                f"room {room} is computed by dp group {wanted} of this instance (its number % {side.dp}), and "
+                f"{self.name} belongs to dp group {own}: route the request to a rank of that group"
+            )
 
     def _check_takes(self, role: str, *, begun: bool) -> None:
         """Like `_check_running`, for a room; counts and records a refusal."""

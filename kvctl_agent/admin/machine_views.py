@@ -141,14 +141,14 @@ def add_diagnosis(machine: Machine, row: RoomRow) -> None:
 def _awaited_prefill(machine: DecodeMachine, room: RecvRoom, owed: dict[str, int]) -> list[str]:
     """Returns the names of the prefill ranks whose messages a decode rank's room waits for in its current state."""
     transfers = room.transfers.copy()
-    if not transfers and room.failure is None:  # the room is opened once all ranks of its instance are connected
-        return [name for name in machine.roster(room.instance) if not machine.is_ready(name)]
+    if not transfers and room.failure is None:  # the room is opened once all ranks that compute it are connected
+        return [name for name in machine.ranks_of(room) if not machine.is_ready(name)]
     if room.failure is not None:
         return [name for name, transfer in transfers.items() if not transfer.drained]
     if room.state is RoomState.BOOTSTRAPPING:
         return [name for name, transfer in transfers.items() if not transfer.accepted]
     if room.state is RoomState.SUCCESS:
-        return [name for name, transfer in transfers.items() if not transfer.acked]
+        return sorted(room.awaited.copy()) or [name for name, transfer in transfers.items() if not transfer.acked]
     finals = {room.writers[key.writer] for _, key in room.finals.copy()}
     return [name for name in transfers if name in owed or name in finals]
 

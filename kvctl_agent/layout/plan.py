@@ -90,6 +90,9 @@ class _RoomPlan:
         to_reader: KV and draft slices by reader.
         states_to_reader: Slices of per-request state by reader.
         aux_candidates: By reader, the writers that may be elected to write its aux row.
+        keeper: The reader that opens the room at every prefill rank that computes it.
+        opened_at: By reader, the prefill ranks at which it opens the room.
+        openers: By prefill rank that computes the room, the readers that open it there.
     """
 
     kv: TransferSlices
@@ -97,11 +100,19 @@ class _RoomPlan:
     to_reader: Mapping[int, TransferSlices]
     states_to_reader: Mapping[int, TransferSlices]
     aux_candidates: Mapping[int, tuple[int, ...]]
+    keeper: int
+    opened_at: Mapping[int, tuple[int, ...]]
+    openers: Mapping[int, frozenset[int]]
 
 
-def prefill_dp(inputs: PlanInputs, room: int) -> int:
+def prefill_dp(prefill: ParallelConfig, room: int) -> int:
     """Returns the prefill dp rank that computes a room: room % dp, as SGLang routes by `bootstrap_room`."""
-    return room % inputs.prefill.dp
+    return room % prefill.dp
+
+
+def prefill_ranks(inputs: PlanInputs, room: int) -> tuple[int, ...]:
+    """Returns the prefill ranks that compute a room: all of its dp group."""
+    return _ranks_of_dp(inputs.prefill, prefill_dp(inputs.prefill, room))
 
 
 def transfer_slices(inputs: PlanInputs, room: int, decode_dp: int) -> TransferSlices:
@@ -165,6 +176,40 @@ def aux_writer(inputs: PlanInputs, room: int, reader: int) -> int:
     return candidates[(mix64(room) + reader) % len(candidates)]
 
 
+def keeper(inputs: PlanInputs, room: int, decode_dp: int) -> int:
+    """Returns the decode rank that keeps a room together, chosen by the hash of the room's number.
+
+    It opens the room at every rank of the prefill dp group, so that all ranks of the room are connected through it.
+
+    Raises:
+        LayoutError: the decode instance has no such dp rank.
+    """
+    return _room_plan(inputs, room, decode_dp).keeper
+
+
+def opened_at(inputs: PlanInputs, room: int, reader: int) -> tuple[int, ...]:
+    """Returns the prefill ranks at which a decode rank opens a room: those that may write to it.
+
+    The keeper opens the room at all ranks of the dp group that computes it.
+
+    Raises:
+        LayoutError: the decode instance has no such rank.
+    """
+    return _room_plan(inputs, room, _coord(inputs.decode, reader).dp).opened_at[reader]
+
+
+def openers(inputs: PlanInputs, room: int, decode_dp: int, writer: int) -> frozenset[int]:
+    """Returns the decode ranks that open a room at a prefill rank; none if another dp group computes the room.
+
+    Raises:
+        LayoutError: an instance has no such rank.
+    """
+    readers = _room_plan(inputs, room, decode_dp).openers.get(writer)
+    if readers is None:
+        _coord(inputs.prefill, writer)
+    return readers or frozenset()
+
+
 def writer_cells(
     inputs: PlanInputs, room: int, writer: int, reader: int, total_pages: int, prefix_pages: int, table: int = 0
 ) -> tuple[Chunk, ...]:
@@ -199,25 +244,28 @@ def _coord(side: ParallelConfig, rank: int) -> RankCoord:
     return side.coord(rank)
 
 
-@lru_cache(maxsize=64)
-def _replica_period(inputs: PlanInputs) -> int:
-    """Returns the least common multiple of the segments' replica counts.
+@lru_cache(maxsize=4096)
+def _ranks_of_dp(side: ParallelConfig, dp: int) -> tuple[int, ...]:
+    return tuple(rank for rank in range(side.size) if side.coord(rank).dp == dp)
 
-    The remainder of a room's hash by this number chooses a replica in every segment.
-    """
-    return lcm(*(replicas(segment.heads, inputs.prefill.tp) for segment in inputs.segments))
+
+@lru_cache(maxsize=64)
+def _hash_period(inputs: PlanInputs) -> int:
+    """Returns the number whose remainder of a room's hash chooses the replica in every segment, and the keeper."""
+    readers = inputs.decode.pp * inputs.decode.cp * inputs.decode.tp
+    return lcm(readers, *(replicas(segment.heads, inputs.prefill.tp) for segment in inputs.segments))
 
 
 def _room_plan(inputs: PlanInputs, room: int, decode_dp: int) -> _RoomPlan:
-    # Rooms differ only in the prefill dp rank, the replica and the cp rank, so a few cached plans serve all of them.
-    period = _replica_period(inputs)
-    replica = mix64(room) % period if period > 1 else 0
+    # Rooms differ only in the prefill dp rank, the replica, the keeper and the cp rank: few cached plans serve all.
+    period = _hash_period(inputs)
+    choice = mix64(room) % period if period > 1 else 0
     cp = sole_cp_sender(inputs.cp_mode, inputs.prefill.cp, room)
-    return _plan(inputs, prefill_dp(inputs, room), decode_dp, replica, cp)
+    return _plan(inputs, prefill_dp(inputs.prefill, room), decode_dp, choice, cp)
 
 
 @lru_cache(maxsize=1024)
-def _plan(inputs: PlanInputs, prefill_dp: int, decode_dp: int, replica: int, cp: int | None) -> _RoomPlan:
+def _plan(inputs: PlanInputs, prefill_dp: int, decode_dp: int, choice: int, cp: int | None) -> _RoomPlan:
     if inputs.plan_version != PLAN_VERSION:
         raise LayoutError(f"{Factor('plan_version', PLAN_VERSION, inputs.plan_version)}: unsupported plan version")
     prefill, decode = inputs.prefill, inputs.decode
@@ -226,6 +274,7 @@ def _plan(inputs: PlanInputs, prefill_dp: int, decode_dp: int, replica: int, cp:
     to_reader: dict[int, TransferSlices] = {}
     states_to_reader: dict[int, TransferSlices] = {}
     aux_candidates: dict[int, tuple[int, ...]] = {}
+    opened_at: dict[int, tuple[int, ...]] = {}
     for stage, cp_rank, tp in itertools.product(range(decode.pp), range(decode.cp), range(decode.tp)):
         coord = RankCoord(dp=decode_dp, pp=stage, cp=cp_rank, tp=tp)
         reader = decode.unique_rank(coord)
@@ -233,7 +282,7 @@ def _plan(inputs: PlanInputs, prefill_dp: int, decode_dp: int, replica: int, cp:
         state_slices: list[TransferSlice] = []
         for segment in inputs.segments:
             senders = (0,) if segment.state else range(prefill.cp) if cp is None else (cp,)
-            slices = _segment_slices(inputs, segment, prefill_dp, coord, replica, tuple(senders))
+            slices = _segment_slices(inputs, segment, prefill_dp, coord, choice, tuple(senders))
             (state_slices if segment.state else kv_slices).extend(slices)
         kv += kv_slices
         to_reader[reader], states_to_reader[reader] = tuple(kv_slices), tuple(state_slices)
@@ -243,12 +292,19 @@ def _plan(inputs: PlanInputs, prefill_dp: int, decode_dp: int, replica: int, cp:
         tps = dict.fromkeys(prefill.coord(part_slice.writer).tp for part_slice in kv_slices if not part_slice.segment)
         last = [RankCoord(dp=prefill_dp, pp=prefill.pp - 1, cp=0, tp=writer_tp) for writer_tp in tps]
         aux_candidates[reader] = tuple(map(prefill.unique_rank, last))
+        writers = {each.writer for each in (*kv_slices, *state_slices)}.union(aux_candidates[reader])
+        opened_at[reader] = tuple(sorted(writers))
     slices_by_writer = {writer: tuple(slices) for writer, slices in by_writer.items()}
-    return _RoomPlan(tuple(kv), slices_by_writer, to_reader, states_to_reader, aux_candidates)
+    ranks = _ranks_of_dp(prefill, prefill_dp)
+    keeper = tuple(to_reader)[choice % len(to_reader)]
+    opened_at[keeper] = ranks
+    openers = {rank: frozenset(reader for reader, at in opened_at.items() if rank in at) for rank in ranks}
+    by_reader = to_reader, states_to_reader, aux_candidates
+    return _RoomPlan(tuple(kv), slices_by_writer, *by_reader, keeper, opened_at, openers)
 
 
 def _segment_slices(
-    inputs: PlanInputs, segment: Segment, prefill_dp: int, coord: RankCoord, replica: int, senders: tuple[int, ...]
+    inputs: PlanInputs, segment: Segment, prefill_dp: int, coord: RankCoord, choice: int, senders: tuple[int, ...]
 ) -> Iterator[TransferSlice]:
     """Yields the slices of one segment that the decode rank at `coord` receives.
 
@@ -257,7 +313,7 @@ def _segment_slices(
         segment: The segment.
         prefill_dp: Prefill dp rank that computes the room.
         coord: The decode rank.
-        replica: Number that, with the decode rank, selects one of the tp ranks that hold the same heads if the tp sizes
+        choice: Number that, with the decode rank, selects one of the tp ranks that hold the same heads if the tp sizes
             differ.
         senders: Prefill cp ranks that send the segment.
     """
@@ -277,7 +333,7 @@ def _segment_slices(
             for block in range(dst_heads.lo // block_heads, (dst_heads.hi - 1) // block_heads + 1):
                 # Between equal tp sizes each rank reads its own counterpart: engines may keep more beside replicated
                 # heads, such as an aux row about this rank's KV alone.
-                tp = coord.tp if prefill.tp == decode.tp else block * copies + (replica + reader) % copies
+                tp = coord.tp if prefill.tp == decode.tp else block * copies + (choice + reader) % copies
                 src_heads = head_range(segment.heads, prefill.tp, tp)
                 lo, hi = max(src_heads.lo, dst_heads.lo), min(src_heads.hi, dst_heads.hi)
                 yield TransferSlice(

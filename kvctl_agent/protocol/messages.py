@@ -16,7 +16,7 @@ import msgspec
 from kvctl_agent.contract.choices import RANK0
 
 # Optional additions keep this number; a frame of another version is refused.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 U64 = Annotated[int, msgspec.Meta(ge=0)]  # MessagePack has no larger integers
 U32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
@@ -136,7 +136,7 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
 
 
 class RoomOpen(RoomMessage, frozen=True, tag="room-open"):
-    """Decode → every prefill rank of the instance: asks it to send its parts of the room to these pages.
+    """Decode → prefill ranks that the plan names: asks each to send its parts of the room to these pages.
 
     `to` is the incarnation that the message is meant for: a process that has just replaced that one must not write for
     a room that the decode rank has not opened there.
@@ -249,7 +249,17 @@ class PartAck(RoomMessage, frozen=True, tag="part-ack"):
 class RoomDone(RoomMessage, frozen=True, tag="room-done"):
     """Decode → prefill: the room succeeded; every planned byte is in its pages.
 
-    `age_ns` is the time for which the decode rank has kept the message, to send it with others.
+    From the room's keeper: and in those of all other decode ranks. `age_ns` is the time since that has been so.
+    """
+
+    age_ns: U64 = 0
+
+
+class ReadersDone(RoomMessage, frozen=True, tag="readers-done"):
+    """Prefill → the room's keeper: all other decode ranks that opened the room at this rank have received it.
+
+    Resent until the keeper answers RoomDone or RoomFailed, once it knows how the room has ended on every decode rank.
+    `age_ns` is the time since the last of them has had the room.
     """
 
     age_ns: U64 = 0
@@ -311,6 +321,7 @@ AnyMessage = (
     | PartReady
     | PartAck
     | RoomDone
+    | ReadersDone
     | RoomFailed
     | Ack
     | RoomAbort

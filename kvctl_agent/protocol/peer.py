@@ -27,6 +27,7 @@ from kvctl_agent.layout.plan_inputs import (
     Wire,
     differences,
     shape_to_wire,
+    shared,
     transfer_page,
 )
 from kvctl_agent.layout.shape import ModelShape
@@ -221,7 +222,7 @@ def plan_with_peer(local: LocalInfo, info: PeerInfo) -> PeerPlan:
     rows, others = local.aux_row_bytes, _aux_row_bytes(info.pool)
     if rows and others and rows != others:
         return PeerPlan(None, (f"aux_row_bytes {_plus(rows)} ≠ {_plus(others)}",))
-    return PeerPlan(inputs, ())
+    return PeerPlan(shared(inputs), ())
 
 
 def _beyond_plain_kv(wire: Wire) -> str:

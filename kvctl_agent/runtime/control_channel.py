@@ -24,7 +24,7 @@ from kvctl_agent.contract.values import encodable
 from kvctl_agent.errors import RemoteProtocolError
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol.events import Received, Unsendable
-from kvctl_agent.protocol.messages import Ack, Message, PartAck, RoomDone
+from kvctl_agent.protocol.messages import Ack, Message, PartAck, ReadersDone, RoomDone
 from kvctl_agent.runtime import control_endpoints
 from kvctl_agent.security.unix_dealer import UnixDealer
 from kvctl_agent.security.unix_router import UnixRouter
@@ -34,8 +34,8 @@ _FRAMES_A_TURN = 256
 _LOG_EVERY_NS = 60_000_000_000
 _TOKEN_BYTES = 16
 _MOST_NAMES = 4096  # limit of the tables by peer name: peers choose their names
-# RoomDone too: pages are released when the parts are sent, and no request waits for the message on a prefill rank.
-_PATIENT = (Ack, PartAck, RoomDone)
+# Not only answers: pages are released when the parts are sent, and no request on a prefill rank waits for RoomDone.
+_PATIENT = (Ack, PartAck, ReadersDone, RoomDone)
 _PATIENCE_NS = 5_000_000
 # The last frames report failed rooms; without a linger the context drops frames that are not on the wire yet.
 _GOODBYE_MS = 200
@@ -308,8 +308,10 @@ class ControlChannel:
 
 
 def _aged(message: Message, kept_ns: int) -> Message:
-    """Returns a message that was kept for `kept_ns`, with that time if the peer needs it."""
-    return replace(message, age_ns=kept_ns) if isinstance(message, RoomDone) else message
+    """Returns a message that was kept for `kept_ns`, with its age if the peer needs that."""
+    if not isinstance(message, RoomDone | ReadersDone):
+        return message
+    return replace(message, age_ns=message.age_ns + kept_ns)
 
 
 def _frames(socket: control_endpoints.Router | control_endpoints.Dealer) -> Iterator[list[bytes]]:

@@ -12,7 +12,7 @@ from tests.explore.explorer.scene import Scene
 from tests.explore.explorer.search import Bounds, Explored, explore
 from tests.support.protocol.simulation import Broken, direct, mixed
 
-D, P0, P1 = "decode-0", "prefill-0", "prefill-1"
+D, D1, P0, P1 = "decode-0", "decode-1", "prefill-0", "prefill-1"
 # Two writers whose workers take the rooms in different orders, which locks them out of each other's way to the ring
 # if a part that waits holds anything.
 OTHER_ORDER = ((P0, 7), (P0, 8), (P1, 8), (P1, 7))
@@ -39,6 +39,11 @@ class Configuration(NamedTuple):
 
 def _of(name: str, scene: Scene, **budget: object) -> Configuration:
     return Configuration(name, scene, Budget(**budget))  # type: ignore[arg-type]
+
+
+def two_pairs(**scene: object) -> Scene:
+    """Room 7 between two prefill and two decode ranks, each of which writes to its counterpart; decode-0 keeps it."""
+    return Scene(writers=2, readers=2, paths=direct, **scene)  # type: ignore[arg-type]
 
 
 def _recalled(*recalled: tuple[str, int], **scene: object) -> Scene:
@@ -157,9 +162,38 @@ SMALL = (
     _of("a frozen writer's regions are taken back", Scene(rooms=2), freezes=(P0,), restarts=(P0,), releases=1),
     _of("a writer leaves", Scene(writers=2, ring=1), leaves=(P0,)),
     _of("the reader leaves", Scene(rooms=2), leaves=(D,), losses=1),
+    # A room of two decode ranks, through whose keeper alone its other ranks are connected.
+    _of("two pairs", two_pairs(), losses=1),
+    _of("two pairs from the first call on", two_pairs(opened=False, asked=False)),
+    _of("two pairs through rings", Scene(writers=2, readers=2, ring=1), losses=1),
+    _of("two pairs, and the keeper aborts", two_pairs(), aborts=((D, 7),)),
+    _of("two pairs, and the other decode rank aborts", two_pairs(), aborts=((D1, 7),)),
+    _of("two pairs, and the rank that the keeper waits for aborts", two_pairs(), aborts=((P1, 7),)),
+    _of("two pairs, and the keeper recalls", two_pairs(recalled=((D, 7),)), recalls=((D, 7),)),
+    _of("two pairs, and the other decode rank recalls", two_pairs(recalled=((D1, 7),)), recalls=((D1, 7),)),
+    _of("two pairs, and the keeper is given up that is well", two_pairs(), deaf=((P1, D),)),
+    _of("two pairs, and the keeper gives a rank up that is well", two_pairs(), deaf=((D, P1),)),
+    _of("two pairs, and a failure elsewhere meets a silence", two_pairs(), deaf=((D, P0),), aborts=((D1, 7),)),
+    _of("two pairs, and the keeper is paused", two_pairs(), pauses=(D,)),
+    _of("two pairs, and the keeper is killed", two_pairs(), kills=(D,)),
+    _of("two pairs, and the other decode rank is killed", two_pairs(), kills=(D1,)),
+    _of("two pairs, and the rank that the keeper waits for is killed", two_pairs(), kills=(P1,)),
+    _of("two pairs, and the keeper leaves", two_pairs(), leaves=(D,)),
 )
 
 LARGE = (
+    _of("two pairs, two losses", two_pairs(), losses=2),
+    _of("two pairs, overtaken and copied", two_pairs(), losses=1, copies=1, overtakings=1),
+    _of("two pairs with final parts", two_pairs(aux=3, states=(1,)), losses=1, copies=1),
+    _of("two pairs, two rooms", two_pairs(rooms=2)),
+    _of("two pairs, two aborts", two_pairs(), aborts=((D1, 7), (P1, 7)), losses=1),
+    _of("two pairs, both decode ranks recall", two_pairs(recalled=((D, 7), (D1, 7))), recalls=((D, 7), (D1, 7))),
+    _of("two pairs, a keeper given up, losses", two_pairs(), deaf=((P1, D),), losses=1, aborts=((D1, 7),)),
+    _of("two pairs, a reader given up, losses", two_pairs(), deaf=((P1, D1),), losses=1),
+    _of("two pairs, the keeper starts anew", two_pairs(revived=(D,)), kills=(D,), restarts=(D,)),
+    _of("two pairs, a writer is frozen and replaced", two_pairs(), freezes=(P1,), restarts=(P1,)),
+    _of("two pairs, a number is used again", two_pairs(again=(7,)), again=(7,), losses=1),
+    _of("two pairs, one opened late", two_pairs(opened=False, asked=False), lapses=1, losses=1),
     _of("2 rooms, scatters fail", Scene(rooms=2), failures=2, losses=1),
     _of("2 writers, one paused, a scatter fails", Scene(writers=2, ring=1), failures=1, pauses=(P0,)),
     _of("2 rooms, regions are taken back from a paused writer", Scene(rooms=2, granted=True), releases=2, pauses=(P0,)),

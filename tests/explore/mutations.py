@@ -22,7 +22,7 @@ from kvctl_agent.protocol.prefill.dispatch import Dispatch
 from kvctl_agent.protocol.prefill.rooms import SendRooms, StagingRequests
 from kvctl_agent.protocol.prefill.send_room import Part, PartState, PeerTransfer, SendRoom
 from kvctl_agent.protocol.ring import Allocation, GrantTable, Region, RegionState, Ring
-from tests.explore.configurations import P0, Configuration, D
+from tests.explore.configurations import D1, P0, P1, Configuration, D, two_pairs
 from tests.explore.explorer.flow import Budget
 from tests.explore.explorer.scene import Scene
 from tests.support.protocol.simulation import direct
@@ -268,7 +268,45 @@ def _done_without_the_rank_that_recalled(patch: Patch) -> None:
     patch.setattr(SendRoom, "done", property(lambda room: all(each.done for each in room.transfers.values())))
 
 
+def _waits_for_nobody(patch: Patch) -> None:
+    patch.setattr(RecvRoom, "awaited", property(lambda room: set(), lambda room, ranks: None))
+
+
+def _asks_nobody(patch: Patch) -> None:
+    patch.setattr(RecvRooms, "_ask_awaited", lambda rooms, room: None)
+
+
+def _failure_elsewhere_forgotten(patch: Patch) -> None:
+    forget = RecvRooms.forget
+
+    def forgetful(rooms: RecvRooms, room: RecvRoom) -> None:
+        room.failed_elsewhere = None
+        forget(rooms, room)
+
+    patch.setattr(RecvRooms, "forget", forgetful)
+
+
+def _keeper_told_once(patch: Patch) -> None:
+    tell_keeper = SendRooms.tell_keeper
+
+    def once(rooms: SendRooms, room: SendRoom) -> None:
+        if room.keeper is None or not room.keeper.resend_ns:
+            tell_keeper(rooms, room)
+
+    patch.setattr(SendRooms, "tell_keeper", once)
+
+
 MUTATIONS = (
+    Mutation("a keeper waits for nobody", two_pairs(), Budget(), r"only .* has received it", _waits_for_nobody),
+    Mutation("a keeper asks nobody", two_pairs(), Budget(deaf=((P1, D),)), STUCK, _asks_nobody),
+    Mutation("a keeper is told once", two_pairs(), Budget(losses=1), STUCK, _keeper_told_once),
+    Mutation(
+        "a keeper forgets that the room has failed elsewhere",
+        two_pairs(),
+        Budget(deaf=((D, P0),), aborts=((D1, 7),)),
+        r"only .* has received it",
+        _failure_elsewhere_forgotten,
+    ),
     Mutation(
         "the tombstone is dropped",
         Scene(opened=False, asked=False),

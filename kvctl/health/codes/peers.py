@@ -107,10 +107,10 @@ def peer_stale(snapshot: Snapshot) -> Iterator[Finding]:
     "KV_PEER_LOST",
     Severity.CRITICAL,
     "peers",
-    sees="every room of one pair of agents fails, or none of an instance can be opened",
+    sees="every room of one pair of agents fails, or none of a dp group of an instance can be opened",
     means="An agent does not hear another one. After suspect_s of silence it gives it no new grants, which is a "
-    "warning; after lost_s, or as soon as its process is known to have ended, all rooms between the two fail. A decode "
-    "rank opens a room at every rank of a prefill instance, so one lost prefill rank stops its whole instance. Ring "
+    "warning; after lost_s, or as soon as its process is known to have ended, all rooms between the two fail. A room "
+    "needs every rank of the dp group that computes it, so one lost prefill rank stops its whole dp group. Ring "
     "regions and pages that a lost rank might still write are kept until it is proven dead (KV_QUARANTINE). Rooms that "
     "wait for a silent agent are not reported individually: this finding explains them.",
     remedy="Start the agent again; the others reconnect by themselves. If it still runs, check whether its process is "
@@ -210,7 +210,7 @@ def _silent_host(snapshot: Snapshot, host: str, silent: Mapping[str, list[Silenc
 def _silent_agent(snapshot: Snapshot, name: str, reports: list[Silence], failed: int) -> Iterator[Finding]:
     lost = [silence for silence in reports if silence.lost]
     closed = bool(lost) and all(silence.closed for silence in lost)
-    # No room of its instance can be opened without it.
+    # No room of its dp group can be opened without it.
     needed_by = sorted({silence.agent for silence in lost if silence.role == "decode"})
     if closed and not needed_by:
         return  # a decode rank that closed in order: no other agent needs it

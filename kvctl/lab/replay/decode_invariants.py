@@ -19,7 +19,15 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import layer_range
 from kvctl_agent.errors import RemoteProtocolError
 from kvctl_agent.layout.chunks import Chunk
-from kvctl_agent.layout.plan import TransferSlice, aux_writer, slices_to_reader, state_slices_to_reader, writer_cells
+from kvctl_agent.layout.plan import (
+    TransferSlice,
+    aux_writer,
+    keeper,
+    openers,
+    slices_to_reader,
+    state_slices_to_reader,
+    writer_cells,
+)
 from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
@@ -140,18 +148,18 @@ class DecodeInvariants:
                 region = self._ring.live.get(message.serial)
                 if region is not None and region.room.peer == name:
                     region.revoking = False
-            case msg.RoomAccepted() | msg.RoomRefused() | msg.RoomDrained() | msg.Ack():
+            case msg.RoomAccepted() | msg.RoomRefused() | msg.RoomDrained() | msg.ReadersDone() | msg.Ack():
                 room = self._rooms.get(message.room)
                 if room is not None and room.opening.nonce == message.nonce:
                     self._answered(room, name, message)
 
-    def _answered(
-        self, room: _Room, name: str, message: msg.RoomAccepted | msg.RoomRefused | msg.RoomDrained | msg.Ack
-    ) -> None:
+    def _answered(self, room: _Room, name: str, message: msg.RoomMessage) -> None:
         match message:
             case msg.RoomAccepted():
                 room.accepted.add(name)
-            case msg.Ack(of="room-done") if room.done:
+            case msg.ReadersDone():
+                room.awaited.discard(name)
+            case msg.Ack(of="room-done" | "room-failed") if room.done:
                 room.acked.add(name)
             case msg.RoomRefused():
                 self._drained(room, name)
@@ -179,7 +187,7 @@ class DecodeInvariants:
             proven = not isinstance(event.message, msg.Bye) or event.message.drained
         self._lost.add(name)
         for room in self._rooms.values():
-            if name in room.writers:
+            if name in room.writers.values():
                 room.acked.add(name)
                 if proven:
                     room.drained.add(name)
@@ -221,7 +229,7 @@ class DecodeInvariants:
         if tag.kind is not PartKind.KV:
             room.missing_finals.discard((tag.kind, tag.key))
             return
-        if room.pages(tag.key) is None or tag.key.writer >= len(room.writers):
+        if room.pages(tag.key) is None or tag.key.writer not in room.writers:
             return
         key = RoomKey(room.writers[tag.key.writer], tag.room, tag.nonce)
         region = next((each for each in self._ring.regions_of(key) if each.key == tag.key), None)
@@ -258,6 +266,11 @@ class DecodeInvariants:
             case msg.StagingRevoke():
                 if (region := self._ring.live.get(message.serial)) is not None:
                     region.revoking = True
+            case msg.RoomDone():
+                room = self._rooms.get(message.room)
+                if room is not None and room.opening.nonce == message.nonce and room.awaited:
+                    text = f"room {message.room} is reported to {name} as done before {min(room.awaited)} has said that"
+                    raise Violation("success-with-a-gap", f"{text} its other decode ranks have it", message.room)
 
     def _granted(self, name: str, message: msg.StagingGrants) -> None:
         room = self._rooms.get(message.room)
@@ -312,7 +325,7 @@ class DecodeInvariants:
             raise Violation("state-after-end", text, action.room)
         if action.state is RoomState.FAILED:
             room.failed = True
-            for name in room.writers:
+            for name in room.writers.values():
                 for region in self._ring.regions_of(RoomKey(name, action.room, room.opening.nonce)):
                     region.unread = not region.scattering
         elif action.state is RoomState.SUCCESS:
@@ -333,7 +346,7 @@ class DecodeInvariants:
         if not (room.done or room.failed):
             raise violation("before it has finished")
         if room.failed:
-            for name in room.writers:
+            for name in room.writers.values():
                 if name not in room.drained:
                     raise violation(f"while {name} may still write")
                 for region in self._ring.regions_of(RoomKey(name, number, room.opening.nonce)):
@@ -350,10 +363,10 @@ class DecodeInvariants:
             room = self._rooms.get(number)
             if room is None or room.writers:
                 continue
-            room.writers = tuple(names)
+            room.writers = {self._peer_infos[name].unique_rank: name for name in names}
             inputs = plan_with_peer(self._local, self._peer_infos[names[0]]).inputs
             if inputs is not None:
-                room.plan(inputs, self._local.unique_rank)
+                room.plan(inputs, self._local.unique_rank, self._local.coord.dp)
 
     def _remove_finished(self, numbers: Iterable[int]) -> None:
         """Removes rooms that every rank has finished, and checks that the machine has removed them, too.
@@ -363,12 +376,13 @@ class DecodeInvariants:
         """
         for number in numbers:
             room = self._rooms.get(number)
-            if room is None or not room.released or (room.done and not room.acked.issuperset(room.writers)):
+            if room is None or not room.released or (room.done and not room.acked.issuperset(room.writers.values())):
                 continue
             del self._rooms[number]
             nonce = room.opening.nonce
             left = self._machine.rooms.get(number)
-            regions = [self._machine.state.grant_table.of_room(RoomKey(name, number, nonce)) for name in room.writers]
+            table = self._machine.state.grant_table
+            regions = [table.of_room(RoomKey(name, number, nonce)) for name in room.writers.values()]
             if (left is not None and left.nonce == nonce) or any(regions):
                 raise Violation("left-behind", f"room {number} is finished everywhere and is still stored", number)
 
@@ -379,7 +393,8 @@ class _Room:
     def __init__(self, opening: ev.OpenRoom) -> None:
         self.opening = opening
         self.tables: list[tuple[ev.Pages, int, int, int]] = []  # of each page table the pages, split, prefix and total
-        self.writers: tuple[str, ...] = ()  # ranks where it was opened, by unique rank
+        self.writers: dict[int, str] = {}  # ranks where it was opened, by unique rank
+        self.awaited: set[str] = set()  # those that have not said that its other decode ranks have it, if this keeps it
         self.accepted: set[str] = set()
         self.drained: set[str] = set()
         self.acked: set[str] = set()
@@ -391,9 +406,11 @@ class _Room:
         self.scattering: set[int] = set()  # serials
         self.failed = self.done = self.released = False
 
-    def plan(self, inputs: PlanInputs, reader: int) -> None:
-        """Computes the parts that the writers must send to decode rank `reader`."""
+    def plan(self, inputs: PlanInputs, reader: int, dp: int) -> None:
+        """Computes the parts that the writers must send to decode rank `reader`, and for which of them it waits."""
         opening, room = self.opening, self.opening.room
+        if keeper(inputs, room, dp) == reader:
+            self.awaited = {name for rank, name in self.writers.items() if len(openers(inputs, room, dp, rank)) > 1}
         span = inputs.span(opening.prefix_pages, opening.total_pages, opening.tokens)
         self.tables = [(opening.pages, inputs.decode_split, *span)]
         for group, pages in zip(inputs.shape.groups, opening.groups, strict=True):
@@ -440,7 +457,7 @@ class _Room:
                 return f"writer {writer} chunk {chunk} layers {layer_range(lo, hi)} are not in their pages"
         for kind, key in sorted(self.missing_finals):
             return f"{'the aux row' if kind is PartKind.AUX else 'state'} of writer {key.writer} has not arrived"
-        if silent := [name for name in self.writers if name not in self.accepted]:
+        if silent := [name for name in self.writers.values() if name not in self.accepted]:
             return f"{silent[0]} has not accepted it"
         if self.scattering:
             return f"serial {min(self.scattering)} is still being scattered"

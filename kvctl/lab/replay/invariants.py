@@ -14,7 +14,7 @@ INVARIANTS: dict[str, str] = {
     "watermark-back": "the watermark never moves back",
     "gated-by-nobody": "a grant from an empty ring may be written at once",
     "scatter": "a part is scattered once, to its own pages, and only after its bytes landed in its granted region",
-    "success-with-a-gap": "Success only when every planned byte is in its pages and every rank has accepted",
+    "success-with-a-gap": "Success only when every planned byte is in its pages and its prefill ranks have accepted",
     "state-after-end": "a finished room never changes its state",
     "released-early": "pages are released once, and only when nothing can write or read them any more",
     "left-behind": "no state of a room remains once every rank has finished with it",

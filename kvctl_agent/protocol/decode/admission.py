@@ -1,6 +1,7 @@
 """Admission on a decode rank: registers the engine's rooms, and opens them at their prefill instances.
 
-A room is opened at every rank of its prefill instance, once all of these ranks are known and ready.
+A room is opened at the ranks that may write to this one, once all ranks of the dp group that computes it are ready. The
+room's keeper, one of its decode ranks, opens it at all of them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from kvctl_agent.layout.chunks import Chunk
 from kvctl_agent.layout.plan import (
     TransferSlice,
     aux_writer,
+    keeper,
+    opened_at,
+    openers,
+    prefill_ranks,
     slices_to_reader,
     state_slices_to_reader,
     stripe_of,
@@ -99,18 +104,18 @@ class RecvAdmission:
                 self.rooms.fail(room, failure)
 
     def _open(self, room: RecvRoom) -> None:
-        """Plans a room and opens it at all ranks of its instance; does nothing unless all of them are ready."""
+        """Plans a room and opens it; does nothing unless all ranks that compute it are ready."""
         context = self.context
         # A room whose instance is disconnected has ended, or was opened before.
-        roster = self.state.rosters.get(room.instance)
-        if room.transfers or not roster or not all(map(context.is_ready, roster)):
+        ranks = self.rooms.ranks_of(room)
+        if room.transfers or not ranks or not all(map(context.is_ready, ranks)):
             return
-        first = context.peers[roster[0]]
+        first = context.peers[ranks[0]]
         inputs = first.inputs
         assert inputs is not None
         try:
             self._to_transfer_pages(room, inputs, first.wire)
-            self._plan(room, inputs, roster)
+            self._plan(room, inputs)
         except LayoutError as error:
             self.rooms.fail(room, context.failure("KV_PLAN_MISMATCH", f"room {room.room}: {error}"))
             return
@@ -152,17 +157,17 @@ class RecvAdmission:
             tokens=room.tokens if room.groups else 0,
         )
 
-    def _plan(self, room: RecvRoom, inputs: PlanInputs, roster: tuple[str, ...]) -> None:
-        opening = room.opening
-        wanted = [] if opening.prefill_only else slices_to_reader(inputs, room.room, self.context.rank)
+    def _plan(self, room: RecvRoom, inputs: PlanInputs) -> None:
+        opening, reader = room.opening, self.context.rank
+        wanted = [] if opening.prefill_only else slices_to_reader(inputs, room.room, reader)
         finals: dict[FinalKey, tuple[TransferSlice | None, ev.Pages]] = {}
         if opening.aux_index >= 0:
-            key = PartKey(aux_writer(inputs, room.room, self.context.rank), 0, 0, 0)
+            key = PartKey(aux_writer(inputs, room.room, reader), 0, 0, 0)
             finals[PartKind.AUX, key] = None, np.array([opening.aux_index], np.int32)
         if any(opening.states):
             components = [segment.index for segment in inputs.segments if segment.state]
             asked = [index for index, items in zip(components, opening.states, strict=False) if items]
-            for share in state_slices_to_reader(inputs, room.room, self.context.rank):
+            for share in state_slices_to_reader(inputs, room.room, reader):
                 if share.segment in asked:
                     key = PartKey(share.writer, share.segment, share.layer_lo, share.layer_hi)
                     items = np.frombuffer(opening.states[components.index(share.segment)], "<i4")
@@ -173,10 +178,20 @@ class RecvAdmission:
             key = inputs.prefill.coord(writer).cp, table
             if key not in chunks:
                 _, _, prefix, total = room.tables[table]
-                chunks[key] = writer_cells(inputs, room.room, writer, self.context.rank, total, prefix, table)
+                chunks[key] = writer_cells(inputs, room.room, writer, reader, total, prefix, table)
             return chunks[key]
 
-        room.plan(wanted, chunks_of, finals, {name: self.context.peers[name].incarnation for name in roster})
+        names = self.state.rosters[room.instance]
+        incarnations, awaited = {}, []
+        dp = self.context.local.coord.dp
+        keeps = keeper(inputs, room.room, dp) == reader
+        # The keeper may never open a room that this rank refuses.
+        ranks = prefill_ranks(inputs, room.room) if room.refusal else opened_at(inputs, room.room, reader)
+        for rank in ranks:
+            incarnations[names[rank]] = self.context.peers[names[rank]].incarnation
+            if keeps and len(openers(inputs, room.room, dp, rank)) > 1:
+                awaited.append(names[rank])
+        room.plan(wanted, chunks_of, finals, names, incarnations, awaited)
 
 
 @dataclass(eq=False)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.decode.admission import Instances, RecvAdmission
 from kvctl_agent.protocol.decode.landing import Grants, Landing
 from kvctl_agent.protocol.decode.reclaim import Reclaim
-from kvctl_agent.protocol.decode.rooms import DecodeState, RecvRooms
+from kvctl_agent.protocol.decode.rooms import DecodeState, RecvRoom, RecvRooms
 from kvctl_agent.protocol.machine import Machine, MachineContext, PeerSessions
 from kvctl_agent.protocol.peer import LocalInfo, Peer, Timing
 from kvctl_agent.protocol.ring import Allocation, Ring
@@ -67,6 +69,7 @@ class DecodeMachine(Machine):
             msg.RoomAccepted: rooms.on_room_accepted,
             msg.RoomRefused: reclaim.on_room_refused,
             msg.RoomFailed: rooms.on_room_failed,
+            msg.ReadersDone: rooms.on_readers_done,
             msg.RoomDrained: reclaim.on_room_drained,
             msg.Ack: rooms.on_ack,
             msg.StagingRequest: grants.on_staging_request,
@@ -97,6 +100,10 @@ class DecodeMachine(Machine):
 
     def roster(self, instance: str) -> tuple[str, ...]:
         return self.state.rosters.get(instance, ())
+
+    def ranks_of(self, room: RecvRoom) -> Sequence[str]:
+        """Returns the names of the prefill ranks that compute a room; of the whole instance while none is ready."""
+        return self._rooms.ranks_of(room)
 
     def kv_format(self, instance: str) -> str | None:
         """Returns the KV format of a prefill instance; "" if it says none, None if its ranks are unknown."""

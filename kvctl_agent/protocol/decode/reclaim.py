@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvctl_agent.contract.states import RoomState
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.decode.landing import Grants
@@ -67,7 +68,8 @@ class Reclaim:
             if transfer is None or transfer.incarnation != peer.incarnation:
                 continue
             transfer.acked = True
-            self.rooms.fail(room, self.context.failure("KV_PEER_LOST", text))
+            if room.state is not RoomState.SUCCESS or peer.name in room.awaited:
+                self.rooms.fail(room, self.context.failure("KV_PEER_LOST", text))
             if peer.proven_dead:  # nothing of a dead process is in flight
                 self.drained(room, transfer)
                 continue

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import layer_range
 from kvctl_agent.layout.chunks import Chunk
-from kvctl_agent.layout.plan import TransferSlice
+from kvctl_agent.layout.plan import TransferSlice, prefill_ranks
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.events import Pages
@@ -65,7 +65,7 @@ class PartChecksum(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class WriterTransfer:
-    """State of a room at one incarnation of a prefill rank; a rank that sends no parts of the room has one, too.
+    """State of a room at one incarnation of a prefill rank at which it is open; not every such rank sends parts of it.
 
     Messages of a later incarnation do not count as answers.
     """
@@ -105,6 +105,9 @@ class RecvRoom:
     overdue: bool = False  # the room failed long ago; memory that may still be written is quarantined
     transfers: dict[str, WriterTransfer] = field(default_factory=dict)
     unaccepted: int = 0  # number of transfers
+    awaited: set[str] = field(default_factory=set)  # on the keeper: ranks that have not said ReadersDone
+    done_elsewhere_ns: int = 0  # on the keeper: when the last other decode rank so far had the room
+    failed_elsewhere: Failure | None = None  # on the keeper, which has the room: why another decode rank has not
     writers: tuple[str, ...] = ()  # names of the instance's ranks when the room was opened
     shares: dict[int, list[TransferSlice]] = field(default_factory=dict)  # by writer, one per segment
     chunks: dict[TableChunkKey, Chunk] = field(default_factory=dict)  # narrowed to the pages that the writer sends
@@ -127,7 +130,9 @@ class RecvRoom:
         shares: Sequence[TransferSlice],
         chunks_of: Callable[[int, int], Sequence[Chunk]],
         finals: dict[FinalKey, tuple[TransferSlice | None, Pages]],
-        writers: dict[str, int],
+        writers: tuple[str, ...],
+        incarnations: dict[str, int],
+        awaited: Iterable[str],
     ) -> None:
         """Sets the parts that the room has to receive.
 
@@ -136,10 +141,13 @@ class RecvRoom:
             chunks_of: returns the chunks of a page table that a writer, named by its unique rank, has to send.
             finals: final parts to receive, each with its transfer slice (None for aux), and its items or its row of
                 aux.
-            writers: incarnations of the instance's ranks by name, in the order of unique ranks.
+            writers: names of the instance's ranks, in the order of unique ranks.
+            incarnations: of the ranks at which the room is to be opened, by name.
+            awaited: those of them at which other decode ranks open it too, if this one is the room's keeper.
         """
-        self.writers = tuple(writers)
-        self.transfers = {name: WriterTransfer(name, incarnation) for name, incarnation in writers.items()}
+        self.writers = writers
+        self.transfers = {name: WriterTransfer(name, incarnation) for name, incarnation in incarnations.items()}
+        self.awaited = set(awaited)
         self.unaccepted = len(self.transfers)
         self.finals = set(finals)
         self.final_parts = finals
@@ -295,6 +303,17 @@ class RecvRooms:
             return None
         return room, transfer
 
+    def ranks_of(self, room: RecvRoom) -> Sequence[str]:
+        """Returns the names of the prefill ranks that compute a room; of its whole instance while none of it is ready.
+
+        None are known before the instance is complete.
+        """
+        roster = self.state.rosters.get(room.instance, ())
+        inputs = next((self.context.peers[name].inputs for name in roster if self.context.is_ready(name)), None)
+        if inputs is None or inputs.prefill.dp == 1:
+            return roster
+        return [roster[rank] for rank in prefill_ranks(inputs, room.room)]
+
     def answers(self, transfer: WriterTransfer) -> bool:
         """Returns whether the incarnation at which the room was opened is the peer's present one and usable."""
         peer = self.context.peers.get(transfer.peer)
@@ -327,9 +346,22 @@ class RecvRooms:
         if found := self.find(peer, message.room, message.nonce):
             self.fail(found[0], failure_of(message))
 
+    def on_readers_done(self, peer: Peer, message: msg.ReadersDone) -> None:
+        """Ends a room that this rank keeps on the prefill ranks, once all decode ranks have it."""
+        found = self.find(peer, message.room, message.nonce)
+        if found is None:
+            self.answer_unknown(peer, message.room, message.nonce)
+            return
+        room, _ = found
+        if peer.name in room.awaited:
+            room.awaited.remove(peer.name)
+            room.done_elsewhere_ns = max(room.done_elsewhere_ns, self.context.now_ns - message.age_ns)
+            if room.state is RoomState.SUCCESS and not room.awaited:
+                self._send_outcome(room)
+
     def on_ack(self, peer: Peer, message: msg.Ack) -> None:
         found = self.find(peer, message.room, message.nonce)
-        if found is not None and found[0].state is RoomState.SUCCESS and message.of == "room-done":
+        if found is not None and found[0].state is RoomState.SUCCESS and message.of in ("room-done", "room-failed"):
             found[1].acked = True
             self.settle(found[0])
 
@@ -345,7 +377,7 @@ class RecvRooms:
         self.context.actions.append(ev.StateChanged(room.room, state, room.failure))
 
     def complete(self, room: RecvRoom) -> None:
-        """Ends a room as successful if nothing is missing and every prefill rank has accepted the room."""
+        """Ends a room as successful if nothing is missing and all prefill ranks have accepted it."""
         if not room.complete or room.state.finished:
             return
         if room.state is RoomState.BOOTSTRAPPING:
@@ -357,7 +389,14 @@ class RecvRooms:
         self._send_outcome(room)
 
     def fail(self, room: RecvRoom, failure: Failure) -> None:
-        """Fails a room with this first cause, unless the room has ended."""
+        """Fails a room with this first cause, unless the room has ended.
+
+        A keeper that has the room, while others may not have it, passes the failure on to the prefill ranks.
+        """
+        if room.state is RoomState.SUCCESS and room.awaited:
+            room.awaited.clear()
+            room.failed_elsewhere = failure
+            self._send_outcome(room)
         if room.state.finished:
             return
         room.failure = failure
@@ -401,19 +440,20 @@ class RecvRooms:
         """Removes a room, and keeps its outcome as a tombstone for late messages."""
         del self.state.rooms[room.room]
         key = RoomKey("", room.room, room.nonce)
-        self.state.tombstones.add(key, room.failure is None, self.context.now_ns)
+        succeeded = room.failure is None and room.failed_elsewhere is None
+        self.state.tombstones.add(key, succeeded, self.context.now_ns)
         self.context.telemetry.finish(room.record, self.context.now_ns)
 
     # ---- messages to the prefill ranks -------------------------------------------------------------------------
 
     def _send_outcome(self, room: RecvRoom) -> None:
-        """Sends the outcome to every prefill rank; `check` resends it until each rank has answered."""
+        """Sends the outcome to the prefill ranks; `check` resends it until each of them has answered."""
         room.resend_ns = self.context.now_ns + self.context.timing.resend_ns
         for transfer in room.transfers.values():
             self.send_unanswered(room, transfer)
 
     def send_unanswered(self, room: RecvRoom, transfer: WriterTransfer) -> bool:
-        """Sends a prefill rank the message that it has not answered: RoomOpen, RoomDone or RoomAbort.
+        """Sends a prefill rank the message that it has not answered: RoomOpen, RoomDone, RoomFailed or RoomAbort.
 
         Returns whether it was sent to the peer's present incarnation. RoomAbort may also go to a former incarnation.
         """
@@ -422,9 +462,12 @@ class RecvRooms:
                 return False
             message: msg.Message = msg.RoomAbort(room.room, room.nonce, **room.failure, recall=room.recalled)
         elif room.state is RoomState.SUCCESS:
-            if transfer.acked:
+            if transfer.acked or room.awaited:
                 return False
-            message = msg.RoomDone(room.room, room.nonce)
+            done_ns = max(room.since_ns, room.done_elsewhere_ns)
+            message = msg.RoomDone(room.room, room.nonce, self.context.now_ns - done_ns)
+            if room.failed_elsewhere is not None:
+                message = msg.RoomFailed(room.room, room.nonce, **room.failed_elsewhere)
         else:
             if transfer.accepted:
                 return False
@@ -461,6 +504,9 @@ class RecvRooms:
                 self._resend(room)
 
     def _resend(self, room: RecvRoom) -> None:
+        if room.state is RoomState.SUCCESS and room.awaited:
+            self._ask_awaited(room)
+            return
         kind = "room-end" if room.state.finished else "room-open"
         resent = sum(self.send_unanswered(room, transfer) for transfer in room.transfers.values())
         if resent:
@@ -469,19 +515,27 @@ class RecvRooms:
         timing = self.context.timing
         room.resend_ns = self.context.now_ns + (timing.resend_ns if resent else timing.lost_ns)
 
+    def _ask_awaited(self, room: RecvRoom) -> None:
+        """Opens a room again at the ranks for which it is kept: one that has ended it, in a silence, refuses it now."""
+        for name in room.awaited:
+            transfer = room.transfers[name]
+            if self.answers(transfer):
+                self.context.send(name, msgspec.structs.replace(room.opening, to=transfer.incarnation))
+        room.resend_ns = self.context.now_ns + self.context.timing.resend_ns
+
     def _check_deadline(self, room: RecvRoom) -> None:
         timing, failure = self.context.timing, self.context.failure
         waited = self.context.now_ns - room.since_ns
         stuck = f"room {room.room} was stuck in {room.state.label} for {waited / 1e9:.1f} s"
         if room.state is RoomState.BOOTSTRAPPING:
-            roster = self.state.rosters.get(room.instance, ())
-            unanswered = not roster and room.instance not in self.state.absent_ranks
-            unanswered = unanswered or any(map(self._never_answered, roster))
-            if not room.transfers and waited > timing.suspect_ns and (gone := self._gone(roster)):
+            ranks = self.ranks_of(room)
+            unanswered = not ranks and room.instance not in self.state.absent_ranks
+            unanswered = unanswered or any(map(self._never_answered, ranks))
+            if not room.transfers and waited > timing.suspect_ns and (gone := self._gone(ranks)):
                 self.fail(room, failure("KV_PEER_LOST", f"{stuck}: {gone}"))
             elif waited > (min(timing.lost_ns, timing.bootstrap_ns) if unanswered else timing.bootstrap_ns):
                 silent = [transfer.peer for transfer in room.transfers.values() if not transfer.accepted]
-                silent = silent or [self._absent(name) for name in roster if not self.context.is_ready(name)]
+                silent = silent or [self._absent(name) for name in ranks if not self.context.is_ready(name)]
                 why = f"not accepted by {', '.join(silent)}"
                 if not silent:
                     missing = self.state.absent_ranks.get(room.instance, "no answer from its registry")
@@ -508,13 +562,13 @@ class RecvRooms:
         )
         self.context.note("room-undrained", text, "warning", room=room.room)
 
-    def _gone(self, roster: tuple[str, ...]) -> str:
-        """Returns the last error of a rank of the roster that was lost and has not come back soon; "" if there is none.
+    def _gone(self, ranks: Sequence[str]) -> str:
+        """Returns the last error of one of these ranks that was lost and has not come back soon; "" if there is none.
 
         The room does not wait for the rank's next incarnation: the router sent the request to the lost process, so the
         next process will not have it.
         """
-        for name in roster:
+        for name in ranks:
             peer = self.context.peers.get(name)
             if peer is None or peer.state is not PeerState.LOST:
                 continue

@@ -15,7 +15,15 @@ from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import encodable
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.plan import aux_writer, slices_of_writer, state_slices_to_reader, stripe_of, writer_cells
+from kvctl_agent.layout.plan import (
+    aux_writer,
+    keeper,
+    openers,
+    slices_of_writer,
+    state_slices_to_reader,
+    stripe_of,
+    writer_cells,
+)
 from kvctl_agent.layout.plan_inputs import PlanInputs, differences
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
@@ -82,8 +90,8 @@ class SendAdmission:
             self.rooms.fail(room, failure)
             self._refuse(key, failure)
             return
-        decode = peer.inputs.decode
-        room.expected = decode.tp * decode.cp * decode.pp
+        room.openers |= openers(peer.inputs, message.room, peer.coord.dp, self.context.rank)
+        room.openers.add(peer.inputs.decode.unique_rank(peer.coord))  # if it refuses the room, it opens it everywhere
         room.transfers[peer.name] = transfer
         self.state.transfers[key] = transfer
         record = room.record
@@ -97,6 +105,7 @@ class SendAdmission:
         if room.opened and room.state is RoomState.BOOTSTRAPPING:
             self.rooms.enter(room, RoomState.WAITING_FOR_INPUT)
         self.rooms.begin_transfer(room, self.context.now_ns)
+        self.rooms.tell_keeper(room)
         self.staging.request(room, transfer)
         if room.computed.given or room.computed.total is not None:
             self.dispatch.advance(room, transfer, room.computed.sendable(), self.context.now_ns)
@@ -153,6 +162,7 @@ class SendAdmission:
             finals=self._finals_of(peer.name, reader, inputs, message, pool["slots"]),  # type: ignore[arg-type]
             prefill_only=message.prefill_only,
             cancel=CancelToken(peer.lease),
+            keeper=reader == keeper(inputs, message.room, peer.coord.dp),
         )
 
     def _group_pages(

@@ -384,11 +384,21 @@ class SendRooms:
         if found is None or found[1].done:
             return
         room, transfer = found
-        transfer.done = True
+        transfer.done_ns = max(1, self.context.now_ns - message.age_ns)
         room.record.event("done", self.context.now_ns, peer=peer.name)
-        sent_ns = self.context.now_ns - message.age_ns
-        self.context.telemetry.transfers.arrived(room.room, peer.name, sent_ns, peer.rtt_ns)
+        self.context.telemetry.transfers.arrived(room.room, peer.name, transfer.done_ns, peer.rtt_ns)
+        if not transfer.keeper:
+            self.tell_keeper(room)
         self.progress(room)
+
+    def tell_keeper(self, room: SendRoom) -> None:
+        """Tells the keeper of a room once all other decode ranks have it; `resend` repeats it."""
+        keeper, done_ns = room.keeper, room.readers_done_ns
+        if keeper is None or keeper.done or room.failure is not None or not done_ns:
+            return
+        keeper.resend_ns = keeper.resend_ns or self.context.now_ns + self.context.timing.resend_ns
+        age_ns = self.context.now_ns - done_ns
+        self.context.send(keeper.peer, msg.ReadersDone(keeper.room, keeper.nonce, age_ns))
 
     def on_room_failed(self, peer: Peer, message: msg.RoomFailed) -> None:
         self.context.send(peer.name, msg.Ack(message.room, message.nonce, "room-failed"))
@@ -658,7 +668,7 @@ class SendRooms:
                 self.fail(room, self.context.failure("KV_HOLD_EXPIRED", text))
         elif not room.opened:
             if waited > timing.bootstrap_ns:
-                opened = f"{len(room.transfers)} of {room.expected or '?'} decode ranks opened it"
+                opened = f"{len(room.transfers)} of {len(room.openers) or '?'} decode ranks opened it"
                 self.fail(room, self.context.failure("KV_ROOM_STUCK_BOOTSTRAP", f"{stuck}: {opened}"))
         elif waited > timing.waiting_ns:
             if room.done and room.drained:
@@ -713,7 +723,9 @@ class SendRooms:
                     what = "the aux row" if final.kind is PartKind.AUX else f"state {self.component(final).name}"
                     waits = "its write to end" if final.state is PartState.QUEUED else "a sign of life from it"
                     return f"{what} to {transfer.peer} waits for {waits}"
-        return f"no RoomDone from {', '.join(peer for peer, transfer in room.transfers.items() if not transfer.done)}"
+        silent = [transfer for transfer in room.transfers.values() if not transfer.done]
+        waits = ", which waits for the other decode ranks" if room.readers_done_ns and silent[0].keeper else ""
+        return f"no RoomDone from {', '.join(transfer.peer for transfer in silent)}{waits}"
 
     def waits_for(self, transfer: PeerTransfer, part: Part) -> Wait:
         """Returns the reason why a part is not sent yet. Safe to call from any thread."""
@@ -740,6 +752,8 @@ class SendRooms:
             return
         if transfer.done or transfer.recalled is not None:
             return
+        if transfer.keeper:
+            self.tell_keeper(room)
         # A part whose tag was lost keeps its ring region, and others may wait for that: do not wait until all are sent.
         sent: list[Part | Final] = [
             part for part in transfer.parts.values() if part.state is PartState.SENT and not part.confirmed

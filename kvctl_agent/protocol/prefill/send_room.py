@@ -377,6 +377,7 @@ class PeerTransfer:
         in_flight: number of parts queued for transfer whose end has not been reported.
         recalled: why the transfer ends: the decode rank has recalled its pages, and may open the room again; None
             otherwise.
+        keeper: whether the decode rank keeps the room: it says RoomDone when all of the room's decode ranks have it.
     """
 
     writer: int
@@ -390,10 +391,11 @@ class PeerTransfer:
     finals: dict[tuple[PartKind, PartKey], Final]
     prefill_only: bool
     cancel: CancelToken
+    keeper: bool = False
     recalled: Failure | None = None
     parts: dict[PartKey, Part] = field(default_factory=dict)
     in_flight: int = 0
-    done: bool = False
+    done_ns: int = 0  # monotonic time at which the decode rank had all of the room; 0: it has not said so
     abort_received: bool = False
     drained_sent: bool = False
     failed_acked: bool = False
@@ -424,6 +426,10 @@ class PeerTransfer:
     @property
     def sent(self) -> bool:
         return self.to_send == 0
+
+    @property
+    def done(self) -> bool:
+        return self.done_ns > 0
 
     @property
     def drained(self) -> bool:
@@ -475,7 +481,7 @@ class PeerTransfer:
 
 @dataclass(slots=True, eq=False)
 class SendRoom:
-    """One room on this prefill rank, with its transfers to all decode ranks that expect it."""
+    """One room on this prefill rank, with its transfers to the decode ranks that open it here."""
 
     room: int
     record: RoomRecord
@@ -489,7 +495,7 @@ class SendRoom:
     launched: int = 0  # forwards running on the device, with pages to follow
     recalled: bool = False  # the engine has taken its pages back, and has not begun to pass them again
     recalling: int = 0  # serial of the recall while parts queued before it are in transfer; 0: none
-    expected: int = 0  # number of decode ranks that must open the room; 0: not known before the first opens it
+    openers: set[int] = field(default_factory=set)  # decode ranks that open the room here; none before the first does
     told_prefix_tokens: int | None = None  # which the engine knows; it need not have passed pages before its end
     transfers: dict[str, PeerTransfer] = field(default_factory=dict)
     finished: bool = False
@@ -505,11 +511,11 @@ class SendRoom:
 
     @property
     def opened(self) -> bool:
-        return self.expected > 0 and len(self.transfers) >= self.expected
+        return 0 < len(self.openers) <= len(self.transfers)
 
     @property
     def prefix_tokens(self) -> int | None:
-        """Prompt tokens that every decode rank of the room has cached; None before all of them have opened it."""
+        """Prompt tokens that these decode ranks have all cached; None before all of them have opened the room."""
         transfers = list(self.transfers.values())  # any thread may ask
         return min(transfer.prefix_tokens for transfer in transfers) if self.opened else None
 
@@ -525,6 +531,17 @@ class SendRoom:
     @property
     def done(self) -> bool:
         return self.opened and all(transfer.done for transfer in self.transfers.values())
+
+    @property
+    def keeper(self) -> PeerTransfer | None:
+        """The transfer to the keeper, even if it has no parts; None before the keeper has opened the room."""
+        return next((transfer for transfer in self.transfers.values() if transfer.keeper), None)
+
+    @property
+    def readers_done_ns(self) -> int:
+        """Monotonic time at which all decode ranks but the keeper had the room; 0: one has not, or there is none."""
+        others = [transfer.done_ns for transfer in self.transfers.values() if not transfer.keeper]
+        return max(others) if self.opened and others and all(others) else 0
 
     @property
     def drained(self) -> bool:

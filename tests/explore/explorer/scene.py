@@ -15,6 +15,7 @@ from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import LocalInfo
 from tests.explore.explorer.flow import Start
 from tests.explore.explorer.frozen import SILENT, TIMING, Machine, machine_of
+from tests.support.protocol.oracle import place_of
 from tests.support.protocol.simulation import SHAPE, World, registry, staged
 
 REVIVED = 99  # the room that is sent after a restart
@@ -42,7 +43,8 @@ class Scene:
     """Rooms 7, 8, … that are open at all writers and whose forwards have not run.
 
     Attributes:
-        ring: units; a part of one page is one unit with two writers and two with one.
+        readers: decode ranks, between which the heads are divided as between the writers.
+        ring: units; a part of one page is one unit with two writers or readers and two with one of each.
         asked: the engines have announced the rooms and requested staging; otherwise both are still to come.
         granted: the grants have arrived too.
         computed: (agent, room) whose forward is done, in this order: their parts are queued at the workers, or parked.
@@ -58,6 +60,7 @@ class Scene:
 
     rooms: int = 1
     writers: int = 1
+    readers: int = 1
     ring: int = 2
     pages: int = 1
     aux: int = -1
@@ -79,7 +82,7 @@ class Scene:
         shape = replace(SHAPE, states=tuple(StateShape(f"s{n}", (0, 1), 1, 1, 64) for n in range(len(self.states))))
         world = _World(
             prefill=ParallelConfig(tp=self.writers, cp=self.cp),
-            decode=ParallelConfig(),
+            decode=ParallelConfig(tp=self.readers),
             shape=shape,
             cp_mode="all-chunk",
             ring=self.ring,
@@ -92,9 +95,11 @@ class Scene:
         for room in numbers:
             first, nonce = 100 * room, 1000 + room
             if self.opened:
-                world.receive(room, self.pages, nonce=nonce, first_page=first, aux=self.aux, states=self.states)
+                for name, (opening,) in self._openings(room, nonce, first):
+                    options = {"nonce": opening.nonce, "first_page": first, "aux": self.aux, "states": self.states}
+                    world.receive(room, self.pages, reader=place_of(name).rank, **options)
             else:
-                calls.append(self._opening(room, nonce, first))
+                calls += self._openings(room, nonce, first)
         world.flush()
         forwards = [found for room in numbers for found in self._forwards(world, room)]
         if self.asked:
@@ -111,11 +116,11 @@ class Scene:
                 world.feed(name, event)
         calls += forwards
         again = {
-            room: (self._opening(room, 2000 + room, 100 * room + 50), *self._forwards(world, room))
+            room: (*self._openings(room, 2000 + room, 100 * room + 50), *self._forwards(world, room))
             for room in self.again
         }
         recalled = {entry: self._after_recall(world, *entry) for entry in self.recalled}
-        late = (self._opening(REVIVED, 9000, 9000), *self._forwards(world, REVIVED))
+        late = (*self._openings(REVIVED, 9000, 9000), *self._forwards(world, REVIVED))
         told = set(numbers) if self.asked else set()
         world.sent = {key: state for key, state in world.sent.items() if key[1] in told}
         rosters = (ev.RosterKnown(registry(0), world.prefill_names),)
@@ -124,13 +129,15 @@ class Scene:
     def _after_recall(self, world: _World, name: str, room: int) -> tuple[ev.Event, ...]:
         """Returns the calls by which an engine goes on with a room whose pages it has recalled."""
         if name.startswith("decode"):
-            return self._opening(room, 3000 + room, 100 * room + 30)[1]
+            return self._openings(room, 3000 + room, 100 * room + 30)[place_of(name).rank][1]
         return next(calls[1:] for caller, calls in self._forwards(world, room) if caller == name)
 
-    def _opening(self, room: int, nonce: int, first: int) -> Calls:
+    def _openings(self, room: int, nonce: int, first: int) -> list[Calls]:
+        """Returns the calls by which the decode engines open a room, each under a nonce of its own."""
         pages = np.arange(first, first + self.pages, dtype=np.int32)
         items = tuple(np.arange(first + 7, first + 7 + count, dtype=np.int32) for count in self.states)
-        return "decode-0", (ev.OpenRoom(room, nonce, pages, 0, self.pages, self.aux, registry(0), items),)
+        rest = pages, 0, self.pages, self.aux, registry(0), items
+        return [(f"decode-{rank}", (ev.OpenRoom(room, nonce + 500 * rank, *rest),)) for rank in range(self.readers)]
 
     def _forwards(self, world: _World, room: int) -> list[Calls]:
         """Returns the calls of each prefill engine for a room."""

@@ -17,7 +17,11 @@ from kvctl_agent.layout.parallel import ParallelConfig, mix64
 from kvctl_agent.layout.plan import (
     TransferSlice,
     aux_writer,
+    keeper,
+    opened_at,
+    openers,
     prefill_dp,
+    prefill_ranks,
     slices_of_writer,
     slices_to_reader,
     state_slices_to_reader,
@@ -103,7 +107,7 @@ def test_rooms_spread_over_prefill_replicas() -> None:
 def test_a_room_is_computed_by_one_prefill_dp_rank_and_the_others_owe_nothing() -> None:
     inputs = inputs_of(ParallelConfig(dp=3, tp=2), ParallelConfig())
     for room in range(6):
-        assert prefill_dp(inputs, room) == room % 3
+        assert prefill_dp(inputs.prefill, room) == room % 3
         owing = {rank for rank in range(6) if slices_of_writer(inputs, room, 0, rank)}
         assert owing == {2 * (room % 3), 2 * (room % 3) + 1}
 
@@ -284,6 +288,52 @@ def test_at_any_size_a_decode_rank_gets_each_head_of_each_layer_once_from_each_c
     assert len({(s.writer, s.reader) for s in owed}) == len(owed)
 
 
+# --- Where a room is opened. ---
+
+
+@pytest.mark.parametrize("room", [0, 1, 12345, 2**64 - 1])
+def test_between_equal_sizes_each_rank_opens_a_room_at_its_counterpart_and_the_keeper_at_all(room: int) -> None:
+    inputs = inputs_of(ParallelConfig(dp=2, tp=4), ParallelConfig(dp=3, tp=4))
+    first, kept = 4 * (room % 2), keeper(inputs, room, 1)
+    assert kept == 4 + mix64(room) % 4
+    everywhere = tuple(range(first, first + 4))
+    assert prefill_ranks(inputs, room) == everywhere
+    for tp in range(4):
+        assert opened_at(inputs, room, 4 + tp) == (everywhere if 4 + tp == kept else (first + tp,))
+        assert openers(inputs, room, 1, first + tp) == {4 + tp, kept}
+        assert openers(inputs, room, 1, 4 - first + tp) == set(), "another dp group computes the room"
+
+
+def test_rooms_spread_over_keepers() -> None:
+    inputs = inputs_of(ParallelConfig(tp=4), ParallelConfig(dp=2, pp=2, tp=2))
+    hits = Counter(keeper(inputs, room, 0) for room in range(2000))
+    assert sorted(hits) == [0, 1, 4, 5]
+    assert min(hits.values()) > 400
+
+
+@settings(deadline=None)
+@given(heads=st.integers(1, 64), layers=st.integers(1, 40), room=st.integers(0, 2**64 - 1), data=st.data())
+def test_a_room_is_opened_wherever_anything_of_it_may_be_written_and_its_keeper_connects_all_ranks(
+    heads: int, layers: int, room: int, data: st.DataObject
+) -> None:
+    prefill = data.draw(sides(heads, layers, most_cp=3), "prefill")
+    decode = data.draw(sides(heads, layers, most_cp=2), "decode")
+    conv = StateShape("conv", layers=(0,), rows=1, heads=1, head_bytes=2)
+    shape = replace(SHAPE, num_kv_heads=heads, num_layers=layers, states=(conv,))
+    inputs = inputs_of(prefill, decode, shape, cp_mode=data.draw(st.sampled_from(["rank0", "all", "room-hash"])))
+    dp = data.draw(st.integers(0, decode.dp - 1), "dp")
+    readers = [rank for rank in range(decode.size) if decode.coord(rank).dp == dp]
+    opened = {reader: opened_at(inputs, room, reader) for reader in readers}
+    for reader, at in opened.items():
+        writers = {each.writer for each in slices_to_reader(inputs, room, reader)}
+        writers |= {each.writer for each in state_slices_to_reader(inputs, room, reader)}
+        assert {*writers, aux_writer(inputs, room, reader)} <= set(at)
+    assert set(opened[keeper(inputs, room, dp)]) == set(prefill_ranks(inputs, room))
+    assert all(prefill.coord(rank).dp == room % prefill.dp for rank in prefill_ranks(inputs, room))
+    for rank in prefill_ranks(inputs, room):
+        assert openers(inputs, room, dp, rank) == {reader for reader in readers if rank in opened[reader]}
+
+
 # --- Whole rows and refusals. ---
 
 
@@ -305,6 +355,9 @@ def test_whole_rows_are_recognised_also_between_replicated_sides(prefill: int, d
         (lambda i: slices_of_writer(i, 0, 0, 4), "rank 4 is not one of the 4 ranks"),
         (lambda i: slices_to_reader(i, 0, 2), "rank 2 is not one of the 2 ranks"),
         (lambda i: state_slices_to_reader(i, 0, 2), "rank 2 is not one of the 2 ranks"),
+        (lambda i: opened_at(i, 0, 2), "rank 2 is not one of the 2 ranks"),
+        (lambda i: openers(i, 0, 0, 4), "rank 4 is not one of the 4 ranks"),
+        (lambda i: keeper(i, 0, 2), "dp=2 is outside an instance with dp size 2"),
         (lambda i: aux_writer(i, 0, -1), "rank -1 is not one of the 2 ranks"),
         (lambda i: writer_cells(i, 0, 4, 0, 1, 0), "rank 4 is not one of the 4 ranks"),
         (lambda i: writer_cells(i, 0, 0, 0, 1, 2), "prefix of 2 pages is longer than the prompt of 1"),

@@ -230,6 +230,7 @@ def test_many_rooms_through_a_ring_that_holds_two_parts(seed: int) -> None:
             "after the room was released|after it was released|while writer",
         ),
         (CancelToken, "cancelled", property(lambda cancel: False, lambda cancel, raised: None), "to be dropped"),
+        (RecvRoom, "awaited", property(lambda room: set(), lambda room, ranks: None), "and only .* has received it"),
         (ComputedPages, "ready", lambda computed, lo, hi, page: True, "before page .* is computed there"),
     ],
 )

@@ -103,7 +103,6 @@ class TestPipelineParallel:
         }
         assert owed == {
             (0, "decode-0"): [(0, 1)],
-            (0, "decode-1"): [],
             (1, "decode-0"): [(1, 2)],
             (1, "decode-1"): [(2, 4)],
         }
@@ -113,12 +112,8 @@ class TestPipelineParallel:
 
     def test_the_last_stage_writes_the_aux_row(self) -> None:
         world = opened(ParallelConfig(pp=2), ParallelConfig(pp=2))
-        assert [len(transfer.finals) for rank in (0, 1) for transfer in world.p(rank).rooms[7].transfers.values()] == [
-            0,
-            0,
-            1,
-            1,
-        ]
+        assert [len(transfer.finals) for transfer in world.p(0).rooms[7].transfers.values()] == [0]
+        assert [len(transfer.finals) for transfer in world.p(1).rooms[7].transfers.values()] == [1, 1]
 
     def compute(self, world: World, rank: int, first: int, end: int, *, last: bool) -> None:
         name = world.prefill_names[rank]

@@ -31,6 +31,7 @@ TO_DECODE = {
     msg.StagingRevoked,
     msg.TooLate,
     msg.PartReady,
+    msg.ReadersDone,
 }
 OF_PREFILL = {
     ev.SendRoom,

@@ -105,8 +105,7 @@ def sizes(dice: random.Random, layers: int, sends: int) -> list[int]:
 
 def forward(world: World, dice: random.Random, room: int, pages: int, number: int, **given: Any) -> None:
     """Lets the prefill engines compute a room, each in forwards of its own; the last forward may have no pages."""
-    ranks = range(world.instances[number].side.size) if dice.random() < 0.3 else world.prefill_ranks(room, number)
-    for rank in ranks:
+    for rank in world.prefill_ranks(room, number):
         split = [dice.randrange(pages + 1)] if pages and dice.random() < 0.6 else []
         if split and dice.random() < 0.4:
             split.append(dice.randrange(pages - split[0] + 1))

@@ -28,13 +28,15 @@ MOST = 20  # inputs that are enough for any of these
 
 
 def history(seed: int) -> list[InputLog]:
-    """Runs rooms through a ring of two parts, with loss, duplicates, aborts and a pause, up to the first violation."""
+    """Runs rooms through rings of two parts, with loss, duplicates, aborts and a pause, up to the first violation."""
     dice = random.Random(seed)
-    found = recorded.RecordedWorld(ParallelConfig(tp=2), ParallelConfig(), ring=2, chunk_pages=1, choose=mixed)
+    decode = ParallelConfig(tp=1 + seed % 2)
+    found = recorded.RecordedWorld(ParallelConfig(tp=2), decode, ring=2, chunk_pages=1, choose=mixed)
     try:
         found.connect()
         for room in range(ROOMS):
-            found.receive(room, 1 + room % 2)
+            for reader in range(decode.tp):
+                found.receive(room, 1 + room % 2, reader=reader)
         found.connect()
         for room in range(ROOMS - 2):
             found.send(room, 1 + room % 2)
@@ -79,6 +81,12 @@ MUTANTS: dict[str, tuple[type, str, Any, set[str]]] = {
         RecvRoom,
         "complete",
         property(lambda room: room.missing == 0),
+        {"success-with-a-gap"},
+    ),
+    "a keeper that waits for nobody": (
+        RecvRoom,
+        "awaited",
+        property(lambda room: set(), lambda room, ranks: None),
         {"success-with-a-gap"},
     ),
     "drained without waiting": (

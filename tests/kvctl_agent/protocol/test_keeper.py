@@ -1,0 +1,339 @@
+"""Where a room is opened, and how its keeper ends it: the decode rank through which all other ranks are connected."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.layout.parallel import ParallelConfig
+from kvctl_agent.layout.plan import keeper
+from kvctl_agent.protocol import codec
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol import messages as msg
+from tests.support.protocol.moments import messages_to, run_until, said, silence
+from tests.support.protocol.simulation import SECOND, TIMING, World, direct
+
+KEPT_BY_0 = next(room for room in range(99) if keeper(World(decode=ParallelConfig(tp=2)).inputs, room, 0) == 0)
+
+LAST = (
+    msg.ReadersDone,
+    msg.RoomDone,
+)  # the message that tells of the last decode rank, if that is not, or is, the keeper
+
+
+def opened(tp: int = 2, **options: object) -> World:
+    """Room `KEPT_BY_0` passes between as many prefill as decode ranks, is open and has not been computed."""
+    world = World(ParallelConfig(tp=tp), ParallelConfig(tp=tp), choose=direct, **options)  # type: ignore[arg-type]
+    world.connect()
+    for reader in range(tp):
+        world.receive(KEPT_BY_0, 2, reader=reader, nonce=1000 + reader)
+    world.flush()
+    return world
+
+
+def compute(world: World, *ranks: int) -> None:
+    """Lets prefill ranks compute the room and write it to their decode ranks."""
+    world.send(KEPT_BY_0, 2, ranks=ranks)
+    world.flush()
+
+
+def states(world: World) -> dict[str, RoomState]:
+    found = {name: state for (name, _), state in world.sent.items()}
+    return found | {room.reader: room.state for room in world.rooms.values()}
+
+
+def causes(world: World) -> set[tuple[str, str]]:
+    failures = [*world.sent_failures.values(), *(room.failure for room in world.rooms.values())]
+    return {(failure["rank"], failure["code"]) for failure in failures if failure is not None}
+
+
+# ---- openings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "openings"),
+    [
+        (ParallelConfig(), ParallelConfig(), 1),
+        (ParallelConfig(tp=4), ParallelConfig(), 4),
+        (ParallelConfig(), ParallelConfig(tp=4), 4),
+        (ParallelConfig(tp=2), ParallelConfig(tp=2), 3),
+        (ParallelConfig(tp=4), ParallelConfig(tp=4), 7),
+        (ParallelConfig(dp=4), ParallelConfig(dp=4), 1),
+        (ParallelConfig(dp=2, tp=2), ParallelConfig(tp=2), 3),
+    ],
+)
+def test_a_room_is_opened_where_it_is_written_and_by_its_keeper_wherever_it_is_computed(
+    prefill: ParallelConfig, decode: ParallelConfig, openings: int
+) -> None:
+    world = World(prefill, decode)
+    world.connect()
+    for reader in range(decode.tp):
+        world.receive(6, 2, reader=reader)
+    found = [name for name in world.prefill_names for _ in messages_to(world, name, msg.RoomOpen)]
+    assert len(found) == openings
+    assert set(found) == {world.prefill_names[rank] for rank in world.prefill_ranks(6)}
+    world.send(6, 2)
+    world.settle()
+    assert set(states(world).values()) == {RoomState.SUCCESS}
+    assert world.now_ns == SECOND, "nothing waited for a resend"
+    world.check_empty()
+
+
+def test_a_dp_group_goes_on_without_a_lost_rank_of_another_one() -> None:
+    world = World(ParallelConfig(dp=2), ParallelConfig())
+    world.connect()
+    world.kill("prefill-1")
+    world.receive(6, 2)
+    world.receive(7, 2)
+    world.send(6, 2)
+    world.flush()
+    assert world.rooms["decode-0", 6, 1000].state is RoomState.SUCCESS
+    for _ in range(5):
+        world.tick(SECOND)
+    failure = world.rooms["decode-0", 7, 1001].failure
+    assert failure["code"] == "KV_PEER_LOST"
+    assert "prefill-1" in failure["text"]
+
+
+def test_a_prefill_rank_waits_for_the_keeper_to_which_it_writes_nothing() -> None:
+    world = World(ParallelConfig(tp=2), ParallelConfig(tp=2), choose=direct)
+    world.connect()
+    world.receive(KEPT_BY_0, 2, reader=1)
+    compute(world, 1)
+    assert world.sent["prefill-1", KEPT_BY_0] is RoomState.BOOTSTRAPPING
+    world.receive(KEPT_BY_0, 2, reader=0)
+    compute(world, 0)
+    assert set(states(world).values()) == {RoomState.SUCCESS}
+    assert world.now_ns == SECOND, "nothing waited for a resend"
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_a_room_that_one_decode_rank_refuses_fails_on_every_prefill_rank(refusing: int) -> None:
+    world = World(ParallelConfig(tp=2), ParallelConfig(tp=2))
+    world.connect()
+    world.receive(KEPT_BY_0, 0, reader=refusing, aux=-1, refusal="no pages")
+    world.send(KEPT_BY_0, 2)
+    world.settle()
+    assert {state for (name, _), state in world.sent.items()} == {RoomState.FAILED}
+    assert causes(world) == {(f"decode-{refusing}", "ABORTED")}
+
+
+# ---- success -------------------------------------------------------------------------------------------------------
+
+
+def test_no_prefill_rank_succeeds_before_all_decode_ranks_have_the_room() -> None:
+    world = opened()
+    compute(world, 0)
+    assert states(world)["decode-0"] is RoomState.SUCCESS, "the keeper's engine may start"
+    assert world.sent["prefill-0", KEPT_BY_0] is RoomState.TRANSFERRING
+    assert ("prefill-0", KEPT_BY_0) in world.sent_released, "the engine's pages are free"
+    for _ in range(5):
+        world.tick(SECOND)
+        world.flush()
+    assert world.sent["prefill-0", KEPT_BY_0] is RoomState.TRANSFERRING, "and no resend changes that"
+    compute(world, 1)
+    assert set(states(world).values()) == {RoomState.SUCCESS}
+    world.settle()
+    world.check_empty()
+
+
+def test_the_keeper_may_be_the_last() -> None:
+    world = opened()
+    compute(world, 1)
+    assert states(world)["decode-1"] is RoomState.SUCCESS
+    assert world.d(0).rooms[KEPT_BY_0].awaited == set()
+    assert world.sent["prefill-1", KEPT_BY_0] is RoomState.TRANSFERRING
+    compute(world, 0)
+    assert set(states(world).values()) == {RoomState.SUCCESS}
+
+
+def test_a_lost_message_to_the_keeper_is_repeated() -> None:
+    world = opened()
+    compute(world, 0)
+    world.send(KEPT_BY_0, 2, ranks=[1])
+    while not messages_to(world, "decode-0", msg.ReadersDone):
+        world.happen(world.pool.pop(world.ready()[0]))
+    said(world, "decode-0")
+    world.flush()
+    assert states(world)["prefill-1"] is RoomState.TRANSFERRING
+    world.settle()
+    assert set(states(world).values()) == {RoomState.SUCCESS}
+    world.check_empty()
+
+
+def test_a_message_to_the_keeper_of_a_room_without_pages_is_repeated_too() -> None:
+    """Nothing is sent of such a room, so no end of a transfer reminds the prefill rank of it."""
+    world = World(ParallelConfig(tp=2), ParallelConfig(tp=2), choose=direct)
+    world.connect()
+    for reader in (0, 1):
+        world.receive(KEPT_BY_0, 2, prefix=2, reader=reader, aux=-1)
+    while not messages_to(world, "decode-0", msg.ReadersDone):
+        world.happen(world.pool.pop(world.ready()[0]))
+    said(world, "decode-0")
+    world.send(KEPT_BY_0, 2)
+    world.settle()
+    assert set(states(world).values()) == {RoomState.SUCCESS}
+
+
+def test_a_message_about_an_ended_room_is_answered() -> None:
+    world = opened()
+    compute(world, 0, 1)
+    world.settle()
+    told = msg.ReadersDone(KEPT_BY_0, 1000)
+    world.feed("decode-0", ev.Received("prefill-1", world.machines["prefill-1"].local.incarnation, told))
+    assert said(world, "prefill-1") == [msg.RoomDone(KEPT_BY_0, 1000)]
+
+
+def test_the_keeper_says_since_when_all_have_the_room() -> None:
+    """Routers are told how long transfers take, and the way of the news is no part of that."""
+    for first, news in ((0, msg.ReadersDone), (1, msg.RoomDone)):
+        world = opened()
+        compute(world, first)
+        world.tick(SECOND)
+        world.flush()
+        world.send(KEPT_BY_0, 2, ranks=[1 - first])
+        while not (lost := [item for name in world.machines for item in messages_to(world, name, news)]):
+            world.happen(world.pool.pop(world.ready()[0]))
+        world.pool = [item for item in world.pool if item not in lost]
+        since_ns = world.now_ns
+        while not (found := messages_to(world, "prefill-0", msg.RoomDone)):
+            if places := world.ready():
+                world.happen(world.pool.pop(places[0]))
+            else:
+                world.tick(SECOND)
+        (done,) = codec.decode(found[0].what)[1]
+        assert done == msg.RoomDone(KEPT_BY_0, 1000, world.now_ns - since_ns)
+        assert world.now_ns > since_ns
+
+
+# ---- failure -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failing", ["decode-0", "decode-1", "prefill-0", "prefill-1"])
+def test_a_failure_anywhere_reaches_every_rank(failing: str) -> None:
+    world = opened()
+    world.send(KEPT_BY_0, 2)
+    run_until(world, "engine")
+    world.feed(failing, ev.AbortRoom(KEPT_BY_0, "the client went away"))
+    world.settle()
+    assert set(states(world).values()) == {RoomState.FAILED}
+    assert causes(world) == {(failing, "ABORTED")}
+    assert world.now_ns == SECOND, "nothing waited for a resend"
+    world.check_empty()
+
+
+@pytest.mark.parametrize("failing", ["decode-1", "prefill-1"])
+def test_a_keeper_that_has_the_room_passes_the_failure_of_another_rank_on(failing: str) -> None:
+    world = opened()
+    compute(world, 0)
+    world.feed(failing, ev.AbortRoom(KEPT_BY_0, "the client went away"))
+    world.settle()
+    assert states(world).pop("decode-0") is RoomState.SUCCESS
+    assert {states(world)[name] for name in ("decode-1", "prefill-0")} == {RoomState.FAILED}
+    assert world.sent_failures["prefill-0", KEPT_BY_0]["rank"] == failing
+    world.check_empty()
+
+
+def test_a_failure_that_the_keeper_passes_on_is_repeated() -> None:
+    world = opened()
+    compute(world, 0)
+    world.feed("decode-1", ev.AbortRoom(KEPT_BY_0, "the client went away"))
+    while not messages_to(world, "prefill-0", msg.RoomFailed):
+        world.happen(world.pool.pop(world.ready()[0]))
+    said(world, "prefill-0")
+    world.settle()
+    assert states(world)["prefill-0"] is RoomState.FAILED
+    world.check_empty()
+
+
+def test_a_late_question_about_a_failure_that_was_passed_on_is_not_answered_by_success() -> None:
+    world = opened()
+    compute(world, 0)
+    world.feed("decode-1", ev.AbortRoom(KEPT_BY_0, "the client went away"))
+    world.settle()
+    asked = msg.PartReady(KEPT_BY_0, 1000, [])
+    world.feed("decode-0", ev.Received("prefill-0", world.machines["prefill-0"].local.incarnation, asked))
+    (answer,) = said(world, "prefill-0")
+    assert isinstance(answer, msg.RoomFailed)
+
+
+def test_a_keeper_finds_out_that_a_rank_has_ended_the_room_in_a_silence() -> None:
+    """The rank took the keeper for lost, and the keeper heard that rank all the time."""
+    world = opened()
+    compute(world, 0)
+    while world.p(1).rooms:
+        world.tick(SECOND)
+        world.pool = [item for item in world.pool if (item.to, item.by) != ("prefill-1", "decode-0")]
+        world.flush()
+    assert world.d(0).peers["prefill-1"].usable
+    assert world.d(0).rooms[KEPT_BY_0].awaited == {"prefill-1"}
+    world.settle()
+    assert states(world)["prefill-0"] is RoomState.FAILED
+    assert world.sent_failures["prefill-0", KEPT_BY_0]["rank"] == "prefill-1"
+    world.check_empty()
+
+
+@pytest.mark.parametrize("proven", [True, False])
+def test_the_loss_of_a_rank_for_which_the_keeper_waits_ends_the_room(proven: bool) -> None:
+    world = opened()
+    compute(world, 0)
+    world.kill("prefill-1", proven=proven)
+    world.settle(until=lambda: world.sent["prefill-0", KEPT_BY_0].finished)
+    assert states(world)["prefill-0"] is RoomState.FAILED
+    assert world.sent_failures["prefill-0", KEPT_BY_0]["code"] == "KV_PEER_LOST"
+    assert world.now_ns <= SECOND + 2 * TIMING.lost_ns
+
+
+def test_the_loss_of_a_rank_that_has_sent_everything_harms_no_other() -> None:
+    world = opened()
+    compute(world, 0)
+    world.kill("prefill-0")
+    compute(world, 1)
+    assert states(world) == dict.fromkeys(("decode-0", "decode-1", "prefill-1"), RoomState.SUCCESS)
+
+
+def test_a_keeper_that_dies_leaves_no_rank_waiting() -> None:
+    world = opened()
+    world.kill("decode-0")
+    world.settle()
+    assert states(world)["decode-1"] is RoomState.FAILED
+    world.check_empty()
+
+
+def test_a_silent_decode_rank_is_named_by_the_rank_that_writes_to_it() -> None:
+    world = opened(timing=TIMING)
+    compute(world, 0)
+    silence(world, "decode-1", TIMING.lost_ns / SECOND + 2)
+    world.send(KEPT_BY_0, 2, ranks=[1])
+    world.settle()
+    assert world.sent_failures["prefill-0", KEPT_BY_0]["code"] == "KV_PEER_LOST"
+    assert "decode-1" in world.sent_failures["prefill-0", KEPT_BY_0]["text"]
+
+
+# ---- recall --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recalling", [0, 1])
+def test_a_decode_rank_may_recall_its_pages_and_open_the_room_again(recalling: int) -> None:
+    world = opened()
+    world.feed(f"decode-{recalling}", ev.Recall(KEPT_BY_0, 1))
+    world.flush()
+    world.receive(KEPT_BY_0, 2, reader=recalling, nonce=2000)
+    compute(world, 0, 1)
+    latest = {room.reader: room.state for room in world.rooms.values()}
+    assert set(latest.values()) | set(world.sent.values()) == {RoomState.SUCCESS}
+    world.settle()
+    world.check_empty()
+
+
+def test_a_keeper_that_opens_the_room_again_is_told_again() -> None:
+    world = opened()
+    compute(world, 1)
+    assert states(world)["decode-1"] is RoomState.SUCCESS
+    world.feed("decode-0", ev.Recall(KEPT_BY_0, 1))
+    world.flush()
+    world.receive(KEPT_BY_0, 2, reader=0, nonce=2000)
+    compute(world, 0)
+    assert {state for (name, _), state in world.sent.items()} == {RoomState.SUCCESS}
+    world.settle()
+    world.check_empty()
