@@ -175,6 +175,7 @@ class Row(NamedTuple):
 
 
 _SMALL = Work("small-tp4-dp4", tokens=16, in_flight=4, rooms=200, decode_dp=4)
+_SMALL_EQUAL = Work("small-tp4-tp4", tokens=16, in_flight=4, rooms=200, decode_tp=4)
 _GPU_SMALL = Work("gpu-small-tp4-dp4", tokens=16, in_flight=8, rooms=400, decode_dp=4, device="cuda")
 _OBSERVED = Work(
     "observer",
@@ -230,6 +231,8 @@ ROWS = (
     ),
     Row("small-tp4-dp4", _SMALL, ROOMS_PER_S, Goal("≥", 10), Goal("≥", 12)),
     Row("small-tp4-dp4-cpu", _SMALL, CPU, Goal("≤", 0.4, "value"), Goal("≤", 0.4, "value")),
+    Row("small-tp4-tp4", _SMALL_EQUAL, ROOMS_PER_S, None),
+    Row("small-tp4-tp4-cpu", _SMALL_EQUAL, CPU, None),
     Row("observer", _OBSERVED, OBSERVED, Goal("≤", 0.02, "value"), Goal("≤", 0.02, "value")),
     Row("busy-staged-served", _BUSY_STAGED, SERVED_RATIO, Goal("≥", 0.8, "value"), Goal("≥", 0.8, "value")),
     Row("busy-staged-slowdown", _BUSY_STAGED, SLOWDOWN, None),

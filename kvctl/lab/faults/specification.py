@@ -53,6 +53,7 @@ MESSAGES = (
     "part-ready",
     "part-ack",
     "room-done",
+    "readers-done",
     "room-failed",
     "ack",
     "room-abort",
