@@ -92,7 +92,7 @@ class _RoomPlan:
         aux_candidates: By reader, the writers that may be elected to write its aux row.
         keeper: The reader that opens the room at every prefill rank that computes it.
         opened_at: By reader, the prefill ranks at which it opens the room.
-        openers: By prefill rank that computes the room, the readers that open it there.
+        readers: By prefill rank that computes the room, the readers to which it may write; the keeper if there is none.
     """
 
     kv: TransferSlices
@@ -102,7 +102,7 @@ class _RoomPlan:
     aux_candidates: Mapping[int, tuple[int, ...]]
     keeper: int
     opened_at: Mapping[int, tuple[int, ...]]
-    openers: Mapping[int, frozenset[int]]
+    readers: Mapping[int, frozenset[int]]
 
 
 def prefill_dp(prefill: ParallelConfig, room: int) -> int:
@@ -198,13 +198,16 @@ def opened_at(inputs: PlanInputs, room: int, reader: int) -> tuple[int, ...]:
     return _room_plan(inputs, room, _coord(inputs.decode, reader).dp).opened_at[reader]
 
 
-def openers(inputs: PlanInputs, room: int, decode_dp: int, writer: int) -> frozenset[int]:
-    """Returns the decode ranks that open a room at a prefill rank; none if another dp group computes the room.
+def readers_of(inputs: PlanInputs, room: int, decode_dp: int, writer: int) -> frozenset[int]:
+    """Returns the decode ranks that open a room at a prefill rank, except a keeper to which it writes nothing.
+
+    These are the ranks to which it may write; if there are none, the keeper alone; and none if another dp group
+    computes the room.
 
     Raises:
         LayoutError: an instance has no such rank.
     """
-    readers = _room_plan(inputs, room, decode_dp).openers.get(writer)
+    readers = _room_plan(inputs, room, decode_dp).readers.get(writer)
     if readers is None:
         _coord(inputs.prefill, writer)
     return readers or frozenset()
@@ -297,10 +300,11 @@ def _plan(inputs: PlanInputs, prefill_dp: int, decode_dp: int, choice: int, cp: 
     slices_by_writer = {writer: tuple(slices) for writer, slices in by_writer.items()}
     ranks = _ranks_of_dp(prefill, prefill_dp)
     keeper = tuple(to_reader)[choice % len(to_reader)]
+    written = {rank: frozenset(reader for reader, at in opened_at.items() if rank in at) for rank in ranks}
+    readers = {rank: found or frozenset({keeper}) for rank, found in written.items()}
     opened_at[keeper] = ranks
-    openers = {rank: frozenset(reader for reader, at in opened_at.items() if rank in at) for rank in ranks}
     by_reader = to_reader, states_to_reader, aux_candidates
-    return _RoomPlan(tuple(kv), slices_by_writer, *by_reader, keeper, opened_at, openers)
+    return _RoomPlan(tuple(kv), slices_by_writer, *by_reader, keeper, opened_at, readers)
 
 
 def _segment_slices(

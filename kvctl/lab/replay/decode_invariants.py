@@ -23,7 +23,7 @@ from kvctl_agent.layout.plan import (
     TransferSlice,
     aux_writer,
     keeper,
-    openers,
+    readers_of,
     slices_to_reader,
     state_slices_to_reader,
     writer_cells,
@@ -410,7 +410,9 @@ class _Room:
         """Computes the parts that the writers must send to decode rank `reader`, and for which of them it waits."""
         opening, room = self.opening, self.opening.room
         if keeper(inputs, room, dp) == reader:
-            self.awaited = {name for rank, name in self.writers.items() if len(openers(inputs, room, dp, rank)) > 1}
+            self.awaited = {
+                name for rank, name in self.writers.items() if readers_of(inputs, room, dp, rank) != {reader}
+            }
         span = inputs.span(opening.prefix_pages, opening.total_pages, opening.tokens)
         self.tables = [(opening.pages, inputs.decode_split, *span)]
         for group, pages in zip(inputs.shape.groups, opening.groups, strict=True):

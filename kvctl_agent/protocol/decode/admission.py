@@ -23,8 +23,8 @@ from kvctl_agent.layout.plan import (
     aux_writer,
     keeper,
     opened_at,
-    openers,
     prefill_ranks,
+    readers_of,
     slices_to_reader,
     state_slices_to_reader,
     stripe_of,
@@ -189,7 +189,7 @@ class RecvAdmission:
         ranks = prefill_ranks(inputs, room.room) if room.refusal else opened_at(inputs, room.room, reader)
         for rank in ranks:
             incarnations[names[rank]] = self.context.peers[names[rank]].incarnation
-            if keeps and len(openers(inputs, room.room, dp, rank)) > 1:
+            if keeps and readers_of(inputs, room.room, dp, rank) != {reader}:
                 awaited.append(names[rank])
         room.plan(wanted, chunks_of, finals, names, incarnations, awaited)
 

@@ -6,7 +6,7 @@ sends are checked against these inputs and against the pool that the peer descri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,10 +15,11 @@ from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import encodable
 from kvctl_agent.errors import LayoutError
+from kvctl_agent.layout.chunks import Chunk
 from kvctl_agent.layout.plan import (
     aux_writer,
     keeper,
-    openers,
+    readers_of,
     slices_of_writer,
     state_slices_to_reader,
     stripe_of,
@@ -77,21 +78,24 @@ class SendAdmission:
         if failure is not None:
             self._refuse(key, failure)
             return
+        plan = peer.inputs, message.room, peer.coord.dp
+        readers, kept_by = readers_of(*plan, self.context.rank), keeper(*plan)
         try:
-            transfer = self._transfer_of(peer, peer.inputs, message)
+            transfer = self._transfer_of(peer, peer.inputs, message, readers)
         except LayoutError as error:
             failure = self.context.failure("KV_PLAN_MISMATCH", str(error))
             self._refuse(key, failure)
             self.rooms.abort_unopened(message.room, failure)
             return
-        if room is None:
-            room = self.rooms.begin(message.room)
-        elif failure := self.rooms.recalled_late(room, transfer):
+        room = room or self.rooms.begin(message.room)
+        room.readers = readers
+        if failure := self.rooms.recalled_late(room, transfer):
             self.rooms.fail(room, failure)
             self._refuse(key, failure)
             return
-        room.openers |= openers(peer.inputs, message.room, peer.coord.dp, self.context.rank)
-        room.openers.add(peer.inputs.decode.unique_rank(peer.coord))  # if it refuses the room, it opens it everywhere
+        transfer.keeper = transfer.reader_rank == kept_by
+        room.openers |= readers | {kept_by, transfer.reader_rank}
+        room.opened_by.add(transfer.reader_rank)
         room.transfers[peer.name] = transfer
         self.state.transfers[key] = transfer
         record = room.record
@@ -104,7 +108,8 @@ class SendAdmission:
         self.context.send(peer.name, msg.RoomAccepted(message.room, message.nonce))
         if room.opened and room.state is RoomState.BOOTSTRAPPING:
             self.rooms.enter(room, RoomState.WAITING_FOR_INPUT)
-        self.rooms.begin_transfer(room, self.context.now_ns)
+        if transfer.reader_rank in readers:
+            self.rooms.begin_transfer(room, self.context.now_ns)
         self.rooms.tell_keeper(room)
         self.staging.request(room, transfer)
         if room.computed.given or room.computed.total is not None:
@@ -112,8 +117,10 @@ class SendAdmission:
             self.dispatch.queue_finals(room, transfer)
             self.rooms.progress(room)
 
-    def _transfer_of(self, peer: Peer, inputs: PlanInputs, message: msg.RoomOpen) -> PeerTransfer:
-        """Plans the parts to send for an opening.
+    def _transfer_of(
+        self, peer: Peer, inputs: PlanInputs, message: msg.RoomOpen, readers: frozenset[int]
+    ) -> PeerTransfer:
+        """Plans the parts to send for an opening; none to a keeper that is not one of the room's `readers` here.
 
         Raises:
             LayoutError: the plan inputs differ, an index is outside the peer's pool, or a limit is exceeded.
@@ -137,32 +144,32 @@ class SendAdmission:
         pages = _indices(message.pages, engine_pages, num_pages, span, peer.name)
         if message.aux_index >= int(pool["aux_slots"]):  # type: ignore[arg-type]
             raise LayoutError(f"aux row {message.aux_index} is outside {peer.name}'s pool")
-        owed = [
-            share
-            for share in slices_of_writer(inputs, message.room, peer.coord.dp, self.context.rank)
-            if share.reader == reader and not message.prefill_only
-        ]
+        owes = reader in readers
+        slices = slices_of_writer(inputs, message.room, peer.coord.dp, self.context.rank) if owes else ()
+        owed = [share for share in slices if share.reader == reader and not message.prefill_only]
         spans = [(pages, message.prefix_pages, message.total_pages)]
         spans += self._group_pages(peer.name, inputs, message, pool["slots"])  # type: ignore[arg-type]
         tables = []
         for number, (dst_pages, prefix, total) in enumerate(spans):
-            sends = any(share.table == number for share in owed)
-            cells = writer_cells(inputs, message.room, self.context.rank, reader, total, prefix, number)
+            cells: Sequence[Chunk] = ()
+            if any(share.table == number for share in owed):
+                cells = writer_cells(inputs, message.room, self.context.rank, reader, total, prefix, number)
             splits = (1, 1) if number else (inputs.prefill_split, inputs.decode_split)
-            tables.append(TableTransfer(cells if sends else (), dst_pages, prefix, total, *splits))
+            tables.append(TableTransfer(cells, dst_pages, prefix, total, *splits))
+        finals = self._finals_of(peer.name, reader, inputs, message, pool["slots"]) if owes else {}  # type: ignore[arg-type]
         return PeerTransfer(
             writer=self.context.rank,
             room=message.room,
             peer=peer.name,
             reader=peer.coord,
+            reader_rank=reader,
             nonce=message.nonce,
             shares=owed,
             tables=tables,
             prefix_tokens=message.prefix_pages * inputs.page_size,
-            finals=self._finals_of(peer.name, reader, inputs, message, pool["slots"]),  # type: ignore[arg-type]
+            finals=finals,
             prefill_only=message.prefill_only,
             cancel=CancelToken(peer.lease),
-            keeper=reader == keeper(inputs, message.room, peer.coord.dp),
         )
 
     def _group_pages(

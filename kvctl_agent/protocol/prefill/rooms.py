@@ -319,7 +319,7 @@ class SendRooms:
         for transfer in room.transfers.values():
             self.state.transfers.pop(transfer.key, None)
             self.state.tombstones.add(transfer.key, room.failure, now_ns)
-        if not room.claimed or (room.failure is not None and not room.opened):
+        if not room.claimed or (room.failure is not None and not room.opened_by_all):
             openers = frozenset(room.transfers)
             self.state.ended[room.room] = EndedRoom(
                 now_ns, room.state, room.failure, room.claimed, openers, room.prefix_tokens
@@ -452,6 +452,7 @@ class SendRooms:
         now_ns, cause, record = self.context.now_ns, transfer.recalled, room.record
         self.context.send(transfer.peer, msg.RoomDrained(transfer.room, transfer.nonce))
         del room.transfers[transfer.peer], self.state.transfers[transfer.key]
+        room.opened_by.discard(transfer.reader_rank)
         self.state.tombstones.add(transfer.key, cause, now_ns)
         record.planned -= transfer.planned
         record.sent = (record.sent or 0) - sum(
@@ -472,7 +473,11 @@ class SendRooms:
         """
         if room.released and not transfer.sent:
             why = f"after {self.context.local.name} had released its pages"
-        elif room.told_prefix_tokens is not None and transfer.prefix_tokens < room.told_prefix_tokens:
+        elif (
+            transfer.reader_rank in room.readers
+            and room.told_prefix_tokens is not None
+            and transfer.prefix_tokens < room.told_prefix_tokens
+        ):
             why = f"and has {transfer.prefix_tokens} tokens cached now, {room.told_prefix_tokens} before"
         else:
             return None
@@ -650,7 +655,7 @@ class SendRooms:
             room = self.state.rooms.get(number)
             if room is None and number not in self.state.ended:
                 room = self.begin(number)
-            if room is not None and not room.opened:
+            if room is not None and not room.opened_by_all:
                 self.fail(room, failure)
 
     def _check_deadline(self, room: SendRoom) -> None:
@@ -668,7 +673,7 @@ class SendRooms:
                 self.fail(room, self.context.failure("KV_HOLD_EXPIRED", text))
         elif not room.opened:
             if waited > timing.bootstrap_ns:
-                opened = f"{len(room.transfers)} of {len(room.openers) or '?'} decode ranks opened it"
+                opened = f"{len(room.transfers)} of {len(room.openers) or '?'} decode ranks opened it here"
                 self.fail(room, self.context.failure("KV_ROOM_STUCK_BOOTSTRAP", f"{stuck}: {opened}"))
         elif waited > timing.waiting_ns:
             if room.done and room.drained:
@@ -723,6 +728,8 @@ class SendRooms:
                     what = "the aux row" if final.kind is PartKind.AUX else f"state {self.component(final).name}"
                     waits = "its write to end" if final.state is PartState.QUEUED else "a sign of life from it"
                     return f"{what} to {transfer.peer} waits for {waits}"
+        if not room.opened_by_all:
+            return "the decode rank that keeps it has not opened it here"
         silent = [transfer for transfer in room.transfers.values() if not transfer.done]
         waits = ", which waits for the other decode ranks" if room.readers_done_ns and silent[0].keeper else ""
         return f"no RoomDone from {', '.join(transfer.peer for transfer in silent)}{waits}"

@@ -384,6 +384,7 @@ class PeerTransfer:
     room: int
     peer: str
     reader: RankCoord
+    reader_rank: int
     nonce: int
     shares: Sequence[TransferSlice]
     tables: Sequence[TableTransfer]
@@ -495,7 +496,9 @@ class SendRoom:
     launched: int = 0  # forwards running on the device, with pages to follow
     recalled: bool = False  # the engine has taken its pages back, and has not begun to pass them again
     recalling: int = 0  # serial of the recall while parts queued before it are in transfer; 0: none
-    openers: set[int] = field(default_factory=set)  # decode ranks that open the room here; none before the first does
+    readers: frozenset[int] = frozenset()  # decode ranks without which the room cannot begin; none before one opens it
+    openers: set[int] = field(default_factory=set)  # they, the keeper, and a rank that refuses the room
+    opened_by: set[int] = field(default_factory=set)  # decode ranks of the transfers
     told_prefix_tokens: int | None = None  # which the engine knows; it need not have passed pages before its end
     transfers: dict[str, PeerTransfer] = field(default_factory=dict)
     finished: bool = False
@@ -511,13 +514,21 @@ class SendRoom:
 
     @property
     def opened(self) -> bool:
-        return 0 < len(self.openers) <= len(self.transfers)
+        """Whether all decode ranks without which the room cannot begin here have opened it."""
+        return bool(self.readers) and self.readers <= self.opened_by
+
+    @property
+    def opened_by_all(self) -> bool:
+        """Whether the keeper has opened the room, too."""
+        return 0 < len(self.openers) <= len(self.opened_by)
 
     @property
     def prefix_tokens(self) -> int | None:
         """Prompt tokens that these decode ranks have all cached; None before all of them have opened the room."""
+        if not self.opened:
+            return None
         transfers = list(self.transfers.values())  # any thread may ask
-        return min(transfer.prefix_tokens for transfer in transfers) if self.opened else None
+        return min(transfer.prefix_tokens for transfer in transfers if transfer.reader_rank in self.readers)
 
     @property
     def sent(self) -> bool:
@@ -530,7 +541,7 @@ class SendRoom:
 
     @property
     def done(self) -> bool:
-        return self.opened and all(transfer.done for transfer in self.transfers.values())
+        return self.opened_by_all and all(transfer.done for transfer in self.transfers.values())
 
     @property
     def keeper(self) -> PeerTransfer | None:

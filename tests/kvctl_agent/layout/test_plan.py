@@ -19,9 +19,9 @@ from kvctl_agent.layout.plan import (
     aux_writer,
     keeper,
     opened_at,
-    openers,
     prefill_dp,
     prefill_ranks,
+    readers_of,
     slices_of_writer,
     slices_to_reader,
     state_slices_to_reader,
@@ -300,8 +300,8 @@ def test_between_equal_sizes_each_rank_opens_a_room_at_its_counterpart_and_the_k
     assert prefill_ranks(inputs, room) == everywhere
     for tp in range(4):
         assert opened_at(inputs, room, 4 + tp) == (everywhere if 4 + tp == kept else (first + tp,))
-        assert openers(inputs, room, 1, first + tp) == {4 + tp, kept}
-        assert openers(inputs, room, 1, 4 - first + tp) == set(), "another dp group computes the room"
+        assert readers_of(inputs, room, 1, first + tp) == {4 + tp}
+        assert readers_of(inputs, room, 1, 4 - first + tp) == set(), "another dp group computes the room"
 
 
 def test_rooms_spread_over_keepers() -> None:
@@ -331,7 +331,9 @@ def test_a_room_is_opened_wherever_anything_of_it_may_be_written_and_its_keeper_
     assert set(opened[keeper(inputs, room, dp)]) == set(prefill_ranks(inputs, room))
     assert all(prefill.coord(rank).dp == room % prefill.dp for rank in prefill_ranks(inputs, room))
     for rank in prefill_ranks(inputs, room):
-        assert openers(inputs, room, dp, rank) == {reader for reader in readers if rank in opened[reader]}
+        found, kept = readers_of(inputs, room, dp, rank), keeper(inputs, room, dp)
+        assert found
+        assert found | {kept} == {reader for reader in readers if rank in opened[reader]}
 
 
 # --- Whole rows and refusals. ---
@@ -356,7 +358,7 @@ def test_whole_rows_are_recognised_also_between_replicated_sides(prefill: int, d
         (lambda i: slices_to_reader(i, 0, 2), "rank 2 is not one of the 2 ranks"),
         (lambda i: state_slices_to_reader(i, 0, 2), "rank 2 is not one of the 2 ranks"),
         (lambda i: opened_at(i, 0, 2), "rank 2 is not one of the 2 ranks"),
-        (lambda i: openers(i, 0, 0, 4), "rank 4 is not one of the 4 ranks"),
+        (lambda i: readers_of(i, 0, 0, 4), "rank 4 is not one of the 4 ranks"),
         (lambda i: keeper(i, 0, 2), "dp=2 is outside an instance with dp size 2"),
         (lambda i: aux_writer(i, 0, -1), "rank -1 is not one of the 2 ranks"),
         (lambda i: writer_cells(i, 0, 4, 0, 1, 0), "rank 4 is not one of the 4 ranks"),

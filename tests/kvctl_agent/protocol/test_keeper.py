@@ -95,12 +95,14 @@ def test_a_dp_group_goes_on_without_a_lost_rank_of_another_one() -> None:
     assert "prefill-1" in failure["text"]
 
 
-def test_a_prefill_rank_waits_for_the_keeper_to_which_it_writes_nothing() -> None:
+def test_a_prefill_rank_ends_no_room_that_the_keeper_has_not_opened_yet_and_does_not_wait_for_it_before() -> None:
     world = World(ParallelConfig(tp=2), ParallelConfig(tp=2), choose=direct)
     world.connect()
     world.receive(KEPT_BY_0, 2, reader=1)
     compute(world, 1)
-    assert world.sent["prefill-1", KEPT_BY_0] is RoomState.BOOTSTRAPPING
+    assert world.rooms["decode-1", KEPT_BY_0, 1000].state is RoomState.SUCCESS
+    assert world.sent["prefill-1", KEPT_BY_0] is RoomState.TRANSFERRING
+    assert ("prefill-1", KEPT_BY_0) in world.sent_released
     world.receive(KEPT_BY_0, 2, reader=0)
     compute(world, 0)
     assert set(states(world).values()) == {RoomState.SUCCESS}
