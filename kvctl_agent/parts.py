@@ -307,6 +307,7 @@ def build_parts(
         )
         pipelining = Pipelining(local.layers, pool.page_size, settings, telemetry.metrics)
         inputs = InputLog(settings["record_inputs"])
+        few_cores = available_cores() <= FEW_CORES
         machine = machine_of(local, settings, telemetry, chooser, inputs, connections)
         if transfers is None:
             copier = copier_of(pool.device, copy_pool, copiers)
@@ -321,6 +322,7 @@ def build_parts(
                 telemetry,
                 lambda: {peer.inputs.decode_split for peer in machine.peers.values() if peer.inputs is not None},
                 settings["checksum"],
+                few_cores,
             )
 
         # The engine's handles, the control channel and its loop.
@@ -354,7 +356,7 @@ def build_parts(
             arrivals=arrivals,
             forwards=forwards,
             reported=reported,
-            few_cores=available_cores() <= FEW_CORES,
+            few_cores=few_cores,
             sharing=sharing,
             server=server,
             authenticator=authenticator,

@@ -32,7 +32,7 @@ from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.transport.base import Transport
 
 _IDLE_S = 20e-3  # a poll costs 0.1 ms when idle: at 5 ms an idle rank took 3.5 % of a core
-_SHORTEST_S = 50e-6  # with one open room; with several, none of them waits for this poll
+_SHORTEST_S = 50e-6  # with one open room; ranks that share cores poll less often with several, which wait for cores
 _MANY_ROOMS = 8
 _LONGEST_S = 1e-3
 _SHARE_OF_SILENCE = 1 / 8
@@ -64,10 +64,10 @@ class Arrivals:
         ring: memory of the staging ring; None if staging is off.
         copier, checksums: used by this object only.
         report: takes the events for the machine.
-        open_rooms: returns the number of open rooms: without any, tags are polled for seldom; with many, less often
-            than with one.
+        open_rooms: returns the number of open rooms: without any, tags are polled for seldom.
         splits: returns the numbers of transfer pages in a page of this pool that the plans with peers have.
         compile_checksums: whether to compile the kernels of checksums before the first room.
+        few_cores: whether ranks that share this host have no core to spare for polls.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class Arrivals:
         telemetry: Telemetry,
         splits: Callable[[], set[int]],
         compile_checksums: bool = False,
+        few_cores: bool = False,
     ) -> None:
         self._transport = transport
         self._pool = pool
@@ -93,6 +94,7 @@ class Arrivals:
         self._telemetry = telemetry
         self._splits = splits
         self._compile_checksums = compile_checksums
+        self._few_cores = few_cores
         self._compiled: set[int] = set()  # splits whose kernels have been or are being compiled
         self._orders: list[Scatter | Check] = []
         self._scatters: list[_RunningScatter] = []
@@ -160,7 +162,9 @@ class Arrivals:
         share, shortest = _SHARE_OF_SILENCE, _SHORTEST_S
         if self._pool.device is not None:
             share, shortest = _SHARE_ON_DEVICE, _SHORTEST_ON_DEVICE_S
-        return min(max((now - self._active_s) * share, shortest * min(rooms, _MANY_ROOMS)), _LONGEST_S)
+        if self._few_cores or self._pool.device is not None:
+            shortest *= min(rooms, _MANY_ROOMS)
+        return min(max((now - self._active_s) * share, shortest), _LONGEST_S)
 
     def wait(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> int | None:
         """Lets the transport wait while only tags can make a turn necessary; returns as `Transport.wait_for_tags`."""

@@ -64,7 +64,13 @@ class Tags:
 
 
 class Rig:
-    def __init__(self, telemetry: Telemetry, device: HostDevice | None = None, compile_checksums: bool = False) -> None:
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        device: HostDevice | None = None,
+        compile_checksums: bool = False,
+        few_cores: bool = False,
+    ) -> None:
         self.tags = Tags()
         self.pool = KVPool.allocate(
             local_shards(SHAPE, 4, ParallelConfig(), RankCoord(0, 0, 0, 0)),
@@ -90,6 +96,7 @@ class Rig:
             telemetry,
             lambda: self.splits,
             compile_checksums,
+            few_cores,
         )
         self.loop = DrivenTask(self.arrivals)
 
@@ -195,14 +202,17 @@ def test_it_looks_often_while_bytes_are_expected_and_seldom_otherwise(rig: Rig) 
     pytest.fail(f"{often:.0f} looks a second while bytes are expected, {seldom:.0f} and {again:.0f} otherwise")
 
 
-def test_after_a_long_silence_it_looks_often_again_once_bytes_are_about_to_come(telemetry: Telemetry) -> None:
-    rig = Rig(telemetry)  # its loop does not run
-    rig.rooms = 1
+@pytest.mark.parametrize(("few_cores", "rooms", "pause_s"), [(False, 1, 50e-6), (False, 9, 50e-6), (True, 9, 400e-6)])
+def test_after_a_long_silence_it_looks_often_again_once_bytes_are_about_to_come(
+    telemetry: Telemetry, few_cores: bool, rooms: int, pause_s: float
+) -> None:
+    rig = Rig(telemetry, few_cores=few_cores)  # its loop does not run
+    rig.rooms = rooms
     time.sleep(0.02)
     assert rig.arrivals.wait_s() == pytest.approx(1e-3)
     for _ in range(10):  # a busy machine may let a moment pass between the two calls
         rig.arrivals.expect()
-        if (wait_s := rig.arrivals.wait_s()) == pytest.approx(50e-6):
+        if (wait_s := rig.arrivals.wait_s()) == pytest.approx(pause_s):
             break
     else:
         pytest.fail(f"it looks again after {wait_s * 1e6:.0f} µs")
