@@ -38,11 +38,15 @@ def socket_dir() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def traffic(request: pytest.FixtureRequest, socket_dir: Path) -> Iterator[Traffic]:
-    """Continuous random verified rooms from two prefill ranks to two decode ranks over the named transport."""
+    """Continuous random verified rooms from two prefill ranks to two decode ranks.
+
+    The parameter has the transport, and the sizes of the decode side.
+    """
+    transport, decode = request.param
     plan = FleetPlan(
         prefill=(Sizes(tp=2),),
-        decode=Sizes(dp=2),
-        transport=request.param,
+        decode=decode,
+        transport=transport,
         seed=5,
         concurrency=ROOMS_IN_FLIGHT,
         tokens=(16, 512),

@@ -20,9 +20,12 @@ import pytest
 from kvctl.cli import run
 from kvctl.lab.demo.room_accounting import LiveRoom
 from kvctl.lab.demo.traffic import Traffic
+from kvctl.lab.ranks.request import Sizes
 
-EVERY = pytest.mark.parametrize("traffic", ["nixl", "mooncake"], indirect=True, scope="module")
-NIXL = pytest.mark.parametrize("traffic", ["nixl"], indirect=True, scope="module")
+APART, TOGETHER = Sizes(dp=2), Sizes(tp=2)  # decode ranks with rooms of their own, and two that share each room
+EVERY = pytest.mark.parametrize("traffic", [("nixl", APART), ("mooncake", APART)], indirect=True, scope="module")
+NIXL = pytest.mark.parametrize("traffic", [("nixl", APART)], indirect=True, scope="module")
+PAIRS = pytest.mark.parametrize("traffic", [("nixl", TOGETHER)], indirect=True, scope="module")
 
 PATIENCE_S = 60.0
 FORWARD_S = 600.0
@@ -201,3 +204,27 @@ def test_a_long_stop_of_a_decode_rank_fails_its_rooms_and_it_serves_again_withou
         end = room.ends[victim]
         assert end["cause"] is not None, "it learns that the others gave them up"
         assert end["cause"]["code"] == "KV_PEER_LOST"
+
+
+# ---- decode ranks that share rooms ---------------------------------------------------------------------------------
+
+
+@PAIRS
+@pytest.mark.parametrize("victim", ["decode-0", "decode-1", "prefill-1"])
+def test_a_killed_rank_fails_its_rooms_also_on_ranks_that_it_exchanges_nothing_with(
+    traffic: Traffic, victim: str
+) -> None:
+    """Each decode rank keeps about half of the rooms."""
+    kill(traffic, victim)
+
+
+@PAIRS
+@pytest.mark.parametrize("victim", ["decode-0", "prefill-1"])
+def test_a_rank_that_was_frozen_and_thaws_ends_its_rooms_as_the_others_have(traffic: Traffic, victim: str) -> None:
+    rooms = rooms_in_flight(traffic, victim)
+    traffic.pause(victim)
+    ended_everywhere(traffic, rooms, victim)
+    assert all(room.failed for room in rooms)
+    traffic.resume(victim)
+    traffic.until(lambda: all(room.over for room in rooms), PATIENCE_S, f"all ranks have let go of rooms of {victim}")
+    first_room(traffic, victim)

@@ -354,6 +354,21 @@ class TestCalls:
             decode.receive(2**64 - 1, [1])
         first.abort("test is over")
 
+    def test_a_prefill_rank_refuses_rooms_of_another_dp_group_and_goes_on(self, make_fleet: Any) -> None:
+        """Its decode ranks open them at the ranks of that group only, so it would wait for them in vain."""
+        fleet = make_fleet(prefill=(2, 1), decode=(1, 1)).start()
+        text = (
+            r"room 7 is computed by dp group 1 of this instance \(its number % 2\), and prefill-0 belongs to dp group 0"
+        )
+        with pytest.raises(LocalProtocolError, match=text):
+            fleet.prefill[0].send(7)
+        assert fleet.prefill[0].send(7, fake=True).state is RoomState.SUCCESS
+        receive, send = fleet.decode[0].receive(6, [3]), fleet.prefill[0].send(6)
+        send.pages([5], last=True)
+        assert receive.wait(20) is RoomState.SUCCESS
+        assert send.wait(20) is RoomState.SUCCESS
+        assert not fleet.prefill[1].parts.machine.rooms
+
     def test_a_room_that_the_machine_still_knows_fails_the_new_handle(self, make_fleet: Any) -> None:
         """Its predecessor has ended here, but a peer has not answered yet."""
         fleet = make_fleet(prefill=(1, 1)).start()
