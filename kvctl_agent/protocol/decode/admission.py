@@ -182,6 +182,8 @@ class RecvAdmission:
             return chunks[key]
 
         names = self.state.rosters[room.instance]
+        if len(names) != inputs.prefill.size:
+            raise LayoutError(f"the registry names {len(names)} of the instance's {inputs.prefill.size} ranks")
         incarnations, awaited = {}, []
         dp = self.context.local.coord.dp
         keeps = keeper(inputs, room.room, dp) == reader

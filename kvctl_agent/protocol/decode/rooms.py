@@ -1,10 +1,11 @@
 """Rooms of a decode rank: the coverage of each room, and its states from the opening to the tombstone.
 
-- A room succeeds when every prefill rank has accepted it, all planned chunks are in their pages and all final parts
-  have landed. Coverage is a set, not a count: a bit per layer for each (writer, chunk), so that a duplicate arrival
-  changes nothing and cannot hide a gap. Final parts, which are never divided, are a separate set.
-- A failed room is released and forgotten once all prefill ranks have drained; a successful room is forgotten once all
-  prefill ranks have acknowledged its success.
+- A room succeeds when all prefill ranks at which it is opened have accepted it, all planned chunks are in their pages
+  and all final parts have landed. Coverage is a set, not a count: a bit per layer for each (writer, chunk), so that a
+  duplicate arrival changes nothing and cannot hide a gap. Final parts, which are never divided, are a separate set.
+- A failed room is released and forgotten once these ranks have drained; a successful room is forgotten once they have
+  acknowledged its success.
+- The keeper of a room, which opens it at all prefill ranks, tells them how it has ended on all decode ranks.
 """
 
 from __future__ import annotations
@@ -310,7 +311,7 @@ class RecvRooms:
         """
         roster = self.state.rosters.get(room.instance, ())
         inputs = next((self.context.peers[name].inputs for name in roster if self.context.is_ready(name)), None)
-        if inputs is None or inputs.prefill.dp == 1:
+        if inputs is None or inputs.prefill.dp == 1 or inputs.prefill.size != len(roster):
             return roster
         return [roster[rank] for rank in prefill_ranks(inputs, room.room)]
 

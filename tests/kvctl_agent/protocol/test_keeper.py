@@ -11,7 +11,7 @@ from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from tests.support.protocol.moments import messages_to, run_until, said, silence
-from tests.support.protocol.simulation import SECOND, TIMING, World, direct
+from tests.support.protocol.simulation import SECOND, TIMING, World, direct, registry
 
 KEPT_BY_0 = next(room for room in range(99) if keeper(World(decode=ParallelConfig(tp=2)).inputs, room, 0) == 0)
 
@@ -107,6 +107,18 @@ def test_a_prefill_rank_ends_no_room_that_the_keeper_has_not_opened_yet_and_does
     compute(world, 0)
     assert set(states(world).values()) == {RoomState.SUCCESS}
     assert world.now_ns == SECOND, "nothing waited for a resend"
+
+
+@pytest.mark.parametrize("side", [ParallelConfig(tp=2), ParallelConfig(dp=2)])
+def test_a_registry_that_names_fewer_ranks_than_these_say_costs_rooms_only(side: ParallelConfig) -> None:
+    world = World(side, ParallelConfig(), choose=direct)
+    world.connect()
+    world.feed("decode-0", ev.RosterKnown(registry(0), world.prefill_names[:1]))
+    world.flush()
+    world.receive(7, 2)
+    failure = world.rooms["decode-0", 7, 1000].failure
+    assert failure["code"] == "KV_PLAN_MISMATCH"
+    assert "the registry names 1 of the instance's 2 ranks" in failure["text"]
 
 
 @pytest.mark.parametrize("refusing", [0, 1])
