@@ -129,8 +129,10 @@ def tune(
             "chunk_tokens": best.chunk_tokens,
         }
         tried = [each for change in changes for each in measured(name, {**kept, **change})]
-        every.extend(each for each in tried if not any(_same_settings(each, known) for known in every))
-        best = _best([best, *tried], margin)
+        # Settings that were measured once more are compared by their new figures, which are of the same run.
+        every[:] = [each for each in every if not any(_same_settings(each, new) for new in tried)] + tried
+        again = [each for each in tried if _same_settings(each, best)]
+        best = _best([*(again or [best]), *(each for each in tried if each not in again)], margin)
 
     vary("page size", [{"page_size": size} for size in others], _PAGE_SIZE_MARGIN)
     chunks = [chunk for chunk in CHUNKS if chunk < prompt_tokens and chunk != best.chunk_tokens]

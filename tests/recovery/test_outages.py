@@ -13,6 +13,7 @@ import contextlib
 import io
 import json
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -38,11 +39,12 @@ def rooms_in_flight(traffic: Traffic, victim: str) -> list[LiveRoom]:
     """
     dp = traffic.fleet.ranks[victim].planned["dp"] if victim.startswith("decode") else 0
     rooms = [traffic.open(512, decode_dp=dp, gap_s=FORWARD_S) for _ in range(2)]
-    wanted = {str(room.number) for room in rooms}
+    wanted = Counter({str(room.number): sum(name.startswith("decode") for name in room.ranks) for room in rooms})
 
     def half_landed() -> bool:
         rows = [row for row in kvctl("rooms", "ls", "--state", "Transferring") if row["role"] == "decode"]
-        return wanted <= {row["room"] for row in rows if 2 * row["coverage"]["landed"] == row["coverage"]["planned"]}
+        half = [row["room"] for row in rows if 2 * row["coverage"]["landed"] == row["coverage"]["planned"]]
+        return wanted <= Counter(half)
 
     traffic.until(half_landed, PATIENCE_S, f"the first half of two rooms of {victim} has landed")
     return rooms

@@ -95,8 +95,8 @@ class SendAdmission:
             return
         transfer.keeper = transfer.reader_rank == kept_by
         room.openers |= readers | {kept_by, transfer.reader_rank}
-        room.opened_by.add(transfer.reader_rank)
         room.transfers[peer.name] = transfer
+        room.opened_by.add(transfer.reader_rank)  # last, since any thread may ask whether the room is opened
         self.state.transfers[key] = transfer
         record = room.record
         record.nonce = record.nonce or message.nonce  # with several decode ranks, the first nonce is shown

@@ -451,8 +451,8 @@ class SendRooms:
         """
         now_ns, cause, record = self.context.now_ns, transfer.recalled, room.record
         self.context.send(transfer.peer, msg.RoomDrained(transfer.room, transfer.nonce))
-        del room.transfers[transfer.peer], self.state.transfers[transfer.key]
         room.opened_by.discard(transfer.reader_rank)
+        del room.transfers[transfer.peer], self.state.transfers[transfer.key]
         self.state.tombstones.add(transfer.key, cause, now_ns)
         record.planned -= transfer.planned
         record.sent = (record.sent or 0) - sum(

@@ -528,7 +528,7 @@ class SendRoom:
         if not self.opened:
             return None
         transfers = list(self.transfers.values())  # any thread may ask
-        return min(transfer.prefix_tokens for transfer in transfers if transfer.reader_rank in self.readers)
+        return min((each.prefix_tokens for each in transfers if each.reader_rank in self.readers), default=None)
 
     @property
     def sent(self) -> bool:
