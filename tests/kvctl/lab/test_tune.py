@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -87,6 +88,16 @@ def test_layer_groups_are_tried_with_compute_only() -> None:
         "pipeline_group_size": 8,
     }
     assert [each.pipeline for each in found].count("off") == 2  # of either path; the repeated one is not listed twice
+
+
+def test_settings_that_are_measured_again_count_with_their_new_figures() -> None:
+    readings = itertools.count(10)
+    (best, *others), _ = search(
+        lambda settings: float(next(readings)) if settings["pipeline"] == "off" else 1.0,
+        page_sizes=(16,), prompt_tokens=1, layer_ms=1,
+    )  # fmt: skip
+    assert (best.path, best.pipeline, best.rooms_per_s, best.recommended) == ("slice", "off", 12.0, True)
+    assert [(each.path, each.recommended) for each in others if each.pipeline == "off"] == [("staged", False)]
 
 
 def test_every_cp_mode_is_tried_and_the_best_is_kept() -> None:

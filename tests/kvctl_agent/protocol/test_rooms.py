@@ -156,6 +156,18 @@ def test_prefill_learns_the_shortest_prefix_once_every_decode_rank_has_opened_th
     assert world.prefixes["prefill-0", 7] == 2 * PAGE_SIZE
 
 
+def test_any_thread_may_ask_for_the_prefix_while_a_room_is_opened_or_recalled() -> None:
+    """The control thread changes one field after the other."""
+    world = World(ParallelConfig(), ParallelConfig(), choose=direct)
+    world.connect()
+    world.receive(7, 5, prefix=3)
+    world.flush()
+    room = world.p().rooms[7]
+    assert world.p().opened_prefix(7) == 3 * PAGE_SIZE
+    room.transfers.clear()
+    assert world.p().opened_prefix(7) is None
+
+
 def test_prefill_learns_the_prefix_of_a_room_that_has_ended_before_send() -> None:
     world = World(ParallelConfig(), ParallelConfig())
     world.connect()
