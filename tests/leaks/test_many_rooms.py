@@ -13,7 +13,7 @@ from benchmarks.nothing_left import more, run
 
 ROOMS, WARM_UP = 2000, 1000
 REST_S = 60.0
-MOST_MORE_BYTES = 12 << 20  # 6 KiB a room: bounded histories fill up, 7 to 9 MB; the benchmark measures it better
+MOST_MORE_BYTES = 8 << 20  # 4 KiB a room; the benchmark measures it better
 
 
 @pytest.fixture(autouse=True)
