@@ -511,8 +511,9 @@ class Agent:
         """
         room, fake = check_room(room), check_flag("fake", fake)
         request_id, traceparent = check_request_id(room, request_id), valid_traceparent(traceparent)
-        self._check_dp_group(room, fake)
         self._check_takes("prefill", begun=fake or self.parts.machine.knows(room))
+        if not fake:
+            self._check_dp_group(room)
         # An engine that asks for the state once per forward would otherwise learn only after the next one that the room
         # is opened already.
         prefix = None if fake else self.parts.machine.opened_prefix(room)
@@ -585,7 +586,7 @@ class Agent:
     def refuse(self, room: int, reason: str, *, prefill: str | None = None) -> None:
         """Decode: ends a room for which this engine has no pages and will have none; returns without waiting.
 
-        The room fails with code ABORTED on every prefill rank of its instance, also if the prefill engine calls `send`
+        The room fails with code ABORTED on every prefill rank that computes it, also if the prefill engine calls `send`
         later, and on the decode ranks that share it. A room that is open here is ended by `Receive.abort` instead.
 
         Args:
@@ -652,11 +653,11 @@ class Agent:
             raise LocalProtocolError(f"{where}{NO_INSTANCE} to {self.name}: pass prefill=, or call connect")
         return instance
 
-    def _check_dp_group(self, room: int, fake: bool) -> None:
+    def _check_dp_group(self, room: int) -> None:
         """Raises LocalProtocolError if another dp group of this prefill instance has to compute a room."""
         side, own = self.parts.local.side, self.parts.local.coord.dp
         wanted = prefill_dp(side, room)
-        if self.role == "prefill" and wanted != own and not fake:
+        if wanted != own:
             raise LocalProtocolError(
                 f"room {room} is computed by dp group {wanted} of this instance (its number % {side.dp}), and "
                 f"{self.name} belongs to dp group {own}: route the request to a rank of that group"

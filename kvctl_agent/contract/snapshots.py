@@ -484,8 +484,9 @@ class Nics(TypedDict):
 class TransferCost(TypedDict):
     """One row of `cost`: what a prompt's transfer from this prefill rank's instance to one decode rank costs.
 
-    A transfer begins when the prompt is computed and every decode rank of the room has opened it, and ends when the
-    last of these has all of it. `alone_ns` is `fixed_ns` + `bytes` / `bytes_per_s`; `predicted_ns` adds `ahead_ns`.
+    A transfer begins when the prompt is computed and the decode ranks to which this rank writes have opened the room,
+    and ends when all decode ranks of the room have it. `alone_ns` is `fixed_ns` + `bytes` / `bytes_per_s`;
+    `predicted_ns` adds `ahead_ns`.
     """
 
     agent: str

@@ -96,8 +96,8 @@ class RosterMissing(Event, frozen=True):
 class SendRoom(Event, frozen=True):
     """Prefill engine: send() was called for this room; for `request_id` and `traceparent` see `RoomRecord`.
 
-    `prefix_tokens`: the prefix that the engine was told in this call, since every decode rank had opened the room; else
-    None.
+    `prefix_tokens`: the prefix that the engine was told in this call, since the decode ranks to which this rank
+    writes had opened the room; else None.
     """
 
     room: int
@@ -427,8 +427,8 @@ class StoreAux(Action, frozen=True):
 class StateChanged(Action, frozen=True):
     """Set the state of a room in the engine's handle.
 
-    `prefix_tokens`: on a prefill rank, the prompt tokens that every decode rank of the room had cached when all of them
-    had opened it for the first time; None before, and on decode ranks.
+    `prefix_tokens`: on a prefill rank, the prompt tokens that the decode ranks to which it writes had all cached when
+    they had opened the room for the first time; None before, and on decode ranks.
     """
 
     room: int

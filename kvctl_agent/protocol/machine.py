@@ -317,7 +317,7 @@ class Machine:
         return room in self.rooms
 
     def opened_prefix(self, room: int) -> int | None:
-        """Returns the prefix, in tokens, of a room that every decode rank has opened before the engine called send().
+        """Returns the prefix, in tokens, of a room that could begin before the engine called send().
 
         Safe to call from any thread. None if there is no such room, and on a decode rank.
         """

@@ -1,8 +1,8 @@
 """Times that a prefill rank's rooms took to transfer, and the cost of the next transfer that they predict.
 
 The transfer of a room, as far as its request has to wait for it, begins when the engine has finished the prompt and
-every decode rank of the room has opened it, and ends when the last of these ranks has all of it. Parts that were sent
-before, while layers were computed, shorten it.
+the decode ranks to which this rank writes have opened the room, and ends when all decode ranks of the room have it.
+Parts that were sent before, while layers were computed, shorten it.
 
 A rank sends the bytes of its rooms by and large one after the other, so a room waits for the bytes of the rooms that
 were in transfer when its own transfer began: two prompts behind a long one take as long as that. How much of these

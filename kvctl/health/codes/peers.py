@@ -107,7 +107,7 @@ def peer_stale(snapshot: Snapshot) -> Iterator[Finding]:
     "KV_PEER_LOST",
     Severity.CRITICAL,
     "peers",
-    sees="every room of one pair of agents fails, or none of a dp group of an instance can be opened",
+    sees="every room of one pair of agents fails, or none of an instance's dp group can be opened",
     means="An agent does not hear another one. After suspect_s of silence it gives it no new grants, which is a "
     "warning; after lost_s, or as soon as its process is known to have ended, all rooms between the two fail. A room "
     "needs every rank of the dp group that computes it, so one lost prefill rank stops its whole dp group. Ring "

@@ -354,7 +354,7 @@ class DecodeInvariants:
         room.released = True
 
     def _plan_opened(self, actions: Sequence[ev.Action]) -> None:
-        """Plans rooms that `actions` open; a room is opened at all ranks of its prefill instance at once."""
+        """Plans rooms that `actions` open; a room is opened at all its prefill ranks at once."""
         opened: dict[int, list[str]] = {}
         for action in actions:
             if isinstance(action, ev.Send) and isinstance(action.message, msg.RoomOpen):
