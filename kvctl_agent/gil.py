@@ -68,6 +68,17 @@ def epoll_poll(fd: int, most: int = 256) -> list[tuple[int, int]]:
     return [(ready, events) for events, ready in _EPOLL_EVENT.iter_unpack(found.raw[: count * _EPOLL_EVENT.size])]
 
 
+def read_start(path: str, most: int = 4096) -> bytes:
+    """Returns the first bytes of a file of /proc, at most `most`. Raises OSError if it cannot be read."""
+    buffer = ctypes.create_string_buffer(most)
+    fd = _checked(_held.open(os.fsencode(path), os.O_RDONLY | os.O_CLOEXEC))
+    try:
+        size = _checked(_held.pread(fd, buffer, most, 0))
+        return buffer.raw[:size]
+    finally:
+        _held.close(fd)
+
+
 def eventfd_write(fd: int) -> None:
     """Adds 1 to a non-blocking eventfd. Raises OSError if the descriptor is closed."""
     _checked(_held.eventfd_write(fd, 1))

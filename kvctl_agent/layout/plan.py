@@ -259,8 +259,10 @@ def _hash_period(inputs: PlanInputs) -> int:
     return lcm(readers, *(replicas(segment.heads, inputs.prefill.tp) for segment in inputs.segments))
 
 
+@lru_cache(maxsize=1024)
 def _room_plan(inputs: PlanInputs, room: int, decode_dp: int) -> _RoomPlan:
-    # Rooms differ only in the prefill dp rank, the replica, the keeper and the cp rank: few cached plans serve all.
+    # Asked several times for each room. Rooms differ only in the prefill dp rank, the replica, the keeper and the cp
+    # rank: few cached plans serve all.
     period = _hash_period(inputs)
     choice = mix64(room) % period if period > 1 else 0
     cp = sole_cp_sender(inputs.cp_mode, inputs.prefill.cp, room)

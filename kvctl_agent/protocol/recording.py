@@ -62,9 +62,23 @@ _NAMES: dict[type, str] = {event: event.__name__ for event in ev.Event.__subclas
 encode = msgspec.msgpack.Encoder(enc_hook=lambda pages: pages.astype("<i4", copy=False).tobytes()).encode
 
 
+class _Letters(dict[tuple[type, ...], str]):
+    """The letters of each sequence of actions that has occurred: few of them make up nearly all outcomes."""
+
+    def __missing__(self, kinds: tuple[type, ...]) -> str:
+        letters = "".join(ACTIONS.get(kind, "~") for kind in kinds)
+        if len(self) < _MAX_OUTCOMES:
+            self[kinds] = letters
+        return letters
+
+
+_MAX_OUTCOMES = 1024
+_letters = _Letters()
+
+
 def outcome(actions: Sequence[ev.Action] | str) -> str:
     """Returns the outcome of an input: one letter per action, or `REFUSED` or `RAISED` unchanged."""
-    return actions if isinstance(actions, str) else "".join([ACTIONS.get(type(action), "~") for action in actions])
+    return actions if isinstance(actions, str) else _letters[tuple(map(type, actions))]
 
 
 @dataclass(slots=True, eq=False)
@@ -80,9 +94,11 @@ class _Batch:
     def encoded(self) -> tuple[int, bytes]:
         """Returns the number of inputs and their encoding; may run on any thread, so it copies the lists first."""
         paths, outcomes, inputs = self.paths[:], self.outcomes[:], self.inputs[:]
-        letters = [outcome(actions) for actions in outcomes[: len(inputs)]]
-        letters += [""] * (len(inputs) - len(letters))  # the input being handled has no outcome yet
-        rows = [(now_ns, _NAMES[type(event)], event, letters[index]) for index, (now_ns, event) in enumerate(inputs)]
+        outcomes += [""] * (len(inputs) - len(outcomes))  # the input being handled has no outcome yet
+        rows = [
+            (now_ns, _NAMES[type(event)], event, outcome(actions))
+            for (now_ns, event), actions in zip(inputs, outcomes, strict=False)
+        ]
         try:
             return len(rows), encode((paths, rows))
         except (TypeError, ValueError, OverflowError):
@@ -183,7 +199,14 @@ class InputLog:
 
     def handle(self, machine: Machine, event: ev.Event, now_ns: int) -> list[ev.Action]:
         """Passes one input to the machine and records both the input and its outcome."""
-        self.record(event, now_ns)
+        # Before the machine handles the input, so that an input that hangs it is kept.
+        recorded = not (self._due or len(self._batch.inputs) >= self._batch_size) or self._make_room()
+        self.taken += 1
+        if not recorded:
+            self.missed += 1
+            return machine.handle(event, now_ns)
+        batch = self._batch
+        batch.inputs.append((now_ns, event))
         result: Sequence[ev.Action] | str = RAISED
         try:
             result = actions = machine.handle(event, now_ns)
@@ -191,23 +214,8 @@ class InputLog:
             result = REFUSED
             raise
         finally:
-            self.record_outcome(result)
+            batch.outcomes.append(result)
         return actions
-
-    def record(self, event: ev.Event, now_ns: int) -> None:
-        """Records an input; called before the machine handles it, so that an input that hangs the machine is kept."""
-        if (self._due or len(self._batch.inputs) >= self._batch_size) and not self._make_room():
-            self.taken += 1
-            self.missed += 1
-            return
-        self.taken += 1
-        self._batch.inputs.append((now_ns, event))
-
-    def record_outcome(self, actions: Sequence[ev.Action] | str) -> None:
-        """Records the outcome of the latest input: its actions, `REFUSED` or `RAISED`."""
-        batch = self._batch
-        if len(batch.outcomes) < len(batch.inputs):
-            batch.outcomes.append(actions)
 
     def pieces(self, since: int | None, until: int | None, page_bytes: int = PAGE_BYTES) -> Pieces:
         """Returns the pieces from number `since` (None: the oldest) to below `until` (None: now), up to a size limit.
@@ -249,8 +257,10 @@ class InputLog:
         if not self._due:
             return True
         generation = self._generations[-1] if self._generations else None
-        space = self._space(generation)
         rooms = machine.open_rooms
+        if rooms and self._batch.inputs and generation and generation.count + self._batch_size <= self._full:
+            return True  # the generation is not full before this batch is
+        space = self._space(generation)
         worthwhile = space <= 0.5 and rooms <= self._max_rooms if rooms else self.taken >= self._retry_at
         if worthwhile and self._checkpoint(machine):
             return True

@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+from kvctl_agent import gil
+
 _THREADS = 17  # index of num_threads in /proc/[pid]/stat, counted from the state
 _MAX_HOST_NAME = 256
 
@@ -25,12 +27,14 @@ def is_dead(pid: int) -> bool:
 
     A process whose main thread alone has ended looks like a zombie, too. In a process that is being killed another
     thread may still be releasing its GPUs, whose kernels run until that is done.
+
+    Keeps the GIL: the control loop asks about every peer twice a second.
     """
     try:
-        status = Path(f"/proc/{pid}/stat").read_text()
+        status = gil.read_start(f"/proc/{pid}/stat")
     except (FileNotFoundError, ProcessLookupError):
         return True
     except OSError:
         return False
-    fields = status.rpartition(")")[2].split()
-    return fields[0] in ("Z", "X") and int(fields[_THREADS]) <= 1
+    fields = status.rpartition(b")")[2].split()
+    return fields[0] in (b"Z", b"X") and int(fields[_THREADS]) <= 1

@@ -217,6 +217,18 @@ class TestCalls:
         with pytest.raises(OSError, match="Bad file descriptor"):
             gil.eventfd_write(fd)
 
+    def test_the_start_of_a_file(self, tmp_path: Path) -> None:
+        file = tmp_path / "file"
+        file.write_bytes(b"a\0cdef")
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        assert gil.read_start(str(file)) == b"a\0cdef"
+        assert gil.read_start(str(file), most=4) == b"a\0cd"
+        with pytest.raises(FileNotFoundError):
+            gil.read_start(str(tmp_path / "none"))
+        with pytest.raises(IsADirectoryError):
+            gil.read_start(str(tmp_path))
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+
     def test_the_time_without_a_core_only_grows_and_a_thread_that_has_ended_leaves_no_file_open(self) -> None:
         counts: list[int] = []
         opened: list[int] = []

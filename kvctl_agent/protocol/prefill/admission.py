@@ -44,6 +44,7 @@ from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey
 
 MAX_CHUNKS = 1 << 16  # of one room
 DRAINING = "KV_DRAINING"
+_NO_PAGES: ev.Pages = np.empty(0, np.int32)
 
 
 @dataclass(eq=False)
@@ -141,10 +142,10 @@ class SendAdmission:
         num_pages = int(pool["num_pages"])  # type: ignore[arg-type]
         if inputs.decode_split > 1 and num_pages * inputs.decode_split >= 1 << 31:
             raise LayoutError(f"{num_pages} pages of {inputs.decode_split} transfer pages each exceed 32 bits")
-        pages = _indices(message.pages, engine_pages, num_pages, span, peer.name)
+        owes = reader in readers
+        pages = _indices(message.pages, engine_pages, num_pages, span, peer.name) if owes else _NO_PAGES
         if message.aux_index >= int(pool["aux_slots"]):  # type: ignore[arg-type]
             raise LayoutError(f"aux row {message.aux_index} is outside {peer.name}'s pool")
-        owes = reader in readers
         slices = slices_of_writer(inputs, message.room, peer.coord.dp, self.context.rank) if owes else ()
         owed = [share for share in slices if share.reader == reader and not message.prefill_only]
         spans = [(pages, message.prefix_pages, message.total_pages)]

@@ -70,6 +70,7 @@ from kvctl_agent.transport.nixl.threads import (
 _MAGIC = b"kvctl-nixl-4"
 _LINGER_S = 0.1
 _LINGER_NS = 500_000  # of a pool's thread after the last post of a write
+_HELD_BYTES = 256 << 10  # as in _requests.cpp: what takes less than 100 µs is not handed over to threads
 _SHARE_OF_WAIT, _SHARE_OF_WAIT_ON_DEVICE = 8, 64  # pauses between looks for tags are this part of the wait so far
 _SHOWN = ("UCX_", "NIXL_", "CUDA_VISIBLE_DEVICES")
 _LOCAL = "this agent's memory"
@@ -371,7 +372,12 @@ class NixlTransport:
         return self._native is not None and (self._posting is None or not self._is_for_threads(edges, nbytes, tag))
 
     def _is_for_threads(self, edges: list[slice], nbytes: int, tag: bytes | SharedTag | None) -> bool:
-        """Returns whether the posting threads post a write: one that is divided, or a large one that shares a tag."""
+        """Returns whether the posting threads post a write: one that is divided, or a large one with a tag.
+
+        Python threads get only those that share a tag, because a hand-over to them takes the GIL.
+        """
+        if self._copy_pool is not None and tag is not None and nbytes > _HELD_BYTES:
+            return True
         return len(edges) > 1 or (isinstance(tag, SharedTag) and nbytes >= SLICE_BYTES)
 
     def _native_write(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import threading
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -20,15 +21,19 @@ from tests.support.protocol.simulation import SECOND, World
 class Idle:
     """A machine of which only the log's questions matter."""
 
-    def __init__(self, rooms: int = 0) -> None:
+    def __init__(self, rooms: int = 0, handle: Callable[[], object] = lambda: None) -> None:
         self.local, self.timing = "local", "timing"
         self.open_rooms = rooms
+        self._handle = handle
+
+    def handle(self, event: ev.Event, now_ns: int) -> list[ev.Action]:
+        self._handle()
+        return []
 
 
 def tick_all(log: InputLog, count: int, first: int = 0) -> None:
     for now_ns in range(first, first + count):
-        log.record(ev.Tick(), now_ns)
-        log.record_outcome([])
+        log.handle(Idle(), ev.Tick(), now_ns)
 
 
 @pytest.fixture
@@ -60,10 +65,10 @@ def test_inputs_come_back_with_what_they_led_to() -> None:
     log = InputLog(1000)
     machine = log.begin(World().d())
     opened = ev.OpenRoom(7, 8, np.arange(3, dtype=np.int32), 0, 3, -1, "registry-9")
-    log.record(opened, 5)
-    log.record_outcome(machine.handle(opened, 5))
-    log.record(ev.Tick(), 6)  # being handled
-    checkpoint, inputs = log.pieces(None, None).blobs
+    log.handle(machine, opened, 5)
+    handled: list[Any] = []
+    log.handle(Idle(handle=lambda: handled.extend(log.pieces(None, None).blobs)), ev.Tick(), 6)
+    checkpoint, inputs = handled
     assert (checkpoint["kind"], inputs["kind"]) == ("checkpoint", "inputs")
     _, rows = msgspec.msgpack.decode(zlib.decompress(base64.b64decode(inputs["data"])))
     assert [(row[0], row[1], row[3]) for row in rows] == [(5, "OpenRoom", "=?"), (6, "Tick", "")]
@@ -138,10 +143,10 @@ def test_paths_are_kept_of_recorded_inputs_only(capacity: int, copies: list[Any]
     log.begin(machine)  # type: ignore[type-var]
     machine.open_rooms = 11
     choose = log.recording_paths(lambda: "staged")
+    chosen: list[str] = []
     for now_ns in range(500):
-        log.record(ev.Tick(), now_ns)
-        assert choose() == "staged"
-        log.record_outcome([])
+        log.handle(Idle(handle=lambda: chosen.append(choose())), ev.Tick(), now_ns)
+    assert chosen == ["staged"] * 500
     assert log.missed == 500 - capacity
     assert len(log._batch.paths) <= len(log._batch.inputs)
 
@@ -151,8 +156,7 @@ def test_bytes_bound_it_too(copies: list[Any], monkeypatch: pytest.MonkeyPatch) 
     log = InputLog(1 << 16)
     log.begin(Idle())  # type: ignore[type-var]
     for number in range(4096):
-        log.record(ev.SendPages(1, np.arange(number, number + 1000, dtype=np.int32), False, 0), number)
-        log.record_outcome([])
+        log.handle(Idle(), ev.SendPages(1, np.arange(number, number + 1000, dtype=np.int32), False, 0), number)
     kept = sum(len(blob.data) for generation in log._generations for blob in generation.blobs)
     assert kept < (1 << 20) + recording.BATCH * 4100
     assert log.missed == 0
@@ -182,8 +186,7 @@ def test_none_are_kept_where_none_are_wanted() -> None:
 def test_what_cannot_be_written_leaves_a_gap_and_harms_nobody() -> None:
     log = InputLog(1000)
     log.begin(World().d())
-    log.record(ev.AbortRoom(1 << 70, "no such number"), 1)
-    log.record_outcome([])
+    log.handle(Idle(), ev.AbortRoom(1 << 70, "no such number"), 1)
     tick_all(log, 1)
     _, inputs = log.pieces(None, None).blobs
     _, rows = msgspec.msgpack.decode(zlib.decompress(base64.b64decode(inputs["data"])))
@@ -223,8 +226,7 @@ def test_a_reader_on_another_thread_sees_whole_pieces_in_order() -> None:
     try:
         for number in range(20_000):
             event = ev.Tick()
-            log.record(event, SECOND + number)
-            log.record_outcome(machine.handle(event, SECOND + number))
+            log.handle(machine, event, SECOND + number)
     finally:
         done.set()
         reader.join(60)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from kvctl_agent.runtime.liveness import host_identity, is_dead
+from tests.support.gil import gave_up_the_gil
 
 _SYS_EXIT = {"x86_64": 60, "aarch64": 93}[platform.machine()]  # of the calling thread alone
 
@@ -64,3 +65,10 @@ def test_processes_of_one_host_have_one_identity() -> None:
     program = "from kvctl_agent.runtime.liveness import host_identity; print(host_identity())"
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert told.stdout.strip() == host_identity()
+
+
+def test_the_control_loop_keeps_the_gil_while_it_asks() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    assert not gave_up_the_gil(lambda: [is_dead(pid) for pid in (os.getpid(), ended.pid) * 500])
+    assert gave_up_the_gil(lambda: [Path("/proc/self/stat").read_text() for _ in range(500)]), "other reads give it up"

@@ -138,6 +138,27 @@ def test_a_write_of_few_large_descriptors_is_divided_if_it_has_a_tag_and_threads
     assert (two.pool[: 4 * SLICE_BYTES] == 7).all()
 
 
+@pytest.mark.skipif(not BUILT, reason="a copy pool posts in native code, which is not built")
+@pytest.mark.parametrize(("pages", "tag", "on_threads"), [(65, b"t", True), (64, b"t", False), (65, None, False)])
+def test_the_threads_of_a_copy_pool_post_a_write_that_takes_longer_than_the_hand_over(
+    crew: Any, pages: int, tag: bytes | None, on_threads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write that is posted by the control loop keeps it from everything else while it copies."""
+    one, two = crew.agent(POOL), crew.agent(POOL)
+    one.transport.connect("peer", two.transport.metadata())
+    handed_over: list[int] = []
+    run = one.transport._copy_pool.run
+    monkeypatch.setattr(
+        one.transport._copy_pool, "run", lambda count, owner: handed_over.append(count) or run(count, owner)
+    )
+    one.pool[:] = 7
+    offsets, sizes = np.arange(pages) * 4096, np.full(pages, 4096, np.uint64)
+    one.finish(one.transport.write("peer", one.at(*offsets), two.at(*offsets), sizes, tag))
+    assert len(handed_over) == on_threads
+    assert [arrival.tag for arrival in two.collect(1, timeout_s=60 if tag else 0.1)] == ([tag] if tag else [])
+    assert (two.pool[: pages * 4096] == 7).all()
+
+
 @ALL
 def test_writes_share_a_tag_that_arrives_after_the_bytes_of_all(crew: Any, engine: str) -> None:
     one, two = crew.agent(engine), crew.agent(engine)
