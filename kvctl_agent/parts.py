@@ -281,6 +281,7 @@ def build_parts(
                 AuxPath(),
                 by_peer,
                 transport.progress,
+                transport.wait_for_tags,
                 reported.append,
                 mailbox.wake,
                 telemetry.metrics,
