@@ -281,7 +281,6 @@ def build_parts(
                 AuxPath(),
                 by_peer,
                 transport.progress,
-                transport.wait_for_tags,
                 reported.append,
                 mailbox.wake,
                 telemetry.metrics,

@@ -213,7 +213,7 @@ class ControlLoop:
         self._connections = connections
         self._tasks: list[LoopTask] = [task for task in (forwards, transfers, arrivals) if task is not None]
         self._transfers = transfers
-        self._looking: Arrivals | Transfers | None = arrivals if transfers is None else transfers
+        self._arrivals = arrivals
         self._expecting = None if few_cores else arrivals
         self._forwards = forwards
         self._reported = deque[ev.Event]() if reported is None else reported
@@ -346,9 +346,7 @@ class ControlLoop:
             self._register_sockets()
         self._channel_due_ns = self._channel.due_ns or self._tick_ns
         due_s = (min(self._tick_ns, self._channel_due_ns) - time.monotonic_ns()) * 1e-9
-        if self._forwards is not None:
-            due_s = min(due_s, self._forwards.wait_s())
-        wait_s = due_s if self._looking is None else min(due_s, self._looking.wait_s())
+        wait_s = min((due_s, *(task.wait_s() for task in self._tasks)))
         if self._few_cores and not self._sharing.contended and (rooms := self._machine.open_rooms) > _FEW_ROOMS:
             # A turn costs about 60 µs whatever it carries. With many rooms in flight no room waits for this turn: they
             # wait for processor time, which fewer turns leave free. After this pause the loop waits as with few rooms.
@@ -372,7 +370,7 @@ class ControlLoop:
 
         Args:
             pause_s: seconds to wait at most; more if the GIL is contended.
-            due_s: the same without the pause between two calls of the transport, which it may make itself.
+            due_s: the same without the pause between two looks for tags, which the transport may make itself.
         """
         wait_s, held = self._sharing.plan(pause_s, time.monotonic_ns(), time.thread_time_ns())
         if held:
@@ -382,8 +380,8 @@ class ControlLoop:
             self._sharing.yield_if_due()
             return self._descriptors.wait(0.0, held=True)
         since_ns = time.monotonic_ns()
-        if self._looking is not None and 0 < pause_s < due_s:
-            ended_ns = self._looking.wait(self._descriptors.polled, due_s, pause_s)
+        if self._arrivals is not None and 0 < pause_s < due_s:
+            ended_ns = self._arrivals.wait(self._descriptors.polled, due_s, pause_s)
             if ended_ns is not None:
                 self._waited((ended_ns - since_ns) * 1e-9, since_ns)
                 return self._descriptors.readable()

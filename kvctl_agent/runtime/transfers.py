@@ -12,12 +12,10 @@ fail because the peer is lost.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -48,7 +46,7 @@ _SHARE_OF_AGE = 1 / 64
 _DRAIN_S = 0.01
 # After the last flight the transport still has tags to send and peers to answer, and does so only when it is called.
 _AFTERMATH_S = 5e-3
-_AFTERMATH_LASTS_S = 0.1
+_AFTERMATH_TURNS = 20
 _IDLE_S = 0.1
 
 
@@ -60,7 +58,6 @@ class Transfers:
         aux: path of aux rows.
         connections: connections by peer, written by the control loop; entries are replaced, never changed.
         progress: makes the transport progress; called periodically while no part is transferred.
-        wait_for_tags: as `Transport.wait_for_tags`; lets the transport progress while the loop waits.
         report: takes the events for the machine.
         wake: wakes the control loop; called from other threads.
         many: whether there are cores, or a GPU, to work on many parts at once.
@@ -75,7 +72,6 @@ class Transfers:
         aux: Path,
         connections: Mapping[str, PeerConnection],
         progress: Callable[[], None],
-        wait_for_tags: Callable[[ctypes.Array[Any], float, float], int | None],
         report: Callable[[Event], None],
         wake: Callable[[], None],
         metrics: Metrics,
@@ -96,7 +92,6 @@ class Transfers:
         self._aux = aux
         self._connections = connections
         self._progress = progress
-        self._wait_for_tags = wait_for_tags
         self._report = report
         self._wake = wake
         self._metrics = metrics
@@ -107,7 +102,8 @@ class Transfers:
         self._jobs: deque[Callable[[], None]] = deque()
         self._job_running = False
         self._drop_cancelled_at = 0.0
-        self._progress_due_s = self._aftermath_end_s = 0.0
+        self._progress_due_s = 0.0
+        self._idle_turns = 0
         self._moved = False
         self._pause_s = self._shortest_s
 
@@ -123,6 +119,7 @@ class Transfers:
 
     def put(self, order: Transfer) -> None:
         """Queues a part."""
+        self._idle_turns = 0
         self._queue.append(order)
 
     def run_between(self, job: Callable[[], None]) -> None:
@@ -149,20 +146,6 @@ class Transfers:
             return _DRAIN_S
         return max(0.0, self._progress_due_s - time.monotonic())
 
-    def wait(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> int | None:
-        """Lets the transport wait and progress after the last flights; returns as `Transport.wait_for_tags`."""
-        since_s = time.monotonic()
-        if not self.idle() or self._draining or self._jobs or since_s >= self._aftermath_end_s:
-            return None
-        try:
-            ended_ns = self._wait_for_tags(polled, timeout_s, pause_s)
-        except KvctlError:
-            self._metrics.add("kvctl_transport_errors_total", 1)
-            return None
-        if ended_ns is not None and ended_ns * 1e-9 >= since_s + pause_s:  # it has called the engine after each pause
-            self._progress_due_s = ended_ns * 1e-9 + _AFTERMATH_S
-        return ended_ns
-
     def turn(self) -> None:
         self._start_job()
         self._moved = self._begin_waiting()
@@ -179,7 +162,6 @@ class Transfers:
             if self._advance(flight):
                 self._active.remove(flight)
                 self._moved = True
-                self._aftermath_end_s = time.monotonic() + _AFTERMATH_LASTS_S
             self._sharing.yield_if_due()
         self._drain()
         self._pause_s = self._shortest_s if self._moved else min(2 * self._pause_s, _LONGEST_S)
@@ -250,8 +232,8 @@ class Transfers:
 
     def _let_engine_work(self) -> None:
         """Lets the transport send tags and answer peers: often after the last flight, and seldom later."""
-        now_s = time.monotonic()
-        self._progress_due_s = now_s + (_AFTERMATH_S if now_s < self._aftermath_end_s else _IDLE_S)
+        self._idle_turns += 1
+        self._progress_due_s = time.monotonic() + (_AFTERMATH_S if self._idle_turns < _AFTERMATH_TURNS else _IDLE_S)
         try:
             self._progress()
         except KvctlError:

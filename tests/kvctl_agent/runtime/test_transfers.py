@@ -70,9 +70,6 @@ class Bench:
         self.wires: dict[str, Wire] = {name: Wire() for name in ("good", "bad", "third")}
         self.reported: Queue[Event] = Queue()
         self.progressed = 0
-        self.waits: list[tuple[float, float]] = []
-        self.waits_s = 0.0
-        self.wait_error: Exception | None = None
         connections = {name: cast(PeerConnection, SimpleNamespace(peer=name, wire_times_ns=[])) for name in self.wires}
         paths, report = {"bulk": self, "staged": self}, self.reported.put
         self.transfers = Transfers(
@@ -80,7 +77,6 @@ class Bench:
             self,
             connections,
             self.progress,
-            self.wait_for_tags,
             report,
             lambda: self.loop.wake(),
             telemetry.metrics,
@@ -91,13 +87,6 @@ class Bench:
 
     def progress(self) -> None:
         self.progressed += 1
-
-    def wait_for_tags(self, polled: Any, timeout_s: float, pause_s: float) -> int | None:
-        self.waits.append((timeout_s, pause_s))
-        if self.wait_error is not None:
-            raise self.wait_error
-        time.sleep(self.waits_s)
-        return time.monotonic_ns()
 
     def start(self, connection: PeerConnection, order: Transfer) -> Flight:
         """The one path."""
@@ -467,54 +456,6 @@ def test_without_work_it_lets_the_engine_work_often_at_first_and_seldom_later(be
         if soon >= 5 and 1 <= later <= 5:
             return
     pytest.fail(f"{soon} looks in the first 80 ms, later {later} in 300 ms")
-
-
-class TestWaiting:
-    """The transport waits, and calls the engine meanwhile, in place of turns that take the interpreter."""
-
-    @pytest.fixture
-    def sent(self, telemetry: Telemetry) -> Bench:
-        bench = Bench(telemetry)
-        bench.order("good", 1)
-        bench.transfers.turn()
-        return bench
-
-    def wait(self, bench: Bench) -> int | None:
-        return bench.transfers.wait(cast(Any, None), 0.05, 0.004)
-
-    def test_after_the_last_flight_the_transport_waits(self, sent: Bench) -> None:
-        before_ns = time.monotonic_ns()
-        ended_ns = self.wait(sent)
-        assert ended_ns is not None
-        assert ended_ns >= before_ns
-        assert sent.waits == [(0.05, 0.004)]
-
-    def test_a_wait_of_a_pause_counts_as_progress_and_a_shorter_one_does_not(self, sent: Bench) -> None:
-        sent.transfers.turn()
-        due_s = sent.transfers._progress_due_s
-        self.wait(sent)
-        assert sent.transfers._progress_due_s == due_s
-        sent.waits_s = 0.02
-        self.wait(sent)
-        assert sent.transfers._progress_due_s >= due_s + 0.01
-
-    def test_a_part_in_transfer_or_queued_needs_turns(self, sent: Bench) -> None:
-        sent.wires["bad"].done = False
-        sent.order("bad", 2)
-        assert self.wait(sent) is None, "queued"
-        sent.transfers.turn()
-        assert self.wait(sent) is None, "in transfer"
-        assert not sent.waits
-
-    def test_later_nobody_calls_the_engine_often(self, sent: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sent.transfers, "_aftermath_end_s", time.monotonic())
-        assert self.wait(sent) is None
-        assert not sent.waits
-
-    def test_a_broken_transport_costs_no_turn(self, sent: Bench, telemetry: Telemetry) -> None:
-        sent.wait_error = TransportError("no such device")
-        assert self.wait(sent) is None
-        assert telemetry.metrics.total("kvctl_transport_errors_total") == 1
 
 
 class StandInChecksums:
