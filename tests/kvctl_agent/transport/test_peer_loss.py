@@ -146,6 +146,10 @@ def test_a_write_in_flight_to_a_disconnected_peer_ends_when_it_has_landed(
     wanted = np.frombuffer(os.urandom(POOL_BYTES), np.uint8)
     agent.pool[:] = wanted
     write = agent.transport.write("peer", agent.at(0), peer.at(0), sizes(POOL_BYTES), b"late")
+    until = time.monotonic() + 60
+    while getattr(write, "post_ns", None) == 0:  # threads of a copy pool post it, unless the peer is disconnected first
+        assert time.monotonic() < until
+        time.sleep(0.001)
     agent.transport.disconnect("peer")
     if engine != "loopback":  # which copies in the call itself
         assert not write.release()
