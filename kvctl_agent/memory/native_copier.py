@@ -59,6 +59,9 @@ class NativeCopyPool:
     """Threads that copy without the GIL and wake the control loop; without threads, `done` of a copy copies.
 
     The owner must close the pool. A process whose owner does not close it still exits.
+
+    Attributes:
+        threads, considerate: As passed to the pool.
     """
 
     def __init__(self, threads: int, wake_fd: int, considerate: bool = False) -> None:
@@ -71,6 +74,7 @@ class NativeCopyPool:
                 engine's: for hosts on which they would take its core.
         """
         self.threads = threads
+        self.considerate = considerate
         self._pool = _Pool(threads, wake_fd, MemoryLayoutError, considerate)
         self._closed = False
 

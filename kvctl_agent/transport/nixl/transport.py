@@ -374,9 +374,11 @@ class NixlTransport:
     def _is_for_threads(self, edges: list[slice], nbytes: int, tag: bytes | SharedTag | None) -> bool:
         """Returns whether the posting threads post a write: one that is divided, or a large one with a tag.
 
-        Python threads get only those that share a tag, because a hand-over to them takes the GIL.
+        Python threads, and threads on few cores, get large writes only if these share a tag: a hand-over to the former
+        takes the GIL, and to the latter the core of the control loop.
         """
-        if self._copy_pool is not None and tag is not None and nbytes > _HELD_BYTES:
+        pool = self._copy_pool
+        if pool is not None and not pool.considerate and tag is not None and nbytes > _HELD_BYTES:
             return True
         return len(edges) > 1 or (isinstance(tag, SharedTag) and nbytes >= SLICE_BYTES)
 
