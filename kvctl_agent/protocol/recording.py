@@ -17,6 +17,7 @@ import base64
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -62,23 +63,14 @@ _NAMES: dict[type, str] = {event: event.__name__ for event in ev.Event.__subclas
 encode = msgspec.msgpack.Encoder(enc_hook=lambda pages: pages.astype("<i4", copy=False).tobytes()).encode
 
 
-class _Letters(dict[tuple[type, ...], str]):
-    """The letters of each sequence of actions that has occurred: few of them make up nearly all outcomes."""
-
-    def __missing__(self, kinds: tuple[type, ...]) -> str:
-        letters = "".join(ACTIONS.get(kind, "~") for kind in kinds)
-        if len(self) < _MAX_OUTCOMES:
-            self[kinds] = letters
-        return letters
-
-
-_MAX_OUTCOMES = 1024
-_letters = _Letters()
+@lru_cache(maxsize=1024)  # few sequences of actions make up nearly all outcomes
+def _letters(kinds: tuple[type, ...]) -> str:
+    return "".join(ACTIONS.get(kind, "~") for kind in kinds)
 
 
 def outcome(actions: Sequence[ev.Action] | str) -> str:
     """Returns the outcome of an input: one letter per action, or `REFUSED` or `RAISED` unchanged."""
-    return actions if isinstance(actions, str) else _letters[tuple(map(type, actions))]
+    return actions if isinstance(actions, str) else _letters(tuple(map(type, actions)))
 
 
 @dataclass(slots=True, eq=False)
@@ -259,7 +251,7 @@ class InputLog:
         generation = self._generations[-1] if self._generations else None
         rooms = machine.open_rooms
         if rooms and self._batch.inputs and generation and generation.count + self._batch_size <= self._full:
-            return True  # the generation is not full before this batch is
+            return True  # the space is looked at between batches, as long as a whole one fits
         space = self._space(generation)
         worthwhile = space <= 0.5 and rooms <= self._max_rooms if rooms else self.taken >= self._retry_at
         if worthwhile and self._checkpoint(machine):
