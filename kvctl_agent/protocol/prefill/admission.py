@@ -39,12 +39,11 @@ from kvctl_agent.protocol.prefill.rooms import (
     StagingRequests,
     writer_quota,
 )
-from kvctl_agent.protocol.prefill.send_room import Final, PeerTransfer, SendRoom, TableTransfer
+from kvctl_agent.protocol.prefill.send_room import NO_PAGES, Final, PeerTransfer, SendRoom, TableTransfer
 from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey
 
 MAX_CHUNKS = 1 << 16  # of one room
 DRAINING = "KV_DRAINING"
-_NO_PAGES: ev.Pages = np.empty(0, np.int32)
 
 
 @dataclass(eq=False)
@@ -143,7 +142,7 @@ class SendAdmission:
         if inputs.decode_split > 1 and num_pages * inputs.decode_split >= 1 << 31:
             raise LayoutError(f"{num_pages} pages of {inputs.decode_split} transfer pages each exceed 32 bits")
         owes = reader in readers
-        pages = _indices(message.pages, engine_pages, num_pages, span, peer.name) if owes else _NO_PAGES
+        pages = _indices(message.pages, engine_pages, num_pages, span, peer.name) if owes else NO_PAGES
         if message.aux_index >= int(pool["aux_slots"]):  # type: ignore[arg-type]
             raise LayoutError(f"aux row {message.aux_index} is outside {peer.name}'s pool")
         slices = slices_of_writer(inputs, message.room, peer.coord.dp, self.context.rank) if owes else ()

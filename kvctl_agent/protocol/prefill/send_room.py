@@ -228,7 +228,7 @@ class ComputedTables:
         for number, segment in enumerate(self._groups, 1):
             span = layers and segment.beside(*layers)
             if number in self.by_table and (span is None or span[0] < span[1]):
-                own = groups[number - 1] if number <= len(groups) else _NO_PAGES
+                own = groups[number - 1] if number <= len(groups) else NO_PAGES
                 chunks += self.by_table[number].take(span, own, last)
         return chunks
 
@@ -247,7 +247,7 @@ class ComputedTables:
         return short.describe_missing()
 
 
-_NO_PAGES: Pages = np.empty(0, np.int32)
+NO_PAGES: Pages = np.empty(0, np.int32)
 
 
 def _uncut(parts: Sequence[Part], lo: int, hi: int) -> list[tuple[int, int]]:
