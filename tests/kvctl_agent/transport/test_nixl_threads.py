@@ -139,13 +139,17 @@ def test_a_write_of_few_large_descriptors_is_divided_if_it_has_a_tag_and_threads
 
 
 @pytest.mark.skipif(not BUILT, reason="a copy pool posts in native code, which is not built")
-@pytest.mark.parametrize(("pages", "tag", "on_threads"), [(65, b"t", True), (64, b"t", False), (65, None, False)])
+@pytest.mark.parametrize(
+    ("pages", "tag", "few_cores", "on_threads"),
+    [(65, b"t", False, True), (64, b"t", False, False), (65, None, False, False), (65, b"t", True, False)],
+)
 def test_the_threads_of_a_copy_pool_post_a_write_that_takes_longer_than_the_hand_over(
-    crew: Any, pages: int, tag: bytes | None, on_threads: bool, monkeypatch: pytest.MonkeyPatch
+    crew: Any, pages: int, tag: bytes | None, few_cores: bool, on_threads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A write that is posted by the control loop keeps it from everything else while it copies."""
     one, two = crew.agent(POOL), crew.agent(POOL)
     one.transport.connect("peer", two.transport.metadata())
+    monkeypatch.setattr(one.transport._copy_pool, "considerate", few_cores)
     handed_over: list[int] = []
     run = one.transport._copy_pool.run
     monkeypatch.setattr(
