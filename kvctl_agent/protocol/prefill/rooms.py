@@ -19,7 +19,7 @@ from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.layout.shape import Segment
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.machine import MachineContext, Tombstones, failure_of
+from kvctl_agent.protocol.machine import RECALLED, MachineContext, Tombstones, failure_of
 from kvctl_agent.protocol.peer import LocalInfo, Peer, Timing
 from kvctl_agent.protocol.prefill.send_room import (
     ComputedTables,
@@ -42,13 +42,13 @@ Parked = dict[tuple[int, int, PartKey], tuple[PeerTransfer, Part]]
 
 
 class EndedRoom(NamedTuple):
-    """Outcome of a room that ended before the engine, or a decode rank, had opened it; kept for late openings."""
+    """Outcome of a room that ended before the engine, or a decode rank, had opened it (again); for late openings."""
 
     at_ns: int
     state: RoomState
     failure: Failure | None
     claimed: bool  # the local engine had called send()
-    openers: frozenset[str]  # decode ranks that had opened the room
+    openers: frozenset[str]  # decode ranks that had opened the room, without those that may open it again
     prefix_tokens: int | None  # as in StateChanged
 
 
@@ -319,8 +319,9 @@ class SendRooms:
         for transfer in room.transfers.values():
             self.state.transfers.pop(transfer.key, None)
             self.state.tombstones.add(transfer.key, room.failure, now_ns)
-        if not room.claimed or (room.failure is not None and not room.opened_by_all):
-            openers = frozenset(room.transfers)
+        openers = frozenset(name for name, transfer in room.transfers.items() if transfer.recalled is None)
+        everyone = room.opened_by_all and len(openers) == len(room.transfers)
+        if not room.claimed or (room.failure is not None and not everyone):
             self.state.ended[room.room] = EndedRoom(
                 now_ns, room.state, room.failure, room.claimed, openers, room.prefix_tokens
             )
@@ -417,10 +418,14 @@ class SendRooms:
         if found is None:
             # Nothing of an unknown or ended room is in flight; with the tombstone a late RoomOpen is refused.
             key = RoomKey(peer.name, message.room, message.nonce)
+            failure = self.state.tombstones.find(key)
             if key not in self.state.tombstones:
                 self.state.tombstones.add(key, failure_of(message), self.context.now_ns)
                 if not message.recall:
                     self.abort_unopened(message.room, failure_of(message))
+            elif message.recall and failure is not None and failure["code"] != RECALLED:
+                self.state.tombstones.add(key, failure_of(message), self.context.now_ns)  # so that this is done once
+                self._keep_for(peer, message.room, failure)
             self.context.send(peer.name, msg.RoomDrained(message.room, message.nonce))
             return
         room, transfer = found
@@ -432,11 +437,21 @@ class SendRooms:
             self.fail(room, failure_of(message))
         self.progress(room)
 
+    def _keep_for(self, peer: Peer, number: int, failure: Failure) -> None:
+        """Keeps the failure of an ended room for a decode rank that had recalled it, and may open it again."""
+        if number not in self.state.rooms:
+            everyone = frozenset(self.context.peers)
+            ended = EndedRoom(self.context.now_ns, RoomState.FAILED, failure, True, everyone, None)
+            ended = self.state.ended.get(number, ended)
+            self.state.ended[number] = ended._replace(openers=ended.openers - {peer.name})
+
     def _recall_transfer(self, room: SendRoom, transfer: PeerTransfer, cause: Failure) -> None:
         """Stops a transfer whose decode rank has recalled its pages; `progress` ends it once nothing is in flight."""
-        if room.failure is not None or transfer.recalled is not None:
+        if transfer.recalled is not None:
             return
         transfer.recalled = cause
+        if room.failure is not None:
+            return  # nothing of it is sent any more; the decode rank learns why when it opens the room again
         transfer.stop()
         for part in transfer.parts.values():
             self.unpark(room, transfer, part)

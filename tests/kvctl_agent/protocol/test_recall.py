@@ -10,7 +10,9 @@ import pytest
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.prefill.send_room import PartState
+from tests.support.protocol.moments import messages_to
 from tests.support.protocol.simulation import PAGE_SIZE, SECOND, TIMING, Item, World, direct, mixed, registry, staged
 
 P0, D = "prefill-0", "decode-0"
@@ -211,6 +213,29 @@ def test_a_decode_rank_recalls_at_any_step_and_opens_the_room_again(paths: objec
     if second.state is RoomState.FAILED:
         assert second.failure["code"] == "RECALL_LATE"
         assert "must be computed again" in second.failure["text"]
+    world.check_empty()
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_room_that_failed_before_the_recall_arrived_is_refused_when_it_is_opened_again(forgotten: bool) -> None:
+    world = small(choose=direct)
+    world.receive(7, 4)
+    world.feed(P0, ev.SendRoom(7))
+    world.flush()
+    world.feed(D, ev.Recall(7, 0))
+    (recall,) = messages_to(world, P0, msg.RoomAbort)
+    world.pool.remove(recall)
+    world.feed(P0, ev.AbortRoom(7, "the client went away"))
+    if forgotten:
+        world.flush()
+    assert (7 in world.p().rooms) is not forgotten
+    for _ in range(2):  # it is resent, too
+        world.happen(recall)
+    world.flush()
+    again = world.receive(7, 4, nonce=2000)
+    world.flush()
+    assert again.state is RoomState.FAILED
+    assert (again.failure["rank"], again.failure["code"]) == (P0, "ABORTED")
     world.check_empty()
 
 
