@@ -196,7 +196,7 @@ class GilSharing:
 
     def yield_if_due(self) -> None:
         """Lets the engine's thread run if it computes and this thread has had the GIL for long."""
-        if self.contended and not self.plan(0.0, time.monotonic_ns(), time.thread_time_ns())[1]:
+        if self._cost_ns >= _CONTENDED_NS and not self.plan(0.0, time.monotonic_ns(), time.thread_time_ns())[1]:
             since_ns = time.monotonic_ns()
             time.sleep(_YIELD_NS * 1e-9)
             now_ns = time.monotonic_ns()

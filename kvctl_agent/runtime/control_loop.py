@@ -346,7 +346,9 @@ class ControlLoop:
             self._register_sockets()
         self._channel_due_ns = self._channel.due_ns or self._tick_ns
         due_s = (min(self._tick_ns, self._channel_due_ns) - time.monotonic_ns()) * 1e-9
-        wait_s = min((due_s, *(task.wait_s() for task in self._tasks)))
+        wait_s = due_s
+        for task in self._tasks:
+            wait_s = min(wait_s, task.wait_s())
         if self._few_cores and not self._sharing.contended and (rooms := self._machine.open_rooms) > _FEW_ROOMS:
             # A turn costs about 60 µs whatever it carries. With many rooms in flight no room waits for this turn: they
             # wait for processor time, which fewer turns leave free. After this pause the loop waits as with few rooms.

@@ -43,7 +43,9 @@ class Handle:
         self.error: Failure | None = None
         self.released = False  # nothing of the room is in flight any more: its pages may be reused
         self._post = post
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._waiting = 0  # threads in a wait; nearly always none, and to notify none takes a microsecond
 
     def wait(self, timeout: float) -> RoomState:
         """Waits until the room has ended and its pages may be reused, or for `timeout` seconds; returns the state.
@@ -51,12 +53,7 @@ class Handle:
         Raises:
             LocalProtocolError: `timeout` is not a number.
         """
-        deadline = time.monotonic() + check_timeout(timeout)
-        with self._changed:
-            while not (self.state.finished and self.released):
-                left = deadline - time.monotonic()
-                if left <= 0 or not self._changed.wait(left):
-                    break
+        self._wait_for(lambda: self.state.finished and self.released, timeout)
         return self.state
 
     def abort(self, reason: str) -> None:
@@ -74,7 +71,7 @@ class Handle:
 
     def post_unless_over(self, event: ev.Event) -> bool:
         """Posts an event; returns False if the room has ended, since another room may use its number by then."""
-        with self._changed:
+        with self._lock:
             if self.state.finished:
                 return False
             self._post(event)
@@ -82,16 +79,30 @@ class Handle:
 
     def change_state(self, state: RoomState, failure: Failure | None) -> None:
         """Sets the state of the room; called by the control loop."""
-        with self._changed:
+        with self._lock:
             self.error = failure
             self.state = state
-            self._changed.notify_all()
+            self._notify()
 
     def release(self) -> None:
         """Marks the room's pages as reusable; called by the control loop."""
-        with self._changed:
+        with self._lock:
             self.released = True
+            self._notify()
+
+    def _notify(self) -> None:
+        if self._waiting:
             self._changed.notify_all()
+
+    def _wait_for(self, condition: Callable[[], bool], timeout: float) -> bool:
+        """Waits until a condition is true, or for `timeout` seconds; returns whether it is."""
+        seconds = check_timeout(timeout)
+        with self._lock:
+            self._waiting += 1
+            try:
+                return self._changed.wait_for(condition, seconds)
+            finally:
+                self._waiting -= 1
 
 
 class PoolLimits(NamedTuple):
@@ -291,9 +302,9 @@ class Send(Handle):
 
     def end_recall(self, serial: int) -> None:
         """Records the end of a recall; called by the control loop."""
-        with self._changed:
+        with self._lock:
             self._recalled = serial
-            self._changed.notify_all()
+            self._notify()
 
     def wait_recalled(self, timeout: float) -> bool:
         """Waits until `recalled` is true, or for `timeout` seconds; returns whether it is.
@@ -301,8 +312,7 @@ class Send(Handle):
         Raises:
             LocalProtocolError: `timeout` is not a number.
         """
-        with self._changed:
-            return self._changed.wait_for(lambda: self.recalled, check_timeout(timeout))
+        return self._wait_for(lambda: self.recalled, timeout)
 
     def prefetch(self, groups: Iterable[range] = ()) -> None:
         """Announces the forward and requests staging memory, so that grants arrive before the data is computed.

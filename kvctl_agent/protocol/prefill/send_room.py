@@ -178,9 +178,10 @@ class ComputedTables:
 
     Attributes:
         by_table: the tables of which this rank has layers, by number.
+        complete: whether every page of every table is computed in every layer.
     """
 
-    __slots__ = ("_groups", "by_table")
+    __slots__ = ("_groups", "by_table", "complete")
 
     def __init__(self, layers: range, chunk_pages: int, groups: Sequence[tuple[LocalShard, int]] = ()) -> None:
         """Creates empty tables.
@@ -191,6 +192,7 @@ class ComputedTables:
             groups: for each KV group this rank's shard and the pages per cell.
         """
         self._groups = [shard.segment for shard, _ in groups]
+        self.complete = False
         self.by_table = {0: ComputedPages(layers, chunk_pages)}
         for number, (shard, cell) in enumerate(groups, 1):
             if shard.num_layers:
@@ -209,11 +211,6 @@ class ComputedTables:
     def forwards(self) -> int:
         return self.by_table[0].forwards
 
-    @property
-    def complete(self) -> bool:
-        """Whether every page of every table is computed in every layer."""
-        return all(table.complete for table in self.by_table.values())
-
     def take(
         self, layers: tuple[int, int] | None, pages: Pages, last: bool, groups: Sequence[Pages] = ()
     ) -> list[SendableChunk]:
@@ -230,6 +227,7 @@ class ComputedTables:
             if number in self.by_table and (span is None or span[0] < span[1]):
                 own = groups[number - 1] if number <= len(groups) else NO_PAGES
                 chunks += self.by_table[number].take(span, own, last)
+        self.complete = all(table.complete for table in self.by_table.values())
         return chunks
 
     def sendable(self) -> list[SendableChunk]:
