@@ -146,7 +146,7 @@ def _awaited_prefill(machine: DecodeMachine, room: RecvRoom, owed: dict[str, int
     if room.failure is not None:
         return [name for name, transfer in transfers.items() if not transfer.drained]
     if room.state is RoomState.BOOTSTRAPPING:
-        return [name for name, transfer in transfers.items() if not transfer.accepted]
+        return [name for name, transfer in transfers.items() if not (transfer.accepted or transfer.kept)]
     if room.state is RoomState.SUCCESS:
         return sorted(room.awaited.copy()) or [name for name, transfer in transfers.items() if not transfer.acked]
     finals = {room.writers[key.writer] for _, key in room.finals.copy()}

@@ -90,7 +90,7 @@ class _RoomPlan:
         to_reader: KV and draft slices by reader.
         states_to_reader: Slices of per-request state by reader.
         aux_candidates: By reader, the writers that may be elected to write its aux row.
-        keeper: The reader that opens the room at every prefill rank that computes it.
+        keeper: The reader that every prefill rank that computes the room knows.
         opened_at: By reader, the prefill ranks at which it opens the room.
         readers: By prefill rank that computes the room, the readers to which it may write; the keeper if there is none.
     """
@@ -179,7 +179,7 @@ def aux_writer(inputs: PlanInputs, room: int, reader: int) -> int:
 def keeper(inputs: PlanInputs, room: int, decode_dp: int) -> int:
     """Returns the decode rank that keeps a room together, chosen by the hash of the room's number.
 
-    It opens the room at every rank of the prefill dp group, so that all ranks of the room are connected through it.
+    Every rank of the prefill dp group knows it, so that all ranks of the room are connected through it.
 
     Raises:
         LayoutError: the decode instance has no such dp rank.
@@ -190,7 +190,8 @@ def keeper(inputs: PlanInputs, room: int, decode_dp: int) -> int:
 def opened_at(inputs: PlanInputs, room: int, reader: int) -> tuple[int, ...]:
     """Returns the prefill ranks at which a decode rank opens a room: those that may write to it.
 
-    The keeper opens the room at all ranks of the dp group that computes it.
+    For the keeper all ranks of the dp group that computes the room: at those that only write to others it is known
+    without opening the room.
 
     Raises:
         LayoutError: the decode instance has no such rank.

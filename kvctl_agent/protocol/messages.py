@@ -16,7 +16,7 @@ import msgspec
 from kvctl_agent.contract.choices import RANK0
 
 # Optional additions keep this number; a frame of another version is refused.
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 U64 = Annotated[int, msgspec.Meta(ge=0)]  # MessagePack has no larger integers
 U32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
@@ -154,6 +154,15 @@ class RoomOpen(RoomMessage, frozen=True, tag="room-open"):
     tokens: PageCount = 0  # length of the prompt; set if the model has KV groups
 
 
+class RoomKept(RoomMessage, frozen=True, tag="room-kept"):
+    """Keeper → prefill ranks that write only to other decode ranks: it keeps this room, under this nonce.
+
+    So they can tell each other how the room ends. Resent until Ack; `to` as in RoomOpen.
+    """
+
+    to: U64
+
+
 class RoomAccepted(RoomMessage, frozen=True, tag="room-accepted"):
     """Prefill → decode: the room is open at this rank, and its parts are planned."""
 
@@ -270,7 +279,7 @@ class RoomFailed(RoomFailure, frozen=True, tag="room-failed"):
 
 
 class Ack(RoomMessage, frozen=True, tag="ack"):
-    """Both ways: answers RoomDone or RoomFailed; `of` is the type tag of that message."""
+    """Both ways: answers RoomDone, RoomFailed or RoomKept; `of` is the type tag of that message."""
 
     of: Name
 
@@ -309,6 +318,7 @@ AnyMessage = (
     | HelloAck
     | Heartbeat
     | RoomOpen
+    | RoomKept
     | RoomAccepted
     | RoomRefused
     | StagingRequest

@@ -24,7 +24,7 @@ from kvctl_agent.contract.values import encodable
 from kvctl_agent.errors import RemoteProtocolError
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol.events import Received, Unsendable
-from kvctl_agent.protocol.messages import Ack, Message, PartAck, ReadersDone, RoomDone
+from kvctl_agent.protocol.messages import Ack, Message, PartAck, ReadersDone, RoomDone, RoomKept
 from kvctl_agent.runtime import control_endpoints
 from kvctl_agent.security.unix_dealer import UnixDealer
 from kvctl_agent.security.unix_router import UnixRouter
@@ -35,7 +35,7 @@ _LOG_EVERY_NS = 60_000_000_000
 _TOKEN_BYTES = 16
 _MOST_NAMES = 4096  # limit of the tables by peer name: peers choose their names
 # Not only answers: pages are released when the parts are sent, and no request on a prefill rank waits for RoomDone.
-_PATIENT = (Ack, PartAck, ReadersDone, RoomDone)
+_PATIENT = (Ack, PartAck, ReadersDone, RoomDone, RoomKept)
 _PATIENCE_NS = 5_000_000
 # The last frames report failed rooms; without a linger the context drops frames that are not on the wire yet.
 _GOODBYE_MS = 200

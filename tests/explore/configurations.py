@@ -165,6 +165,8 @@ SMALL = (
     # A room of two decode ranks, through whose keeper alone its other ranks are connected.
     _of("two pairs", two_pairs(), losses=1),
     _of("two pairs from the first call on", two_pairs(opened=False, asked=False)),
+    _of("two pairs, opened with losses", two_pairs(opened=False), losses=1),
+    _of("two pairs, and a rank aborts before it knows the keeper", two_pairs(opened=False), aborts=((P1, 7),)),
     _of("two pairs through rings", Scene(writers=2, readers=2, ring=1), losses=1),
     _of("two pairs, and the keeper aborts", two_pairs(), aborts=((D, 7),)),
     _of("two pairs, and the other decode rank aborts", two_pairs(), aborts=((D1, 7),)),

@@ -145,8 +145,8 @@ def _freed_under_a_scatter(patch: Patch) -> None:
 def _released_before_drained(patch: Patch) -> None:
     init = WriterTransfer.__init__
 
-    def drained(transfer: WriterTransfer, peer: str, incarnation: int) -> None:
-        init(transfer, peer, incarnation)
+    def drained(transfer: WriterTransfer, peer: str, incarnation: int, *, kept: bool) -> None:
+        init(transfer, peer, incarnation, kept=kept)
         transfer.drained = True
 
     patch.setattr(WriterTransfer, "__init__", drained)
@@ -286,6 +286,18 @@ def _failure_elsewhere_forgotten(patch: Patch) -> None:
     patch.setattr(RecvRooms, "forget", forgetful)
 
 
+def _known_once(patch: Patch) -> None:
+    send_unanswered = RecvRooms.send_unanswered
+
+    def once(rooms: RecvRooms, room: RecvRoom, transfer: WriterTransfer) -> bool:
+        sent = send_unanswered(rooms, room, transfer)
+        transfer.accepted |= transfer.kept
+        return sent
+
+    patch.setattr(RecvRooms, "send_unanswered", once)
+    _asks_nobody(patch)
+
+
 def _keeper_told_once(patch: Patch) -> None:
     tell_keeper = SendRooms.tell_keeper
 
@@ -299,6 +311,7 @@ def _keeper_told_once(patch: Patch) -> None:
 MUTATIONS = (
     Mutation("a keeper waits for nobody", two_pairs(), Budget(), r"only .* has received it", _waits_for_nobody),
     Mutation("a keeper asks nobody", two_pairs(), Budget(deaf=((P1, D),)), STUCK, _asks_nobody),
+    Mutation("a keeper makes itself known once", two_pairs(opened=False), Budget(losses=1), STUCK, _known_once),
     Mutation("a keeper is told once", two_pairs(), Budget(losses=1), STUCK, _keeper_told_once),
     Mutation(
         "a keeper forgets that the room has failed elsewhere",

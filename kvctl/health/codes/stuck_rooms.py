@@ -417,8 +417,8 @@ def _expired(snapshot: Snapshot, code: Code, culprit: str, failures: Sequence[Fa
     "ready",
     sees="rooms time out in Bootstrapping",
     means="Once all ranks of the prefill dp group that computes a room are registered and have said hello, each decode "
-    "rank opens the room at the ranks that write to it, and one of them, its keeper, at all of the group; the room "
-    "leaves this state when these have accepted it. Some rank is not registered or has not answered; or, on the "
+    "rank opens the room at the ranks that write to it, and one of them, its keeper, at those that write to none; the "
+    "room leaves this state when these have accepted it. Some rank is not registered or has not answered; or, on the "
     "prefill side, not all of these decode ranks have opened a room that the engine announced.",
     remedy="Start the missing ranks, or find out why the named one does not answer.",
     alert=failure_alert(BOOTSTRAP),

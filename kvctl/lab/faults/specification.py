@@ -41,6 +41,7 @@ MESSAGES = (
     "hello-ack",
     "heartbeat",
     "room-open",
+    "room-kept",
     "room-accepted",
     "room-refused",
     "staging-request",

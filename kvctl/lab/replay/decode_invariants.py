@@ -357,7 +357,7 @@ class DecodeInvariants:
         """Plans rooms that `actions` open; a room is opened at all its prefill ranks at once."""
         opened: dict[int, list[str]] = {}
         for action in actions:
-            if isinstance(action, ev.Send) and isinstance(action.message, msg.RoomOpen):
+            if isinstance(action, ev.Send) and isinstance(action.message, msg.RoomOpen | msg.RoomKept):
                 opened.setdefault(action.message.room, []).append(action.peer)
         for number, names in opened.items():
             room = self._rooms.get(number)
@@ -395,6 +395,7 @@ class _Room:
         self.tables: list[tuple[ev.Pages, int, int, int]] = []  # of each page table the pages, split, prefix and total
         self.writers: dict[int, str] = {}  # ranks where it was opened, by unique rank
         self.awaited: set[str] = set()  # those that have not said that its other decode ranks have it, if this keeps it
+        self.kept: set[str] = set()  # those that write nothing to it, if this keeps it
         self.accepted: set[str] = set()
         self.drained: set[str] = set()
         self.acked: set[str] = set()
@@ -412,6 +413,9 @@ class _Room:
         if keeper(inputs, room, dp) == reader:
             self.awaited = {
                 name for rank, name in self.writers.items() if readers_of(inputs, room, dp, rank) != {reader}
+            }
+            self.kept = {
+                name for rank, name in self.writers.items() if reader not in readers_of(inputs, room, dp, rank)
             }
         span = inputs.span(opening.prefix_pages, opening.total_pages, opening.tokens)
         self.tables = [(opening.pages, inputs.decode_split, *span)]
@@ -459,7 +463,7 @@ class _Room:
                 return f"writer {writer} chunk {chunk} layers {layer_range(lo, hi)} are not in their pages"
         for kind, key in sorted(self.missing_finals):
             return f"{'the aux row' if kind is PartKind.AUX else 'state'} of writer {key.writer} has not arrived"
-        if silent := [name for name in self.writers.values() if name not in self.accepted]:
+        if silent := [name for name in self.writers.values() if name not in self.accepted | self.kept]:
             return f"{silent[0]} has not accepted it"
         if self.scattering:
             return f"serial {min(self.scattering)} is still being scattered"

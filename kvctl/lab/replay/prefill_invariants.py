@@ -123,9 +123,11 @@ class PrefillInvariants:
         process, message = (event.peer, event.incarnation), event.message
         self._heard_ns[process] = now_ns
         match message:
-            case msg.RoomOpen():
+            case msg.RoomOpen() | msg.RoomKept():
                 key = RoomKey(event.peer, message.room, message.nonce)
-                acceptance = msg.RoomAccepted(message.room, message.nonce)
+                acceptance: msg.Message = msg.RoomAccepted(message.room, message.nonce)
+                if isinstance(message, msg.RoomKept):
+                    acceptance = msg.Ack(message.room, message.nonce, "room-kept")
                 accepted = any(
                     isinstance(action, ev.Send) and action.peer == event.peer and action.message == acceptance
                     for action in actions

@@ -1,7 +1,7 @@
 """Admission on a decode rank: registers the engine's rooms, and opens them at their prefill instances.
 
 A room is opened at the ranks that may write to this one, once all ranks of the dp group that computes it are ready. The
-room's keeper, one of its decode ranks, opens it at all of them.
+room's keeper, one of its decode ranks, makes itself known to all others of them.
 """
 
 from __future__ import annotations
@@ -54,6 +54,10 @@ class RecvAdmission:
         if last := self.state.rooms.get(event.room):
             if last.state is not RoomState.SUCCESS:
                 raise LocalProtocolError(f"room {event.room} is open already; a room number is used once at a time")
+            if late := [each.peer for each in last.transfers.values() if not (each.accepted or each.acked)]:
+                # They would take the keeper of the new room for that of the last one.
+                names = ", ".join(late)
+                raise LocalProtocolError(f"room {event.room} has not ended yet: its keeper is unknown to {names}")
             self.rooms.forget(last)  # its pages were released; a rank that has missed RoomDone will ask for the outcome
         record = context.telemetry.rooms.open(event.room, event.nonce)
         record.pages = event.total_pages - event.prefix_pages
@@ -184,16 +188,19 @@ class RecvAdmission:
         names = self.state.rosters[room.instance]
         if len(names) != inputs.prefill.size:
             raise LayoutError(f"the registry names {len(names)} of the instance's {inputs.prefill.size} ranks")
-        incarnations, awaited = {}, []
+        incarnations, awaited, kept = {}, [], []
         dp = self.context.local.coord.dp
         keeps = keeper(inputs, room.room, dp) == reader
         # The keeper may never open a room that this rank refuses.
         ranks = prefill_ranks(inputs, room.room) if room.refusal else opened_at(inputs, room.room, reader)
         for rank in ranks:
             incarnations[names[rank]] = self.context.peers[names[rank]].incarnation
-            if keeps and readers_of(inputs, room.room, dp, rank) != {reader}:
+            readers = readers_of(inputs, room.room, dp, rank)
+            if keeps and readers != {reader}:
                 awaited.append(names[rank])
-        room.plan(wanted, chunks_of, finals, names, incarnations, awaited)
+                if reader not in readers:
+                    kept.append(names[rank])
+        room.plan(wanted, chunks_of, finals, names, incarnations, awaited, kept)
 
 
 @dataclass(eq=False)
@@ -392,6 +399,6 @@ class Instances:
                 continue
             if transfer.accepted and not room.state.finished:
                 transfer.accepted = False  # so that RoomOpen is resent until the peer answers
-                room.unaccepted += 1
+                room.unaccepted += not transfer.kept
             if self.rooms.send_unanswered(room, transfer):
                 room.resend_ns = self.context.now_ns + self.context.timing.resend_ns

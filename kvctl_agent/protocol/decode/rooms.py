@@ -1,16 +1,16 @@
 """Rooms of a decode rank: the coverage of each room, and its states from the opening to the tombstone.
 
-- A room succeeds when all prefill ranks at which it is opened have accepted it, all planned chunks are in their pages
+- A room succeeds when all prefill ranks that may write to it have accepted it, all planned chunks are in their pages
   and all final parts have landed. Coverage is a set, not a count: a bit per layer for each (writer, chunk), so that a
   duplicate arrival changes nothing and cannot hide a gap. Final parts, which are never divided, are a separate set.
 - A failed room is released and forgotten once these ranks have drained; a successful room is forgotten once they have
   acknowledged its success.
-- The keeper of a room, which opens it at all prefill ranks, tells them how it has ended on all decode ranks.
+- The keeper of a room makes itself known to all prefill ranks, and tells them how it has ended on all decode ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -73,6 +73,7 @@ class WriterTransfer:
 
     peer: str
     incarnation: int
+    kept: bool = False  # this rank only keeps the room there, and is not written to
     accepted: bool = False
     acked: bool = False  # RoomDone was acknowledged, or the rank is gone; a successful room waits for this
     drained: bool = False  # none of its writes is in flight or will be; a failed room waits for this
@@ -105,7 +106,7 @@ class RecvRoom:
     released: bool = False
     overdue: bool = False  # the room failed long ago; memory that may still be written is quarantined
     transfers: dict[str, WriterTransfer] = field(default_factory=dict)
-    unaccepted: int = 0  # number of transfers
+    unaccepted: int = 0  # number of transfers without which the room cannot succeed
     awaited: set[str] = field(default_factory=set)  # on the keeper: ranks that have not said ReadersDone
     done_elsewhere_ns: int = 0  # on the keeper: when the last other decode rank so far had the room
     failed_elsewhere: Failure | None = None  # on the keeper, which has the room: why another decode rank has not
@@ -134,6 +135,7 @@ class RecvRoom:
         writers: tuple[str, ...],
         incarnations: dict[str, int],
         awaited: Iterable[str],
+        kept: Collection[str],
     ) -> None:
         """Sets the parts that the room has to receive.
 
@@ -145,11 +147,14 @@ class RecvRoom:
             writers: names of the instance's ranks, in the order of unique ranks.
             incarnations: of the ranks at which the room is to be opened, by name.
             awaited: those of them at which other decode ranks open it too, if this one is the room's keeper.
+            kept: those of them that write only to other decode ranks.
         """
         self.writers = writers
-        self.transfers = {name: WriterTransfer(name, incarnation) for name, incarnation in incarnations.items()}
+        self.transfers = {
+            name: WriterTransfer(name, incarnation, kept=name in kept) for name, incarnation in incarnations.items()
+        }
         self.awaited = set(awaited)
-        self.unaccepted = len(self.transfers)
+        self.unaccepted = len(self.transfers) - len(kept)
         self.finals = set(finals)
         self.final_parts = finals
         for share in shares:
@@ -333,7 +338,7 @@ class RecvRooms:
 
     def on_room_accepted(self, peer: Peer, message: msg.RoomAccepted) -> None:
         found = self.find(peer, message.room, message.nonce)
-        if found is None or found[1].accepted:
+        if found is None or found[1].accepted or found[1].kept:
             return
         room, transfer = found
         transfer.accepted = True
@@ -362,9 +367,14 @@ class RecvRooms:
 
     def on_ack(self, peer: Peer, message: msg.Ack) -> None:
         found = self.find(peer, message.room, message.nonce)
-        if found is not None and found[0].state is RoomState.SUCCESS and message.of in ("room-done", "room-failed"):
-            found[1].acked = True
-            self.settle(found[0])
+        if found is None:
+            return
+        room, transfer = found
+        if message.of == "room-kept":
+            transfer.accepted |= transfer.kept
+        elif room.state is RoomState.SUCCESS and message.of in ("room-done", "room-failed"):
+            transfer.acked = True
+            self.settle(room)
 
     # ---- states -----------------------------------------------------------------------------------------------
 
@@ -454,7 +464,7 @@ class RecvRooms:
             self.send_unanswered(room, transfer)
 
     def send_unanswered(self, room: RecvRoom, transfer: WriterTransfer) -> bool:
-        """Sends a prefill rank the message that it has not answered: RoomOpen, RoomDone, RoomFailed or RoomAbort.
+        """Sends a prefill rank what it has not answered: RoomOpen, RoomKept, RoomDone, RoomFailed or RoomAbort.
 
         Returns whether it was sent to the peer's present incarnation. RoomAbort may also go to a former incarnation.
         """
@@ -472,7 +482,7 @@ class RecvRooms:
         else:
             if transfer.accepted:
                 return False
-            message = msgspec.structs.replace(room.opening, to=transfer.incarnation)
+            message = _opening(room, transfer)
         if self.answers(transfer):
             self.context.send(transfer.peer, message)
             return True
@@ -521,7 +531,7 @@ class RecvRooms:
         for name in room.awaited:
             transfer = room.transfers[name]
             if self.answers(transfer):
-                self.context.send(name, msgspec.structs.replace(room.opening, to=transfer.incarnation))
+                self.context.send(name, _opening(room, transfer))
         room.resend_ns = self.context.now_ns + self.context.timing.resend_ns
 
     def _check_deadline(self, room: RecvRoom) -> None:
@@ -535,7 +545,7 @@ class RecvRooms:
             if not room.transfers and waited > timing.suspect_ns and (gone := self._gone(ranks)):
                 self.fail(room, failure("KV_PEER_LOST", f"{stuck}: {gone}"))
             elif waited > (min(timing.lost_ns, timing.bootstrap_ns) if unanswered else timing.bootstrap_ns):
-                silent = [transfer.peer for transfer in room.transfers.values() if not transfer.accepted]
+                silent = [each.peer for each in room.transfers.values() if not (each.accepted or each.kept)]
                 silent = silent or [self._absent(name) for name in ranks if not self.context.is_ready(name)]
                 why = f"not accepted by {', '.join(silent)}"
                 if not silent:
@@ -587,3 +597,10 @@ class RecvRooms:
         """Returns the name of a rank that is not ready, followed by the reason in parentheses if it is known."""
         peer = self.context.peers.get(name)
         return f"{name} ({'; '.join(peer.differences)})" if peer is not None and peer.differences else name
+
+
+def _opening(room: RecvRoom, transfer: WriterTransfer) -> msg.RoomOpen | msg.RoomKept:
+    """Returns the message that opens a room at a prefill rank."""
+    if transfer.kept:
+        return msg.RoomKept(room.room, room.nonce, transfer.incarnation)
+    return msgspec.structs.replace(room.opening, to=transfer.incarnation)

@@ -6,8 +6,9 @@ sends are checked against these inputs and against the pool that the peer descri
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -45,6 +46,8 @@ from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey
 MAX_CHUNKS = 1 << 16  # of one room
 DRAINING = "KV_DRAINING"
 
+_M = TypeVar("_M", msg.RoomOpen, msg.RoomKept)
+
 
 @dataclass(eq=False)
 class SendAdmission:
@@ -57,58 +60,15 @@ class SendAdmission:
     dispatch: Dispatch
 
     def on_room_open(self, peer: Peer, message: msg.RoomOpen) -> None:
-        if message.to != self.context.local.incarnation:
-            self.context.drop("incarnation")
+        opened = self._admit(peer, message, msg.RoomAccepted(message.room, message.nonce), self._transfer_of)
+        if opened is None:
             return
-        key = RoomKey(peer.name, message.room, message.nonce)
-        room = self.state.rooms.get(message.room)
-        if known := self.state.transfers.get(key):
-            active = self.state.rooms[message.room]
-            if active.failure is None:
-                self.context.send(peer.name, msg.RoomAccepted(message.room, message.nonce))
-            else:
-                self.rooms.send_failed(known, active.failure)
-            return
-        if room is not None and peer.name in room.transfers and key not in self.state.tombstones:
-            # The previous room of this number has ended there and is about to end here: the peer will resend.
-            self.context.drop("early")
-            return
+        room, transfer = opened
         assert peer.inputs is not None
-        failure = self._reason_to_refuse(key, room, peer.inputs)
-        if failure is not None:
-            self._refuse(key, failure)
-            return
-        plan = peer.inputs, message.room, peer.coord.dp
-        readers, kept_by = readers_of(*plan, self.context.rank), keeper(*plan)
-        try:
-            transfer = self._transfer_of(peer, peer.inputs, message, readers)
-        except LayoutError as error:
-            failure = self.context.failure("KV_PLAN_MISMATCH", str(error))
-            self._refuse(key, failure)
-            self.rooms.abort_unopened(message.room, failure)
-            return
-        room = room or self.rooms.begin(message.room)
-        room.readers = readers
-        if failure := self.rooms.recalled_late(room, transfer):
-            self.rooms.fail(room, failure)
-            self._refuse(key, failure)
-            return
-        transfer.keeper = transfer.reader_rank == kept_by
-        room.openers |= readers | {kept_by, transfer.reader_rank}
-        room.transfers[peer.name] = transfer
-        room.opened_by.add(transfer.reader_rank)  # last, since any thread may ask whether the room is opened
-        self.state.transfers[key] = transfer
-        record = room.record
-        record.nonce = record.nonce or message.nonce  # with several decode ranks, the first nonce is shown
-        record.nonces.append(message.nonce)
-        record.pages = -(-(message.total_pages - message.prefix_pages) // peer.inputs.prefill_split)
-        record.planned += transfer.planned
-        record.peers.append(peer.name)
-        record.event("accept", self.context.now_ns, peer=peer.name)
-        self.context.send(peer.name, msg.RoomAccepted(message.room, message.nonce))
+        room.record.pages = -(-(message.total_pages - message.prefix_pages) // peer.inputs.prefill_split)
         if room.opened and room.state is RoomState.BOOTSTRAPPING:
             self.rooms.enter(room, RoomState.WAITING_FOR_INPUT)
-        if transfer.reader_rank in readers:
+        if transfer.reader_rank in room.readers:
             self.rooms.begin_transfer(room, self.context.now_ns)
         self.rooms.tell_keeper(room)
         self.staging.request(room, transfer)
@@ -117,10 +77,110 @@ class SendAdmission:
             self.dispatch.queue_finals(room, transfer)
             self.rooms.progress(room)
 
+    def on_room_kept(self, peer: Peer, message: msg.RoomKept) -> None:
+        answer = msg.Ack(message.room, message.nonce, "room-kept")
+        opened = self._admit(peer, message, answer, self._transfer_to_keeper)
+        if opened is not None:
+            self.rooms.tell_keeper(opened[0])
+
+    def _admit(
+        self,
+        peer: Peer,
+        message: _M,
+        answer: msg.Message,
+        plan: Callable[[Peer, PlanInputs, _M, frozenset[int]], PeerTransfer],
+    ) -> tuple[SendRoom, PeerTransfer] | None:
+        """Opens a room to a decode rank, and answers; returns None if it is open there already, or is not opened.
+
+        Args:
+            plan: returns the transfer to the decode rank; its last argument are the room's readers here.
+        """
+        if message.to != self.context.local.incarnation:
+            self.context.drop("incarnation")
+            return None
+        key = RoomKey(peer.name, message.room, message.nonce)
+        room = self.state.rooms.get(message.room)
+        if known := self.state.transfers.get(key):
+            active = self.state.rooms[message.room]
+            if active.failure is None:
+                self.context.send(peer.name, answer)
+            else:
+                self.rooms.send_failed(known, active.failure)
+            return None
+        if room is not None and peer.name in room.transfers and key not in self.state.tombstones:
+            # The previous room of this number has ended there and is about to end here: the peer will resend.
+            self.context.drop("early")
+            return None
+        assert peer.inputs is not None
+        failure = self._reason_to_refuse(key, room, peer.inputs)
+        if failure is not None:
+            self._refuse(key, failure)
+            return None
+        place = peer.inputs, message.room, peer.coord.dp
+        readers, kept_by = readers_of(*place, self.context.rank), keeper(*place)
+        try:
+            transfer = plan(peer, peer.inputs, message, readers)
+        except LayoutError as error:
+            failure = self.context.failure("KV_PLAN_MISMATCH", str(error))
+            self._refuse(key, failure)
+            self.rooms.abort_unopened(message.room, failure)
+            return None
+        room = room or self.rooms.begin(message.room)
+        room.readers = readers
+        if failure := self.rooms.recalled_late(room, transfer):
+            self.rooms.fail(room, failure)
+            self._refuse(key, failure)
+            return None
+        transfer.keeper = transfer.reader_rank == kept_by
+        room.openers |= readers | {kept_by, transfer.reader_rank}
+        room.transfers[peer.name] = transfer
+        room.opened_by.add(transfer.reader_rank)  # last, since any thread may ask whether the room is opened
+        self.state.transfers[key] = transfer
+        record = room.record
+        record.nonce = record.nonce or message.nonce  # with several decode ranks, the first nonce is shown
+        record.nonces.append(message.nonce)
+        record.planned += transfer.planned
+        record.peers.append(peer.name)
+        record.event("accept", self.context.now_ns, peer=peer.name)
+        self.context.send(peer.name, answer)
+        return room, transfer
+
+    def _transfer_to_keeper(
+        self, peer: Peer, inputs: PlanInputs, message: msg.RoomKept, readers: frozenset[int]
+    ) -> PeerTransfer:
+        """Returns a transfer without parts.
+
+        Raises:
+            LayoutError: the decode rank does not keep the room, or this rank may write to it; or a limit is exceeded.
+        """
+        self._check_capacity()
+        assert peer.info is not None
+        rank = peer.info.unique_rank
+        if rank in readers or rank != keeper(inputs, message.room, peer.coord.dp):
+            raise LayoutError(f"{peer.name} cannot keep room {message.room} without opening it")
+        return PeerTransfer(
+            writer=self.context.rank,
+            room=message.room,
+            peer=peer.name,
+            reader=peer.coord,
+            reader_rank=rank,
+            nonce=message.nonce,
+            shares=(),
+            tables=(),
+            prefix_tokens=0,
+            finals={},
+            prefill_only=True,
+            cancel=CancelToken(peer.lease),
+        )
+
+    def _check_capacity(self) -> None:
+        if len(self.state.transfers) >= MAX_TRANSFERS:
+            raise LayoutError(f"{self.context.local.name} has {len(self.state.transfers)} open rooms and takes no more")
+
     def _transfer_of(
         self, peer: Peer, inputs: PlanInputs, message: msg.RoomOpen, readers: frozenset[int]
     ) -> PeerTransfer:
-        """Plans the parts to send for an opening; none to a keeper that is not one of the room's `readers` here.
+        """Plans the parts to send for an opening; none to a rank that opens the room only to refuse it.
 
         Raises:
             LayoutError: the plan inputs differ, an index is outside the peer's pool, or a limit is exceeded.
@@ -130,8 +190,7 @@ class SendAdmission:
         wanted = message.total_pages - message.prefix_pages
         if wanted > MAX_CHUNKS * inputs.chunk_pages:
             raise LayoutError(f"{wanted} pages are more than {MAX_CHUNKS} chunks of {inputs.chunk_pages} pages")
-        if len(self.state.transfers) >= MAX_TRANSFERS:
-            raise LayoutError(f"{self.context.local.name} has {len(self.state.transfers)} open rooms and takes no more")
+        self._check_capacity()
         pool = peer.info.pool if peer.info is not None else {}
         span = f"pages {message.prefix_pages}..{message.total_pages}"
         reader = peer.info.unique_rank if peer.info is not None else 0

@@ -78,6 +78,7 @@ class PrefillMachine(Machine):
             msg.Heartbeat: dispatch.on_heartbeat,
             msg.Bye: sessions.on_bye,
             msg.RoomOpen: admission.on_room_open,
+            msg.RoomKept: admission.on_room_kept,
             msg.RoomDone: rooms.on_room_done,
             msg.RoomFailed: rooms.on_room_failed,
             msg.RoomAbort: rooms.on_room_abort,

@@ -532,7 +532,7 @@ class SendRooms:
         """
         if not room.finished or not room.opened or room.failure is not None:
             return
-        transfer = next(iter(room.transfers.values()))  # all have the same prompt
+        transfer = next(each for each in room.transfers.values() if each.tables)  # all have the same prompt
         inputs = self.context.peers[transfer.peer].inputs
         if inputs is not None and not transfer.prefill_only:
             table = transfer.tables[0]

@@ -368,7 +368,7 @@ class PeerTransfer:
 
     Attributes:
         shares: transfer slices of KV that this rank sends, one per segment; their layers are disjoint.
-        tables: for each page table the pages to send.
+        tables: for each page table the pages to send; empty to a keeper that is written nothing.
         planned: number of (chunk, layer) cells to send.
         to_queue: number of cells that are not queued for transfer yet.
         to_send: number of cells and final parts that are not sent yet.
@@ -567,7 +567,7 @@ class SendRoom:
             LayoutError: the engine has passed no page for a part.
         """
         ready: list[Part] = []
-        for sendable in chunks:
+        for sendable in chunks if transfer.shares else ():
             computed, split = self.computed.by_table[sendable.table], transfer.tables[sendable.table].split
             for part in transfer.parts_between(sendable):
                 end = -(-part.chunk.end // split)

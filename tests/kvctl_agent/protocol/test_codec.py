@@ -45,6 +45,7 @@ EVERY: list[msg.Message] = [
     msg.Heartbeat(1, 2, 3, [4, 5, 6]),
     msg.RoomOpen(2**64 - 1, 2**64 - 1, b"\1\0\0\0", 0, 1, {"prefill.tp": 2, "cp_mode": "rank0"}, 3),
     msg.RoomOpen(1, 2, b"", 0, 0, {}, -1, [b"\1\0\0\0", b""], True),
+    msg.RoomKept(1, 2, 3),
     msg.RoomAccepted(1, 2),
     msg.RoomRefused(1, 2, "prefill-0", "CODE", 3, "text"),
     msg.StagingRequest(1, 2, [msg.PartSpec(0, 0, 32, 512)]),

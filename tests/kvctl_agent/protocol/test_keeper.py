@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from kvctl_agent.contract.states import RoomState
+from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.plan import keeper
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from tests.support.protocol.moments import messages_to, run_until, said, silence
+from tests.support.protocol.moments import give, messages_to, run_until, said, silence
 from tests.support.protocol.simulation import SECOND, TIMING, World, direct, registry
 
 KEPT_BY_0 = next(room for room in range(99) if keeper(World(decode=ParallelConfig(tp=2)).inputs, room, 0) == 0)
@@ -46,32 +47,87 @@ def causes(world: World) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "openings"),
+    ("prefill", "decode", "openings", "kept_at"),
     [
-        (ParallelConfig(), ParallelConfig(), 1),
-        (ParallelConfig(tp=4), ParallelConfig(), 4),
-        (ParallelConfig(), ParallelConfig(tp=4), 4),
-        (ParallelConfig(tp=2), ParallelConfig(tp=2), 3),
-        (ParallelConfig(tp=4), ParallelConfig(tp=4), 7),
-        (ParallelConfig(dp=4), ParallelConfig(dp=4), 1),
-        (ParallelConfig(dp=2, tp=2), ParallelConfig(tp=2), 3),
+        (ParallelConfig(), ParallelConfig(), 1, 0),
+        (ParallelConfig(tp=4), ParallelConfig(), 4, 0),
+        (ParallelConfig(), ParallelConfig(tp=4), 4, 0),
+        (ParallelConfig(tp=2), ParallelConfig(tp=2), 2, 1),
+        (ParallelConfig(tp=4), ParallelConfig(tp=4), 4, 3),
+        (ParallelConfig(dp=4), ParallelConfig(dp=4), 1, 0),
+        (ParallelConfig(dp=2, tp=2), ParallelConfig(tp=2), 2, 1),
     ],
 )
-def test_a_room_is_opened_where_it_is_written_and_by_its_keeper_wherever_it_is_computed(
-    prefill: ParallelConfig, decode: ParallelConfig, openings: int
+def test_a_room_is_opened_where_it_is_written_and_its_keeper_is_known_wherever_it_is_computed(
+    prefill: ParallelConfig, decode: ParallelConfig, openings: int, kept_at: int
 ) -> None:
     world = World(prefill, decode)
     world.connect()
     for reader in range(decode.tp):
         world.receive(6, 2, reader=reader)
     found = [name for name in world.prefill_names for _ in messages_to(world, name, msg.RoomOpen)]
-    assert len(found) == openings
-    assert set(found) == {world.prefill_names[rank] for rank in world.prefill_ranks(6)}
+    kept = [name for name in world.prefill_names for _ in messages_to(world, name, msg.RoomKept)]
+    assert (len(found), len(kept)) == (openings, kept_at)
+    assert {*found, *kept} == {world.prefill_names[rank] for rank in world.prefill_ranks(6)}
     world.send(6, 2)
     world.settle()
     assert set(states(world).values()) == {RoomState.SUCCESS}
     assert world.now_ns == SECOND, "nothing waited for a resend"
     world.check_empty()
+
+
+def test_the_keeper_does_not_wait_until_all_ranks_know_it() -> None:
+    world = World(ParallelConfig(tp=2), ParallelConfig(tp=2), choose=direct)
+    world.connect()
+    for reader in (0, 1):
+        world.receive(KEPT_BY_0, 2, reader=reader)
+    lost = messages_to(world, "prefill-1", msg.RoomKept)
+    assert len(lost) == 1
+    world.pool.remove(lost[0])
+    compute(world, 0)
+    assert states(world)["decode-0"] is RoomState.SUCCESS
+    with pytest.raises(
+        LocalProtocolError, match=f"room {KEPT_BY_0} has not ended yet: its keeper is unknown to prefill-1"
+    ):
+        world.receive(KEPT_BY_0, 2, reader=0, nonce=2000)
+    del world.rooms["decode-0", KEPT_BY_0, 2000]
+    compute(world, 1)
+    assert not states(world)["prefill-1"].finished
+    world.settle()
+    assert set(states(world).values()) == {RoomState.SUCCESS}
+    world.check_empty()
+
+
+def test_the_failure_of_a_rank_reaches_a_keeper_that_it_does_not_know_yet() -> None:
+    world = World(ParallelConfig(tp=2), ParallelConfig(tp=2), choose=direct)
+    world.connect()
+    for reader in (0, 1):
+        world.receive(KEPT_BY_0, 2, reader=reader)
+    (late,) = messages_to(world, "prefill-1", msg.RoomKept)
+    world.pool.remove(late)
+    world.flush()
+    world.send(KEPT_BY_0, 2, ranks=[1])
+    world.feed("prefill-1", ev.AbortRoom(KEPT_BY_0, "the client went away"))
+    world.flush()
+    assert not states(world)["decode-0"].finished
+    world.pool.append(late)
+    world.flush()
+    assert {states(world)[name] for name in ("decode-0", "decode-1", "prefill-1")} == {RoomState.FAILED}
+    assert causes(world) == {("prefill-1", "ABORTED")}
+
+
+@pytest.mark.parametrize("by", [0, 1])
+def test_a_rank_that_must_open_a_room_cannot_keep_it_instead(by: int) -> None:
+    world = World(ParallelConfig(tp=2), ParallelConfig(tp=2))
+    world.connect()
+    give(world, msg.RoomKept(KEPT_BY_0, 5, world.p(by).local.incarnation), to=f"prefill-{by}", by=f"decode-{by}")
+    (refusal,) = said(world, f"decode-{by}")
+    assert isinstance(refusal, msg.RoomRefused)
+    assert (refusal.code, refusal.text) == (
+        "KV_PLAN_MISMATCH",
+        f"decode-{by} cannot keep room {KEPT_BY_0} without opening it",
+    )
+    assert not world.p(by).rooms
 
 
 def test_a_dp_group_goes_on_without_a_lost_rank_of_another_one() -> None:

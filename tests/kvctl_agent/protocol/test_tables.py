@@ -13,6 +13,7 @@ from tests.support.protocol.simulation import World
 TO_PREFILL = {
     msg.Hello,
     msg.RoomOpen,
+    msg.RoomKept,
     msg.RoomDone,
     msg.RoomAbort,
     msg.RoomRenew,
