@@ -105,6 +105,7 @@ class Transfers:
         self._progress_due_s = 0.0
         self._idle_turns = 0
         self._moved = False
+        self._starting_ns = 0  # spent on beginning parts since the last turn
         self._pause_s = self._shortest_s
 
     def oldest_write_ns(self, peer: str) -> int | None:
@@ -118,9 +119,11 @@ class Transfers:
         return not self._active and not self._summing and not self._draining and not self._job_running
 
     def put(self, order: Transfer) -> None:
-        """Queues a part."""
+        """Queues a part; begins it at once if there are cores to spare, so that others write it during this turn."""
         self._idle_turns = 0
         self._queue.append(order)
+        if self._many:
+            self._begin_queued()
 
     def run_between(self, job: Callable[[], None]) -> None:
         """Runs `job` on a thread of its own while no part is transferred: measurements of a connection take long."""
@@ -148,14 +151,10 @@ class Transfers:
 
     def turn(self) -> None:
         self._start_job()
-        self._moved = self._begin_waiting()
-        until_ns = time.monotonic_ns() + _STARTING_NS
-        while self._queue and self._may_begin():
-            self._begin(self._queue.popleft())
-            self._sharing.yield_if_due()
-            self._moved = True
-            if time.monotonic_ns() >= until_ns:
-                break
+        begun = self._starting_ns > 0
+        self._moved = self._begin_waiting() or begun
+        self._begin_queued()
+        self._starting_ns = 0
         if self._summing:
             self._take_checksums()
         for flight in self._active[:]:
@@ -167,6 +166,15 @@ class Transfers:
         self._pause_s = self._shortest_s if self._moved else min(2 * self._pause_s, _LONGEST_S)
         if not self._active and time.monotonic() >= self._progress_due_s:
             self._let_engine_work()
+
+    def _begin_queued(self) -> None:
+        """Begins queued parts for as long as one turn may take for that."""
+        while self._queue and self._starting_ns < _STARTING_NS and self._may_begin():
+            since_ns = time.monotonic_ns()
+            self._begin(self._queue.popleft())
+            self._starting_ns += time.monotonic_ns() - since_ns
+            self._moved = True
+            self._sharing.yield_if_due()
 
     def _may_begin(self) -> bool:
         return not self._jobs and not self._job_running and self._has_capacity()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from queue import Empty, Queue
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -66,10 +67,13 @@ class StandInFlight(Flight):
 class Bench:
     """Transfers, their peers' wires, and what they reported."""
 
-    def __init__(self, telemetry: Telemetry, on_device: bool = False, checksums: Any = None) -> None:
+    def __init__(
+        self, telemetry: Telemetry, on_device: bool = False, checksums: Any = None, *, many: bool = False
+    ) -> None:
         self.wires: dict[str, Wire] = {name: Wire() for name in ("good", "bad", "third")}
         self.reported: Queue[Event] = Queue()
         self.progressed = 0
+        self.slow_s = 0.0  # that a start takes
         connections = {name: cast(PeerConnection, SimpleNamespace(peer=name, wire_times_ns=[])) for name in self.wires}
         paths, report = {"bulk": self, "staged": self}, self.reported.put
         self.transfers = Transfers(
@@ -80,6 +84,7 @@ class Bench:
             report,
             lambda: self.loop.wake(),
             telemetry.metrics,
+            many=many,
             on_device=on_device,
             checksums=checksums,
         )
@@ -90,6 +95,8 @@ class Bench:
 
     def start(self, connection: PeerConnection, order: Transfer) -> Flight:
         """The one path."""
+        if self.slow_s:
+            time.sleep(self.slow_s)
         wire = self.wires[connection.peer]
         if wire.start_error is not None:
             raise wire.start_error
@@ -162,6 +169,29 @@ def test_aux_rows_are_no_parts_in_the_counters(bench: Bench, telemetry: Telemetr
     bench.order("good", 1, kind=PartKind.AUX)
     assert bench.report().kind is PartKind.AUX
     assert telemetry.metrics.total("kvctl_writes_total") == 0
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_with_cores_to_spare_a_part_begins_before_the_next_turn(telemetry: Telemetry, many: bool) -> None:
+    bench = Bench(telemetry, many=many)  # whose loop makes no turns
+    bench.order("good", 0)
+    assert bench.wires["good"].started == ([0] if many else [])
+    bench.transfers.turn()
+    assert bench.wires["good"].started == [0]
+    assert bench.reported.get_nowait() == PartSent("good", 0, 1, PartKind.KV, PartKey(0, 0, 0, 2), ANY, row=None)
+
+
+def test_parts_begun_since_the_last_turn_count_for_the_time_that_a_turn_may_take(telemetry: Telemetry) -> None:
+    bench = Bench(telemetry, many=True)
+    bench.slow_s = 0.3e-3
+    for room in range(3):
+        bench.order("good", room)
+    assert bench.wires["good"].started == [0]
+    bench.transfers.turn()
+    assert bench.wires["good"].started == [0]
+    assert bench.transfers.wait_s() == 0.0
+    bench.transfers.turn()
+    assert bench.wires["good"].started == [0, 1]
 
 
 @pytest.mark.parametrize("stuck", [1, 4, 20])
