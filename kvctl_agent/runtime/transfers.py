@@ -119,7 +119,7 @@ class Transfers:
         return not self._active and not self._summing and not self._draining and not self._job_running
 
     def put(self, order: Transfer) -> None:
-        """Queues a part; begins it at once if there are cores to spare, so that others write it during this turn."""
+        """Queues a part; begins it at once if there are cores to spare, not after all other news of the turn."""
         self._idle_turns = 0
         self._queue.append(order)
         if self._many:
@@ -151,8 +151,7 @@ class Transfers:
 
     def turn(self) -> None:
         self._start_job()
-        begun = self._starting_ns > 0
-        self._moved = self._begin_waiting() or begun
+        self._moved = self._begin_waiting() or self._starting_ns > 0
         self._begin_queued()
         self._starting_ns = 0
         if self._summing:
@@ -172,9 +171,9 @@ class Transfers:
         while self._queue and self._starting_ns < _STARTING_NS and self._may_begin():
             since_ns = time.monotonic_ns()
             self._begin(self._queue.popleft())
-            self._starting_ns += time.monotonic_ns() - since_ns
             self._moved = True
             self._sharing.yield_if_due()
+            self._starting_ns += time.monotonic_ns() - since_ns
 
     def _may_begin(self) -> bool:
         return not self._jobs and not self._job_running and self._has_capacity()
