@@ -3,8 +3,8 @@
 - A room succeeds when all prefill ranks that may write to it have accepted it, all planned chunks are in their pages
   and all final parts have landed. Coverage is a set, not a count: a bit per layer for each (writer, chunk), so that a
   duplicate arrival changes nothing and cannot hide a gap. Final parts, which are never divided, are a separate set.
-- A failed room is released and forgotten once these ranks have drained; a successful room is forgotten once they have
-  acknowledged its success.
+- A failed room is released and forgotten once all prefill ranks that know of it have drained; a successful room is
+  forgotten once they have acknowledged its success.
 - The keeper of a room makes itself known to all prefill ranks, and tells them how it has ended on all decode ranks.
 """
 

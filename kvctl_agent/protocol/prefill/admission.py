@@ -93,7 +93,7 @@ class SendAdmission:
         """Opens a room to a decode rank, and answers; returns None if it is open there already, or is not opened.
 
         Args:
-            plan: returns the transfer to the decode rank; its last argument are the room's readers here.
+            plan: returns the transfer to the decode rank; the last argument is the set of the room's readers here.
         """
         if message.to != self.context.local.incarnation:
             self.context.drop("incarnation")

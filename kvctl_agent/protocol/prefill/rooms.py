@@ -42,7 +42,7 @@ Parked = dict[tuple[int, int, PartKey], tuple[PeerTransfer, Part]]
 
 
 class EndedRoom(NamedTuple):
-    """Outcome of a room that ended before the engine, or a decode rank, had opened it (again); for late openings."""
+    """Outcome of a room that the engine or a decode rank had not opened, or not opened again, when it ended."""
 
     at_ns: int
     state: RoomState
@@ -425,7 +425,7 @@ class SendRooms:
                     self.abort_unopened(message.room, failure_of(message))
             elif message.recall and failure is not None and failure["code"] != RECALLED:
                 self.state.tombstones.add(key, failure_of(message), self.context.now_ns)  # so that this is done once
-                self._keep_for(peer, message.room, failure)
+                self._refuse_again(peer, message.room, failure)
             self.context.send(peer.name, msg.RoomDrained(message.room, message.nonce))
             return
         room, transfer = found
@@ -437,8 +437,8 @@ class SendRooms:
             self.fail(room, failure_of(message))
         self.progress(room)
 
-    def _keep_for(self, peer: Peer, number: int, failure: Failure) -> None:
-        """Keeps the failure of an ended room for a decode rank that had recalled it, and may open it again."""
+    def _refuse_again(self, peer: Peer, number: int, failure: Failure) -> None:
+        """Keeps an ended room's failure, to refuse a decode rank that had recalled the room and opens it again."""
         if number not in self.state.rooms:
             everyone = frozenset(self.context.peers)
             ended = EndedRoom(self.context.now_ns, RoomState.FAILED, failure, True, everyone, None)

@@ -17,12 +17,18 @@ from tests.support.protocol.simulation import SECOND, TIMING, World, direct, reg
 KEPT_BY_0 = next(room for room in range(99) if keeper(World(decode=ParallelConfig(tp=2)).inputs, room, 0) == 0)
 
 
-def opened() -> World:
-    """Room `KEPT_BY_0` passes between two prefill and two decode ranks, is open and has not been computed."""
+def opening() -> World:
+    """Room `KEPT_BY_0` passes between two prefill and two decode ranks; no message about it is delivered yet."""
     world = World(ParallelConfig(tp=2), ParallelConfig(tp=2), choose=direct)
     world.connect()
     for reader in (0, 1):
         world.receive(KEPT_BY_0, 2, reader=reader, nonce=1000 + reader)
+    return world
+
+
+def opened() -> World:
+    """The same; the room is open and has not been computed."""
+    world = opening()
     world.flush()
     return world
 
@@ -77,13 +83,9 @@ def test_a_room_is_opened_where_it_is_written_and_its_keeper_is_known_wherever_i
 
 
 def test_the_keeper_does_not_wait_until_all_ranks_know_it() -> None:
-    world = World(ParallelConfig(tp=2), ParallelConfig(tp=2), choose=direct)
-    world.connect()
-    for reader in (0, 1):
-        world.receive(KEPT_BY_0, 2, reader=reader)
-    lost = messages_to(world, "prefill-1", msg.RoomKept)
-    assert len(lost) == 1
-    world.pool.remove(lost[0])
+    world = opening()
+    (lost,) = messages_to(world, "prefill-1", msg.RoomKept)
+    world.pool.remove(lost)
     compute(world, 0)
     assert states(world)["decode-0"] is RoomState.SUCCESS
     with pytest.raises(
@@ -99,10 +101,7 @@ def test_the_keeper_does_not_wait_until_all_ranks_know_it() -> None:
 
 
 def test_the_failure_of_a_rank_reaches_a_keeper_that_it_does_not_know_yet() -> None:
-    world = World(ParallelConfig(tp=2), ParallelConfig(tp=2), choose=direct)
-    world.connect()
-    for reader in (0, 1):
-        world.receive(KEPT_BY_0, 2, reader=reader)
+    world = opening()
     (late,) = messages_to(world, "prefill-1", msg.RoomKept)
     world.pool.remove(late)
     world.flush()
@@ -114,6 +113,12 @@ def test_the_failure_of_a_rank_reaches_a_keeper_that_it_does_not_know_yet() -> N
     world.flush()
     assert {states(world)[name] for name in ("decode-0", "decode-1", "prefill-1")} == {RoomState.FAILED}
     assert causes(world) == {("prefill-1", "ABORTED")}
+
+
+def test_a_rank_that_only_knows_the_keeper_cannot_accept_the_room_in_the_place_of_another() -> None:
+    world = opening()
+    give(world, msg.RoomAccepted(KEPT_BY_0, 1000), to="decode-0", by="prefill-1")
+    assert states(world)["decode-0"] is RoomState.BOOTSTRAPPING
 
 
 @pytest.mark.parametrize("by", [0, 1])
