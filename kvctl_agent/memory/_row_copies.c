@@ -809,16 +809,34 @@ static int by_source(const void *one, const void *other)
     return a->at < b->at ? -1 : 1;
 }
 
-/* Borrows an array of int64 in one dimension; returns its length, or -1 with an exception. */
-static Py_ssize_t read_numbers(PyObject *object, Py_buffer *view)
+/* Borrows an array of int64, or of int32 if these are pages, in one dimension; returns its length, or -1 with an exception. */
+static Py_ssize_t read_numbers(PyObject *object, bool pages, Py_buffer *view)
 {
     if (PyObject_GetBuffer(object, view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS))
         return -1;
-    if (view->itemsize == sizeof(int64_t) && view->ndim == 1 && view->format != NULL && strchr("lq", view->format[0]))
-        return view->len / (Py_ssize_t)sizeof(int64_t);
+    const bool wide = view->itemsize == sizeof(int64_t), narrow = pages && view->itemsize == sizeof(int32_t);
+    if ((wide || narrow) && view->ndim == 1 && view->format != NULL && strchr(wide ? "lq" : "il", view->format[0]))
+        return view->len / view->itemsize;
     PyBuffer_Release(view);
-    PyErr_SetString(PyExc_TypeError, "pages and addresses must be int64 in one dimension");
+    PyErr_SetString(PyExc_TypeError, "pages must be int32 or int64, and addresses int64, in one dimension");
     return -1;
+}
+
+/* Distances of transfer pages, as addresses.PageSteps. */
+typedef struct {
+    long long page, split, within;
+} PageSteps;
+
+/* Returns the distance of a page from page 0. Unsigned, because no page index may be undefined behaviour. */
+static int64_t offset_of(const Py_buffer *pages, Py_ssize_t at, const PageSteps *steps)
+{
+    const int64_t page = pages->itemsize == sizeof(int32_t) ? ((const int32_t *)pages->buf)[at] : ((const int64_t *)pages->buf)[at];
+    int64_t whole = page / steps->split, rest = page % steps->split;
+    if (rest < 0) { /* as in numpy */
+        whole--;
+        rest += steps->split;
+    }
+    return (int64_t)((uint64_t)whole * (uint64_t)steps->page + (uint64_t)rest * (uint64_t)steps->within);
 }
 
 /* Pairs the pages, in the order of their sources, and joins adjacent ones; returns the number of runs. */
@@ -845,21 +863,23 @@ static PyObject *run_descriptors(PyObject *module_object, PyObject *args)
 {
     PyObject *given[4], *found = NULL, *made[3] = {NULL, NULL, NULL};
     long long page_bytes;
-    if (!PyArg_ParseTuple(args, "OOLOO", &given[0], &given[1], &page_bytes, &given[2], &given[3]))
+    PageSteps from_steps, to_steps;
+    if (!PyArg_ParseTuple(args, "OO(LLL)(LLL)LOO", &given[0], &given[1], &from_steps.page, &from_steps.split, &from_steps.within,
+                          &to_steps.page, &to_steps.split, &to_steps.within, &page_bytes, &given[2], &given[3]))
         return NULL;
     Py_buffer view[4];
     Py_ssize_t length[4];
     int read = 0;
     for (; read < 4; read++)
-        if ((length[read] = read_numbers(given[read], &view[read])) < 0)
+        if ((length[read] = read_numbers(given[read], read < 2, &view[read])) < 0)
             break;
     PagePair *pairs = NULL;
     int64_t *counts = NULL;
     if (read < 4)
         goto ended;
     const Py_ssize_t pages = length[0], blocks = length[2];
-    if (length[1] != pages || length[3] != blocks || page_bytes <= 0) {
-        PyErr_SetString(PyExc_ValueError, "source and destination differ in number, or a page has no bytes");
+    if (length[1] != pages || length[3] != blocks || page_bytes <= 0 || from_steps.split <= 0 || to_steps.split <= 0) {
+        PyErr_SetString(PyExc_ValueError, "source and destination differ in number, or a page has no bytes or no transfer page");
         goto ended;
     }
     pairs = calloc(pages + 1, sizeof *pairs);
@@ -868,9 +888,9 @@ static PyObject *run_descriptors(PyObject *module_object, PyObject *args)
         PyErr_NoMemory();
         goto ended;
     }
-    const int64_t *src = view[0].buf, *dst = view[1].buf, *local = view[2].buf, *remote = view[3].buf;
+    const int64_t *local = view[2].buf, *remote = view[3].buf;
     for (Py_ssize_t i = 0; i < pages; i++)
-        pairs[i] = (PagePair){src[i], dst[i], i};
+        pairs[i] = (PagePair){offset_of(&view[0], i, &from_steps), offset_of(&view[1], i, &to_steps), i};
     const Py_ssize_t runs = join_pages(pairs, pages, page_bytes, counts);
     for (int i = 0; i < 3; i++)
         if ((made[i] = PyBytes_FromStringAndSize(NULL, blocks * runs * (Py_ssize_t)sizeof(int64_t))) == NULL)
@@ -896,8 +916,9 @@ ended:
 
 static PyMethodDef functions[] = {
     {"run_descriptors", run_descriptors, METH_VARARGS,
-     "run_descriptors(src, dst, page_bytes, local, remote): joins adjacent pages, which offsets name, and returns for each of the blocks\n"
-     "whose addresses are given the addresses of each run and its bytes, three arrays of 64 bits as bytes; with the GIL held."},
+     "run_descriptors(src, dst, src_steps, dst_steps, page_bytes, local, remote): joins pages that are adjacent on both sides, and returns\n"
+     "for each of the blocks whose addresses are given the addresses of each run and its bytes, three arrays of 64 bits as bytes; with\n"
+     "the GIL held. Steps are (bytes between pages, transfer pages in a page, bytes between these)."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -32,8 +32,10 @@ class Pool:
     def has_threads(self) -> bool: ...
 
 def run_descriptors(
-    src: npt.NDArray[np.int64],
-    dst: npt.NDArray[np.int64],
+    src: npt.NDArray[np.int32] | npt.NDArray[np.int64],
+    dst: npt.NDArray[np.int32] | npt.NDArray[np.int64],
+    src_steps: tuple[int, int, int],
+    dst_steps: tuple[int, int, int],
     page_bytes: int,
     local: npt.NDArray[np.int64],
     remote: npt.NDArray[np.int64],

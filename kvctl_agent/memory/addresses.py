@@ -34,6 +34,27 @@ class PlaneStrides(NamedTuple):
     head: int
 
 
+class PageSteps(NamedTuple):
+    """Distances of transfer pages in a plane.
+
+    Attributes:
+        page: Bytes between consecutive pages of the engine.
+        split: Transfer pages in one of them.
+        within: Bytes between consecutive transfer pages in one of them.
+    """
+
+    page: int
+    split: int
+    within: int
+
+    def offsets(self, pages: npt.NDArray[np.integer[Any]]) -> Indices:
+        """Returns the distance in bytes of each transfer page from the first one, int64 of the shape of `pages`."""
+        wide = pages.astype(np.int64, copy=False)
+        if self.split == 1:
+            return wide * self.page
+        return wide // self.split * self.page + wide % self.split * self.within
+
+
 def contiguous_strides(plane: Plane, heads: int) -> PlaneStrides:
     """Returns the strides of a contiguous plane `[pages, rows, heads, head_bytes]`."""
     return PlaneStrides(plane.rows * heads * plane.head_bytes, heads * plane.head_bytes, plane.head_bytes)
@@ -99,13 +120,13 @@ class SegmentAddresses:
         expected = rows * self.row_bytes(plane), self.row_bytes(plane), head_bytes
         return all(count == 1 or stride == wanted for (count, stride), wanted in zip(axes, expected, strict=True))
 
+    def page_steps(self, plane: int) -> PageSteps:
+        """Returns the distances of the transfer pages of a plane."""
+        return PageSteps(self.strides[plane].page, self.split, self.split_stride(plane))
+
     def page_offsets(self, plane: int, pages: npt.NDArray[np.integer[Any]]) -> Indices:
         """Returns the distance in bytes of each page from page 0 of a plane, int64 of the shape of `pages`."""
-        wide = pages.astype(np.int64, copy=False)
-        page = self.strides[plane].page
-        if self.split == 1:
-            return wide * page
-        return wide // self.split * page + wide % self.split * self.split_stride(plane)
+        return self.page_steps(plane).offsets(pages)
 
     def at(self, shard: LocalShard, split: int) -> SegmentAddresses:
         """Returns the addresses of the same memory in transfer pages, `split` of which make one page of this object.

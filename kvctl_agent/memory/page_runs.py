@@ -14,8 +14,9 @@ import numpy.typing as npt
 
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.memory import native_copier
-from kvctl_agent.memory.addresses import Indices
+from kvctl_agent.memory.addresses import Indices, PageSteps
 
+Pages = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
 
@@ -68,20 +69,29 @@ class RunDescriptors(NamedTuple):
     sizes: Words
 
 
-def run_descriptors(src: Indices, dst: Indices, page_bytes: int, local: Indices, remote: Indices) -> RunDescriptors:
-    """Returns the descriptors that move the pages at `src` to those at `dst`, in every block (a plane of a layer).
+def run_descriptors(
+    src: Pages,
+    dst: Pages,
+    src_steps: PageSteps,
+    dst_steps: PageSteps,
+    page_bytes: int,
+    local: Indices,
+    remote: Indices,
+) -> RunDescriptors:
+    """Returns the descriptors that move pages `src` to pages `dst`, in every block (a plane of a layer).
 
     Args:
-        src, dst: Offsets of the pages in a block, int64 `[pages]`, as for `page_run_arrays`.
-        page_bytes: Bytes of a page, and the distance of adjacent pages.
+        src, dst: Transfer pages, int32 or int64 `[pages]`.
+        src_steps, dst_steps: Their distances in a block.
+        page_bytes: Bytes of a page; pages at this distance on both sides are adjacent.
         local, remote: Addresses of the blocks, int64 `[blocks]`.
     """
     if native_copier.BUILT:
-        packed = native_copier.native_run_descriptors(src, dst, page_bytes, local, remote)
+        packed = native_copier.native_run_descriptors(src, dst, src_steps, dst_steps, page_bytes, local, remote)
         return RunDescriptors(*(np.frombuffer(words, np.uint64) for words in packed))
-    src, dst, counts = page_run_arrays(src, dst, page_bytes)
+    first, onto, counts = page_run_arrays(src_steps.offsets(src), dst_steps.offsets(dst), page_bytes)
     sizes = np.broadcast_to(counts * page_bytes, (len(local), len(counts)))
-    return RunDescriptors(*(_flat(each) for each in (local[:, None] + src, remote[:, None] + dst, sizes)))
+    return RunDescriptors(*(_flat(each) for each in (local[:, None] + first, remote[:, None] + onto, sizes)))
 
 
 def _flat(numbers: Indices) -> Words:

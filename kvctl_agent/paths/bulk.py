@@ -14,7 +14,6 @@ from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.memory.addresses import PoolAddresses
 from kvctl_agent.memory.page_runs import RunDescriptors, run_descriptors
 from kvctl_agent.paths.base import Flight, WriteFlight
-from kvctl_agent.paths.contiguous_runs import whole_pages
 from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.protocol.events import Transfer
 from kvctl_agent.protocol.tag import TAG_BYTES, with_row
@@ -34,15 +33,18 @@ class BulkPath:
             raise MemoryLayoutError(f"path bulk needs the same heads on both sides, but {order.key} has {share}")
         began_ns = time.monotonic_ns()
         segment = connection.segments[share.segment].joined
-        if not whole_pages(runs := segment.runs(share.heads)):
-            raise MemoryLayoutError(f"path bulk needs contiguous pages in the same order, but {order.key} has {runs}")
+        runs = segment.runs(share.heads)
         local_bases, remote_bases = segment.bases(order.key.lo, order.key.hi)
         each: list[RunDescriptors] = []
-        for first, planes in segment.alike:
-            src = segment.local.page_offsets(first, order.src_pages)
-            dst = segment.remote.page_offsets(first, order.dst_pages)
-            bases = local_bases[:, planes].reshape(-1), remote_bases[:, planes].reshape(-1)
-            each.append(run_descriptors(src, dst, runs[first].page_bytes, *bases))
+        for planes in segment.alike:
+            plane = runs[planes.first]
+            if plane.per_page != 1:
+                raise MemoryLayoutError(
+                    f"path bulk needs contiguous pages in the same order, but {order.key} has {runs}"
+                )
+            bases = local_bases[:, planes.all].reshape(-1), remote_bases[:, planes.all].reshape(-1)
+            pages = order.src_pages, order.dst_pages, planes.local, planes.remote
+            each.append(run_descriptors(*pages, plane.page_bytes, *bases))
         local, remote, nbytes = each[0] if len(each) == 1 else map(np.concatenate, zip(*each, strict=True))
         return WriteFlight(
             connection,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvctl_agent.contract.values import layer_range
 from kvctl_agent.device.base import Mapping
 from kvctl_agent.errors import DeviceError, MemoryLayoutError, PeerDisconnected
-from kvctl_agent.memory.addresses import PoolAddresses, SegmentAddresses
+from kvctl_agent.memory.addresses import PageSteps, PoolAddresses, SegmentAddresses
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.paths.contiguous_runs import PlaneRuns, join_planes, segment_runs
 from kvctl_agent.transport.base import Prepared, Transport
@@ -82,13 +82,28 @@ class MappedMemory:
             self._mapping.close()
 
 
+class AlikePlanes(NamedTuple):
+    """Planes of the same strides and sizes.
+
+    Attributes:
+        first: The first of them.
+        all: All of them, to index `SegmentPair.bases` with.
+        local, remote: The distances of their pages on both sides.
+    """
+
+    first: int
+    all: list[int] | slice
+    local: PageSteps
+    remote: PageSteps
+
+
 class SegmentPair:
     """One segment in the local pool and in a peer's pool, which may hold different layers and heads of it.
 
     Attributes:
         local, remote: Addresses in the local pool and in the peer's pool, in the pair's transfer pages.
         joined: The pair with K and V as one plane, where they are adjacent on both sides; else this object.
-        alike: For planes of the same strides and sizes, the first and the indices of all, to index `bases` with.
+        alike: The planes, those of the same strides and sizes together.
     """
 
     def __init__(
@@ -114,7 +129,15 @@ class SegmentPair:
         for number, (_, rows, head_bytes) in enumerate(planes):
             key = rows, head_bytes, local.strides[number], remote.strides[number]
             by_strides.setdefault(key, []).append(number)
-        self.alike = [(numbers[0], numbers if len(by_strides) > 1 else slice(None)) for numbers in by_strides.values()]
+        self.alike = [
+            AlikePlanes(
+                numbers[0],
+                numbers if len(by_strides) > 1 else slice(None),
+                local.page_steps(numbers[0]),
+                remote.page_steps(numbers[0]),
+            )
+            for numbers in by_strides.values()
+        ]
         joined = join_planes(local, remote) if join else None
         self.joined: SegmentPair = self if joined is None else SegmentPair(*joined, join=False)
         self._runs: dict[int, tuple[PlaneRuns, ...]] = {}

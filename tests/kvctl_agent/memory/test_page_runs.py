@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.memory import native_copier
+from kvctl_agent.memory.addresses import PageSteps
 from kvctl_agent.memory.page_runs import page_run_arrays, run_descriptors
 from tests.support.gil import gave_up_the_gil
 
@@ -74,43 +75,63 @@ def test_runs_move_exactly_the_pairs_asked_for_and_no_two_could_be_joined(
     assert not starts & {(src + count, dst + count) for src, dst, count in runs}
 
 
+STEPS = st.builds(PageSteps, st.sampled_from([1, 4096, 12288]), st.sampled_from([1, 2, 3]), st.sampled_from([1, 4096]))
+BYTES = PageSteps(1, 1, 1)
+
+
 @pytest.mark.skipif(not native_copier.BUILT, reason="kvctl was built without a C compiler")
 @settings(deadline=None)
 @given(
     st.dictionaries(st.integers(0, 60), st.integers(0, 60), max_size=50),
     st.randoms(use_true_random=False),
+    st.tuples(STEPS, STEPS),
+    st.sampled_from([np.int32, np.int64]),
     st.lists(st.tuples(st.integers(0, 1 << 46), st.integers(0, 1 << 46)), min_size=1, max_size=5),
     st.sampled_from([1, 4096]),
 )
 def test_the_native_descriptors_are_those_of_numpy(
-    pairs: dict[int, int], random: object, blocks: list[tuple[int, int]], page_bytes: int
+    pairs: dict[int, int],
+    random: object,
+    steps: tuple[PageSteps, PageSteps],
+    kind: type[np.int32] | type[np.int64],
+    blocks: list[tuple[int, int]],
+    page_bytes: int,
 ) -> None:
     shuffled = list(pairs.items())
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    src, dst = (np.array([pair[side] for pair in shuffled], np.int64) * page_bytes for side in (0, 1))
+    src, dst = (np.array([pair[side] for pair in shuffled], kind) for side in (0, 1))
     local, remote = (np.array([block[side] for block in blocks], np.int64) for side in (0, 1))
-    native = run_descriptors(src, dst, page_bytes, local, remote)
+    native = run_descriptors(src, dst, *steps, page_bytes, local, remote)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native_copier, "BUILT", False)
-        reference = run_descriptors(src, dst, page_bytes, local, remote)
+        reference = run_descriptors(src, dst, *steps, page_bytes, local, remote)
     for found, wanted in zip(native, reference, strict=True):
         assert found.dtype == wanted.dtype == np.uint64
         assert found.tolist() == wanted.tolist()
+
+
+def test_transfer_pages_are_found_inside_the_pages_of_the_engine() -> None:
+    steps = PageSteps(page=1000, split=4, within=10)
+    assert steps.offsets(np.array([0, 3, 4, 9], np.int32)).tolist() == [0, 30, 1000, 2010]
 
 
 @pytest.mark.skipif(not native_copier.BUILT, reason="kvctl was built without a C compiler")
 def test_the_native_descriptors_refuse_what_does_not_fit() -> None:
     two, three = np.arange(2), np.arange(3)
     with pytest.raises(ValueError, match="differ in number"):
-        run_descriptors(two, three, 1, two, two)
+        run_descriptors(two, three, BYTES, BYTES, 1, two, two)
     with pytest.raises(ValueError, match="differ in number"):
-        run_descriptors(two, two, 1, two, three)
+        run_descriptors(two, two, BYTES, BYTES, 1, two, three)
     with pytest.raises(ValueError, match="a page has no bytes"):
-        run_descriptors(two, two, 0, two, two)
-    with pytest.raises(TypeError, match="must be int64"):
-        run_descriptors(two.astype(np.int32), two, 1, two, two)
-    with pytest.raises(TypeError, match="must be int64"):
-        run_descriptors(two, two, 1, np.zeros((1, 2), np.int64), two)
+        run_descriptors(two, two, BYTES, BYTES, 0, two, two)
+    with pytest.raises(ValueError, match="no transfer page"):
+        run_descriptors(two, two, BYTES, PageSteps(1, 0, 1), 1, two, two)
+    with pytest.raises(TypeError, match="pages must be int32 or int64"):
+        run_descriptors(two.astype(np.int16), two, BYTES, BYTES, 1, two, two)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="addresses int64"):
+        run_descriptors(two, two, BYTES, BYTES, 1, two.astype(np.int32), two)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="in one dimension"):
+        run_descriptors(two, two, BYTES, BYTES, 1, np.zeros((1, 2), np.int64), two)
 
 
 @pytest.mark.skipif(not native_copier.BUILT, reason="kvctl was built without a C compiler")
@@ -120,7 +141,7 @@ def test_the_native_descriptors_keep_the_gil() -> None:
 
     def make() -> None:
         for _ in range(200):
-            run_descriptors(pages, pages, 4096, blocks, blocks)
+            run_descriptors(pages, pages, BYTES, BYTES, 4096, blocks, blocks)
 
     assert not gave_up_the_gil(make)
     assert gave_up_the_gil(lambda: time.sleep(0.5))
