@@ -39,7 +39,7 @@ DESCRIPTORS_PER_THREAD = 10
 
 # A hand-over to a thread costs 50 to 80 µs, as much as 8 descriptors of 32 KiB or 30 of 512 bytes.
 _SPLIT_BATCH_SIZE = 128
-SLICE_BYTES = 512 << 10
+SLICE_BYTES = 256 << 10
 """Smallest number of bytes of a slice of fewer descriptors than `split_batch_size`."""
 
 
