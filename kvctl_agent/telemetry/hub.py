@@ -13,6 +13,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from kvctl_agent import gil
 from kvctl_agent.contract.health import FINISHED_NS
@@ -31,6 +32,7 @@ MAX_GROUPS = 1024
 INTERPRETER_WINDOW_NS = 10_000_000_000
 """Time spent in waits after which `InterpreterWaits` computes its figure anew."""
 
+_MOST_NOTED = 64
 _MIN_WAITS = 20
 _SLICES_OF_WINDOW = 30
 _SLICE_BITS = 4
@@ -45,11 +47,14 @@ _Span = tuple[int, int, float]
 class Telemetry:
     """Telemetry of one agent; the agent's threads write it, the admin thread reads it.
 
+    What a part or a room adds to counters, histograms and rates is only noted, and counted by `settle` later, many at
+    once: no room waits for that, and the code is in the caches for all but the first. Readers call `settle` before they
+    read, so they miss nothing.
+
     Attributes:
         copying_since_ns: decode, monotonic: start of the oldest running copy; 0: no copy runs.
         arrival_turn_ns: decode, monotonic: start of the control loop's latest turn; 0: none yet.
         drain_began_ns, drain_ended_ns: monotonic: time of the latest drain, and of the latest resume; 0: never.
-        recent_ends: rooms that ended in the last five minutes.
         interpreter: waits of the agent's loop for the interpreter.
         transfers: prefill: times of the transfers of rooms.
         on_finish: called with the record of each finished room, on the control thread, so it must only enqueue.
@@ -67,19 +72,67 @@ class Telemetry:
         clock: Clock | None = None,
     ) -> None:
         self.clock = clock or Clock()
-        self.metrics = Metrics()
+        self.metrics = Metrics(before_reading=self.settle)
         self.recorder = FlightRecorder(self.clock, name, recorder_events)
         self.rooms = RoomRecords(self.clock, name, role, history, timeline_events, failed)
-        self.stages = StageTimes(name)
-        self.rate = SpanRate(RATE_WINDOW_NS)
-        self.latencies = Latencies()
-        self.recent_ends = RecentEnds(FINISHED_NS)
+        self._stages = StageTimes(name)
+        self._rate = SpanRate(RATE_WINDOW_NS)
+        self._latencies = Latencies()
+        self._recent_ends = RecentEnds(FINISHED_NS)
         self.interpreter = InterpreterWaits()
         self.transfers = TransferTimes()
         self.on_finish: Callable[[RoomRecord], None] | None = None
         self.copying_since_ns = self.arrival_turn_ns = 0
         self.drain_began_ns = self.drain_ended_ns = 0
         self._arrived_ns = 0  # decode: time at which the latest part was in its pages
+        self._noted: deque[_PartNote | _EndNote] = deque()
+        self._settling = threading.Lock()
+
+    @property
+    def stages(self) -> StageTimes:
+        """Stage times of the parts so far."""
+        self.settle()
+        return self._stages
+
+    @property
+    def rate(self) -> SpanRate:
+        """Transfer rate and rooms of the last seconds."""
+        self.settle()
+        return self._rate
+
+    @property
+    def latencies(self) -> Latencies:
+        """Latencies of the latest rooms."""
+        self.settle()
+        return self._latencies
+
+    @property
+    def recent_ends(self) -> RecentEnds:
+        """Rooms that ended in the last five minutes."""
+        self.settle()
+        return self._recent_ends
+
+    def settle(self, least: int = 0) -> None:
+        """Counts the parts and rooms that have been noted; any thread may call it.
+
+        Args:
+            least: for a thread that notes: does nothing if fewer are noted, or if another thread counts them now, so
+                that nobody waits for a reader. With 0, all that was noted before the call is counted on return.
+        """
+        if len(self._noted) < least or not self._settling.acquire(blocking=not least):
+            return
+        counts: list[Sample] = []
+        durations: list[Sample] = []
+        try:
+            while self._noted:
+                note = self._noted.popleft()
+                if isinstance(note, _PartNote):
+                    self._count_part(note, counts, durations)
+                else:
+                    self._count_end(note, counts, durations)
+            self.metrics.update(counts, durations)
+        finally:
+            self._settling.release()
 
     def drain(self, on: bool) -> None:
         """Records the time at which draining starts (`on`) or stops; does nothing if that has happened already."""
@@ -97,17 +150,7 @@ class Telemetry:
         elif record.sent is not None:
             path = max(record.paths, key=lambda path: record.paths[path], default="")
             self.transfers.end(record.room, record.peers, path, now_ns)
-        durations: list[Sample] = []
-        if latency is not None:
-            self.latencies.add(latency)
-            self.rate.room(now_ns)
-            durations.append(("kvctl_room_seconds", latency / 1e9, ()))
-            if overlap is not None:
-                hidden, exposed = overlap
-                durations.append(("kvctl_transfer_hidden_seconds", hidden / 1e9, ()))
-                durations.append(("kvctl_transfer_exposed_seconds", exposed / 1e9, ()))
-        self.recent_ends.add(record.state_now.label, now_ns)
-        self.metrics.update([("kvctl_rooms_finished_total", 1, (record.state_now.label,))], durations)
+        self._note(_EndNote(record.state_now.label, latency, overlap, now_ns))
         self.rooms.close(record)
         if self.on_finish is not None:
             self.on_finish(record)
@@ -134,23 +177,63 @@ class Telemetry:
             forward_done_ns: prefill: end of the forward, or the current time while it runs; None on a decode rank.
         """
         first_ready = record.part(path, nbytes, key, peer, moments, moved=forward_done_ns is not None)
+        self._note(_PartNote(key[2], path, nbytes, moments, forward_done_ns, first_ready, record.opened_at))
+
+    def _note(self, note: _PartNote | _EndNote) -> None:
+        self._noted.append(note)
+        self.settle(_MOST_NOTED)
+
+    def _count_part(self, note: _PartNote, counts: list[Sample], durations: list[Sample]) -> None:
+        layers, path, nbytes, moments, forward_done_ns, first_ready, opened_at = note
         last = 0
-        durations: list[Sample] = []
         for stage, at in moments.items():
             if last:
                 durations.append(("kvctl_stage_seconds", (at - last) / 1e9, (stage,)))
             last = at
-        counts: list[Sample] = [("kvctl_parts_total", 1, (path,)), ("kvctl_part_bytes_total", nbytes, (path,))]
-        self.metrics.update(counts, durations)
-        self.stages.add(key[2], path, nbytes, moments, forward_done_ns, first_ready)
+        counts += ("kvctl_parts_total", 1, (path,)), ("kvctl_part_bytes_total", nbytes, (path,))
+        self._stages.add(layers, path, nbytes, moments, forward_done_ns, first_ready)
         if forward_done_ns is not None:
             first = min(moments.values())
         else:
             # A decode rank does not see the start of a write, and of a write directly into the pages only its end.
             # The part's bytes are spread over the time since the previous part, or since the room was opened.
-            first = max(record.opened_at, self._arrived_ns)
+            first = max(opened_at, self._arrived_ns)
             self._arrived_ns = max(last, self._arrived_ns)
-        self.rate.add(min(first, last), last, nbytes)
+        self._rate.add(min(first, last), last, nbytes)
+
+    def _count_end(self, note: _EndNote, counts: list[Sample], durations: list[Sample]) -> None:
+        state, latency, overlap, at_ns = note
+        if latency is not None:
+            self._latencies.add(latency)
+            self._rate.room(at_ns)
+            durations.append(("kvctl_room_seconds", latency / 1e9, ()))
+            if overlap is not None:
+                hidden, exposed = overlap
+                durations.append(("kvctl_transfer_hidden_seconds", hidden / 1e9, ()))
+                durations.append(("kvctl_transfer_exposed_seconds", exposed / 1e9, ()))
+        self._recent_ends.add(state, at_ns)
+        counts.append(("kvctl_rooms_finished_total", 1, (state,)))
+
+
+class _PartNote(NamedTuple):
+    """A part that is to be counted; fields as the arguments of `Telemetry.part`, and as in `RoomRecord`."""
+
+    layers: tuple[int, int]
+    path: str
+    nbytes: int
+    moments: Mapping[str, int]
+    forward_done_ns: int | None
+    first_ready_ns: int | None
+    opened_at: int
+
+
+class _EndNote(NamedTuple):
+    """A room that ended and is to be counted: label of its state, latency and overlap as in `RoomRecord`, and time."""
+
+    state: str
+    latency_ns: int | None
+    overlap: tuple[int, int] | None
+    at_ns: int
 
 
 class _Group:
@@ -376,6 +459,7 @@ class InterpreterWaits:
         self.wait_ns: float | None = None
         self._late = LogHistogram()
         self._late_ns = self._waited_ns = 0
+        self._noted: list[tuple[int, int]] = []  # waits that are not counted yet: time limit and duration
         self._no_core_ns: int | None = None
 
     def note(self, asked_ns: int, took_ns: int) -> None:
@@ -383,11 +467,19 @@ class InterpreterWaits:
         if self._no_core_ns is None:
             self._no_core_ns = gil.no_core_ns()
         self._waited_ns += min(asked_ns, took_ns)  # a stop of the whole process does not end the window
-        if took_ns >= asked_ns > 0:
-            self._late.add(took_ns - asked_ns)
-            self._late_ns += took_ns - asked_ns
-        if self._waited_ns >= INTERPRETER_WINDOW_NS:
+        self._noted.append((asked_ns, took_ns))
+        ended = self._waited_ns >= INTERPRETER_WINDOW_NS
+        if ended or len(self._noted) >= _MOST_NOTED:
+            self._count()
+        if ended:
             self._end_window(self._no_core_ns)
+
+    def _count(self) -> None:
+        for asked_ns, took_ns in self._noted:
+            if took_ns >= asked_ns > 0:
+                self._late.add(took_ns - asked_ns)
+                self._late_ns += took_ns - asked_ns
+        self._noted.clear()
 
     def _end_window(self, no_core_before_ns: int) -> None:
         self._no_core_ns = gil.no_core_ns()

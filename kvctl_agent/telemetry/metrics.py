@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
 from typing import Final
 
@@ -42,8 +42,12 @@ class Metrics:
     errors that the first call reveals. Once there are 1024 series of counters, new label values count as "other".
     """
 
-    def __init__(self, declared: Mapping[str, Metric] = METRICS_BY_NAME) -> None:
+    def __init__(
+        self, declared: Mapping[str, Metric] = METRICS_BY_NAME, before_reading: Callable[[], None] = lambda: None
+    ) -> None:
+        """Creates metrics without values; `before_reading` is called before any value is read, and may add to them."""
         self._declared = declared
+        self._before_reading = before_reading
         self._writers = threading.Lock()
         self._counters: dict[str, dict[tuple[str, ...], float]] = {}  # values by name and label values
         self._series = 0  # of counters
@@ -116,6 +120,7 @@ class Metrics:
         declared = self._declared[name]
         if declared.kind != "counter":
             raise ValueError(f"{name} is a {declared.kind}, not a counter")
+        self._before_reading()
         return self._counters.get(name, {}).copy()
 
     def snapshot(self) -> list[MetricFamily]:
@@ -123,6 +128,7 @@ class Metrics:
 
         A counter without labels that was never incremented is 0; other metrics without a value have no samples.
         """
+        self._before_reading()
         samples: dict[str, list[MetricSample]] = {name: [] for name in self._declared}
         for name, values in self._counters.copy().items():
             for labels, value in sorted(values.copy().items()):

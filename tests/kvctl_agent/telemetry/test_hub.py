@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.telemetry.hub import Telemetry, room_rows
+from kvctl_agent.telemetry.hub import StageTimes, Telemetry, room_rows
 from kvctl_agent.telemetry.room_records import RoomRecord
 
 MS = 1_000_000
@@ -118,3 +121,87 @@ def test_a_reader_counts_bytes_over_the_time_in_which_it_waited_for_them() -> No
     window = telemetry.rate.window(begin + 30 * MS)
     assert window["bytes"] == 200_000
     assert window["gb_per_s"] == pytest.approx(200_000 / (20 * MS))
+
+
+class TestNotes:
+    """What is noted is counted later, at the latest when somebody reads it."""
+
+    PART = (0, 0, (0, 8)), "decode-0", "bulk", 100, {"queue": MS, "post": 2 * MS, "wire": 3 * MS}, 3 * MS
+
+    @pytest.mark.parametrize(
+        "read",
+        [
+            lambda telemetry: telemetry.stages.rows()[0]["parts"],
+            lambda telemetry: telemetry.rate.window(4 * MS)["bytes"] / 100,
+            lambda telemetry: telemetry.metrics.total("kvctl_parts_total"),
+            lambda telemetry: telemetry.metrics.totals("kvctl_part_bytes_total")["bulk",] / 100,
+            lambda telemetry: metric(telemetry, "kvctl_stage_seconds")[0]["count"],
+        ],
+    )
+    def test_every_reader_counts_the_parts(self, telemetry: Telemetry, read: Callable[[Telemetry], float]) -> None:
+        record = telemetry.rooms.open(7, 1)
+        for number in range(1, 70):  # also more than are ever kept
+            telemetry.part(record, *self.PART)
+            if number in (3, 69):
+                assert read(telemetry) == number
+
+    @pytest.mark.parametrize(
+        "read",
+        [
+            lambda telemetry: telemetry.recent_ends.counts(100 * MS)["Success"],
+            lambda telemetry: telemetry.latencies.summary()["count"],
+            lambda telemetry: telemetry.latencies.after(0)[1],
+            lambda telemetry: round(telemetry.rate.window(100 * MS)["rooms_per_s"] * 10),  # in ten seconds
+            lambda telemetry: telemetry.metrics.total("kvctl_rooms_finished_total"),
+            lambda telemetry: metric(telemetry, "kvctl_room_seconds")[0]["count"],
+        ],
+    )
+    def test_every_reader_counts_the_rooms(self, telemetry: Telemetry, read: Callable[[Telemetry], float]) -> None:
+        for number in (1, 2):
+            record = telemetry.rooms.open(number, 1)
+            record.event("ready", 40 * MS)
+            record.state(RoomState.SUCCESS, 50 * MS)
+            telemetry.finish(record, 50 * MS)
+            assert read(telemetry) == number
+
+    def test_a_thread_that_notes_does_not_wait_for_a_reader(
+        self, telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        record = telemetry.rooms.open(7, 1)
+        telemetry.part(record, *self.PART)
+        stages, count = telemetry.stages, StageTimes.add
+        telemetry.part(record, *self.PART)
+        reading, go_on = threading.Event(), threading.Event()
+
+        def slowly(*args: Any) -> None:
+            reading.set()
+            assert go_on.wait(10)
+            count(*args)
+
+        monkeypatch.setattr(stages, "add", partial(slowly, stages))
+        reader = threading.Thread(target=telemetry.settle)
+        reader.start()
+        assert reading.wait(10)
+        for _ in range(200):
+            telemetry.part(record, *self.PART)
+            telemetry.settle(1)
+        assert record.parts == 202
+        go_on.set()
+        reader.join()
+        assert telemetry.stages.rows()[0]["parts"] == 202
+
+    def test_threads_that_note_and_read_at_once_lose_nothing(self, telemetry: Telemetry) -> None:
+        record, parts = telemetry.rooms.open(7, 1), 5_000
+
+        def note() -> None:
+            for _ in range(parts):
+                telemetry.part(record, *self.PART)
+
+        writers = [threading.Thread(target=note) for _ in range(2)]
+        for writer in writers:
+            writer.start()
+        seen = 0.0
+        while any(writer.is_alive() for writer in writers):
+            before, seen = seen, telemetry.metrics.total("kvctl_parts_total")
+            assert before <= seen
+        assert telemetry.metrics.total("kvctl_parts_total") == telemetry.stages.rows()[0]["parts"] == 2 * parts
