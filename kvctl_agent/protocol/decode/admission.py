@@ -82,10 +82,10 @@ class RecvAdmission:
             self.rooms.fail(room, context.failure("KV_COMPAT_MISMATCH", clash))
             return
         self.find(event.instance)
-        for name in self.state.rosters[event.instance]:
+        for name in self.rooms.ranks_of(room):
             peer = context.peers[name]
             if peer.state is PeerState.REFUSED:
-                self.fail_waiting(event.instance, context.failure("KV_COMPAT_MISMATCH", peer.refusal))
+                self.rooms.fail(room, context.failure("KV_COMPAT_MISMATCH", peer.refusal))
                 return
         self._open(room)
 
@@ -101,10 +101,15 @@ class RecvAdmission:
             if room.failure is None:
                 self._open(room)
 
-    def fail_waiting(self, instance: str, failure: Failure) -> None:
-        """Fails the unopened rooms of a prefill instance that cannot be used by this rank."""
+    def fail_waiting(self, instance: str, failure: Failure, rank: str = "") -> None:
+        """Fails the unopened rooms of a prefill instance, or of one of its ranks, that this rank cannot use.
+
+        Args:
+            rank: name of the rank; rooms of other dp groups than its own do not need it. "": the whole instance.
+        """
         for room in list(self.state.rooms.values()):
-            if not room.transfers and room.instance == instance:
+            needed = not rank or rank in self.rooms.ranks_of(room)
+            if not room.transfers and room.instance == instance and needed:
                 self.rooms.fail(room, failure)
 
     def _open(self, room: RecvRoom) -> None:
@@ -342,7 +347,7 @@ class Instances:
             if not known:
                 context.note("peer-refused", peer.refusal, "error", peer=peer_name)
                 failure = context.failure("KV_COMPAT_MISMATCH", peer.refusal)
-                self.admission.fail_waiting(self._instance_of(peer.name), failure)
+                self.admission.fail_waiting(self._instance_of(peer_name), failure, peer_name)
             return
         peer.state = PeerState.READY
         context.note("peer-ready", f"{peer_name} is ready (incarnation {incarnation:016x})", peer=peer_name)

@@ -386,6 +386,25 @@ def test_a_mismatch_is_refused_at_hello_and_names_the_factor(changes: dict[str, 
     assert later.state is RoomState.FAILED, "nor does a later room wait for what cannot be"
 
 
+def test_a_refused_rank_fails_the_rooms_of_its_own_dp_group_only() -> None:
+    world = World(ParallelConfig(dp=2), ParallelConfig())
+    world.connect()
+    successor = msg.HelloAck(VERSION, world.p(1).local.peer_info(), world.d().local.incarnation, ["dtype fp8 ≠ bf16"])
+    world.machines.pop("prefill-1")
+    world.feed("decode-0", ev.PeerDead("prefill-1", world.d().peers["prefill-1"].incarnation, "its process has ended"))
+    waiting = {number: world.receive(number, 2) for number in (10, 11)}  # a room's number chooses its dp group
+    assert waiting[11].state is RoomState.BOOTSTRAPPING
+    world.feed("decode-0", ev.Received("prefill-1", 99, successor))
+    later = {number: world.receive(number, 2) for number in (12, 13)}
+    for room in (waiting[11], later[13]):
+        assert room.failure["code"] == "KV_COMPAT_MISMATCH"
+        assert "dtype fp8 ≠ bf16" in room.failure["text"]
+    for number in (10, 12):
+        world.send(number, 2)
+    world.flush()
+    assert waiting[10].state is later[12].state is RoomState.SUCCESS
+
+
 HEADS_8 = ModelShape(6, 8, 32, 32, 2)
 
 
