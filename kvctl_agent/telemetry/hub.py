@@ -619,7 +619,7 @@ class Latencies:
         self._count = 0
 
     def add(self, latency_ns: int) -> None:
-        """Adds one latency; only one thread may call this method."""
+        """Adds one latency; one thread at a time may call this method."""
         # Kept in order, so that a query does not sort: it copies, while a room costs two binary searches.
         ascending = self._ascending
         if len(self._latest) == self._keep:
@@ -649,8 +649,8 @@ class Latencies:
 class RecentEnds:
     """Numbers of rooms that ended in the last `window_ns`, by state label.
 
-    They are kept for slices of 1/30 of the window, so the window that is reported is up to one slice longer. One thread
-    calls `add`; any thread may call `counts`.
+    They are kept for slices of 1/30 of the window, so the window that is reported is up to one slice longer. One
+    thread at a time calls `add`; any thread may call `counts`.
     """
 
     def __init__(self, window_ns: int) -> None:
