@@ -204,8 +204,9 @@ class Agent:
     def stats(self) -> Stats:
         """Returns counts of rooms, bytes and failures, latencies, and the use of staging memory; for any thread.
 
-        The call takes no lock of the data path, and about 10 µs plus 5 µs for 100 active rooms, so that an engine can
-        call it in every step.
+        The call waits for no other thread, and takes about 10 µs plus 5 µs for 100 active rooms, so that an engine can
+        call it in every step. It first counts what the control loop has only noted: at most 64 parts and rooms, usually
+        fewer than 8, 10 µs each.
         """
         return self.observe.stats()
 
@@ -219,7 +220,7 @@ class Agent:
             The latencies that `stats` summarises, of the rooms after those, at most the last 1024; and the number of
             rooms so far.
         """
-        found, number = self.telemetry.latencies.after(after)
+        found, number = self.telemetry.counted_latencies.after(after)
         return [latency / 1e9 for latency in found], number
 
     # ---- lifecycle -------------------------------------------------------------------------------------------------

@@ -26,11 +26,12 @@ BOUNDS = {
     r"telemetry\.rooms\._(latest|slowest|failed\._by_code)": 256,  # history_rooms, failed_rooms
     r"telemetry\.recorder\._ring": 4096,  # recorder_events
     r"telemetry\.rooms\._by_room": 1024,  # every record of the histories above, and the active ones
-    r"telemetry\.latencies\._(latest|ascending)": 1024,
-    r"telemetry\.recent_ends\._slices": 31,  # of ten seconds
-    r"telemetry\.rate\._spans": 4096,  # intervals of the last ten seconds
-    r"telemetry\.rate\._rooms": 100_000,  # rooms of the last ten seconds
-    r"telemetry\.stages\._groups": 1024,
+    r"telemetry\._latencies\._(latest|ascending)": 1024,
+    r"telemetry\._recent_ends\._slices": 31,  # of ten seconds
+    r"telemetry\._rate\._spans": 4096,  # intervals of the last ten seconds
+    r"telemetry\._rate\._rooms": 100_000,  # rooms of the last ten seconds
+    r"telemetry\._stages\._groups": 1024,
+    r"telemetry\.(interpreter\.)?_noted": 64,  # what is not counted yet
     r"telemetry\.transfers\._by_peer\[\]\.rooms": 64 * 64,  # the latest 64 of each peer
     r"telemetry\.metrics\._.*": 1024,  # label sets, in one shard per thread
     r"machine\.peers\[\]\.ended_incarnations": 64 * 64,  # of each peer

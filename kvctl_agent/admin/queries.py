@@ -1,6 +1,6 @@
 """Handlers of the read-only admin commands.
 
-They run on the admin thread, copy data and take no lock that the hot path takes, so a value may be one update old.
+They run on the admin thread, copy data and take no lock for which the hot path waits, so a value may be one update old.
 """
 
 from __future__ import annotations
@@ -263,18 +263,18 @@ class AdminQueries:
         peers = rank.peer_states()
 
         def totals(name: str) -> dict[str, int]:
-            return {label: int(value) for (label,), value in telemetry.metrics.totals(name).items()}
+            return {label: int(value) for (label,), value in telemetry.metrics.counted(name).items()}
 
+        latencies, ended = telemetry.counted_latencies, totals("kvctl_rooms_finished_total")
         return {
             "rooms": telemetry.rooms.states(),
             "rooms_finished_total": {
-                state.label: int(telemetry.metrics.total("kvctl_rooms_finished_total", state.label))
-                for state in (RoomState.SUCCESS, RoomState.FAILED)
+                state.label: ended.get(state.label, 0) for state in (RoomState.SUCCESS, RoomState.FAILED)
             },
             "failures_total": totals("kvctl_room_failures_total"),
             "parts_total": totals("kvctl_parts_total"),
             "bytes_total": totals("kvctl_part_bytes_total"),
-            "latency": telemetry.latencies.summary(),
+            "latency": latencies.summary(),
             "ring": rank.ring_use(),
             "buffers": rank.buffers(),
             "quarantined_bytes": rank.quarantined_bytes or 0,

@@ -13,6 +13,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <semaphore.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -267,7 +268,8 @@ static bool copy_piece(const Piece *piece, bool gather)
 typedef struct {
     PyObject_HEAD
     pthread_mutex_t lock;
-    pthread_cond_t queued, ended;
+    pthread_cond_t ended;
+    sem_t queued; /* one for each piece that is queued, at most one for each thread and copy */
     Work *first, **last;
     bool ready, closing;
     int wanted, threads, running, wake_fd;
@@ -319,7 +321,9 @@ static void *run_thread(void *argument)
         if (work == NULL) {
             if (pool->closing)
                 break;
-            pthread_cond_wait(&pool->queued, &pool->lock);
+            pthread_mutex_unlock(&pool->lock);
+            sem_wait(&pool->queued); /* also after a signal, or for a piece that another thread has taken: then it looks in vain */
+            pthread_mutex_lock(&pool->lock);
             continue;
         }
         int number = work->taken++;
@@ -399,7 +403,7 @@ static int pool_init(PyObject *object, PyObject *args, PyObject *kwargs)
         return -1;
     }
     pthread_mutex_init(&self->lock, NULL);
-    pthread_cond_init(&self->queued, NULL);
+    sem_init(&self->queued, 0, 0);
     pthread_cond_init(&self->ended, NULL);
     self->last = &self->first;
     Py_INCREF(error);
@@ -437,8 +441,9 @@ static void stop_threads(Pool *self)
     Py_BEGIN_ALLOW_THREADS
     pthread_mutex_lock(&self->lock);
     self->closing = true;
-    pthread_cond_broadcast(&self->queued);
     pthread_mutex_unlock(&self->lock);
+    for (int i = 0; i < self->threads; i++)
+        sem_post(&self->queued);
     for (int i = 0; i < self->threads; i++)
         pthread_join(self->thread[i], NULL);
     Py_END_ALLOW_THREADS
@@ -461,7 +466,7 @@ static void pool_dealloc(PyObject *object)
     if (self->ready) {
         stop_threads(self);
         pthread_cond_destroy(&self->ended);
-        pthread_cond_destroy(&self->queued);
+        sem_destroy(&self->queued);
         pthread_mutex_destroy(&self->lock);
         Py_DECREF(self->error);
     }
@@ -540,10 +545,10 @@ static PyObject *start(Pool *self, Work *work, PyObject *kept)
         *self->last = work;
         self->last = &work->next;
         pthread_mutex_unlock(&self->lock);
-        /* No more threads than there are pieces, and after the unlock, for which they would wait once more: every thread that
-         * wakes up costs this one microseconds, with the GIL. */
+        /* No more threads are woken than there are pieces: each costs this thread microseconds, with the GIL. By a semaphore,
+         * because glibc before 2.41 may lose a signal of a condition variable (bug 25847). */
         for (int i = 0; i < work->count && i < self->threads; i++)
-            pthread_cond_signal(&self->queued);
+            sem_post(&self->queued);
     }
     return (PyObject *)copy;
 }
@@ -827,7 +832,7 @@ typedef struct {
     long long page, split, within;
 } PageSteps;
 
-/* Returns the distance of a page from page 0. Unsigned, because no page index may be undefined behaviour. */
+/* Returns the distance of a page from page 0. The products are unsigned, because any page index must be defined behaviour. */
 static int64_t offset_of(const Py_buffer *pages, Py_ssize_t at, const PageSteps *steps)
 {
     const int64_t page = pages->itemsize == sizeof(int32_t) ? ((const int32_t *)pages->buf)[at] : ((const int64_t *)pages->buf)[at];
@@ -859,7 +864,7 @@ static Py_ssize_t join_pages(PagePair *pairs, Py_ssize_t pages, int64_t page_byt
     return runs;
 }
 
-static PyObject *run_descriptors(PyObject *module_object, PyObject *args)
+static PyObject *page_descriptors(PyObject *module_object, PyObject *args)
 {
     PyObject *given[4], *found = NULL, *made[3] = {NULL, NULL, NULL};
     long long page_bytes;
@@ -915,8 +920,8 @@ ended:
 }
 
 static PyMethodDef functions[] = {
-    {"run_descriptors", run_descriptors, METH_VARARGS,
-     "run_descriptors(src, dst, src_steps, dst_steps, page_bytes, local, remote): joins pages that are adjacent on both sides, and returns\n"
+    {"page_descriptors", page_descriptors, METH_VARARGS,
+     "page_descriptors(src, dst, src_steps, dst_steps, page_bytes, local, remote): joins pages that are adjacent on both sides, and returns\n"
      "for each of the blocks whose addresses are given the addresses of each run and its bytes, three arrays of 64 bits as bytes; with\n"
      "the GIL held. Steps are (bytes between pages, transfer pages in a page, bytes between these)."},
     {NULL, NULL, 0, NULL},

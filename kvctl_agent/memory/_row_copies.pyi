@@ -31,7 +31,7 @@ class Pool:
     @property
     def has_threads(self) -> bool: ...
 
-def run_descriptors(
+def page_descriptors(
     src: npt.NDArray[np.int32] | npt.NDArray[np.int64],
     dst: npt.NDArray[np.int32] | npt.NDArray[np.int64],
     src_steps: tuple[int, int, int],

@@ -27,7 +27,7 @@ from kvctl_agent.memory.segment import RowIndex, SegmentMemory
 try:
     from kvctl_agent.memory import _row_copies
 
-    _HeadSlice, _Pool, native_run_descriptors = _row_copies.HeadSlice, _row_copies.Pool, _row_copies.run_descriptors
+    _HeadSlice, _Pool, native_page_descriptors = _row_copies.HeadSlice, _row_copies.Pool, _row_copies.page_descriptors
 except (ImportError, AttributeError):  # not built, or built by an earlier version
     BUILT = False
 else:

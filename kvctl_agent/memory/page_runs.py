@@ -87,7 +87,7 @@ def run_descriptors(
         local, remote: Addresses of the blocks, int64 `[blocks]`.
     """
     if native_copier.BUILT:
-        packed = native_copier.native_run_descriptors(src, dst, src_steps, dst_steps, page_bytes, local, remote)
+        packed = native_copier.native_page_descriptors(src, dst, src_steps, dst_steps, page_bytes, local, remote)
         return RunDescriptors(*(np.frombuffer(words, np.uint64) for words in packed))
     first, onto, counts = page_run_arrays(src_steps.offsets(src), dst_steps.offsets(dst), page_bytes)
     sizes = np.broadcast_to(counts * page_bytes, (len(local), len(counts)))

@@ -36,14 +36,14 @@ class BulkPath:
         runs = segment.runs(share.heads)
         local_bases, remote_bases = segment.bases(order.key.lo, order.key.hi)
         each: list[RunDescriptors] = []
-        for planes in segment.alike:
-            plane = runs[planes.first]
+        for alike in segment.alike:
+            plane = runs[alike.first]
             if plane.per_page != 1:
                 raise MemoryLayoutError(
                     f"path bulk needs contiguous pages in the same order, but {order.key} has {runs}"
                 )
-            bases = local_bases[:, planes.all].reshape(-1), remote_bases[:, planes.all].reshape(-1)
-            pages = order.src_pages, order.dst_pages, planes.local, planes.remote
+            bases = local_bases[:, alike.planes].reshape(-1), remote_bases[:, alike.planes].reshape(-1)
+            pages = order.src_pages, order.dst_pages, alike.local, alike.remote
             each.append(run_descriptors(*pages, plane.page_bytes, *bases))
         local, remote, nbytes = each[0] if len(each) == 1 else map(np.concatenate, zip(*each, strict=True))
         return WriteFlight(

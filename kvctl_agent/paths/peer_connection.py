@@ -87,12 +87,12 @@ class AlikePlanes(NamedTuple):
 
     Attributes:
         first: The first of them.
-        all: All of them, to index `SegmentPair.bases` with.
+        planes: All of them, to index `SegmentPair.bases` with.
         local, remote: The distances of their pages on both sides.
     """
 
     first: int
-    all: list[int] | slice
+    planes: list[int] | slice
     local: PageSteps
     remote: PageSteps
 

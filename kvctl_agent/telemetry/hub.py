@@ -47,9 +47,9 @@ _Span = tuple[int, int, float]
 class Telemetry:
     """Telemetry of one agent; the agent's threads write it, the admin thread reads it.
 
-    What a part or a room adds to counters, histograms and rates is only noted, and counted by `settle` later, many at
-    once: no room waits for that, and the code is in the caches for all but the first. Readers call `settle` before they
-    read, so they miss nothing.
+    What a part or a room adds to counters, histograms and rates is only noted at first. `count_pending` counts it
+    later, several parts and rooms together, mostly while the control loop has nothing else to do. Readers call it
+    before they read, so they miss nothing.
 
     Attributes:
         copying_since_ns: decode, monotonic: start of the oldest running copy; 0: no copy runs.
@@ -72,7 +72,7 @@ class Telemetry:
         clock: Clock | None = None,
     ) -> None:
         self.clock = clock or Clock()
-        self.metrics = Metrics(before_reading=self.settle)
+        self.metrics = Metrics(before_reading=self.count_pending)
         self.recorder = FlightRecorder(self.clock, name, recorder_events)
         self.rooms = RoomRecords(self.clock, name, role, history, timeline_events, failed)
         self._stages = StageTimes(name)
@@ -86,40 +86,46 @@ class Telemetry:
         self.drain_began_ns = self.drain_ended_ns = 0
         self._arrived_ns = 0  # decode: time at which the latest part was in its pages
         self._noted: deque[_PartNote | _EndNote] = deque()
-        self._settling = threading.Lock()
+        self._counting = threading.Lock()
 
     @property
     def stages(self) -> StageTimes:
         """Stage times of the parts so far."""
-        self.settle()
+        self.count_pending()
         return self._stages
 
     @property
     def rate(self) -> SpanRate:
         """Transfer rate and rooms of the last seconds."""
-        self.settle()
+        self.count_pending()
         return self._rate
 
     @property
     def latencies(self) -> Latencies:
         """Latencies of the latest rooms."""
-        self.settle()
+        self.count_pending()
+        return self._latencies
+
+    @property
+    def counted_latencies(self) -> Latencies:
+        """As `latencies`, but without rooms that another thread counts just now: for threads that must not wait."""
+        self.count_pending(1)
         return self._latencies
 
     @property
     def recent_ends(self) -> RecentEnds:
         """Rooms that ended in the last five minutes."""
-        self.settle()
+        self.count_pending()
         return self._recent_ends
 
-    def settle(self, least: int = 0) -> None:
+    def count_pending(self, least: int = 0) -> None:
         """Counts the parts and rooms that have been noted; any thread may call it.
 
         Args:
             least: for a thread that notes: does nothing if fewer are noted, or if another thread counts them now, so
                 that nobody waits for a reader. With 0, all that was noted before the call is counted on return.
         """
-        if len(self._noted) < least or not self._settling.acquire(blocking=not least):
+        if len(self._noted) < least or not self._counting.acquire(blocking=not least):
             return
         counts: list[Sample] = []
         durations: list[Sample] = []
@@ -130,9 +136,11 @@ class Telemetry:
                     self._count_part(note, counts, durations)
                 else:
                     self._count_end(note, counts, durations)
-            self.metrics.update(counts, durations)
         finally:
-            self._settling.release()
+            try:
+                self.metrics.update(counts, durations)
+            finally:
+                self._counting.release()
 
     def drain(self, on: bool) -> None:
         """Records the time at which draining starts (`on`) or stops; does nothing if that has happened already."""
@@ -181,7 +189,7 @@ class Telemetry:
 
     def _note(self, note: _PartNote | _EndNote) -> None:
         self._noted.append(note)
-        self.settle(_MOST_NOTED)
+        self.count_pending(_MOST_NOTED)
 
     def _count_part(self, note: _PartNote, counts: list[Sample], durations: list[Sample]) -> None:
         layers, path, nbytes, moments, forward_done_ns, first_ready, opened_at = note

@@ -1,7 +1,8 @@
 """Counters, gauges and histograms of the declared metrics, cheap enough to update for every part.
 
-`counter[key] += 1` reads and writes in separate bytecodes, so two threads could lose counts: writers take a lock for
-the few bytecodes of an update. Readers copy without it, so that no writer waits for a reader.
+`counter[key] += 1` reads and writes in separate bytecodes, so two threads could lose counts: writers take the lock of
+the metric for the few bytecodes of an update. Readers copy without it, so that no writer waits for a reader; nor for
+one that first counts what was noted (`Telemetry.count_pending`), because that is counted in metrics of its own.
 """
 
 from __future__ import annotations
@@ -35,6 +36,13 @@ class _Histogram:
         self.sum = 0.0
 
 
+class _Locks(dict[str, threading.Lock]):
+    """The locks of writers, by name of the metric."""
+
+    def __missing__(self, name: str) -> threading.Lock:
+        raise KeyError(f"metric {name!r} is not declared in contract/metrics.py")
+
+
 class Metrics:
     """Values of the declared metrics.
 
@@ -48,7 +56,8 @@ class Metrics:
         """Creates metrics without values; `before_reading` is called before any value is read, and may add to them."""
         self._declared = declared
         self._before_reading = before_reading
-        self._writers = threading.Lock()
+        self._locks = _Locks((name, threading.Lock()) for name in declared)
+        self._new_series = threading.Lock()
         self._counters: dict[str, dict[tuple[str, ...], float]] = {}  # values by name and label values
         self._series = 0  # of counters
         self._histograms: dict[str, dict[tuple[str, ...], _Histogram]] = {}
@@ -56,7 +65,7 @@ class Metrics:
 
     def add(self, name: str, value: float, *labels: str) -> None:
         """Adds `value` >= 0 to a counter."""
-        with self._writers:
+        with self._locks[name]:
             self._add(name, value, labels)
 
     def observe(self, name: str, value_seconds: float, *labels: str) -> None:
@@ -64,15 +73,16 @@ class Metrics:
 
         The difference of two times measured by different threads may be slightly negative, which is no error.
         """
-        with self._writers:
+        with self._locks[name]:
             self._observe(name, value_seconds, labels)
 
     def update(self, counts: Iterable[Sample], durations: Iterable[Sample] = ()) -> None:
-        """Adds `counts` to counters and `durations` (seconds) to histograms under one lock, as `add` and `observe`."""
-        with self._writers:
-            for sample in counts:
+        """Adds `counts` to counters and `durations` (seconds) to histograms as `add` and `observe`."""
+        for sample in counts:
+            with self._locks[sample[0]]:
                 self._add(*sample)
-            for sample in durations:
+        for sample in durations:
+            with self._locks[sample[0]]:
                 self._observe(*sample)
 
     def _add(self, name: str, value: float, labels: tuple[str, ...]) -> None:
@@ -82,10 +92,11 @@ class Metrics:
             self._counters[name][labels] += value
         except KeyError:
             self._check("counter", name, labels)
-            if self._series >= _MOST_SERIES:
-                labels = (OTHER,) * len(labels)
-            values = self._counters.setdefault(name, {})
-            self._series += labels not in values
+            with self._new_series:
+                if self._series >= _MOST_SERIES:
+                    labels = (OTHER,) * len(labels)
+                values = self._counters.setdefault(name, {})
+                self._series += labels not in values
             values[labels] = values.get(labels, 0) + value
 
     def _observe(self, name: str, seconds: float, labels: tuple[str, ...]) -> None:
@@ -121,6 +132,10 @@ class Metrics:
         if declared.kind != "counter":
             raise ValueError(f"{name} is a {declared.kind}, not a counter")
         self._before_reading()
+        return self.counted(name)
+
+    def counted(self, name: str) -> dict[tuple[str, ...], float]:
+        """As `totals`, but does not call `before_reading`: for threads that must not wait."""
         return self._counters.get(name, {}).copy()
 
     def snapshot(self) -> list[MetricFamily]:

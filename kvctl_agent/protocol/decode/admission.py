@@ -105,11 +105,13 @@ class RecvAdmission:
         """Fails the unopened rooms of a prefill instance, or of one of its ranks, that this rank cannot use.
 
         Args:
-            rank: name of the rank; rooms of other dp groups than its own do not need it. "": the whole instance.
+            rank: name of the rank, which rooms of other dp groups do not need; "": the whole instance. While no rank of
+                the instance is ready, its dp groups are unknown, and every room may need the rank.
         """
         for room in list(self.state.rooms.values()):
-            needed = not rank or rank in self.rooms.ranks_of(room)
-            if not room.transfers and room.instance == instance and needed:
+            if room.transfers or room.instance != instance:
+                continue
+            if not rank or rank in self.rooms.ranks_of(room):
                 self.rooms.fail(room, failure)
 
     def _open(self, room: RecvRoom) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.telemetry.hub import StageTimes, Telemetry, room_rows
+from kvctl_agent.telemetry.metrics import Metrics
 from kvctl_agent.telemetry.room_records import RoomRecord
 
 MS = 1_000_000
@@ -164,31 +164,52 @@ class TestNotes:
             telemetry.finish(record, 50 * MS)
             assert read(telemetry) == number
 
-    def test_a_thread_that_notes_does_not_wait_for_a_reader(
-        self, telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("where", [(StageTimes, "add"), (Metrics, "_add"), (Metrics, "_observe")])
+    def test_nobody_who_must_not_wait_waits_for_a_reader(
+        self, telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str]
     ) -> None:
         record = telemetry.rooms.open(7, 1)
         telemetry.part(record, *self.PART)
-        stages, count = telemetry.stages, StageTimes.add
-        telemetry.part(record, *self.PART)
-        reading, go_on = threading.Event(), threading.Event()
+        reading, go_on, count = threading.Event(), threading.Event(), getattr(*where)
 
         def slowly(*args: Any) -> None:
-            reading.set()
-            assert go_on.wait(10)
+            if threading.current_thread() is reader:
+                reading.set()
+                assert go_on.wait(10)
             count(*args)
 
-        monkeypatch.setattr(stages, "add", partial(slowly, stages))
-        reader = threading.Thread(target=telemetry.settle)
+        monkeypatch.setattr(*where, slowly)
+        reader = threading.Thread(target=telemetry.count_pending)
         reader.start()
         assert reading.wait(10)
         for _ in range(200):
             telemetry.part(record, *self.PART)
-            telemetry.settle(1)
-        assert record.parts == 202
+            telemetry.count_pending(1)
+            telemetry.metrics.add("kvctl_rooms_opened_total", 1)
+        assert record.parts == 201
+        assert telemetry.counted_latencies.summary()["count"] == 0
+        assert telemetry.metrics.counted("kvctl_rooms_opened_total") == {(): 200}
         go_on.set()
         reader.join()
-        assert telemetry.stages.rows()[0]["parts"] == 202
+        assert telemetry.stages.rows()[0]["parts"] == telemetry.metrics.total("kvctl_parts_total") == 201
+
+    def test_an_error_while_counting_costs_one_note(
+        self, telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        record = telemetry.rooms.open(7, 1)
+        for _ in range(3):
+            telemetry.part(record, *self.PART)
+        calls, count = iter(range(3)), StageTimes.add
+
+        def add(*args: Any) -> None:
+            if next(calls) == 1:
+                raise ZeroDivisionError
+            count(*args)
+
+        monkeypatch.setattr(StageTimes, "add", add)
+        with pytest.raises(ZeroDivisionError):
+            telemetry.count_pending()
+        assert telemetry.stages.rows()[0]["parts"] == 2
 
     def test_threads_that_note_and_read_at_once_lose_nothing(self, telemetry: Telemetry) -> None:
         record, parts = telemetry.rooms.open(7, 1), 5_000
