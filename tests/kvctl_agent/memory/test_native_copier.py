@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import shutil
@@ -250,6 +251,29 @@ class TestPool:
                 for copy in copies:
                     finish(copy)
                 assert all(map(np.array_equal, regions, wanted))
+            pool.close()
+
+    def test_copies_of_fewer_pieces_than_threads_wake_threads_enough(self, wake_fd: int) -> None:
+        """Without a thread that looks, a copy would not end: only threads copy more than 256 KiB."""
+        with filled(range(1), 64, 8, LARGE) as memory:
+            pool = NativeCopyPool(4, wake_fd).start()
+            copier = NativeCopier(pool)
+            part = memory.part_layout(0, 1, 64, 2)
+            rows = RowIndex(memory, np.random.default_rng(0).permutation(64), 0, 2)
+            by_count = [part.pieces(-(-part.region_bytes // count)) for count in (1, 2, 3)]
+            wanted = np.zeros(part.region_bytes, np.uint8)
+            finish(HostCopier(CopyPool()).gather(rows, by_count[0], spans_of(by_count[0], wanted)))
+            for wave in range(300):
+                regions = [np.zeros(part.region_bytes, np.uint8) for _ in range(1 + wave % 5)]
+                copies = [
+                    copier.gather(rows, pieces, spans_of(pieces, region))
+                    for region, pieces in zip(regions, itertools.cycle(by_count), strict=False)
+                ]
+                for copy in copies:
+                    finish(copy)
+                assert all(np.array_equal(region, wanted) for region in regions)
+                if wave % 3 == 0:
+                    time.sleep(1e-3)  # all threads sleep
             pool.close()
 
     def test_a_considerate_pool_leaves_copies_to_the_caller_while_others_compute(
