@@ -269,7 +269,7 @@ typedef struct {
     PyObject_HEAD
     pthread_mutex_t lock;
     pthread_cond_t ended;
-    sem_t queued; /* one for each piece that is queued, at most one for each thread and copy */
+    sem_t queued; /* posted once for each piece of a copy, at most once for each thread */
     Work *first, **last;
     bool ready, closing;
     int wanted, threads, running, wake_fd;
@@ -322,7 +322,7 @@ static void *run_thread(void *argument)
             if (pool->closing)
                 break;
             pthread_mutex_unlock(&pool->lock);
-            sem_wait(&pool->queued); /* also after a signal, or for a piece that another thread has taken: then it looks in vain */
+            sem_wait(&pool->queued); /* may return for a piece that another thread has taken, or after a signal: then it waits again */
             pthread_mutex_lock(&pool->lock);
             continue;
         }
@@ -545,8 +545,8 @@ static PyObject *start(Pool *self, Work *work, PyObject *kept)
         *self->last = work;
         self->last = &work->next;
         pthread_mutex_unlock(&self->lock);
-        /* No more threads are woken than there are pieces: each costs this thread microseconds, with the GIL. By a semaphore,
-         * because glibc before 2.41 may lose a signal of a condition variable (bug 25847). */
+        /* Wakes no more threads than there are pieces: each costs this thread microseconds, with the GIL. A semaphore, because
+         * glibc before 2.41 may lose a signal of a condition variable (bug 25847). */
         for (int i = 0; i < work->count && i < self->threads; i++)
             sem_post(&self->queued);
     }

@@ -85,7 +85,7 @@ class Telemetry:
         self.copying_since_ns = self.arrival_turn_ns = 0
         self.drain_began_ns = self.drain_ended_ns = 0
         self._arrived_ns = 0  # decode: time at which the latest part was in its pages
-        self._noted: deque[_PartNote | _EndNote] = deque()
+        self._noted: deque[_PartNote | _EndNote] = deque()  # not counted yet
         self._counting = threading.Lock()
 
     @property
@@ -122,8 +122,8 @@ class Telemetry:
         """Counts the parts and rooms that have been noted; any thread may call it.
 
         Args:
-            least: for a thread that notes: does nothing if fewer are noted, or if another thread counts them now, so
-                that nobody waits for a reader. With 0, all that was noted before the call is counted on return.
+            least: for threads that must not wait: does nothing if fewer are noted, or if another thread counts them
+                now. With 0, all that was noted before the call is counted on return.
         """
         if len(self._noted) < least or not self._counting.acquire(blocking=not least):
             return
