@@ -126,10 +126,7 @@ class _Round:
 
     def end(self, request_id: bytes, reply: Reply) -> None:
         """Stores the reply to a pending request."""
-        self.refuse(request_id, self.pending.pop(request_id), reply)
-
-    def refuse(self, request_id: bytes, waiting: _Pending, reply: Reply) -> None:
-        """Stores the reply to a request that is not pending, as it could not be sent."""
+        waiting = self.pending.pop(request_id)
         self.replies[waiting.index] = reply
         flight = waiting.flight
         flight.left.remove(request_id)
@@ -283,23 +280,31 @@ class Fanout:
         flight = _Flight(endpoint, set(request_ids), time.monotonic_ns() + _EXPECTED_NS)
         progress.begin(flight)
         for request_id, (index, call) in zip(request_ids, calls, strict=True):
+            progress.pending[request_id] = _Pending(index, flight, call, time.time_ns(), time.monotonic_ns())
+        for request_id, (_, call) in zip(request_ids, calls, strict=True):
             body = bodies.get(id(call))
             if body is None:
                 body = bodies[id(call)] = orjson.dumps({"cmd": call.command, "args": call.args})
-            waiting = _Pending(index, flight, call, time.time_ns(), time.monotonic_ns())
             try:
                 for part in (route, MAGIC, request_id):
                     socket.send(part, _MORE)
                 socket.send(body, _LAST)
             except zmq.Again:
                 text = "its queue is full of unanswered requests"
-                progress.refuse(request_id, waiting, _fault_reply(waiting, FaultCode.TIMEOUT, text))
-                continue
-            except zmq.ZMQError:  # no route: the connection has just been closed
-                text = "closed the connection before it was asked"
-                progress.refuse(request_id, waiting, _fault_reply(waiting, FaultCode.UNREACHABLE, text))
-                continue
-            progress.pending[request_id] = waiting
+                progress.end(request_id, _fault_reply(progress.pending[request_id], FaultCode.TIMEOUT, text))
+            except zmq.ZMQError:  # no route: libzmq has just closed the connection, and has told its monitor why
+                self._fail_closed(progress)
+                progress.fail(endpoint, FaultCode.UNREACHABLE, "closed the connection before it was asked")
+                return
+
+    def _fail_closed(self, progress: _Round) -> None:
+        """Ends the requests over connections on TCP that have failed, each with the reason."""
+        if self._handshakes is None:
+            return
+        for address, code, text in self._handshakes.errors():
+            if (failed := self._by_address.get(address)) is not None:
+                progress.fail(failed, code, text)
+                self.forget(failed)
 
     def _receive(self, progress: _Round, timeout_ns: int) -> None:
         """Waits for replies or errors, at most until the next request expires or leaves the window."""
@@ -322,10 +327,7 @@ class Fanout:
                     progress.fail(endpoint, fault.code, fault.message)
         for socket, _ in ready:
             if self._handshakes is not None and socket is self._handshakes.socket:
-                for address, code, text in self._handshakes.errors():
-                    if (failed := self._by_address.get(address)) is not None:
-                        progress.fail(failed, code, text)
-                        self.forget(failed)
+                self._fail_closed(progress)
             else:
                 self._drain(socket, progress)
 

@@ -18,7 +18,7 @@ from zmq.utils import z85
 from kvctl.client.calls import Call
 from kvctl.client.discovery import open_source, registry_source
 from kvctl.client.discovery.source import Found, SourceError
-from kvctl.client.endpoints import endpoint_of
+from kvctl.client.endpoints import Endpoint, endpoint_of
 from kvctl.client.fanout import Fanout
 from kvctl.client.fleet import Fleet
 from kvctl.client.keys import NO_KEYS, KeyNames
@@ -149,6 +149,32 @@ def test_strangers_and_former_clients_are_refused(remote: Any, keys: Keys) -> No
     keys.clients.write_text("# nobody\n")
     with pytest.raises(SourceError, match="refuses this client's key"):
         find(url_of(remote), keys.names)
+
+
+class LateFanout(Fanout):
+    """Asks when libzmq has already closed the connection."""
+
+    def _route(self, endpoint: Endpoint) -> bytes:
+        route = super()._route(endpoint)
+
+        def closed() -> bool:
+            try:
+                self._sockets[True].send_multipart([route, b"never read"], zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                return error.errno == zmq.EHOSTUNREACH
+            return False
+
+        wait_until(closed, "the connection is not closed")
+        return route
+
+
+def test_a_refusal_before_the_question_is_named_too(remote: Any, keys: Keys) -> None:
+    endpoint = endpoint_of(remote.bootstrap)
+    for names, reason in ((keys.stranger, "refuses this client's key"), (None, "requires a key: give --server-key")):
+        with LateFanout(names) as fanout:
+            replies = fanout.ask([(endpoint, Call("agents")), (endpoint, Call("hello"))], 60 * S)
+        assert [reply.fault is not None and reply.fault.code for reply in replies] == ["not-permitted"] * 2
+        assert all(reason in str(reply.fault) for reply in replies)
 
 
 def test_without_keys_the_agents_of_this_host_are_found_by_their_unix_sockets(make_fleet: Any, keys: Keys) -> None:
