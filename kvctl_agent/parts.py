@@ -283,7 +283,7 @@ def build_parts(
                 transport.progress,
                 reported.append,
                 mailbox.wake,
-                telemetry.metrics,
+                telemetry,
                 many=available_cores() > FEW_CORES,
                 checksums=checksums_of(pool, copier) if settings["checksum"] else None,
                 on_device=pool.device is not None,

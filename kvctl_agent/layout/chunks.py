@@ -96,7 +96,9 @@ class Chunk(NamedTuple):
             split: Number of transfer pages in a page of the engine.
             prefix_pages: Transfer pages of the prefix, over all ranks.
         """
-        first = self.stripe.before(self.first) - self.stripe.before(prefix_pages)
+        first = self.first - prefix_pages
+        if self.stripe.ranks > 1:
+            first = self.stripe.before(self.first) - self.stripe.before(prefix_pages)
         if split == 1:
             return pages[first : first + self.count]
         return _transfer_pages(pages, np.arange(first, first + self.count), split)

@@ -75,6 +75,7 @@ class ControlChannel:
         self._router: control_endpoints.Router | None = None
         self._router_key: zmq.Socket[bytes] | int | None = None
         self._dealers: dict[PeerAddress, control_endpoints.Dealer] = {}
+        self._dealer_keys: tuple[tuple[zmq.Socket[bytes] | int, PeerAddress], ...] = ()
         self._endpoints: dict[str, str] = {}
         self._outbox: dict[PeerAddress, list[Message]] = {}
         self._patient: dict[PeerAddress, list[tuple[Message, int]]] = {}  # with the monotonic time of `queue`
@@ -110,8 +111,8 @@ class ControlChannel:
             self._context, address.route.decode(), self._identity, codec.MAX_FRAME_BYTES, self._keys
         )
         self._close(address)
-        self.changes += 1
         self._dealers[address] = made
+        self._dealers_changed()
 
     def keep(self, peer: str, routes: Set[bytes]) -> None:
         """Closes the connections to `peer` other than to its current endpoint and to the endpoints in `routes`."""
@@ -142,8 +143,14 @@ class ControlChannel:
         self._patient.pop(address, None)
         dealer = self._dealers.pop(address, None)
         if dealer is not None:
-            self.changes += 1
+            self._dealers_changed()
             dealer.close(0)
+
+    def _dealers_changed(self) -> None:
+        self.changes += 1
+        self._dealer_keys = tuple(
+            (control_endpoints.poll_key(dealer), address) for address, dealer in self._dealers.items()
+        )
 
     def endpoint(self, peer: str) -> str:
         """Returns the endpoint of a peer; "" if it is unknown, and on prefill ranks."""
@@ -160,7 +167,7 @@ class ControlChannel:
 
     def sockets(self) -> list[zmq.Socket[bytes] | int]:
         """Returns the sockets and descriptors to poll."""
-        dealers = map(control_endpoints.poll_key, self._dealers.values())
+        dealers = [key for key, _ in self._dealer_keys]
         return [*dealers, *([self._router_key] if self._router_key is not None else [])]
 
     def queue(self, peer: str, message: Message, route: bytes = b"") -> None:
@@ -262,9 +269,9 @@ class ControlChannel:
                     yield from self._read(PeerAddress(name.decode(errors="replace"), route), frames)
                 else:  # not an agent, or a connection that another one has replaced
                     self._telemetry.metrics.add("kvctl_control_dropped_total", 1, "stranger")
-        for address, dealer in list(self._dealers.items()):
-            absent = isinstance(dealer, UnixDealer) and not dealer.connected
-            if absent or control_endpoints.poll_key(dealer) in ready:
+        for key, address in self._dealer_keys:
+            dealer = self._dealers.get(address)
+            if dealer is not None and (key in ready or (isinstance(dealer, UnixDealer) and not dealer.connected)):
                 for frames in _frames(dealer):
                     yield from self._read(address, frames)
 
@@ -285,8 +292,12 @@ class ControlChannel:
         return [Received(peer, incarnation, message, source.route) for message in messages]
 
     def _count(self, direction: str, messages: Sequence[Message]) -> None:
-        self._telemetry.metrics.update(
-            [("kvctl_control_messages_total", 1, (direction, type(message).__name__)) for message in messages]
+        kinds = list(map(type, messages))
+        self._telemetry.count(
+            [
+                ("kvctl_control_messages_total", kinds.count(kind), (direction, kind.__name__))
+                for kind in dict.fromkeys(kinds)
+            ]
         )
 
     def _log(self, peer: str, text: str) -> None:

@@ -27,7 +27,7 @@ from kvctl_agent.paths.base import Flight, Path
 from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.protocol.events import Event, PartFailed, PartSent, Transfer
 from kvctl_agent.protocol.tag import PartKind, Tag, with_checksum
-from kvctl_agent.telemetry.metrics import Metrics
+from kvctl_agent.telemetry.hub import Telemetry
 
 _ACTIVE = 4  # flights at once on few cores, where the post itself copies the bytes
 # A GPU shared by several ranks takes 120 µs to switch to another rank whenever one has no more work for it. With cores
@@ -74,7 +74,7 @@ class Transfers:
         progress: Callable[[], None],
         report: Callable[[Event], None],
         wake: Callable[[], None],
-        metrics: Metrics,
+        telemetry: Telemetry,
         *,
         many: bool = False,
         checksums: Checksums | None = None,
@@ -94,7 +94,7 @@ class Transfers:
         self._progress = progress
         self._report = report
         self._wake = wake
-        self._metrics = metrics
+        self._telemetry = telemetry
         self._queue: deque[Transfer] = deque()
         self._active: list[Flight] = []
         self._draining: list[Flight] = []
@@ -190,7 +190,7 @@ class Transfers:
         try:
             job()
         except Exception:  # reported by the function itself
-            self._metrics.add("kvctl_transport_errors_total", 1)
+            self._telemetry.metrics.add("kvctl_transport_errors_total", 1)
         self._job_running = False
         self._wake()
 
@@ -244,7 +244,7 @@ class Transfers:
         try:
             self._progress()
         except KvctlError:
-            self._metrics.add("kvctl_transport_errors_total", 1)
+            self._telemetry.metrics.add("kvctl_transport_errors_total", 1)
 
     def _begin(self, order: Transfer) -> None:
         if order.peer in self._waiting or self._must_wait(order):
@@ -338,12 +338,12 @@ class Transfers:
         if order.kind is PartKind.KV:
             flight.connection.wire_times_ns.append(moments["wire"] - moments["post"] + flight.post_ns)
             path = (order.path,)
-            self._metrics.update(
-                [
+            self._telemetry.count(
+                (
                     ("kvctl_writes_total", 1, path),
                     ("kvctl_descriptors_total", flight.descriptors, path),
                     ("kvctl_engine_posts_total", flight.posts, path),
-                ]
+                )
             )
 
     def _drain(self) -> None:
@@ -359,7 +359,7 @@ class Transfers:
         else:
             # The engine may notice that a peer is gone before its heartbeats are missed.
             code = "KV_PEER_LOST" if isinstance(error, PeerDisconnected) else "KV_TRANSPORT"
-            self._metrics.add("kvctl_transport_errors_total", 1)
+            self._telemetry.metrics.add("kvctl_transport_errors_total", 1)
         # An error of another type is a bug, which fails the part but does not end the loop.
         text = str(error) if isinstance(error, KvctlError) else f"{type(error).__name__}: {error}"
         text = f"{order.key} to {order.peer} by {order.path}: {text}"

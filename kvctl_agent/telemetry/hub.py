@@ -11,8 +11,8 @@ import threading
 import time
 from array import array
 from bisect import bisect_left, insort
-from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvctl_agent import gil
@@ -21,7 +21,7 @@ from kvctl_agent.contract.snapshots import LatencySummary, LayerRow, LayerStage,
 from kvctl_agent.contract.states import STAGES
 from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.flight_recorder import FlightRecorder
-from kvctl_agent.telemetry.metrics import Metrics, Sample
+from kvctl_agent.telemetry.metrics import Metrics, Sample, Series
 from kvctl_agent.telemetry.room_records import RoomRecord, RoomRecords
 from kvctl_agent.telemetry.transfer_times import TransferTimes
 
@@ -32,13 +32,20 @@ MAX_GROUPS = 1024
 INTERPRETER_WINDOW_NS = 10_000_000_000
 """Time spent in waits after which `InterpreterWaits` computes its figure anew."""
 
-_MOST_NOTED = 64
+_MOST_NOTED = 128
+_MOST_WAITS = 64
 _MIN_WAITS = 20
 _SLICES_OF_WINDOW = 30
 _SLICE_BITS = 4
 _SLICES = 1 << _SLICE_BITS
 _TOP_BIT = 40  # 2**40 ns are 18 minutes; longer durations count as 18 minutes
 _BUCKETS = (_TOP_BIT - _SLICE_BITS + 1) * _SLICES
+
+_Counts = defaultdict[Series, float]
+"""What is added to counters."""
+
+_Durations = defaultdict[Series, list[float]]
+"""What is added to histograms, in seconds."""
 
 _Span = tuple[int, int, float]
 """Start and end of an interval with at least one transfer in progress, and the bytes transferred in it."""
@@ -47,9 +54,9 @@ _Span = tuple[int, int, float]
 class Telemetry:
     """Telemetry of one agent; the agent's threads write it, the admin thread reads it.
 
-    What a part or a room adds to counters, histograms and rates is only noted at first. `count_pending` counts it
-    later, several parts and rooms together, mostly while the control loop has nothing else to do. Readers call it
-    before they read, so they miss nothing.
+    What a part, a room or a message adds to counters, histograms and rates is only noted at first. `count_pending`
+    counts it later, that of several rooms together, mostly while the control loop has nothing else to do. Readers call
+    it before they read, so they miss nothing.
 
     Attributes:
         copying_since_ns: decode, monotonic: start of the oldest running copy; 0: no copy runs.
@@ -85,7 +92,7 @@ class Telemetry:
         self.copying_since_ns = self.arrival_turn_ns = 0
         self.drain_began_ns = self.drain_ended_ns = 0
         self._arrived_ns = 0  # decode: time at which the latest part was in its pages
-        self._noted: deque[_PartNote | _EndNote] = deque()  # not counted yet
+        self._noted: deque[_PartNote | _EndNote | Sequence[Sample]] = deque()  # not counted yet
         self._counting = threading.Lock()
 
     @property
@@ -119,7 +126,7 @@ class Telemetry:
         return self._recent_ends
 
     def count_pending(self, least: int = 0) -> None:
-        """Counts the parts and rooms that have been noted; any thread may call it.
+        """Counts what has been noted; any thread may call it.
 
         Args:
             least: for threads that must not wait: does nothing if fewer are noted, or if another thread counts them
@@ -127,20 +134,26 @@ class Telemetry:
         """
         if len(self._noted) < least or not self._counting.acquire(blocking=not least):
             return
-        counts: list[Sample] = []
-        durations: list[Sample] = []
+        counts, durations = _Counts(int), _Durations(list)
         try:
             while self._noted:
                 note = self._noted.popleft()
                 if isinstance(note, _PartNote):
                     self._count_part(note, counts, durations)
-                else:
+                elif isinstance(note, _EndNote):
                     self._count_end(note, counts, durations)
+                else:
+                    for name, value, labels in note:
+                        counts[name, labels] += value
         finally:
             try:
                 self.metrics.update(counts, durations)
             finally:
                 self._counting.release()
+
+    def count(self, samples: Sequence[Sample]) -> None:
+        """Adds to counters, by values of at least 0, when what has been noted is counted."""
+        self._note(samples)
 
     def drain(self, on: bool) -> None:
         """Records the time at which draining starts (`on`) or stops; does nothing if that has happened already."""
@@ -187,18 +200,20 @@ class Telemetry:
         first_ready = record.part(path, nbytes, key, peer, moments, moved=forward_done_ns is not None)
         self._note(_PartNote(key[2], path, nbytes, moments, forward_done_ns, first_ready, record.opened_at))
 
-    def _note(self, note: _PartNote | _EndNote) -> None:
+    def _note(self, note: _PartNote | _EndNote | Sequence[Sample]) -> None:
         self._noted.append(note)
-        self.count_pending(_MOST_NOTED)
+        if len(self._noted) >= _MOST_NOTED:
+            self.count_pending(_MOST_NOTED)
 
-    def _count_part(self, note: _PartNote, counts: list[Sample], durations: list[Sample]) -> None:
+    def _count_part(self, note: _PartNote, counts: _Counts, durations: _Durations) -> None:
         layers, path, nbytes, moments, forward_done_ns, first_ready, opened_at = note
         last = 0
         for stage, at in moments.items():
             if last:
-                durations.append(("kvctl_stage_seconds", (at - last) / 1e9, (stage,)))
+                durations["kvctl_stage_seconds", (stage,)].append((at - last) / 1e9)
             last = at
-        counts += ("kvctl_parts_total", 1, (path,)), ("kvctl_part_bytes_total", nbytes, (path,))
+        counts["kvctl_parts_total", (path,)] += 1
+        counts["kvctl_part_bytes_total", (path,)] += nbytes
         self._stages.add(layers, path, nbytes, moments, forward_done_ns, first_ready)
         if forward_done_ns is not None:
             first = min(moments.values())
@@ -209,18 +224,18 @@ class Telemetry:
             self._arrived_ns = max(last, self._arrived_ns)
         self._rate.add(min(first, last), last, nbytes)
 
-    def _count_end(self, note: _EndNote, counts: list[Sample], durations: list[Sample]) -> None:
+    def _count_end(self, note: _EndNote, counts: _Counts, durations: _Durations) -> None:
         state, latency, overlap, at_ns = note
         if latency is not None:
             self._latencies.add(latency)
             self._rate.room(at_ns)
-            durations.append(("kvctl_room_seconds", latency / 1e9, ()))
+            durations["kvctl_room_seconds", ()].append(latency / 1e9)
             if overlap is not None:
                 hidden, exposed = overlap
-                durations.append(("kvctl_transfer_hidden_seconds", hidden / 1e9, ()))
-                durations.append(("kvctl_transfer_exposed_seconds", exposed / 1e9, ()))
+                durations["kvctl_transfer_hidden_seconds", ()].append(hidden / 1e9)
+                durations["kvctl_transfer_exposed_seconds", ()].append(exposed / 1e9)
         self._recent_ends.add(state, at_ns)
-        counts.append(("kvctl_rooms_finished_total", 1, (state,)))
+        counts["kvctl_rooms_finished_total", (state,)] += 1
 
 
 class _PartNote(NamedTuple):
@@ -271,10 +286,9 @@ class _Group:
             if first is None:
                 first = at
             if last is not None:
-                histogram = self.histograms.get(stage)
-                if histogram is None:
-                    histogram = self.histograms[stage] = LogHistogram()
-                histogram.add(at - last)
+                if stage not in self.histograms:
+                    self.histograms[stage] = LogHistogram()
+                self.histograms[stage].add(at - last)
             last = at
         if forward_done_ns is not None and first is not None and last is not None:
             self.compared += 1
@@ -422,7 +436,9 @@ class LogHistogram:
         else:
             shift = duration_ns.bit_length() - 1 - _SLICE_BITS
             # The leading bit is implied by the power of two, so only the slice bits remain.
-            bucket = min((shift << _SLICE_BITS) + (duration_ns >> shift), _BUCKETS - 1)
+            bucket = (shift << _SLICE_BITS) + (duration_ns >> shift)
+            if bucket >= _BUCKETS:
+                bucket = _BUCKETS - 1
         self._counts[bucket] += 1
         self.count += 1
 
@@ -477,7 +493,7 @@ class InterpreterWaits:
         self._waited_ns += min(asked_ns, took_ns)  # a stop of the whole process does not end the window
         self._noted.append((asked_ns, took_ns))
         ended = self._waited_ns >= INTERPRETER_WINDOW_NS
-        if ended or len(self._noted) >= _MOST_NOTED:
+        if ended or len(self._noted) >= _MOST_WAITS:
             self._count()
         if ended:
             self._end_window(self._no_core_ns)

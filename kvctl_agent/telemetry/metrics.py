@@ -17,7 +17,9 @@ from typing import Final
 from kvctl_agent.contract.metrics import METRICS_BY_NAME, Metric
 from kvctl_agent.contract.snapshots import MetricFamily, MetricSample
 
-_Key = tuple[str, tuple[str, ...]]
+Series = tuple[str, tuple[str, ...]]
+"""Name of a metric, and values of its labels."""
+
 Sample = tuple[str, float, tuple[str, ...]]
 """Name of a metric, value, and values of its labels."""
 
@@ -61,7 +63,7 @@ class Metrics:
         self._counters: dict[str, dict[tuple[str, ...], float]] = {}  # values by name and label values
         self._series = 0  # of counters
         self._histograms: dict[str, dict[tuple[str, ...], _Histogram]] = {}
-        self._gauges: dict[_Key, float | None] = {}
+        self._gauges: dict[Series, float | None] = {}
 
     def add(self, name: str, value: float, *labels: str) -> None:
         """Adds `value` >= 0 to a counter."""
@@ -74,16 +76,16 @@ class Metrics:
         The difference of two times measured by different threads may be slightly negative, which is no error.
         """
         with self._locks[name]:
-            self._observe(name, value_seconds, labels)
+            self._observe(name, (value_seconds,), labels)
 
-    def update(self, counts: Iterable[Sample], durations: Iterable[Sample] = ()) -> None:
-        """Adds `counts` to counters and `durations` (seconds) to histograms as `add` and `observe`."""
-        for sample in counts:
-            with self._locks[sample[0]]:
-                self._add(*sample)
-        for sample in durations:
-            with self._locks[sample[0]]:
-                self._observe(*sample)
+    def update(self, counts: Mapping[Series, float], durations: Mapping[Series, Iterable[float]]) -> None:
+        """Adds `counts` to counters, and `durations` (seconds) to histograms, as `add` and `observe`."""
+        for (name, labels), value in counts.items():
+            with self._locks[name]:
+                self._add(name, value, labels)
+        for (name, labels), values in durations.items():
+            with self._locks[name]:
+                self._observe(name, values, labels)
 
     def _add(self, name: str, value: float, labels: tuple[str, ...]) -> None:
         if value < 0:
@@ -99,17 +101,19 @@ class Metrics:
                 self._series += labels not in values
             values[labels] = values.get(labels, 0) + value
 
-    def _observe(self, name: str, seconds: float, labels: tuple[str, ...]) -> None:
+    def _observe(self, name: str, values: Iterable[float], labels: tuple[str, ...]) -> None:
         try:
             histogram = self._histograms[name][labels]
         except KeyError:
             histogram = _Histogram(self._check("histogram", name, labels).buckets)
             self._histograms.setdefault(name, {})[labels] = histogram
-        if seconds > 0:
-            histogram.counts[bisect_left(histogram.bounds, seconds)] += 1
-            histogram.sum += seconds
-        else:
-            histogram.counts[0] += 1
+        counts, bounds = histogram.counts, histogram.bounds
+        for seconds in values:
+            if seconds > 0:
+                counts[bisect_left(bounds, seconds)] += 1
+                histogram.sum += seconds
+            else:
+                counts[0] += 1
 
     def set(self, name: str, value: float | None, *labels: str) -> None:
         """Sets a gauge; None means that the value is unknown."""

@@ -83,7 +83,7 @@ class Bench:
             self.progress,
             report,
             lambda: self.loop.wake(),
-            telemetry.metrics,
+            telemetry,
             many=many,
             on_device=on_device,
             checksums=checksums,
