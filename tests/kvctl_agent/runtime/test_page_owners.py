@@ -75,12 +75,12 @@ def test_it_does_as_a_dictionary_would(steps: list[tuple[int, bool, list[int], i
             owners.update(dict.fromkeys(wanted, room))
 
 
-@pytest.mark.parametrize(("count", "below_s"), [(64, 60e-6), (4096, 200e-6)])
-def test_it_costs_microseconds(
-    at_best: Callable[[Callable[[], float], float], None], count: int, below_s: float
+@pytest.mark.parametrize(("count", "below"), [(64, 0.1), (4096, 0.5)])
+def test_it_costs_little_of_a_look_at_the_whole_pool(
+    at_best: Callable[[Callable[[], float], float], None], count: int, below: float
 ) -> None:
-    """10 and 31 us where nothing else runs; a look at the whole pool would take as long as it has pages."""
-    memory = PageOwners([("page", 1 << 22)])
+    """Compared with such a look in the same process: 4,096 random pages take 30 to 240 us, depending on the machine."""
+    memory, pool = PageOwners([("page", 1 << 22)]), np.zeros(1 << 22, np.int32)
     pages = np.random.default_rng(1).permutation(1 << 22)[:count].astype(np.int32)
 
     def once() -> float:
@@ -88,6 +88,9 @@ def test_it_costs_microseconds(
         for _ in range(100):
             memory.claim(7, (pages,))
             memory.release(7)
-        return (time.process_time() - began) / 100
+        claimed = time.process_time()
+        for _ in range(20):
+            pool.any()
+        return (claimed - began) / 100 / ((time.process_time() - claimed) / 20)
 
-    at_best(once, below_s)
+    at_best(once, below)
