@@ -295,6 +295,7 @@ class Fanout:
             except zmq.ZMQError:  # no route: libzmq has just closed the connection, and has told its monitor why
                 self._fail_closed(progress)
                 progress.fail(endpoint, FaultCode.UNREACHABLE, "closed the connection before it was asked")
+                self.forget(endpoint)
                 return
 
     def _fail_closed(self, progress: _Round) -> None:
