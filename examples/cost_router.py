@@ -51,8 +51,10 @@ class Agent:
     def ask(self, command: str, **args: Any) -> Any:
         self.asked += 1
         number = b"%d" % self.asked
-        self.socket.send_multipart([b"KVA1", number, json.dumps({"cmd": command, "args": args}).encode()])
-        while self.socket.poll(self.timeout_ms):
+        connected = self.socket.poll(self.timeout_ms, zmq.POLLOUT)  # no longer, once the agent has refused the key
+        if connected:
+            self.socket.send_multipart([b"KVA1", number, json.dumps({"cmd": command, "args": args}).encode()])
+        while connected and self.socket.poll(self.timeout_ms):
             _, answered, body = self.socket.recv_multipart()
             if answered == number:  # otherwise it answers an earlier request, which has timed out
                 reply = json.loads(body)

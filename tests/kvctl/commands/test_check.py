@@ -107,10 +107,10 @@ def test_who_hangs_is_critical_everywhere_and_told_once(
         hung.bind(os.fspath(socket_directory / "hung.sock"))
         hung.listen()
         start("decode-0")
-        outcome = kvctl("check", "all", "--timeout", "300ms")
+        outcome = kvctl("check", "all", "--timeout", "3s")
         assert kvctl("check", "transport", "--timeout", "300ms").code == 2
     assert outcome.code == 2
-    assert outcome.out.startswith("KVCTL CRITICAL - hung: no answer within 0.3 s")
+    assert outcome.out.startswith("KVCTL CRITICAL - hung: no answer within 3 s")
     assert outcome.out.count("hung") == 1
 
 

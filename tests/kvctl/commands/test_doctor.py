@@ -117,7 +117,7 @@ def test_who_does_not_answer_comes_first_with_what_became_of_it(
         hung.bind(os.fspath(socket_directory / "hung.sock"))
         hung.listen()
         start("decode-0")
-        outcome = kvctl("doctor", "--timeout", "300ms", "-o", "json")
+        outcome = kvctl("doctor", "--timeout", "3s", "-o", "json")
     assert outcome.code == 1
     row = json.loads(outcome.out)["data"][0]
     assert (row["rank"], row["subject"], row["agents"]) == (1, "hung", ["hung"])

@@ -99,7 +99,12 @@ def test_drain_waits_for_the_rooms(draining_agent: Any, kvctl: Any) -> None:
     assert left[0] == -1
 
 
-def test_drain_ends_when_its_time_is_up(draining_agent: Any, kvctl: Any, at_best: Any) -> None:
+def test_drain_ends_when_its_time_is_up(
+    draining_agent: Any, kvctl: Any, at_best: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvctl.commands.wait._LAST_SURVEY_NS", 60_000_000_000)  # a slow answer is no other text
+    monkeypatch.setenv("KVCTL_TIMEOUT", "60s")
+
     def took() -> float:
         draining_agent(1 << 30)
         began = time.monotonic()

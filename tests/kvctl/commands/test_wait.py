@@ -15,6 +15,13 @@ from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.errors import RequestRefused
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents that are there are waited for, however busy this machine is."""
+    monkeypatch.setattr("kvctl.commands.wait._LAST_SURVEY_NS", 60_000_000_000)
+    monkeypatch.setenv("KVCTL_TIMEOUT", "60s")
+
+
 def changing(canned: Any, name: str, *answers: dict[str, Any]) -> Any:
     """A handler of `status` that returns these answers in turn, and then the last one repeatedly."""
     rest = itertools.chain(answers, itertools.repeat(answers[-1]))

@@ -155,7 +155,8 @@ def test_a_key_that_is_taken_out_is_refused_on_its_open_connection_and_on_new_on
     assert error["code"] == "not-permitted"
     assert "removed" in error["message"]
     again = client(READER)
-    again.send("status")
+    with contextlib.suppress(zmq.Again):  # refused before it could say anything
+        again.send("status")
     assert again.answer(A_WHILE_MS) is None
     assert client(ADMIN).ask("status")["ok"]
 

@@ -74,7 +74,9 @@ def test_without_one_the_goodbye_is_proof(make_fleet: Any) -> None:
     wait(lambda: room.sends[0].state > RoomState.BOOTSTRAPPING)
     fleet.prefill[0].close(5.0)
     wait(lambda: receive.released)
-    assert fleet.decode[0].parts.machine.peers[fleet.prefill[0].name].proven_dead
+    peer = fleet.decode[0].parts.machine.peers[fleet.prefill[0].name]
+    wait(lambda: peer.state == "lost")
+    assert peer.proven_dead
     assert fleet.decode[0].parts.machine.quarantined_bytes == 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
+from kvctl.lab.tcp_ports import free_port
 from kvctl_agent.contract.keys import KeyPair, secret_text
 from kvctl_agent.errors import AdminError, ConfigError
 from kvctl_agent.protocol import bootstrap_registry as registry
@@ -36,13 +36,6 @@ def fleet_key(tmp_path: Path) -> str:
     path.touch(0o600)
     path.write_text(secret_text("fleet", pair()))
     return str(path)
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -74,9 +67,9 @@ def test_rooms_move_between_owners_of_the_key_and_its_threads_end(make_fleet: An
     assert fleet.total(fleet.prefill + fleet.decode, "kvctl_connections_refused_total") == 0
 
 
-def test_over_tcp_too(make_fleet: Any, fleet_key: str, free_port: int) -> None:
+def test_over_tcp_too(make_fleet: Any, fleet_key: str) -> None:
     fleet = make_fleet(fleet_key=fleet_key)
-    fleet.bootstrap = f"tcp://127.0.0.1:{free_port}"
+    fleet.bootstrap = f"tcp://127.0.0.1:{free_port()}"
     fleet.start()
     fleet.run(7, 8)
     fleet.check()
@@ -84,10 +77,10 @@ def test_over_tcp_too(make_fleet: Any, fleet_key: str, free_port: int) -> None:
 
 @pytest.mark.parametrize("with_key", [True, False], ids=["a stranger's key", "no key"])
 def test_registry_and_control_do_not_hear_strangers(
-    make_fleet: Any, fleet_key: str, strangers: Any, with_key: bool, free_port: int
+    make_fleet: Any, fleet_key: str, strangers: Any, with_key: bool
 ) -> None:
     fleet = make_fleet(fleet_key=fleet_key)
-    fleet.bootstrap = f"tcp://127.0.0.1:{free_port}"
+    fleet.bootstrap = f"tcp://127.0.0.1:{free_port()}"
     fleet.start()
     first = fleet.prefill[0]
     keys = load_fleet_key(fleet_key)
@@ -115,11 +108,9 @@ def test_registry_and_control_do_not_hear_strangers(
     fleet.check()
 
 
-def test_an_agent_with_another_key_does_not_join(
-    make_fleet: Any, fleet_key: str, tmp_path: Path, free_port: int
-) -> None:
+def test_an_agent_with_another_key_does_not_join(make_fleet: Any, fleet_key: str, tmp_path: Path) -> None:
     fleet = make_fleet(fleet_key=fleet_key, prefill=(1, 1))
-    fleet.bootstrap = f"tcp://127.0.0.1:{free_port}"
+    fleet.bootstrap = f"tcp://127.0.0.1:{free_port()}"
     prefill = fleet.prefill_agent(0).start()
     fleet.prefill.append(prefill)
     prefill.wait_ready(60)

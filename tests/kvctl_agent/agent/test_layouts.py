@@ -238,7 +238,11 @@ class TestEveryLayout:
         sends[0].pages(SRC, last=True)
         sends[1].pages(SRC, last=True)
         sends[1].finish()
-        assert receives[0].wait(0.3) is RoomState.TRANSFERRING  # the last stage never waits
+        deadline = time.monotonic() + 60
+        while receives[0].state is not RoomState.TRANSFERRING:  # the last stage never waits
+            assert time.monotonic() < deadline, f"the room is {receives[0].state.label}"
+            time.sleep(0.01)
+        assert receives[0].wait(0.3) is RoomState.TRANSFERRING
         assert first.telemetry.metrics.total("kvctl_parts_total") == 0
         sends[0].finish()
         assert ended([*receives, *sends]) == {RoomState.SUCCESS}

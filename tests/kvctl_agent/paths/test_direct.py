@@ -274,7 +274,7 @@ class TestRefusals:
             DirectPath(device.copies()).start(way, made.order(None, [1], [1]))
 
 
-def test_building_a_launch_costs_microseconds(ends: Any, geometry: Any, engine: str) -> None:
+def test_building_a_launch_costs_microseconds(ends: Any, geometry: Any, engine: str, at_best: Any) -> None:
     """The limit is far above the usual time, and far below that of building a table per part: 80 layers of 64 pages."""
 
     class Never:
@@ -289,8 +289,7 @@ def test_building_a_launch_costs_microseconds(ends: Any, geometry: Any, engine: 
     share = made.geometry.shares()[0]
     way, path = connection(made, share)[0], DirectPath(Nowhere())  # type: ignore[arg-type]
     order = made.order(share, np.arange(64), np.arange(64)[::-1])
-    best = min(timeit.repeat(lambda: path.start(way, order), number=100, repeat=20)) / 100
-    assert best < 100e-6, f"{best * 1e6:.1f} µs"
+    at_best(lambda: min(timeit.repeat(lambda: path.start(way, order), number=100, repeat=20)) / 100, 100e-6)
 
 
 @pytest.mark.parametrize("splits", [(1, 1), (4, 1), (1, 2)], ids=str)

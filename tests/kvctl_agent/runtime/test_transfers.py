@@ -529,6 +529,7 @@ class TestChecksums:
         self, bench: Bench, checksums: StandInChecksums
     ) -> None:
         bench.order("good", 1, share=SHARE)
+        checksums.await_begun()
         assert bench.nothing_reported()
         assert not bench.wires["good"].started
         assert not bench.transfers.drained

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import tracemalloc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -265,19 +267,20 @@ class TestFailedRooms:
         assert 0 < found["kept"] < 256
         assert FAILED_BYTES / 4 < used < FAILED_BYTES
 
-    def test_a_storm_costs_the_thread_that_runs_rooms_little(self) -> None:
+    def test_a_storm_costs_the_thread_that_runs_rooms_little(self, at_best: Any) -> None:
         """Also where each failure has a code of its own, as a peer could make them."""
         clock = FrozenClock()
         rooms = book(clock, history=0, failed=256)
+        numbers = itertools.count()
 
-        def storm(code: Callable[[int], str], first: int) -> float:
+        def storm(code: Callable[[int], str]) -> float:
             began = time.process_time()
-            for room in range(first, first + 4000):
+            for room in itertools.islice(numbers, 4000):
                 fail(rooms, clock, room, code(room))
             return (time.process_time() - began) / 4000
 
-        assert storm(lambda room: "KV_PEER_LOST", 0) < 200e-6
-        assert storm(lambda room: f"CODE_{room}", 4000) < 400e-6
+        at_best(lambda: storm(lambda room: "KV_PEER_LOST"), 200e-6)
+        at_best(lambda: storm(lambda room: f"CODE_{room}"), 400e-6)
         assert rooms.failed(1000)["kept"] == 256
 
 
