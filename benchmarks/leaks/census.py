@@ -31,7 +31,7 @@ BOUNDS = {
     r"telemetry\._rate\._spans": 4096,  # intervals of the last ten seconds
     r"telemetry\._rate\._rooms": 100_000,  # rooms of the last ten seconds
     r"telemetry\._stages\._groups": 1024,
-    r"telemetry\.(interpreter\.)?_noted": 128,  # what is not counted yet
+    r"telemetry\.(interpreter\.)?_noted": 64,  # what is not counted yet
     r"telemetry\.transfers\._by_peer\[\]\.rooms": 64 * 64,  # the latest 64 of each peer
     r"telemetry\.metrics\._.*": 1024,  # label sets, in one shard per thread
     r"machine\.peers\[\]\.ended_incarnations": 64 * 64,  # of each peer

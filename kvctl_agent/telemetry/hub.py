@@ -32,8 +32,7 @@ MAX_GROUPS = 1024
 INTERPRETER_WINDOW_NS = 10_000_000_000
 """Time spent in waits after which `InterpreterWaits` computes its figure anew."""
 
-_MOST_NOTED = 128
-_MOST_WAITS = 64
+_MOST_NOTED = 64
 _MIN_WAITS = 20
 _SLICES_OF_WINDOW = 30
 _SLICE_BITS = 4
@@ -493,7 +492,7 @@ class InterpreterWaits:
         self._waited_ns += min(asked_ns, took_ns)  # a stop of the whole process does not end the window
         self._noted.append((asked_ns, took_ns))
         ended = self._waited_ns >= INTERPRETER_WINDOW_NS
-        if ended or len(self._noted) >= _MOST_WAITS:
+        if ended or len(self._noted) >= _MOST_NOTED:
             self._count()
         if ended:
             self._end_window(self._no_core_ns)
