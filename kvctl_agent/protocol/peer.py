@@ -285,7 +285,7 @@ class Lease:
         return self.renewed_ns + self.length_ns
 
     def valid(self, now_ns: int) -> bool:
-        return now_ns <= self.renewed_ns + self.length_ns
+        return now_ns <= self.expires_ns
 
 
 class CancelToken:

@@ -435,9 +435,7 @@ class LogHistogram:
         else:
             shift = duration_ns.bit_length() - 1 - _SLICE_BITS
             # The leading bit is implied by the power of two, so only the slice bits remain.
-            bucket = (shift << _SLICE_BITS) + (duration_ns >> shift)
-            if bucket >= _BUCKETS:
-                bucket = _BUCKETS - 1
+            bucket = min((shift << _SLICE_BITS) + (duration_ns >> shift), _BUCKETS - 1)
         self._counts[bucket] += 1
         self.count += 1
 

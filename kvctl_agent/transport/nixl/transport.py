@@ -540,8 +540,6 @@ class NixlTransport:
         return self._tags_of(notified)
 
     def _tags_of(self, notified: dict[str, list[bytes]]) -> list[Arrival]:
-        if not notified:
-            return []
         return [
             Arrival(self._keys.get(sender) or _agent_name(sender), tag)
             for sender, received in notified.items()
