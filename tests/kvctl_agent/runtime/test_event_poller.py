@@ -56,12 +56,19 @@ def poller(device: HostDevice) -> tuple[EventPoller, DrivenTask]:
 
 
 @pytest.fixture
-def forwards(device: HostDevice) -> Iterator[EventPoller]:
+def resting(device: HostDevice) -> Iterator[tuple[EventPoller, DrivenTask]]:
+    """A poller whose thread the test starts."""
     made, driven = poller(device)
-    driven.start()
-    yield made
+    yield made, driven
     made.close()
     assert driven.close(30)
+
+
+@pytest.fixture
+def forwards(resting: tuple[EventPoller, DrivenTask]) -> EventPoller:
+    made, driven = resting
+    driven.start()
+    return made
 
 
 @pytest.fixture
@@ -138,9 +145,11 @@ class TestOrder:
         assert sorted(each.room for each in posted.wait(50)) == list(range(50))
         assert event.asked <= event.enough + 50  # the last look asks for each room
 
-    def test_an_event_may_be_recorded_anew_while_it_is_looked_at(self, posted: Posted, device: HostDevice) -> None:
+    def test_an_event_may_be_recorded_anew_while_it_is_looked_at(
+        self, resting: tuple[EventPoller, DrivenTask], posted: Posted, device: HostDevice
+    ) -> None:
         """For a later forward of the same stream: what was seen of the earlier one says nothing of that."""
-        forwards, driven = poller(device)
+        forwards, driven = resting
         event, between = device.engine_event(slow=NEVER), device.engine_event(slow=NEVER)
         done = threading.Event()
         event.done = done.is_set  # type: ignore[method-assign]
@@ -164,8 +173,6 @@ class TestOrder:
         assert len(posted) == 2, "its forward still runs"
         done.set()
         assert posted.wait(3)[2].pages.tolist() == [3]
-        forwards.close()
-        assert driven.close(30)
 
     def test_the_control_loop_is_told_of_a_launch_at_once(self, forwards: EventPoller, device: HostDevice) -> None:
         everything: list[ev.Event] = []
