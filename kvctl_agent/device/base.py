@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -163,6 +164,32 @@ class Batch(NamedTuple):
 
     geometry: Geometry
     blocks: Blocks
+
+    @property
+    def data(self) -> bytes:
+        """The blocks as the kernel reads them."""
+        return self.blocks.tobytes()
+
+    @property
+    def summary(self) -> tuple[int, int]:
+        """Bitwise or of all addresses, which shows their common alignment; and a bound of the pages of a block.
+
+        The bound is the bitwise or of the page counts: at least their maximum, and equal to it if all are equal.
+        """
+        source, target, _, _, pages = np.bitwise_or.reduce(self.blocks).tolist()
+        return source | target, pages
+
+
+class KeptBatch(Batch):
+    """A batch that is launched again and again, so that what a launch needs of its blocks is computed once."""
+
+    @cached_property
+    def data(self) -> bytes:
+        return super().data
+
+    @cached_property
+    def summary(self) -> tuple[int, int]:
+        return super().summary
 
 
 class Table:

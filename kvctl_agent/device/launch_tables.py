@@ -26,7 +26,8 @@ class UploadSlot:
     __slots__ = ("device", "host", "memory", "page_ids", "until", "words")
 
     def __init__(self, host: int, device: int, nbytes: int) -> None:
-        memory = self.memory = memoryview((ctypes.c_uint8 * nbytes).from_address(host))
+        pinned = memoryview((ctypes.c_uint8 * nbytes).from_address(host))
+        memory = self.memory = np.ndarray(nbytes, np.uint8, pinned).data  # bytes cannot be assigned to that of ctypes
         self.host, self.device = host, device
         self.words: Blocks = np.ndarray(nbytes // 8, np.int64, memory)
         self.page_ids: PageIds = np.ndarray(nbytes // 4, np.int32, memory)

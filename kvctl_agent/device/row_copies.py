@@ -13,8 +13,6 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from kvctl_agent.device.base import Batch, BlockRanges, Event, Geometry, PageIds
 from kvctl_agent.device.driver import Context, checked, load, load_short_calls
 from kvctl_agent.device.events import EventPool
@@ -232,9 +230,9 @@ class CudaRowCopies:
                     _RANGE.pack_into(slot.memory, at, *entry)
                     at += RANGE_BYTES
             else:
-                blocks = each.blocks
-                slot.words[at // 8 : at // 8 + blocks.size] = blocks.reshape(-1)
-                at += blocks.nbytes
+                data = each.data
+                slot.memory[at : at + len(data)] = data
+                at += len(data)
         slot.page_ids[at // 4 : at // 4 + len(pages)] = pages
         end = at + pages.nbytes
         sum_at = 0
@@ -272,13 +270,11 @@ class CudaRowCopies:
             checked(self._driver.cuStreamWaitEvent(self._stream, uploaded.handle, 0), "cannot make a stream wait")
 
     def _copy_batch(self, batch: Batch, blocks_at: int, pages_at: int, programs: int | None, sum_at: int) -> None:
-        geometry, blocks = batch
-        # One pass instead of three. The bitwise or of the page counts is at least their maximum, and equal to it if all
-        # counts are equal.
-        source, target, _, _, pages = np.bitwise_or.reduce(blocks).tolist()
-        launch = self._kernel(geometry, source | target, programs is not None, False, sum_at != 0)
-        tiles = launch.tiles(pages, len(blocks))
-        self._launch(launch, blocks_at, 0, pages_at, tiles * len(blocks), tiles, 1, programs, sum_at)
+        bits, pages = batch.summary
+        blocks = len(batch.blocks)
+        launch = self._kernel(batch.geometry, bits, programs is not None, False, sum_at != 0)
+        tiles = launch.tiles(pages, blocks)
+        self._launch(launch, blocks_at, 0, pages_at, tiles * blocks, tiles, 1, programs, sum_at)
 
     def _copy_ranges(
         self, block_ranges: BlockRanges, ranges_at: int, pages_at: int, programs: int | None, sum_at: int

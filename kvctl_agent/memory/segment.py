@@ -18,6 +18,7 @@ from kvctl_agent.contract.choices import HOST
 from kvctl_agent.contract.values import layer_range
 from kvctl_agent.device.base import PageIds
 from kvctl_agent.errors import MemoryLayoutError
+from kvctl_agent.layout.page_indices import extent
 from kvctl_agent.layout.parallel import LocalShard
 from kvctl_agent.memory.addresses import PlaneStrides, SegmentAddresses
 from kvctl_agent.memory.allocations import Bytes
@@ -187,8 +188,7 @@ class RowIndex:
             raise MemoryLayoutError(
                 f"pages: {raw_pages.dtype} {raw_pages.shape}, expected a non-empty list of integers"
             )
-        # For page lists of the length of a prompt, `min` and `max` take four times as long.
-        low, high = raw_pages.item(raw_pages.argmin()), raw_pages.item(raw_pages.argmax())
+        low, high = extent(raw_pages)
         if low < 0 or high >= memory.num_slots:
             noun = "item" if memory.shard.segment.state else "page"
             raise MemoryLayoutError(

@@ -12,8 +12,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from kvctl_agent.device.base import Batch, Geometry, RowCopies
+from kvctl_agent.device.base import Batch, Geometry, KeptBatch, RowCopies
 from kvctl_agent.errors import DeviceError, MemoryLayoutError, TransportError
+from kvctl_agent.layout.page_indices import extent
 from kvctl_agent.memory.device_copier import page_strides
 from kvctl_agent.paths.base import Flight
 from kvctl_agent.paths.peer_connection import MappedMemory, Numbers, PeerConnection, SegmentPair
@@ -139,7 +140,7 @@ class Route:
         blocks = np.empty((len(addrs), 5), np.int64)
         blocks[:, :2] = addrs
         blocks[:, 2:] = 0, pages, pages
-        return Batch(self._geometry, blocks)
+        return KeptBatch(self._geometry, blocks)
 
 
 def routes(segment: SegmentPair, src_head: int, dst_head: int, heads: int) -> tuple[Route, ...]:
@@ -172,13 +173,11 @@ def geometries(segments: Iterable[SegmentPair]) -> set[Geometry]:
 def check_pages(segment: SegmentPair, src: Pages, dst: Pages) -> None:
     """Raises MemoryLayoutError for a page outside its pool; a kernel that writes to a wrong address faults the GPU."""
     for pages, side in ((src, segment.local), (dst, segment.remote)):
-        # As unsigned numbers, negative ones are too large. `argmax`, as in `RowIndex`, takes half as long but releases
-        # the GIL.
-        if np.maximum.reduce(pages.view(np.uint32)) >= side.num_slots:
+        least, most = extent(pages)
+        if least < 0 or most >= side.num_slots:
             owner = "the local pool" if side is segment.local else "the peer's pool"
             raise MemoryLayoutError(
-                f"{side.shard.segment.name}: pages {pages.min()} to {pages.max()} are not all in {owner} of "
-                f"{side.num_slots} pages"
+                f"{side.shard.segment.name}: pages {least} to {most} are not all in {owner} of {side.num_slots} pages"
             )
 
 

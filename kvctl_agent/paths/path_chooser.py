@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from kvctl_agent.contract.choices import BULK, DIRECT, SLICE, STAGED
 from kvctl_agent.contract.connection_cost import ConnectionCost
+from kvctl_agent.layout.page_indices import count_runs
 from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.layout.shape import ModelShape, segments
 from kvctl_agent.paths.contiguous_runs import PlaneRuns, contiguous_runs, whole_pages
@@ -168,8 +169,8 @@ class PathChooser:
             staged += self.copy.scatter_us(cells * plane.page_bytes, plane.scatter_bytes)
         costs = {STAGED: staged * _STAGED_FACTOR + _STAGED_FIXED_US}
         if self._whole_pages(share, runs):
-            consecutive = 1 + int(np.count_nonzero(np.diff(np.sort(dst_pages)) != 1)) if pages else 1
-            descriptors = layers * sum(consecutive if plane.adjacent else pages for plane in runs)
+            each = count_runs(dst_pages) if any(plane.adjacent for plane in runs) else pages
+            descriptors = layers * sum(each if plane.adjacent else pages for plane in runs)
             costs[BULK] = self.connection.write_us(descriptors, nbytes)
         else:
             costs[SLICE] = self.connection.write_us(sum(plane.per_page for plane in runs) * cells, nbytes)

@@ -18,6 +18,7 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LayoutError, LocalProtocolError
 from kvctl_agent.layout import plan_inputs
 from kvctl_agent.layout.chunks import Chunk
+from kvctl_agent.layout.page_indices import single
 from kvctl_agent.layout.plan import (
     TransferSlice,
     aux_writer,
@@ -174,7 +175,7 @@ class RecvAdmission:
         finals: dict[FinalKey, tuple[TransferSlice | None, ev.Pages]] = {}
         if opening.aux_index >= 0:
             key = PartKey(aux_writer(inputs, room.room, reader), 0, 0, 0)
-            finals[PartKind.AUX, key] = None, np.array([opening.aux_index], np.int32)
+            finals[PartKind.AUX, key] = None, single(opening.aux_index)
         if any(opening.states):
             components = [segment.index for segment in inputs.segments if segment.state]
             asked = [index for index, items in zip(components, opening.states, strict=False) if items]

@@ -17,6 +17,7 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import encodable
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.chunks import Chunk
+from kvctl_agent.layout.page_indices import extent, single
 from kvctl_agent.layout.plan import (
     aux_writer,
     keeper,
@@ -44,6 +45,7 @@ from kvctl_agent.protocol.prefill.send_room import NO_PAGES, Final, PeerTransfer
 from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey
 
 MAX_CHUNKS = 1 << 16  # of one room
+_INDEX = np.dtype("<i4")
 DRAINING = "KV_DRAINING"
 
 _M = TypeVar("_M", msg.RoomOpen, msg.RoomKept)
@@ -266,8 +268,8 @@ class SendAdmission:
         """
         finals: list[Final] = []
         if message.aux_index >= 0 and aux_writer(inputs, message.room, reader) == self.context.rank:
-            row = np.array([message.aux_index], np.int32)
-            finals.append(Final(PartKind.AUX, PartKey(self.context.rank, 0, 0, 0), None, row))
+            key = PartKey(self.context.rank, 0, 0, 0)
+            finals.append(Final(PartKind.AUX, key, None, single(message.aux_index)))
         if not message.states:
             return {(final.kind, final.key): final for final in finals}
         components = [segment for segment in inputs.segments if segment.state]
@@ -341,9 +343,11 @@ def _indices(data: bytes, count: int, limit: int, what: str, peer: str) -> ev.Pa
     """
     if len(data) != 4 * count:
         raise LayoutError(f"{len(data)} bytes of numbers for {what}")
-    numbers = np.frombuffer(data, dtype="<i4")
-    if len(numbers) and int(np.frombuffer(data, dtype="<u4").max()) >= min(limit, 1 << 31):  # also a negative one
-        raise LayoutError(f"{what}: {numbers.min()}..{numbers.max()} is outside {peer}'s pool of {limit}")
+    numbers = np.frombuffer(data, _INDEX)
+    if count:
+        least, most = extent(numbers)
+        if least < 0 or most >= limit:
+            raise LayoutError(f"{what}: {least}..{most} is outside {peer}'s pool of {limit}")
     return numbers
 
 

@@ -16,6 +16,7 @@ from kvctl_agent.contract.choices import BULK, STAGED
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import layer_range
 from kvctl_agent.errors import LayoutError, LocalProtocolError
+from kvctl_agent.layout.page_indices import single
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.machine import MachineContext
@@ -270,7 +271,7 @@ class Dispatch:
 
     def _queue_final(self, room: SendRoom, transfer: PeerTransfer, final: Final) -> None:
         aux = final.kind is PartKind.AUX
-        source = np.array([room.aux_src], np.int32) if aux else self._items(room, final)
+        source = single(room.aux_src) if aux else self._items(room, final)
         if len(source) != len(final.dst) or (aux and room.aux_src < 0):
             what = "an aux row" if aux else f"{len(final.dst)} items of state {self.rooms.component(final).name}"
             given = "none" if aux else str(len(source))
