@@ -143,6 +143,9 @@ class GilSharing:
     A thread that computes makes every wake-up late. The least late of the last few counts, because single ones have
     other causes: the thread that has the GIL may be without a core. The time in which the kernel had no core for the
     loop's thread is subtracted.
+
+    The thread's CPU time is asked for only while another thread runs Python: it is a system call, which takes 10 µs
+    where caches are cold.
     """
 
     def __init__(self) -> None:
@@ -156,36 +159,37 @@ class GilSharing:
         """Whether another thread runs Python almost without a pause."""
         return self._cost_ns >= _CONTENDED_NS
 
-    def plan(self, wait_s: float, now_ns: int, cpu_ns: int) -> tuple[float, bool]:
+    def plan(self, wait_s: float, now_ns: int) -> tuple[float, bool]:
         """Returns how many seconds to wait, and whether to keep the GIL meanwhile.
 
         Args:
             wait_s: seconds after which the next turn is due; 0 if there is work already.
             now_ns: time on the monotonic clock.
-            cpu_ns: CPU time of the loop's thread.
         """
-        if now_ns - self._since_ns - (cpu_ns - self._cpu_ns) - self._waited_ns >= _CONTENDED_NS:
-            self._acquired(now_ns, cpu_ns)  # the thread has waited in a call, while the engine's thread had the GIL
         contended = self.contended
+        held_ns = now_ns - self._since_ns - self._waited_ns
+        if contended and held_ns >= _CONTENDED_NS and held_ns - (time.thread_time_ns() - self._cpu_ns) >= _CONTENDED_NS:
+            self._acquired(now_ns)  # the thread has waited in a call, while the engine's thread had the GIL
         wait_ns = int(wait_s * 1e9)
         if (contended or not wait_ns) and now_ns + wait_ns <= self._since_ns + _HOLD_NS:
             self._waited_ns += wait_ns
             return wait_s, True
         return max(wait_s, self._cost_ns * 1e-9) if contended and wait_ns else wait_s, False
 
-    def released(self, asked_ns: int, took_ns: int, now_ns: int, cpu_ns: int) -> None:
+    def released(self, asked_ns: int, took_ns: int, now_ns: int) -> None:
         """Notes a wait without the GIL.
 
         Args:
             asked_ns: time limit of the wait.
             took_ns: duration of the wait; a wait that ended before its limit shows nothing about the GIL.
             now_ns: end of the wait on the monotonic clock.
-            cpu_ns: CPU time of the loop's thread.
         """
-        self._acquired(now_ns, cpu_ns)
         late_ns = took_ns - asked_ns
-        if not asked_ns or late_ns < 0:
-            return
+        if asked_ns and late_ns >= 0:
+            self._note_late(late_ns)
+        self._acquired(now_ns)
+
+    def _note_late(self, late_ns: int) -> None:
         if late_ns >= _CONTENDED_NS:
             before_ns, self._no_core_ns = self._no_core_ns, no_core_ns()
             if before_ns is None:
@@ -196,11 +200,13 @@ class GilSharing:
 
     def yield_if_due(self) -> None:
         """Lets the engine's thread run if it computes and this thread has had the GIL for long."""
-        if self._cost_ns >= _CONTENDED_NS and not self.plan(0.0, time.monotonic_ns(), time.thread_time_ns())[1]:
+        if self._cost_ns >= _CONTENDED_NS and not self.plan(0.0, time.monotonic_ns())[1]:
             since_ns = time.monotonic_ns()
             time.sleep(_YIELD_NS * 1e-9)
             now_ns = time.monotonic_ns()
-            self.released(_YIELD_NS, now_ns - since_ns, now_ns, time.thread_time_ns())
+            self.released(_YIELD_NS, now_ns - since_ns, now_ns)
 
-    def _acquired(self, now_ns: int, cpu_ns: int) -> None:
-        self._since_ns, self._cpu_ns, self._waited_ns = now_ns, cpu_ns, 0
+    def _acquired(self, now_ns: int) -> None:
+        self._since_ns, self._waited_ns = now_ns, 0
+        if self.contended:
+            self._cpu_ns = time.thread_time_ns()

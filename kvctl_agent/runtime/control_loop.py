@@ -378,7 +378,7 @@ class ControlLoop:
             pause_s: seconds to wait at most; more if the GIL is contended.
             due_s: the same without the pause between two looks for tags, which the transport may make itself.
         """
-        wait_s, held = self._sharing.plan(pause_s, time.monotonic_ns(), time.thread_time_ns())
+        wait_s, held = self._sharing.plan(pause_s, time.monotonic_ns())
         if held:
             return self._descriptors.wait(wait_s, held=True)
         if self._sharing.contended and (not wait_s or self._descriptors.wait(0.0, held=True)):
@@ -404,7 +404,7 @@ class ControlLoop:
         """Notes a wait without the GIL, begun at `since_ns` with a time limit of `asked_s` seconds."""
         now_ns = time.monotonic_ns()
         asked_ns, took_ns = int(asked_s * 1e9), now_ns - since_ns
-        self._sharing.released(asked_ns, took_ns, now_ns, time.thread_time_ns())
+        self._sharing.released(asked_ns, took_ns, now_ns)
         self._telemetry.interpreter.note(asked_ns, took_ns)
 
     def _register_sockets(self) -> None:

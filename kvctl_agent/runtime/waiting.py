@@ -6,6 +6,8 @@ import ctypes
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 _PR_SET_TIMERSLACK = 29
 _POLLIN = 1
 _libc = ctypes.CDLL(None)
@@ -49,6 +51,7 @@ class DescriptorWait:
     def __init__(self, descriptors: Sequence[int]) -> None:
         self._count = len(descriptors)
         self.polled = (_PollFd * self._count)(*(_PollFd(fd, _POLLIN, 0) for fd in descriptors))
+        self._revents = np.ndarray(4 * self._count, np.int16, memoryview(self.polled)).data[3::4]
         self._timeout = _TimeSpec()
         self._timeout_at = ctypes.byref(self._timeout)
 
@@ -69,7 +72,7 @@ class DescriptorWait:
 
     def readable(self) -> list[int]:
         """Returns the indices of the descriptors that the latest poll of `polled` found readable."""
-        return [index for index, polled in enumerate(self.polled) if polled.revents]
+        return [index for index, events in enumerate(self._revents.tolist()) if events]
 
 
 def minimize_timer_slack() -> None:

@@ -296,6 +296,8 @@ class Transport(Protocol):
     def wait_for_tags(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> int | None:
         """Waits without the GIL until a tag has arrived, which `arrivals` will return, or a descriptor is readable.
 
+        It looks for tags at once, and again after each pause. `arrivals` does not look again just after the wait.
+
         Args:
             polled: Array of `struct pollfd`; their `revents` are set.
             timeout_s: Limit of the wait in seconds.

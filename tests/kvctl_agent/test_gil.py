@@ -28,29 +28,45 @@ def no_core_ns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 class Loop:
-    """A control loop on a clock of its own, whose waits without the GIL end `late_ns` late."""
+    """A control loop on a clock of its own, whose waits without the GIL end `late_ns` late.
 
-    def __init__(self) -> None:
+    Attributes:
+        asked: how often the thread's CPU time was asked for.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_ns = self.cpu_ns = 5 * MS
+        self.slept_s: list[float] = []
+        self.asked = 0
+        clock = SimpleNamespace(sleep=self.sleep, monotonic_ns=lambda: self.now_ns, thread_time_ns=self.thread_time_ns)
+        monkeypatch.setattr(gil, "time", clock)
         self.sharing = GilSharing()
         self.release(0, 0)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept_s.append(seconds)
+        self.now_ns += round(seconds * 1e9) + 5 * MS
+
+    def thread_time_ns(self) -> int:
+        self.asked += 1
+        return self.cpu_ns
 
     def work(self, ns: int) -> None:
         self.now_ns += ns
         self.cpu_ns += ns
 
     def plan(self, wait_s: float) -> tuple[float, bool]:
-        return self.sharing.plan(wait_s, self.now_ns, self.cpu_ns)
+        return self.sharing.plan(wait_s, self.now_ns)
 
     def release(self, asked_ns: int, late_ns: int, times: int = 1) -> None:
         for _ in range(times):
             self.now_ns += asked_ns + late_ns
-            self.sharing.released(asked_ns, asked_ns + late_ns, self.now_ns, self.cpu_ns)
+            self.sharing.released(asked_ns, asked_ns + late_ns, self.now_ns)
 
 
 @pytest.fixture
-def loop(no_core_ns: list[int]) -> Loop:
-    return Loop()
+def loop(no_core_ns: list[int], monkeypatch: pytest.MonkeyPatch) -> Loop:
+    return Loop(monkeypatch)
 
 
 @pytest.fixture
@@ -74,6 +90,14 @@ def test_a_poll_keeps_the_gil_until_the_acquisition_is_old(loop: Loop) -> None:
     assert loop.plan(0.0) == (0.0, False)
     loop.release(0, 0)
     assert loop.plan(0.0) == (0.0, True)
+
+
+def test_alone_the_cpu_time_is_not_asked_for(loop: Loop) -> None:
+    for _ in range(20):
+        loop.work(10 * HOLD_NS)
+        assert not loop.plan(1e-3)[1]
+        loop.release(1 * MS, 60 * US)
+    assert not loop.asked
 
 
 def test_beside_a_thread_that_computes_a_short_wait_keeps_the_gil(contended: Loop) -> None:
@@ -137,31 +161,17 @@ def test_a_stop_of_the_process_prolongs_no_wait_by_seconds(contended: Loop) -> N
 
 
 class TestYielding:
-    @pytest.fixture
-    def slept_s(self, contended: Loop, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-        slept: list[float] = []
-
-        def sleep(seconds: float) -> None:
-            slept.append(seconds)
-            contended.now_ns += round(seconds * 1e9) + 5 * MS
-
-        clock = SimpleNamespace(
-            sleep=sleep, monotonic_ns=lambda: contended.now_ns, thread_time_ns=lambda: contended.cpu_ns
-        )
-        monkeypatch.setattr(gil, "time", clock)
-        return slept
-
-    def test_the_engines_thread_runs_between_long_pieces_of_work(self, contended: Loop, slept_s: list[float]) -> None:
+    def test_the_engines_thread_runs_between_long_pieces_of_work(self, contended: Loop) -> None:
         for _ in range(10):
             contended.work(HOLD_NS * 2 // 5)
             contended.sharing.yield_if_due()
-        assert slept_s == [100e-6] * 3
+        assert contended.slept_s == [100e-6] * 3
 
-    def test_alone_nobody_waits_for_the_gil(self, contended: Loop, slept_s: list[float]) -> None:
+    def test_alone_nobody_waits_for_the_gil(self, contended: Loop) -> None:
         contended.release(1 * MS, 0)
         contended.work(10 * HOLD_NS)
         contended.sharing.yield_if_due()
-        assert slept_s == []
+        assert contended.slept_s == []
 
 
 def schedstat_files() -> int:

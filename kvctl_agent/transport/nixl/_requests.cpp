@@ -168,28 +168,28 @@ void library_dealloc(PyObject *object)
 
 constexpr int64_t kLongestPauseNs = 1000000;
 
-/* Looks for tags after pauses of `pause_ns`, or of 1 / `share` of the wait so far if that is longer, until there are some, NIXL fails,
- * a descriptor is readable, a signal comes, or the time is up. */
+/* Looks for tags, at once and after pauses of `pause_ns`, or of 1 / `share` of the wait so far if that is longer, until there are some,
+ * NIXL fails, a descriptor is readable, a signal comes, or the time is up. The descriptors are always polled, too. */
 void wait_for_tags(const Library *library, pollfd *polled, size_t count, int64_t timeout_ns, int64_t pause_ns, int64_t share,
                    Tags &tags) noexcept
 {
     int64_t since = now_ns();
     for (;;) {
-        int64_t waited = now_ns() - since, left = std::max<int64_t>(timeout_ns - waited, 0);
-        int64_t pause = std::min(left, std::max(pause_ns, std::min(waited / share, kLongestPauseNs)));
-        timespec at = {time_t(pause / 1000000000), long(pause % 1000000000)};
-        int readable = ppoll(polled, count, &at, nullptr);
-        if (readable < 0)
-            for (size_t i = 0; i < count; i++)
-                polled[i].revents = 0;
-        if (readable)
-            return;
         int status = kBackend;
         try {
             status = library->functions.tags(library->agent, tags, nullptr);
         } catch (...) {
         }
-        if (status != kSuccess || !tags.empty() || pause == left)
+        int64_t waited = now_ns() - since, left = timeout_ns - waited, pause = 0;
+        bool ended = status != kSuccess || !tags.empty() || left <= 0;
+        if (!ended)
+            pause = std::min(left, std::max(pause_ns, std::min(waited / share, kLongestPauseNs)));
+        timespec at = {time_t(pause / 1000000000), long(pause % 1000000000)};
+        int readable = ppoll(polled, count, &at, nullptr);
+        if (readable < 0)
+            for (size_t i = 0; i < count; i++)
+                polled[i].revents = 0;
+        if (readable || ended)
             return;
     }
 }
@@ -736,8 +736,8 @@ PyGetSetDef requests_getset[] = {
 PyMethodDef library_methods[] = {
     {"wait", library_wait, METH_VARARGS,
      "wait(polled, timeout_ns, pause_ns, share): waits without the GIL until one of an array of struct pollfd is ready or there are tags, for\n"
-     "which it looks after each pause; a pause is 1 / share of the wait so far, but not shorter than pause_ns. Returns the tags by the sender's\n"
-     "name, and the monotonic time at which it had ended."},
+     "which it looks at once and after each pause; a pause is 1 / share of the wait so far, but not shorter than pause_ns. Returns the tags by\n"
+     "the sender's name, and the monotonic time at which it had ended."},
     {"tell", library_tell, METH_VARARGS, "tell(peer, tag): sends a tag; returns NIXL's status."},
     {nullptr, nullptr, 0, nullptr},
 };

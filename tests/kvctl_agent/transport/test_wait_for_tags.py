@@ -57,6 +57,37 @@ def test_it_ends_when_a_tag_has_arrived(pair: Pair, waiting: Waiting) -> None:
     assert agent.transport.arrivals() == []
 
 
+def test_a_tag_that_has_arrived_is_found_at_once(pair: Pair, waiting: Waiting, pipe: tuple[int, int]) -> None:
+    """Whether descriptors are readable is known then, too: otherwise tags could keep messages waiting for ever."""
+    agent, peer = pair
+    for readable in ([0], []):
+        peer.ask("tell", peer="writer", tag=b"early".hex())
+        if readable:
+            os.write(pipe[1], b"x")
+        deadline = time.monotonic() + 30
+        while not agent.transport._landed and time.monotonic() < deadline:
+            since = time.monotonic()
+            assert waiting(1e-9, pause_s=60.0) == readable
+            assert time.monotonic() - since < 30
+        assert agent.transport.arrivals() == [Arrival("peer", b"early")]
+        if readable:
+            os.read(pipe[0], 1)
+
+
+def test_tags_are_not_looked_for_again_just_after_a_wait(
+    pair: Pair, waiting: Waiting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport, looks = pair.agent.transport, []
+    monkeypatch.setattr(type(transport), "_notified", lambda self: looks.append(1) or [])
+    waiting(1e-9)
+    monkeypatch.setattr(transport, "_looked_ns", time.monotonic_ns() + 1_000_000_000)  # as if no time passed
+    assert transport.arrivals() == transport.arrivals() == []
+    assert not looks
+    monkeypatch.setattr(transport, "_looked_ns", time.monotonic_ns() - 1_000_000_000)
+    transport.arrivals()
+    assert looks
+
+
 def test_it_ends_when_a_descriptor_is_readable(waiting: Waiting, pipe: tuple[int, int]) -> None:
     os.write(pipe[1], b"x")
     assert waiting(pause_s=60.0) == [0]
