@@ -22,6 +22,7 @@ from kvctl_agent.contract.values import encodable, integer, layer_range, shown
 from kvctl_agent.device.base import Device, Event
 from kvctl_agent.errors import LayoutError, LocalProtocolError
 from kvctl_agent.layout.chunks import page_count, prefix_pages
+from kvctl_agent.layout.page_indices import extent
 from kvctl_agent.layout.sizes import as_list, check_size
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.machine import RECALLED
@@ -171,7 +172,7 @@ class PoolLimits(NamedTuple):
     def pages(self, room: int, indices: Any) -> ev.Pages:
         """Returns page indices of this rank's pool as an int32 array."""
         pages = page_array(indices, f"room {room}: pages")
-        if len(pages) and int(pages.max()) >= self.num_pages:
+        if len(pages) and extent(pages)[1] >= self.num_pages:
             raise LocalProtocolError(f"room {room}: page {pages.max()} is outside the pool of {self.num_pages}")
         return pages
 
@@ -197,7 +198,7 @@ class PoolLimits(NamedTuple):
             )
         arrays = tuple(page_array(items, f"room {room}: state_indices") for items in lists)
         for items, slots in zip(arrays, self.state_slots, strict=False):
-            if len(items) and slots and int(items.max()) >= slots:
+            if len(items) and slots and extent(items)[1] >= slots:
                 raise LocalProtocolError(f"room {room}: state item {items.max()} is outside the pool's {slots}")
         return tuple(items if slots else items[:0] for items, slots in zip(arrays, self.state_slots, strict=False))
 
@@ -216,7 +217,7 @@ class PoolLimits(NamedTuple):
         arrays = [page_array(pages, f"room {room}: group_pages", absent) for pages in given]
         arrays += [np.empty(0, np.int32)] * (len(self.group_slots) - len(arrays))
         for pages, slots in zip(arrays, self.group_slots, strict=True):
-            if len(pages) and slots and int(pages.max()) >= slots:
+            if len(pages) and slots and extent(pages)[1] >= slots:
                 raise LocalProtocolError(f"room {room}: page {pages.max()} is outside the group's pool of {slots}")
         return tuple(pages if slots else pages[:0] for pages, slots in zip(arrays, self.group_slots, strict=True))
 
@@ -623,6 +624,7 @@ def page_array(indices: Any, name: str = "pages", minimum: int = 0) -> ev.Pages:
         raise LocalProtocolError(
             f"{name}: {shown(indices)} ({pages.dtype} {pages.shape}) is not a flat list of integers"
         )
-    if int(pages.min()) < minimum or int(pages.max()) > _MAX_PAGE:
-        raise LocalProtocolError(f"{name}: {pages.min()}..{pages.max()} are not in {minimum}..{_MAX_PAGE}")
+    least, most = extent(pages)
+    if least < minimum or most > _MAX_PAGE:
+        raise LocalProtocolError(f"{name}: {least}..{most} are not in {minimum}..{_MAX_PAGE}")
     return pages.astype(np.int32)  # a copy: the engine may reuse its array at once

@@ -8,9 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvctl_agent.errors import LocalProtocolError
+from kvctl_agent.layout.page_indices import FEW, single
 from kvctl_agent.protocol import events as ev
 
-_Claim = tuple[str, ev.Pages, npt.NDArray[np.intp]]
+_Numbers = list[int] | npt.NDArray[np.intp]
+"""Indices; a list if they are few, whose places are looked at one by one."""
+
+_Claim = tuple[str, ev.Pages, _Numbers]
 """Name of a kind of memory, its array of `PageOwners._places`, and the indices in it that the room owns."""
 
 
@@ -27,7 +31,7 @@ class PageOwners:
 
     def __init__(self, kinds: Sequence[tuple[str, int]]) -> None:
         self._names = [name for name, _ in kinds]
-        # 0 if free, else 1 + index in the list that the room passed.
+        # 0 if free, else another number: of many indices 1 + index in the list that the room passed.
         self._places: list[ev.Pages] = [np.zeros(count, np.int32) for _, count in kinds]
         self._rooms: dict[int, list[_Claim]] = {}
 
@@ -42,26 +46,21 @@ class PageOwners:
         """
         # The cost depends on these numbers only, not on the size of the pool. numpy would convert indices of another
         # type than intp in every step.
-        found = [
-            (name, places, numbers.astype(np.intp))
+        found: list[_Claim] = [
+            (name, places, numbers.tolist() if len(numbers) <= FEW else numbers.astype(np.intp))
             for name, places, numbers in zip(self._names, self._places, wanted, strict=False)
             if len(numbers)
         ]
         for name, places, numbers in found:
-            taken = places.take(numbers)
-            if taken.any():
-                number = int(numbers[taken.argmax()])
+            if (number := _first_taken(places, numbers)) is not None:
                 raise LocalProtocolError(
                     f"room {room}: {name} {number} belongs to room {self._owner(name, number)}, which may still be "
                     "written to: give it to another room when that one has succeeded or is released"
                 )
         for name, places, numbers in found:
-            order = np.arange(1, len(numbers) + 1, dtype=np.int32)
-            places[numbers] = order
-            again = places.take(numbers) != order  # of a repeated number the last index was stored
-            if again.any():
+            if (number := _take(places, numbers)) is not None:
                 self._free(found)
-                raise LocalProtocolError(f"room {room}: {name} {numbers[again.argmax()]} is given twice")
+                raise LocalProtocolError(f"room {room}: {name} {number} is given twice")
         self._rooms[room] = found
 
     @property
@@ -75,7 +74,12 @@ class PageOwners:
 
     def _free(self, claims: Iterable[_Claim]) -> None:
         for _, places, numbers in claims:
-            places[numbers] = 0
+            if isinstance(numbers, list):
+                each = places.data
+                for number in numbers:
+                    each[number] = 0
+            else:
+                places[numbers] = 0
 
     def _owner(self, name: str, number: int) -> int:
         return next(
@@ -86,11 +90,35 @@ class PageOwners:
         )
 
 
+def _first_taken(places: ev.Pages, numbers: _Numbers) -> int | None:
+    """Returns the first of the numbers whose place is not free; None if all are."""
+    if isinstance(numbers, list):
+        each = places.data
+        return next((number for number in numbers if each[number]), None)
+    taken = places.take(numbers)
+    return int(numbers[taken.argmax()]) if taken.any() else None
+
+
+def _take(places: ev.Pages, numbers: _Numbers) -> int | None:
+    """Takes free places; returns a number that is given twice, with which it may end before all are taken."""
+    if isinstance(numbers, list):
+        each = places.data
+        for number in numbers:
+            if each[number]:
+                return number
+            each[number] = 1
+        return None
+    order = np.arange(1, len(numbers) + 1, dtype=np.int32)
+    places[numbers] = order
+    again = places.take(numbers) != order  # of a repeated number the last index was stored
+    return int(numbers[again.argmax()]) if again.any() else None
+
+
 def written(opening: ev.OpenRoom) -> tuple[ev.Pages, ...]:
     """Returns the memory that a room receives into: its pages, its aux row, the pages of each KV group, and the items
     of each state component.
 
     Each kind is an int32 array of indices in this rank's pool; the arrays are in the order of `PageOwners`.
     """
-    aux = [opening.aux_index] if opening.aux_index >= 0 else []
-    return opening.pages, np.array(aux, np.int32), *opening.groups, *opening.states
+    aux = single(opening.aux_index) if opening.aux_index >= 0 else np.empty(0, np.int32)
+    return opening.pages, aux, *opening.groups, *opening.states

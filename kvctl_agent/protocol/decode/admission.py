@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from math import prod
 
 import msgspec
-import numpy as np
 
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LayoutError, LocalProtocolError
 from kvctl_agent.layout import plan_inputs
 from kvctl_agent.layout.chunks import Chunk
-from kvctl_agent.layout.page_indices import single
+from kvctl_agent.layout.page_indices import packed, single, unpacked
 from kvctl_agent.layout.plan import (
     TransferSlice,
     aux_writer,
@@ -67,12 +66,12 @@ class RecvAdmission:
         opening = msg.RoomOpen(
             event.room,
             event.nonce,
-            event.pages.astype("<i4").tobytes(),
+            b"",  # set once the instance is ready
             event.prefix_pages,
             event.total_pages,
             {},
             event.aux_index,
-            [items.astype("<i4").tobytes() for items in event.states],
+            [packed(items) for items in event.states],
             event.prefill_only,
         )
         given = event.pages, event.groups, event.tokens, event.refusal
@@ -161,11 +160,11 @@ class RecvAdmission:
         room.tables = tables
         room.opening = msgspec.structs.replace(
             opening,
-            pages=engine_pages.astype("<i4").tobytes(),
+            pages=packed(engine_pages),
             prefix_pages=prefix,
             total_pages=total,
             inputs=wire,
-            groups=[pages.astype("<i4").tobytes() for pages in room.groups],
+            groups=[packed(pages) for pages in room.groups],
             tokens=room.tokens if room.groups else 0,
         )
 
@@ -182,7 +181,7 @@ class RecvAdmission:
             for share in state_slices_to_reader(inputs, room.room, reader):
                 if share.segment in asked:
                     key = PartKey(share.writer, share.segment, share.layer_lo, share.layer_hi)
-                    items = np.frombuffer(opening.states[components.index(share.segment)], "<i4")
+                    items = unpacked(opening.states[components.index(share.segment)])
                     finals[PartKind.STATE, key] = share, items
         chunks: dict[tuple[int, int], Sequence[Chunk]] = {}  # writers of one cp rank send the same chunks
 

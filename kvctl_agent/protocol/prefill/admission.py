@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
-
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import encodable
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.chunks import Chunk
-from kvctl_agent.layout.page_indices import extent, single
+from kvctl_agent.layout.page_indices import extent, single, unpacked
 from kvctl_agent.layout.plan import (
     aux_writer,
     keeper,
@@ -45,7 +43,6 @@ from kvctl_agent.protocol.prefill.send_room import NO_PAGES, Final, PeerTransfer
 from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey
 
 MAX_CHUNKS = 1 << 16  # of one room
-_INDEX = np.dtype("<i4")
 DRAINING = "KV_DRAINING"
 
 _M = TypeVar("_M", msg.RoomOpen, msg.RoomKept)
@@ -343,7 +340,7 @@ def _indices(data: bytes, count: int, limit: int, what: str, peer: str) -> ev.Pa
     """
     if len(data) != 4 * count:
         raise LayoutError(f"{len(data)} bytes of numbers for {what}")
-    numbers = np.frombuffer(data, _INDEX)
+    numbers = unpacked(data)
     if count:
         least, most = extent(numbers)
         if least < 0 or most >= limit:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl_agent.layout.page_indices import FEW, count_runs, extent, single
+from kvctl_agent.layout.page_indices import FEW, count_runs, extent, packed, single, unpacked
 
 LENGTHS = (1, 2, FEW, FEW + 1, 3 * FEW)
 
@@ -41,6 +41,14 @@ def test_long_lists_have_as_many_runs_as_short_ones(length: int) -> None:
     random = np.random.default_rng(length)
     pages: npt.NDArray[np.int32] = random.permutation(2 * length)[:length].astype(np.int32)
     assert count_runs(pages) == runs_of(pages.tolist())
+
+
+def test_indices_are_sent_little_endian() -> None:
+    assert packed(np.array([1, 0x01020304], np.int32)) == bytes([1, 0, 0, 0, 4, 3, 2, 1])
+    assert packed(np.array([5, 9, 7], ">i4")[::2]) == bytes([5, 0, 0, 0, 7, 0, 0, 0])
+    assert unpacked(packed(np.array([3, 2, 1], np.int32))).tolist() == [3, 2, 1]
+    with pytest.raises(ValueError, match="multiple of element size"):
+        unpacked(b"\0\0\0")
 
 
 def test_a_single_index_is_kept_and_cannot_be_changed() -> None:
