@@ -29,7 +29,7 @@ from kvctl_agent.memory.segment import RowIndex
 from kvctl_agent.protocol.events import Arrived, Check, Checked, Event, Scatter, Scattered, ScatterFailed, StoreAux
 from kvctl_agent.protocol.tag import Tag
 from kvctl_agent.telemetry.hub import Telemetry
-from kvctl_agent.transport.base import Transport
+from kvctl_agent.transport.base import Arrival, Transport
 
 _IDLE_S = 20e-3  # a poll costs 0.1 ms when idle: at 5 ms an idle rank took 3.5 % of a core
 _SHORTEST_S = 50e-6  # with one open room; ranks that share cores poll less often with several, which wait for cores
@@ -103,6 +103,8 @@ class Arrivals:
         self._active_s = time.monotonic()  # time of the last arrival, order or `expect`
         self._record_ns = 0
         self._poll_again_ns = 0
+        self._found: list[Arrival] = []  # in the wait before this turn
+        self._looked = False  # for tags, in that wait
 
     def put(self, order: Scatter | Check) -> None:
         """Queues an action for the next turn."""
@@ -167,27 +169,38 @@ class Arrivals:
         return min(max((now - self._active_s) * share, shortest), _LONGEST_S)
 
     def wait(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> int | None:
-        """Lets the transport wait while only tags can make a turn necessary; returns as `Transport.wait_for_tags`."""
+        """Lets the transport wait while only tags can make a turn necessary; for the arguments see `wait_for_tags`.
+
+        Returns:
+            Monotonic ns at the end of the wait, before this thread waited for the GIL again; None if there was none.
+        """
         if self._orders or self._checks or self._scatters or time.monotonic_ns() < self._poll_again_ns:
             return None
         try:
-            return self._transport.wait_for_tags(polled, timeout_s, pause_s)
+            waited = self._transport.wait_for_tags(polled, timeout_s, pause_s)
         except Exception as error:
             self._poll_failed(error)
             return None
+        if waited is None:
+            return None
+        self._looked = True
+        self._found += waited.arrivals
+        return waited.ended_ns
 
     def _poll_arrivals(self) -> bool:
         """Reports the tags that have arrived; returns whether there were any."""
-        if time.monotonic_ns() < self._poll_again_ns:
-            return False
-        try:
-            arrivals = self._transport.arrivals()
-        except Exception as error:
-            self._poll_failed(error)
-            return False
+        now = time.monotonic_ns()
+        arrivals, self._found = self._found, []
+        # A look takes 60 µs where caches are cold, so there is none just after a wait, which ends with one or has been
+        # ended by a message; the next wait begins with one.
+        looked, self._looked = self._looked, False
+        if not looked and now >= self._poll_again_ns:
+            try:
+                arrivals += self._transport.arrivals()
+            except Exception as error:
+                self._poll_failed(error)
         if not arrivals:
             return False
-        now = time.monotonic_ns()
         events: list[Event] = []
         for arrival in arrivals:
             try:

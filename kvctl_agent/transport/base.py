@@ -54,6 +54,18 @@ class Arrival(NamedTuple):
     tag: bytes
 
 
+class Waited(NamedTuple):
+    """End of a wait for tags.
+
+    Attributes:
+        ended_ns: Monotonic time, before the thread waited for the GIL again.
+        arrivals: The tags that had arrived.
+    """
+
+    ended_ns: int
+    arrivals: list[Arrival]
+
+
 class SharedTag(NamedTuple):
     """A tag that several writes to one peer share: it arrives when the bytes of all of them have.
 
@@ -293,10 +305,10 @@ class Transport(Protocol):
         """
         ...
 
-    def wait_for_tags(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> int | None:
-        """Waits without the GIL until a tag has arrived, which `arrivals` will return, or a descriptor is readable.
+    def wait_for_tags(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> Waited | None:
+        """Waits without the GIL until a tag has arrived or a descriptor is readable.
 
-        It looks for tags at once, and again after each pause. `arrivals` does not look again just after the wait.
+        It looks for tags at once, and again after each pause.
 
         Args:
             polled: Array of `struct pollfd`; their `revents` are set.
@@ -305,8 +317,7 @@ class Transport(Protocol):
                 in host memory, but not beyond a millisecond if they began below it.
 
         Returns:
-            Monotonic ns at the end of the wait, before this thread waited for the GIL again; None, at once, if only
-            calls of `arrivals` find tags now.
+            What the wait has found; None, at once, if only calls of `arrivals` find tags now.
         """
         ...
 

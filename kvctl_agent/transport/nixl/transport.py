@@ -50,7 +50,7 @@ from kvctl_agent.errors import PeerDisconnected, TransportError
 from kvctl_agent.gil import GilSharing
 from kvctl_agent.memory.native_copier import NativeCopyPool
 from kvctl_agent.memory.region import Region
-from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, SharedTag, Sizes
+from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, SharedTag, Sizes, Waited
 from kvctl_agent.transport.checks import check_tag
 from kvctl_agent.transport.device_map import DeviceMap, device_name
 from kvctl_agent.transport.engine_errors import captured_stderr, explain_refusal
@@ -71,7 +71,6 @@ _MAGIC = b"kvctl-nixl-4"
 _LINGER_S = 0.1
 _LINGER_NS = 500_000  # of a pool's thread after the last post of a write
 _HELD_BYTES = 256 << 10  # as in _requests.cpp: what takes less than 100 µs is not handed over to threads
-_FRESH_NS = 200_000  # longer than a turn of the control loop
 _SHARE_OF_WAIT, _SHARE_OF_WAIT_ON_DEVICE = 8, 64  # pauses between looks for tags are this part of the wait so far
 _SHOWN = ("UCX_", "NIXL_", "CUDA_VISIBLE_DEVICES")
 _LOCAL = "this agent's memory"
@@ -129,7 +128,6 @@ class NixlTransport:
         self._slices = SliceTags()
         self._native = open_library(self._engine) if self._backend == "UCX" else None
         self._share_of_wait = _SHARE_OF_WAIT if device is None else _SHARE_OF_WAIT_ON_DEVICE
-        self._looked_ns = 0  # monotonic time of the latest look for tags in a wait
         # Large writes are divided among the threads of the copy pool, or without native code among Python threads. The
         # threads of the pool have no device.
         self._threads = threads
@@ -469,8 +467,7 @@ class NixlTransport:
         self._landed.extend(self._notified())
 
     def arrivals(self) -> list[Arrival]:
-        # A look takes 60 µs where caches are cold, and the next wait begins with one.
-        fresh = [] if time.monotonic_ns() - self._looked_ns < _FRESH_NS else self._notified()
+        fresh = self._notified()
         if not self._landed:
             return fresh
         landed: list[Arrival] = []
@@ -479,16 +476,13 @@ class NixlTransport:
                 landed.append(self._landed.popleft())
         return landed + fresh
 
-    def wait_for_tags(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> int | None:
+    def wait_for_tags(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> Waited | None:
         if self._native is None or self._landed or self._leaving or self._in_flight.draining:
             return None
         self._begin()
         pause_ns = max(1, int(pause_s * 1e9))
         notified, ended_ns = self._native.wait(polled, int(timeout_s * 1e9), pause_ns, self._share_of_wait)
-        self._looked_ns = ended_ns
-        if notified:
-            self._landed.extend(self._tags_of(notified))
-        return ended_ns
+        return Waited(ended_ns, self._tags_of(notified) if notified else [])
 
     def describe(self) -> dict[str, Any]:
         settings = {key: value for key, value in sorted(os.environ.items()) if key.startswith(_SHOWN)}

@@ -32,7 +32,7 @@ from kvctl_agent.protocol.events import Arrived, Check, Checked, Scatter, Scatte
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.runtime.arrivals import Arrivals
 from kvctl_agent.telemetry.hub import Telemetry
-from kvctl_agent.transport.base import Arrival
+from kvctl_agent.transport.base import Arrival, Waited
 from tests.support.driven_task import DrivenTask
 from tests.support.host_device import HostDevice, at
 
@@ -57,10 +57,11 @@ class Tags:
         tags, self.waiting = self.waiting, []
         return [Arrival("prefill-0", tag) for tag in tags]
 
-    def wait_for_tags(self, polled: Any, timeout_s: float, pause_s: float) -> int:
+    def wait_for_tags(self, polled: Any, timeout_s: float, pause_s: float) -> Waited:
         if self.error is not None:
             raise self.error
-        return round(timeout_s * 1e9)
+        tags, self.waiting = self.waiting, []
+        return Waited(round(timeout_s * 1e9), [Arrival("prefill-0", tag) for tag in tags])
 
 
 class Rig:
@@ -239,6 +240,7 @@ def test_the_transport_may_look_for_tags_while_nothing_else_is_due(
     assert not waits()
     rig.arrivals.turn()
     assert waits()
+    rig.arrivals.turn()
     for fail in (rig.arrivals.turn, waits):
         rig.tags.error = TransportError("broken")
         assert not fail()
@@ -247,6 +249,20 @@ def test_the_transport_may_look_for_tags_while_nothing_else_is_due(
         now_ns += 30_000_000
         assert waits()
     assert telemetry.metrics.total("kvctl_transport_errors_total") == 2
+    rig.copier.close()
+    rig.ring.close()
+    rig.pool.close()
+
+
+def test_a_turn_reports_what_the_wait_before_it_has_found_and_looks_only_without_one(telemetry: Telemetry) -> None:
+    rig = Rig(telemetry)  # its loop does not run
+    rig.tags.waiting = [TAG.pack()]
+    rig.arrivals.wait(None, 0.1, 0.1)  # type: ignore[arg-type]
+    rig.tags.waiting = [TAG.pack()]
+    rig.arrivals.turn()
+    assert (rig.reported.qsize(), rig.tags.asked) == (1, 0)
+    rig.arrivals.turn()  # the second round of the loop's turn
+    assert (rig.reported.qsize(), rig.tags.asked) == (2, 1)
     rig.copier.close()
     rig.ring.close()
     rig.pool.close()

@@ -105,8 +105,8 @@ def test_tags_survive_any_bytes_in_both_directions(pair: Pair) -> None:
 
 def test_only_native_code_waits_for_tags(pair: Pair, engine: str) -> None:
     """tests/kvctl_agent/transport/test_wait_for_tags.py has what such a wait does."""
-    ended_ns = pair.agent.transport.wait_for_tags(DescriptorWait([]).polled, timeout_s=0.001, pause_s=1e-4)
-    assert (ended_ns is not None) == (engine.split()[0] in ("nixl", "nixl+pool"))
+    waited = pair.agent.transport.wait_for_tags(DescriptorWait([]).polled, timeout_s=0.001, pause_s=1e-4)
+    assert (waited is not None) == (engine.split()[0] in ("nixl", "nixl+pool"))
 
 
 def test_a_sender_we_did_not_connect_goes_by_the_name_it_gave_itself(crew: Any, engine: str) -> None:
