@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl_agent.layout.page_indices import FEW, count_runs, extent, packed, single, unpacked
+from kvctl_agent.layout.page_indices import FEW, count_runs, extent, packed, single, total, unpacked
 
 LENGTHS = (1, 2, FEW, FEW + 1, 3 * FEW)
 
@@ -49,6 +49,11 @@ def test_indices_are_sent_little_endian() -> None:
     assert unpacked(packed(np.array([3, 2, 1], np.int32))).tolist() == [3, 2, 1]
     with pytest.raises(ValueError, match="multiple of element size"):
         unpacked(b"\0\0\0")
+
+
+@pytest.mark.parametrize("length", [0, *LENGTHS])
+def test_sizes_are_added(length: int) -> None:
+    assert total(np.arange(length, dtype=np.uint64)) == length * (length - 1) // 2
 
 
 def test_a_single_index_is_kept_and_cannot_be_changed() -> None:
