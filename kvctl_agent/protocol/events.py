@@ -28,8 +28,8 @@ def check_room(number: int) -> None:
         raise LocalProtocolError(f"{number} is no room number: it must fit 64 bits, unsigned")
 
 
-class Event(msgspec.Struct, frozen=True):
-    """Base of all events."""
+class Event(msgspec.Struct, frozen=True, gc=False):
+    """Base of all events: they refer to nothing that refers to them, so Python's garbage collector need not know them."""
 
 
 class Received(Event, frozen=True):
@@ -326,8 +326,8 @@ class Tick(Event, frozen=True):
     stalled_ns: int = 0
 
 
-class Action(msgspec.Struct, frozen=True):
-    """Base of all actions."""
+class Action(msgspec.Struct, frozen=True, gc=False):
+    """Base of all actions, which the garbage collector need not know either."""
 
 
 class Send(Action, frozen=True):

@@ -40,7 +40,7 @@ MAX_SHARED = 1 << 12
 MAX_RENEWED = 1 << 16
 
 
-class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
+class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True, gc=False):
     """Base of all control messages."""
 
 
@@ -171,7 +171,7 @@ class RoomRefused(RoomFailure, frozen=True, tag="room-refused"):
     """Prefill → decode: the room is not open at this rank and will not be; carries the first cause."""
 
 
-class PartSpec(msgspec.Struct, frozen=True):
+class PartSpec(msgspec.Struct, frozen=True, gc=False):
     """One part that needs a ring region of `nbytes` bytes: layers [lo, hi) of a chunk."""
 
     chunk: U32
@@ -186,7 +186,7 @@ class StagingRequest(RoomMessage, frozen=True, tag="staging-request"):
     parts: Annotated[list[PartSpec], msgspec.Meta(max_length=1 << 18)]
 
 
-class Grant(msgspec.Struct, frozen=True):
+class Grant(msgspec.Struct, frozen=True, gc=False):
     """Ring region [offset, end) granted to one part; the serial is unique within the decode rank's incarnation."""
 
     chunk: U32

@@ -433,7 +433,7 @@ class ControlLoop:
             self._sharing.yield_if_due()
         now = time.monotonic_ns()
         channel_due = now >= self._channel_due_ns
-        if channel_due or ready - self._mailbox_only:
+        if channel_due or not ready <= self._mailbox_only:
             self._sockets_used |= self._channel_uses_zmq
             for received in self._channel.receive(ready):
                 if isinstance(received.message, Hello):
