@@ -29,7 +29,7 @@ def check_room(number: int) -> None:
 
 
 class Event(msgspec.Struct, frozen=True, gc=False):
-    """Base of all events: they refer to nothing that refers to them, so Python's garbage collector need not know them."""
+    """Base of all events. They are part of no cycle, so Python's garbage collector need not know them."""
 
 
 class Received(Event, frozen=True):

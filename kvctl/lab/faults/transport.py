@@ -26,6 +26,7 @@ from kvctl_agent.transport.base import (
     SharedTag,
     Sizes,
     Transport,
+    Waited,
     Write,
 )
 
@@ -113,10 +114,11 @@ class FaultyTransport:
     def progress(self) -> None:
         self._engine.progress()
 
-    def wait_for_tags(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> int | None:
+    def wait_for_tags(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> Waited | None:
         if self._faults.find("slow-reader"):
             return None
-        return self._engine.wait_for_tags(polled, timeout_s, pause_s)
+        waited = self._engine.wait_for_tags(polled, timeout_s, pause_s)
+        return waited and Waited(waited.ended_ns, self._delivered(waited.arrivals))
 
     def arrivals(self) -> list[Arrival]:
         pause_ns = self._faults.ns("slow-reader")
@@ -126,8 +128,12 @@ class FaultyTransport:
                 return []
             self._next_poll_ns = now + pause_ns
             self._faults.count("slow-reader")
+        return self._delivered(self._engine.arrivals())
+
+    def _delivered(self, arrivals: list[Arrival]) -> list[Arrival]:
+        """Returns the tags that are not lost, with those that are repeated."""
         delivered: list[Arrival] = []
-        for arrival in self._engine.arrivals():
+        for arrival in arrivals:
             if not self._faults.should_fire("notify-loss"):
                 delivered.append(arrival)
                 if self._faults.should_fire("notify-dup"):

@@ -13,6 +13,7 @@ from kvctl.lab.faults.specification import parse_fault
 from kvctl.lab.faults.transport import FaultyTransport
 from kvctl_agent.errors import TransportError
 from kvctl_agent.memory.region import Region
+from kvctl_agent.runtime.waiting import DescriptorWait
 from kvctl_agent.transport.base import Arrival, Write
 from kvctl_agent.transport.registry import open_transport
 
@@ -52,12 +53,15 @@ class Pair:
             assert time.monotonic() < deadline, "the write does not complete"
             self.ends["reader"].progress()
 
-    def arrivals(self, count: int, timeout_s: float = 60.0) -> list[Arrival]:
+    def arrivals(self, count: int, timeout_s: float = 60.0, waiting: bool = False) -> list[Arrival]:
+        """Collects tags; `waiting` in waits for tags, where the engine has such."""
         deadline = time.monotonic() + timeout_s
         heard: list[Arrival] = []
+        reader = self.ends["reader"]
         while len(heard) < count and time.monotonic() < deadline:
             self.ends["writer"].progress()
-            heard += self.ends["reader"].arrivals()
+            waited = reader.wait_for_tags(DescriptorWait([]).polled, 0.001, 0.0005) if waiting else None
+            heard += reader.arrivals() if waited is None else waited.arrivals
             time.sleep(0.0005)
         return heard
 
@@ -152,6 +156,19 @@ def test_tags_are_lost_and_doubled_but_bytes_land(pair: Pair) -> None:
     pair.faults["reader"].set(parse_fault("notify-dup=100%"))
     pair.finish(pair.write(b"twice"))
     assert [arrival.tag for arrival in pair.arrivals(2)] == [b"twice", b"twice"]
+    assert pair.faults["reader"].counts() == {"notify-loss": 1, "notify-dup": 1}
+
+
+def test_tags_that_a_wait_finds_are_lost_and_doubled_too(pair: Pair) -> None:
+    pair.faults["reader"].set(parse_fault("notify-loss=100%"))
+    pair.ends["writer"].tell("reader", b"lost")
+    deadline = time.monotonic() + 60
+    while not pair.faults["reader"].counts() and time.monotonic() < deadline:
+        assert pair.arrivals(1, timeout_s=0.01, waiting=True) == []
+    pair.faults["reader"].clear()
+    pair.faults["reader"].set(parse_fault("notify-dup=100%"))
+    pair.ends["writer"].tell("reader", b"twice")
+    assert [arrival.tag for arrival in pair.arrivals(2, waiting=True)] == [b"twice", b"twice"]
     assert pair.faults["reader"].counts() == {"notify-loss": 1, "notify-dup": 1}
 
 
