@@ -29,8 +29,10 @@ def extent(indices: npt.NDArray[np.integer[Any]]) -> tuple[int, int]:
 
 def total(sizes: npt.NDArray[np.uint64]) -> int:
     """Returns the sum of sizes."""
-    few: list[int] = sizes.tolist() if len(sizes) <= FEW else [int(sizes.sum())]
-    return sum(few)
+    if len(sizes) <= FEW:
+        few: list[int] = sizes.tolist()
+        return sum(few)
+    return int(sizes.sum())
 
 
 def count_runs(pages: npt.NDArray[np.int32]) -> int:

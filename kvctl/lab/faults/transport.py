@@ -118,7 +118,7 @@ class FaultyTransport:
         if self._faults.find("slow-reader"):
             return None
         waited = self._engine.wait_for_tags(polled, timeout_s, pause_s)
-        return waited and Waited(waited.ended_ns, self._delivered(waited.arrivals))
+        return None if waited is None else Waited(waited.ended_ns, self._delivered(waited.arrivals))
 
     def arrivals(self) -> list[Arrival]:
         pause_ns = self._faults.ns("slow-reader")
