@@ -348,7 +348,9 @@ class ControlLoop:
             self._register_sockets()
         self._channel_due_ns = self._channel.due_ns or self._tick_ns
         due_s = (min(self._tick_ns, self._channel_due_ns) - time.monotonic_ns()) * 1e-9
-        wait_s = min([due_s, *[task.wait_s() for task in self._tasks]])
+        wait_s = due_s
+        for task in self._tasks:
+            wait_s = min(wait_s, task.wait_s())
         if self._few_cores and not self._sharing.contended and (rooms := self._machine.open_rooms) > _FEW_ROOMS:
             # A turn costs about 60 µs whatever it carries. With many rooms in flight no room waits for this turn: they
             # wait for processor time, which fewer turns leave free. After this pause the loop waits as with few rooms.
@@ -358,10 +360,8 @@ class ControlLoop:
             wait_s = min(wait_s, due_s)
         # A ZeroMQ socket's descriptor becomes readable for new messages only, and any call on the socket may take that
         # notice: after such calls the sockets are asked themselves.
-        ready: set[Any] = set()
-        if self._sockets_used:
-            ready.update(filter(_has_input, self._polled))
-            self._sockets_used = bool(ready)
+        ready = {socket for socket in self._polled if _has_input(socket)} if self._sockets_used else set[Any]()
+        self._sockets_used = bool(ready)
         wait_s = 0.0 if ready else min(max(wait_s, 0.0), _LONGEST_WAIT_S)
         if wait_s:
             self._telemetry.count_pending(_NOTED_AT_ONCE)
@@ -433,7 +433,7 @@ class ControlLoop:
             self._sharing.yield_if_due()
         now = time.monotonic_ns()
         channel_due = now >= self._channel_due_ns
-        if channel_due or not ready <= self._mailbox_only:
+        if channel_due or ready - self._mailbox_only:
             self._sockets_used |= self._channel_uses_zmq
             for received in self._channel.receive(ready):
                 if isinstance(received.message, Hello):
