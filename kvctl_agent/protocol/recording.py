@@ -24,6 +24,7 @@ import msgspec
 
 from kvctl_agent.contract.recording import InputBlob
 from kvctl_agent.errors import LocalProtocolError
+from kvctl_agent.layout.page_indices import packed
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.checkpoint import Checkpoint, TooSlow, pack, take
 from kvctl_agent.protocol.machine import Machine
@@ -60,7 +61,7 @@ _F = TypeVar("_F", bound=Callable[..., str])
 _M = TypeVar("_M", bound=Machine)
 _NAMES: dict[type, str] = {event: event.__name__ for event in ev.Event.__subclasses__()}
 
-encode = msgspec.msgpack.Encoder(enc_hook=lambda pages: pages.astype("<i4", copy=False).tobytes()).encode
+encode = msgspec.msgpack.Encoder(enc_hook=packed).encode
 
 
 @lru_cache(maxsize=1024)  # few sequences of actions make up nearly all outcomes
