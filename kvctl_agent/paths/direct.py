@@ -14,7 +14,7 @@ import numpy as np
 
 from kvctl_agent.device.base import Batch, Geometry, KeptBatch, RowCopies
 from kvctl_agent.errors import DeviceError, MemoryLayoutError, TransportError
-from kvctl_agent.layout.page_indices import extent
+from kvctl_agent.layout.page_indices import all_below, extent
 from kvctl_agent.memory.device_copier import page_strides
 from kvctl_agent.paths.base import Flight
 from kvctl_agent.paths.peer_connection import MappedMemory, Numbers, PeerConnection, SegmentPair
@@ -173,8 +173,8 @@ def geometries(segments: Iterable[SegmentPair]) -> set[Geometry]:
 def check_pages(segment: SegmentPair, src: Pages, dst: Pages) -> None:
     """Raises MemoryLayoutError for a page outside its pool; a kernel that writes to a wrong address faults the GPU."""
     for pages, side in ((src, segment.local), (dst, segment.remote)):
-        least, most = extent(pages)
-        if least < 0 or most >= side.num_slots:
+        if not all_below(pages, side.num_slots):
+            least, most = extent(pages)
             owner = "the local pool" if side is segment.local else "the peer's pool"
             raise MemoryLayoutError(
                 f"{side.shard.segment.name}: pages {least} to {most} are not all in {owner} of {side.num_slots} pages"

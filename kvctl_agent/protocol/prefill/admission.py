@@ -15,7 +15,7 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import encodable
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.chunks import Chunk
-from kvctl_agent.layout.page_indices import extent, single, unpacked
+from kvctl_agent.layout.page_indices import all_below, extent, single, unpacked
 from kvctl_agent.layout.plan import (
     aux_writer,
     keeper,
@@ -341,10 +341,9 @@ def _indices(data: bytes, count: int, limit: int, what: str, peer: str) -> ev.Pa
     if len(data) != 4 * count:
         raise LayoutError(f"{len(data)} bytes of numbers for {what}")
     numbers = unpacked(data)
-    if count:
+    if not all_below(numbers, limit):
         least, most = extent(numbers)
-        if least < 0 or most >= limit:
-            raise LayoutError(f"{what}: {least}..{most} is outside {peer}'s pool of {limit}")
+        raise LayoutError(f"{what}: {least}..{most} is outside {peer}'s pool of {limit}")
     return numbers
 
 

@@ -48,7 +48,7 @@ from kvctl_agent.contract.choices import HOST
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import PeerDisconnected, TransportError
 from kvctl_agent.gil import GilSharing
-from kvctl_agent.layout.page_indices import total
+from kvctl_agent.layout.page_indices import FEW
 from kvctl_agent.memory.native_copier import NativeCopyPool
 from kvctl_agent.memory.region import Region
 from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, SharedTag, Sizes, Waited
@@ -245,7 +245,7 @@ class NixlTransport:
         self, peer: str, local_addrs: Addresses, remote_addrs: Addresses, sizes: Sizes, tag: bytes | SharedTag | None
     ) -> AnyWrite:
         known = self._peer(peer)
-        nbytes = total(sizes)
+        nbytes = _total(sizes)
         edges = self._edges(len(sizes), nbytes if tag is not None else 0)
         if 0 < len(local_addrs) == len(remote_addrs) == len(sizes) and self._posts_natively(edges, nbytes, tag):
             described = self._described(known, local_addrs, remote_addrs, sizes)
@@ -289,7 +289,7 @@ class NixlTransport:
             raise TransportError(f"nixl: there are no deferred writes to peer {peer!r}")
         each = [slice(number, number + 1) for number in range(len(sizes))]
         described = self._described(known, local_addrs, remote_addrs, sizes)
-        return self._native_write(known, described, total(sizes), each, self._tags(tag, len(sizes), each), until_ns)
+        return self._native_write(known, described, _total(sizes), each, self._tags(tag, len(sizes), each), until_ns)
 
     def write_prepared(
         self,
@@ -560,7 +560,7 @@ class NixlTransport:
             if failure is not None:
                 why = explain_refusal(output.decode("utf-8", "replace"), device)
                 raise TransportError(
-                    f"nixl: cannot register {len(regions)} regions of {device_name(device)}, {total(sizes)} bytes "
+                    f"nixl: cannot register {len(regions)} regions of {device_name(device)}, {int(sizes.sum())} bytes "
                     f"({failure}){why}"
                 ) from failure
         return descriptors
@@ -613,6 +613,14 @@ class NixlTransport:
 
     def _visit(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self._device is None else self._device.visit()
+
+
+def _total(sizes: Sizes) -> int:
+    """Returns the sum of sizes; for few of them without numpy, for the reason in `layout.page_indices`."""
+    if len(sizes) <= FEW:
+        few: list[int] = sizes.tolist()
+        return sum(few)
+    return int(sizes.sum())
 
 
 def _rows(addrs: Addresses, sizes: Sizes, device: int) -> npt.NDArray[np.uint64]:

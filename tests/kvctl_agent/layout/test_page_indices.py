@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl_agent.layout.page_indices import FEW, count_runs, extent, packed, single, total, unpacked
+from kvctl_agent.layout.page_indices import FEW, all_below, count_runs, extent, packed, single, unpacked
 
 LENGTHS = (1, 2, FEW, FEW + 1, 3 * FEW)
 
@@ -51,9 +51,19 @@ def test_indices_are_sent_little_endian() -> None:
         unpacked(b"\0\0\0")
 
 
-@pytest.mark.parametrize("length", [0, *LENGTHS])
-def test_sizes_are_added(length: int) -> None:
-    assert total(np.arange(length, dtype=np.uint64)) == length * (length - 1) // 2
+@pytest.mark.parametrize("length", LENGTHS)
+def test_all_indices_are_compared_with_both_limits(length: int) -> None:
+    for place in {0, length // 2, length - 1}:
+        pages = np.full(length, 7, np.int32)
+        assert [all_below(pages, limit) for limit in (7, 8, 1 << 40)] == [False, True, True]
+        pages[place] = 9
+        assert [all_below(pages, limit) for limit in (9, 10)] == [False, True]
+        pages[place] = -1
+        assert not all_below(pages, 1 << 40)
+
+
+def test_no_index_is_below_any_limit() -> None:
+    assert all_below(np.empty(0, np.int32), 0)
 
 
 def test_a_single_index_is_kept_and_cannot_be_changed() -> None:

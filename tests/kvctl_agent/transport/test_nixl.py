@@ -15,7 +15,9 @@ import pytest
 
 import kvctl_agent
 from kvctl_agent.errors import ConfigError, TransportUnavailable
+from kvctl_agent.layout.page_indices import FEW
 from kvctl_agent.transport import open_transport
+from kvctl_agent.transport.nixl.transport import _total
 
 IDLE_SHARE = 0.03
 
@@ -146,3 +148,8 @@ def test_a_backend_parameter_reaches_the_backend() -> None:
     transport = open_transport("nixl", "a", {"backend": "UCX", "num_threads": "1"})
     assert transport.describe()["backend"] == "UCX"
     transport.close()
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, FEW, FEW + 1, 3 * FEW])
+def test_sizes_are_added(length: int) -> None:
+    assert _total(np.arange(length, dtype=np.uint64)) == length * (length - 1) // 2
