@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -194,6 +196,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         modes = item.get_closest_marker("modes")
         if modes is not None and item.callspec.params["mode"] not in modes.args:
             item.add_marker(pytest.mark.skip(reason=modes.kwargs["reason"]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Saves what the agents know of a failure, while their servers still run, beside the servers' logs."""
+    report = yield
+    servers = getattr(item, "funcargs", {}).get("servers")
+    if report.when == "call" and report.failed and servers is not None:
+        bundle = servers.socket_dir.with_name(f"{item.path.stem}-{item.originalname}.tar.zst")
+        command = [sys.executable, "-m", "kvctl", "debug", "bundle", str(bundle)]
+        environment = {**os.environ, "KVCTL_SOCKET_DIR": str(servers.socket_dir)}
+        saved = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        report.sections.append(("kvctl debug bundle", saved.stdout + saved.stderr))
+    return report
 
 
 @pytest.fixture(scope="session", params=os.environ.get("SGLANG_MODES", " ".join(MODES)).split())
