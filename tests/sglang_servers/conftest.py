@@ -207,8 +207,12 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
         bundle = servers.socket_dir.with_name(f"{item.path.stem}-{item.originalname}.tar.zst")
         command = [sys.executable, "-m", "kvctl", "debug", "bundle", str(bundle)]
         environment = {**os.environ, "KVCTL_SOCKET_DIR": str(servers.socket_dir)}
-        saved = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-        report.sections.append(("kvctl debug bundle", saved.stdout + saved.stderr))
+        try:
+            saved = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+            said = saved.stdout + saved.stderr
+        except subprocess.TimeoutExpired as error:  # which would end the whole run
+            said = str(error)
+        report.sections.append(("kvctl debug bundle", said))
     return report
 
 
