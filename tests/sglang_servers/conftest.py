@@ -204,7 +204,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report = yield
     servers = getattr(item, "funcargs", {}).get("servers")
     if report.when == "call" and report.failed and servers is not None:
-        bundle = servers.socket_dir.with_name(f"{item.path.stem}-{item.originalname}.tar.zst")
+        bundle = servers.socket_dir.with_name(f"{item.name.replace('[', '-').rstrip(']')}.tar.zst")
         command = [sys.executable, "-m", "kvctl", "debug", "bundle", str(bundle)]
         environment = {**os.environ, "KVCTL_SOCKET_DIR": str(servers.socket_dir)}
         try:
