@@ -217,8 +217,7 @@ PyObject *dict_of(const Tags &tags)
     return found;
 }
 
-/* Sends a tag with the GIL held, which takes microseconds: threads that post share NIXL's lock, and have other workers of UCX. */
-PyObject *library_tell(PyObject *object, PyObject *args)
+PyObject *send_tag(PyObject *object, PyObject *args, bool held)
 {
     Library *self = reinterpret_cast<Library *>(object);
     const char *peer, *tag;
@@ -230,11 +229,26 @@ PyObject *library_tell(PyObject *object, PyObject *args)
         return nullptr;
     }
     int status = kBackend;
+    PyThreadState *released = held ? nullptr : PyEval_SaveThread();
     try {
         status = self->functions.tell(self->agent, peer, std::string(tag, tag_bytes), nullptr);
     } catch (...) {
     }
+    if (released != nullptr)
+        PyEval_RestoreThread(released);
     return PyLong_FromLong(status);
+}
+
+/* With the GIL held, because it takes microseconds: threads that post share NIXL's lock, and have other workers of UCX. */
+PyObject *library_tell(PyObject *object, PyObject *args)
+{
+    return send_tag(object, args, true);
+}
+
+/* The first tag connects UCX to the peer, which takes 2 ms. */
+PyObject *library_reach(PyObject *object, PyObject *args)
+{
+    return send_tag(object, args, false);
 }
 
 PyObject *library_wait(PyObject *object, PyObject *args)
@@ -612,12 +626,13 @@ void run_all(Write *write, int state)
             write->run(i, 0);
 }
 
-PyObject *requests_post(PyObject *object, PyObject *)
+PyObject *requests_post(PyObject *object, PyObject *argument)
 {
     Write *write = open_write(object);
-    if (write == nullptr)
+    const int reached = PyObject_IsTrue(argument);
+    if (write == nullptr || reached < 0)
         return nullptr;
-    if (write->held()) {
+    if (reached && write->held()) {
         run_all(write, kWaiting);
     } else {
         Py_BEGIN_ALLOW_THREADS
@@ -719,7 +734,8 @@ PyObject *requests_then(PyObject *object, void *)
 }
 
 PyMethodDef requests_methods[] = {
-    {"post", requests_post, METH_NOARGS, "Posts all requests on the calling thread, without the GIL if they are large."},
+    {"post", requests_post, METH_O,
+     "post(reached): posts all requests on the calling thread, without the GIL if they are large or the first to the peer."},
     {"resume", requests_resume, METH_O, "resume(until_ns): posts the requests that were skipped, on the calling thread."},
     {"stop", requests_stop, METH_NOARGS, "Lets no further request be posted."},
     {"poll", requests_poll, METH_NOARGS, "Polls the requests in flight and returns whether all have ended."},
@@ -739,6 +755,7 @@ PyMethodDef library_methods[] = {
      "which it looks at once and after each pause; a pause is 1 / share of the wait so far, but not shorter than pause_ns. Returns the tags by\n"
      "the sender's name, and the monotonic time at which it had ended."},
     {"tell", library_tell, METH_VARARGS, "tell(peer, tag): sends a tag; returns NIXL's status."},
+    {"reach", library_reach, METH_VARARGS, "reach(peer, tag): sends the first tag to a peer, without the GIL; returns NIXL's status."},
     {nullptr, nullptr, 0, nullptr},
 };
 PyType_Slot library_slots[] = {

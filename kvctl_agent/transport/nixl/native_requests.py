@@ -27,7 +27,7 @@ try:
     from kvctl_agent.transport.nixl import _requests
 
     Library, Requests = _requests.Library, _requests.Requests
-    _LATEST = Library.tell  # missing from an earlier build
+    _LATEST = Library.reach  # missing from an earlier build
 except (ImportError, AttributeError):  # not built, or built by an earlier version
     BUILT = False
 else:
@@ -124,7 +124,7 @@ class NativeWrite:
         """
         assert self._requests is not None
         self._engine.enter()
-        self._requests.post()
+        self._requests.post(self.peer.reached)
         if self._requests.error and self.advance():
             assert self.error is not None
             raise self.error

@@ -35,6 +35,7 @@ class Peer:
         metadata: The metadata with which it was connected.
         memory: Devices of the peer's memory.
         reached: Whether a write to the peer has been posted without an error.
+        told: The same for a tag without a write.
         gone: Whether the engine has reported that the peer is gone.
         left: Whether the peer is disconnected, so that nothing more may be posted to it.
         prepared: Prepared descriptor lists of the peer's memory.
@@ -45,7 +46,7 @@ class Peer:
         self.engine_name = engine_name
         self.metadata = metadata
         self.memory = memory
-        self.reached = False
+        self.reached = self.told = False
         self.gone = False
         self.left = False
         self.prepared: list[NixlPrepared] = []

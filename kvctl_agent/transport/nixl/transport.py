@@ -459,8 +459,11 @@ class NixlTransport:
         try:
             if self._native is None:
                 self._agent.genNotif(known.engine_name, sent, [])
-            elif (status := self._native.tell(known.engine_name, sent)) < 0:
-                raise binding.status_error(self._engine, status)
+            else:
+                tell = self._native.tell if known.told else self._native.reach
+                if (status := tell(known.engine_name, sent)) < 0:
+                    raise binding.status_error(self._engine, status)
+                known.told = True
         except self._engine.errors as error:
             raise self._error(error, "cannot send a tag", known) from error
 

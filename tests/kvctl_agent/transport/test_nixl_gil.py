@@ -1,11 +1,13 @@
-"""Calls of NIXL's native code that the control loop makes for every room keep the GIL."""
+"""Calls of NIXL's native code that the control loop makes for every room keep the GIL; those that connect do not."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvctl_agent.transport.base import Write
+from kvctl_agent.transport.base import Arrival, Write
 from kvctl_agent.transport.nixl.native_requests import BUILT
 from tests.kvctl_agent.transport.conftest import Pair, sizes
 from tests.support.gil import gave_up_the_gil
@@ -19,6 +21,8 @@ _TAGS, _WRITES = 3000, 100  # so many that a release of the GIL is seen
 
 def test_tags_are_sent_with_the_gil(pair: Pair) -> None:
     agent, peer = pair
+    agent.transport.tell("peer", b"first")
+    peer.collect(1)
 
     def tell() -> None:
         for number in range(_TAGS):
@@ -47,3 +51,18 @@ def test_small_writes_are_posted_and_polled_with_the_gil(pair: Pair, prepared: b
     for each in writes:
         pair.agent.finish(each)
     assert [arrival["tag"] for arrival in pair.peer.collect(_WRITES)] == [b"small".hex()] * _WRITES
+
+
+def test_the_first_tag_and_write_which_connect_the_engines_let_other_threads_run(crew: Any, engine: str) -> None:
+    agent, told, written = crew.agent(engine, "here"), crew.agent(engine, "told"), crew.agent(engine, "written")
+    agent.transport.connect("told", told.transport.metadata())
+    agent.transport.connect("written", written.transport.metadata())
+    assert gave_up_the_gil(lambda: agent.transport.tell("told", b"first"))
+    writes: list[Write] = []
+
+    def write() -> None:
+        writes.append(agent.transport.write("written", agent.at(0), written.at(0), sizes(512), b"first"))
+
+    assert gave_up_the_gil(write)
+    agent.finish(writes[0])
+    assert told.collect(1) == written.collect(1) == [Arrival("here", b"first")]
