@@ -31,7 +31,9 @@ _CONTENDED_NS = 200_000  # timers end up to 0.1 ms late by themselves
 _WAITS = 3
 _LONGEST_NS = 10_000_000  # of one wait for the GIL; what is longer is a stop of the process
 _HOLD_NS = 500_000
-_YIELD_NS = 100_000  # enough for the engine's thread to wake up and take the GIL
+# Enough for the engine's thread to wake up and take the GIL. A core that has slept wakes up late: on 16 cores, of 60
+# releases after the GIL had been kept for 2 ms, it took 45 of 50 µs, 47 of 100, 57 of 200 and all of 400.
+_YIELD_NS, _YIELD_FEW_CORES_NS = 300_000, 100_000
 
 
 def send(fd: int, data: bytes) -> int:
@@ -144,12 +146,20 @@ class GilSharing:
     other causes: the thread that has the GIL may be without a core. The time in which the kernel had no core for the
     loop's thread is subtracted.
 
-    The thread's CPU time is asked for only while another thread runs Python: it is a system call, which takes 10 µs
+    One wait that ends in time shows less: the engine's thread may have been about to give the GIL up, or too slow to
+    take it. Until all of the last few have, a loop that has had the GIL for `_HOLD_NS` still lets the engine's thread
+    run: alone that costs it three short pauses, and beside the engine it would otherwise keep the GIL for milliseconds.
+    On few cores it does not, because there the engine's thread mostly waits for a core, not for the GIL.
+
+    The thread's CPU time is asked for only while another thread may run Python: it is a system call, which takes 10 µs
     where caches are cold.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, few_cores: bool = False) -> None:
+        self._few_cores = few_cores
+        self._yield_ns = _YIELD_FEW_CORES_NS if few_cores else _YIELD_NS
         self._cost_ns = 0
+        self._suspected = False  # whether another thread may run Python
         self._late_ns: deque[int] = deque([0] * _WAITS, _WAITS)
         self._since_ns = self._cpu_ns = self._waited_ns = 0  # of the latest acquisition; waits with the GIL
         self._no_core_ns: int | None = None
@@ -167,9 +177,10 @@ class GilSharing:
             now_ns: time on the monotonic clock.
         """
         contended = self.contended
-        held_ns = now_ns - self._since_ns - self._waited_ns
-        if contended and held_ns >= _CONTENDED_NS and held_ns - (time.thread_time_ns() - self._cpu_ns) >= _CONTENDED_NS:
-            self._acquired(now_ns)  # the thread has waited in a call, while the engine's thread had the GIL
+        if self._suspected:
+            held_ns = now_ns - self._since_ns - self._waited_ns
+            if held_ns >= _CONTENDED_NS and held_ns - (time.thread_time_ns() - self._cpu_ns) >= _CONTENDED_NS:
+                self._acquired(now_ns)  # the thread has waited in a call, while the engine's thread had the GIL
         wait_ns = int(wait_s * 1e9)
         if (contended or not wait_ns) and now_ns + wait_ns <= self._since_ns + _HOLD_NS:
             self._waited_ns += wait_ns
@@ -197,16 +208,17 @@ class GilSharing:
             late_ns = min(max(0, late_ns - (self._no_core_ns - before_ns)), _LONGEST_NS)
         self._late_ns.append(late_ns)
         self._cost_ns = min(self._late_ns)
+        self._suspected = (self._cost_ns if self._few_cores else max(self._late_ns)) >= _CONTENDED_NS
 
     def yield_if_due(self) -> None:
-        """Lets the engine's thread run if it computes and this thread has had the GIL for long."""
-        if self._cost_ns >= _CONTENDED_NS and not self.plan(0.0, time.monotonic_ns())[1]:
+        """Lets the engine's thread run if it may compute and this thread has had the GIL for long."""
+        if self._suspected and not self.plan(0.0, time.monotonic_ns())[1]:
             since_ns = time.monotonic_ns()
-            time.sleep(_YIELD_NS * 1e-9)
+            time.sleep(self._yield_ns * 1e-9)
             now_ns = time.monotonic_ns()
-            self.released(_YIELD_NS, now_ns - since_ns, now_ns)
+            self.released(self._yield_ns, now_ns - since_ns, now_ns)
 
     def _acquired(self, now_ns: int) -> None:
         self._since_ns, self._waited_ns = now_ns, 0
-        if self.contended:
+        if self._suspected:
             self._cpu_ns = time.thread_time_ns()

@@ -242,7 +242,8 @@ def build_parts(
         # The transport and the memory that it registers.
         memory: list[Closable | None] = []
         undo.callback(close_all, memory)
-        sharing = GilSharing()
+        few_cores = available_cores() <= FEW_CORES
+        sharing = GilSharing(few_cores)
         mailbox = Mailbox()
         undo.callback(mailbox.close)
         if settings["copy_threads"] is None:
@@ -284,7 +285,7 @@ def build_parts(
                 reported.append,
                 mailbox.wake,
                 telemetry,
-                many=available_cores() > FEW_CORES,
+                many=not few_cores,
                 checksums=checksums_of(pool, copier) if settings["checksum"] else None,
                 on_device=pool.device is not None,
                 sharing=sharing,
@@ -307,7 +308,6 @@ def build_parts(
         )
         pipelining = Pipelining(local.layers, pool.page_size, settings, telemetry.metrics)
         inputs = InputLog(settings["record_inputs"])
-        few_cores = available_cores() <= FEW_CORES
         machine = machine_of(local, settings, telemetry, chooser, inputs, connections)
         if transfers is None:
             copier = copier_of(pool.device, copy_pool, copiers)

@@ -34,13 +34,13 @@ class Loop:
         asked: how often the thread's CPU time was asked for.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, few_cores: bool = False) -> None:
         self.now_ns = self.cpu_ns = 5 * MS
         self.slept_s: list[float] = []
         self.asked = 0
         clock = SimpleNamespace(sleep=self.sleep, monotonic_ns=lambda: self.now_ns, thread_time_ns=self.thread_time_ns)
         monkeypatch.setattr(gil, "time", clock)
-        self.sharing = GilSharing()
+        self.sharing = GilSharing(few_cores)
         self.release(0, 0)
 
     def sleep(self, seconds: float) -> None:
@@ -165,10 +165,40 @@ class TestYielding:
         for _ in range(10):
             contended.work(HOLD_NS * 2 // 5)
             contended.sharing.yield_if_due()
-        assert contended.slept_s == [100e-6] * 3
+        assert contended.slept_s == [pytest.approx(300e-6)] * 3
+
+    def test_one_punctual_wait_is_no_reason_to_keep_the_gil(self, contended: Loop) -> None:
+        contended.release(1 * MS, 0)
+        assert not contended.sharing.contended
+        contended.work(HOLD_NS)
+        contended.sharing.yield_if_due()
+        assert not contended.slept_s
+        contended.work(1)
+        contended.sharing.yield_if_due()
+        assert len(contended.slept_s) == 1
+
+    def test_after_a_punctual_wait_a_call_that_waited_for_the_gil_begins_a_new_acquisition(
+        self, contended: Loop
+    ) -> None:
+        contended.release(1 * MS, 0)
+        contended.work(HOLD_NS)
+        contended.now_ns += 4 * MS
+        contended.sharing.yield_if_due()
+        assert not contended.slept_s
+
+    def test_on_few_cores_one_punctual_wait_is(self, no_core_ns: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+        loop = Loop(monkeypatch, few_cores=True)
+        loop.release(1 * MS, 4 * MS, times=20)
+        loop.work(HOLD_NS + 1)
+        loop.sharing.yield_if_due()
+        assert loop.slept_s == [pytest.approx(100e-6)]
+        loop.release(1 * MS, 0)
+        loop.work(10 * HOLD_NS)
+        loop.sharing.yield_if_due()
+        assert len(loop.slept_s) == 1
 
     def test_alone_nobody_waits_for_the_gil(self, contended: Loop) -> None:
-        contended.release(1 * MS, 0)
+        contended.release(1 * MS, 0, times=3)
         contended.work(10 * HOLD_NS)
         contended.sharing.yield_if_due()
         assert contended.slept_s == []
