@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
-from kvctl_agent.transport.base import Arrival, Write
+from kvctl_agent.transport.base import Write
 from kvctl_agent.transport.nixl.native_requests import BUILT
 from tests.kvctl_agent.transport.conftest import Pair, sizes
 from tests.support.gil import gave_up_the_gil
@@ -53,16 +51,32 @@ def test_small_writes_are_posted_and_polled_with_the_gil(pair: Pair, prepared: b
     assert [arrival["tag"] for arrival in pair.peer.collect(_WRITES)] == [b"small".hex()] * _WRITES
 
 
-def test_the_first_tag_and_write_which_connect_the_engines_let_other_threads_run(crew: Any, engine: str) -> None:
-    agent, told, written = crew.agent(engine, "here"), crew.agent(engine, "told"), crew.agent(engine, "written")
-    agent.transport.connect("told", told.transport.metadata())
-    agent.transport.connect("written", written.transport.metadata())
-    assert gave_up_the_gil(lambda: agent.transport.tell("told", b"first"))
+def test_the_first_tag_to_a_peer_which_connects_ucx_is_sent_without_the_gil(pair: Pair) -> None:
+    agent, peer = pair
+    known = agent.transport._peer("peer")
+
+    def tell() -> None:
+        for number in range(_TAGS):
+            known.told = False  # every tag is sent as the first one
+            agent.transport.tell("peer", b"%d" % number)
+
+    assert gave_up_the_gil(tell)
+    assert known.told
+    assert [arrival["tag"] for arrival in peer.collect(_TAGS)] == [(b"%d" % number).hex() for number in range(_TAGS)]
+
+
+def test_the_first_write_to_a_peer_is_posted_without_the_gil(pair: Pair) -> None:
+    transport, here, there = pair.agent.transport, pair.agent.at(0), pair.peer.at(0)
+    known = transport._peer("peer")
     writes: list[Write] = []
 
     def write() -> None:
-        writes.append(agent.transport.write("written", agent.at(0), written.at(0), sizes(512), b"first"))
+        for _ in range(_TAGS):
+            known.reached = False  # every write is posted as the first one
+            writes.append(transport.write("peer", here, there, sizes(512), b"small"))
 
     assert gave_up_the_gil(write)
-    agent.finish(writes[0])
-    assert told.collect(1) == written.collect(1) == [Arrival("here", b"first")]
+    for each in writes:
+        pair.agent.finish(each)
+    assert known.reached
+    assert [arrival["tag"] for arrival in pair.peer.collect(_TAGS)] == [b"small".hex()] * _TAGS
