@@ -153,6 +153,9 @@ class GilSharing:
 
     The thread's CPU time is asked for only while another thread may run Python: it is a system call, which takes 10 µs
     where caches are cold.
+
+    Args:
+        few_cores: whether ranks that share this host have no core to spare.
     """
 
     def __init__(self, few_cores: bool = False) -> None:
