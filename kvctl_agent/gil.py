@@ -9,6 +9,7 @@ nothing. The system calls of this module never wait, and do not release the GIL.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
 import struct
@@ -24,6 +25,9 @@ _held.eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 
 _MSG_DONTWAIT, _MSG_NOSIGNAL = 0x40, 0x4000
 _EPOLL_EVENT = struct.Struct("=Ii4x" if platform.machine() == "x86_64" else "=I4xi4x")  # packed on x86-64
+_SEM_T_BYTES = 64  # at least; glibc has 32
+_SEM_POST = ctypes.cast(_held.sem_post, ctypes.c_void_p)
+_sem_clockwait = getattr(ctypes.CDLL(None, use_errno=True), "sem_clockwait", None)  # since glibc 2.30
 _SCHEDSTAT = b"/proc/thread-self/schedstat"
 _SCHEDSTAT_BYTES = 128
 
@@ -31,9 +35,10 @@ _CONTENDED_NS = 200_000  # timers end up to 0.1 ms late by themselves
 _WAITS = 3
 _LONGEST_NS = 10_000_000  # of one wait for the GIL; what is longer is a stop of the process
 _HOLD_NS = 500_000
-# Enough for the engine's thread to wake up and take the GIL. A core that has slept wakes up late: on 16 cores, of 60
-# releases after the GIL had been kept for 2 ms, it took 45 of 50 µs, 47 of 100, 57 of 200 and all of 400.
-_YIELD_NS, _YIELD_FEW_CORES_NS = 300_000, 100_000
+# The engine's thread wakes up and takes the GIL within this time: beside a busy engine on 32 cores the median of 3,500
+# times was 53 µs, one in a hundred took 0.3 ms, and the longest 0.9, because a core that has slept wakes up late.
+_WAKE_NS, _WAKE_FEW_CORES_NS = 300_000, 100_000
+_ANSWER_NS = 1_000_000  # without an answer for so long the main thread does not want the GIL
 
 
 def send(fd: int, data: bytes) -> int:
@@ -134,6 +139,51 @@ def _checked(result: int) -> int:
     return result
 
 
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("ns", ctypes.c_long))
+
+
+class MainThread:
+    """Tells another thread when the main thread runs Python.
+
+    `Py_AddPendingCall` has the main thread call a function as soon as it runs Python: here `sem_post`, for which the
+    other thread waits without the GIL.
+    """
+
+    def __init__(self) -> None:
+        self._semaphore = ctypes.create_string_buffer(_SEM_T_BYTES)
+        _held.sem_init(self._semaphore, 0, 0)
+        self._asked = False
+
+    def runs_within(self, limit_ns: int) -> bool:
+        """Releases the GIL until the main thread has run Python, at most for `limit_ns`; returns whether it has.
+
+        To get the GIL back may take longer. Without `sem_clockwait`, or while 32 calls are pending, it only waits.
+        """
+        if _sem_clockwait is None or not self._ask():
+            time.sleep(limit_ns * 1e-9)
+            return False
+        until = _Timespec(*divmod(time.monotonic_ns() + limit_ns, 1_000_000_000))
+        while _sem_clockwait(self._semaphore, time.CLOCK_MONOTONIC, ctypes.byref(until)):
+            if ctypes.get_errno() != errno.EINTR:
+                return False
+        self._answered()
+        return True
+
+    def _ask(self) -> bool:
+        if self._asked and not _held.sem_trywait(self._semaphore):
+            self._answered()  # after the latest wait
+        if not self._asked and not ctypes.pythonapi.Py_AddPendingCall(_SEM_POST, self._semaphore):
+            self._asked = True
+            # The semaphore exists until the answer, whatever the interpreter frees when it ends.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._semaphore))
+        return self._asked
+
+    def _answered(self) -> None:
+        self._asked = False
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._semaphore))
+
+
 class GilSharing:
     """Decides whether the control loop keeps the GIL during a wait, from how long it took to get it back before.
 
@@ -148,8 +198,11 @@ class GilSharing:
 
     One wait that ends in time shows less: the engine's thread may have been about to give the GIL up, or too slow to
     take it. Until all of the last few have, a loop that has had the GIL for `_HOLD_NS` still lets the engine's thread
-    run: alone that costs it three short pauses, and beside the engine it would otherwise keep the GIL for milliseconds.
-    On few cores it does not, because there the engine's thread mostly waits for a core, not for the GIL.
+    run, because beside the engine it would otherwise keep the GIL for milliseconds. On few cores it does not: there the
+    engine's thread mostly waits for a core, not for the GIL.
+
+    An engine runs its scheduler in the main thread, so that its answer (`MainThread`) ends such a pause. If none comes,
+    either another thread computes, and gets pauses of a fixed length, or nobody wants the GIL.
 
     The thread's CPU time is asked for only while another thread may run Python: it is a system call, which takes 10 µs
     where caches are cold.
@@ -160,7 +213,9 @@ class GilSharing:
 
     def __init__(self, few_cores: bool = False) -> None:
         self._few_cores = few_cores
-        self._yield_ns = _YIELD_FEW_CORES_NS if few_cores else _YIELD_NS
+        self._main_thread = MainThread()
+        self._answers = not few_cores  # whether the engine's thread is taken for the main thread
+        self._wake_ns = _WAKE_FEW_CORES_NS if few_cores else _WAKE_NS
         self._cost_ns = 0
         self._suspected = False  # whether another thread may run Python
         self._late_ns: deque[int] = deque([0] * _WAITS, _WAITS)
@@ -215,11 +270,22 @@ class GilSharing:
 
     def yield_if_due(self) -> None:
         """Lets the engine's thread run if it may compute and this thread has had the GIL for long."""
-        if self._suspected and not self.plan(0.0, time.monotonic_ns())[1]:
-            since_ns = time.monotonic_ns()
-            time.sleep(self._yield_ns * 1e-9)
-            now_ns = time.monotonic_ns()
-            self.released(self._yield_ns, now_ns - since_ns, now_ns)
+        if not self._suspected:
+            return
+        since_ns = time.monotonic_ns()
+        if self.plan(0.0, since_ns)[1]:
+            return
+        limit_ns = _ANSWER_NS if self._answers else self._wake_ns
+        ran = self._main_thread.runs_within(limit_ns)
+        now_ns = time.monotonic_ns()
+        if ran:
+            self._answers = True
+            limit_ns = self._wake_ns
+        elif now_ns - since_ns - limit_ns >= _CONTENDED_NS:
+            self._answers = False
+        elif self._answers:
+            self._late_ns.extend([0] * _WAITS)
+        self.released(limit_ns, now_ns - since_ns, now_ns)
 
     def _acquired(self, now_ns: int) -> None:
         self._since_ns, self._waited_ns = now_ns, 0

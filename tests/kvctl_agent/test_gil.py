@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
+import signal
 import socket
 import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TypeVar
 
 import pytest
 
 from kvctl_agent import gil
-from kvctl_agent.gil import GilSharing, ReceiveBuffer
+from kvctl_agent.gil import GilSharing, MainThread, ReceiveBuffer
 
 US, MS = 1_000, 1_000_000
-HOLD_NS = gil._HOLD_NS
+HOLD_NS, WAKE_NS, ANSWER_NS = gil._HOLD_NS, gil._WAKE_NS, gil._ANSWER_NS
 
 
 @pytest.fixture
@@ -32,20 +38,32 @@ class Loop:
 
     Attributes:
         asked: how often the thread's CPU time was asked for.
+        yields: limits of the pauses made for the engine's thread.
+        answer_ns: how long after the release the main thread runs Python; None: it does not.
+        kept_ns: how long another thread then keeps the GIL.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, few_cores: bool = False) -> None:
         self.now_ns = self.cpu_ns = 5 * MS
-        self.slept_s: list[float] = []
+        self.yields: list[int] = []
+        self.answer_ns: int | None = 50 * US
+        self.kept_ns = 5 * MS
         self.asked = 0
-        clock = SimpleNamespace(sleep=self.sleep, monotonic_ns=lambda: self.now_ns, thread_time_ns=self.thread_time_ns)
+        clock = SimpleNamespace(monotonic_ns=lambda: self.now_ns, thread_time_ns=self.thread_time_ns)
         monkeypatch.setattr(gil, "time", clock)
+        monkeypatch.setattr(gil, "MainThread", lambda: SimpleNamespace(runs_within=self.runs_within))
         self.sharing = GilSharing(few_cores)
         self.release(0, 0)
 
-    def sleep(self, seconds: float) -> None:
-        self.slept_s.append(seconds)
-        self.now_ns += round(seconds * 1e9) + 5 * MS
+    def runs_within(self, limit_ns: int) -> bool:
+        self.yields.append(limit_ns)
+        waited_ns = limit_ns if self.answer_ns is None else min(limit_ns, self.answer_ns)
+        self.now_ns += waited_ns + self.kept_ns
+        return waited_ns == self.answer_ns
+
+    def yield_after(self, ns: int) -> None:
+        self.work(ns)
+        self.sharing.yield_if_due()
 
     def thread_time_ns(self) -> int:
         self.asked += 1
@@ -163,19 +181,16 @@ def test_a_stop_of_the_process_prolongs_no_wait_by_seconds(contended: Loop) -> N
 class TestYielding:
     def test_the_engines_thread_runs_between_long_pieces_of_work(self, contended: Loop) -> None:
         for _ in range(10):
-            contended.work(HOLD_NS * 2 // 5)
-            contended.sharing.yield_if_due()
-        assert contended.slept_s == [pytest.approx(300e-6)] * 3
+            contended.yield_after(HOLD_NS * 2 // 5)
+        assert len(contended.yields) == 3
 
     def test_one_punctual_wait_is_no_reason_to_keep_the_gil(self, contended: Loop) -> None:
         contended.release(1 * MS, 0)
         assert not contended.sharing.contended
-        contended.work(HOLD_NS)
-        contended.sharing.yield_if_due()
-        assert not contended.slept_s
-        contended.work(1)
-        contended.sharing.yield_if_due()
-        assert len(contended.slept_s) == 1
+        contended.yield_after(HOLD_NS)
+        assert not contended.yields
+        contended.yield_after(1)
+        assert len(contended.yields) == 1
 
     def test_after_a_punctual_wait_a_call_that_waited_for_the_gil_begins_a_new_acquisition(
         self, contended: Loop
@@ -184,24 +199,140 @@ class TestYielding:
         contended.work(HOLD_NS)
         contended.now_ns += 4 * MS
         contended.sharing.yield_if_due()
-        assert not contended.slept_s
+        assert not contended.yields
 
-    def test_on_few_cores_one_punctual_wait_is(self, no_core_ns: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_engine_that_has_run_for_a_moment_may_still_compute(self, contended: Loop) -> None:
+        contended.kept_ns = 20 * US
+        for _ in range(5):
+            contended.yield_after(HOLD_NS + 1)
+        assert len(contended.yields) == 5
+        assert contended.sharing.contended
+
+    def test_nobody_wants_the_gil_if_the_main_thread_does_not_take_it(self, contended: Loop) -> None:
+        contended.answer_ns, contended.kept_ns = None, 20 * US
+        contended.yield_after(HOLD_NS + 1)
+        assert not contended.sharing.contended
+        contended.yield_after(10 * HOLD_NS)
+        assert contended.yields == [ANSWER_NS]
+
+    def test_an_engine_in_another_thread_gets_short_pauses(self, contended: Loop) -> None:
+        contended.answer_ns = None
+        for _ in range(3):
+            contended.yield_after(HOLD_NS + 1)
+        assert contended.yields == [ANSWER_NS, WAKE_NS, WAKE_NS]
+        contended.kept_ns = 20 * US
+        for _ in range(2):
+            contended.yield_after(HOLD_NS + 1)  # that thread may have woken up too late
+        contended.answer_ns, contended.kept_ns = 50 * US, 5 * MS
+        for _ in range(2):
+            contended.yield_after(HOLD_NS + 1)
+        assert contended.yields[3:] == [WAKE_NS] * 3 + [ANSWER_NS]
+
+    def test_on_few_cores_one_punctual_wait_is_a_reason_to_keep_the_gil(
+        self, no_core_ns: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         loop = Loop(monkeypatch, few_cores=True)
         loop.release(1 * MS, 4 * MS, times=20)
-        loop.work(HOLD_NS + 1)
-        loop.sharing.yield_if_due()
-        assert loop.slept_s == [pytest.approx(100e-6)]
+        loop.yield_after(HOLD_NS + 1)
+        assert len(loop.yields) == 1
         loop.release(1 * MS, 0)
-        loop.work(10 * HOLD_NS)
-        loop.sharing.yield_if_due()
-        assert len(loop.slept_s) == 1
+        loop.yield_after(10 * HOLD_NS)
+        assert len(loop.yields) == 1
 
     def test_alone_nobody_waits_for_the_gil(self, contended: Loop) -> None:
         contended.release(1 * MS, 0, times=3)
-        contended.work(10 * HOLD_NS)
-        contended.sharing.yield_if_due()
-        assert contended.slept_s == []
+        contended.yield_after(10 * HOLD_NS)
+        assert not contended.yields
+
+
+T = TypeVar("T")
+
+
+def while_asleep(call: Callable[[], T]) -> T:
+    """Returns what another thread's call returns while the main thread, that of the test, sleeps."""
+
+    def wait_and_call() -> T:
+        before: list[str] = []
+        while (now := switches_of_main_thread()) != before:
+            before = now
+            time.sleep(0.02)  # without the GIL, which the main thread may have waited for
+        return call()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(wait_and_call).result()
+
+
+def switches_of_main_thread() -> list[str]:
+    """Returns how often the main thread has gone to sleep or lost its core."""
+    status = Path(f"/proc/self/task/{os.getpid()}/status").read_text(encoding="utf-8")
+    return [line for line in status.splitlines() if "ctxt_switches" in line]
+
+
+def asleep(main_thread: MainThread, limit_ns: int, times: int = 1) -> list[bool]:
+    """Returns whether the main thread is found to run, while it sleeps."""
+    return while_asleep(lambda: [main_thread.runs_within(limit_ns) for _ in range(times)])
+
+
+class TestMainThread:
+    """pytest runs its tests in the main thread."""
+
+    def test_it_runs(self) -> None:
+        main_thread = MainThread()
+        with ThreadPoolExecutor(1) as pool:
+            for _ in range(100):
+                answer = pool.submit(main_thread.runs_within, 10_000 * MS)
+                while not answer.done():  # computes
+                    pass
+                assert answer.result()
+
+    def test_it_sleeps(self) -> None:
+        assert asleep(MainThread(), 3 * MS) == [False]
+
+    def test_an_answer_that_came_too_late_is_not_taken_for_the_next(self) -> None:
+        main_thread = MainThread()
+        for _ in range(5):
+            assert asleep(main_thread, 1 * MS) == [False]
+            sum(range(1000))  # answers
+        assert asleep(main_thread, 1 * MS, times=5) == [False] * 5
+
+    def test_signals_do_not_end_the_wait(self) -> None:
+        took_ns: list[int] = []
+
+        def interrupted() -> None:
+            interrupter = threading.Thread(target=interrupt, args=(threading.get_ident(),))
+            interrupter.start()
+            since_ns = time.monotonic_ns()
+            assert not MainThread().runs_within(50 * MS)
+            took_ns.append(time.monotonic_ns() - since_ns)
+            interrupter.join()
+
+        def interrupt(ident: int) -> None:
+            for _ in range(10):
+                time.sleep(0.002)
+                signal.pthread_kill(ident, signal.SIGUSR1)
+
+        before = signal.signal(signal.SIGUSR1, lambda *_: None)
+        try:
+            while_asleep(interrupted)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        assert took_ns[0] >= 50 * MS
+
+    def test_without_the_functions_of_libc_it_only_waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(gil, "_sem_clockwait", None)
+        since_ns = time.monotonic_ns()
+        assert not MainThread().runs_within(2 * MS)
+        assert time.monotonic_ns() - since_ns >= 2 * MS
+
+    def test_while_the_queue_of_calls_is_full_it_only_waits(self) -> None:
+        semaphore = ctypes.create_string_buffer(gil._SEM_T_BYTES)
+
+        def with_full_queue() -> bool:
+            while not ctypes.pythonapi.Py_AddPendingCall(gil._SEM_POST, semaphore):
+                pass
+            return MainThread().runs_within(1 * MS)
+
+        assert not while_asleep(with_full_queue)
 
 
 def schedstat_files() -> int:
