@@ -279,7 +279,7 @@ class TestMainThread:
     def test_it_runs(self) -> None:
         main_thread = MainThread()
         with ThreadPoolExecutor(1) as pool:
-            for _ in range(100):
+            for _ in range(20):
                 answer = pool.submit(main_thread.runs_within, 10_000 * MS)
                 while not answer.done():  # computes
                     pass
