@@ -3,7 +3,7 @@
 A thread that releases the GIL gets it back at once if no other thread runs Python. Beside a thread that computes, such
 as a scheduler's loop, it waits until that thread gives the GIL up: by default `sys.getswitchinterval()`, 5 ms, each
 time. A release shorter than the wake-up of the other thread, some 10 µs, costs no such wait, but wakes that thread for
-nothing. The system calls of this module never wait, and do not release the GIL.
+nothing. Except for `MainThread`, the system calls of this module never wait, and do not release the GIL.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ _held.recv.restype = _held.send.restype = _held.pread.restype = ctypes.c_ssize_t
 _held.recv.argtypes = _held.send.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
 _held.pread.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_long)
 _held.eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
+_held.Py_AddPendingCall.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+_held.Py_IncRef.argtypes = _held.Py_DecRef.argtypes = (ctypes.py_object,)
+_held.Py_IncRef.restype = _held.Py_DecRef.restype = None
 
 _MSG_DONTWAIT, _MSG_NOSIGNAL = 0x40, 0x4000
 _EPOLL_EVENT = struct.Struct("=Ii4x" if platform.machine() == "x86_64" else "=I4xi4x")  # packed on x86-64
-_SEM_T_BYTES = 64  # at least; glibc has 32
+_SEM_T_BYTES = 64  # enough: glibc and musl use 32
 _SEM_POST = ctypes.cast(_held.sem_post, ctypes.c_void_p)
 _sem_clockwait = getattr(ctypes.CDLL(None, use_errno=True), "sem_clockwait", None)  # since glibc 2.30
 _SCHEDSTAT = b"/proc/thread-self/schedstat"
@@ -35,10 +38,10 @@ _CONTENDED_NS = 200_000  # timers end up to 0.1 ms late by themselves
 _WAITS = 3
 _LONGEST_NS = 10_000_000  # of one wait for the GIL; what is longer is a stop of the process
 _HOLD_NS = 500_000
-# The engine's thread wakes up and takes the GIL within this time: beside a busy engine on 32 cores the median of 3,500
-# times was 53 µs, one in a hundred took 0.3 ms, and the longest 0.9, because a core that has slept wakes up late.
+# The engine's thread usually wakes up and takes the GIL within this time. Of 3,500 times beside a busy engine on 32
+# cores the median was 53 µs; one in a hundred took 0.3 ms, the longest 0.9: a core that has slept wakes up late.
 _WAKE_NS, _WAKE_FEW_CORES_NS = 300_000, 100_000
-_ANSWER_NS = 1_000_000  # without an answer for so long the main thread does not want the GIL
+_ANSWER_NS = 1_000_000  # no answer for so long is taken to mean that the main thread does not want the GIL
 
 
 def send(fd: int, data: bytes) -> int:
@@ -144,7 +147,7 @@ class _Timespec(ctypes.Structure):
 
 
 class MainThread:
-    """Tells another thread when the main thread runs Python.
+    """Tells one other thread when the main thread runs Python.
 
     `Py_AddPendingCall` has the main thread call a function as soon as it runs Python: here `sem_post`, for which the
     other thread waits without the GIL.
@@ -158,7 +161,8 @@ class MainThread:
     def runs_within(self, limit_ns: int) -> bool:
         """Releases the GIL until the main thread has run Python, at most for `limit_ns`; returns whether it has.
 
-        To get the GIL back may take longer. Without `sem_clockwait`, or while 32 calls are pending, it only waits.
+        To get the GIL back may take longer. Without `sem_clockwait`, or while the queue of calls is full, this
+        only waits.
         """
         if _sem_clockwait is None or not self._ask():
             time.sleep(limit_ns * 1e-9)
@@ -173,15 +177,15 @@ class MainThread:
     def _ask(self) -> bool:
         if self._asked and not _held.sem_trywait(self._semaphore):
             self._answered()  # after the latest wait
-        if not self._asked and not ctypes.pythonapi.Py_AddPendingCall(_SEM_POST, self._semaphore):
+        if not self._asked and not _held.Py_AddPendingCall(_SEM_POST, self._semaphore):
             self._asked = True
-            # The semaphore exists until the answer, whatever the interpreter frees when it ends.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._semaphore))
+            # The semaphore exists at least until the answer, whatever the interpreter frees when it ends.
+            _held.Py_IncRef(self._semaphore)
         return self._asked
 
     def _answered(self) -> None:
         self._asked = False
-        ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._semaphore))
+        _held.Py_DecRef(self._semaphore)
 
 
 class GilSharing:
@@ -201,8 +205,9 @@ class GilSharing:
     run, because beside the engine it would otherwise keep the GIL for milliseconds. On few cores it does not: there the
     engine's thread mostly waits for a core, not for the GIL.
 
-    An engine runs its scheduler in the main thread, so that its answer (`MainThread`) ends such a pause. If none comes,
-    either another thread computes, and gets pauses of a fixed length, or nobody wants the GIL.
+    Usually an engine's scheduler runs in the main thread, whose answer (`MainThread`) ends such a pause. If none comes
+    and the GIL comes back late, another thread computes: the next pauses are as long as a wake-up takes, as on few
+    cores, where the main thread may want the GIL but have no core. If the GIL comes back in time, nobody wants it.
 
     The thread's CPU time is asked for only while another thread may run Python: it is a system call, which takes 10 µs
     where caches are cold.
@@ -214,7 +219,7 @@ class GilSharing:
     def __init__(self, few_cores: bool = False) -> None:
         self._few_cores = few_cores
         self._main_thread = MainThread()
-        self._answers = not few_cores  # whether the engine's thread is taken for the main thread
+        self._answers = not few_cores and _sem_clockwait is not None  # whether a missing answer shows something
         self._wake_ns = _WAKE_FEW_CORES_NS if few_cores else _WAKE_NS
         self._cost_ns = 0
         self._suspected = False  # whether another thread may run Python
@@ -278,10 +283,11 @@ class GilSharing:
         limit_ns = _ANSWER_NS if self._answers else self._wake_ns
         ran = self._main_thread.runs_within(limit_ns)
         now_ns = time.monotonic_ns()
+        late = now_ns - since_ns - (self._wake_ns if ran else limit_ns) >= _CONTENDED_NS
         if ran:
-            self._answers = True
-            limit_ns = self._wake_ns
-        elif now_ns - since_ns - limit_ns >= _CONTENDED_NS:
+            self._answers = not self._few_cores
+            limit_ns = self._wake_ns if late else 0  # a main thread that ran for a moment shows nothing
+        elif late:
             self._answers = False
         elif self._answers:
             self._late_ns.extend([0] * _WAITS)

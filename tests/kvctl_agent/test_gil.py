@@ -1,4 +1,4 @@
-"""Sharing the GIL: which waits of the control loop keep it, for how long, and system calls that never wait."""
+"""Sharing the GIL: which waits of the control loop keep it, for how long, pauses, and system calls that never wait."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from kvctl_agent.gil import GilSharing, MainThread, ReceiveBuffer
 
 US, MS = 1_000, 1_000_000
 HOLD_NS, WAKE_NS, ANSWER_NS = gil._HOLD_NS, gil._WAKE_NS, gil._ANSWER_NS
+WAKE_FEW_CORES_NS = gil._WAKE_FEW_CORES_NS
 
 
 @pytest.fixture
@@ -182,7 +184,7 @@ class TestYielding:
     def test_the_engines_thread_runs_between_long_pieces_of_work(self, contended: Loop) -> None:
         for _ in range(10):
             contended.yield_after(HOLD_NS * 2 // 5)
-        assert len(contended.yields) == 3
+        assert contended.yields == [ANSWER_NS] * 3
 
     def test_one_punctual_wait_is_no_reason_to_keep_the_gil(self, contended: Loop) -> None:
         contended.release(1 * MS, 0)
@@ -201,12 +203,21 @@ class TestYielding:
         contended.sharing.yield_if_due()
         assert not contended.yields
 
-    def test_an_engine_that_has_run_for_a_moment_may_still_compute(self, contended: Loop) -> None:
-        contended.kept_ns = 20 * US
+    @pytest.mark.parametrize("answer_ns", [50 * US, 350 * US, 450 * US])
+    def test_an_engine_that_has_run_for_a_moment_may_still_compute(self, contended: Loop, answer_ns: int) -> None:
+        contended.answer_ns, contended.kept_ns = answer_ns, 20 * US
         for _ in range(5):
             contended.yield_after(HOLD_NS + 1)
         assert len(contended.yields) == 5
         assert contended.sharing.contended
+
+    def test_a_wait_for_the_gil_after_the_answer_is_late(self, loop: Loop) -> None:
+        loop.release(1 * MS, 4 * MS, times=2)  # the first only begins the count of the time without a core
+        loop.kept_ns = 700 * US
+        for _ in range(2):
+            assert not loop.sharing.contended
+            loop.yield_after(HOLD_NS + 1)
+        assert loop.sharing.contended
 
     def test_nobody_wants_the_gil_if_the_main_thread_does_not_take_it(self, contended: Loop) -> None:
         contended.answer_ns, contended.kept_ns = None, 20 * US
@@ -233,11 +244,22 @@ class TestYielding:
     ) -> None:
         loop = Loop(monkeypatch, few_cores=True)
         loop.release(1 * MS, 4 * MS, times=20)
-        loop.yield_after(HOLD_NS + 1)
-        assert len(loop.yields) == 1
+        for _ in range(2):
+            loop.yield_after(HOLD_NS + 1)
+        assert loop.yields == [WAKE_FEW_CORES_NS] * 2
         loop.release(1 * MS, 0)
         loop.yield_after(10 * HOLD_NS)
-        assert len(loop.yields) == 1
+        assert len(loop.yields) == 2
+
+    def test_without_answers_pauses_have_a_fixed_length(
+        self, no_core_ns: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(gil, "_sem_clockwait", None)
+        loop = Loop(monkeypatch)
+        loop.release(1 * MS, 4 * MS, times=20)
+        loop.answer_ns = None
+        loop.yield_after(HOLD_NS + 1)
+        assert loop.yields == [WAKE_NS]
 
     def test_alone_nobody_waits_for_the_gil(self, contended: Loop) -> None:
         contended.release(1 * MS, 0, times=3)
@@ -253,7 +275,7 @@ def while_asleep(call: Callable[[], T]) -> T:
 
     def wait_and_call() -> T:
         before: list[str] = []
-        while (now := switches_of_main_thread()) != before:
+        while (now := state_of_main_thread()) != before or not any("S (sleeping)" in line for line in now):
             before = now
             time.sleep(0.02)  # without the GIL, which the main thread may have waited for
         return call()
@@ -262,10 +284,10 @@ def while_asleep(call: Callable[[], T]) -> T:
         return pool.submit(wait_and_call).result()
 
 
-def switches_of_main_thread() -> list[str]:
-    """Returns how often the main thread has gone to sleep or lost its core."""
+def state_of_main_thread() -> list[str]:
+    """Returns whether the main thread sleeps, and how often it has gone to sleep or lost its core."""
     status = Path(f"/proc/self/task/{os.getpid()}/status").read_text(encoding="utf-8")
-    return [line for line in status.splitlines() if "ctxt_switches" in line]
+    return [line for line in status.splitlines() if line.startswith("State:") or "ctxt_switches" in line]
 
 
 def asleep(main_thread: MainThread, limit_ns: int, times: int = 1) -> list[bool]:
@@ -273,17 +295,22 @@ def asleep(main_thread: MainThread, limit_ns: int, times: int = 1) -> list[bool]
     return while_asleep(lambda: [main_thread.runs_within(limit_ns) for _ in range(times)])
 
 
+def while_computing(main_thread: MainThread) -> bool:
+    """Returns whether the main thread is found to run, while it computes."""
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(main_thread.runs_within, 10_000 * MS)
+        while not answer.done():
+            pass
+        return answer.result()
+
+
 class TestMainThread:
     """pytest runs its tests in the main thread."""
 
     def test_it_runs(self) -> None:
         main_thread = MainThread()
-        with ThreadPoolExecutor(1) as pool:
-            for _ in range(20):
-                answer = pool.submit(main_thread.runs_within, 10_000 * MS)
-                while not answer.done():  # computes
-                    pass
-                assert answer.result()
+        for _ in range(20):
+            assert while_computing(main_thread)
 
     def test_it_sleeps(self) -> None:
         assert asleep(MainThread(), 3 * MS) == [False]
@@ -296,27 +323,27 @@ class TestMainThread:
         assert asleep(main_thread, 1 * MS, times=5) == [False] * 5
 
     def test_signals_do_not_end_the_wait(self) -> None:
-        took_ns: list[int] = []
-
-        def interrupted() -> None:
-            interrupter = threading.Thread(target=interrupt, args=(threading.get_ident(),))
-            interrupter.start()
-            since_ns = time.monotonic_ns()
-            assert not MainThread().runs_within(50 * MS)
-            took_ns.append(time.monotonic_ns() - since_ns)
-            interrupter.join()
-
         def interrupt(ident: int) -> None:
             for _ in range(10):
                 time.sleep(0.002)
                 signal.pthread_kill(ident, signal.SIGUSR1)
 
+        def interrupted() -> tuple[bool, int]:
+            interrupter = threading.Thread(target=interrupt, args=(threading.get_ident(),))
+            interrupter.start()
+            since_ns = time.monotonic_ns()
+            ran = MainThread().runs_within(50 * MS)
+            took_ns = time.monotonic_ns() - since_ns
+            interrupter.join()
+            return ran, took_ns
+
         before = signal.signal(signal.SIGUSR1, lambda *_: None)
         try:
-            while_asleep(interrupted)
+            ran, took_ns = while_asleep(interrupted)
         finally:
             signal.signal(signal.SIGUSR1, before)
-        assert took_ns[0] >= 50 * MS
+        assert not ran
+        assert took_ns >= 50 * MS
 
     def test_without_the_functions_of_libc_it_only_waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(gil, "_sem_clockwait", None)
@@ -325,14 +352,26 @@ class TestMainThread:
         assert time.monotonic_ns() - since_ns >= 2 * MS
 
     def test_while_the_queue_of_calls_is_full_it_only_waits(self) -> None:
+        main_thread = MainThread()
         semaphore = ctypes.create_string_buffer(gil._SEM_T_BYTES)
 
-        def with_full_queue() -> bool:
-            while not ctypes.pythonapi.Py_AddPendingCall(gil._SEM_POST, semaphore):
+        def with_full_queue() -> tuple[bool, bool]:
+            while not gil._held.Py_AddPendingCall(gil._SEM_POST, semaphore):
                 pass
-            return MainThread().runs_within(1 * MS)
+            return main_thread.runs_within(1 * MS), main_thread._asked
 
-        assert not while_asleep(with_full_queue)
+        assert while_asleep(with_full_queue) == (False, False)
+        assert while_computing(main_thread)
+
+    def test_the_semaphore_is_kept_until_the_answer(self) -> None:
+        main_thread = MainThread()
+        counts = [sys.getrefcount(main_thread._semaphore)]
+        while_asleep(lambda: main_thread.runs_within(1 * MS))
+        counts.append(sys.getrefcount(main_thread._semaphore))
+        for _ in range(20):
+            assert while_computing(main_thread)
+        counts.append(sys.getrefcount(main_thread._semaphore))
+        assert counts == [counts[0], counts[0] + 1, counts[0]]
 
 
 def schedstat_files() -> int:
