@@ -38,8 +38,8 @@ _CONTENDED_NS = 200_000  # timers end up to 0.1 ms late by themselves
 _WAITS = 3
 _LONGEST_NS = 10_000_000  # of one wait for the GIL; what is longer is a stop of the process
 _HOLD_NS = 500_000
-# The engine's thread usually wakes up and takes the GIL within this time. Of 3,500 times beside a busy engine on 32
-# cores the median was 53 µs; one in a hundred took 0.3 ms, the longest 0.9: a core that has slept wakes up late.
+# The engine's thread usually wakes up and takes the GIL within this time. Of 2,766 times beside a busy engine on 32
+# cores the median was 52 µs; eleven took more than 0.3 ms, the longest 0.9: a core that has slept wakes up late.
 _WAKE_NS, _WAKE_FEW_CORES_NS = 300_000, 100_000
 _ANSWER_NS = 1_000_000  # no answer for so long is taken to mean that the main thread does not want the GIL
 
