@@ -37,7 +37,9 @@ _SCHEDSTAT_BYTES = 128
 _CONTENDED_NS = 200_000  # timers end up to 0.1 ms late by themselves
 _WAITS = 3
 _LONGEST_NS = 10_000_000  # of one wait for the GIL; what is longer is a stop of the process
-_HOLD_NS = 500_000
+# The longer, the less often a room waits for the GIL, 5 ms each time, and the longer the engine's thread waits. On few
+# cores rooms wait for a core instead.
+_HOLD_NS, _HOLD_FEW_CORES_NS = 750_000, 500_000
 # The engine's thread usually wakes up and takes the GIL within this time. Of 2,766 times beside a busy engine on 32
 # cores the median was 52 µs; eleven took more than 0.3 ms, the longest 0.9: a core that has slept wakes up late.
 _WAKE_NS, _WAKE_FEW_CORES_NS = 300_000, 100_000
@@ -221,6 +223,7 @@ class GilSharing:
         self._main_thread = MainThread()
         self._answers = not few_cores and _sem_clockwait is not None  # whether a missing answer shows something
         self._wake_ns = _WAKE_FEW_CORES_NS if few_cores else _WAKE_NS
+        self._hold_ns = _HOLD_FEW_CORES_NS if few_cores else _HOLD_NS
         self._cost_ns = 0
         self._suspected = False  # whether another thread may run Python
         self._late_ns: deque[int] = deque([0] * _WAITS, _WAITS)
@@ -245,7 +248,7 @@ class GilSharing:
             if held_ns >= _CONTENDED_NS and held_ns - (time.thread_time_ns() - self._cpu_ns) >= _CONTENDED_NS:
                 self._acquired(now_ns)  # the thread has waited in a call, while the engine's thread had the GIL
         wait_ns = int(wait_s * 1e9)
-        if (contended or not wait_ns) and now_ns + wait_ns <= self._since_ns + _HOLD_NS:
+        if (contended or not wait_ns) and now_ns + wait_ns <= self._since_ns + self._hold_ns:
             self._waited_ns += wait_ns
             return wait_s, True
         return max(wait_s, self._cost_ns * 1e-9) if contended and wait_ns else wait_s, False

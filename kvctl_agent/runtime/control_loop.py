@@ -56,7 +56,7 @@ _LONGEST_WAIT_S = 0.1
 _LANDING_ROUNDS, _LANDING_PAUSE_S = 20, 1e-3
 _ROUNDS_A_TURN = 2  # then messages are read and sent again
 _LAST_TURN_S = 1.0
-# Messages, parts and ends of rooms, at least, that are counted together. A part takes 50 calls, a message 3.
+# Messages, parts and ends of rooms that are counted together in a turn. A part takes 50 calls, a message 3.
 _NOTED_AT_ONCE = 16
 # Plain integers: an operation on zmq's enumerations takes 0.9 µs, the call that asks a socket 1.5 µs.
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
@@ -364,7 +364,7 @@ class ControlLoop:
         self._sockets_used = bool(ready)
         wait_s = 0.0 if ready else min(max(wait_s, 0.0), _LONGEST_WAIT_S)
         if wait_s:
-            self._telemetry.count_pending(_NOTED_AT_ONCE)
+            self._telemetry.count_pending(_NOTED_AT_ONCE, _NOTED_AT_ONCE)
         for index in self._wait(wait_s, min(max(due_s, 0.0), _LONGEST_WAIT_S)):
             socket = self._polled[index]
             if isinstance(socket, int) or _has_input(socket):

@@ -124,18 +124,21 @@ class Telemetry:
         self.count_pending()
         return self._recent_ends
 
-    def count_pending(self, least: int = 0) -> None:
+    def count_pending(self, least: int = 0, most: int | None = None) -> None:
         """Counts what has been noted; any thread may call it.
 
         Args:
             least: for threads that must not wait: does nothing if fewer are noted, or if another thread counts them
                 now. With 0, all that was noted before the call is counted on return.
+            most: for threads that must not take long: how many to count at most, the oldest first.
         """
         if len(self._noted) < least or not self._counting.acquire(blocking=not least):
             return
         counts, durations = _Counts(int), _Durations(list)
         try:
-            while self._noted:
+            counted = 0
+            while self._noted and counted != most:
+                counted += 1
                 note = self._noted.popleft()
                 if isinstance(note, _PartNote):
                     self._count_part(note, counts, durations)

@@ -24,7 +24,7 @@ from kvctl_agent.gil import GilSharing, MainThread, ReceiveBuffer
 
 US, MS = 1_000, 1_000_000
 HOLD_NS, WAKE_NS, ANSWER_NS = gil._HOLD_NS, gil._WAKE_NS, gil._ANSWER_NS
-WAKE_FEW_CORES_NS = gil._WAKE_FEW_CORES_NS
+HOLD_FEW_CORES_NS, WAKE_FEW_CORES_NS = gil._HOLD_FEW_CORES_NS, gil._WAKE_FEW_CORES_NS
 
 
 @pytest.fixture
@@ -245,10 +245,11 @@ class TestYielding:
         loop = Loop(monkeypatch, few_cores=True)
         loop.release(1 * MS, 4 * MS, times=20)
         for _ in range(2):
-            loop.yield_after(HOLD_NS + 1)
+            loop.yield_after(HOLD_FEW_CORES_NS)
+            loop.yield_after(1)
         assert loop.yields == [WAKE_FEW_CORES_NS] * 2
         loop.release(1 * MS, 0)
-        loop.yield_after(10 * HOLD_NS)
+        loop.yield_after(10 * HOLD_FEW_CORES_NS)
         assert len(loop.yields) == 2
 
     def test_without_answers_pauses_have_a_fixed_length(

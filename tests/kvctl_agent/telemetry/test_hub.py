@@ -193,6 +193,14 @@ class TestNotes:
         reader.join()
         assert telemetry.stages.rows()[0]["parts"] == telemetry.metrics.total("kvctl_parts_total") == 201
 
+    def test_who_must_not_take_long_counts_only_the_oldest(self, telemetry: Telemetry) -> None:
+        record = telemetry.rooms.open(7, 1)
+        for _ in range(5):
+            telemetry.part(record, *self.PART)
+        for counted, least, most in ((0, 6, 2), (2, 2, 2), (4, 2, 2), (4, 2, 2), (5, 1, 2)):
+            telemetry.count_pending(least, most)
+            assert telemetry.metrics.counted("kvctl_parts_total").get(("bulk",), 0) == counted
+
     def test_an_error_while_counting_costs_one_note(
         self, telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
     ) -> None:
