@@ -71,7 +71,7 @@ def batch_policy() -> Iterator[None]:
     """Lets servers inherit SCHED_BATCH, so that a thread that wakes up does not take another one's core.
 
     Two ranks with DP attention wake each other all the time. On two cores with Linux 6.18 they and their gloo threads
-    left nothing of either core for as long as 28 s, so that other servers, and their agents, stood still.
+    left hardly anything of either core for as long as 28 s, so that other servers, and their agents, stood still.
     """
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     yield
