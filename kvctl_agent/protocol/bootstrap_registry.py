@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from kvctl_agent.contract.addresses import AddressError, parse_endpoint
 from kvctl_agent.contract.admin import MAGIC, MAX_REQUEST_ID_BYTES, ErrorCode
 from kvctl_agent.contract.commands import REGISTRY_COMMANDS_BY_NAME
 from kvctl_agent.contract.snapshots import ListedAgent, Role
@@ -103,6 +104,16 @@ def decode_roster(frame: bytes) -> Roster:
         return _roster.decode(frame)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise RemoteProtocolError(f"not a registry answer: {error}") from None
+
+
+def checked(roster: Roster) -> Roster:
+    """Returns the roster; an empty one that says why if nobody can connect to the endpoint of one of its ranks."""
+    try:
+        for rank in roster.ranks:
+            parse_endpoint(rank.endpoint)
+    except AddressError as error:
+        return Roster([], 0, f"the registry's answer is invalid: rank {rank.name:.80}: {error}")
+    return roster
 
 
 class _Listed(msgspec.Struct, frozen=True):
@@ -204,6 +215,10 @@ class Registry:
     def _register(self, rank: Rank, now_ns: int) -> str:
         if max(map(len, (rank.name, rank.endpoint, rank.at.admin, rank.at.socket, rank.at.host))) > _MAX_TEXT:
             return f"{rank.name:.80}: a name, endpoint or host is longer than {_MAX_TEXT} characters"
+        try:
+            parse_endpoint(rank.endpoint)
+        except AddressError as error:
+            return f"{rank.name}: {error}"
         if len(rank.sizes) != 4 or len(rank.coord) != 4:
             return f"{rank.name}: sizes and coordinates need the four axes dp, pp, cp, tp"
         try:

@@ -13,6 +13,7 @@ from typing import Any
 
 import zmq
 
+from kvctl_agent.contract.addresses import parse_endpoint
 from kvctl_agent.contract.admin import MAGIC
 from kvctl_agent.contract.keys import KeyPair
 from kvctl_agent.errors import RemoteProtocolError
@@ -63,8 +64,8 @@ class RegistryServer:
             self._context, self.endpoint, registry.MAX_REQUEST_BYTES, self._keys, REGISTRY_DOMAIN, _QUEUE
         )
         if control_endpoints.any_port(self.endpoint):
-            port = control_endpoints.address(self._socket).rpartition(":")[2]
-            self.endpoint = f"{self.endpoint.rpartition(':')[0]}:{port}"
+            port = parse_endpoint(control_endpoints.address(self._socket), bound=True).port
+            self.endpoint = str(parse_endpoint(self.endpoint, bound=True)._replace(port=port))
         return self
 
     @property
@@ -159,8 +160,8 @@ class RegistryClient:
                 continue
             except zmq.ZMQError:
                 break
-            changed |= answer != self.roster
-            self.roster = answer
+            if answer != self.roster and (answer := registry.checked(answer)) != self.roster:
+                self.roster, changed = answer, True
         if now_ns >= self.due_ns:
             self.due_ns = now_ns + (_REPEAT_EVERY_NS if self.roster.complete else _ASK_EVERY_NS)
             with contextlib.suppress(zmq.ZMQError):

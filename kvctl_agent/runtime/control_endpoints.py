@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import ipaddress
 import os
-import re
 import socket as socketlib
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import zmq
 
-from kvctl_agent.contract.admin import MAX_SOCKET_PATH_BYTES
+from kvctl_agent.contract.addresses import parse_endpoint, parse_place
 from kvctl_agent.contract.keys import KeyPair
 from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import ConfigError
@@ -27,10 +24,7 @@ from kvctl_agent.security.unix_dealer import UnixDealer
 from kvctl_agent.security.unix_router import UnixRouter
 
 _LINGER_MS = 0
-_LONGEST = 1024
 _HIGH_WATER = 20_000
-_LISTEN = re.compile(r"(?P<host>\[[^\[\]/@?#\s]+\]|[^\[\]:/@?#\s]+)(:(?P<port>[0-9]{1,5}))?")
-_ANY_HOST = ("0.0.0.0", "[::]", "*")
 _MAX_PEERS = 256  # connections to a Unix socket, so from one host
 _PING_MS = 1_000
 _PONG_MS = 5_000
@@ -52,23 +46,26 @@ def control_address(bootstrap: str, name: str, listen: str = "") -> str:
         listen: host or host:port of the endpoint, with an IPv6 address in brackets; "" for the default.
 
     Raises:
-        ConfigError: the registry's endpoint is neither ipc:// nor tcp://, or peers cannot connect to the host.
+        ConfigError: `listen` is not an address, or peers cannot connect to the host.
     """
     if listen:
-        match = _LISTEN.fullmatch(listen)
-        if match is None or not _is_port(match["port"] or "0"):
-            raise ConfigError(f"listen = {shown(listen)}: write address or address:port, such as 10.0.0.5 or [fd00::5]")
-        if match["host"] in _ANY_HOST:
+        try:
+            address = parse_place(listen, default_port=0)
+        except ConfigError:
             raise ConfigError(
-                f"listen = {listen}: peers cannot connect to {match['host']}; name an address of this host"
+                f"listen = {shown(listen)}: write address or address:port, such as 10.0.0.5 or [fd00::5]"
+            ) from None
+        if address.is_wildcard:
+            raise ConfigError(
+                f"listen = {listen}: peers cannot connect to {address.bracketed_host}; name an address of this host"
             )
-        return f"tcp://{match['host']}:{match['port'] or '*'}"
-    if bootstrap.startswith("ipc://"):
+        return str(address)
+    registry = parse_endpoint(bootstrap, bound=True)
+    if registry.scheme == "ipc":
         # Names may be longer than a socket's path, so the file name is a hash of the name.
         checksum = hashlib.blake2s(name.encode(), digest_size=6).hexdigest()
-        path = Path(bootstrap.removeprefix("ipc://")).parent / f"c-{checksum}"
-        return f"ipc://{path}"
-    return f"tcp://{_tcp(bootstrap)[0]}:*"
+        return str(registry._replace(path=str(Path(registry.path).parent / f"c-{checksum}")))
+    return str(registry._replace(port=0))
 
 
 def check_endpoint(endpoint: str, *, insecure: bool, keys: bool = False, bound: bool = False) -> None:
@@ -80,35 +77,21 @@ def check_endpoint(endpoint: str, *, insecure: bool, keys: bool = False, bound: 
         bound: whether this agent binds the endpoint, whose port may then be 0 or *.
 
     Raises:
-        ConfigError: not printable text of at most 1024 characters, an unknown scheme, a path over the limit, no port to
-            connect to, or a public address without keys or `insecure`.
+        ConfigError: as for `parse_endpoint`, or a public address without keys or `insecure`.
     """
-    if not isinstance(endpoint, str) or not endpoint.isprintable() or len(endpoint) > _LONGEST:
-        raise ConfigError(f"{shown(endpoint)} is not an endpoint: write ipc:///path or tcp://address:port")
-    if endpoint.startswith("ipc://"):
-        path = endpoint.removeprefix("ipc://")
-        if not path.startswith("/"):
-            raise ConfigError(f"{endpoint}: an ipc endpoint needs an absolute path")
-        if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-            raise ConfigError(f"{endpoint}: the path exceeds {MAX_SOCKET_PATH_BYTES} bytes, the limit of a Unix socket")
-        return
-    host, _ = _tcp(endpoint)
-    if not bound and any_port(endpoint):
+    address = parse_endpoint(endpoint, bound=bound)
+    if address.scheme == "tcp" and not (keys or insecure or address.is_loopback):
         raise ConfigError(
-            f"{endpoint}: only the first rank of the prefill instance binds the registry, to a free port if its port "
-            "is 0; give the other ranks its Agent.bootstrap"
-        )
-    if not keys and not insecure and not _loopback(host):
-        raise ConfigError(
-            f"{endpoint}: {host} is not a loopback address and there are no keys; anyone who reaches it could open "
-            "rooms. Set fleet_key (kvctl key new), or use ipc:// or 127.0.0.1, or set insecure = true on a network you "
-            "trust"
+            f"{endpoint}: {address.bracketed_host} is not a loopback address and there are no keys; anyone who reaches "
+            "it could open rooms. Set fleet_key (kvctl key new), or use ipc:// or 127.0.0.1, or set insecure = true on "
+            "a network you trust"
         )
 
 
 def any_port(endpoint: str) -> bool:
     """Returns whether a valid endpoint leaves its port to the system, with port 0 or *."""
-    return not endpoint.startswith("ipc://") and not _tcp(endpoint)[1].strip("0*")
+    address = parse_endpoint(endpoint, bound=True)
+    return address.scheme == "tcp" and not address.port
 
 
 def own_address(endpoint: str) -> str:
@@ -116,17 +99,15 @@ def own_address(endpoint: str) -> str:
 
     "" for an endpoint that only this host can reach, and if the host of the endpoint cannot be looked up or reached.
     """
-    if endpoint.startswith("ipc://"):
+    address = parse_endpoint(endpoint, bound=True)
+    if address.scheme == "ipc" or address.is_loopback:
         return ""
-    host = _tcp(endpoint)[0].strip("[]")
     try:
-        if _loopback(host):
-            return ""
-        family, kind, *_, address = socketlib.getaddrinfo(host, 1, type=socketlib.SOCK_DGRAM)[0]
+        family, kind, *_, place = socketlib.getaddrinfo(address.host, 1, type=socketlib.SOCK_DGRAM)[0]
         with socketlib.socket(family, kind) as probe:
-            probe.connect(address)  # of UDP: asks the routing table, and sends nothing
+            probe.connect(place)  # of UDP: asks the routing table, and sends nothing
             return str(probe.getsockname()[0])
-    except OSError:
+    except (OSError, UnicodeError):
         return ""
 
 
@@ -268,27 +249,3 @@ def _options(socket: zmq.Socket[bytes], endpoint: str, max_bytes: int) -> None:
         # A restarted peer replaces its old connection by name; a message to an unknown peer is an error, not lost.
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-
-
-def _tcp(endpoint: str) -> tuple[str, str]:
-    parts = urlsplit(endpoint)
-    try:
-        host, port = parts.hostname, parts.netloc.rpartition(":")[2]
-    except ValueError:
-        host, port = None, ""
-    if parts.scheme != "tcp" or not host or not (_is_port(port) or port == "*"):
-        raise ConfigError(f"{endpoint!r} is not an endpoint: write ipc:///path or tcp://address:port")
-    return (f"[{host}]" if ":" in host else host), port
-
-
-def _is_port(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) <= 5 and int(text) < 1 << 16
-
-
-def _loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

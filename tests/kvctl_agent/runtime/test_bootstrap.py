@@ -20,6 +20,7 @@ from kvctl_agent.protocol.bootstrap_registry import (
     Rank,
     Register,
     Request,
+    Roster,
     Whereabouts,
     encode,
 )
@@ -107,6 +108,7 @@ def test_whoever_asks_before_the_registry_exists_is_answered_once_it_does(
         (rank(1, size=4), "prefill-1 is of an instance of sizes"),
         (Register(Rank("odd", "ipc:///x", 1, [0, 0, 0, 9], [1, 1, 1, 8])), "odd: tp=9 is outside"),
         (Register(Rank("odd", "ipc:///x", 1, [0], [1, 1, 1, 8])), "odd: "),
+        (Register(Rank("odd", "tcp://[::1:7", 1, [0, 0, 0, 1], [1, 1, 1, 8])), "odd: 'tcp://[::1:7' is not an endpoint"),
         (Register(Rank("odd", "ipc:///x", 1, [0, 0, 0, 0], [0, 1, 1, 8])), "odd: "),
     ],
 )
@@ -159,6 +161,20 @@ def test_garbage_at_either_end_is_ignored(
     turns(server, only, reader, until=lambda: reader.roster.complete)
     assert only.roster.complete
     stranger.close()
+
+
+def test_a_roster_of_endpoints_that_nobody_can_connect_to_is_no_roster(
+    zmq_context: Context, server: RegistryServer, ask: Ask
+) -> None:
+    """Connecting to one raised in the control loop: what else the loop had to do in that turn was lost."""
+    only, reader = ask("prefill-0", rank(0, 1)), ask("decode-0")
+    turns(server, only, reader, until=lambda: reader.roster.complete)
+    identity = reader.socket.getsockopt(zmq.IDENTITY)
+    assert isinstance(identity, bytes)
+    roster = Roster([Rank("prefill-0", "tcp://10.0.0.5:7/", 1, [0, 0, 0, 0], [1, 1, 1, 1])], 1, "")
+    server.socket.send_multipart([identity, encode(roster)])
+    turns(server, reader, until=lambda: not reader.roster.complete)
+    assert reader.roster.missing.startswith("the registry's answer is invalid: rank prefill-0: 'tcp://10.0.0.5:7/' is")
 
 
 def test_a_second_registry_at_the_same_place_is_refused(

@@ -501,6 +501,26 @@ class TestFailures:
         assert pair.failures(other) == {"prefill": "ABORTED", "decode": "ABORTED"}
         pair.decode.jobs.pop(other)
 
+    def test_a_request_with_a_malformed_registry_costs_only_itself(
+        self, pair: Pair, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        wrong = ["tcp://[::1:14579", "tcp://[host]:1", "tcp://[]:1", f"{pair.registry}/", "tcp://\ud800:1", "x" * 10_000]
+        names = [pair.name() for _ in wrong]
+        for name, registry in zip(names, wrong, strict=True):
+            params = {"do_remote_prefill": True, "transfer_id": name, "kvctl_prefill": registry}
+            pair.decode.add(name, 100, params, room_number(name))
+            pair.decode.step()  # renews the room
+            pair.decode.receive(name)
+        pair.decode.wait(lambda: pair.decode.received.issuperset(names), "the requests", pair.decode)
+        assert pair.decode.failed.issuperset(names)
+        assert f"request {names[0]} cannot be received: 'tcp://[::1:14579' is not an endpoint" in caplog.text
+        name = pair.to_decode(pair.to_prefill(pair.name()))
+        pair.prefill.step({name: 100})
+        pair.prefill.finish(name)
+        pair.decode.receive(name)
+        pair.arrived(name)
+        pair.sent(name)
+
     def test_a_room_that_prefill_refuses_is_reported_as_sent(
         self, pair: Pair, caplog: pytest.LogCaptureFixture
     ) -> None:
