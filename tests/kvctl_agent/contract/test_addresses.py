@@ -32,9 +32,9 @@ INVALID = [
     *("tcp://[::1]1:1", "tcp://[fe80::1%]:1", "tcp://[fe80::1%a/b]:1", "tcp://[:::1]:1", "tcp://[::1%é]:1"),
     *("tcp://127.1:1", "tcp://0x7f000001:1", "tcp://2130706433:1", "tcp://300.1.1.1:1", "tcp://1.2.3.4.:1", "tcp://-h:1"),
     *("tcp://h..x:1", "tcp://.h:1", "tcp://" + "a" * 64 + ":1", "tcp://" + "a." * 200 + "a:1", "tcp://\u3002.:80"),
-    *("tcp://h\0:1", "tcp://\ud800:1", "tcp://127.0.0.1\uff0f:1", "ipc://", "ipc://here", "ipc:/x", "ipc:///" + "x" * 107),
+    *("tcp://h\0:1", "tcp://\ud800:1", "tcp://127.0.0.1\uff0f:1", "ipc://", "ipc://here", "ipc:///" + "x" * 107),
     *("ipc:///a\0b", "ipc:///a\ud800", "ipc:///a\nb", "tcp://" + "h" * 10_000 + ":1", "ipc:///" + "é" * 60),
-    *(None, 7, True, b"tcp://h:1", ["tcp://h:1"], {}, 1e999),
+    *("ipc:/x", None, 7, True, b"tcp://h:1", ["tcp://h:1"], {}, 1e999),
 ]  # fmt: skip
 
 
@@ -99,7 +99,17 @@ def test_a_plus_means_the_ports_upwards() -> None:
 
 def test_host_and_port_that_are_told_apart() -> None:
     assert str(tcp_address("::1", 7)) == str(tcp_address("[::1]", 7)) == "tcp://[::1]:7"
-    wrong = [("[::1", 1), ("::x", 1), ("127.0.0.1]", 1), ("h:1", 1), ("*", 1), ("", 1), (None, 1), ("h", "1"), ("h", True)]
+    wrong = [
+        ("[::1", 1),
+        ("::x", 1),
+        ("127.0.0.1]", 1),
+        ("h:1", 1),
+        ("*", 1),
+        ("", 1),
+        (None, 1),
+        ("h", "1"),
+        ("h", True),
+    ]
     for host, port in [*wrong, ("h", 0), ("h", 65536), ("h", float("inf")), ("h", float("nan")), ("h", 10**5000)]:
         with pytest.raises(AddressError, match="not the address of a TCP socket"):
             tcp_address(host, port)

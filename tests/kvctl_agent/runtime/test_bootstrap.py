@@ -108,7 +108,10 @@ def test_whoever_asks_before_the_registry_exists_is_answered_once_it_does(
         (rank(1, size=4), "prefill-1 is of an instance of sizes"),
         (Register(Rank("odd", "ipc:///x", 1, [0, 0, 0, 9], [1, 1, 1, 8])), "odd: tp=9 is outside"),
         (Register(Rank("odd", "ipc:///x", 1, [0], [1, 1, 1, 8])), "odd: "),
-        (Register(Rank("odd", "tcp://[::1:7", 1, [0, 0, 0, 1], [1, 1, 1, 8])), "odd: 'tcp://[::1:7' is not an endpoint"),
+        (
+            Register(Rank("odd", "tcp://[::1:7", 1, [0, 0, 0, 1], [1, 1, 1, 8])),
+            "odd: 'tcp://[::1:7' is not an endpoint",
+        ),
         (Register(Rank("odd", "ipc:///x", 1, [0, 0, 0, 0], [0, 1, 1, 8])), "odd: "),
     ],
 )

@@ -504,7 +504,14 @@ class TestFailures:
     def test_a_request_with_a_malformed_registry_costs_only_itself(
         self, pair: Pair, caplog: pytest.LogCaptureFixture
     ) -> None:
-        wrong = ["tcp://[::1:14579", "tcp://[host]:1", "tcp://[]:1", f"{pair.registry}/", "tcp://\ud800:1", "x" * 10_000]
+        wrong = [
+            "tcp://[::1:14579",
+            "tcp://[host]:1",
+            "tcp://[]:1",
+            f"{pair.registry}/",
+            "tcp://\ud800:1",
+            "x" * 10_000,
+        ]
         names = [pair.name() for _ in wrong]
         for name, registry in zip(names, wrong, strict=True):
             params = {"do_remote_prefill": True, "transfer_id": name, "kvctl_prefill": registry}
