@@ -9,6 +9,7 @@ are interpolated. An earlier model had two constants, and noise in one of them m
 from __future__ import annotations
 
 import time
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -100,12 +101,29 @@ def measure_connection(
             here, there = _scattered(random, local, count, size), _scattered(random, remote, count, size)
             best[kind] = min(best[kind], _write_us(transport, peer, here, there, np.full(count, size, np.uint64)))
     one_us, big_us, *many_us = best
-    points: list[tuple[int, float]] = []
-    for (count, size), us in zip(kinds[2:], many_us, strict=True):
-        each = _without(one_us, us) / count
-        points.append((size, max(each, points[-1][1] if points else 0.0)))  # a larger descriptor never costs less
     rate = big_bytes / max(_without(one_us, big_us), 0.001) / 1e3
+    each_us = [_without(one_us, us) / count for (count, _), us in zip(kinds[2:], many_us, strict=True)]
+    points = _consistent(list(zip(_SIZES, each_us, strict=True)), rate * 1e3)
     return ConnectionCost(rate, one_us, tuple(points), tuple(counts), big_bytes, (*many_us, big_us))
+
+
+def _consistent(points: list[tuple[int, float]], bytes_per_us: float) -> list[tuple[int, float]]:
+    """Raises costs of descriptors that contradict those of other sizes.
+
+    A larger descriptor never costs less, and the same bytes in more descriptors never cost less: small descriptors
+    that were measured within a cache would otherwise look faster than one large write.
+
+    Args:
+        points: Size in bytes and cost in µs of a descriptor, by ascending size.
+        bytes_per_us: Rate of one large write.
+    """
+    costs = list(accumulate((us for _, us in points), max))
+    least_per_byte = 1 / bytes_per_us
+    for index in reversed(range(len(points))):
+        size = points[index][0]
+        costs[index] = max(costs[index], size * least_per_byte)
+        least_per_byte = costs[index] / size
+    return [(size, us) for (size, _), us in zip(points, costs, strict=True)]
 
 
 def _without(one_us: float, us: float) -> float:
