@@ -309,16 +309,16 @@ class Agent:
         """Decode: returns the endpoints of the prefill instances whose ranks are all connected."""
         return self.parts.lifecycle.serving()
 
-    def kv_format(self, prefill: str) -> str | None:
-        """Decode: returns the KV format of a prefill instance, as its `integration` says; "" if it says none.
+    def kv_dtype(self, prefill: str) -> str | None:
+        """Decode: returns the dtype of the KV of a prefill instance, as `KVPool.from_tensors` has it; "" if unknown.
 
         Args:
             prefill: endpoint of its registry.
 
         Returns:
-            The format; None if the instance is not connected.
+            The dtype; None if the instance is not connected.
         """
-        return self.parts.lifecycle.kv_format(prefill)
+        return self.parts.lifecycle.kv_dtype(prefill)
 
     @property
     def accepting(self) -> bool:

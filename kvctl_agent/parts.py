@@ -437,12 +437,14 @@ def check_same_geometry(former: AgentParts, pool: KVPool, model: ModelShape | No
     """Raises MemoryLayoutError if peers could not use `pool` in place of the pool of `former`."""
     local = former.local
 
-    def geometry(shape: ModelShape, page_size: int, rows: Iterable[int], device: Device | None) -> dict[str, int | str]:
-        name = "cpu" if device is None else device.name
-        return {**shape_to_wire(shape), "page_size": page_size, "aux_row_bytes": str(list(rows)), "device": name}
+    def geometry(shape: ModelShape, rows: Iterable[int], of: KVPool) -> dict[str, int | str]:
+        name = "cpu" if of.device is None else of.device.name
+        dtypes = {f"{segment} dtype": dtype for segment, dtype in of.dtypes.items()}
+        device = {"aux_row_bytes": str(list(rows)), "device": name}
+        return {**shape_to_wire(shape), "page_size": of.page_size, **device, **dtypes}
 
-    before = geometry(local.shape, local.page_size, local.aux_row_bytes, former.pool.device)
-    after = geometry(model or pool.shape(), pool.page_size, pool.addresses().aux_row_bytes, pool.device)
+    before = geometry(local.shape, local.aux_row_bytes, former.pool)
+    after = geometry(model or pool.shape(), pool.addresses().aux_row_bytes, pool)
     if factors := differences(before, after):
         raise MemoryLayoutError(f"{former.name}: the pool differs from the former one: {'; '.join(map(str, factors))}")
 
@@ -674,7 +676,7 @@ def local_of(
         hostname=host_name(settings["host"]),
         address=address,
         engine=integration["engine"] if integration else "",
-        kv_format=integration.get("kv_format", "") if integration else "",
+        dtypes=pool.dtypes,
     )
 
 

@@ -131,6 +131,7 @@ class ObservedAgent:
             "transport": {**self._transport, "lanes": [*self._transport["lanes"], *in_use]},
             "device": "cpu" if pool.device is None else pool.device.name,
             "pool": self._pool,
+            "dtypes": pool.dtypes,
             "integration": self._integration,
             "metrics_url": parts.exports.metrics_url or None,
         }

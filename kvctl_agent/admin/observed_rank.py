@@ -37,6 +37,7 @@ class RankDescription(TypedDict):
     transport: dict[str, str | list[str]]
     device: str
     pool: dict[str, int]
+    dtypes: dict[str, str]
     integration: Integration | None
     metrics_url: str | None
 

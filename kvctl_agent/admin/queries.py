@@ -145,6 +145,7 @@ class AdminQueries:
             "peers": stats["peers"],
             "pipeline": rank.pipeline(),
             "pool": described["pool"],
+            "dtypes": described["dtypes"],
             "waiting_for": rank.waiting_for(),
             "accepting": rank.accepting,
             "draining": rank.draining,

@@ -119,7 +119,6 @@ class Integration(TypedDict):
     engine_version: str
     mode: str  # backend, replace, connector: the agent transfers; observe: the engine does, the agent only reports it
     settings: dict[str, str]  # of the engine, that decide what a failed transfer means, or how instances are numbered
-    kv_format: NotRequired[str]  # elements of the KV, such as bfloat16; on a decode rank, all that it takes
 
 
 class Status(TypedDict):
@@ -148,6 +147,7 @@ class Status(TypedDict):
     peers: dict[str, int]  # peers by state
     pipeline: PipelineUse | None  # prefill only
     pool: dict[str, int]  # pages, page_size, bytes, layers, heads
+    dtypes: dict[str, str]  # elements of the pool by segment: kv, draft, groups, state; absent: unknown
     metrics_url: str | None  # URL for Prometheus
     waiting_for: str | None  # e.g. "6 of 8 prefill ranks registered, missing tp=2,3"
     accepting: bool  # accepts new rooms: started, not draining, not closed

@@ -62,6 +62,8 @@ class KVPool:
         aux_slots: Number of aux rows; 0 if there are none.
         nbytes: Size of the whole pool.
         device: The device of all memory except the aux rows; None for the host.
+        dtypes: Elements of each segment by its name, and of scales, such as "kv": "bfloat16"; of a segment that can
+            receive several, all of them. A segment whose elements are unknown is absent.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class KVPool:
         owner: object = None,
         allocations: Sequence[Allocation] = (),
         shapes: tuple[ModelShape | KVGroup | StateShape, ...] = (),
+        dtypes: Mapping[str, str] | None = None,
     ) -> None:
         """Wraps checked memory. Use `from_tensors`, `mla` or `allocate` instead.
 
@@ -81,6 +84,7 @@ class KVPool:
             owner: Object whose reference keeps the memory of tensors alive.
             allocations: Allocations that the pool owns and closes.
             shapes: Shape of each segment with the layers of this rank; empty if unknown.
+            dtypes: As the attribute; None if unknown.
         """
         self.segments = tuple(segments)
         self.page_size = page_size
@@ -88,6 +92,7 @@ class KVPool:
         self.aux_slots = len(self.aux[0]) if self.aux else 0
         self.nbytes = sum(segment.nbytes for segment in self.segments) + sum(buffer.nbytes for buffer in self.aux)
         self.device = device
+        self.dtypes = dict(dtypes or {})
         self._owner = owner
         self._allocations = tuple(allocations)
         self._shapes = shapes
@@ -109,6 +114,7 @@ class KVPool:
         groups: Sequence[GroupTensors] = (),
         axes: str | None = None,
         overlaid: bool = False,
+        dtype: str = "",
     ) -> KVPool:
         """Wraps an engine's tensors. The pool references them until it is closed.
 
@@ -131,12 +137,15 @@ class KVPool:
                 "pages heads tokens dim" (HND), or another order of these with dim last.
             overlaid: Whether tensors may share memory, because the engine never uses both for one page or slot at one
                 time, as vLLM's groups of hybrid models do.
+            dtype: Elements of K and V, such as "float8_e4m3fn", if the tensors' dtype does not tell them, as unsigned
+                integers do not, or if their order within a page is not that of `axes`. If this pool can receive other
+                elements too, those follow, separated by ", ". Agents of both sides compare them when they connect.
 
         Raises:
             MemoryLayoutError: a tensor is unusable; the text names the layer and the tensor.
             DeviceUnavailable: the tensors are on a GPU, and the packages for GPUs are not installed.
         """
-        kv = DraftKV(k, v, total_kv_heads, k_scale, v_scale, axes)
+        kv = DraftKV(k, v, total_kv_heads, k_scale, v_scale, axes, dtype)
         return cls._of_tensors(kv, page_size, aux, draft, groups, state, overlaid)
 
     @classmethod
@@ -152,6 +161,7 @@ class KVPool:
         groups: Sequence[GroupTensors] = (),
         axes: str | None = None,
         overlaid: bool = False,
+        dtype: str = "",
     ) -> KVPool:
         """Wraps the tensors of a model with multi-head latent attention; every tensor-parallel rank has all of them.
 
@@ -162,7 +172,7 @@ class KVPool:
 
         The other arguments and the exceptions are those of `from_tensors`.
         """
-        kv = DraftKV(latent, None, 1, scale, axes=axes)
+        kv = DraftKV(latent, None, 1, scale, axes=axes, dtype=dtype)
         return cls._of_tensors(kv, page_size, aux, draft, groups, state, overlaid)
 
     @classmethod
@@ -184,6 +194,7 @@ class KVPool:
         state: Sequence[StateTensors] = (),
         groups: Sequence[GroupTensors] = (),
         overlaid: bool = False,
+        dtype: str = "",
     ) -> KVPool:
         """Wraps memory that an engine describes by addresses, as SGLang's KVArgs does; the caller keeps it alive.
 
@@ -197,6 +208,7 @@ class KVPool:
             dtype_bytes: Bytes of an element.
             axes: Names of the dimensions of a page: "tokens heads dim", or "heads tokens dim" (HND).
             gpu: Number of the GPU that has the memory; None for the host.
+            dtype: Elements of K and V, such as "bfloat16"; "" if unknown, which is compared with nothing.
 
         The other arguments are those of `from_tensors`.
 
@@ -215,7 +227,7 @@ class KVPool:
         buffers, v_buffers = buffers_at(k, "k" if v is not None else "latent", page, dtype_bytes, gpu), None
         if v is not None:
             v_buffers = buffers_at(v, "v", (*page[:-1], sizes["v_dim"]), dtype_bytes, gpu)
-        kv = DraftKV(buffers, v_buffers, total_kv_heads, axes=f"pages {' '.join(names)}")
+        kv = DraftKV(buffers, v_buffers, total_kv_heads, axes=f"pages {' '.join(names)}", dtype=dtype)
         return cls._of_tensors(kv, page_size, aux, draft, groups, state, overlaid)
 
     @classmethod
@@ -260,6 +272,7 @@ class KVPool:
             device=None if device_index == HOST else _open(device_index),
             owner=(kv, draft, tuple(groups), tuple(state), aux),
             shapes=tuple(spec.shape for spec in specs),
+            dtypes={name: dtype for spec in specs for name, dtype in spec.dtypes.items()},
         )
 
     @classmethod

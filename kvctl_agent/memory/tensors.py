@@ -20,6 +20,7 @@ from kvctl_agent.memory.overlap import Elements, disjoint, elements
 from kvctl_agent.memory.region import Region
 
 _MAX_ADDRESS = (1 << 63) - 1  # address arithmetic is int64
+_MAX_DTYPE = 256
 
 
 class TensorInfo(NamedTuple):
@@ -47,6 +48,15 @@ class TensorInfo(NamedTuple):
     def device_name(self) -> str:
         """The tensor's device for error texts: "the CPU" or "cuda:0"."""
         return "the CPU" if self.device == HOST else f"cuda:{self.device}"
+
+    @property
+    def element(self) -> str:
+        """Name of the elements, the same for torch and numpy; "" if the dtype is only storage for other elements.
+
+        Unsigned integers are: engines keep fp8 in uint8, and numpy has no bfloat16. So are raw bytes and `Buffer`.
+        """
+        name = self.dtype.removeprefix("torch.")
+        return name if name.isidentifier() and not name.startswith(("uint", "bits")) else ""
 
     def expect(self, shape: tuple[int, ...], like: TensorInfo) -> None:
         """Raises MemoryLayoutError unless the tensor has this shape, and the dtype of `like`."""
@@ -348,6 +358,7 @@ class DraftKV:
         total_kv_heads: KV heads of the draft model; 1 for a latent.
         k_scale, v_scale: For each layer the scales of each page; scales of a latent are passed as `k_scale`.
         axes: Names of the dimensions of each K and V, or None for `[tokens, heads, dim]`; see `KVPool.from_tensors`.
+        dtype: Elements of K and V, in place of the tensors' dtype; see `KVPool.from_tensors`.
     """
 
     k: Tensors
@@ -356,6 +367,7 @@ class DraftKV:
     k_scale: Tensors | None = None
     v_scale: Tensors | None = None
     axes: str | None = None
+    dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -391,6 +403,7 @@ class StateTensors:
         heads: Size over the whole model of the dimension that is divided over tensor-parallel ranks. 1 if every rank
             has the whole component; then one elected rank sends it.
         axis: The divided dimension of a tensor (0 is the slots); None if the component is not divided.
+        dtype: Elements, in place of the tensors' dtype; see `KVPool.from_tensors`.
     """
 
     name: str
@@ -398,6 +411,7 @@ class StateTensors:
     layers: Sequence[int] | None = None
     heads: int = 1
     axis: int | None = None
+    dtype: str = ""
 
 
 class TensorSpec(NamedTuple):
@@ -410,6 +424,7 @@ class TensorSpec(NamedTuple):
         num_slots: Number of pages (for state: items).
         layers: For each layer, the tensor of each plane.
         strides: The strides of each plane.
+        dtypes: Elements of the segment, by its name, and of its scales; without those that are unknown.
     """
 
     name: str
@@ -418,6 +433,7 @@ class TensorSpec(NamedTuple):
     num_slots: int
     layers: list[tuple[TensorInfo, ...]]
     strides: tuple[PlaneStrides, ...]
+    dtypes: dict[str, str]
 
 
 def kv_spec(kv: DraftKV, page_size: int, name: str = "kv") -> TensorSpec:
@@ -473,13 +489,14 @@ def kv_spec(kv: DraftKV, page_size: int, name: str = "kv") -> TensorSpec:
             f"{label}total_kv_heads is {total_kv_heads}, not a multiple of the {heads} heads on this rank; "
             "pass the number in the model's config"
         )
-    scale_bytes = []
+    scale_bytes, dtypes = [], _elements_of(name, kv.dtype, first)
     for plane, tensors in scales.items():
         if tensors is None:
             scale_bytes.append(0)
             continue
         planes.append(layers(tensors, plane, inspect_strided))
         scale = planes[-1][0]
+        dtypes |= _elements_of(f"{name} {plane}", "", scale)
         scale_bytes.append(_scale_bytes(scale, num_pages, heads, latent=kv.v is None))
         head_stride = scale_bytes[-1] if kv.v is None else scale.strides[1]
         strides.append(PlaneStrides(scale.strides[0], scale.strides[0], head_stride))
@@ -493,7 +510,19 @@ def kv_spec(kv: DraftKV, page_size: int, name: str = "kv") -> TensorSpec:
         k_scale_bytes=scale_bytes[0],
         v_scale_bytes=sum(scale_bytes[1:]),
     )
-    return TensorSpec(name, shape, heads, num_pages, list(zip(*planes, strict=True)), tuple(strides))
+    return TensorSpec(name, shape, heads, num_pages, list(zip(*planes, strict=True)), tuple(strides), dtypes)
+
+
+def _elements_of(name: str, given: object, info: TensorInfo) -> dict[str, str]:
+    """Returns the elements of a segment or its scales by name, as the engine or else the tensor says; empty if unknown.
+
+    Raises:
+        MemoryLayoutError: the engine's name is not a text of at most 256 characters.
+    """
+    if not isinstance(given, str) or len(given) > _MAX_DTYPE:
+        raise MemoryLayoutError(f"{name}: dtype is {shown(given)}: it must be a name such as 'bfloat16'")
+    element = given or info.element
+    return {name: element} if element else {}
 
 
 def group_spec(group: GroupTensors) -> TensorSpec | None:
@@ -557,7 +586,8 @@ def state_spec(state: StateTensors) -> TensorSpec:
             "pass the size over the whole model"
         )
     component = StateShape(state.name, kv_layers, rows, total_heads, head_bytes)
-    return TensorSpec(state.name, component, heads, shape[0], [(layer,) for layer in layers], (strides,))
+    dtypes = _elements_of(state.name, state.dtype, first)
+    return TensorSpec(state.name, component, heads, shape[0], [(layer,) for layer in layers], (strides,), dtypes)
 
 
 def _row_stride(info: TensorInfo, axis: int) -> int:

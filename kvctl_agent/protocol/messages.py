@@ -30,6 +30,7 @@ Mark = Annotated[list[U64], msgspec.Meta(max_length=3)]  # round, tail, sequence
 Inputs = Annotated[dict[Name, int | Text], msgspec.Meta(max_length=128)]
 Addresses = Annotated[list[int], msgspec.Meta(max_length=1 << 16)]
 WireDict = Annotated[dict[Name, int | Text | Addresses], msgspec.Meta(max_length=64)]
+Dtypes = Annotated[dict[Name, Text], msgspec.Meta(max_length=128)]
 Axes = Annotated[list[int], msgspec.Meta(max_length=4)]  # dp, pp, cp, tp
 Stages = Annotated[list[Layer], msgspec.Meta(max_length=1 << 12)]
 Tags = Annotated[list[Annotated[bytes, msgspec.Meta(min_length=32, max_length=4096)]], msgspec.Meta(max_length=1 << 18)]
@@ -79,6 +80,7 @@ class PeerInfo(msgspec.Struct, frozen=True):
     hostname: Name = ""  # for display
     cp_interleave: Size = 1  # of a decode instance: consecutive tokens of a prompt on one of its cp ranks
     address: Name = ""  # of its host, numeric, for display; "" if its peers are all on that host
+    dtypes: Dtypes = {}  # of its pool: elements by segment, as `KVPool.dtypes`; one that is absent is unknown
 
     @property
     def process(self) -> str:

@@ -11,6 +11,7 @@ The only proofs are the end of the process, observed on this host, and its own m
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -66,7 +67,7 @@ class LocalInfo(msgspec.Struct, frozen=True):
     address: str = ""
     cp_interleave: int = 1
     engine: str = ""  # whose worker the agent is part of; "" if it is embedded otherwise
-    kv_format: str = ""  # elements of the KV, such as bfloat16; on a decode rank all that it takes; "" if unknown
+    dtypes: dict[str, str] = {}  # elements of each segment, as `KVPool.dtypes`
 
     @property
     def unique_rank(self) -> int:
@@ -117,21 +118,20 @@ class LocalInfo(msgspec.Struct, frozen=True):
             hostname=self.hostname,
             address=self.address,
             cp_interleave=self.cp_interleave,
+            dtypes=self.dtypes,
         )
 
     def _plan(self) -> Wire:
         """Returns the plan inputs of this side, in wire form.
 
-        All but `page_size`, `chunk_tokens`, `engine` and `kv_format` must be equal. The chunk grid is that of the
-        prefill side, whose KV format must be one of those that the decode side takes.
+        All but `page_size`, `chunk_tokens` and `engine` must be equal. The chunk grid is that of the prefill side.
         """
-        known = {"engine": self.engine, "kv_format": self.kv_format}
         return {
             "plan_version": PLAN_VERSION,
             **shape_to_wire(self.shape),
             "page_size": self.page_size,
             "chunk_tokens": self.chunk_tokens,
-            **{name: value for name, value in known.items() if value},
+            **({"engine": self.engine} if self.engine else {}),
         }
 
 
@@ -181,10 +181,8 @@ def plan_with_peer(local: LocalInfo, info: PeerInfo) -> PeerPlan:
         return PeerPlan(None, (f"its chunk_tokens is {other_chunk!r:.40}, with pages of {other_size} tokens",))
     if max(local.page_size, other_size) % min(local.page_size, other_size):
         return PeerPlan(None, (str(Factor("page_size", local.page_size, other_size)),))
-    formats = own.pop("kv_format", ""), theirs.pop("kv_format", "")
-    sent, taken = formats if local.role == "prefill" else formats[::-1]
-    if sent and taken and sent not in str(taken).split(", "):
-        return PeerPlan(None, (str(Factor("kv_format", *formats)),))
+    if unlike := _unlike_dtypes(local, info.dtypes):
+        return PeerPlan(None, unlike)
     engine, other_engine = own.pop("engine", ""), theirs.pop("engine", "")
     if engine and other_engine and engine != other_engine and (excess := _beyond_plain_kv({**own, **theirs})):
         text = f"{Factor('engine', engine, other_engine)}, between which only plain KV can be transferred: {excess}"
@@ -223,6 +221,20 @@ def plan_with_peer(local: LocalInfo, info: PeerInfo) -> PeerPlan:
     if rows and others and rows != others:
         return PeerPlan(None, (f"aux_row_bytes {_plus(rows)} ≠ {_plus(others)}",))
     return PeerPlan(shared(inputs), ())
+
+
+def _unlike_dtypes(local: LocalInfo, remote: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the segments whose elements the decode side would take for others; what a side does not know is not one.
+
+    Of several names that a side gives for a segment, the first is that of its pool; the decode side receives any.
+    """
+    found = []
+    for name in local.dtypes.keys() & remote.keys():
+        both = local.dtypes[name], remote[name]
+        sent, taken = (each.split(", ") for each in (both if local.role == "prefill" else both[::-1]))
+        if sent[0] not in taken:
+            found.append(str(Factor(f"{name} dtype", *both)))
+    return tuple(sorted(found))
 
 
 def _beyond_plain_kv(wire: Wire) -> str:

@@ -192,9 +192,9 @@ class Lifecycle:
         rosters = [(instance, machine.roster(instance)) for instance in self.instances]
         return [instance for instance, roster in rosters if roster and missing.isdisjoint(roster)]
 
-    def kv_format(self, instance: str) -> str | None:
-        """Returns the KV format of a prefill instance, None if its ranks are unknown; only on a decode rank."""
-        return self._machine.kv_format(instance) if isinstance(self._machine, DecodeMachine) else None
+    def kv_dtype(self, instance: str) -> str | None:
+        """Returns the dtype of the KV of a prefill instance, None if its ranks are unknown; only on a decode rank."""
+        return self._machine.kv_dtype(instance) if isinstance(self._machine, DecodeMachine) else None
 
     def wait_ready(self, timeout: float) -> None:
         """Waits until the agent can serve, for at most `timeout` seconds.

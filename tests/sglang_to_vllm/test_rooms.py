@@ -66,10 +66,11 @@ def test_a_prefix_that_both_have_cached(servers: Servers) -> None:
 
 
 def test_the_fleet_shows_both_engines(servers: Servers) -> None:
-    agents = {row["role"]: row["integration"] for row in kvctl(servers, "status")}
-    assert {role: found["engine"] for role, found in agents.items()} == {"prefill": "sglang", "decode": "vllm"}
-    assert agents["prefill"]["kv_format"] == "float32"
-    assert "float32" in agents["decode"]["kv_format"].split(", ")
+    agents = {row["role"]: row for row in kvctl(servers, "status")}
+    engines = {role: row["integration"]["engine"] for role, row in agents.items()}
+    assert engines == {"prefill": "sglang", "decode": "vllm"}
+    assert agents["prefill"]["dtypes"]["kv"] == "float32"
+    assert "float32" in agents["decode"]["dtypes"]["kv"].split(", ")
 
 
 def test_a_request_that_never_reaches_prefill(servers: Servers) -> None:

@@ -164,7 +164,6 @@ class KvctlKVManager(CommonKVManager):
                 "engine_version": versions.installed() or "",
                 "mode": plugin.mode() or "",
                 "settings": {},
-                "kv_format": pools.kv_format(),
             },
             **config,
         )

@@ -7,7 +7,7 @@ tensor-parallel ranks in different ways, are separate components here that share
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -39,7 +39,9 @@ class Facts(NamedTuple):
         swa_heads: KV heads of this rank in the pool of sliding-window layers; 0 without one.
         nhd: whether a page is `[tokens, heads, dim]`, so that heads can be divided.
         element_bytes: bytes of an element as it is stored.
-        kv_format: elements of the KV, and the order within a page if it is another one.
+        kv_dtype: elements of the KV, and the order within a page if it is another one.
+        draft_dtype, swa_dtype: the same of the draft model, and of sliding-window layers; "" without.
+        state_dtypes: elements of Mamba state, by the address of each tensor.
     """
 
     heads: int
@@ -49,7 +51,10 @@ class Facts(NamedTuple):
     swa_heads: int
     nhd: bool
     element_bytes: int
-    kv_format: str
+    kv_dtype: str
+    draft_dtype: str
+    swa_dtype: str
+    state_dtypes: Mapping[int, str]
 
 
 _facts: ContextVar[Facts | None] = ContextVar("facts", default=None)
@@ -61,7 +66,8 @@ def announced(queue: Any) -> Iterator[None]:
     pool, draft = queue.token_to_kv_pool, queue.draft_token_to_kv_pool
     swa = getattr(pool, "swa_kv_pool", None)
     pool = getattr(pool, "full_kv_pool", pool)
-    layout = getattr(pool, "kv_cache_layout", _NHD)
+    mamba: Any = getattr(queue.token_to_kv_pool, "mamba_pool", None)
+    entries = mamba._iter_transfer_state_entries() if hasattr(mamba, "_iter_transfer_state_entries") else ()
     facts = Facts(
         heads=getattr(pool, "head_num", 1),
         total_heads=queue.scheduler.model_config.get_total_num_kv_heads(),
@@ -70,7 +76,10 @@ def announced(queue: Any) -> Iterator[None]:
         swa_heads=getattr(swa, "head_num", 0),
         nhd=getattr(pool, "kv_cache_layout", None) == _NHD,
         element_bytes=pool.store_dtype.itemsize,
-        kv_format=str(pool.dtype).removeprefix("torch.") + f" {layout}" * (layout != _NHD),
+        kv_dtype=_dtype_of(pool),
+        draft_dtype=_dtype_of(draft),
+        swa_dtype=_dtype_of(swa),
+        state_dtypes={tensor.data_ptr(): _name(tensor.dtype) for _, tensor, _, _ in entries},
     )
     token = _facts.set(facts)
     try:
@@ -79,10 +88,19 @@ def announced(queue: Any) -> Iterator[None]:
         _facts.reset(token)
 
 
-def kv_format() -> str:
-    """Returns the elements of the KV of the queue that is announced; "" outside of a queue."""
-    facts = _facts.get()
-    return facts.kv_format if facts is not None else ""
+def _dtype_of(pool: Any) -> str:
+    """Returns the elements of a pool of SGLang, and the order of the axes of a page if it is not the usual one.
+
+    The dtype is the logical one: SGLang stores fp8 as uint8.
+    """
+    if not hasattr(pool, "dtype"):
+        return ""
+    layout = getattr(pool, "kv_cache_layout", _NHD)
+    return _name(pool.dtype) + f" {layout}" * (layout != _NHD)
+
+
+def _name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def pool_of(args: Any, tp_size: int, *, mla: bool) -> tuple[KVPool, list[int]]:
@@ -126,6 +144,7 @@ def pool_of(args: Any, tp_size: int, *, mla: bool) -> tuple[KVPool, list[int]]:
         k_dim=k[0][2] // (page_size * heads * facts.element_bytes),
         v_dim=v[0][2] // (page_size * heads * facts.element_bytes) if v else 0,
         dtype_bytes=facts.element_bytes,
+        dtype=facts.kv_dtype,
         gpu=gpu,
         aux=list(zip(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, strict=True)),
         draft=_draft(draft, page_size, facts, tp_size, gpu, mla=mla) if draft else None,
@@ -155,9 +174,10 @@ def _draft(
 
     if facts.draft_mla:
         heads = 1
-        return DraftKV(buffers(entries), axes="pages tokens heads dim")
+        return DraftKV(buffers(entries), axes="pages tokens heads dim", dtype=facts.draft_dtype)
     half = len(entries) // 2
-    return DraftKV(buffers(entries[:half]), buffers(entries[half:]), total_heads, axes="pages tokens heads dim")
+    k, v = buffers(entries[:half]), buffers(entries[half:])
+    return DraftKV(k, v, total_heads, axes="pages tokens heads dim", dtype=facts.draft_dtype)
 
 
 class _Tensor(NamedTuple):
@@ -168,12 +188,14 @@ class _Tensor(NamedTuple):
         rows: rows of an item, before the divided dimension.
         heads: size of the divided dimension on this rank; 1 if every rank has the whole item.
         blocks: sizes over the whole model of the blocks of the divided dimension, which are divided one by one.
+        dtype: elements; "" if unknown.
     """
 
     item_bytes: int
     rows: int
     heads: int
     blocks: tuple[int, ...]
+    dtype: str = ""
 
 
 def _state(
@@ -196,6 +218,8 @@ def _state(
             if not nbytes:
                 continue  # SGLang leaves out index rows of layers that share those of another
             tensor = _geometry(args, facts, tp_size, number, index, kind, item_bytes, mla=mla)
+            dtype = facts.swa_dtype if kind == StateType.SWA else facts.state_dtypes.get(address, "")
+            tensor = tensor._replace(dtype=dtype)
             alike.setdefault(tensor, []).append(
                 (layers[index], (address, nbytes // item_bytes * item_bytes, item_bytes))
             )
@@ -210,6 +234,7 @@ def _state(
                         [layer for layer, _ in found],
                         heads=total,
                         axis=2 if total > 1 else None,
+                        dtype=tensor.dtype,
                     )
                 )
                 components.append(number)

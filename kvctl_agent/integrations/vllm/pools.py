@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from math import lcm
 from typing import Any
@@ -86,7 +87,7 @@ class WorkerPool:
         others = [
             GroupTensors(
                 f"group{number}",
-                self._kv(groups[number], names[number], tensors, total_kv_heads),
+                self._kv(groups[number], names[number], tensors, total_kv_heads, cache_dtype),
                 self._page_tokens[number],
                 [self._kv_layers[name] for name in names[number]],
             )
@@ -102,10 +103,14 @@ class WorkerPool:
             )
             for number in self._states
         ]
-        main = self._main_kv = self._kv(groups[self._main], names[self._main], tensors, total_kv_heads)
+        main = self._main_kv = replace(
+            self._kv(groups[self._main], names[self._main], tensors, total_kv_heads, cache_dtype),
+            dtype=self.format.received,
+        )
         common: dict[str, Any] = {
             "page_size": self._page_tokens[self._main],
             "axes": main.axes,
+            "dtype": main.dtype,
             "groups": others,
             "state": states,
             "overlaid": bool(others or states),
@@ -140,9 +145,9 @@ class WorkerPool:
         """Returns the items of each state component, from the blocks of each group."""
         return [list(blocks[number]) for number in self._states]
 
-    def convert(self, pages: Sequence[int], kv_format: str | None) -> bool:
+    def convert(self, pages: Sequence[int], received: str | None) -> bool:
         """As `BlockFormat.convert`, for pages of the KV."""
-        return self.format.convert(self._main_kv.k, pages, kv_format)
+        return self.format.convert(self._main_kv.k, pages, received)
 
     def last_layers(self, groups: Sequence[range], first: int) -> dict[str, range]:
         """Returns the layer groups by the name of the layer with which vLLM has computed each.
@@ -155,17 +160,23 @@ class WorkerPool:
         return {name: group for group, name in last.items()}
 
     def _kv(
-        self, group: KVCacheGroupSpec, names: Sequence[str], tensors: dict[str, torch.Tensor], total_kv_heads: int
+        self,
+        group: KVCacheGroupSpec,
+        names: Sequence[str],
+        tensors: dict[str, torch.Tensor],
+        total_kv_heads: int,
+        cache_dtype: str,
     ) -> DraftKV:
         """Returns K and V of a group's layers, or its latents."""
         spec = first_spec(group.kv_cache_spec)
         layers = [tensors[name] for name in names]
+        dtype = BlockFormat.of(layers[0], spec, cache_dtype).name
         if isinstance(spec, MLAAttentionSpec):
             four = layers[0].dim() == 4
-            return DraftKV(layers, None, 1, axes="pages heads tokens dim" if four else "pages tokens dim")
+            return DraftKV(layers, None, 1, axes="pages heads tokens dim" if four else "pages tokens dim", dtype=dtype)
         assert isinstance(spec, AttentionSpec)
         k, v = zip(*(self.format.split(layer, spec.head_size) for layer in layers), strict=True)
-        return DraftKV(k, v, total_kv_heads, axes="pages heads tokens dim")
+        return DraftKV(k, v, total_kv_heads, axes="pages heads tokens dim", dtype=dtype)
 
 
 def check_groups(groups: Sequence[KVCacheGroupSpec]) -> None:

@@ -158,7 +158,6 @@ class ConnectorWorker:
                     "kv_load_failure_policy": transfer.kv_load_failure_policy,
                     "data_parallel_size": str(parallel.data_parallel_size),
                 },
-                "kv_format": self._pool.format.name if prefill else self._pool.format.received,
             },
             **settings,
         )
@@ -368,7 +367,7 @@ class ConnectorWorker:
         assert self.agent is not None
         request = self._received_from[name]
         pages, _ = self._pool.pages(request.blocks)
-        return self._pool.convert(pages, self.agent.kv_format(request.prefill))
+        return self._pool.convert(pages, self.agent.kv_dtype(request.prefill))
 
     def _send(self, request: SendRequest) -> Send | None:
         """Begins a room; returns None if the agent refuses it."""

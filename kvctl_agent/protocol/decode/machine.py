@@ -105,11 +105,11 @@ class DecodeMachine(Machine):
         """Returns the names of the prefill ranks that compute a room; of the whole instance while none is ready."""
         return self._rooms.ranks_of(room)
 
-    def kv_format(self, instance: str) -> str | None:
-        """Returns the KV format of a prefill instance; "" if it says none, None if its ranks are unknown."""
+    def kv_dtype(self, instance: str) -> str | None:
+        """Returns the dtype of the KV of a prefill instance; "" if it says none, None if its ranks are unknown."""
         peers = [self._context.peers.get(name) for name in self.roster(instance)]
         known = [peer.info for peer in peers if peer is not None and peer.info is not None]
-        return str(known[0].plan.get("kv_format", "")) if known else None
+        return known[0].dtypes.get("kv", "").split(", ")[0] if known else None
 
     def is_ready(self, name: str) -> bool:
         """Returns whether messages about rooms may be sent to this peer."""

@@ -6,12 +6,15 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from kvctl_agent import Agent, KVPool, Rank
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import (
     AdminError,
@@ -22,6 +25,7 @@ from kvctl_agent.errors import (
     TransportError,
 )
 from kvctl_agent.layout.parallel import ParallelConfig
+from kvctl_agent.memory.pool import DraftKV, GroupTensors, StateTensors
 from kvctl_agent.parts import AgentParts, build_parts
 from tests.support.agents import mute
 
@@ -181,6 +185,34 @@ class TestDisagreement:
         assert receive.wait(60) is RoomState.FAILED
         assert receive.error is not None
         assert factor in receive.error["text"]
+
+    @pytest.mark.parametrize("segment", ["kv", "draft", "window", "conv", "kv k_scale"])
+    def test_on_the_dtype_though_the_bytes_are_as_many(self, tmp_path: Path, segment: str) -> None:
+        def agent(role: str, odd: torch.dtype) -> Agent:
+            def tensors(name: str) -> Any:
+                shape = (8, 2) if "scale" in name else (32, 2, 8)
+                return [torch.zeros(shape, dtype=odd if name == segment else torch.int16)]
+
+            pool = KVPool.from_tensors(
+                tensors("kv"),
+                tensors("kv"),
+                page_size=4,
+                total_kv_heads=2,
+                k_scale=tensors("kv k_scale"),
+                draft=DraftKV(tensors("draft"), tensors("draft"), 2),
+                groups=[GroupTensors("window", DraftKV(tensors("window"), tensors("window"), 2), 4)],
+                state=[StateTensors("conv", tensors("conv"))],
+            )
+            small: Any = {"transport": "loopback", "staging_buffer_mb": 4, "staging_ring_mb": 4}
+            return Agent(role=role, rank=Rank(), pool=pool, name=role, bootstrap=f"ipc://{tmp_path}/b", **small).start()
+
+        with agent("prefill", torch.float16), agent("decode", torch.bfloat16) as decode:
+            with pytest.raises(ConfigError, match=f"prefill and decode do not fit: {segment} dtype float16 ≠ bfloat16"):
+                decode.wait_ready(60)
+            receive = decode.receive(1, [0], tokens=4, group_pages=[[0]])
+            assert receive.wait(60) is RoomState.FAILED
+            assert receive.error is not None
+            assert receive.error["code"] == "KV_COMPAT_MISMATCH"
 
     def test_on_the_chunk_grid_only_among_prefill_ranks(self, make_fleet: Any) -> None:
         fleet = make_fleet(prefill=(1, 2))

@@ -79,6 +79,39 @@ class TestFromTensors:
         pool = wrap(layers(1, (4, 1, 8), dtype), layers(1, (4, 1, 8), dtype))
         assert pool.shape().dtype_bytes == dtype.itemsize
 
+    @pytest.mark.parametrize(
+        ("tensor", "told", "known"),
+        [
+            (torch.zeros((4, 1, 8), dtype=torch.bfloat16), "", "bfloat16"),
+            (torch.zeros((4, 1, 8), dtype=torch.float8_e4m3fn), "", "float8_e4m3fn"),
+            (torch.zeros((4, 1, 8), dtype=torch.float16), "", "float16"),
+            (np.zeros((4, 1, 8), np.float16), "", "float16"),
+            (np.zeros((4, 1, 8), np.int16), "", "int16"),
+            *((np.zeros((4, 1, 8), storage), "", None) for storage in (np.uint8, np.uint16, "V2")),
+            (torch.zeros((4, 1, 8), dtype=torch.uint8), "", None),
+            (torch.zeros((4, 1, 8), dtype=torch.uint8), "float8_e5m2", "float8_e5m2"),
+        ],
+    )
+    def test_torch_and_numpy_name_elements_alike_and_storage_names_none(
+        self, tensor: Any, told: str, known: str | None
+    ) -> None:
+        def copy() -> Any:
+            return tensor.clone() if isinstance(tensor, torch.Tensor) else tensor.copy()
+
+        state, draft = StateTensors("conv", [copy()], dtype=told), DraftKV([copy()], [copy()], 8, dtype=told)
+        pool = wrap([copy()], [copy()], state=[state], draft=draft, dtype=told)
+        assert pool.dtypes == (dict.fromkeys(("kv", "draft", "conv"), known) if known else {})
+
+    def test_scales_have_a_dtype_of_their_own(self) -> None:
+        scales = [torch.zeros((3, 2), dtype=torch.float16)]
+        pool = wrap(layers(1, (12, 2, 8)), layers(1, (12, 2, 8)), k_scale=scales, v_scale=[scales[0].float()])
+        assert pool.dtypes == {"kv": "bfloat16", "kv k_scale": "float16", "kv v_scale": "float32"}
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, None, "b" * 257])
+    def test_a_dtype_is_a_name(self, dtype: Any) -> None:
+        with pytest.raises(MemoryLayoutError, match=r"kv: dtype is .*: it must be a name"):
+            wrap(layers(1, (4, 1, 8)), layers(1, (4, 1, 8)), dtype=dtype)
+
     def test_numpy_arrays_serve_as_well(self) -> None:
         k = [np.zeros((8, 2, 4), dtype=np.float32)]
         v = [np.zeros((8, 2, 4), dtype=np.float32)]
@@ -363,7 +396,8 @@ class TestAddresses:
         pool = KVPool.from_addresses([k], [v], v_dim=4, **SIZES, axes="heads tokens dim")
         assert pool.shape() == ModelShape(1, 8, 8, 4, 2)
         assert pool.segments[0].addresses.strides == ((200, 16, 64), (200, 8, 32))
-        assert pool.num_pages == PAGES
+        assert (pool.num_pages, pool.dtypes) == (PAGES, {})
+        assert KVPool.from_addresses([k], [v], v_dim=4, dtype="bfloat16", **SIZES).dtypes == {"kv": "bfloat16"}
         pool.segments[0].elements(0, V)[2, 3, 1] = 1
         assert buffer.nonzero()[0].tolist() == [PAGES * 200 + 2 * 200 + 32 + 3 * 8 + byte for byte in range(8)]
 

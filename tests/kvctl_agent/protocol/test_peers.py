@@ -605,11 +605,20 @@ def test_two_engines_share_plain_kv_only(changes: dict[str, Any], text: str) -> 
 
 @pytest.mark.parametrize(
     ("sent", "taken", "fits"),
-    [("a", "b, a", True), ("a", "b", False), ("b, a", "a", False), ("", "a", True), ("a", "", True)],
+    [("a", "a", True), ("a", "b, a", True), ("a", "b", False), ("b, a", "a", False), ("b, a", "b", True)],
 )
-def test_the_kv_format_of_prefill_is_one_that_decode_takes(sent: str, taken: str, fits: bool) -> None:
+@pytest.mark.parametrize("segment", ["kv", "draft", "kv k_scale", "ssm"])
+def test_the_dtype_of_prefill_is_one_that_decode_receives(sent: str, taken: str, fits: bool, segment: str) -> None:
     world = World(ParallelConfig(), ParallelConfig())
-    prefill = msgspec.structs.replace(world.p().local, kv_format=sent)
-    decode = msgspec.structs.replace(world.d().local, kv_format=taken)
-    assert plan_with_peer(prefill, decode.peer_info()).differences == (() if fits else (f"kv_format {sent} ≠ {taken}",))
-    assert plan_with_peer(decode, prefill.peer_info()).differences == (() if fits else (f"kv_format {taken} ≠ {sent}",))
+    prefill = msgspec.structs.replace(world.p().local, dtypes={segment: sent, "a": "x"})
+    decode = msgspec.structs.replace(world.d().local, dtypes={segment: taken, "b": "y"})
+    for local, remote, both in ((prefill, decode, f"{sent} ≠ {taken}"), (decode, prefill, f"{taken} ≠ {sent}")):
+        differences = plan_with_peer(local, remote.peer_info()).differences
+        assert differences == (() if fits else (f"{segment} dtype {both}",))
+
+
+def test_a_dtype_that_one_side_does_not_know_is_compared_with_nothing() -> None:
+    world = World(ParallelConfig(), ParallelConfig())
+    prefill = msgspec.structs.replace(world.p().local, dtypes={"kv": "float16", "draft": "bfloat16"})
+    assert plan_with_peer(prefill, world.d().local.peer_info()).inputs is not None
+    assert plan_with_peer(world.d().local, prefill.peer_info()).inputs is not None

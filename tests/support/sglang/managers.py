@@ -30,6 +30,12 @@ def rebuild(scheduler: Any) -> list[str]:
     return left
 
 
+def dtypes(scheduler: Any) -> dict[str, str]:
+    """Returns the elements of each segment that the agent tells its peers."""
+    known: dict[str, str] = scheduler.kv_manager.agent.observe.status()["dtypes"]
+    return known
+
+
 def serve_opened(scheduler: Any, room: Room) -> tuple[int, str]:
     """Sends a room once every decode rank has opened it; returns the first state that is polled, and the last."""
     return _serve_opened(scheduler, room, lambda: None)

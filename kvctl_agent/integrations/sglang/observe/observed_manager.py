@@ -115,6 +115,7 @@ class ObservedManager:
             "transport": {"engine": self._engine, "backend": self._backend, "lanes": []},
             "device": device,
             "pool": pool,
+            "dtypes": {},
             "integration": self._integration,
             "metrics_url": None,
         }

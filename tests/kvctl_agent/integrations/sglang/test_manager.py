@@ -22,6 +22,21 @@ def test_servers_serve_again_after_sleep_mode_and_after_a_role_switch() -> None:
         pair.transfer([Room(4, tokens=100)]).check()
 
 
+@pytest.mark.parametrize(
+    ("model", "state"),
+    [
+        (Model(layers=2, draft_layers=1), {"draft": "bfloat16"}),
+        (Model(state="swa"), {"swa_0": "bfloat16"}),
+        # Three blocks of the convolution, and the state between tokens.
+        (Model(state="mamba"), {**dict.fromkeys(("mamba_0", "mamba_1", "mamba_2"), "bfloat16"), "mamba_3": "float32"}),
+    ],
+)
+def test_both_servers_tell_the_dtypes_of_sglangs_pools(model: Model, state: dict[str, str]) -> None:
+    with PDPair(Case("kvctl", Ranks(), Ranks(), model)) as pair:
+        for role in ("prefill", "decode"):
+            assert list(pair.call(role, managers.dtypes).values()) == [{"kv": "bfloat16", **state}]
+
+
 @pytest.mark.parametrize("prefix", [0, 64])
 def test_a_room_that_decode_has_opened_waits_for_input_from_the_first_poll_on(prefix: int) -> None:
     """A scheduler polls once per forward: a state that comes a moment later costs the request a whole forward."""

@@ -31,6 +31,16 @@ class TestPool:
             found = pool.segments[0].elements(1, kv)[5, 3, 2].view(np.float32)
             assert found.tolist() == list(range(kv * model.dim, (kv + 1) * model.dim))
 
+    @pytest.mark.parametrize(
+        ("cache_dtype", "known"),
+        [("fp8", "float8_e4m3fn"), ("fp8_e4m3", "float8_e4m3fn"), ("fp8_e5m2", "float8_e5m2"), ("auto", None)],
+    )
+    def test_elements_stored_as_bytes_are_those_of_the_cache_dtype(self, cache_dtype: str, known: str | None) -> None:
+        model = Model(groups=(((0,), None), ((1,), 40)))
+        tensors = {name: tensor.to(torch.uint8) for name, tensor in model.tensors(1).items()}
+        pool = pools.WorkerPool(tensors, model.config(1), model.heads, cache_dtype).pool
+        assert pool.dtypes == (dict.fromkeys(("kv", "group1"), known) if known else {})
+
     def test_chunks_have_whole_pages_of_each_group(self) -> None:
         model = Model(groups=(((0,), None), ((1,), 40)))
         pool = worker_pool(model)

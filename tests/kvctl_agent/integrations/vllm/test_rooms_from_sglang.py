@@ -19,14 +19,14 @@ from tests.support.vllm.server import Model, Server, _name
 
 PAGE, PAGES = 16, 32
 MODEL = Model(block=32)
-SGLANG = Integration(engine="sglang", engine_version="0.5.23", mode="backend", settings={}, kv_format="float32")
+SGLANG = Integration(engine="sglang", engine_version="0.5.23", mode="backend", settings={})
 ROOM = 1 << 62
 
 
 class SGLangRank:
     """A prefill rank with SGLang's pool: K and V apart, pages of `[tokens, heads, dim]`, aux rows."""
 
-    def __init__(self, integration: Integration = SGLANG, **pool: Any) -> None:
+    def __init__(self, **pool: Any) -> None:
         shape = (PAGES * PAGE, MODEL.heads, MODEL.dim)
         self.layers = [[np.zeros(shape, np.float32) for _ in MODEL.groups[0][0]] for _ in "kv"]
         aux = [np.zeros((4, 16), np.int32), np.zeros((4, 64), np.float32)]
@@ -37,7 +37,7 @@ class SGLangRank:
             pool=self.pool,
             name="prefill-0",
             bootstrap="tcp://127.0.0.1:0",
-            integration=integration,
+            integration=SGLANG,
             staging_buffer_mb=1,
             chunk_tokens=32,
         ).start()
@@ -68,9 +68,9 @@ Start = Callable[..., tuple[SGLangRank, Server]]
 def start(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     with ExitStack() as stack:
 
-        def pair(isa: str = "", integration: Integration = SGLANG, **pool: Any) -> tuple[SGLangRank, Server]:
+        def pair(isa: str = "", **pool: Any) -> tuple[SGLangRank, Server]:
             monkeypatch.setattr(vllm.Kernels, "isa", isa)
-            prefill = SGLangRank(integration, **pool)
+            prefill = SGLangRank(**pool)
             stack.callback(prefill.close)
             decode = Server("decode", MODEL, 1)
             stack.callback(decode.close)
@@ -126,23 +126,22 @@ def test_columns_of_kernels_on_a_cpu(start: Start, isa: str, tokens: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("isa", "changes", "pool", "factor"),
+    ("isa", "pool", "factor"),
     [
-        ("", {"kv_format": "bfloat16"}, {}, "kv_format bfloat16 ≠ float32"),
-        ("vec", {"kv_format": "float32 hnd"}, {}, "kv_format float32 hnd ≠ float32 cpu-vec-32, float32"),
-        ("amx", {}, {}, "kv_format float32 ≠ float32 cpu-amx-32"),
+        ("", {"dtype": "bfloat16"}, "kv dtype bfloat16 ≠ float32"),
+        ("vec", {"dtype": "float32 hnd"}, "kv dtype float32 hnd ≠ float32 cpu-vec-32, float32"),
+        ("amx", {}, "kv dtype float32 ≠ float32 cpu-amx-32"),
         (
             "",
-            {},
             {"state": [StateTensors("mamba_0", [np.zeros((4, 8), np.uint8)], [0])]},
             "engine sglang ≠ vllm, between which only plain KV can be transferred: state mamba_0",
         ),
     ],
 )
 def test_what_the_two_cannot_share_is_refused_by_name(
-    start: Start, isa: str, changes: dict[str, Any], pool: dict[str, Any], factor: str
+    start: Start, isa: str, pool: dict[str, Any], factor: str
 ) -> None:
-    prefill, decode = start(isa, SGLANG | changes, **pool)  # type: ignore[arg-type]
+    prefill, decode = start(isa, **pool)
     ask(prefill, decode, 40)
     decode.wait(lambda: "r" in decode.failed, "r has failed")
     failed = decode.agents[0].observe.failed()
