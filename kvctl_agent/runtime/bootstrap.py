@@ -187,16 +187,21 @@ class Registries:
         self.request: registry.Request = request
         self._keys = keys
         self._clients: dict[str, RegistryClient] = {}
+        self._asked: set[str] = set()  # with rosters that are to be yielded once more
         self.changes = 0
 
     def ask(self, endpoint: str) -> None:
-        """Adds a client of the registry at `endpoint`, unless there is one."""
-        if endpoint not in self._clients:
+        """Adds a client of the registry at `endpoint`; if there is one, the next `turn` yields its complete roster."""
+        client = self._clients.get(endpoint)
+        if client is None:
             self._clients[endpoint] = RegistryClient(self._context, endpoint, self.request, self._keys)
             self.changes += 1
+        elif client.roster.complete:
+            self._asked.add(endpoint)
 
     def forget(self, endpoint: str) -> None:
         """Closes the client of the registry at `endpoint`, if there is one."""
+        self._asked.discard(endpoint)
         if (client := self._clients.pop(endpoint, None)) is not None:
             client.close()
             self.changes += 1
@@ -215,14 +220,20 @@ class Registries:
             client.due_ns = 0
 
     def turn(self, ready: Set[Any], now_ns: int) -> Iterator[str]:
-        """Reads answers and sends due requests; yields the endpoints of the registries whose roster has changed.
+        """Reads answers and sends due requests; yields the registries whose roster has changed or was asked for.
+
+        The caller may forget any registry meanwhile.
 
         Args:
             ready: sockets that are readable.
             now_ns: monotonic time.
         """
+        asked, self._asked = self._asked, set()
         for endpoint, client in list(self._clients.items()):
-            if (client.socket in ready or now_ns >= client.due_ns) and client.turn(now_ns):
+            if self._clients.get(endpoint) is not client:
+                continue
+            changed = (client.socket in ready or now_ns >= client.due_ns) and client.turn(now_ns)
+            if changed or endpoint in asked:
                 yield endpoint
 
     def close(self) -> None:

@@ -7,6 +7,10 @@ Messages to one peer are collected during a turn of the control loop and sent in
 request (`_PATIENT`) wait a few milliseconds for the next frame to that peer, which at hundreds of rooms per second
 halves the number of frames. Sending never blocks: messages that cannot be sent are counted and dropped, and the
 machines send them again.
+
+Messages over one connection leave in the order in which they were queued: a Goodbye is the last message, and a room is
+opened again only after its end. So there is one queue for each connection, and each socket keeps the order; what a
+socket drops while it is not connected is older than what it sends later.
 """
 
 from __future__ import annotations
@@ -53,7 +57,6 @@ class ControlChannel:
 
     Attributes:
         changes: incremented whenever the result of `sockets` changes.
-        due_ns: monotonic time of the next flush that is needed even if nothing else happens; None if there is none.
     """
 
     def __init__(
@@ -71,15 +74,16 @@ class ControlChannel:
         self._telemetry = telemetry
         self._keys = keys
         self.changes = 0
-        self.due_ns: int | None = None
         self._router: control_endpoints.Router | None = None
         self._router_key: zmq.Socket[bytes] | int | None = None
         self._dealers: dict[PeerAddress, control_endpoints.Dealer] = {}
         self._dealer_keys: tuple[tuple[zmq.Socket[bytes] | int, PeerAddress], ...] = ()
         self._endpoints: dict[str, str] = {}
-        self._outbox: dict[PeerAddress, list[Message]] = {}
-        self._patient: dict[PeerAddress, list[tuple[Message, int]]] = {}  # with the monotonic time of `queue`
-        self._patient_due_ns = 0
+        self._outbox: dict[
+            PeerAddress, list[tuple[Message, int]]
+        ] = {}  # if patient, with the monotonic time of `queue`
+        self._patient_due_ns: int | None = None
+        self._urgent: dict[PeerAddress, None] = {}  # with messages that are not patient, in the order of the first
         self._logged: dict[str, int] = {}
         self._unsendable: list[Unsendable] = []
         self._unsent: dict[str, int] = {}  # messages dropped since the peer's socket last accepted a frame
@@ -102,6 +106,9 @@ class ControlChannel:
         if address not in self._dealers:
             self._open(address)
         self._endpoints[peer] = endpoint
+        if unaddressed := self._outbox.pop(PeerAddress(peer, b""), None):  # queued before the endpoint was known
+            self._outbox.setdefault(address, []).extend(unaddressed)
+            self._urgent[address] = None
         return True
 
     def _open(self, address: PeerAddress) -> None:
@@ -122,9 +129,8 @@ class ControlChannel:
 
     def renew(self, peer: str) -> None:
         """Reconnects to a lost peer, so that messages queued in the old connection do not delay new ones."""
-        for boxes in (self._outbox, self._patient):
-            for address in [address for address in boxes if address.peer == peer]:
-                del boxes[address]
+        for address in [address for address in self._outbox if address.peer == peer]:
+            del self._outbox[address]
         self._unsent.pop(peer, None)
         if endpoint := self.endpoint(peer):
             self._open(PeerAddress(peer, endpoint.encode()))
@@ -140,7 +146,6 @@ class ControlChannel:
 
     def _close(self, address: PeerAddress) -> None:
         self._outbox.pop(address, None)
-        self._patient.pop(address, None)
         dealer = self._dealers.pop(address, None)
         if dealer is not None:
             self._dealers_changed()
@@ -162,8 +167,12 @@ class ControlChannel:
         The machines send dropped messages again. Any thread may call this method.
         """
         waiting = sum(len(box) for address, box in self._outbox.copy().items() if address.peer == peer)
-        waiting += sum(len(box) for address, box in self._patient.copy().items() if address.peer == peer)
         return waiting + self._unsent.get(peer, 0)
+
+    @property
+    def due_ns(self) -> int | None:
+        """Monotonic time of the next flush that is needed even if nothing else happens; None if there is none."""
+        return self._patient_due_ns
 
     def sockets(self) -> list[zmq.Socket[bytes] | int]:
         """Returns the sockets and descriptors to poll."""
@@ -177,18 +186,18 @@ class ControlChannel:
             route: return address; empty at a DEALER for the peer's current endpoint.
         """
         address = PeerAddress(peer, route or self.endpoint(peer).encode())
+        since_ns = 0
         if isinstance(message, _PATIENT):
-            now_ns = self._telemetry.clock.now_ns()
-            if not self._patient:
-                self._patient_due_ns = now_ns + _PATIENCE_NS
-                self.due_ns = min(self.due_ns or self._patient_due_ns, self._patient_due_ns)
-            self._patient.setdefault(address, []).append((message, now_ns))
-            return
+            since_ns = self._telemetry.clock.now_ns()
+            if self._patient_due_ns is None:
+                self._patient_due_ns = since_ns + _PATIENCE_NS
+        else:
+            self._urgent[address] = None
         box = self._outbox.get(address)
         if box is None:
-            self._outbox[address] = [message]
+            self._outbox[address] = [(message, since_ns)]
         else:
-            box.append(message)
+            box.append((message, since_ns))
 
     def flush(self, *, everything: bool = False) -> list[Unsendable]:
         """Sends one frame to each peer with messages that are due; all messages if `everything`.
@@ -196,15 +205,16 @@ class ControlChannel:
         Returns:
             the messages of rooms that were dropped because they can never be sent.
         """
-        outbox, self._outbox = self._outbox, {}
-        if self._patient:
-            now_ns = self._telemetry.clock.now_ns()
-            due = everything or now_ns >= self._patient_due_ns
-            for address in [address for address in self._patient if due or address in outbox]:
-                kept = self._patient.pop(address)
-                outbox.setdefault(address, []).extend(_aged(message, now_ns - since_ns) for message, since_ns in kept)
-        self.due_ns = self._patient_due_ns if self._patient else None
-        for address, messages in outbox.items():
+        urgent, self._urgent = self._urgent, {}
+        now_ns = self._telemetry.clock.now_ns() if self._patient_due_ns is not None else 0
+        if everything or (self._patient_due_ns is not None and now_ns >= self._patient_due_ns):
+            outbox, self._outbox = self._outbox, {}
+        else:
+            outbox = {address: self._outbox.pop(address) for address in urgent if address in self._outbox}
+        if not self._outbox:
+            self._patient_due_ns = None
+        for address, box in outbox.items():
+            messages = [_aged(message, now_ns - since_ns) if since_ns else message for message, since_ns in box]
             self._count("out", messages)
             self._send(address, messages)
         dropped, self._unsendable = self._unsendable, []
@@ -274,6 +284,8 @@ class ControlChannel:
             if dealer is not None and (key in ready or (isinstance(dealer, UnixDealer) and not dealer.connected)):
                 for frames in _frames(dealer):
                     yield from self._read(address, frames)
+                    if self._dealers.get(address) is not dealer:  # closed because of a message, such as a Goodbye
+                        break
 
     def _read(self, source: PeerAddress, frames: list[bytes]) -> list[Received]:
         metrics, peer = self._telemetry.metrics, source.peer

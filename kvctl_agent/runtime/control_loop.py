@@ -494,7 +494,11 @@ class ControlLoop:
                 self._sharing.yield_if_due()
 
     def _feed(self, event: ev.Event) -> None:
-        """Passes one event to the machine and executes the actions that it returns."""
+        """Passes one event to the machine and executes the actions that it returns.
+
+        An action that causes another event puts it into `_reported`: if it called this method, the messages of that
+        event would overtake those of the actions that are still to be executed.
+        """
         try:
             actions = self._handle(event, time.monotonic_ns())
         except LocalProtocolError as error:
@@ -519,9 +523,6 @@ class ControlLoop:
     def _find_instance(self, action: ev.FindInstance) -> None:
         self._registries.ask(action.instance)
         self._ask_now = True
-        roster = self._registries.roster(action.instance)
-        if roster is not None and roster.complete:
-            self._roster_changed(action.instance)
 
     def _roster_changed(self, instance: str) -> None:
         roster = self._registries.roster(instance)
@@ -598,9 +599,9 @@ class ControlLoop:
         try:
             self._connections.connect(action.peer, action.info, action.inputs)
         except Exception as error:
-            self._feed(ev.PeerUnusable(action.peer, str(error)))
+            self._reported.append(ev.PeerUnusable(action.peer, str(error)))
         else:
-            self._feed(ev.PeerConnected(action.peer))
+            self._reported.append(ev.PeerConnected(action.peer))
 
     def _drop_peer(self, action: ev.DropPeer) -> None:
         self._connections.drop(action.peer)

@@ -50,7 +50,6 @@ class FaultyControlChannel(ControlChannel):
         while self._leaving and (everything or self._leaving[0].due_ns <= self._now_ns()):
             held = heapq.heappop(self._leaving)
             super()._put(held.address, held.frame, held.messages)
-        self._update_due()
         return dropped
 
     def receive(self, ready: Container[object]) -> Iterator[Received]:
@@ -58,13 +57,13 @@ class FaultyControlChannel(ControlChannel):
             held = heapq.heappop(self._arriving)
             yield from super()._read(held.address, [held.frame])
         yield from super().receive(ready)
-        self._update_due()
 
-    def _update_due(self) -> None:
+    @property
+    def due_ns(self) -> int | None:
         due = [heap[0].due_ns for heap in (self._leaving, self._arriving) if heap]
-        if self._patient:
+        if self._patient_due_ns is not None:
             due.append(self._patient_due_ns)
-        self.due_ns = min(due, default=None)
+        return min(due, default=None)
 
     def _put(self, address: PeerAddress, frame: bytes, messages: int) -> None:
         for sent, wait_ns in self._apply_faults(frame):

@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.events import Received
-from kvctl_agent.runtime.control_channel import ControlChannel
+from kvctl_agent.runtime.control_channel import ControlChannel, PeerAddress
 from kvctl_agent.runtime.control_endpoints import connect
 from kvctl_agent.telemetry.hub import Telemetry
 
@@ -116,7 +118,7 @@ def test_what_nobody_waits_for_rides_along_or_leaves_soon(
     assert receive(server, 1, 0.002) == []  # too early, and nothing to ride with
     client.queue("prefill-0", drained(1))
     client.flush()
-    assert [got.message for got in receive(server, 2)] == [drained(1), patient]
+    assert [got.message for got in receive(server, 2)] == [patient, drained(1)]
     assert client.due_ns is None
 
     client.queue("prefill-0", patient)
@@ -144,6 +146,94 @@ def test_the_end_of_a_room_says_for_how_long_it_was_kept(
     client.flush()
     done = [msg.RoomDone(4, 1, age_ns=5_000_700), msg.RoomDone(5, 1, age_ns=5_000_000)]
     assert [got.message for got in receive(server, 2)] == done
+
+
+class RecordingChannel(ControlChannel):
+    """Keeps the rooms of the messages of each frame, by address, in place of sending them."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.left: dict[tuple[str, bytes], list[int]] = {}
+
+    def _put(self, address: PeerAddress, frame: bytes, messages: int) -> None:
+        _, decoded, _ = codec.decode(frame)
+        self.left.setdefault(tuple(address), []).extend(message.room for message in decoded)  # type: ignore[union-attr]
+
+
+_STEP = st.one_of(
+    st.tuples(st.just("queue"), st.sampled_from([b"a", b"b"]), st.sampled_from([msg.RoomDone, msg.RoomDrained])),
+    st.tuples(st.just("wait"), st.sampled_from([1_000_000, 5_000_000])),
+    st.tuples(st.just("flush")),
+)
+
+
+@given(st.lists(_STEP, max_size=40))
+def test_messages_over_one_connection_leave_in_their_order_and_in_time(steps: list[Any]) -> None:
+    now = 1
+    telemetry = Telemetry("here", "prefill", history=16, timeline_events=64, recorder_events=256)
+    telemetry.clock.now_ns = lambda: now  # type: ignore[method-assign]
+    channel = RecordingChannel(None, "decode-0", 1, telemetry)
+    queued: dict[bytes, list[int]] = {b"a": [], b"b": []}
+    since: dict[int, int] = {}  # when a patient message was queued
+    urgent: set[int] = set()
+    for room, step in enumerate(steps):
+        if step[0] == "queue":
+            queued[step[1]].append(room)
+            if step[2] is msg.RoomDone:
+                since[room] = now
+            else:
+                urgent.add(room)
+            channel.queue("prefill-0", step[2](room, 1), step[1])
+        elif step[0] == "wait":
+            now += step[1]
+        else:
+            channel.flush()
+            left = {room for rooms in channel.left.values() for room in rooms}
+            assert urgent <= left
+            assert all(room in left or now - at < 5_000_000 for room, at in since.items())
+            assert (channel.due_ns is None) == (since.keys() <= left)
+    channel.flush(everything=True)
+    assert {key[1]: rooms for key, rooms in channel.left.items()} == {
+        key: rooms for key, rooms in queued.items() if rooms
+    }
+
+
+def test_messages_queued_before_the_endpoint_is_known_leave_once_it_is(
+    make: Callable[..., ControlChannel], served: tuple[ControlChannel, str], telemetry: Telemetry
+) -> None:
+    """Such as the first Hello; without it a connection would take a second longer."""
+    server, endpoint = served
+    client = make("decode-0", 9)
+    client.queue("prefill-0", drained(1))
+    client.queue("prefill-0", msg.Ack(2, 1, "room-done"))
+    client.connect("prefill-0", endpoint)
+    client.queue("prefill-0", drained(3))
+    client.flush()
+    assert [got.message for got in receive(server, 3)] == [drained(1), msg.Ack(2, 1, "room-done"), drained(3)]
+    assert dropped(telemetry, "unsent") == 0
+
+
+@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+def test_a_connection_may_be_closed_by_whoever_takes_a_message_from_it(
+    make: Callable[..., ControlChannel], directory: Path, scheme: str
+) -> None:
+    server, client = make("prefill-0", 7), make("decode-0", 9)
+    endpoint = server.serve(f"ipc://{directory}/c" if scheme == "ipc" else "tcp://127.0.0.1:*")
+    client.connect("prefill-0", endpoint)
+    client.queue("prefill-0", drained(1))
+    client.flush()
+    (hello,) = routed(server, 1, sender=client)
+    for room in range(3):
+        server.queue("decode-0", drained(room), hello.route)
+        server.flush()
+    time.sleep(0.1)  # for all frames to have arrived
+    got = []
+    for close in (client.renew, client.disconnect):
+        client.connect("prefill-0", endpoint)
+        for received in client.receive(client.sockets()):
+            got.append(received.message)
+            close("prefill-0")
+    assert got[0] == drained(0)
 
 
 def test_a_message_to_nobody_is_counted_and_never_blocks(

@@ -41,13 +41,13 @@ class StandInPeer:
 
 
 class StandInMachine:
-    """Answers events with the actions that the test gave for them."""
+    """Answers events with the actions that the test gave for their room, or for their type if they have none."""
 
     def __init__(self) -> None:
         self.local: Any = SimpleNamespace(name="decode-0", role="decode", host="host", incarnation=1)
         self.peers: dict[str, Any] = {}
         self.handled: list[Any] = []
-        self.answers: dict[int, list[ev.Action] | Exception] = {}
+        self.answers: dict[int | type[ev.Event], list[ev.Action] | Exception] = {}
         self.open_rooms = 0
 
     def roster(self, instance: str) -> tuple[str, ...]:
@@ -55,7 +55,7 @@ class StandInMachine:
 
     def handle(self, event: ev.Event, now_ns: int) -> list[ev.Action]:
         self.handled.append(event)
-        answer = self.answers.get(getattr(event, "room", -1), [])
+        answer = self.answers.get(getattr(event, "room", type(event)), [])
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -249,6 +249,29 @@ def test_a_peer_that_cannot_be_connected_is_unusable(rig: Rig) -> None:
         rig.mailbox.put(ev.SendRoom(1))
         unusable = ev.PeerUnusable("prefill-0", str(error))
         until(partial(rig.machine.handled.__contains__, unusable))
+
+
+def test_the_messages_of_an_event_that_an_action_causes_overtake_none(
+    rig: Rig, zmq_context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What connecting a peer or finding an instance causes is handled after all actions of the present event."""
+    register = Register(Rank("prefill-0", f"{rig.endpoint}-0", 1, [0, 0, 0, 0], [1, 1, 1, 1]))
+    rank = RegistryClient(zmq_context, rig.endpoint, register)
+    known = ev.RosterKnown(rig.endpoint, ("prefill-0",), (1,))
+    until(lambda: rank.turn(time.monotonic_ns()) or known in rig.machine.handled)
+    rank.close()
+    until(lambda: known in rig.machine.handled)
+    left: list[msg.Message] = []
+    monkeypatch.setattr(rig.loop._channel, "queue", lambda peer, message, route: left.append(message))
+    first, second = msg.RoomDrained(1, 1), msg.RoomDrained(2, 1)
+    who = msg.PeerInfo("p", "prefill", [], [], 0, {}, {}, "nixl", b"", "", 1)
+    rig.machine.answers[ev.PeerConnected] = rig.machine.answers[ev.RosterKnown] = [ev.Send("prefill-0", second)]
+    for cause in (ev.ConnectPeer("prefill-0", 3, who, ()), ev.FindInstance(rig.endpoint)):  # type: ignore[arg-type]
+        left.clear()
+        rig.machine.answers[1] = [cause, ev.Send("prefill-0", first)]
+        rig.mailbox.put(ev.SendRoom(1))
+        until(lambda: len(left) == 2)
+        assert left == [first, second]
 
 
 def test_ticks_come_ten_times_a_second_also_under_load(rig: Rig) -> None:
