@@ -24,20 +24,26 @@ DATA_PORTS = "tcp dport != { 7000, 7001, 7311 } tcp sport != { 7000, 7001, 7311 
 CONTROL_PORTS = "tcp dport { 7000, 7001 }"
 
 
-def named(site: Site, code: str, subject: str, *words: str) -> dict[str, Any]:
-    """Waits until `kvctl doctor` has a finding of this code with this subject, and all words in its cause or remedy."""
+def named(site: Site, codes: str, subject: str, *words: str) -> dict[str, Any]:
+    """Waits until `kvctl doctor` has a finding with this subject, and all words in its cause or remedy.
+
+    Args:
+        codes: its code, or several that are as true, separated by " or ".
+    """
+    seen: list[dict[str, Any]] = []
     found: list[dict[str, Any]] = []
 
     def shown() -> bool:
         site.load.run(1.0)  # nothing is opened while kvctl runs
-        found[:] = [row for row in site.doctor(code) if row["subject"] == subject]
+        seen[:] = site.fleet.kvctl("doctor")
+        found[:] = [row for row in seen if row.get("code") in codes.split(" or ") and row["subject"] == subject]
         return any(all(word in row["cause"] + row["remedy"] for word in words) for row in found)
 
     try:
-        site.until(shown, f"doctor says {code} {subject}: {', '.join(words)}")
+        site.until(shown, f"doctor says {codes} {subject}: {', '.join(words)}")
     except Exception as error:
-        raise AssertionError(f"{error}; {[(row['subject'], row['cause']) for row in site.doctor(code)]}") from error
-    print(f"{code}: {found[0]['cause']}")
+        raise AssertionError(f"{error}; {[(row.get('code'), row['subject'], row['cause']) for row in seen]}") from error
+    print(f"{found[0]['code']}: {found[0]['cause']}")
     return found[0]
 
 
@@ -147,7 +153,8 @@ def blocked(site: Site, fault: Callable[[], None], *words: str) -> None:
     fault()
     room = site.load.open(512, decode_dp=0)
     fails_by_name(site, room, {"prefill-0", "decode-0"})
-    named(site, "KV_DATA_BLOCKED", "n1 → n3", *words)
+    # Where an agent introduces itself again, its large message does not pass either: then the peer is lost.
+    named(site, "KV_DATA_BLOCKED or KV_PEER_LOST", "n1 → n3", *words)
 
 
 @EVERY

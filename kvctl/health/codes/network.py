@@ -199,7 +199,7 @@ def _blocked(source: str, target: str, stuck: Sequence[_Stuck]) -> Finding:
     opening = max(amount(each.tcp, "opening") for each in stuck)
     unanswered = amount(tcp, "opening") > 0
     if unanswered:
-        why = f"{counted(opening, 'connection')} to {target} got no answer: a firewall drops the engine's port"
+        why = f"{counted(opening, 'connection')} to {target} got no answer: the port is filtered"
         remedy = (
             f"`ss -tn state syn-sent` on {source} shows the ports; permit TCP between the two hosts on all ports, or "
             "on those that the engine is configured to use"
