@@ -11,22 +11,28 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_parallel, get_serving
 
 from kvctl_agent.agent import Agent
+from kvctl_agent.contract.addresses import parse_endpoint
 from kvctl_agent.contract.choices import ALL, RANK0
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import KvctlError
+from kvctl_agent.integrations.fence import attempt
 from kvctl_agent.integrations.sglang import plugin, pools, versions
+from kvctl_agent.integrations.sglang.bootstrap_http import CLIENT
 from kvctl_agent.integrations.sglang.rank_names import dp_rank, rank_axes, rank_label
 from kvctl_agent.integrations.sglang.unsupported import check_supported
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.shape import ModelShape, whole_model
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.rank import Rank
@@ -38,6 +44,7 @@ _LOOPBACK = ("127.", "localhost", "::1")
 _CLOSE_S = 5.0
 _RING_MB = 1024
 _MIN_S, _MAX_S = 0.1, 86400.0  # limits of the settings that are durations
+_MOST_MISFITS = 256
 _LOOK_UP_S = 2.0  # how often a prefill server that is not connected is looked up, on the scheduler's thread
 
 _Room = TypeVar("_Room", Send, Receive)
@@ -71,6 +78,8 @@ class KvctlKVManager(CommonKVManager):
         self._instances: dict[tuple[str, int], str] = {}  # registry of each prefill server and dp rank
         self._looked_up: dict[tuple[str, int], float] = {}  # monotonic time of the last look-up
         self._misfits: dict[str, str] = {}  # why a prefill server does not fit, as logged
+        # In all that SGLang asks bootstrap servers, their answers get limits.
+        conn.requests = CLIENT
         # The base class registers a prefill rank, which starts the agent.
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.server_socket.close(linger=0)  # of SGLang's own backends, open to other hosts; agents have their own
@@ -100,7 +109,7 @@ class KvctlKVManager(CommonKVManager):
             except KvctlError as error:
                 self._gather((dp_rank(self), error))  # the other ranks wait for it
                 raise
-            self.local_ip, self.rank_port = self._host, int(str(self.agent.bootstrap).rpartition(":")[2])
+            self.local_ip, self.rank_port = self._host, parse_endpoint(self.agent.bootstrap).port
             self._gather((dp_rank(self), self.agent.bootstrap))
         else:
             registry = dict(self._gather((-1, None)))[dp_rank(self)]
@@ -240,12 +249,8 @@ class KvctlKVManager(CommonKVManager):
     def begin(self, room: int, open_room: Callable[[], _Room]) -> _Room | None:
         """Returns the handle that `open_room` opens; None if the agent refuses, and then the room has failed."""
         self._open.add(room)
-        try:
-            handle = open_room()
-        except KvctlError as error:
-            self.fail(room, str(error))
-            return None
-        if handle.state is RoomState.WAITING_FOR_INPUT:  # from the start, which is no change of state
+        handle = attempt(open_room, partial(self.fail, room), logger)
+        if handle is not None and handle.state is RoomState.WAITING_FOR_INPUT:  # from the start: no change of state
             self.update_status(room, int(handle.state))
         return handle
 
@@ -294,11 +299,22 @@ class KvctlKVManager(CommonKVManager):
         """Looks up a prefill server; one that does not fit fails its requests, not this server's scheduler."""
         try:
             return bool(super().try_ensure_parallel_info(bootstrap_addr))
-        except (RuntimeError, AssertionError) as error:
+        except Exception as error:  # SGLang's checks raise several kinds, and others for what they do not expect
             if self._misfits.get(bootstrap_addr) != str(error):  # SGLang asks 15 times
+                if len(self._misfits) >= _MOST_MISFITS:
+                    self._misfits.clear()
                 self._misfits[bootstrap_addr] = str(error)
                 logger.error("kvctl: prefill server %s: %s", bootstrap_addr, error)
             return False
+
+    def _resolve_rank_mapping(self, info: Any) -> None:
+        """Maps the ranks of a prefill server to those of this one.
+
+        Raises:
+            LayoutError: the server says that it has no ranks, or more than an instance may have.
+        """
+        ParallelConfig(info.dp_size, info.pp_size, info.attn_cp_size, info.attn_tp_size)
+        super()._resolve_rank_mapping(info)
 
     def known_instance(self, bootstrap_addr: str, dp_rank: int) -> tuple[str | None, bool]:
         """Returns the registry of a prefill server's dp group, and False if it should be looked up.
@@ -310,7 +326,8 @@ class KvctlKVManager(CommonKVManager):
         endpoint, now = self._instances.get(key), time.monotonic()
         if endpoint in self.agent.serving() or (endpoint and now < self._looked_up.get(key, 0.0) + _LOOK_UP_S):
             return endpoint, True
-        self._looked_up[key] = now
+        if endpoint is not None:
+            self._looked_up[key] = now
         return endpoint, False
 
     def knows(self, endpoint: str | None) -> bool:

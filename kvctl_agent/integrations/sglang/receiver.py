@@ -7,11 +7,12 @@ import time
 from functools import partial
 from typing import Any
 
-import requests
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
 from kvctl_agent.errors import KvctlError
+from kvctl_agent.integrations.fence import attempt
+from kvctl_agent.integrations.sglang.bootstrap_http import CLIENT, BootstrapError
 from kvctl_agent.runtime.handles import Receive
 
 logger = logging.getLogger("kvctl")
@@ -30,41 +31,27 @@ class KvctlKVReceiver(CommonKVReceiver):
 
     def _setup_bootstrap_infos(self) -> None:
         """Finds the registry of the room's prefill instance and connects to it; the room fails if there is none."""
-        manager, room, addr = self.kv_mgr, self.bootstrap_room, self.bootstrap_addr
         self.bootstrap_infos: Any = None
-        self._endpoint, is_current = manager.known_instance(addr, self.prefill_dp_rank)
+        if attempt(self._find_instance, self._fail, logger):
+            self.bootstrap_infos = [{"endpoint": self._endpoint}]
+
+    def _find_instance(self) -> bool:
+        """Sets `_endpoint` and returns True; raises KvctlError if there is no usable instance."""
+        manager, addr, dp_rank = self.kv_mgr, self.bootstrap_addr, self.prefill_dp_rank
+        self._endpoint, is_current = manager.known_instance(addr, dp_rank)
         if not is_current:
             # Also while the instance is not connected: a restarted server has another registry.
-            found = self._look_up(_LOOK_UP_S if self._endpoint is None else _LOOK_UP_AGAIN_S)
-            if found is None and self._endpoint is None:
-                self._fail(f"the bootstrap server {addr} does not know dp rank {self.prefill_dp_rank}")
-                return
             try:
-                if found is not None:
-                    manager.use_instance(addr, self.prefill_dp_rank, found)
-                    self._endpoint = found
+                found = str(CLIENT.row(addr, dp_rank, _LOOK_UP_S if self._endpoint is None else _LOOK_UP_AGAIN_S))
             except KvctlError as error:
-                self._fail(f"prefill server {addr}, room {room}: {error}")
-                return
-        self.bootstrap_infos = [{"endpoint": self._endpoint}]
-
-    def _look_up(self, timeout_s: float) -> str | None:
-        """Returns the registry's endpoint from the bootstrap server; None if it does not answer or does not know it."""
-        query = {
-            "prefill_dp_rank": self.prefill_dp_rank,
-            "prefill_cp_rank": 0,
-            "target_tp_rank": 0,
-            "target_pp_rank": 0,
-        }
-        try:
-            answer = requests.get(f"http://{self.bootstrap_addr}/route", params=query, timeout=timeout_s)
-            answer.raise_for_status()
-            row = answer.json()
-            host, port = str(row["rank_ip"]), int(row["rank_port"])
-        except (requests.RequestException, ValueError, KeyError, TypeError) as error:
-            logger.warning("kvctl: bootstrap server %s: %s", self.bootstrap_addr, error)
-            return None
-        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+                text = f"the bootstrap server {addr} gives no address of dp rank {dp_rank}: {error}"
+                if self._endpoint is None:
+                    raise BootstrapError(text) from None
+                logger.warning("kvctl: %s", text)
+            else:
+                manager.use_instance(addr, dp_rank, found)
+                self._endpoint = found
+        return True
 
     def _fail(self, cause: str) -> None:
         self.kv_mgr.fail(self.bootstrap_room, cause)
@@ -87,9 +74,10 @@ class KvctlKVReceiver(CommonKVReceiver):
             state_indices: for each of SGLang's state components the items of this rank.
             decode_prefix_len: tokens of the prompt that are cached here.
         """
-        if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
-            raise NotImplementedError("kvctl: host KV destinations are not supported")
         if self.conclude_state is not None:
+            return
+        if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
+            self._fail("host KV destinations are not supported")
             return
         if not self.kv_mgr.knows(self._endpoint):  # receive() would connect to it again
             self._fail(f"prefill server {self.bootstrap_addr} was replaced before the room was opened")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from functools import partial
 from typing import Any
@@ -10,8 +11,10 @@ import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 
-from kvctl_agent.errors import KvctlError
+from kvctl_agent.integrations.fence import attempt
 from kvctl_agent.runtime.handles import Send
+
+logger = logging.getLogger("kvctl")
 
 
 class KvctlKVSender(CommonKVSender):
@@ -61,6 +64,15 @@ class KvctlKVSender(CommonKVSender):
         handle = self._handle
         if handle is None or self.conclude_state in (KVPoll.Success, KVPoll.Failed):
             return
+
+        def fail(cause: str) -> None:
+            self.kv_mgr.fail(self.bootstrap_room, cause)
+            handle.abort(cause)
+
+        attempt(lambda: self._send(handle, kv_indices, state_indices), fail, logger)
+        self._record_transfer_indices(kv_indices, state_indices)
+
+    def _send(self, handle: Send, kv_indices: Any, state_indices: Any) -> None:
         pages = np.asarray(kv_indices, np.int32)
         if self.curr_idx == 0:
             # SGLang counts pages from the end of the decode side's prefix, Send from the start of the prompt; the pages
@@ -72,14 +84,9 @@ class KvctlKVSender(CommonKVSender):
         self.curr_idx += len(kv_indices)
         last = self.curr_idx == self.num_kv_indices
         event, self._early_send_wait_event = self._early_send_wait_event, None
-        try:
-            handle.pages(pages, last=last, event=event)
-            if last:
-                handle.finish(self.aux_index, self.kv_mgr.state_lists(state_indices))
-        except KvctlError as error:
-            self.kv_mgr.fail(self.bootstrap_room, str(error))
-            handle.abort(str(error))
-        self._record_transfer_indices(kv_indices, state_indices)
+        handle.pages(pages, last=last, event=event)
+        if last:
+            handle.finish(self.aux_index, self.kv_mgr.state_lists(state_indices))
 
     def clear(self) -> None:
         self.kv_mgr.end(self.bootstrap_room, self._handle)

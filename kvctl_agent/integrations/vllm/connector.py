@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,13 +27,16 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvctl_agent.contract.settings import load_settings
 from kvctl_agent.contract.vllm import CONNECTOR, MODULE_PATH
+from kvctl_agent.integrations.fence import attempt
 from kvctl_agent.integrations.vllm import versions
-from kvctl_agent.integrations.vllm.metadata import KvctlMetadata
+from kvctl_agent.integrations.vllm.metadata import LOGGER, KvctlMetadata
 from kvctl_agent.integrations.vllm.pools import check_groups, is_state
 from kvctl_agent.integrations.vllm.scheduler import ConnectorScheduler
 from kvctl_agent.integrations.vllm.sleep_mode import check_sleep_mode
 from kvctl_agent.integrations.vllm.stats import KvctlPromMetrics, KvctlStats
 from kvctl_agent.integrations.vllm.worker import ConnectorWorker, registry_of
+
+logger = logging.getLogger(LOGGER)
 
 _ROLES = ("kv_producer", "kv_consumer")
 
@@ -52,7 +57,7 @@ class KvctlConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             dcp = vllm_config.parallel_config.decode_context_parallel_size
-            self._scheduler = ConnectorScheduler(registry_of(vllm_config), kv_cache_config, dcp)
+            self._scheduler = ConnectorScheduler(str(registry_of(vllm_config)), kv_cache_config, dcp)
         else:
             self._worker = ConnectorWorker(vllm_config, kv_cache_config)
 
@@ -69,7 +74,10 @@ class KvctlConnector(KVConnectorBase_V1, SupportsHMA):
         return () if config.needs_kv_cache_zeroing else tuple(config.transfer_group_ids)
 
     def on_new_request(self, request: Any) -> None:
-        self._scheduler.on_new_request(request)
+        def fail(cause: str) -> None:
+            logger.error("kvctl: request %s is not transferred: %s", request.request_id, cause)
+
+        attempt(partial(self._scheduler.on_new_request, request), fail, logger)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler.matched_tokens(request, num_computed_tokens)

@@ -109,12 +109,12 @@ class KvctlMetadata(KVConnectorMetadata):
 
 def is_sent(params: Mapping[str, Any] | None) -> bool:
     """Whether the KV of a request with these parameters is sent to a decode server."""
-    return bool(params and params.get("do_remote_decode"))
+    return isinstance(params, Mapping) and bool(params.get("do_remote_decode"))
 
 
 def is_received(params: Mapping[str, Any] | None) -> bool:
     """Whether the KV of a request with these parameters is received from a prefill server, and has not been opened."""
-    return bool(params and params.get("do_remote_prefill"))
+    return isinstance(params, Mapping) and bool(params.get("do_remote_prefill"))
 
 
 def traceparent_of(request: Any) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +16,16 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvctl_agent.agent import Agent
+from kvctl_agent.contract.addresses import Address, parse_place
 from kvctl_agent.contract.config import KEYS_BY_NAME
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.vllm import LISTEN
-from kvctl_agent.errors import KvctlError
+from kvctl_agent.integrations.fence import attempt
 from kvctl_agent.integrations.vllm import versions
 from kvctl_agent.integrations.vllm.metadata import (
     LOGGER,
+    Blocks,
     ComputedBlocks,
     KvctlMetadata,
     ReceiveRequest,
@@ -50,14 +53,18 @@ _SUSPEND_S = 30.0
 _DEFAULTS: dict[str, Any] = {"unclaimed_s": 25.0, "hold_s": 30.0, "staging_ring_mb": 1024}
 
 
-def registry_of(config: VllmConfig) -> str:
-    """Returns the endpoint of the registry of a prefill server's data-parallel rank.
+def registry_of(config: VllmConfig) -> Address:
+    """Returns the address of the registry of a prefill server's data-parallel rank.
 
     Its address is the setting `listen`, by default the loopback address; its port is vLLM's `kv_port` plus the rank.
+
+    Raises:
+        ConfigError: `listen` is not an address.
     """
     transfer = config.kv_transfer_config
     host = transfer.kv_connector_extra_config.get("listen") or os.environ.get("KVCTL_LISTEN") or LISTEN
-    return f"tcp://{host}:{transfer.kv_port + config.parallel_config.data_parallel_index}"
+    port = transfer.kv_port + config.parallel_config.data_parallel_index
+    return parse_place(host, default_port=0)._replace(port=port)
 
 
 class ConnectorWorker:
@@ -121,11 +128,9 @@ class ConnectorWorker:
         settings = {key: value for key, value in _DEFAULTS.items() if KEYS_BY_NAME[key].environment not in os.environ}
         if KEYS_BY_NAME["chunk_tokens"].environment not in os.environ:
             settings["chunk_tokens"] = self._pool.chunk_tokens(_CHUNK_TOKENS)
-        settings["name_suffix"] = (
-            registry.removeprefix("tcp://") if prefill else f"{socket.gethostname()}:{transfer.engine_id[:8]}"
-        )
+        settings["name_suffix"] = registry.place if prefill else f"{socket.gethostname()}:{transfer.engine_id[:8]}"
         if prefill:
-            settings["listen"] = registry.removeprefix("tcp://").rpartition(":")[0]
+            settings["listen"] = registry.bracketed_host
         if dcp > 1:
             settings["cp_interleave"] = parallel.cp_kv_cache_interleave_size
         settings.update(transfer.kv_connector_extra_config)
@@ -148,7 +153,7 @@ class ConnectorWorker:
             pool=self._pool.pool,
             model=model,
             name=f"{self._role}{axes}-tp{tp}",
-            bootstrap=registry if prefill else None,
+            bootstrap=str(registry) if prefill else None,
             integration={
                 "engine": "vllm",
                 "engine_version": versions.installed() or "",
@@ -243,8 +248,7 @@ class ConnectorWorker:
         event = self._event() if meta.cached else None  # of the earlier forwards
         for name, blocks in meta.cached:
             if send := self._sends.get(name):
-                pages, groups = self._pool.pages(blocks)
-                send.pages(pages, False, event, groups)
+                self._attempt(send, partial(self._pass_cached, send, blocks, event))
         if meta.receives and self._kv_cache_config.needs_kv_cache_zeroing and self._pool.pool.device is not None:
             torch.cuda.current_stream().synchronize()  # vLLM zeroes the blocks of this step there
         for receive in meta.receives:
@@ -276,7 +280,7 @@ class ConnectorWorker:
         groups = self.agent.layer_groups(forward).groups if divided else ()
         for each in computed:
             if send := self._sends.get(each.request):
-                send.prefetch(groups)
+                self._attempt(send, partial(send.prefetch, groups))
         return dict(self._pool.last_layers(groups, self._first_layer)) if groups else {"": None}
 
     def save_layer(self, name: str) -> None:
@@ -291,7 +295,7 @@ class ConnectorWorker:
         for computed in self._step.computed:
             send = self._sends.get(computed.request)
             if computed.last and send is not None and not send.state.finished:
-                send.finish(state_indices=self._pool.states(computed.blocks))
+                self._attempt(send, partial(self._finish, send, computed))
         self._step = KvctlMetadata()
 
     def _pass(self, layers: range | None) -> None:
@@ -301,11 +305,30 @@ class ConnectorWorker:
             send = self._sends.get(computed.request)
             if send is None or send.state.finished:
                 continue
-            pages, groups = self._pool.pages(computed.blocks, computed.prompt if computed.last else 0)
-            if layers is None:
-                send.pages(pages, computed.last, event, groups)
-            else:
-                send.layers(layers, pages, computed.last, event, groups)
+            self._attempt(send, partial(self._pass_computed, send, computed, layers, event))
+
+    def _pass_cached(self, send: Send, blocks: Blocks, event: Any) -> None:
+        pages, groups = self._pool.pages(blocks)
+        send.pages(pages, False, event, groups)
+
+    def _pass_computed(self, send: Send, computed: ComputedBlocks, layers: range | None, event: Any) -> None:
+        pages, groups = self._pool.pages(computed.blocks, computed.prompt if computed.last else 0)
+        if layers is None:
+            send.pages(pages, computed.last, event, groups)
+        else:
+            send.layers(layers, pages, computed.last, event, groups)
+
+    def _finish(self, send: Send, computed: ComputedBlocks) -> None:
+        send.finish(state_indices=self._pool.states(computed.blocks))
+
+    def _attempt(self, send: Send, call: Callable[[], None]) -> None:
+        """Does something for a room that is sent; if that raises, the room fails, and vLLM goes on."""
+
+        def fail(cause: str) -> None:
+            logger.error("kvctl: room %s cannot be sent: %s", send.room, cause)
+            send.abort(cause)
+
+        attempt(call, fail, logger)
 
     def _event(self) -> Any:
         """Returns an event of the forwards that the worker has launched; None without a GPU."""
@@ -364,27 +387,38 @@ class ConnectorWorker:
 
     def _convert(self, name: str) -> bool:
         """Brings the blocks that a request has received into the order of vLLM's kernels; returns whether it can."""
-        assert self.agent is not None
         request = self._received_from[name]
-        pages, _ = self._pool.pages(request.blocks)
-        return self._pool.convert(pages, self.agent.kv_dtype(request.prefill))
+
+        def convert() -> bool:
+            assert self.agent is not None
+            pages, _ = self._pool.pages(request.blocks)
+            return self._pool.convert(pages, self.agent.kv_dtype(request.prefill))
+
+        def fail(cause: str) -> None:
+            logger.error("kvctl: request %s cannot be received: %s", name, cause)
+
+        return bool(attempt(convert, fail, logger))
 
     def _send(self, request: SendRequest) -> Send | None:
         """Begins a room; returns None if the agent refuses it."""
-        assert self.agent is not None
-        try:
+
+        def send() -> Send:
+            assert self.agent is not None
             return self.agent.send(
                 room_of(request.transfer), request_id=request.request, traceparent=request.traceparent
             )
-        except KvctlError as error:
-            logger.error("kvctl: request %s cannot be sent: %s", request.request, error)
-            return None
+
+        def fail(cause: str) -> None:
+            logger.error("kvctl: request %s cannot be sent: %s", request.request, cause)
+
+        return attempt(send, fail, logger)
 
     def _receive(self, request: ReceiveRequest) -> Receive | None:
         """Opens a room; returns None if the agent refuses it."""
-        assert self.agent is not None
-        dcp = self._config.parallel_config.decode_context_parallel_size
-        try:
+
+        def receive() -> Receive:
+            assert self.agent is not None
+            dcp = self._config.parallel_config.decode_context_parallel_size
             pages, groups = self._pool.pages(request.blocks, -(-request.tokens // dcp))
             return self.agent.receive(
                 room_of(request.transfer),
@@ -397,23 +431,21 @@ class ConnectorWorker:
                 request_id=request.request,
                 traceparent=request.traceparent,
             )
-        except KvctlError as error:
-            logger.error("kvctl: request %s cannot be received: %s", request.request, error)
-            self._refuse(request.transfer, str(error), request.prefill)
-            return None
+
+        def fail(cause: str) -> None:
+            logger.error("kvctl: request %s cannot be received: %s", request.request, cause)
+            self._refuse(request.transfer, cause, request.prefill)
+
+        return attempt(receive, fail, logger)
 
     def _refuse(self, transfer: Transfer, reason: str, prefill: str) -> None:
         """Ends a room that is not open here, at prefill; an error is logged."""
         assert self.agent is not None
-        try:
-            self.agent.refuse(room_of(transfer), reason, prefill=prefill)
-        except KvctlError as error:
-            logger.error("kvctl: prefill instance %s: %s", prefill, error)
+        refuse = partial(self.agent.refuse, room_of(transfer), reason, prefill=prefill)
+        attempt(refuse, partial(logger.error, "kvctl: prefill instance %s: %s", prefill), logger)
 
     def _renew(self, transfers: Sequence[Transfer], prefill: str) -> None:
         """Asks a prefill instance to keep rooms that decode is going to open; an error is logged."""
         assert self.agent is not None
-        try:
-            self.agent.renew([room_of(transfer) for transfer in transfers], prefill=prefill)
-        except KvctlError as error:
-            logger.error("kvctl: prefill instance %s: %s", prefill, error)
+        renew = partial(self.agent.renew, [room_of(transfer) for transfer in transfers], prefill=prefill)
+        attempt(renew, partial(logger.error, "kvctl: prefill instance %s: %s", prefill), logger)

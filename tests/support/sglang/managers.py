@@ -6,6 +6,7 @@ from typing import Any
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.protocol.events import StateChanged
+from tests.support.http_answers import serving
 from tests.support.sglang.cases import Room
 
 
@@ -82,3 +83,33 @@ def _serve_opened(scheduler: Any, room: Room, polled: Callable[[], None]) -> tup
 
     (ended,) = scheduler.loop([room], 1, scheduler.step, admit)
     return first[0], ended.state
+
+
+def ask_hostile_servers(scheduler: Any, answers: dict[str, bytes]) -> dict[str, str]:
+    """Lets requests name bootstrap servers that give these answers; returns for each why its request failed.
+
+    A server gives the same answer to each question: for its layout, the dp ranks of rooms, and the address of a rank.
+    """
+    from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+    from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
+
+    manager = scheduler.kv_manager
+    (info, *_) = manager.prefill_info_table.values()
+    receiver_class = get_kv_class(TransferBackend("kvctl"), KVClassType.RECEIVER)
+    causes = {}
+    for room, (name, answer) in enumerate(answers.items(), 1000):
+        with serving(answer) as address:
+            assert not manager.try_ensure_parallel_info(address), name
+            assert CommonKVReceiver.query_prefill_dp_ranks(address, [room]) == {}, name
+            manager.prefill_info_table[address] = info
+            try:
+                receiver = receiver_class(manager, address, room)
+                receiver.init(0)
+                assert int(receiver.poll()) == 0, name  # failed
+                try:
+                    receiver.failure_exception()
+                except Exception as error:
+                    causes[name] = str(error)
+            finally:
+                del manager.prefill_info_table[address]
+    return causes

@@ -528,6 +528,35 @@ class TestFailures:
         pair.arrived(name)
         pair.sent(name)
 
+    def test_an_unexpected_error_costs_only_its_request(
+        self, pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def fail(*args: object, **kwargs: object) -> None:
+            raise RuntimeError("a bug")
+
+        (prefill,), (decode,) = pair.prefill.agents, pair.decode.agents
+        unsent, unopened, name = (pair.to_decode(pair.to_prefill(pair.name())) for _ in range(3))
+        pair.decode.receive(unsent)
+        pair.prefill.step({unopened: 100, name: 100})
+        with monkeypatch.context() as patched:
+            patched.setattr(type(pair.prefill.workers[0]._worker._sends[unsent]), "pages", fail)
+            pair.prefill.step({unsent: 100})
+        pair.decode.receive(name)
+        pair.decode.step()
+        with monkeypatch.context() as patched:
+            patched.setattr(decode, "receive", fail)
+            pair.decode.receive(unopened)
+            pair.decode.step()
+        for each in (unsent, unopened, name):
+            pair.prefill.finish(each)
+        pair.arrived(name)
+        pair.received(unsent, unopened)
+        pair.sent(unsent, unopened, name)
+        assert pair.decode.failed >= {unsent, unopened}
+        assert f"room {room_number(unsent)} cannot be sent: RuntimeError: a bug" in caplog.text
+        assert f"request {unopened} cannot be received: RuntimeError: a bug" in caplog.text
+        assert (prefill.accepting, decode.accepting) == (True, True)
+
     def test_a_room_that_prefill_refuses_is_reported_as_sent(
         self, pair: Pair, caplog: pytest.LogCaptureFixture
     ) -> None:
