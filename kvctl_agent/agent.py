@@ -347,7 +347,7 @@ class Agent:
         self.parts.lifecycle.resume()
 
     def drain(self, timeout: float) -> None:
-        """Stops accepting new rooms and waits until the rooms in flight have ended; `resume` cannot undo it.
+        """Stops accepting new rooms and waits until those in flight have ended and peers know it; `resume` fails then.
 
         Args:
             timeout: longest time to wait, in seconds.
@@ -357,7 +357,7 @@ class Agent:
         """
         deadline = time.monotonic() + check_timeout(timeout)
         self.parts.lifecycle.leave()
-        while rooms := self.parts.handles.rooms:
+        while rooms := {*self.parts.handles.rooms, *self.parts.machine.unanswered()}:
             if time.monotonic() >= deadline:
                 first = ", ".join(str(room) for room in sorted(rooms)[:8])
                 raise DeadlineExceeded(f"{self.name}: rooms still in flight after {timeout:g} s: {first}")

@@ -168,7 +168,7 @@ def _awaited_decode(room: SendRoom) -> list[str]:
     """Returns the names of the decode ranks that have not confirmed the end of a sent or failed room."""
     transfers = room.transfers.copy()
     if room.failure is not None:
-        return [name for name, transfer in transfers.items() if not transfer.failed_acked]
+        return [name for name, transfer in transfers.items() if not transfer.acked]
     return [name for name, transfer in transfers.items() if not transfer.done] if room.released else []
 
 

@@ -312,6 +312,16 @@ class Machine:
         """Number of open rooms; on a prefill rank a room counts once for each decode rank that has opened it."""
         return len(self.open)
 
+    def unanswered(self) -> list[int]:
+        """Returns the ended rooms whose outcome a peer that is not silent has not acknowledged. Any thread may ask."""
+        heard = {name for name, peer in self.peers.copy().items() if peer.state is PeerState.READY}
+        ended = [room for room in list(self.rooms.values()) if room.state.finished]
+        return [
+            room.room
+            for room in ended
+            if any(name in heard and not transfer.acked for name, transfer in room.transfers.copy().items())
+        ]
+
     def knows(self, room: int) -> bool:
         """Returns whether the local engine or a peer has opened this room here. Safe to call from any thread."""
         return room in self.rooms

@@ -299,7 +299,9 @@ class ControlLoop:
         return self._thread.ident is not None and not self._thread.is_alive()
 
     def close(self, timeout: float) -> bool:
-        """Fails the open rooms and ends the loop as soon as the tasks are idle, at the latest after `timeout` seconds.
+        """Ends the loop as soon as the tasks are idle and peers know how the rooms have ended, so before Bye.
+
+        At the latest it ends after `timeout` seconds.
 
         Returns:
             whether the thread has ended, or was never started, and no task was in progress.
@@ -321,7 +323,8 @@ class ControlLoop:
             while not ended:
                 stopping = self._stop_by_s < inf  # before the turn, so that it handles all events put before `close`
                 self._try_turn()
-                ended = stopping and (self._idle() or time.monotonic() >= self._stop_by_s)
+                settled = stopping and self._idle() and not self._machine.unanswered()
+                ended = settled or time.monotonic() >= self._stop_by_s
             if self._forwards is not None:
                 self._forwards.close()
             drained = self._transfers is None or self._transfers.drained

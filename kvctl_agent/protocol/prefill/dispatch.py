@@ -44,7 +44,7 @@ class Dispatch:
         room = self.state.rooms[event.room]
         transfer.in_flight -= 1
         room.since_ns = self.context.now_ns
-        if not event.dropped:
+        if not event.dropped or transfer.done:
             if event.kind is PartKind.KV:
                 part = transfer.parts[event.key]
                 part.checksum = event.checksum
@@ -102,11 +102,17 @@ class Dispatch:
         # A part sent while the forward still runs is hidden behind it, whenever the forward ends.
         done_ns = room.computed_ns or self.context.now_ns
         nbytes = part.share.payload_bytes(part.chunk.count, part.layers)  # without the region's alignment
-        self.context.telemetry.part(record, part.key.place, transfer.peer, part.path, nbytes, moments, done_ns)
+        if moments:  # none if the decode rank has the part although its write was not seen to complete
+            self.context.telemetry.part(record, part.key.place, transfer.peer, part.path, nbytes, moments, done_ns)
 
     def on_part_failed(self, event: ev.PartFailed) -> None:
         transfer = self.state.transfers.get(RoomKey(event.peer, event.room, event.nonce))
         if transfer is None:
+            return
+        if transfer.done:
+            # The decode rank has the part. Only the end of the write was lost, for example because the rank has closed.
+            if not event.in_flight:
+                self.on_part_sent(ev.PartSent(event.peer, event.room, event.nonce, event.kind, event.key))
             return
         room = self.state.rooms[event.room]
         if not event.in_flight:

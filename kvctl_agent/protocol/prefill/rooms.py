@@ -405,7 +405,7 @@ class SendRooms:
         self.context.send(peer.name, msg.Ack(message.room, message.nonce, "room-failed"))
         if found := self.find(peer, message.room, message.nonce):
             room, transfer = found
-            transfer.failed_acked = True  # the peer knows, since the failure came from it
+            transfer.acked = True  # the peer knows, since the failure came from it
             self.fail(room, failure_of(message))
             self.progress(room)
 
@@ -429,7 +429,7 @@ class SendRooms:
             self.context.send(peer.name, msg.RoomDrained(message.room, message.nonce))
             return
         room, transfer = found
-        transfer.abort_received = transfer.failed_acked = True
+        transfer.abort_received = transfer.acked = True
         transfer.drained_sent = False  # the abort was resent, so the answer was lost
         if message.recall:
             self._recall_transfer(room, transfer, failure_of(message))
@@ -509,17 +509,18 @@ class SendRooms:
     def on_ack(self, peer: Peer, message: msg.Ack) -> None:
         found = self.find(peer, message.room, message.nonce)
         if found is not None and message.of == "room-failed":
-            found[1].failed_acked = True
+            found[1].acked = True
             self.progress(found[0])
 
     def on_peer_lost(self, peer: Peer, text: str) -> None:
-        """Fails the rooms that have a transfer to a lost peer."""
+        """Fails the rooms of a lost peer, except those that it has received: their other transfers continue."""
         for room in list(self.state.rooms.values()):
             transfer = room.transfers.get(peer.name)
             if transfer is None:
                 continue
-            transfer.failed_acked = True
-            self.fail(room, self.context.failure("KV_PEER_LOST", text))
+            transfer.acked = True
+            if not transfer.done:
+                self.fail(room, self.context.failure("KV_PEER_LOST", text))
             self.progress(room)
 
     # ---- states -----------------------------------------------------------------------------------------------
@@ -609,7 +610,7 @@ class SendRooms:
             for part in transfer.parts.values():
                 self.unpark(room, transfer, part)
             self.state.credits[transfer.peer].forget(transfer)
-            if not transfer.failed_acked:
+            if not transfer.acked:
                 self.send_failed(transfer, failure)
         self.enter(room, RoomState.FAILED)
         self._settle(room)
@@ -631,7 +632,7 @@ class SendRooms:
             room.released = True
             if room.claimed:
                 self.context.actions.append(ev.Released(room.room))
-        if all(transfer.failed_acked for transfer in room.transfers.values()):
+        if all(transfer.acked for transfer in room.transfers.values()):
             self.forget(room)
 
     # ---- time -------------------------------------------------------------------------------------------------
@@ -769,7 +770,7 @@ class SendRooms:
         if not peer.usable:
             return
         if room.failure is not None:
-            if not transfer.failed_acked:
+            if not transfer.acked:
                 self.send_failed(transfer, room.failure)
             return
         if transfer.done or transfer.recalled is not None:

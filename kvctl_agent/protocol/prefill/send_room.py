@@ -397,7 +397,7 @@ class PeerTransfer:
     done_ns: int = 0  # monotonic time at which the decode rank had all of the room; 0: it has not said so
     abort_received: bool = False
     drained_sent: bool = False
-    failed_acked: bool = False
+    acked: bool = False  # the decode rank knows that the room has failed, or is lost; a failed room waits for this
     resend_ns: int = 0
     key: RoomKey = field(init=False)
     former_cancel: CancelToken = field(init=False)  # of the parts queued before the last recall

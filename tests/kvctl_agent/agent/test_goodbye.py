@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from kvctl_agent import RoomState
+from kvctl_agent import Agent, KVPool, Rank, RoomState
+from kvctl_agent.runtime.handles import Receive, Send
 from kvctl_agent.transport.base import Write
 
 
@@ -115,3 +120,65 @@ def test_memory_that_a_thread_may_still_touch_is_kept_and_nobody_is_told_that_it
     memory.close()
     agent.parts.copy_pool.close()
     agent.parts.context.destroy(0)
+
+
+_CLOSING = """
+import sys
+import numpy as np
+from kvctl_agent import Agent, KVPool, Rank
+role, bootstrap, rooms = sys.argv[1], sys.argv[2], int(sys.argv[3])
+tensors = [np.zeros((1024, 2, 16), np.float16) for _ in range(2)]
+for room in range(rooms):
+    pool = KVPool.from_tensors(tensors[:1], tensors[1:], page_size=16, total_kv_heads=2)
+    agent = Agent(role=role, rank=Rank(), pool=pool, name=f"{role}-{room}", bootstrap=f"{bootstrap}-{room}",
+                  transport="nixl", staging_ring_mb=4, staging_buffer_mb=4).start()
+    if role == "decode":
+        handle = agent.receive(room, [3])
+    else:
+        handle = agent.send(room)
+        handle.pages([3], last=True)
+        handle.finish()
+    handle.wait(60)
+    if room % 2:
+        agent.drain(60)
+    agent.close()
+    print(handle.state.name, flush=True)
+"""
+
+
+@pytest.mark.parametrize("closing", ["prefill", "decode"])
+def test_an_agent_that_closes_right_after_success_leaves_a_success_on_the_other_side(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch, closing: str
+) -> None:
+    """Four agents in another process, one after the other; every second one drains first."""
+    rooms = 4
+    staying = "decode" if closing == "prefill" else "prefill"
+    bootstrap = f"ipc://{socket_dir}/boot"
+    options = {"transport": "nixl", "staging_ring_mb": 4, "staging_buffer_mb": 4}
+
+    def start(name: str, at: str | None) -> Agent:
+        k, v = (np.zeros((1024, 2, 16), np.float16) for _ in range(2))
+        pool = KVPool.from_tensors([k], [v], page_size=16, total_kv_heads=2)
+        return Agent(role=staying, rank=Rank(), pool=pool, name=name, bootstrap=at, **options).start()  # type: ignore[arg-type]
+
+    agents = [start("staying", None)] * rooms if staying == "decode" else []
+    if staying == "prefill":
+        agents = [start(f"staying-{room}", f"{bootstrap}-{room}") for room in range(rooms)]
+    command = [sys.executable, "-c", _CLOSING, closing, bootstrap, str(rooms)]
+    handles: list[Send | Receive] = []
+    try:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            for room, agent in enumerate(agents):
+                if staying == "decode":
+                    handles.append(agent.receive(room, [5 + room], prefill=f"{bootstrap}-{room}"))
+                else:
+                    handles.append(send := agent.send(room))
+                    send.pages([5], last=True)
+                    send.finish()
+            out, _ = process.communicate(timeout=120)
+        assert out.split() == ["SUCCESS"] * rooms
+        for handle in handles:
+            assert handle.wait(60) is RoomState.SUCCESS, handle.error
+    finally:
+        for agent in set(agents):
+            agent.close()

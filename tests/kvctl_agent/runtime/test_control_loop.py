@@ -49,6 +49,10 @@ class StandInMachine:
         self.handled: list[Any] = []
         self.answers: dict[int | type[ev.Event], list[ev.Action] | Exception] = {}
         self.open_rooms = 0
+        self.unacknowledged: list[int] = []
+
+    def unanswered(self) -> list[int]:
+        return self.unacknowledged
 
     def roster(self, instance: str) -> tuple[str, ...]:
         return ("prefill-0", "prefill-1")
@@ -530,4 +534,24 @@ def test_what_was_queued_last_still_leaves_when_it_closes(
     time.sleep(0.05)
     assert rig.loop.close(60)
     assert rig.rooms() == list(range(100))
+    rig.mailbox.close()
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_it_says_goodbye_once_its_peers_know_how_its_rooms_have_ended_or_when_its_time_is_over(
+    zmq_context: Context, telemetry: Telemetry, directory: Path, answered: bool
+) -> None:
+    rig = Rig(zmq_context, telemetry, directory)
+    rig.machine.unacknowledged = [7]
+    rig.loop.start()
+    until(lambda: rig.machine.handled)
+    closing = threading.Thread(target=rig.loop.close, args=(60 if answered else 0.3,))
+    closing.start()
+    time.sleep(0.2)
+    assert not any(isinstance(event, ev.Shutdown) for event in rig.machine.handled)
+    if answered:
+        rig.machine.unacknowledged = []
+    closing.join(30)
+    assert not closing.is_alive()
+    assert isinstance(rig.machine.handled[-1], ev.Shutdown)
     rig.mailbox.close()
