@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from kvctl.health.codes import CODES
-from kvctl_agent.contract.http_server import Address, PageServer
+from kvctl_agent.contract.addresses import parse_listening
+from kvctl_agent.contract.http_server import PageServer
 from kvctl_agent.contract.metrics import METRICS_BY_NAME, Metric
 from kvctl_agent.export.prometheus import metrics_page
 from kvctl_agent.telemetry.metrics import Metrics
@@ -104,7 +105,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
         count(metrics)
         endpoints.append(
             PageServer(
-                Address("127.0.0.1:0"),
+                parse_listening("127.0.0.1:0"),
                 {"/metrics": metrics_page({"agent": f"{role}-0", "role": role, "host": "node-7"}, metrics.snapshot)},
                 f"metrics-{role}",
             )

@@ -12,7 +12,6 @@ import difflib
 import errno
 import fnmatch
 import os
-import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from kvctl.client.discovery import KINDS, is_url
 from kvctl.client.faults import Fault, FaultCode, stopped
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
+from kvctl_agent.contract.addresses import AddressError, host_of, parse_endpoint
 from kvctl_agent.contract.admin import (
     MAX_SOCKET_PATH_BYTES,
     SOCKET_DIR_VARIABLE,
@@ -30,12 +30,12 @@ from kvctl_agent.contract.admin import (
     lock_path,
     socket_dir,
 )
+from kvctl_agent.contract.values import shown
 
 if TYPE_CHECKING:
     from kvctl.client.discovery.source import AgentSources
 
 _IPC = "ipc://"
-_TCP = re.compile(r"(?:\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|[A-Za-z0-9][A-Za-z0-9_.-]*):(?P<port>[0-9]{1,5})", re.ASCII)
 _GLOB = frozenset("*?[")
 _STOPPED_STATES = ("T", "t")
 _MAX_PID_BYTES = 32
@@ -70,13 +70,7 @@ class Endpoint:
     @property
     def host(self) -> str:
         """Name of the agent's host, or else the host in the address of a TCP endpoint; "" for a Unix socket."""
-        return self.host_name or address_host(self.remote)
-
-
-def address_host(address: str) -> str:
-    """Returns the host of a `tcp://host:port` address; "" of another address."""
-    scheme, _, rest = address.partition("://")
-    return rest.rpartition(":")[0].strip("[]") if scheme == "tcp" else ""
+        return self.host_name or host_of(self.remote)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +196,11 @@ def endpoint_of(text: str) -> Endpoint:
     """Returns the endpoint at an address or the path of a socket; raises CliError if it is malformed."""
     scheme, separator, rest = text.partition("://")
     if separator and scheme == "tcp":
-        match = _TCP.fullmatch(rest)
-        if match is None or not 0 < int(match["port"]) < 1 << 16:
-            raise CliError(f"{text}: write tcp://host:port, as in the agent's admin_endpoint", ExitCode.USAGE)
+        try:
+            parse_endpoint(text)
+        except AddressError:
+            text = f"{shown(text)}: write tcp://host:port, as in the agent's admin_endpoint"
+            raise CliError(text, ExitCode.USAGE) from None
         return Endpoint(rest, None, named=True, remote=text)
     if separator and scheme != "ipc":
         known = ", ".join(kind.prefix for kind in KINDS.values())

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple, Protocol, Self, cast
 from kvctl.client.calls import Call
 from kvctl.client.clock import ClockOffset, estimate, shared
 from kvctl.client.discovery.source import AgentSources, ago
-from kvctl.client.endpoints import Discovery, Endpoint, address_host, discover, matches
+from kvctl.client.endpoints import Discovery, Endpoint, discover, matches
 from kvctl.client.fanout import Fanout, Reply
 from kvctl.client.faults import SILENT, Fault, FaultCode
 from kvctl.client.health_reads import BRIEF, BRIEF_ABOVE, HEALTH_CALLS, expand, rows_of
 from kvctl.client.keys import NO_KEYS, KeyNames
 from kvctl.client.names import matches_name, told_apart
 from kvctl.client.renaming import Identity, Renaming, mentioned, peer_names
+from kvctl_agent.contract.addresses import host_of
 from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN, ErrorCode
 from kvctl_agent.contract.snapshots import Hello
 
@@ -421,12 +422,12 @@ def _known_hosts(survey: Survey) -> dict[str, str]:
         return found
     by_address: dict[str, set[str]] = {}
     for agent in survey.agents:
-        by_address.setdefault(address_host(agent.endpoint.remote), set()).add(agent.host)
+        by_address.setdefault(host_of(agent.endpoint.remote), set()).add(agent.host)
         for row in agent.data.get("peers") or ():
             if row.get("peer_host"):
-                by_address.setdefault(address_host(str(row.get("endpoint"))), set()).add(str(row["peer_host"]))
+                by_address.setdefault(host_of(row.get("endpoint")), set()).add(str(row["peer_host"]))
     for endpoint in silent:
-        hosts = by_address.get(address_host(endpoint.remote), set())
+        hosts = by_address.get(host_of(endpoint.remote), set())
         known = endpoint.host_name or (next(iter(hosts)) if len(hosts) == 1 else endpoint.host)
         fault = survey.unusable.get(endpoint)
         found.setdefault(endpoint.name if fault is None else fault.agent, known)

@@ -15,13 +15,13 @@ from math import prod
 from typing import Any
 
 from kvctl.client.names import natural_key, original_name
+from kvctl_agent.contract.addresses import is_local
 
 Status = Mapping[str, Any]
 
 _AXES = ("dp", "pp", "cp")
 _TP = re.compile(r"-tp\d+")
 _NUMBER = re.compile(r"-(\d+)$")
-_LOOPBACK = re.compile(r"tcp://(127\.|localhost:|\[::1\])")
 
 
 def name_stem(status: Status) -> str:
@@ -64,7 +64,7 @@ def instances(statuses: Sequence[Status]) -> list[str]:
 def _key(status: Status) -> tuple[Any, ...]:
     """Returns what ranks of one instance have in common; the last item is their registry, "" if it is unknown."""
     registry = status.get("registry") or ""
-    if registry.startswith("ipc:") or _LOOPBACK.match(registry):
+    if is_local(registry):
         registry = f"{status.get('host', '')} {registry}"
     return status["role"], tuple(status["sizes"].items()), name_stem(status), registry
 

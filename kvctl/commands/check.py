@@ -15,7 +15,7 @@ import click
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import Survey
 from kvctl.client.health_reads import DIAGNOSIS_CALLS
-from kvctl.commands.check_server import CheckResult, SharedChecks, address_of, serve
+from kvctl.commands.check_server import CheckResult, SharedChecks, addresses_of, serve
 from kvctl.commands.health_query import HealthQuery, earlier
 from kvctl.commands.options import KvctlCommand, KvctlGroup, pass_settings
 from kvctl.commands.output import Output
@@ -308,7 +308,7 @@ def _serve(
 ) -> None:
     """Serves the results of checks over HTTP; each check compares its reading with the one before."""
     live_only(settings)
-    address = address_of(http, public)
+    addresses = addresses_of(http, public)
     output = Output(replace(settings, output="json"))
     query = HealthQuery(settings)
     with source(settings) as fleet:
@@ -324,7 +324,7 @@ def _serve(
             state = worst(verdict.state for verdict in found)
             return CheckResult(state, plugin(name, found, thresholds), output.text(_report(survey, found)))
 
-        serve(address, SharedChecks(check), lambda url: output.note(f"kvctl check {name}: {url}/ and {url}/json"))
+        serve(addresses, SharedChecks(check), lambda url: output.note(f"kvctl check {name}: {url}/ and {url}/json"))
 
 
 def _report(survey: Survey, found: Sequence[Verdict]) -> Report:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import NamedTuple
 
 from kvctl.errors import CliError
 from kvctl.exit_codes import CheckState, ExitCode
-from kvctl_agent.contract.http_server import Address, Answer, Page, PageServer, Request
+from kvctl_agent.contract.addresses import Address, AddressError, parse_listening
+from kvctl_agent.contract.http_server import Answer, Page, PageServer, Request
 
 _KEPT_S = 1.0
 _JSON = "application/json"
@@ -68,22 +69,22 @@ class SharedChecks:
         return Answer(_STATUS[result.state], result.text.encode())
 
 
-def address_of(text: str, public: bool) -> Address:
-    """Parses the address to listen on; raises CliError if it is malformed, or not loopback and not `public`."""
+def addresses_of(text: str, public: bool) -> tuple[Address, ...]:
+    """Returns the addresses to listen on, the first free one; raises CliError if they are not loopback or `public`."""
     try:
-        address = Address(text)
-    except ValueError as error:
-        raise CliError(f"--http {text}: {error}", ExitCode.USAGE) from None
-    if not address.local and not public:
+        addresses = parse_listening(text, numeric=True)
+    except AddressError as error:
+        raise CliError(f"--http: {error}", ExitCode.USAGE) from None
+    if not addresses[0].is_loopback and not public:
         raise CliError(
             f"--http {text}: other machines can reach this address, over plain HTTP: add --public on a network that "
             "you trust",
             ExitCode.USAGE,
         )
-    return address
+    return addresses
 
 
-def serve(address: Address, checks: SharedChecks, started: Callable[[str], None]) -> None:
+def serve(addresses: Sequence[Address], checks: SharedChecks, started: Callable[[str], None]) -> None:
     """Serves the pages until Ctrl-C.
 
     Args:
@@ -93,9 +94,9 @@ def serve(address: Address, checks: SharedChecks, started: Callable[[str], None]
         CliError: the address cannot be bound.
     """
     try:
-        server = PageServer(address, checks.pages(), "kvctl-check")
+        server = PageServer(addresses, checks.pages(), "kvctl-check")
     except OSError as error:
-        raise CliError(f"--http {address.text}: {error.strerror}", ExitCode.FAILED) from None
+        raise CliError(f"--http {addresses[0].place}: {error.strerror}", ExitCode.FAILED) from None
     server.start()
     started(server.url)
     try:

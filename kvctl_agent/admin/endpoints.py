@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import zmq
 
+from kvctl_agent.contract.addresses import AddressError, parse_listening
 from kvctl_agent.contract.admin import MAX_REQUEST_BYTES
 from kvctl_agent.contract.commands import Level
 from kvctl_agent.contract.keys import KeyFileError, KeyPair
@@ -21,7 +22,6 @@ from kvctl_agent.security.curve import Clients, ZapAuthenticator, configure_serv
 from kvctl_agent.security.unix_router import UnixRouter
 
 SEND_TIMEOUT_MS = 250
-PORTS = 256  # examined for an endpoint with a trailing +
 # Queued replies and requests per client: a client that does not read must not use much of the agent's memory.
 _SEND_QUEUE = 64
 _RECEIVE_QUEUE = 64
@@ -185,10 +185,13 @@ def remote_endpoint(settings: Mapping[str, Any], keys: KeyPair | None) -> Remote
     endpoint: str = settings["admin_endpoint"]
     if not endpoint:
         return None
-    if not endpoint.startswith("tcp://"):
+    scheme, _, place = endpoint.partition("://")
+    if scheme != "tcp":
         raise ConfigError(f"admin_endpoint = {endpoint!r}: write tcp://address:port; the Unix socket is always there")
-    if endpoint.endswith("+") and not endpoint.removesuffix("+").rpartition(":")[2].isdecimal():
-        raise ConfigError(f"admin_endpoint = {endpoint!r}: write tcp://address:port+ for the first free port upwards")
+    try:
+        parse_listening(place)
+    except AddressError as error:
+        raise ConfigError(f"admin_endpoint = {endpoint!r}: {error}") from None
     if keys is None:
         raise ConfigError(f"admin_endpoint = {endpoint} needs fleet_key: create one with kvctl key new")
     if not settings["admin_clients"]:
@@ -240,16 +243,12 @@ def open_remote_endpoint(
 
 def _bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
     """Binds to `endpoint`; with a trailing + to its first free port upwards. Raises zmq.ZMQError."""
-    if not endpoint.endswith("+"):
-        socket.bind(endpoint)
-        return
-    address, _, first = endpoint.removesuffix("+").rpartition(":")
-    ports = range(int(first), min(int(first) + PORTS, 1 << 16))
-    for port in ports:
+    addresses = parse_listening(endpoint.removeprefix("tcp://"))
+    for address in addresses:
         try:
-            socket.bind(f"{address}:{port}")
+            socket.bind(str(address))
         except zmq.ZMQError as error:
-            if error.errno != errno.EADDRINUSE or port == ports[-1]:
+            if error.errno != errno.EADDRINUSE or address == addresses[-1]:
                 raise
         else:
             return

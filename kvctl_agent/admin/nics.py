@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from kvctl_agent.admin.observed_rank import ObservedRank
+from kvctl_agent.contract.addresses import host_of
 from kvctl_agent.contract.nics import HostNics, ReadFiles, read_files
 from kvctl_agent.contract.snapshots import Lane, Nics, PeerRow, Route
 
@@ -143,9 +144,8 @@ def routes(peers: Iterable[PeerRow]) -> list[Route]:
     ):
         kernel.settimeout(_TIMEOUT_S)
         for peer in peers:
-            scheme, _, place = peer["endpoint"].partition("://")
-            host = place.rpartition(":")[0].strip("[]")
-            if scheme != "tcp" or len(found) == _MOST_ROUTES:
+            host = host_of(peer["endpoint"])
+            if not host or len(found) == _MOST_ROUTES:
                 continue
             way = route(kernel, host)
             if way is not None:

@@ -15,6 +15,7 @@ from kvctl_agent.admin.observed_rank import RankDescription
 from kvctl_agent.admin.tcp_connections import connections_to
 from kvctl_agent.admin.transfer_costs import TransferCosts
 from kvctl_agent.contract import VERSION
+from kvctl_agent.contract.addresses import host_of
 from kvctl_agent.contract.choices import HOST, REASONS
 from kvctl_agent.contract.recording import InputPage
 from kvctl_agent.contract.snapshots import (
@@ -292,7 +293,7 @@ class ObservedAgent:
             else None,
             "same_host": info.host == parts.local.host if info else None,
             "peer_host": info.hostname if info else None,
-            "address": _numeric(info.address if info else "") or _numeric(_host_in(endpoint)),
+            "address": _numeric(info.address if info else "") or _numeric(host_of(endpoint)),
             "wire_ns": connection.usual_wire_ns if connection else None,
             "oldest_write_ns": parts.transfers.oldest_write_ns(peer.name) if parts.transfers else None,
             "tcp": None,
@@ -303,10 +304,6 @@ class ObservedAgent:
             "last_error": peer.last_error,
             "differences": list(peer.differences),
         }
-
-
-def _host_in(endpoint: str) -> str:
-    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
 def _numeric(host: str) -> str | None:

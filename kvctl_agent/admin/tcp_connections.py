@@ -8,13 +8,13 @@ counted by the address of the other host.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import socket
 import struct
 from collections.abc import Collection
 from itertools import islice
 from pathlib import Path
 
+from kvctl_agent.contract.addresses import ip_address
 from kvctl_agent.contract.snapshots import TcpConnections
 
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
@@ -63,8 +63,6 @@ def _count(row: TcpConnections, fields: list[str]) -> None:
 
 def _key(address: str) -> str | None:
     """Returns an address as the kernel's table has it, and an IPv4 address as in the table of IPv4; None for a name."""
-    try:
-        packed = ipaddress.ip_address(address).packed
-    except ValueError:
+    if (ip := ip_address(address)) is None:
         return None
-    return "".join(f"{socket.ntohl(word):08X}" for word in struct.unpack(f">{len(packed) // 4}I", packed))
+    return "".join(f"{socket.ntohl(word):08X}" for word in struct.unpack(f">{len(ip.packed) // 4}I", ip.packed))

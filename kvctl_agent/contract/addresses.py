@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import socket
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -16,16 +17,13 @@ from kvctl_agent.contract.admin import MAX_SOCKET_PATH_BYTES
 from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import ConfigError
 
-PORTS_UPWARDS = 256
-"""Number of ports that are tried for an address with a trailing +."""
-
+_PORTS = 256  # that are tried for an address with a trailing +
 _LONGEST = 1024  # characters
 _LONGEST_NAME = 253
-_PORT = "0|[1-9][0-9]{0,4}"
 _PLACE = re.compile(
     r"(?:\[(?P<ip6>[0-9A-Fa-f:.]{2,45}(?:%[A-Za-z0-9_.-]{1,15})?)\]"
     r"|(?P<name>[A-Za-z0-9][A-Za-z0-9_-]{0,62}(?:\.[A-Za-z0-9_-]{1,63})*\.?|\*))"
-    rf"(?::(?P<port>{_PORT}|\*))?"
+    r"(?::(?P<port>0|[1-9][0-9]{0,4}|\*))?"
 )
 _NUMBER = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
 
@@ -57,6 +55,11 @@ class Address(NamedTuple):
     def is_loopback(self) -> bool:
         """Whether the host is a loopback address, or localhost."""
         return self.host.lower() == "localhost" or ((ip := self.ip) is not None and ip.is_loopback)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this host reaches the address: a Unix socket, or a loopback address."""
+        return self.scheme == "ipc" or self.is_loopback
 
     @property
     def is_wildcard(self) -> bool:
@@ -135,19 +138,26 @@ def parse_place(text: object, *, default_port: int | None = None) -> Address:
     return address
 
 
-def parse_ports(text: object) -> tuple[Address, range]:
-    """Parses `host:port`, or `host:port+` for the first free port upwards; returns the address and the ports to try.
+def parse_listening(text: object, *, numeric: bool = False) -> tuple[Address, ...]:
+    """Parses `host:port`, or `host:port+` for the first free port upwards; returns the addresses to try in turn.
+
+    Args:
+        numeric: whether the host must be an IP address.
 
     Raises:
         AddressError: it is another text or no text.
     """
-    wrong = "write address:port, or address:port+ for the first free port upwards"
+    upwards = isinstance(text, str) and text.endswith("+")
     try:
-        address = parse_place(text.removesuffix("+") if isinstance(text, str) else text)
+        first = parse_place(text.removesuffix("+") if isinstance(text, str) else text)
     except AddressError:
-        raise AddressError(f"{shown(text)} is not an address: {wrong}") from None
-    last = address.port + PORTS_UPWARDS if str(text).endswith("+") else address.port + 1
-    return address, range(address.port, min(last, 1 << 16))
+        first = None
+    if first is None or (numeric and first.ip is None) or (upwards and not first.port):
+        raise AddressError(
+            f"{shown(text)} is not an address: write address:port, or address:port+ for the first free port upwards"
+        )
+    last = first.port + (_PORTS if upwards else 1)
+    return tuple(first._replace(port=port) for port in range(first.port, min(last, 1 << 16)))
 
 
 def tcp_address(host: object, port: object) -> Address:
@@ -172,6 +182,14 @@ def host_of(endpoint: object) -> str:
         return ""
 
 
+def is_local(endpoint: object) -> bool:
+    """Returns whether a value is an endpoint that only its own host reaches."""
+    try:
+        return parse_endpoint(endpoint, bound=True).is_local
+    except AddressError:
+        return False
+
+
 def ip_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """Returns an IP address; None for any other text."""
     try:
@@ -189,8 +207,9 @@ def _place(text: str) -> Address | None:
     host = match["ip6"] or match["name"]
     # A resolver also takes 127.1 and 0x7f000001 for addresses; here only the usual form is one.
     is_number = match["ip6"] or _NUMBER.fullmatch(host.removesuffix(".").rpartition(".")[2])
-    if is_number and ((ip := ip_address(host)) is None or (ip.version == 6) is not bool(match["ip6"])):
-        return None
-    if port >= 1 << 16 or len(host) > _LONGEST_NAME:
-        return None
-    return Address("tcp", host, port)
+    if is_number:
+        try:  # much faster than ipaddress
+            socket.inet_pton(socket.AF_INET6 if match["ip6"] else socket.AF_INET, host.partition("%")[0])
+        except OSError:
+            return None
+    return Address("tcp", host, port) if port < 1 << 16 and len(host) <= _LONGEST_NAME else None

@@ -7,22 +7,22 @@ many connections are open, the oldest one that waits for its client is closed, s
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from email.message import Message
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any, NamedTuple
+
+from kvctl_agent.contract.addresses import Address
 
 CLIENT_S = 5.0
 """Longest time from accepting a connection to the end of its answer, without the time that a page takes."""
 
 TEXT = "text/plain; charset=utf-8"
 _CLIENTS = 32
-_PORTS = 256
 _POLL_S = 0.1
 _CLOSE_S = 10.0
 
@@ -50,38 +50,11 @@ def text_answer(status: HTTPStatus, text: str) -> Answer:
     return Answer(status, text.encode())
 
 
-class Address:
-    """Address to listen on: `127.0.0.1:9400`, or `127.0.0.1:9400+` for the first free port from 9400 upwards.
-
-    Raises:
-        ValueError: the text has another form; the message says which forms there are.
-    """
-
-    def __init__(self, text: str) -> None:
-        wrong = "write address:port, or address:port+ for the first free port upwards"
-        host, separator, port = text.removesuffix("+").rpartition(":")
-        try:
-            self.ip = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-            first = int(port)
-        except ValueError:
-            raise ValueError(wrong) from None
-        if not separator or not 0 <= first < 1 << 16:
-            raise ValueError(wrong)
-        self.text = text
-        last = first + _PORTS if text.endswith("+") else first + 1
-        self.ports = range(first, min(last, 1 << 16))
-
-    @property
-    def local(self) -> bool:
-        """Whether the address is a loopback address."""
-        return self.ip.is_loopback
-
-
 class PageServer:
     """HTTP server of a few pages, bound on construction.
 
     Args:
-        address: address to listen on.
+        addresses: numeric addresses, on the first free one of which it listens.
         pages: by path, such as `/livez`, the function that answers; it runs on the thread of its client.
         name: name of the server's thread.
 
@@ -89,8 +62,8 @@ class PageServer:
         OSError: no port is free.
     """
 
-    def __init__(self, address: Address, pages: Mapping[str, Page], name: str) -> None:
-        self._server = _bind(address, pages)
+    def __init__(self, addresses: Sequence[Address], pages: Mapping[str, Page], name: str) -> None:
+        self._server = _bind(addresses, pages)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(_POLL_S,), name=name, daemon=True)
 
     @property
@@ -228,17 +201,11 @@ class _Handler(BaseHTTPRequestHandler):
         """Does nothing, so that requests are not logged to standard error, which belongs to the engine."""
 
 
-def _bind(address: Address, pages: Mapping[str, Page]) -> _Server:
-    kind = _Server6 if address.ip.version == 6 else _Server
-    return _first(lambda port: kind((str(address.ip), port), pages), address.ports)
-
-
-def _first(make: Callable[[int], _Server], ports: Iterable[int]) -> _Server:
-    failure: OSError | None = None
-    for port in ports:
+def _bind(addresses: Sequence[Address], pages: Mapping[str, Page]) -> _Server:
+    for address in addresses:
         try:
-            return make(port)
-        except OSError as error:
-            failure = error
-    assert failure is not None
-    raise failure
+            return (_Server6 if ":" in address.host else _Server)((address.host, address.port), pages)
+        except OSError:
+            if address == addresses[-1]:
+                raise
+    raise AssertionError("no address")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvctl_agent.contract.http_server import Address, PageServer
+from kvctl_agent.contract.addresses import AddressError, parse_listening
+from kvctl_agent.contract.http_server import PageServer
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.errors import ConfigError
 from kvctl_agent.export.opentelemetry import RoomSpans
@@ -29,12 +30,16 @@ class Exports:
         self._labels = {"agent": name, "role": role, "host": host_name(settings["host"])}
         self._role: Role = role
         self._spans_to: str = settings["otel_endpoint"]
-        self._address = _address(text) if (text := settings["metrics_endpoint"]) else None
+        self._endpoint: str = settings["metrics_endpoint"]
+        try:
+            self._addresses = parse_listening(self._endpoint, numeric=True) if self._endpoint else ()
+        except AddressError as error:
+            raise ConfigError(f"metrics_endpoint = {error}") from None
         public = settings["metrics_public"] or settings["insecure"]
-        if self._address is not None and not self._address.local and not public:
+        if self._addresses and not self._addresses[0].is_loopback and not public:
             raise ConfigError(
-                f"metrics_endpoint = {text} can be reached from other machines over plain HTTP: use a loopback address "
-                "behind a proxy, or set metrics_public"
+                f"metrics_endpoint = {self._endpoint} can be reached from other machines over plain HTTP: use a "
+                "loopback address behind a proxy, or set metrics_public"
             )
         self._server: PageServer | None = None
         self._spans: RoomSpans | None = None
@@ -56,16 +61,16 @@ class Exports:
         Raises:
             ConfigError: no port is free, or a package is not installed.
         """
-        if self._address is not None:
+        if self._addresses:
             pages = {
                 "/metrics": metrics_page(self._labels, families),
                 "/readyz": probe_page("readyz", ready),
                 "/livez": probe_page("livez", alive),
             }
             try:
-                self._server = PageServer(self._address, pages, "kvctl-metrics")
+                self._server = PageServer(self._addresses, pages, "kvctl-metrics")
             except OSError as error:
-                text = f"cannot bind metrics_endpoint {self._address.text}: {error.strerror}"
+                text = f"cannot bind metrics_endpoint {self._endpoint}: {error.strerror}"
                 raise ConfigError(text) from None
             self._server.start()
         if self._spans_to:
@@ -80,10 +85,3 @@ class Exports:
         if self._spans is not None:
             self._spans.close()
             self._spans = None
-
-
-def _address(text: str) -> Address:
-    try:
-        return Address(text)
-    except ValueError as error:
-        raise ConfigError(f"metrics_endpoint = {text!r}: {error}") from None

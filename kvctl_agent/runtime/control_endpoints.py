@@ -80,7 +80,7 @@ def check_endpoint(endpoint: str, *, insecure: bool, keys: bool = False, bound: 
         ConfigError: as for `parse_endpoint`, or a public address without keys or `insecure`.
     """
     address = parse_endpoint(endpoint, bound=bound)
-    if address.scheme == "tcp" and not (keys or insecure or address.is_loopback):
+    if not (keys or insecure or address.is_local):
         raise ConfigError(
             f"{endpoint}: {address.bracketed_host} is not a loopback address and there are no keys; anyone who reaches "
             "it could open rooms. Set fleet_key (kvctl key new), or use ipc:// or 127.0.0.1, or set insecure = true on "
@@ -100,7 +100,7 @@ def own_address(endpoint: str) -> str:
     "" for an endpoint that only this host can reach, and if the host of the endpoint cannot be looked up or reached.
     """
     address = parse_endpoint(endpoint, bound=True)
-    if address.scheme == "ipc" or address.is_loopback:
+    if address.is_local:
         return ""
     try:
         family, kind, *_, place = socketlib.getaddrinfo(address.host, 1, type=socketlib.SOCK_DGRAM)[0]

@@ -10,6 +10,7 @@ from kvctl.client.discovery.source import MAX_AGENTS, AgentSource, Found, Source
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.faults import FaultCode
 from kvctl.client.keys import KeyNames
+from kvctl_agent.contract.addresses import Address
 
 _MOST_PORTS = 64
 _PLACE = re.compile(r"(?P<name>[A-Za-z0-9_.-]{1,255}):(?P<port>[0-9]{1,5})(?:\+(?P<count>[0-9]{1,3}))?", re.ASCII)
@@ -53,8 +54,8 @@ class DnsSource(AgentSource):
 
 def endpoint_at(address: str, port: int, name: str = "") -> Endpoint:
     """Returns the endpoint at an IP address; without `name` it is named by the address."""
-    place = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-    return Endpoint(name or place, None, named=True, remote=f"tcp://{place}")
+    found = Address("tcp", address, port)
+    return Endpoint(name or found.place, None, named=True, remote=str(found))
 
 
 def _text(name: str, error: Exception) -> str:

@@ -28,6 +28,7 @@ from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.keys import KeyNames
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
+from kvctl_agent.contract.addresses import AddressError, tcp_address
 
 PORT_NAME = "kvctl-admin"
 """Name of the container port of an admin endpoint; further ranks of a pod have `kvctl-admin-1` and so on."""
@@ -124,9 +125,12 @@ class PodSource(AgentSource):
             look = f"kubectl get pods -n {self._target.namespace} --show-labels"
             raise SourceError(f"no pod has these labels; {look} lists those that there are")
         if not self._target.forward:
-            shown = ((each, f"[{each.ip}]" if ":" in each.ip else each.ip) for each in ports)
-            endpoints = [Endpoint(each.name, None, True, f"tcp://{ip}:{each.port}", each.node) for each, ip in shown]
-            return Found(tuple(endpoints), tuple(faults))
+            try:
+                remotes = [str(tcp_address(each.ip, each.port)) for each in ports]
+            except AddressError:
+                raise SourceError("the answer is not a list of pods", FaultCode.PROTOCOL) from None
+            named = zip(ports, remotes, strict=True)
+            return Found(tuple(Endpoint(each.name, None, True, at, each.node) for each, at in named), tuple(faults))
         forwarded = self._forward(self._client, ports, faults, deadline_ns)
         return Found(tuple(forwarded), tuple(faults))
 

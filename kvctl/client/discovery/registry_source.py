@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -18,6 +17,7 @@ from kvctl.client.fanout import Fanout
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.keys import KeyNames
 from kvctl.errors import CliError
+from kvctl_agent.contract.addresses import AddressError, host_of, ip_address, parse_endpoint, tcp_address
 from kvctl_agent.contract.admin import SOCKET_SUFFIX
 
 _AGENTS, _HELLO = Call("agents"), Call("hello")
@@ -53,7 +53,7 @@ class RegistrySource(AgentSource):
             self._endpoint = endpoint_of(place if place.startswith("/") else f"tcp://{place}")
         except CliError:
             raise malformed(url) from None
-        self._host = "" if place.startswith("/") else place.rpartition(":")[0]
+        self._host = host_of(self._endpoint.remote)
         self._keys = keys if keys.server is not None else None
         self._agent_keys = keys
         self._due_ns: dict[str, int] = {}  # when to ask silent ranks again, by address
@@ -129,15 +129,16 @@ class RegistrySource(AgentSource):
                 f"has only a Unix socket, on host {row['host']}: set admin_endpoint = tcp://0.0.0.0:7311+ there, or "
                 "run kvctl on that host, as the user who runs the agent"
             )
-        endpoint_of(row["admin"])
-        host, _, port = row["admin"].removeprefix("tcp://").rpartition(":")
-        if _is(host, "is_unspecified"):
-            # The registry saw where the agent came from; one on the registry's own host may have come by loopback.
-            address = row["address"] or self._host
-            if _is(address, "is_loopback") and self._host:
-                address = self._host
-            host = f"[{address.strip('[]')}]" if ":" in address else address
-        return Endpoint(name, None, True, endpoint_of(f"tcp://{host}:{port}").remote, row["host"])
+        try:
+            address = parse_endpoint(row["admin"])
+            if address.is_wildcard:
+                # The registry saw where the agent came from; one on the registry's own host may have come by loopback.
+                source = ip_address(row["address"])
+                is_its_own = source is None or (source.is_loopback and self._host)
+                address = tcp_address(self._host if is_its_own else row["address"], address.port)
+        except AddressError as error:
+            raise CliError(str(error)) from None
+        return Endpoint(name, None, True, str(address), row["host"])
 
 
 def _is_socket(path: str) -> bool:
@@ -145,14 +146,6 @@ def _is_socket(path: str) -> bool:
     try:
         return path.endswith(SOCKET_SUFFIX) and Path(path).is_socket()
     except OSError:  # it is in a directory of another user, or too long
-        return False
-
-
-def _is(host: str, kind: str) -> bool:
-    """Returns whether a host is an IP address of this kind, such as "is_loopback"."""
-    try:
-        return bool(getattr(ipaddress.ip_address(host.strip("[]")), kind))
-    except ValueError:
         return False
 
 

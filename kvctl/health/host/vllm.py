@@ -18,6 +18,7 @@ from typing import Any
 from kvctl.health.finding import Severity, listed
 from kvctl.health.host.view import Fact, HostView
 from kvctl.health.host.vllm_options import TRANSFER, ServerOptions, read_options, server_arguments, server_of_process
+from kvctl_agent.contract.addresses import Address
 from kvctl_agent.contract.settings import Settings, load_or_explain
 from kvctl_agent.contract.vllm import (
     CONNECTOR,
@@ -36,10 +37,8 @@ _FIELDS = {
     *("kv_load_failure_policy", "engine_id", "kv_buffer_device", "enable_permute_local_kv"),
 }
 _POLICIES = ("fail", "recompute")
-_LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|\[?::1\]?")
 _SITE = re.compile(r"\s(/\S*/(?:site|dist)-packages)/")
 _PACKAGE = re.compile(r"(.+?)-(\d[^-]*)\.(?:dist|egg)-info")
-_ANY_ADDRESS = ("0.0.0.0", "[::]", "::", "*")
 _LISTENING = "0A"
 _SAME_DTYPE = {"half": "float16", "float": "float32", "fp8": "fp8_e4m3"}
 _LARGEST_PORT = 65535
@@ -281,7 +280,7 @@ def _value_problems(server: Server, config: Mapping[str, Any], start: str) -> It
         )
     elif (
         server.role == "prefill"
-        and not _LOOPBACK.fullmatch(server.address)
+        and not Address("tcp", server.address.strip("[]")).is_loopback
         and not settings["insecure"]
         and not settings["fleet_key"]
     ):
@@ -335,7 +334,7 @@ def _together(one: Server, other: Server) -> Iterator[Fact]:
 
 def _port_clash(one: Server, other: Server) -> Iterator[Fact]:
     first, last = max(one.ports.start, other.ports.start), min(one.ports.stop, other.ports.stop) - 1
-    anywhere = {one.address, other.address} & set(_ANY_ADDRESS)
+    anywhere = any(Address("tcp", each.address.strip("[]")).is_wildcard for each in (one, other))
     if first > last or (one.address != other.address and not anywhere):
         return
     yield Fact(

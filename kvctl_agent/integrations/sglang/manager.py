@@ -22,7 +22,7 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_parallel, get_serving
 
 from kvctl_agent.agent import Agent
-from kvctl_agent.contract.addresses import parse_endpoint
+from kvctl_agent.contract.addresses import Address, parse_endpoint
 from kvctl_agent.contract.choices import ALL, RANK0
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.contract.states import RoomState
@@ -40,7 +40,6 @@ from kvctl_agent.runtime.handles import Receive, Send
 
 logger = logging.getLogger("kvctl")
 
-_LOOPBACK = ("127.", "localhost", "::1")
 _CLOSE_S = 5.0
 _RING_MB = 1024
 _MIN_S, _MAX_S = 0.1, 86400.0  # limits of the settings that are durations
@@ -208,7 +207,7 @@ class KvctlKVManager(CommonKVManager):
     @property
     def _address(self) -> str:
         """`_host` as an endpoint has it, with an IPv6 address in brackets."""
-        return f"[{self._host}]" if ":" in self._host else self._host
+        return Address("tcp", self._host).bracketed_host
 
     def teardown(self) -> None:
         """Closes the agent, so that SGLang can give this rank the other role; the pool stays SGLang's."""
@@ -392,4 +391,4 @@ def _seconds(value: float) -> float:
 
 
 def _is_loopback(host: str) -> bool:
-    return host.startswith(_LOOPBACK)
+    return Address("tcp", host).is_loopback

@@ -35,7 +35,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import ipaddress
 import json
 import logging
 import secrets
@@ -47,6 +46,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvctl_agent.contract.addresses import AddressError, tcp_address
 from kvctl_agent.contract.choices import HOST
 from kvctl_agent.errors import ConfigError, TransportError
 from kvctl_agent.memory.region import Region, merge_adjacent
@@ -220,13 +220,12 @@ class MooncakeTransport(CheckedTransport[Peer, MooncakeWrite]):
         try:
             fields = json.loads(body)
             ident, session, protocol = str(fields["ident"]), str(fields["session"]), str(fields["protocol"])
-            host, port = str(fields["tags"][0]), int(fields["tags"][1])
+            tags = tcp_address(fields["tags"][0], fields["tags"][1])
             secret = bytes.fromhex(fields["secret"])
             ranges = Ranges(self.name, [Region(*map(int, region)) for region in fields["regions"]])
-            ipaddress.ip_address(host)
-            if len(ident) != IDENT_BYTES or len(secret) != SECRET_BYTES or not 0 < port < 65536:
-                raise ValueError("wrong lengths")
-        except (ValueError, KeyError, IndexError, TypeError, OverflowError, RecursionError, OSError) as error:
+            if tags.ip is None or len(ident) != IDENT_BYTES or len(secret) != SECRET_BYTES:
+                raise ValueError("wrong address or lengths")
+        except (AddressError, ValueError, KeyError, IndexError, TypeError, OverflowError, RecursionError) as error:
             raise TransportError(f"mooncake: the metadata of peer {peer!r} is malformed: {error!r}") from error
         if protocol != self._protocol:
             raise TransportError(f"mooncake: peer {peer!r} uses protocol {protocol}, this agent {self._protocol}")
@@ -237,7 +236,7 @@ class MooncakeTransport(CheckedTransport[Peer, MooncakeWrite]):
                 f"mooncake: peer {peer!r} has the port of an earlier agent ({session}), which this engine cannot "
                 f"forget: restart that peer"
             )
-        link = TagLink(f"peer {peer!r}", (host, port), greeting(secret, self._ident, self._agent_name))
+        link = TagLink(f"peer {peer!r}", (tags.host, tags.port), greeting(secret, self._ident, self._agent_name))
         return Peer(peer, metadata, ident, session, ranges, link)
 
 

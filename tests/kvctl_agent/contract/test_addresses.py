@@ -10,8 +10,8 @@ from kvctl_agent.contract.addresses import (
     AddressError,
     host_of,
     parse_endpoint,
+    parse_listening,
     parse_place,
-    parse_ports,
     tcp_address,
 )
 from kvctl_agent.errors import ConfigError
@@ -89,12 +89,14 @@ def test_a_place_has_a_port_unless_there_is_a_default() -> None:
 
 
 def test_a_plus_means_the_ports_upwards() -> None:
-    assert parse_ports("[::1]:9400") == (Address("tcp", "::1", 9400), range(9400, 9401))
-    assert parse_ports("127.0.0.1:65500+")[1] == range(65500, 65536)
-    assert len(parse_ports("127.0.0.1:7311+")[1]) == 256
+    assert parse_listening("[::1]:9400") == (Address("tcp", "::1", 9400),)
+    assert [each.port for each in parse_listening("127.0.0.1:65500+")] == list(range(65500, 65536))
+    assert len(parse_listening("*:7311+")) == 256
     for text in ("127.0.0.1:7311++", "127.0.0.1+", "+", None):
         with pytest.raises(AddressError, match=r"write address:port, or address:port\+"):
-            parse_ports(text)
+            parse_listening(text)
+    with pytest.raises(AddressError, match=r"write address:port, or address:port\+"):
+        parse_listening("localhost:9400", numeric=True)
 
 
 def test_host_and_port_that_are_told_apart() -> None:

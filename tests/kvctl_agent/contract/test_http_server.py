@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from kvctl_agent.contract import http_server
-from kvctl_agent.contract.http_server import Address, Page, PageServer, Request, text_answer
+from kvctl_agent.contract.addresses import AddressError, parse_listening
+from kvctl_agent.contract.http_server import Page, PageServer, Request, text_answer
 
 
 def hello(request: Request) -> http_server.Answer:
@@ -26,7 +27,9 @@ def hello(request: Request) -> http_server.Answer:
 
 @contextmanager
 def serving(address: str = "127.0.0.1:0", **pages: Page) -> Iterator[PageServer]:
-    server = PageServer(Address(address), {"/hello": hello, **{f"/{name}": page for name, page in pages.items()}}, "t")
+    server = PageServer(
+        parse_listening(address), {"/hello": hello, **{f"/{name}": page for name, page in pages.items()}}, "t"
+    )
     server.start()
     try:
         yield server
@@ -178,13 +181,13 @@ def test_no_resolver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError(f"looked {name} up")
 
     monkeypatch.setattr(socket, "getfqdn", getfqdn)
-    PageServer(Address("127.0.0.1:0"), {}, "t").close()
+    PageServer(parse_listening("127.0.0.1:0"), {}, "t").close()
 
 
 @pytest.mark.parametrize("text", ["", "9400", ":9400", "localhost:9400", "127.0.0.1:x", "127.0.0.1:70000", "1.2.3.4"])
 def test_what_is_no_address_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="write address:port"):
-        Address(text)
+    with pytest.raises(AddressError, match="write address:port"):
+        parse_listening(text, numeric=True)
 
 
 def test_a_plus_takes_the_next_free_port() -> None:
@@ -193,8 +196,8 @@ def test_a_plus_takes_the_next_free_port() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match="Address already in use"):
-            PageServer(Address(f"127.0.0.1:{port}"), {}, "t")
-        server = PageServer(Address(f"127.0.0.1:{port}+"), {}, "t")
+            PageServer(parse_listening(f"127.0.0.1:{port}"), {}, "t")
+        server = PageServer(parse_listening(f"127.0.0.1:{port}+"), {}, "t")
         try:
             assert port_of(server)[1] > port
         finally:

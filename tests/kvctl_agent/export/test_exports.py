@@ -52,7 +52,7 @@ def test_others_may_not_reach_it_unless_that_is_wanted() -> None:
 
 
 def test_what_is_no_address_is_refused() -> None:
-    with pytest.raises(ConfigError, match="metrics_endpoint = 'localhost:9400': write address:port"):
+    with pytest.raises(ConfigError, match="metrics_endpoint = 'localhost:9400' is not an address: write address:port"):
         Exports(settings(metrics_endpoint="localhost:9400"), "decode-0", "decode")
 
 
