@@ -13,7 +13,7 @@ import errno
 import fnmatch
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from kvctl_agent.contract.admin import (
     lock_path,
     socket_dir,
 )
+from kvctl_agent.contract.sockets import UntrustedSocketError, connect_unix, trusted_uids
 from kvctl_agent.contract.values import shown
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ def discover(wanted: Sequence[str] = (), sources: AgentSources | None = None) ->
         CliError: an address has another scheme, or the socket directory may not be read.
     """
     found = Discovery(socket_dir())
+    directories: dict[Path, Set[int]] = {}
     for endpoint in _select(wanted, found, sources):
         if endpoint.path is None:
             found.live.append(endpoint)
@@ -129,7 +131,16 @@ def discover(wanted: Sequence[str] = (), sources: AgentSources | None = None) ->
             found.stopped.append(endpoint)
             found.faults.append(stopped(endpoint.name, pid))
             continue
-        match probe(endpoint.path):
+        try:
+            if (trusted := directories.get(endpoint.path.parent)) is None:
+                trusted = directories[endpoint.path.parent] = trusted_uids(endpoint.path.parent)
+            code = probe(endpoint.path, trusted)
+        except UntrustedSocketError as error:
+            found.faults.append(Fault(endpoint.name, FaultCode.NOT_PERMITTED, str(error)))
+            continue
+        except OSError as error:
+            code = error.errno or errno.EIO
+        match code:
             case 0:
                 found.live.append(endpoint)
             case errno.ECONNREFUSED if not endpoint.named:
@@ -243,12 +254,25 @@ def missing(directory: Path) -> str:
     return f"{SOCKET_DIR_VARIABLE} names {directory}, which {wrong}"
 
 
-def probe(path: Path) -> int:
-    """Tries to connect to a Unix socket; returns 0 if a process listens on it, else the errno."""
+def probe(path: Path, trusted: Set[int] | None = None) -> int:
+    """Tries to connect to a Unix socket; returns 0 if a process listens on it, else the errno.
+
+    Args:
+        trusted: `trusted_uids` of its directory, if they are known.
+
+    Raises:
+        UntrustedSocketError: as for `connect_unix`.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as client:
-        code = client.connect_ex(os.fspath(path))
-    # A full backlog means that the listener is alive and busy.
-    return 0 if code in {0, errno.EAGAIN, errno.EINPROGRESS} else code
+        try:
+            connect_unix(client, path, trusted)
+        except BlockingIOError:
+            return 0  # a full backlog means that the listener is alive and busy
+        except UntrustedSocketError:
+            raise
+        except OSError as error:
+            return error.errno or errno.EIO
+    return 0
 
 
 def stopped_pid(socket: Path) -> int | None:

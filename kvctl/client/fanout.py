@@ -33,7 +33,7 @@ from kvctl.client.keys import NO_KEYS, ClientKeys, KeyNames
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract.admin import MAGIC, MAX_REPLY_BYTES, ErrorCode
-from kvctl_agent.contract.sockets import shortage
+from kvctl_agent.contract.sockets import UntrustedSocketError, shortage
 
 _DESCRIPTORS_OF_KVCTL = 64
 _DESCRIPTORS_OF_ZMQ = 16  # context, sockets and monitor; libzmq aborts if it gets only some of them
@@ -443,7 +443,11 @@ def _ended_or_stopped(endpoint: Endpoint) -> Fault | None:
         return None
     if (pid := stopped_pid(endpoint.path)) is not None:
         return stopped(endpoint.name, pid)
-    if probe(endpoint.path) in (errno.ECONNREFUSED, errno.ENOENT):
+    try:
+        code = probe(endpoint.path)
+    except UntrustedSocketError as error:
+        return Fault(endpoint.name, FaultCode.NOT_PERMITTED, str(error))
+    if code in (errno.ECONNREFUSED, errno.ENOENT):
         return Fault(endpoint.name, FaultCode.UNREACHABLE, "its process ended before it answered")
     return None
 

@@ -1,4 +1,4 @@
-"""Removes socket files that killed agents leave behind; checks that sockets can get the file descriptors they need.
+"""Connects to Unix sockets of trusted users; removes socket files that killed agents leave; counts free descriptors.
 
 A process has provably ended if no process holds its file lock, which an agent holds as long as it runs, and its socket
 refuses connections. Files without a lock file, files of other users, and files that are not sockets are left alone.
@@ -13,13 +13,115 @@ import os
 import resource
 import socket
 import stat
+import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 from kvctl_agent.contract.admin import LOCK_SUFFIX, SOCKET_SUFFIX
 
 _MOST = 4096
+_MOST_LINKS = 40  # as the kernel allows in a path
+_ROOT = 0
+_FOR_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+class UntrustedSocketError(PermissionError):
+    """Another user listens on a Unix socket or could replace it; the message names the path, the uid and the remedy."""
+
+
+def connect_unix(connection: socket.socket, path: str | Path, trusted: Set[int] | None = None) -> None:
+    """Connects a stream socket to a Unix socket on which a trusted user listens: this user or root.
+
+    For root, a user to whom root has given a directory on the path, such as /run/user/1000, is trusted as well.
+
+    Args:
+        trusted: `trusted_uids` of the path or its directory, if they are known.
+
+    Raises:
+        UntrustedSocketError: a process of another user listens, or another user could replace the socket.
+        OSError: as for `connect`.
+    """
+    trusted = trusted_uids(path) if trusted is None else trusted
+    connection.connect(os.fspath(path))
+    uid = peer_uid(connection)
+    if uid not in trusted:
+        raise UntrustedSocketError(
+            f"uid {uid} listens on {path}, not uid {os.geteuid()} or root: use a socket in a directory that only you "
+            f"may write to (mkdir -m 700), or run both processes as one user"
+        )
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """Returns the uid of the process at the other end of a connected Unix stream socket, at the time it listened."""
+    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(uid)
+
+
+def trusted_uids(path: str | Path) -> set[int]:
+    """Returns the users whose processes may listen on a Unix socket, after checking who could replace it.
+
+    Every directory and symbolic link on the path must belong to a trusted user. A directory that others may write to
+    must have the sticky bit: then they can create files in it, but not replace those of trusted users.
+
+    Raises:
+        UntrustedSocketError: another user could replace the socket or a directory on the path.
+        OSError: a part of the path is missing or may not be read.
+    """
+    at, links = Path("/"), 0
+    top = at.stat()
+    # In a user namespace without a mapping for root, the system's directories belong to the overflow uid, as / does.
+    trusted, system = {_ROOT, os.geteuid()}, top.st_uid
+    delegates = not _replaceable(top, at, path) and os.geteuid() == _ROOT
+    left = _components(Path(path).absolute())
+    while left:
+        name = left.pop()
+        if name == "..":
+            at = at.parent
+            continue
+        here = at / name
+        status = here.lstat()
+        is_link, is_directory = stat.S_ISLNK(status.st_mode), stat.S_ISDIR(status.st_mode)
+        if delegates and is_directory:
+            trusted.add(status.st_uid)
+        if (is_link or is_directory) and status.st_uid not in trusted and status.st_uid != system:
+            raise UntrustedSocketError(
+                f"{here}, on the path of the socket {path}, belongs to uid {status.st_uid}, not to uid {os.geteuid()} "
+                "or root: use a directory of your own (mkdir -m 700)"
+            )
+        if is_link:
+            links += 1
+            if links > _MOST_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(here))
+            target = here.readlink()
+            at = Path("/") if target.is_absolute() else at
+            left += _components(target)
+        elif is_directory:
+            delegates = not _replaceable(status, here, path) and delegates
+            at = here
+    return trusted
+
+
+def _components(path: Path) -> list[str]:
+    """Returns the components of a path without its root, the last one first."""
+    return [name for name in reversed(path.parts) if not name.startswith("/")]
+
+
+def _replaceable(status: os.stat_result, directory: Path, path: str | Path) -> bool:
+    """Returns whether others may create files in a directory; raises UntrustedSocketError if they may replace some.
+
+    A group with the number of the owner is the owner's private group.
+    """
+    for_others = stat.S_IWOTH if status.st_gid in (status.st_uid, _ROOT) else _FOR_OTHERS
+    if not status.st_mode & for_others:
+        return False
+    if not status.st_mode & stat.S_ISVTX:
+        raise UntrustedSocketError(
+            f"{directory} (uid {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}), on the path of the socket "
+            f"{path}, lets other users replace files: chmod go-w {directory}, or use a directory of your own "
+            "(mkdir -m 700)"
+        )
+    return True
 
 
 @contextlib.contextmanager

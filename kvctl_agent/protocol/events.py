@@ -51,7 +51,7 @@ class PeerConnected(Event, frozen=True):
 
 
 class PeerUnusable(Event, frozen=True):
-    """The transport cannot connect to this peer."""
+    """The transport, or the control channel of a decode rank, cannot connect to this peer."""
 
     peer: str
     text: str

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import zmq
+from msgspec.structs import replace
 
 from kvctl_agent.contract.addresses import parse_endpoint
 from kvctl_agent.contract.admin import MAGIC
@@ -20,6 +21,7 @@ from kvctl_agent.errors import RemoteProtocolError
 from kvctl_agent.protocol import bootstrap_registry as registry
 from kvctl_agent.runtime import control_endpoints
 from kvctl_agent.security.curve import REGISTRY_DOMAIN, Clients
+from kvctl_agent.security.unix_dealer import UnixDealer
 from kvctl_agent.security.unix_router import UnixRouter
 
 _REQUESTS_A_TURN = 64
@@ -133,7 +135,13 @@ def _receive(socket: control_endpoints.Router) -> tuple[list[bytes], str, bytes 
 
 
 class RegistryClient:
-    """Client of one registry: sends its request every 200 ms until the roster is complete, then once per second."""
+    """Client of one registry: sends its request every 200 ms until the roster is complete, then once per second.
+
+    Attributes:
+        roster: the last answer; its `refused` is a whole sentence, also if this client refuses the registry.
+        identity: random name under which the registry addresses this client.
+        key: socket or descriptor for a poller.
+    """
 
     def __init__(
         self,
@@ -146,30 +154,33 @@ class RegistryClient:
         self.roster = registry.Roster([], 0, f"no answer from the registry at {endpoint}")
         self._request = registry.encode(request)
         # A random identity: another client with the same identity would receive the answers instead of this one.
-        identity = secrets.token_hex(16).encode()
-        self.socket = control_endpoints.connect(context, endpoint, identity, registry.MAX_REQUEST_BYTES << 8, keys)
+        self.identity = secrets.token_hex(16).encode()
+        self._socket = control_endpoints.connect_to_peer(
+            context, endpoint, self.identity, registry.MAX_REQUEST_BYTES << 8, keys
+        )
+        self.key = control_endpoints.poll_key(self._socket)
         self.due_ns = 0
 
     def turn(self, now_ns: int) -> bool:
         """Reads answers, and sends the request if it is due; returns whether the roster has changed."""
-        changed = False
-        while True:
-            try:
-                answer = registry.decode_roster(self.socket.recv(zmq.NOBLOCK))
-            except RemoteProtocolError:
-                continue
-            except zmq.ZMQError:
-                break
-            if answer != self.roster and (answer := registry.checked(answer)) != self.roster:
-                self.roster, changed = answer, True
+        before = self.roster
+        for frames in control_endpoints.received(self._socket):
+            with contextlib.suppress(RemoteProtocolError):
+                answer = registry.decode_roster(frames[-1])
+                if answer.refused:
+                    answer = replace(answer, refused=f"the registry refuses {answer.refused}")
+                if answer != self.roster:
+                    self.roster = registry.checked(answer)
         if now_ns >= self.due_ns:
             self.due_ns = now_ns + (_REPEAT_EVERY_NS if self.roster.complete else _ASK_EVERY_NS)
             with contextlib.suppress(zmq.ZMQError):
-                self.socket.send(self._request, zmq.NOBLOCK)
-        return changed
+                self._socket.send(self._request, zmq.NOBLOCK)
+            if isinstance(self._socket, UnixDealer) and (refused := self._socket.refused):
+                self.roster = registry.Roster([], 0, "", f"the registry at {self.endpoint} is refused: {refused}")
+        return self.roster != before
 
     def close(self) -> None:
-        self.socket.close(0)
+        self._socket.close(0)
 
 
 class Registries:
@@ -211,8 +222,8 @@ class Registries:
         client = self._clients.get(endpoint)
         return None if client is None else client.roster
 
-    def sockets(self) -> list[zmq.Socket[bytes]]:
-        return [client.socket for client in self._clients.values()]
+    def sockets(self) -> list[zmq.Socket[bytes] | int]:
+        return [client.key for client in self._clients.values()]
 
     def hurry(self) -> None:
         """Makes all requests due now: a lost peer may have registered again at another endpoint."""
@@ -232,7 +243,7 @@ class Registries:
         for endpoint, client in list(self._clients.items()):
             if self._clients.get(endpoint) is not client:
                 continue
-            changed = (client.socket in ready or now_ns >= client.due_ns) and client.turn(now_ns)
+            changed = (client.key in ready or now_ns >= client.due_ns) and client.turn(now_ns)
             if changed or endpoint in asked:
                 yield endpoint
 

@@ -31,10 +31,8 @@ from kvctl_agent.protocol.events import Received, Unsendable
 from kvctl_agent.protocol.messages import Ack, Message, PartAck, ReadersDone, RoomDone, RoomKept
 from kvctl_agent.runtime import control_endpoints
 from kvctl_agent.security.unix_dealer import UnixDealer
-from kvctl_agent.security.unix_router import UnixRouter
 from kvctl_agent.telemetry.hub import Telemetry
 
-_FRAMES_A_TURN = 256
 _LOG_EVERY_NS = 60_000_000_000
 _TOKEN_BYTES = 16
 _MOST_NAMES = 4096  # limit of the tables by peer name: peers choose their names
@@ -174,6 +172,16 @@ class ControlChannel:
         """Monotonic time of the next flush that is needed even if nothing else happens; None if there is none."""
         return self._patient_due_ns
 
+    def refused(self) -> list[tuple[str, str]]:
+        """Returns the peers whose endpoint is a Unix socket that was refused, each with the reason."""
+        return [
+            (address.peer, dealer.refused)
+            for address, dealer in self._dealers.items()
+            if isinstance(dealer, UnixDealer)
+            and dealer.refused
+            and address.route == self.endpoint(address.peer).encode()
+        ]
+
     def sockets(self) -> list[zmq.Socket[bytes] | int]:
         """Returns the sockets and descriptors to poll."""
         dealers = [key for key, _ in self._dealer_keys]
@@ -273,7 +281,7 @@ class ControlChannel:
         decoded at a time: all frames of a hostile peer would decode to gigabytes of objects.
         """
         if self._router is not None and self._router_key in ready:
-            for route, *frames in _frames(self._router):
+            for route, *frames in control_endpoints.received(self._router):
                 name, _, token = route.partition(b"\0")
                 if name and len(token) == _TOKEN_BYTES:
                     yield from self._read(PeerAddress(name.decode(errors="replace"), route), frames)
@@ -282,7 +290,7 @@ class ControlChannel:
         for key, address in self._dealer_keys:
             dealer = self._dealers.get(address)
             if dealer is not None and (key in ready or (isinstance(dealer, UnixDealer) and not dealer.connected)):
-                for frames in _frames(dealer):
+                for frames in control_endpoints.received(dealer):
                     yield from self._read(address, frames)
                     if self._dealers.get(address) is not dealer:  # closed because of a message, such as a Goodbye
                         break
@@ -335,21 +343,3 @@ def _aged(message: Message, kept_ns: int) -> Message:
     if not isinstance(message, RoomDone | ReadersDone):
         return message
     return replace(message, age_ns=message.age_ns + kept_ns)
-
-
-def _frames(socket: control_endpoints.Router | control_endpoints.Dealer) -> Iterator[list[bytes]]:
-    """Yields the messages that have arrived at a readable socket; a few hundred, or what one read has brought."""
-    if isinstance(socket, UnixRouter):
-        yield from socket.recv_all(_FRAMES_A_TURN)
-        return
-    if isinstance(socket, UnixDealer):
-        yield from socket.recv_all()
-        return
-    for _ in range(_FRAMES_A_TURN):
-        # Asked first: the exception of an empty socket takes longer than most messages.
-        if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            return
-        try:
-            yield socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return

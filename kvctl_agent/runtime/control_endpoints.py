@@ -1,8 +1,9 @@
 """Endpoints and sockets of the control channel and the registry: checks, binds and connects `ipc://` and `tcp://`.
 
-`ipc://` endpoints are in a directory that only the agent's user can enter, and the kernel reports the user of each
-connection; keys would add nothing there and are used for TCP only. TCP is limited to loopback addresses unless there
-are keys or `insecure` is set: without keys anyone who can reach the port could open rooms.
+`ipc://` endpoints are in a directory in which only this user and root can replace files, and the kernel reports the
+user at the other end of each connection: both ends accept only this user and root. Keys are used for TCP only. TCP is
+limited to loopback addresses unless there are keys or `insecure` is set: without keys anyone who can reach the port
+could open rooms.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import errno
 import hashlib
 import os
 import socket as socketlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import zmq
 
 from kvctl_agent.contract.addresses import parse_endpoint, parse_place
 from kvctl_agent.contract.keys import KeyPair
+from kvctl_agent.contract.sockets import UntrustedSocketError, trusted_uids
 from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import ConfigError
 from kvctl_agent.security import curve
@@ -25,6 +28,7 @@ from kvctl_agent.security.unix_router import UnixRouter
 
 _LINGER_MS = 0
 _HIGH_WATER = 20_000
+_FRAMES_A_TURN = 256
 _MAX_PEERS = 256  # connections to a Unix socket, so from one host
 _PING_MS = 1_000
 _PONG_MS = 5_000
@@ -127,12 +131,13 @@ def bind(
         queue: number of messages that wait for a client on TCP that does not read; further ones are dropped.
 
     Raises:
-        ConfigError: the address is taken or cannot be bound.
+        ConfigError: the address is taken or cannot be bound, or other users could replace the Unix socket.
     """
     try:
         if endpoint.startswith("ipc://"):
             path = Path(endpoint.removeprefix("ipc://"))
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            trusted_uids(path.parent)
             _remove_unused(path)
             return UnixRouter(path, max_bytes, _MAX_PEERS, peers_choose_names=True)
         socket = context.socket(zmq.ROUTER)
@@ -144,6 +149,8 @@ def bind(
         except zmq.ZMQError:
             socket.close(_LINGER_MS)
             raise
+    except UntrustedSocketError as error:
+        raise ConfigError(f"cannot bind {endpoint}: {error}") from None
     except (zmq.ZMQError, OSError) as error:
         foreign = error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV)
         hint = "set listen to an address of this host" if foreign else "is another agent using it?"
@@ -213,6 +220,24 @@ def connect_to_peer(
         return UnixDealer(endpoint.removeprefix("ipc://"), identity, max_bytes, _HIGH_WATER)
     except OSError as error:
         raise zmq.ZMQError(error.errno) from error
+
+
+def received(socket: Router | Dealer) -> Iterator[list[bytes]]:
+    """Yields the messages that have arrived at a readable socket; a few hundred, or what one read has brought."""
+    if isinstance(socket, UnixRouter):
+        yield from socket.recv_all(_FRAMES_A_TURN)
+        return
+    if isinstance(socket, UnixDealer):
+        yield from socket.recv_all()
+        return
+    for _ in range(_FRAMES_A_TURN):
+        # Asked first: the exception of an empty socket takes longer than most messages.
+        if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            return
+        try:
+            yield socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return
 
 
 def _remove_unused(path: Path) -> None:

@@ -455,6 +455,8 @@ class ControlLoop:
         if now >= self._tick_ns and not self._note_stall(now):
             self._tick_ns = now + _TICK_NS
             self._check_liveness(now)
+            for peer, text in self._channel.refused():
+                self._feed(ev.PeerUnusable(peer, text))
             self._feed(ev.Tick(self._stalled_ns))
             self._stalled_ns = 0
         if channel_due or self._flush_now:
@@ -531,7 +533,7 @@ class ControlLoop:
         roster = self._registries.roster(instance)
         assert roster is not None
         if roster.refused:
-            self._telemetry.recorder.record("bootstrap", f"the registry refuses us: {roster.refused}", "error")
+            self._telemetry.recorder.record("bootstrap", roster.refused, "error")
         if self._machine.local.role != "decode":
             return
         if not roster.complete:

@@ -170,12 +170,12 @@ class Lifecycle:
                 waits.append(silent)
                 continue
             if self._role == "prefill" and roster.refused:
-                return f"the registry refuses {roster.refused}"
+                return roster.refused
             if self._role == "prefill":
                 return None if any(rank.name == name for rank in roster.ranks) else silent
             if not roster.complete:
                 at = f" at {instance}" if len(self.instances) > 1 and instance not in roster.missing else ""
-                waits.append(f"{roster.missing}{at}" if roster.missing else silent)
+                waits.append(f"{roster.missing}{at}" if roster.missing else roster.refused or silent)
             elif not machine.roster(instance):
                 waits.append(f"the ranks of {instance} are not connected yet")
         missing = machine.missing_peers if isinstance(machine, DecodeMachine) else []
@@ -217,4 +217,4 @@ class Lifecycle:
                 raise ConfigError(f"{peer.name} and {self._name} do not fit: {'; '.join(peer.differences)}")
         for _, roster in self.rosters():
             if roster.refused:
-                raise ConfigError(f"the registry refuses {roster.refused}")
+                raise ConfigError(roster.refused)

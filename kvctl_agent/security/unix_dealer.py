@@ -15,6 +15,7 @@ import time
 
 import zmq
 
+from kvctl_agent.contract.sockets import UntrustedSocketError, connect_unix
 from kvctl_agent.errors import RemoteProtocolError
 from kvctl_agent.security.unix_router import MessageDecoder, encode_message, opening
 
@@ -28,7 +29,10 @@ class UnixDealer:
 
     The peer need not listen yet, and may restart: each call connects again if the connection has ended, at most every
     50 ms. Only the newest message waits meanwhile: an agent repeats what is not answered, and a peer that comes back
-    after an hour should not have to read an hour of it.
+    after an hour should not have to read an hour of it. A peer of another user is sent nothing.
+
+    Attributes:
+        refused: why the last connection was refused, as `UntrustedSocketError` says; "" if it was not.
     """
 
     def __init__(self, path: str, identity: bytes, max_bytes: int, limit: int) -> None:
@@ -42,6 +46,7 @@ class UnixDealer:
         Raises:
             OSError: no file descriptor is left.
         """
+        self.refused = ""
         self._path = path
         self._opening = opening(b"DEALER", identity)
         self._max_bytes = max_bytes
@@ -129,11 +134,14 @@ class UnixDealer:
         """Connects if the peer listens; raises OSError if no file descriptor is left."""
         self._retry_ns = time.monotonic_ns() + _RETRY_NS
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self.refused = ""
         try:
-            connection.connect(self._path)
+            connect_unix(connection, self._path)
             self._epoll.register(connection, select.EPOLLIN)
-        except OSError:
+        except OSError as error:
             connection.close()
+            if isinstance(error, UntrustedSocketError):
+                self.refused = str(error)
             return
         self._socket, self._waits, self._closed_there = connection, False, False
         self._decoder = MessageDecoder(self._max_bytes)

@@ -17,7 +17,6 @@ import os
 import resource
 import select
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from pathlib import Path
 import zmq
 
 from kvctl_agent import gil
+from kvctl_agent.contract.sockets import peer_uid
 from kvctl_agent.errors import RemoteProtocolError
 
 MAX_CONNECTIONS = 128
@@ -414,7 +414,7 @@ class UnixRouter:
 
     def _admit(self, client: socket.socket) -> None:
         try:
-            _, uid, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            uid = peer_uid(client)
             if uid not in (_ROOT, os.geteuid()):
                 client.close()
                 self._refused(f"refused a connection of uid {uid} to {self.address}")

@@ -12,13 +12,14 @@ from typing import Any
 from kvctl.client.calls import Call
 from kvctl.client.discovery import KINDS, malformed
 from kvctl.client.discovery.source import MAX_AGENTS, AgentSource, Found, SourceError
-from kvctl.client.endpoints import Endpoint, Gone, endpoint_of
+from kvctl.client.endpoints import Endpoint, Gone, endpoint_of, probe
 from kvctl.client.fanout import Fanout
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.keys import KeyNames
 from kvctl.errors import CliError
 from kvctl_agent.contract.addresses import AddressError, host_of, ip_address, parse_endpoint, tcp_address
 from kvctl_agent.contract.admin import SOCKET_SUFFIX
+from kvctl_agent.contract.sockets import UntrustedSocketError
 
 _AGENTS, _HELLO = Call("agents"), Call("hello")
 # Ranks ask at least once a second; a decode rank that has been silent for longer than this has ended or left. Prefill
@@ -59,6 +60,11 @@ class RegistrySource(AgentSource):
         self._due_ns: dict[str, int] = {}  # when to ask silent ranks again, by address
 
     def find(self, deadline_ns: int) -> Found:
+        if self._endpoint.path is not None:
+            try:
+                probe(self._endpoint.path)
+            except UntrustedSocketError as error:
+                raise SourceError(str(error), FaultCode.NOT_PERMITTED) from None
         with Fanout(self._keys) as fanout:
             (reply,) = fanout.ask([(self._endpoint, _AGENTS)], max(1, deadline_ns - time.monotonic_ns()))
         if reply.fault is not None:

@@ -347,14 +347,30 @@ class Instances:
         if inputs is None:
             peer.hello_due_ns = context.now_ns + timing.suspect_ns
             if not known:
-                context.note("peer-refused", peer.refusal, "error", peer=peer_name)
-                failure = context.failure("KV_COMPAT_MISMATCH", peer.refusal)
-                self.admission.fail_waiting(self._instance_of(peer_name), failure, peer_name)
+                self._refuse(peer)
             return
         peer.state = PeerState.READY
         context.note("peer-ready", f"{peer_name} is ready (incarnation {incarnation:016x})", peer=peer_name)
         self._resynchronise(peer)
         self.admission.open_waiting()
+
+    def on_peer_unusable(self, event: ev.PeerUnusable) -> None:
+        """Refuses a rank to whose control socket this rank will not connect; a lost rank only gets the error."""
+        peer = self.context.peers.get(event.peer)
+        if peer is None or peer.usable or peer.last_error == event.text:
+            return
+        peer.fail(event.text)
+        if peer.state is PeerState.LOST:  # it may still write: its end must be proven
+            self.context.note("peer-refused", f"{peer.name} refused: {event.text}", "error", peer=peer.name)
+            return
+        peer.state, peer.differences = PeerState.REFUSED, (event.text,)
+        self._refuse(peer)
+
+    def _refuse(self, peer: Peer) -> None:
+        context = self.context
+        context.note("peer-refused", peer.refusal, "error", peer=peer.name)
+        failure = context.failure("KV_COMPAT_MISMATCH", peer.refusal)
+        self.admission.fail_waiting(self._instance_of(peer.name), failure, peer.name)
 
     def _pair(self, message: msg.HelloAck) -> PeerPlan:
         """Returns the plan inputs of this rank and the sender of a HelloAck, or the factors in which they differ."""

@@ -47,6 +47,7 @@ class DecodeMachine(Machine):
             ev.Unsendable: self.on_unsendable,
             ev.RosterKnown: instances.on_roster_known,
             ev.RosterMissing: instances.on_roster_missing,
+            ev.PeerUnusable: instances.on_peer_unusable,
             ev.PeerDead: sessions.on_peer_dead,
             # transport and copies
             ev.Arrived: landing.on_arrived,

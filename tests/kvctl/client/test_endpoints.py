@@ -15,6 +15,7 @@ import pytest
 from kvctl.client.endpoints import discover
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
+from tests.support.users import NOBODY, listen_as, needs_root
 
 
 def leave_socket(directory: Path, name: str) -> Path:
@@ -82,6 +83,29 @@ def test_tcp_is_believed_until_it_is_asked_and_other_schemes_are_unknown(surroun
         discover(["http://host"])
     with pytest.raises(CliError, match="107 bytes"):
         discover(["ipc:///" + "x" * 120])
+
+
+@needs_root
+def test_a_socket_of_another_user_is_a_fault_and_is_asked_nothing(socket_directory: Path, kvctl: Any) -> None:
+    socket_directory.chmod(0o1777)
+    with listen_as(NOBODY, socket_directory / "decode-0.sock"):
+        for wanted in ([], [str(socket_directory / "decode-0.sock")]):
+            found = discover(wanted)
+            assert found.live == []
+            (fault,) = found.faults
+            assert fault.code == "not-permitted"
+            assert f"uid {NOBODY} listens on {socket_directory}/decode-0.sock" in fault.message
+        told = kvctl("-e", f"registry://{socket_directory}/decode-0.sock", "agents")
+        assert f"uid {NOBODY} listens on" in told.err
+    (socket_directory / "decode-0.sock").unlink()
+
+
+def test_an_open_directory_is_a_fault_that_names_the_remedy(socket_directory: Path) -> None:
+    leave_socket(socket_directory, "decode-0")
+    socket_directory.chmod(0o777)
+    (fault,) = discover().faults
+    assert f"lets other users replace files: chmod go-w {socket_directory}" in fault.message
+    socket_directory.chmod(0o700)
 
 
 def test_a_foreign_directory_is_not_permitted(socket_directory: Path) -> None:

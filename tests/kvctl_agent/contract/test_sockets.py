@@ -1,14 +1,17 @@
-"""Error texts for missing file descriptors."""
+"""Which Unix sockets are trusted; error texts for missing file descriptors."""
 
 from __future__ import annotations
 
+import os
 import resource
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvctl_agent.contract.sockets import shortage
+from kvctl_agent.contract.sockets import UntrustedSocketError, connect_unix, shortage, trusted_uids
+from tests.support.users import NOBODY, listen_as, needs_root
 
 
 @pytest.fixture
@@ -30,3 +33,89 @@ def test_too_few_are_counted_with_the_limit(limit: int) -> None:
     assert text is not None
     assert text.startswith("10000 more file descriptors are needed and ")
     assert f"the limit is {limit} (ulimit -n)" in text
+
+
+def connect(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as client:
+        connect_unix(client, path)
+
+
+def test_a_listener_of_this_user_is_trusted(socket_dir: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.fspath(socket_dir / "r"))
+        listener.listen()
+        connect(socket_dir / "r")
+        (socket_dir / "link").symlink_to("r")
+        connect(socket_dir / "link")
+    (socket_dir / "r").unlink()
+    with pytest.raises(FileNotFoundError):
+        connect(socket_dir / "r")
+
+
+@needs_root
+def test_a_listener_of_another_user_is_refused_by_path_and_uid(socket_dir: Path) -> None:
+    """The directory has the sticky bit, as /tmp has."""
+    socket_dir.chmod(0o1777)
+    with listen_as(NOBODY, socket_dir / "r"), pytest.raises(UntrustedSocketError) as refused:
+        connect(socket_dir / "r")
+    assert str(refused.value).startswith(f"uid {NOBODY} listens on {socket_dir}/r, not uid 0 or root: use a socket in ")
+    (socket_dir / "r").unlink()
+
+
+@needs_root
+def test_root_trusts_the_user_to_whom_it_has_given_a_directory() -> None:
+    # Nobody else may write to a directory above, as with /run/user/1000.
+    directory = Path("/run/kvctl-test")
+    directory.mkdir(mode=0o700)
+    try:
+        os.chown(directory, NOBODY, NOBODY)
+        with listen_as(NOBODY, directory / "r"):
+            connect(directory / "r")
+    finally:
+        (directory / "r").unlink(missing_ok=True)
+        directory.rmdir()
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o757, 0o702])
+@pytest.mark.parametrize("where", ["", "inner"])
+def test_a_directory_in_which_others_may_replace_files_is_refused(socket_dir: Path, mode: int, where: str) -> None:
+    (socket_dir / "inner").mkdir()
+    (socket_dir / where).chmod(mode)
+    path = socket_dir / "inner" / "r"
+    with pytest.raises(UntrustedSocketError) as refused:
+        trusted_uids(path)
+    assert f"mode {mode:04o}), on the path of the socket {path}, lets other users replace files: chmod go-w " in str(
+        refused.value
+    )
+    (socket_dir / where).chmod(0o1777)
+    assert trusted_uids(path.parent) == {0, os.geteuid()}
+
+
+def test_a_link_is_followed_to_the_directories_of_its_target(socket_dir: Path) -> None:
+    open_one, own = socket_dir / "open", socket_dir / "own"
+    open_one.mkdir()
+    open_one.chmod(0o777)
+    own.mkdir()
+    (own / "link").symlink_to("../open")
+    (own / "r").symlink_to("../own/link/r")
+    (open_one / "r").touch()
+    for path in (own / "link" / "r", own / "r"):
+        with pytest.raises(UntrustedSocketError, match=r"open .*lets other users replace files"):
+            trusted_uids(path)
+    (own / "endless").symlink_to("endless")
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        trusted_uids(own / "endless" / "r")
+
+
+@needs_root
+@pytest.mark.parametrize("kind", ["directory", "link"])
+def test_a_directory_or_link_of_another_user_is_refused(socket_dir: Path, kind: str) -> None:
+    socket_dir.chmod(0o1777)
+    theirs = socket_dir / "theirs"
+    if kind == "directory":
+        theirs.mkdir(mode=0o700)
+    else:
+        theirs.symlink_to(socket_dir)
+    os.chown(theirs, NOBODY, NOBODY, follow_symlinks=False)
+    with pytest.raises(UntrustedSocketError, match=rf"theirs, on the path .*, belongs to uid {NOBODY}, not to uid 0"):
+        trusted_uids(theirs / "r")

@@ -344,6 +344,25 @@ def test_a_transport_that_cannot_reach_decode_is_told_to_it() -> None:
     assert "prefill-0 refused: no connection to it" in room.failure["text"]
 
 
+def test_a_rank_whose_control_socket_is_refused_fails_its_rooms_until_it_can_be_connected_to() -> None:
+    world = World(ParallelConfig(), ParallelConfig())
+    room = world.receive(7, 2)
+    world.pool.clear()
+    for _ in range(2):
+        world.feed("decode-0", ev.PeerUnusable("prefill-0", "uid 9 listens on /r"))
+    peer = world.d().peers["prefill-0"]
+    assert peer.state is PeerState.REFUSED
+    assert peer.errors_total == 1
+    assert room.failure["code"] == "KV_COMPAT_MISMATCH"
+    assert room.failure["text"] == "prefill-0 refused: uid 9 listens on /r"
+    for _ in range(20):  # the right process listens now
+        world.tick(SECOND)
+        world.flush()
+    assert peer.state is PeerState.READY
+    world.feed("decode-0", ev.PeerUnusable("prefill-0", "uid 9 listens on /r"))
+    assert peer.state is PeerState.READY
+
+
 def mismatched(**changes: object) -> World:
     """A decode rank that differs from its prefill instance."""
     world = World(ParallelConfig(tp=2), ParallelConfig())

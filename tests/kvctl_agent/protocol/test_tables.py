@@ -44,7 +44,6 @@ OF_PREFILL = {
     ev.PartSent,
     ev.PartFailed,
     ev.PeerConnected,
-    ev.PeerUnusable,
 }
 OF_DECODE = {
     ev.OpenRoom,

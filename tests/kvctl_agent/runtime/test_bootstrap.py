@@ -26,6 +26,7 @@ from kvctl_agent.protocol.bootstrap_registry import (
 )
 from kvctl_agent.runtime.bootstrap import Registries, RegistryClient, RegistryServer
 from kvctl_agent.runtime.control_endpoints import connect
+from tests.support.users import NOBODY, listen_as, needs_root
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Ask = Callable[..., RegistryClient]
@@ -88,6 +89,33 @@ def test_who_waits_is_told_who_is_missing(server: RegistryServer, ask: Ask) -> N
     assert [known.name for known in reader.roster.ranks] == [f"prefill-{tp}" for tp in range(8)]
 
 
+@needs_root
+def test_a_registry_of_another_user_is_refused_until_the_right_one_serves(
+    zmq_context: Context, endpoint: str, ask: Ask
+) -> None:
+    path = Path(endpoint.removeprefix("ipc://"))
+    reader, only = ask("decode-0"), ask("prefill-0", rank(0, 1))
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    with listen_as(NOBODY, path):
+        turns(None, reader, only, until=lambda: bool(reader.roster.refused and only.roster.refused))
+        assert reader.roster.refused.startswith(
+            f"the registry at {endpoint} is refused: uid {NOBODY} listens on {path}"
+        )
+        assert not reader.roster.complete
+    path.unlink()
+    server = RegistryServer(zmq_context, endpoint).serve()
+    turns(server, reader, only, until=lambda: reader.roster.complete)
+    server.close()
+
+
+def test_a_registry_is_not_served_where_others_could_replace_its_socket(zmq_context: Context, directory: Path) -> None:
+    directory.mkdir(exist_ok=True)
+    directory.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"cannot bind .* lets other users replace files: chmod go-w "):
+        RegistryServer(zmq_context, f"ipc://{directory}/boot").serve()
+    directory.chmod(0o700)
+
+
 def test_whoever_asks_before_the_registry_exists_is_answered_once_it_does(
     zmq_context: Context, endpoint: str, ask: Ask
 ) -> None:
@@ -121,7 +149,7 @@ def test_a_rank_that_does_not_fit_is_refused_in_words_and_changes_nothing(
     first, odd = ask("prefill-0", rank(0)), ask("odd", request_)
     turns(server, first, until=lambda: bool(first.roster.ranks))
     turns(server, odd, until=lambda: bool(odd.roster.refused))
-    assert odd.roster.refused.startswith(text)
+    assert odd.roster.refused.startswith(f"the registry refuses {text}")
     assert not odd.roster.complete
     assert [known.name for known in odd.roster.ranks] == ["prefill-0"]
 
@@ -157,7 +185,7 @@ def test_garbage_at_either_end_is_ignored(
         stranger.send_multipart(frames)
     only = ask("prefill-0", rank(0, 1))
     turns(server, only, until=lambda: only.roster.complete)
-    identity = only.socket.getsockopt(zmq.IDENTITY)
+    identity = only.identity
     assert isinstance(identity, bytes)
     server.socket.send_multipart([identity, b"garbage"])
     reader = ask("decode-0")
@@ -172,7 +200,7 @@ def test_a_roster_of_endpoints_that_nobody_can_connect_to_is_no_roster(
     """Connecting to one raised in the control loop: what else the loop had to do in that turn was lost."""
     only, reader = ask("prefill-0", rank(0, 1)), ask("decode-0")
     turns(server, only, reader, until=lambda: reader.roster.complete)
-    identity = reader.socket.getsockopt(zmq.IDENTITY)
+    identity = reader.identity
     assert isinstance(identity, bytes)
     roster = Roster([Rank("prefill-0", "tcp://10.0.0.5:7/", 1, [0, 0, 0, 0], [1, 1, 1, 1])], 1, "")
     server.socket.send_multipart([identity, encode(roster)])

@@ -17,6 +17,7 @@ import zmq
 from kvctl_agent.security import unix_dealer
 from kvctl_agent.security.unix_dealer import UnixDealer
 from kvctl_agent.security.unix_router import OPENING, UnixRouter, encode_message
+from tests.support.users import NOBODY, listen_as, needs_root
 
 WAIT_S = 60.0
 MAX_BYTES = 1 << 20
@@ -228,3 +229,22 @@ def test_without_a_descriptor_nothing_is_left_open(
         with pytest.raises(OSError, match="too many"):
             dealer()
     assert open_files() == before
+
+
+@needs_root
+def test_a_peer_of_another_user_is_sent_nothing_until_the_right_one_listens(path: Path, dealer: Open) -> None:
+    with listen_as(NOBODY, path) as impostor:
+        client = dealer()
+        client.send(b"secret")
+        assert not client.connected
+        assert client.refused.startswith(f"uid {NOBODY} listens on {path}")
+        taken = impostor.accept()[0]
+        assert taken.recv(1) == b""  # the connection was closed unused
+        taken.close()
+    path.unlink()
+    right = UnixRouter(path, MAX_BYTES, peers_choose_names=True)
+    try:
+        assert routed(right, client, 1)[0][-1] == b"secret"
+        assert client.refused == ""
+    finally:
+        right.close()
