@@ -138,7 +138,7 @@ class Proxy:
                 )
                 if not (registry and tokens):
                     return await self._relay(request, response, url, body, headers)
-                prefill = start(self._sglang_prefill(server, tokens, room, headers))
+                prefill = start(self._sglang_prefill(server, tokens, room, body, headers))
             else:
                 registry = server.registry
                 prefill = start(self._prefill(server, request.path, body, headers, shared))
@@ -208,7 +208,7 @@ class Proxy:
         return [] if first.get("features") else first.get("token_ids", [])
 
     async def _sglang_prefill(
-        self, server: SGLangPrefill, tokens: Sequence[int], room: int, headers: Mapping[str, str]
+        self, server: SGLangPrefill, tokens: Sequence[int], room: int, request: Body, headers: Mapping[str, str]
     ) -> Body | None:
         """Has a prompt computed by SGLang. Returns its answer; None if it failed, which is logged."""
         body = {
@@ -217,6 +217,7 @@ class Proxy:
             "bootstrap_host": server.bootstrap_host,
             "bootstrap_port": server.bootstrap_port,
             "bootstrap_room": room,
+            "cache_salt": request.get("cache_salt"),  # both engines compare it
         }
         return await self._post("prefill server", server.url, "/generate", body, headers)  # type: ignore[no-any-return]
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvctl_agent.layout.shape import KVGroup, ModelShape, StateShape
     from kvctl_agent.memory.pool import Buffer, DraftKV, GroupTensors, KVPool, StateTensors
     from kvctl_agent.rank import Rank
-    from kvctl_agent.request_id import room_number
+    from kvctl_agent.request_id import prompt_digest, room_number
 
 _MODULES = {
     "Agent": "kvctl_agent.agent",
@@ -35,6 +35,7 @@ _MODULES = {
     "StateShape": "kvctl_agent.layout.shape",
     "StateTensors": "kvctl_agent.memory.pool",
     "local_shards": "kvctl_agent.layout.parallel",
+    "prompt_digest": "kvctl_agent.request_id",
     "room_number": "kvctl_agent.request_id",
 }
 
@@ -54,6 +55,7 @@ __all__ = [
     "StateShape",
     "StateTensors",
     "local_shards",
+    "prompt_digest",
     "room_number",
 ]
 

@@ -57,6 +57,7 @@ from kvctl_agent.runtime.handles import (
     Receive,
     Send,
     check_flag,
+    check_prompt,
     check_room,
     check_timeout,
 )
@@ -495,11 +496,25 @@ class Agent:
             raise LayoutError(f"forward is {shown(forward)}: it must be a ForwardInfo")
         return self.parts.pipelining.decide(forward)
 
-    def send(self, room: int, *, fake: bool = False, request_id: str = "", traceparent: str = "") -> Send:
+    def send(
+        self,
+        room: int,
+        *,
+        tokens: int | None = None,
+        digest: int | None = None,
+        fake: bool = False,
+        request_id: str = "",
+        traceparent: str = "",
+    ) -> Send:
         """Prefill: starts to send `room`; decode ranks may open the room before or after this call.
+
+        If a decode rank has passed another length or digest, the room fails with KV_PLAN_MISMATCH on every rank. What
+        one side does not pass is not compared.
 
         Args:
             room: the request's bootstrap_room, an unsigned 64-bit number.
+            tokens: length of the prompt whose KV is sent, with all that is cached on either side.
+            digest: `prompt_digest` of it.
             fake: whether the room is a dummy for a warm-up or health check: nothing is transferred, and the room
                 succeeds at once.
             request_id: the engine's id of the request, cut to 256 characters; shown beside the room, on this rank only.
@@ -507,18 +522,20 @@ class Agent:
                 is invalid.
 
         Raises:
-            LocalProtocolError: the room is not an unsigned 64-bit number or is in use here, another dp group computes
-                it, `request_id` is not a string, or this is not a prefill agent that accepts the room.
+            LocalProtocolError: the room or digest is not an unsigned 64-bit number, the room is in use here, another dp
+                group computes it, `tokens` is not a length, `request_id` is not a string, or this is not a prefill
+                agent that accepts the room.
         """
         room, fake = check_room(room), check_flag("fake", fake)
         request_id, traceparent = check_request_id(room, request_id), valid_traceparent(traceparent)
+        prompt = check_prompt(room, tokens, digest)
         self._check_takes("prefill", begun=fake or self.parts.machine.knows(room))
         if not fake:
             self._check_dp_group(room)
         # An engine that asks for the state once per forward would otherwise learn only after the next one that the room
         # is opened already.
         prefix = None if fake else self.parts.machine.opened_prefix(room)
-        event = ev.SendRoom(room, request_id, traceparent, prefix)
+        event = ev.SendRoom(room, request_id, traceparent, prefix, *prompt)
         handle = Send(room, _discard if fake else self.parts.mailbox.put, self._limits(), self.parts.forwards, prefix)
         self._begin(handle, event, fake)
         return handle
@@ -534,6 +551,7 @@ class Agent:
         state_indices: Sequence[Any] = (),
         prefill_only: bool = False,
         tokens: int | None = None,
+        digest: int | None = None,
         group_pages: Sequence[Any] = (),
         fake: bool = False,
         request_id: str = "",
@@ -552,8 +570,10 @@ class Agent:
             aux_index: row of the pool's aux tensor that receives the room's aux row; None without one.
             state_indices: for each state component, in the model's order, the room's items in this rank's pool.
             prefill_only: whether the request ends with its prefill, so that only aux row and state are transferred.
-            tokens: length of the prompt with its cached prefix. Needed if the prefill side has smaller pages or the
-                decode side has several cp ranks, since the last page may then be filled in part; and with KV groups.
+            tokens: length of the prompt with its cached prefix; the room fails if prefill computes another one. Needed
+                if the prefill side has smaller pages or the decode side has several cp ranks, since the last page may
+                then be filled in part; and with KV groups.
+            digest: `prompt_digest` of the prompt, as for `send`.
             group_pages: for each KV group, in the model's order, the pages in its pool that receive the last pages of
                 the prompt: those in the group's window that are not cached here.
             fake, request_id, traceparent: as for `send`.
@@ -571,7 +591,7 @@ class Agent:
         self._check_takes("decode", begun=fake)
         if prefill is not None:
             self._check_endpoint(prefill)
-        wanted = pages, prefix_tokens, aux_index, state_indices, prefill_only, tokens, group_pages
+        wanted = pages, prefix_tokens, aux_index, state_indices, prefill_only, tokens, group_pages, digest
         instance = prefill or self.bootstrap
         if instance is None and not fake:
             raise LocalProtocolError(f"room {room}: {NO_INSTANCE} to {self.name}: pass prefill=, or call connect")

@@ -97,13 +97,15 @@ class SendRoom(Event, frozen=True):
     """Prefill engine: send() was called for this room; for `request_id` and `traceparent` see `RoomRecord`.
 
     `prefix_tokens`: the prefix that the engine was told in this call, since the decode ranks to which this rank
-    writes had opened the room; else None.
+    writes had opened the room; else None. `tokens` and `digest` are those of the prompt; 0: unknown.
     """
 
     room: int
     request_id: str = ""
     traceparent: str = ""
     prefix_tokens: int | None = None
+    tokens: int = 0
+    digest: int = 0
 
 
 class Prefetch(Event, frozen=True):
@@ -256,7 +258,8 @@ class OpenRoom(Event, frozen=True):
     """Decode engine: receive this room into these pages, those of the prompt after its cached prefix.
 
     `prefix_pages` and `total_pages` are pages of this engine; a page of cp ranks that share a prompt counts once.
-    `tokens` is the length of the prompt; 0 if its last page counts as full. `instance` is the address of its prefill
+    `tokens` is the length of the prompt; 0 if its last page counts as full; `digest` that of the prompt, 0 if unknown.
+    `instance` is the address of its prefill
     instance's registry; `states` has the item indices per state component, `groups` the last pages of the prompt per KV
     group. With a `refusal` the engine takes no pages, and the room fails for this reason as soon as it is opened.
     For `request_id` and `traceparent` see `RoomRecord`.
@@ -276,6 +279,7 @@ class OpenRoom(Event, frozen=True):
     refusal: str = ""
     request_id: str = ""
     traceparent: str = ""
+    digest: int = 0
 
 
 class Arrived(Event, frozen=True):

@@ -153,7 +153,8 @@ class RoomOpen(RoomMessage, frozen=True, tag="room-open"):
     prefill_only: bool = False  # no KV is wanted, regardless of the prompt's length
     to: U64 = 0
     groups: States = []  # for each KV group this rank's pages as int32 little-endian: the last ones of the prompt
-    tokens: PageCount = 0  # length of the prompt; set if the model has KV groups
+    tokens: PageCount = 0  # length of the prompt; 0: unknown
+    digest: U64 = 0  # of the prompt, as `request_id.prompt_digest`; 0: unknown
 
 
 class RoomKept(RoomMessage, frozen=True, tag="room-kept"):

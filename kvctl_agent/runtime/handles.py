@@ -128,6 +128,7 @@ class PoolLimits(NamedTuple):
         prefill_only: bool,
         tokens: int | None,
         group_pages: Sequence[Any],
+        digest: int | None = None,
     ) -> ev.OpenRoom:
         """Checks the arguments of `Agent.receive`; returns the event that opens the room, with a new random nonce.
 
@@ -138,8 +139,8 @@ class PoolLimits(NamedTuple):
         indices = self.pages(room, pages)
         prefix = prefix_pages(prefix_tokens, self.page_tokens)
         total = check_size("prefix and pages", prefix + len(indices), minimum=0)
-        if tokens is not None:
-            tokens = check_size(f"room {room}: tokens", tokens, error=LocalProtocolError)
+        tokens, digest = check_prompt(room, tokens, digest)
+        if tokens:
             needed = page_count(tokens, self.page_tokens)
             if needed != total:
                 raise LayoutError(
@@ -149,11 +150,11 @@ class PoolLimits(NamedTuple):
         prefill_only = check_flag(f"room {room}: prefill_only", prefill_only)
         if prefill_only and total:
             raise LocalProtocolError(f"room {room}: a prefill-only room has no pages and no prefix here")
-        if self.group_slots and tokens is None and not prefill_only:
+        if self.group_slots and not tokens and not prefill_only:
             raise LocalProtocolError(f"room {room}: the model has KV groups: pass tokens=, the length of the prompt")
         groups = self.groups(room, group_pages)
         for number, (listed, size) in enumerate(zip(groups, self.group_tokens, strict=True), 1):
-            if len(listed) > (most := page_count(tokens or 0, size)):
+            if len(listed) > (most := page_count(tokens, size)):
                 raise LayoutError(f"room {room}: {len(listed)} pages of KV group {number}, the prompt has {most}")
         return ev.OpenRoom(
             room=room,
@@ -165,8 +166,9 @@ class PoolLimits(NamedTuple):
             instance=instance,
             states=self.states(room, state_indices),
             prefill_only=prefill_only,
-            tokens=tokens or 0,
+            tokens=tokens,
             groups=groups,
+            digest=digest,
         )
 
     def pages(self, room: int, indices: Any) -> ev.Pages:
@@ -588,6 +590,17 @@ class HandleRegistry:
 def check_room(room: object) -> int:
     """Returns a room number as an int; raises LocalProtocolError unless it is an unsigned 64-bit integer."""
     return check_size("room", room, 0, _MAX_ROOM, LocalProtocolError)
+
+
+def check_prompt(room: int, tokens: object, digest: object) -> tuple[int, int]:
+    """Returns the length and digest of a room's prompt; 0 for None.
+
+    Raises:
+        LocalProtocolError: `tokens` is not a positive number, or `digest` not one of 64 bits.
+    """
+    length = 0 if tokens is None else check_size(f"room {room}: tokens", tokens, error=LocalProtocolError)
+    known = 0 if digest is None else check_size(f"room {room}: digest", digest, 1, _MAX_ROOM, LocalProtocolError)
+    return length, known
 
 
 def check_flag(name: str, value: object) -> bool:

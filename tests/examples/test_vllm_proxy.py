@@ -458,6 +458,7 @@ async def test_sglang_and_decode_have_the_same_tokens_and_room() -> None:
     for to_sglang, to_decode in zip(sglang.bodies, decode.bodies, strict=True):
         room = to_sglang["bootstrap_room"]
         assert to_sglang["input_ids"] == [5, 6, 7]
+        assert to_sglang["cache_salt"] == to_decode.get("cache_salt")
         assert 0 <= room < 1 << 63
         params = to_decode.pop("kv_transfer_params")
         assert to_decode == {"model": "m", "prompt": [5, 6, 7], "max_tokens": 9}

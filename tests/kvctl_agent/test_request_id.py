@@ -1,13 +1,19 @@
-"""Room numbers of request ids: the same everywhere, for ever; request ids and trace contexts beside rooms."""
+"""Room numbers of request ids: the same everywhere, for ever; digests of prompts; request ids and trace contexts."""
 
 from __future__ import annotations
 
+import hashlib
+import struct
 import subprocess
 import sys
+from array import array
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from kvctl_agent import room_number
+from kvctl_agent import prompt_digest, room_number
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.request_id import check_request_id, valid_traceparent
 
@@ -34,6 +40,44 @@ def test_many_ids_have_different_numbers_over_the_whole_range() -> None:
     assert len(numbers) == 20_000
     assert 0 <= min(numbers) < 1 << 56
     assert (1 << 64) - (1 << 56) < max(numbers) < 1 << 64
+
+
+class TestPromptDigest:
+    TOKENS = (1, 2, 1 << 40, -1)
+
+    def test_it_never_changes(self) -> None:
+        assert prompt_digest(()) == 3_149_896_333_092_397_096
+        digest = prompt_digest(self.TOKENS, lora="ä", salt="s", media=["a", "b"])
+        assert digest == int.from_bytes(
+            hashlib.blake2b(
+                struct.pack("<q4q", 4, *self.TOKENS)
+                + b"".join(struct.pack("<q", len(text)) + text for text in ("ä".encode(), b"s", b"a", b"b")),
+                digest_size=8,
+            ).digest(),
+            "big",
+        )
+
+    def test_the_kind_of_list_does_not_matter(self) -> None:
+        kinds: list[Any] = [tuple, list, lambda each: array("q", each), np.array, torch.tensor]
+        assert len({prompt_digest(kind(self.TOKENS)) for kind in kinds}) == 1
+        assert prompt_digest(b"ab") == prompt_digest([97, 98])
+
+    def test_each_thing_changes_it(self) -> None:
+        digests = [
+            prompt_digest([1, 2]),
+            prompt_digest([2, 1]),
+            prompt_digest([1, 2, 0]),
+            *(prompt_digest([1, 2], **{name: "x"}) for name in ("lora", "salt", "media")),
+            prompt_digest([1, 2], media=["", "x"]),
+            prompt_digest([1, 2], salt="\udc80"),
+        ]
+        assert len(set(digests)) == len(digests)
+        assert all(0 < digest < 1 << 64 for digest in digests)
+
+    @pytest.mark.parametrize("tokens", [None, "12", [1.5], [1 << 63], [[1]], 5])
+    def test_what_is_no_list_of_tokens_is_refused(self, tokens: Any) -> None:
+        with pytest.raises(LocalProtocolError, match=r"tokens is .*: it must be a list of integers"):
+            prompt_digest(tokens)
 
 
 @pytest.mark.parametrize("request_id", ["", "x" * 1025, True, 7, None, b"cmpl-1", "\udcff"])

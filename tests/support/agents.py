@@ -219,18 +219,20 @@ class Fleet:
             dst[name] = np.array([self.free[name].pop() for _ in range(pages - prefix)], np.int64)
         return Room(number, src, prefix, aux, dst)
 
-    def receive(self, room: Room) -> Room:
+    def receive(self, room: Room, **prompt: int) -> Room:
         agents = {agent.name: agent for agent in self.decode}
         for name, pages in room.dst.items():
-            tokens = room.prefix * self.model.page_size
-            room.receives[name] = agents[name].receive(room.number, pages, prefix_tokens=tokens, aux_index=room.aux)
+            prefix = room.prefix * self.model.page_size
+            room.receives[name] = agents[name].receive(
+                room.number, pages, prefix_tokens=prefix, aux_index=room.aux, **prompt
+            )
         return room
 
-    def claim(self, room: Room) -> Room:
+    def claim(self, room: Room, **prompt: int) -> Room:
         """Calls `Agent.send` on the prefill ranks that compute the room."""
         dp, tp = self.prefill_size
         first = room.number % dp * tp
-        room.sends = [agent.send(room.number) for agent in self.prefill[first : first + tp]]
+        room.sends = [agent.send(room.number, **prompt) for agent in self.prefill[first : first + tp]]
         return room
 
     def feed(self, room: Room, cuts: tuple[int, ...] = ()) -> Room:

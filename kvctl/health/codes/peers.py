@@ -465,9 +465,10 @@ def compat_mismatch(snapshot: Snapshot) -> Iterator[Finding]:
     "rooms",
     sees="requests with a cached prefix fail; elsewhere they hang or their text is corrupt",
     means="Both ends of a room derive the transfer plan from the same inputs. For this room the inputs differ: the "
-    "number of pages, the cached prefix, the aux row or the state items that one engine passed are not those that the "
-    "other expects. The first cause names the factor and both values.",
-    remedy="Compare how the two engines see this prompt: tokens, prefix length, page size, aux row.",
+    "prompt or its length, the number of pages, the cached prefix, the aux row or the state items that one engine "
+    "passed are not those that the other expects. The first cause names the factor and both values.",
+    remedy="Compare how the two engines see this prompt: tokens, LoRA adapter, cache salt, prefix length, page "
+    "size, aux row.",
     alert=failure_alert("KV_PLAN_MISMATCH"),
 )
 def plan_mismatch(snapshot: Snapshot) -> Iterator[Finding]:

@@ -87,11 +87,23 @@ def _add_backend(takeover: bool) -> None:
             transfers.deferred_kv_release_timeout = math.inf
         return manager
 
+    def create_sender(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+        if queue.transfer_backend.value not in names:
+            return original(queue, req, *args, **kwargs)
+        from kvctl_agent.integrations.sglang import prompts
+
+        with prompts.announced(queue.scheduler, req):
+            return original(queue, req, *args, **kwargs)
+
     def send_metadata(original: Callable[..., Any], queue: Any, decode_req: Any, *args: Any, **kwargs: Any) -> Any:
         if queue.transfer_backend.value in names:
+            from kvctl_agent.integrations.sglang import prompts
+
             kv_indices = args[0] if args else kwargs["kv_indices"]  # one for each token after the prefix
-            decode_req.kv_receiver.prompt_tokens = kwargs.get("decode_prefix_len", 0) + len(kv_indices)
-            decode_req.kv_receiver.request_id = str(decode_req.req.rid)
+            receiver, req = decode_req.kv_receiver, decode_req.req
+            tokens = kwargs.get("decode_prefix_len", 0) + len(kv_indices)
+            receiver.prompt = prompts.prompt_of(queue.scheduler, req, tokens)
+            receiver.request_id = str(req.rid)
         return original(queue, decode_req, *args, **kwargs)
 
     def reject_reason(original: Callable[..., Any], scheduler: Any, new_role: str) -> Any:
@@ -107,6 +119,7 @@ def _add_backend(takeover: bool) -> None:
     for target, hook in {
         "utils.get_kv_class": kv_class,
         "prefill.PrefillBootstrapQueue._init_kv_manager": with_facts,
+        "prefill.PrefillBootstrapQueue.create_sender": create_sender,
         "decode.DecodePreallocQueue._init_kv_manager": with_facts,
         "decode.DecodePreallocQueue._send_kv_metadata": send_metadata,
         "role_switch._reject_reason": reject_reason,

@@ -13,6 +13,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from kvctl_agent.errors import KvctlError
 from kvctl_agent.integrations.fence import attempt
 from kvctl_agent.integrations.sglang.bootstrap_http import CLIENT, BootstrapError
+from kvctl_agent.integrations.sglang.prompts import UNKNOWN
 from kvctl_agent.runtime.handles import Receive
 
 logger = logging.getLogger("kvctl")
@@ -26,7 +27,7 @@ class KvctlKVReceiver(CommonKVReceiver):
 
     _handle: Receive | None = None
     _endpoint: str | None = None  # of the registry of the room's prefill instance
-    prompt_tokens: int | None = None  # length of the prompt, set by the plugin before `send_metadata`
+    prompt = UNKNOWN  # set by the plugin before `send_metadata`
     request_id = ""  # SGLang's rid, likewise; SGLang gives senders only the room
 
     def _setup_bootstrap_infos(self) -> None:
@@ -92,7 +93,8 @@ class KvctlKVReceiver(CommonKVReceiver):
                 prefix_tokens=decode_prefix_len or 0,
                 aux_index=aux_index,
                 state_indices=self.kv_mgr.state_lists(state_indices),
-                tokens=self.prompt_tokens,
+                tokens=self.prompt.tokens,
+                digest=self.prompt.digest,
                 request_id=self.request_id,
             ),
         )

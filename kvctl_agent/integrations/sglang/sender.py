@@ -12,6 +12,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 
 from kvctl_agent.integrations.fence import attempt
+from kvctl_agent.integrations.sglang.prompts import announced_prompt
 from kvctl_agent.runtime.handles import Send
 
 logger = logging.getLogger("kvctl")
@@ -30,13 +31,15 @@ class KvctlKVSender(CommonKVSender):
     ) -> None:
         """Begins to send the room; decode ranks may open it before or after."""
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
+        self._prompt = announced_prompt()
         self._begin()
 
     def _begin(self) -> None:
         """Begins to send, unless the room has failed, such as one routed to the wrong dp rank, or must wait."""
         manager, room = self.kv_mgr, self.bootstrap_room
         if manager.request_status.get(room) == KVPoll.Bootstrapping and not manager.is_ending(room):
-            self._handle = manager.begin(room, partial(manager.agent.send, room))
+            tokens, digest = self._prompt
+            self._handle = manager.begin(room, partial(manager.agent.send, room, tokens=tokens, digest=digest))
 
     def _poll_with_status(self, check_status: Any) -> Any:
         if self._handle is None:

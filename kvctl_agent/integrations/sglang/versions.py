@@ -24,6 +24,7 @@ INTERFACES: Mapping[str, tuple[str, ...]] = {
     "sglang.srt.plugins.hook_registry.HookRegistry.register": ("target", "hook", "hook_type", "source"),
     f"{_D}.utils.get_kv_class": ("transfer_backend", "class_type"),
     f"{_D}.prefill.PrefillBootstrapQueue._init_kv_manager": ("self",),
+    f"{_D}.prefill.PrefillBootstrapQueue.create_sender": ("self", "req", "num_kv_heads"),
     f"{_D}.decode.DecodePreallocQueue._init_kv_manager": ("self",),
     f"{_D}.decode.DecodePreallocQueue._send_kv_metadata": (
         "self",

@@ -57,7 +57,9 @@ class KvctlConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             dcp = vllm_config.parallel_config.decode_context_parallel_size
-            self._scheduler = ConnectorScheduler(str(registry_of(vllm_config)), kv_cache_config, dcp)
+            # Without a prefix cache and a cache of inputs vLLM identifies inputs by the request.
+            hashed = bool(vllm_config.cache_config.enable_prefix_caching)
+            self._scheduler = ConnectorScheduler(str(registry_of(vllm_config)), kv_cache_config, dcp, hashed)
         else:
             self._worker = ConnectorWorker(vllm_config, kv_cache_config)
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from kvctl_agent.errors import LocalProtocolError
-from kvctl_agent.request_id import room_number
+from kvctl_agent.integrations.fence import attempt
+from kvctl_agent.request_id import prompt_digest, room_number
 from kvctl_agent.runtime.handles import check_room
 
 LOGGER = "vllm.kvctl"  # below vLLM's logger, the only one for which its processes have a handler
+logger = logging.getLogger(LOGGER)
 
 TRANSFER_ID = "transfer_id"
 PREFILL = "kvctl_prefill"
@@ -32,11 +36,15 @@ class SendRequest(NamedTuple):
         request: vLLM's id of the request.
         transfer: id of the transfer, which has the room.
         traceparent: W3C trace context of the request; "" without one.
+        tokens: tokens of the prompt that are sent.
+        digest: of the prompt, as `digest_of`.
     """
 
     request: str
     transfer: Transfer
     traceparent: str
+    tokens: int
+    digest: int | None
 
 
 class ComputedBlocks(NamedTuple):
@@ -69,6 +77,7 @@ class ReceiveRequest(NamedTuple):
         blocks: for each group the blocks to fill.
         prefix_tokens: tokens of the prompt that are cached here.
         tokens: tokens of the prompt that are received or cached.
+        digest: of the prompt, as `digest_of`.
     """
 
     request: str
@@ -78,6 +87,7 @@ class ReceiveRequest(NamedTuple):
     blocks: Blocks
     prefix_tokens: int
     tokens: int
+    digest: int | None
 
 
 @dataclass
@@ -115,6 +125,22 @@ def is_sent(params: Mapping[str, Any] | None) -> bool:
 def is_received(params: Mapping[str, Any] | None) -> bool:
     """Whether the KV of a request with these parameters is received from a prefill server, and has not been opened."""
     return isinstance(params, Mapping) and bool(params.get("do_remote_prefill"))
+
+
+def digest_of(request: Any, tokens: int, media_hashed: bool) -> int | None:
+    """Returns the digest of the first `tokens` of a request's prompt; None if not all that determines its KV is known.
+
+    Args:
+        media_hashed: whether vLLM identifies images and the like by their content.
+    """
+    media = [feature.identifier for feature in request.mm_features]
+    if request.prompt_token_ids is None or request.prompt_embeds is not None or (media and not media_hashed):
+        return None
+    lora, salt = request.lora_request.lora_name if request.lora_request else "", request.cache_salt or ""
+    fail = partial(logger.error, "kvctl: the prompt of request %s is not compared: %s", request.request_id)
+    return attempt(
+        lambda: prompt_digest(request.prompt_token_ids[:tokens], lora=lora, salt=salt, media=media), fail, logger
+    )
 
 
 def traceparent_of(request: Any) -> str:

@@ -26,6 +26,7 @@ from kvctl_agent.integrations.vllm.metadata import (
     ReceiveRequest,
     SendRequest,
     Transfer,
+    digest_of,
     is_received,
     is_sent,
     text_of,
@@ -57,10 +58,12 @@ class ConnectorScheduler:
         registry: endpoint of the registry of this prefill instance.
         config: vLLM's KV cache configuration.
         dcp_size: decode context parallel ranks; a block has `block_size` tokens on each of them.
+        media_hashed: whether vLLM identifies images and the like in prompts by their content.
     """
 
-    def __init__(self, registry: str, config: KVCacheConfig, dcp_size: int) -> None:
+    def __init__(self, registry: str, config: KVCacheConfig, dcp_size: int, media_hashed: bool = True) -> None:
         self._registry = registry
+        self._media_hashed = media_hashed
         self._config = config
         groups = config.transfer_groups
         self._block_tokens = [group.kv_cache_spec.block_size * dcp_size for group in groups]
@@ -84,8 +87,10 @@ class ConnectorScheduler:
         if is_sent(params):
             transfer = transfer_of(params, name)
             self._shorten(request)
-            self._sends[name] = _Send(transfer, request.num_prompt_tokens)
-            self._next.sends.append(SendRequest(name, transfer, traceparent_of(request)))
+            tokens = request.num_prompt_tokens
+            self._sends[name] = _Send(transfer, tokens)
+            digest = digest_of(request, tokens, self._media_hashed)
+            self._next.sends.append(SendRequest(name, transfer, traceparent_of(request), tokens, digest))
         elif is_received(params):
             transfer, prefill = transfer_of(params), text_of(params, PREFILL)
             if transfer != "" and prefill:
@@ -140,6 +145,7 @@ class ConnectorScheduler:
                 self._to_fill(table, tokens - received, tokens),
                 tokens - received,
                 tokens,
+                digest_of(request, tokens, self._media_hashed),
             )
         )
 

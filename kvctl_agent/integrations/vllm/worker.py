@@ -405,7 +405,11 @@ class ConnectorWorker:
         def send() -> Send:
             assert self.agent is not None
             return self.agent.send(
-                room_of(request.transfer), request_id=request.request, traceparent=request.traceparent
+                room_of(request.transfer),
+                tokens=request.tokens,
+                digest=request.digest,
+                request_id=request.request,
+                traceparent=request.traceparent,
             )
 
         def fail(cause: str) -> None:
@@ -426,6 +430,7 @@ class ConnectorWorker:
                 prefill=request.prefill,
                 prefix_tokens=request.prefix_tokens,
                 tokens=request.tokens,
+                digest=request.digest,
                 group_pages=groups,
                 state_indices=self._pool.states(request.blocks),
                 request_id=request.request,

@@ -73,6 +73,8 @@ class RecvAdmission:
             event.aux_index,
             [packed(items) for items in event.states],
             event.prefill_only,
+            tokens=event.tokens,
+            digest=event.digest,
         )
         given = event.pages, event.groups, event.tokens, event.refusal
         room = RecvRoom(opening, event.instance, *given, record, context.now_ns)
@@ -165,7 +167,6 @@ class RecvAdmission:
             total_pages=total,
             inputs=wire,
             groups=[packed(pages) for pages in room.groups],
-            tokens=room.tokens if room.groups else 0,
         )
 
     def _plan(self, room: RecvRoom, inputs: PlanInputs) -> None:

@@ -126,7 +126,7 @@ class SendAdmission:
             return None
         room = room or self.rooms.begin(message.room)
         room.readers = readers
-        if failure := self.rooms.recalled_late(room, transfer):
+        if failure := self.rooms.recalled_late(room, transfer) or self.rooms.unlike_prompt(room, transfer):
             self.rooms.fail(room, failure)
             self._refuse(key, failure)
             return None
@@ -228,6 +228,8 @@ class SendAdmission:
             finals=finals,
             prefill_only=message.prefill_only,
             cancel=CancelToken(peer.lease),
+            tokens=message.tokens,
+            digest=message.digest,
         )
 
     def _group_pages(

@@ -367,6 +367,7 @@ class Forwards:
         if room.claimed:
             raise LocalProtocolError(f"room {event.room} is being sent already; a room number is used once at a time")
         room.claimed = True
+        room.tokens, room.digest = event.tokens, event.digest
         room.record.request_id, room.record.traceparent = event.request_id, event.traceparent
         if event.prefix_tokens is not None:
             room.told_prefix_tokens = event.prefix_tokens
@@ -377,7 +378,8 @@ class Forwards:
         if room.released:  # the room failed before the engine called send()
             self.context.actions.append(ev.Released(room.room))
         for transfer in list(room.transfers.values()):
-            if failure := self.rooms.recalled_late(room, transfer):  # and opened again, since the engine was told
+            # It may have been recalled and opened again since the engine was told.
+            if failure := self.rooms.recalled_late(room, transfer) or self.rooms.unlike_prompt(room, transfer):
                 self.rooms.fail(room, failure)
 
     def on_prefetch(self, event: ev.Prefetch) -> None:

@@ -499,6 +499,20 @@ class SendRooms:
         text = f"room {room.room}: {transfer.peer} recalled it {why}: its prompt must be computed again"
         return self.context.failure("RECALL_LATE", text)
 
+    def unlike_prompt(self, room: SendRoom, transfer: PeerTransfer) -> Failure | None:
+        """Returns the failure of a room whose decode rank expects another prompt than the engine computes; else None.
+
+        What one of the two does not know is not compared.
+        """
+        if room.tokens and transfer.tokens and room.tokens != transfer.tokens:
+            text = f"this side computes a prompt of {room.tokens} tokens, {transfer.peer} expects {transfer.tokens}"
+        elif room.digest and transfer.digest and room.digest != transfer.digest:
+            text = f"this side computes another prompt than {transfer.peer} expects: "
+            text += f"digest {room.digest:016x} ≠ {transfer.digest:016x}"
+        else:
+            return None
+        return self.context.failure("KV_PLAN_MISMATCH", f"room {room.room}: {text}")
+
     def on_room_renew(self, peer: Peer, message: msg.RoomRenew) -> None:
         """Restarts the deadline of rooms that wait to be opened."""
         for number in message.rooms:

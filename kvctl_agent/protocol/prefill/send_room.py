@@ -376,6 +376,7 @@ class PeerTransfer:
         recalled: why the transfer ends: the decode rank has recalled its pages, and may open the room again; None
             otherwise.
         keeper: whether the decode rank keeps the room: it says RoomDone when all of the room's decode ranks have it.
+        tokens, digest: length and digest of the prompt that the decode rank expects; 0: unknown.
     """
 
     writer: int
@@ -391,6 +392,8 @@ class PeerTransfer:
     prefill_only: bool
     cancel: CancelToken
     keeper: bool = False
+    tokens: int = 0
+    digest: int = 0
     recalled: Failure | None = None
     parts: dict[PartKey, Part] = field(default_factory=dict)
     in_flight: int = 0
@@ -488,6 +491,8 @@ class SendRoom:
     since_ns: int  # start of the current deadline: when the state was entered, or the last progress
     state: RoomState = RoomState.BOOTSTRAPPING
     claimed: bool = False  # the local engine has called send() for the room
+    tokens: int = 0  # length of the prompt that the engine computes; 0: unknown
+    digest: int = 0  # of this prompt; 0: unknown
     prefetched: bool = False  # chunks may be cut and staging requested before their pages are ready
     groups: tuple[tuple[int, int], ...] = ()  # layer groups announced by the engine
     deferred: list[SendPages] = field(default_factory=list)  # pages of an early stage that sends only at finish()

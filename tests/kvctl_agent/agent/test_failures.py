@@ -186,6 +186,35 @@ class TestDisagreement:
         assert receive.error is not None
         assert factor in receive.error["text"]
 
+    @pytest.mark.parametrize(
+        ("prefill", "decode", "text"),
+        [
+            ({"tokens": 33}, {"tokens": 35}, "computes a prompt of 33 tokens, decode-0 expects 35"),
+            ({"tokens": 35, "digest": 8}, {"tokens": 35, "digest": 9}, f"digest {8:016x} ≠ {9:016x}"),
+            ({"digest": 8}, {"tokens": 35, "digest": 9}, f"digest {8:016x} ≠ {9:016x}"),
+            ({"tokens": 35}, {"tokens": 35, "digest": 9}, ""),
+            ({"tokens": 35, "digest": 9}, {}, ""),
+            ({}, {"tokens": 35, "digest": 9}, ""),
+        ],
+    )
+    @pytest.mark.parametrize("first", ["prefill", "decode"])
+    def test_on_the_prompt(self, make_fleet: Any, prefill: Any, decode: Any, text: str, first: str) -> None:
+        fleet = make_fleet(decode=(1, 2), prefill=(1, 4)).start()
+        room = fleet.room(1, 9)
+        for role in (first, "decode" if first == "prefill" else "prefill"):
+            fleet.claim(room, **prefill) if role == "prefill" else fleet.receive(room, **decode)
+        for send in room.sends:
+            send.pages(room.src, last=True)
+            send.finish()
+        assert room.wait(60) == (FAILED if text else SUCCESS)
+        if text:
+            assert {error["code"] for error in room.errors()} == {"KV_PLAN_MISMATCH"}
+            assert len(room.errors()) == 6
+            assert all("room 1: this side computes" in error["text"] for error in room.errors())
+            assert text in room.errors()[0]["text"]
+        fleet.settle()
+        fleet.run(2, 9)
+
     @pytest.mark.parametrize("segment", ["kv", "draft", "window", "conv", "kv k_scale"])
     def test_on_the_dtype_though_the_bytes_are_as_many(self, tmp_path: Path, segment: str) -> None:
         def agent(role: str, odd: torch.dtype) -> Agent:

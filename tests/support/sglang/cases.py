@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -106,6 +106,7 @@ class Room:
     (`prefill_dp` None: as SGLang derives it from the room). A room that is not `opened` is unknown to decode; with
     `routed` the request carries prefill's DP rank, as from a router that chooses it; with `held` prefill never makes
     its last send. `content` off leaves out writing and comparing (benchmarks).
+    The prompt has the token ids from `first_id` on; `at_decode` is its length and first id there if decode has another.
     """
 
     room: int
@@ -120,6 +121,12 @@ class Room:
     abort_prefill: Abort | None = None
     abort_decode: Abort | None = None
     content: bool = True
+    first_id: int = 0
+    at_decode: tuple[int, int] | None = None
+
+    @property
+    def of_decode(self) -> "Room":
+        return self if self.at_decode is None else replace(self, tokens=self.at_decode[0], first_id=self.at_decode[1])
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Request:
         self.bootstrap_port = port
         self.bootstrap_room = room.room
         self.disagg_prefill_dp_rank = routed_dp
-        self.origin_input_ids = array("q", range(room.tokens))
+        self.origin_input_ids = array("q", range(room.first_id, room.first_id + room.tokens))
         self.output_ids = array("q")
         self.pages: list[int] = []
         self.kv = SimpleNamespace(
@@ -48,7 +48,7 @@ class Request:
         self.to_finish = None
         self.finished_reason: Any = None
         self.return_logprob = self.return_sampling_mask = self.return_routed_experts = False
-        self.lora_id = self.priority = self.extra_key = None
+        self.lora_id = self.priority = self.extra_key = self.cache_salt = None
         self.arrival_processed_tokens = 0
         self.start_send_idx = self.extend_end = self.disagg_decode_prefix_len = 0
         self.cache_request_handle: Any = StandIn()
@@ -397,7 +397,7 @@ def decode_scheduler(runtime: Runtime, deadline_s: float, say: Say) -> Any:
 
         def admit(self, room: Room) -> None:
             dp = room.prefill_dp if room.routed else None
-            req = Request(room, runtime.bootstrap_port, dp, self.case.model.hidden)
+            req = Request(room.of_decode, runtime.bootstrap_port, dp, self.case.model.hidden)
             self.requests.append(req)
             queue = self.disagg_decode_prealloc_queue
             queue.add(req)

@@ -174,7 +174,8 @@ class Server:
 
     def add(self, name: str, tokens: int, params: dict[str, Any] | None, prompt: int = 0) -> Job:
         """Takes a request in, which waits from then on."""
-        request = vllm.Request(name, tokens, params)
+        ids = [prompt % (1 << 32) + place for place in range(tokens)]
+        request = vllm.Request(name, tokens, params, prompt_token_ids=ids)
         self.jobs[name] = job = Job(request, prompt, tuple([] for _ in self.model.groups))
         self.scheduler.on_new_request(request)
         return job

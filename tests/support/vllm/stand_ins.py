@@ -59,6 +59,7 @@ class ParallelConfig:
 @dataclass
 class CacheConfig:
     cache_dtype: str = "auto"
+    enable_prefix_caching: bool = True
 
 
 class ModelConfig:
@@ -221,10 +222,13 @@ class Request:
     prompt_embeds: Any = None
     prompt_token_ids: list[int] | None = None
     _all_token_ids: list[int] = field(default_factory=list)
+    mm_features: list[Any] = field(default_factory=list)
+    lora_request: Any = None
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
-        self.prompt_token_ids = list(range(self.num_prompt_tokens))
-        self._all_token_ids = list(range(self.num_prompt_tokens))
+        self.prompt_token_ids = self.prompt_token_ids or list(range(self.num_prompt_tokens))
+        self._all_token_ids = list(self.prompt_token_ids)
 
 
 @dataclass

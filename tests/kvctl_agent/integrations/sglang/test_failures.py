@@ -52,6 +52,23 @@ def test_aborts_of_either_side_fail_the_room_on_both_and_no_other() -> None:
         pair.transfer([Room(20 + i, tokens=480 if i == 5 else 96, chunks=(32,)) for i in range(8)], window=8).check()
 
 
+def test_another_prompt_at_decode_fails_the_room_on_every_rank_of_both_servers() -> None:
+    """Prompts of 90 and 96 tokens have equally many pages: nothing but their lengths tells them apart."""
+    with PDPair(CASE) as pair:
+        rooms = [
+            Room(1, tokens=90, at_decode=(96, 0)),
+            Room(2, tokens=96, at_decode=(90, 0), prefix=32),
+            Room(3, tokens=96, chunks=(32,), at_decode=(96, 1)),
+        ]
+        outcome = pair.transfer([*rooms, *FINE], window=8)
+        check_others(outcome, {room.room for room in rooms})
+        assert "this side computes a prompt of 90 tokens, decode" in outcome.reasons(1, "decode")
+        assert outcome.reasons(1, "prefill").count("expects 96") == CASE.prefill.tp
+        assert "a prompt of 96 tokens" in outcome.reasons(2, "decode")
+        assert "this side computes another prompt than decode" in outcome.reasons(3, "decode")
+        pair.transfer(FINE).check()
+
+
 def test_room_that_decode_never_opens_fails_after_sglangs_bootstrap_timeout() -> None:
     with PDPair(CASE) as pair:
         outcome = pair.transfer([Room(7, opened=False), *FINE])
@@ -78,9 +95,9 @@ def test_decode_fails_the_rooms_of_a_killed_prefill_and_serves_its_successor() -
 
 def test_prefill_fails_the_rooms_of_a_killed_decode_and_serves_its_successor() -> None:
     with PDPair(CASE) as pair:
-        lost = [Room(10, tokens=96, chunks=(48,), held=True)]
-        pair.begin(lost, "decode")
-        pair.begin([dataclasses.replace(lost[0], held=False, tokens=480, chunks=(48,)), *FINE[:1]], "prefill")
+        lost = Room(10, tokens=480, chunks=(48,))
+        pair.begin([lost], "decode")
+        pair.begin([lost, *FINE[:1]], "prefill")
         pair.wait_event("prefill", "chunk", 10, count=2)
         pair.kill("decode")
         outcome = pair.finish("prefill")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Iterable, Mapping
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl_agent.request_id import room_number
+from kvctl_agent.integrations.sglang import prompts
+from kvctl_agent.request_id import prompt_digest, room_number
 from tests.support.vllm import stand_ins as vllm
 from tests.support.vllm.modules import metadata, scheduler
 from tests.support.vllm.server import Model
@@ -20,6 +23,7 @@ TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id"
 FROM_PREFILL = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": "7f3a", "kvctl_prefill": PREFILL}
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 BLOCK = 16
+DIGEST = prompt_digest(range(40))
 PLAIN = Model()
 HYBRID = Model(groups=(((0,), None), ((1,), 32)))
 Tables = dict[str, tuple[list[int], ...]]
@@ -77,7 +81,7 @@ class TestPrefill:
         prefill = half()
         prefill.on_new_request(request({**TO_DECODE, "traceparent": TRACE}))
         assert prefill.pending
-        assert prefill.step(idle()).sends == [("r", "7f3a", TRACE)]
+        assert prefill.step(idle()).sends == [("r", "7f3a", TRACE, 40, DIGEST)]
         assert not prefill.pending
 
     def test_the_trace_context_of_its_headers_is_taken_too(self) -> None:
@@ -86,14 +90,14 @@ class TestPrefill:
         traced.trace_headers = {"traceparent": TRACE}
         prefill.on_new_request(traced)
         meta = prefill.step(output({"r": ([5, 6, 7],)}, {"r": (0, 40)}))
-        assert meta.sends == [("r", "7f3a", TRACE)]
+        assert meta.sends == [("r", "7f3a", TRACE, 40, DIGEST)]
         traced.status = vllm.RequestStatus.FINISHED_STOPPED
         assert prefill.finished(traced)[1]["traceparent"] == TRACE
 
     def test_without_a_transfer_id_the_request_names_the_room(self) -> None:
         prefill = half()
         prefill.on_new_request(request({"do_remote_decode": True, "transfer_id": True}, name="cmpl-1"))
-        assert prefill.step(idle()).sends == [("cmpl-1", "cmpl-1", "")]
+        assert prefill.step(idle()).sends == [("cmpl-1", "cmpl-1", "", 40, DIGEST)]
 
     def test_a_transfer_id_may_be_the_number_of_a_room(self) -> None:
         prefill = half()
@@ -234,6 +238,69 @@ class TestPrefill:
         assert (name, reason) == ("r", "the request ended at the prefill engine before its prompt was computed")
 
 
+class TestDigests:
+    """What determines the KV of a prompt, as both servers have it."""
+
+    CHANGES: ClassVar[dict[str, Any]] = {
+        "prompt_token_ids": [1, *range(39)],
+        "lora_request": SimpleNamespace(lora_name="a"),
+        "cache_salt": "a",
+        "mm_features": [SimpleNamespace(identifier="a")],
+    }
+
+    @pytest.mark.parametrize("change", CHANGES)
+    def test_what_determines_the_kv_is_part_of_it(self, change: str) -> None:
+        changed = request(TO_DECODE)
+        setattr(changed, change, self.CHANGES[change])
+        digest = metadata.digest_of(changed, 40, True)
+        assert digest not in (None, DIGEST)
+        assert digest == metadata.digest_of(changed, 40, True)
+
+    @pytest.mark.parametrize("unknown", [{"prompt_embeds": [[1.0]]}, {"prompt_token_ids": None}])
+    def test_it_is_unknown_without_token_ids(self, unknown: dict[str, Any]) -> None:
+        changed = request(TO_DECODE)
+        for name, value in unknown.items():
+            setattr(changed, name, value)
+        assert metadata.digest_of(changed, 40, True) is None
+
+    @pytest.mark.parametrize("broken", [{"cache_salt": 7}, {"prompt_token_ids": [1 << 64] * 40}])
+    def test_what_no_digest_can_be_computed_of_costs_the_engine_nothing(self, broken: dict[str, Any]) -> None:
+        changed = request(TO_DECODE)
+        for name, value in broken.items():
+            setattr(changed, name, value)
+        assert metadata.digest_of(changed, 40, True) is None
+
+    def test_inputs_that_are_named_by_the_request_make_it_unknown(self) -> None:
+        changed = request(TO_DECODE)
+        changed.mm_features = self.CHANGES["mm_features"]
+        prefill = scheduler.ConnectorScheduler(REGISTRY, PLAIN.config(1), 1, media_hashed=False)
+        prefill.on_new_request(changed)
+        assert [send.digest for send in prefill.step(idle()).sends] == [None]
+
+    @pytest.mark.parametrize("model", [PLAIN, HYBRID])
+    def test_both_servers_have_the_same(self, model: Model) -> None:
+        """Of a model with windows both leave the last token out, which decode computes."""
+        prefill, decode = half(model), half(model)
+        prefill.on_new_request(request(TO_DECODE))
+        [send] = prefill.step(idle()).sends
+        wanted = request(FROM_PREFILL)
+        decode.on_new_request(wanted)
+        [receive] = allocate(decode, wanted, 0, [5, 6, 7], [8, 9, 10]).receives
+        assert (send.tokens, send.digest) == (receive.tokens, receive.digest)
+
+    def test_sglang_has_the_same(self) -> None:
+        salted = request(TO_DECODE)
+        salted.cache_salt, salted.lora_request = "tenant", SimpleNamespace(lora_name="a")
+        runner = SimpleNamespace(lora_manager=SimpleNamespace(lora_refs={"7": SimpleNamespace(lora_name="a")}))
+        server = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
+        theirs: dict[str, Any] = {"origin_input_ids": array("q", range(38)), "output_ids": array("q", range(38, 45))}
+        theirs |= {"rid": "r", "lora_id": "7", "cache_salt": "tenant", "multimodal_inputs": None, "input_embeds": None}
+        found = prompts.prompt_of(server, SimpleNamespace(**theirs), 40)
+        assert found == (40, metadata.digest_of(salted, 40, True))
+        for unknown in ({"lora_id": "8"}, {"multimodal_inputs": object()}, {"input_embeds": [[0.5]]}):
+            assert prompts.prompt_of(server, SimpleNamespace(**theirs | unknown), 40) == (40, None)
+
+
 class TestDecode:
     def test_all_of_a_prompt_is_received(self) -> None:
         decode = half()
@@ -241,7 +308,7 @@ class TestDecode:
         decode.on_new_request(wanted)
         assert decode.matched_tokens(wanted, 0) == (40, True)
         meta = allocate(decode, wanted, 0, [5, 6, 7])
-        assert meta.receives == [("r", "7f3a", PREFILL, TRACE, ([5, 6, 7],), 0, 40)]
+        assert meta.receives == [("r", "7f3a", PREFILL, TRACE, ([5, 6, 7],), 0, 40, DIGEST)]
 
     def test_a_cached_prefix_is_not_received(self) -> None:
         decode = half()
@@ -249,7 +316,7 @@ class TestDecode:
         decode.on_new_request(wanted)
         assert decode.matched_tokens(wanted, 16) == (24, True)
         meta = allocate(decode, wanted, 16, [5, 6, 7])
-        assert meta.receives == [("r", "7f3a", PREFILL, "", ([6, 7],), 16, 40)]
+        assert meta.receives == [("r", "7f3a", PREFILL, "", ([6, 7],), 16, 40, DIGEST)]
 
     def test_a_prompt_that_is_cached_is_refused_at_prefill(self) -> None:
         decode = half()

@@ -142,6 +142,26 @@ def make_pair(no_leaks: None, socket_dir: Path) -> Iterator[MakePair]:
         yield lambda *arguments, **options: start(stack, *arguments, **options)
 
 
+class TestPrompts:
+    """Prefill computes another prompt than decode asks for, in as many blocks: the request fails on both servers."""
+
+    @pytest.mark.parametrize(("tokens", "prompt"), [(97, 0), (110, 0), (100, 1)])
+    @pytest.mark.parametrize("first", ["prefill", "decode"])
+    def test_other_prompts_are_not_received(self, pair: Pair, tokens: int, prompt: int, first: str) -> None:
+        name = pair.name()
+        params = {"do_remote_prefill": True, "transfer_id": name, "kvctl_prefill": pair.registry}
+        if first == "prefill":
+            pair.prefill.step({pair.to_prefill(name): 100})
+        pair.decode.add(name, tokens, params, room_number(name) + prompt)
+        pair.decode.receive(name)
+        pair.decode.step()
+        if first == "decode":
+            pair.decode.step()
+            pair.prefill.step({pair.to_prefill(name): 100})
+        pair.prefill.wait(lambda: name in pair.decode.failed, "fail at decode", pair.decode)
+        assert pair.failures(name) == {"prefill": "KV_PLAN_MISMATCH", "decode": "KV_PLAN_MISMATCH"}
+
+
 class TestOrders:
     def test_prefill_first(self, pair: Pair) -> None:
         name = pair.to_prefill(pair.name())
