@@ -6,14 +6,15 @@ It builds, starts and closes the components in `kvctl_agent.parts`.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -36,6 +37,7 @@ from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.layout.sizes import as_list
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.parts import (
+    AgentParts,
     PartFactories,
     build_parts,
     check_arguments,
@@ -65,6 +67,9 @@ from kvctl_agent.runtime.page_owners import written
 from kvctl_agent.security.curve import load_fleet_key
 from kvctl_agent.telemetry.hub import Telemetry
 
+H = TypeVar("H", Send, Receive)
+
+_CLOSE_S = 5.0
 _SHORTEST_STOP_S = 0.1  # time that each thread has to stop, even if the deadline has passed
 
 
@@ -153,8 +158,7 @@ class Agent:
         except BaseException:
             self.parts.release(ended=self.parts.stop(_SHORTEST_STOP_S))
             raise
-        self._drain_again = False  # after `register`
-        self._gave_back = True  # its memory, the last time that it was unregistered
+        self._released = False  # the components, so that nothing accesses the pool any more
         self._switch_interval_s: float | None = None  # of the process before `start` changed it
         # An engine that does not close its agent still exits cleanly. The reference is weak so that an agent that was
         # never started can be collected; one that was is referenced by the handlers of its admin thread.
@@ -229,30 +233,39 @@ class Agent:
     def start(self) -> Agent:
         """Starts the threads and the admin socket, and returns the agent without waiting for peers (see `wait_ready`).
 
+        If it raises, the agent is closed.
+
         Raises:
             ConfigError: a configured endpoint is in use or cannot be bound, or the package of an exporter is missing.
             AdminError: another agent with this name is running, or the path of the socket is too long.
+            LocalProtocolError: the agent was started before, or another thread has closed it meanwhile.
         """
         parts = self.parts
-        parts.lifecycle.start()
-        try:
-            self.admin.start()
-            parts.exports.start(
-                lambda: self.observe.metrics(),
-                parts.telemetry,
-                ready=lambda: readiness(self.parts.lifecycle, self.role),
-                alive=lambda: liveness(self.parts.lifecycle, self.parts.control, self.settings["lost_s"]),
-            )
-            if (interval_ms := parts.settings["switch_interval_ms"]) is not None:
-                before_s = sys.getswitchinterval()
-                sys.setswitchinterval(interval_ms * 1e-3)
-                if sys.getswitchinterval() != before_s:  # another agent of the process may have changed it
-                    self._switch_interval_s = before_s
-            parts.start(self.admin.remote_address, str(self.admin.path))
-        except BaseException:
-            self.close()
-            raise
+        with self._change("start"):
+            parts.lifecycle.check_new()
+            try:
+                self._start()
+                parts.lifecycle.started()
+            except BaseException:
+                parts.lifecycle.close(time.monotonic() + _CLOSE_S)  # the end of the change shuts the agent down
+                raise
         return self
+
+    def _start(self) -> None:
+        parts = self.parts
+        self.admin.start()
+        parts.exports.start(
+            lambda: self.observe.metrics(),
+            parts.telemetry,
+            ready=lambda: readiness(self.parts.lifecycle, self.role),
+            alive=lambda: liveness(self.parts.lifecycle, self.parts.control, self.settings["lost_s"]),
+        )
+        if (interval_ms := parts.settings["switch_interval_ms"]) is not None:
+            before_s = sys.getswitchinterval()
+            sys.setswitchinterval(interval_ms * 1e-3)
+            if sys.getswitchinterval() != before_s:  # another agent of the process may have changed it
+                self._switch_interval_s = before_s
+        parts.start(self.admin.remote_address, str(self.admin.path))
 
     def connect(self, prefill: str) -> None:
         """Decode: connects to a further prefill instance; returns without waiting for it (see `serving`).
@@ -353,12 +366,14 @@ class Agent:
         Args:
             timeout: longest time to wait, in seconds.
 
+        If another thread closes or unregisters the agent meanwhile, their rooms end by that.
+
         Raises:
             DeadlineExceeded: the message names the rooms still in flight.
         """
-        deadline = time.monotonic() + check_timeout(timeout)
-        self.parts.lifecycle.leave()
-        while rooms := {*self.parts.handles.rooms, *self.parts.machine.unanswered()}:
+        deadline, parts = time.monotonic() + check_timeout(timeout), self.parts
+        parts.lifecycle.leave()
+        while rooms := {*parts.handles.rooms, *(parts.machine.unanswered() if self.draining else ())}:
             if time.monotonic() >= deadline:
                 first = ", ".join(str(room) for room in sorted(rooms)[:8])
                 raise DeadlineExceeded(f"{self.name}: rooms still in flight after {timeout:g} s: {first}")
@@ -377,33 +392,34 @@ class Agent:
             DeadlineExceeded: something of the named rooms may still be in flight, and the agent accepts rooms again,
                 unless it was draining before; or a thread or copy has not ended, and the agent can only be closed. The
                 pool must not be freed.
-            LocalProtocolError: the agent is not running.
+            LocalProtocolError: the agent is not running, an operator has resumed it meanwhile, or another thread
+                starts, unregisters, registers or closes it.
         """
         deadline = time.monotonic() + check_timeout(timeout)
-        parts, was_draining = self.parts, self.draining
-        parts.lifecycle.begin_drain()
-        aborted: set[int] = set()
-        while (rooms := {*parts.handles.rooms, *parts.machine.rooms}) or not self._refuses_rooms:
-            # Rooms of a prefill rank that only decode ranks have opened: the engine will not begin them any more.
-            for room in rooms.difference(parts.handles.rooms, aborted) if self.role == "prefill" else ():
-                parts.mailbox.put(ev.AbortRoom(room, f"agent {self.name}: {UNREGISTERED}"))
-                aborted.add(room)
-            if time.monotonic() >= deadline:
-                if not was_draining:
-                    parts.lifecycle.resume()
-                first = ", ".join(str(room) for room in sorted(rooms)[:8])
-                raise DeadlineExceeded(
-                    f"{self.name}: its memory cannot be given back, rooms still in flight after {timeout:g} s: {first}"
-                )
-            time.sleep(0.002)
-        parts.lifecycle.unregister()
-        self._drain_again = was_draining
-        ended = parts.stop(max(_SHORTEST_STOP_S, deadline - time.monotonic()))
-        self._gave_back = parts.release(ended=ended)
-        if not self._gave_back:
-            raise DeadlineExceeded(f"{self.name}: its control thread or a copy has not ended: its memory must stay")
-        parts.machine.peers.clear()  # shown by the admin socket
-        parts.telemetry.recorder.record("memory", UNREGISTERED)
+        with self._change("unregister"):
+            parts, lifecycle = self.parts, self.parts.lifecycle
+            lifecycle.begin_drain(to_unregister=True)
+            aborted: set[int] = set()
+            while not (self._refuses_rooms and lifecycle.unregister()):
+                rooms = {*parts.handles.rooms, *parts.machine.rooms}
+                # Rooms of a prefill rank that only decode ranks have opened: the engine will not begin them any more.
+                for room in rooms.difference(parts.handles.rooms, aborted) if self.role == "prefill" else ():
+                    parts.mailbox.put(ev.AbortRoom(room, f"agent {self.name}: {UNREGISTERED}"))
+                    aborted.add(room)
+                if time.monotonic() >= deadline:
+                    lifecycle.end_unregister_drain()
+                    first = ", ".join(str(room) for room in sorted(rooms)[:8])
+                    raise DeadlineExceeded(
+                        f"{self.name}: its memory cannot be given back, rooms still in flight after {timeout:g} s: "
+                        f"{first}"
+                    )
+                time.sleep(0.002)
+            ended = parts.stop(max(_SHORTEST_STOP_S, deadline - time.monotonic()))
+            self._released = parts.release(ended=ended)
+            if not self._released:
+                raise DeadlineExceeded(f"{self.name}: its control thread or a copy has not ended: its memory must stay")
+            parts.machine.peers.clear()  # shown by the admin socket
+            parts.telemetry.recorder.record("memory", UNREGISTERED)
 
     @property
     def _refuses_rooms(self) -> bool:
@@ -420,51 +436,93 @@ class Agent:
 
         Raises:
             MemoryLayoutError: the pool's geometry differs from the former one; the text names what differs.
-            LocalProtocolError: the agent is not unregistered, or has not given its memory back.
+            LocalProtocolError: the agent is not unregistered, has not given its memory back, or another thread
+                registers or closes it.
             ConfigError, DeviceError, TransportUnavailable: as `Agent` and `start`. The agent stays unregistered.
         """
-        former = self.parts
-        if former.lifecycle.state != "unregistered":
-            raise LocalProtocolError(f"agent {self.name} is {former.lifecycle.state}, not unregistered")
-        if not self._gave_back:
-            raise LocalProtocolError(f"agent {self.name} has not given its memory back: close it and create another")
-        pool = self.pool if pool is None else pool
-        model, on_state, *_ = self._arguments
-        check_arguments(self.role, self.rank, pool, self.name, model, on_state)
-        check_same_geometry(former, pool, model)
-        instances = former.lifecycle.instances
-        parts = build_parts(self.name, self.role, self.rank, pool, instances, *self._arguments, former)
-        try:
-            parts.lifecycle.start()
-            parts.start(self.admin.remote_address, str(self.admin.path))
-            if self._drain_again:
-                parts.lifecycle.begin_drain()
-        except BaseException:
-            parts.release(ended=parts.stop(_SHORTEST_STOP_S))
-            raise
-        self.pool, self.parts = pool, parts
-        self.observe = AdminQueries(ObservedAgent(parts, self._integration))
-        self.admin.replace(self._admin_handlers())
+        with self._change("register"):
+            former, former_pool, lifecycle = self.parts, self.pool, self.parts.lifecycle
+            if lifecycle.state != "unregistered":
+                raise LocalProtocolError(f"agent {self.name} is {lifecycle.state}, not unregistered")
+            if not self._released:
+                text = "has not given its memory back: close it and create another"
+                raise LocalProtocolError(f"agent {self.name} {text}")
+            pool = self.pool if pool is None else pool
+            model, on_state, *_ = self._arguments
+            check_arguments(self.role, self.rank, pool, self.name, model, on_state)
+            check_same_geometry(former, pool, model)
+            parts = build_parts(
+                self.name, self.role, self.rank, pool, lifecycle.instances, *self._arguments, former=former
+            )
+            try:
+                if lifecycle.drains_again:
+                    parts.mailbox.put(ev.Drain(True))
+                opened = parts.start(self.admin.remote_address, str(self.admin.path))
+                self.pool, self.parts = pool, parts
+                lifecycle.register(opened, parts.registries, parts.machine, parts.mailbox, parts.handles)
+                self._released = False
+            except BaseException:
+                self.pool, self.parts = former_pool, former
+                parts.release(ended=parts.stop(_SHORTEST_STOP_S))
+                raise
+            self.observe = AdminQueries(ObservedAgent(parts, self._integration))
+            self.admin.replace(self._admin_handlers())
 
-    def close(self, timeout: float = 5.0) -> None:
+    @contextlib.contextmanager
+    def _change(self, call: str) -> Iterator[None]:
+        """Runs `start`, `unregister` or `register`, one at a time; then shuts the agent down if it has been closed."""
+        lifecycle = self.parts.lifecycle
+        lifecycle.begin(call)
+        try:
+            yield
+        finally:
+            if lifecycle.end():
+                self._shut_down()
+
+    def close(self, timeout: float = _CLOSE_S) -> None:
         """Fails the rooms in flight, stops all threads and releases all resources, within about `timeout` seconds.
 
-        Idempotent. In a forked child it does nothing, because threads and memory belong to the parent.
+        From its start no room is begun any more: `send` and `receive` raise LocalProtocolError. Any thread may call it,
+        also if another one is in `start`, `unregister`, `register` or `close`. It then waits for that call, which gives
+        up as soon as it can, raises LocalProtocolError unless it has just been completed, and releases everything
+        before it returns: even if that is later than `timeout`, nothing is left.
+
+        Idempotent; if a thread or a copy has not ended in time, a further call continues. In a forked child it does
+        nothing, because threads and memory belong to the parent.
         """
         timeout = check_timeout(timeout)
+        if self.parts.local.pid != os.getpid():
+            return
+        lifecycle = self.parts.lifecycle
+        if lifecycle.close(time.monotonic() + timeout):
+            self._shut_down()
+        elif not lifecycle.wait_closed(timeout):
+            text = f"another thread has not closed the agent within {timeout:g} s, and will do it later"
+            self.telemetry.recorder.record("close", text, "warning")
+
+    def _shut_down(self) -> None:
+        """Releases everything; the agent is closed, and no other thread changes it."""
+        lifecycle = self.parts.lifecycle
+        try:
+            self._release(lifecycle.closed_from in ("running", "draining"), lifecycle.deadline_s)
+        finally:
+            lifecycle.closed(complete=self._released)
+
+    def _release(self, running: bool, deadline_s: float) -> None:
+        """Releases everything; may be repeated.
+
+        Args:
+            running: rooms may be open, whose peers are told.
+            deadline_s: monotonic time at which it should have ended.
+        """
         parts = self.parts
-        if parts.local.pid != os.getpid():
-            return
-        before = parts.lifecycle.close()
-        if before == "closed":
-            return
-        deadline = time.monotonic() + timeout
-        if before in ("running", "draining"):
+        if running:
             for room in parts.handles.rooms:
                 parts.mailbox.put(ev.AbortRoom(room, f"agent {self.name} is closing"))
-            while parts.handles.rooms and time.monotonic() < deadline - timeout / 2:
+            until_s = (time.monotonic() + deadline_s) / 2
+            while parts.handles.rooms and time.monotonic() < until_s:
                 time.sleep(0.002)
-        ended = before == "unregistered" or parts.stop(max(_SHORTEST_STOP_S, deadline - time.monotonic()))
+        ended = self._released or parts.stop(max(_SHORTEST_STOP_S, deadline_s - time.monotonic()))
         if self._switch_interval_s is not None:
             sys.setswitchinterval(self._switch_interval_s)
         try:
@@ -473,8 +531,8 @@ class Agent:
             parts.telemetry.recorder.record("admin", str(error), "warning")
         atexit.unregister(self._at_exit)
         parts.exports.close()
-        if before != "unregistered":
-            parts.release(ended=ended)
+        if not self._released:
+            self._released = parts.release(ended=ended)
 
     def __enter__(self) -> Agent:
         return self
@@ -529,16 +587,17 @@ class Agent:
         room, fake = check_room(room), check_flag("fake", fake)
         request_id, traceparent = check_request_id(room, request_id), valid_traceparent(traceparent)
         prompt = check_prompt(room, tokens, digest)
-        self._check_takes("prefill", begun=fake or self.parts.machine.knows(room))
+        parts = self.parts
+        begun = fake or parts.machine.knows(room)
+        self._check_takes("prefill", begun=begun)
         if not fake:
             self._check_dp_group(room)
         # An engine that asks for the state once per forward would otherwise learn only after the next one that the room
         # is opened already.
-        prefix = None if fake else self.parts.machine.opened_prefix(room)
+        prefix = None if fake else parts.machine.opened_prefix(room)
         event = ev.SendRoom(room, request_id, traceparent, prefix, *prompt)
-        handle = Send(room, _discard if fake else self.parts.mailbox.put, self._limits(), self.parts.forwards, prefix)
-        self._begin(handle, event, fake)
-        return handle
+        post = _discard if fake else parts.mailbox.put
+        return self._begin(parts, Send(room, post, self._limits(parts), parts.forwards, prefix), event, fake, begun)
 
     def receive(
         self,
@@ -588,6 +647,7 @@ class Agent:
         """
         room, fake = check_room(room), check_flag("fake", fake)
         request_id, traceparent = check_request_id(room, request_id), valid_traceparent(traceparent)
+        parts = self.parts
         self._check_takes("decode", begun=fake)
         if prefill is not None:
             self._check_endpoint(prefill)
@@ -595,14 +655,13 @@ class Agent:
         instance = prefill or self.bootstrap
         if instance is None and not fake:
             raise LocalProtocolError(f"room {room}: {NO_INSTANCE} to {self.name}: pass prefill=, or call connect")
-        opening = self._limits().opening(room, instance or "", *wanted)
+        opening = self._limits(parts).opening(room, instance or "", *wanted)
         if request_id or traceparent:
             opening = msgspec.structs.replace(opening, request_id=request_id, traceparent=traceparent)
-        handle = Receive(room, _discard if fake else self.parts.mailbox.put, self.pool.device)
+        handle = Receive(room, _discard if fake else parts.mailbox.put, parts.pool.device)
         if prefill is not None and not fake:
-            self.parts.lifecycle.add_instance(prefill)
-        self._begin(handle, opening, fake, written(opening))
-        return handle
+            parts.lifecycle.add_instance(prefill)
+        return self._begin(parts, handle, opening, fake, fake, written(opening))
 
     def refuse(self, room: int, reason: str, *, prefill: str | None = None) -> None:
         """Decode: ends a room for which this engine has no pages and will have none; returns without waiting.
@@ -622,15 +681,16 @@ class Agent:
             ConfigError: `prefill` is not an endpoint, or needs keys.
         """
         room = check_room(room)
-        self._check_running("decode", begun=True)
+        parts = self.parts
+        parts.lifecycle.check_takes("decode", begun=True)
         if not isinstance(reason, str) or not reason:
             raise LocalProtocolError(f"room {room}: reason is {shown(reason)}: it must be text")
-        if self.parts.handles.is_open(room):
+        if parts.handles.is_open(room):
             raise LocalProtocolError(f"room {room} is open on {self.name}: abort it")
-        opening = self._limits().opening(
+        opening = self._limits(parts).opening(
             room, self._instance(prefill, f"room {room}: "), (), 0, None, (), True, None, ()
         )
-        self.parts.mailbox.put(msgspec.structs.replace(opening, refusal=encodable(str(reason[:MAX_TEXT]))))
+        parts.lifecycle.post(msgspec.structs.replace(opening, refusal=encodable(str(reason[:MAX_TEXT]))))
 
     def renew(self, rooms: Sequence[int], *, prefill: str | None = None) -> None:
         """Decode: asks a prefill instance to keep rooms that this engine is going to open.
@@ -648,14 +708,14 @@ class Agent:
                 decode agent.
             ConfigError: `prefill` is not an endpoint, or needs keys.
         """
-        self._check_running("decode", begun=True)
+        self.parts.lifecycle.check_takes("decode", begun=True)
         listed = as_list(rooms)
         if listed is None:
             raise LocalProtocolError(f"rooms is {shown(rooms)}: it must be a list of room numbers")
         numbers = tuple(map(check_room, listed))
         if len(numbers) > MAX_RENEWED:
             raise LocalProtocolError(f"{len(numbers)} rooms to renew: at most {MAX_RENEWED} at once")
-        self.parts.mailbox.put(ev.RenewRooms(self._instance(prefill), numbers))
+        self.parts.lifecycle.post(ev.RenewRooms(self._instance(prefill), numbers))
 
     def _instance(self, prefill: str | None, where: str = "") -> str:
         """Returns the endpoint of a prefill instance, to which the agent connects; None: that of its first one.
@@ -685,35 +745,43 @@ class Agent:
             )
 
     def _check_takes(self, role: str, *, begun: bool) -> None:
-        """Like `_check_running`, for a room; counts and records a refusal."""
+        """As `Lifecycle.check_takes`, for a room; counts and records a refusal."""
         try:
-            self._check_running(role, begun=begun)
+            self.parts.lifecycle.check_takes(role, begun=begun)
         except LocalProtocolError as error:
             self.telemetry.metrics.add("kvctl_rooms_refused_total", 1, "state" if self.role == role else "role")
             self.telemetry.recorder.record("room", str(error), "warning")
             raise
 
-    def _check_running(self, role: str, *, begun: bool) -> None:
-        """Raises LocalProtocolError unless the agent has this role and accepts rooms (when draining: only `begun`)."""
-        if self.role != role or not (self.accepting or (self.draining and begun)):
-            raise LocalProtocolError(
-                f"agent {self.name} ({self.role}, {self.parts.lifecycle.state}) takes no {role} rooms"
-            )
+    def _begin(
+        self,
+        parts: AgentParts,
+        handle: H,
+        event: ev.Event,
+        fake: bool,
+        begun: bool,
+        written: tuple[ev.Pages, ...] = (),
+    ) -> H:
+        """Begins a room, and returns its handle.
 
-    def _begin(self, handle: Send | Receive, event: ev.Event, fake: bool, written: tuple[ev.Pages, ...] = ()) -> None:
+        Args:
+            parts: the components for which the handle was made: `register` in another thread replaces them.
+            begun: whether the room may begin although the agent is draining.
+            written: the memory that the room receives into.
+        """
         if fake:
-            self.parts.handles.finish(handle)
+            parts.handles.finish(handle)
         else:
-            self.parts.handles.add(handle, written)
-            self.parts.mailbox.put(event)
+            parts.lifecycle.open_room(parts.handles, handle, event, written, begun)
+        return handle
 
-    def _limits(self) -> PoolLimits:
-        segments = self.pool.segments
-        slots = tuple(memory.num_slots for memory in segments if memory.shard.segment.state)
-        groups = tuple(memory.num_slots for memory in segments if memory.shard.segment.table)
-        sizes = tuple(group.page_size for group in self.parts.local.shape.groups)
-        page_tokens = self.pool.page_size * (self.rank.cp_size if self.role == "decode" else 1)
-        return PoolLimits(self.pool.num_pages, self.pool.aux_slots, self.layers, slots, groups, sizes, page_tokens)
+    def _limits(self, parts: AgentParts) -> PoolLimits:
+        pool, local = parts.pool, parts.local
+        slots = tuple(memory.num_slots for memory in pool.segments if memory.shard.segment.state)
+        groups = tuple(memory.num_slots for memory in pool.segments if memory.shard.segment.table)
+        sizes = tuple(group.page_size for group in local.shape.groups)
+        page_tokens = pool.page_size * (self.rank.cp_size if self.role == "decode" else 1)
+        return PoolLimits(pool.num_pages, pool.aux_slots, local.layers, slots, groups, sizes, page_tokens)
 
     def set_pipeline(self, mode: str) -> None:
         """Changes the layer grouping of later forwards: `mode` is off, on, measured, or the layers per group."""

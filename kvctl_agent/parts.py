@@ -146,23 +146,33 @@ class AgentParts:
     mailbox: Mailbox
     context: zmq.Context[zmq.Socket[bytes]]
     control_channel: ControlChannel
+    registries: Registries
     control: ControlLoop
     lifecycle: Lifecycle
 
-    def start(self, admin: str, socket: str) -> None:
+    def start(self, admin: str, socket: str) -> Sequence[str]:
         """Binds and connects the control sockets, and starts the threads. Raises as `Agent.start`.
 
         Args:
             admin: tcp:// endpoint of the admin server; "" if it has none.
             socket: path of the admin server's Unix socket.
+
+        Returns:
+            the endpoints of the registries that the control loop registers with or looks up.
         """
         at = Whereabouts(admin, socket, self.local.hostname)
-        self.lifecycle.instances = self.control.open(self.lifecycle.instances, self.settings["listen"], at)
+        opened = self.control.open(self.lifecycle.instances, self.settings["listen"], at)
+        if self.role == "prefill":  # its registry may have chosen a port; those of a decode rank may change meanwhile
+            self.lifecycle.instances = opened
         self.copy_pool.start()
         self.control.start()
+        return opened
 
     def stop(self, timeout: float) -> bool:
-        """Stops the control loop, which fails the open rooms; returns whether it has ended with nothing in progress."""
+        """Stops the control loop, which fails the open rooms; returns whether it has ended with nothing in progress.
+
+        May be repeated, as `release`.
+        """
         ended = self.control.close(timeout)
         self.handles.close()
         return ended
@@ -174,13 +184,13 @@ class AgentParts:
             whether that is so, and nothing accesses the pool any more.
         """
         self.transport.close()
-        self.mailbox.close()
         if not ended:
             return False
         copied = copies_ended(self.copiers, self.telemetry.recorder)
         if copied:
             self.connections.close()
         self.copy_pool.close()
+        self.mailbox.close()  # after all that write to its descriptor, whose number may be in use again at once
         self.context.destroy(0)  # not term: it would wait for the sockets of a loop that was never started
         if copied:
             close_all((self.buffers, self.ring))
@@ -209,7 +219,8 @@ def build_parts(
         keys: the fleet's key pair, for control sockets over TCP; None without encryption.
         make: constructors of the replaceable components.
         integration: the engine that the agent is part of.
-        former: released components of the same agent, whose telemetry and exporters continue; None for a new agent.
+        former: released components of the same agent, whose telemetry, exporters and life cycle continue; None for a
+            new agent.
     """
     # Identity and telemetry.
     clock = make.clock() if former is None else former.telemetry.clock
@@ -362,8 +373,10 @@ def build_parts(
             authenticator=authenticator,
             inputs=inputs if settings["record_inputs"] else None,
         )
-        before = former.lifecycle if former is not None else None
-        lifecycle = Lifecycle(local, instances, registries, machine, telemetry, mailbox, before)
+        if former is None:
+            lifecycle = Lifecycle(local, instances, registries, machine, telemetry, mailbox, handles)
+        else:
+            lifecycle = former.lifecycle
         undo.pop_all()
     return AgentParts(
         name=name,
@@ -390,6 +403,7 @@ def build_parts(
         mailbox=mailbox,
         context=context,
         control_channel=channel,
+        registries=registries,
         control=control,
         lifecycle=lifecycle,
     )

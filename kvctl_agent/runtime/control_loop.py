@@ -70,7 +70,7 @@ class Mailbox:
     def __init__(self) -> None:
         self._events: deque[ev.Event] = deque()
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._woken = False
         self._closed = False
 

@@ -44,7 +44,9 @@ class Handle:
         self.error: Failure | None = None
         self.released = False  # nothing of the room is in flight any more: its pages may be reused
         self._post = post
-        self._lock = threading.Lock()
+        self._lock = (
+            threading.RLock()
+        )  # reentrant, like the other locks of rooms, for signal handlers that close the agent
         self._changed = threading.Condition(self._lock)
         self._waiting = 0  # threads in a wait; nearly always none, and to notify none takes a microsecond
 
@@ -490,7 +492,8 @@ class HandleRegistry:
         self._on_state = on_state
         self.owners = owners
         self._handles: dict[int, Send | Receive] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._closed = False
 
     def add(self, handle: Send | Receive, written: tuple[ev.Pages, ...] = ()) -> None:
         """Adds the handle of a new room.
@@ -499,7 +502,8 @@ class HandleRegistry:
             written: the memory that the room receives into, as for `PageOwners.claim`.
 
         Raises:
-            LocalProtocolError: the room's number is in use, or its memory belongs to another room.
+            LocalProtocolError: the room's number is in use, its memory belongs to another room, or the registry is
+                closed.
         """
         with self._lock:
             if handle.room in self._handles:
@@ -507,6 +511,9 @@ class HandleRegistry:
             if self.owners is not None and written:
                 self.owners.claim(handle.room, written)
             self._handles[handle.room] = handle
+            if self._closed:  # last, because a signal handler may close it in between
+                self._handles.pop(handle.room, None)
+                raise LocalProtocolError(f"room {handle.room}: agent {self._name} has been closed or unregistered")
 
     @property
     def rooms(self) -> list[int]:
@@ -567,11 +574,17 @@ class HandleRegistry:
             self._on_state(handle, RoomState.SUCCESS)
 
     def close(self) -> None:
-        """Fails all open rooms. Their pages are not released: writers have not confirmed that nothing is in flight."""
-        for handle in list(self._handles.values()):
+        """Fails all open rooms and refuses new ones; any thread may call it.
+
+        The rooms' pages are not released: writers have not confirmed that nothing is in flight.
+        """
+        with self._lock:
+            self._closed = True
+            left = list(self._handles.values())
+            self._handles.clear()
+        for handle in left:
             text = f"agent {self._name} was closed with the room in flight"
             handle.change_state(RoomState.FAILED, self._failure("AGENT_CLOSED", text))
-        self._handles.clear()
 
     def _free(self, room: int) -> None:
         if self.owners is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.peer import LocalInfo, PeerState
 from kvctl_agent.runtime.bootstrap import Registries
 from kvctl_agent.runtime.control_loop import Mailbox
+from kvctl_agent.runtime.handles import HandleRegistry, Receive, Send
 from kvctl_agent.telemetry.hub import Telemetry
 
 State = Literal["new", "running", "draining", "unregistered", "closed"]
@@ -24,12 +26,30 @@ _POLL_S = 0.01
 
 
 class Lifecycle:
-    """State of one agent; any thread may use it.
+    """State of one agent from its construction to its end; any thread may use it.
+
+    | call | from | to |
+    | --- | --- | --- |
+    | `started` | new | running |
+    | `begin_drain`, `leave` | running, draining | draining |
+    | `resume` | running, draining | running |
+    | `unregister` | draining, no room open | unregistered |
+    | `register` | unregistered | running, or draining if it was before |
+    | `close` | any | closed |
+
+    One lock makes each change of the state one step with what depends on it: the events that the machine gets, and the
+    handles of new rooms. It is held for microseconds, and reentrant for signal handlers that close the agent.
+
+    `Agent.start`, `unregister`, `register` and the shutdown of a closed agent take longer. One of them at a time is in
+    progress, between `begin` and `end`; who closes the agent meanwhile leaves its shutdown to that thread.
 
     Attributes:
         state: "new" until the agent is started, "closed" from the start of its close.
         instances: endpoints of the registries that the agent registers with or looks up.
         instances_by_request: whether it was created without instances, which its engine names with its requests.
+        drains_again: whether the agent drains after `register`: not only because of its `unregister`.
+        closed_from: state before `close`.
+        deadline_s: monotonic time at which the shutdown should have ended.
     """
 
     def __init__(
@@ -40,19 +60,27 @@ class Lifecycle:
         machine: Machine,
         telemetry: Telemetry,
         mailbox: Mailbox,
-        former: Lifecycle | None = None,
+        handles: HandleRegistry,
     ) -> None:
         self.state: State = "new"
         self.instances = tuple(instances)
-        self.instances_by_request: bool = former.instances_by_request if former is not None else not instances
+        self.instances_by_request = not instances
+        self.drains_again = False
+        self.closed_from: State = "new"
+        self.deadline_s = math.inf
         self._name = local.name
         self._role = local.role
+        self._telemetry = telemetry
         self._registries = registries
         self._machine = machine
-        self._telemetry = telemetry
         self._mailbox = mailbox
+        self._handles = handles
         self._leaving = False  # the engine has called `Agent.drain`
-        self._changing = threading.Lock()  # an operator may resume while the engine closes
+        self._lock = threading.RLock()
+        self._idle = threading.Condition(self._lock)  # no call is in progress
+        self._in_progress = ""  # name of the call between `begin` and `end`
+        self._thread = 0  # identifier of its thread
+        self._shut_down = False
 
     @property
     def accepting(self) -> bool:
@@ -64,45 +92,123 @@ class Lifecycle:
         """Whether the agent is draining: it accepts no new rooms until `resume`."""
         return self.state == "draining"
 
-    def start(self) -> None:
-        """Marks the agent as running; raises LocalProtocolError if it was started before."""
+    # ---- long changes, one at a time ------------------------------------------------------------------------------
+
+    def begin(self, call: str) -> None:
+        """Begins `call`, which ends with `end`; raises LocalProtocolError if another is in progress, or closed."""
+        with self._lock:
+            self._check_state()
+            if self._in_progress:
+                raise LocalProtocolError(f"agent {self._name}: {self._in_progress} is in progress in another thread")
+            self._in_progress, self._thread = call, threading.get_ident()
+
+    def end(self) -> bool:
+        """Ends the call; returns whether the agent was closed meanwhile, so that this thread must shut it down."""
+        with self._lock:
+            closed = self.state == "closed"
+            self._in_progress = "close" if closed else ""
+            self._idle.notify_all()
+            return closed
+
+    def close(self, deadline_s: float) -> bool:
+        """Marks the agent as closed; returns whether this thread must shut it down, and then call `closed`.
+
+        Otherwise another thread, or a frame of this thread that a signal has interrupted, does so: `wait_closed`.
+        """
+        with self._lock:
+            if self.state != "closed":
+                self.closed_from, self.state, self.deadline_s = self.state, "closed", deadline_s
+            if self._in_progress or self._shut_down:
+                return False
+            self._in_progress, self._thread = "close", threading.get_ident()
+            return True
+
+    def closed(self, *, complete: bool) -> None:
+        """Ends the shutdown. If it is not `complete`, since something still runs, the next close continues it."""
+        with self._lock:
+            self._in_progress, self._shut_down = "", complete
+            self._idle.notify_all()
+
+    def wait_closed(self, timeout: float) -> bool:
+        """Waits for the shutdown in another thread; returns whether it has ended, or has to wait for this thread."""
+        with self._lock:
+            own = self._thread == threading.get_ident()
+            return own or self._idle.wait_for(lambda: not self._in_progress, timeout)
+
+    def check_new(self) -> None:
+        """Raises LocalProtocolError if the agent was started before."""
         if self.state != "new":
             raise LocalProtocolError(f"agent {self._name} was started before; create a new one")
-        self.state = "running"
 
-    def close(self) -> State:
-        """Marks the agent as closed; returns its previous state."""
-        with self._changing:
-            before, self.state = self.state, "closed"
-            return before
+    def started(self) -> None:
+        """Marks the agent, which is new, as running; raises LocalProtocolError if another thread has closed it."""
+        with self._lock:
+            self._check_state("new")
+            self.state = "running"
 
-    def begin_drain(self) -> None:
-        """Stops accepting new rooms; raises LocalProtocolError unless the agent is running or draining."""
-        with self._changing:
-            if self.state not in ("running", "draining"):
-                raise LocalProtocolError(f"agent {self._name} is {self.state}")
+    def unregister(self) -> bool:
+        """Marks the agent as having given its pool back; returns False if rooms are still open.
+
+        Raises:
+            LocalProtocolError: the agent is not draining: an operator has resumed it, or another thread closes it.
+        """
+        with self._lock:
+            self._check_state("draining")
+            if self._handles.rooms or self._machine.rooms:
+                return False
+            self._telemetry.drain(False)
+            self.state = "unregistered"
+            return True
+
+    def register(
+        self,
+        opened: Sequence[str],
+        registries: Registries,
+        machine: Machine,
+        mailbox: Mailbox,
+        handles: HandleRegistry,
+    ) -> None:
+        """Marks the agent as running or draining with new components, whose loop has looked up the instances `opened`.
+
+        Raises:
+            LocalProtocolError: another thread closes the agent.
+        """
+        with self._lock:
+            self._check_state("unregistered")
+            self._registries, self._machine, self._mailbox, self._handles = registries, machine, mailbox, handles
+            added = [ev.ConnectInstance(each) for each in self.instances if each not in opened]
+            mailbox.put(*added, *(ev.DisconnectInstance(each) for each in opened if each not in self.instances))
+            self._leaving = False
+            self.state = "draining" if self.drains_again else "running"
+            self._telemetry.drain(self.drains_again)
+
+    def _check_state(self, *permitted: State) -> None:
+        """Raises LocalProtocolError unless the state is one of these; with none, if it is closed."""
+        if self.state not in permitted if permitted else self.state == "closed":
+            raise LocalProtocolError(f"agent {self._name} is {self.state}")
+
+    # ---- drain ----------------------------------------------------------------------------------------------------
+
+    def begin_drain(self, *, to_unregister: bool = False) -> None:
+        """Stops accepting new rooms; raises LocalProtocolError unless the agent is running or draining.
+
+        Args:
+            to_unregister: the agent accepts rooms again after `register`, unless it drains for another reason, too.
+        """
+        with self._lock:
+            self._check_state("running", "draining")
+            self.drains_again = not to_unregister or self.draining
             # In this order: a room that a peer opens in between is refused, and so fails if the engine begins it, too.
             self._telemetry.drain(True)
             self._mailbox.put(ev.Drain(True))
             self.state = "draining"
 
-    def unregister(self) -> None:
-        """Marks the agent, which has drained, as having given its pool back.
-
-        Raises:
-            LocalProtocolError: the agent is not draining: an operator has resumed it, or another thread closes it.
-        """
-        with self._changing:
-            if self.state != "draining":
-                raise LocalProtocolError(f"agent {self._name} is {self.state}")
-            self._telemetry.drain(False)
-            self.state = "unregistered"
-
     def leave(self) -> None:
         """Starts to drain if the agent is running, and makes `resume` fail from now on."""
-        self._leaving = True
-        if self.accepting:
-            self.begin_drain()
+        with self._lock:
+            self._leaving = True
+            if self.accepting or self.draining:
+                self.begin_drain()
 
     def resume(self) -> None:
         """Accepts new rooms again after `begin_drain`.
@@ -110,13 +216,52 @@ class Lifecycle:
         Raises:
             LocalProtocolError: the agent is not running or draining, or its engine has called `leave`.
         """
-        with self._changing:
-            if self._leaving or self.state not in ("running", "draining"):
-                state = "being closed by its engine" if self._leaving else self.state
-                raise LocalProtocolError(f"agent {self._name} is {state}")
+        with self._lock:
+            if self._leaving and self.state != "closed":
+                raise LocalProtocolError(f"agent {self._name} is being closed by its engine")
+            self._check_state("running", "draining")
             self.state = "running"
             self._telemetry.drain(False)
             self._mailbox.put(ev.Drain(False))
+
+    def end_unregister_drain(self) -> None:
+        """Accepts rooms again after an `unregister` that has failed, unless the agent drains for another reason."""
+        with self._lock:
+            if self.draining and not self.drains_again:
+                self.resume()
+
+    # ---- the engine's events --------------------------------------------------------------------------------------
+
+    def check_takes(self, role: str, *, begun: bool) -> None:
+        """Raises LocalProtocolError unless the agent has this role and accepts rooms (when draining: only `begun`)."""
+        if self._role != role or not (self.accepting or (self.draining and begun)):
+            raise LocalProtocolError(f"agent {self._name} ({self._role}, {self.state}) takes no {role} rooms")
+
+    def open_room(
+        self,
+        handles: HandleRegistry,
+        handle: Send | Receive,
+        event: ev.Event,
+        written: tuple[ev.Pages, ...],
+        begun: bool,
+    ) -> None:
+        """Adds the handle of a new room to the registry for which it was made, and posts the event that opens it.
+
+        From then on the room ends at the latest with the registry: no `unregister` or `close` overlooks it.
+
+        Raises:
+            LocalProtocolError: as `check_takes` and `HandleRegistry.add`.
+        """
+        with self._lock:
+            self.check_takes(self._role, begun=begun)
+            handles.add(handle, written)
+            self._mailbox.put(event)
+
+    def post(self, event: ev.Event) -> None:
+        """Posts an event that adds no handle; raises LocalProtocolError unless the agent is running or draining."""
+        with self._lock:
+            self.check_takes(self._role, begun=True)
+            self._mailbox.put(event)
 
     def add_instance(self, endpoint: str) -> None:
         """Decode: adds a prefill instance, and looks it up at its registry if the agent has been started.
@@ -126,9 +271,8 @@ class Lifecycle:
         """
         if endpoint in self.instances:
             return
-        with self._changing:
-            if self.state == "closed":
-                raise LocalProtocolError(f"agent {self._name} is closed")
+        with self._lock:
+            self._check_state()
             if endpoint not in self.instances:
                 self.instances = (*self.instances, endpoint)
                 self._mailbox.put(ev.ConnectInstance(endpoint))
@@ -139,9 +283,8 @@ class Lifecycle:
         Raises:
             LocalProtocolError: the agent is closed.
         """
-        with self._changing:
-            if self.state == "closed":
-                raise LocalProtocolError(f"agent {self._name} is closed")
+        with self._lock:
+            self._check_state()
             if endpoint in self.instances:
                 self.instances = tuple(instance for instance in self.instances if instance != endpoint)
                 self._mailbox.put(ev.DisconnectInstance(endpoint))
@@ -158,8 +301,8 @@ class Lifecycle:
         """
         if self.state == "new":
             return "it has not been started"
-        if self.state == "unregistered":
-            return UNREGISTERED
+        if self.state in ("unregistered", "closed"):
+            return UNREGISTERED if self.state == "unregistered" else "it is closed"
         if not self.instances:
             return f"{NO_INSTANCE}: its engine names one in connect or receive"
         name, machine = self._name, self._machine
@@ -201,10 +344,12 @@ class Lifecycle:
 
         Raises:
             DeadlineExceeded: the agent cannot serve yet; the text gives the reason.
+            LocalProtocolError: the agent is closed, by another thread.
             ConfigError: a registry refuses this agent, or a peer does not fit it.
         """
         deadline = time.monotonic() + timeout
         while (waiting := self.waiting_for()) is not None:
+            self._check_state()
             self._check_fit()
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded(f"{self._name} was not ready after {timeout:g} s: {waiting}")

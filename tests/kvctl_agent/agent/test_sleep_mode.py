@@ -161,7 +161,7 @@ class TestWrongCalls:
             with pytest.raises(LocalProtocolError, match="decode-0 is unregistered"):
                 call()
         decode.close()
-        with pytest.raises(LocalProtocolError, match="decode-0 is closed, not unregistered"):
+        with pytest.raises(LocalProtocolError, match="decode-0 is closed"):
             decode.register()
 
     def test_another_geometry_is_named_and_the_agent_stays_unregistered(self, make_fleet: Any, model: Any) -> None:
