@@ -212,6 +212,7 @@ class TestDisagreement:
             assert len(room.errors()) == 6
             assert all("room 1: this side computes" in error["text"] for error in room.errors())
             assert text in room.errors()[0]["text"]
+            assert fleet.total(fleet.decode, "kvctl_parts_total") == 0, "no part was written before"
         fleet.settle()
         fleet.run(2, 9)
 
