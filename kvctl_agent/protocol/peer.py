@@ -181,7 +181,8 @@ def plan_with_peer(local: LocalInfo, info: PeerInfo) -> PeerPlan:
         return PeerPlan(None, (f"its chunk_tokens is {other_chunk!r:.40}, with pages of {other_size} tokens",))
     if max(local.page_size, other_size) % min(local.page_size, other_size):
         return PeerPlan(None, (str(Factor("page_size", local.page_size, other_size)),))
-    if unlike := _unlike_dtypes(local, info.dtypes):
+    former = theirs.pop("kv_format", "")  # in place of `dtypes`, from engines' agents before there was that field
+    if unlike := _unlike_dtypes(local, info.dtypes or ({"kv": str(former)} if former else {})):
         return PeerPlan(None, unlike)
     engine, other_engine = own.pop("engine", ""), theirs.pop("engine", "")
     if engine and other_engine and engine != other_engine and (excess := _beyond_plain_kv({**own, **theirs})):

@@ -35,12 +35,14 @@ _WHO = msg.PeerInfo(
     64 << 20,
     stages=[3, 1],
     shared=[msg.SharedMemory(1 << 40, 64 << 20, "ipc", b"\0" * 64, "GPU-1")],
+    dtypes={"kv": "bfloat16"},
 )
 MESSAGES: tuple[msg.Message, ...] = (
     msg.Hello(VERSION, _WHO),
     msg.HelloAck(VERSION, _WHO, 7, ["page_size 64 ≠ 32"]),
     msg.Heartbeat(1, 2, 3, [4, 5, 6]),
     msg.RoomOpen(2**64 - 1, 2**63, b"\1\0\0\0", 0, 1, {"prefill.tp": 2, "cp_mode": "rank0"}, 3, [b"\1\0\0\0", b""]),
+    msg.RoomOpen(3, 2, b"", 0, 1, {}, tokens=7, digest=2**64 - 1),
     msg.RoomKept(1, 2, 3),
     msg.RoomAccepted(1, 2),
     msg.RoomRefused(1, 2, "prefill-0", "CODE", 3, "text"),

@@ -636,6 +636,15 @@ def test_the_dtype_of_prefill_is_one_that_decode_receives(sent: str, taken: str,
         assert differences == (() if fits else (f"{segment} dtype {both}",))
 
 
+@pytest.mark.parametrize(("known", "fits"), [("bfloat16", True), ("float16", False)])
+def test_an_engine_before_there_were_dtypes_is_compared_too(known: str, fits: bool) -> None:
+    world = World(ParallelConfig(), ParallelConfig())
+    decode = msgspec.structs.replace(world.d().local, dtypes={"kv": "bfloat16"})
+    info = world.p().local.peer_info()
+    before = msgspec.structs.replace(info, plan={**info.plan, "kv_format": known})
+    assert plan_with_peer(decode, before).differences == (() if fits else ("kv dtype bfloat16 ≠ float16",))
+
+
 def test_a_dtype_that_one_side_does_not_know_is_compared_with_nothing() -> None:
     world = World(ParallelConfig(), ParallelConfig())
     prefill = msgspec.structs.replace(world.p().local, dtypes={"kv": "float16", "draft": "bfloat16"})
