@@ -25,7 +25,9 @@ import hypothesis
 import pytest
 import zmq
 
+from kvctl_agent.contract import resolver
 from kvctl_agent.gil import no_core_ns
+from tests.support.names import Names
 
 # Minutes of real engines: `make test-sglang`, `make test-vllm` and `make test-sglang-vllm` run them.
 collect_ignore = ["sglang_servers", "sglang_to_vllm", "vllm_engines"]
@@ -144,6 +146,19 @@ def at_best() -> Callable[[Callable[[], float], float], None]:
             found.append(once())
 
     return measure
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
+    """The host names that exist for this process, and which the resolver does not answer."""
+    names = Names()
+    monkeypatch.setattr(socket, "getaddrinfo", names.getaddrinfo)
+    monkeypatch.setattr(resolver, "_lookups", resolver._Lookups())
+    yield names
+    names.answer_all()
+    for thread in threading.enumerate():
+        if thread.name == "kvctl-resolver":
+            thread.join(60)
 
 
 @pytest.fixture

@@ -32,6 +32,8 @@ from kvctl.client.faults import Fault, FaultCode, stopped
 from kvctl.client.keys import NO_KEYS, ClientKeys, KeyNames
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
+from kvctl_agent.contract import resolver
+from kvctl_agent.contract.addresses import parse_endpoint
 from kvctl_agent.contract.admin import MAGIC, MAX_REPLY_BYTES, ErrorCode
 from kvctl_agent.contract.sockets import UntrustedSocketError, shortage
 
@@ -39,6 +41,8 @@ _DESCRIPTORS_OF_KVCTL = 64
 _DESCRIPTORS_OF_ZMQ = 16  # context, sockets and monitor; libzmq aborts if it gets only some of them
 _WINDOW = 256  # agents that have been asked and are expected to answer soon; bounds the replies that wait to be read
 _EXPECTED_NS = 250_000_000  # an agent that takes longer leaves the window, and others are asked
+_RECENT_NS = 10_000_000_000  # for which an address of a host name is used again
+_LOOK_UP_MS = 5
 _SILENCE_MS = 100  # without any answer, after which agents are checked for having ended
 # As integers: send_multipart combines enumerations for each part, which takes half of the time of sending.
 _MORE, _LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
@@ -224,7 +228,8 @@ class Fanout:
         self._sockets: dict[bool, zmq.Socket[bytes]] = {}  # by whether it is the one for TCP
         self._routes: dict[Endpoint, bytes] = {}  # routing ids of the connections, least recently asked first
         self._by_route: dict[bytes, Endpoint] = {}
-        self._by_address: dict[str, Endpoint] = {}
+        self._by_address: dict[str, Endpoint] = {}  # as libzmq knows them, with IP addresses instead of names
+        self._numeric: dict[Endpoint, str] = {}
         self._ids = itertools.count(1)
 
     def __enter__(self) -> Fanout:
@@ -241,14 +246,16 @@ class Fanout:
         """Closes the connection to `endpoint`, if there is one; the next request opens a new one."""
         route = self._routes.pop(endpoint, None)
         if route is not None:
-            del self._by_route[route], self._by_address[endpoint.address]
+            address = self._numeric.pop(endpoint, endpoint.address)
+            del self._by_route[route], self._by_address[address]
             with contextlib.suppress(zmq.ZMQError):  # libzmq has closed it
-                self._sockets[bool(endpoint.remote)].disconnect(endpoint.address)
+                self._sockets[bool(endpoint.remote)].disconnect(address)
 
     def ask(self, requests: Sequence[tuple[Endpoint, Call]], timeout_ns: int) -> list[Reply]:
         """Sends all requests and waits for the replies of each agent for at most `timeout_ns`.
 
-        Agents beyond the limit of file descriptors are asked when others have answered or have timed out.
+        Agents beyond the limit of file descriptors are asked when others have answered or have timed out. The call ends
+        after one and a half times `timeout_ns`, also if not all agents could be asked.
 
         Returns:
             One reply per request, in the order of the requests; if an agent fails, its reply has a fault.
@@ -261,26 +268,50 @@ class Fanout:
         for index, (endpoint, call) in enumerate(requests):
             by_endpoint.setdefault(endpoint, []).append((index, call))
         most = self._connections_allowed(by_endpoint.keys())
-        waiting = deque(by_endpoint.items())
+        names = {each: host for each in by_endpoint if each not in self._routes and (host := _name_of(each))}
+        waiting = deque(each for each in by_endpoint if each not in names)
         bodies: dict[int, bytes] = {}
+        begun_ns = time.monotonic_ns()
+        end_ns = begun_ns + timeout_ns * 3 // 2
+        # Agents of which none answers are all asked within a quarter of the time limit.
+        expected_ns = min(_EXPECTED_NS, timeout_ns // 4 * _WINDOW // max(_WINDOW, len(by_endpoint)))
         progress = _Round()
-        while waiting or progress.pending:
-            self._expire(progress, timeout_ns)
-            while waiting and progress.expected < _WINDOW and self._make_room(waiting[0][0], most, progress):
-                self._send(*waiting.popleft(), bodies, progress)
-            self._receive(progress, timeout_ns)
+        while waiting or names or progress.pending:
+            if over := time.monotonic_ns() > end_ns:
+                for endpoint in (*names, *waiting):
+                    self._fail(
+                        endpoint, by_endpoint[endpoint], progress, FaultCode.TIMEOUT, _unasked(names.get(endpoint))
+                    )
+                names.clear()
+                waiting.clear()
+            self._expire(progress, timeout_ns, everything=over)
+            for endpoint, host in list(names.items()):
+                if (answer := resolver.find(host, begun_ns - _RECENT_NS)) is None:
+                    continue
+                del names[endpoint]
+                if answer.error:
+                    self._fail(endpoint, by_endpoint[endpoint], progress, FaultCode.UNREACHABLE, answer.error)
+                else:
+                    address = parse_endpoint(endpoint.remote)._replace(host=answer.addresses[0])
+                    self._numeric[endpoint] = str(address)
+                    waiting.append(endpoint)
+            while waiting and progress.expected < _WINDOW and self._make_room(waiting[0], most, progress):
+                endpoint = waiting.popleft()
+                self._send(endpoint, by_endpoint[endpoint], bodies, progress, expected_ns)
+            self._receive(progress, timeout_ns, _LOOK_UP_MS if names else _SILENCE_MS)
         return [progress.replies[index] for index in range(len(requests))]
 
     def _send(
-        self, endpoint: Endpoint, calls: Sequence[tuple[int, Call]], bodies: dict[int, bytes], progress: _Round
+        self,
+        endpoint: Endpoint,
+        calls: Sequence[tuple[int, Call]],
+        bodies: dict[int, bytes],
+        progress: _Round,
+        expected_ns: int,
     ) -> None:
         """Sends all requests to one agent; `bodies` has the encoded calls by identity."""
         route, socket = self._route(endpoint), self._sockets[bool(endpoint.remote)]
-        request_ids = [b"%d" % next(self._ids) for _ in calls]
-        flight = _Flight(endpoint, set(request_ids), time.monotonic_ns() + _EXPECTED_NS)
-        progress.begin(flight)
-        for request_id, (index, call) in zip(request_ids, calls, strict=True):
-            progress.pending[request_id] = _Pending(index, flight, call, time.time_ns(), time.monotonic_ns())
+        request_ids = self._begin(endpoint, calls, progress, expected_ns)
         for request_id, (_, call) in zip(request_ids, calls, strict=True):
             body = bodies.get(id(call))
             if body is None:
@@ -298,6 +329,24 @@ class Fanout:
                 self.forget(endpoint)
                 return
 
+    def _begin(
+        self, endpoint: Endpoint, calls: Sequence[tuple[int, Call]], progress: _Round, expected_ns: int
+    ) -> list[bytes]:
+        """Adds the requests to one agent to the pending ones; returns their ids."""
+        request_ids = [b"%d" % next(self._ids) for _ in calls]
+        flight = _Flight(endpoint, set(request_ids), time.monotonic_ns() + expected_ns)
+        progress.begin(flight)
+        for request_id, (index, call) in zip(request_ids, calls, strict=True):
+            progress.pending[request_id] = _Pending(index, flight, call, time.time_ns(), time.monotonic_ns())
+        return request_ids
+
+    def _fail(
+        self, endpoint: Endpoint, calls: Sequence[tuple[int, Call]], progress: _Round, code: str, text: str
+    ) -> None:
+        """Ends the requests to an agent that cannot be asked."""
+        self._begin(endpoint, calls, progress, 0)
+        progress.fail(endpoint, code, text)
+
     def _fail_closed(self, progress: _Round) -> None:
         """Ends the requests over connections on TCP that have failed, each with the reason."""
         if self._handshakes is None:
@@ -307,9 +356,11 @@ class Fanout:
                 progress.fail(failed, code, text)
                 self.forget(failed)
 
-    def _receive(self, progress: _Round, timeout_ns: int) -> None:
-        """Waits for replies or errors, at most until the next request expires or leaves the window."""
+    def _receive(self, progress: _Round, timeout_ns: int, most_ms: int) -> None:
+        """Waits for replies or errors, at most until the next request expires or leaves the window, or `most_ms`."""
         if not progress.pending:
+            if most_ms < _SILENCE_MS:
+                time.sleep(most_ms / 1000)
             return
         now = time.monotonic_ns()
         dues = [next(iter(progress.pending.values())).started_ns + timeout_ns]
@@ -321,8 +372,8 @@ class Fanout:
             poller.register(socket, zmq.POLLIN)
         if self._handshakes is not None:
             poller.register(self._handshakes.socket, zmq.POLLIN)
-        ready = poller.poll(min(wait_ms, _SILENCE_MS))
-        if not ready:
+        ready = poller.poll(min(wait_ms, most_ms))
+        if not ready and most_ms == _SILENCE_MS:
             for endpoint in list(progress.open):
                 if (fault := _ended_or_stopped(endpoint)) is not None:
                     progress.fail(endpoint, fault.code, fault.message)
@@ -333,14 +384,14 @@ class Fanout:
                 self._drain(socket, progress)
 
     @staticmethod
-    def _expire(progress: _Round, timeout_ns: int) -> None:
-        """Ends requests that have had no reply for `timeout_ns`, and takes slow agents out of the window."""
+    def _expire(progress: _Round, timeout_ns: int, *, everything: bool) -> None:
+        """Ends requests without a reply for `timeout_ns`, or all of them; takes slow agents out of the window."""
         now = time.monotonic_ns()
         while progress.window and (not progress.window[0].expected or progress.window[0].expected_until_ns <= now):
             progress.leave(progress.window.popleft())
         while progress.pending:
             request_id, waiting = next(iter(progress.pending.items()))
-            if waiting.started_ns + timeout_ns > now:
+            if waiting.started_ns + timeout_ns > now and not everything:
                 break
             progress.end(request_id, _reply(waiting, None, _timeout_fault(waiting.endpoint, timeout_ns)))
 
@@ -348,17 +399,18 @@ class Fanout:
         """Returns the routing id of the connection to an agent, which is opened if there is none."""
         route = self._routes.pop(endpoint, None)
         if route is None:
-            if (former := self._by_address.get(endpoint.address)) is not None:
+            address = self._numeric.get(endpoint, endpoint.address)
+            if (former := self._by_address.get(address)) is not None:
                 self.forget(former)  # a source names this address differently now
             socket = self._socket(bool(endpoint.remote), endpoint.address)
             route = b"kvctl-%d" % next(self._ids)
             socket.setsockopt(zmq.CONNECT_ROUTING_ID, route)
-            socket.ipv6 = "[" in endpoint.remote
+            socket.ipv6 = "[" in address
             try:
-                socket.connect(endpoint.address)
+                socket.connect(address)
             except zmq.ZMQError as error:
                 raise CliError(f"{endpoint.address}: {error.strerror}", ExitCode.USAGE) from None
-            self._by_route[route] = self._by_address[endpoint.address] = endpoint
+            self._by_route[route] = self._by_address[address] = endpoint
         self._routes[endpoint] = route
         return route
 
@@ -398,7 +450,11 @@ class Fanout:
 
     def _make_room(self, endpoint: Endpoint, most: int, progress: _Round) -> bool:
         """Returns whether a connection to `endpoint` exists or may be opened; closes an idle one for that."""
-        if endpoint in self._routes or len(self._routes) < most:
+        if endpoint in self._routes:
+            return True
+        if self._by_address.get(self._numeric.get(endpoint, endpoint.address)) in progress.open:
+            return False  # two names of one agent: libzmq could not close one of the connections
+        if len(self._routes) < most:
             return True
         idle = next((each for each in self._routes if each not in progress.open), None)
         if idle is not None:
@@ -455,6 +511,17 @@ def _ended_or_stopped(endpoint: Endpoint) -> Fault | None:
 def _timeout_fault(endpoint: Endpoint, timeout_ns: int) -> Fault:
     text = f"no answer within {timeout_ns / 1e9:g} s: the process hangs, or raise --timeout"
     return _ended_or_stopped(endpoint) or Fault(endpoint.name, FaultCode.TIMEOUT, text)
+
+
+def _name_of(endpoint: Endpoint) -> str:
+    """Returns the host of a TCP endpoint if it is a name, which has to be looked up; "" otherwise."""
+    return "" if not endpoint.remote or (address := parse_endpoint(endpoint.remote)).ip is not None else address.host
+
+
+def _unasked(host: str | None) -> str:
+    if host:
+        return f"host {host}: no answer from the resolver in /etc/resolv.conf within the time limit"
+    return "was not asked: others used up the time limit or the file descriptors (ulimit -n); raise --timeout"
 
 
 def _fault_reply(waiting: _Pending, code: str, message: str) -> Reply:

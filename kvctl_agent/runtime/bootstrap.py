@@ -20,6 +20,7 @@ from kvctl_agent.contract.keys import KeyPair
 from kvctl_agent.errors import RemoteProtocolError
 from kvctl_agent.protocol import bootstrap_registry as registry
 from kvctl_agent.runtime import control_endpoints
+from kvctl_agent.runtime.control_endpoints import NamedDealer
 from kvctl_agent.security.curve import REGISTRY_DOMAIN, Clients
 from kvctl_agent.security.unix_dealer import UnixDealer
 from kvctl_agent.security.unix_router import UnixRouter
@@ -151,7 +152,7 @@ class RegistryClient:
         keys: KeyPair | None = None,
     ) -> None:
         self.endpoint = endpoint
-        self.roster = registry.Roster([], 0, f"no answer from the registry at {endpoint}")
+        self.roster = self._silent = registry.Roster([], 0, f"no answer from the registry at {endpoint}")
         self._request = registry.encode(request)
         # A random identity: another client with the same identity would receive the answers instead of this one.
         self.identity = secrets.token_hex(16).encode()
@@ -177,6 +178,11 @@ class RegistryClient:
                 self._socket.send(self._request, zmq.NOBLOCK)
             if isinstance(self._socket, UnixDealer) and (refused := self._socket.refused):
                 self.roster = registry.Roster([], 0, "", f"the registry at {self.endpoint} is refused: {refused}")
+        if isinstance(self._socket, NamedDealer):
+            self._socket.turn(now_ns)
+            if self.roster.missing.startswith(self._silent.missing):
+                error = self._socket.error
+                self.roster = replace(self._silent, missing=f"{self._silent.missing}{': ' * bool(error)}{error}")
         return self.roster != before
 
     def close(self) -> None:

@@ -30,6 +30,7 @@ from kvctl_agent.protocol import codec
 from kvctl_agent.protocol.events import Received, Unsendable
 from kvctl_agent.protocol.messages import Ack, Message, PartAck, ReadersDone, RoomDone, RoomKept
 from kvctl_agent.runtime import control_endpoints
+from kvctl_agent.runtime.control_endpoints import NamedDealer
 from kvctl_agent.security.unix_dealer import UnixDealer
 from kvctl_agent.telemetry.hub import Telemetry
 
@@ -172,8 +173,13 @@ class ControlChannel:
         """Monotonic time of the next flush that is needed even if nothing else happens; None if there is none."""
         return self._patient_due_ns
 
-    def refused(self) -> list[tuple[str, str]]:
-        """Returns the peers whose endpoint is a Unix socket that was refused, each with the reason."""
+    def tick(self, now_ns: int) -> list[tuple[str, str]]:
+        """Looks host names up again where needed; returns the peers whose Unix socket was refused, with the reason."""
+        for address, dealer in self._dealers.items():
+            if isinstance(dealer, NamedDealer):
+                dealer.turn(now_ns)
+                if dealer.error:
+                    self._log(address.peer, f"to {address.peer}: {dealer.error}")
         return [
             (address.peer, dealer.refused)
             for address, dealer in self._dealers.items()

@@ -12,12 +12,15 @@ import errno
 import hashlib
 import os
 import socket as socketlib
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import zmq
 
-from kvctl_agent.contract.addresses import parse_endpoint, parse_place
+from kvctl_agent.contract import resolver
+from kvctl_agent.contract.addresses import Address, parse_endpoint, parse_place
 from kvctl_agent.contract.keys import KeyPair
 from kvctl_agent.contract.sockets import UntrustedSocketError, trusted_uids
 from kvctl_agent.contract.values import shown
@@ -34,9 +37,67 @@ _PING_MS = 1_000
 _PONG_MS = 5_000
 _CONNECT_MS = 3_000
 _HANDSHAKE_MS = 10_000
+_LOOK_UP_NS = 4_000_000_000
+_MONITORED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
+
+
+class NamedDealer:
+    """DEALER to a host name, which is looked up on another thread, and again while there is no connection.
+
+    libzmq only gets numeric addresses. If the name has other addresses than the one that was tried, the next is tried.
+
+    Attributes:
+        socket: the socket; without an address until the name is known, so that `send` raises zmq.Again.
+        error: why the name has no address; "" if it has.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], address: Address) -> None:
+        self.socket = socket
+        self.error = ""
+        self._address = address
+        self._tried = ""  # numeric address
+        self._connected = False
+        self._due_ns = 0
+        self._since_ns = time.monotonic_ns() - _LOOK_UP_NS
+        self._monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_MONITORED)
+        self.turn(time.monotonic_ns())
+
+    def turn(self, now_ns: int) -> None:
+        """Connects once the name is known, and elsewhere if the connection has ended and the name has changed."""
+        while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            event = int.from_bytes(self._monitor.recv_multipart(zmq.NOBLOCK)[0][:2], sys.byteorder)
+            self._connected = event == zmq.EVENT_CONNECTED
+            self._due_ns, self._since_ns = 0, now_ns
+        if self._connected or now_ns < self._due_ns:
+            return
+        answer = resolver.find(self._address.host, self._since_ns)
+        if answer is None:
+            return
+        self.error = answer.error
+        waited, self._due_ns, self._since_ns = self._due_ns > 0, now_ns + _LOOK_UP_NS, now_ns
+        known = answer.addresses
+        if not known or (self._tried in known and not waited):
+            return  # libzmq tries the same address again
+        following = known[(known.index(self._tried) + 1) % len(known)] if self._tried in known else known[0]
+        if following != self._tried:
+            if self._tried:
+                self.socket.disconnect(str(self._address._replace(host=self._tried)))
+            self._tried = following
+            self.socket.setsockopt(zmq.IPV6, ":" in following)
+            self.socket.connect(str(self._address._replace(host=following)))
+
+    def send(self, frame: bytes, flags: int = zmq.NOBLOCK) -> None:
+        """Sends a message of one frame; raises zmq.Again if the queue is full or the name is not known yet."""
+        self.socket.send(frame, flags)
+
+    def close(self, linger_ms: int = 0) -> None:
+        self.socket.disable_monitor()
+        self._monitor.close(0)
+        self.socket.close(linger_ms)
+
 
 Router = zmq.Socket[bytes] | UnixRouter
-Dealer = zmq.Socket[bytes] | UnixDealer
+Dealer = zmq.Socket[bytes] | UnixDealer | NamedDealer
 
 
 def control_address(bootstrap: str, name: str, listen: str = "") -> str:
@@ -104,14 +165,15 @@ def own_address(endpoint: str) -> str:
     "" for an endpoint that only this host can reach, and if the host of the endpoint cannot be looked up or reached.
     """
     address = parse_endpoint(endpoint, bound=True)
-    if address.is_local:
+    if address.is_local or not (known := resolver.resolve(address.host).addresses):
         return ""
     try:
-        family, kind, *_, place = socketlib.getaddrinfo(address.host, 1, type=socketlib.SOCK_DGRAM)[0]
-        with socketlib.socket(family, kind) as probe:
-            probe.connect(place)  # of UDP: asks the routing table, and sends nothing
+        with socketlib.socket(
+            socketlib.AF_INET6 if ":" in known[0] else socketlib.AF_INET, socketlib.SOCK_DGRAM
+        ) as probe:
+            probe.connect((known[0], 1))  # of UDP: asks the routing table, and sends nothing
             return str(probe.getsockname()[0])
-    except (OSError, UnicodeError):
+    except OSError:
         return ""
 
 
@@ -165,7 +227,9 @@ def address(router: Router) -> str:
 
 def poll_key(socket: Router | Dealer) -> zmq.Socket[bytes] | int:
     """Returns the key to register a socket with a poller: the socket itself, or a descriptor if it is not libzmq's."""
-    return socket.fileno() if isinstance(socket, UnixRouter | UnixDealer) else socket
+    if isinstance(socket, UnixRouter | UnixDealer):
+        return socket.fileno()
+    return socket.socket if isinstance(socket, NamedDealer) else socket
 
 
 def close(router: Router, linger_ms: int = _LINGER_MS) -> None:
@@ -190,6 +254,8 @@ def connect(
 ) -> zmq.Socket[bytes]:
     """Connects a DEALER to `endpoint`, which need not exist yet; over TCP with keys the server must have the same keys.
 
+    libzmq looks a host name up on its only I/O thread; `connect_to_peer` does not let it.
+
     Args:
         identity: name under which a ROUTER addresses this socket.
         max_bytes: size limit of a received message.
@@ -197,11 +263,7 @@ def connect(
     Raises:
         zmq.ZMQError: no file descriptor is left.
     """
-    socket = context.socket(zmq.DEALER)
-    _options(socket, endpoint, max_bytes)
-    if not endpoint.startswith("ipc://"):
-        curve.configure_client(socket, keys)
-    socket.setsockopt(zmq.IDENTITY, identity)
+    socket = _dealer(context, endpoint, identity, max_bytes, keys)
     socket.connect(endpoint)
     return socket
 
@@ -213,13 +275,30 @@ def connect_to_peer(
     max_bytes: int,
     keys: KeyPair | None = None,
 ) -> Dealer:
-    """Connects a DEALER as `connect` does; a connection within this host does not use libzmq."""
-    if not endpoint.startswith("ipc://"):
+    """Connects a DEALER as `connect` does, without libzmq within this host, and without waiting for a host name.
+
+    The caller calls `NamedDealer.turn` from time to time.
+    """
+    address = parse_endpoint(endpoint)
+    if address.scheme == "tcp" and address.ip is not None:
         return connect(context, endpoint, identity, max_bytes, keys)
+    if address.scheme == "tcp":
+        return NamedDealer(_dealer(context, endpoint, identity, max_bytes, keys), address)
     try:
-        return UnixDealer(endpoint.removeprefix("ipc://"), identity, max_bytes, _HIGH_WATER)
+        return UnixDealer(address.path, identity, max_bytes, _HIGH_WATER)
     except OSError as error:
         raise zmq.ZMQError(error.errno) from error
+
+
+def _dealer(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes, max_bytes: int, keys: KeyPair | None
+) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.DEALER)
+    _options(socket, endpoint, max_bytes)
+    if not endpoint.startswith("ipc://"):
+        curve.configure_client(socket, keys)
+    socket.setsockopt(zmq.IDENTITY, identity)
+    return socket
 
 
 def received(socket: Router | Dealer) -> Iterator[list[bytes]]:
@@ -230,6 +309,8 @@ def received(socket: Router | Dealer) -> Iterator[list[bytes]]:
     if isinstance(socket, UnixDealer):
         yield from socket.recv_all()
         return
+    if isinstance(socket, NamedDealer):
+        socket = socket.socket
     for _ in range(_FRAMES_A_TURN):
         # Asked first: the exception of an empty socket takes longer than most messages.
         if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
@@ -263,7 +344,7 @@ def _options(socket: zmq.Socket[bytes], endpoint: str, max_bytes: int) -> None:
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     if endpoint.startswith("tcp://"):
-        socket.setsockopt(zmq.IPV6, "[" in endpoint)  # a host name is looked up in one family only: IPv4
+        socket.setsockopt(zmq.IPV6, "[" in endpoint)
         # A network that drops packets closes no connection. Without these, the kernel's timers decide: after an outage
         # of a minute a connection is silent for up to another minute, and for 15 until it is given up.
         socket.setsockopt(zmq.HEARTBEAT_IVL, _PING_MS)

@@ -455,7 +455,7 @@ class ControlLoop:
         if now >= self._tick_ns and not self._note_stall(now):
             self._tick_ns = now + _TICK_NS
             self._check_liveness(now)
-            for peer, text in self._channel.refused():
+            for peer, text in self._channel.tick(now):
                 self._feed(ev.PeerUnusable(peer, text))
             self._feed(ev.Tick(self._stalled_ns))
             self._stalled_ns = 0

@@ -38,7 +38,6 @@ import ctypes
 import json
 import logging
 import secrets
-import socket
 import threading
 import time
 import zlib
@@ -46,6 +45,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvctl_agent.contract import resolver
 from kvctl_agent.contract.addresses import AddressError, tcp_address
 from kvctl_agent.contract.choices import HOST
 from kvctl_agent.errors import ConfigError, TransportError
@@ -271,11 +271,10 @@ def _numeric(host: str) -> str:
     Raises:
         ConfigError: `host` has no address, or is 0.0.0.0.
     """
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(f"transport_params: mooncake: no address for host {host!r}: {error}") from error
-    addr = str(min(found, key=lambda each: each[0] != socket.AF_INET)[4][0])  # IPv4 for a name that has both
+    answer = resolver.resolve(host.strip("[]"))
+    if answer.error:
+        raise ConfigError(f"transport_params: mooncake: {answer.error}")
+    addr = answer.addresses[0]
     if addr in ("0.0.0.0", "::"):
         raise ConfigError(f"transport_params: mooncake: host must be an address that peers can reach, not {addr}")
     return addr

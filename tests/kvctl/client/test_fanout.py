@@ -18,6 +18,7 @@ from kvctl.client.calls import Call
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.fanout import Fanout, Reply
 from kvctl.client.faults import Fault, FaultCode
+from tests.support.names import Names
 
 HELLO = Call("hello")
 FAST_NS = 150_000_000
@@ -59,6 +60,54 @@ def descriptors() -> int:
 def ask(endpoint: Endpoint, *calls: Call, timeout_ns: int = LONG_NS) -> list[Reply]:
     with Fanout() as fanout:
         return fanout.ask([(endpoint, call) for call in calls], timeout_ns)
+
+
+def test_a_silent_host_name_delays_nobody_and_is_named(names: Names, tmp_path: Path) -> None:
+    """libzmq would look it up on the thread that serves all other agents on TCP."""
+    names.silent.add("slow.test")
+    context = zmq.Context()
+    agent = context.socket(zmq.ROUTER)
+    port = agent.bind_to_random_port("tcp://127.0.0.1")
+    names.known["agent.test"] = ["127.0.0.1"]
+    hosts = ["slow.test", "127.0.0.1", "agent.test", "unknown.test"]
+    endpoints = [Endpoint(host, None, remote=f"tcp://{host}:{port}") for host in hosts]
+
+    def serve() -> None:
+        for _ in range(2):
+            route, magic, request_id, _ = agent.recv_multipart()
+            agent.send_multipart([route, magic, request_id, b'{"ok": true, "data": 1}'])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    begun = time.monotonic()
+    with Fanout(None) as fanout:
+        slow, *quick, unknown = fanout.ask([(endpoint, HELLO) for endpoint in endpoints], 1_000_000_000)
+    thread.join()
+    context.destroy(linger=0)
+    assert time.monotonic() - begun < 30
+    assert [reply.data for reply in quick] == [1, 1]
+    assert all(reply.rtt_ns < 1_000_000_000 for reply in quick)
+    assert slow.fault is not None
+    assert slow.fault.message == "host slow.test: no answer from the resolver in /etc/resolv.conf within the time limit"
+    assert unknown.fault is not None
+    assert unknown.fault.message.startswith("host unknown.test cannot be looked up: ")
+
+
+def test_many_silent_agents_are_all_asked_within_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of agents that do not answer, a window was asked every 250 ms."""
+    monkeypatch.setattr(fanout_module, "_WINDOW", 4)
+    with socket.socket() as listener:  # the kernel accepts connections, and nobody answers
+        listener.bind(("0.0.0.0", 0))
+        listener.listen(100)
+        port = listener.getsockname()[1]
+        endpoints = [Endpoint(f"a{number}", None, remote=f"tcp://127.0.1.{number}:{port}") for number in range(1, 61)]
+        begun = time.monotonic()
+        with Fanout(None) as fanout:
+            replies = fanout.ask([(endpoint, HELLO) for endpoint in endpoints], 500_000_000)
+        took_s = time.monotonic() - begun
+    assert {reply.fault.code for reply in replies if reply.fault} == {FaultCode.TIMEOUT}
+    assert sum("was not asked" in reply.fault.message for reply in replies if reply.fault) == 0
+    assert took_s < 60 / 4 * 0.25  # the time with a fixed pace
 
 
 def test_replies_come_in_the_order_of_the_requests(fleet: Any, socket_directory: Path) -> None:

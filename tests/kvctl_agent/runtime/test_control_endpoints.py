@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import socket as socketlib
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 
 from kvctl_agent.errors import ConfigError
+from kvctl_agent.protocol.bootstrap_registry import Lookup
+from kvctl_agent.runtime import control_endpoints
+from kvctl_agent.runtime.bootstrap import RegistryClient
 from kvctl_agent.runtime.control_endpoints import (
+    NamedDealer,
     address,
     bind,
     check_endpoint,
     close,
     connect,
+    connect_to_peer,
     control_address,
     own_address,
 )
+from tests.support.names import Names
 
 Context = zmq.Context[zmq.Socket[bytes]]
 BINDER = """
@@ -32,6 +41,67 @@ socket = bind(zmq.Context(), sys.argv[1], 1 << 20)
 print(flush=True)
 sys.stdin.read()
 """
+
+
+class TestNames:
+    """Sockets connect to the addresses that a host name has at the time."""
+
+    def test_a_name_is_connected_to_once_it_is_known_and_again_where_it_has_moved(
+        self, zmq_context: Context, names: Names, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(control_endpoints, "_LOOK_UP_NS", 20_000_000)
+        names.silent.add("pod.test")
+        first = bind(zmq_context, "tcp://127.0.0.1:*", 1 << 20)
+        port = address(first).rpartition(":")[2]
+        endpoint = f"tcp://pod.test:{port}"
+        dealer = connect_to_peer(zmq_context, endpoint, b"reader", 1 << 20)
+        assert isinstance(dealer, NamedDealer)
+        with pytest.raises(zmq.Again):
+            dealer.send(b"early")
+        names.known["pod.test"] = ["127.0.0.1"]
+        names.answer_all()
+        assert self.frame(dealer, first) == b"0"
+        close(first)
+        names.known["pod.test"] = ["127.0.0.2", "127.0.0.3"]  # the first is not listened on
+        second = bind(zmq_context, f"tcp://127.0.0.3:{port}", 1 << 20)
+        self.frame(dealer, second)
+        asked = len(names.asked)
+        for _ in range(20):
+            dealer.turn(time.monotonic_ns())
+            time.sleep(0.005)
+        assert len(names.asked) == asked  # nobody asks while there is a connection
+        dealer.close()
+        close(second)
+
+    def test_a_name_without_an_address_is_told_with_the_host_and_looked_up_again(
+        self, zmq_context: Context, names: Names, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(control_endpoints, "_LOOK_UP_NS", 20_000_000)
+        router = bind(zmq_context, "tcp://127.0.0.1:*", 1 << 20)
+        endpoint = f"tcp://pod.test:{address(router).rpartition(':')[2]}"
+        registry = RegistryClient(zmq_context, endpoint, Lookup("decode-0"))
+        silent = f"no answer from the registry at {endpoint}"
+        deadline = time.monotonic() + 60
+        while registry.roster.missing == silent:
+            assert time.monotonic() < deadline
+            registry.turn(time.monotonic_ns())
+        assert registry.roster.missing.startswith(f"{silent}: host pod.test cannot be looked up: ")
+        names.known["pod.test"] = ["127.0.0.1"]
+        while registry.roster.missing != silent or not router.poll(1):
+            assert time.monotonic() < deadline
+            registry.turn(time.monotonic_ns())
+        registry.close()
+        close(router)
+
+    def frame(self, dealer: NamedDealer, router: Any) -> bytes:
+        """Sends numbers until one arrives; returns it."""
+        deadline = time.monotonic() + 60
+        while not router.poll(5):
+            assert time.monotonic() < deadline
+            dealer.turn(time.monotonic_ns())
+            with contextlib.suppress(zmq.Again):
+                dealer.send(b"0")
+        return bytes(router.recv_multipart()[-1])
 
 
 class TestCheck:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,6 +15,7 @@ from zmq.utils import z85
 from kvctl_agent.contract.keys import KeyPair
 from kvctl_agent.runtime import control_endpoints
 from kvctl_agent.security.curve import ZapAuthenticator
+from tests.support.names import Names
 
 Context = zmq.Context[zmq.Socket[bytes]]
 WAIT_MS = 60_000
@@ -70,6 +72,23 @@ def test_an_owner_of_the_fleets_key_is_heard(guarded: Guarded, zmq_context: Cont
     assert guarded.router.recv() == b"friend"
     frame = guarded.router.recv(copy=False)
     assert (frame.bytes, frame.get("User-Id")) == (b"hello", FLEET.public.hex())
+    client.close()
+
+
+def test_an_owner_of_the_fleets_key_is_heard_from_a_host_name(
+    guarded: Guarded, zmq_context: Context, names: Names
+) -> None:
+    names.known["prefill.test"] = ["127.0.0.1"]
+    endpoint = guarded.address.replace("127.0.0.1", "prefill.test")
+    client = control_endpoints.connect_to_peer(zmq_context, endpoint, b"friend", 1 << 20, FLEET)
+    assert isinstance(client, control_endpoints.NamedDealer)
+    deadline = time.monotonic() + WAIT_MS / 1000
+    while not guarded.router.poll(5):
+        assert time.monotonic() < deadline
+        client.turn(time.monotonic_ns())
+        with contextlib.suppress(zmq.Again):
+            client.send(b"hello")
+    assert guarded.router.recv_multipart()[0] == b"friend"
     client.close()
 
 
