@@ -6,29 +6,19 @@
  * is one job whatever it consists of, the threads of a pool never take the GIL, and they wake the control loop by a file
  * descriptor.
  */
-#define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030B0000
-#include <Python.h>
+#include "_native.h"
 
 #include <errno.h>
 #include <fcntl.h>
-#include <pthread.h>
 #include <semaphore.h>
 #include <signal.h>
 #include <stdatomic.h>
-#include <stdbool.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
-#include <time.h>
 #include <unistd.h>
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
 
-/* A copy of at most this many bytes takes less than 100 us and is done with the GIL held: if the engine's thread runs
- * Python, getting the GIL back takes longer. */
-#define HELD_BYTES (256 << 10)
 #define LEAST_COPYING_NS 1000000 /* between two turns of a control loop that copies itself; a turn costs it up to 0.2 ms */
 #define MOST_AT_ONCE 64
 #define MOST_THREADS 64
@@ -38,18 +28,6 @@
 #define OTHERS_CORE_SHARE 0.1
 #define OTHERS_SHARE 0.35
 #define SAMPLE_NS 5000000
-
-static int64_t clock_ns(clockid_t clock)
-{
-    struct timespec at;
-    clock_gettime(clock, &at);
-    return (int64_t)at.tv_sec * 1000000000 + at.tv_nsec;
-}
-
-static int64_t now_ns(void)
-{
-    return clock_ns(CLOCK_MONOTONIC);
-}
 
 /* ---- HeadSlice: the addresses of some heads in every block of a segment ------------------------------------------- */
 
@@ -63,73 +41,112 @@ typedef struct {
     int64_t split_stride;
 } Plane;
 
-/* Merges heads into rows, rows into pages and transfer pages into pages where they are contiguous. */
-static void merge(Plane *plane)
+/* Merges heads into rows, rows into pages and transfer pages into pages where they are contiguous. Returns the bytes from the
+ * first head to the end of the last page, or -1 if these or those of a page cannot be counted: later products of less are safe. */
+static int64_t merge(Plane *plane, int64_t num_slots)
 {
-    plane->page_bytes = plane->rows * plane->heads * plane->run_bytes;
-    plane->split_stride = plane->rows * plane->row_stride;
+    int64_t row_bytes = 0, extent = plane->run_bytes;
+    plane->page_bytes = plane->split_stride = 0;
+    if (!add_product(&row_bytes, plane->heads, plane->run_bytes) || !add_product(&plane->page_bytes, plane->rows, row_bytes) ||
+        !add_product(&plane->split_stride, plane->rows, plane->row_stride) || !add_product(&extent, plane->heads - 1, plane->head_stride) ||
+        !add_product(&extent, plane->rows - 1, plane->row_stride) || !add_product(&extent, plane->split - 1, plane->split_stride) ||
+        !add_product(&extent, (num_slots - 1) / plane->split, plane->page_stride))
+        return -1;
     if (plane->heads == 1 || plane->head_stride == plane->run_bytes) {
-        plane->run_bytes *= plane->heads;
+        plane->run_bytes = row_bytes;
         plane->heads = 1;
         if (plane->rows == 1 || plane->row_stride == plane->run_bytes) {
-            plane->run_bytes *= plane->rows;
+            plane->run_bytes = plane->page_bytes;
             plane->rows = 1;
         }
     }
-    if (plane->page_stride == plane->split * plane->split_stride) {
+    int64_t split_bytes = 0;
+    if (add_product(&split_bytes, plane->split, plane->split_stride) && plane->page_stride == split_bytes) {
         plane->page_stride = plane->split_stride;
         plane->split = 1;
     }
+    return extent;
 }
 
 typedef struct {
     PyObject_HEAD
     Py_ssize_t layers, planes;
     int64_t num_slots;
-    uint64_t *blocks; /* [layers][planes]: address of the slice's first head in row 0 of page 0 */
+    int64_t *blocks; /* [layers][planes]: address of the slice's first head in row 0 of page 0 */
     Plane *plane;
 } HeadSlice;
 
-static int head_slice_init(PyObject *object, PyObject *args, PyObject *kwargs)
+/* Reads a plane that begins at `blocks[0]`, `blocks[planes]`, ...; returns false with an exception. */
+static bool read_plane(PyObject *from, Plane *plane, const int64_t *blocks, Py_ssize_t total, Py_ssize_t planes, int64_t num_slots)
 {
-    HeadSlice *self = (HeadSlice *)object;
-    static char *names[] = {"blocks", "planes", "num_slots", NULL};
-    PyObject *blocks, *planes;
-    long long num_slots;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!L", names, &PyList_Type, &blocks, &PyList_Type, &planes, &num_slots))
-        return -1;
-    Py_ssize_t count = PyList_Size(planes), total = PyList_Size(blocks);
-    if (self->blocks != NULL || count < 1 || total < 1 || total % count || num_slots < 1) {
-        PyErr_SetString(PyExc_ValueError, "blocks must be a multiple of planes, and num_slots positive");
-        return -1;
+    long long rows, heads, head_bytes, page, row, head, split;
+    if (!PyTuple_Check(from)) {
+        PyErr_SetString(PyExc_TypeError, "a plane is a tuple of seven integers");
+        return false;
     }
-    self->blocks = PyMem_Calloc(total, sizeof *self->blocks);
-    self->plane = PyMem_Calloc(count, sizeof *self->plane);
-    if (self->blocks == NULL || self->plane == NULL) {
-        PyErr_NoMemory();
-        return -1;
+    if (!PyArg_ParseTuple(from, "LLLLLLL", &rows, &heads, &head_bytes, &page, &row, &head, &split))
+        return false;
+    if (rows < 1 || heads < 1 || head_bytes < 1 || split < 1 || page < 0 || row < 0 || head < 0) {
+        PyErr_SetString(PyExc_ValueError, "a plane has rows, heads, bytes and pages, at distances that are not negative");
+        return false;
     }
-    for (Py_ssize_t i = 0; i < total; i++) {
-        self->blocks[i] = PyLong_AsUnsignedLongLong(PyList_GetItem(blocks, i));
-        if (PyErr_Occurred())
-            return -1;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        long long rows, heads, head_bytes, page, row, head, split;
-        if (!PyArg_ParseTuple(PyList_GetItem(planes, i), "LLLLLLL", &rows, &heads, &head_bytes, &page, &row, &head, &split))
-            return -1;
-        if (rows < 1 || heads < 1 || head_bytes < 1 || split < 1) {
-            PyErr_SetString(PyExc_ValueError, "a plane has rows, heads, bytes and pages");
-            return -1;
+    *plane = (Plane){.rows = rows, .heads = heads, .run_bytes = head_bytes, .row_stride = row, .head_stride = head,
+                     .page_stride = page, .split = split};
+    int64_t extent = merge(plane, num_slots), end;
+    for (Py_ssize_t i = 0; i < total; i += planes) {
+        end = blocks[i];
+        if (extent < 0 || end <= 0 || !add_product(&end, extent, 1)) {
+            PyErr_SetString(PyExc_ValueError, "a plane lies outside the address space");
+            return false;
         }
-        self->plane[i] = (Plane){.rows = rows, .heads = heads, .run_bytes = head_bytes, .row_stride = row,
-                                 .head_stride = head, .page_stride = page, .split = split};
-        merge(&self->plane[i]);
+    }
+    return true;
+}
+
+/* Reads what a HeadSlice is made of; false with an exception. Reading a number may run Python, so `self` is looked at last. */
+static bool read_head_slice(HeadSlice *self, PyObject *block_list, PyObject *plane_list, int64_t num_slots)
+{
+    const Py_ssize_t count = PyTuple_Size(plane_list), total = PyTuple_Size(block_list);
+    if (count < 1 || total < 1 || total % count || num_slots < 1) {
+        PyErr_SetString(PyExc_ValueError, "blocks must be a multiple of planes, and num_slots positive");
+        return false;
+    }
+    int64_t *blocks = PyMem_Calloc(total, sizeof *blocks);
+    Plane *plane = PyMem_Calloc(count, sizeof *plane);
+    if (blocks == NULL || plane == NULL)
+        PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < total && !PyErr_Occurred(); i++)
+        blocks[i] = PyLong_AsLongLong(PyTuple_GetItem(block_list, i));
+    for (Py_ssize_t i = 0; i < count && !PyErr_Occurred(); i++)
+        read_plane(PyTuple_GetItem(plane_list, i), &plane[i], blocks + i, total - i, count, num_slots);
+    if (!PyErr_Occurred() && self->blocks != NULL)
+        PyErr_SetString(PyExc_ValueError, "the HeadSlice was initialised before");
+    if (PyErr_Occurred()) {
+        PyMem_Free(blocks);
+        PyMem_Free(plane);
+        return false;
     }
     self->layers = total / count;
     self->planes = count;
     self->num_slots = num_slots;
-    return 0;
+    self->blocks = blocks;
+    self->plane = plane;
+    return true;
+}
+
+static int head_slice_init(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"blocks", "planes", "num_slots", NULL};
+    PyObject *blocks, *planes;
+    long long num_slots;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOL", names, &blocks, &planes, &num_slots))
+        return -1;
+    blocks = PySequence_Tuple(blocks);
+    planes = blocks == NULL ? NULL : PySequence_Tuple(planes);
+    const bool read = planes != NULL && read_head_slice((HeadSlice *)object, blocks, planes, num_slots);
+    Py_XDECREF(blocks);
+    Py_XDECREF(planes);
+    return read ? 0 : -1;
 }
 
 static void head_slice_dealloc(PyObject *object)
@@ -163,30 +180,37 @@ typedef struct {
     const int64_t *pages;
     int64_t num_slots;
     const Span *spans;
-    int count;
+    Py_ssize_t count;
     char *staged;
 } Piece;
-
-/* What runs after each piece, for example what writes it to a peer: an object's attribute `then` has it in a capsule, which
- * keeps alive what it needs. */
-#define THEN "kvctl_agent.then"
-typedef struct {
-    void (*run)(void *self, int number, int thread); /* `thread` counts the threads of the pool from 1; 0: the caller's */
-    void *self;
-} Then;
 
 typedef struct Work {
     struct Work *next; /* in the queue of its pool */
     bool gather, shared, seen;
     int count, taken;  /* pieces; those that a thread has taken */
     _Atomic int left;  /* pieces that are not copied yet */
+    bool copying;      /* a call of `Copy.done` copies pieces without the GIL */
     _Atomic bool bad;  /* a page was outside the pool */
     _Atomic int64_t ended_ns, copy_ns;
     int64_t nbytes;
-    const Then *then; /* NULL: nothing */
-    Piece *pieces;
+    const Then *then;  /* NULL: nothing */
+    Piece *pieces;     /* NULL: nothing is copied */
     Span *spans;
+    Py_buffer *arrays; /* page list and staging memory of each piece */
 } Work;
+
+/* Frees a copy that no thread has or gets; may be NULL. */
+static void free_work(Work *work)
+{
+    if (work == NULL)
+        return;
+    for (int i = 0; work->arrays != NULL && i < 2 * work->count; i++)
+        PyBuffer_Release(&work->arrays[i]);
+    free(work->arrays);
+    free(work->spans);
+    free(work->pieces);
+    free(work);
+}
 
 /* Copies into a pool, past the caches: the lines that are overwritten are not read first, which takes half the time of a
  * scatter, and what is in the caches stays there. A piece of staging memory is written through them, since it is read
@@ -218,21 +242,29 @@ static inline void store_fence(void)
 #endif
 }
 
+/* Returns an item of a page list, which is read once: Python may modify the list meanwhile. */
+static inline int64_t page_at(const Piece *piece, int64_t at)
+{
+    return __atomic_load_n(&piece->pages[at], __ATOMIC_RELAXED);
+}
+
 /* Copies one piece; returns false if a page lies outside the pool. */
 static bool copy_spans(const Piece *piece, bool gather)
 {
     char *staged = piece->staged;
-    for (int i = 0; i < piece->count; i++) {
+    for (Py_ssize_t i = 0; i < piece->count; i++) {
         const Span *span = &piece->spans[i];
         const Plane plane = *span->plane;
         const bool whole_page = plane.run_bytes == plane.page_bytes;
         const bool runs = whole_page && plane.split == 1 && plane.page_stride == plane.page_bytes;
         for (int64_t at = span->page_lo; at < span->page_hi;) {
-            const int64_t page = piece->pages[at];
+            const int64_t page = page_at(piece, at), most = runs ? span->page_hi - at : 1;
+            if (page < 0 || page >= piece->num_slots)
+                return false;
             int64_t run = 1;
-            while (runs && at + run < span->page_hi && piece->pages[at + run] == page + run)
+            while (run < most && page_at(piece, at + run) == page + run)
                 run++;
-            if (page < 0 || page + run > piece->num_slots)
+            if (run > piece->num_slots - page)
                 return false;
             char *pool = span->block;
             if (plane.split == 1)
@@ -271,8 +303,10 @@ typedef struct {
     pthread_cond_t ended;
     sem_t queued; /* posted once for each piece of a copy, at most once for each thread */
     Work *first, **last;
-    bool ready, closing;
-    int wanted, threads, running, wake_fd;
+    bool ready, closing; /* changed with the GIL */
+    unsigned forks;      /* when the pool was made */
+    int wanted, threads, wake_fd;
+    int numbered, unjoined; /* threads that have their number; that nobody has joined yet */
     pthread_t thread[MOST_THREADS];
     PyObject *error;
     _Atomic int64_t notice_ns; /* how long the control loop takes to notice that a copy has ended */
@@ -290,15 +324,22 @@ typedef struct {
 
 static PyTypeObject *head_slice_type, *copy_type;
 
+/* Whether this process made the pool. In a child that was forked since, nothing may wait for its lock or its threads, nor
+ * copy: the memory may be shared with the parent. */
+static bool is_own(const Pool *pool)
+{
+    return pool->ready && pool->forks == forks;
+}
+
 static void run_piece(Pool *pool, Work *work, int number, int thread)
 {
     int64_t since = now_ns();
-    if (!work->bad && !copy_piece(&work->pieces[number], work->gather))
+    if (work->pieces != NULL && !work->bad && !copy_piece(&work->pieces[number], work->gather))
         work->bad = true;
     work->copy_ns += now_ns() - since;
     if (work->then != NULL && !work->bad)
         work->then->run(work->then->self, number, thread);
-    if (work->spans == NULL)
+    if (work->pieces == NULL)
         return;
     int64_t known = pool->piece_ns, took = now_ns() - since;
     pool->piece_ns = known ? known + (took - known) / 8 : took;
@@ -315,7 +356,7 @@ static void *run_thread(void *argument)
 {
     Pool *pool = argument;
     pthread_mutex_lock(&pool->lock);
-    const int thread = ++pool->running;
+    const int thread = ++pool->numbered;
     for (;;) {
         Work *work = pool->first;
         if (work == NULL) {
@@ -381,7 +422,7 @@ static bool others_compute(Pool *pool)
 
 static bool has_threads(Pool *pool)
 {
-    return pool->threads && !(pool->considerate && others_compute(pool));
+    return pool->threads && is_own(pool) && !(pool->considerate && others_compute(pool));
 }
 
 static int pool_init(PyObject *object, PyObject *args, PyObject *kwargs)
@@ -393,7 +434,7 @@ static int pool_init(PyObject *object, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iiOp", names, &threads, &wake_fd, &error, &considerate))
         return -1;
     if (self->ready || threads < 0 || threads > MOST_THREADS) {
-        PyErr_SetString(PyExc_ValueError, "threads must be from 0 to 64");
+        PyErr_SetString(PyExc_ValueError, "threads must be from 0 to 64, of a new pool");
         return -1;
     }
     /* The owner may close its descriptor before the pool. */
@@ -409,18 +450,25 @@ static int pool_init(PyObject *object, PyObject *args, PyObject *kwargs)
     Py_INCREF(error);
     self->error = error;
     self->ready = true;
+    self->forks = forks;
     self->considerate = considerate;
     self->wanted = threads;
     return 0;
 }
 
+static bool is_open(const Pool *pool)
+{
+    if (is_own(pool) && !pool->closing)
+        return true;
+    PyErr_SetString(PyExc_RuntimeError, "the copy pool is closed, or was made before this process was forked; its owner must stop using it first");
+    return false;
+}
+
 static PyObject *pool_start(PyObject *object, PyObject *unused)
 {
     Pool *self = (Pool *)object;
-    if (!self->ready || self->closing) {
-        PyErr_SetString(PyExc_ValueError, "the copy pool is closed");
+    if (!is_open(self))
         return NULL;
-    }
     /* Signals are for the threads of the engine. */
     sigset_t all, before;
     sigfillset(&all);
@@ -428,6 +476,7 @@ static PyObject *pool_start(PyObject *object, PyObject *unused)
     int failed = 0;
     for (; self->threads < self->wanted && !failed; self->threads += !failed)
         failed = pthread_create(&self->thread[self->threads], NULL, run_thread, self);
+    self->unjoined = self->threads;
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (failed) {
         errno = failed;
@@ -436,18 +485,28 @@ static PyObject *pool_start(PyObject *object, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+/* Ends the threads once all copies have ended. Of several callers the first one joins the threads, and the others wait for it. */
 static void stop_threads(Pool *self)
 {
-    Py_BEGIN_ALLOW_THREADS
+    if (!is_own(self))
+        return;
+    const int threads = self->threads;
     pthread_mutex_lock(&self->lock);
     self->closing = true;
     pthread_mutex_unlock(&self->lock);
-    for (int i = 0; i < self->threads; i++)
-        sem_post(&self->queued);
-    for (int i = 0; i < self->threads; i++)
-        pthread_join(self->thread[i], NULL);
-    Py_END_ALLOW_THREADS
     self->threads = 0;
+    Py_BEGIN_ALLOW_THREADS
+    for (int i = 0; i < threads; i++)
+        sem_post(&self->queued);
+    for (int i = 0; i < threads; i++)
+        pthread_join(self->thread[i], NULL);
+    pthread_mutex_lock(&self->lock);
+    self->unjoined -= threads;
+    pthread_cond_broadcast(&self->ended);
+    while (self->unjoined)
+        pthread_cond_wait(&self->ended, &self->lock);
+    pthread_mutex_unlock(&self->lock);
+    Py_END_ALLOW_THREADS
     if (self->wake_fd >= 0)
         close(self->wake_fd);
     self->wake_fd = -1;
@@ -463,13 +522,15 @@ static void pool_dealloc(PyObject *object)
 {
     Pool *self = (Pool *)object;
     PyTypeObject *type = Py_TYPE(object);
-    if (self->ready) {
-        stop_threads(self);
+    stop_threads(self);
+    if (is_own(self)) {
         pthread_cond_destroy(&self->ended);
         sem_destroy(&self->queued);
         pthread_mutex_destroy(&self->lock);
-        Py_DECREF(self->error);
+    } else if (self->ready && self->wake_fd >= 0) {
+        close(self->wake_fd);
     }
+    Py_XDECREF(self->error);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(object);
     Py_DECREF(type);
@@ -494,17 +555,12 @@ static int64_t read_spans(PyObject *spans, const HeadSlice *rows, int64_t num_pa
             return -1;
         }
         into[i] = (Span){(char *)rows->blocks[layer * rows->planes + plane], &rows->plane[plane], lo, hi};
-        nbytes += (hi - lo) * rows->plane[plane].page_bytes;
+        if (!add_product(&nbytes, hi - lo, rows->plane[plane].page_bytes)) {
+            PyErr_SetString(PyExc_ValueError, "a piece has more bytes than can be counted");
+            return -1;
+        }
     }
     return nbytes;
-}
-
-static bool is_open(const Pool *pool)
-{
-    if (pool->ready && !pool->closing)
-        return true;
-    PyErr_SetString(PyExc_ValueError, "the copy pool is closed; its owner must stop copying before closing it");
-    return false;
 }
 
 /* Returns the capsule of what is to run after each piece, or None for nothing; NULL with an exception. */
@@ -524,22 +580,21 @@ static PyObject *read_then(PyObject *owner, const Then **then)
     return capsule;
 }
 
-/* Returns the copy that `work` is, with what it uses, and queues it for the threads; takes over the work and `kept`. */
+/* Returns the copy that `work` is, with what it uses, and queues it for the threads; takes over the work and `kept`, which may
+ * be NULL with an exception. What runs Python comes before: it might close the pool. */
 static PyObject *start(Pool *self, Work *work, PyObject *kept)
 {
-    Copy *copy = kept == NULL ? NULL : PyObject_New(Copy, copy_type);
+    Copy *copy = kept == NULL || !is_open(self) ? NULL : PyObject_New(Copy, copy_type);
     if (copy == NULL) {
         Py_XDECREF(kept);
-        free(work->spans);
-        free(work->pieces);
-        free(work);
+        free_work(work);
         return NULL;
     }
     Py_INCREF((PyObject *)self);
     copy->pool = self;
     copy->kept = kept;
     copy->work = work;
-    if (work->spans == NULL ? self->threads > 0 : work->nbytes > HELD_BYTES && has_threads(self)) {
+    if (work->pieces == NULL ? self->threads > 0 : work->nbytes > HELD_BYTES && has_threads(self)) {
         work->shared = true;
         pthread_mutex_lock(&self->lock);
         *self->last = work;
@@ -555,109 +610,98 @@ static PyObject *start(Pool *self, Work *work, PyObject *kept)
 
 static PyObject *pool_run(PyObject *object, PyObject *args)
 {
-    Pool *self = (Pool *)object;
     int count;
     PyObject *owner;
     const Then *then;
-    if (!PyArg_ParseTuple(args, "iO", &count, &owner) || !is_open(self))
+    if (!PyArg_ParseTuple(args, "iO", &count, &owner))
         return NULL;
     PyObject *capsule = read_then(owner, &then);
     if (capsule == NULL)
         return NULL;
-    if (count < 1 || then == NULL) {
-        Py_DECREF(capsule);
+    Work *work = NULL;
+    if (count < 1 || then == NULL)
         PyErr_SetString(PyExc_ValueError, "there is nothing to run");
+    else if ((work = calloc(1, sizeof *work)) == NULL)
+        PyErr_NoMemory();
+    if (work == NULL) {
+        Py_DECREF(capsule);
         return NULL;
     }
-    Work *work = calloc(1, sizeof *work);
-    Piece *pieces = calloc(count, sizeof *pieces); /* without spans: nothing is copied */
-    if (work == NULL || pieces == NULL) {
-        Py_DECREF(capsule);
-        free(pieces);
-        free(work);
-        return PyErr_NoMemory();
-    }
-    *work = (Work){.count = count, .left = count, .pieces = pieces, .then = then};
-    return start(self, work, capsule);
+    *work = (Work){.count = count, .left = count, .then = then};
+    return start((Pool *)object, work, capsule);
 }
 
-static PyObject *pool_begin(PyObject *object, PyObject *args)
+/* Fills a piece from a job, whose arrays are borrowed until the copy is freed; returns false with an exception. */
+static bool read_piece(PyObject *job, Work *work, Piece *piece, Span *spans, Py_buffer *pages, Py_buffer *staged)
 {
-    Pool *self = (Pool *)object;
-    int gather;
-    PyObject *jobs, *owner = Py_None;
-    const Then *then;
-    if (!PyArg_ParseTuple(args, "pO!|O", &gather, &PyList_Type, &jobs, &owner) || !is_open(self))
-        return NULL;
-    Py_ssize_t count = PyList_Size(jobs), total = 0;
-    if (count < 1 || count > INT32_MAX) {
+    PyObject *slice_object = PyTuple_GetItem(job, 0), *of = PyTuple_GetItem(job, 2);
+    if (!PyObject_TypeCheck(slice_object, head_slice_type)) {
+        PyErr_SetString(PyExc_TypeError, "the first item of a job is a HeadSlice");
+        return false;
+    }
+    HeadSlice *rows = (HeadSlice *)slice_object;
+    const Py_ssize_t num_pages = borrow_numbers(PyTuple_GetItem(job, 1), "lq", "pages must be int64", pages);
+    const int64_t nbytes = num_pages < 0 ? -1 : read_spans(of, rows, num_pages, spans);
+    if (nbytes < 0 || PyObject_GetBuffer(PyTuple_GetItem(job, 3), staged, work->gather ? PyBUF_CONTIG : PyBUF_CONTIG_RO))
+        return false;
+    *piece = (Piece){.pages = pages->buf, .num_slots = rows->num_slots, .spans = spans, .count = PyTuple_Size(of), .staged = staged->buf};
+    if (staged->len >= nbytes && add_product(&work->nbytes, nbytes, 1))
+        return true;
+    PyErr_Format(PyExc_ValueError, "staging memory of %zd bytes is too small for a piece of %lld bytes", staged->len, (long long)nbytes);
+    return false;
+}
+
+/* Returns the work of a tuple of jobs, or NULL with an exception. */
+static Work *read_jobs(PyObject *jobs, bool gather, const Then *then)
+{
+    const Py_ssize_t count = PyTuple_Size(jobs);
+    Py_ssize_t total = 0;
+    if (count < 1 || count > INT32_MAX / 2) {
         PyErr_SetString(PyExc_ValueError, "a copy has at least one piece");
         return NULL;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *job = PyList_GetItem(jobs, i);
+        PyObject *job = PyTuple_GetItem(jobs, i);
         if (!PyTuple_Check(job) || PyTuple_Size(job) != 4 || !PyTuple_Check(PyTuple_GetItem(job, 2))) {
             PyErr_SetString(PyExc_TypeError, "a job is (rows, pages, spans, staged)");
             return NULL;
         }
         total += PyTuple_Size(PyTuple_GetItem(job, 2));
     }
-    PyObject *capsule = read_then(owner, &then);
-    if (capsule == NULL)
-        return NULL;
     Work *work = calloc(1, sizeof *work);
-    Piece *pieces = calloc(count, sizeof *pieces);
-    Span *spans = calloc(total, sizeof *spans);
-    if (work == NULL || pieces == NULL || spans == NULL) {
+    if (work == NULL) {
         PyErr_NoMemory();
-        goto failed;
+        return NULL;
     }
-    *work = (Work){.gather = gather, .count = (int)count, .left = (int)count, .pieces = pieces, .spans = spans, .then = then};
-    Span *next = spans;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *job = PyList_GetItem(jobs, i), *slice_object = PyTuple_GetItem(job, 0), *of = PyTuple_GetItem(job, 2);
-        if (!PyObject_TypeCheck(slice_object, head_slice_type)) {
-            PyErr_SetString(PyExc_TypeError, "the first item of a job is a HeadSlice");
-            goto failed;
-        }
-        HeadSlice *rows = (HeadSlice *)slice_object;
-        /* The arrays stay alive and in place while `kept` refers to them: numpy does not resize arrays that it lends,
-         * and the callers neither modify nor resize them. */
-        Py_buffer pages, staged;
-        if (PyObject_GetBuffer(PyTuple_GetItem(job, 1), &pages, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS))
-            goto failed;
-        bool wide = pages.itemsize == sizeof(int64_t) && pages.ndim == 1 && pages.format != NULL && strchr("lq", pages.format[0]);
-        pieces[i] = (Piece){.pages = pages.buf, .num_slots = rows->num_slots, .spans = next, .count = (int)PyTuple_Size(of)};
-        int64_t num_pages = pages.len / (Py_ssize_t)sizeof(int64_t);
-        PyBuffer_Release(&pages);
-        if (!wide) {
-            PyErr_SetString(PyExc_TypeError, "pages must be int64 in one dimension");
-            goto failed;
-        }
-        int64_t nbytes = read_spans(of, rows, num_pages, next);
-        if (nbytes < 0 || PyObject_GetBuffer(PyTuple_GetItem(job, 3), &staged, gather ? PyBUF_CONTIG : PyBUF_CONTIG_RO))
-            goto failed;
-        pieces[i].staged = staged.buf;
-        int64_t available = staged.len;
-        PyBuffer_Release(&staged);
-        if (available < nbytes) {
-            PyErr_Format(PyExc_ValueError, "staging memory of %lld bytes is too small for a piece of %lld bytes",
-                         (long long)available, (long long)nbytes);
-            goto failed;
-        }
-        work->nbytes += nbytes;
-        next += pieces[i].count;
+    *work = (Work){.gather = gather, .count = (int)count, .left = (int)count, .then = then, .pieces = calloc(count, sizeof(Piece)),
+                   .spans = calloc(total + 1, sizeof(Span)), .arrays = calloc(2 * count, sizeof(Py_buffer))};
+    bool good = work->pieces != NULL && work->spans != NULL && work->arrays != NULL;
+    if (!good)
+        PyErr_NoMemory();
+    Span *spans = work->spans;
+    for (Py_ssize_t i = 0; good && i < count; i++) {
+        good = read_piece(PyTuple_GetItem(jobs, i), work, &work->pieces[i], spans, &work->arrays[2 * i], &work->arrays[2 * i + 1]);
+        spans += work->pieces[i].count;
     }
-    PyObject *copied = PyList_AsTuple(jobs), *kept = copied == NULL ? NULL : PyTuple_Pack(2, copied, capsule);
-    Py_XDECREF(copied);
-    Py_DECREF(capsule);
-    return start(self, work, kept);
-failed:
-    Py_DECREF(capsule);
-    free(spans);
-    free(pieces);
-    free(work);
+    if (good)
+        return work;
+    free_work(work);
     return NULL;
+}
+
+static PyObject *pool_begin(PyObject *object, PyObject *args)
+{
+    int gather;
+    PyObject *list, *owner = Py_None;
+    const Then *then;
+    if (!PyArg_ParseTuple(args, "pO!|O", &gather, &PyList_Type, &list, &owner))
+        return NULL;
+    PyObject *jobs = PyList_AsTuple(list), *capsule = jobs == NULL ? NULL : read_then(owner, &then);
+    Work *work = capsule == NULL ? NULL : read_jobs(jobs, gather, then);
+    PyObject *kept = work == NULL ? NULL : PyTuple_Pack(2, jobs, capsule);
+    Py_XDECREF(jobs);
+    Py_XDECREF(capsule);
+    return start((Pool *)object, work, kept);
 }
 
 static void noticed(Pool *pool, int64_t ns)
@@ -711,7 +755,11 @@ static PyObject *copy_done(PyObject *object, PyObject *unused)
     Copy *self = (Copy *)object;
     Work *work = self->work;
     Pool *pool = self->pool;
-    if (!work->shared && work->left) {
+    if (!is_own(pool)) {
+        PyErr_SetString(PyExc_RuntimeError, "the copy was begun before this process was forked");
+        return NULL;
+    }
+    if (!work->shared && work->left && !work->copying) {
         if (work->nbytes <= HELD_BYTES) {
             while (work->left) {
                 run_piece(pool, work, work->taken++, 0);
@@ -721,12 +769,14 @@ static PyObject *copy_done(PyObject *object, PyObject *unused)
             /* Copies for twice as long as the GIL was last waited for, and at least for `LEAST_COPYING_NS`. */
             int64_t waited = 2 * pool->notice_ns, ended;
             int64_t until = now_ns() + (waited > LEAST_COPYING_NS ? waited : LEAST_COPYING_NS);
+            work->copying = true;
             Py_BEGIN_ALLOW_THREADS
             do {
                 run_piece(pool, work, work->taken++, 0);
                 ended = now_ns();
             } while (--work->left && ended < until);
             Py_END_ALLOW_THREADS
+            work->copying = false;
             noticed(pool, now_ns() - ended);
         }
     }
@@ -749,7 +799,7 @@ static void copy_dealloc(PyObject *object)
     PyTypeObject *type = Py_TYPE(object);
     Work *work = self->work;
     Pool *pool = self->pool;
-    if (work->shared) {
+    if (work->shared && is_own(pool)) {
         /* Also if `left` is 0: a thread may still hold the lock in which it set it. */
         Py_BEGIN_ALLOW_THREADS
         pthread_mutex_lock(&pool->lock);
@@ -767,10 +817,8 @@ static void copy_dealloc(PyObject *object)
         pthread_mutex_unlock(&pool->lock);
         Py_END_ALLOW_THREADS
     }
-    free(work->spans);
-    free(work->pieces);
-    free(work);
-    Py_XDECREF(self->kept);
+    free_work(work);
+    Py_DECREF(self->kept);
     Py_DECREF(pool);
     PyObject_Free(object);
     Py_DECREF(type);
@@ -814,26 +862,13 @@ static int by_source(const void *one, const void *other)
     return a->at < b->at ? -1 : 1;
 }
 
-/* Borrows an array of int64, or of int32 if these are pages, in one dimension; returns its length, or -1 with an exception. */
-static Py_ssize_t read_numbers(PyObject *object, bool pages, Py_buffer *view)
-{
-    if (PyObject_GetBuffer(object, view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS))
-        return -1;
-    const bool wide = view->itemsize == sizeof(int64_t), narrow = pages && view->itemsize == sizeof(int32_t);
-    if ((wide || narrow) && view->ndim == 1 && view->format != NULL && strchr(wide ? "lq" : "il", view->format[0]))
-        return view->len / view->itemsize;
-    PyBuffer_Release(view);
-    PyErr_SetString(PyExc_TypeError, "pages must be int32 or int64, and addresses int64, in one dimension");
-    return -1;
-}
-
 /* Distances of transfer pages, as addresses.PageSteps. */
 typedef struct {
     long long page, split, within;
 } PageSteps;
 
-/* Returns the distance of a page from page 0. The products are unsigned, because any page index must be defined behaviour. */
-static int64_t offset_of(const Py_buffer *pages, Py_ssize_t at, const PageSteps *steps)
+/* Finds the distance of a page from page 0; returns false if it does not fit. */
+static bool offset_of(const Py_buffer *pages, Py_ssize_t at, const PageSteps *steps, int64_t *offset)
 {
     const int64_t page = pages->itemsize == sizeof(int32_t) ? ((const int32_t *)pages->buf)[at] : ((const int64_t *)pages->buf)[at];
     int64_t whole = page / steps->split, rest = page % steps->split;
@@ -841,7 +876,14 @@ static int64_t offset_of(const Py_buffer *pages, Py_ssize_t at, const PageSteps 
         whole--;
         rest += steps->split;
     }
-    return (int64_t)((uint64_t)whole * (uint64_t)steps->page + (uint64_t)rest * (uint64_t)steps->within);
+    *offset = 0;
+    return add_product(offset, whole, steps->page) && add_product(offset, rest, steps->within);
+}
+
+/* Returns the distance between two offsets; one that does not fit is wrapped, and page_descriptors then refuses the run. */
+static int64_t distance(int64_t to, int64_t from)
+{
+    return (int64_t)((uint64_t)to - (uint64_t)from);
 }
 
 /* Pairs the pages, in the order of their sources, and joins adjacent ones; returns the number of runs. */
@@ -854,7 +896,7 @@ static Py_ssize_t join_pages(PagePair *pairs, Py_ssize_t pages, int64_t page_byt
         }
     Py_ssize_t runs = 0;
     for (Py_ssize_t i = 0; i < pages; i++) {
-        if (i && pairs[i].src - pairs[i - 1].src == page_bytes && pairs[i].dst - pairs[i - 1].dst == page_bytes) {
+        if (i && distance(pairs[i].src, pairs[i - 1].src) == page_bytes && distance(pairs[i].dst, pairs[i - 1].dst) == page_bytes) {
             counts[runs - 1]++;
         } else {
             pairs[runs] = pairs[i]; /* runs <= i: pages that are still to be compared are not overwritten */
@@ -876,7 +918,8 @@ static PyObject *page_descriptors(PyObject *module_object, PyObject *args)
     Py_ssize_t length[4];
     int read = 0;
     for (; read < 4; read++)
-        if ((length[read] = read_numbers(given[read], read < 2, &view[read])) < 0)
+        if ((length[read] = borrow_numbers(given[read], read < 2 ? "ilq" : "lq", "pages must be int32 or int64, and addresses int64",
+                                           &view[read])) < 0)
             break;
     PagePair *pairs = NULL;
     int64_t *counts = NULL;
@@ -894,21 +937,32 @@ static PyObject *page_descriptors(PyObject *module_object, PyObject *args)
         goto ended;
     }
     const int64_t *local = view[2].buf, *remote = view[3].buf;
-    for (Py_ssize_t i = 0; i < pages; i++)
-        pairs[i] = (PagePair){offset_of(&view[0], i, &from_steps), offset_of(&view[1], i, &to_steps), i};
+    bool fits = true;
+    for (Py_ssize_t i = 0; i < pages; i++) {
+        pairs[i].at = i;
+        fits = offset_of(&view[0], i, &from_steps, &pairs[i].src) && offset_of(&view[1], i, &to_steps, &pairs[i].dst) && fits;
+    }
     const Py_ssize_t runs = join_pages(pairs, pages, page_bytes, counts);
-    for (int i = 0; i < 3; i++)
-        if ((made[i] = PyBytes_FromStringAndSize(NULL, blocks * runs * (Py_ssize_t)sizeof(int64_t))) == NULL)
+    int64_t nbytes = 0, *words[3];
+    fits = fits && add_product(&nbytes, blocks * (int64_t)sizeof(int64_t), runs);
+    for (int i = 0; fits && i < 3; i++) {
+        if ((made[i] = PyBytes_FromStringAndSize(NULL, nbytes)) == NULL)
             goto ended;
-    int64_t *from = (int64_t *)PyBytes_AsString(made[0]), *to = (int64_t *)PyBytes_AsString(made[1]);
-    int64_t *sizes = (int64_t *)PyBytes_AsString(made[2]);
-    for (Py_ssize_t block = 0; block < blocks; block++)
-        for (Py_ssize_t run = 0; run < runs; run++) {
-            *from++ = local[block] + pairs[run].src;
-            *to++ = remote[block] + pairs[run].dst;
-            *sizes++ = counts[run] * page_bytes;
+        words[i] = (int64_t *)PyBytes_AsString(made[i]);
+    }
+    for (Py_ssize_t block = 0; fits && block < blocks; block++)
+        for (Py_ssize_t run = 0; fits && run < runs; run++) {
+            int64_t from = local[block], to = remote[block], size = 0;
+            fits = add_product(&from, pairs[run].src, 1) && add_product(&to, pairs[run].dst, 1) && add_product(&size, counts[run], page_bytes);
+            *words[0]++ = from;
+            *words[1]++ = to;
+            *words[2]++ = size;
+            fits = fits && add_product(&from, size, 1) && add_product(&to, size, 1);
         }
-    found = PyTuple_Pack(3, made[0], made[1], made[2]);
+    if (fits)
+        found = PyTuple_Pack(3, made[0], made[1], made[2]);
+    else
+        PyErr_SetString(PyExc_ValueError, "a page lies outside the address space");
 ended:
     for (int i = 0; i < 3; i++)
         Py_XDECREF(made[i]);
@@ -932,7 +986,7 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit__row_copies(void)
 {
-    PyObject *created = PyModule_Create(&module);
+    PyObject *created = count_forks() ? PyModule_Create(&module) : NULL;
     if (created == NULL)
         return NULL;
     PyObject *pool_type = PyType_FromSpec(&pool_spec);

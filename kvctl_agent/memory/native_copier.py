@@ -76,7 +76,6 @@ class NativeCopyPool:
         self.threads = threads
         self.considerate = considerate
         self._pool = _Pool(threads, wake_fd, MemoryLayoutError, considerate)
-        self._closed = False
 
     def start(self) -> NativeCopyPool:
         """Starts the threads; returns the pool itself."""
@@ -103,29 +102,29 @@ class NativeCopyPool:
             owner: What to run after each piece, on the thread that has copied it.
 
         Raises:
-            LocalProtocolError: the pool is closed.
+            LocalProtocolError: the pool is closed, or was made before this process was forked.
             MemoryLayoutError: a piece lies outside the part or the rank, or is larger than its staging memory.
         """
-        if self._closed:
-            raise LocalProtocolError("the copy pool is closed; its owner must stop copying before closing it")
         try:
             return self._pool.begin(gather, jobs, owner)
         except ValueError as error:
             raise MemoryLayoutError(str(error)) from None
+        except RuntimeError as error:
+            raise LocalProtocolError(str(error)) from None
 
     def run(self, count: int, owner: Chained) -> PendingCopy:
         """Runs `owner.then` `count` times on the threads, without copying anything, whether or not others compute.
 
         Raises:
-            LocalProtocolError: the pool is closed.
+            LocalProtocolError: the pool is closed, or was made before this process was forked.
         """
-        if self._closed:
-            raise LocalProtocolError("the copy pool is closed; its owner must stop using it before closing it")
-        return self._pool.run(count, owner)
+        try:
+            return self._pool.run(count, owner)
+        except RuntimeError as error:
+            raise LocalProtocolError(str(error)) from None
 
     def close(self) -> None:
-        """Ends the threads; idempotent. Copies that have begun are finished first."""
-        self._closed = True
+        """Ends the threads once the copies that have begun are finished; idempotent. In a forked child it does nothing."""
         self._pool.close()
 
 

@@ -9,18 +9,16 @@
  * and the methods that run per request are called by their names in libnixl.so. The pointer to the agent comes
  * from pybind11's conduit, which refuses it to an extension of another C++ ABI.
  */
-#define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030B0000
-#include <Python.h>
+#include "../../memory/_native.h"
 
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <ctime>
 #include <dlfcn.h>
-#include <new>
+#include <exception>
+#include <memory>
 #include <poll.h>
 #include <sched.h>
 #include <string>
@@ -32,16 +30,8 @@ namespace {
 constexpr int kSuccess = 0, kInProgress = 1, kBackend = -3; /* nixl_status_t */
 constexpr int kHostMemory = 0, kDeviceMemory = 1, kWriteOperation = 1; /* DRAM_SEG, VRAM_SEG, NIXL_WRITE */
 constexpr int kHost = -1;                                  /* in place of the number of a GPU */
-/* As in _row_copies.c: what takes less than 100 us is done with the GIL held. */
-constexpr uint64_t kHeldBytes = 256 << 10;
-constexpr size_t kHeldDescriptors = 16; /* of memory of a GPU, whose copies are only begun: 4 us each */
-
-int64_t now_ns()
-{
-    timespec at;
-    clock_gettime(CLOCK_MONOTONIC, &at);
-    return int64_t(at.tv_sec) * 1000000000 + at.tv_nsec;
-}
+constexpr size_t kHeldDescriptors = 16; /* as HELD_BYTES, of memory of a GPU, whose copies are only begun: 4 us each */
+constexpr int64_t kLongestLingerNs = 1000000000;
 
 /* ---- Library: the functions of NIXL -------------------------------------------------------------------------------- */
 
@@ -109,7 +99,13 @@ struct Library {
     Functions functions;
     void *agent;
     PyObject *owner; /* NIXL's Python object of the agent */
+    unsigned forks;  /* when it was opened */
 };
+
+bool is_open(const Library *library)
+{
+    return library->owner != nullptr && library->forks == forks;
+}
 
 int library_init(PyObject *object, PyObject *args, PyObject *)
 {
@@ -118,23 +114,20 @@ int library_init(PyObject *object, PyObject *args, PyObject *)
     PyObject *agent;
     if (!PyArg_ParseTuple(args, "syO", &path, &abi, &agent))
         return -1;
-    if (self->owner != nullptr) {
-        PyErr_SetString(PyExc_ValueError, "the library is open");
-        return -1;
-    }
     /* Never closed: libraries of NIXL stay loaded with its binding. */
     void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (handle == nullptr) {
         PyErr_SetString(PyExc_OSError, dlerror());
         return -1;
     }
+    Functions functions;
     for (const Symbol &symbol : kSymbols) {
         void *found = dlsym(handle, symbol.name);
         if (found == nullptr) {
             PyErr_Format(PyExc_OSError, "%s has no function %s", path, symbol.name);
             return -1;
         }
-        std::memcpy(reinterpret_cast<char *>(&self->functions) + symbol.offset, &found, sizeof found);
+        std::memcpy(reinterpret_cast<char *>(&functions) + symbol.offset, &found, sizeof found);
     }
     PyObject *type = PyCapsule_New(&nixl_agent_type, "St9type_info", nullptr);
     if (type == nullptr)
@@ -143,15 +136,21 @@ int library_init(PyObject *object, PyObject *args, PyObject *)
     Py_DECREF(type);
     if (pointer == nullptr)
         return -1;
-    if (pointer != Py_None)
-        self->agent = PyCapsule_GetPointer(pointer, nixl_agent_type.name);
+    void *found = pointer == Py_None ? nullptr : PyCapsule_GetPointer(pointer, nixl_agent_type.name);
     Py_DECREF(pointer);
-    if (self->agent == nullptr) {
+    if (found == nullptr) {
         if (!PyErr_Occurred())
             PyErr_SetString(PyExc_OSError, "NIXL's binding has another C++ ABI");
         return -1;
     }
+    if (self->owner != nullptr) { /* looked at last: the call above runs Python */
+        PyErr_SetString(PyExc_ValueError, "the library is open");
+        return -1;
+    }
     Py_INCREF(agent);
+    self->functions = functions;
+    self->agent = found;
+    self->forks = forks;
     self->owner = agent;
     return 0;
 }
@@ -224,8 +223,8 @@ PyObject *send_tag(PyObject *object, PyObject *args, bool held)
     Py_ssize_t tag_bytes;
     if (!PyArg_ParseTuple(args, "sy#", &peer, &tag, &tag_bytes))
         return nullptr;
-    if (self->owner == nullptr) {
-        PyErr_SetString(PyExc_ValueError, "the library is not open");
+    if (!is_open(self)) {
+        PyErr_SetString(PyExc_ValueError, "the library is not open, or was opened before this process was forked");
         return nullptr;
     }
     int status = kBackend;
@@ -259,13 +258,14 @@ PyObject *library_wait(PyObject *object, PyObject *args)
     if (!PyArg_ParseTuple(args, "w*LLL", &polled, &timeout_ns, &pause_ns, &share))
         return nullptr;
     PyObject *found = nullptr;
-    if (self->owner == nullptr || polled.len % sizeof(pollfd) || pause_ns <= 0 || share <= 0) {
+    const bool polls = polled.len % sizeof(pollfd) == 0 && reinterpret_cast<uintptr_t>(polled.buf) % alignof(pollfd) == 0;
+    if (!is_open(self) || !polls || pause_ns <= 0 || share <= 0) {
         PyErr_SetString(PyExc_ValueError, "wait takes an array of struct pollfd, a pause and a share, and needs an open library");
     } else {
         Tags tags;
         int64_t ended_ns;
         Py_BEGIN_ALLOW_THREADS
-        wait_for_tags(self, static_cast<pollfd *>(polled.buf), polled.len / sizeof(pollfd), timeout_ns, pause_ns, share, tags);
+        wait_for_tags(self, static_cast<pollfd *>(polled.buf), polled.len / sizeof(pollfd), std::max(timeout_ns, 0LL), pause_ns, share, tags);
         ended_ns = now_ns();
         Py_END_ALLOW_THREADS
         if (PyObject *by_sender = dict_of(tags))
@@ -293,12 +293,6 @@ struct Request {
     void *handle = nullptr;
 };
 
-/* What a copy pool runs after each piece; the layout is known to _row_copies.c. */
-struct Then {
-    void (*run)(void *self, int number, int thread);
-    void *self;
-};
-
 struct Write {
     Functions call;
     const void *agent;
@@ -315,7 +309,7 @@ struct Write {
     std::atomic<bool> lingering{false};
     int64_t linger_ns = 0; /* how long the thread that posts the last request polls all */
     int threads = 0;       /* of the pool that have workers of their own */
-    uint64_t bytes = 0;
+    int64_t bytes = 0;
     int here = kHost, there = kHost; /* the devices of the local and of the remote memory */
     Then then;
 
@@ -326,7 +320,7 @@ struct Write {
     /* Whether posts and polls take less than 100 us. */
     bool held() const noexcept
     {
-        return here == kHost && there == kHost ? bytes <= kHeldBytes : requests.back().end <= kHeldDescriptors;
+        return here == kHost && there == kHost ? bytes <= HELD_BYTES : requests.back().end <= kHeldDescriptors;
     }
 
     int make(Request &request, int worker) noexcept
@@ -386,11 +380,14 @@ struct Write {
      *
      * Every thread of a pool has a worker of UCX for itself: a post has the lock of its worker while it copies. NIXL would
      * take workers in turns for new threads, so that the control loop, which sends tags, could share one and spin for
-     * milliseconds. It gets worker 1, and 0 is for all who post without a pool. */
-    void run(size_t number, int thread) noexcept
+     * milliseconds. It gets worker 1, and 0 is for all who post without a pool.
+     *
+     * Does nothing unless the request is in state `from`: of several threads, one posts it. */
+    void run(size_t number, int thread, int from) noexcept
     {
         Request &request = requests[number];
-        request.state = kPosting; /* before `stopped` is read: see `poll` */
+        if (!request.state.compare_exchange_strong(from, kPosting)) /* before `stopped` is read: see `poll` */
+            return;
         int64_t since = now_ns();
         if (stopped || since > until_ns) {
             request.state = kSkipped;
@@ -417,7 +414,7 @@ struct Write {
      * then the control loop has nothing to poll, for which it would wait for the GIL once more. */
     void linger() noexcept
     {
-        if (!linger_ns || bytes <= kHeldBytes)
+        if (!linger_ns || bytes <= HELD_BYTES)
             return;
         lingering = true;
         int64_t until = now_ns() + linger_ns;
@@ -473,6 +470,7 @@ struct Requests {
     PyObject_HEAD
     PyObject *library;
     Write *write;
+    unsigned forks; /* when they were made: a child does not call NIXL */
 };
 
 PyTypeObject *library_type;
@@ -481,24 +479,27 @@ void run_number(void *self, int number, int thread)
 {
     Write *write = static_cast<Write *>(self);
     if (number >= 0 && size_t(number) < write->requests.size())
-        write->run(number, thread);
+        write->run(number, thread, kWaiting);
 }
 
 /* Reads an array of `Number`, whose formats are `formats`; returns false with an exception. */
 template <typename Number> bool read_array(PyObject *object, const char *formats, std::vector<Number> &into)
 {
     Py_buffer view;
-    if (PyObject_GetBuffer(object, &view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS))
+    const Py_ssize_t count = borrow_numbers(object, formats, "addresses and sizes must be uint64, and indices int32", &view);
+    if (count < 0)
         return false;
-    bool fits = view.itemsize == sizeof(Number) && view.ndim == 1 && view.format != nullptr && std::strchr(formats, view.format[0]);
-    if (fits) {
-        const Number *first = static_cast<const Number *>(view.buf);
-        into.assign(first, first + view.len / sizeof(Number));
-    } else {
-        PyErr_SetString(PyExc_TypeError, "addresses and sizes are uint64, indices int32, in one dimension");
-    }
-    PyBuffer_Release(&view);
-    return fits;
+    std::unique_ptr<Py_buffer, decltype(&PyBuffer_Release)> borrowed(&view, PyBuffer_Release);
+    const Number *first = static_cast<const Number *>(view.buf);
+    into.assign(first, first + count);
+    return true;
+}
+
+/* Whether memory that begins at `address` ends in the address space. */
+bool is_addressable(uint64_t address, uint64_t size)
+{
+    int64_t end = address;
+    return end >= 0 && int64_t(size) >= 0 && add_product(&end, size, 1);
 }
 
 /* Divides `count` descriptors among the requests of a write; returns false with an exception. */
@@ -509,8 +510,9 @@ bool divide(Write *write, size_t count, PyObject *ends, PyObject *tags)
         Request &request = write->requests[i];
         char *tag;
         Py_ssize_t tag_bytes;
-        size_t end = PyLong_AsSize_t(PyList_GetItem(ends, i));
-        if (PyErr_Occurred() || PyBytes_AsStringAndSize(PyList_GetItem(tags, i), &tag, &tag_bytes))
+        PyObject *number = PyList_GetItem(ends, i), *sent = PyList_GetItem(tags, i); /* null if Python has modified the lists */
+        size_t end = number == nullptr || sent == nullptr ? 0 : PyLong_AsSize_t(number);
+        if (PyErr_Occurred() || PyBytes_AsStringAndSize(sent, &tag, &tag_bytes))
             return false;
         if (end <= first || end > count) {
             PyErr_SetString(PyExc_ValueError, "every request has descriptors");
@@ -534,13 +536,21 @@ bool fill(Write *write, PyObject *local, PyObject *remote, PyObject *sizes, PyOb
     if (lists == Py_None) {
         if (!read_array(local, "LQ", write->local) || !read_array(remote, "LQ", write->remote) || !read_array(sizes, "LQ", write->sizes))
             return false;
-        for (uint64_t size : write->sizes)
-            write->bytes += size;
         count = write->sizes.size();
         others = write->local.size() == count ? write->remote.size() : write->local.size();
+        for (size_t i = 0; others == count && i < count; i++)
+            if (const uint64_t size = write->sizes[i];
+                !is_addressable(write->local[i], size) || !is_addressable(write->remote[i], size) || !add_product(&write->bytes, size, 1)) {
+                PyErr_SetString(PyExc_ValueError, "a descriptor lies outside the address space");
+                return false;
+            }
     } else {
-        unsigned long long here, there, bytes;
-        if (!PyArg_ParseTuple(lists, "KKK", &here, &there, &bytes) || !read_array(local, "i", write->local_index) ||
+        long long here, there, bytes;
+        if (!PyTuple_Check(lists)) {
+            PyErr_SetString(PyExc_TypeError, "lists are a tuple of three integers");
+            return false;
+        }
+        if (!PyArg_ParseTuple(lists, "LLL", &here, &there, &bytes) || !read_array(local, "i", write->local_index) ||
             !read_array(remote, "i", write->remote_index))
             return false;
         write->local_list = reinterpret_cast<const void *>(here);
@@ -568,29 +578,39 @@ int requests_init(PyObject *object, PyObject *args, PyObject *)
         return -1;
     Library *of = reinterpret_cast<Library *>(library);
     Py_ssize_t count = PyList_Size(ends);
-    if (self->write != nullptr || of->agent == nullptr || count < 1 || count > INT32_MAX || PyList_Size(tags) != count) {
+    if (!is_open(of) || count < 1 || count > INT32_MAX || PyList_Size(tags) != count) {
         PyErr_SetString(PyExc_ValueError, "a write has at least one request, each with a tag, and an open library");
         return -1;
     }
+    if (linger_ns < 0 || linger_ns > kLongestLingerNs || threads < 0 || here < kHost || there < kHost) {
+        PyErr_SetString(PyExc_ValueError, "threads and devices are numbers, and linger_ns is at most a second");
+        return -1;
+    }
     try {
-        self->write = new Write(count);
-        self->write->peer = peer;
-        self->write->call = of->functions;
-        self->write->agent = of->agent;
-        self->write->until_ns = until_ns;
-        self->write->linger_ns = linger_ns;
-        self->write->threads = threads;
-        self->write->here = here;
-        self->write->there = there;
-        self->write->then = {run_number, self->write};
-        if (!fill(self->write, local, remote, sizes, lists, ends, tags))
+        auto write = std::make_unique<Write>(count);
+        write->peer = peer;
+        write->call = of->functions;
+        write->agent = of->agent;
+        write->until_ns = until_ns;
+        write->linger_ns = linger_ns;
+        write->threads = threads;
+        write->here = here;
+        write->there = there;
+        write->then = {run_number, write.get()};
+        if (!fill(write.get(), local, remote, sizes, lists, ends, tags))
             return -1;
-    } catch (const std::bad_alloc &) {
+        if (self->write != nullptr) { /* looked at last: arrays may run Python */
+            PyErr_SetString(PyExc_ValueError, "the requests were made before");
+            return -1;
+        }
+        self->write = write.release();
+    } catch (const std::exception &) {
         PyErr_NoMemory();
         return -1;
     }
     Py_INCREF(library);
     self->library = library;
+    self->forks = forks;
     return 0;
 }
 
@@ -598,7 +618,7 @@ void requests_dealloc(PyObject *object)
 {
     Requests *self = reinterpret_cast<Requests *>(object);
     PyTypeObject *type = Py_TYPE(object);
-    if (self->write != nullptr && self->library != nullptr)
+    if (self->write != nullptr && self->forks == forks)
         for (Request &request : self->write->requests)
             self->write->end(request, kSuccess);
     delete self->write;
@@ -611,11 +631,10 @@ void requests_dealloc(PyObject *object)
 Write *open_write(PyObject *object)
 {
     Requests *self = reinterpret_cast<Requests *>(object);
-    if (self->library == nullptr) {
-        PyErr_SetString(PyExc_ValueError, "the requests were not made");
-        return nullptr;
-    }
-    return self->write;
+    if (self->write != nullptr && self->forks == forks)
+        return self->write;
+    PyErr_SetString(PyExc_ValueError, "the requests were not made, or before this process was forked");
+    return nullptr;
 }
 
 /* Posts the requests that are in `state`. */
@@ -623,14 +642,14 @@ void run_all(Write *write, int state)
 {
     for (size_t i = 0; i < write->requests.size(); i++)
         if (write->requests[i].state == state)
-            write->run(i, 0);
+            write->run(i, 0, state);
 }
 
 PyObject *requests_post(PyObject *object, PyObject *argument)
 {
     Write *write = open_write(object);
-    const int reached = PyObject_IsTrue(argument);
-    if (write == nullptr || reached < 0)
+    const int reached = write == nullptr ? -1 : PyObject_IsTrue(argument);
+    if (reached < 0)
         return nullptr;
     if (reached && write->held()) {
         run_all(write, kWaiting);
@@ -645,8 +664,8 @@ PyObject *requests_post(PyObject *object, PyObject *argument)
 PyObject *requests_resume(PyObject *object, PyObject *argument)
 {
     Write *write = open_write(object);
-    long long until_ns = PyLong_AsLongLong(argument);
-    if (write == nullptr || PyErr_Occurred())
+    const long long until_ns = write == nullptr ? -1 : PyLong_AsLongLong(argument);
+    if (PyErr_Occurred())
         return nullptr;
     write->until_ns = until_ns;
     Py_BEGIN_ALLOW_THREADS
@@ -657,10 +676,8 @@ PyObject *requests_resume(PyObject *object, PyObject *argument)
 
 PyObject *requests_stop(PyObject *object, PyObject *)
 {
-    Write *write = open_write(object);
-    if (write == nullptr)
-        return nullptr;
-    write->stopped = true;
+    if (Write *write = reinterpret_cast<Requests *>(object)->write) /* in a forked child, too: it may close what it has */
+        write->stopped = true;
     Py_RETURN_NONE;
 }
 
@@ -714,8 +731,6 @@ PyObject *requests_unposted(PyObject *object, void *)
     return PyBool_FromLong(unposted);
 }
 
-constexpr const char *kThen = "kvctl_agent.then";
-
 void release_owner(PyObject *capsule)
 {
     Py_DECREF(static_cast<PyObject *>(PyCapsule_GetContext(capsule)));
@@ -724,7 +739,7 @@ void release_owner(PyObject *capsule)
 PyObject *requests_then(PyObject *object, void *)
 {
     Write *write = open_write(object);
-    PyObject *capsule = write == nullptr ? nullptr : PyCapsule_New(&write->then, kThen, nullptr);
+    PyObject *capsule = write == nullptr ? nullptr : PyCapsule_New(&write->then, THEN, nullptr);
     if (capsule == nullptr || PyCapsule_SetContext(capsule, object) || PyCapsule_SetDestructor(capsule, release_owner)) {
         Py_XDECREF(capsule);
         return nullptr;
@@ -786,7 +801,7 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "_requests", "Requests of NIXL with
 
 PyMODINIT_FUNC PyInit__requests(void)
 {
-    PyObject *created = PyModule_Create(&module);
+    PyObject *created = count_forks() ? PyModule_Create(&module) : nullptr;
     if (created == nullptr)
         return nullptr;
     library_type = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(&library_spec));

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import select
 import shutil
+import subprocess
+import sys
 import sysconfig
 import threading
 import time
@@ -377,3 +380,193 @@ class TestRefusals:
             with pytest.raises(MemoryLayoutError, match="on a device"):
                 copier.gather(rows, [piece], [MemorySpan(1 << 40, 1 << 20, None)])
             pool.close()
+
+
+PLANE = (1, 1, 4096, 4096, 4096, 4096, 1)
+ROWS = np.zeros(256 * 4096, np.uint8)
+LARGEST = 2**63 - 1
+
+
+def job(pages: Any, spans: Any = None, staged: Any = None, plane: tuple[int, ...] = PLANE) -> Any:
+    """A job that copies pages of 4 KiB, of which there are 256."""
+    pages = np.array(pages, np.int64) if isinstance(pages, list) else pages
+    where = native_copier._HeadSlice([ROWS.ctypes.data], [plane], 256)
+    spans = (Span(0, 0, 0, len(pages)),) if spans is None else spans
+    return where, pages, spans, np.zeros(1 << 20, np.uint8) if staged is None else staged
+
+
+class Chain:
+    """An owner whose `then` is a Python function of (piece, thread); it must outlive the copy."""
+
+    class Then(ctypes.Structure):
+        _fields_ = (
+            ("run", ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)),
+            ("self", ctypes.c_void_p),
+        )
+
+    def __init__(self, run: Callable[[int, int], None], on_read: Callable[[], None] = lambda: None) -> None:
+        self._then = self.Then(self.Then._fields_[0][1](lambda _, number, thread: run(number, thread)), None)
+        self._on_read = on_read
+
+    @property
+    def then(self) -> object:
+        self._on_read()
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        return new(ctypes.addressof(self._then), b"kvctl_agent.then", None)
+
+
+@needs_extension
+class TestNumbersAndLifetimes:
+    @pytest.mark.parametrize("pages", [[LARGEST], [-LARGEST - 1], [256], [255, 256], [254, 255, LARGEST], [0, LARGEST]])
+    @pytest.mark.parametrize("gather", [True, False])
+    def test_pages_at_the_limits(self, pages: list[int], gather: bool, wake_fd: int) -> None:
+        copy = NativeCopyPool(0, wake_fd).begin(gather, [job(pages)])
+        with pytest.raises(MemoryLayoutError, match="a page lies outside the pool"):
+            finish(copy)
+
+    @pytest.mark.parametrize(
+        "plane",
+        [
+            (1 << 32, 1, 1 << 32, 0, 1 << 32, 1, 1),
+            (1, 1 << 32, 1 << 32, 0, 1, 0, 1),
+            (1, 1, 1 << 62, 1 << 62, 1 << 62, 1 << 62, 1),
+            (1, 1, 1, 1 << 56, 1, 1, 1),
+            (1 << 32, 1, 1, 1, 1 << 32, 1, 1),
+            (1, 2, 1, 1, 1, LARGEST, 1),
+            (2, 1, 1, 1, 1, 1, LARGEST),
+            (1, 1, LARGEST, 0, 0, 0, 1),
+            (1, 1, 1, -1, 1, 1, 1),
+        ],
+    )
+    def test_a_plane_that_ends_outside_the_address_space(self, plane: tuple[int, ...]) -> None:
+        with pytest.raises(ValueError, match=r"outside the address space|not negative"):
+            job([0], plane=plane)
+
+    def test_a_piece_whose_bytes_cannot_be_counted(self, wake_fd: int) -> None:
+        spans = (Span(0, 0, 0, 256),) * (1 << 15)
+        with pytest.raises(MemoryLayoutError, match="more bytes than can be counted"):
+            NativeCopyPool(0, wake_fd).begin(True, [job([0] * 256, spans, plane=(1, 1, 1 << 40, 0, 0, 0, 1))])
+
+    def test_arrays_that_are_not_aligned(self, wake_fd: int) -> None:
+        with pytest.raises(TypeError, match="aligned and in one dimension"):
+            NativeCopyPool(0, wake_fd).begin(True, [job(np.frombuffer(bytes(17), np.int64, offset=1))])
+
+    def test_staging_memory_is_not_resized_before_the_copy_is_dropped(self, wake_fd: int) -> None:
+        staged = bytearray(4096)
+        copy = NativeCopyPool(0, wake_fd).begin(True, [job([0], staged=staged)])
+        with pytest.raises(BufferError):
+            staged.extend(bytes(1 << 20))
+        finish(copy)
+        del copy
+        staged.extend(bytes(1 << 20))
+
+    def test_a_list_of_jobs_that_is_modified_while_it_is_read(self, wake_fd: int) -> None:
+        jobs, posted = [job([0, 1]), job([1])], list[int]()
+        chain = Chain(lambda number, _: posted.append(number), jobs.clear)
+        finish(NativeCopyPool(0, wake_fd).begin(True, jobs, chain))
+        assert (posted, jobs) == ([0, 1], [])
+
+    def test_a_pool_that_is_closed_while_a_copy_begins(self, wake_fd: int) -> None:
+        pool = NativeCopyPool(2, wake_fd).start()
+        with pytest.raises(LocalProtocolError, match="closed"):
+            pool.begin(True, [job([0] * 256)] * 3, Chain(lambda *_: None, pool.close))
+        with pytest.raises(LocalProtocolError, match="closed"):
+            pool.run(1, Chain(lambda *_: None))
+
+    def test_done_of_several_threads_copies_each_piece_once(self, wake_fd: int) -> None:
+        pool, posted = NativeCopyPool(0, wake_fd), list[int]()
+        chain = Chain(lambda number, _: posted.append(number))
+        copy = pool.begin(True, [job(list(range(256)))] * 50, chain)
+        threads = [threading.Thread(target=finish, args=(copy,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert posted == list(range(50))
+
+    def test_pools_that_several_threads_close_while_copies_run(self, wake_fd: int) -> None:
+        for _ in range(30):
+            pool, big = NativeCopyPool(3, wake_fd).start(), job(list(range(256)))
+            copies = [pool.begin(True, [big] * 3) for _ in range(5)]
+            threads = [threading.Thread(target=pool.close, daemon=True) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            del copies[::2]
+            for thread in threads:
+                thread.join(60)
+                assert not thread.is_alive(), "close does not end"
+            assert all(copy.done() for copy in copies)
+
+    def test_objects_that_are_not_initialised_or_initialised_twice(self, wake_fd: int) -> None:
+        kept = os.fstat(0)
+        new = native_copier._Pool.__new__(native_copier._Pool)
+        new.close()
+        assert (new.has_threads, new.pieces_at_once) == (False, 1)
+        for name, args in (("start", ()), ("begin", (True, [job([0])])), ("run", (1, Chain(lambda *_: None)))):
+            with pytest.raises(RuntimeError, match="closed"):
+                getattr(new, name)(*args)
+        del new
+        assert os.path.samestat(os.fstat(0), kept), "descriptor 0 was closed"
+        where, *rest = job([0])
+        empty = type(where).__new__(type(where))
+        pool = NativeCopyPool(0, wake_fd)
+        with pytest.raises(MemoryLayoutError, match="outside the 0 layers"):
+            pool.begin(True, [(empty, *rest)])
+        with pytest.raises(ValueError, match="address space"):
+            empty.__init__([0], [PLANE], 256)
+        empty.__init__([4096], [PLANE], 256)
+        for each, args in ((empty, ([4096], [PLANE], 256)), (pool._pool, (1, wake_fd, ValueError, False))):
+            with pytest.raises(ValueError, match=r"initialised before|new pool"):
+                each.__init__(*args)
+        with pytest.raises(TypeError):
+            object.__new__(type(pool.begin(True, [job([0])])))
+
+    def test_a_forked_child_waits_for_no_thread_of_its_parent(self) -> None:
+        done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=250)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "{}\n", "")
+
+
+FORK = """
+import gc, os, signal, sys, warnings
+import numpy as np
+from kvctl_agent.errors import LocalProtocolError
+from kvctl_agent.memory.native_copier import NativeCopyPool, _HeadSlice
+from kvctl_agent.memory.part_layout import Span
+
+warnings.simplefilter("ignore")  # of later Pythons, about threads
+pool = NativeCopyPool(2, os.eventfd(0)).start()
+pages = 4096
+rows, staged = np.zeros(pages * 4096, np.uint8), np.zeros(pages * 4096, np.uint8)
+where = _HeadSlice([rows.ctypes.data], [(1, 1, 4096, 4096, 4096, 4096, 1)], pages)
+jobs = [(where, np.arange(pages)[::-1].copy(), (Span(0, 0, 0, pages),), staged)] * 500
+
+def refused(call, error):
+    try:
+        call()
+    except error:
+        return
+    raise AssertionError("not refused")
+
+def done(copy):
+    refused(copy.done, RuntimeError)
+
+def begin(pool):
+    assert not pool.has_threads
+    refused(lambda: pool.begin(True, jobs), LocalProtocolError)
+
+failed = {}
+for what in ("del copy", "del pool", "pool.close()", "del copy, pool", "done(copy)", "begin(pool)", "pass"):
+    copy = pool.begin(True, jobs)
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        exec(what)
+        gc.collect()
+        sys.exit(0)
+    if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        failed[what] = code
+print(failed)
+del copy
+pool.close()
+"""

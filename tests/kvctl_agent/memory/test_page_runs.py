@@ -134,6 +134,33 @@ def test_the_native_descriptors_refuse_what_does_not_fit() -> None:
         run_descriptors(two, two, BYTES, BYTES, 1, np.zeros((1, 2), np.int64), two)
 
 
+LARGEST = 2**63 - 1
+
+
+@pytest.mark.skipif(not native_copier.BUILT, reason="kvctl was built without a C compiler")
+@pytest.mark.parametrize(
+    ("src", "dst", "steps", "page_bytes", "local", "remote"),
+    [
+        ([LARGEST], [0], (2, 1, 1), 1, 0, 0),
+        ([0], [LARGEST], (2, 1, 1), 1, 0, 0),
+        ([-1], [0], (1, 3, LARGEST), 1, 0, 0),
+        ([1, 2], [0, 1], (2**62, 3, 2**62), 2**62, 0, 0),
+        ([1], [0], (1, 1, 1), 1, LARGEST, 0),
+        ([0], [1], (1, 1, 1), 1, 0, LARGEST),
+        ([0], [0], (1, 1, 1), LARGEST, 1, 0),
+        ([0], [0], (1, 1, 1), LARGEST, 0, 1),
+        ([0, 1, 2], [0, 1, 2], (2**62, 1, 1), 2**62, 0, 0),
+        ([-LARGEST - 1, LARGEST], [0, 1], (1, 1, 1), 1, 1, 0),
+    ],
+)
+def test_native_descriptors_outside_the_address_space_are_refused(
+    src: list[int], dst: list[int], steps: tuple[int, int, int], page_bytes: int, local: int, remote: int
+) -> None:
+    pages, blocks = (np.array(each, np.int64) for each in (src, dst)), (np.array([at]) for at in (local, remote))
+    with pytest.raises(ValueError, match="outside the address space"):
+        run_descriptors(*pages, PageSteps(*steps), PageSteps(*steps), page_bytes, *blocks)
+
+
 @pytest.mark.skipif(not native_copier.BUILT, reason="kvctl was built without a C compiler")
 def test_the_native_descriptors_keep_the_gil() -> None:
     """As many as in a room of 1,024 tokens, with pages in descending order."""
