@@ -124,7 +124,7 @@ class NativeCopyPool:
             raise LocalProtocolError(str(error)) from None
 
     def close(self) -> None:
-        """Ends the threads once the copies that have begun are finished; idempotent. In a forked child it does nothing."""
+        """Ends the threads once copies that have begun are finished; idempotent. Does nothing in a forked child."""
         self._pool.close()
 
 

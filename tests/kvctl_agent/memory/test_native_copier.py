@@ -387,7 +387,7 @@ ROWS = np.zeros(256 * 4096, np.uint8)
 LARGEST = 2**63 - 1
 
 
-def job(pages: Any, spans: Any = None, staged: Any = None, plane: tuple[int, ...] = PLANE) -> Any:
+def job(pages: Any, spans: Any = None, staged: Any = None, plane: Any = PLANE) -> Any:
     """A job that copies pages of 4 KiB, of which there are 256."""
     pages = np.array(pages, np.int64) if isinstance(pages, list) else pages
     where = native_copier._HeadSlice([ROWS.ctypes.data], [plane], 256)
@@ -500,25 +500,28 @@ class TestNumbersAndLifetimes:
 
     def test_objects_that_are_not_initialised_or_initialised_twice(self, wake_fd: int) -> None:
         kept = os.fstat(0)
-        new = native_copier._Pool.__new__(native_copier._Pool)
+        new: Any = native_copier._Pool.__new__(native_copier._Pool)
         new.close()
         assert (new.has_threads, new.pieces_at_once) == (False, 1)
-        for name, args in (("start", ()), ("begin", (True, [job([0])])), ("run", (1, Chain(lambda *_: None)))):
+        calls: Any = (("start", ()), ("begin", (True, [job([0])])), ("run", (1, Chain(lambda *_: None))))
+        for name, args in calls:
             with pytest.raises(RuntimeError, match="closed"):
                 getattr(new, name)(*args)
         del new
         assert os.path.samestat(os.fstat(0), kept), "descriptor 0 was closed"
         where, *rest = job([0])
-        empty = type(where).__new__(type(where))
+        empty: Any = native_copier._HeadSlice.__new__(type(where))
         pool = NativeCopyPool(0, wake_fd)
         with pytest.raises(MemoryLayoutError, match="outside the 0 layers"):
             pool.begin(True, [(empty, *rest)])
         with pytest.raises(ValueError, match="address space"):
             empty.__init__([0], [PLANE], 256)
         empty.__init__([4096], [PLANE], 256)
-        for each, args in ((empty, ([4096], [PLANE], 256)), (pool._pool, (1, wake_fd, ValueError, False))):
-            with pytest.raises(ValueError, match=r"initialised before|new pool"):
-                each.__init__(*args)
+        initialised: Any = pool._pool
+        with pytest.raises(ValueError, match="initialised before"):
+            empty.__init__([4096], [PLANE], 256)
+        with pytest.raises(ValueError, match="of a new pool"):
+            initialised.__init__(1, wake_fd, ValueError, False)
         with pytest.raises(TypeError):
             object.__new__(type(pool.begin(True, [job([0])])))
 

@@ -156,9 +156,9 @@ LARGEST = 2**63 - 1
 def test_native_descriptors_outside_the_address_space_are_refused(
     src: list[int], dst: list[int], steps: tuple[int, int, int], page_bytes: int, local: int, remote: int
 ) -> None:
-    pages, blocks = (np.array(each, np.int64) for each in (src, dst)), (np.array([at]) for at in (local, remote))
+    step = PageSteps(*steps)
     with pytest.raises(ValueError, match="outside the address space"):
-        run_descriptors(*pages, PageSteps(*steps), PageSteps(*steps), page_bytes, *blocks)
+        run_descriptors(np.array(src), np.array(dst), step, step, page_bytes, np.array([local]), np.array([remote]))
 
 
 @pytest.mark.skipif(not native_copier.BUILT, reason="kvctl was built without a C compiler")
