@@ -219,9 +219,11 @@ def endpoint_of(text: str) -> Endpoint:
             f"{text}: {scheme}:// is not an address of an agent; use ipc:// or tcp://, or one of {known}",
             ExitCode.USAGE,
         )
-    path = Path(rest if separator else text)
-    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-        raise CliError(f"{path}: a Unix socket path takes at most {MAX_SOCKET_PATH_BYTES} bytes", ExitCode.USAGE)
+    place = rest if separator else text
+    if "\0" in place or len(place.encode(errors="surrogatepass")) > MAX_SOCKET_PATH_BYTES:
+        text = f"{shown(place)}: a Unix socket path takes at most {MAX_SOCKET_PATH_BYTES} bytes, and no NUL"
+        raise CliError(text, ExitCode.USAGE)
+    path = Path(place)
     return Endpoint(path.name.removesuffix(SOCKET_SUFFIX), path, named=True)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["kvctl", "kvctl_agent", "tests.fuzz.targets"]):
+with atheris.instrument_imports(include=["kvctl", "kvctl_agent", "tests.fuzz.targets", "tests.fuzz.entry_points"]):
     from tests.fuzz.seeds import SEEDS
     from tests.fuzz.targets import TARGETS
 

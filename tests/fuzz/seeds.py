@@ -76,6 +76,8 @@ _RECORDING = (
     + recording.encode_frame(recording.DONE, {"frames": 3})
 )
 
+_OF_ROOM = {"room": 7, "nonce": 1000}  # that the machines of the target have
+
 SEEDS: dict[str, list[bytes]] = {
     "control": [
         codec.encode(9, MESSAGES),
@@ -85,6 +87,10 @@ SEEDS: dict[str, list[bytes]] = {
         codec.MAGIC + bytes(8) + b"\x91" * 2000,
         codec.MAGIC + bytes(8) + b"\x91\x82\xa1t\xa9heartbeat\xa7sent_ns\xcb\x7f\xf8" + bytes(6),  # not a number
         codec.MAGIC + bytes(8) + b"\x91\x82\xa1t\xa2\xc3\x28\xa4room\x01",  # no UTF-8
+    ],
+    "machine": [
+        codec.encode(7, [msgspec.structs.replace(message, **_OF_ROOM) if hasattr(message, "room") else message])
+        for message in MESSAGES
     ],
     "tag": [
         _TAG,
@@ -124,4 +130,83 @@ SEEDS: dict[str, list[bytes]] = {
     ],
     "recorded-piece": [_INPUTS, msgspec.msgpack.encode([[["r", 0], 1], {"rooms": ["t", []]}, [], 0, {}])],
     "recording": [_RECORDING, _RECORDING[:40]],
+    "endpoint": [
+        *(
+            b"tcp://127.0.0.1:7000",
+            b"tcp://[fe80::1%eth0]:7000",
+            b"tcp://node-1.example:1",
+            b"tcp://*:0",
+            b"ipc:///run/boot",
+        ),
+        *(
+            b"tcp://[::1:14579",
+            b"tcp://[host]:1",
+            b"tcp://[]:1",
+            b"tcp://127.0.0.1:9000/",
+            b"127.0.0.1:7311+",
+            b"[::1]",
+        ),
+        *(b'["::1", 7000]', b'["127.0.0.1]", 1e999]', b'["[::1", Infinity]', b"ipc:///a\0b", b"tcp://0x7f.1:1"),
+    ],
+    "cli-endpoint": [
+        *(
+            b"tcp://node-1:7000",
+            b"ipc:///run/a.sock",
+            b"/run/a.sock",
+            b"registry://node-0:7000",
+            b"registry:///run/boot",
+        ),
+        *(
+            b"dns://agents.example:7311+8",
+            b"kubernetes://ns/app=kv?port=7311&via=port-forward",
+            b"file:///x",
+            b"tcp://[::1",
+        ),
+        *(b"tcp://a:1\n# comment\n/run/b.sock\ntcp://b:0", b"/a\0b", b"srv://_kvctl._tcp.example", b"kubernetes://[/a"),
+    ],
+    "registry-row": [
+        orjson.dumps(
+            {"name": "decode-0", "role": "decode", "host": "n1", "incarnation": "1", "admin": admin}
+            | {"socket": path, "address": address, "heard_ns": 1}
+        )
+        for admin, path, address in (
+            *(
+                ("tcp://0.0.0.0:7311", "", "10.0.0.7"),
+                ("tcp://[::]:7311", "", "127.0.0.1"),
+                ("tcp://*:1", "", "fe80::1%eth0"),
+            ),
+            *(
+                ("", "/run/x.sock", ""),
+                ("tcp://[::1:7", "/x", "[::1"),
+                ("tcp://0.0.0.0:0", "", "x"),
+                ("ipc:///run/x.sock", "", ""),
+            ),
+        )
+    ],
+    "vllm-request": [
+        orjson.dumps({"transfer_id": transfer, "kvctl_prefill": prefill, "traceparent": trace})
+        for transfer, prefill, trace in (
+            ("7f3a", "tcp://10.0.0.5:14579", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
+            *((2**64 - 1, "tcp://[::1:14579", ""), (-1, "tcp://127.0.0.1:9000/", None), (True, "ipc:///x", [])),
+            *((1.5, 7, "0"), ("", "tcp://[]:1", ""), ([], {}, {})),
+        )
+    ]
+    + [
+        b'{"transfer_id": "\\ud800", "kvctl_prefill": "\\ud800"}',
+        b"[" * 900,
+        b'{"transfer_id": 1e999}',
+        b"7f3a",
+        b"[1]",
+    ],
+    "sglang-lookup": [
+        *(b'\0{"rank_ip": "127.0.0.1", "rank_port": 7000}', b'\0{"rank_ip": "::1", "rank_port": "7000"}'),
+        *(
+            b'\0{"rank_ip": "127.0.0.1", "rank_port": 1e999}',
+            b'\0{"rank_ip": "[::1", "rank_port": 1}',
+            b"\0" + b"[" * 2000,
+        ),
+        *(b'\0{"1": 0, "2": 65536, "3": "x"}', b"\1HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\n{}"),
+        b"\1HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+        *(b"\1HTTP/1.1 200 OK\r\nContent-Length: 999999999999\r\n\r\n{}", b"\1HTTP/1.1 100 Continue\r\n\r\n"),
+    ],
 }

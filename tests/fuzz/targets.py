@@ -17,12 +17,16 @@ from kvctl_agent.admin.requests import parse_body, parse_frames, request_id
 from kvctl_agent.contract import recording
 from kvctl_agent.contract.admin import MAGIC
 from kvctl_agent.errors import RecordingError, RecordingVersionError, RemoteProtocolError, RequestRefused
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import bootstrap_registry, codec
+from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.checkpoint import unpack
 from kvctl_agent.protocol.tag import Tag
 from kvctl_agent.security import unix_router
 from kvctl_agent.transport.base import MAX_TAG_BYTES
 from kvctl_agent.transport.mooncake import tags
+from tests.fuzz import entry_points
+from tests.support.protocol.simulation import World
 
 SECRET = b"s" * tags.SECRET_BYTES
 _LONGEST_REFUSAL = 8192
@@ -35,6 +39,24 @@ def control_frame(data: bytes) -> None:
         assert 0 <= unknown <= codec.MAX_MESSAGES
         again = codec.encode(incarnation, messages)
         assert codec.decode(again) == (incarnation, messages, 0)
+
+
+def machine(data: bytes) -> None:
+    """A frame of the control channel, taken by both machines as from their peer in a room."""
+    try:
+        _, messages, _ = codec.decode(data)
+    except RemoteProtocolError:
+        return
+    if not messages:
+        return
+    world = World(ParallelConfig(), ParallelConfig())
+    world.connect()
+    world.receive(7, 3, nonce=1000)
+    world.send(7, 3, groups=[1])
+    for to, by in (("prefill-0", "decode-0"), ("decode-0", "prefill-0")):
+        for message in messages:
+            world.machines[to].handle(ev.Received(by, world.machines[by].local.incarnation, message), world.now_ns)
+        world.machines[to].handle(ev.Tick(), world.now_ns + 1)
 
 
 def tag(data: bytes) -> None:
@@ -127,6 +149,7 @@ def recorded_piece(data: bytes) -> None:
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "control": control_frame,
+    "machine": machine,
     "tag": tag,
     "registry": registry,
     "admin": admin_request,
@@ -135,4 +158,9 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "zmtp": zmtp_stream,
     "recording": recorded_file,
     "recorded-piece": recorded_piece,
+    "endpoint": entry_points.endpoint,
+    "cli-endpoint": entry_points.cli_endpoint,
+    "registry-row": entry_points.registry_row,
+    "vllm-request": entry_points.vllm_request,
+    "sglang-lookup": entry_points.sglang_lookup,
 }

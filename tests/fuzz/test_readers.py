@@ -69,14 +69,22 @@ json = st.recursive(
 )
 
 
-@pytest.mark.parametrize("name", ["admin", "trace"])
+FIELDS = {
+    "admin": ["cmd", "args"],
+    "trace": ["timestamp", "input_length", "output_length", "hash_ids"],
+    "vllm-request": ["transfer_id", "kvctl_prefill", "traceparent", "do_remote_prefill", "do_remote_decode"],
+    "registry-row": ["name", "role", "host", "admin", "socket", "address", "heard_ns"],
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
 @settings(max_examples=60)
 @given(data=st.data())
 def test_json_of_any_shape_under_the_right_names(name: str, data: st.DataObject) -> None:
     import json as text
 
-    fields = {"admin": ["cmd", "args"], "trace": ["timestamp", "input_length", "output_length", "hash_ids"]}[name]
-    document = {field: data.draw(json | st.sampled_from(["room", "events"])) for field in fields}
+    values = json | st.sampled_from(["room", "events", "tcp://10.0.0.5:7", "tcp://[::1", "ipc:///x", "\ud800", 2**64])
+    document = {field: data.draw(values) for field in FIELDS[name]}
     TARGETS[name](text.dumps(document).encode())
 
 
@@ -96,6 +104,16 @@ BOMBS = {
     "a prompt of more blocks than tokens": (
         "trace",
         b'{"timestamp":0,"input_length":1,"output_length":0,"hash_ids":[' + b"0," * 400_000 + b"0]}",
+    ),
+    "an endpoint of a megabyte": ("endpoint", b"tcp://" + b"a." * (MIB // 2) + b":1"),
+    "a list of half a million endpoints": ("cli-endpoint", b"/a\n" * (MIB // 3)),
+    "a transfer of a megabyte": ("vllm-request", b'{"transfer_id":"' + b"9" * MIB + b'","kvctl_prefill":"tcp://a:1"}'),
+    "a transfer of a million digits": ("vllm-request", b'{"transfer_id":' + b"9" * 1_000_000 + b"}"),
+    "parameters of lists in lists": ("vllm-request", b"[" * MIB),
+    "an answer of lists in lists": ("sglang-lookup", b"\0" + b"[" * 60_000),
+    "an answer of chunks of petabytes": (
+        "sglang-lookup",
+        b"\1HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"fffffffffffff\r\n" * 3000,
     ),
     "a tag of four billion bytes": ("tag-stream", b"\1" + b"\xff" * 4 + bytes(4 * MIB)),
     "a greeting without end": ("tag-stream", b"\2" + b"kvctltag" + bytes(4 * MIB)),

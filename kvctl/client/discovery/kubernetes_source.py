@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote
 
 import orjson
 
-from kvctl.client.discovery import malformed
+from kvctl.client.discovery import KINDS, malformed
 from kvctl.client.discovery.pod_relay import PodStream, Relay
 from kvctl.client.discovery.source import MAX_AGENTS, AgentSource, Found, SourceError
 from kvctl.client.endpoints import Endpoint
@@ -66,12 +66,13 @@ class _Target:
 
 
 def _parse(url: str) -> _Target:
-    parts = urlsplit(url)
-    selector = unquote(parts.path[1:])
-    if not _NAMESPACE.fullmatch(parts.netloc) or not selector or len(selector) > _MOST_SELECTOR or parts.fragment:
+    place, _, parameters = url.removeprefix(KINDS["kubernetes"].prefix).partition("?")
+    namespace, _, path = place.partition("/")
+    selector = unquote(path)
+    if not _NAMESPACE.fullmatch(namespace) or not selector or len(selector) > _MOST_SELECTOR or "#" in url:
         raise malformed(url)
     try:
-        query = dict(parse_qsl(parts.query, strict_parsing=True)) if parts.query else {}
+        query = dict(parse_qsl(parameters, strict_parsing=True)) if parameters else {}
     except ValueError:
         raise malformed(url) from None
     if unknown := query.keys() - {"port", "context", "via"}:
@@ -81,7 +82,7 @@ def _parse(url: str) -> _Target:
         raise malformed(url, f"{port} is not a port")
     if query.get("via", _FORWARD) != _FORWARD:
         raise malformed(url, f"via must be {_FORWARD}")
-    return _Target(parts.netloc, selector, port, query.get("context", ""), "via" in query)
+    return _Target(namespace, selector, port, query.get("context", ""), "via" in query)
 
 
 @dataclass(frozen=True, slots=True)

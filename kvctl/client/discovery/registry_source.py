@@ -137,6 +137,8 @@ class RegistrySource(AgentSource):
             )
         try:
             address = parse_endpoint(row["admin"])
+            if address.scheme != "tcp":
+                raise CliError(f"{row['admin']}: it is not a tcp:// endpoint")
             if address.is_wildcard:
                 # The registry saw where the agent came from; one on the registry's own host may have come by loopback.
                 source = ip_address(row["address"])

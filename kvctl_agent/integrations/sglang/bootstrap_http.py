@@ -188,9 +188,7 @@ class _Exchange:
 
     def _exchange(self) -> Answer:
         method, path, body = self._request
-        host, port = self.address.host, self.address.port
-        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)  # has a time limit of its own
-        with _Connection(places, self._deadline) as connection:
+        with _Connection(connect(self.address, self._deadline), self._deadline) as connection:
             connection.send(
                 f"{method} {path} HTTP/1.1\r\nHost: {self.address.place}\r\nConnection: close\r\n"
                 f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode("ascii")
@@ -202,37 +200,44 @@ class _Exchange:
             return Answer(self.url, response.status, b"".join(iter(lambda: response.read(_PIECE), b"")))
 
 
-class _Connection(io.RawIOBase):
-    """Connection whose reads and writes share a deadline, and whose reads a limit of bytes.
+def connect(address: Address, deadline: float) -> socket.socket:
+    """Connects to the first place of an address that accepts it.
 
     Raises:
-        OSError: no address accepts it.
+        OSError: none does before the deadline, or the name cannot be looked up, which has a time limit of its own.
     """
+    failure = OSError("it has no address")
+    for family, kind, protocol, _, place in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
+        made = socket.socket(family, kind, protocol)
+        try:
+            _until(made, deadline).connect(place)
+        except OSError as error:
+            made.close()
+            failure = error
+        else:
+            return made
+    raise failure
 
-    def __init__(self, places: list[Any], deadline: float) -> None:
+
+def _until(connection: socket.socket, deadline: float) -> socket.socket:
+    """Returns a socket whose next call ends at a deadline; raises TimeoutError if it has passed."""
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    connection.settimeout(left_s)
+    return connection
+
+
+class _Connection(io.RawIOBase):
+    """Connection whose reads and writes share a deadline, and whose reads a limit of bytes."""
+
+    def __init__(self, connection: socket.socket, deadline: float) -> None:
+        self._socket = connection
         self._deadline = deadline
         self._left = _MAX_BYTES
-        for number, (family, kind, protocol, _, place) in enumerate(places, 1):
-            self._socket = socket.socket(family, kind, protocol)
-            try:
-                self._wait().connect(place)
-            except OSError:
-                self._socket.close()
-                if number == len(places):
-                    raise
-            else:
-                break
-
-    def _wait(self) -> socket.socket:
-        """Returns the socket, whose next call takes no longer than is left."""
-        left_s = self._deadline - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError
-        self._socket.settimeout(left_s)
-        return self._socket
 
     def send(self, data: bytes) -> None:
-        self._wait().sendall(data)
+        _until(self._socket, self._deadline).sendall(data)
 
     def makefile(self, mode: str) -> io.BufferedReader:
         return io.BufferedReader(self)
@@ -243,7 +248,7 @@ class _Connection(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         if not self._left:
             raise BootstrapError(f"the answer is larger than {_MAX_BYTES >> 20} MiB")
-        count = self._wait().recv_into(buffer, min(len(buffer), self._left))
+        count = _until(self._socket, self._deadline).recv_into(buffer, min(len(buffer), self._left))
         self._left -= count
         return count
 

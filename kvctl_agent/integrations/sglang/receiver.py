@@ -10,6 +10,7 @@ from typing import Any
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
+from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import KvctlError
 from kvctl_agent.integrations.fence import attempt
 from kvctl_agent.integrations.sglang.bootstrap_http import CLIENT, BootstrapError
@@ -45,7 +46,7 @@ class KvctlKVReceiver(CommonKVReceiver):
             try:
                 found = str(CLIENT.row(addr, dp_rank, _LOOK_UP_S if self._endpoint is None else _LOOK_UP_AGAIN_S))
             except KvctlError as error:
-                text = f"the bootstrap server {addr} gives no address of dp rank {dp_rank}: {error}"
+                text = f"bootstrap server {shown(addr)} gives no address of dp rank {dp_rank}: {error}"
                 if self._endpoint is None:
                     raise BootstrapError(text) from None
                 logger.warning("kvctl: %s", text)

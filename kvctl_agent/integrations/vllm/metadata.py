@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.integrations.fence import attempt
-from kvctl_agent.request_id import prompt_digest, room_number
+from kvctl_agent.request_id import prompt_digest, room_number, valid_traceparent
 from kvctl_agent.runtime.handles import check_room
 
 LOGGER = "vllm.kvctl"  # below vLLM's logger, the only one for which its processes have a handler
@@ -144,11 +144,12 @@ def digest_of(request: Any, tokens: int, media_hashed: bool) -> int | None:
 
 
 def traceparent_of(request: Any) -> str:
-    """Returns the trace context of a request: that of its parameters, else of its headers; "" without one.
+    """Returns the trace context of a request: that of its parameters, else of its headers; "" without a valid one.
 
     vLLM passes headers on only if its own tracing is on.
     """
-    return text_of(request.kv_transfer_params, TRACEPARENT) or text_of(request.trace_headers or {}, TRACEPARENT)
+    own = valid_traceparent(text_of(request.kv_transfer_params, TRACEPARENT))
+    return own or valid_traceparent(text_of(request.trace_headers or {}, TRACEPARENT))
 
 
 def transfer_of(params: Mapping[str, Any], default: Transfer = "") -> Transfer:
