@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -71,9 +72,12 @@ class KvctlKVManager(CommonKVManager):
         """
         prefill = disaggregation_mode == DisaggregationMode.PREFILL
         check_supported(args, server_args, prefill=prefill, mla=bool(is_mla_backend or args.is_hybrid_mla_backend))
-        self._open: set[int] = set()  # rooms in SGLang's tables, whose states `on_state` writes there
+        # Rooms in SGLang's tables, whose states `on_state` writes there; None while the agent begins one.
+        self._open: dict[int, Send | Receive | None] = {}
+        self._open_lock = threading.Lock()
         self._ending: set[int] = set()  # sent rooms that SGLang has cleared and decode has not confirmed yet
-        self._draining: dict[int, Receive] = {}  # ended rooms whose pages SGLang holds until nothing is in flight
+        # Ended rooms whose pages SGLang holds until nothing is in flight; a number can be used again before.
+        self._draining: dict[int, list[Receive]] = {}
         self._instances: dict[tuple[str, int], str] = {}  # registry of each prefill server and dp rank
         self._looked_up: dict[tuple[str, int], float] = {}  # monotonic time of the last look-up
         self._misfits: dict[str, str] = {}  # why a prefill server does not fit, as logged
@@ -235,23 +239,47 @@ class KvctlKVManager(CommonKVManager):
         """
         if state.finished:
             self._ending.discard(handle.room)
-        if handle.room not in self._open:
-            return
-        if handle.error is not None:
-            self.record_failure(handle.room, f"{handle.error['text']} [{handle.error['code']}]")
-        elif isinstance(handle, Send) and handle.sent:
-            state = RoomState.SUCCESS
-        self.update_status(handle.room, int(state))
-        if handle.room not in self._open:  # the scheduler has cleared the room meanwhile
-            self.request_status.pop(handle.room, None)
+        with self._open_lock:  # or a room that is cleared meanwhile, or one that takes its number, would get the state
+            if self._open.get(handle.room, self) not in (None, handle):
+                return
+            if handle.error is not None:
+                self.record_failure(handle.room, f"{handle.error['text']} [{handle.error['code']}]")
+            elif isinstance(handle, Send) and handle.sent:
+                state = RoomState.SUCCESS
+            self.update_status(handle.room, int(state))
 
     def begin(self, room: int, open_room: Callable[[], _Room]) -> _Room | None:
         """Returns the handle that `open_room` opens; None if the agent refuses, and then the room has failed."""
-        self._open.add(room)
+        self._open[room] = None
         handle = attempt(open_room, partial(self.fail, room), logger)
-        if handle is not None and handle.state is RoomState.WAITING_FOR_INPUT:  # from the start: no change of state
+        if handle is None:
+            return None
+        self._open[room] = handle
+        if handle.state is RoomState.WAITING_FOR_INPUT:  # from the start: no change of state
             self.update_status(room, int(handle.state))
         return handle
+
+    def refusal(self, room: int | None) -> str | None:
+        """Returns why a new request cannot have this room: another one has it; None if it can.
+
+        Every rank of the server gets its requests in one order, and refuses the same ones. SGLang's tables have one entry
+        for a room, which stays that of the first request.
+        """
+        if room not in self.request_status:
+            return None
+        return f"room {room} is used by another request of this server: give each request its own bootstrap_room"
+
+    def check_room(self, room: int | None) -> None:
+        """Fails room 0: to SGLang's decode queue a 0 in the metadata means that they have not arrived."""
+        if room == 0:
+            self.fail(room, "bootstrap_room 0 means no room to SGLang's decode servers: use another number")
+
+    def withdraw(self, room: int) -> None:
+        """Removes the state and the failure of a room from SGLang's tables, so that another request can have it."""
+        self.forget(room)
+        self.request_status.pop(room, None)
+        with self.failure_lock:
+            self.failure_records.pop(room, None)
 
     def fail(self, room: int, cause: str) -> None:
         """Fails a room on this rank alone, unless it has failed already."""
@@ -260,7 +288,8 @@ class KvctlKVManager(CommonKVManager):
 
     def forget(self, room: int) -> None:
         """Ignores what becomes of a room from now on."""
-        self._open.discard(room)
+        with self._open_lock:
+            self._open.pop(room, None)
 
     def end(self, room: int, handle: Send | Receive | None) -> None:
         """Forgets a room that SGLang has cleared; aborts it unless it has ended, or all is sent."""
@@ -369,15 +398,16 @@ class KvctlKVManager(CommonKVManager):
     def hold(self, room: int, handle: Receive) -> None:
         """Keeps the pages of an ended room from being reused until nothing writes to them (deferred release)."""
         if self.enable_deferred_decode_kv_release:
-            self._draining[room] = handle
+            self._draining.setdefault(room, []).append(handle)
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Whether nothing writes to the pages of an ended room any more."""
-        handle = self._draining.get(bootstrap_room)
-        return handle is None or handle.released
+        return all(handle.released for handle in self._draining.get(bootstrap_room, ()))
 
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
-        self._draining.pop(bootstrap_room, None)
+        for room in list(self._draining):
+            if self.is_abort_release_safe(room, 0):
+                self._draining.pop(room, None)
 
     def should_verify_kv_checksum(self, bootstrap_addr: str) -> bool:
         """Whether SGLang's checksum of the prefill rank covers the bytes of this rank: only between equal TP sizes."""

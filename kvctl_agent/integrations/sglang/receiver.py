@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
-from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferError
 
 from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import KvctlError
@@ -27,9 +27,19 @@ class KvctlKVReceiver(CommonKVReceiver):
     """Receiver of one room: a `Receive` behind SGLang's interface, from `send_metadata` on."""
 
     _handle: Receive | None = None
+    _listed = True  # whether the entries of the room in SGLang's tables are those of this request
+    _refusal: str | None = None  # why the request failed without an entry there
     _endpoint: str | None = None  # of the registry of the room's prefill instance
     prompt = UNKNOWN  # set by the plugin before `send_metadata`
     request_id = ""  # SGLang's rid, likewise; SGLang gives senders only the room
+
+    def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
+        self._refusal = mgr.refusal(bootstrap_room)
+        super().__init__(mgr, bootstrap_addr, bootstrap_room)
+        if self._refusal is not None:
+            self._listed, self.conclude_state = False, KVPoll.Failed
+        else:
+            mgr.check_room(bootstrap_room)
 
     def _setup_bootstrap_infos(self) -> None:
         """Finds the registry of the room's prefill instance and connects to it; the room fails if there is none."""
@@ -114,5 +124,12 @@ class KvctlKVReceiver(CommonKVReceiver):
             self.kv_mgr.hold(self.bootstrap_room, handle)
 
     def _clear(self) -> None:
-        self.kv_mgr.end(self.bootstrap_room, self._handle)
-        super()._clear()
+        if self._listed:  # SGLang clears a receiver again when it releases its pages
+            self._listed = False
+            self.kv_mgr.end(self.bootstrap_room, self._handle)
+            super()._clear()
+
+    def failure_exception(self) -> None:
+        if self._refusal is not None:
+            raise KVTransferError(self.bootstrap_room, self._refusal)
+        super().failure_exception()

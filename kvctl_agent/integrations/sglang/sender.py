@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVSender
+from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferError
 
 from kvctl_agent.integrations.fence import attempt
 from kvctl_agent.integrations.sglang.prompts import announced_prompt
@@ -22,6 +22,8 @@ class KvctlKVSender(CommonKVSender):
     """Sender of one room: a `Send` behind SGLang's interface."""
 
     _handle: Send | None = None
+    _listed = True  # whether the entries of the room in SGLang's tables are those of this request
+    _refusal: str | None = None  # why the request failed without an entry there
     curr_idx: int  # pages sent so far, counted from the end of the decode side's prefix
     _early_send_wait_event: Any  # device event of the next pages
     _transfer_start_time: float | None
@@ -30,8 +32,13 @@ class KvctlKVSender(CommonKVSender):
         self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
     ) -> None:
         """Begins to send the room; decode ranks may open it before or after."""
+        self._refusal = mgr.refusal(bootstrap_room)
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         self._prompt = announced_prompt()
+        if self._refusal is not None:
+            self._listed, self.conclude_state = False, KVPoll.Failed
+            return
+        mgr.check_room(bootstrap_room)
         self._begin()
 
     def _begin(self) -> None:
@@ -42,7 +49,7 @@ class KvctlKVSender(CommonKVSender):
             self._handle = manager.begin(room, partial(manager.agent.send, room, tokens=tokens, digest=digest))
 
     def _poll_with_status(self, check_status: Any) -> Any:
-        if self._handle is None:
+        if self._handle is None and self.conclude_state is None:
             self._begin()  # the room that had this number before may have ended by now
         return super()._poll_with_status(check_status)
 
@@ -92,12 +99,23 @@ class KvctlKVSender(CommonKVSender):
             handle.finish(self.aux_index, self.kv_mgr.state_lists(state_indices))
 
     def clear(self) -> None:
-        self.kv_mgr.end(self.bootstrap_room, self._handle)
-        super().clear()
+        if self._listed:
+            self._listed = False
+            self.kv_mgr.end(self.bootstrap_room, self._handle)
+            super().clear()
+
+    def failure_exception(self) -> None:
+        if self._refusal is not None:
+            raise KVTransferError(self.bootstrap_room, self._refusal)
+        super().failure_exception()
 
     def abort(self) -> None:
         """Aborts the room on every rank, at the request of SGLang's client."""
+        if not self._listed:
+            return
         super().abort()
-        self.kv_mgr.forget(self.bootstrap_room)  # SGLang does not clear every sender that it aborts
+        # SGLang does not clear every sender that it aborts.
+        self._listed, self._refusal = False, "aborted by the prefill engine"
+        self.kv_mgr.withdraw(self.bootstrap_room)
         if self._handle is not None:
-            self._handle.abort("aborted by the prefill engine")
+            self._handle.abort(self._refusal)

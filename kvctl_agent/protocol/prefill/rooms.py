@@ -35,6 +35,8 @@ from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey, Tag
 # Bound on the memory that one peer, broken or hostile, can make this rank allocate.
 MAX_TRANSFERS = 1 << 17
 _DEADLINES_EVERY_NS = 1_000_000_000
+_DEADLINES = ("KV_ROOM_STUCK_WAITING", "KV_ROOM_STUCK_TRANSFER")
+"""Codes of rooms whose parts do not arrive at a decode rank in time."""
 
 # (peer's info, share, layers, destination pages) → path
 ChoosePath = Callable[[msg.PeerInfo, TransferSlice, int, ev.Pages], str]
@@ -406,7 +408,7 @@ class SendRooms:
         if found := self.find(peer, message.room, message.nonce):
             room, transfer = found
             transfer.acked = True  # the peer knows, since the failure came from it
-            self.fail(room, failure_of(message))
+            self._fail_by_peer(room, failure_of(message))
             self.progress(room)
 
     def on_room_abort(self, peer: Peer, message: msg.RoomAbort) -> None:
@@ -434,8 +436,15 @@ class SendRooms:
         if message.recall:
             self._recall_transfer(room, transfer, failure_of(message))
         else:
-            self.fail(room, failure_of(message))
+            self._fail_by_peer(room, failure_of(message))
         self.progress(room)
+
+    def _fail_by_peer(self, room: SendRoom, failure: Failure) -> None:
+        """Fails a room as a decode rank did. If that waited for what the engine here has not passed, the text says so."""
+        if failure["code"] in _DEADLINES and not room.finished:
+            text = f"{failure['text']}; at {self.context.local.name} {self._describe_wait(room)}"
+            failure = {**failure, "text": text}
+        self.fail(room, failure)
 
     def _refuse_again(self, peer: Peer, number: int, failure: Failure) -> None:
         """Keeps an ended room's failure, to refuse a decode rank that had recalled the room and opens it again."""

@@ -79,8 +79,8 @@ def test_also_where_decode_opens_it_last() -> None:
 @pytest.mark.parametrize(
     ("pages", "prefix", "given", "text"),
     [
-        (4, 0, 4, "the engine gave no last pages: all layers have 4, and more were to come"),
-        (2, 2, 0, "the engine gave no last pages: all layers have 0, and more were to come"),
+        (4, 0, 4, "the engine gave no last pages: all layers have 4, and none was passed as the last (last=True)"),
+        (2, 2, 0, "the engine gave no last pages: all layers have 0, and none was passed as the last (last=True)"),
     ],
     ids=["whole chunks", "nothing owed"],
 )
@@ -113,6 +113,28 @@ def test_without_the_final_parts_both_ends_fail_and_name_finish() -> None:
     world.settle()
     assert ends(world, room) == {RoomState.FAILED}
     assert world.sent_failures["prefill-0", ROOM]["text"].endswith("finish() was not called")
+
+
+@pytest.mark.parametrize(
+    ("last", "text"),
+    [
+        (True, "at prefill-0 finish() was not called"),
+        (False, "at prefill-0 the engine gave no last pages: all layers have 3, and none was passed as the last (last=True)"),
+    ],
+)
+def test_where_decode_gives_up_first_prefill_says_what_its_engine_has_not_passed(last: bool, text: str) -> None:
+    world, room = opened(3, aux=1)
+    give(world, range(3), last=last)
+    while not room.state.finished:
+        world.p().rooms[ROOM].since_ns = world.now_ns  # prefill's own deadline is later
+        world.tick(SECOND)
+        world.flush()
+    world.settle()
+    assert ends(world, room) == {RoomState.FAILED}
+    failure = world.sent_failures["prefill-0", ROOM]
+    assert failure["rank"] == "decode-0"
+    assert "did not arrive" in failure["text"]
+    assert failure["text"].endswith(text)
 
 
 def test_pages_that_a_stage_keeps_back_are_not_sent_without_finish() -> None:

@@ -37,6 +37,16 @@ def dtypes(scheduler: Any) -> dict[str, str]:
     return known
 
 
+def serve(scheduler: Any, rooms: list[Room]) -> list[tuple[str, str]]:
+    """Serves rooms, all at once; returns the state and the reason of each in the order in which they ended."""
+    return [(ended.state, ended.reason) for ended in scheduler.run(rooms, len(rooms))]
+
+
+def serve_twice(scheduler: Any, room: Room) -> list[tuple[str, str]]:
+    """As `serve`, for two requests with one room."""
+    return serve(scheduler, [room, room])
+
+
 def serve_opened(scheduler: Any, room: Room) -> tuple[int, str]:
     """Sends a room once every decode rank has opened it; returns the first state that is polled, and the last."""
     return _serve_opened(scheduler, room, lambda: None)
