@@ -262,8 +262,8 @@ class KvctlKVManager(CommonKVManager):
     def refusal(self, room: int | None) -> str | None:
         """Returns why a new request cannot have this room: another one has it; None if it can.
 
-        Every rank of the server gets its requests in one order, and refuses the same ones. SGLang's tables have one entry
-        for a room, which stays that of the first request.
+        Every rank of the server gets its requests in one order, and refuses the same ones. SGLang's tables have one
+        entry for a room, which stays that of the first request.
         """
         if room not in self.request_status:
             return None

@@ -440,7 +440,7 @@ class SendRooms:
         self.progress(room)
 
     def _fail_by_peer(self, room: SendRoom, failure: Failure) -> None:
-        """Fails a room as a decode rank did. If that waited for what the engine here has not passed, the text says so."""
+        """Fails a room as a decode rank did; the text also says what the engine here has not passed."""
         if failure["code"] in _DEADLINES and not room.finished:
             text = f"{failure['text']}; at {self.context.local.name} {self._describe_wait(room)}"
             failure = {**failure, "text": text}

@@ -140,7 +140,7 @@ class ComputedPages:
         most = self.given if self.total is None else self.total
         spans = self._spans(self._first_layer, self._counts)
         short = [f"layers {layer_range(lo, hi)} were given {n} of {most} pages" for lo, hi, n in spans if n < most]
-        return ", ".join(short) or f"all layers have {most}, and none was passed as the last (last=True)"
+        return ", ".join(short) or f"all layers have {most}, and none with last=True"
 
     def _keep(self, first: int, pages: Pages) -> None:
         if first == self.given:

@@ -258,7 +258,7 @@ def over_at_all_ends(fleet: Fleet, room: str, ago_s: float = 20) -> None:
     said = {
         "prefill-0": f"{stuck}: no RoomDone from decode-0",
         "decode-0": f"{stuck}: chunk 2 layers 0-3 of prefill-1 did not arrive",
-        "prefill-1": f"{stuck}: the engine gave no last pages: all layers have 32, and none was passed as the last (last=True)",
+        "prefill-1": f"{stuck}: the engine gave no last pages: all layers have 32, and none with last=True",
     }
     for name, text in said.items():
         fleet.failed([name], room, "KV_ROOM_STUCK_TRANSFER", name, text, ago_s)

@@ -105,7 +105,7 @@ def test_layers_that_stand_at_one_page_are_one_span() -> None:
     for layer in LAYERS:
         computed.take((layer, layer + 1), PROMPT[:4], last=False)
     assert computed.sendable() == [SendableChunk(3, 8, 0, 4)]
-    assert computed.describe_missing() == "all layers have 4, and none was passed as the last (last=True)"
+    assert computed.describe_missing() == "all layers have 4, and none with last=True"
     computed.take((3, 5), PROMPT[4:6], last=True)
     assert computed.describe_missing() == "layers 5-7 were given 4 of 6 pages"
 

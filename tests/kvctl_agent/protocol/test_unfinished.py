@@ -79,8 +79,8 @@ def test_also_where_decode_opens_it_last() -> None:
 @pytest.mark.parametrize(
     ("pages", "prefix", "given", "text"),
     [
-        (4, 0, 4, "the engine gave no last pages: all layers have 4, and none was passed as the last (last=True)"),
-        (2, 2, 0, "the engine gave no last pages: all layers have 0, and none was passed as the last (last=True)"),
+        (4, 0, 4, "the engine gave no last pages: all layers have 4, and none with last=True"),
+        (2, 2, 0, "the engine gave no last pages: all layers have 0, and none with last=True"),
     ],
     ids=["whole chunks", "nothing owed"],
 )
@@ -119,7 +119,10 @@ def test_without_the_final_parts_both_ends_fail_and_name_finish() -> None:
     ("last", "text"),
     [
         (True, "at prefill-0 finish() was not called"),
-        (False, "at prefill-0 the engine gave no last pages: all layers have 3, and none was passed as the last (last=True)"),
+        (
+            False,
+            "at prefill-0 the engine gave no last pages: all layers have 3, and none with last=True",
+        ),
     ],
 )
 def test_where_decode_gives_up_first_prefill_says_what_its_engine_has_not_passed(last: bool, text: str) -> None:
