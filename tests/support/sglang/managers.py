@@ -4,7 +4,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from kvctl_agent.contract.states import RoomState
+from kvctl_agent.contract.values import shown
 from kvctl_agent.protocol.events import StateChanged
 from tests.support.http_answers import serving
 from tests.support.sglang.cases import Room
@@ -122,4 +125,31 @@ def ask_hostile_servers(scheduler: Any, answers: dict[str, bytes]) -> dict[str, 
                     causes[name] = str(error)
             finally:
                 del manager.prefill_info_table[address]
+    return causes
+
+
+ODD_ROOMS = (-1, 2**64, 2**70, True, 1.5, "7", None)
+
+
+def begin_odd_rooms(scheduler: Any) -> list[str]:
+    """Begins requests whose rooms are no unsigned 64-bit numbers; returns why they failed."""
+    from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
+
+    manager, causes = scheduler.kv_manager, []
+    decode = hasattr(scheduler, "disagg_decode_prealloc_queue")
+    kind = KVClassType.RECEIVER if decode else KVClassType.SENDER
+    end_class = get_kv_class(TransferBackend("kvctl"), kind)
+    address = next(iter(manager.prefill_info_table)) if decode else "127.0.0.1:1"
+    for room in ODD_ROOMS:
+        end = end_class(manager, address, room)
+        end.init(0) if decode else end.init(1, 0)
+        if decode:
+            end.send_metadata(np.array([1], np.int32), 0)
+        else:
+            end.send(np.array([1], np.int32))
+        assert int(end.poll()) == 0, shown(room)  # failed
+        try:
+            end.failure_exception()
+        except Exception as error:
+            causes.append(str(error))
     return causes

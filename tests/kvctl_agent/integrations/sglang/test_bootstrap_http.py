@@ -137,4 +137,10 @@ def test_sglangs_scheduler_fails_the_request_with_the_cause_and_goes_on() -> Non
         (causes,) = pair.call("decode", managers.ask_hostile_servers, WRONG).values()
         assert causes.keys() == WRONG.keys()
         assert {name: cause for name, cause in causes.items() if "gives no address of dp rank 0" not in cause} == {}
+        for role in ("prefill", "decode"):
+            (odd,) = pair.call(role, managers.begin_odd_rooms).values()
+            assert len(odd) == len(managers.ODD_ROOMS)
+            assert [
+                cause for cause in odd if "it must be a whole number from 0 to 18446744073709551615" not in cause
+            ] == []
         pair.transfer([Room(2, tokens=100)]).check()
