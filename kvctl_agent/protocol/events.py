@@ -261,7 +261,7 @@ class OpenRoom(Event, frozen=True):
     `tokens` is the length of the prompt; 0 if its last page counts as full; `digest` that of the prompt, 0 if unknown.
     `instance` is the address of its prefill
     instance's registry; `states` has the item indices per state component, `groups` the last pages of the prompt per KV
-    group. With a `refusal` the engine takes no pages, and the room fails for this reason as soon as it is opened.
+    group. With a `refusal` the engine takes no pages, and the room fails for this reason before it is opened.
     For `request_id` and `traceparent` see `RoomRecord`.
     """
 

@@ -19,7 +19,6 @@ from kvctl_agent.agent import Agent
 from kvctl_agent.contract.addresses import Address, parse_place
 from kvctl_agent.contract.config import KEYS_BY_NAME
 from kvctl_agent.contract.snapshots import Role
-from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.vllm import LISTEN
 from kvctl_agent.integrations.fence import attempt
 from kvctl_agent.integrations.vllm import versions
@@ -93,7 +92,6 @@ class ConnectorWorker:
         self._step = KvctlMetadata()
         self._computes = True  # whether the step computes tokens
         self._to_pass: dict[str, range | None] = {}  # of the step: its layer groups, as in `_prefetch`
-        self._to_refuse: dict[str, str] = {}  # receives aborted before prefill has accepted them, with the reason
         self._ended: set[str] = set()  # requests that vLLM has finished, whose blocks it keeps for us
         self._failed: set[str] = set()  # receives that are reported as failed and not yet as finished
 
@@ -258,8 +256,6 @@ class ConnectorWorker:
             handle = self._sends.get(name) or self._receives.get(name)
             # What is sent has arrived: a router that has decode's answer may drop the request at prefill.
             if handle is not None and not (isinstance(handle, Send) and handle.sent):
-                if isinstance(handle, Receive) and handle.state is RoomState.BOOTSTRAPPING:
-                    self._to_refuse[name] = reason
                 handle.abort(reason)
         for transfer, prefill, reason in meta.refused:
             self._refuse(transfer, reason, prefill)
@@ -364,10 +360,7 @@ class ConnectorWorker:
                 failed.add(name)
         self._failed = (self._failed | failed) - received
         for name in received:
-            request = self._received_from.pop(name)
-            if reason := self._to_refuse.pop(name, ""):
-                self._refuse(request.transfer, reason, request.prefill)
-            del self._receives[name]
+            del self._receives[name], self._received_from[name]
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
     def _wait_for_receive(self) -> None:

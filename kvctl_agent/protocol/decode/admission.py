@@ -33,7 +33,7 @@ from kvctl_agent.layout.plan import (
 from kvctl_agent.layout.plan_inputs import PlanInputs, Wire
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.decode.rooms import DecodeState, FinalKey, RecvRoom, RecvRooms, TablePages
+from kvctl_agent.protocol.decode.rooms import DecodeState, FinalKey, RecvRoom, RecvRooms, TablePages, opening_at
 from kvctl_agent.protocol.machine import MachineContext, PeerSessions
 from kvctl_agent.protocol.peer import Peer, PeerPlan, PeerState, plan_with_peer
 from kvctl_agent.protocol.tag import PartKey, PartKind
@@ -51,14 +51,17 @@ class RecvAdmission:
         context = self.context
         ev.check_room(event.room)
         ev.check_room(event.nonce)
-        if last := self.state.rooms.get(event.room):
+        if (last := self.state.rooms.get(event.room)) and not last.unopened:
             if last.state is not RoomState.SUCCESS:
                 raise LocalProtocolError(f"room {event.room} is open already; a room number is used once at a time")
             if late := [each.peer for each in last.transfers.values() if not (each.accepted or each.acked)]:
                 # They would take the keeper of the new room for that of the last one.
                 names = ", ".join(late)
                 raise LocalProtocolError(f"room {event.room} has not ended yet: its keeper is unknown to {names}")
-            self.rooms.forget(last)  # its pages were released; a rank that has missed RoomDone will ask for the outcome
+        if last:
+            self.rooms.forget(last)  # its pages were released; a rank that has missed its end will ask for the outcome
+        if (former := self.state.unopened.get(event.room)) and former.instance == event.instance:
+            del self.state.unopened[event.room]  # the prefill ranks would take its end for that of the new room
         record = context.telemetry.rooms.open(event.room, event.nonce)
         record.pages = event.total_pages - event.prefix_pages
         record.request_id, record.traceparent = event.request_id, event.traceparent
@@ -76,10 +79,15 @@ class RecvAdmission:
             tokens=event.tokens,
             digest=event.digest,
         )
-        given = event.pages, event.groups, event.tokens, event.refusal
+        given = event.pages, event.groups, event.tokens
         room = RecvRoom(opening, event.instance, *given, record, context.now_ns)
         self.state.rooms[event.room] = room
         self.rooms.enter(room, RoomState.BOOTSTRAPPING)
+        if event.refusal:
+            self.find(event.instance)
+            self.rooms.fail(room, context.failure("ABORTED", event.refusal))
+            self._open(room)
+            return
         if clash := self.state.clashes.get(event.instance):
             self.rooms.fail(room, context.failure("KV_COMPAT_MISMATCH", clash))
             return
@@ -101,6 +109,15 @@ class RecvAdmission:
         """Opens the waiting rooms whose prefill instance is ready now."""
         for room in list(self.state.rooms.values()):
             if room.failure is None:
+                self._open(room)
+        self.open_failed()
+
+    def open_failed(self) -> None:
+        """Opens rooms that failed before they could be opened, so that the prefill ranks learn of it."""
+        for number, room in list(self.state.unopened.items()):
+            if self.context.now_ns - room.since_ns > self.context.timing.bootstrap_ns:
+                del self.state.unopened[number]
+            elif number not in self.state.rooms:  # otherwise the number is in use at another instance
                 self._open(room)
 
     def fail_waiting(self, instance: str, failure: Failure, rank: str = "") -> None:
@@ -130,15 +147,19 @@ class RecvAdmission:
             self._to_transfer_pages(room, inputs, first.wire)
             self._plan(room, inputs)
         except LayoutError as error:
+            self.state.unopened.pop(room.room, None)
             self.rooms.fail(room, context.failure("KV_PLAN_MISMATCH", f"room {room.room}: {error}"))
             return
         for transfer in room.transfers.values():
-            self.rooms.send_unanswered(room, transfer)
-        room.record.peers = [room.writers[writer] for writer in room.shares]
-        room.record.event("open", context.now_ns)
+            context.send(transfer.peer, opening_at(room, transfer))
         room.resend_ns = context.now_ns + context.timing.resend_ns
-        if room.refusal:
-            self.rooms.fail(room, context.failure("ABORTED", room.refusal))
+        if not room.unopened:
+            room.record.peers = [room.writers[writer] for writer in room.shares]
+            room.record.event("open", context.now_ns)
+            return
+        self.state.rooms[room.room] = self.state.unopened.pop(room.room)
+        for transfer in room.transfers.values():
+            self.rooms.send_unanswered(room, transfer)
 
     def _to_transfer_pages(self, room: RecvRoom, inputs: PlanInputs, wire: Wire) -> None:
         """Converts the pages of a room, which the engine has passed, to transfer pages.
@@ -199,8 +220,8 @@ class RecvAdmission:
         incarnations, awaited, kept = {}, [], []
         dp = self.context.local.coord.dp
         keeps = keeper(inputs, room.room, dp) == reader
-        # The keeper may never open a room that this rank refuses.
-        ranks = prefill_ranks(inputs, room.room) if room.refusal else opened_at(inputs, room.room, reader)
+        # The keeper may never open a room that has failed here.
+        ranks = prefill_ranks(inputs, room.room) if room.unopened else opened_at(inputs, room.room, reader)
         for rank in ranks:
             incarnations[names[rank]] = self.context.peers[names[rank]].incarnation
             readers = readers_of(inputs, room.room, dp, rank)
@@ -264,6 +285,8 @@ class Instances:
                 self.rooms.fail(room, self.context.failure("KV_PEER_LOST", text))
         for known in (self.state.rosters, self.state.absent_ranks, self.state.clashes):
             known.pop(event.instance, None)
+        for room in [room for room in self.state.unopened.values() if room.instance == event.instance]:
+            del self.state.unopened[room.room]
         self.context.actions.append(ev.ForgetInstance(event.instance))
         self.forget_departed()
         self.retry_clashes()  # the instance may have used the rank names of its successor

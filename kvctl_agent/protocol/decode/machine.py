@@ -30,7 +30,7 @@ class DecodeMachine(Machine):
         grants = self._grants = Grants(context, state, rooms)
         landing = Landing(context, state, rooms, grants)
         reclaim = self._reclaim = Reclaim(context, state, rooms, grants)
-        admission = RecvAdmission(context, state, rooms)
+        admission = self._admission = RecvAdmission(context, state, rooms)
         sessions = PeerSessions(context, self._on_peer_lost, reclaim.on_former_ended, grants.watermark)
         instances = self._instances = Instances(context, state, rooms, admission, sessions)
         super().__init__(context, state, sessions, rooms.find, rooms.fail)
@@ -90,6 +90,7 @@ class DecodeMachine(Machine):
         self._reclaim.forget_former()
         self._instances.forget_departed()
         self._instances.send_hello()
+        self._admission.open_failed()
         self._rooms.check(event.stalled_ns)
         self._grants.unblock()
 

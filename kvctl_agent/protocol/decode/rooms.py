@@ -5,6 +5,8 @@
   duplicate arrival changes nothing and cannot hide a gap. Final parts, which are never divided, are a separate set.
 - A failed room is released and forgotten once all prefill ranks that know of it have drained; a successful room is
   forgotten once they have acknowledged its success.
+- A room that fails before it is opened is released at once. It is opened later, without pages, so that the prefill
+  ranks learn of the failure; it is forgotten if its instance does not connect within the bootstrap deadline.
 - The keeper of a room makes itself known to all prefill ranks, and tells them how it has ended on all decode ranks.
 """
 
@@ -34,6 +36,8 @@ from kvctl_agent.telemetry.room_records import RoomRecord
 ChunkKey = tuple[int, int]  # (writer, chunk)
 TableChunkKey = tuple[int, int, int]  # (writer, chunk, page table)
 FinalKey = tuple[PartKind, PartKey]
+
+MAX_UNOPENED = 4096  # failed rooms whose instances are not connected
 
 
 class PlannedPart(NamedTuple):
@@ -93,7 +97,6 @@ class RecvRoom:
     pages: Pages  # as the engine has passed them, of KV
     groups: tuple[Pages, ...]  # of each KV group
     tokens: int  # length of the prompt; 0 if its last page counts as full
-    refusal: str  # why the engine takes no pages, so that the room fails once it is opened; "" if it takes them
     record: RoomRecord
     since_ns: int  # start of the current deadline: when the state was entered, or the last progress
     room: int = field(init=False)
@@ -104,6 +107,7 @@ class RecvRoom:
     failure: Failure | None = None
     recalled: bool = False  # the engine took its pages back, which is the failure; the prefill ranks keep the room
     released: bool = False
+    unopened: bool = False  # the room failed before it was opened, and has no pages any more
     overdue: bool = False  # the room failed long ago; memory that may still be written is quarantined
     transfers: dict[str, WriterTransfer] = field(default_factory=dict)
     unaccepted: int = 0  # number of transfers without which the room cannot succeed
@@ -272,6 +276,7 @@ class DecodeState:
         absent_ranks: by incomplete instance, the missing ranks as its registry reports them, as text.
         clashes: by instance, a message about a rank name that another instance uses.
         rooms: rooms by number, until they have ended on all ranks.
+        unopened: by number, rooms that failed before they could be opened; oldest first.
         tombstones: ended rooms, and whether each was successful.
         grant_table: owner and state of each region of the ring.
     """
@@ -282,6 +287,7 @@ class DecodeState:
         self.absent_ranks: dict[str, str] = {}
         self.clashes: dict[str, str] = {}
         self.rooms: dict[int, RecvRoom] = {}
+        self.unopened: dict[int, RecvRoom] = {}
         self.tombstones: Tombstones[bool] = Tombstones(timing.bootstrap_ns)
         self.grant_table = GrantTable(local.ring_bytes)
 
@@ -437,12 +443,16 @@ class RecvRooms:
         released. A successful room waits until all prefill ranks have acknowledged RoomDone.
         """
         if room.failure is not None:
-            if not all(transfer.drained for transfer in room.transfers.values()):
+            if not all(each.drained or (room.unopened and each.acked) for each in room.transfers.values()):
                 return
             if any(self.state.grant_table.of_room(room.key_of(name)) for name in room.transfers):
                 return  # a scatter still reads a region
-            room.released = True
-            self.context.actions.append(ev.Released(room.room))
+            if not room.unopened:
+                room.released = True
+                self.context.actions.append(ev.Released(room.room))
+                # A process that takes the place of a lost one does not have the room.
+                if not room.transfers and room.failure["code"] not in (RECALLED, "KV_PEER_LOST"):
+                    self._keep_unopened(room)
         elif room.state is not RoomState.SUCCESS or not all(transfer.acked for transfer in room.transfers.values()):
             return
         self.forget(room)
@@ -453,7 +463,18 @@ class RecvRooms:
         key = RoomKey("", room.room, room.nonce)
         succeeded = room.failure is None and room.failed_elsewhere is None
         self.state.tombstones.add(key, succeeded, self.context.now_ns)
-        self.context.telemetry.finish(room.record, self.context.now_ns)
+        if not room.unopened or not room.transfers:
+            self.context.telemetry.finish(room.record, self.context.now_ns)
+
+    def _keep_unopened(self, room: RecvRoom) -> None:
+        """Keeps what is needed to tell the prefill ranks later that a room has failed; its number may be used again."""
+        room.unopened = True
+        room.pages, room.groups, room.tokens = room.pages[:0], tuple(pages[:0] for pages in room.groups), 0
+        room.opening = RoomOpen(room.room, room.nonce, b"", 0, 0, {}, -1, [], True)
+        self.state.unopened.pop(room.room, None)
+        self.state.unopened[room.room] = room
+        if len(self.state.unopened) > MAX_UNOPENED:
+            del self.state.unopened[next(iter(self.state.unopened))]
 
     # ---- messages to the prefill ranks -------------------------------------------------------------------------
 
@@ -482,7 +503,7 @@ class RecvRooms:
         else:
             if transfer.accepted:
                 return False
-            message = _opening(room, transfer)
+            message = opening_at(room, transfer)
         if self.answers(transfer):
             self.context.send(transfer.peer, message)
             return True
@@ -509,7 +530,7 @@ class RecvRooms:
                 room.since_ns = min(room.since_ns + stalled_ns, now_ns)
             if not room.state.finished:
                 self._check_deadline(room)
-            elif room.failure is not None:
+            elif room.failure is not None and not room.unopened:
                 self._check_drained(room)
             if now_ns >= room.resend_ns > 0:
                 self._resend(room)
@@ -531,7 +552,7 @@ class RecvRooms:
         for name in room.awaited:
             transfer = room.transfers[name]
             if self.answers(transfer):
-                self.context.send(name, _opening(room, transfer))
+                self.context.send(name, opening_at(room, transfer))
         room.resend_ns = self.context.now_ns + self.context.timing.resend_ns
 
     def _check_deadline(self, room: RecvRoom) -> None:
@@ -599,7 +620,7 @@ class RecvRooms:
         return f"{name} ({'; '.join(peer.differences)})" if peer is not None and peer.differences else name
 
 
-def _opening(room: RecvRoom, transfer: WriterTransfer) -> msg.RoomOpen | msg.RoomKept:
+def opening_at(room: RecvRoom, transfer: WriterTransfer) -> msg.RoomOpen | msg.RoomKept:
     """Returns the message that opens a room at a prefill rank."""
     if transfer.kept:
         return msg.RoomKept(room.room, room.nonce, transfer.incarnation)

@@ -44,7 +44,6 @@ IRRELEVANT: dict[str, dict[str, str]] = {
         "pages": _PLANNED,
         "groups": _PLANNED,
         "tokens": _PLANNED,
-        "refusal": _PLANNED,
         "tables": _PLANNED,
         "shares": _PLANNED,
         "chunks": _PLANNED,

@@ -9,7 +9,8 @@ from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from tests.support.protocol.simulation import SECOND, Instance, World
+from kvctl_agent.protocol.decode.rooms import MAX_UNOPENED
+from tests.support.protocol.simulation import SECOND, Instance, World, registry
 
 WHY = "the client went away"
 
@@ -81,7 +82,7 @@ def test_an_instance_that_is_not_connected_yet_is_told_when_it_is() -> None:
     world = World(ParallelConfig(tp=2), ParallelConfig(), others=[Instance(ParallelConfig(tp=2), introduced=False)])
     refuse(world, instance=1)
     world.send(7, 3, instance=1)
-    assert world.rooms["decode-0", 7, 1000].state is RoomState.BOOTSTRAPPING
+    assert {world.sent[name, 7] for name in world.names_of(1)} == {RoomState.BOOTSTRAPPING}
     world.flush()
     assert {world.sent[name, 7] for name in world.names_of(1)} == {RoomState.FAILED}
     check(world, 1)
@@ -98,3 +99,113 @@ def test_an_opening_that_is_lost_costs_one_interval_of_resending(world: World) -
         world.flush()
     assert {world.sent[name, 7] for name in world.prefill_names} == {RoomState.FAILED}
     check(world)
+
+
+class TestAbortedBeforeItIsOpened:
+    """The decode rank is not connected to all ranks that compute the room: pages are free, and prefill learns of it."""
+
+    @pytest.fixture
+    def world(self) -> World:
+        return World(ParallelConfig(), ParallelConfig(), others=[Instance(ParallelConfig(tp=2), introduced=False)])
+
+    def abort(self, world: World) -> None:
+        world.feed("decode-0", ev.AbortRoom(7, WHY))
+        room = next(room for room in world.rooms.values() if room.room == 7)
+        assert (room.state, room.released) == (RoomState.FAILED, True)
+        assert 7 not in world.d().rooms
+
+    @pytest.mark.parametrize("claimed", ["before", "after"])
+    def test_its_prefill_ranks_fail_once_they_are_connected(self, world: World, claimed: str) -> None:
+        if claimed == "before":
+            world.send(7, 3, instance=1)
+        world.receive(7, 3, instance=1)
+        self.abort(world)
+        world.flush()
+        if claimed == "after":
+            world.send(7, 3, instance=1)
+            world.flush()
+        assert {world.sent[name, 7] for name in world.names_of(1)} == {RoomState.FAILED}
+        check(world, 1)
+
+    def test_they_wait_until_all_of_them_are_connected(self, world: World) -> None:
+        world.paused.add("p1-prefill-1")
+        world.send(7, 3, instance=1)
+        world.receive(7, 3, instance=1)
+        world.flush()
+        self.abort(world)
+        world.tick(SECOND)
+        world.flush()
+        assert {world.sent[name, 7] for name in world.names_of(1)} == {RoomState.BOOTSTRAPPING}
+        world.paused.clear()
+        world.flush()
+        world.tick(SECOND)
+        world.flush()
+        assert {world.sent[name, 7] for name in world.names_of(1)} == {RoomState.FAILED}
+        check(world, 1)
+
+    def test_lost_messages_are_repeated(self, world: World) -> None:
+        world.send(7, 3, instance=1)
+        world.receive(7, 3, instance=1)
+        self.abort(world)
+        while not any(room.transfers for room in world.d().rooms.values()):
+            world.happen(world.pool.pop(0))
+        world.pool = [item for item in world.pool if item.kind != "message"]
+        world.settle()
+        check(world, 1)
+
+    def test_it_is_forgotten_if_they_do_not_connect_in_time(self, world: World) -> None:
+        world.paused |= set(world.names_of(1))
+        world.receive(7, 3, instance=1)
+        world.flush()
+        self.abort(world)
+        for _ in range(120):
+            world.tick(SECOND)
+            world.flush()
+            assert world.d().state.unopened.keys() == {7}
+        world.tick(SECOND)
+        assert not world.d().state.unopened
+        assert not world.d().rooms
+
+    def test_its_number_may_be_used_again_meanwhile(self, world: World) -> None:
+        world.receive(7, 3, instance=1)
+        self.abort(world)
+        room = world.receive(7, 3, instance=1, nonce=2000)
+        world.send(7, 3, instance=1)
+        world.settle()
+        assert room.state is RoomState.SUCCESS
+        assert {world.sent[name, 7] for name in world.names_of(1)} == {RoomState.SUCCESS}
+        world.check_empty()
+
+    @pytest.mark.parametrize("instance", [0, 1])
+    def test_or_while_they_are_told(self, world: World, instance: int) -> None:
+        world.receive(7, 3, instance=1)
+        self.abort(world)
+        while not any(room.transfers for room in world.d().rooms.values()):
+            world.happen(world.pool.pop(0))
+        room = world.receive(7, 3, instance=instance, nonce=2000)
+        world.flush()
+        world.send(7, 3, instance=instance)
+        world.settle()
+        assert room.state is RoomState.SUCCESS
+        assert {world.sent[name, 7] for name in world.names_of(instance)} == {RoomState.SUCCESS}
+
+    def test_a_room_that_does_not_fit_the_plan_fails_on_them_with_that_cause(self, world: World) -> None:
+        world.receive(7, 3, extra=-1)
+        world.send(7, 3)
+        world.settle()
+        failure = world.sent_failures["prefill-0", 7]
+        assert (failure["rank"], failure["code"]) == ("decode-0", "KV_PLAN_MISMATCH")
+        world.check_empty()
+
+    def test_nothing_is_kept_for_an_instance_that_is_disconnected(self, world: World) -> None:
+        for room in (7, 8):
+            world.receive(room, 3, instance=1)
+        self.abort(world)
+        world.feed("decode-0", ev.DisconnectInstance(registry(1)))
+        assert not world.d().state.unopened
+        assert not world.d().rooms
+
+    def test_the_oldest_are_forgotten_first(self, world: World) -> None:
+        for room in range(MAX_UNOPENED + 10):
+            world.receive(room, 0, aux=-1, instance=1, refusal=WHY)
+        assert list(world.d().state.unopened) == list(range(10, MAX_UNOPENED + 10))
