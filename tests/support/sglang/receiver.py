@@ -12,7 +12,7 @@ _BASES: dict[str, dict[str, Any]] = {
         "KVPoll": enum.IntEnum("KVPoll", "Failed Bootstrapping WaitingForInput Transferring Success", start=0),
         "KVTransferDestination": enum.Enum("KVTransferDestination", "DEVICE HOST"),
     },
-    "sglang.srt.disaggregation.common.conn": {"CommonKVReceiver": object},
+    "sglang.srt.disaggregation.common.conn": {"CommonKVReceiver": object, "KVTransferError": Exception},
 }
 _RECEIVER = "kvctl_agent.integrations.sglang.receiver"
 
