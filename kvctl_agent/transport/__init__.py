@@ -6,14 +6,13 @@ Importing this package does not load an engine; `open_transport` loads the one i
 from __future__ import annotations
 
 from kvctl_agent.memory.region import Region
-from kvctl_agent.transport.base import Arrival, Prepared, Transport, Write
+from kvctl_agent.transport.base import Arrival, Transport, Write
 from kvctl_agent.transport.environment import prepare_environment
 from kvctl_agent.transport.registry import TRANSPORTS, open_transport
 
 __all__ = [
     "TRANSPORTS",
     "Arrival",
-    "Prepared",
     "Region",
     "Transport",
     "Write",

@@ -37,9 +37,6 @@ Addresses = npt.NDArray[np.uint64]
 Sizes = npt.NDArray[np.uint64]
 """Bytes per descriptor, shape [n]."""
 
-Indices = npt.NDArray[np.int32]
-"""Indices into a prepared descriptor list, shape [n]."""
-
 MAX_TAG_BYTES = 4096
 """Longest tag in bytes; the shortest is one byte, because engines treat an empty tag as none."""
 
@@ -78,15 +75,6 @@ class SharedTag(NamedTuple):
     tag: bytes
     number: int
     descriptors: int
-
-
-class Prepared(Protocol):
-    """Opaque list of checked descriptors; valid until its peer is disconnected or the transport is closed."""
-
-    @property
-    def count(self) -> int:
-        """Number of descriptors in the list."""
-        ...
 
 
 class Write(Protocol):
@@ -176,7 +164,7 @@ class Transport(Protocol):
         """Connects a peer under the name `peer`, so that it can be written to.
 
         If the peer is already connected with the same metadata, nothing changes. Metadata of a new incarnation
-        replaces the connection and invalidates all descriptor lists prepared for it.
+        replaces the connection.
 
         Raises:
             PeerDisconnected: the process that created `metadata` is gone.
@@ -185,7 +173,7 @@ class Transport(Protocol):
         ...
 
     def disconnect(self, peer: str) -> None:
-        """Disconnects `peer` and drops the descriptor lists prepared for it; an unknown name is ignored.
+        """Disconnects `peer`; an unknown name is ignored.
 
         Writes in flight to it stay in flight, because they cannot be recalled: a silent peer may be heard again, and
         then they land. `ended` ends them.
@@ -196,24 +184,6 @@ class Transport(Protocol):
         """Takes note that the process that created `metadata` has ended, so no write can land in its memory.
 
         Writes in flight to it end with an error.
-        """
-        ...
-
-    def prepare_local(self, addrs: Addresses, sizes: Sizes) -> Prepared:
-        """Checks descriptors of local memory and returns a list of them for many calls of `write_prepared`.
-
-        Raises:
-            TransportError: there are no descriptors, or memory is not registered.
-        """
-        ...
-
-    def prepare_remote(self, peer: str, addrs: Addresses, sizes: Sizes) -> Prepared:
-        """Checks descriptors of `peer`'s memory and returns a list of them.
-
-        The list is valid until the peer is disconnected or connected again as another incarnation.
-
-        Raises:
-            TransportError: as for `prepare_local`, or the peer is not connected.
         """
         ...
 
@@ -230,7 +200,7 @@ class Transport(Protocol):
     ) -> Write:
         """Writes sizes[i] bytes from local_addrs[i] to remote_addrs[i] for all i, and sends `tag` after them.
 
-        No tag is sent if `tag` is None. Suited to few large descriptors; an engine need not merge adjacent ones.
+        No tag is sent if `tag` is None. An engine need not merge adjacent descriptors.
 
         Raises:
             PeerDisconnected: the engine reports that the peer is gone.
@@ -260,25 +230,6 @@ class Transport(Protocol):
 
         Raises:
             PeerDisconnected, TransportError: as `write`, but what the engine reports is raised by `poll`.
-        """
-        ...
-
-    def write_prepared(
-        self,
-        peer: str,
-        local: Prepared,
-        local_index: Indices,
-        remote: Prepared,
-        remote_index: Indices,
-        tag: bytes | None,
-    ) -> Write:
-        """Writes local[local_index[i]] to remote[remote_index[i]] for all i, and sends `tag` after them.
-
-        No tag is sent if `tag` is None. Suited to many small descriptors: those adjacent on both sides are merged if
-        the index arrays are sorted.
-
-        Raises:
-            PeerDisconnected, TransportError: as `write`.
         """
         ...
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvctl_agent.errors import TransportError
 from kvctl_agent.memory.region import Region
-from kvctl_agent.transport.base import MAX_TAG_BYTES, Addresses, Indices, Prepared, SharedTag, Sizes
+from kvctl_agent.transport.base import MAX_TAG_BYTES, Addresses, SharedTag, Sizes
 
 
 def check_tag(tag: bytes) -> bytes:
@@ -63,25 +63,6 @@ class Ranges:
         return place >= 0 and addr + nbytes <= ends[place]
 
 
-class CheckedList:
-    """A prepared descriptor list kept in this process; `owner` is the peer whose memory it describes, or None.
-
-    Lists of local memory have no owner.
-    """
-
-    def __init__(self, addrs: Addresses, sizes: Sizes, owner: object | None) -> None:
-        self.owner = owner
-        self.count = len(addrs)
-        self._addrs = addrs.copy()
-        self._sizes = sizes.copy()
-
-    def at(self, engine: str, index: Indices) -> tuple[Addresses, Sizes]:
-        """Returns addresses and sizes of the descriptors at `index`; raises TransportError for an invalid index."""
-        if len(index) == 0 or not 0 <= int(index.min()) <= int(index.max()) < self.count:
-            raise TransportError(f"{engine}: no index, or one outside a prepared list of {self.count}")
-        return self._addrs[index], self._sizes[index]
-
-
 class CheckedPeer(Protocol):
     """Interface of a connected peer of a `CheckedTransport`."""
 
@@ -96,7 +77,7 @@ W = TypeVar("W")
 
 
 class CheckedTransport(ABC, Generic[P, W]):
-    """Base class of a transport that checks descriptors and keeps prepared lists in this process.
+    """Base class of a transport that checks descriptors.
 
     The subclass adds to `_regions` and `_ranges` when it registers memory, and to `_peers` when it connects a peer.
     """
@@ -117,16 +98,6 @@ class CheckedTransport(ABC, Generic[P, W]):
 
     def ended(self, metadata: bytes) -> None:
         """Does nothing: engines of this kind end writes to a process that has ended by themselves."""
-
-    def prepare_local(self, addrs: Addresses, sizes: Sizes) -> CheckedList:
-        self._check_open()
-        self._ranges.check(addrs, sizes, "this agent")
-        return CheckedList(addrs, sizes, None)
-
-    def prepare_remote(self, peer: str, addrs: Addresses, sizes: Sizes) -> CheckedList:
-        known = self._peer(peer)
-        known.ranges.check(addrs, sizes, f"peer {peer!r}")
-        return CheckedList(addrs, sizes, known)
 
     def share_tag(self, tag: bytes, descriptors: int) -> SharedTag | None:
         return None
@@ -158,27 +129,6 @@ class CheckedTransport(ABC, Generic[P, W]):
         if count > 1:
             local_addrs, remote_addrs, sizes = merge(local_addrs, remote_addrs, sizes)
         return self._post(known, count, local_addrs, remote_addrs, sizes, tag if tag is None else check_tag(tag))
-
-    def write_prepared(
-        self,
-        peer: str,
-        local: Prepared,
-        local_index: Indices,
-        remote: Prepared,
-        remote_index: Indices,
-        tag: bytes | None,
-    ) -> W:
-        known = self._peer(peer)
-        if not isinstance(local, CheckedList) or local.owner is not None:
-            raise TransportError(f"{self.name}: the local list is not one of this agent's memory")
-        if not isinstance(remote, CheckedList) or remote.owner is not known:
-            raise TransportError(f"{self.name}: the remote list does not belong to peer {peer!r} as connected now")
-        local_addrs, sizes = local.at(self.name, local_index)
-        remote_addrs, remote_sizes = remote.at(self.name, remote_index)
-        if len(sizes) != len(remote_sizes) or bool((sizes != remote_sizes).any()):
-            raise TransportError(f"{self.name}: the sizes on the two sides of the write differ")
-        merged = merge(local_addrs, remote_addrs, sizes)
-        return self._post(known, len(local_index), *merged, tag if tag is None else check_tag(tag))
 
     def _peer(self, peer: str) -> P:
         self._check_open()

@@ -96,19 +96,6 @@ def test_a_sender_is_known_by_the_name_it_was_connected_under(start: Start) -> N
     assert collect([here, there], reader, wanted=1) == [[Arrival("my writer", b"hello")]]
 
 
-def test_prepared_lists_work_through_a_facade(start: Start) -> None:
-    (here, ours), (there, theirs) = start(), start()
-    writer, reader = here.open("writer", {}), there.open("reader", {})
-    writer.connect("r", reader.metadata())
-    ours.array[:], theirs.array[:] = 9, 0
-    local = writer.prepare_local(u64(ours.addr, ours.addr + 16), u64(16, 16))
-    remote = writer.prepare_remote("r", u64(theirs.addr, theirs.addr + 16), u64(16, 16))
-    index = np.array([1], np.int32)
-    finish(writer.write_prepared("r", local, index, remote, index, b"rows"), here, there)
-    collect([here, there], reader, wanted=1)
-    assert int(theirs.array.sum()) == 9 * 16
-
-
 def test_the_engine_is_connected_while_any_rank_is(start: Start) -> None:
     (here, _), (there, _) = start(), start()
     writers = [here.open(f"writer-{i}", {}) for i in range(2)]

@@ -21,8 +21,6 @@ from kvctl_agent.transport.base import (
     Addresses,
     Arrival,
     DeferredWrite,
-    Indices,
-    Prepared,
     SharedTag,
     Sizes,
     Transport,
@@ -43,7 +41,6 @@ class FaultyTransport:
         self._engine = engine
         self._faults = faults
         self._next_poll_ns = 0
-        self._rows: dict[int, tuple[Prepared, Addresses]] = {}  # prepared local lists, by identity
 
     @property
     def name(self) -> str:
@@ -63,14 +60,6 @@ class FaultyTransport:
 
     def ended(self, metadata: bytes) -> None:
         self._engine.ended(metadata)
-
-    def prepare_local(self, addrs: Addresses, sizes: Sizes) -> Prepared:
-        prepared = self._engine.prepare_local(addrs, sizes)
-        self._rows[id(prepared)] = prepared, addrs
-        return prepared
-
-    def prepare_remote(self, peer: str, addrs: Addresses, sizes: Sizes) -> Prepared:
-        return self._engine.prepare_remote(peer, addrs, sizes)
 
     def share_tag(self, tag: bytes, descriptors: int) -> SharedTag | None:
         return self._engine.share_tag(tag, descriptors)
@@ -95,18 +84,6 @@ class FaultyTransport:
     ) -> Write:
         post = partial(self._engine.write, peer, local_addrs, remote_addrs, sizes, tag)
         return self._post(post, int(sizes.sum()), local_addrs)
-
-    def write_prepared(
-        self,
-        peer: str,
-        local: Prepared,
-        local_index: Indices,
-        remote: Prepared,
-        remote_index: Indices,
-        tag: bytes | None,
-    ) -> Write:
-        post = partial(self._engine.write_prepared, peer, local, local_index, remote, remote_index, tag)
-        return self._post(post, 0, self._rows[id(local)][1][local_index])
 
     def tell(self, peer: str, tag: bytes) -> None:
         self._engine.tell(peer, tag)
@@ -210,7 +187,7 @@ class LateWrite:
     """A write that is posted to the wrapped transport with a delay; if it is released before the post, nothing lands.
 
     Attributes:
-        bytes: size of the write; 0 if only the wrapped transport knows the size.
+        bytes: size of the write.
         descriptors: number of descriptors.
     """
 
@@ -255,7 +232,7 @@ class DoubtfulWrite:
     completed. If `release` is not called again after the delay, nothing lands.
 
     Attributes:
-        bytes: size of the write; 0 if only the wrapped transport knows the size.
+        bytes: size of the write.
         descriptors: number of descriptors.
     """
 

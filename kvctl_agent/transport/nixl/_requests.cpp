@@ -49,8 +49,6 @@ struct Functions {
     int (*set_parameter)(void *, const void *, size_t);
     int (*create)(const void *agent, const int &operation, const void *local, const void *remote, const std::string &peer,
                   void *&request, const void *options);
-    int (*make)(const void *agent, const int &operation, const void *local, const std::vector<int> &local_index, const void *remote,
-                const std::vector<int> &remote_index, void *&request, const void *options);
     int (*post)(const void *agent, void *request, const void *options);
     int (*status)(const void *agent, void *request);
     int (*release)(const void *agent, void *request);
@@ -76,9 +74,6 @@ const Symbol kSymbols[] = {
     {"_ZNK9nixlAgent13createXferReqERK14nixl_xfer_op_tRK12nixlDescListI13nixlBasicDescES7_RKNSt7__cxx1112basic_stringIcSt11char_"
      "traitsIcESaIcEEERP12nixlXferReqHPK21nixlAgentOptionalArgs",
      MEMBER(create)},
-    {"_ZNK9nixlAgent11makeXferReqERK14nixl_xfer_op_tPK10nixlDlistHRKSt6vectorIiSaIiEES5_SA_RP12nixlXferReqHPK21nixlAgentOptional"
-     "Args",
-     MEMBER(make)},
     {"_ZNK9nixlAgent11postXferReqEP12nixlXferReqHPK21nixlAgentOptionalArgs", MEMBER(post)},
     {"_ZNK9nixlAgent13getXferStatusEP12nixlXferReqH", MEMBER(status)},
     {"_ZNK9nixlAgent14releaseXferReqEP12nixlXferReqH", MEMBER(release)},
@@ -297,9 +292,7 @@ struct Write {
     Functions call;
     const void *agent;
     std::string peer;
-    std::vector<uint64_t> local, remote, sizes; /* descriptors by address, or */
-    std::vector<int> local_index, remote_index; /* by their numbers in two prepared lists, which the caller keeps until all */
-    const void *local_list = nullptr, *remote_list = nullptr; /* requests are made */
+    std::vector<uint64_t> local, remote, sizes; /* descriptors */
     std::vector<Request> requests;
     std::atomic<bool> stopped{false};
     std::atomic<int64_t> until_ns{0}, post_ns{0};
@@ -336,18 +329,12 @@ struct Write {
                 const std::string parameter = "worker_id=" + std::to_string(worker);
                 made = !call.set_parameter(options, parameter.data(), parameter.size());
             }
-            if (made && local_list != nullptr) {
-                std::vector<int> own(local_index.begin() + request.first, local_index.begin() + request.end);
-                std::vector<int> other(remote_index.begin() + request.first, remote_index.begin() + request.end);
-                status = call.make(agent, kWriteOperation, local_list, own, remote_list, other, request.handle, options);
-            } else {
-                made = made && !call.create_list(memory_of(here), &from) && !call.create_list(memory_of(there), &to);
-                const uint64_t local_device = std::max(here, 0), remote_device = std::max(there, 0);
-                for (size_t i = request.first; made && i < request.end; i++)
-                    made = !call.add(from, local[i], sizes[i], local_device) && !call.add(to, remote[i], sizes[i], remote_device);
-                if (made)
-                    status = call.create(agent, kWriteOperation, from->list, to->list, peer, request.handle, options);
-            }
+            made = made && !call.create_list(memory_of(here), &from) && !call.create_list(memory_of(there), &to);
+            const uint64_t local_device = std::max(here, 0), remote_device = std::max(there, 0);
+            for (size_t i = request.first; made && i < request.end; i++)
+                made = !call.add(from, local[i], sizes[i], local_device) && !call.add(to, remote[i], sizes[i], remote_device);
+            if (made)
+                status = call.create(agent, kWriteOperation, from->list, to->list, peer, request.handle, options);
         } catch (...) {
         }
         if (from != nullptr)
@@ -482,15 +469,15 @@ void run_number(void *self, int number, int thread)
         write->run(number, thread, kWaiting);
 }
 
-/* Reads an array of `Number`, whose formats are `formats`; returns false with an exception. */
-template <typename Number> bool read_array(PyObject *object, const char *formats, std::vector<Number> &into)
+/* Reads an array of uint64; returns false with an exception. */
+bool read_array(PyObject *object, std::vector<uint64_t> &into)
 {
     Py_buffer view;
-    const Py_ssize_t count = borrow_numbers(object, formats, "addresses and sizes must be uint64, and indices int32", &view);
+    const Py_ssize_t count = borrow_numbers(object, "LQ", "addresses and sizes must be uint64", &view);
     if (count < 0)
         return false;
     std::unique_ptr<Py_buffer, decltype(&PyBuffer_Release)> borrowed(&view, PyBuffer_Release);
-    const Number *first = static_cast<const Number *>(view.buf);
+    const uint64_t *first = static_cast<const uint64_t *>(view.buf);
     into.assign(first, first + count);
     return true;
 }
@@ -530,50 +517,32 @@ bool divide(Write *write, size_t count, PyObject *ends, PyObject *tags)
 }
 
 /* Fills a write from the arguments of Requests; returns false with an exception. */
-bool fill(Write *write, PyObject *local, PyObject *remote, PyObject *sizes, PyObject *lists, PyObject *ends, PyObject *tags)
+bool fill(Write *write, PyObject *local, PyObject *remote, PyObject *sizes, PyObject *ends, PyObject *tags)
 {
-    size_t count, others;
-    if (lists == Py_None) {
-        if (!read_array(local, "LQ", write->local) || !read_array(remote, "LQ", write->remote) || !read_array(sizes, "LQ", write->sizes))
-            return false;
-        count = write->sizes.size();
-        others = write->local.size() == count ? write->remote.size() : write->local.size();
-        for (size_t i = 0; others == count && i < count; i++)
-            if (const uint64_t size = write->sizes[i];
-                !is_addressable(write->local[i], size) || !is_addressable(write->remote[i], size) || !add_product(&write->bytes, size, 1)) {
-                PyErr_SetString(PyExc_ValueError, "a descriptor lies outside the address space");
-                return false;
-            }
-    } else {
-        long long here, there, bytes;
-        if (!PyTuple_Check(lists)) {
-            PyErr_SetString(PyExc_TypeError, "lists are a tuple of three integers");
-            return false;
-        }
-        if (!PyArg_ParseTuple(lists, "LLL", &here, &there, &bytes) || !read_array(local, "i", write->local_index) ||
-            !read_array(remote, "i", write->remote_index))
-            return false;
-        write->local_list = reinterpret_cast<const void *>(here);
-        write->remote_list = reinterpret_cast<const void *>(there);
-        write->bytes = bytes;
-        count = write->local_index.size();
-        others = here && there ? write->remote_index.size() : count + 1;
-    }
-    if (others != count) {
-        PyErr_SetString(PyExc_ValueError, "local and remote descriptors and sizes differ in number, or there is no list");
+    if (!read_array(local, write->local) || !read_array(remote, write->remote) || !read_array(sizes, write->sizes))
+        return false;
+    const size_t count = write->sizes.size();
+    if (write->local.size() != count || write->remote.size() != count) {
+        PyErr_SetString(PyExc_ValueError, "local and remote descriptors and sizes differ in number");
         return false;
     }
+    for (size_t i = 0; i < count; i++)
+        if (const uint64_t size = write->sizes[i];
+            !is_addressable(write->local[i], size) || !is_addressable(write->remote[i], size) || !add_product(&write->bytes, size, 1)) {
+            PyErr_SetString(PyExc_ValueError, "a descriptor lies outside the address space");
+            return false;
+        }
     return divide(write, count, ends, tags);
 }
 
 int requests_init(PyObject *object, PyObject *args, PyObject *)
 {
     Requests *self = reinterpret_cast<Requests *>(object);
-    PyObject *library, *local, *remote, *sizes, *lists, *ends, *tags;
+    PyObject *library, *local, *remote, *sizes, *ends, *tags;
     const char *peer;
     long long until_ns, linger_ns;
     int here, there, threads;
-    if (!PyArg_ParseTuple(args, "O!sOOOO(ii)O!O!LLi", library_type, &library, &peer, &local, &remote, &sizes, &lists, &here, &there,
+    if (!PyArg_ParseTuple(args, "O!sOOO(ii)O!O!LLi", library_type, &library, &peer, &local, &remote, &sizes, &here, &there,
                           &PyList_Type, &ends, &PyList_Type, &tags, &until_ns, &linger_ns, &threads))
         return -1;
     Library *of = reinterpret_cast<Library *>(library);
@@ -597,7 +566,7 @@ int requests_init(PyObject *object, PyObject *args, PyObject *)
         write->here = here;
         write->there = there;
         write->then = {run_number, write.get()};
-        if (!fill(write.get(), local, remote, sizes, lists, ends, tags))
+        if (!fill(write.get(), local, remote, sizes, ends, tags))
             return -1;
         if (self->write != nullptr) { /* looked at last: arrays may run Python */
             PyErr_SetString(PyExc_ValueError, "the requests were made before");
@@ -786,14 +755,12 @@ PyType_Slot requests_slots[] = {
     {Py_tp_methods, requests_methods},
     {Py_tp_getset, requests_getset},
     {Py_tp_doc, const_cast<char *>(
-        "Requests(library, peer, local, remote, sizes, lists, devices, ends, tags, until_ns, linger_ns, threads): the requests of one\n"
-        "write.\n\n"
-        "local and remote are addresses, lists None; or they are indices in lists = (local, remote, bytes), sizes None. devices are\n"
-        "those of the local and the remote memory, -1 for the host's.")},
+        "WriteRequests(library, peer, local, remote, sizes, devices, ends, tags, until_ns, linger_ns, threads): the requests of one write.\n\n"
+        "local and remote are addresses. devices are those of the local and the remote memory, -1 for the host's.")},
     {0, nullptr},
 };
 PyType_Spec library_spec = {"kvctl_agent.transport.nixl._requests.Library", sizeof(Library), 0, Py_TPFLAGS_DEFAULT, library_slots};
-PyType_Spec requests_spec = {"kvctl_agent.transport.nixl._requests.Requests", sizeof(Requests), 0, Py_TPFLAGS_DEFAULT, requests_slots};
+PyType_Spec requests_spec = {"kvctl_agent.transport.nixl._requests.WriteRequests", sizeof(Requests), 0, Py_TPFLAGS_DEFAULT, requests_slots};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_requests", "Requests of NIXL without the GIL.", -1, nullptr, nullptr, nullptr, nullptr, nullptr};
 
@@ -808,7 +775,7 @@ PyMODINIT_FUNC PyInit__requests(void)
     PyObject *requests_type = PyType_FromSpec(&requests_spec);
     if (library_type == nullptr || requests_type == nullptr ||
         PyModule_AddObjectRef(created, "Library", reinterpret_cast<PyObject *>(library_type)) ||
-        PyModule_AddObjectRef(created, "Requests", requests_type)) {
+        PyModule_AddObjectRef(created, "WriteRequests", requests_type)) {
         Py_DECREF(created);
         return nullptr;
     }

@@ -12,15 +12,14 @@ class Library:
         self, polled: ctypes.Array[Any], timeout_ns: int, pause_ns: int, share_of_wait: int
     ) -> tuple[dict[str, list[bytes]], int]: ...
 
-class Requests:
+class WriteRequests:
     def __init__(
         self,
         library: Library,
         peer: str,
-        local: npt.NDArray[np.uint64] | npt.NDArray[np.int32],
-        remote: npt.NDArray[np.uint64] | npt.NDArray[np.int32],
-        sizes: npt.NDArray[np.uint64] | None,
-        lists: tuple[int, int, int] | None,
+        local: npt.NDArray[np.uint64],
+        remote: npt.NDArray[np.uint64],
+        sizes: npt.NDArray[np.uint64],
         devices: tuple[int, int],
         ends: list[int],
         tags: list[bytes],

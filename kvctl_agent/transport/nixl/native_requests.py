@@ -15,19 +15,17 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvctl_agent.contract.choices import HOST
 from kvctl_agent.errors import PeerDisconnected, TransportError
 from kvctl_agent.memory.copier import PendingCopy
 from kvctl_agent.memory.native_copier import NativeCopyPool
-from kvctl_agent.transport.base import Addresses, Indices, Sizes
+from kvctl_agent.transport.base import Addresses, Sizes
 from kvctl_agent.transport.nixl.binding import Engine, status_error, translate
 from kvctl_agent.transport.nixl.requests import NO_PTRACE, InFlight, Peer
 
 try:
     from kvctl_agent.transport.nixl import _requests
 
-    Library, Requests = _requests.Library, _requests.Requests
-    _LATEST = Library.reach  # missing from an earlier build
+    Library, WriteRequests = _requests.Library, _requests.WriteRequests
 except (ImportError, AttributeError):  # not built, or built by an earlier version
     BUILT = False
 else:
@@ -35,20 +33,18 @@ else:
 
 
 class Described(NamedTuple):
-    """Descriptors of a write: addresses and sizes, or their numbers in two prepared lists.
+    """Descriptors of a write.
 
     Attributes:
-        local, remote: Addresses, or indices.
-        sizes: Bytes of each descriptor; None for indices.
-        lists: NIXL's handles of the lists for `local` and `remote`, and the bytes of the write; None for addresses.
+        local, remote: Addresses.
+        sizes: Bytes of each descriptor.
         devices: Device of the local and of the remote memory.
     """
 
-    local: Addresses | Indices
-    remote: Addresses | Indices
-    sizes: Sizes | None
-    lists: tuple[int, int, int] | None = None
-    devices: tuple[int, int] = (HOST, HOST)
+    local: Addresses
+    remote: Addresses
+    sizes: Sizes
+    devices: tuple[int, int]
 
 
 UNLIMITED_NS = (1 << 63) - 1
@@ -87,7 +83,7 @@ class NativeWrite:
         in_flight: InFlight,
         engine: Engine,
         peer: Peer,
-        requests: _requests.Requests,
+        requests: _requests.WriteRequests,
         nbytes: int,
         ends: list[int],
     ) -> None:
@@ -99,7 +95,7 @@ class NativeWrite:
         self._running: PendingCopy | None = None
         self._in_flight = in_flight
         self._engine = engine
-        self._requests: _requests.Requests | None = requests
+        self._requests: _requests.WriteRequests | None = requests
         self._count = len(ends)
         in_flight.add(self)
 

@@ -1,4 +1,4 @@
-"""Owns NIXL's handles: prepared descriptor lists of each peer, and transfer requests from post until freed.
+"""Owns NIXL's handles of transfer requests, from post until freed.
 
 If a request in flight is freed, NIXL cancels it: its bytes may still land, but its tag is lost without an error. A
 request is therefore freed only when NIXL reports it as done or failed. NIXL also reports it as failed once its peer's
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvctl_agent.errors import PeerDisconnected, TransportError
-from kvctl_agent.transport.base import AbandonedWrites, Indices, Sizes
+from kvctl_agent.transport.base import AbandonedWrites
 from kvctl_agent.transport.device_map import DeviceMap
 from kvctl_agent.transport.nixl.binding import Engine, translate
 
@@ -38,7 +38,6 @@ class Peer:
         told: The same for a tag without a write.
         gone: Whether the engine has reported that the peer is gone.
         left: Whether the peer is disconnected, so that nothing more may be posted to it.
-        prepared: Prepared descriptor lists of the peer's memory.
     """
 
     def __init__(self, key: str, engine_name: str, metadata: bytes, memory: DeviceMap) -> None:
@@ -49,36 +48,6 @@ class Peer:
         self.reached = self.told = False
         self.gone = False
         self.left = False
-        self.prepared: list[NixlPrepared] = []
-
-
-class NixlPrepared:
-    """A descriptor list in NIXL.
-
-    Attributes:
-        owner: The peer whose memory it describes; None for local memory.
-        device: The device that has the memory.
-    """
-
-    def __init__(self, handle: int, sizes: Sizes, owner: Peer | None, device: int) -> None:
-        self.handle: int | None = handle
-        self.count = len(sizes)
-        self.owner = owner
-        self.device = device
-        self._sizes = sizes.copy()
-        self._uniform_bytes = int(sizes[0]) if bool((sizes == sizes[0]).all()) else None
-
-    def bytes_of(self, index: Indices) -> int:
-        """Returns the total bytes of the descriptors at `index`."""
-        if self._uniform_bytes is not None:
-            return self._uniform_bytes * len(index)
-        return int(self._sizes.take(index, mode="clip").sum())  # NIXL reports an index out of range
-
-    def release(self, engine: Engine) -> None:
-        """Frees the list in NIXL; idempotent."""
-        if self.handle is not None:
-            handle, self.handle = self.handle, None
-            engine.agent.releasedDlistH(handle)
 
 
 class OpenWrite(Protocol):

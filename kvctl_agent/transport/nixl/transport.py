@@ -51,14 +51,14 @@ from kvctl_agent.gil import GilSharing
 from kvctl_agent.layout.page_indices import FEW
 from kvctl_agent.memory.native_copier import NativeCopyPool
 from kvctl_agent.memory.region import Region
-from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, SharedTag, Sizes, Waited
+from kvctl_agent.transport.base import Addresses, Arrival, SharedTag, Sizes, Waited
 from kvctl_agent.transport.checks import check_tag
 from kvctl_agent.transport.device_map import DeviceMap, device_name
 from kvctl_agent.transport.engine_errors import captured_stderr, explain_refusal
 from kvctl_agent.transport.environment import require_cuda_transports
 from kvctl_agent.transport.nixl import binding, native_requests
 from kvctl_agent.transport.nixl.native_requests import UNLIMITED_NS, Described, NativeWrite, open_library
-from kvctl_agent.transport.nixl.requests import DividedWrite, InFlight, NixlPrepared, NixlWrite, Peer, Slice
+from kvctl_agent.transport.nixl.requests import DividedWrite, InFlight, NixlWrite, Peer, Slice
 from kvctl_agent.transport.nixl.threads import (
     MAX_SHARED,
     SLICE_BYTES,
@@ -119,7 +119,6 @@ class NixlTransport:
         self._peers: dict[str, Peer] = {}
         self._leaving: list[Peer] = []  # disconnected, with requests in flight
         self._keys: dict[str, str] = {}
-        self._prepared: list[NixlPrepared] = []
         self._registered: list[Any] = []
         self._regions: list[Region] = []
         self._memory = DeviceMap([])
@@ -159,7 +158,6 @@ class NixlTransport:
             known = self._peers.get(peer)
             if known is not None and known.metadata == metadata:
                 return
-            # Also for a peer that has registered more memory, because its lists were checked against the old metadata.
             self.disconnect(peer)
             self._remove_idle()
             for former in self._leaving:
@@ -216,24 +214,8 @@ class NixlTransport:
         """Lets NIXL forget a peer, which ends the requests in flight to it, and UCX close its connections to it."""
         self._enter()
         self._in_flight.stop(peer)
-        while peer.prepared:
-            peer.prepared.pop().release(self._engine)
         # If NIXL has dropped a dead peer itself, this returns a status and raises nothing.
         self._agent.invalidateRemoteMD(peer.engine_name)
-
-    def prepare_local(self, addrs: Addresses, sizes: Sizes) -> NixlPrepared:
-        self._begin()
-        handle, device = self._prepare(self._engine.binding.NIXL_INIT_AGENT, self._memory, addrs, sizes, _LOCAL)
-        prepared = NixlPrepared(handle, sizes, None, device)
-        self._prepared.append(prepared)
-        return prepared
-
-    def prepare_remote(self, peer: str, addrs: Addresses, sizes: Sizes) -> NixlPrepared:
-        known = self._peer(peer)
-        handle, device = self._prepare(known.engine_name, known.memory, addrs, sizes, f"peer {peer!r}")
-        prepared = NixlPrepared(handle, sizes, known, device)
-        known.prepared.append(prepared)
-        return prepared
 
     def share_tag(self, tag: bytes, descriptors: int) -> SharedTag | None:
         # Without threads, writes are posted one after another, and tags of their own would be mere cost.
@@ -291,62 +273,6 @@ class NixlTransport:
         described = self._described(known, local_addrs, remote_addrs, sizes)
         return self._native_write(known, described, _total(sizes), each, self._tags(tag, len(sizes), each), until_ns)
 
-    def write_prepared(
-        self,
-        peer: str,
-        local: Prepared,
-        local_index: Indices,
-        remote: Prepared,
-        remote_index: Indices,
-        tag: bytes | None,
-    ) -> AnyWrite:
-        known = self._peer(peer)
-        mine, theirs = self._check_lists(known, local, remote)
-        nbytes = mine.bytes_of(local_index)
-        descriptors = len(local_index) if len(local_index) == len(remote_index) else 0
-        edges = self._edges(descriptors, nbytes if tag is not None else 0)
-        if descriptors and self._posts_natively(edges, nbytes, tag):
-            # The lists are freed only when no write to the peer is in flight.
-            lists = mine.handle or 0, theirs.handle or 0, nbytes
-            from_index, to_index = (
-                np.ascontiguousarray(local_index, np.int32),
-                np.ascontiguousarray(remote_index, np.int32),
-            )
-            described = Described(from_index, to_index, None, lists, (mine.device, theirs.device))
-            return self._post_natively(known, described, nbytes, edges, self._tags(tag, descriptors, edges), tag)
-
-        def post(number: int, sent: bytes) -> NixlWrite:
-            self._enter()
-            cut = edges[number]
-            # Locked, because a disconnect on another thread frees the lists; the request copies them.
-            with self._peers_lock:
-                self._check_lists(known, local, remote)
-                try:
-                    # Only this call of NIXL merges adjacent descriptors (`createXferReq` does not): 30,000 contiguous
-                    # rows of 512 bytes are one copy of 1 ms instead of 30,000 of 2.4 µs each.
-                    handle = self._agent.makeXferReq(
-                        self._engine.binding.NIXL_WRITE,
-                        mine.handle,
-                        np.ascontiguousarray(local_index[cut], np.int32),
-                        theirs.handle,
-                        np.ascontiguousarray(remote_index[cut], np.int32),
-                        sent,
-                        [],
-                    )
-                except self._engine.errors as error:
-                    what = f"cannot prepare a write of {len(local_index)} descriptors"
-                    raise self._error(error, what, known) from error
-            return self._in_flight.post(known, handle, mine.bytes_of(local_index[cut]), len(local_index[cut]))
-
-        return self._post(post, nbytes, len(local_index), edges, tag)
-
-    def _check_lists(self, peer: Peer, local: Prepared, remote: Prepared) -> tuple[NixlPrepared, NixlPrepared]:
-        if not isinstance(local, NixlPrepared) or local.owner is not None or local.handle is None:
-            raise TransportError("nixl: the local list is not one of this agent's memory")
-        if not isinstance(remote, NixlPrepared) or remote.owner is not peer or remote.handle is None:
-            raise TransportError(f"nixl: the remote list does not belong to peer {peer.key!r} as connected now")
-        return local, remote
-
     def _edges(self, descriptors: int, nbytes: int) -> list[slice]:
         """Divides the descriptors of a write into slices for the posting threads; one slice of a small write.
 
@@ -365,7 +291,7 @@ class NixlTransport:
     def _described(self, peer: Peer, local: Addresses, remote: Addresses, sizes: Sizes) -> Described:
         """Returns descriptors, of which there is one at least, with the devices of both sides."""
         devices = self._memory.of(local, _LOCAL), peer.memory.of(remote, f"peer {peer.key!r}")
-        return Described(local, remote, sizes, None, devices)
+        return Described(local, remote, sizes, devices)
 
     def _posts_natively(self, edges: list[slice], nbytes: int, tag: bytes | SharedTag | None) -> bool:
         """Returns whether native code posts a write: any, unless it is for Python threads."""
@@ -389,7 +315,7 @@ class NixlTransport:
         assert self._native is not None
         linger_ns, threads = (_LINGER_NS, self._threads) if self._copy_pool is not None else (0, 0)
         ends = [len(described.local) if cut.stop is None else cut.stop for cut in edges]
-        requests = native_requests.Requests(
+        requests = native_requests.WriteRequests(
             self._native, peer.engine_name, *described, ends, tags, until_ns, linger_ns, threads
         )
         return NativeWrite(self._in_flight, self._engine, peer, requests, nbytes, ends)
@@ -515,8 +441,6 @@ class NixlTransport:
         self._in_flight.close()
         for peer in list(self._peers):
             self.disconnect(peer)
-        for prepared in self._prepared:
-            prepared.release(self._engine)
         for descriptors in self._registered:
             self._agent.deregisterMem(descriptors, [])
         # The agent's destructor ends the engine, so every reference to the agent must be dropped.
@@ -567,17 +491,6 @@ class NixlTransport:
                     f"({failure}){why}"
                 ) from failure
         return descriptors
-
-    def _prepare(self, owner: str, memory: DeviceMap, addrs: Addresses, sizes: Sizes, whose: str) -> tuple[int, int]:
-        """Returns the handle of a new descriptor list, and the device of its memory."""
-        descriptors = self._descriptors(memory, addrs, sizes, whose)
-        try:
-            handle: int = self._agent.prepXferDlist(owner, descriptors, [])
-        except self._engine.errors as error:
-            raise TransportError(
-                f"nixl: cannot prepare {len(addrs)} descriptors of {whose}: {error} (is the memory registered?)"
-            ) from error
-        return handle, memory.of(addrs, whose)
 
     def _descriptors(self, memory: DeviceMap, addrs: Addresses, sizes: Sizes, whose: str) -> Any:
         if len(addrs) == 0 or len(addrs) != len(sizes):

@@ -49,7 +49,7 @@ def flying(make_fleet: Any) -> Any:
         writes.append(_Endless())
         return writes[-1]
 
-    fleet.prefill[0].parts.transport.write_prepared = write
+    fleet.prefill[0].parts.transport.write = write
     room = fleet.claim(fleet.receive(fleet.room(7, 3)))
     room.sends[0].pages(room.src, last=True)
     room.sends[0].finish()

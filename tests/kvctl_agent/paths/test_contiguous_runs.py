@@ -99,33 +99,6 @@ def test_path_bulk_refuses_pages_that_are_not_one_run() -> None:
     assert refused > 20
 
 
-def test_single_heads_of_tokens_are_sent_by_address_and_other_runs_by_number() -> None:
-    """A list of all single heads of a pool may have tens of millions of entries."""
-
-    class Recorder(Copies):
-        prepared = 0
-
-        def prepare_local(self, addrs: Any, sizes: Any) -> Any:
-            self.prepared += 1
-            return super().prepare_local(addrs, sizes)
-
-    random = np.random.default_rng(2)
-    found = set()
-    for _ in range(100):
-        pair = random_pair(random)
-        recorder = Recorder(pair)
-        connection = connect(recorder, pair)
-        SlicePath().start(connection, order_of(pair))
-        segment = connection.segments[0].joined
-        planes = segment.local.shard.segment.planes
-        single = any(
-            each.per_page > plane.rows for each, plane in zip(segment.runs(pair.share.heads), planes, strict=True)
-        )
-        assert recorder.prepared == (not single)
-        found.add(single)
-    assert found == {True, False}
-
-
 class TestAdjacentPlanes:
     """Pools of one tensor of K and V: 5 pages of 4 tokens, 2 layers, 3 heads of 8 bytes."""
 

@@ -168,16 +168,6 @@ class Copies:
             ctypes.memmove(target, source, nbytes)
         return self
 
-    def prepare_local(self, addrs: Any, sizes: Any) -> Any:
-        return addrs, sizes
-
-    def prepare_remote(self, peer: str, addrs: Any, sizes: Any) -> Any:
-        return addrs, sizes
-
-    def write_prepared(self, peer: str, local: Any, here: Any, remote: Any, there: Any, tag: bytes) -> Copies:
-        assert np.array_equal(local[1][here], remote[1][there]), "both ends of a descriptor are of one size"
-        return self.write(peer, local[0][here], remote[0][there], local[1][here], tag)
-
     def poll(self) -> bool:
         return True
 

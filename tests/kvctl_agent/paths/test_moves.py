@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -108,44 +107,10 @@ class TestSlice:
         assert flight.descriptors == 3 * 4 * 3 * 2
         assert flight.posts == 1
 
-    def test_lists_are_prepared_once_for_a_peer_and_a_head_slice(
-        self, ends: Any, geometry: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        made = ends(geometry(prefill_tp=1, decode_tp=2))
-        first, second = made.geometry.shares()
-        prepared: list[str] = []
-        for name in ("prepare_local", "prepare_remote"):
-            real = getattr(made.here, name)
-            monkeypatch.setattr(
-                made.here, name, lambda *args, real=real, name=name: (prepared.append(name), real(*args))[1]
-            )
-        path, connection, other = SlicePath(), made.connection(first), made.connection(second)
-        for turn in range(4):
-            made.fly(path, first, [turn], [turn], connection=connection)
-        assert prepared == ["prepare_local", "prepare_remote"]
-        for turn in range(4):
-            made.fly(path, second, [turn], [turn], connection=other)
-        assert prepared == ["prepare_local", "prepare_remote"] * 2
-        made.fly(path, first, [9], [9], connection=made.connection(first))  # the peer came back: only its side is new
-        assert prepared[4:] == ["prepare_remote"]
-
-    def test_neighbours_reach_the_engine_next_to_each_other(
-        self, ends: Any, geometry: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Engines merge rows that are adjacent on both sides only if they are listed in that order."""
+    def test_pages_that_are_adjacent_on_both_sides_are_one_descriptor(self, ends: Any, geometry: Any) -> None:
         made = ends(geometry(prefill_tp=1, decode_tp=1))
-        seen: list[tuple[Any, Any]] = []
-        real = made.here.write_prepared
-
-        def spy(peer: str, local: Any, here: Any, remote: Any, there: Any, tag: Any) -> Any:
-            seen.append((here, there))
-            return real(peer, local, here, remote, there, tag)
-
-        monkeypatch.setattr(made.here, "write_prepared", spy)
-        made.fly(SlicePath(), made.geometry.shares()[0], [5, 4, 3], [9, 8, 7])
-        here, there = seen[0]
-        breaks = np.count_nonzero((np.diff(here) != 1) | (np.diff(there) != 1))
-        assert breaks == 2 * 3 - 1, "one run for each layer and K or V"
+        flight = made.fly(SlicePath(), made.geometry.shares()[0], [5, 4, 3], [9, 8, 7])
+        assert flight.descriptors == 2 * 3, "one for each layer and K or V"
 
     def test_a_rank_that_owes_nothing_is_a_local_error(self, ends: Any, geometry: Any) -> None:
         made = ends(geometry())
@@ -180,8 +145,7 @@ class TestAux:
     ) -> None:
         made = ends(geometry())
         written: list[str] = []
-        for name in ("write", "write_prepared"):
-            monkeypatch.setattr(made.here, name, _counted(getattr(made.here, name), name, written))
+        monkeypatch.setattr(made.here, "write", _counted(made.here.write, "write", written))
         tag = Tag(PartKind.AUX, 1, 2, 3, 0, PartKey(0, 0, 0, 0))
         order = replace_struct(made.order(None, [1], [3], kind=PartKind.AUX), tag=tag.pack())
         flight = AuxPath().start(made.connection(made.geometry.shares()[0]), order)
@@ -210,33 +174,9 @@ class TestAux:
         assert made.tags(1) == [tag]
         assert np.array_equal(made.readers[0].aux[0][3], made.writers[0].aux[0][1])
 
-    def test_the_rows_of_both_sides_are_listed_once(
-        self, ends: Any, geometry: Any, landed: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    @pytest.mark.parametrize(("row", "slot"), [(-1, 3), (4, 3), (1, -1), (1, 4)])
+    def test_a_row_outside_either_pool_says_what_to_do(self, ends: Any, geometry: Any, row: int, slot: int) -> None:
         made = ends(geometry())
-        prepared: list[str] = []
-        for name in ("prepare_local", "prepare_remote"):
-            monkeypatch.setattr(made.here, name, _counted(getattr(made.here, name), name, prepared))
-        path, connection = AuxPath(), made.connection(made.geometry.shares()[0])
-        wanted = made.readers[0].aux[0].copy()
-        for row, slot in ((0, 3), (3, 0), (2, 1)):
-            wanted[slot] = made.writers[0].aux[0][row]
-            landed(path.start(connection, made.order(None, [row], [slot], kind=PartKind.AUX)), made.there)
-        assert np.array_equal(made.readers[0].aux[0], wanted)
-        assert prepared == ["prepare_local", "prepare_remote"]
-
-    def test_a_peer_that_states_a_billion_rows_is_refused_before_they_are_listed(
-        self, ends: Any, geometry: Any
-    ) -> None:
-        made = ends(geometry())
-        connection = made.connection(made.geometry.shares()[0])
-        connection.remote = replace(connection.remote, aux_slots=1 << 30)
-        with pytest.raises(MemoryLayoutError, match="1073741824 aux rows are too many"):
-            AuxPath().start(connection, made.order(None, [1], [3], kind=PartKind.AUX))
-
-    @pytest.mark.parametrize("row", [-1, 4])
-    def test_a_row_that_was_not_given_says_what_to_do(self, ends: Any, geometry: Any, row: int) -> None:
-        made = ends(geometry())
-        order = made.order(None, [row], [3], kind=PartKind.AUX)
+        order = made.order(None, [row], [slot], kind=PartKind.AUX)
         with pytest.raises(MemoryLayoutError, match=r"pass an aux row to finish\(\)"):
             AuxPath().start(made.connection(made.geometry.shares()[0]), order)

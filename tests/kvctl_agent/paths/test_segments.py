@@ -104,16 +104,6 @@ class Recorder:
         self.copies += zip(here.tolist(), there.tolist(), sizes.tolist(), strict=True)
         return self
 
-    def prepare_local(self, addrs: Any, sizes: Any) -> Any:
-        return addrs, sizes
-
-    def prepare_remote(self, peer: str, addrs: Any, sizes: Any) -> Any:
-        return addrs, sizes
-
-    def write_prepared(self, peer: str, local: Any, here: Any, remote: Any, there: Any, tag: bytes) -> Recorder:
-        assert np.array_equal(local[1][here], remote[1][there]), "both ends of a descriptor are of one size"
-        return self.write(peer, local[0][here], remote[0][there], local[1][here], tag)
-
     descriptors = 0
 
 
@@ -180,12 +170,19 @@ class TestRefusals:
         with pytest.raises(MemoryLayoutError, match=r"kv: layers .* are not all on a rank that has 1$"):
             path().start(made.connection(share), made.order(share, [1], [1], layers))
 
-    def test_a_segment_with_more_rows_than_a_list_can_number(self, ends: Any, geometry: Any) -> None:
-        """The number of pages comes from the peer, so an impossible number must not cause an allocation."""
-        made = ends(geometry())
-        share = made.geometry.shares()[0]
-        theirs = made.readers[0].addresses()
-        huge = SegmentAddresses(theirs.segments[0].shard, 1 << 40, theirs.segments[0].bases)
-        connection = PeerConnection("reader", made.here, made.writers[0], PoolAddresses((huge,), (), (), 0), 0)
-        with pytest.raises(MemoryLayoutError, match=r"kv: \d+ rows cannot be numbered by 32 bits"):
-            SlicePath().start(connection, made.order(share, [1], [1]))
+
+@pytest.mark.parametrize("engine", ["loopback"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_descriptors_follow_the_pages_of_a_part_and_not_those_of_the_pools(
+    ends: Any, geometry: Any, page_size: int
+) -> None:
+    """The peer of this pool states a million million pages of it; what a part costs must not depend on them."""
+    made = ends(geometry(page_size=page_size, prefill=ParallelConfig(tp=2), decode=ParallelConfig()))
+    share = made.geometry.shares()[0]
+    theirs = made.readers[0].addresses()
+    huge = SegmentAddresses(theirs.segments[0].shard, 1 << 40, theirs.segments[0].bases)
+    recorder = Recorder()
+    pool = PoolAddresses((huge,), theirs.aux_bases, theirs.aux_row_bytes, theirs.aux_slots)
+    connection = PeerConnection("reader", recorder, made.writers[0], pool, 0)  # type: ignore[arg-type]
+    SlicePath().start(connection, made.order(share, [1, 2], [3, 5]))
+    assert len(recorder.copies) == 2 * page_size * share.num_layers * 2

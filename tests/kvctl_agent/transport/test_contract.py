@@ -17,10 +17,6 @@ from tests.kvctl_agent.transport.conftest import ODD_NAME, WITH_THREADS, Pair, s
 pytestmark = WITH_THREADS
 
 
-def indices(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
-
-
 def fill(agent: Any) -> None:
     agent.pool[:] = np.frombuffer(secrets.token_bytes(len(agent.pool)), np.uint8)
 
@@ -65,31 +61,19 @@ def test_a_write_without_a_tag_tells_nothing(pair: Pair) -> None:
     assert peer.collect(1, timeout_s=0.05) == []
 
 
-def test_prepared_lists_carry_any_permutation_of_rows(pair: Pair) -> None:
+def test_a_write_carries_any_permutation_of_rows(pair: Pair) -> None:
     agent, peer = pair
     fill(agent)
     rows = np.arange(1024) * 512
-    local = agent.transport.prepare_local(agent.at(*rows), sizes(512, 1024))
-    remote = agent.transport.prepare_remote("peer", peer.at(*rows), sizes(512, 1024))
-    assert (local.count, remote.count) == (1024, 1024)
-    chosen = np.random.default_rng(1).permutation(1024)[:700].astype(np.int32)
-    targets = np.sort(np.random.default_rng(2).permutation(1024)[:700]).astype(np.int32)
-    write = agent.transport.write_prepared("peer", local, chosen, remote, targets, b"rows")
+    chosen = np.random.default_rng(1).permutation(1024)[:700]
+    targets = np.sort(np.random.default_rng(2).permutation(1024)[:700])
+    here, there = agent.at(*rows[chosen]), peer.at(*rows[targets])
+    write = agent.transport.write("peer", here, there, sizes(512, 700), b"rows")
     assert (write.bytes, write.descriptors) == (700 * 512, 700)
     agent.finish(write)
     peer.collect(1)
     there = np.frombuffer(peer.read(0, 1024 * 512), np.uint8).reshape(1024, 512)
     assert (there[targets] == agent.pool[: 1024 * 512].reshape(1024, 512)[chosen]).all()
-
-
-def test_prepared_lists_may_hold_unequal_sizes(pair: Pair) -> None:
-    agent, peer = pair
-    lengths = np.array([100, 300, 200], np.uint64)
-    local = agent.transport.prepare_local(agent.at(0, 100, 400), lengths)
-    remote = agent.transport.prepare_remote("peer", peer.at(0, 100, 400), lengths)
-    write = agent.transport.write_prepared("peer", local, indices(0, 2), remote, indices(0, 2), None)
-    agent.finish(write)
-    assert write.bytes == 300
 
 
 def test_tags_survive_any_bytes_in_both_directions(pair: Pair) -> None:
@@ -149,19 +133,9 @@ def test_progress_takes_no_arrivals_away(pair: Pair) -> None:
     assert agent.transport.arrivals() == []
 
 
-def test_connecting_again_with_equal_metadata_keeps_what_was_prepared(pair: Pair) -> None:
-    agent, peer = pair
-    local = agent.transport.prepare_local(agent.at(0), sizes(512))
-    remote = agent.transport.prepare_remote("peer", peer.at(0), sizes(512))
-    agent.transport.connect("peer", peer.metadata)
-    agent.finish(agent.transport.write_prepared("peer", local, indices(0), remote, indices(0), None))
-
-
 def test_misuse_is_named_and_changes_nothing(pair: Pair) -> None:
     agent, peer = pair
     transport = agent.transport
-    local = transport.prepare_local(agent.at(0, 512), sizes(512, 2))
-    remote = transport.prepare_remote("peer", peer.at(0, 512), sizes(512, 2))
     for wrong, said in [
         (lambda: transport.write("nobody", agent.at(0), peer.at(0), sizes(8), None), "'nobody' is not connected"),
         (lambda: transport.write("peer", agent.at(0), peer.at(1 << 40), sizes(8), None), "registered memory"),
@@ -169,14 +143,6 @@ def test_misuse_is_named_and_changes_nothing(pair: Pair) -> None:
         (lambda: transport.write("peer", agent.at(0), peer.at((4 << 20) - 4), sizes(8), None), "registered memory"),
         (lambda: transport.write("peer", agent.at(), peer.at(), sizes(8, 0), None), "at least one"),
         (lambda: transport.write("peer", agent.at(0, 1), peer.at(0), sizes(8), None), "2 addresses, 1 sizes"),
-        (lambda: transport.write_prepared("peer", local, indices(2), remote, indices(0), None), "."),
-        (lambda: transport.write_prepared("peer", local, indices(-1), remote, indices(0), None), "."),
-        (lambda: transport.write_prepared("peer", local, indices(0, 1), remote, indices(0), None), "."),
-        (lambda: transport.write_prepared("peer", local, indices(), remote, indices(), None), "."),
-        (lambda: transport.write_prepared("peer", remote, indices(0), remote, indices(0), None), "local list"),
-        (lambda: transport.write_prepared("peer", local, indices(0), local, indices(0), None), "remote list"),
-        (lambda: transport.prepare_local(peer.at(1 << 40), sizes(8)), "regist"),
-        (lambda: transport.prepare_remote("peer", peer.at(1 << 40), sizes(8)), "regist"),
         (lambda: transport.tell("peer", b""), "1 to 4096 bytes"),
         (lambda: transport.tell("peer", b"x" * (MAX_TAG_BYTES + 1)), "1 to 4096 bytes"),
         (lambda: transport.connect("other", b""), "peer 'other'"),

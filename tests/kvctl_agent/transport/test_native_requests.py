@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvctl_agent.transport.nixl.native_requests import BUILT, UNLIMITED_NS, Library, Requests
+from kvctl_agent.transport.nixl.native_requests import BUILT, UNLIMITED_NS, Library, WriteRequests
 from kvctl_agent.transport.nixl.transport import NixlTransport
 
 pytestmark = pytest.mark.skipif(not BUILT, reason="kvctl was built without a C++ compiler")
@@ -33,10 +33,10 @@ def words(*numbers: int) -> Any:
 
 def requests(library: Any, **other: Any) -> Any:
     given = {
-        "peer": "nobody", "local": words(4096), "remote": words(4096), "sizes": words(8), "lists": None,
+        "peer": "nobody", "local": words(4096), "remote": words(4096), "sizes": words(8),
         "devices": HOST, "ends": [1], "tags": [b"t"], "until_ns": UNLIMITED_NS, "linger_ns": 0, "threads": 0, **other,
     }  # fmt: skip
-    return Requests(library, *given.values())
+    return WriteRequests(library, *given.values())
 
 
 LARGEST = 2**64 - 1
@@ -56,8 +56,6 @@ LARGEST = 2**64 - 1
         ),
         ({"local": np.frombuffer(bytes(9), np.uint64, offset=1)}, TypeError, "aligned and in one dimension"),
         ({"local": words(4096).astype(np.int64)}, TypeError, "must be uint64"),
-        ({"lists": (1 << 64, 1, 1)}, OverflowError, "too big"),
-        ({"lists": 7}, TypeError, "tuple of three"),
         ({"linger_ns": UNLIMITED_NS}, ValueError, "at most a second"),
         ({"linger_ns": -1}, ValueError, "at most a second"),
         ({"threads": -1}, ValueError, "threads and devices"),
@@ -73,7 +71,7 @@ def test_numbers_that_do_not_fit(library: Any, other: dict[str, Any], error: typ
 
 
 def test_objects_that_are_not_initialised_or_initialised_twice(library: Any) -> None:
-    new = Requests.__new__(Requests)
+    new = WriteRequests.__new__(WriteRequests)
     new.stop()
     for name, args in (("post", (True,)), ("resume", (0,)), ("poll", ())):
         with pytest.raises(ValueError, match="were not made"):
@@ -86,7 +84,7 @@ def test_objects_that_are_not_initialised_or_initialised_twice(library: Any) -> 
         with pytest.raises(ValueError, match="open"):
             call()
     with pytest.raises(ValueError, match="made before"):
-        requests(library).__init__(library, "p", words(1), words(1), words(1), None, HOST, [1], [b""], 0, 0, 0)
+        requests(library).__init__(library, "p", words(1), words(1), words(1), HOST, [1], [b""], 0, 0, 0)
 
 
 def test_a_wait_of_any_length_ends_at_its_time(library: Any) -> None:
@@ -128,7 +126,7 @@ import gc, os, signal, sys, time
 import numpy as np
 from kvctl_agent.memory.native_copier import NativeCopyPool
 from kvctl_agent.transport.base import Region
-from kvctl_agent.transport.nixl.native_requests import Library, Requests
+from kvctl_agent.transport.nixl.native_requests import Library
 from kvctl_agent.transport.nixl.transport import NixlTransport
 
 pool = NativeCopyPool(2, os.eventfd(0)).start()

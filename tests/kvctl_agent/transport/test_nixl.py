@@ -81,25 +81,6 @@ def test_a_tag_leaves_only_while_its_write_is_polled_or_drained(crew: Any) -> No
     assert not in_flight.reach(write.peer)
 
 
-def test_neighbours_merge_in_prepared_writes(crew: Any) -> None:
-    one, two = crew.agent("nixl"), crew.agent("nixl")
-    one.transport.connect("two", two.transport.metadata())
-    rows = np.arange(8192)
-    local = one.transport.prepare_local(one.at(*(rows * 512)), sizes(512, 8192))
-    remote = one.transport.prepare_remote("two", two.at(*(rows * 512)), sizes(512, 8192))
-    shuffled = np.random.default_rng(4).permutation(8192).astype(np.int32)
-
-    def best_s(index: np.ndarray) -> float:
-        times = []
-        for _ in range(5):
-            started = time.perf_counter()
-            one.finish(one.transport.write_prepared("two", local, index, remote, index, None))
-            times.append(time.perf_counter() - started)
-        return min(times[1:])
-
-    assert best_s(shuffled) > 3 * best_s(rows.astype(np.int32))
-
-
 def run_agent(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs `code` in a new process that has imported `np`, `Region` and `open_transport`."""
     prelude = "import numpy as np\nfrom kvctl_agent.transport import *\n"

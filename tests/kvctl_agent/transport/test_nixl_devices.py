@@ -60,12 +60,6 @@ class Agent:
         self.posted.append((here, there))
         return len(self.posted)
 
-    def prepXferDlist(self, owner: str, descriptors: Any, backends: list[int]) -> int:
-        self.posted.append((owner, descriptors))
-        return len(self.posted)
-
-    def releasedDlistH(self, handle: int) -> None: ...
-
     def postXferReq(self, handle: int) -> str:
         self._log.append("post")
         return "in progress"
@@ -148,11 +142,9 @@ def test_a_write_names_the_kinds_of_both_sides_as_the_peers_metadata_has_them(ri
     size = np.array([64], np.uint64)
     here.write("b", one(GPU.addr)[0], one(theirs[0].addr + 64)[0], size, b"tag").release()
     here.write("b", one(HOSTS.addr)[0], one(theirs[1].addr)[0], size, b"tag").release()
-    here.prepare_remote("b", *one(theirs[0].addr))
-    first, second, prepared = rig.agents[0].posted
+    first, second = rig.agents[0].posted
     assert [(side.kind, side.rows[0][2]) for side in first] == [("VRAM", 2), ("VRAM", 5)]
     assert [(side.kind, side.rows[0][2]) for side in second] == [("DRAM", 0), ("DRAM", 0)]
-    assert prepared[1].kind == "VRAM"
     both = np.array([GPU.addr, HOSTS.addr], np.uint64)
     with pytest.raises(TransportError, match="this agent's memory mixes memory of the host and GPU 2"):
         here.write("b", both, both, np.array([8, 8], np.uint64), None)

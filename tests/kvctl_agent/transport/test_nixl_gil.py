@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from kvctl_agent.transport.base import Write
@@ -30,19 +29,13 @@ def test_tags_are_sent_with_the_gil(pair: Pair) -> None:
     assert [arrival["tag"] for arrival in peer.collect(_TAGS)] == [(b"%d" % number).hex() for number in range(_TAGS)]
 
 
-@pytest.mark.parametrize("prepared", [False, True], ids=["by-address", "by-index"])
-def test_small_writes_are_posted_and_polled_with_the_gil(pair: Pair, prepared: bool) -> None:
+def test_small_writes_are_posted_and_polled_with_the_gil(pair: Pair) -> None:
     transport, here, there = pair.agent.transport, pair.agent.at(0, 4096), pair.peer.at(0, 4096)
-    mine, theirs = transport.prepare_local(here, sizes(512, 2)), transport.prepare_remote("peer", there, sizes(512, 2))
-    both = np.arange(2, dtype=np.int32)
     writes: list[Write] = []
 
     def write() -> None:
         for _ in range(_WRITES):
-            if prepared:
-                writes.append(transport.write_prepared("peer", mine, both, theirs, both, b"small"))
-            else:
-                writes.append(transport.write("peer", here, there, sizes(512, 2), b"small"))
+            writes.append(transport.write("peer", here, there, sizes(512, 2), b"small"))
             writes[-1].poll()
 
     assert not gave_up_the_gil(write)

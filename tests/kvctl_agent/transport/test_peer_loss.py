@@ -17,8 +17,6 @@ from tests.kvctl_agent.transport.conftest import POOL_BYTES, WITH_THREADS
 
 pytestmark = WITH_THREADS
 
-ONE = np.zeros(1, np.int32)
-
 
 def sizes(nbytes: int) -> np.ndarray:
     return np.full(1, nbytes, np.uint64)
@@ -40,8 +38,6 @@ def test_death_and_return_of_a_peer(crew: Any, engine: str) -> None:
     agent, peer = crew.agent(engine), crew.peer(engine)
     transport = agent.transport
     transport.connect("peer", peer.metadata)
-    local = transport.prepare_local(agent.at(0), sizes(4096))
-    remote = transport.prepare_remote("peer", peer.at(0), sizes(4096))
     agent.finish(transport.write("peer", agent.at(0), peer.at(0), sizes(4096), b"alive"))
     peer.kill()
 
@@ -50,11 +46,7 @@ def test_death_and_return_of_a_peer(crew: Any, engine: str) -> None:
 
     until_disconnected(write)
     # Every later call says the same, the process lives on, and listening is not disturbed.
-    for call in (
-        write,
-        lambda: transport.tell("peer", b"dead"),
-        lambda: transport.write_prepared("peer", local, ONE, remote, ONE, b"dead"),
-    ):
+    for call in (write, lambda: transport.tell("peer", b"dead")):
         with pytest.raises(PeerDisconnected, match="'peer'"):
             call()
     assert transport.arrivals() == []
@@ -63,8 +55,6 @@ def test_death_and_return_of_a_peer(crew: Any, engine: str) -> None:
     transport.connect("peer", reborn.metadata)
     agent.finish(transport.write("peer", agent.at(0), reborn.at(0), sizes(4096), b"again"))
     assert [a["tag"] for a in reborn.collect(1)] == [b"again".hex()]
-    with pytest.raises(TransportError, match="does not belong to peer 'peer'"):
-        transport.write_prepared("peer", local, ONE, remote, ONE, b"to the old one")
 
 
 def test_writes_in_flight_to_a_dying_peer_all_end(crew: Any, engine: str) -> None:

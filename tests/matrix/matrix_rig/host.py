@@ -36,8 +36,6 @@ from tests.matrix.matrix_rig.shared_engine import SharedEngine  # noqa: E402
 
 _MIB = 1 << 20
 _ARENA_BYTES = 192 * _MIB
-# Prepared lists of our own memory stay in an engine as long as it lives.
-_ENGINE_CASES = 30
 
 
 class Host:
@@ -50,7 +48,6 @@ class Host:
         self._arena.install()
         self._real = dict(TRANSPORTS)
         self._engine: SharedEngine | None = None
-        self._served = 0
         self._ranks: Ranks | None = None
         self._thrown: list[str] = []
         threading.excepthook = self._note
@@ -92,15 +89,13 @@ class Host:
         return self._ranks
 
     def _use_engine(self, transport: str) -> None:
-        if self._engine is not None and (self._engine.transport.name != transport or self._served >= _ENGINE_CASES):
+        if self._engine is not None and self._engine.transport.name != transport:
             self._drop_engine()
         if self._engine is None:
             TRANSPORTS.update(self._real)
             name = f"{self._role[0]}{secrets.token_hex(8)[1:]}"
             self._engine = SharedEngine(open_transport(transport, name), name, [Region(*self._arena.region)])
             TRANSPORTS[transport] = self._engine.open
-            self._served = 0
-        self._served += 1
 
     def _drop_engine(self) -> None:
         engine, self._engine = self._engine, None

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from kvctl_agent.errors import PeerDisconnected, TransportError
 from kvctl_agent.memory.region import Region
-from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, SharedTag, Sizes, Transport, Write
+from kvctl_agent.transport.base import Addresses, Arrival, SharedTag, Sizes, Transport, Write
 
 _MAGIC = b"shared"
 _ADDRESS = struct.Struct("<6s16sIH")  # magic, the engine's name, the rank's number, length of the rank's name
@@ -150,13 +150,6 @@ class Facade:
     def ended(self, metadata: bytes) -> None:
         self._engine.transport.ended(_address(metadata).metadata)
 
-    def prepare_local(self, addrs: Addresses, sizes: Sizes) -> Prepared:
-        self._check_open()
-        return self._engine.transport.prepare_local(addrs, sizes)
-
-    def prepare_remote(self, peer: str, addrs: Addresses, sizes: Sizes) -> Prepared:
-        return self._engine.transport.prepare_remote(self._address(peer).engine, addrs, sizes)
-
     def share_tag(self, tag: bytes, descriptors: int) -> None:
         """The ranks of all cases share one engine, whose tags name the rank: none is shared."""
 
@@ -173,20 +166,6 @@ class Facade:
         to = self._address(peer)
         assert not isinstance(tag, SharedTag)
         write = self._engine.transport.write(to.engine, local_addrs, remote_addrs, sizes, self._sealed(to, tag))
-        return _FacadeWrite(self, peer, to, write)
-
-    def write_prepared(
-        self,
-        peer: str,
-        local: Prepared,
-        local_index: Indices,
-        remote: Prepared,
-        remote_index: Indices,
-        tag: bytes | None,
-    ) -> Write:
-        to = self._address(peer)
-        sealed = self._sealed(to, tag)
-        write = self._engine.transport.write_prepared(to.engine, local, local_index, remote, remote_index, sealed)
         return _FacadeWrite(self, peer, to, write)
 
     def tell(self, peer: str, tag: bytes) -> None:

@@ -33,15 +33,10 @@ class Pair:
         self.ends["writer"].connect("reader", self.ends["reader"].metadata())
         self.pools["writer"][:] = 7
 
-    def write(self, tag: bytes = b"t", prepared: bool = False) -> Write:
+    def write(self, tag: bytes = b"t") -> Write:
         here, there = (np.array([pool.ctypes.data], np.uint64) for pool in self.pools.values())
         sizes = np.array([BYTES], np.uint64)
-        writer = self.ends["writer"]
-        if not prepared:
-            return writer.write("reader", here, there, sizes, tag)
-        first = np.zeros(1, np.int32)
-        lists = writer.prepare_local(here, sizes), first, writer.prepare_remote("reader", there, sizes), first
-        return writer.write_prepared("reader", *lists, tag)
+        return self.ends["writer"].write("reader", here, there, sizes, tag)
 
     @property
     def landed(self) -> bool:
@@ -78,19 +73,18 @@ def pair(request: pytest.FixtureRequest, no_leaks: None) -> Iterator[Pair]:
 
 
 def test_without_a_fault_it_is_the_engine(pair: Pair) -> None:
-    for number, prepared in enumerate((False, True)):
-        pair.finish(pair.write(b"%d" % number, prepared))
+    for number in range(2):
+        pair.finish(pair.write(b"%d" % number))
     assert [arrival.tag for arrival in pair.arrivals(2)] == [b"0", b"1"]
     assert pair.landed
     assert pair.ends["writer"].name in ("loopback", "nixl")
     assert pair.ends["writer"].describe()["engine"]
 
 
-@pytest.mark.parametrize("prepared", [False, True])
-def test_a_refused_post_lands_nothing(pair: Pair, prepared: bool) -> None:
+def test_a_refused_post_lands_nothing(pair: Pair) -> None:
     pair.faults["writer"].set(parse_fault("write-error=100%"))
     with pytest.raises(TransportError, match="injected fault write-error"):
-        pair.write(prepared=prepared)
+        pair.write()
     assert pair.arrivals(1, timeout_s=0.05) == []
     assert not pair.landed
     pair.faults["writer"].clear()
@@ -98,10 +92,9 @@ def test_a_refused_post_lands_nothing(pair: Pair, prepared: bool) -> None:
     assert pair.landed
 
 
-@pytest.mark.parametrize("prepared", [False, True])
-def test_a_doubtful_write_fails_and_lands_later(pair: Pair, prepared: bool) -> None:
+def test_a_doubtful_write_fails_and_lands_later(pair: Pair) -> None:
     pair.faults["writer"].set(parse_fault("write-doubt=100%"))
-    write = pair.write(prepared=prepared)
+    write = pair.write()
     assert write.descriptors == 1
     with pytest.raises(TransportError, match="injected fault write-doubt"):
         write.poll()
@@ -172,28 +165,26 @@ def test_tags_that_a_wait_finds_are_lost_and_doubled_too(pair: Pair) -> None:
     assert pair.faults["reader"].counts() == {"notify-loss": 1, "notify-dup": 1}
 
 
-@pytest.mark.parametrize("prepared", [False, True])
-def test_a_corrupt_write_lands_with_a_wrong_byte_and_leaves_its_source_as_it_was(pair: Pair, prepared: bool) -> None:
+def test_a_corrupt_write_lands_with_a_wrong_byte_and_leaves_its_source_as_it_was(pair: Pair) -> None:
     pair.faults["writer"].set(parse_fault("corrupt-write=100%"))
-    pair.finish(pair.write(prepared=prepared))
+    pair.finish(pair.write())
     assert len(pair.arrivals(1)) == 1
     assert np.flatnonzero(pair.pools["reader"] != 7).tolist() == [0]
     assert (pair.pools["writer"] == 7).all()
     pair.faults["writer"].clear()
-    pair.finish(pair.write(prepared=prepared))
+    pair.finish(pair.write())
     assert pair.landed
 
 
-@pytest.mark.parametrize("prepared", [False, True])
-def test_a_late_write_lands_whole_but_not_before_its_time(pair: Pair, prepared: bool) -> None:
+def test_a_late_write_lands_whole_but_not_before_its_time(pair: Pair) -> None:
     pair.faults["writer"].set(parse_fault("slow-lane=60s"))
-    write = pair.write(prepared=prepared)
+    write = pair.write()
     assert write.descriptors == 1
     assert not write.poll()
     assert not pair.landed
     assert write.release()  # given up before the engine had it
     pair.faults["writer"].set(parse_fault("slow-lane=30ms"))
-    pair.finish(pair.write(prepared=prepared))
+    pair.finish(pair.write())
     assert len(pair.arrivals(1)) == 1
     assert pair.landed
     assert pair.faults["writer"].counts() == {"slow-lane": 2}
