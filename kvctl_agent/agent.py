@@ -188,7 +188,7 @@ class Agent:
 
         None on a decode rank without a registry, and before `start` if the registry has port 0, which `start` binds.
         """
-        first, *_ = self.parts.lifecycle.instances or (None,)
+        first, *_ = self.parts.lifecycle.all_instances or (None,)
         return None if first is None or control_endpoints.any_port(first) else first
 
     @property
@@ -267,11 +267,14 @@ class Agent:
                 self._switch_interval_s = before_s
         parts.start(self.admin.remote_address, str(self.admin.path))
 
-    def connect(self, prefill: str) -> None:
+    def connect(self, prefill: str, *, keep: bool = True) -> None:
         """Decode: connects to a further prefill instance; returns without waiting for it (see `serving`).
 
         Args:
             prefill: endpoint of the instance's registry.
+            keep: whether to stay connected until `disconnect`. Otherwise the instance is forgotten, as one that only
+                `receive` has named: when no room needs it and its ranks have closed, were replaced, or have been gone
+                for some time. A room that names it again connects anew.
 
         Raises:
             ConfigError: `prefill` is not an endpoint, or needs keys.
@@ -279,7 +282,7 @@ class Agent:
         """
         self._check_connects()
         self._check_endpoint(prefill)
-        self.parts.lifecycle.add_instance(prefill)
+        self.parts.lifecycle.add_instance(prefill, keep=keep)
 
     def disconnect(self, prefill: str) -> None:
         """Decode: forgets a prefill instance that has ended or was replaced; returns without waiting.
@@ -624,7 +627,7 @@ class Agent:
                 that share a prompt, a page has this rank's tokens of `page_size * cp` consecutive ones, and every rank
                 passes as many pages.
             prefill: registry endpoint of the prefill instance that computes the room, to which the agent connects if
-                necessary; None: the agent's first one.
+                necessary, and which it forgets as `connect` says; None: the agent's first one.
             prefix_tokens: tokens of the prompt that are cached here; a multiple of the page size times cp.
             aux_index: row of the pool's aux tensor that receives the room's aux row; None without one.
             state_indices: for each state component, in the model's order, the room's items in this rank's pool.
@@ -659,8 +662,6 @@ class Agent:
         if request_id or traceparent:
             opening = msgspec.structs.replace(opening, request_id=request_id, traceparent=traceparent)
         handle = Receive(room, _discard if fake else parts.mailbox.put, parts.pool.device)
-        if prefill is not None and not fake:
-            parts.lifecycle.add_instance(prefill)
         return self._begin(parts, handle, opening, fake, fake, written(opening))
 
     def refuse(self, room: int, reason: str, *, prefill: str | None = None) -> None:
@@ -718,7 +719,7 @@ class Agent:
         self.parts.lifecycle.post(ev.RenewRooms(self._instance(prefill), numbers))
 
     def _instance(self, prefill: str | None, where: str = "") -> str:
-        """Returns the endpoint of a prefill instance, to which the agent connects; None: that of its first one.
+        """Returns the endpoint of a prefill instance; None: that of the agent's first one.
 
         Args:
             where: prefix of an error text.
@@ -729,7 +730,6 @@ class Agent:
         """
         if prefill is not None:
             self._check_endpoint(prefill)
-            self.parts.lifecycle.add_instance(prefill)
         if (instance := prefill or self.bootstrap) is None:
             raise LocalProtocolError(f"{where}{NO_INSTANCE} to {self.name}: pass prefill=, or call connect")
         return instance

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import resource
 import secrets
 import socket
 from collections import deque
@@ -94,6 +95,7 @@ _MAX_NAME_BYTES = 255  # of a ZMQ identity
 # An agent uses about 30 descriptors with the loopback transport and 40 with NIXL on two cores; libzmq and UCX abort
 # the process if there are too few.
 _DESCRIPTORS = 64
+_MAX_INSTANCES, _INSTANCES_SHARE = 512, 8  # prefill instances known at once: each takes two descriptors and more
 _PATHS = (AUTO, BULK, SLICE, STAGED, DIRECT)
 
 
@@ -164,6 +166,8 @@ class AgentParts:
         opened = self.control.open(self.lifecycle.instances, self.settings["listen"], at)
         if self.role == "prefill":  # its registry may have chosen a port; those of a decode rank may change meanwhile
             self.lifecycle.instances = opened
+        else:
+            self.mailbox.put(*map(ev.ConnectInstance, opened))
         self.copy_pool.start()
         self.control.start()
         return opened
@@ -649,6 +653,14 @@ def regions(pool: KVPool, staging: StagingBuffers | RingMemory | None) -> list[R
     return found if staging is None else [*found, Region(*staging.region())]
 
 
+def _max_instances() -> int:
+    """Returns the number of prefill instances to know at once, for which the process has descriptors enough."""
+    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if descriptors == resource.RLIM_INFINITY:
+        return _MAX_INSTANCES
+    return max(1, min(_MAX_INSTANCES, descriptors // _INSTANCES_SHARE))
+
+
 def local_of(
     name: str,
     role: str,
@@ -678,6 +690,7 @@ def local_of(
         incarnation=incarnation,
         transport=settings["transport"],
         metadata=transport.metadata(),
+        max_instances=_max_instances(),
         pool=pool.addresses().to_wire(),
         host=host_identity(),
         pid=os.getpid(),

@@ -44,6 +44,9 @@ Rounds = Iterable[Sequence[tuple[AgentAnswer, Call]]]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+FORCE = "by force: writes that are still in flight may corrupt another room"
+
+
 def yes_option(function: _Function) -> _Function:
     """Decorator that adds the option `--yes` to a command."""
     return click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation; needed in scripts.")(function)

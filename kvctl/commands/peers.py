@@ -1,11 +1,11 @@
-"""`kvctl peers`: lists connections between agents, compares two agents, and measures lanes."""
+"""`kvctl peers`: lists connections between agents, compares two agents, measures lanes, and forgets lost peers."""
 
 from __future__ import annotations
 
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import click
 from kvctl.client.calls import Call
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import AgentAnswer, Fleet, Survey
-from kvctl.commands.mutations import once_and_live, permitted
+from kvctl.commands.mutations import DONE, FORCE, Rounds, act, named, once_and_live, permitted, yes_option
 from kvctl.commands.options import KvctlGroup, completed_by, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.queries import conclude, live, run
@@ -226,6 +226,44 @@ def _build(status: Mapping[str, Any]) -> dict[str, Any]:
         **{key: status[key] for key in ("version", "role", "device")},
         **{f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()},
     }
+
+
+@peers.command(
+    view=DONE,
+    short_help="Forget a peer that is gone.",
+    examples=[
+        ("A decode server that was restarted under another name", "kvctl peers forget decode-node3-old"),
+        ("The same on one agent, in a script", "kvctl peers forget decode-node3-old -e prefill-0 --yes"),
+    ],
+)
+@click.argument("peer", shell_complete=completed_by("agents"))
+@click.option("--force", is_flag=True, help="Also free memory that the peer may still write.")
+@yes_option
+@pass_settings
+def forget(settings: Settings, peer: str, force: bool, yes: bool) -> None:
+    """Make all agents that have lost PEER forget it, so that it is not reported. If it still runs, it connects anew.
+
+    Agents do this by themselves: at once if PEER has closed or was replaced by a server on the same host, otherwise
+    after a while. On decode ranks the prefill instance of PEER is forgotten with it, and rooms that wait for it fail;
+    an instance that the agent was created with stays. While PEER may still write memory of failed rooms, this is
+    refused without --force: first make sure that its process has ended. Level: operate.
+    """
+    own_names: dict[str, str] = {}
+
+    def knowing(fleet: Fleet, survey: Survey) -> Sequence[AgentAnswer] | str:
+        own_names.update({agent.name: agent.own_name for agent in survey.agents})
+        found = [agent for agent, rows in survey.answers("peers") if any(row["peer"] == peer for row in rows)]
+        return found or f"no agent that answers knows a peer {peer}; kvctl peers lists them"
+
+    def question(agents: Sequence[AgentAnswer]) -> str:
+        text = f"Forget {peer} on {named(agents)}"
+        return f"{text} {FORCE}" if force else text
+
+    def rounds(agents: Sequence[AgentAnswer]) -> Rounds:
+        call = Call("forget", {"peer": own_names.get(peer, peer), "force": force})
+        return [[(agent, call) for agent in agents]]
+
+    act(settings, Call("forget"), question, yes=yes, look=_CALLS, select=knowing, rounds=rounds)
 
 
 class Size(click.ParamType[int]):

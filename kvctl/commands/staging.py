@@ -9,7 +9,7 @@ import click
 
 from kvctl.client.calls import Call
 from kvctl.client.fleet import AgentAnswer, Fleet, Survey
-from kvctl.commands.mutations import DONE, act, check_can_act, yes_option
+from kvctl.commands.mutations import DONE, FORCE, act, check_can_act, yes_option
 from kvctl.commands.options import KvctlGroup, RoomOrRequest, pass_settings
 from kvctl.commands.queries import run
 from kvctl.commands.room_number import room_number
@@ -19,7 +19,6 @@ from kvctl.render.staging import ALLOCATIONS, GATED, STAGING, allocation_legend,
 from kvctl.render.units import duration, size
 from kvctl.render.view import Row
 
-_FORCE = "by force: writes that are still in flight may corrupt another room"
 _CALLS = (Call("staging"),)
 
 
@@ -147,7 +146,7 @@ def _release_allocation(settings: Settings, wanted: _Allocation, force: bool, ye
         if row is not None:
             nbytes, age = size(row["end"] - row["offset"]), duration(row["age_ns"])
             text += f" ({nbytes}, room {row['room']}, {row['state']} for {age}, writer {row['writer']})"
-        return f"{text} {_FORCE}" if force else text
+        return f"{text} {FORCE}" if force else text
 
     names = () if settings.endpoints else (wanted.agent,)
     call = Call("release", {"serial": wanted.serial, "force": force})
@@ -161,7 +160,7 @@ def _release_room(settings: Settings, room: str, force: bool, yes: bool) -> None
 
     def question(agents: Sequence[AgentAnswer]) -> str:
         text = f"Release all memory of room {room} on {', '.join(agent.name for agent in agents)}"
-        return f"{text} {_FORCE}" if force else text
+        return f"{text} {FORCE}" if force else text
 
     call = Call("release", {"room": room, "force": force})
     act(settings, call, question, yes=yes, look=(Call("room", {"room": room}),), select=holders)

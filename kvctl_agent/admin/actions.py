@@ -1,4 +1,4 @@
-"""Handlers of the admin commands that change something: abort, release, drain, resume, set and probe.
+"""Handlers of the admin commands that change something: abort, release, forget, drain, resume, set and probe.
 
 They run on the admin thread and return within about two seconds: a longer measurement continues in the background, and
 repeating the request returns its result. All commands are idempotent and report "unchanged" if there is nothing to do.
@@ -43,6 +43,7 @@ class AdminActions:
         acts: tuple[Callable[..., Any], ...] = (
             self.abort,
             self.release,
+            self.forget,
             self.drain,
             self.resume,
             self.set,
@@ -66,6 +67,10 @@ class AdminActions:
         if answer.result == "unknown" and room is not None:
             return [self._done(f"room {room}", "unchanged", self._ended(room))]
         return [self._answered(f"allocation {serial}" if room is None else f"room {room}", answer, room)]
+
+    def forget(self, peer: str, force: bool = False) -> list[ActionResult]:
+        answer = self._ask(lambda ticket: ev.Forget(ticket, peer, force))
+        return [self._answered(f"peer {peer}", answer, None)]
 
     def drain(self) -> list[ActionResult]:
         before = self._parts.lifecycle.draining

@@ -257,6 +257,10 @@ class ObservedAgent:
             "heads": local.shards[0].heads,
         }
 
+    def _on_roster(self, name: str) -> bool:
+        machine = self._parts.machine
+        return any(name in machine.roster(instance) for instance in machine.instances)
+
     def _peer(self, peer: Peer, rooms: list[Any]) -> PeerRow:
         parts, gate, info = self._parts, peer.gate, peer.info
         endpoint = parts.control_channel.endpoint(peer.name)
@@ -298,6 +302,7 @@ class ObservedAgent:
             "oldest_write_ns": parts.transfers.oldest_write_ns(peer.name) if parts.transfers else None,
             "tcp": None,
             "process": info.process if info else None,
+            "needed": not peer.departed and (parts.role == "prefill" or self._on_roster(peer.name)),
             "former": [f"{former.info.process} ({life:016x})" for life, former in peer.former.copy().items()],
             "rooms": sum(peer.name in record.peers for record in rooms),
             "errors_total": peer.errors_total,

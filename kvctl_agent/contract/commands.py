@@ -110,6 +110,15 @@ COMMANDS: tuple[Command, ...] = (
             Arg("force", "bool", "free also without proof that the writer has ended; the operator has made sure of it"),
         ),
     ),
+    Command(
+        "forget",
+        "forget a lost peer; on a decode rank with its prefill instance, unless the agent was configured with that",
+        Level.OPERATE,
+        args=(
+            Arg("peer", "str", "name of the peer, as shown by peers", required=True),
+            Arg("force", "bool", "free also memory that the peer may still write; the operator vouches for its end"),
+        ),
+    ),
     Command("drain", "accept no new rooms; active rooms run to their end", Level.OPERATE),
     Command("resume", "accept new rooms again", Level.OPERATE),
     Command(

@@ -147,6 +147,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("kvctl_peers", "gauge", "", "Peers, by state.", ("state",)),
     Metric("kvctl_peer_lost_total", "counter", "", "Peers lost."),
     Metric(
+        "kvctl_peers_forgotten_total",
+        "counter",
+        "",
+        "Peers forgotten, since they were closed, replaced, gone for long or not needed any more.",
+    ),
+    Metric(
         "kvctl_control_messages_total",
         "counter",
         "",

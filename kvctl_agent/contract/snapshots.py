@@ -398,6 +398,7 @@ class PeerRow(TypedDict):
     oldest_write_ns: int | None  # prefill: time since the oldest write that has not ended was begun; None: none
     tcp: TcpConnections | None  # with the peer's host, while the peer is silent or a write takes long; otherwise None
     process: str | None  # "process 4711 on node-3"; None: not connected yet
+    needed: bool  # whether rooms need it; otherwise it has closed, was replaced, or its instance is not known any more
     former: list[str]  # earlier processes with this name that may still write here, with their incarnations
     rooms: int
     errors_total: int | None
@@ -641,12 +642,13 @@ Result = Literal[
     "draining",  # accepts no new rooms
     "accepting",  # accepts new rooms
     "set",
+    "forgotten",  # the peer is not known any more
     "unchanged",  # the state was already as requested
 ]
 
 
 class ActionResult(TypedDict):
-    """One row of `abort`, `release`, `drain`, `resume` and `set`: the result of the command for one subject."""
+    """One row of `abort`, `release`, `forget`, `drain`, `resume` or `set`: its result for one subject."""
 
     agent: str
     subject: str  # "room 7", "allocation 17", "rooms", or a configuration key

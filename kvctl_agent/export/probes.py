@@ -72,7 +72,7 @@ def readiness(lifecycle: Lifecycle, role: str) -> list[Check]:
 
 
 def _peers(lifecycle: Lifecycle) -> Check:
-    serving, known = len(lifecycle.serving()), len(lifecycle.instances)
+    serving, known = len(lifecycle.serving()), len(lifecycle.all_instances)
     note = f"{serving} of {known} prefill instances connected"
     problem = lifecycle.waiting_for() or ""
     if not problem or serving or lifecycle.instances_by_request:

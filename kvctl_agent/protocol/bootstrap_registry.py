@@ -240,7 +240,7 @@ class Registry:
                 "name_suffix"
             )
         holder = self._ranks.get(unique)
-        if holder is not None and holder.name != rank.name:
+        if holder is not None and holder.name != rank.name and now_ns - self._heard_ns[unique] < _HOLDS_NS:
             return f"{rank.name} claims {side.label(side.coord(unique))}, which {holder.name} holds"
         if holder is not None and holder.incarnation != rank.incarnation:
             replaced = self._replaced.setdefault(unique, deque(maxlen=_REPLACED_KEPT))
@@ -252,6 +252,8 @@ class Registry:
                     f"{holder.incarnation:016x} at {holder.endpoint}: end this one, or give it its own name"
                 )
             replaced.append(holder.incarnation)
+        if holder is not None and holder.name != rank.name:
+            self._by_name.pop(holder.name, None)  # it was started again under another name
         if other != unique:
             del self._ranks[other]  # the process has come back with other coordinates
         self._by_name[rank.name] = unique

@@ -93,6 +93,13 @@ class RosterMissing(Event, frozen=True):
     text: str
 
 
+class InstanceUnreachable(Event, frozen=True):
+    """Decode: too few file descriptors are left to connect to a prefill instance now; `text` says so."""
+
+    instance: str
+    text: str
+
+
 class SendRoom(Event, frozen=True):
     """Prefill engine: send() was called for this room; for `request_id` and `traceparent` see `RoomRecord`.
 
@@ -180,9 +187,13 @@ class RenewRooms(Event, frozen=True):
 
 
 class ConnectInstance(Event, frozen=True):
-    """Decode engine: connect to the ranks of the prefill instance whose registry is at this address."""
+    """Decode engine: connect to the ranks of the prefill instance whose registry is at this address.
+
+    `keep`: until DisconnectInstance; otherwise it is forgotten when it is not needed any more.
+    """
 
     instance: str
+    keep: bool = True
 
 
 class DisconnectInstance(Event, frozen=True):
@@ -208,6 +219,14 @@ class ReleaseHeld(Event, frozen=True):
     ticket: int
     serial: int = 0
     room: int | None = None
+    force: bool = False
+
+
+class Forget(Event, frozen=True):
+    """Operator: forget a peer that is gone; `force`: although memory is kept that it may still write."""
+
+    ticket: int
+    peer: str
     force: bool = False
 
 
@@ -358,7 +377,7 @@ class DropPeer(Action, frozen=True):
 
 
 class ForgetPeer(Action, frozen=True):
-    """Close the control channel and the connection to a peer that is on no roster any more."""
+    """Send the messages that wait for a peer, then close the control channel and the connection to the peer."""
 
     peer: str
 

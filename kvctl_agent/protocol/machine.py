@@ -134,7 +134,7 @@ def failure_of(message: msg.RoomFailure) -> Failure:
 
 
 class PeerSessions:
-    """Liveness of the peers: marks them suspect or lost, and sends heartbeats.
+    """Liveness of the peers: marks them ready, suspect or lost, forgets them, and sends heartbeats.
 
     Args:
         on_lost: called with a lost peer and the cause; fails the peer's rooms.
@@ -172,6 +172,7 @@ class PeerSessions:
                 self._context.send(peer.name, msg.Bye(event.drained))
 
     def on_bye(self, peer: Peer, message: msg.Bye) -> None:
+        peer.closed = True
         self.lose(peer, proven=message.drained, text="it was closed")
 
     def on_former_bye(self, peer: Peer, event: ev.Received, message: msg.Bye) -> None:
@@ -200,6 +201,16 @@ class PeerSessions:
             if heartbeat is not None:
                 context.send(peer.name, heartbeat)
 
+    def ready(self, peer: Peer) -> None:
+        """Marks a peer as ready, and as the successor of a lost peer whose place it takes."""
+        peer.state = PeerState.READY
+        peer.since_ns = self._context.now_ns
+        text = f"{peer.name} is ready (incarnation {peer.incarnation:016x})"
+        self._context.note("peer-ready", text, peer=peer.name)
+        lost = (other for other in self._context.peers.values() if peer.takes_place_of(other))
+        if (former := min(lost, key=lambda other: other.lost_ns, default=None)) is not None:
+            self._replaced(former, peer)
+
     def hear(self, peer: Peer) -> bool:
         """Records that a usable peer has sent a message; returns whether the peer's lease had expired."""
         lapsed, was_suspect = peer.hear(self._context.now_ns)
@@ -219,11 +230,55 @@ class PeerSessions:
         if proven:
             peer.end(peer.incarnation)
         peer.state = PeerState.LOST
+        peer.lost_ns = context.now_ns
         peer.fail(lost)
         context.telemetry.metrics.add("kvctl_peer_lost_total", 1)
         context.note("peer-lost", lost, "error", peer=peer.name)
         self._on_lost(peer, lost)
         context.actions.append(ev.DropPeer(peer.name))
+        successor = next((other for other in context.peers.values() if other.takes_place_of(peer)), None)
+        if successor is not None:
+            self._replaced(peer, successor)
+
+    def _replaced(self, peer: Peer, successor: Peer) -> None:
+        peer.replaced_by, successor.replaces = successor.name, peer.name
+        text = f"{successor.name} on the same host has taken the place of {peer.name}"
+        self._context.note("peer-replaced", text, peer=peer.name)
+
+    def over(self, peer: Peer, keep_ns: int) -> str:
+        """Returns why a peer need not be known any longer unless a room depends on it; "" if it must be known.
+
+        Args:
+            keep_ns: time for which a silent peer is kept that has neither closed nor was replaced.
+        """
+        if peer.usable or peer.state is PeerState.CONNECTING:
+            return ""
+        if peer.departed:
+            return "it was closed" if peer.closed else f"{peer.replaced_by} has taken its place"
+        silent_ns = self._context.now_ns - max(peer.lost_ns, peer.heard_ns)
+        return f"it has been gone for {silent_ns / 1e9:.1f} s" if silent_ns >= keep_ns else ""
+
+    def forget(self, peer: Peer, why: str) -> None:
+        """Removes a peer, on which no room depends; a usable one is told, so that it does not miss this rank."""
+        context = self._context
+        if peer.usable:
+            context.send(peer.name, msg.Bye(drained=False), peer.route)
+        del context.peers[peer.name]
+        context.actions.append(ev.ForgetPeer(peer.name))
+        context.telemetry.metrics.add("kvctl_peers_forgotten_total", 1)
+        context.note("peer-forgotten", f"{peer.name} is forgotten: {why}", peer=peer.name)
+
+    def gone(self, event: ev.Forget) -> Peer | None:
+        """Returns the peer that an operator wants to be forgotten; answers and returns None unless it is gone."""
+        peer = self._context.peers.get(event.peer)
+        if peer is None:
+            self._context.answer(event.ticket, "unchanged", f"{self._context.local.name} knows no peer {event.peer}")
+        elif peer.usable:
+            heard_s = (self._context.now_ns - peer.heard_ns) / 1e9
+            text = f"{peer.name} is {peer.state.value}, heard {heard_s:.1f} s ago: only a lost peer can be forgotten"
+            self._context.answer(event.ticket, "refused", text)
+            return None
+        return peer
 
     def is_stale(self, peer: Peer, incarnation: int) -> bool:
         """Returns whether to ignore a Hello or HelloAck because of its sender's incarnation; counts it as dropped then.
@@ -269,6 +324,7 @@ class Machine:
     _messages: dict[type[msg.Message], Callable[[Peer, Any], None]]  # from the present incarnation of a peer
     _former_messages: dict[type[msg.Message], Callable[[Peer, ev.Received, Any], None]]  # from an earlier incarnation
     _lost_messages: dict[type[msg.Message], Callable[[Peer, Any], None]]  # from a lost peer
+    _unknown_messages: dict[type[msg.Message], Callable[[ev.Received, Any], None]]  # from a lost or forgotten peer
 
     def __init__(
         self,
@@ -333,6 +389,11 @@ class Machine:
         """
         return None
 
+    @property
+    def instances(self) -> tuple[str, ...]:
+        """Registry addresses of the prefill instances that this rank knows; none on a prefill rank."""
+        return ()
+
     def roster(self, instance: str) -> tuple[str, ...]:
         """Returns the names of the ranks of a prefill instance; empty until it is complete, and on a prefill rank."""
         return ()
@@ -360,6 +421,8 @@ class Machine:
                 former(peer, event, message)
         elif peer is None or peer.incarnation != event.incarnation:
             self._context.drop("incarnation")
+            if peer is None and kind in self._unknown_messages:
+                self._unknown_messages[kind](event, message)
         elif peer.route != event.route:
             self._context.drop("stranger")
         elif peer.usable:
@@ -374,6 +437,8 @@ class Machine:
             self._lost_messages[kind](peer, message)
         else:
             self._context.drop("peer-not-ready")
+            if peer.state is PeerState.LOST and kind in self._unknown_messages:
+                self._unknown_messages[kind](event, message)
 
     def on_abort_room(self, event: ev.AbortRoom) -> None:
         room = self.rooms.get(event.room)

@@ -125,6 +125,13 @@ class HelloAck(Message, frozen=True, tag="hello-ack"):
     taken: Text = ""
 
 
+class HelloWanted(Message, frozen=True, tag="hello-wanted"):
+    """Prefill → decode: answers a heartbeat of a decode rank that is lost here or was forgotten, and so asks for Hello.
+
+    Without it the decode rank would open rooms in vain until it notices the silence.
+    """
+
+
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
     """Both ways: sent periodically; its times give the round trip.
 
@@ -319,6 +326,7 @@ class Bye(Message, frozen=True, tag="bye"):
 AnyMessage = (
     Hello
     | HelloAck
+    | HelloWanted
     | Heartbeat
     | RoomOpen
     | RoomKept

@@ -66,6 +66,7 @@ class LocalInfo(msgspec.Struct, frozen=True):
     hostname: str = ""
     address: str = ""
     cp_interleave: int = 1
+    max_instances: int = 512  # prefill instances that a decode rank knows at once; requests may name any number
     engine: str = ""  # whose worker the agent is part of; "" if it is embedded otherwise
     dtypes: dict[str, str] = {}  # elements of each segment, as `KVPool.dtypes`
 
@@ -356,7 +357,12 @@ class Peer:
         greeted_ns: monotonic time of the first Hello.
         mismatch_since_ns: monotonic time since which the peer's layout differs from the other ranks of its instance; 0
             if it does not differ.
+        since_ns: monotonic time at which the present incarnation was accepted.
+        lost_ns: monotonic time at which it was lost; 0 if it is not lost.
         proven_dead: the process has ended, so none of its writes can be in flight.
+        closed: it was lost because it announced that it closes.
+        replaced_by: name of the peer that has taken its place, such as a restarted server under a new name; "" if none.
+        replaces: name of the peer whose place it has taken; "" if none.
         ended_incarnations: incarnations that are proven to have ended; their messages are ignored.
         former: earlier incarnations that are not proven to have ended, and may still write here.
         echoed_ns: monotonic time at which the latest heartbeat that the peer has echoed was sent; 0 before the first.
@@ -380,7 +386,12 @@ class Peer:
     mismatch_since_ns: int = 0
     rtt_ns: int | None = None
     differences: tuple[str, ...] = ()
+    since_ns: int = 0
+    lost_ns: int = 0
     proven_dead: bool = False
+    closed: bool = False
+    replaced_by: str = ""
+    replaces: str = ""
     ended_incarnations: deque[int] = field(default_factory=partial(deque, maxlen=64))
     former: dict[int, FormerIncarnation] = field(default_factory=dict)
     name_refused_to: int = 0
@@ -410,6 +421,11 @@ class Peer:
     def heard_ns(self, now_ns: int) -> None:
         self.lease.renewed_ns = now_ns
         self._stalled_ns = 0
+
+    @property
+    def departed(self) -> bool:
+        """Whether the peer has closed, or another one has taken its place."""
+        return self.state is PeerState.LOST and (self.closed or bool(self.replaced_by))
 
     def may_post(self, now_ns: int) -> bool:
         """Returns whether a writer may post to the peer: the peer is usable and its lease has not expired."""
@@ -444,7 +460,9 @@ class Peer:
             self.coord = RankCoord(*info.coord)
         self.differences = differences
         self.gate = RingGate()
-        self.proven_dead = False
+        self.proven_dead = self.closed = False
+        self.lost_ns = 0
+        self.replaced_by = ""
         self.watermark_sent = None
         self.echoed_ns = 0
         self.state = PeerState.CONNECTING if inputs is not None else PeerState.REFUSED
@@ -488,6 +506,25 @@ class Peer:
             rtt = now_ns - message.echo_ns - message.held_ns
             if rtt >= 0:
                 self.rtt_ns = rtt
+
+    def takes_place_of(self, other: Peer) -> bool:
+        """Returns whether the peer is of the same host and rank as a lost one, and came after that was last heard.
+
+        A server that is started again under a new name is recognised by that. Two servers of one layout on one host
+        cannot be told apart, so a peer takes the place of one other at most.
+        """
+        own, lost = self.info, other.info
+        return (
+            own is not None
+            and lost is not None
+            and self.state is PeerState.READY
+            and not self.replaces
+            and other.state is PeerState.LOST
+            and not other.replaced_by
+            and self.since_ns > other.heard_ns
+            and bool(own.hostname)
+            and (own.hostname, own.coord, own.sizes) == (lost.hostname, lost.coord, lost.sizes)
+        )
 
     def due_heartbeat(self, now_ns: int, watermark: list[int]) -> Heartbeat | None:
         """Returns the heartbeat to send now, with this watermark; None if none is due."""

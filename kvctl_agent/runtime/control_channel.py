@@ -135,20 +135,20 @@ class ControlChannel:
             self._open(PeerAddress(peer, endpoint.encode()))
 
     def disconnect(self, peer: str) -> None:
-        """Closes the connections to a rank that left its instance and drops its messages; ignores unknown names.
+        """Sends a peer's messages, then closes the connections to it and forgets it; ignores unknown names."""
+        for address in [address for address in self._outbox if address.peer == peer]:
+            self._send(address, [message for message, _ in self._outbox.pop(address)])
+        for table in (self._unsent, self._endpoints, self._logged):
+            table.pop(peer, None)
+        for address in [address for address in self._dealers if address.peer == peer]:
+            self._close(address, _GOODBYE_MS)
 
-        Without this a decode rank would keep a socket for every prefill rank that it ever connected to.
-        """
-        self._unsent.pop(peer, None)
-        self._endpoints.pop(peer, None)
-        self.keep(peer, frozenset())
-
-    def _close(self, address: PeerAddress) -> None:
+    def _close(self, address: PeerAddress, linger_ms: int = 0) -> None:
         self._outbox.pop(address, None)
         dealer = self._dealers.pop(address, None)
         if dealer is not None:
             self._dealers_changed()
-            dealer.close(0)
+            dealer.close(0 if isinstance(dealer, UnixDealer) else linger_ms)  # a UnixDealer would wait here
 
     def _dealers_changed(self) -> None:
         self.changes += 1

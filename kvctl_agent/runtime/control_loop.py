@@ -24,6 +24,7 @@ from typing import Any
 import zmq
 
 from kvctl_agent import gil
+from kvctl_agent.contract.sockets import shortage
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.gil import GilSharing
 from kvctl_agent.protocol import events as ev
@@ -58,6 +59,7 @@ _ROUNDS_A_TURN = 2  # then messages are read and sent again
 _LAST_TURN_S = 1.0
 # Messages, parts and ends of rooms that are counted together in a turn. A part takes 50 calls, a message 3.
 _NOTED_AT_ONCE = 16
+_SPARE_DESCRIPTORS = 32  # left free by connections to prefill instances: for clients, the engine, a look at /proc
 # Plain integers: an operation on zmq's enumerations takes 0.9 µs, the call that asks a socket 1.5 µs.
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
@@ -526,8 +528,16 @@ class ControlLoop:
         self._telemetry.recorder.record("control", f"{type(error).__name__}: {error}", "error")
 
     def _find_instance(self, action: ev.FindInstance) -> None:
-        self._registries.ask(action.instance)
-        self._ask_now = True
+        if not self._is_short_for(action.instance):
+            self._registries.ask(action.instance)
+            self._ask_now = True
+
+    def _is_short_for(self, instance: str) -> bool:
+        """Returns whether too few descriptors are left to connect to a prefill instance; the machine is told then."""
+        if (text := shortage(_SPARE_DESCRIPTORS)) is None:
+            return False
+        self._reported.append(ev.InstanceUnreachable(instance, text))
+        return True
 
     def _roster_changed(self, instance: str) -> None:
         roster = self._registries.roster(instance)
@@ -543,8 +553,11 @@ class ControlLoop:
             names = tuple(rank.name for rank in roster.ranks)
             self._feed(ev.RosterKnown(instance, names, tuple(rank.incarnation for rank in roster.ranks)))
             for rank in roster.ranks:
-                if rank.name in self._machine.roster(instance):
-                    self._channel.connect(rank.name, rank.endpoint)
+                if rank.name not in self._machine.roster(instance):
+                    continue
+                if self._channel.endpoint(rank.name) != rank.endpoint and self._is_short_for(instance):
+                    return
+                self._channel.connect(rank.name, rank.endpoint)
 
     def _check_liveness(self, now_ns: int) -> None:
         """Looks for peers on this host whose process has ended, so that rooms need not wait for the peers' timeout.

@@ -45,7 +45,7 @@ class Lifecycle:
 
     Attributes:
         state: "new" until the agent is started, "closed" from the start of its close.
-        instances: endpoints of the registries that the agent registers with or looks up.
+        instances: endpoints of the registries that the agent registers with, or that it was told to connect to.
         instances_by_request: whether it was created without instances, which its engine names with its requests.
         drains_again: whether the agent drains after `register`: not only because of its `unregister`.
         closed_from: state before `close`.
@@ -263,19 +263,20 @@ class Lifecycle:
             self.check_takes(self._role, begun=True)
             self._mailbox.put(event)
 
-    def add_instance(self, endpoint: str) -> None:
+    def add_instance(self, endpoint: str, *, keep: bool = True) -> None:
         """Decode: adds a prefill instance, and looks it up at its registry if the agent has been started.
+
+        Args:
+            keep: until `remove_instance`; otherwise the state machine forgets it when it is not needed any more.
 
         Raises:
             LocalProtocolError: the agent is closed.
         """
-        if endpoint in self.instances:
-            return
         with self._lock:
             self._check_state()
             if endpoint not in self.instances:
-                self.instances = (*self.instances, endpoint)
-                self._mailbox.put(ev.ConnectInstance(endpoint))
+                self.instances = (*self.instances, endpoint) if keep else self.instances
+                self._mailbox.put(ev.ConnectInstance(endpoint, keep))
 
     def remove_instance(self, endpoint: str) -> None:
         """Decode: forgets a prefill instance; does nothing if the agent does not know it.
@@ -285,13 +286,17 @@ class Lifecycle:
         """
         with self._lock:
             self._check_state()
-            if endpoint in self.instances:
-                self.instances = tuple(instance for instance in self.instances if instance != endpoint)
-                self._mailbox.put(ev.DisconnectInstance(endpoint))
+            self.instances = tuple(instance for instance in self.instances if instance != endpoint)
+            self._mailbox.put(ev.DisconnectInstance(endpoint))
+
+    @property
+    def all_instances(self) -> tuple[str, ...]:
+        """`instances`, and on a decode rank those that rooms have named and that are not forgotten yet."""
+        return tuple(dict.fromkeys((*self.instances, *self._machine.instances)))
 
     def rosters(self) -> list[tuple[str, Roster]]:
         """Returns the endpoint and the last answer of each registry; none before the agent is started."""
-        rosters = [(instance, self._registries.roster(instance)) for instance in self.instances]
+        rosters = [(instance, self._registries.roster(instance)) for instance in self.all_instances]
         return [(instance, roster) for instance, roster in rosters if roster is not None]
 
     def waiting_for(self) -> str | None:
@@ -303,11 +308,11 @@ class Lifecycle:
             return "it has not been started"
         if self.state in ("unregistered", "closed"):
             return UNREGISTERED if self.state == "unregistered" else "it is closed"
-        if not self.instances:
+        if not (instances := self.all_instances):
             return f"{NO_INSTANCE}: its engine names one in connect or receive"
         name, machine = self._name, self._machine
         waits: list[str] = []
-        for instance in self.instances:
+        for instance in instances:
             silent = f"no answer from the registry at {instance}"
             if (roster := self._registries.roster(instance)) is None:
                 waits.append(silent)
@@ -317,7 +322,7 @@ class Lifecycle:
             if self._role == "prefill":
                 return None if any(rank.name == name for rank in roster.ranks) else silent
             if not roster.complete:
-                at = f" at {instance}" if len(self.instances) > 1 and instance not in roster.missing else ""
+                at = f" at {instance}" if len(instances) > 1 and instance not in roster.missing else ""
                 waits.append(f"{roster.missing}{at}" if roster.missing else roster.refused or silent)
             elif not machine.roster(instance):
                 waits.append(f"the ranks of {instance} are not connected yet")
@@ -332,7 +337,7 @@ class Lifecycle:
         """Returns the endpoints of the prefill instances whose ranks are all connected; only on a decode rank."""
         machine = self._machine
         missing = set(machine.missing_peers) if isinstance(machine, DecodeMachine) else set()
-        rosters = [(instance, machine.roster(instance)) for instance in self.instances]
+        rosters = [(instance, machine.roster(instance)) for instance in self.all_instances]
         return [instance for instance, roster in rosters if roster and missing.isdisjoint(roster)]
 
     def kv_dtype(self, instance: str) -> str | None:

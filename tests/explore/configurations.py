@@ -162,6 +162,17 @@ SMALL = (
     _of("a frozen writer's regions are taken back", Scene(rooms=2), freezes=(P0,), restarts=(P0,), releases=1),
     _of("a writer leaves", Scene(writers=2, ring=1), leaves=(P0,)),
     _of("the reader leaves", Scene(rooms=2), leaves=(D,), losses=1),
+    # What was lost is forgotten, and meets the others again.
+    _of("a reader that is well is given up and forgotten", Scene(rooms=2), deaf=((P0, D),), forgets=((P0, D),)),
+    _of("a reader is forgotten, with a loss", Scene(), deaf=((P0, D),), forgets=((P0, D),), losses=1),
+    _of("a writer is forgotten and found again", Scene(rooms=2), forgets=((D, P0),), losses=1),
+    _of(
+        "a frozen writer is forgotten, and goes on",
+        Scene(pages=2, paths=direct),
+        forgets=((D, P0),),
+        freezes=(P0,),
+        restarts=(P0,),
+    ),
     # A room of two decode ranks, through whose keeper alone its other ranks are connected.
     _of("two pairs", two_pairs(), losses=1),
     _of("two pairs from the first call on", two_pairs(opened=False, asked=False)),

@@ -13,7 +13,7 @@ import pytest
 
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import ring as gate_module
-from kvctl_agent.protocol.decode.admission import Instances
+from kvctl_agent.protocol.decode.admission import Handshake
 from kvctl_agent.protocol.decode.reclaim import Reclaim
 from kvctl_agent.protocol.decode.rooms import RecvRoom, RecvRooms, WriterTransfer
 from kvctl_agent.protocol.machine import PeerSessions, Tombstones
@@ -235,7 +235,11 @@ def _goodbye_always_drained(patch: Patch) -> None:
 
 
 def _not_asked_after_a_silence(patch: Patch) -> None:
-    patch.setattr(Instances, "_resynchronise", lambda instances, peer: None)
+    patch.setattr(Handshake, "_resynchronise", lambda handshake, peer: None)
+
+
+def _forgotten_before_it_has_drained(patch: Patch) -> None:
+    patch.setattr(RecvRooms, "unanswered", lambda rooms, room: [])
 
 
 def _recall_drops_nothing(patch: Patch) -> None:
@@ -471,5 +475,12 @@ MUTATIONS = (
         Budget(deaf=((P0, D),)),
         STUCK,
         _not_asked_after_a_silence,
+    ),
+    Mutation(
+        "a writer is forgotten before it has drained",
+        Scene(granted=True),
+        Budget(forgets=((D, P0),), freezes=(P0,)),
+        STUCK,
+        _forgotten_before_it_has_drained,
     ),
 )

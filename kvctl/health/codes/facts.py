@@ -164,6 +164,7 @@ class Silence:
         peer: silent agent.
         lost: whether the peer is lost; otherwise it is suspect.
         closed: whether the peer announced that it closes.
+        needed: whether rooms of the agent need the peer; otherwise it is only remembered, as memory depends on it.
         for_ns: time since the last message of the peer; None if there was none.
         rooms: number of rooms that still wait for the peer.
         error: the reporting agent's error message about the loss; "" if the peer is only suspect.
@@ -174,6 +175,7 @@ class Silence:
     peer: str
     lost: bool
     closed: bool
+    needed: bool
     for_ns: int | None
     rooms: int
     error: str
@@ -199,6 +201,7 @@ def silences(snapshot: Snapshot) -> Mapping[str, list[Silence]]:
                     text(row, "peer"),
                     lost,
                     error.endswith("it was closed"),
+                    row.get("needed") is not False,
                     None if heard is None else int(heard),
                     int(amount(row, "rooms")),
                     error if lost else "",

@@ -113,8 +113,9 @@ def peer_stale(snapshot: Snapshot) -> Iterator[Finding]:
     "needs every rank of the dp group that computes it, so one lost prefill rank stops its whole dp group. Ring "
     "regions and pages that a lost rank might still write are kept until it is proven dead (KV_QUARANTINE). Rooms that "
     "wait for a silent agent are not reported individually: this finding explains them.",
-    remedy="Start the agent again; the others reconnect by themselves. If it still runs, check whether its process is "
-    "stopped or the network between the hosts is interrupted.",
+    remedy="Start the agent again; the others reconnect by themselves. If it comes back under another name, they "
+    "forget the old one: at once on the same host, otherwise after bootstrap_timeout_s or with `kvctl peers forget "
+    "PEER`. If it still runs, check whether its process is stopped or the network between the hosts is interrupted.",
     alert='sum by (instance) (kvctl_peers{state="lost"}) > 0',
 )
 def peer_lost(snapshot: Snapshot) -> Iterator[Finding]:
@@ -182,7 +183,8 @@ def _silent_host(snapshot: Snapshot, host: str, silent: Mapping[str, list[Silenc
     others = sorted({host_of(snapshot, report.agent) for report in reports})
     address = next((text(row_about(snapshot.agents[each.agent], each.peer), "address") for each in reports), "")
     recent = for_ns is None or for_ns < _RECENTLY_LOST_NS
-    needed = any(report.role == "decode" for report in reports)
+    needed = any(report.role == "decode" and report.needed for report in reports)
+    recent = recent and any(report.needed for report in reports)
     since = "" if for_ns is None else f" for {duration(for_ns)}"
     return peer_lost.finding(
         pair(host, listed(others)),
@@ -211,9 +213,12 @@ def _silent_agent(snapshot: Snapshot, name: str, reports: list[Silence], failed:
     lost = [silence for silence in reports if silence.lost]
     closed = bool(lost) and all(silence.closed for silence in lost)
     # No room of its dp group can be opened without it.
-    needed_by = sorted({silence.agent for silence in lost if silence.role == "decode"})
+    needed_by = sorted({silence.agent for silence in lost if silence.role == "decode" and silence.needed})
+    remembered = bool(lost) and not any(silence.needed for silence in lost)
     if closed and not needed_by:
         return  # a decode rank that closed in order: no other agent needs it
+    if remembered and all(silence.role == "prefill" for silence in lost):
+        return  # a decode rank whose place another one has taken; it is forgotten when writes to it have ended
     silent_ns = min((silence.for_ns for silence in reports if silence.for_ns is not None), default=None)
     recent = silent_ns is None or silent_ns < _RECENTLY_LOST_NS
     observed = snapshot.agents.get(name)
@@ -221,12 +226,20 @@ def _silent_agent(snapshot: Snapshot, name: str, reports: list[Silence], failed:
     missed_by = sorted({silence.agent for silence in reports})
     error = next((silence.error for silence in lost if silence.error), "")
     cause, remedy = _explanation(snapshot, name, missed_by, closed, error, silent_ns)
+    if remembered:
+        cause += (
+            f"; no room needs it, but {listed(missed_by)} may keep memory that it could still write (KV_QUARANTINE)"
+        )
+        remedy = (
+            f"`kvctl peers forget {shlex.quote(name)} --force` frees it: first make sure that its process has ended, "
+            "since its writes would corrupt other rooms"
+        )
     if needed_by:
         cause += f"; {listed(needed_by)} cannot open a room of its instance"
     yield peer_lost.finding(
         name,
         severity=Severity.CRITICAL
-        if lost and not closed and not given_up and (needed_by or recent)
+        if lost and not closed and not given_up and not remembered and (needed_by or recent)
         else Severity.WARNING,
         agents=(name, *missed_by),
         since_ns=silent_ns,
@@ -265,8 +278,8 @@ def _explanation(
     if error.endswith("has ended"):
         heard = "" if silent_ns is None else f", last heard {duration(silent_ns)} ago"
         return f"{name} died: {error.rpartition(': ')[2]}{heard}; {peers} lost it", (
-            f"`kvctl peers` shows which agents lost it; start {name} again, and the others reconnect by themselves; "
-            "its own log shows why it died"
+            f"`kvctl peers` shows which agents lost it; start {name} again, and the others reconnect by themselves, or "
+            f"`kvctl peers forget {shlex.quote(name)}` if it has another name now; its own log shows why it died"
         )
     if error and name in snapshot.agents and snapshot.agents[name].observes:
         return f"{peers} gave {name} up: {error}", f"`kvctl peers -e {name}` shows which ranks it hears"
@@ -288,22 +301,24 @@ def _explanation(
             "does not answer must be restarted"
         )
     return f"{silent}, and no agent of that name answers kvctl here", (
-        f"`kvctl agents` shows whether {name} runs; start it again, and the others reconnect by themselves"
+        f"`kvctl agents` shows whether {name} runs; start it again, and the others reconnect by themselves, or "
+        f"`kvctl peers forget {shlex.quote(name)}` if it has another name now"
     )
 
 
 def _reconnected(snapshot: Snapshot, name: str, count: int) -> Finding:
     latest = next(failed for failed in snapshot.once(failed_rooms)["KV_PEER_LOST"] if f"peer {name} (" in failed.text)
+    back = any(text(row, "peer") == name for agent in snapshot.agents.values() for row in agent.peers)
+    now = "connected again" if back else "not needed any more, and forgotten"
     return peer_lost.finding(
         name,
         severity=Severity.WARNING,
         agents=(name, *latest.known_to),
         since_ns=latest.ago_ns,
         weight=count,
-        evidence={"state": "back", "failed_rooms": count, "last_error": latest.text},
-        cause=f"{counted(count, 'room')} failed when {name} was lost, last {duration(latest.ago_ns)} ago; it is "
-        "connected again",
-        remedy=f"`kvctl events -e {latest.known_to[0]}` shows when it was lost and came back; its own log shows why",
+        evidence={"state": "back" if back else "forgotten", "failed_rooms": count, "last_error": latest.text},
+        cause=f"{counted(count, 'room')} failed when {name} was lost, last {duration(latest.ago_ns)} ago; it is {now}",
+        remedy=f"`kvctl events -e {latest.known_to[0]}` shows when it was lost and what followed; its log shows why",
     )
 
 

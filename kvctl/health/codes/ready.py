@@ -50,6 +50,8 @@ def not_ready(snapshot: Snapshot) -> Iterator[Finding]:
             continue
         if any(name in snapshot.once(absent) for name in named_in(reason, known)):
             continue
+        if reason.startswith(NO_INSTANCE) and amount(inner(agent.status, "rooms_finished_total"), "Success"):
+            continue  # it has forgotten the instances that its engine named, since they have ended
         if agent.status.get("draining") or reason == UNREGISTERED or amount(agent.status, "uptime_ns") < _STARTUP_NS:
             continue
         by_reason.setdefault(reason, []).append(agent)

@@ -39,6 +39,7 @@ STUCK = (
 MESSAGES = (
     "hello",
     "hello-ack",
+    "hello-wanted",
     "heartbeat",
     "room-open",
     "room-kept",

@@ -375,7 +375,7 @@ class KvctlKVManager(CommonKVManager):
             self.agent.disconnect(former)  # first: the ranks of both have the same names
             self.prefill_info_table.pop(bootstrap_addr, None)  # the new server may be laid out otherwise
             self.try_ensure_parallel_info(bootstrap_addr)
-        self.agent.connect(endpoint)
+        self.agent.connect(endpoint, keep=False)
         self._instances[bootstrap_addr, dp_rank] = endpoint
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:

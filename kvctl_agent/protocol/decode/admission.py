@@ -33,6 +33,7 @@ from kvctl_agent.layout.plan import (
 from kvctl_agent.layout.plan_inputs import PlanInputs, Wire
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.decode.instances import Instances
 from kvctl_agent.protocol.decode.rooms import DecodeState, FinalKey, RecvRoom, RecvRooms, TablePages, opening_at
 from kvctl_agent.protocol.machine import MachineContext, PeerSessions
 from kvctl_agent.protocol.peer import Peer, PeerPlan, PeerState, plan_with_peer
@@ -46,6 +47,7 @@ class RecvAdmission:
     context: MachineContext
     state: DecodeState
     rooms: RecvRooms
+    instances: Instances
 
     def on_open_room(self, event: ev.OpenRoom) -> None:
         context = self.context
@@ -83,27 +85,20 @@ class RecvAdmission:
         room = RecvRoom(opening, event.instance, *given, record, context.now_ns)
         self.state.rooms[event.room] = room
         self.rooms.enter(room, RoomState.BOOTSTRAPPING)
+        instance = self.instances.find(event.instance)
         if event.refusal:
-            self.find(event.instance)
             self.rooms.fail(room, context.failure("ABORTED", event.refusal))
             self._open(room)
             return
-        if clash := self.state.clashes.get(event.instance):
-            self.rooms.fail(room, context.failure("KV_COMPAT_MISMATCH", clash))
+        if instance.clash:
+            self.rooms.fail(room, context.failure("KV_COMPAT_MISMATCH", instance.clash))
             return
-        self.find(event.instance)
         for name in self.rooms.ranks_of(room):
             peer = context.peers[name]
             if peer.state is PeerState.REFUSED:
                 self.rooms.fail(room, context.failure("KV_COMPAT_MISMATCH", peer.refusal))
                 return
         self._open(room)
-
-    def find(self, instance: str) -> None:
-        """Looks a prefill instance up, unless that was done before."""
-        if instance not in self.state.rosters:
-            self.state.rosters[instance] = ()
-            self.context.actions.append(ev.FindInstance(instance))
 
     def open_waiting(self) -> None:
         """Opens the waiting rooms whose prefill instance is ready now."""
@@ -214,7 +209,7 @@ class RecvAdmission:
                 chunks[key] = writer_cells(inputs, room.room, writer, reader, total, prefix, table)
             return chunks[key]
 
-        names = self.state.rosters[room.instance]
+        names = self.state.roster(room.instance)
         if len(names) != inputs.prefill.size:
             raise LayoutError(f"the registry names {len(names)} of the instance's {inputs.prefill.size} ranks")
         incarnations, awaited, kept = {}, [], []
@@ -233,34 +228,34 @@ class RecvAdmission:
 
 
 @dataclass(eq=False)
-class Instances:
-    """Tracks the rosters of the prefill instances, and performs the handshake with their ranks."""
+class Handshake:
+    """Performs the handshake with the ranks of the prefill instances."""
 
     context: MachineContext
     state: DecodeState
     rooms: RecvRooms
+    instances: Instances
     admission: RecvAdmission
     sessions: PeerSessions
 
     def on_roster_known(self, event: ev.RosterKnown) -> None:
+        instance = self.instances.answered(event.instance)
         for name in event.names:
-            other = self._instance_of(name)
+            other = self.instances.of_rank(name)
             if other in ("", event.instance):
                 continue
             if not self.context.is_ready(name):
-                self.state.rosters[other] = ()  # the rank has moved to this instance
+                self.state.instances[other].roster = ()  # the rank has moved to this instance
             else:
                 text = (
                     f"{name} of {event.instance} is in use by the instance at {other}: give every agent its own name, "
                     "or set name_suffix"
                 )
                 self.context.note("name-taken", text, "error", peer=name)
-                self.state.clashes[event.instance] = text
+                instance.clash = text
                 self.admission.fail_waiting(event.instance, self.context.failure("KV_COMPAT_MISMATCH", text))
                 return
-        self.state.clashes.pop(event.instance, None)
-        self.state.absent_ranks.pop(event.instance, None)
-        self.state.rosters[event.instance] = event.names
+        instance.roster, instance.absent, instance.clash = event.names, "", ""
         for number, name in enumerate(event.names):
             peer = self.context.peers.setdefault(name, Peer(name, self.context.timing))
             peer.registered = event.incarnations[number] if event.incarnations else 0
@@ -269,43 +264,9 @@ class Instances:
 
     def on_renew_rooms(self, event: ev.RenewRooms) -> None:
         """Sends RoomRenew to the ready ranks of an instance; looks the instance up if it is not known yet."""
-        self.admission.find(event.instance)
-        for name in self.state.rosters[event.instance]:
+        for name in self.instances.find(event.instance).roster:
             if self.context.is_ready(name):
                 self.context.send(name, msg.RoomRenew(list(event.rooms)))
-
-    def on_connect_instance(self, event: ev.ConnectInstance) -> None:
-        self.admission.find(event.instance)
-
-    def on_disconnect_instance(self, event: ev.DisconnectInstance) -> None:
-        """Fails the rooms of an instance, and forgets its roster, and its ranks once no room waits for their writes."""
-        for room in list(self.state.rooms.values()):
-            if room.instance == event.instance:
-                text = f"room {room.room}: its prefill instance at {event.instance} was disconnected by the engine"
-                self.rooms.fail(room, self.context.failure("KV_PEER_LOST", text))
-        for known in (self.state.rosters, self.state.absent_ranks, self.state.clashes):
-            known.pop(event.instance, None)
-        for room in [room for room in self.state.unopened.values() if room.instance == event.instance]:
-            del self.state.unopened[room.room]
-        self.context.actions.append(ev.ForgetInstance(event.instance))
-        self.forget_departed()
-        self.retry_clashes()  # the instance may have used the rank names of its successor
-
-    def on_roster_missing(self, event: ev.RosterMissing) -> None:
-        self.state.absent_ranks[event.instance] = event.text
-
-    def _instance_of(self, name: str) -> str:
-        """Returns the registry address of the instance that a rank belongs to; "" if the rank is on no roster."""
-        return next((instance for instance, roster in self.state.rosters.items() if name in roster), "")
-
-    def forget_departed(self) -> None:
-        """Removes peers that are on no roster any more, once no room waits for their writes."""
-        departed = self.context.peers.keys() - {name for roster in self.state.rosters.values() for name in roster}
-        if not departed:
-            return
-        for name in sorted(departed.difference(*(room.transfers for room in self.state.rooms.values()))):
-            del self.context.peers[name]
-            self.context.actions.append(ev.ForgetPeer(name))
 
     def send_hello(self) -> None:
         """Sends Hello, when due, to ranks that are not ready, have not answered or have registered a new incarnation.
@@ -324,10 +285,10 @@ class Instances:
                 peer.hello_due_ns = context.now_ns + (timing.suspect_ns if refused else timing.resend_ns)
                 context.send(name, msg.Hello(msg.PROTOCOL_VERSION, context.local.peer_info()))
 
-    def retry_clashes(self) -> None:
-        """Looks up again the instances that share a rank name with another one, which may not use the name any more."""
-        for instance in self.state.clashes:
-            self.context.actions.append(ev.FindInstance(instance))
+    def on_hello_wanted(self, peer: Peer, message: msg.HelloWanted) -> None:
+        if not peer.hello_due_ns:
+            peer.hello_due_ns = self.context.now_ns
+            self.send_hello()
 
     def on_hello_ack(self, event: ev.Received, message: msg.HelloAck) -> None:
         context, timing = self.context, self.context.timing
@@ -373,8 +334,7 @@ class Instances:
             if not known:
                 self._refuse(peer)
             return
-        peer.state = PeerState.READY
-        context.note("peer-ready", f"{peer_name} is ready (incarnation {incarnation:016x})", peer=peer_name)
+        self.sessions.ready(peer)
         self._resynchronise(peer)
         self.admission.open_waiting()
 
@@ -394,7 +354,7 @@ class Instances:
         context = self.context
         context.note("peer-refused", peer.refusal, "error", peer=peer.name)
         failure = context.failure("KV_COMPAT_MISMATCH", peer.refusal)
-        self.admission.fail_waiting(self._instance_of(peer.name), failure, peer.name)
+        self.admission.fail_waiting(self.instances.of_rank(peer.name), failure, peer.name)
 
     def _pair(self, message: msg.HelloAck) -> PeerPlan:
         """Returns the plan inputs of this rank and the sender of a HelloAck, or the factors in which they differ."""
@@ -408,9 +368,8 @@ class Instances:
 
     def _mismatch_with_roster(self, name: str, info: msg.PeerInfo) -> str:
         """Returns how the sizes and unique rank in a peer's info differ from the roster, as text; "" if they agree."""
-        if not (instance := self._instance_of(name)):
+        if not (roster := self.state.roster(self.instances.of_rank(name))):
             return ""  # the rank has left its instance, and only has to drain
-        roster = self.state.rosters[instance]
         if prod(info.sizes) != len(roster):
             return f"{len(roster)} ranks on the roster ≠ {prod(info.sizes)} by its sizes"
         if name not in roster or roster.index(name) != info.unique_rank:
@@ -419,7 +378,7 @@ class Instances:
 
     def _mismatches_with_others(self, name: str, inputs: PlanInputs) -> tuple[str, ...]:
         """Returns the plan factors in which a rank differs from a ready rank of its instance; empty if none differ."""
-        for other in self.state.rosters.get(self._instance_of(name), ()):
+        for other in self.state.roster(self.instances.of_rank(name)):
             known = self.context.peers[other].inputs
             if other != name and self.context.is_ready(other) and known is not None and known != inputs:
                 factors = plan_inputs.differences(known.to_wire(), inputs.to_wire())

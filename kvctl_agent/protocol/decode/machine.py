@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.decode.admission import Instances, RecvAdmission
+from kvctl_agent.protocol.decode.admission import Handshake, RecvAdmission
+from kvctl_agent.protocol.decode.instances import Instances
 from kvctl_agent.protocol.decode.landing import Grants, Landing
 from kvctl_agent.protocol.decode.reclaim import Reclaim
 from kvctl_agent.protocol.decode.rooms import DecodeState, RecvRoom, RecvRooms
@@ -30,24 +31,26 @@ class DecodeMachine(Machine):
         grants = self._grants = Grants(context, state, rooms)
         landing = Landing(context, state, rooms, grants)
         reclaim = self._reclaim = Reclaim(context, state, rooms, grants)
-        admission = self._admission = RecvAdmission(context, state, rooms)
         sessions = PeerSessions(context, self._on_peer_lost, reclaim.on_former_ended, grants.watermark)
-        instances = self._instances = Instances(context, state, rooms, admission, sessions)
+        instances = self._instances = Instances(context, state, rooms, sessions, reclaim)
+        admission = self._admission = RecvAdmission(context, state, rooms, instances)
+        handshake = self._greeting = Handshake(context, state, rooms, instances, admission, sessions)
         super().__init__(context, state, sessions, rooms.find, rooms.fail)
         self._events = {
             # the engine
             ev.OpenRoom: admission.on_open_room,
             ev.Recall: rooms.on_recall,
-            ev.RenewRooms: instances.on_renew_rooms,
+            ev.RenewRooms: handshake.on_renew_rooms,
             ev.ConnectInstance: instances.on_connect_instance,
             ev.DisconnectInstance: instances.on_disconnect_instance,
             ev.AbortRoom: self.on_abort_room,
             # the control channel and the registry
             ev.Received: self.on_received,
             ev.Unsendable: self.on_unsendable,
-            ev.RosterKnown: instances.on_roster_known,
+            ev.RosterKnown: handshake.on_roster_known,
             ev.RosterMissing: instances.on_roster_missing,
-            ev.PeerUnusable: instances.on_peer_unusable,
+            ev.PeerUnusable: handshake.on_peer_unusable,
+            ev.InstanceUnreachable: instances.on_instance_unreachable,
             ev.PeerDead: sessions.on_peer_dead,
             # transport and copies
             ev.Arrived: landing.on_arrived,
@@ -56,16 +59,18 @@ class DecodeMachine(Machine):
             ev.Checked: landing.on_checked,
             # the operator, and time
             ev.ReleaseHeld: reclaim.on_release_held,
+            ev.Forget: instances.on_forget,
             ev.SetTimeouts: self.on_set_timeouts,
             ev.Drain: lambda event: None,  # the agent itself takes no new rooms then
             ev.Shutdown: sessions.on_shutdown,
             ev.Tick: self.on_tick,
         }
         self._handshake = {
-            msg.HelloAck: instances.on_hello_ack,
+            msg.HelloAck: handshake.on_hello_ack,
         }
         self._messages = {
             msg.Heartbeat: self.on_heartbeat,
+            msg.HelloWanted: handshake.on_hello_wanted,
             msg.Bye: sessions.on_bye,
             msg.RoomAccepted: rooms.on_room_accepted,
             msg.RoomRefused: reclaim.on_room_refused,
@@ -83,13 +88,14 @@ class DecodeMachine(Machine):
             msg.RoomDrained: reclaim.on_former_drained,
         }
         self._lost_messages = {}
+        self._unknown_messages = {}
 
     def on_tick(self, event: ev.Tick) -> None:
         self._sessions.check(event.stalled_ns)
         self.state.tombstones.expire(self._context.now_ns)
         self._reclaim.forget_former()
-        self._instances.forget_departed()
-        self._instances.send_hello()
+        self._instances.forget_unneeded()
+        self._greeting.send_hello()
         self._admission.open_failed()
         self._rooms.check(event.stalled_ns)
         self._grants.unblock()
@@ -101,7 +107,11 @@ class DecodeMachine(Machine):
     # ---- views: safe from any thread --------------------------------------------------------------------------
 
     def roster(self, instance: str) -> tuple[str, ...]:
-        return self.state.rosters.get(instance, ())
+        return self.state.roster(instance)
+
+    @property
+    def instances(self) -> tuple[str, ...]:
+        return tuple(self.state.instances)
 
     def ranks_of(self, room: RecvRoom) -> Sequence[str]:
         """Returns the names of the prefill ranks that compute a room; of the whole instance while none is ready."""
@@ -120,8 +130,8 @@ class DecodeMachine(Machine):
     @property
     def missing_peers(self) -> list[str]:
         """Names of the ranks that are on a roster but not ready."""
-        known = list(self.state.rosters.values())
-        return [name for roster in known for name in roster if not self.is_ready(name)]
+        known = list(self.state.instances.values())
+        return [name for instance in known for name in instance.roster if not self.is_ready(name)]
 
     @property
     def quarantined_bytes(self) -> int:

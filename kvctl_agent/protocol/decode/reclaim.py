@@ -23,6 +23,8 @@ from kvctl_agent.protocol.machine import MachineContext, failure_of
 from kvctl_agent.protocol.peer import Peer
 from kvctl_agent.protocol.ring import Allocation, RegionState
 
+_SHOWN = 5  # rooms that an answer names
+
 
 @dataclass(eq=False)
 class Reclaim:
@@ -141,7 +143,7 @@ class Reclaim:
         ):
             self._revoke_or_retire(allocation, what, ticket, force=event.force)
         elif not event.force:
-            self.context.answer(ticket, "refused", f"{what}: {self._unproven([self._transfer_of(allocation)])}")
+            self.context.answer(ticket, "refused", f"{what}: {self._writers_of([self._transfer_of(allocation)])}")
         else:
             room = self.state.rooms.get(allocation.room.room)
             if room is not None and room.nonce != allocation.room.nonce:
@@ -198,11 +200,9 @@ class Reclaim:
             )
             return
         if not event.force:
-            self.context.answer(ticket, "refused", f"room {number}: {self._unproven(stuck)}")
+            self.context.answer(ticket, "refused", self.unproven([(room, transfer) for transfer in stuck]))
             return
-        freed = self._free_by_force(room, stuck)
-        self.grants.unblock()
-        self.rooms.settle(room)
+        freed = self.free_by_force(room, stuck)
         left = "its pages are the engine's again" if room.released else "its pages are still held"
         rest = [transfer.peer for transfer in room.transfers.values() if not transfer.drained]
         if rest:
@@ -211,25 +211,43 @@ class Reclaim:
         text = f"room {number}: {regions} freed by force, and {left}"
         self.context.answer(ticket, "released", text, freed=freed, drained=tuple(transfer.peer for transfer in stuck))
 
-    def _free_by_force(self, room: RecvRoom, transfers: list[WriterTransfer]) -> tuple[int, ...]:
-        """Frees the regions of writers that an operator has declared gone; returns the serials of the regions."""
+    def held_for(self, writer: str) -> list[tuple[RecvRoom, WriterTransfer]]:
+        """Returns the failed rooms whose memory is kept because a rank, in any incarnation, may still write it."""
+        found = [(room, room.transfers.get(writer)) for room in self.state.rooms.values() if room.failure is not None]
+        return [(room, transfer) for room, transfer in found if transfer is not None and not transfer.drained]
+
+    def free_by_force(self, room: RecvRoom, transfers: list[WriterTransfer]) -> tuple[int, ...]:
+        """Frees what a failed room holds for writers that an operator has declared gone.
+
+        Returns:
+            the serials of the ring regions that were freed.
+        """
         allocations: list[Allocation] = []
         for transfer in transfers:
             transfer.acked = transfer.drained = True
             allocations += self.state.grant_table.unlanded(room.key_of(transfer.peer))
         self.grants.free(allocations)
+        self.grants.unblock()
+        self.rooms.settle(room)
         return tuple(sorted(allocation.region.serial for allocation in allocations))
 
     def _transfer_of(self, allocation: Allocation) -> WriterTransfer:
         return self.state.rooms[allocation.room.room].transfers[allocation.room.peer]  # a room outlives its regions
 
-    def _unproven(self, transfers: list[WriterTransfer]) -> str:
+    def unproven(self, held: list[tuple[RecvRoom, WriterTransfer]]) -> str:
+        """Returns the answer to an operator about failed rooms: which writers may still write their memory."""
+        numbers = list(dict.fromkeys(str(room.room) for room, _ in held))
+        more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
+        rooms = f"room{'s' * (len(numbers) != 1)} {', '.join(numbers[:_SHOWN])}{more}"
+        return f"{rooms}: {self._writers_of([transfer for _, transfer in held])}"
+
+    def _writers_of(self, transfers: list[WriterTransfer]) -> str:
         """Returns the answer to an operator: which writers may still write the memory, and how to release it safely."""
-        writers: list[str] = []
+        writers: dict[str, None] = {}
         for transfer in transfers:
             peer = self.context.peers.get(transfer.peer)
             info = peer.info_of(transfer.incarnation) if peer is not None else None
-            writers.append(f"{transfer.peer} ({info.process})" if info is not None else transfer.peer)
+            writers[f"{transfer.peer} ({info.process})" if info is not None else transfer.peer] = None
         return (
             f"{', '.join(writers)} may still write to it, and nothing proves that it will not: "
             "end that process, or make sure that it is gone, then release it with force"

@@ -267,14 +267,35 @@ class RecvRoom:
         return "the checksums of final parts were not taken" if self.checks else "nothing is missing"
 
 
+@dataclass(slots=True, eq=False)
+class PrefillInstance:
+    """One prefill instance.
+
+    Attributes:
+        roster: names of its ranks in the order of unique ranks; empty until all are registered.
+        absent: while it is incomplete, the missing ranks as its registry reports them; "" if it has not answered.
+        retry: it could not be connected to for lack of file descriptors, and is looked up again.
+        clash: message about a rank name that another instance uses; "" if there is none.
+        keep: the agent was created with it, or its engine has connected to it, so it is not forgotten.
+        named_ns: monotonic time at which the engine last named it.
+        needed_ns: monotonic time at which a rank was last usable, or a room was open.
+    """
+
+    roster: tuple[str, ...] = ()
+    absent: str = ""
+    retry: bool = False
+    clash: str = ""
+    keep: bool = False
+    named_ns: int = 0
+    needed_ns: int = 0
+
+
 class DecodeState:
     """All state that a decode machine keeps between two events.
 
     Attributes:
         peers: prefill ranks by name.
-        rosters: names of the ranks of each prefill instance; instances are named by their registry's address.
-        absent_ranks: by incomplete instance, the missing ranks as its registry reports them, as text.
-        clashes: by instance, a message about a rank name that another instance uses.
+        instances: prefill instances by the address of their registry.
         rooms: rooms by number, until they have ended on all ranks.
         unopened: by number, rooms that failed before they could be opened; oldest first.
         tombstones: ended rooms, and whether each was successful.
@@ -283,13 +304,16 @@ class DecodeState:
 
     def __init__(self, local: LocalInfo, timing: Timing) -> None:
         self.peers: dict[str, Peer] = {}
-        self.rosters: dict[str, tuple[str, ...]] = {}
-        self.absent_ranks: dict[str, str] = {}
-        self.clashes: dict[str, str] = {}
+        self.instances: dict[str, PrefillInstance] = {}
         self.rooms: dict[int, RecvRoom] = {}
         self.unopened: dict[int, RecvRoom] = {}
         self.tombstones: Tombstones[bool] = Tombstones(timing.bootstrap_ns)
         self.grant_table = GrantTable(local.ring_bytes)
+
+    def roster(self, instance: str) -> tuple[str, ...]:
+        """Returns the names of an instance's ranks; empty until it is complete. Any thread may call it."""
+        known = self.instances.get(instance)
+        return known.roster if known is not None else ()
 
 
 @dataclass(eq=False)
@@ -320,7 +344,7 @@ class RecvRooms:
 
         None are known before the instance is complete.
         """
-        roster = self.state.rosters.get(room.instance, ())
+        roster = self.state.roster(room.instance)
         inputs = next((self.context.peers[name].inputs for name in roster if self.context.is_ready(name)), None)
         if inputs is None or inputs.prefill.dp == 1 or inputs.prefill.size != len(roster):
             return roster
@@ -330,6 +354,15 @@ class RecvRooms:
         """Returns whether the incarnation at which the room was opened is the peer's present one and usable."""
         peer = self.context.peers.get(transfer.peer)
         return peer is not None and peer.usable and peer.incarnation == transfer.incarnation
+
+    def unanswered(self, room: RecvRoom) -> list[str]:
+        """Returns the ranks that have not drained, of a failed room, or have not acknowledged the end of another."""
+        acknowledged = room.failure is None or room.unopened
+        return [
+            each.peer
+            for each in room.transfers.values()
+            if not ((room.failure is not None and each.drained) or (acknowledged and each.acked))
+        ]
 
     def answer_unknown(self, peer: Peer, number: int, nonce: int) -> None:
         """Sends a writer the outcome of an ended or unknown room, so that the writer does not wait for it for ever."""
@@ -561,7 +594,9 @@ class RecvRooms:
         stuck = f"room {room.room} was stuck in {room.state.label} for {waited / 1e9:.1f} s"
         if room.state is RoomState.BOOTSTRAPPING:
             ranks = self.ranks_of(room)
-            unanswered = not ranks and room.instance not in self.state.absent_ranks
+            instance = self.state.instances.get(room.instance)
+            absent = instance.absent if instance is not None else ""
+            unanswered = not ranks and not absent
             unanswered = unanswered or any(map(self._never_answered, ranks))
             if not room.transfers and waited > timing.suspect_ns and (gone := self._gone(ranks)):
                 self.fail(room, failure("KV_PEER_LOST", f"{stuck}: {gone}"))
@@ -570,8 +605,7 @@ class RecvRooms:
                 silent = silent or [self._absent(name) for name in ranks if not self.context.is_ready(name)]
                 why = f"not accepted by {', '.join(silent)}"
                 if not silent:
-                    missing = self.state.absent_ranks.get(room.instance, "no answer from its registry")
-                    why = f"the prefill instance at {room.instance}: {missing}"
+                    why = f"the prefill instance at {room.instance}: {absent or 'no answer from its registry'}"
                 self.fail(room, failure("KV_ROOM_STUCK_BOOTSTRAP", f"{stuck}: {why}"))
         elif waited > timing.waiting_ns:
             code = "KV_ROOM_STUCK_SCATTER" if room.missing and room.all_landed else "KV_ROOM_STUCK_TRANSFER"

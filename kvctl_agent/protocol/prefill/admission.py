@@ -381,6 +381,7 @@ class Readers:
         if peer.incarnation == incarnation and peer.state is not PeerState.LOST:
             if peer.usable and self.sessions.hear(peer):
                 self.dispatch.on_lease_renewed(peer)
+            peer.heard_ns = self.context.now_ns  # also of a refused one, which is forgotten when it is silent
             if peer.state is not PeerState.CONNECTING:  # otherwise the answer follows once the transport has connected
                 self._send_hello_ack(peer)  # the answer was lost
             return
@@ -428,8 +429,7 @@ class Readers:
         peer = self.context.peers.get(event.peer)
         if peer is None or peer.state is not PeerState.CONNECTING:
             return
-        peer.state = PeerState.READY
-        self.context.note("peer-ready", f"{peer.name} is ready (incarnation {peer.incarnation:016x})", peer=peer.name)
+        self.sessions.ready(peer)
         self._send_hello_ack(peer)
 
     def on_peer_unusable(self, event: ev.PeerUnusable) -> None:
@@ -441,6 +441,35 @@ class Readers:
         peer.fail(event.text)
         self.context.note("peer-refused", f"{peer.name} cannot be written to: {event.text}", "error", peer=peer.name)
         self._send_hello_ack(peer)
+
+    def on_unknown_heartbeat(self, event: ev.Received, message: msg.Heartbeat) -> None:
+        self.context.send(event.peer, msg.HelloWanted(), event.route)
+
+    def forget_over(self) -> None:
+        """Forgets the decode ranks that are over, and of which nothing is in flight."""
+        peers = self.context.peers
+        keep_ns = self.context.timing.bootstrap_ns
+        if over := [(peer, why) for peer in peers.values() if (why := self.sessions.over(peer, keep_ns))]:
+            busy = {transfer.peer for transfer in self.state.transfers.values()}
+            for peer, why in over:
+                if peer.name not in busy:
+                    self._forget(peer, why)
+
+    def _forget(self, peer: Peer, why: str) -> None:
+        self.state.parked.pop(peer.name, None)
+        self.state.credits.pop(peer.name, None)
+        self.sessions.forget(peer, why)
+
+    def on_forget(self, event: ev.Forget) -> None:
+        if (peer := self.sessions.gone(event)) is None:
+            return
+        if busy := sum(transfer.peer == peer.name for transfer in self.state.transfers.values()):
+            rooms = f"{busy} room{'s' * (busy != 1)}"
+            text = f"writes of {rooms} to {peer.name} have not ended, and read this rank's pages: wait for their end"
+            self.context.answer(event.ticket, "refused", text)
+            return
+        self._forget(peer, "an operator asked for it")
+        self.context.answer(event.ticket, "forgotten", f"{peer.name} is forgotten; if it still runs, it connects anew")
 
     def _send_hello_ack(self, peer: Peer) -> None:
         differences = [encodable(text)[: msg.MAX_TEXT] for text in peer.differences]
@@ -459,8 +488,6 @@ class Readers:
             oldest = min(gone, key=lambda peer: peer.heard_ns, default=None)
             if oldest is None:
                 return None
-            del self.context.peers[oldest.name]
-            self.state.parked.pop(oldest.name, None)
-            self.state.credits.pop(oldest.name, None)
+            self._forget(oldest, f"there are {MAX_PEERS} peers")
         peer = self.context.peers[name] = Peer(name, self.context.timing)
         return peer

@@ -43,7 +43,7 @@ class PrefillMachine(Machine):
         admission = SendAdmission(context, state, rooms, staging, dispatch)
         forwards = Forwards(context, state, rooms, staging, dispatch)
         sessions = PeerSessions(context, rooms.on_peer_lost)
-        readers = Readers(context, state, dispatch, sessions)
+        readers = self._readers = Readers(context, state, dispatch, sessions)
         super().__init__(context, state, sessions, rooms.find, rooms.fail, dispatch.on_lease_renewed)
         self.open = state.transfers
         self._events = {
@@ -67,6 +67,7 @@ class PrefillMachine(Machine):
             ev.PartFailed: dispatch.on_part_failed,
             # the operator, and time
             ev.SetTimeouts: self.on_set_timeouts,
+            ev.Forget: readers.on_forget,
             ev.Drain: self.on_drain,
             ev.Shutdown: sessions.on_shutdown,
             ev.Tick: self.on_tick,
@@ -92,6 +93,7 @@ class PrefillMachine(Machine):
         }
         self._former_messages = {}
         self._lost_messages = {msg.RoomAbort: rooms.on_room_abort}
+        self._unknown_messages = {msg.Heartbeat: readers.on_unknown_heartbeat}
 
     def on_set_timeouts(self, event: ev.SetTimeouts) -> None:
         super().on_set_timeouts(event)
@@ -102,6 +104,7 @@ class PrefillMachine(Machine):
 
     def on_tick(self, event: ev.Tick) -> None:
         self._sessions.check(event.stalled_ns)
+        self._readers.forget_over()
         self._rooms.expire()
         self._rooms.check(event.stalled_ns)
 

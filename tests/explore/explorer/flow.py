@@ -33,6 +33,8 @@ class Budget(NamedTuple):
         failures: scatters that fail, as on a device error.
         pauses: agents that stop processing events for any time; their writes in flight may land meanwhile.
         deaf: (agent, peer): the agent loses so many heartbeats of the peer, which is alive, that it gives the peer up.
+        forgets: (agent, peer): a prefill rank is told to forget a peer that it has lost; a decode rank forgets the
+            instance of the peer, and finds it again.
         kills: agents whose process ends at any moment; the proof of death arrives later.
         freezes: agents whose process freezes; posts of its workers happen when it resumes, at any later moment, before
         or after
@@ -53,6 +55,7 @@ class Budget(NamedTuple):
     failures: int = 0
     pauses: tuple[str, ...] = ()
     deaf: tuple[tuple[str, str], ...] = ()
+    forgets: tuple[tuple[str, str], ...] = ()
     kills: tuple[str, ...] = ()
     freezes: tuple[str, ...] = ()
     leaves: tuple[str, ...] = ()

@@ -93,6 +93,15 @@ class Lives(Flow):  # type: ignore[misc]
         state[self._budget] = self._spend(state[self._budget], "releases")
         self._feed(state, step.agent, ("release", step.other), (ev.ReleaseHeld(1, step.other),))
 
+    def _forget(self, state: list[int], step: Step) -> None:
+        name = self.names[step.agent]
+        state[self._budget] = self._spend(state[self._budget], "forgets", (name, step.other))
+        events: tuple[ev.Event, ...] = (ev.Forget(1, step.other),)
+        if role_of(name) == "decode":
+            (roster,) = self.start.rosters
+            events = ev.DisconnectInstance(roster.instance), ev.ConnectInstance(roster.instance), roster
+        self._feed(state, step.agent, ("forget", step.other), events)
+
     def _pause(self, state: list[int], step: Step) -> None:
         state[self._budget] = self._spend(state[self._budget], "pauses", self.names[step.agent])
         state[self._paused] |= 1 << step.agent

@@ -182,8 +182,11 @@ class Space(Lives):  # type: ignore[misc]
             for serial in self.machines.knows[state[agent]].serials if there else ():
                 yield Step("release", agent=agent, other=serial), True
         for name, peer in budget.deaf:
-            if awake[self._at[name]] and self.machines.knows[state[self._at[name]]].peers[peer][1]:
+            if awake[self._at[name]] and self.machines.knows[state[self._at[name]]].peers.get(peer, (0, False, 0))[1]:
                 yield Step("deaf", agent=self._at[name], other=peer), True
+        for name, peer in budget.forgets:
+            if awake[self._at[name]]:
+                yield Step("forget", agent=self._at[name], other=peer), True
         for name in budget.pauses:
             if awake[self._at[name]]:
                 yield Step("pause", agent=self._at[name]), True

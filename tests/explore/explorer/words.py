@@ -45,6 +45,7 @@ def describe(space: Space, state: tuple[int, ...], step: Step) -> str:
             "lapse early": f"{who}: room {step.other} has waited for too long to be opened or claimed",
             "release": f"{who} is told to take allocation {step.other} back",
             "deaf": f"{who} hears nothing from {step.other} for long",
+            "forget": f"{who} forgets {step.other}",
             "pause": f"{who} is paused",
             "kill": f"{who} is killed",
             "freeze": f"{who} is frozen, and what its workers have begun may be written at any time",

@@ -53,6 +53,23 @@ def test_a_decode_rank_that_said_goodbye_is_missed_by_nobody():
     assert fleet.find("KV_PEER_LOST") == []
 
 
+def test_a_decode_rank_whose_place_another_has_taken_is_missed_by_nobody():
+    fleet = killed("decode-1")
+    for name in ("prefill-0", "prefill-1"):
+        fleet.peer(name, "decode-1", needed=False)
+    assert fleet.find("KV_PEER_LOST") == []
+
+
+def test_a_prefill_rank_that_is_remembered_for_its_memory_is_no_reason_why_rooms_fail():
+    fleet = killed()
+    for name in ("decode-0", "decode-1"):
+        fleet.peer(name, "prefill-1", needed=False)
+    (found,) = fleet.find("KV_PEER_LOST")
+    assert found.severity is Severity.WARNING
+    assert "no room needs it" in found.cause
+    assert "`kvctl peers forget prefill-1 --force`" in found.remedy
+
+
 def test_a_prefill_rank_that_said_goodbye_is_missed_by_its_instance():
     fleet = killed()
     for name in ("decode-0", "decode-1"):
@@ -92,6 +109,10 @@ def test_rooms_that_failed_while_it_was_away():
     (found,) = fleet.find("KV_PEER_LOST")
     assert (found.subject, found.severity, found.weight) == ("prefill-1", Severity.WARNING, 2)
     assert "it is connected again" in found.cause
+    for name in ("decode-0", "decode-1"):
+        peers = fleet.answers[name]["peers"]
+        peers[:] = [row for row in peers if row["peer"] != "prefill-1"]
+    assert "it is not needed any more, and forgotten" in fleet.find("KV_PEER_LOST")[0].cause
     fleet.hellos["decode-0"]["now_ns"] += 601 * S
     fleet.hellos["prefill-0"]["now_ns"] += 601 * S
     assert fleet.find("KV_PEER_LOST") == []

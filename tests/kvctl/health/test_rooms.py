@@ -225,6 +225,8 @@ def test_an_engine_in_sleep_mode_is_no_finding():
 def test_a_decode_agent_without_an_instance_is_told_apart_from_missing_ranks():
     fleet = Fleet()
     fleet.status("decode-0", waiting_for=f"{NO_INSTANCE}: its engine names one in connect or receive")
+    assert fleet.examine() == [], "it has served rooms, and forgotten instances that have ended"
+    fleet.status("decode-0", rooms_finished_total={"Success": 0, "Failed": 0})
     (found,) = fleet.examine()
     assert (found.code, found.subject) == ("KV_NOT_READY", "decode-0")
     assert "no prefill instance is known" in found.cause

@@ -42,7 +42,7 @@ ANSWERS: dict[str, Any] = {
     "stacks": list[snapshots.ThreadStack],
 }
 # What acts is asked in test_operate.py.
-ACTS = {"abort", "release", "drain", "resume", "set", "probe"}
+ACTS = {"abort", "release", "forget", "drain", "resume", "set", "probe"}
 FIRST = 1 << 63  # rooms are 64-bit numbers
 
 

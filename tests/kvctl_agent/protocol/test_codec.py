@@ -42,6 +42,7 @@ TAG = Tag(PartKind.KV, 7, 1, 2, 3, PartKey(0, 0, 0, 32)).pack()
 EVERY: list[msg.Message] = [
     msg.Hello(VERSION, WHO),
     msg.HelloAck(VERSION, WHO, 7, ["page_size 64 ≠ 32"]),
+    msg.HelloWanted(),
     msg.Heartbeat(1, 2, 3, [4, 5, 6]),
     msg.RoomOpen(2**64 - 1, 2**64 - 1, b"\1\0\0\0", 0, 1, {"prefill.tp": 2, "cp_mode": "rank0"}, 3),
     msg.RoomOpen(1, 2, b"", 0, 0, {}, -1, [b"\1\0\0\0", b""], True),

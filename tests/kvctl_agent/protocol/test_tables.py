@@ -25,6 +25,7 @@ TO_PREFILL = {
 }
 TO_DECODE = {
     msg.HelloAck,
+    msg.HelloWanted,
     msg.RoomAccepted,
     msg.RoomRefused,
     msg.RoomDrained,
@@ -57,6 +58,7 @@ OF_DECODE = {
     ev.ReleaseHeld,
     ev.RosterKnown,
     ev.RosterMissing,
+    ev.InstanceUnreachable,
 }
 REFUSED: dict[str, tuple[set[Any], set[Any]]] = {
     "decode-0": (OF_PREFILL, TO_PREFILL),

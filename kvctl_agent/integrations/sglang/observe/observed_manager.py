@@ -406,6 +406,7 @@ class ObservedManager:
             "oldest_write_ns": None,
             "tcp": None,
             "process": None,
+            "needed": True,
             "former": [],
             "rooms": rooms,
             "errors_total": None,
