@@ -59,6 +59,7 @@ NOT_HERE = {
     ("staging", "release"),
     ("config", "set"),
     ("peers", "probe"),
+    ("peers", "forget"),
     ("hosts", "ls"),
     ("hosts", "show"),
 }

@@ -212,6 +212,35 @@ class TestRelease:
         assert desk.refusal(fleet.decode[0], "release", room="7")[0] == "unknown-room"
 
 
+class TestForget:
+    def test_a_lost_peer_and_its_instance_with_the_memory_that_it_may_write(self, make_fleet: Any, desk: Desk) -> None:
+        """Its agent no longer answers, and its process, which is ours, lives."""
+        fleet = make_fleet("loopback", prefill=(1, 1), heartbeat_s=0.1, suspect_s=0.8, lost_s=2.0).start()
+        decode = fleet.decode[0]
+        assert desk.refusal(decode, "forget", peer="prefill-0")[1].startswith("prefill-0 is ready, heard ")
+        assert desk.done(decode, "forget", peer="nobody")["result"] == "unchanged"
+        room = fleet.claim(fleet.receive(fleet.room(7, 8)))
+        room.sends[0].prefetch()
+        until(lambda: allocations(fleet))
+        mute(fleet.prefill[0])
+        until(lambda: [row["state"] for row in allocations(fleet)] == ["quarantined"])
+        assert "the agent was told to keep it" in desk.refusal(decode, "forget", peer="prefill-0")[1]
+        decode.disconnect(fleet.bootstrap)
+        until(lambda: not decode.machine.instances)
+        (row,) = desk.ask(decode, "peers")
+        assert (row["state"], row["needed"]) == ("lost", False)
+        assert "nothing proves" in desk.refusal(decode, "forget", peer="prefill-0")[1]
+        done = desk.done(decode, "forget", peer="prefill-0", force=True)
+        assert (done["result"], done["text"]) == (
+            "forgotten",
+            "prefill-0 is forgotten; the memory of 1 room is freed by force",
+        )
+        assert desk.ask(decode, "peers") == allocations(fleet) == []
+        (receive,) = room.receives.values()
+        until(lambda: receive.released)
+        fleet.prefill[0].close(0.5)  # it would wait for a control loop that has gone
+
+
 class TestDrain:
     def test_what_is_in_flight_goes_on_and_nothing_new_begins_until_it_is_resumed(self, fleet: Any, desk: Desk) -> None:
         room = asked(fleet, 7)

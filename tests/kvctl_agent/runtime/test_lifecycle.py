@@ -25,7 +25,7 @@ def wait_for(state: PeerState) -> None:
     peer = SimpleNamespace(name="prefill-0", state=state, differences=("the name decode-0 is in use",))
     roster = SimpleNamespace(refused="", missing="missing tp=1", complete=False)
     registries: Any = SimpleNamespace(roster=lambda instance: roster)
-    machine: Any = SimpleNamespace(peers={"prefill-0": peer})
+    machine: Any = SimpleNamespace(instances=(), peers={"prefill-0": peer})
     local: Any = SimpleNamespace(name="decode-0", role="decode")
     unused: Any = None
     lifecycle = Lifecycle(local, ["ipc:///tmp/boot"], registries, machine, unused, unused, unused)
@@ -66,7 +66,7 @@ class Life(RuleBasedStateMachine):
         self.shut_downs = 0
 
     def components(self) -> tuple[Any, Any, Any, HandleRegistry]:
-        return SimpleNamespace(), SimpleNamespace(rooms={}), Log(), HandleRegistry("decode-0", None)
+        return SimpleNamespace(), SimpleNamespace(rooms={}, instances=()), Log(), HandleRegistry("decode-0", None)
 
     def refused(self, call: Callable[[], Any]) -> Any:
         """Returns what the call returns; None if it is refused, without which it changes nothing."""
