@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -21,6 +22,14 @@ from kvctl_agent.errors import ConfigError
 
 PREFIX = "KVCTL_"
 AUTOMATIC = "auto"  # how file and environment say None, for keys whose default is automatic
+
+# What Kubernetes (and formerly Docker) sets in every pod of a namespace that has a Service named kvctl or kvctl-*, by
+# default. A value with a scheme tells KVCTL_..._PORT from the misspelt name of a key.
+_SERVICE_LINK = re.compile(
+    r"KVCTL_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)_(ADDR|PORT|PROTO))"
+    r"|(?P<scheme>KVCTL_(\w+_)?PORT(_\d+_(TCP|UDP|SCTP))?)"
+)
+_LINK_SCHEMES = ("tcp://", "udp://", "sctp://")
 
 _TRUE = ("1", "true", "on", "yes")
 _FALSE = ("0", "false", "off", "no")
@@ -163,6 +172,8 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Setting]:
         if not variable.startswith(PREFIX) or variable in TOOL_VARIABLES or f"{variable}_".startswith(PLUGIN_PREFIXES):
             continue
         key = by_variable.get(variable)
+        if key is None and _is_service_link(variable, environ[variable]):
+            continue
         if key is None:
             raise ConfigError(
                 f"unknown environment variable {variable}{near(variable, (*by_variable, *TOOL_VARIABLES))}"
@@ -170,6 +181,12 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Setting]:
         origin = f"environment {variable}"
         entries[key.name] = _setting(key, _parsed(key, environ[variable], origin), origin)
     return entries
+
+
+def _is_service_link(variable: str, value: str) -> bool:
+    """Returns whether Kubernetes has set the variable, for a Service whose name begins with kvctl."""
+    link = _SERVICE_LINK.fullmatch(variable)
+    return link is not None and (link["scheme"] is None or value.startswith(_LINK_SCHEMES))
 
 
 def _from_file(environ: Mapping[str, str], file: Path | None) -> dict[str, Setting]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,35 @@ class TestUnknownNames:
         assert not [key for key in KEYS if key.environment.startswith(PLUGIN_PREFIXES)]
         with pytest.raises(ConfigError, match="unknown environment variable KVCTL_VLLMX"):
             load_settings({}, {**nowhere, "KVCTL_VLLMX": "1"})
+
+    @pytest.mark.parametrize("service", ["KVCTL", "KVCTL_PREFILL", "KVCTL_STAGING", "KVCTL_SGLANG"])
+    def test_variables_of_kubernetes_services_are_not_mistakes(self, nowhere: dict[str, str], service: str) -> None:
+        links = {
+            "SERVICE_HOST": "10.0.0.1",
+            "SERVICE_PORT": "14579",
+            "SERVICE_PORT_BOOTSTRAP": "14579",
+            "PORT": "tcp://10.0.0.1:14579",
+        }
+        for protocol in ("tcp", "udp", "sctp"):
+            port = f"PORT_14579_{protocol.upper()}"
+            links[port] = f"{protocol}://[fd00::1]:14579"
+            links |= {f"{port}_ADDR": "fd00::1", f"{port}_PORT": "14579", f"{port}_PROTO": protocol}
+        environ = {f"{service}_{name}": value for name, value in links.items()}
+        assert load_settings({}, {**nowhere, **environ}) == load_settings({}, nowhere)
+
+    def test_no_key_and_no_option_has_such_a_name(self) -> None:
+        names = [key.environment for key in KEYS] + list(TOOL_VARIABLES)
+        assert not [name for name in names if re.search("_SERVICE_HOST|_SERVICE_PORT|_PORT(_|$)", name)]
+
+    @pytest.mark.parametrize(
+        ("variable", "value"),
+        [("KVCTL_METRICS_PORT", "9000"), ("KVCTL_PORT", ""), ("KVCTL_SERVICE", "x"), ("KVCTL_PORT_A_TCP", "tcp://a:1")],
+    )
+    def test_what_kubernetes_would_not_set_is_a_mistake(
+        self, nowhere: dict[str, str], variable: str, value: str
+    ) -> None:
+        with pytest.raises(ConfigError, match=f"unknown environment variable {variable}"):
+            load_settings({}, {**nowhere, variable: value})
 
     def test_no_variable_of_the_tool_is_a_keys_variable(self) -> None:
         assert not {key.environment for key in KEYS} & set(TOOL_VARIABLES)
