@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kvctl.errors import CliError
 from kvctl.exit_codes import CheckState, ExitCode
 from kvctl_agent.contract.addresses import Address, AddressError, parse_listening
-from kvctl_agent.contract.http_server import Answer, Page, PageServer, Request
+from kvctl_agent.contract.http_server import Answer, Page, PageServer
 
 _KEPT_S = 1.0
 _JSON = "application/json"
@@ -36,7 +36,7 @@ class SharedChecks:
     """Carries out the checks for all clients, one check at a time and at most once a second.
 
     Args:
-        check: carries out the checks, on the thread of a client.
+        check: carries out the checks, on a thread of the server.
     """
 
     def __init__(self, check: Callable[[], CheckResult]) -> None:
@@ -55,17 +55,17 @@ class SharedChecks:
 
     def pages(self) -> dict[str, Page]:
         """Returns the pages: `/` is text, or JSON if the client accepts only that; `/json` is JSON."""
+        return {
+            "/": lambda accept: self._json if accept.startswith(_JSON) else self._text,
+            "/json": lambda _: self._json,
+        }
 
-        def page(request: Request) -> Answer:
-            as_json = request.headers.get("Accept", "").strip().startswith(_JSON)
-            return self._answer(as_json)
-
-        return {"/": page, "/json": lambda _: self._answer(True)}
-
-    def _answer(self, as_json: bool) -> Answer:
+    def _json(self) -> Answer:
         result = self.result()
-        if as_json:
-            return Answer(_STATUS[result.state], result.json.encode(), _JSON)
+        return Answer(_STATUS[result.state], result.json.encode(), _JSON)
+
+    def _text(self) -> Answer:
+        result = self.result()
         return Answer(_STATUS[result.state], result.text.encode())
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 
-from kvctl_agent.contract.http_server import Answer, Page, Request, text_answer
+from kvctl_agent.contract.http_server import Answer, Page, text_answer
 from kvctl_agent.runtime.control_loop import ControlLoop
 from kvctl_agent.runtime.lifecycle import Lifecycle
 
@@ -52,14 +52,14 @@ class Check:
 def probe_page(name: str, checks: Callable[[], Sequence[Check]]) -> Page:
     """Returns a page that answers 200 if all checks pass, and 503 otherwise, with one line per check."""
 
-    def page(_: Request) -> Answer:
+    def answer() -> Answer:
         found = checks()
         failed = any(check.problem for check in found)
         lines = [*(check.line() for check in found), f"{name} check {'failed' if failed else 'passed'}"]
         status = HTTPStatus.SERVICE_UNAVAILABLE if failed else HTTPStatus.OK
         return text_answer(status, "".join(f"{line}\n" for line in lines))
 
-    return page
+    return lambda _: answer
 
 
 def readiness(lifecycle: Lifecycle, role: str) -> list[Check]:

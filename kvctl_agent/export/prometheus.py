@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from kvctl_agent.contract.http_server import Answer, Page, Request, text_answer
+from kvctl_agent.contract.http_server import Answer, Page, text_answer
 from kvctl_agent.contract.snapshots import MetricFamily
 
 if TYPE_CHECKING:
@@ -17,6 +18,16 @@ if TYPE_CHECKING:
 Families = Callable[[], list[MetricFamily]]
 
 _TOTAL = "_total"
+# A client may name any version, and the library names it in the answer: others than these get plain text.
+_ACCEPTED = (
+    "",
+    "application/openmetrics-text",
+    *(
+        f"{kind}; version=1.0.0; escaping={escaping}"
+        for kind in ("application/openmetrics-text", "text/plain")
+        for escaping in ("allow-utf-8", "underscores", "dots", "values")
+    ),
+)
 _MISSING = "metrics need prometheus-client: pip install 'kvctl[prometheus]'\n"
 
 
@@ -31,18 +42,21 @@ def metrics_page(labels: dict[str, str], families: Families) -> Page:
         from prometheus_client import CollectorRegistry, ProcessCollector
         from prometheus_client.exposition import choose_encoder
     except ImportError:
-        return lambda _: text_answer(HTTPStatus.NOT_IMPLEMENTED, _MISSING)
+        missing = partial(text_answer, HTTPStatus.NOT_IMPLEMENTED, _MISSING)
+        return lambda _: missing
     registry = CollectorRegistry(auto_describe=False)
     _register(registry, labels, families)
     ProcessCollector(registry=registry)
     scraping = threading.Lock()
 
-    def page(request: Request) -> Answer:
-        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+    def scrape(encode: Callable[[CollectorRegistry], bytes], content_type: str) -> Answer:
         with scraping:
             return Answer(HTTPStatus.OK, encode(registry), content_type)
 
-    return page
+    encoders = {content_type: encode for encode, content_type in map(choose_encoder, _ACCEPTED)}
+    by_type = {content_type: partial(scrape, encode, content_type) for content_type, encode in encoders.items()}
+    plain = by_type[choose_encoder("")[1]]
+    return lambda accept: by_type.get(choose_encoder(accept)[1], plain)
 
 
 def _register(registry: CollectorRegistry, labels: dict[str, str], families: Families) -> None:

@@ -20,7 +20,6 @@ import pytest
 from kvctl.commands import check_server
 from kvctl.commands.check_server import CheckResult, SharedChecks
 from kvctl.exit_codes import CheckState
-from kvctl_agent.contract.http_server import Request
 
 
 @contextmanager
@@ -93,7 +92,7 @@ def checks(state: CheckState, entered: Callable[[], None] = lambda: None) -> tup
     [(CheckState.OK, 200), (CheckState.WARNING, 200), (CheckState.CRITICAL, 503), (CheckState.UNKNOWN, 503)],
 )
 def test_a_warning_takes_nothing_out_of_service(state: CheckState, status: int) -> None:
-    answer = checks(state)[0].pages()["/"](Request("", {}))
+    answer = checks(state)[0].pages()["/"]("")()
     assert (answer.status, answer.body) == (HTTPStatus(status), b"text")
 
 
