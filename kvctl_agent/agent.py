@@ -53,6 +53,7 @@ from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.rank import Rank
 from kvctl_agent.request_id import check_request_id, valid_traceparent
 from kvctl_agent.runtime import control_endpoints
+from kvctl_agent.runtime.bootstrap import decline
 from kvctl_agent.runtime.handles import (
     OnState,
     PoolLimits,
@@ -664,6 +665,10 @@ class Agent:
         handle = Receive(room, _discard if fake else parts.mailbox.put, parts.pool.device)
         return self._begin(parts, handle, opening, fake, fake, written(opening))
 
+    def is_open(self, room: int) -> bool:
+        """Whether a room of this number has not ended here, or its pages may not be reused yet: it is in use."""
+        return self.parts.handles.is_open(room)
+
     def refuse(self, room: int, reason: str, *, prefill: str | None = None) -> None:
         """Decode: ends a room for which this engine has no pages and will have none; returns without waiting.
 
@@ -686,12 +691,34 @@ class Agent:
         parts.lifecycle.check_takes("decode", begun=True)
         if not isinstance(reason, str) or not reason:
             raise LocalProtocolError(f"room {room}: reason is {shown(reason)}: it must be text")
-        if parts.handles.is_open(room):
+        if self.is_open(room):
             raise LocalProtocolError(f"room {room} is open on {self.name}: abort it")
         opening = self._limits(parts).opening(
             room, self._instance(prefill, f"room {room}: "), (), 0, None, (), True, None, ()
         )
         parts.lifecycle.post(msgspec.structs.replace(opening, refusal=encodable(str(reason[:MAX_TEXT]))))
+
+    def decline(self, room: int, reason: str, *, prefill: str, timeout_s: float = 5.0) -> None:
+        """Prefill: tells another prefill instance that its engine will not send a room; waits for the answer.
+
+        For a server of several instances that learns on the wrong one that decode ranks open the room at the other. The
+        room fails with code ABORTED on the decode ranks that have opened it there, or do so later.
+
+        Args:
+            room: the request's bootstrap_room, an unsigned 64-bit number.
+            reason: text, cut to 4096 characters.
+            prefill: registry endpoint of the other instance.
+            timeout_s: longest time to wait for its answer.
+
+        Raises:
+            LocalProtocolError: the room is not an unsigned 64-bit number, or this is not a running prefill agent.
+            ConfigError: `prefill` is not an endpoint, or needs keys.
+            DeadlineExceeded: the instance has not answered; the text names it.
+        """
+        room = check_room(room)
+        self.parts.lifecycle.check_takes("prefill", begun=True)
+        self._check_endpoint(prefill)
+        decline(prefill, room, encodable(reason[:MAX_TEXT]), self._arguments[3], timeout_s)
 
     def renew(self, rooms: Sequence[int], *, prefill: str | None = None) -> None:
         """Decode: asks a prefill instance to keep rooms that this engine is going to open.

@@ -69,6 +69,17 @@ class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
     at: Whereabouts = NOWHERE
 
 
+class Decline(msgspec.Struct, frozen=True, tag="decline"):
+    """Tells the instance that its engine will not send a room, which decode ranks may open: they fail with `reason`."""
+
+    room: int
+    reason: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.room < 1 << 64:
+            raise ValueError(f"{self.room} is no room number")
+
+
 class Roster(msgspec.Struct, frozen=True, tag="roster"):
     """Answer to Register and Lookup: the registered ranks in the order of unique ranks; the missing ones as text."""
 
@@ -83,7 +94,7 @@ class Roster(msgspec.Struct, frozen=True, tag="roster"):
         return bool(self.size) and not self.missing and not self.refused
 
 
-Request = Register | Lookup
+Request = Register | Lookup | Decline
 
 encode = msgspec.msgpack.Encoder().encode
 _request: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
@@ -157,7 +168,7 @@ class Registry:
         self._replies = 0
 
     def answer(self, request: Request, now_ns: int, address: str = "") -> Roster:
-        """Registers the sender of a Register request; returns the roster for either request. Never raises.
+        """Registers the sender of a Register request; returns the roster for any request. Never raises.
 
         Args:
             address: IP address of the sender; "" over a Unix socket.
@@ -167,7 +178,7 @@ class Registry:
             refused = self._register(request.rank, now_ns)
             if not refused:
                 self._addresses[self._by_name[request.rank.name]] = address
-        else:
+        elif isinstance(request, Lookup):
             self._note_decode(request, now_ns, address)
         ranks = [self._ranks[unique] for unique in sorted(self._ranks)]
         return Roster(ranks, self._side.size if self._side else 0, self._missing(), refused)

@@ -210,6 +210,13 @@ class AbortRoom(Event, frozen=True):
     ticket: int = 0
 
 
+class DeclineRoom(Event, frozen=True):
+    """Prefill: the engine will not send this room, which decode ranks may have opened or open later."""
+
+    room: int
+    reason: str
+
+
 class ReleaseHeld(Event, frozen=True):
     """Decode operator: free one ring allocation, or all memory that a failed room keeps for lost or silent writers.
 

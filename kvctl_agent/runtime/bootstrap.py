@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from kvctl_agent.contract.addresses import parse_endpoint
 from kvctl_agent.contract.admin import MAGIC
 from kvctl_agent.contract.keys import KeyPair
-from kvctl_agent.errors import RemoteProtocolError
+from kvctl_agent.errors import DeadlineExceeded, RemoteProtocolError
 from kvctl_agent.protocol import bootstrap_registry as registry
 from kvctl_agent.runtime import control_endpoints
 from kvctl_agent.runtime.control_endpoints import NamedDealer
@@ -27,6 +27,7 @@ from kvctl_agent.security.unix_router import UnixRouter
 
 _REQUESTS_A_TURN = 64
 _QUEUE = 16  # replies to a client that does not read; a list has megabytes, and anybody may ask for it without keys
+_DECLINE_POLL_S = 0.01
 _ASK_EVERY_NS = 200_000_000
 _REPEAT_EVERY_NS = 1_000_000_000  # so that a restarted registry learns of this rank again
 
@@ -59,6 +60,7 @@ class RegistryServer:
         self._clients = clients
         self._refused = refused
         self._registry = registry.Registry()
+        self._declined: list[registry.Decline] = []
         self._socket: control_endpoints.Router | None = None
 
     def serve(self) -> RegistryServer:
@@ -77,16 +79,18 @@ class RegistryServer:
         assert self._socket is not None
         return self._socket
 
-    def turn(self) -> None:
-        """Answers the requests received so far, up to a limit per call."""
+    def turn(self) -> list[registry.Decline]:
+        """Answers the requests received so far, up to a limit per call; returns those that decline a room."""
+        self._declined = []
         for _ in range(_REQUESTS_A_TURN):
             try:
                 frames, address, key = _receive(self.socket)
             except zmq.ZMQError:
-                return
+                break
             if (reply := self._reply(frames[1:], address, key)) is not None:
                 with contextlib.suppress(zmq.ZMQError):  # the client has disconnected, or asks again
                     self.socket.send_multipart([frames[0], *reply], zmq.NOBLOCK)
+        return self._declined
 
     def _reply(self, frames: list[bytes], address: str, key: bytes | None) -> list[bytes] | None:
         """Returns the reply to a request; None if it is malformed or not permitted.
@@ -107,9 +111,12 @@ class RegistryServer:
         if len(frames) != 1:
             return None
         try:
-            return [registry.encode(self._registry.answer(registry.decode_request(frames[0]), now, address))]
+            request = registry.decode_request(frames[0])
         except RemoteProtocolError:  # not a rank
             return None
+        if isinstance(request, registry.Decline):
+            self._declined.append(request)
+        return [registry.encode(self._registry.answer(request, now, address))]
 
     def close(self) -> None:
         if self._socket is not None:
@@ -140,6 +147,7 @@ class RegistryClient:
 
     Attributes:
         roster: the last answer; its `refused` is a whole sentence, also if this client refuses the registry.
+        answered: whether the registry has answered.
         identity: random name under which the registry addresses this client.
         key: socket or descriptor for a poller.
     """
@@ -160,6 +168,7 @@ class RegistryClient:
             context, endpoint, self.identity, registry.MAX_REQUEST_BYTES << 8, keys
         )
         self.key = control_endpoints.poll_key(self._socket)
+        self.answered = False
         self.due_ns = 0
 
     def turn(self, now_ns: int) -> bool:
@@ -168,6 +177,7 @@ class RegistryClient:
         for frames in control_endpoints.received(self._socket):
             with contextlib.suppress(RemoteProtocolError):
                 answer = registry.decode_roster(frames[-1])
+                self.answered = True
                 if answer.refused:
                     answer = replace(answer, refused=f"the registry refuses {answer.refused}")
                 if answer != self.roster:
@@ -255,4 +265,24 @@ class Registries:
 
     def close(self) -> None:
         for client in self._clients.values():
+            client.close()
+
+
+def decline(endpoint: str, room: int, reason: str, keys: KeyPair | None, timeout_s: float) -> None:
+    """Tells the prefill instance of a registry that its engine will not send a room; returns once it is known there.
+
+    Raises:
+        DeadlineExceeded: the registry has not answered within `timeout_s`; the text says what it waited for.
+    """
+    deadline = time.monotonic() + timeout_s
+    with zmq.Context() as context:
+        client = RegistryClient(context, endpoint, registry.Decline(room, reason), keys)
+        try:
+            while not client.answered:
+                client.turn(time.monotonic_ns())
+                if time.monotonic() >= deadline:
+                    why = client.roster.refused or client.roster.missing
+                    raise DeadlineExceeded(f"room {room} was not declined within {timeout_s:g} s: {why}")
+                time.sleep(_DECLINE_POLL_S)
+        finally:
             client.close()

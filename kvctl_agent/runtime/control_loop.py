@@ -30,7 +30,7 @@ from kvctl_agent.gil import GilSharing
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.bootstrap_registry import NOWHERE, Lookup, Rank, Register, Whereabouts
 from kvctl_agent.protocol.machine import Machine
-from kvctl_agent.protocol.messages import Hello, PeerInfo, RoomAccepted, StagingGrants
+from kvctl_agent.protocol.messages import MAX_TEXT, Hello, PeerInfo, RoomAccepted, StagingGrants
 from kvctl_agent.protocol.peer import LocalInfo, PeerState
 from kvctl_agent.protocol.recording import InputLog
 from kvctl_agent.runtime import control_endpoints
@@ -451,7 +451,8 @@ class ControlLoop:
             self._ask_now = False
             self._sockets_used = True
             if self._server is not None:
-                self._server.turn()
+                for declined in self._server.turn():
+                    self._feed(ev.DeclineRoom(declined.room, declined.reason[:MAX_TEXT]))
             for instance in self._registries.turn(ready, now):
                 self._roster_changed(instance)
         if now >= self._tick_ns and not self._note_stall(now):

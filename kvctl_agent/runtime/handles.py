@@ -506,7 +506,7 @@ class HandleRegistry:
                 closed.
         """
         with self._lock:
-            if handle.room in self._handles:
+            if self.is_open(handle.room):
                 raise LocalProtocolError(f"room {handle.room} is in use on {self._name}")
             if self.owners is not None and written:
                 self.owners.claim(handle.room, written)
@@ -597,7 +597,8 @@ class HandleRegistry:
     def _forget(self, handle: Send | Receive) -> None:
         if handle.state.finished and handle.released:
             with self._lock:
-                self._handles.pop(handle.room, None)
+                if self._handles.get(handle.room) is handle:  # else the next room of this number has begun already
+                    del self._handles[handle.room]
 
 
 def check_room(room: object) -> int:

@@ -75,7 +75,6 @@ class KvctlKVManager(CommonKVManager):
         # Rooms in SGLang's tables, whose states `on_state` writes there; None while the agent begins one.
         self._open: dict[int, Send | Receive | None] = {}
         self._open_lock = threading.Lock()
-        self._ending: set[int] = set()  # sent rooms that SGLang has cleared and decode has not confirmed yet
         # Ended rooms whose pages SGLang holds until nothing is in flight; a number can be used again before.
         self._draining: dict[int, list[Receive]] = {}
         self._instances: dict[tuple[str, int], str] = {}  # registry of each prefill server and dp rank
@@ -237,8 +236,6 @@ class KvctlKVManager(CommonKVManager):
         As with SGLang's own backends a prefill rank has succeeded once all is sent: its requests do not wait for decode
         ranks to confirm it.
         """
-        if state.finished:
-            self._ending.discard(handle.room)
         with self._open_lock:  # or a room that is cleared meanwhile, or one that takes its number, would get the state
             if self._open.get(handle.room, self) not in (None, handle):
                 return
@@ -274,6 +271,23 @@ class KvctlKVManager(CommonKVManager):
         if room == 0:
             self.fail(room, "bootstrap_room 0 means no room to SGLang's decode servers: use another number")
 
+    def decline_misrouted(self, addr: str, room: int) -> None:
+        """Ends a room that SGLang has refused here because decode opens it at the dp rank that its number names."""
+        if self.request_status.get(room) == KVPoll.Failed and not (
+            self.attn_tp_rank or self.attn_cp_rank or self.pp_rank
+        ):
+            with self.failure_lock:
+                cause = self.failure_records.get(room, "refused by the prefill engine")
+            # On a thread of its own: the scheduler does not wait for the bootstrap server and the other rank.
+            threading.Thread(target=self._decline, args=(addr, room, cause), name="kvctl-decline", daemon=True).start()
+
+    def _decline(self, addr: str, room: int, cause: str) -> None:
+        try:
+            group = room % get_parallel().num_dp_ranks
+            self.agent.decline(room, cause, prefill=str(CLIENT.row(addr, group, _CLOSE_S)))
+        except KvctlError as error:
+            logger.warning("kvctl: decode servers may wait for room %s, which was refused: %s", room, error)
+
     def withdraw(self, room: int) -> None:
         """Removes the state and the failure of a room from SGLang's tables, so that another request can have it."""
         self.forget(room)
@@ -296,18 +310,10 @@ class KvctlKVManager(CommonKVManager):
         self.forget(room)
         if handle is None or handle.state.finished:
             return
-        if isinstance(handle, Send) and handle.sent:
-            self._ending.add(room)
-            if handle.state.finished:  # meanwhile, and `on_state` may not have found it
-                self._ending.discard(room)
-        else:
+        if not isinstance(handle, Send) or not handle.sent:
             with self.failure_lock:
                 cause = self.failure_records.get(room, "cleared by the scheduler")
             handle.abort(cause)
-
-    def is_ending(self, room: int) -> bool:
-        """Whether a room of this number, which SGLang has cleared, has not ended: until then the number is in use."""
-        return room in self._ending
 
     def record_failure(self, bootstrap_room: int, failure_reason: str) -> None:
         """Records why a room failed; the first cause stays."""

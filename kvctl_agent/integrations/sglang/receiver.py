@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ class KvctlKVReceiver(CommonKVReceiver):
     _handle: Receive | None = None
     _listed = True  # whether the entries of the room in SGLang's tables are those of this request
     _refusal: str | None = None  # why the request failed without an entry there
+    _open: Callable[[], Receive] | None = None  # opens the room, until it is begun
     _endpoint: str | None = None  # of the registry of the room's prefill instance
     prompt = UNKNOWN  # set by the plugin before `send_metadata`
     request_id = ""  # SGLang's rid, likewise; SGLang gives senders only the room
@@ -94,25 +96,33 @@ class KvctlKVReceiver(CommonKVReceiver):
         if not self.kv_mgr.knows(self._endpoint):  # receive() would connect to it again
             self._fail(f"prefill server {self.bootstrap_addr} was replaced before the room was opened")
             return
-        self._handle = self.kv_mgr.begin(
+        self._open = partial(
+            self.kv_mgr.agent.receive,
             self.bootstrap_room,
-            partial(
-                self.kv_mgr.agent.receive,
-                self.bootstrap_room,
-                kv_indices,
-                prefill=self._endpoint,
-                prefix_tokens=decode_prefix_len or 0,
-                aux_index=aux_index,
-                state_indices=self.kv_mgr.state_lists(state_indices),
-                tokens=self.prompt.tokens,
-                digest=self.prompt.digest,
-                request_id=self.request_id,
-            ),
+            kv_indices,
+            prefill=self._endpoint,
+            prefix_tokens=decode_prefix_len or 0,
+            aux_index=aux_index,
+            state_indices=self.kv_mgr.state_lists(state_indices),
+            tokens=self.prompt.tokens,
+            digest=self.prompt.digest,
+            request_id=self.request_id,
         )
+        self._begin()
+        self.init_time = time.time()
+
+    def _begin(self) -> None:
+        """Opens the room, unless one that had its number before is in use still."""
+        if self._open is None or self.conclude_state is not None or self.kv_mgr.agent.is_open(self.bootstrap_room):
+            return
+        self._handle, self._open = self.kv_mgr.begin(self.bootstrap_room, self._open), None
         if self._handle is None:
             self.kv_mgr.refuse(self.bootstrap_room, self._endpoint)
             self.abort_notified = True
-        self.init_time = time.time()
+
+    def _poll(self) -> Any:
+        self._begin()
+        return super()._poll()
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
         """Ends the room on every rank."""

@@ -38,13 +38,14 @@ class KvctlKVSender(CommonKVSender):
         if self._refusal is not None:
             self._listed, self.conclude_state = False, KVPoll.Failed
             return
+        mgr.decline_misrouted(bootstrap_addr, bootstrap_room)
         mgr.check_room(bootstrap_room)
         self._begin()
 
     def _begin(self) -> None:
         """Begins to send, unless the room has failed, such as one routed to the wrong dp rank, or must wait."""
         manager, room = self.kv_mgr, self.bootstrap_room
-        if manager.request_status.get(room) == KVPoll.Bootstrapping and not manager.is_ending(room):
+        if manager.request_status.get(room) == KVPoll.Bootstrapping and not manager.agent.is_open(room):
             tokens, digest = self._prompt
             self._handle = manager.begin(room, partial(manager.agent.send, room, tokens=tokens, digest=digest))
 

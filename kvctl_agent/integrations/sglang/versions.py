@@ -75,6 +75,7 @@ INTERFACES: Mapping[str, tuple[str, ...]] = {
         "target_tp_rank",
         "target_pp_rank",
     ),
+    f"{_D}.common.conn.CommonKVReceiver._poll": ("self",),
     f"{_D}.common.conn.CommonKVReceiver._clear": ("self",),
 }
 

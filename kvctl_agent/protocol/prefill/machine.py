@@ -56,6 +56,7 @@ class PrefillMachine(Machine):
             ev.Finish: forwards.on_finish,
             ev.Recall: forwards.on_recall,
             ev.AbortRoom: self.on_abort_room,
+            ev.DeclineRoom: rooms.on_decline_room,
             # the control channel
             ev.Received: self.on_received,
             ev.Unsendable: self.on_unsendable,

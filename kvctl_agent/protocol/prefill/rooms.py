@@ -364,6 +364,19 @@ class SendRooms:
         """Returns the state component that a final part belongs to."""
         return self.components[final.key.chunk - self.components[0].index]
 
+    def on_decline_room(self, event: ev.DeclineRoom) -> None:
+        """Fails a room that decode ranks wait for here, or will open here, and that the engine has not begun."""
+        failure = self.context.failure("ABORTED", event.reason)
+        room = self.state.rooms.get(event.room)
+        if room is None:
+            self.state.ended.setdefault(
+                event.room, EndedRoom(self.context.now_ns, RoomState.FAILED, failure, True, frozenset(), None)
+            )
+        elif not room.claimed:
+            room.claimed = True  # a later call of send() begins another room of this number
+            self.fail(room, failure)
+            self.progress(room)
+
     # ---- messages ---------------------------------------------------------------------------------------------
 
     def on_part_ack(self, peer: Peer, message: msg.PartAck) -> None:

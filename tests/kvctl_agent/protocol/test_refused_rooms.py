@@ -209,3 +209,47 @@ class TestAbortedBeforeItIsOpened:
         for room in range(MAX_UNOPENED + 10):
             world.receive(room, 0, aux=-1, instance=1, refusal=WHY)
         assert list(world.d().state.unopened) == list(range(10, MAX_UNOPENED + 10))
+
+
+@pytest.mark.parametrize("opened", ["before", "after"])
+def test_a_room_that_its_engine_declines_fails_on_decode_and_its_number_serves_again(opened: str) -> None:
+    """The engine has got the request elsewhere, and never calls `send` here."""
+    world = World(ParallelConfig(), ParallelConfig())
+    world.connect()
+    if opened == "after":
+        world.feed("prefill-0", ev.DeclineRoom(7, WHY))
+    room = world.receive(7, 3)
+    world.flush()
+    if opened == "before":
+        world.feed("prefill-0", ev.DeclineRoom(7, WHY))
+        world.flush()
+    assert room.state is RoomState.FAILED
+    assert (room.failure["code"], room.failure["text"]) == ("ABORTED", WHY)
+    world.settle()
+    world.sent.clear()  # the engine had no handle of it
+    world.send(7, 3)
+    again = world.receive(7, 3)
+    world.settle()
+    assert again.state is RoomState.SUCCESS
+    world.check_empty()
+
+
+@pytest.mark.parametrize("opened", ["before", "after"])
+def test_a_room_that_one_rank_declines_fails_on_every_decode_rank(world: World, opened: str) -> None:
+    if opened == "after":
+        world.feed("prefill-0", ev.DeclineRoom(7, WHY))
+    rooms = [world.receive(7, 3, reader=reader) for reader in (0, 1)]
+    world.flush()
+    world.feed("prefill-0", ev.DeclineRoom(7, WHY))
+    world.tick(SECOND)
+    world.flush()
+    assert {(room.failure["code"], room.failure["text"]) for room in rooms} == {("ABORTED", WHY)}
+
+
+def test_a_room_that_the_engine_has_begun_here_is_not_declined(world: World) -> None:
+    world.send(7, 3)
+    world.feed("prefill-0", ev.DeclineRoom(7, WHY))
+    rooms = [world.receive(7, 3, reader=reader) for reader in (0, 1)]
+    world.settle()
+    assert {room.state for room in rooms} == {RoomState.SUCCESS}
+    world.check_empty()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +14,10 @@ from zmq.utils import z85
 from kvctl.lab.tcp_ports import free_port
 from kvctl_agent.contract.admin import MAGIC
 from kvctl_agent.contract.keys import KeyPair
-from kvctl_agent.errors import ConfigError
+from kvctl_agent.errors import ConfigError, DeadlineExceeded
 from kvctl_agent.protocol.bootstrap_registry import (
     MAX_REQUEST_BYTES,
+    Decline,
     Lookup,
     Rank,
     Register,
@@ -24,7 +26,7 @@ from kvctl_agent.protocol.bootstrap_registry import (
     Whereabouts,
     encode,
 )
-from kvctl_agent.runtime.bootstrap import Registries, RegistryClient, RegistryServer
+from kvctl_agent.runtime.bootstrap import Registries, RegistryClient, RegistryServer, decline
 from kvctl_agent.runtime.control_endpoints import connect
 from tests.support.users import NOBODY, listen_as, needs_root
 
@@ -290,3 +292,20 @@ def test_a_client_that_has_shown_no_key_is_not_permitted(zmq_context: Context) -
     assert b"not-permitted" in reply[-1]
     assert len(refused) == 1
     assert server._reply([encode(Lookup("decode-0"))], "", None) is not None, "over a Unix socket"
+
+
+def test_a_declined_room_is_told_once_the_registry_has_answered(server: RegistryServer, endpoint: str) -> None:
+    telling = threading.Thread(target=decline, args=(endpoint, 7, "another rank has it", None, 30.0))
+    telling.start()
+    told: list[Decline] = []
+    deadline = time.monotonic() + 30
+    while telling.is_alive() and time.monotonic() < deadline:
+        told += server.turn()
+        time.sleep(0.001)
+    telling.join(1)
+    assert set(told) == {Decline(7, "another rank has it")}
+
+
+def test_without_an_answer_declining_ends_and_names_the_registry(endpoint: str) -> None:
+    with pytest.raises(DeadlineExceeded, match=f"room 7 was not declined within 0.1 s: no answer from .*{endpoint}"):
+        decline(endpoint, 7, "another rank has it", None, 0.1)

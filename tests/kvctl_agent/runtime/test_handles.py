@@ -13,7 +13,7 @@ from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.runtime.handles import PoolLimits, Receive, Send, page_array
+from kvctl_agent.runtime.handles import HandleRegistry, PoolLimits, Receive, Send, page_array
 
 CAUSE: Failure = {"rank": "decode-0", "code": "ABORTED", "at_ns": 1, "text": "enough"}
 
@@ -124,6 +124,21 @@ class TestSend:
     def test_abort_names_the_reason(self, send: Send, posted: list[Any]) -> None:
         send.abort("client went away")
         assert posted == [ev.AbortRoom(7, "client went away")]
+
+
+def test_a_number_serves_the_next_room_as_soon_as_its_handle_is_released() -> None:
+    """An engine that has seen that may begin the next room before the control loop has removed the handle."""
+    registry = HandleRegistry("decode-0", None)
+    first, second = Receive(7, lambda event: None), Receive(7, lambda event: None)
+    registry.add(first)
+    first.change_state(RoomState.FAILED, CAUSE)
+    with pytest.raises(LocalProtocolError, match="room 7 is in use on decode-0"):
+        registry.add(second)
+    first.release()
+    registry.add(second)
+    registry._forget(first)
+    assert registry.rooms == [7]
+    assert registry.is_open(7)
 
 
 class TestWait:

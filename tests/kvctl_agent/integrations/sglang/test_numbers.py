@@ -1,5 +1,7 @@
 """Room numbers that SGLang's queues cannot use, or that two requests have at once."""
 
+import pytest
+
 from tests.support.sglang import managers
 from tests.support.sglang.cases import Case, Model, Ranks, Room
 from tests.support.sglang.pair import PDPair
@@ -38,3 +40,16 @@ def test_the_number_of_an_aborted_request_serves_another_at_once() -> None:
         assert {state for ((state, _),) in pair.call("prefill", managers.serve, [aborted]).values()} == {"failed"}
         assert pair.finish("decode").states(1, "decode") == {"failed"}
         pair.transfer([again, *FINE]).check()
+
+
+@pytest.mark.parametrize("dp_attention", [True, False])
+def test_decode_learns_that_the_wrong_dp_rank_of_prefill_has_got_the_request(dp_attention: bool) -> None:
+    """SGLang's own backends let it wait until its timeout."""
+    servers = Ranks(dp=2, dp_attention=dp_attention)
+    with PDPair(Case("kvctl", servers, servers, Model(heads=4, layers=2))) as pair:
+        pair.transfer([Room(2, tokens=100), Room(3, tokens=100, decode_dp=1)]).check()
+        outcome = pair.transfer([Room(1, tokens=100, prefill_dp=0, decode_dp=1)])
+        for role in ("prefill", "decode"):
+            assert outcome.states(1, role) == {"failed"}
+            assert "dispatched to dp_rank 0 but bootstrap_room 1 implies dp_rank 1" in outcome.reasons(1, role)
+        pair.transfer([Room(1, tokens=100), Room(4, tokens=100)]).check()
