@@ -227,6 +227,7 @@ def test_a_room_that_its_engine_declines_fails_on_decode_and_its_number_serves_a
     assert (room.failure["code"], room.failure["text"]) == ("ABORTED", WHY)
     world.settle()
     world.sent.clear()  # the engine had no handle of it
+    world.sent_released.clear()
     world.send(7, 3)
     again = world.receive(7, 3)
     world.settle()
