@@ -90,7 +90,7 @@ def test_an_agent_without_its_registry_is_alive_and_not_ready(make_fleet: Any) -
 
 def lifecycle(**given: Any) -> Any:
     usual = {
-        "instances": ("tcp://a:1", "tcp://b:1"),
+        "all_instances": ("tcp://a:1", "tcp://b:1"),
         "serving": lambda: [],
         "waiting_for": lambda: "no answer from the registry at tcp://a:1",
         "instances_by_request": False,
@@ -108,9 +108,9 @@ def test_the_loss_of_one_of_two_instances_takes_no_decode_rank_out_of_service() 
 
 
 def test_a_decode_rank_whose_engine_names_the_instances_is_ready_without_any() -> None:
-    assert not readiness(lifecycle(instances=(), instances_by_request=True), "decode")[0].problem
+    assert not readiness(lifecycle(all_instances=(), instances_by_request=True), "decode")[0].problem
     assert not readiness(lifecycle(instances_by_request=True), "decode")[0].problem
-    assert readiness(lifecycle(instances=()), "prefill")[0].problem
+    assert readiness(lifecycle(all_instances=()), "prefill")[0].problem
 
 
 def control(age_s: float | None = 0.1, ended: bool = False) -> Any:
