@@ -30,7 +30,7 @@ from kvctl_agent.contract.admin import (
     lock_path,
     socket_dir,
 )
-from kvctl_agent.contract.sockets import UntrustedSocketError, connect_unix, trusted_uids
+from kvctl_agent.contract.sockets import UntrustedPathError, check_path, connect_unix
 from kvctl_agent.contract.values import shown
 
 if TYPE_CHECKING:
@@ -133,9 +133,9 @@ def discover(wanted: Sequence[str] = (), sources: AgentSources | None = None) ->
             continue
         try:
             if (trusted := directories.get(endpoint.path.parent)) is None:
-                trusted = directories[endpoint.path.parent] = trusted_uids(endpoint.path.parent)
+                trusted = directories[endpoint.path.parent] = check_path(endpoint.path.parent)
             code = probe(endpoint.path, trusted)
-        except UntrustedSocketError as error:
+        except UntrustedPathError as error:
             found.faults.append(Fault(endpoint.name, FaultCode.NOT_PERMITTED, str(error)))
             continue
         except OSError as error:
@@ -260,17 +260,17 @@ def probe(path: Path, trusted: Set[int] | None = None) -> int:
     """Tries to connect to a Unix socket; returns 0 if a process listens on it, else the errno.
 
     Args:
-        trusted: `trusted_uids` of its directory, if they are known.
+        trusted: `check_path` of its directory, if they are known.
 
     Raises:
-        UntrustedSocketError: as for `connect_unix`.
+        UntrustedPathError: as for `connect_unix`.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as client:
         try:
             connect_unix(client, path, trusted)
         except BlockingIOError:
             return 0  # a full backlog means that the listener is alive and busy
-        except UntrustedSocketError:
+        except UntrustedPathError:
             raise
         except OSError as error:
             return error.errno or errno.EIO

@@ -35,12 +35,13 @@ from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract import resolver
 from kvctl_agent.contract.addresses import parse_endpoint
 from kvctl_agent.contract.admin import MAGIC, MAX_REPLY_BYTES, ErrorCode
-from kvctl_agent.contract.sockets import UntrustedSocketError, shortage
+from kvctl_agent.contract.sockets import UntrustedPathError, shortage
 
 _DESCRIPTORS_OF_KVCTL = 64
 _DESCRIPTORS_OF_ZMQ = 16  # context, sockets and monitor; libzmq aborts if it gets only some of them
 _WINDOW = 256  # agents that have been asked and are expected to answer soon; bounds the replies that wait to be read
 _EXPECTED_NS = 250_000_000  # an agent that takes longer leaves the window, and others are asked
+_HIGH_WATER = 1000  # replies of one agent that wait to be read
 _RECENT_NS = 10_000_000_000  # for which an address of a host name is used again
 _LOOK_UP_MS = 5
 _SILENCE_MS = 100  # without any answer, after which agents are checked for having ended
@@ -222,6 +223,8 @@ class Fanout:
 
     def __init__(self, keys: KeyNames | None = NO_KEYS) -> None:
         self._context = zmq.Context()
+        # Of the monitor: libzmq's thread waits for space in its queue, and whoever closes the socket for that thread.
+        self._context.setsockopt(zmq.RCVHWM, 0)
         self._key_names = keys
         self._keys: ClientKeys | None = None
         self._handshakes: _Handshakes | None = None
@@ -421,6 +424,7 @@ class Fanout:
                 self._keys = self._key_names.load(address)
             socket = self._sockets[remote] = self._context.socket(zmq.ROUTER)
             socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
             # Without it a request to a full queue is dropped silently.
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -501,7 +505,7 @@ def _ended_or_stopped(endpoint: Endpoint) -> Fault | None:
         return stopped(endpoint.name, pid)
     try:
         code = probe(endpoint.path)
-    except UntrustedSocketError as error:
+    except UntrustedPathError as error:
         return Fault(endpoint.name, FaultCode.NOT_PERMITTED, str(error))
     if code in (errno.ECONNREFUSED, errno.ENOENT):
         return Fault(endpoint.name, FaultCode.UNREACHABLE, "its process ended before it answered")

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvctl.commands.settings import CONTEXT, CONTEXTS
 from kvctl.errors import CliError
+from kvctl_agent.contract import toml_files
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _HEADER = re.compile(r"\s*\[")
@@ -67,15 +67,17 @@ def use(path: Path, name: str | None) -> None:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        return toml_files.read_text(path).splitlines()
     except FileNotFoundError:
         return []
     except OSError as error:
         raise CliError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise CliError(f"cannot read {path}: {error}") from None
 
 
 def _parsed(lines: Sequence[str]) -> dict[str, Any]:
-    return tomllib.loads("\n".join(lines))
+    return toml_files.parse("\n".join(lines))
 
 
 def _header(name: str) -> str:
@@ -102,7 +104,7 @@ def _ends(lines: Sequence[str], index: int) -> bool:
     """Returns whether the lines before `index` are valid TOML; a `[` within a multi-line list begins no table."""
     try:
         _parsed(lines[:index])
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         return False
     return True
 
@@ -137,7 +139,7 @@ def _replace(path: Path, lines: Sequence[str], wanted: Mapping[str, Any]) -> Non
     """
     try:
         same = _without_empty(_parsed(lines)) == _without_empty(wanted)
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         same = False
     if not same:
         raise CliError(f"kvctl cannot edit the layout of {path}: change [{CONTEXTS}.NAME] in it by hand")

@@ -21,6 +21,9 @@ from kvctl.client.discovery import EXEC, is_url, open_source, split
 from kvctl.client.endpoints import LABELS, is_address
 from kvctl.client.keys import NO_KEYS, KeyNames
 from kvctl.render.units import parse_seconds
+from kvctl_agent.contract import toml_files
+from kvctl_agent.contract.sockets import check_path
+from kvctl_agent.contract.values import shown
 
 OUTPUTS = ("table", "wide", "tsv", "json", "jsonl", "csv", "yaml")
 DEFAULT_OUTPUT = "table"
@@ -133,13 +136,13 @@ class _Layer:
     Attributes:
         origin: formats a key and this source for an error message.
         values: the values by key.
-        file: whether the source is a file.
+        path: the file that has the values; None of flags and environment.
         project: whether the source is a project file, which may belong to a cloned repository.
     """
 
     origin: Callable[[str], str]
     values: Mapping[str, Any]
-    file: bool = False
+    path: Path | None = None
     project: bool = False
 
 
@@ -166,8 +169,8 @@ class _Sources:
             return cls(flags, None, tuple(layers))
         name = chooser.values[CONTEXT]
         values = context_of(user, name, chooser.origin(CONTEXT))
-        context = _Layer(lambda key: f"{key} of context {name} in {user.path}", values)
-        layers.insert(layers.index(chooser) + (not chooser.file), context)
+        context = _Layer(lambda key: f"{key} of context {name} in {user.path}", values, user.path)
+        layers.insert(layers.index(chooser) + (chooser.path is None), context)
         return cls(flags, context, tuple(layers))
 
     def get(self, key: str, default: Any, convert: Callable[[Any], Any]) -> Any:
@@ -193,11 +196,16 @@ class _Sources:
             converted = convert(layer.values[key])
         except ValueError as error:
             raise click.UsageError(f"{layer.origin(key)}: {error}") from error
-        if key == "endpoint" and layer.project and any(each.startswith(EXEC) for each in converted):
-            raise click.UsageError(
-                f"{layer.origin(key)}: commands of a project file are not run; save yours as a context: "
-                "kvctl context add NAME --command COMMAND"
-            )
+        if key == "endpoint" and layer.path is not None and any(each.startswith(EXEC) for each in converted):
+            if layer.project:
+                raise click.UsageError(
+                    f"{layer.origin(key)}: commands of a project file are not run; save yours as a context: "
+                    "kvctl context add NAME --command COMMAND"
+                )
+            try:
+                check_path(layer.path, delegated=False)
+            except OSError as error:
+                raise click.UsageError(f"{layer.origin(key)}: the command is not run: {error}") from None
         return converted
 
     def labels(self) -> dict[str, str]:
@@ -208,7 +216,7 @@ class _Sources:
             try:
                 labels = _labels(_names(value), origin)
             except ValueError:
-                raise click.UsageError(f"{origin}: {value!r} is not a list of KEY=VALUE") from None
+                raise click.UsageError(f"{origin}: {shown(value)} is not a list of KEY=VALUE") from None
         return {**labels, **_labels(self.flags.get("labels", ()), "--label")}
 
 
@@ -225,7 +233,7 @@ def _layers(flags: Mapping[str, Any], user: File) -> list[_Layer]:
         _Layer(_flag, flags),
         _Layer(lambda key: f"{_variable(key)} (environment)", environment),
         *(
-            _Layer(lambda key, path=file.path: f"{key} in {path}", file.values, True, file is project)  # type: ignore[misc]
+            _Layer(lambda key, path=file.path: f"{key} in {path}", file.values, file.path, file is project)  # type: ignore[misc]
             for file in files
         ),
     ]
@@ -242,7 +250,7 @@ def _variable(key: str) -> str:
 def _one_of(allowed: tuple[str, ...]) -> Callable[[Any], str]:
     def convert(value: Any) -> str:
         if value not in allowed:
-            raise ValueError(f"{value!r} is not one of {', '.join(allowed)}")
+            raise ValueError(f"{shown(value)} is not one of {', '.join(allowed)}")
         return str(value)
 
     return convert
@@ -250,7 +258,7 @@ def _one_of(allowed: tuple[str, ...]) -> Callable[[Any], str]:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{value!r} is not a non-empty string")
+        raise ValueError(f"{shown(value)} is not a non-empty string")
     return value
 
 
@@ -258,14 +266,14 @@ def _names(value: Any) -> tuple[str, ...]:
     """Converts values of `-e`: a tuple (flags), words or a comma list (variables), or a string or list (files)."""
     names = split(value) if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{value!r} is not a list of agent names")
+        raise ValueError(f"{shown(value)} is not a list of agent names")
     return tuple(names)
 
 
 def _duration_ns(value: Any) -> int:
     ns = parse_seconds(str(value))
     if ns < 1_000_000:
-        raise ValueError(f"{value!r} is shorter than a millisecond")
+        raise ValueError(f"{shown(value)} is shorter than a millisecond")
     return ns
 
 
@@ -351,12 +359,10 @@ def context_of(user: File, name: object, origin: str) -> Mapping[str, Any]:
 def _read(path: Path, known: tuple[str, ...]) -> File:
     if not path.is_file():
         return File(path)
-    import tomllib
-
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise click.UsageError(f"{path} cannot be read: {error}") from error
+        values = toml_files.parse(toml_files.read_text(path))
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f"{path} cannot be read: {error}") from None
     _check_keys(values, known, str(path))
     contexts = values.get(CONTEXTS, {})
     for name, context in contexts.items() if isinstance(contexts, dict) else [("", None)]:
@@ -369,4 +375,4 @@ def _read(path: Path, known: tuple[str, ...]) -> File:
 def _check_keys(values: Mapping[str, Any], known: tuple[str, ...], origin: str) -> None:
     unknown = values.keys() - set(known)
     if unknown:
-        raise click.UsageError(f"{origin}: unknown key {sorted(unknown)[0]!r}; known: {', '.join(known)}")
+        raise click.UsageError(f"{origin}: unknown key {shown(sorted(unknown)[0])}; known: {', '.join(known)}")

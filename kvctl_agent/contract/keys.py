@@ -16,6 +16,7 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvctl_agent.contract import toml_files
 from kvctl_agent.contract.commands import Level
 
 KEY_BYTES = 32
@@ -57,11 +58,9 @@ def read_pair(path: Path) -> KeyPair:
     Raises:
         KeyFileError: the file cannot be read, other users can read it, or it is not a key file.
     """
-    import tomllib  # imported here because every start of kvctl would pay for it at module level
-
     text = _read(path, private=True)
     try:
-        table = tomllib.loads(text)
+        table = toml_files.parse(text)
     except ValueError:  # the text of the ValueError would show the secret
         raise KeyFileError(f"{path} is not a key file: create one with `kvctl key new`") from None
     halves = [table.get(name) for name in ("public", "secret")]

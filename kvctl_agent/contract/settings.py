@@ -10,11 +10,11 @@ import difflib
 import itertools
 import os
 import re
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvctl_agent.contract import toml_files
 from kvctl_agent.contract.config import KEYS, KEYS_BY_NAME, PLUGIN_PREFIXES, TOOL_VARIABLES, Key, Value
 from kvctl_agent.contract.snapshots import ConfigRow
 from kvctl_agent.contract.values import integer, shown
@@ -198,14 +198,14 @@ def _from_file(environ: Mapping[str, str], file: Path | None) -> dict[str, Setti
         home = environ.get("XDG_CONFIG_HOME")
         path = (Path(home) if home else Path.home() / ".config") / "kvctl" / "agent.toml"
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = toml_files.parse(toml_files.read_text(path))
     except FileNotFoundError:
         if must_exist:
             raise ConfigError(f"configuration file {path} does not exist") from None
         return {}
     except OSError as error:
         raise ConfigError(f"cannot read configuration file {path}: {error.strerror}") from None
-    except ValueError as error:  # not UTF-8, or not TOML
+    except ValueError as error:
         raise ConfigError(f"configuration file {path} is not valid TOML: {error}") from None
     origin = f"file {path}"
     entries = {}

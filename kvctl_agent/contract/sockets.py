@@ -1,4 +1,4 @@
-"""Connects to Unix sockets of trusted users; removes socket files that killed agents leave; counts free descriptors.
+"""Sockets of trusted users: who could replace a path, whose socket was left by a killed agent, are descriptors free?
 
 A process has provably ended if no process holds its file lock, which an agent holds as long as it runs, and its socket
 refuses connections. Files without a lock file, files of other users, and files that are not sockets are left alone.
@@ -26,8 +26,8 @@ _ROOT = 0
 _FOR_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
-class UntrustedSocketError(PermissionError):
-    """Another user listens on a Unix socket or could replace it; the message names the path, the uid and the remedy."""
+class UntrustedPathError(PermissionError):
+    """Another user could replace a file, or listens on a Unix socket; the message names the path, uid and remedy."""
 
 
 def connect_unix(connection: socket.socket, path: str | Path, trusted: Set[int] | None = None) -> None:
@@ -36,17 +36,17 @@ def connect_unix(connection: socket.socket, path: str | Path, trusted: Set[int] 
     For root, a user to whom root has given a directory on the path, such as /run/user/1000, is trusted as well.
 
     Args:
-        trusted: `trusted_uids` of the path or its directory, if they are known.
+        trusted: what `check_path` returns for the path or its directory, if they are known.
 
     Raises:
-        UntrustedSocketError: a process of another user listens, or another user could replace the socket.
+        UntrustedPathError: a process of another user listens, or another user could replace the socket.
         OSError: as for `connect`.
     """
-    trusted = trusted_uids(path) if trusted is None else trusted
+    trusted = check_path(path) if trusted is None else trusted
     connection.connect(os.fspath(path))
     uid = peer_uid(connection)
     if uid not in trusted:
-        raise UntrustedSocketError(
+        raise UntrustedPathError(
             f"uid {uid} listens on {path}, not uid {os.geteuid()} or root: use a socket in a directory that only you "
             f"may write to (mkdir -m 700), or run both processes as one user"
         )
@@ -58,21 +58,25 @@ def peer_uid(connection: socket.socket) -> int:
     return int(uid)
 
 
-def trusted_uids(path: str | Path) -> set[int]:
-    """Returns the users whose processes may listen on a Unix socket, after checking who could replace it.
+def check_path(path: str | Path, *, delegated: bool = True) -> set[int]:
+    """Checks that no other user could replace a file; returns the users who may own it and listen on it.
 
-    Every directory and symbolic link on the path must belong to a trusted user. A directory that others may write to
-    must have the sticky bit: then they can create files in it, but not replace those of trusted users.
+    These are this user and root. Every directory and symbolic link on the path must belong to them, as must the file
+    unless it is a socket. A directory that others may write to must have the sticky bit: then they can create files in
+    it, but not replace those of trusted users.
+
+    Args:
+        delegated: as root, trust the owner of a directory that nobody but root can have put there as well.
 
     Raises:
-        UntrustedSocketError: another user could replace the socket or a directory on the path.
+        UntrustedPathError: another user could replace the file or a directory on the path, or write to the file.
         OSError: a part of the path is missing or may not be read.
     """
     at, links = Path("/"), 0
     top = at.stat()
     # In a user namespace without a mapping for root, the system's directories belong to the overflow uid, as / does.
     trusted, system = {_ROOT, os.geteuid()}, top.st_uid
-    delegates = not _replaceable(top, at, path) and os.geteuid() == _ROOT
+    delegated = not _others_may_write(at, top, path) and delegated and os.geteuid() == _ROOT
     left = _components(Path(path).absolute())
     while left:
         name = left.pop()
@@ -81,24 +85,26 @@ def trusted_uids(path: str | Path) -> set[int]:
             continue
         here = at / name
         status = here.lstat()
-        is_link, is_directory = stat.S_ISLNK(status.st_mode), stat.S_ISDIR(status.st_mode)
-        if delegates and is_directory:
+        kind = stat.S_IFMT(status.st_mode)
+        if kind == stat.S_IFSOCK:
+            continue
+        if delegated and kind == stat.S_IFDIR:
             trusted.add(status.st_uid)
-        if (is_link or is_directory) and status.st_uid not in trusted and status.st_uid != system:
-            raise UntrustedSocketError(
-                f"{here}, on the path of the socket {path}, belongs to uid {status.st_uid}, not to uid {os.geteuid()} "
-                "or root: use a directory of your own (mkdir -m 700)"
+        if status.st_uid not in trusted and status.st_uid != system:
+            raise UntrustedPathError(
+                f"{_on_path(here, path)} belongs to uid {status.st_uid}, not to uid {os.geteuid()} or root: use "
+                "a directory of your own (mkdir -m 700)"
             )
-        if is_link:
+        if kind == stat.S_IFLNK:
             links += 1
             if links > _MOST_LINKS:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(here))
             target = here.readlink()
             at = Path("/") if target.is_absolute() else at
             left += _components(target)
-        elif is_directory:
-            delegates = not _replaceable(status, here, path) and delegates
-            at = here
+            continue
+        delegated = not _others_may_write(here, status, path) and delegated
+        at = here
     return trusted
 
 
@@ -107,21 +113,27 @@ def _components(path: Path) -> list[str]:
     return [name for name in reversed(path.parts) if not name.startswith("/")]
 
 
-def _replaceable(status: os.stat_result, directory: Path, path: str | Path) -> bool:
-    """Returns whether others may create files in a directory; raises UntrustedSocketError if they may replace some.
+def _others_may_write(here: Path, status: os.stat_result, path: str | Path) -> bool:
+    """Returns whether others may create files in a directory.
 
     A group with the number of the owner is the owner's private group.
+
+    Raises:
+        UntrustedPathError: they may also replace files in it, or write to it if it is a file.
     """
     for_others = stat.S_IWOTH if status.st_gid in (status.st_uid, _ROOT) else _FOR_OTHERS
     if not status.st_mode & for_others:
         return False
-    if not status.st_mode & stat.S_ISVTX:
-        raise UntrustedSocketError(
-            f"{directory} (uid {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}), on the path of the socket "
-            f"{path}, lets other users replace files: chmod go-w {directory}, or use a directory of your own "
-            "(mkdir -m 700)"
+    if not (stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX):
+        raise UntrustedPathError(
+            f"{_on_path(here, path)} (uid {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}) lets other users "
+            f"write to it: chmod go-w {here}"
         )
     return True
+
+
+def _on_path(here: Path, path: str | Path) -> str:
+    return str(here) if here == Path(path) else f"{here}, on the path of {path},"
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ import zmq
 from kvctl_agent.contract import resolver
 from kvctl_agent.contract.addresses import Address, parse_endpoint, parse_place
 from kvctl_agent.contract.keys import KeyPair
-from kvctl_agent.contract.sockets import UntrustedSocketError, trusted_uids
+from kvctl_agent.contract.sockets import UntrustedPathError, check_path
 from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import ConfigError
 from kvctl_agent.security import curve
@@ -64,8 +64,7 @@ class NamedDealer:
 
     def turn(self, now_ns: int) -> None:
         """Connects once the name is known, and elsewhere if the connection has ended and the name has changed."""
-        while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            event = int.from_bytes(self._monitor.recv_multipart(zmq.NOBLOCK)[0][:2], sys.byteorder)
+        for event in self._events():
             self._connected = event == zmq.EVENT_CONNECTED
             self._due_ns, self._since_ns = 0, now_ns
         if self._connected or now_ns < self._due_ns:
@@ -86,11 +85,18 @@ class NamedDealer:
             self.socket.setsockopt(zmq.IPV6, ":" in following)
             self.socket.connect(str(self._address._replace(host=following)))
 
+    def _events(self) -> Iterator[int]:
+        while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            yield int.from_bytes(self._monitor.recv_multipart(zmq.NOBLOCK)[0][:2], sys.byteorder)
+
     def send(self, frame: bytes, flags: int = zmq.NOBLOCK) -> None:
         """Sends a message of one frame; raises zmq.Again if the queue is full or the name is not known yet."""
         self.socket.send(frame, flags)
 
     def close(self, linger_ms: int = 0) -> None:
+        # libzmq's thread waits for space in the monitor's queue of 1,000 events, and `disable_monitor` for that thread.
+        for _ in self._events():
+            pass
         self.socket.disable_monitor()
         self._monitor.close(0)
         self.socket.close(linger_ms)
@@ -199,7 +205,7 @@ def bind(
         if endpoint.startswith("ipc://"):
             path = Path(endpoint.removeprefix("ipc://"))
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            trusted_uids(path.parent)
+            check_path(path.parent)
             _remove_unused(path)
             return UnixRouter(path, max_bytes, _MAX_PEERS, peers_choose_names=True)
         socket = context.socket(zmq.ROUTER)
@@ -211,7 +217,7 @@ def bind(
         except zmq.ZMQError:
             socket.close(_LINGER_MS)
             raise
-    except UntrustedSocketError as error:
+    except UntrustedPathError as error:
         raise ConfigError(f"cannot bind {endpoint}: {error}") from None
     except (zmq.ZMQError, OSError) as error:
         foreign = error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV)

@@ -15,7 +15,7 @@ import time
 
 import zmq
 
-from kvctl_agent.contract.sockets import UntrustedSocketError, connect_unix
+from kvctl_agent.contract.sockets import UntrustedPathError, connect_unix
 from kvctl_agent.errors import RemoteProtocolError
 from kvctl_agent.security.unix_router import MessageDecoder, encode_message, opening
 
@@ -32,7 +32,7 @@ class UnixDealer:
     after an hour should not have to read an hour of it. A peer of another user is sent nothing.
 
     Attributes:
-        refused: why the last connection was refused, as `UntrustedSocketError` says; "" if it was not.
+        refused: why the last connection was refused, as `UntrustedPathError` says; "" if it was not.
     """
 
     def __init__(self, path: str, identity: bytes, max_bytes: int, limit: int) -> None:
@@ -140,7 +140,7 @@ class UnixDealer:
             self._epoll.register(connection, select.EPOLLIN)
         except OSError as error:
             connection.close()
-            if isinstance(error, UntrustedSocketError):
+            if isinstance(error, UntrustedPathError):
                 self.refused = str(error)
             return
         self._socket, self._waits, self._closed_there = connection, False, False

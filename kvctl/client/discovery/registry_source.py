@@ -19,7 +19,7 @@ from kvctl.client.keys import KeyNames
 from kvctl.errors import CliError
 from kvctl_agent.contract.addresses import AddressError, host_of, ip_address, parse_endpoint, tcp_address
 from kvctl_agent.contract.admin import SOCKET_SUFFIX
-from kvctl_agent.contract.sockets import UntrustedSocketError
+from kvctl_agent.contract.sockets import UntrustedPathError
 
 _AGENTS, _HELLO = Call("agents"), Call("hello")
 # Ranks ask at least once a second; a decode rank that has been silent for longer than this has ended or left. Prefill
@@ -63,7 +63,7 @@ class RegistrySource(AgentSource):
         if self._endpoint.path is not None:
             try:
                 probe(self._endpoint.path)
-            except UntrustedSocketError as error:
+            except UntrustedPathError as error:
                 raise SourceError(str(error), FaultCode.NOT_PERMITTED) from None
         with Fanout(self._keys) as fanout:
             (reply,) = fanout.ask([(self._endpoint, _AGENTS)], max(1, deadline_ns - time.monotonic_ns()))

@@ -62,7 +62,11 @@ class SrvSource(AgentSource):
         known = _addresses(answer.response.additional)
         endpoints: list[Endpoint] = []
         faults: list[Fault] = []
-        for target, port in targets[:MAX_AGENTS]:
+        for number, (target, port) in enumerate(targets):
+            if time.monotonic_ns() > deadline_ns:
+                late = f"the addresses of {len(targets) - number} of {len(targets)} targets were not found in time"
+                faults.append(Fault("", FaultCode.TIMEOUT, f"{self.url}: {late}: raise --timeout"))
+                break
             name = f"{target.rstrip('.')}:{port}"
             try:
                 addresses = known.get(target.lower()) or _look_up(resolver, target, deadline_ns)
@@ -70,6 +74,8 @@ class SrvSource(AgentSource):
                 faults.append(Fault(name, FaultCode.UNREACHABLE, f"its address cannot be looked up: {error}"))
                 continue
             endpoints += [endpoint_at(address, port, name) for address in addresses]
+            if len(endpoints) > MAX_AGENTS:
+                raise SourceError(f"more than {MAX_AGENTS} endpoints", FaultCode.PROTOCOL)
         return Found(tuple(endpoints), tuple(faults))
 
 

@@ -104,7 +104,7 @@ def test_an_open_directory_is_a_fault_that_names_the_remedy(socket_directory: Pa
     leave_socket(socket_directory, "decode-0")
     socket_directory.chmod(0o777)
     (fault,) = discover().faults
-    assert f"lets other users replace files: chmod go-w {socket_directory}" in fault.message
+    assert f"lets other users write to it: chmod go-w {socket_directory}" in fault.message
     socket_directory.chmod(0o700)
 
 

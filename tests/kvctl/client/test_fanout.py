@@ -93,6 +93,18 @@ def test_a_silent_host_name_delays_nobody_and_is_named(names: Names, tmp_path: P
     assert unknown.fault.message.startswith("host unknown.test cannot be looked up: ")
 
 
+def test_thousands_of_connection_errors_that_nobody_has_read_keep_nobody_from_leaving() -> None:
+    fanout = Fanout(None)
+    for number in range(1, 201):
+        fanout._route(Endpoint(f"a{number}", None, remote=f"tcp://127.0.4.{number}:1"))  # nobody listens there
+    fanout._sockets[True].reconnect_ivl = 1
+    time.sleep(2)
+    ended = threading.Thread(target=fanout.__exit__, args=(None, None, None), daemon=True)
+    ended.start()
+    ended.join(30)
+    assert not ended.is_alive()
+
+
 def test_many_silent_agents_are_all_asked_within_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of agents that do not answer, a window was asked every 250 ms."""
     monkeypatch.setattr(fanout_module, "_WINDOW", 4)

@@ -251,6 +251,28 @@ def test_a_wrong_source_is_not_saved(kvctl: Any, path: Path) -> None:
     assert not path.exists()
 
 
+def test_a_command_from_a_file_that_others_may_write_is_not_run(
+    kvctl: Any, path: Path, fleet: Any, socket_directory: Path, tmp_path: Path
+) -> None:
+    command = f"exec:touch {tmp_path}/ran; echo {socket_directory}/decode-0.sock"
+    path.parent.mkdir(parents=True)
+    path.write_text(f'endpoint = "{command}"\n[contexts.mine]\nendpoint = "{command}"\n')
+    for wrong, mode in ((path, 0o666), (path.parent, 0o757), (path, 0o662)):
+        before = wrong.stat().st_mode
+        wrong.chmod(mode)
+        for flags in ((), ("-c", "mine")):
+            outcome = kvctl(*flags, "agents")
+            assert outcome.code == 2
+            assert "the command is not run: " in outcome.err
+            text = " ".join(outcome.err.split())
+            assert f"mode {mode:04o}) lets other users write to it: chmod go-w" in text
+        assert kvctl("-e", f"{socket_directory}/decode-1.sock", "agents").code == 0
+        wrong.chmod(before)
+    assert not (tmp_path / "ran").exists()
+    assert kvctl("agents", "--columns", "agent").out.split() == ["AGENT", "decode-0"]
+    assert (tmp_path / "ran").exists()
+
+
 def test_commands_of_a_cloned_repository_do_not_run(
     kvctl: Any, path: Path, fleet: Any, socket_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

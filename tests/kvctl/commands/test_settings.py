@@ -53,13 +53,24 @@ def test_a_wrong_value_names_its_source(user_file: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("outptu = 'json'", "unknown key 'outptu'"), ("= =", "cannot be read"), ("endpoint = 5", "not a list of agent")],
+    [
+        ("outptu = 'json'", "unknown key 'outptu'"),
+        ("= =", "cannot be read"),
+        pytest.param("a = " + "[" * 20_000, "values are nested more than 32 deep", id="brackets"),
+        pytest.param("endpoint" + ".a" * 20_000 + " = 1", "values are nested more than 32 deep", id="dots"),
+        pytest.param("timeout = " + "9" * 5000, "cannot be read", id="digits"),
+        pytest.param("#" * (1 << 20) + "##", "it has more than 1 MiB", id="size"),
+        ("output = '\udcff'", "it is not UTF-8 text: invalid start byte at byte 10"),
+        pytest.param(f"output = '{'x' * 99_999}'", "is not one of", id="long"),
+        ("endpoint = 5", "not a list of agent"),
+    ],
 )
 def test_a_broken_file_is_named(user_file: Path, text: str, words: str) -> None:
-    user_file.write_text(text)
+    user_file.write_text(text, errors="surrogateescape")
     with pytest.raises(click.UsageError, match=words) as refused:
         resolve({})
     assert str(user_file) in str(refused.value)
+    assert len(str(refused.value)) < 1000
 
 
 @pytest.mark.parametrize(

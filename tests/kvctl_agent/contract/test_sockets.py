@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import socket
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvctl_agent.contract.sockets import UntrustedSocketError, connect_unix, shortage, trusted_uids
+from kvctl_agent.contract.sockets import UntrustedPathError, check_path, connect_unix, shortage
 from tests.support.users import NOBODY, listen_as, needs_root
 
 
@@ -56,7 +57,7 @@ def test_a_listener_of_this_user_is_trusted(socket_dir: Path) -> None:
 def test_a_listener_of_another_user_is_refused_by_path_and_uid(socket_dir: Path) -> None:
     """The directory has the sticky bit, as /tmp has."""
     socket_dir.chmod(0o1777)
-    with listen_as(NOBODY, socket_dir / "r"), pytest.raises(UntrustedSocketError) as refused:
+    with listen_as(NOBODY, socket_dir / "r"), pytest.raises(UntrustedPathError) as refused:
         connect(socket_dir / "r")
     assert str(refused.value).startswith(f"uid {NOBODY} listens on {socket_dir}/r, not uid 0 or root: use a socket in ")
     (socket_dir / "r").unlink()
@@ -71,6 +72,8 @@ def test_root_trusts_the_user_to_whom_it_has_given_a_directory() -> None:
         os.chown(directory, NOBODY, NOBODY)
         with listen_as(NOBODY, directory / "r"):
             connect(directory / "r")
+        with pytest.raises(UntrustedPathError, match=f"belongs to uid {NOBODY}"):
+            check_path(directory / "r", delegated=False)
     finally:
         (directory / "r").unlink(missing_ok=True)
         directory.rmdir()
@@ -82,13 +85,12 @@ def test_a_directory_in_which_others_may_replace_files_is_refused(socket_dir: Pa
     (socket_dir / "inner").mkdir()
     (socket_dir / where).chmod(mode)
     path = socket_dir / "inner" / "r"
-    with pytest.raises(UntrustedSocketError) as refused:
-        trusted_uids(path)
-    assert f"mode {mode:04o}), on the path of the socket {path}, lets other users replace files: chmod go-w " in str(
-        refused.value
-    )
+    with pytest.raises(UntrustedPathError) as refused:
+        check_path(path)
+    text = f", on the path of {path}, (uid {os.geteuid()}, mode {mode:04o}) lets other users write to it: chmod go-w "
+    assert text in str(refused.value)
     (socket_dir / where).chmod(0o1777)
-    assert trusted_uids(path.parent) == {0, os.geteuid()}
+    assert check_path(path.parent) == {0, os.geteuid()}
 
 
 def test_a_link_is_followed_to_the_directories_of_its_target(socket_dir: Path) -> None:
@@ -100,11 +102,24 @@ def test_a_link_is_followed_to_the_directories_of_its_target(socket_dir: Path) -
     (own / "r").symlink_to("../own/link/r")
     (open_one / "r").touch()
     for path in (own / "link" / "r", own / "r"):
-        with pytest.raises(UntrustedSocketError, match=r"open .*lets other users replace files"):
-            trusted_uids(path)
+        with pytest.raises(UntrustedPathError, match=r"open, on .* lets other users write to it"):
+            check_path(path)
     (own / "endless").symlink_to("endless")
     with pytest.raises(OSError, match="Too many levels of symbolic links"):
-        trusted_uids(own / "endless" / "r")
+        check_path(own / "endless" / "r")
+
+
+@pytest.mark.parametrize(("mode", "refused"), [(0o600, False), (0o644, False), (0o646, True), (0o602, True)])
+def test_a_file_that_others_may_write_is_refused(socket_dir: Path, mode: int, refused: bool) -> None:
+    socket_dir.chmod(0o1777)  # the sticky bit does not protect what is in a file
+    file = socket_dir / "config.toml"
+    file.touch()
+    file.chmod(mode)
+    with pytest.raises(UntrustedPathError) if refused else contextlib.nullcontext() as caught:
+        check_path(file)
+    if caught is not None:
+        text = f"{file} (uid {os.geteuid()}, mode {mode:04o}) lets other users write to it: chmod go-w {file}"
+        assert str(caught.value) == text
 
 
 @needs_root
@@ -117,5 +132,5 @@ def test_a_directory_or_link_of_another_user_is_refused(socket_dir: Path, kind: 
     else:
         theirs.symlink_to(socket_dir)
     os.chown(theirs, NOBODY, NOBODY, follow_symlinks=False)
-    with pytest.raises(UntrustedSocketError, match=rf"theirs, on the path .*, belongs to uid {NOBODY}, not to uid 0"):
-        trusted_uids(theirs / "r")
+    with pytest.raises(UntrustedPathError, match=rf"theirs, on the path .*, belongs to uid {NOBODY}, not to uid 0"):
+        check_path(theirs / "r")

@@ -113,7 +113,7 @@ def test_a_registry_of_another_user_is_refused_until_the_right_one_serves(
 def test_a_registry_is_not_served_where_others_could_replace_its_socket(zmq_context: Context, directory: Path) -> None:
     directory.mkdir(exist_ok=True)
     directory.chmod(0o777)
-    with pytest.raises(ConfigError, match=r"cannot bind .* lets other users replace files: chmod go-w "):
+    with pytest.raises(ConfigError, match=r"cannot bind .* lets other users write to it: chmod go-w "):
         RegistryServer(zmq_context, f"ipc://{directory}/boot").serve()
     directory.chmod(0o700)
 
