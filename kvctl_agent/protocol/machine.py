@@ -280,8 +280,11 @@ class PeerSessions:
             return None
         return peer
 
-    def is_stale(self, peer: Peer, incarnation: int) -> bool:
+    def is_stale(self, peer: Peer, incarnation: int, info: msg.PeerInfo) -> bool:
         """Returns whether to ignore a Hello or HelloAck because of its sender's incarnation; counts it as dropped then.
+
+        An incarnation is one process for its whole life: one that comes from another process, as after a fork or from a
+        copy of the machine, is ignored. Otherwise the end of that process would count as the end of the first.
 
         An incarnation that has ended, or 0, is ignored. A usable peer is replaced only by the incarnation that the
         registry names; if the registry names none, by a higher incarnation, since incarnations grow with time. Once the
@@ -291,9 +294,11 @@ class PeerSessions:
         stale = incarnation == 0 or incarnation in peer.ended_incarnations
         if peer.usable and incarnation != peer.incarnation:
             stale = stale or (incarnation != peer.registered if peer.registered else incarnation < peer.incarnation)
-        if stale:
-            self._context.drop("incarnation")
-        return stale
+        known = peer.info_of(incarnation)
+        other = known is not None and (known.host, known.pid) != (info.host, info.pid)
+        if stale or other:
+            self._context.drop("incarnation" if stale else "stranger")
+        return stale or other
 
     def replace(self, peer: Peer, incarnation: int) -> None:
         """Marks a usable peer as lost because another incarnation took its name; the old process may still run."""

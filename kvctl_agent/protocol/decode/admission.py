@@ -297,7 +297,7 @@ class Handshake:
         if peer is None or message.to != context.local.incarnation:
             context.drop("incarnation")
             return
-        if self.sessions.is_stale(peer, incarnation):
+        if self.sessions.is_stale(peer, incarnation, message.who):
             return
         asked, peer.hello_due_ns = peer.hello_due_ns > 0, 0
         if peer.incarnation == incarnation and peer.usable:

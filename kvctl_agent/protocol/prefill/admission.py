@@ -376,7 +376,7 @@ class Readers:
         if peer.incarnation != incarnation and peer.state is PeerState.READY:
             self._refuse_name(peer, event)
             return
-        if self.sessions.is_stale(peer, incarnation):
+        if self.sessions.is_stale(peer, incarnation, message.who):
             return
         if peer.incarnation == incarnation and peer.state is not PeerState.LOST:
             if peer.usable and self.sessions.hear(peer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from kvctl_agent.contract.states import RoomState
@@ -71,6 +72,27 @@ def test_an_earlier_incarnation_that_comes_back_answers_for_itself() -> None:
     world.settle()
     assert room.released
     world.check_empty()
+
+
+@pytest.mark.parametrize("former", [False, True])
+def test_another_process_cannot_take_over_an_incarnation_whose_end_it_would_prove(former: bool) -> None:
+    """A forked child, or a copy of the machine, says the same incarnation, and the first process may be frozen."""
+    world = in_flight()
+    decode, first = world.d(), world.p().local
+    silence(world, "prefill-0", 20)
+    peer = decode.peers["prefill-0"]
+    if former:
+        later = msg.HelloAck(VERSION, first.peer_info(), decode.local.incarnation)
+        world.feed("decode-0", ev.Received("prefill-0", first.incarnation + 1, later))
+        for _ in range(20):  # and is given up, too
+            world.tick(SECOND)
+    before = peer.incarnation, peer.info_of(first.incarnation), peer.state, list(peer.former)
+    twin = msgspec.structs.replace(first.peer_info(), pid=first.pid + 1)
+    ack = msg.HelloAck(VERSION, twin, decode.local.incarnation)
+    world.feed("decode-0", ev.Received("prefill-0", first.incarnation, ack))
+    assert (peer.incarnation, peer.info_of(first.incarnation), peer.state, list(peer.former)) == before
+    assert not world.rooms["decode-0", 7, 1000].released
+    assert decode.telemetry.metrics.total("kvctl_control_dropped_total") >= 1
 
 
 def test_earlier_incarnations_that_hold_nothing_are_forgotten() -> None:
