@@ -146,5 +146,6 @@ def test_wrong_calls(start: Start) -> None:
     with pytest.raises(LocalProtocolError, match="room"):
         decode[0].refuse(-1, WHY)
     decode[0].disconnect(str(decode[0].bootstrap))
+    until(lambda: decode[0].bootstrap is None)
     with pytest.raises(LocalProtocolError, match="room 7: no prefill instance is known to decode-0: pass prefill="):
         decode[0].refuse(7, WHY)

@@ -211,6 +211,20 @@ class TestOrder:
             fleet.settle()
             fleet.check()
 
+    def test_also_before_the_prefill_ranks_know_that_decode_has_the_room(self, fleet: Any) -> None:
+        """The end of the first room leaves before the opening of the second, which the prefill ranks would ignore."""
+        for _ in range(10):
+            first = fleet.feed(fleet.claim(fleet.receive(fleet.room(7, 5))))
+            assert first.receives["decode-0"].wait(60) is RoomState.SUCCESS
+            second = fleet.receive(fleet.room(7, 5))
+            assert first.wait() == {RoomState.SUCCESS}, first.errors()
+            assert fleet.feed(fleet.claim(second)).wait() == {RoomState.SUCCESS}, second.errors()
+            for room in (first, second):
+                fleet.expect(room)
+                fleet.recycle(room)
+            fleet.check()
+        assert fleet.total(fleet.prefill, "kvctl_control_dropped_total", "early") == 0
+
 
 class TestManyRooms:
     @pytest.mark.parametrize("transport", ["nixl", "loopback"])
