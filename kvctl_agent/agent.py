@@ -71,6 +71,7 @@ from kvctl_agent.telemetry.hub import Telemetry
 H = TypeVar("H", Send, Receive)
 
 _CLOSE_S = 5.0
+_OUTCOME_S = 1.0  # time for decode ranks to say that they have the rooms that are sent
 _SHORTEST_STOP_S = 0.1  # time that each thread has to stop, even if the deadline has passed
 
 
@@ -521,10 +522,17 @@ class Agent:
         """
         parts = self.parts
         if running:
-            for room in parts.handles.rooms:
-                parts.mailbox.put(ev.AbortRoom(room, f"agent {self.name} is closing"))
-            until_s = (time.monotonic() + deadline_s) / 2
-            while parts.handles.rooms and time.monotonic() < until_s:
+            since_s = time.monotonic()
+            until_s = (since_s + deadline_s) / 2
+            aborted: set[int] = set()
+            while (rooms := {*parts.handles.rooms}) and (now_s := time.monotonic()) < until_s:
+                if (
+                    now_s < since_s + _OUTCOME_S
+                ):  # a room that is sent has usually succeeded, as its decode ranks will say
+                    rooms -= parts.handles.sent
+                for room in rooms - aborted:
+                    parts.mailbox.put(ev.AbortRoom(room, f"agent {self.name} is closing"))
+                aborted |= rooms
                 time.sleep(0.002)
         ended = self._released or parts.stop(max(_SHORTEST_STOP_S, deadline_s - time.monotonic()))
         if self._switch_interval_s is not None:

@@ -520,6 +520,11 @@ class HandleRegistry:
         """Numbers of the rooms that have not ended, or whose pages may not be reused yet."""
         return list(self._handles)
 
+    @property
+    def sent(self) -> set[int]:
+        """Rooms of a prefill rank that are sent, and wait for their decode ranks to say how they have ended."""
+        return {room for room, handle in self._handles.copy().items() if handle.released and not handle.state.finished}
+
     def is_open(self, room: int) -> bool:
         """Whether a room has not ended, or its pages may not be reused yet, as its handle says."""
         handle = self._handles.get(room)

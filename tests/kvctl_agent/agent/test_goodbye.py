@@ -122,6 +122,17 @@ def test_memory_that_a_thread_may_still_touch_is_kept_and_nobody_is_told_that_it
     agent.parts.context.destroy(0)
 
 
+def test_a_room_that_is_sent_when_its_prefill_rank_closes_succeeds_on_both_sides(make_fleet: Any) -> None:
+    fleet = make_fleet(prefill=(1, 1)).start()
+    fleet.decode[0].wait_ready(60)
+    room = fleet.feed(fleet.claim(fleet.receive(fleet.room(7, 3))))
+    deadline = time.monotonic() + 60
+    while not room.sends[0].sent:
+        assert time.monotonic() < deadline, "it was not sent"
+    fleet.prefill[0].close()
+    assert room.wait() == {RoomState.SUCCESS}, room.errors()
+
+
 _CLOSING = """
 import sys
 import numpy as np
