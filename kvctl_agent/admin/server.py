@@ -149,12 +149,17 @@ class AdminServer:
                 endpoints = self._bind(claim.path, resources)
             except (zmq.ZMQError, OSError) as error:
                 raise AdminError(f"cannot bind the admin socket {claim.path}: {error.strerror}") from None
-            arguments = endpoints, resources.pop_all()
+            owned = resources.pop_all()
         self._path = claim.path
-        self._thread = threading.Thread(
-            target=self._serve, args=arguments, name=f"kvctl-admin-{self._name}", daemon=True
+        thread = threading.Thread(
+            target=self._serve, args=(endpoints, owned), name=f"kvctl-admin-{self._name}", daemon=True
         )
-        self._thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # the process may have no more threads
+            owned.close()
+            raise
+        self._thread = thread
         return self
 
     def _bind(self, path: Path, resources: contextlib.ExitStack) -> list[AdminEndpoint]:
@@ -173,7 +178,15 @@ class AdminServer:
             endpoints.append(endpoint)
             self._remote_address = endpoint.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        resources.callback(self._forget_socket)
         return endpoints
+
+    def _forget_socket(self) -> None:
+        self._path = None
+        with self._wake_lock:
+            assert self._wake is not None
+            os.close(self._wake)
+            self._wake = None
 
     def close(self, timeout: float = 2.0) -> None:
         """Stops the thread, removes the socket and releases the agent's name. Idempotent.
@@ -204,24 +217,18 @@ class AdminServer:
 
     def _serve(self, endpoints: Sequence[AdminEndpoint], resources: contextlib.ExitStack) -> None:
         assert self._wake is not None
-        try:
-            with resources:
-                poller = zmq.Poller()
+        with resources:
+            poller = zmq.Poller()
+            for endpoint in endpoints:
+                poller.register(endpoint.poll_key, zmq.POLLIN)
+            poller.register(self._wake, zmq.POLLIN)
+            while not self._stopping:
+                limits_ms = [endpoint.max_wait_ms for endpoint in endpoints if endpoint.max_wait_ms is not None]
+                ready = dict(poller.poll(min(limits_ms, default=None)))
                 for endpoint in endpoints:
-                    poller.register(endpoint.poll_key, zmq.POLLIN)
-                poller.register(self._wake, zmq.POLLIN)
-                while not self._stopping:
-                    limits_ms = [endpoint.max_wait_ms for endpoint in endpoints if endpoint.max_wait_ms is not None]
-                    ready = dict(poller.poll(min(limits_ms, default=None)))
-                    for endpoint in endpoints:
-                        if endpoint.poll_key in ready or endpoint.max_wait_ms is not None:
-                            for request in endpoint.receive():
-                                self._reply(endpoint, request)
-        finally:
-            self._path = None
-            with self._wake_lock:
-                os.close(self._wake)
-                self._wake = None
+                    if endpoint.poll_key in ready or endpoint.max_wait_ms is not None:
+                        for request in endpoint.receive():
+                            self._reply(endpoint, request)
 
     def _reply(self, endpoint: AdminEndpoint, received: ClientRequest) -> None:
         self.client = received.origin

@@ -175,8 +175,8 @@ class Telemetry:
             self.transfers.end(record.room, record.peers, path, now_ns)
         self._note(_EndNote(record.state_now.label, latency, overlap, now_ns))
         self.rooms.close(record)
-        if self.on_finish is not None:
-            self.on_finish(record)
+        if (on_finish := self.on_finish) is not None:  # another thread may reset it
+            on_finish(record)
 
     def part(
         self,

@@ -300,6 +300,36 @@ def test_two_threads_change_an_agent_one_after_the_other(place: Place, call: str
     assert place.left() == []
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_start_that_gets_no_thread_leaves_nothing(place: Place, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+    for most in itertools.count():
+        started: list[threading.Thread] = []
+
+        def limited(thread: threading.Thread, started: list[threading.Thread] = started, most: int = most) -> None:
+            if len(started) >= most:
+                raise RuntimeError("can't start new thread")
+            started.append(thread)
+            start(thread)
+
+        agent = place.agent(role)
+        monkeypatch.setattr(threading.Thread, "start", limited)
+        try:
+            agent.start()
+            break
+        except RuntimeError as error:
+            assert str(error) == "can't start new thread"  # noqa: PT017
+        finally:
+            monkeypatch.undo()
+            monkeypatch.setenv("KVCTL_SOCKET_DIR", str(place.path / "admin"))
+        assert place.left() == []
+        with pytest.raises(LocalProtocolError, match="is closed"):
+            agent.start()
+    assert most >= 2
+    agent.close()
+    assert place.left() == []
+
+
 def test_threads_that_do_anything_leave_nothing(place: Place) -> None:
     seed = random.randrange(1 << 30)
     for turn in range(12):
