@@ -1,4 +1,7 @@
-"""`python -m tests.support.soak ARGS`: runs `kvctl demo ARGS` and sends random bytes to its ranks' sockets."""
+"""`python -m tests.support.soak ARGS`: runs `kvctl demo ARGS` and sends random bytes to its ranks' sockets.
+
+Beside it, servers are replaced under new names (`replaced_servers`, with the same transport, minutes and seed).
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,9 @@ def children(pid: int) -> list[int]:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs `kvctl demo`, disturbs its ranks while it runs, and returns its exit status."""
+    """Runs `kvctl demo`, disturbs its ranks while it runs, and returns its exit status, or that of the replacements."""
     demo = subprocess.Popen([sys.executable, "-m", "kvctl", "demo", *arguments])
+    replaced = subprocess.Popen([sys.executable, "-m", "tests.support.replaced_servers", *arguments])
     seed = arguments[arguments.index("--seed") + 1] if "--seed" in arguments else "0"
     draw, noise = random.Random(f"soak {seed}"), SocketNoise(int(seed))
     next_at = time.monotonic() + _FIRST_S
@@ -37,7 +41,8 @@ def main(arguments: list[str]) -> int:
         pass  # the terminal has sent SIGINT to the demo as well
     finally:
         noise.close()
-    return demo.wait()
+    status = demo.wait()
+    return replaced.wait() or status
 
 
 if __name__ == "__main__":

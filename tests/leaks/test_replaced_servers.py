@@ -1,0 +1,109 @@
+"""Prefill servers that come, serve one room and end, each at its own address, as pods do: decode forgets them."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvctl_agent import Agent, Rank, RoomState
+from tests.support.server import CONFIG, Server, pool
+
+WAIT_S = 60.0
+SERVERS, FIRST = 4, 1
+
+
+@pytest.fixture
+def decode() -> Iterator[Agent]:
+    """A decode agent whose requests name the prefill servers."""
+    agent = Agent(role="decode", rank=Rank(), pool=pool(), name="decode-0", transport="nixl", **CONFIG)
+    with agent.start():
+        yield agent
+
+
+@pytest.fixture
+def serve(decode: Agent) -> Iterator[Callable[[str], Server]]:
+    with ExitStack() as stack:
+        sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-", dir="/tmp")))
+
+        def start(name: str) -> Server:
+            server = Server("prefill", name, decode.settings["transport"], sockets)
+            stack.enter_context(server.process)
+            stack.callback(server.process.kill)
+            return server
+
+        yield start
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {WAIT_S:g} s: {what}"
+        time.sleep(0.02)
+
+
+def served(decode: Agent, server: Server, room: int) -> None:
+    receive = decode.receive(room, [3], prefill=server.endpoint)
+    server.say(str(room))
+    assert receive.wait(WAIT_S) is RoomState.SUCCESS, receive.error
+
+
+def forgotten(decode: Agent) -> None:
+    until(lambda: not (decode.machine.instances or decode.machine.peers), "decode has forgotten all servers")
+
+
+def descriptors() -> int:
+    gc.collect()
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+@pytest.mark.parametrize("how", ["close", "kill"])
+def test_servers_that_are_replaced_under_new_names(decode: Agent, serve: Callable[[str], Server], how: str) -> None:
+    counts = []
+    for number in range(SERVERS):
+        server = serve(f"prefill-pod{number}")
+        served(decode, server, number + 1)
+        server.end(how)
+        if number in (FIRST, SERVERS - 1):
+            forgotten(decode)
+            until(lambda: not decode.parts.control._registries.sockets(), "no registry is asked any more")
+            counts.append((descriptors(), len(decode.parts.control_channel.sockets())))
+    assert counts[0][0] >= counts[1][0], counts
+    assert counts[1][1] == 0
+    assert decode.telemetry.metrics.total("kvctl_peers_forgotten_total") == SERVERS
+
+
+def test_a_frozen_server_that_is_forgotten_gives_its_memory_back_and_serves_again(
+    decode: Agent, serve: Callable[[str], Server]
+) -> None:
+    server = serve("prefill-frozen")
+    served(decode, server, 1)
+    receive = decode.receive(2, [4], prefill=server.endpoint)
+    server.say("2 claim")
+    until(lambda: receive.state is RoomState.WAITING_FOR_INPUT, "the room is open")
+    server.process.send_signal(signal.SIGSTOP)
+    until(lambda: not decode.machine.instances, "decode has forgotten the instance")
+    assert (receive.state, receive.released) == (RoomState.FAILED, False)
+    assert [row["needed"] for row in decode.observe.peers()] == [False]
+    server.process.send_signal(signal.SIGCONT)
+    until(lambda: receive.released, "the server has drained")
+    forgotten(decode)
+    served(decode, server, 3)
+
+
+def test_dead_servers_that_requests_name_are_given_up(decode: Agent, serve: Callable[[str], Server]) -> None:
+    server = serve("prefill-well")
+    served(decode, server, 1)
+    before = descriptors()
+    rooms = [decode.receive(100 + number, [], prefill=f"tcp://127.0.9.{number}:9") for number in range(50)]
+    served(decode, server, 2)
+    assert {room.wait(WAIT_S) for room in rooms} == {RoomState.FAILED}
+    until(lambda: decode.machine.instances == (server.endpoint,), "decode has forgotten the dead servers")
+    until(lambda: descriptors() <= before, "their descriptors are closed")
+    served(decode, server, 3)
