@@ -65,17 +65,19 @@ def descriptors() -> int:
 
 @pytest.mark.parametrize("how", ["close", "kill"])
 def test_servers_that_are_replaced_under_new_names(decode: Agent, serve: Callable[[str], Server], how: str) -> None:
-    counts = []
+    first = 0
     for number in range(SERVERS):
         server = serve(f"prefill-pod{number}")
         served(decode, server, number + 1)
         server.end(how)
-        if number in (FIRST, SERVERS - 1):
+        if number == FIRST:
             forgotten(decode)
-            until(lambda: not decode.parts.control._registries.sockets(), "no registry is asked any more")
-            counts.append((descriptors(), len(decode.parts.control_channel.sockets())))
-    assert counts[0][0] >= counts[1][0], counts
-    assert counts[1][1] == 0
+            time.sleep(0.5)  # UCX closes connections at leisure
+            first = descriptors()
+    forgotten(decode)
+    until(lambda: descriptors() <= first, f"no more than {first} descriptors are open")
+    assert not decode.parts.control_channel.sockets()
+    assert not decode.parts.control._registries.sockets()
     assert decode.telemetry.metrics.total("kvctl_peers_forgotten_total") == SERVERS
 
 
