@@ -273,6 +273,8 @@ class Fanout:
         most = self._connections_allowed(by_endpoint.keys())
         names = {each: host for each in by_endpoint if each not in self._routes and (host := _name_of(each))}
         waiting = deque(each for each in by_endpoint if each not in names)
+        if names:
+            self._socket(True, next(iter(names)).address)  # a missing key is told without a lookup
         bodies: dict[int, bytes] = {}
         begun_ns = time.monotonic_ns()
         end_ns = begun_ns + timeout_ns * 3 // 2
