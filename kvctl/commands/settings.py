@@ -203,7 +203,7 @@ class _Sources:
                     "kvctl context add NAME --command COMMAND"
                 )
             try:
-                check_path(layer.path, delegated=False)
+                check_path(layer.path, of_socket=False)
             except OSError as error:
                 raise click.UsageError(f"{layer.origin(key)}: the command is not run: {error}") from None
         return converted

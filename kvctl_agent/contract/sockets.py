@@ -58,15 +58,17 @@ def peer_uid(connection: socket.socket) -> int:
     return int(uid)
 
 
-def check_path(path: str | Path, *, delegated: bool = True) -> set[int]:
+def check_path(path: str | Path, *, of_socket: bool = True) -> set[int]:
     """Checks that no other user could replace a file; returns the users who may own it and listen on it.
 
     These are this user and root. Every directory and symbolic link on the path must belong to them, as must the file
     unless it is a socket. A directory that others may write to must have the sticky bit: then they can create files in
-    it, but not replace those of trusted users.
+    it, but not replace those of trusted users. Of a socket that applies to its own directory only: whoever replaces a
+    directory above cannot listen as a trusted user, and volumes of Kubernetes (emptyDir) may be written to by all.
 
     Args:
-        delegated: as root, trust the owner of a directory that nobody but root can have put there as well.
+        of_socket: whether the path is that of a socket or of its directory. Then root also trusts the owner of a
+            directory that nobody but root can have put there.
 
     Raises:
         UntrustedPathError: another user could replace the file or a directory on the path, or write to the file.
@@ -76,7 +78,8 @@ def check_path(path: str | Path, *, delegated: bool = True) -> set[int]:
     top = at.stat()
     # In a user namespace without a mapping for root, the system's directories belong to the overflow uid, as / does.
     trusted, system = {_ROOT, os.geteuid()}, top.st_uid
-    delegated = not _others_may_write(at, top, path) and delegated and os.geteuid() == _ROOT
+    delegated = not _others_may_write(at, top, path) and of_socket and os.geteuid() == _ROOT
+    unsafe: UntrustedPathError | None = None
     left = _components(Path(path).absolute())
     while left:
         name = left.pop()
@@ -103,8 +106,16 @@ def check_path(path: str | Path, *, delegated: bool = True) -> set[int]:
             at = Path("/") if target.is_absolute() else at
             left += _components(target)
             continue
-        delegated = not _others_may_write(here, status, path) and delegated
+        try:
+            delegated = not _others_may_write(here, status, path) and delegated
+            unsafe = None if kind == stat.S_IFDIR else unsafe
+        except UntrustedPathError as error:
+            if not of_socket:
+                raise
+            delegated, unsafe = False, error
         at = here
+    if unsafe is not None:
+        raise unsafe
     return trusted
 
 

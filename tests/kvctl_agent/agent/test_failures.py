@@ -436,7 +436,7 @@ class TestCalls:
         room = fleet.run(1, 4)
         fleet.settle()
         decode = fleet.decode[0]
-        decode.parts.machine.rooms[1] = SimpleNamespace(state=RoomState.TRANSFERRING)
+        decode.parts.machine.rooms[1] = SimpleNamespace(state=RoomState.TRANSFERRING, unopened=False)
         again = decode.receive(1, room.dst["decode-0"])
         assert again.wait(60) is RoomState.FAILED
         del decode.parts.machine.rooms[1]

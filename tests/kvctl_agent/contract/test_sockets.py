@@ -73,7 +73,7 @@ def test_root_trusts_the_user_to_whom_it_has_given_a_directory() -> None:
         with listen_as(NOBODY, directory / "r"):
             connect(directory / "r")
         with pytest.raises(UntrustedPathError, match=f"belongs to uid {NOBODY}"):
-            check_path(directory / "r", delegated=False)
+            check_path(directory / "r", of_socket=False)
     finally:
         (directory / "r").unlink(missing_ok=True)
         directory.rmdir()
@@ -85,12 +85,24 @@ def test_a_directory_in_which_others_may_replace_files_is_refused(socket_dir: Pa
     (socket_dir / "inner").mkdir()
     (socket_dir / where).chmod(mode)
     path = socket_dir / "inner" / "r"
-    with pytest.raises(UntrustedPathError) as refused:
-        check_path(path)
-    text = f", on the path of {path}, (uid {os.geteuid()}, mode {mode:04o}) lets other users write to it: chmod go-w "
-    assert text in str(refused.value)
+    path.touch()
+    for of_socket in (False, True) if where else (False,):
+        with pytest.raises(UntrustedPathError) as refused:
+            check_path(path, of_socket=of_socket)
+        text = f", on the path of {path}, (uid {os.geteuid()}, mode {mode:04o}) lets other users write to it: chmod "
+        assert text in str(refused.value)
     (socket_dir / where).chmod(0o1777)
     assert check_path(path.parent) == {0, os.geteuid()}
+
+
+def test_a_socket_may_lie_in_a_directory_of_a_volume_that_all_may_write_to(socket_dir: Path) -> None:
+    """As an emptyDir of Kubernetes: who replaces the directory cannot listen as this user."""
+    socket_dir.chmod(0o777)
+    (socket_dir / "sockets").mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.fspath(socket_dir / "sockets" / "r"))
+        listener.listen()
+        connect(socket_dir / "sockets" / "r")
 
 
 def test_a_link_is_followed_to_the_directories_of_its_target(socket_dir: Path) -> None:

@@ -37,6 +37,7 @@ TO_DECODE = {
 }
 OF_PREFILL = {
     ev.SendRoom,
+    ev.DeclineRoom,
     ev.Prefetch,
     ev.Launched,
     ev.SendPages,
