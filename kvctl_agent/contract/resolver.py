@@ -6,6 +6,7 @@ addresses only, and the threads that must not wait ask `find` again until it has
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -30,7 +31,7 @@ class Answer(NamedTuple):
 
 
 class _Lookups:
-    """The lookups of this process; `answers` have the monotonic time at which they were begun."""
+    """The lookups of this process; `answers` have the monotonic time at which they came."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -40,14 +41,14 @@ class _Lookups:
         self.threads = 0
 
     def begin(self, host: str, now_ns: int) -> None:
-        """Queues a lookup, and starts a thread for it if there may be another one; the caller holds the lock."""
-        if len(self.begun_ns) >= _MOST_NAMES:
-            return
-        self.begun_ns[host] = now_ns
-        self.queue.append(host)
-        if self.threads < _MOST_THREADS:
-            self.threads += 1
-            threading.Thread(target=self._run, name="kvctl-resolver", daemon=True).start()
+        """Queues a lookup unless it was begun, and starts a thread if there may be one; the caller holds the lock."""
+        if host not in self.begun_ns and len(self.begun_ns) < _MOST_NAMES:
+            self.begun_ns[host] = now_ns
+            self.queue.append(host)
+        if self.queue and self.threads < _MOST_THREADS:
+            with contextlib.suppress(RuntimeError):  # the process may have no more threads; the next call tries again
+                threading.Thread(target=self._run, name="kvctl-resolver", daemon=True).start()
+                self.threads += 1
 
     def _run(self) -> None:
         while True:
@@ -61,7 +62,9 @@ class _Lookups:
                 while len(self.answers) >= _MOST_NAMES:
                     del self.answers[next(iter(self.answers))]
                 self.answers.pop(host, None)
-                self.answers[host] = self.begun_ns.pop(host), answer
+                del self.begun_ns[host]
+                # When it came: otherwise no answer of a resolver that needs more than `TIMEOUT_S` would be new enough.
+                self.answers[host] = time.monotonic_ns(), answer
 
 
 _lookups = _Lookups()
@@ -76,7 +79,7 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def find(host: str, since_ns: int) -> Answer | None:
-    """Returns the addresses of a host, as looked up after a monotonic time; never waits.
+    """Returns the addresses of a host, of a lookup that has ended after a monotonic time; never waits.
 
     Returns None while the lookup is in progress; the call begins it. After `TIMEOUT_S` the answer is an error.
 
@@ -90,8 +93,7 @@ def find(host: str, since_ns: int) -> Answer | None:
         at_ns, answer = _lookups.answers.get(host, (since_ns - 1, None))
         if answer is not None and at_ns >= since_ns:
             return answer
-        if host not in _lookups.begun_ns:
-            _lookups.begin(host, now_ns)
+        _lookups.begin(host, now_ns)
         begun_ns = _lookups.begun_ns.get(host, now_ns)
     if now_ns - begun_ns < TIMEOUT_S * 1e9:
         return None

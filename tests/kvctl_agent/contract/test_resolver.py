@@ -47,6 +47,38 @@ def test_a_silent_name_delays_no_other_and_fails_by_its_deadline(names: Names, m
         time.sleep(0.001)
 
 
+def test_a_resolver_that_always_takes_longer_than_the_time_limit_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolver, "_lookups", resolver._Lookups())
+    monkeypatch.setattr(resolver, "TIMEOUT_S", 0.05)
+    answers, lookups = threading.Event(), []
+
+    def look_up(host: str) -> Answer:
+        lookups.append(host)
+        answers.wait(WAIT_S)
+        return Answer(("10.0.0.4",))
+
+    monkeypatch.setattr(resolver, "_look_up", look_up)
+    assert found("slow.test").error
+    since_ns = time.monotonic_ns()  # as a caller that tries again later
+    answers.set()
+    deadline = time.monotonic() + WAIT_S
+    while (answer := find("slow.test", since_ns)) is None or answer.error:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert lookups == ["slow.test"]
+
+
+def test_a_lookup_gets_its_thread_when_there_are_threads_again(monkeypatch: pytest.MonkeyPatch, names: Names) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    names.known["a.test"] = ["10.0.0.5"]
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        assert find("a.test", 0) is None
+    assert found("a.test") == Answer(("10.0.0.5",))
+
+
 def test_an_answer_is_used_as_long_as_the_caller_likes(names: Names) -> None:
     names.known["pod.test"] = ["10.0.0.1"]
     assert found("pod.test").addresses == ("10.0.0.1",)
