@@ -120,6 +120,7 @@ class Lifecycle:
                 self.closed_from, self.state, self.deadline_s = self.state, "closed", deadline_s
             if self._in_progress or self._shut_down:
                 return False
+            self.deadline_s = deadline_s
             self._in_progress, self._thread = "close", threading.get_ident()
             return True
 

@@ -232,4 +232,5 @@ def test_a_shutdown_that_was_not_complete_is_continued_by_the_next_close() -> No
     assert not life.close(0.0)  # as a signal handler would
     assert life.wait_closed(0)
     life.closed(complete=False)
-    assert life.close(0.0)
+    assert life.close(30.0)
+    assert life.deadline_s == 30.0
