@@ -6,7 +6,7 @@ room's keeper, one of its decode ranks, makes itself known to all others of them
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -105,15 +105,25 @@ class RecvAdmission:
         for room in list(self.state.rooms.values()):
             if room.failure is None:
                 self._open(room)
-        self.open_failed()
+        self.open_failed(any)
 
-    def open_failed(self) -> None:
-        """Opens rooms that failed before they could be opened, so that the prefill ranks learn of it."""
-        for number, room in list(self.state.unopened.items()):
-            if self.context.now_ns - room.since_ns > self.context.timing.bootstrap_ns:
-                del self.state.unopened[number]
-            elif number not in self.state.rooms:  # otherwise the number is in use at another instance
-                self._open(room)
+    def open_failed(self, ready: Callable[[Iterable[bool]], bool] = all) -> None:
+        """Opens rooms that failed before they could be opened, so that the prefill ranks learn of it.
+
+        Args:
+            ready: how many ranks of a room's instance must be ready for an attempt: with `all` there are none in vain,
+                of which thousands would hold up the control loop; with `any` the ranks of one dp group suffice.
+        """
+        unopened, instances, is_ready = self.state.unopened, self.state.instances, self.context.is_ready
+        while unopened and self.context.now_ns - (oldest := next(iter(unopened.values()))).since_ns > (
+            self.context.timing.bootstrap_ns
+        ):
+            del unopened[oldest.room]
+        if unopened:
+            tried = {name for name, each in instances.items() if each.roster and ready(map(is_ready, each.roster))}
+            for room in [each for each in unopened.values() if each.instance in tried]:
+                if room.room not in self.state.rooms:  # otherwise the number is in use at another instance
+                    self._open(room)
 
     def fail_waiting(self, instance: str, failure: Failure, rank: str = "") -> None:
         """Fails the unopened rooms of a prefill instance, or of one of its ranks, that this rank cannot use.

@@ -26,16 +26,17 @@ class Instances:
     sessions: PeerSessions
     reclaim: Reclaim
 
-    def find(self, address: str) -> PrefillInstance:
+    def find(self, address: str, *, keep: bool = False) -> PrefillInstance:
         """Returns an instance that the engine names; looks it up at its registry unless it is known."""
         instance = self.state.instances.get(address)
         if instance is None:
             now_ns = self.context.now_ns
-            instance = self.state.instances[address] = PrefillInstance(named_ns=now_ns, needed_ns=now_ns)
+            instance = self.state.instances[address] = PrefillInstance(keep=keep, named_ns=now_ns, needed_ns=now_ns)
             self.context.actions.append(ev.FindInstance(address))
             if len(self.state.instances) > (most := self.context.local.max_instances):
                 self._forget_least_needed(f"requests name more than {most}")
         instance.named_ns = self.context.now_ns
+        instance.keep |= keep
         return instance
 
     def answered(self, address: str) -> PrefillInstance:
@@ -47,7 +48,7 @@ class Instances:
         return next((address for address, known in self.state.instances.items() if name in known.roster), "")
 
     def on_connect_instance(self, event: ev.ConnectInstance) -> None:
-        self.find(event.instance).keep |= event.keep
+        self.find(event.instance, keep=event.keep)
 
     def on_disconnect_instance(self, event: ev.DisconnectInstance) -> None:
         self._forget(event.instance, "was disconnected by the engine")

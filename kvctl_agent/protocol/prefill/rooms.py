@@ -369,9 +369,9 @@ class SendRooms:
         failure = self.context.failure("ABORTED", event.reason)
         room = self.state.rooms.get(event.room)
         if room is None:
-            self.state.ended.setdefault(
-                event.room, EndedRoom(self.context.now_ns, RoomState.FAILED, failure, True, frozenset(), None)
-            )
+            declined = EndedRoom(self.context.now_ns, RoomState.FAILED, failure, True, frozenset(), None)
+            # What decode ranks have ended before is over for the engine, too: a later call of send() is another room.
+            self.state.ended[event.room] = self.state.ended.get(event.room, declined)._replace(claimed=True)
         elif not room.claimed:
             room.claimed = True  # a later call of send() begins another room of this number
             self.fail(room, failure)

@@ -184,6 +184,14 @@ class TestTooManyInstances:
         world.settle()
         assert busy.state is RoomState.SUCCESS
 
+    def test_one_that_the_engine_connects_to_is_kept_at_the_limit(self) -> None:
+        world = served()
+        machine = world.d()
+        machine._context.local = msgspec.structs.replace(machine.local, max_instances=1)
+        actions = machine.handle(ev.ConnectInstance(registry(7)), world.now_ns)
+        assert registry(7) in machine.instances
+        assert ev.ForgetInstance(registry(7)) not in actions
+
     def test_one_that_lacks_descriptors_is_looked_up_again_when_another_has_made_room(self) -> None:
         world = self.limited(9)
         for instance in (1, 2):

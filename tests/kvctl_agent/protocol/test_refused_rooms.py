@@ -9,7 +9,7 @@ from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.decode.rooms import MAX_UNOPENED
+from kvctl_agent.protocol.decode.rooms import MAX_UNOPENED, RecvRooms
 from tests.support.protocol.simulation import SECOND, Instance, World, registry
 
 WHY = "the client went away"
@@ -210,6 +210,13 @@ class TestAbortedBeforeItIsOpened:
             world.receive(room, 0, aux=-1, instance=1, refusal=WHY)
         assert list(world.d().state.unopened) == list(range(10, MAX_UNOPENED + 10))
 
+    def test_a_tick_costs_nothing_for_each(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        """They would hold up the control loop, ten times a second, by 20 ms."""
+        for room in range(10):
+            world.receive(room, 0, aux=-1, instance=1, refusal=WHY)
+        monkeypatch.setattr(RecvRooms, "ranks_of", lambda rooms, room: pytest.fail(f"room {room.room} was tried"))
+        world.d().handle(ev.Tick(), world.now_ns)
+
 
 @pytest.mark.parametrize("opened", ["before", "after"])
 def test_a_room_that_its_engine_declines_fails_on_decode_and_its_number_serves_again(opened: str) -> None:
@@ -254,3 +261,18 @@ def test_a_room_that_the_engine_has_begun_here_is_not_declined(world: World) -> 
     world.settle()
     assert {room.state for room in rooms} == {RoomState.SUCCESS}
     world.check_empty()
+
+
+def test_a_declined_room_that_decode_has_aborted_is_over_for_the_engine() -> None:
+    world = World(ParallelConfig(), ParallelConfig())
+    world.connect()
+    room = world.receive(7, 3)
+    world.flush()
+    world.feed("decode-0", ev.AbortRoom(7, "aborted"))
+    world.settle()
+    assert room.state is RoomState.FAILED
+    world.feed("prefill-0", ev.DeclineRoom(7, WHY))
+    world.send(7, 3)
+    again = world.receive(7, 3)
+    world.settle()
+    assert again.state is RoomState.SUCCESS
