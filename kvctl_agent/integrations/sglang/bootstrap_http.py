@@ -154,7 +154,10 @@ class BootstrapClient:
             if len(running) >= _MOST or running.count(new.address) >= _MOST_TO_ONE:
                 raise BootstrapError(f"{new.address.place} is not asked: {len(running)} bootstrap servers are slow")
             self._exchanges[key] = new
-        threading.Thread(target=new.run, name="kvctl-bootstrap-http", daemon=True).start()
+        try:
+            threading.Thread(target=new.run, name="kvctl-bootstrap-http", daemon=True).start()
+        except RuntimeError as error:  # the process may have no more threads
+            new.end(BootstrapError(f"{new.address.place} is not asked: {error}"))
         return new, True
 
 
@@ -179,11 +182,14 @@ class _Exchange:
 
     def run(self) -> None:
         try:
-            self.outcome = self._exchange()
+            self.end(self._exchange())
         except TimeoutError:
-            self.outcome = BootstrapError(f"{self.url} has not answered in time")
+            self.end(BootstrapError(f"{self.url} has not answered in time"))
         except Exception as error:  # of the parser of HTTP too, whatever a server sends
-            self.outcome = BootstrapError(f"{self.url}: {type(error).__name__}: {shown(str(error))}")
+            self.end(BootstrapError(f"{self.url}: {type(error).__name__}: {shown(str(error))}"))
+
+    def end(self, outcome: Answer | BootstrapError) -> None:
+        self.outcome = outcome
         self.ended.set()
 
     def _exchange(self) -> Answer:

@@ -45,6 +45,8 @@ _CLOSE_S = 5.0
 _RING_MB = 1024
 _MIN_S, _MAX_S = 0.1, 86400.0  # limits of the settings that are durations
 _MOST_MISFITS = 256
+_MOST_DECLINES = 16  # at a time; each takes a thread, and seconds if the servers do not answer
+_UNDECLINED = "kvctl: decode servers may wait for room %s, which was refused: %s"
 _LOOK_UP_S = 2.0  # how often a prefill server that is not connected is looked up, on the scheduler's thread
 
 _Room = TypeVar("_Room", Send, Receive)
@@ -72,9 +74,10 @@ class KvctlKVManager(CommonKVManager):
         """
         prefill = disaggregation_mode == DisaggregationMode.PREFILL
         check_supported(args, server_args, prefill=prefill, mla=bool(is_mla_backend or args.is_hybrid_mla_backend))
-        # Rooms in SGLang's tables, whose states `on_state` writes there; None while the agent begins one.
-        self._open: dict[int, Send | Receive | None] = {}
+        # Rooms in SGLang's tables, whose states `on_state` writes there.
+        self._open: dict[int, Send | Receive] = {}
         self._open_lock = threading.Lock()
+        self._declines = threading.BoundedSemaphore(_MOST_DECLINES)
         # Ended rooms whose pages SGLang holds until nothing is in flight; a number can be used again before.
         self._draining: dict[int, list[Receive]] = {}
         self._instances: dict[tuple[str, int], str] = {}  # registry of each prefill server and dp rank
@@ -237,8 +240,9 @@ class KvctlKVManager(CommonKVManager):
         ranks to confirm it.
         """
         with self._open_lock:  # or a room that is cleared meanwhile, or one that takes its number, would get the state
-            if self._open.get(handle.room, self) not in (None, handle):
+            if self._open.get(handle.room) is not handle:
                 return
+            state = handle.state  # as it is now: the control thread and `begin` may come in any order
             if handle.error is not None:
                 self.record_failure(handle.room, f"{handle.error['text']} [{handle.error['code']}]")
             elif isinstance(handle, Send) and handle.sent:
@@ -247,13 +251,12 @@ class KvctlKVManager(CommonKVManager):
 
     def begin(self, room: int, open_room: Callable[[], _Room]) -> _Room | None:
         """Returns the handle that `open_room` opens; None if the agent refuses, and then the room has failed."""
-        self._open[room] = None
         handle = attempt(open_room, partial(self.fail, room), logger)
         if handle is None:
             return None
         self._open[room] = handle
-        if handle.state is RoomState.WAITING_FOR_INPUT:  # from the start: no change of state
-            self.update_status(room, int(handle.state))
+        if handle.state is not RoomState.BOOTSTRAPPING:  # from the start, or changed before it was in the table
+            self.on_state(handle, handle.state)
         return handle
 
     def refusal(self, room: int | None) -> str | None:
@@ -278,6 +281,9 @@ class KvctlKVManager(CommonKVManager):
         ):
             with self.failure_lock:
                 cause = self.failure_records.get(room, "refused by the prefill engine")
+            if not self._declines.acquire(blocking=False):
+                logger.warning(_UNDECLINED, room, "many others are refused, too")
+                return
             # On a thread of its own: the scheduler does not wait for the bootstrap server and the other rank.
             threading.Thread(target=self._decline, args=(addr, room, cause), name="kvctl-decline", daemon=True).start()
 
@@ -286,7 +292,9 @@ class KvctlKVManager(CommonKVManager):
             group = room % get_parallel().num_dp_ranks
             self.agent.decline(room, cause, prefill=str(CLIENT.row(addr, group, _CLOSE_S)))
         except KvctlError as error:
-            logger.warning("kvctl: decode servers may wait for room %s, which was refused: %s", room, error)
+            logger.warning(_UNDECLINED, room, error)
+        finally:
+            self._declines.release()
 
     def withdraw(self, room: int) -> None:
         """Removes the state and the failure of a room from SGLang's tables, so that another request can have it."""

@@ -1,7 +1,9 @@
 """What SGLang's scheduler does with its KV manager: sleep mode, the end of a role, and the polls of a sender."""
 
+import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -153,3 +155,36 @@ def begin_odd_rooms(scheduler: Any) -> list[str]:
         except Exception as error:
             causes.append(str(error))
     return causes
+
+
+def begin_beside_endings(scheduler: Any) -> list[int]:
+    """Begins a room while one that had its number ends, and one that fails before it is in the table."""
+    manager, found = scheduler.kv_manager, []
+    failure = {"rank": "decode", "code": "ABORTED", "at_ns": 0, "text": "aborted"}
+    for state, error in ((RoomState.BOOTSTRAPPING, None), (RoomState.FAILED, failure)):
+        former = SimpleNamespace(room=7, state=RoomState.SUCCESS, error=None)
+        begun = SimpleNamespace(room=7, state=state, error=error)
+
+        def open_room(former: Any = former, begun: Any = begun) -> Any:
+            for handle in (former, begun):  # as the control thread may
+                manager.on_state(handle, handle.state)
+            return begun
+
+        manager.request_status[7] = RoomState.BOOTSTRAPPING
+        manager.begin(7, open_room)
+        found.append(int(manager.request_status[7]))
+        manager.withdraw(7)
+    return found
+
+
+def decline_many(scheduler: Any) -> int:
+    """Declines 40 rooms while no bootstrap server answers; returns the number of threads that this takes."""
+    manager, answered = scheduler.kv_manager, threading.Event()
+    manager._decline = lambda *_: answered.wait(20)
+    for room in range(1000, 1040):
+        manager.fail(room, "wrong dp rank")
+        manager.decline_misrouted("127.0.0.1:1", room)
+        manager.withdraw(room)
+    found = sum(thread.name == "kvctl-decline" for thread in threading.enumerate())
+    answered.set()
+    return found

@@ -120,6 +120,19 @@ def test_a_call_waits_no_second_time_and_takes_the_answer_that_came_late() -> No
                 break
 
 
+def test_without_a_thread_a_server_is_not_asked_and_can_be_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    client = BootstrapClient()
+    with serving(ROW % (b'"::1"', b"7000")) as address:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            with pytest.raises(BootstrapError, match="is not asked: can't start"):
+                client.fetch("GET", f"http://{address}/route")
+        assert client.fetch("GET", f"http://{address}/route", wait_s=20.0).json()["rank_port"] == 7000
+
+
 def test_slow_servers_are_not_asked_without_end() -> None:
     client = BootstrapClient()
     with serving(itertools.repeat(b"H"), pause_s=0.05) as address:

@@ -60,3 +60,14 @@ def test_a_sent_room_ends_before_decode_confirms_it_and_another_of_its_number_wa
         assert set(served.values()) == {(RoomState.BOOTSTRAPPING, "success")}
         pair.finish("decode").check()
         pair.transfer([Room(2, tokens=100)]).check()
+
+
+def test_requests_at_wrong_dp_ranks_take_a_bounded_number_of_threads() -> None:
+    with PDPair(CASE) as pair:
+        assert set(pair.call("prefill", managers.decline_many).values()) <= {0, 16}
+
+
+def test_the_end_of_a_room_is_not_taken_for_that_of_the_next_one_with_its_number() -> None:
+    with PDPair(CASE) as pair:
+        served = pair.call("prefill", managers.begin_beside_endings)
+        assert {tuple(states) for states in served.values()} == {(RoomState.BOOTSTRAPPING, RoomState.FAILED)}
