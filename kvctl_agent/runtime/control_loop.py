@@ -458,10 +458,10 @@ class ControlLoop:
         if now >= self._tick_ns and not self._note_stall(now):
             self._tick_ns = now + _TICK_NS
             self._check_liveness(now)
-            for peer, text in self._channel.tick(now):
-                self._feed(ev.PeerUnusable(peer, text))
             self._feed(ev.Tick(self._stalled_ns))
             self._stalled_ns = 0
+            for peer, text in self._channel.tick(now):  # last: whatever its sockets raise, deadlines are kept
+                self._feed(ev.PeerUnusable(peer, text))
         if channel_due or self._flush_now:
             self._flush()
         self._run_tasks()

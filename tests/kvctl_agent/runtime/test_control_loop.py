@@ -216,6 +216,18 @@ def test_a_bug_costs_one_event_and_not_those_behind_it(rig: Rig) -> None:
     assert any("KeyError: 'a bug'" in text for text in rig.errors())
 
 
+def test_sockets_that_fail_cost_no_tick(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All deadlines hang on it."""
+
+    def tick(channel: ControlChannel, now_ns: int) -> list[tuple[str, str]]:
+        raise OSError("no address")
+
+    monkeypatch.setattr(ControlChannel, "tick", tick)
+    until(lambda: any("no address" in text for text in rig.errors()))
+    before = len(rig.machine.handled)
+    until(lambda: any(isinstance(event, ev.Tick) for event in rig.machine.handled[before:]))
+
+
 def test_an_action_that_fails_costs_itself_and_not_those_behind_it(rig: Rig) -> None:
     """For example an engine's callback that raises: the messages behind it must leave all the same."""
     rig.executor.error = RuntimeError("the engine's callback")
