@@ -697,14 +697,13 @@ class Agent:
         room = check_room(room)
         parts = self.parts
         parts.lifecycle.check_takes("decode", begun=True)
-        if not isinstance(reason, str) or not reason:
-            raise LocalProtocolError(f"room {room}: reason is {shown(reason)}: it must be text")
+        reason = _reason(room, reason)
         if self.is_open(room):
             raise LocalProtocolError(f"room {room} is open on {self.name}: abort it")
         opening = self._limits(parts).opening(
             room, self._instance(prefill, f"room {room}: "), (), 0, None, (), True, None, ()
         )
-        parts.lifecycle.post(msgspec.structs.replace(opening, refusal=encodable(str(reason[:MAX_TEXT]))))
+        parts.lifecycle.post(msgspec.structs.replace(opening, refusal=reason))
 
     def decline(self, room: int, reason: str, *, prefill: str, timeout_s: float = 5.0) -> None:
         """Prefill: tells another prefill instance that its engine will not send a room; waits for the answer.
@@ -719,14 +718,15 @@ class Agent:
             timeout_s: longest time to wait for its answer.
 
         Raises:
-            LocalProtocolError: the room is not an unsigned 64-bit number, or this is not a running prefill agent.
+            LocalProtocolError: the room is not an unsigned 64-bit number, the reason is not text or empty, or this is
+                not a running prefill agent.
             ConfigError: `prefill` is not an endpoint, or needs keys.
             DeadlineExceeded: the instance has not answered; the text names it.
         """
         room = check_room(room)
         self.parts.lifecycle.check_takes("prefill", begun=True)
         self._check_endpoint(prefill)
-        decline(prefill, room, encodable(reason[:MAX_TEXT]), self._arguments[3], timeout_s)
+        decline(prefill, room, _reason(room, reason), self._arguments[3], check_timeout(timeout_s))
 
     def renew(self, rooms: Sequence[int], *, prefill: str | None = None) -> None:
         """Decode: asks a prefill instance to keep rooms that this engine is going to open.
@@ -838,6 +838,13 @@ class Agent:
         if not (self.accepting or self.draining) or self.parts.transfers is None:
             raise LocalProtocolError(f"{self.name} ({self.parts.lifecycle.state}) has no connection to measure")
         return self.parts.connections.measure()
+
+
+def _reason(room: int, reason: object) -> str:
+    """Returns the reason why a room is refused, cut to the length that fits into a message."""
+    if not isinstance(reason, str) or not reason:
+        raise LocalProtocolError(f"room {room}: reason is {shown(reason)}: it must be text")
+    return encodable(str(reason[:MAX_TEXT]))
 
 
 def _discard(event: ev.Event) -> None:

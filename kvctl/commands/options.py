@@ -11,6 +11,7 @@ import click
 
 from kvctl.commands.settings import COLOURS, DEFAULT_TIMEOUT, OUTPUTS, PROMETHEUS, resolve
 from kvctl.render.units import parse_seconds
+from kvctl_agent.contract.states import MAX_ROOM
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -335,9 +336,6 @@ def pass_settings(function: _Command) -> _Command:
     return wrapper  # type: ignore[return-value]
 
 
-_LARGEST_ROOM = (1 << 64) - 1
-
-
 class RoomOrRequest(click.ParamType[str]):
     """Parameter type of a room number, an unsigned 64-bit integer, or of a request id, any text that is not a number.
 
@@ -350,8 +348,8 @@ class RoomOrRequest(click.ParamType[str]):
         text = str(value)
         if text and not text.isdecimal():
             return text
-        if not text or int(text) > _LARGEST_ROOM:
-            self.fail(f"{value!r} is not a room number, 0 to {_LARGEST_ROOM}", param, ctx)
+        if not text or int(text) > MAX_ROOM:
+            self.fail(f"{value!r} is not a room number, 0 to {MAX_ROOM}", param, ctx)
         return str(int(text))
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:

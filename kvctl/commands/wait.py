@@ -23,12 +23,11 @@ from kvctl.commands.stdio import progress
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.render import units
-from kvctl_agent.contract.states import STATE_LABELS, RoomState
+from kvctl_agent.contract.states import MAX_ROOM, STATE_LABELS, RoomState
 
 _PAUSE_S = 0.25
 _LAST_SURVEY_NS = 200_000_000
 _MAX_NAMED = 5
-_MAX_ROOM = (1 << 64) - 1
 _GOALS = ("ready", "drained", "room=")
 _STATES = {label.lower(): label for label in STATE_LABELS}
 
@@ -83,8 +82,8 @@ def parse(text: str, agents: int = 1) -> WaitCondition:
     number, _, state = rest.partition(":")
     if kind != "room":
         raise WaitConditionError(f"{text}: wait for ready, drained or room=NUMBER:STATE, as in room=7:Success")
-    if not number.isdecimal() or int(number) > _MAX_ROOM:
-        raise WaitConditionError(f"{text}: {number!r} is not a room number, 0 to {_MAX_ROOM}")
+    if not number.isdecimal() or int(number) > MAX_ROOM:
+        raise WaitConditionError(f"{text}: {number!r} is not a room number, 0 to {MAX_ROOM}")
     if state.lower() not in _STATES:
         raise WaitConditionError(f"{text}: {state!r} is not a state of a room: write {', '.join(STATE_LABELS)}")
     return RoomReached(str(int(number)), _STATES[state.lower()])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+MAX_ROOM = (1 << 64) - 1
+"""Largest room number."""
+
 
 class RoomState(IntEnum):
     """State of a room on one rank; the state over several ranks is their minimum, and `FAILED` is the lowest.

@@ -16,6 +16,7 @@ from kvctl_agent.contract.addresses import AddressError, parse_endpoint
 from kvctl_agent.contract.admin import MAGIC, MAX_REQUEST_ID_BYTES, ErrorCode
 from kvctl_agent.contract.commands import REGISTRY_COMMANDS_BY_NAME
 from kvctl_agent.contract.snapshots import ListedAgent, Role
+from kvctl_agent.contract.states import MAX_ROOM
 from kvctl_agent.errors import LayoutError, RemoteProtocolError
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
 
@@ -76,7 +77,7 @@ class Decline(msgspec.Struct, frozen=True, tag="decline"):
     reason: str
 
     def __post_init__(self) -> None:
-        if not 0 <= self.room < 1 << 64:
+        if not 0 <= self.room <= MAX_ROOM:
             raise ValueError(f"{self.room} is no room number")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvctl_agent.contract.snapshots import Failure
-from kvctl_agent.contract.states import RoomState
+from kvctl_agent.contract.states import MAX_ROOM, RoomState
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.layout.plan_inputs import PlanInputs
@@ -24,7 +24,7 @@ Pages = npt.NDArray[np.int32]
 
 def check_room(number: int) -> None:
     """Raises LocalProtocolError unless the number, a room number or nonce, is an unsigned 64-bit integer."""
-    if not 0 <= number < 1 << 64:
+    if not 0 <= number <= MAX_ROOM:
         raise LocalProtocolError(f"{number} is no room number: it must fit 64 bits, unsigned")
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvctl_agent.contract.snapshots import Failure
-from kvctl_agent.contract.states import RoomState
+from kvctl_agent.contract.states import MAX_ROOM, RoomState
 from kvctl_agent.contract.values import encodable, integer, layer_range, shown
 from kvctl_agent.device.base import Device, Event
 from kvctl_agent.errors import LayoutError, LocalProtocolError
@@ -31,7 +31,6 @@ from kvctl_agent.runtime.event_poller import EventPoller, PendingEvent
 from kvctl_agent.runtime.page_owners import PageOwners
 
 _MAX_PAGE = int(np.iinfo(np.int32).max)
-_MAX_ROOM = (1 << 64) - 1
 _LONGEST_WAIT_S = 1e9
 
 
@@ -608,7 +607,7 @@ class HandleRegistry:
 
 def check_room(room: object) -> int:
     """Returns a room number as an int; raises LocalProtocolError unless it is an unsigned 64-bit integer."""
-    return check_size("room", room, 0, _MAX_ROOM, LocalProtocolError)
+    return check_size("room", room, 0, MAX_ROOM, LocalProtocolError)
 
 
 def check_prompt(room: int, tokens: object, digest: object) -> tuple[int, int]:
@@ -618,7 +617,7 @@ def check_prompt(room: int, tokens: object, digest: object) -> tuple[int, int]:
         LocalProtocolError: `tokens` is not a positive number, or `digest` not one of 64 bits.
     """
     length = 0 if tokens is None else check_size(f"room {room}: tokens", tokens, error=LocalProtocolError)
-    known = 0 if digest is None else check_size(f"room {room}: digest", digest, 1, _MAX_ROOM, LocalProtocolError)
+    known = 0 if digest is None else check_size(f"room {room}: digest", digest, 1, MAX_ROOM, LocalProtocolError)
     return length, known
 
 

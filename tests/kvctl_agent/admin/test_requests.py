@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl_agent.admin.requests import MAX_ROOM, parse_body, parse_frames, request_id
+from kvctl_agent.admin.requests import parse_body, parse_frames, request_id
 from kvctl_agent.contract.admin import MAGIC, MAX_REQUEST_BYTES, MAX_REQUEST_ID_BYTES, ErrorCode
 from kvctl_agent.contract.commands import COMMANDS, COMMANDS_BY_NAME, Arg, Command
+from kvctl_agent.contract.states import MAX_ROOM
 from kvctl_agent.errors import RequestRefused
 
 
