@@ -380,8 +380,7 @@ class Agent:
         parts.lifecycle.leave()
         while rooms := {*parts.handles.rooms, *(parts.machine.unanswered() if self.draining else ())}:
             if time.monotonic() >= deadline:
-                first = ", ".join(str(room) for room in sorted(rooms)[:8])
-                raise DeadlineExceeded(f"{self.name}: rooms still in flight after {timeout:g} s: {first}")
+                raise DeadlineExceeded(f"{self.name}: {_in_flight(rooms, timeout)}")
             time.sleep(0.002)
 
     def unregister(self, timeout: float = 30.0) -> None:
@@ -413,11 +412,8 @@ class Agent:
                     aborted.add(room)
                 if time.monotonic() >= deadline:
                     lifecycle.end_unregister_drain()
-                    first = ", ".join(str(room) for room in sorted(rooms)[:8])
-                    raise DeadlineExceeded(
-                        f"{self.name}: its memory cannot be given back, rooms still in flight after {timeout:g} s: "
-                        f"{first}"
-                    )
+                    text = f"{self.name}: its memory cannot be given back, {_in_flight(rooms, timeout)}"
+                    raise DeadlineExceeded(text)
                 time.sleep(0.002)
             ended = parts.stop(max(_SHORTEST_STOP_S, deadline - time.monotonic()))
             self._released = parts.release(ended=ended)
@@ -526,9 +522,7 @@ class Agent:
             until_s = (since_s + deadline_s) / 2
             aborted: set[int] = set()
             while (rooms := {*parts.handles.rooms}) and (now_s := time.monotonic()) < until_s:
-                if (
-                    now_s < since_s + _OUTCOME_S
-                ):  # a room that is sent has usually succeeded, as its decode ranks will say
+                if now_s < since_s + _OUTCOME_S:  # rooms that are sent have usually succeeded: decode ranks will say it
                     rooms -= parts.handles.sent
                 for room in rooms - aborted:
                     parts.mailbox.put(ev.AbortRoom(room, f"agent {self.name} is closing"))
@@ -720,7 +714,7 @@ class Agent:
         Raises:
             LocalProtocolError: the room is not an unsigned 64-bit number, the reason is not text or empty, or this is
                 not a running prefill agent.
-            ConfigError: `prefill` is not an endpoint, or needs keys.
+            ConfigError: `prefill` is not an endpoint, or needs keys, or too few file descriptors are left.
             DeadlineExceeded: the instance has not answered; the text names it.
         """
         room = check_room(room)
@@ -838,6 +832,10 @@ class Agent:
         if not (self.accepting or self.draining) or self.parts.transfers is None:
             raise LocalProtocolError(f"{self.name} ({self.parts.lifecycle.state}) has no connection to measure")
         return self.parts.connections.measure()
+
+
+def _in_flight(rooms: set[int], timeout: float) -> str:
+    return f"rooms still in flight after {timeout:g} s: {', '.join(map(str, sorted(rooms)[:8]))}"
 
 
 def _reason(room: int, reason: object) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import time
@@ -15,7 +14,7 @@ from kvctl_agent.admin.observed_rank import RankDescription
 from kvctl_agent.admin.tcp_connections import connections_to
 from kvctl_agent.admin.transfer_costs import TransferCosts
 from kvctl_agent.contract import VERSION
-from kvctl_agent.contract.addresses import host_of
+from kvctl_agent.contract.addresses import host_of, ip_address
 from kvctl_agent.contract.choices import HOST, REASONS
 from kvctl_agent.contract.recording import InputPage
 from kvctl_agent.contract.snapshots import (
@@ -313,11 +312,8 @@ class ObservedAgent:
 
 def _numeric(host: str) -> str | None:
     """Returns a host that is a numeric address, which peers may choose freely; None for any other text."""
-    try:
-        address = str(ipaddress.ip_address(host))
-    except ValueError:
-        return None
-    return address if _INTERFACE.fullmatch(address.partition("%")[2]) else None
+    address = ip_address(host)
+    return str(address) if address is not None and _INTERFACE.fullmatch(str(address).partition("%")[2]) else None
 
 
 def kind_of(

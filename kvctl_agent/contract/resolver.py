@@ -7,13 +7,14 @@ addresses only, and the threads that must not wait ask `find` again until it has
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import socket
 import threading
 import time
 from collections import deque
 from typing import NamedTuple
+
+from kvctl_agent.contract.addresses import ip_address
 
 TIMEOUT_S = 5.0
 """Time after which a lookup counts as failed; its thread ends when the system's resolver gives up."""
@@ -86,8 +87,8 @@ def find(host: str, since_ns: int) -> Answer | None:
     Args:
         host: host name or IP address, the latter without brackets.
     """
-    if (address := _numeric(host)) is not None:
-        return address
+    if (address := ip_address(host)) is not None:
+        return Answer((str(address),))
     now_ns = time.monotonic_ns()
     with _lookups.lock:
         at_ns, answer = _lookups.answers.get(host, (since_ns - 1, None))
@@ -112,13 +113,6 @@ def resolve(host: str) -> Answer:
 
 def _late(host: str) -> Answer:
     return Answer((), f"host {host}: no answer within {TIMEOUT_S:g} s from the resolver in /etc/resolv.conf")
-
-
-def _numeric(host: str) -> Answer | None:
-    try:
-        return Answer((str(ipaddress.ip_address(host)),))
-    except ValueError:
-        return None
 
 
 def _look_up(host: str) -> Answer:

@@ -124,10 +124,6 @@ class SegmentAddresses:
         """Returns the distances of the transfer pages of a plane."""
         return PageSteps(self.strides[plane].page, self.split, self.split_stride(plane))
 
-    def page_offsets(self, plane: int, pages: npt.NDArray[np.integer[Any]]) -> Indices:
-        """Returns the distance in bytes of each page from page 0 of a plane, int64 of the shape of `pages`."""
-        return self.page_steps(plane).offsets(pages)
-
     def at(self, shard: LocalShard, split: int) -> SegmentAddresses:
         """Returns the addresses of the same memory in transfer pages, `split` of which make one page of this object.
 

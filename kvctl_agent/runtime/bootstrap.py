@@ -17,7 +17,8 @@ from msgspec.structs import replace
 from kvctl_agent.contract.addresses import parse_endpoint
 from kvctl_agent.contract.admin import MAGIC
 from kvctl_agent.contract.keys import KeyPair
-from kvctl_agent.errors import DeadlineExceeded, RemoteProtocolError
+from kvctl_agent.contract.sockets import shortage
+from kvctl_agent.errors import ConfigError, DeadlineExceeded, RemoteProtocolError
 from kvctl_agent.protocol import bootstrap_registry as registry
 from kvctl_agent.runtime import control_endpoints
 from kvctl_agent.runtime.control_endpoints import NamedDealer
@@ -28,6 +29,7 @@ from kvctl_agent.security.unix_router import UnixRouter
 _REQUESTS_A_TURN = 64
 _QUEUE = 16  # replies to a client that does not read; a list has megabytes, and anybody may ask for it without keys
 _DECLINE_POLL_S = 0.01
+_DESCRIPTORS = 32  # more than a context with one socket needs; libzmq aborts the process if it gets only some of them
 _ASK_EVERY_NS = 200_000_000
 _REPEAT_EVERY_NS = 1_000_000_000  # so that a restarted registry learns of this rank again
 
@@ -272,8 +274,11 @@ def decline(endpoint: str, room: int, reason: str, keys: KeyPair | None, timeout
     """Tells the prefill instance of a registry that its engine will not send a room; returns once it is known there.
 
     Raises:
+        ConfigError: too few file descriptors are left.
         DeadlineExceeded: the registry has not answered within `timeout_s`; the text says what it waited for.
     """
+    if (text := shortage(_DESCRIPTORS)) is not None:
+        raise ConfigError(f"room {room} was not declined: {text}")
     deadline = time.monotonic() + timeout_s
     with zmq.Context() as context:
         client = RegistryClient(context, endpoint, registry.Decline(room, reason), keys)

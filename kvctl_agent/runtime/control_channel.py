@@ -78,9 +78,8 @@ class ControlChannel:
         self._dealers: dict[PeerAddress, control_endpoints.Dealer] = {}
         self._dealer_keys: tuple[tuple[zmq.Socket[bytes] | int, PeerAddress], ...] = ()
         self._endpoints: dict[str, str] = {}
-        self._outbox: dict[
-            PeerAddress, list[tuple[Message, int]]
-        ] = {}  # if patient, with the monotonic time of `queue`
+        # Messages, and for patient ones the monotonic time of `queue`, otherwise 0.
+        self._outbox: dict[PeerAddress, list[tuple[Message, int]]] = {}
         self._patient_due_ns: int | None = None
         self._urgent: dict[PeerAddress, None] = {}  # with messages that are not patient, in the order of the first
         self._logged: dict[str, int] = {}

@@ -43,9 +43,7 @@ class Handle:
         self.error: Failure | None = None
         self.released = False  # nothing of the room is in flight any more: its pages may be reused
         self._post = post
-        self._lock = (
-            threading.RLock()
-        )  # reentrant, like the other locks of rooms, for signal handlers that close the agent
+        self._lock = threading.RLock()  # reentrant, as all locks of rooms: a signal handler may close the agent
         self._changed = threading.Condition(self._lock)
         self._waiting = 0  # threads in a wait; nearly always none, and to notify none takes a microsecond
 

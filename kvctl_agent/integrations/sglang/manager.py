@@ -285,7 +285,12 @@ class KvctlKVManager(CommonKVManager):
                 logger.warning(_UNDECLINED, room, "many others are refused, too")
                 return
             # On a thread of its own: the scheduler does not wait for the bootstrap server and the other rank.
-            threading.Thread(target=self._decline, args=(addr, room, cause), name="kvctl-decline", daemon=True).start()
+            thread = threading.Thread(target=self._decline, args=(addr, room, cause), name="kvctl-decline", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the process may have no more threads
+                self._declines.release()
+                logger.warning(_UNDECLINED, room, error)
 
     def _decline(self, addr: str, room: int, cause: str) -> None:
         try:

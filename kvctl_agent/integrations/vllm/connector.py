@@ -76,9 +76,7 @@ class KvctlConnector(KVConnectorBase_V1, SupportsHMA):
         return () if config.needs_kv_cache_zeroing else tuple(config.transfer_group_ids)
 
     def on_new_request(self, request: Any) -> None:
-        def fail(cause: str) -> None:
-            logger.error("kvctl: request %s is not transferred: %s", request.request_id, cause)
-
+        fail = partial(logger.error, "kvctl: request %s is not transferred: %s", request.request_id)
         attempt(partial(self._scheduler.on_new_request, request), fail, logger)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:

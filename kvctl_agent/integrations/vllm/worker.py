@@ -47,6 +47,7 @@ _RECALL_S = 30.0
 _CHUNK_TOKENS = 512  # parts of a prompt are sent while vLLM computes others; it divides prompts as it likes
 _NOTHING_TO_COMPUTE_S = 1e-3  # new requests wait for it, as they do for vLLM's own sleep
 _SUSPEND_S = 30.0
+_NOT_RECEIVED = "kvctl: request %s cannot be received: %s"
 # Defaults for this engine, which the environment and kv_connector_extra_config override: a request whose room prefill
 # never begins is answered within 30 s, and a room that decode never opens ends in the time of vLLM's own lease.
 _DEFAULTS: dict[str, Any] = {"unclaimed_s": 25.0, "hold_s": 30.0, "staging_ring_mb": 1024}
@@ -387,28 +388,21 @@ class ConnectorWorker:
             pages, _ = self._pool.pages(request.blocks)
             return self._pool.convert(pages, self.agent.kv_dtype(request.prefill))
 
-        def fail(cause: str) -> None:
-            logger.error("kvctl: request %s cannot be received: %s", name, cause)
-
-        return bool(attempt(convert, fail, logger))
+        return bool(attempt(convert, partial(logger.error, _NOT_RECEIVED, name), logger))
 
     def _send(self, request: SendRequest) -> Send | None:
         """Begins a room; returns None if the agent refuses it."""
 
-        def send() -> Send:
-            assert self.agent is not None
-            return self.agent.send(
-                room_of(request.transfer),
-                tokens=request.tokens,
-                digest=request.digest,
-                request_id=request.request,
-                traceparent=request.traceparent,
-            )
-
-        def fail(cause: str) -> None:
-            logger.error("kvctl: request %s cannot be sent: %s", request.request, cause)
-
-        return attempt(send, fail, logger)
+        assert self.agent is not None
+        send = partial(
+            self.agent.send,
+            room_of(request.transfer),
+            tokens=request.tokens,
+            digest=request.digest,
+            request_id=request.request,
+            traceparent=request.traceparent,
+        )
+        return attempt(send, partial(logger.error, "kvctl: request %s cannot be sent: %s", request.request), logger)
 
     def _receive(self, request: ReceiveRequest) -> Receive | None:
         """Opens a room; returns None if the agent refuses it."""
@@ -431,7 +425,7 @@ class ConnectorWorker:
             )
 
         def fail(cause: str) -> None:
-            logger.error("kvctl: request %s cannot be received: %s", request.request, cause)
+            logger.error(_NOT_RECEIVED, request.request, cause)
             self._refuse(request.transfer, cause, request.prefill)
 
         return attempt(receive, fail, logger)

@@ -22,7 +22,7 @@ def row_addrs(where: SegmentAddresses, layer: int, plane: int, pages: np.ndarray
     """Addresses of one head in every row of `pages`."""
     base = where.bases[layer - where.shard.layer_lo][plane] + head * where.strides[plane].head
     rows = range(where.shard.segment.planes[plane].rows)
-    offsets = where.page_offsets(plane, pages.astype(np.int32)).tolist()
+    offsets = where.page_steps(plane).offsets(pages.astype(np.int32)).tolist()
     return [base + offset + row * where.strides[plane].row for offset in offsets for row in rows]
 
 

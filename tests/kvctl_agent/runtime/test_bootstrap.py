@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -309,3 +310,14 @@ def test_a_declined_room_is_told_once_the_registry_has_answered(server: Registry
 def test_without_an_answer_declining_ends_and_names_the_registry(endpoint: str) -> None:
     with pytest.raises(DeadlineExceeded, match=f"room 7 was not declined within 0.1 s: no answer from .*{endpoint}"):
         decline(endpoint, 7, "another rank has it", None, 0.1)
+
+
+def test_without_descriptors_a_room_is_not_declined(endpoint: str) -> None:
+    """libzmq would end the process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 8, hard))
+    try:
+        with pytest.raises(ConfigError, match="room 7 was not declined: 32 more file descriptors are needed"):
+            decline(endpoint, 7, "another rank has it", None, 0.1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
