@@ -88,11 +88,24 @@ SMALL = (
     # Engines take pages back and go on later, or never open a room.
     _of("prefill recalls", _recalled((P0, 7)), recalls=((P0, 7),), losses=1, copies=1, overtakings=1),
     _of("prefill recalls past the ring", _recalled((P0, 7), paths=direct, pages=2), recalls=((P0, 7),), losses=1),
+    _of("prefill recalls twice", _recalled((P0, 7), (P0, 7)), recalls=((P0, 7), (P0, 7)), losses=1),
+    _of(
+        "prefill recalls twice past the ring",
+        _recalled((P0, 7), (P0, 7), paths=direct, pages=2),
+        recalls=((P0, 7), (P0, 7)),
+        losses=1,
+    ),
     _of("prefill recalls final parts", _recalled((P0, 7), aux=3, states=(1,)), recalls=((P0, 7),), losses=1),
     _of("prefill recalls one of two rooms", _recalled((P0, 7), rooms=2), recalls=((P0, 7),), early=1),
     _of("one of two writers recalls", _recalled((P0, 7), writers=2, ring=1), recalls=((P0, 7),), losses=1),
     _of("prefill recalls as a region is taken back", _recalled((P0, 7)), recalls=((P0, 7),), releases=1, losses=1),
     _of("prefill recalls and is paused", _recalled((P0, 7), paths=direct), recalls=((P0, 7),), pauses=(P0,)),
+    _of(
+        "prefill recalls parts that wait for a lease",
+        _recalled((P0, 7), paths=direct, pages=2, computed=((P0, 7),)),
+        recalls=((P0, 7),),
+        pauses=(P0,),
+    ),
     _of("prefill recalls, and the room is given up", _recalled((P0, 7)), recalls=((P0, 7),), aborts=((D, 7),)),
     _of("decode recalls", _recalled((D, 7)), recalls=((D, 7),), losses=1, copies=1, overtakings=1),
     _of("decode recalls past the ring", _recalled((D, 7), paths=direct, pages=2), recalls=((D, 7),), losses=1),
@@ -114,7 +127,9 @@ SMALL = (
     _of("both recall", _recalled((D, 7), (P0, 7)), recalls=((D, 7), (P0, 7)), losses=1),
     _of("a computed room is opened late", Scene(opened=False, asked=False, aux=3), lapses=1, losses=2, copies=1),
     _of("decode recalls and opens late", _recalled((D, 7), aux=3), recalls=((D, 7),), lapses=1, losses=1),
-    # Somebody is silent.
+    # Somebody is silent. What was queued before is not posted until its reader is heard again.
+    _of("leases expire before queued parts begin", Scene(paths=direct, aux=3, computed=((P0, 7),)), pauses=(P0,)),
+    _of("leases expire before parts through the ring begin", Scene(computed=((P0, 7),)), pauses=(P0,), losses=1),
     _of("a writer is paused", Scene(), pauses=(P0,), losses=1, copies=1),
     _of("a writer is paused twice", Scene(granted=True), pauses=(P0, P0)),
     _of("one of two writers is paused", Scene(writers=2, ring=1), pauses=(P0,)),

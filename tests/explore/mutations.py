@@ -17,7 +17,7 @@ from kvctl_agent.protocol.decode.admission import Handshake
 from kvctl_agent.protocol.decode.reclaim import Reclaim
 from kvctl_agent.protocol.decode.rooms import RecvRoom, RecvRooms, WriterTransfer
 from kvctl_agent.protocol.machine import PeerSessions, Tombstones
-from kvctl_agent.protocol.peer import CancelToken, Peer
+from kvctl_agent.protocol.peer import CancelToken, Lease, Peer
 from kvctl_agent.protocol.prefill.dispatch import Dispatch
 from kvctl_agent.protocol.prefill.rooms import SendRooms, StagingRequests
 from kvctl_agent.protocol.prefill.send_room import Part, PartState, PeerTransfer, SendRoom
@@ -257,6 +257,25 @@ def _recall_ends_at_once(patch: Patch) -> None:
     patch.setattr(Dispatch, "end_recall", at_once)
 
 
+def _sent_before_the_recall_has_ended(patch: Patch) -> None:
+    advance = Dispatch.advance
+
+    def at_once(dispatch: Any, room: SendRoom, *computed: Any) -> None:
+        recalling, room.recalling = room.recalling, 0
+        advance(dispatch, room, *computed)
+        room.recalling = recalling
+
+    patch.setattr(Dispatch, "advance", at_once)
+
+
+def _lease_never_expires(patch: Patch) -> None:
+    patch.setattr(Lease, "valid", lambda lease, now_ns: True)
+
+
+def _ordered_without_a_lease(patch: Patch) -> None:
+    patch.setattr(Peer, "may_post", lambda peer, now_ns: peer.usable)
+
+
 def _grant_returned_once(patch: Patch) -> None:
     return_grant = StagingRequests.return_grant
 
@@ -439,6 +458,27 @@ MUTATIONS = (
         Budget(recalls=((P0, 7),)),
         r"gives pages of room 7 back while",
         _recall_ends_at_once,
+    ),
+    Mutation(
+        "parts are queued before the recall of the pages before them has ended",
+        Scene(paths=direct, pages=2, recalled=((P0, 7),)),
+        Budget(recalls=((P0, 7),)),
+        r"waits for the end of its recall",
+        _sent_before_the_recall_has_ended,
+    ),
+    Mutation(
+        "a queued part begins without a lease",
+        Scene(paths=direct, computed=((P0, 7),)),
+        Budget(pauses=(P0,)),
+        r"posts to decode-0, which it has not heard of lately",
+        _lease_never_expires,
+    ),
+    Mutation(
+        "a part is ordered without a lease",
+        Scene(paths=direct),
+        Budget(pauses=(P0,)),
+        r"orders .*, which it has not heard of lately",
+        _ordered_without_a_lease,
     ),
     Mutation(
         "the grant of a recalled part is returned once",

@@ -401,8 +401,8 @@ class RecvRooms:
         if peer.name in room.awaited:
             room.awaited.remove(peer.name)
             room.done_elsewhere_ns = max(room.done_elsewhere_ns, self.context.now_ns - message.age_ns)
-            if room.state is RoomState.SUCCESS and not room.awaited:
-                self._send_outcome(room)
+            if room.state is RoomState.SUCCESS:
+                self._send_outcome(room)  # which is kept back while others are awaited
 
     def on_ack(self, peer: Peer, message: msg.Ack) -> None:
         found = self.find(peer, message.room, message.nonce)

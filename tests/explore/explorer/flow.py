@@ -27,7 +27,8 @@ class Budget(NamedTuple):
         early: Ticks of one agent while other steps are possible.
         overtakings: of messages, tags or parts by a later one of the same queue.
         aborts: (agent, room).
-        recalls: (agent, room): an engine takes the pages of a room back, and goes on with other pages.
+        recalls: (agent, room): an engine takes the pages of a room back, and goes on with other pages; more than once
+            if it is listed more than once.
         lapses: rooms that wait to be opened or claimed for longer than they may.
         releases: releases of a decode rank's allocation by an operator, without force.
         failures: scatters that fail, as on a device error.
@@ -87,7 +88,7 @@ class Start(NamedTuple):
         calls: (agent, its calls), each made at once by an engine, at some time.
         revival: (agent, calls) made by engines after a restart of that agent.
         again: calls for a room whose number is used a second time.
-        recalled: calls by which an engine goes on after a recall, by (agent, room).
+        recalled: calls by which an engine goes on after each recall, by (agent, room).
     """
 
     world: Any
@@ -96,7 +97,7 @@ class Start(NamedTuple):
     again: dict[int, tuple[tuple[str, tuple[ev.Event, ...]], ...]]
     paths: Callable[..., str]
     rosters: tuple[ev.RosterKnown, ...]  # what a decode rank knows from its start
-    recalled: dict[tuple[str, int], tuple[ev.Event, ...]]
+    recalled: dict[tuple[str, int], tuple[tuple[ev.Event, ...], ...]]
 
 
 class Flow:

@@ -73,14 +73,16 @@ class Lives(Flow):  # type: ignore[misc]
         The calls that a prefill engine was going to make are replaced by those that compute the room in other pages.
         """
         agent, name, room = step.agent, self.names[step.agent], step.other
+        first, left = self.budgets[0].recalls, self.budgets[state[self._budget]].recalls
+        calls = self.start.recalled[name, room][first.count((name, room)) - left.count((name, room))]
         state[self._budget] = self._spend(state[self._budget], "recalls", (name, room))
         place = self._place("engine", agent, agent)
         pending = [(item, self._events[item][0]) for item in self.contents[state[place]]]
-        left = [item for item, call in pending if getattr(call, "room", None) != room]
-        state[place] = self._content(tuple(left))
-        recall = ev.Recall(room, 1 + len(self.budgets[0].recalls) - len(self.budgets[state[self._budget]].recalls))
+        others = [item for item, call in pending if getattr(call, "room", None) != room]
+        state[place] = self._content(tuple(others))
+        recall = ev.Recall(room, 1 + len(first) - len(left))
         self._feed(state, agent, ("recall", recall.serial, room), (recall,))
-        self._will_call(state, name, self.start.recalled[name, room])
+        self._will_call(state, name, calls)
 
     def _lapse(self, state: list[int], step: Step) -> None:
         self._feed(state, step.agent, ("lapse", step.other), (Lapse(step.other),))

@@ -12,10 +12,20 @@ from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.peer import LocalInfo
+from kvctl_agent.protocol.peer import LocalInfo, Peer
 from kvctl_agent.protocol.tag import Tag
 from tests.explore.explorer.canonical import Walk
-from tests.explore.explorer.frozen import AGES, LAPSED, NOW_NS, FrozenDecode, FrozenPrefill, Machine, freeze, thaw
+from tests.explore.explorer.frozen import (
+    AGES,
+    LAPSED,
+    NOW_NS,
+    TIMING,
+    FrozenDecode,
+    FrozenPrefill,
+    Machine,
+    freeze,
+    thaw,
+)
 from tests.support.protocol.oracle import Broken, Write, place_of
 
 
@@ -41,6 +51,8 @@ class Knows(NamedTuple):
         peers: by name: incarnation, whether messages may be sent to it, and the age of the silence (an index into
         AGES).
         held: rooms of a prefill rank that wait to be opened although they are computed, or to be claimed.
+        unleased: (peer, incarnation) to which the machine's workers must not post, as its leases say.
+        unheard: (peer, incarnation) that was not heard for longer than a lease lasts.
     """
 
     life: int
@@ -48,6 +60,8 @@ class Knows(NamedTuple):
     peers: dict[str, tuple[int, bool, int]]
     serials: tuple[int, ...] = ()
     held: tuple[int, ...] = ()
+    unleased: frozenset[tuple[str, int]] = frozenset()
+    unheard: frozenset[tuple[str, int]] = frozenset()
 
 
 class Done(NamedTuple):
@@ -75,6 +89,7 @@ class Machines:
 
     def __init__(self) -> None:
         self.writes: list[Write] = []
+        self.readers: list[tuple[str, int]] = []  # of the writes: (decode rank, incarnation)
         self.scatters: list[ev.Scatter] = []
         self.knows: list[Knows] = []
         self.seen: list[tuple[Seen, ...]] = []
@@ -173,7 +188,7 @@ class Machines:
         told: list[Seen] = []
         for action in actions:
             if isinstance(action, ev.Transfer):
-                if not machine.peers[action.peer].may_post(NOW_NS):
+                if _unheard(machine.peers[action.peer]):
                     raise Broken(f"{name} orders {action.key} to {action.peer}, which it has not heard of lately")
                 told.append(("ordered", name, self.order(name, machine.local.incarnation, action)))
             elif isinstance(action, ev.StateChanged):
@@ -192,6 +207,7 @@ class Machines:
         if number is None:
             number = self._write_numbers[key] = len(self.writes)
             self.writes.append(Write(name, life, order))
+            self.readers.append((order.peer, Tag.unpack(order.tag).incarnation))
         return number
 
     def _scatter(self, action: ev.Scatter) -> int:
@@ -235,7 +251,14 @@ def _knows(machine: Machine) -> Knows:
     held: tuple[int, ...] = ()
     if isinstance(machine, FrozenPrefill):
         held = tuple(room.room for room in machine.rooms.values() if room.failure is None and _is_held(room))
-    return Knows(machine.local.incarnation, idle, peers, serials, held)
+    known = [((peer.name, peer.incarnation), peer) for peer in machine.peers.values()]
+    unleased = frozenset(key for key, peer in known if not peer.lease.valid(NOW_NS))
+    unheard = frozenset(key for key, peer in known if _unheard(peer))
+    return Knows(machine.local.incarnation, idle, peers, serials, held, unleased, unheard)
+
+
+def _unheard(peer: Peer) -> bool:
+    return NOW_NS - peer.heard_ns > TIMING.lease_ns
 
 
 def _is_held(room: Any) -> bool:

@@ -51,7 +51,7 @@ class Scene:
         groups: layers in a group; a part of one page and one layer is one unit with one writer.
         states: items of each state component.
         cp: context parallel ranks, which share each chunk.
-        recalled: (agent, room) whose engine takes the pages of the room back, and has other pages for it.
+        recalled: (agent, room) whose engine takes the pages of the room back, and has other pages for it each time.
         again: rooms whose number is opened again, under another nonce, after the first use is over.
         revived: agents after whose restart another room is sent.
         paths: the path of each part.
@@ -119,7 +119,9 @@ class Scene:
             room: (*self._openings(room, 2000 + room, 100 * room + 50), *self._forwards(world, room))
             for room in self.again
         }
-        recalled = {entry: self._after_recall(world, *entry) for entry in self.recalled}
+        recalled: dict[tuple[str, int], tuple[tuple[ev.Event, ...], ...]] = {}
+        for entry in self.recalled:
+            recalled[entry] = (*recalled.get(entry, ()), self._after_recall(world, *entry))
         late = (*self._openings(REVIVED, 9000, 9000), *self._forwards(world, REVIVED))
         told = set(numbers) if self.asked else set()
         world.sent = {key: state for key, state in world.sent.items() if key[1] in told}

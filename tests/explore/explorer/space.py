@@ -11,6 +11,7 @@ from tests.explore.explorer.frozen import NOW_NS
 from tests.explore.explorer.lives import Lives
 from tests.explore.explorer.machines import arrived
 from tests.explore.explorer.witness import Witness
+from tests.support.protocol.oracle import Broken
 
 
 class Space(Lives):  # type: ignore[misc]
@@ -93,6 +94,12 @@ class Space(Lives):  # type: ignore[misc]
                     quiet = False
                     yield Step("do", number, place), False
                 continue
+            if kind == "begin":
+                places = [place for place, item in enumerate(content) if self._may_begin(state[to], item)]
+                quiet &= not places
+                for place in places[: None if budget.overtakings else 1]:
+                    yield Step("do" if place == places[0] else "overtake", number, place), place != places[0]
+                continue
             if kind != "proof":  # which may be long in coming
                 quiet &= not alive and kind in ("message", "tag")
             if kind in QUEUES:
@@ -130,6 +137,14 @@ class Space(Lives):  # type: ignore[misc]
                 for name, room in self.witnesses.waiting[state[self._oracle]]:
                     yield Step("deadline", agent=self._at[name], other=room), False
         yield from self._faults(state, budget, quiet)
+
+    def _may_begin(self, agent: int, item: int) -> bool:
+        """Whether a worker may take a queued part: it is to be dropped, or the lease of its reader is valid.
+
+        The lease of a former incarnation of the reader, which the machine does not renew, may be either.
+        """
+        number, raised = self.items[item]
+        return raised or self.machines.readers[number] not in self.machines.knows[agent].unleased
 
     def _own(self, agent: int, flights: tuple[int, ...]) -> bool:
         """Whether an agent's current incarnation waits for one of these writes; writes of earlier ones are ignored."""
@@ -172,7 +187,7 @@ class Space(Lives):  # type: ignore[misc]
         for name, room in budget.aborts:
             if awake[self._at[name]]:
                 yield Step("abort", agent=self._at[name], other=room), True
-        for name, room in budget.recalls:
+        for name, room in dict.fromkeys(budget.recalls):
             if awake[self._at[name]] and self.witnesses.open(state[self._oracle], name, room):
                 yield Step("recall", agent=self._at[name], other=room), True
         for agent, there in enumerate(awake if budget.lapses else ()):
@@ -244,6 +259,9 @@ class Space(Lives):  # type: ignore[misc]
                 self._see(state, self.machines.see((("undone", number),)))
                 self._over(state, number, dropped=True)
             else:
+                if self.machines.readers[number] in self.machines.knows[state[to]].unheard:
+                    write = self.machines.writes[number]
+                    raise Broken(f"{write.writer} posts to {write.order.peer}, which it has not heard of lately")
                 self._see(state, self.machines.see((("begun", number),)))
                 self._put(state, self._place("flight", to, to), self._item(number))
         elif kind == "flight":

@@ -139,6 +139,41 @@ def test_all_bytes_arrive_and_then_the_tag_once(make: Any, buffers: int, buffer_
         assert flight.post_ns > 0
 
 
+def test_the_last_piece_and_its_tag_wait_for_all_others_unless_these_share_the_tag(make: Any, monkeypatch: Any) -> None:
+    rig = make(buffer_bytes=512 << 10)
+    held = [True]
+    tags: list[Any] = []
+    defer_write = rig.here.defer_write
+
+    class HeldWrite:
+        """A write whose completion is not seen for a while."""
+
+        def __init__(self, write: Any) -> None:
+            self.write = write
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.write, name)
+
+        def poll(self) -> bool:
+            return self.write.poll() and not held[0]
+
+    def hold(peer: str, local: Any, remote: Any, sizes: Any, tag: Any, until_ns: int) -> HeldWrite:
+        tags.append(tag)
+        return HeldWrite(defer_write(peer, local, remote, sizes, tag, until_ns))
+
+    monkeypatch.setattr(rig.here, "share_tag", lambda tag, descriptors: None)
+    monkeypatch.setattr(rig.here, "defer_write", hold)
+    flight = rig.start()
+    for _ in range(20):
+        assert not flight.advance()
+        time.sleep(0.001)
+    assert tags == [None]
+    held[0] = False
+    assert rig.run(flight.advance) == [b"tag"]
+    assert tags == [None, b"tag"]
+    assert rig.landed()
+
+
 def test_nothing_is_posted_after_the_lease_and_the_rest_when_it_is_renewed(make: Any) -> None:
     rig = make()
     rig.cancel.lease.length_ns = -1

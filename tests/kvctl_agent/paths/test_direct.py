@@ -164,6 +164,21 @@ class TestFlight:
         assert mapping.closed
         assert made.tags(1, 0.05) == []
 
+    def test_a_part_that_is_cancelled_before_its_kernel_ends_is_complete_without_a_tag(
+        self, ends: Any, geometry: Any, device: HostDevice, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made = ends(geometry())
+        share = made.geometry.shares()[0]
+        told: list[bytes] = []
+        monkeypatch.setattr(made.here, "tell", lambda peer, tag: told.append(tag))
+        order = made.order(share, [1], [1])
+        flight = DirectPath(device.copies()).start(connection(made, share)[0], order)
+        assert not flight.advance()
+        order.cancel.cancelled = True
+        while not flight.advance():
+            pass
+        assert told == []
+
     def test_what_a_device_has_failed_is_never_taken_for_drained(
         self, ends: Any, geometry: Any, device: HostDevice
     ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from msgspec.structs import replace as replace_struct
 
 from kvctl_agent.errors import MemoryLayoutError
+from kvctl_agent.memory.addresses import PoolAddresses
 from kvctl_agent.memory.allocations import StagingBuffers
 from kvctl_agent.memory.host_copier import CopyPool, HostCopier
 from kvctl_agent.paths import bulk
@@ -173,6 +175,24 @@ class TestAux:
         assert flight.row is None
         assert made.tags(1) == [tag]
         assert np.array_equal(made.readers[0].aux[0][3], made.writers[0].aux[0][1])
+
+    @pytest.mark.parametrize(("row", "slot"), [(3, 8), (8, 3), (3, 9)])
+    def test_the_two_sides_may_have_unequal_numbers_of_slots(self, row: int, slot: int) -> None:
+        fewer, more = (PoolAddresses((), (base, 2 * base), (16, 48), slots) for base, slots in ((1000, 4), (5000, 9)))
+        posted: list[Any] = []
+        transport = SimpleNamespace(write=lambda peer, *write: posted.append(write) or SimpleNamespace(descriptors=2))
+        connection: Any = SimpleNamespace(local=fewer, remote=more, transport=transport, peer="reader")
+        pages = {"src_pages": np.array([row], np.int32), "dst_pages": np.array([slot], np.int32)}
+        order: Any = SimpleNamespace(**pages, tag=b"tag")
+        if (row, slot) != (3, 8):
+            with pytest.raises(MemoryLayoutError, match=f"aux row {row} .* cannot go to row {slot} "):
+                AuxPath().start(connection, order)
+            return
+        AuxPath().start(connection, order)
+        ((here, there, sizes, _),) = posted
+        assert here.tolist() == [1000 + 3 * 16, 2000 + 3 * 48]
+        assert there.tolist() == [5000 + 8 * 16, 10000 + 8 * 48]
+        assert sizes.tolist() == [16, 48]
 
     @pytest.mark.parametrize(("row", "slot"), [(-1, 3), (4, 3), (1, -1), (1, 4)])
     def test_a_row_outside_either_pool_says_what_to_do(self, ends: Any, geometry: Any, row: int, slot: int) -> None:

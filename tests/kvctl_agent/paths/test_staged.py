@@ -360,6 +360,19 @@ class TestLease:
         assert bench.landed()
         assert bench.buffers.in_use == 0
 
+    def test_a_piece_that_was_gathered_before_it_expired_waits_in_its_buffer(self, late: Bench) -> None:
+        flight = late.start(late.staging(4))
+        assert not flight.advance()
+        late.cancel.lease.length_ns = 1  # while the piece is gathered
+        for _ in range(5):
+            assert not flight.advance()
+        assert (late.transport.writes, late.buffers.in_use) == ([], 1)
+        late.cancel.lease.length_ns = 1 << 62
+        while not flight.advance():
+            for write in late.transport.open:
+                write.complete()
+        assert late.landed()
+
     def test_without_one_a_part_whose_room_fails_gives_all_back(self, bench: Bench) -> None:
         flight = bench.start(bench.staging(2))
         assert not flight.advance()

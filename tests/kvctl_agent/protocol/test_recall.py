@@ -12,7 +12,7 @@ from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.prefill.send_room import PartState
-from tests.support.protocol.moments import messages_to
+from tests.support.protocol.moments import messages_to, said
 from tests.support.protocol.simulation import PAGE_SIZE, SECOND, TIMING, Item, World, direct, mixed, registry, staged
 
 P0, D = "prefill-0", "decode-0"
@@ -101,6 +101,44 @@ def test_pages_passed_before_the_recall_is_done_are_sent_after_it() -> None:
     assert succeeded(world)
 
 
+def test_nothing_is_queued_before_the_recall_has_ended() -> None:
+    world = small(choose=direct)
+    world.receive(7, 2)
+    world.send(7, 2)
+    happen(world, "message", "engine")
+    first = begin(world)[0]
+    world.pool.remove(first)
+    world.happen(first)  # which is in flight until the test ends it; the others are dropped
+    calls = world.recall(7)
+    happen(world, "begin", "event")
+    go_on(world, calls)
+    happen(world, "engine")
+    assert begin(world) == []
+    assert world.p().rooms[7].recalling
+    happen(world, "complete", "event")
+    assert world.recalls[P0, 7] == 1
+    assert len(begin(world)) == 2, "the part and the aux row"
+    world.settle()
+    assert succeeded(world)
+
+
+def test_final_parts_are_not_queued_before_the_recall_has_ended() -> None:
+    world = small(choose=direct)
+    world.receive(7, 2)
+    world.send(7, 2)
+    happen(world, "message")
+    while not (7 in world.p().rooms and world.p().rooms[7].computed.complete):
+        world.happen(world.pool.pop(0))
+    happen(world, "begin")  # the recall comes before finish()
+    go_on(world, world.recall(7))
+    happen(world, "engine")
+    assert begin(world) == []
+    happen(world, "complete", "event")
+    assert len(begin(world)) == 1
+    world.settle()
+    assert succeeded(world)
+
+
 def test_a_second_recall_before_the_first_has_ended() -> None:
     world = small(choose=direct)
     world.receive(7, 2)
@@ -155,11 +193,9 @@ def test_a_recall_of_a_room_that_is_sent_needs_no_pages_again() -> None:
     world.receive(7, 2)
     world.send(7, 2)
     happen(world, "message", "engine", "begin")
-    calls = world.recall(7)  # both parts are in flight, and the aux row is queued
+    world.recall(7)  # while both parts and the aux row are in flight
     happen(world, "complete", "begin", "event", "complete", "event")
-    room = world.p().rooms[7]
-    if not room.released:  # the aux row was dropped
-        go_on(world, calls)
+    assert world.p().rooms[7].released
     world.settle()
     assert succeeded(world)
     world.feed(P0, ev.Recall(7, 9))  # of a room that has ended
@@ -253,6 +289,27 @@ def test_the_prefill_room_waits_with_its_computed_pages() -> None:
     world.settle()
     assert second.state is RoomState.SUCCESS
     world.check_empty()
+
+
+def test_parts_that_a_recall_by_decode_has_dropped_are_not_planned_again() -> None:
+    """Their grants end with the transfer, which RoomDrained says once for all."""
+    world = small(ring=8)
+    world.receive(7, 2, aux=-1)
+    world.send(7, 2)
+    while len(begin(world)) < 2:
+        world.happen(world.pool.pop(next(place for place in world.ready() if world.pool[place].kind != "begin")))
+    first = begin(world)[0]
+    world.pool.remove(first)
+    world.happen(first)
+    transfer = world.p().rooms[7].transfers[D]
+    world.feed(D, ev.Recall(7, 1))
+    happen(world, "message")
+    happen(world, "begin", "event")
+    assert [part.state for part in transfer.parts.values()] == [PartState.QUEUED] * 2
+    assert all(part.grant is not None for part in transfer.parts.values())
+    assert world.p().state.transfers
+    happen(world, "complete", "event")
+    assert [type(message) for message in said(world, D)] == [msg.RoomDrained]
 
 
 def test_one_of_two_decode_ranks_recalls_and_the_other_is_not_affected() -> None:
@@ -374,6 +431,21 @@ def test_a_lease_is_renewed_until_the_room_is_opened_and_lapses_otherwise() -> N
     late = world.receive(8, 2)
     world.settle()
     assert late.failure["code"] == "KV_HOLD_EXPIRED"
+
+
+def test_a_room_may_wait_to_be_opened_from_the_end_of_its_forward_on() -> None:
+    world = small(timing=msgspec.structs.replace(TIMING, hold_ns=30 * SECOND))
+    world.send(7, 2, split=[1])
+    happen(world, "message")
+    while not world.p().rooms.get(7) or not world.p().rooms[7].computed.given:
+        world.happen(world.pool.pop(0))
+    world.tick(50 * SECOND)
+    world.flush()  # the forward ends
+    assert world.p().rooms[7].computed.complete
+    world.tick(29 * SECOND)
+    assert not world.sent[P0, 7].finished
+    world.tick(2 * SECOND)
+    assert world.sent_failures[P0, 7]["code"] == "KV_HOLD_EXPIRED"
 
 
 def test_without_a_lease_of_its_own_a_computed_room_waits_as_long_as_any() -> None:

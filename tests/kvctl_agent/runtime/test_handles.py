@@ -75,6 +75,15 @@ class TestSend:
         with pytest.raises(LocalProtocolError, match="room 7: 3 lists of state items, the model has 2 components"):
             send.finish(state_indices=[[], [], []])
 
+    def test_a_page_outside_the_pool_of_its_group_is_an_error(self) -> None:
+        limits = PoolLimits(
+            num_pages=100, aux_slots=0, layers=range(8), state_slots=(), group_slots=(8, 0), group_tokens=(16, 16),
+            page_tokens=16,
+        )  # fmt: skip
+        assert [pages.tolist() for pages in limits.groups(7, [[0, 7], [99]])] == [[0, 7], []]  # the second is not here
+        with pytest.raises(LocalProtocolError, match="room 7: page 8 is outside the group's pool of 8"):
+            limits.groups(7, [[0, 8]])
+
     def test_layers_after_finish_are_an_error(self, send: Send) -> None:
         send.finish()
         with pytest.raises(LocalProtocolError, match="room 7: layers after the last ones"):

@@ -129,6 +129,7 @@ class Oracle:
         self.computed: set[tuple[str, int, int, int]] = set()  # (prefill rank, room, layer, page) that its engine has
         self.finished: set[tuple[str, int]] = set()  # (prefill rank, room) whose engine is done
         self.taken_back: set[tuple[str, int, int]] = set()  # (prefill rank, room, page) that its engine has recalled
+        self.recalling: set[tuple[str, int]] = set()  # (prefill rank, room) whose engine waits for the end of a recall
         self.paths: Counter[str] = Counter()  # number of ordered parts by path
         self.cut: Counter[bool] = (
             Counter()
@@ -146,6 +147,7 @@ class Oracle:
         self.computed = {entry for entry in self.computed if entry[0] != name}
         self.finished = {entry for entry in self.finished if entry[0] != name}
         self.taken_back = {entry for entry in self.taken_back if entry[0] != name}
+        self.recalling = {entry for entry in self.recalling if entry[0] != name}
         # Writes into an ended process have no effect; the engine reports them as completed later.
         self.rooms = {key: room for key, room in self.rooms.items() if key[0] != name}
 
@@ -166,6 +168,8 @@ class Oracle:
             self.taken_back |= {(name, event.room, page) for *_, page in mine}
             self.computed -= mine
             self.finished.discard((name, event.room))
+            if not self.sent.get((name, event.room), RoomState.SUCCESS).finished:
+                self.recalling.add((name, event.room))
         elif isinstance(event, ev.Finish):
             self.finished.add((name, event.room))
         elif isinstance(event, ev.SendPages):
@@ -188,7 +192,14 @@ class Oracle:
     # ---- writes -------------------------------------------------------------------------------------------------
 
     def ordered(self, name: str, order: ev.Transfer) -> None:
-        """Checks a part that a writer orders: the room has not failed, and final parts come after all KV parts."""
+        """Checks a part that a writer orders.
+
+        The room has not failed and is not being recalled, and final parts come after all KV parts.
+        """
+        if (name, order.room) in self.recalling:
+            raise Broken(
+                f"{name} orders {order.key} of room {order.room}, whose engine waits for the end of its recall"
+            )
         if self.sent.get((name, order.room)) is RoomState.FAILED:
             raise Broken(f"{name} orders {order.key} of room {order.room} after its engine was told that it has failed")
         transfer = (name, self.life(name) or 0, order.peer, order.room, order.nonce)
@@ -222,6 +233,7 @@ class Oracle:
 
     def recalled(self, name: str, number: int) -> None:
         """Checks that no write reads pages which an engine has recalled, and may reuse from now on."""
+        self.recalling.discard((name, number))
         for write in self.flying:
             if write.writer == name and write.order.room == number and self._taken_back(write):
                 raise Broken(f"{name} gives pages of room {number} back while {write.order.key} is in flight")
