@@ -401,6 +401,7 @@ class KvctlKVManager(CommonKVManager):
         """Forgets a prefill server that does not answer, and fails its rooms; called by SGLang's heartbeat thread."""
         super()._handle_node_failure(failed_bootstrap_addr)
         for instance in [key for key in list(self._instances) if key[0] == failed_bootstrap_addr]:
+            self._looked_up.pop(instance, None)
             if (endpoint := self._instances.pop(instance, None)) is not None:
                 with contextlib.suppress(KvctlError):  # the agent is being closed
                     self.agent.disconnect(endpoint)

@@ -188,3 +188,12 @@ def decline_many(scheduler: Any) -> int:
     found = sum(thread.name == "kvctl-decline" for thread in threading.enumerate())
     answered.set()
     return found
+
+
+def forget_dead_server(scheduler: Any) -> int:
+    """Looks a prefill server up that SGLang then gives up; returns the number of look-ups that are remembered."""
+    manager = scheduler.kv_manager
+    manager._instances["dead", 0] = "tcp://127.0.0.1:1"
+    manager.known_instance("dead", 0)
+    manager._handle_node_failure("dead")
+    return len(manager._looked_up)

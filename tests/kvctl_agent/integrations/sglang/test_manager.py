@@ -62,6 +62,11 @@ def test_a_sent_room_ends_before_decode_confirms_it_and_another_of_its_number_wa
         pair.transfer([Room(2, tokens=100)]).check()
 
 
+def test_nothing_is_kept_of_a_prefill_server_that_has_ended() -> None:
+    with PDPair(CASE) as pair:
+        assert set(pair.call("decode", managers.forget_dead_server).values()) == {0}
+
+
 def test_requests_at_wrong_dp_ranks_take_a_bounded_number_of_threads() -> None:
     with PDPair(CASE) as pair:
         assert set(pair.call("prefill", managers.decline_many).values()) <= {0, 16}
