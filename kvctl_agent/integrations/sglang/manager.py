@@ -27,6 +27,7 @@ from kvctl_agent.contract.addresses import Address, parse_endpoint
 from kvctl_agent.contract.choices import ALL, RANK0
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.contract.states import RoomState
+from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import KvctlError
 from kvctl_agent.integrations.fence import attempt
 from kvctl_agent.integrations.sglang import plugin, pools, versions
@@ -351,7 +352,7 @@ class KvctlKVManager(CommonKVManager):
                 if len(self._misfits) >= _MOST_MISFITS:
                     self._misfits.clear()
                 self._misfits[bootstrap_addr] = str(error)
-                logger.error("kvctl: prefill server %s: %s", bootstrap_addr, error)
+                logger.error("kvctl: prefill server %s: %s", shown(bootstrap_addr), error)
             return False
 
     def _resolve_rank_mapping(self, info: Any) -> None:

@@ -19,6 +19,7 @@ from kvctl_agent.agent import Agent
 from kvctl_agent.contract.addresses import Address, parse_place
 from kvctl_agent.contract.config import KEYS_BY_NAME
 from kvctl_agent.contract.snapshots import Role
+from kvctl_agent.contract.values import shown
 from kvctl_agent.contract.vllm import LISTEN
 from kvctl_agent.integrations.fence import attempt
 from kvctl_agent.integrations.vllm import versions
@@ -434,10 +435,10 @@ class ConnectorWorker:
         """Ends a room that is not open here, at prefill; an error is logged."""
         assert self.agent is not None
         refuse = partial(self.agent.refuse, room_of(transfer), reason, prefill=prefill)
-        attempt(refuse, partial(logger.error, "kvctl: prefill instance %s: %s", prefill), logger)
+        attempt(refuse, partial(logger.error, "kvctl: prefill instance %s: %s", shown(prefill)), logger)
 
     def _renew(self, transfers: Sequence[Transfer], prefill: str) -> None:
         """Asks a prefill instance to keep rooms that decode is going to open; an error is logged."""
         assert self.agent is not None
         renew = partial(self.agent.renew, [room_of(transfer) for transfer in transfers], prefill=prefill)
-        attempt(renew, partial(logger.error, "kvctl: prefill instance %s: %s", prefill), logger)
+        attempt(renew, partial(logger.error, "kvctl: prefill instance %s: %s", shown(prefill)), logger)

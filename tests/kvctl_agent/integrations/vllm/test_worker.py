@@ -541,6 +541,7 @@ class TestFailures:
         pair.decode.wait(lambda: pair.decode.received.issuperset(names), "the requests", pair.decode)
         assert pair.decode.failed.issuperset(names)
         assert f"request {names[0]} cannot be received: 'tcp://[::1:14579' is not an endpoint" in caplog.text
+        assert caplog.text.encode()  # a lone surrogate would fail in the handler of an engine's log
         name = pair.to_decode(pair.to_prefill(pair.name()))
         pair.prefill.step({name: 100})
         pair.prefill.finish(name)
