@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from functools import cached_property
 from typing import Any
 
@@ -169,8 +169,9 @@ class ObservedAgent:
         return bootstrap_rows(self._parts.name, self._parts.lifecycle.rosters())
 
     def peers(self) -> list[PeerRow]:
-        rooms = self._parts.telemetry.rooms.active()
-        rows = [self._peer(peer, rooms) for peer in list(self._parts.machine.peers.values())]
+        rooms, machine = self._parts.telemetry.rooms.active(), self._parts.machine
+        listed = {name for instance in machine.instances for name in machine.roster(instance)}
+        rows = [self._peer(peer, rooms, listed) for peer in list(machine.peers.values())]
         troubled = [row for row in rows if row["address"] and self._troubled(row)]
         if troubled:  # reading the kernel's tables takes a millisecond for each thousand connections of the host
             connections = connections_to({row["address"] or "" for row in troubled})
@@ -256,11 +257,7 @@ class ObservedAgent:
             "heads": local.shards[0].heads,
         }
 
-    def _on_roster(self, name: str) -> bool:
-        machine = self._parts.machine
-        return any(name in machine.roster(instance) for instance in machine.instances)
-
-    def _peer(self, peer: Peer, rooms: list[Any]) -> PeerRow:
+    def _peer(self, peer: Peer, rooms: list[Any], listed: Set[str]) -> PeerRow:
         parts, gate, info = self._parts, peer.gate, peer.info
         endpoint = parts.control_channel.endpoint(peer.name)
         watermark = [gate.position.round, gate.position.tail, gate.sequence] if gate.heard_ns else None
@@ -301,7 +298,7 @@ class ObservedAgent:
             "oldest_write_ns": parts.transfers.oldest_write_ns(peer.name) if parts.transfers else None,
             "tcp": None,
             "process": info.process if info else None,
-            "needed": not peer.departed and (parts.role == "prefill" or self._on_roster(peer.name)),
+            "needed": not peer.departed and (parts.role == "prefill" or peer.name in listed),
             "former": [f"{former.info.process} ({life:016x})" for life, former in peer.former.copy().items()],
             "rooms": sum(peer.name in record.peers for record in rooms),
             "errors_total": peer.errors_total,
