@@ -33,6 +33,7 @@ _BACKENDS = ("nixl", "mooncake")
 _WHAT = {
     "abort": "its rooms: abort the request at the router or with the server's /abort_request",
     "release": "its staging ring, which it frees when the room ends",
+    "forget": "its peers: it drops those that its heartbeats do not reach",
     "drain": "admission: take the server out of the router",
     "resume": "admission: put the server back into the router",
     "probe": "the connections of its transfer engine",
