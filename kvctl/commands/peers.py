@@ -263,7 +263,8 @@ def forget(settings: Settings, peer: str, force: bool, yes: bool) -> None:
         call = Call("forget", {"peer": own_names.get(peer, peer), "force": force})
         return [[(agent, call) for agent in agents]]
 
-    act(settings, Call("forget"), question, yes=yes, look=_CALLS, select=knowing, rounds=rounds)
+    call = Call("forget", {"peer": peer, "force": force})
+    act(settings, call, question, yes=yes, look=_CALLS, select=knowing, rounds=rounds)
 
 
 class Size(click.ParamType[int]):

@@ -38,7 +38,7 @@ EXAMPLES = [(path, line) for path, command in {(): cli, **ALL}.items() for _, li
 every = pytest.mark.parametrize("path", ALL, ids=" ".join)
 # They start fleets, need a terminal, wait, or change agents; they are tested elsewhere.
 NOT_RUN = {"top", "bench", "tune", "demo", "wait", "drain", "resume", "replay", "key", "context"}
-ACTS = {("rooms", "abort"), ("staging", "release"), ("config", "set"), ("peers", "probe")}
+ACTS = {("rooms", "abort"), ("staging", "release"), ("config", "set"), ("peers", "probe"), ("peers", "forget")}
 
 
 def words_of(line: str) -> list[str]:
