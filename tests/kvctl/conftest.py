@@ -595,6 +595,7 @@ def operations(name: str) -> dict[str, Callable[[dict[str, Any]], Any]]:
     return {
         "abort": abort,
         "release": release,
+        "forget": lambda args: done(f"peer {args['peer']}", "forgotten", f"{args['peer']} is forgotten"),
         "drain": lambda _: done("rooms", "draining", "takes no new rooms; 2 in flight: kvctl wait --for drained"),
         "resume": lambda _: done("rooms", "accepting", "takes new rooms"),
         "set": change,
