@@ -28,7 +28,7 @@ from kvctl_agent.contract.connection_cost import ConnectionCost
 from kvctl_agent.contract.settings import Settings, load_settings
 from kvctl_agent.contract.snapshots import Integration, Role, Stats
 from kvctl_agent.contract.states import NO_INSTANCE, UNREGISTERED
-from kvctl_agent.contract.values import encodable, shown
+from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import DeadlineExceeded, LayoutError, LocalProtocolError
 from kvctl_agent.export.probes import liveness, readiness
 from kvctl_agent.layout.layer_grouping import ForwardInfo, Grouping
@@ -48,7 +48,7 @@ from kvctl_agent.parts import (
 )
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.decode import DecodeMachine
-from kvctl_agent.protocol.messages import MAX_RENEWED, MAX_TEXT
+from kvctl_agent.protocol.messages import MAX_RENEWED
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.rank import Rank
 from kvctl_agent.request_id import check_request_id, valid_traceparent
@@ -56,11 +56,11 @@ from kvctl_agent.runtime import control_endpoints
 from kvctl_agent.runtime.bootstrap import decline
 from kvctl_agent.runtime.handles import (
     OnState,
-    PoolLimits,
     Receive,
     Send,
     check_flag,
     check_prompt,
+    check_reason,
     check_room,
     check_timeout,
 )
@@ -603,7 +603,7 @@ class Agent:
         prefix = None if fake else parts.machine.opened_prefix(room)
         event = ev.SendRoom(room, request_id, traceparent, prefix, *prompt)
         post = _discard if fake else parts.mailbox.put
-        return self._begin(parts, Send(room, post, self._limits(parts), parts.forwards, prefix), event, fake, begun)
+        return self._begin(parts, Send(room, post, parts.limits, parts.forwards, prefix), event, fake, begun)
 
     def receive(
         self,
@@ -661,7 +661,7 @@ class Agent:
         instance = prefill or self.bootstrap
         if instance is None and not fake:
             raise LocalProtocolError(f"room {room}: {NO_INSTANCE} to {self.name}: pass prefill=, or call connect")
-        opening = self._limits(parts).opening(room, instance or "", *wanted)
+        opening = parts.limits.opening(room, instance or "", *wanted)
         if request_id or traceparent:
             opening = msgspec.structs.replace(opening, request_id=request_id, traceparent=traceparent)
         handle = Receive(room, _discard if fake else parts.mailbox.put, parts.pool.device)
@@ -691,36 +691,26 @@ class Agent:
         room = check_room(room)
         parts = self.parts
         parts.lifecycle.check_takes("decode", begun=True)
-        reason = _reason(room, reason)
+        reason = check_reason(room, reason)
         if self.is_open(room):
             raise LocalProtocolError(f"room {room} is open on {self.name}: abort it")
-        opening = self._limits(parts).opening(
-            room, self._instance(prefill, f"room {room}: "), (), 0, None, (), True, None, ()
-        )
+        opening = parts.limits.opening(room, self._instance(prefill, f"room {room}: "), (), 0, None, (), True, None, ())
         parts.lifecycle.post(msgspec.structs.replace(opening, refusal=reason))
 
     def decline(self, room: int, reason: str, *, prefill: str, timeout_s: float = 5.0) -> None:
         """Prefill: tells another prefill instance that its engine will not send a room; waits for the answer.
 
-        For a server of several instances that learns on the wrong one that decode ranks open the room at the other. The
-        room fails with code ABORTED on the decode ranks that have opened it there, or do so later.
-
-        Args:
-            room: the request's bootstrap_room, an unsigned 64-bit number.
-            reason: text, cut to 4096 characters.
-            prefill: registry endpoint of the other instance.
-            timeout_s: longest time to wait for its answer.
+        The room fails with code ABORTED on the decode ranks that have opened it there, or do so later. Arguments and
+        errors are those of `refuse`.
 
         Raises:
-            LocalProtocolError: the room is not an unsigned 64-bit number, the reason is not text or empty, or this is
-                not a running prefill agent.
-            ConfigError: `prefill` is not an endpoint, or needs keys, or too few file descriptors are left.
+            ConfigError: also if file descriptors are short.
             DeadlineExceeded: the instance has not answered; the text names it.
         """
         room = check_room(room)
         self.parts.lifecycle.check_takes("prefill", begun=True)
         self._check_endpoint(prefill)
-        decline(prefill, room, _reason(room, reason), self._arguments[3], check_timeout(timeout_s))
+        decline(prefill, room, check_reason(room, reason), self._arguments[3], check_timeout(timeout_s))
 
     def renew(self, rooms: Sequence[int], *, prefill: str | None = None) -> None:
         """Decode: asks a prefill instance to keep rooms that this engine is going to open.
@@ -804,14 +794,6 @@ class Agent:
             parts.lifecycle.open_room(parts.handles, handle, event, written, begun)
         return handle
 
-    def _limits(self, parts: AgentParts) -> PoolLimits:
-        pool, local = parts.pool, parts.local
-        slots = tuple(memory.num_slots for memory in pool.segments if memory.shard.segment.state)
-        groups = tuple(memory.num_slots for memory in pool.segments if memory.shard.segment.table)
-        sizes = tuple(group.page_size for group in local.shape.groups)
-        page_tokens = pool.page_size * (self.rank.cp_size if self.role == "decode" else 1)
-        return PoolLimits(pool.num_pages, pool.aux_slots, local.layers, slots, groups, sizes, page_tokens)
-
     def set_pipeline(self, mode: str) -> None:
         """Changes the layer grouping of later forwards: `mode` is off, on, measured, or the layers per group."""
         self.parts.pipelining.set(mode)
@@ -836,13 +818,6 @@ class Agent:
 
 def _in_flight(rooms: set[int], timeout: float) -> str:
     return f"rooms still in flight after {timeout:g} s: {', '.join(map(str, sorted(rooms)[:8]))}"
-
-
-def _reason(room: int, reason: object) -> str:
-    """Returns the reason why a room is refused, cut to the length that fits into a message."""
-    if not isinstance(reason, str) or not reason:
-        raise LocalProtocolError(f"room {room}: reason is {shown(reason)}: it must be text")
-    return encodable(str(reason[:MAX_TEXT]))
 
 
 def _discard(event: ev.Event) -> None:

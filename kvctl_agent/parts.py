@@ -63,7 +63,7 @@ from kvctl_agent.runtime.bootstrap import Registries, RegistryServer
 from kvctl_agent.runtime.control_channel import ControlChannel
 from kvctl_agent.runtime.control_loop import ControlLoop, Mailbox
 from kvctl_agent.runtime.event_poller import EventPoller
-from kvctl_agent.runtime.handles import HandleRegistry, OnState
+from kvctl_agent.runtime.handles import HandleRegistry, OnState, PoolLimits
 from kvctl_agent.runtime.lifecycle import Lifecycle
 from kvctl_agent.runtime.liveness import host_identity, host_name
 from kvctl_agent.runtime.page_owners import PageOwners
@@ -151,6 +151,16 @@ class AgentParts:
     registries: Registries
     control: ControlLoop
     lifecycle: Lifecycle
+
+    @property
+    def limits(self) -> PoolLimits:
+        """Limits of what the engine may pass to `send` and `receive`."""
+        pool, local = self.pool, self.local
+        slots = tuple(memory.num_slots for memory in pool.segments if memory.shard.segment.state)
+        groups = tuple(memory.num_slots for memory in pool.segments if memory.shard.segment.table)
+        sizes = tuple(group.page_size for group in local.shape.groups)
+        page_tokens = pool.page_size * (local.side.cp if self.role == "decode" else 1)
+        return PoolLimits(pool.num_pages, pool.aux_slots, local.layers, slots, groups, sizes, page_tokens)
 
     def start(self, admin: str, socket: str) -> Sequence[str]:
         """Binds and connects the control sockets, and starts the threads. Raises as `Agent.start`.

@@ -608,6 +608,13 @@ def check_room(room: object) -> int:
     return check_size("room", room, 0, MAX_ROOM, LocalProtocolError)
 
 
+def check_reason(room: int, reason: object) -> str:
+    """Returns the reason why a room is refused, cut to the length that fits into a message."""
+    if not isinstance(reason, str) or not reason:
+        raise LocalProtocolError(f"room {room}: reason is {shown(reason)}: it must be text")
+    return encodable(str(reason[:MAX_TEXT]))
+
+
 def check_prompt(room: int, tokens: object, digest: object) -> tuple[int, int]:
     """Returns the length and digest of a room's prompt; 0 for None.
 

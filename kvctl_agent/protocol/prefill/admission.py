@@ -31,15 +31,9 @@ from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.machine import MachineContext, PeerSessions
 from kvctl_agent.protocol.peer import CancelToken, Peer, PeerState, plan_with_peer
 from kvctl_agent.protocol.prefill.dispatch import Dispatch
-from kvctl_agent.protocol.prefill.rooms import (
-    MAX_TRANSFERS,
-    PrefillState,
-    SendRooms,
-    StagingCredits,
-    StagingRequests,
-    writer_quota,
-)
+from kvctl_agent.protocol.prefill.rooms import MAX_TRANSFERS, PrefillState, SendRooms, StagingRequests
 from kvctl_agent.protocol.prefill.send_room import NO_PAGES, Final, PeerTransfer, SendRoom, TableTransfer
+from kvctl_agent.protocol.prefill.staging_credits import StagingCredits, writer_quota
 from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey
 
 MAX_CHUNKS = 1 << 16  # of one room

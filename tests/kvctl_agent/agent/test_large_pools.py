@@ -17,7 +17,7 @@ from kvctl_agent.contract.states import RoomState
 LAYERS, HEADS, DIM = 2, 2, 64
 PATHS = ("slice", "bulk", "staged", "auto")
 WAIT_S = 60.0
-GROWTH_KIB = 48 << 10  # a token that is touched may cost a huge page in each of four planes
+GROWTH_KIB = 96 << 10  # a token that is touched may cost a huge page in each of four planes
 MAP_NORESERVE = 0x4000  # Python 3.11 has no name for it
 SMALL: dict[str, Any] = {"transport": "nixl", "staging_buffer_mb": 4, "staging_ring_mb": 4}
 

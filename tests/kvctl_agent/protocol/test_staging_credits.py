@@ -11,7 +11,7 @@ from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.prefill.rooms import writer_quota
+from kvctl_agent.protocol.prefill.staging_credits import writer_quota
 from tests.support.protocol.simulation import World
 
 ROOMS = range(7, 17)

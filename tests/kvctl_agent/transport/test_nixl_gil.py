@@ -14,6 +14,7 @@ pytestmark = [
     pytest.mark.parametrize("engine", ["nixl"], indirect=True, scope="module"),
 ]
 _TAGS, _WRITES = 3000, 100  # so many that a release of the GIL is seen
+_ATTEMPTS = 20  # where other processes have the cores, no thread may wake up in time for any of them
 
 
 def test_tags_are_sent_with_the_gil(pair: Pair) -> None:
@@ -53,9 +54,14 @@ def test_the_first_tag_to_a_peer_which_connects_ucx_is_sent_without_the_gil(pair
             known.told = False  # every tag is sent as the first one
             agent.transport.tell("peer", b"%d" % number)
 
-    assert gave_up_the_gil(tell)
-    assert known.told
-    assert [arrival["tag"] for arrival in peer.collect(_TAGS)] == [(b"%d" % number).hex() for number in range(_TAGS)]
+    for _ in range(_ATTEMPTS):
+        released = gave_up_the_gil(tell)
+        assert known.told
+        tags = [arrival["tag"] for arrival in peer.collect(_TAGS)]
+        assert tags == [(b"%d" % number).hex() for number in range(_TAGS)]
+        if released:
+            break
+    assert released
 
 
 def test_the_first_write_to_a_peer_is_posted_without_the_gil(pair: Pair) -> None:
@@ -68,8 +74,13 @@ def test_the_first_write_to_a_peer_is_posted_without_the_gil(pair: Pair) -> None
             known.reached = False  # every write is posted as the first one
             writes.append(transport.write("peer", here, there, sizes(512), b"small"))
 
-    assert gave_up_the_gil(write)
-    for each in writes:
-        pair.agent.finish(each)
-    assert known.reached
-    assert [arrival["tag"] for arrival in pair.peer.collect(_TAGS)] == [b"small".hex()] * _TAGS
+    for _ in range(_ATTEMPTS):
+        released = gave_up_the_gil(write)
+        for each in writes:
+            pair.agent.finish(each)
+        writes.clear()
+        assert known.reached
+        assert [arrival["tag"] for arrival in pair.peer.collect(_TAGS)] == [b"small".hex()] * _TAGS
+        if released:
+            break
+    assert released
