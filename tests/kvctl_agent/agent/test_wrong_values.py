@@ -148,7 +148,7 @@ def test_a_wrong_value_is_refused_at_once_and_the_rooms_beside_it_go_on(make_fle
         with pytest.raises(LocalProtocolError, match=text):
             call()
     with pytest.raises(LayoutError, match="prefix and pages is 2147483648: it must be a whole number from 0"):
-        decode._limits(decode.parts)._replace(page_tokens=1).opening(7, "", [2], 2**31 - 1, None, (), False, None, ())
+        decode.parts.limits._replace(page_tokens=1).opening(7, "", [2], 2**31 - 1, None, (), False, None, ())
     with pytest.raises(LayoutError, match="a prompt of 9 tokens has 3 pages of 4 tokens, but prefix and pages are 2"):
         decode.receive(7, [2], prefix_tokens=4, tokens=9)
     with pytest.raises(LocalProtocolError, match="room 7: tokens is 'x': it must be a whole number"):
