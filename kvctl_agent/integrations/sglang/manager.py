@@ -260,6 +260,11 @@ class KvctlKVManager(CommonKVManager):
             self.on_state(handle, handle.state)
         return handle
 
+    def is_sending(self, room: int) -> bool:
+        """Prefill: whether the number is in use by a room that has not ended, here or at a decode rank."""
+        known = self.agent.parts.machine.rooms.get(room)
+        return self.agent.is_open(room) or getattr(known, "claimed", False)
+
     def refusal(self, room: int | None) -> str | None:
         """Returns why a new request cannot have this room: another one has it; None if it can.
 

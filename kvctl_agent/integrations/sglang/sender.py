@@ -45,7 +45,7 @@ class KvctlKVSender(CommonKVSender):
     def _begin(self) -> None:
         """Begins to send, unless the room has failed, such as one routed to the wrong dp rank, or must wait."""
         manager, room = self.kv_mgr, self.bootstrap_room
-        if manager.request_status.get(room) == KVPoll.Bootstrapping and not manager.agent.is_open(room):
+        if manager.request_status.get(room) == KVPoll.Bootstrapping and not manager.is_sending(room):
             tokens, digest = self._prompt
             self._handle = manager.begin(room, partial(manager.agent.send, room, tokens=tokens, digest=digest))
 
