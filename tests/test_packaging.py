@@ -69,6 +69,21 @@ class TestMetadata:
         text = (ROOT / "CHANGELOG.md").read_text()
         assert re.search(rf"^## \[(Unreleased|{re.escape(VERSION)})\]", text, re.MULTILINE)
 
+    def test_installs_are_those_of_a_checkout(self) -> None:
+        """No package index has kvctl. Texts of the program come from `contract.extras`."""
+        for path in tracked_files():
+            if path.name in {"pyproject.toml", Path(__file__).name} or path.suffix in {".json", ".svg", ".xz"}:
+                continue
+            text = path.read_text(errors="replace")
+            assert not re.findall(r"kvctl\[[\w,-]+\]|(?:pip|pipx|uv|tool) install (?:-\S+ )*'?kvctl\b", text), path
+            named = {name for names in re.findall(r"'\.\[([\w,-]+)\]'", text) for name in names.split(",")}
+            named.update(re.findall(r"\bextras? `([\w-]+)`", text))
+            if path in PACKAGED and path.name != "extras.py":
+                assert "install '." not in text, path
+                named.update(re.findall(r"\binstall\(['\"]([\w-]+)['\"]\)", text))
+                named.update(re.findall(r"kvctl's extra ([a-z]+)", text))
+            assert named <= EXTRAS.keys(), path
+
     def test_the_promised_extras_exist(self) -> None:
         promised = {
             "agent",

@@ -21,6 +21,7 @@ from kvctl.exit_codes import ExitCode
 from kvctl.render import units
 from kvctl.render.report import Block, Grid, Line, Report, Text
 from kvctl.render.view import Column, Kind, Row, View, Width
+from kvctl_agent.contract.extras import install
 
 _PROGRESS_EVERY_S = 2.0
 
@@ -103,7 +104,7 @@ def replay(
     try:
         from kvctl.lab.replay import verdicts
     except ModuleNotFoundError as error:
-        raise CliError(f"the agent's side is not installed ({error}): pip install 'kvctl[agent]'") from error
+        raise CliError(f"the agent's side is not installed ({error}): {install('agent')}") from error
     with _recording(file) as path:
         rows = verdicts.replay(path, agents, shrink_seconds if shrink else None, write_test, _Progress(output))
     if not rows:

@@ -100,7 +100,7 @@ def top(
     Agents that do not answer within an interval (or --timeout, if given) keep their rows, dimmed and with their age,
     until they answer again. Keys that change something ask first. --from FILE replays a recording, [ and ] seek in it.
     --filter and --sort-by apply to the first view; / also accepts a text that rows must contain. A snapshot as .png
-    needs pip install 'kvctl[png]'.
+    needs kvctl's extra png.
     """
     if snapshot is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise click.UsageError("kvctl top needs a terminal; without one: --snapshot FILE.svg")

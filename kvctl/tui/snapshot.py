@@ -17,6 +17,7 @@ from textual.app import App
 from kvctl.errors import CliError
 from kvctl.tui.app import TopApp
 from kvctl.tui.palette import BY_NAME, DARK
+from kvctl_agent.contract.extras import install
 
 _POLL_S = 0.02
 _SCALE = 2  # pixels per unit of the SVG, for sharp text on high-resolution screens
@@ -127,5 +128,5 @@ def _png(drawn: str) -> bytes:
     try:
         import resvg_py
     except ImportError as error:
-        raise CliError("PNG needs resvg: pip install 'kvctl[png]'; or write FILE.svg") from error
+        raise CliError(f"PNG needs resvg: {install('png')}; or write FILE.svg") from error
     return bytes(resvg_py.svg_to_bytes(svg_string=drawn, zoom=_SCALE))

@@ -369,7 +369,7 @@ KEYS: tuple[Key, ...] = (
         "",
         "address:port on which the agent serves /metrics for Prometheus, and /readyz and /livez for probes, such as "
         "127.0.0.1:9400. With a trailing + the agent takes the first free port from that one upwards, for several "
-        "ranks on one host. /metrics needs kvctl[prometheus].",
+        "ranks on one host. /metrics needs kvctl's extra prometheus.",
     ),
     Key(
         "metrics_public",
@@ -383,7 +383,7 @@ KEYS: tuple[Key, ...] = (
         str,
         "",
         "URL to which one span per finished room is sent as OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces. "
-        "Needs kvctl[otel].",
+        "Needs kvctl's extra otel.",
     ),
     Key(
         "insecure",

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any
 
+from kvctl_agent.contract.extras import install
 from kvctl_agent.errors import DeviceError, DeviceUnavailable
 
 _REMEDIES = {
@@ -59,7 +60,7 @@ def load() -> Any:
     try:
         driver = importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
-        raise DeviceUnavailable(f"a GPU needs cuda-bindings ({error}): pip install 'kvctl[gpu]'") from error
+        raise DeviceUnavailable(f"a GPU needs cuda-bindings ({error}): {install('gpu')}") from error
     try:
         failed = driver.cuInit(0)[0]
     # The package raises RuntimeError if it finds no libcuda.so.1.

@@ -12,6 +12,7 @@ from functools import lru_cache
 from threading import Lock
 from typing import Any, NamedTuple
 
+from kvctl_agent.contract.extras import install
 from kvctl_agent.device.base import Geometry, PageStrides, checksum_word
 from kvctl_agent.device.driver import Context, checked, load
 from kvctl_agent.errors import DeviceError, DeviceUnavailable
@@ -116,7 +117,7 @@ ARGUMENTS = {
     "sum_at": "i64",
 }
 
-_MISSING = "a KV pool on a GPU needs Triton: pip install 'kvctl[gpu]'"
+_MISSING = f"a KV pool on a GPU needs Triton: {install('gpu')}"
 
 
 class Program(NamedTuple):

@@ -14,6 +14,7 @@ import queue
 import threading
 from typing import TYPE_CHECKING, Any
 
+from kvctl_agent.contract.extras import install
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import ConfigError
@@ -57,7 +58,7 @@ class RoomSpans:
 
                 exporter = OTLPSpanExporter(endpoint=endpoint, timeout=5)
         except ImportError:
-            raise ConfigError("otel_endpoint needs OpenTelemetry: pip install 'kvctl[otel]'") from None
+            raise ConfigError(f"otel_endpoint needs OpenTelemetry: {install('otel')}") from None
         resource = Resource.create({"service.name": f"kvctl-{role}", "service.instance.id": name})
         self._exporter = exporter
         self._ids = _ids()

@@ -8,6 +8,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from kvctl_agent.contract.extras import install
 from kvctl_agent.contract.http_server import Answer, Page, text_answer
 from kvctl_agent.contract.snapshots import MetricFamily
 
@@ -28,7 +29,7 @@ _ACCEPTED = (
         for escaping in ("allow-utf-8", "underscores", "dots", "values")
     ),
 )
-_MISSING = "metrics need prometheus-client: pip install 'kvctl[prometheus]'\n"
+_MISSING = f"metrics need prometheus-client: {install('prometheus')}\n"
 
 
 def metrics_page(labels: dict[str, str], families: Families) -> Page:

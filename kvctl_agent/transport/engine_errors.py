@@ -12,9 +12,9 @@ import re
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from kvctl_agent.contract.choices import HOST
+from kvctl_agent.contract.extras import engine_extra, install
 from kvctl_agent.errors import TransportUnavailable
 
 _DEBIAN = {
@@ -25,7 +25,6 @@ _DEBIAN = {
     "libstdc++.so.6": "libstdc++6",
 }
 _LIBRARY = re.compile(r"\blib[\w+.-]*\.so[\w.]*")
-_NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 
 
 def unavailable(engine: str, error: ImportError, others: Sequence[str] = ()) -> TransportUnavailable:
@@ -39,7 +38,7 @@ def unavailable(engine: str, error: ImportError, others: Sequence[str] = ()) -> 
     library = _LIBRARY.search(str(error))
     if library is None:
         return TransportUnavailable(
-            f"transport {engine!r} is not installed ({error}): pip install 'kvctl[{_extra(engine)}]', "
+            f"transport {engine!r} is not installed ({error}): {install(engine_extra(engine))}, "
             f"or run without an engine: --transport loopback"
         )
     package = _DEBIAN.get(library[0])
@@ -49,11 +48,6 @@ def unavailable(engine: str, error: ImportError, others: Sequence[str] = ()) -> 
         f"transport {engine!r} needs the shared library {library[0]}, which is not installed ({error}): "
         f"{remedy}, or run without an engine: --transport loopback"
     )
-
-
-def _extra(engine: str) -> str:
-    """Returns the pip extra of an engine; Mooncake has a separate wheel for machines without CUDA."""
-    return "mooncake-cpu" if engine == "mooncake" and not _NVIDIA_DRIVER.exists() else engine
 
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

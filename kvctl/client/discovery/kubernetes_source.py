@@ -29,6 +29,7 @@ from kvctl.client.keys import KeyNames
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract.addresses import AddressError, tcp_address
+from kvctl_agent.contract.extras import install
 
 PORT_NAME = "kvctl-admin"
 """Name of the container port of an admin endpoint; further ranks of a pod have `kvctl-admin-1` and so on."""
@@ -51,7 +52,7 @@ def open_source(url: str, keys: KeyNames) -> AgentSource:
         import_module("kubernetes.client")
         import_module("websocket")
     except ImportError:
-        text = f"{url}: needs the Kubernetes client: pip install 'kvctl[kubernetes]'"
+        text = f"{url}: needs the Kubernetes client: {install('kubernetes')}"
         raise CliError(text, ExitCode.USAGE) from None
     return PodSource(url, target)
 

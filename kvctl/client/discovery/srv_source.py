@@ -14,6 +14,7 @@ from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.keys import KeyNames
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
+from kvctl_agent.contract.extras import install
 
 if TYPE_CHECKING:
     from dns.resolver import Resolver
@@ -41,7 +42,7 @@ class SrvSource(AgentSource):
         try:
             import dns.resolver  # noqa: F401
         except ImportError:
-            raise CliError(f"{url} needs dnspython: pip install 'kvctl[dns]'", ExitCode.USAGE) from None
+            raise CliError(f"{url} needs dnspython: {install('dns')}", ExitCode.USAGE) from None
 
     def find(self, deadline_ns: int) -> Found:
         import dns.exception

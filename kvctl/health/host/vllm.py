@@ -19,6 +19,7 @@ from kvctl.health.finding import Severity, listed
 from kvctl.health.host.view import Fact, HostView
 from kvctl.health.host.vllm_options import TRANSFER, ServerOptions, read_options, server_arguments, server_of_process
 from kvctl_agent.contract.addresses import Address
+from kvctl_agent.contract.extras import install
 from kvctl_agent.contract.settings import Settings, load_or_explain
 from kvctl_agent.contract.vllm import (
     CONNECTOR,
@@ -305,13 +306,13 @@ def _package_problems(server: Server) -> Iterator[_Problem]:
             "install one of these, or use one of vLLM's own connectors",
             "",
         )
-    install = "`pip install 'kvctl[vllm]'` with the pip of the server's environment"
+    with_kvctl = f"{install('vllm')}, with the pip of the server's environment"
     if "kvctl" not in packages:
-        yield "kvctl is not installed there", "vLLM ends with \"No module named 'kvctl_agent'\"", install, ""
+        yield "kvctl is not installed there", "vLLM ends with \"No module named 'kvctl_agent'\"", with_kvctl, ""
     settings = server.settings
     transport = settings["transport"] if isinstance(settings, Settings) else ""
     if transport == "nixl" and not any(name.split("-")[0] == "nixl" for name in packages):
-        yield "NIXL is not installed there", "the agent has no engine that moves the bytes", install, ""
+        yield "NIXL is not installed there", "the agent has no engine that moves the bytes", with_kvctl, ""
 
 
 # ---- two servers -----------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from kvctl.exit_codes import ExitCode
 from kvctl.lab.ranks.messages import Start
 from kvctl.lab.ranks.plan import Plan, PlannedRank
 from kvctl.lab.ranks.request import PlanRequest
+from kvctl_agent.contract.extras import engine_extra, install
 
 _IMPORT_S = 60.0
 _IMPORT_MOONCAKE = """
@@ -40,7 +41,8 @@ def plan(request: PlanRequest) -> Plan:
         from kvctl.lab.ranks.resolve import make_plan
         from kvctl_agent.errors import ConfigError, DeviceError, LayoutError
     except ModuleNotFoundError as error:
-        raise CliError(f"the agent's side is not installed ({error}): pip install 'kvctl[agent]'") from error
+        hint = install(engine_extra(request.transport))
+        raise CliError(f"the agent's side is not installed ({error}): {hint}") from error
     try:
         made = make_plan(request)
     except (LayoutError, ConfigError) as error:
@@ -48,7 +50,7 @@ def plan(request: PlanRequest) -> Plan:
     except DeviceError as error:
         raise CliError(str(error)) from error
     if request.compute == "gpu" and find_spec("torch") is None:
-        raise CliError("--compute gpu needs PyTorch: pip install 'kvctl[agent]' with a CUDA build of torch")
+        raise CliError(f"--compute gpu needs PyTorch: {install('agent')} with a CUDA build of torch")
     _require_engine(request.transport)
     return made
 

@@ -16,6 +16,7 @@ from kvctl.lab.ranks.geometry import side_of
 from kvctl.lab.ranks.request import PlanRequest, Role
 from kvctl.lab.ranks.transfer_volume import TransferVolume
 from kvctl_agent.contract.choices import HOST
+from kvctl_agent.contract.extras import install
 from kvctl_agent.device import driver
 from kvctl_agent.errors import ConfigError, DeviceUnavailable, LayoutError
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, local_shards
@@ -83,9 +84,7 @@ def count_gpus() -> int:
         DeviceUnavailable: there is no GPU, or Triton is not installed.
     """
     if find_spec("triton") is None:
-        raise DeviceUnavailable(
-            "a KV pool on a GPU needs Triton, which compiles the copy kernel: pip install 'kvctl[gpu]'"
-        )
+        raise DeviceUnavailable(f"a KV pool on a GPU needs Triton, which compiles the copy kernel: {install('gpu')}")
     return int(driver.checked(driver.load().cuDeviceGetCount(), "GPUs cannot be counted"))
 
 

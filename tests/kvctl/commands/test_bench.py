@@ -282,7 +282,7 @@ def test_a_missing_engine_names_the_extra(spawn: Run, tmp_path: Path, monkeypatc
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     code, _, err = finish(spawn())
     assert code == 1
-    assert "pip install 'kvctl[nixl]'" in err
+    assert "pip install '.[nixl]'" in err
     assert "--transport loopback" in err
 
 

@@ -138,7 +138,7 @@ def test_without_resvg_the_error_says_how_to_install_it(
     monkeypatch.setitem(sys.modules, "resvg_py", None)
     outcome = kvctl(*PNG, str(tmp_path / "screen.png"))
     assert (outcome.code, outcome.out) == (1, "")
-    assert "pip install 'kvctl[png]'" in outcome.err
+    assert "pip install '.[png]'" in outcome.err
 
 
 def test_free_text_is_no_filter_of_the_command_line(kvctl: Any, tmp_path: Path) -> None:

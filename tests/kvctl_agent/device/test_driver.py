@@ -51,7 +51,7 @@ def test_remedies_are_for_codes_that_the_driver_has(driver):
 
 def test_without_the_package(driver, monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
-    with pytest.raises(DeviceUnavailable, match=r"pip install 'kvctl\[gpu\]'"):
+    with pytest.raises(DeviceUnavailable, match=r"pip install '\.\[gpu\]'"):
         load()
 
 

@@ -112,7 +112,7 @@ def test_no_torch_and_no_driver_are_needed() -> None:
 
 def test_without_triton_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(DeviceUnavailable, match=r"pip install 'kvctl\[gpu\]'"):
+    with pytest.raises(DeviceUnavailable, match=r"pip install '\.\[gpu\]'"):
         program(variant(GEOMETRIES["pages"], 1, DEFAULT.tile), H200)
 
 

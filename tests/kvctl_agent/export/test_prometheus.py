@@ -79,7 +79,7 @@ def test_without_the_package_the_answer_says_how_to_install_it(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     answer = metrics_page(LABELS, Metrics().snapshot)("")()
     assert answer.status == 501
-    assert b"pip install 'kvctl[prometheus]'" in answer.body
+    assert b"pip install '.[prometheus]'" in answer.body
 
 
 def test_versions_that_clients_make_up_share_the_plain_answer() -> None:

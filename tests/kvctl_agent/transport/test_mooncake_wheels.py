@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from kvctl_agent.contract import extras
 from kvctl_agent.errors import ConfigError, TransportUnavailable
-from kvctl_agent.transport import engine_errors, open_transport
+from kvctl_agent.transport import open_transport
 from kvctl_agent.transport.mooncake import engine as mooncake_engine
 
 CPU = "mooncake-transfer-engine-non-cuda"
@@ -41,10 +42,10 @@ def refusal(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_none_of_them_names_the_extra_for_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     have(monkeypatch)
-    monkeypatch.setattr(engine_errors, "_NVIDIA_DRIVER", tmp_path / "none")
-    assert "pip install 'kvctl[mooncake-cpu]'" in refusal(monkeypatch)
-    monkeypatch.setattr(engine_errors, "_NVIDIA_DRIVER", tmp_path)
-    assert "pip install 'kvctl[mooncake]'" in refusal(monkeypatch)
+    monkeypatch.setattr(extras, "_NVIDIA_DRIVER", tmp_path / "none")
+    assert "pip install '.[mooncake-cpu]'" in refusal(monkeypatch)
+    monkeypatch.setattr(extras, "_NVIDIA_DRIVER", tmp_path)
+    assert "pip install '.[mooncake]'" in refusal(monkeypatch)
 
 
 def test_an_old_one_is_refused_before_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

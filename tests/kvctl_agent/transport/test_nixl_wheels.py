@@ -67,7 +67,7 @@ def test_a_binding_that_is_loaded_already_is_the_one(wheels: set[str], monkeypat
 
 
 def test_nothing_installed_names_the_extra(wheels: set[str]) -> None:
-    with pytest.raises(TransportUnavailable, match=r"pip install 'kvctl\[nixl\]'"):
+    with pytest.raises(TransportUnavailable, match=r"pip install '\.\[nixl\]'"):
         nixl_binding.import_binding()
 
 

@@ -29,7 +29,7 @@ def test_an_engine_that_is_not_installed_names_the_extra_and_loopback(monkeypatc
         monkeypatch.delitem(sys.modules, name)
     for name in ("nixl", "nixl_cu13", "nixl_cu12"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(TransportUnavailable, match=r"pip install 'kvctl\[nixl\]'.*--transport loopback"):
+    with pytest.raises(TransportUnavailable, match=r"pip install '\.\[nixl\]'.*--transport loopback"):
         open_transport("nixl", "a")
 
 

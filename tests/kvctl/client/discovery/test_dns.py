@@ -85,7 +85,7 @@ def test_a_malformed_url_is_a_usage_error(url: str) -> None:
 def test_service_records_without_the_package_name_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dns", None)
     monkeypatch.setitem(sys.modules, "dns.resolver", None)
-    with pytest.raises(CliError, match=r"pip install 'kvctl\[dns\]'"):
+    with pytest.raises(CliError, match=r"pip install '\.\[dns\]'"):
         open_source("srv://_kv._tcp.name", NO_KEYS)
 
 

@@ -269,7 +269,7 @@ def test_a_malformed_url(url: str, text: str) -> None:
 
 def test_without_the_package_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kubernetes.client", None)
-    with pytest.raises(CliError, match=r"pip install 'kvctl\[kubernetes\]'"):
+    with pytest.raises(CliError, match=r"pip install '\.\[kubernetes\]'"):
         open_source(URL, NO_KEYS)
 
 

@@ -25,19 +25,20 @@ def test_what_cannot_be_is_wrong_usage_with_its_arithmetic() -> None:
     assert refused.value.code == ExitCode.USAGE
 
 
-def test_without_the_agents_packages_the_extra_is_named() -> None:
+@pytest.mark.parametrize("transport", ["nixl", "loopback"])
+def test_without_the_agents_packages_one_extra_with_the_engine_is_named(transport: str) -> None:
     code = (
         "import sys; sys.modules['msgspec'] = sys.modules['numpy'] = None;"
-        "from kvctl.cli import main; sys.exit(main(['bench', '--plan']))"
+        f"from kvctl.cli import main; sys.exit(main(['bench', '--plan', '--transport', '{transport}']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250)
     assert done.returncode == 1
-    assert "pip install 'kvctl[agent]'" in done.stderr
+    assert f"pip install '.[{'agent' if transport == 'loopback' else transport}]'" in done.stderr
 
 
 def test_a_missing_engine_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "find_spec", lambda name: None)
-    with pytest.raises(CliError, match=r"pip install 'kvctl\[nixl\]'.*--transport loopback") as refused:
+    with pytest.raises(CliError, match=r"pip install '\.\[nixl\]'.*--transport loopback") as refused:
         planner.plan(request())
     assert refused.value.code == ExitCode.FAILED
     assert planner.plan(request(transport="loopback"))["transport"] == "loopback"
