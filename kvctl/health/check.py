@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from kvctl.health.mutes import Judged
 from kvctl.health.snapshot import Snapshot
 from kvctl.render import units
 from kvctl.render.findings import folded, row
+from kvctl_agent.contract.settings import near
 
 _STATES = {
     Severity.INFO: CheckState.OK,
@@ -266,9 +266,9 @@ def _parse_option(option: str, values: Sequence[str], areas: Sequence[str]) -> M
         if not separator or not value:
             raise ThresholdError(f"{option} {piece!r}: write NAME=VALUE, as in ring=80%")
         if measure is None:
-            near = difflib.get_close_matches(name, MEASURES_BY_NAME, n=1)
-            known = ", ".join(each.name for each in MEASURES_BY_NAME.values() if each.area in areas)
-            raise ThresholdError(f"{option} {name}: {f'did you mean {near[0]}?' if near else f'use one of {known}'}")
+            known = [each.name for each in MEASURES if each.area in areas]
+            hint = near(name, known) or f": use one of {', '.join(known)}"
+            raise ThresholdError(f"{option} {name} is not a threshold{hint}")
         if measure.area not in areas:
             raise ThresholdError(f"{option} {name} belongs to kvctl check {measure.area} and kvctl check all")
         try:

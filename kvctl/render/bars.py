@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from kvctl.render.report import Line, Span
 from kvctl_agent.contract.states import STAGES
@@ -20,23 +21,26 @@ STAGE_GLYPHS: dict[str, Span] = {
 HIDDEN, EXPOSED = "■", "□"
 
 
-def stage_intervals(moments: Mapping[str, int], start: int) -> list[tuple[float, float, Span]]:
-    """Returns the stages of a part as intervals (start, stop, glyph), in ns after `start`.
+def stage_intervals(moments: Mapping[str, int]) -> list[tuple[str, int, int]]:
+    """Returns (stage, start, end) of each stage of a part that has a positive length, in ns.
+
+    A stage starts when the previous one ends, and ends no later than any later stage: a write may arrive, and be
+    scattered, before the writer's call that posted it returns.
 
     Args:
         moments: time at which each stage ended, by stage; unmeasured stages are missing.
-        start: origin of the intervals.
     """
-    pieces: list[tuple[float, float, Span]] = []
-    before: int | None = None
-    for stage in STAGES:
-        at = moments.get(stage)
-        if at is None:
-            continue
-        if before is not None and stage in STAGE_GLYPHS:
-            pieces.append((float(before - start), float(at - start), STAGE_GLYPHS[stage]))
-        before = at if before is None else max(before, at)
-    return pieces
+    known = [stage for stage in STAGES if stage in moments]
+    ends = list(accumulate((moments[stage] for stage in reversed(known)), min))[::-1]
+    return [(stage, start, end) for stage, start, end in zip(known[1:], ends, ends[1:], strict=False) if start < end]
+
+
+def drawn_stages(moments: Mapping[str, int], start: int) -> list[tuple[float, float, Span]]:
+    """Returns the stages of a part as (start, stop, glyph) for `segments`, in ns after `start`."""
+    return [
+        (float(begin - start), float(end - start), STAGE_GLYPHS[stage])
+        for stage, begin, end in stage_intervals(moments)
+    ]
 
 
 def split(share: float, width: int) -> list[Span]:

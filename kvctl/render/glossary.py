@@ -49,7 +49,7 @@ COMMON = {
     "since": "Time since the problem began.",
     "state_age": "Time in this state; unknown for a finished room.",
     "subject": "Agent, peer, room or other object of the finding.",
-    "tokens": "Tokens of the prompt whose KV is transferred.",
+    "tokens": "Tokens of the prompt after the prefix; those of whole pages if the engine did not pass its length.",
     "unit": "Unit of the value.",
     "uptime": "Time since the agent started.",
     "value": "Value.",

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvctl.render import units
-from kvctl.render.bars import EXPOSED, HIDDEN, STAGE_GLYPHS, legend, segments, split, stage_intervals
+from kvctl.render.bars import EXPOSED, HIDDEN, STAGE_GLYPHS, drawn_stages, legend, segments, split
 from kvctl.render.report import Line, Span
 from kvctl.render.view import Column, Kind, Row, View, Width
 from kvctl_agent.contract.choices import PIPELINED, REASONS
@@ -145,7 +145,7 @@ def _stacked_bar(row: Row) -> list[tuple[float, float, Span]]:
 
 
 def _timed_bars(parts: Sequence[Mapping[str, Any]], start: int) -> list[tuple[float, float, Span]]:
-    return [piece for part in parts for piece in stage_intervals(part, start)]
+    return [piece for part in parts for piece in drawn_stages(part, start)]
 
 
 class PipelineDecisions:

@@ -9,7 +9,7 @@ from typing import Any, cast
 from kvctl.client.clock import ClockOffset
 from kvctl.client.room_timeline import PartTimeline, RoomTimeline, join
 from kvctl.render import palette, units
-from kvctl.render.bars import legend, segments, stage_intervals
+from kvctl.render.bars import drawn_stages, legend, segments
 from kvctl.render.clocks import corrections
 from kvctl.render.report import Block, Grid, Line, Span, Text
 from kvctl.render.view import Column, Kind, Row, View, Width
@@ -345,7 +345,7 @@ def _part_bars(room: RoomTimeline, width: int) -> list[Line]:
     lines: list[Line] = [[(f"{'':<{margin}}0{units.duration(end):>{cells - 1}}", "dim")]]
     for part, label in zip(shown, labels, strict=True):
         took = max(part.moments.values()) - min(part.moments.values())
-        bar = segments(stage_intervals(part.moments, start), float(end), cells)
+        bar = segments(drawn_stages(part.moments, start), float(end), cells)
         lines.append([(f"{label:<{margin}}", ""), *bar, (f"  {units.duration(took):>9}", "")])
     if len(room.parts) > len(shown):
         lines.append([(f"{len(room.parts) - len(shown)} more parts (-o json has all)", "dim")])

@@ -386,7 +386,7 @@ class TopApp(App[None]):
                 self.notify(f"{count} in {path}", markup=False)
 
         name = export.default_name(listing, at_ns)
-        prompt = Prompt(f"export {count} of {table.label} to", name, export.check_name, ".tsv, .csv or .json")
+        prompt = Prompt(f"export {count} of {table.label} to", name, export.check_name, ".tsv, .csv or .json", True)
         self.push_screen(prompt, done)
 
     def action_theme(self) -> None:

@@ -32,6 +32,8 @@ class Prompt(Dialog):
         value: initial text.
         check: returns an error message for an invalid text; "" if the text is valid.
         hint: help shown beside the title while the text is valid.
+        proposed: whether the initial text is a proposal, which the first typed letter replaces; otherwise the user
+            edits it.
     """
 
     DEFAULT_CSS = """
@@ -42,8 +44,9 @@ class Prompt(Dialog):
     Prompt Input, Prompt Input:focus { border: none; height: 1; padding: 0; background: $background; }
     """
 
-    def __init__(self, title: str, value: str, check: Callable[[str], str], hint: str) -> None:
+    def __init__(self, title: str, value: str, check: Callable[[str], str], hint: str, proposed: bool = False) -> None:
         super().__init__()
+        self._proposed = proposed
         self._label = f"{title}   {hint}"
         self._value = value
         self._check = check
@@ -51,7 +54,7 @@ class Prompt(Dialog):
     def compose(self) -> ComposeResult:
         with Vertical():
             yield Static(self._label, markup=False)
-            yield Input(self._value, select_on_focus=False)
+            yield Input(self._value, select_on_focus=self._proposed)
 
     def on_input_changed(self, event: Input.Changed) -> None:
         self._validate(event.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 from rich.cells import cell_len, set_cell_size
@@ -10,6 +11,7 @@ from kvctl.render.bars import merged
 from kvctl.render.report import Line, Span
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
+_BREAK = re.compile(r"(?<=  |, )(?=\S)")
 
 
 def length(line: Line) -> int:
@@ -63,13 +65,13 @@ def rule(title: Line, right: Line, width: int, style: str = "rule") -> list[Span
 
 
 def wrapped(line: Line, width: int, indent: int) -> list[Line]:
-    """Wraps a line to `width` cells, only after spans that end with two spaces; continuation lines are indented."""
+    """Wraps a line to `width` cells, only after two spaces or a comma; continuation lines are indented."""
     lines: list[list[Span]] = [[]]
     piece: list[Span] = []
-    for number, span in enumerate(line):
-        piece.append(span)
-        text = span[0]
-        if text.endswith("  ") or number == len(line) - 1:
+    texts = [(text, style) for span, style in line for text in _BREAK.split(span)]
+    for number, (text, style) in enumerate(texts):
+        piece.append((text, style))
+        if text.endswith(("  ", ", ")) or number == len(texts) - 1:
             size = length(piece) - (len(text) - len(text.rstrip()))
             if length(lines[-1]) + size > width and length(lines[-1]) > indent:
                 lines.append([(" " * indent, "")])

@@ -155,9 +155,13 @@ def load_or_explain(arguments: Mapping[str, Value], environ: Mapping[str, str]) 
 
 
 def near(word: str, known: Iterable[str]) -> str:
-    """Returns `, did you mean A or B?` for the names closest to `word`, ignoring case; "" if none is close."""
-    by_folded = {name.casefold(): name for name in known}
-    matches = difflib.get_close_matches(word.casefold(), by_folded, n=3, cutoff=0.6)
+    """Returns `, did you mean A or B?` for the names closest to `word`, ignoring case; "" if none is close.
+
+    The closest to `age` is `room-age`, of which it is a word, before `agents`, which has similar letters.
+    """
+    folded, by_folded = word.casefold(), {name.casefold(): name for name in known}
+    matches = [name for name in by_folded if folded in re.split("[-_.]", name)]
+    matches = (matches or difflib.get_close_matches(folded, by_folded, cutoff=0.6))[:3]
     return f", did you mean {' or '.join(by_folded[match] for match in matches)}?" if matches else ""
 
 

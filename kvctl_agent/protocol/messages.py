@@ -163,6 +163,12 @@ class RoomOpen(RoomMessage, frozen=True, tag="room-open"):
     tokens: PageCount = 0  # length of the prompt; 0: unknown
     digest: U64 = 0  # of the prompt, as `request_id.prompt_digest`; 0: unknown
 
+    def tokens_to_send(self, page_size: int) -> int:
+        """Returns the tokens after the prefix, in whole pages of `page_size` tokens if the prompt's length is unknown."""
+        if self.prefill_only:
+            return 0
+        return max(0, (self.tokens or self.total_pages * page_size) - self.prefix_pages * page_size)
+
 
 class RoomKept(RoomMessage, frozen=True, tag="room-kept"):
     """Keeper → prefill ranks that write only to other decode ranks: it keeps this room, under this nonce.

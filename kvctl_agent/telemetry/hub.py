@@ -165,6 +165,12 @@ class Telemetry:
         elif draining and not on:
             self.drain_ended_ns = now
 
+    def open(self, room: int, nonce: int) -> RoomRecord:
+        """Counts a room that was opened and returns its new record; arguments and errors as for `RoomRecords.open`."""
+        record = self.rooms.open(room, nonce)
+        self.metrics.add("kvctl_rooms_opened_total", 1)
+        return record
+
     def finish(self, record: RoomRecord, now_ns: int) -> None:
         """Records that a room ended at monotonic `now_ns`, counts it, and moves its record to the finished rooms."""
         latency, overlap = record.finish(now_ns)

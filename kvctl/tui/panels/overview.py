@@ -192,7 +192,7 @@ class OverviewPanel(Panel):
             ]
             return [*_wrap(summary, width), *curves]
         height = 3 if self._height >= _TALL else 1
-        left = min(width // 2, 74)
+        left = min(width // 2, 100)
         half = (width - left - 2 * _GAP) // 2
         first = chart("GB/s", [*trends.throughput], units.three_digits, half, height, "green")
         second = chart("p99", [*trends.p99], units.duration, half, height, "magenta")

@@ -64,10 +64,9 @@ class RecvAdmission:
             self.rooms.forget(last)  # its pages were released; a rank that has missed its end will ask for the outcome
         if (former := self.state.unopened.get(event.room)) and former.instance == event.instance:
             del self.state.unopened[event.room]  # the prefill ranks would take its end for that of the new room
-        record = context.telemetry.rooms.open(event.room, event.nonce)
+        record = context.telemetry.open(event.room, event.nonce)
         record.pages = event.total_pages - event.prefix_pages
         record.request_id, record.traceparent = event.request_id, event.traceparent
-        context.telemetry.metrics.add("kvctl_rooms_opened_total", 1)
         opening = msg.RoomOpen(
             event.room,
             event.nonce,
@@ -194,6 +193,7 @@ class RecvAdmission:
             inputs=wire,
             groups=[packed(pages) for pages in room.groups],
         )
+        room.record.tokens = room.opening.tokens_to_send(inputs.page_size)
 
     def _plan(self, room: RecvRoom, inputs: PlanInputs) -> None:
         opening, reader = room.opening, self.context.rank

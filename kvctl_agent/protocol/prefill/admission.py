@@ -59,6 +59,7 @@ class SendAdmission:
         room, transfer = opened
         assert peer.inputs is not None
         room.record.pages = -(-(message.total_pages - message.prefix_pages) // peer.inputs.prefill_split)
+        room.record.tokens = message.tokens_to_send(peer.inputs.page_size)
         if room.opened and room.state is RoomState.BOOTSTRAPPING:
             self.rooms.enter(room, RoomState.WAITING_FOR_INPUT)
         if transfer.reader_rank in room.readers:

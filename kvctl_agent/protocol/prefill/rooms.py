@@ -189,7 +189,7 @@ class SendRooms:
     def begin(self, number: int) -> SendRoom:
         """Creates a room when the local engine or a decode rank opens it, whichever comes first."""
         self.state.ended.pop(number, None)
-        record = self.context.telemetry.rooms.open(number, 0)
+        record = self.context.telemetry.open(number, 0)
         room = self.state.rooms[number] = SendRoom(number, record, self.nothing_computed(), self.context.now_ns)
         return room
 

@@ -28,6 +28,7 @@ def test_each_unit_is_read() -> None:
         ("ring", "", "write NAME=VALUE"),
         ("ring=", "", "write NAME=VALUE"),
         ("rng=80%", "", "did you mean ring?"),
+        ("age=1s", "", "did you mean pin-age or gate-age or room-age?"),
         ("xyz=1", "", "use one of agents"),
         ("ring=80", "", "write it as 80% or 0.8"),
         ("ring=-1%", "", "write it as 80% or 0.8"),
@@ -43,6 +44,13 @@ def test_what_is_no_threshold_is_refused(warn: str, crit: str, words: str) -> No
     with pytest.raises(ThresholdError) as error:
         parse_thresholds([warn] if warn else [], [crit] if crit else [], ALL)
     assert words in str(error.value)
+
+
+def test_only_thresholds_of_the_checked_areas_are_suggested() -> None:
+    with pytest.raises(ThresholdError, match=r"--warn age is not a threshold, did you mean room-age\?$"):
+        parse_thresholds(["age=1s"], [], ["rooms"])
+    with pytest.raises(ThresholdError, match="use one of active, room-age, failed$"):
+        parse_thresholds(["agents-up=1"], [], ["rooms"])
 
 
 def test_a_threshold_of_another_area_would_never_be_looked_at() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl.render.bars import segments, split
+from kvctl.render.bars import segments, split, stage_intervals
 from kvctl.render.events import EVENTS
 from kvctl.render.layers import draw_waterfall
 from kvctl.render.report import Grid, Line
@@ -187,3 +187,13 @@ def test_nothing_to_show_says_so() -> None:
 def test_a_name_that_is_too_long_keeps_its_end(text: str, shown: str) -> None:
     column = Column("agent")
     assert "".join(piece for piece, _ in table_row({"agent": text}, {column: 6})).rstrip() == shown
+
+
+def test_a_stage_lasts_from_the_one_before() -> None:
+    moments = {"scatter": 9, "ready": 1, "wire": 5, "gather": 3}
+    assert stage_intervals(moments) == [("gather", 1, 3), ("wire", 3, 5), ("scatter", 5, 9)]
+
+
+def test_a_stage_ends_before_any_later_one() -> None:
+    assert stage_intervals({"ready": 1, "post": 9, "wire": 4, "scatter": 8}) == [("post", 1, 4), ("scatter", 4, 8)]
+    assert stage_intervals({"ready": 1}) == stage_intervals({}) == []

@@ -270,8 +270,7 @@ def test_export_writes_the_rows_on_screen(specimen, build, drive, tmp_path: Path
         for suffix in (".tsv", ".csv", ".json"):
             await press(pilot, "E")
             assert pilot.app.screen.query_one(Input).value == "kvctl-rooms-20251009-085323.tsv"
-            pilot.app.screen.query_one(Input).value = f"rooms{suffix}"
-            await press(pilot, "enter")
+            await press(pilot, *f"rooms{suffix}", "enter")  # what is typed takes the place of the proposed name
             assert said(pilot)[-1] == f"48 rows in rooms{suffix}"
 
     drive(build(specimen, "rooms"), script)

@@ -255,6 +255,7 @@ class TestNumbersAddUp:
                 assert row["state"] == "Success"
                 assert row["failure"] is None
                 assert (row["pages"], row["parts"], row["parked"]) == (12, 2 * writes, 0)
+                assert row["tokens"] == 12 * model.page_size  # without the prefix
                 assert row["paths"] == {"staged": 2 * writes}
                 assert row["bytes"] == payload * writes // 2
                 moved = cells * writes
@@ -371,7 +372,7 @@ class TestNumbersAddUp:
             writes = 1 if agent.role == "prefill" else 2
             assert value("kvctl_parts_total", path="staged") == 20 * writes
             assert value("kvctl_part_bytes_total") == ask(connect, agent, "status")["bytes_total"]
-            assert value("kvctl_rooms_finished_total", result="Success") == 10
+            assert value("kvctl_rooms_opened_total") == value("kvctl_rooms_finished_total", result="Success") == 10
             assert value("kvctl_peers", state="ready") == (1 if agent.role == "prefill" else 2)
             if agent.role == "prefill":
                 assert value("kvctl_writes_total") == 20

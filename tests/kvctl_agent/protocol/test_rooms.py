@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -380,3 +381,11 @@ def test_a_number_can_be_used_again_before_the_writers_have_acknowledged_how_its
     world.settle()
     assert [room.state for room in world.rooms.values()] == [RoomState.SUCCESS] * 3
     world.check_empty()
+
+
+def test_a_room_says_how_many_tokens_it_sends() -> None:
+    opening = msg.RoomOpen(7, 1, b"", 2, 8, {})
+    assert opening.tokens_to_send(16) == 6 * 16  # whole pages, if the engine did not say how long the prompt is
+    assert msgspec.structs.replace(opening, tokens=120).tokens_to_send(16) == 120 - 32
+    assert msgspec.structs.replace(opening, tokens=120, prefix_pages=8).tokens_to_send(16) == 0
+    assert msgspec.structs.replace(opening, tokens=120, total_pages=0, prefill_only=True).tokens_to_send(16) == 0

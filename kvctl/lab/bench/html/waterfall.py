@@ -6,7 +6,7 @@ Transfer left of 0 is hidden by compute; transfer right of 0 delays the request.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvctl.lab.bench.html import charts
@@ -15,7 +15,7 @@ from kvctl.lab.bench.html.markup import FONT_SIZE, Markup, fitted, joined, signi
 from kvctl.lab.bench.statistics import union
 from kvctl.lab.bench.timelines import PartTimeline, RoomTimeline
 from kvctl.render import units
-from kvctl_agent.contract.states import STAGES
+from kvctl.render.bars import stage_intervals
 from kvctl_agent.contract.values import layer_range
 
 _WIDTH, _TOP = 1000.0, 42.0
@@ -61,24 +61,6 @@ def waterfalls(rooms: Sequence[RoomTimeline]) -> Markup | None:
     return section("Waterfall of a room", lead, piece_legend(list(_LEGEND.items())), figures(*drawn, kind="one"))
 
 
-def intervals(moments: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
-    """Yields (stage, start, end) for each stage of a part that has a positive length.
-
-    A stage starts when the previous stages have ended.
-
-    Args:
-        moments: End of each stage in nanoseconds.
-    """
-    before: int | None = None
-    for stage in STAGES:
-        at = moments.get(stage)
-        if at is None:
-            continue
-        if before is not None and at > before:
-            yield stage, before, at
-        before = at if before is None else max(before, at)
-
-
 def _selected(rooms: Sequence[RoomTimeline]) -> list[RoomTimeline]:
     """Selects `_MAX_ROOMS` rooms: the last room of each path, transport and pipeline, then the last of the others."""
     kinds = {(room["path"], room["transport"], room["pipeline"]): at for at, room in enumerate(rooms)}
@@ -109,7 +91,8 @@ def _span(room: RoomTimeline) -> tuple[int, int]:
     """Returns start and end of the time axis of a room, in nanoseconds after the end of its forward pass."""
     known = [at for part in room["parts"] for at in part["moments"].values()]
     zero = room["forward_done_ns"]
-    first, end = min(*known, zero), max(*known, room["success_ns"], zero)
+    ends = [end for part in room["parts"] for _, _, end in stage_intervals(part["moments"])]
+    first, end = min(*known, zero), max(*ends, room["success_ns"], zero)
     lead = min(first - room["forward_start_ns"], round(_MAX_LEAD * (end - first)))
     return first - max(0, lead) - zero, max(end - zero, 1)
 
@@ -191,7 +174,7 @@ def _name(part: PartTimeline, skip: int = 0) -> str:
 def _lane(part: PartTimeline, plane: _Plane, zero: int, top: float, pitch: float) -> Markup:
     gap = 3.0 if pitch > FONT_SIZE else 1.0
     pieces = []
-    for stage, start, end in intervals(part["moments"]):
+    for stage, start, end in stage_intervals(part["moments"]):
         tip = f"{_name(part)} · writer {part['writer']} · {part['path']}\n{stage} {units.duration(end - start)}"
         x = plane.at(start - zero)
         width = max(0.7, plane.at(end - zero) - x)  # the shortest stages stay visible

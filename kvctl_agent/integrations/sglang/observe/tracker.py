@@ -164,11 +164,10 @@ class Tracker:
             room.ended_ns = event.at_ns
 
     def _open(self, number: int, at_ns: int, state: RoomState) -> None:
-        record = self.telemetry.rooms.open(number, 0)
+        record = self.telemetry.open(number, 0)
         record.opened_at = at_ns
         record.state(state, at_ns)
         self.rooms[number] = Room(record)
-        self.telemetry.metrics.add("kvctl_rooms_opened_total", 1)
 
     def _failed(self, event: ev.Failed) -> None:
         room = self.rooms.get(event.room)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.bench.html.waterfall import intervals, waterfalls
+from kvctl.lab.bench.html.waterfall import waterfalls
 
 MS = 1_000_000
 Drawings = Callable[[str], list[Any]]
@@ -17,18 +17,6 @@ Make = Callable[..., Any]
 def done_at(chart: Any) -> float:
     """Where the forward pass ends."""
     return float(next(line for line in chart.svg.iter("line") if line.get("class") == "done").attrib["x1"])
-
-
-class TestIntervals:
-    def test_each_stage_lasts_from_the_moment_before(self) -> None:
-        moments = {"scatter": 9, "ready": 1, "wire": 5, "gather": 3}
-        assert list(intervals(moments)) == [("gather", 1, 3), ("wire", 3, 5), ("scatter", 5, 9)]
-
-    def test_a_moment_out_of_order_has_no_length(self) -> None:
-        assert list(intervals({"ready": 1, "post": 5, "wire": 4, "scatter": 8})) == [("post", 1, 5), ("scatter", 5, 8)]
-
-    def test_a_beginning_alone_is_no_interval(self) -> None:
-        assert list(intervals({"ready": 1})) == list(intervals({})) == []
 
 
 class TestRoom:
@@ -49,6 +37,17 @@ class TestRoom:
         )
         waited = next(rect for rect in chart.svg.iter("rect") if rect.get("class") == "wait")
         assert float(waited.attrib["width"]) / per_ms == pytest.approx(7, rel=0.01)
+
+    def test_no_lane_runs_past_the_room(self, room: Make, part: Make, drawings: Drawings) -> None:
+        late = part((0, 16), 1_020 * MS)
+        late["moments"]["post"] = 1_040 * MS  # the call that posted the write returned long after decode had scattered
+        chart = drawings(waterfalls([room(late)]) or "")[0]
+        waited = next(rect for rect in chart.svg.iter("rect") if rect.get("class") == "wait")
+        end = float(waited.attrib["x"]) + float(waited.attrib["width"])
+        drawn = [rect for lane in chart.groups("life") for rect in lane.iter("rect")]
+        assert drawn
+        assert all(float(each.attrib["x"]) + float(each.attrib["width"]) <= end + 0.1 for each in drawn)
+        assert float(chart.ticks("x")[-1][1]) <= 8  # nor does the axis
 
     def test_the_caption_says_how_much(self, room: Make) -> None:
         assert "7 ms exposed, 7 ms hidden" in str(waterfalls([room()]))
