@@ -49,7 +49,7 @@ def test_what_is_no_threshold_is_refused(warn: str, crit: str, words: str) -> No
 def test_only_thresholds_of_the_checked_areas_are_suggested() -> None:
     with pytest.raises(ThresholdError, match=r"--warn age is not a threshold, did you mean room-age\?$"):
         parse_thresholds(["age=1s"], [], ["rooms"])
-    with pytest.raises(ThresholdError, match="use one of active, room-age, failed$"):
+    with pytest.raises(ThresholdError, match=r"use one of active, room-age, failed$"):
         parse_thresholds(["agents-up=1"], [], ["rooms"])
 
 
