@@ -164,7 +164,7 @@ class RoomOpen(RoomMessage, frozen=True, tag="room-open"):
     digest: U64 = 0  # of the prompt, as `request_id.prompt_digest`; 0: unknown
 
     def tokens_to_send(self, page_size: int) -> int:
-        """Returns the tokens after the prefix; those of whole pages of `page_size` if the prompt's length is unknown."""
+        """Returns the tokens after the prefix; those of whole pages if the length of the prompt is unknown."""
         if self.prefill_only:
             return 0
         return max(0, (self.tokens or self.total_pages * page_size) - self.prefix_pages * page_size)
