@@ -27,7 +27,7 @@ from kvctl_agent.contract.config import Value
 from kvctl_agent.contract.connection_cost import ConnectionCost
 from kvctl_agent.contract.settings import Settings, load_settings
 from kvctl_agent.contract.snapshots import Integration, Role, Stats
-from kvctl_agent.contract.states import NO_INSTANCE, UNREGISTERED
+from kvctl_agent.contract.states import UNREGISTERED
 from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import DeadlineExceeded, LayoutError, LocalProtocolError
 from kvctl_agent.export.probes import liveness, readiness
@@ -309,7 +309,7 @@ class Agent:
     def wait_ready(self, timeout: float) -> None:
         """Waits until the rank is registered (prefill) or connected to every rank of its prefill instances (decode).
 
-        A decode rank that knows no prefill instance is not ready.
+        A decode rank whose engine names the prefill instances with its rooms waits for none.
 
         Args:
             timeout: longest time to wait, in seconds.
@@ -321,7 +321,7 @@ class Agent:
         self.parts.lifecycle.wait_ready(check_timeout(timeout))
 
     def waiting_for(self) -> str | None:
-        """Returns a text that names what this agent still needs before it can serve rooms; None if it can."""
+        """Returns a text that names what this agent waits for; None if it waits for nothing."""
         return self.parts.lifecycle.waiting_for()
 
     def serving(self) -> list[str]:
@@ -655,13 +655,9 @@ class Agent:
         request_id, traceparent = check_request_id(room, request_id), valid_traceparent(traceparent)
         parts = self.parts
         self._check_takes("decode", begun=fake)
-        if prefill is not None:
-            self._check_endpoint(prefill)
+        instance = self.bootstrap or "" if fake and prefill is None else self._instance(prefill, f"room {room}: ")
         wanted = pages, prefix_tokens, aux_index, state_indices, prefill_only, tokens, group_pages, digest
-        instance = prefill or self.bootstrap
-        if instance is None and not fake:
-            raise LocalProtocolError(f"room {room}: {NO_INSTANCE} to {self.name}: pass prefill=, or call connect")
-        opening = parts.limits.opening(room, instance or "", *wanted)
+        opening = parts.limits.opening(room, instance, *wanted)
         if request_id or traceparent:
             opening = msgspec.structs.replace(opening, request_id=request_id, traceparent=traceparent)
         handle = Receive(room, _discard if fake else parts.mailbox.put, parts.pool.device)
@@ -750,7 +746,8 @@ class Agent:
         if prefill is not None:
             self._check_endpoint(prefill)
         if (instance := prefill or self.bootstrap) is None:
-            raise LocalProtocolError(f"{where}{NO_INSTANCE} to {self.name}: pass prefill=, or call connect")
+            text = f"{where}no prefill instance is known to {self.name}: pass prefill=, or call connect"
+            raise LocalProtocolError(text)
         return instance
 
     def _check_dp_group(self, room: int) -> None:

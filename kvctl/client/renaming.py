@@ -39,7 +39,7 @@ _OTHER: _Form = {"agent": _NAME}
 
 # By command; the form of an answer that is a list is that of its items.
 _FORMS: Mapping[str, _Form] = {
-    "status": {"name": _NAME, "waiting_for": _TEXT},
+    "status": {"name": _NAME, "waiting_for": _TEXT, "not_ready": _TEXT},
     "rooms": _ROOM,
     "history": _ROOM,
     "slow": _ROOM,

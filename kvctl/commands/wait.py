@@ -22,6 +22,7 @@ from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import progress
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
+from kvctl.health.answers import not_ready
 from kvctl.render import units
 from kvctl_agent.contract.states import MAX_ROOM, STATE_LABELS, RoomState
 
@@ -90,7 +91,7 @@ def parse(text: str, agents: int = 1) -> WaitCondition:
 
 
 class Ready:
-    """Condition that enough agents answer, each connected to all the ranks that it needs."""
+    """Condition that enough agents answer, each of which can take a new room: its page /readyz answers 200."""
 
     calls: tuple[Call, ...] = (Call("status"),)
 
@@ -100,12 +101,17 @@ class Ready:
     def progress(self, survey: Survey) -> Progress:
         answers = survey.answers("status")
         missing = [fault.text for fault in survey.faults]
-        missing += [f"{agent.name}: {data['waiting_for']}" for agent, data in answers if data["waiting_for"]]
+        waiting = [(agent.name, data["waiting_for"], not_ready(data)) for agent, data in answers]
+        missing += [f"{name}: {reason}" for name, _, reason in waiting if reason]
         if len(answers) < self._agents:
             missing.insert(
                 0, f"{len(answers)} of {_agents(self._agents)} there" if answers else "no agent is there yet"
             )
-        return Progress(missing=missing) if missing else Progress(f"{_agents(len(answers))} ready")
+        if missing:
+            return Progress(missing=missing)
+        # A decode rank is ready with one of its prefill instances.
+        others = [f"{name} waits: {reason}" for name, reason, _ in waiting if reason]
+        return Progress(_few([f"{_agents(len(answers))} ready", *others]))
 
 
 class Drained:
@@ -191,7 +197,7 @@ def _agents(number: int) -> str:
 @click.command(
     cls=KvctlCommand,
     examples=[
-        ("Start a load once eight agents are there and connected", "kvctl wait --for ready --agents 8 && run-load"),
+        ("Start a load once eight agents are there and ready", "kvctl wait --for ready --agents 8 && run-load"),
         ("Stop a worker once its rooms are done", "kvctl wait --for drained -e decode-0 --timeout 5m"),
         ("Wait for one room", "kvctl wait --for room=7:Success"),
     ],
@@ -225,7 +231,8 @@ def wait(settings: Settings, goal: str, patience: str, agents: int) -> None:
     """Wait until the fleet is ready or drained, or a room is in a state; reads the fleet four times a second.
 
     \b
-    ready            every agent is connected to all the ranks that it needs
+    ready            every agent can take a new room, as its page /readyz says: a prefill rank is registered, a decode
+                     rank connected to a prefill instance, or its requests name them; and none is draining
     drained          every agent is draining and has no active room (with -e, -l: these agents)
     room=7:Success   room 7 is in that state, or past it, on every rank that knows it
 

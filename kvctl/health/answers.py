@@ -37,6 +37,11 @@ def text(row: Row, key: str) -> str:
     return value if isinstance(value, str) else ""
 
 
+def not_ready(status: Row) -> str:
+    """Returns why an agent cannot take a new room; "" if it can. Old agents tell only what they wait for."""
+    return text(status, "not_ready" if "not_ready" in status else "waiting_for")
+
+
 def texts(row: Row, key: str) -> list[str]:
     """Returns the strings in a field that is a list, without its other items; [] if it is not a list."""
     value = row.get(key)

@@ -139,6 +139,9 @@ class ObservedAgent:
     def waiting_for(self) -> str | None:
         return self._parts.lifecycle.waiting_for()
 
+    def not_ready(self) -> str | None:
+        return self._parts.lifecycle.not_ready()
+
     def inputs(self, since: int | None, until: int | None) -> InputPage:
         inputs, local = self._parts.inputs, self._parts.local
         pieces = inputs.pieces(since, until)

@@ -87,7 +87,10 @@ class ObservedRank(Protocol):
     def describe(self) -> RankDescription: ...
 
     def waiting_for(self) -> str | None:
-        """Returns a text that names what it still needs before it can serve rooms; None if it can."""
+        """Returns a text that names what it waits for; None if it waits for nothing."""
+
+    def not_ready(self) -> str | None:
+        """Returns why it cannot take a new room; None if it can."""
 
     def config(self) -> list[ConfigRow]: ...
 

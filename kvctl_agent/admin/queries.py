@@ -147,6 +147,7 @@ class AdminQueries:
             "pool": described["pool"],
             "dtypes": described["dtypes"],
             "waiting_for": rank.waiting_for(),
+            "not_ready": rank.not_ready(),
             "accepting": rank.accepting,
             "draining": rank.draining,
             "draining_age_ns": since(telemetry.drain_began_ns, now_ns),

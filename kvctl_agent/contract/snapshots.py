@@ -150,6 +150,7 @@ class Status(TypedDict):
     dtypes: dict[str, str]  # elements of the pool by segment: kv, draft, groups, state; absent: unknown
     metrics_url: str | None  # URL for Prometheus
     waiting_for: str | None  # e.g. "6 of 8 prefill ranks registered, missing tp=2,3"
+    not_ready: str | None  # why it cannot take a new room, as /readyz decides it; None: it can
     accepting: bool  # accepts new rooms: started, not draining, not closed
     draining: bool  # accepts no new rooms; drained once no room is active
     draining_age_ns: int | None  # since the last drain, even if it was resumed later; None: never drained

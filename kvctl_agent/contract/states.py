@@ -41,8 +41,8 @@ STATE_LABELS: tuple[str, ...] = tuple(state.label for state in RoomState)
 # arrive: the decode rank received its tag; scatter: it is in its pages.
 STAGES: tuple[str, ...] = ("ready", "gate", "queue", "gather", "post", "wire", "arrive", "scatter")
 
-NO_INSTANCE = "no prefill instance is known"
-"""Reason why a decode agent cannot serve that was created without a registry and has not been given one yet."""
+DRAINING = "it is draining: kvctl resume ends this"
+"""Reason why an agent that is draining is not ready."""
 
 UNREGISTERED = "its engine has unregistered its memory"
 """Reason why an agent cannot serve between `Agent.unregister` and `Agent.register`, as in the sleep mode of engines."""

@@ -1,9 +1,7 @@
 """Pages `/readyz` and `/livez` of an agent, for Kubernetes and load balancers: one line per check, 200 or 503.
 
-Readiness asks whether the rank can take a new room; it must not ask more than a router can use. A decode rank is ready
-while one of its prefill instances is connected, since otherwise the loss of one instance would take all decode ranks
-out of service; and if its engine names the instances with its requests, it is ready without any, since requests would
-never come otherwise.
+Readiness asks whether the rank can take a new room, as `Lifecycle.not_ready` does; it must not ask more than a router
+can use.
 
 Liveness asks whether the control loop turns. A restart costs an engine minutes, and a loop that is late is not lost: a
 driver call can take seconds, and a process that a debugger has stopped is late when it continues. Therefore the limit
@@ -19,6 +17,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 
 from kvctl_agent.contract.http_server import Answer, Page, text_answer
+from kvctl_agent.contract.states import DRAINING
 from kvctl_agent.runtime.control_loop import ControlLoop
 from kvctl_agent.runtime.lifecycle import Lifecycle
 
@@ -65,8 +64,8 @@ def probe_page(name: str, checks: Callable[[], Sequence[Check]]) -> Page:
 def readiness(lifecycle: Lifecycle, role: str) -> list[Check]:
     """Returns the checks of `/readyz`: registered or connected, not draining, accepting new rooms."""
     return [
-        Check("registered", lifecycle.waiting_for() or "") if role == "prefill" else _peers(lifecycle),
-        Check("not-draining", "it is draining: kvctl resume ends this" if lifecycle.draining else ""),
+        Check("registered", lifecycle.not_connected() or "") if role == "prefill" else _peers(lifecycle),
+        Check("not-draining", DRAINING if lifecycle.draining else ""),
         Check("accepting", "" if lifecycle.accepting else f"the agent is {lifecycle.state}"),
     ]
 
@@ -74,10 +73,8 @@ def readiness(lifecycle: Lifecycle, role: str) -> list[Check]:
 def _peers(lifecycle: Lifecycle) -> Check:
     serving, known = len(lifecycle.serving()), len(lifecycle.all_instances)
     note = f"{serving} of {known} prefill instances connected"
-    problem = lifecycle.waiting_for() or ""
-    if not problem or serving or lifecycle.instances_by_request:
-        return Check("peers", note=note)
-    return Check("peers", f"{note}; {problem}")
+    problem = lifecycle.not_connected()
+    return Check("peers", f"{note}; {problem}") if problem else Check("peers", note=note)
 
 
 def liveness(lifecycle: Lifecycle, control: ControlLoop, lost_s: float) -> list[Check]:

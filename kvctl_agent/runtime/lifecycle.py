@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Literal
 
-from kvctl_agent.contract.states import NO_INSTANCE, UNREGISTERED
+from kvctl_agent.contract.states import DRAINING, UNREGISTERED
 from kvctl_agent.errors import ConfigError, DeadlineExceeded, LocalProtocolError
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.bootstrap_registry import Roster
@@ -46,7 +46,6 @@ class Lifecycle:
     Attributes:
         state: "new" until the agent is started, "closed" from the start of its close.
         instances: endpoints of the registries that the agent registers with, or that it was told to connect to.
-        instances_by_request: whether it was created without instances, which its engine names with its requests.
         drains_again: whether the agent drains after `register`: not only because of its `unregister`.
         closed_from: state before `close`.
         deadline_s: monotonic time at which the shutdown should have ended.
@@ -64,7 +63,6 @@ class Lifecycle:
     ) -> None:
         self.state: State = "new"
         self.instances = tuple(instances)
-        self.instances_by_request = not instances
         self.drains_again = False
         self.closed_from: State = "new"
         self.deadline_s = math.inf
@@ -301,16 +299,16 @@ class Lifecycle:
         return [(instance, roster) for instance, roster in rosters if roster is not None]
 
     def waiting_for(self) -> str | None:
-        """Returns the reason why the agent cannot serve yet, as text; None if it can serve.
+        """Returns what the agent waits for, as text; None if it waits for nothing.
 
-        A prefill rank serves when it is registered, a decode rank when every rank of its instances is connected.
+        A prefill rank waits until it is registered, a decode rank until every rank of its instances is connected; one
+        whose engine names the instances with its requests waits for none.
         """
         if self.state == "new":
             return "it has not been started"
         if self.state in ("unregistered", "closed"):
             return UNREGISTERED if self.state == "unregistered" else "it is closed"
-        if not (instances := self.all_instances):
-            return f"{NO_INSTANCE}: its engine names one in connect or receive"
+        instances = self.all_instances
         name, machine = self._name, self._machine
         waits: list[str] = []
         for instance in instances:
@@ -333,6 +331,24 @@ class Lifecycle:
             waits.append(f"no hello from {', '.join(silent_ranks)}")
         waits += [f"{name} refuses this rank: {'; '.join(machine.peers[name].differences)}" for name in unfit]
         return "; ".join(waits) or None
+
+    def not_connected(self) -> str | None:
+        """Returns why the agent has no prefill instance for a new room, as text; None if it has one.
+
+        A decode rank needs one of its instances, since otherwise the loss of one would take all decode ranks out of
+        service. If its engine names the instances with its requests, it needs none, since requests would never come
+        otherwise.
+        """
+        if self._role == "decode" and (self.accepting or self.draining) and (not self.instances or self.serving()):
+            return None
+        return self.waiting_for()
+
+    def not_ready(self) -> str | None:
+        """Returns why the agent cannot take a new room, as text; None if it can.
+
+        This decides `/readyz`, `kvctl wait --for ready` and KV_NOT_READY of `kvctl check ready`.
+        """
+        return DRAINING if self.draining else self.not_connected()
 
     def serving(self) -> list[str]:
         """Returns the endpoints of the prefill instances whose ranks are all connected; only on a decode rank."""

@@ -84,6 +84,7 @@ def status(name: str) -> dict[str, Any]:
         },
         "pool": {"pages": 4096, "page_size": 16, "bytes": 1 << 30, "layers": 32, "heads": 8},
         "waiting_for": None,
+        "not_ready": None,
         "accepting": True,
         "draining": False,
         "draining_age_ns": None,

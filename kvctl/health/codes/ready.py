@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from math import prod
 
+from kvctl.health import answers
 from kvctl.health.answers import amount, counts, inner, number, text
 from kvctl.health.codes.facts import (
     BOOTSTRAP,
@@ -21,7 +22,7 @@ from kvctl.health.codes.stuck_rooms import stuck_rooms
 from kvctl.health.finding import Finding, Severity, counted, health_code, listed, named_in
 from kvctl.health.snapshot import Agent, Snapshot
 from kvctl.render.units import duration
-from kvctl_agent.contract.states import NO_INSTANCE, UNREGISTERED
+from kvctl_agent.contract.states import UNREGISTERED
 
 _STARTUP_NS = 60_000_000_000
 
@@ -33,7 +34,8 @@ _STARTUP_NS = 60_000_000_000
     sees="an agent runs and cannot serve, or cannot serve with one of its instances",
     means="A prefill rank waits for its registry; a decode rank waits until every rank of its prefill instances is "
     "registered and has said hello. An agent that has waited for a minute is reported, whether or not rooms need the "
-    "missing rank. If rooms are stuck for this reason, KV_ROOM_STUCK_BOOTSTRAP is reported instead.",
+    "missing rank. A decode rank with another instance is ready nevertheless, as its /readyz and kvctl wait say. If "
+    "rooms are stuck for this reason, KV_ROOM_STUCK_BOOTSTRAP is reported instead.",
     remedy="Start the missing ranks, or remove the instance from the agent's configuration.",
 )
 def not_ready(snapshot: Snapshot) -> Iterator[Finding]:
@@ -43,24 +45,22 @@ def not_ready(snapshot: Snapshot) -> Iterator[Finding]:
     """
     known = snapshot.once(all_names) | snapshot.once(absent)
     reported = {stuck.room.agent.name for stuck in snapshot.once(stuck_rooms) if stuck.code == BOOTSTRAP}
-    by_reason: dict[str, list[Agent]] = {}
+    by_reason: dict[tuple[str, bool], list[Agent]] = {}
     for agent in snapshot.agents.values():
         reason = text(agent.status, "waiting_for")
         if not reason or agent.name in reported:
             continue
         if any(name in snapshot.once(absent) for name in named_in(reason, known)):
             continue
-        if reason.startswith(NO_INSTANCE) and amount(inner(agent.status, "rooms_finished_total"), "Success"):
-            continue  # it has forgotten the instances that its engine named, since they have ended
         if agent.status.get("draining") or reason == UNREGISTERED or amount(agent.status, "uptime_ns") < _STARTUP_NS:
             continue
-        by_reason.setdefault(reason, []).append(agent)
-    for reason, agents in by_reason.items():
+        by_reason.setdefault((reason, not answers.not_ready(agent.status)), []).append(agent)
+    for (reason, ready), agents in by_reason.items():
         names = [agent.name for agent in agents]
         uptime = max(int(amount(agent.status, "uptime_ns")) for agent in agents)
         done = int(sum(amount(inner(agent.status, "rooms_finished_total"), "Success") for agent in agents))
         cause = f"{listed(names)} cannot serve, {duration(uptime)} after the start: {reason}"
-        if done:
+        if ready:
             cause = (
                 f"{listed(names)} {'waits' if len(names) == 1 else 'wait'}, {duration(uptime)} after the start: "
                 f"{reason}; rooms that do not need it are served ({counted(done, 'room')} done)"
@@ -72,10 +72,7 @@ def not_ready(snapshot: Snapshot) -> Iterator[Finding]:
             weight=len(names),
             evidence={"waiting_for": reason, "uptime_ns": uptime, "waiting_agents": names, "done_rooms_total": done},
             cause=cause,
-            remedy="`kvctl bootstrap` shows the known prefill instances: name one in the engine's configuration, "
-            "or send the engine a request"
-            if reason.startswith(NO_INSTANCE)
-            else "`kvctl bootstrap` shows which ranks have registered and which registries do not answer: start the "
+            remedy="`kvctl bootstrap` shows which ranks have registered and which registries do not answer: start the "
             "missing ones, or remove the instance from the agent's configuration",
         )
 

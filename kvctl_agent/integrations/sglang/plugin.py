@@ -100,10 +100,8 @@ def _add_backend(takeover: bool) -> None:
             from kvctl_agent.integrations.sglang import prompts
 
             kv_indices = args[0] if args else kwargs["kv_indices"]  # one for each token after the prefix
-            receiver, req = decode_req.kv_receiver, decode_req.req
             tokens = kwargs.get("decode_prefix_len", 0) + len(kv_indices)
-            receiver.prompt = prompts.prompt_of(queue.scheduler, req, tokens)
-            receiver.request_id = str(req.rid)
+            decode_req.kv_receiver.prompt = prompts.prompt_of(queue.scheduler, decode_req.req, tokens)
         return original(queue, decode_req, *args, **kwargs)
 
     def reject_reason(original: Callable[..., Any], scheduler: Any, new_role: str) -> Any:

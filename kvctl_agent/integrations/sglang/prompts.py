@@ -1,4 +1,4 @@
-"""Length and digest of a request's prompt, which both ends of a room compare; SGLang gives senders only the room."""
+"""Id of a request, and length and digest of its prompt, which both ends compare; SGLang gives senders only the room."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _EMBEDDED = ("multimodal_inputs", "input_embeds", "positional_embed_overrides") 
 
 
 class Prompt(NamedTuple):
-    """Length of a prompt, and its `prompt_digest`; None if unknown."""
+    """Length of a prompt and its `prompt_digest`, None if unknown, and the id of its request."""
 
     tokens: int | None = None
     digest: int | None = None
+    request_id: str = ""
 
 
 UNKNOWN = Prompt()
@@ -50,7 +51,7 @@ def prompt_of(scheduler: Any, req: Any, tokens: int) -> Prompt:
         tokens: length of the prompt; after a retraction with what the request has generated.
     """
     fail = partial(logger.error, "kvctl: the prompt of request %s is not compared: %s", req.rid)
-    return Prompt(tokens, attempt(lambda: _digest_of(scheduler, req, tokens), fail, logger))
+    return Prompt(tokens, attempt(lambda: _digest_of(scheduler, req, tokens), fail, logger), str(req.rid))
 
 
 def _digest_of(scheduler: Any, req: Any, tokens: int) -> int | None:

@@ -33,7 +33,6 @@ class KvctlKVReceiver(CommonKVReceiver):
     _open: Callable[[], Receive] | None = None  # opens the room, until it is begun
     _endpoint: str | None = None  # of the registry of the room's prefill instance
     prompt = UNKNOWN  # set by the plugin before `send_metadata`
-    request_id = ""  # SGLang's rid, likewise; SGLang gives senders only the room
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
         self._refusal = mgr.refusal(bootstrap_room)
@@ -104,9 +103,7 @@ class KvctlKVReceiver(CommonKVReceiver):
             prefix_tokens=decode_prefix_len or 0,
             aux_index=aux_index,
             state_indices=self.kv_mgr.state_lists(state_indices),
-            tokens=self.prompt.tokens,
-            digest=self.prompt.digest,
-            request_id=self.request_id,
+            **self.prompt._asdict(),
         )
         self._begin()
         self.init_time = time.time()

@@ -46,8 +46,7 @@ class KvctlKVSender(CommonKVSender):
         """Begins to send, unless the room has failed, such as one routed to the wrong dp rank, or must wait."""
         manager, room = self.kv_mgr, self.bootstrap_room
         if manager.request_status.get(room) == KVPoll.Bootstrapping and not manager.is_sending(room):
-            tokens, digest = self._prompt
-            self._handle = manager.begin(room, partial(manager.agent.send, room, tokens=tokens, digest=digest))
+            self._handle = manager.begin(room, partial(manager.agent.send, room, **self._prompt._asdict()))
 
     def _poll_with_status(self, check_status: Any) -> Any:
         if self._handle is None and self.conclude_state is None:

@@ -38,14 +38,12 @@ def test_ready_at_once(fleet: Any, kvctl: Any) -> None:
 
 
 def test_ready_after_a_while(start: Any, kvctl: Any, canned: Any) -> None:
-    start("prefill-0", changing(canned, "prefill-0", {"waiting_for": "missing tp=1"}, {"waiting_for": None}))
+    start("prefill-0", changing(canned, "prefill-0", {"not_ready": "missing tp=1"}, {"not_ready": None}))
     assert kvctl("wait", "--for", "ready").code == 0
 
 
 def test_time_is_up_and_says_who_was_missing(start: Any, kvctl: Any, canned: Any) -> None:
-    start(
-        "prefill-0", changing(canned, "prefill-0", {"waiting_for": "6 of 8 prefill ranks registered, missing tp=2,3"})
-    )
+    start("prefill-0", changing(canned, "prefill-0", {"not_ready": "6 of 8 prefill ranks registered, missing tp=2,3"}))
     outcome = kvctl("wait", "--for", "ready", "--timeout", "10ms")
     assert outcome.code == 4
     assert outcome.err == (
@@ -54,7 +52,7 @@ def test_time_is_up_and_says_who_was_missing(start: Any, kvctl: Any, canned: Any
 
 
 def test_a_terminal_sees_who_is_missing_on_one_line(start: Any, canned: Any) -> None:
-    start("prefill-0", changing(canned, "prefill-0", {"waiting_for": "missing tp=1"}))
+    start("prefill-0", changing(canned, "prefill-0", {"not_ready": "missing tp=1"}))
     terminal, end = os.openpty()
     command = [sys.executable, "-m", "kvctl", "wait", "--for", "ready", "--timeout", "60s"]
     waiting = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=end, env={**os.environ, "COLUMNS": "60"})

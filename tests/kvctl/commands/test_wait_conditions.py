@@ -62,10 +62,22 @@ def test_an_agent_of_a_version_that_cannot_drain_takes_new_rooms() -> None:
 
 
 def test_ready_counts_those_that_should_be_there() -> None:
-    ready = {"waiting_for": None}
+    ready = {"waiting_for": None, "not_ready": None}
     assert Ready(1).progress(survey(a=ready)).reached == "1 agent ready"
     assert Ready(2).progress(survey(a=ready)).missing == ["1 of 2 agents there"]
     assert Ready(1).progress(survey(("b",), a=ready)).missing == ["b: no answer"]
+
+
+def test_ready_is_who_can_take_a_new_room() -> None:
+    """Not who waits for nothing: one of two instances of decode may be gone for good."""
+    waits = {"waiting_for": "no hello from prefill-1", "not_ready": None}
+    ready = {"waiting_for": None, "not_ready": None}
+    found = Ready(2).progress(survey(a=waits, b=ready))
+    assert (found.missing, found.reached) == ((), "2 agents ready; a waits: no hello from prefill-1")
+    draining = {"waiting_for": None, "not_ready": "it is draining"}
+    assert Ready(1).progress(survey(a=draining)).missing == ["a: it is draining"]
+    old = {"waiting_for": "no hello from prefill-1"}  # an agent of a version that does not tell
+    assert Ready(1).progress(survey(a=old)).missing == ["a: no hello from prefill-1"]
 
 
 @pytest.mark.parametrize("text", ["", "Ready", "room", "room=", "room=-1:Success", "room=7:", f"room={1 << 64}:Failed"])

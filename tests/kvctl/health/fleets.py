@@ -279,6 +279,7 @@ class Fleet:
             "pipeline": None,
             "pool": {"pages": 4096, "page_size": 16, "bytes": 1 << 30, "layers": 32, "heads": 8},
             "waiting_for": None,
+            "not_ready": None,
             "accepting": True,
             "draining": False,
             "draining_age_ns": None,

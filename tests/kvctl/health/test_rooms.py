@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvctl.health.finding import Severity
-from kvctl_agent.contract.states import NO_INSTANCE, UNREGISTERED
+from kvctl_agent.contract.states import UNREGISTERED
 from tests.kvctl.health.fleets import MS, NOW, Fleet, S
 
 
@@ -208,7 +208,7 @@ def test_an_instance_that_never_answered_is_no_stuck_room():
         "(2408 rooms done)"
     )
     for name in ("decode-0", "decode-1"):
-        fleet.status(name, rooms_finished_total={"Success": 0, "Failed": 0})
+        fleet.status(name, not_ready=waits)
     (found,) = fleet.examine()
     assert found.cause == f"decode-0 and decode-1 cannot serve, 10m00s after the start: {waits}"
     for name in ("decode-0", "decode-1"):
@@ -222,15 +222,17 @@ def test_an_engine_in_sleep_mode_is_no_finding():
     assert fleet.examine() == []
 
 
-def test_a_decode_agent_without_an_instance_is_told_apart_from_missing_ranks():
-    fleet = Fleet()
-    fleet.status("decode-0", waiting_for=f"{NO_INSTANCE}: its engine names one in connect or receive")
-    assert fleet.examine() == [], "it has served rooms, and forgotten instances that have ended"
-    fleet.status("decode-0", rooms_finished_total={"Success": 0, "Failed": 0})
-    (found,) = fleet.examine()
-    assert (found.code, found.subject) == ("KV_NOT_READY", "decode-0")
-    assert "no prefill instance is known" in found.cause
-    assert "name one in the engine's configuration" in found.remedy
+def test_an_agent_that_is_not_ready_has_no_instance_that_serves():
+    """It served rooms until its only instance was lost; one that is ready serves rooms of the others."""
+    fleet, waits = Fleet(), "no answer from the registry at tcp://10.0.0.1:7000"
+    fleet.status("decode-0", waiting_for=waits, not_ready=waits)
+    fleet.status("decode-1", waiting_for=waits, rooms_finished_total={"Success": 0, "Failed": 0})
+    causes = [found.cause for found in fleet.examine()]
+    assert f"decode-0 cannot serve, 10m00s after the start: {waits}" in causes
+    assert (
+        f"decode-1 waits, 10m00s after the start: {waits}; rooms that do not need it are served (0 rooms done)"
+        in causes
+    )
 
 
 def test_a_room_that_nobody_opens():

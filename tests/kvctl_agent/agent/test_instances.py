@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.errors import ConfigError, DeadlineExceeded, LocalProtocolError
-
-NONE_KNOWN = "no prefill instance is known: its engine names one in connect or receive"
+from kvctl_agent.errors import ConfigError, LocalProtocolError
 
 
 def decode_alone(fleet: Any, bootstrap: Any = None) -> Any:
@@ -22,14 +20,14 @@ def decode_alone(fleet: Any, bootstrap: Any = None) -> Any:
 
 
 @pytest.mark.parametrize("bootstrap", [None, [], ()])
-def test_it_starts_is_ready_for_nothing_and_says_so(make_fleet: Any, bootstrap: Any) -> None:
+def test_it_is_ready_for_rooms_that_name_an_instance(make_fleet: Any, bootstrap: Any) -> None:
     fleet = make_fleet(prefill=(1, 1))
     decode = decode_alone(fleet, bootstrap)
     assert (decode.bootstrap, decode.serving(), decode.accepting) == (None, [], True)
-    assert decode.waiting_for() == decode.observe.status()["waiting_for"] == NONE_KNOWN
+    decode.wait_ready(0)
+    status = decode.observe.status()
+    assert (status["waiting_for"], status["not_ready"]) == (None, None)
     assert decode.observe.bootstrap() == []
-    with pytest.raises(DeadlineExceeded, match=NONE_KNOWN):
-        decode.wait_ready(0)
     with pytest.raises(LocalProtocolError, match="room 7: no prefill instance is known to decode-0: pass prefill="):
         decode.receive(7, [0])
     assert decode.receive(7, [0], fake=True).state is RoomState.SUCCESS
@@ -86,7 +84,7 @@ def test_wrong_calls(make_fleet: Any) -> None:
         decode.connect("10.0.0.1:7000")
     with pytest.raises(LocalProtocolError, match="page 64 is outside the pool"):
         decode.receive(7, [64], prefill=fleet.bootstrap)
-    assert decode.waiting_for() == NONE_KNOWN
+    assert decode.waiting_for() is None
     decode.close()
     with pytest.raises(LocalProtocolError, match="agent decode-0 is closed"):
         decode.connect(fleet.bootstrap)
@@ -110,6 +108,7 @@ def test_an_instance_that_is_not_there_leaves_the_others_usable(make_fleet: Any,
         time.sleep(0.01)
     assert decode.waiting_for() == f"no answer from the registry at {absent}"
     assert decode.serving() == [fleet.bootstrap]
+    assert decode.observe.status()["not_ready"] is None
     fleet.run(7, 4)
     fleet.check()
 
@@ -129,7 +128,7 @@ def test_disconnect_forgets_an_instance_and_connect_finds_it_again(make_fleet: A
     while decode.observe.peers():
         assert time.monotonic() < deadline, decode.observe.peers()
         time.sleep(0.01)
-    assert (decode.bootstrap, decode.waiting_for()) == (None, NONE_KNOWN)
+    assert (decode.bootstrap, decode.waiting_for()) == (None, None)
     assert (decode.serving(), decode.observe.bootstrap()) == ([], [])
     assert not decode.parts.control._registries.sockets()
     decode.disconnect(fleet.bootstrap)  # nothing changes

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvctl_agent.contract.states import NO_INSTANCE, RoomState
+from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import DeadlineExceeded, LocalProtocolError, MemoryLayoutError
 from kvctl_agent.layout.parallel import ParallelConfig
 
@@ -184,4 +184,4 @@ class TestWrongCalls:
         fleet.decode.append(fleet.decode_agent(0).start())
         fleet.decode[0].unregister()
         fleet.decode[0].register()
-        assert fleet.decode[0].waiting_for().startswith(NO_INSTANCE)
+        assert fleet.decode[0].observe.status()["not_ready"] is None

@@ -92,8 +92,7 @@ def lifecycle(**given: Any) -> Any:
     usual = {
         "all_instances": ("tcp://a:1", "tcp://b:1"),
         "serving": lambda: [],
-        "waiting_for": lambda: "no answer from the registry at tcp://a:1",
-        "instances_by_request": False,
+        "not_connected": lambda: None,
         "draining": False,
         "accepting": True,
         "state": "running",
@@ -101,16 +100,12 @@ def lifecycle(**given: Any) -> Any:
     return SimpleNamespace(**{**usual, **given})
 
 
-def test_the_loss_of_one_of_two_instances_takes_no_decode_rank_out_of_service() -> None:
-    assert readiness(lifecycle(), "decode")[0].problem
+def test_the_lifecycle_decides_whether_an_instance_is_there() -> None:
+    missing = lifecycle(not_connected=lambda: "no answer from the registry at tcp://a:1")
+    assert readiness(missing, "prefill")[0].problem == missing.not_connected()
+    assert readiness(missing, "decode")[0].problem.startswith("0 of 2 prefill instances connected; no answer")
     left = readiness(lifecycle(serving=lambda: ["tcp://b:1"]), "decode")[0]
     assert (left.problem, left.note) == ("", "1 of 2 prefill instances connected")
-
-
-def test_a_decode_rank_whose_engine_names_the_instances_is_ready_without_any() -> None:
-    assert not readiness(lifecycle(all_instances=(), instances_by_request=True), "decode")[0].problem
-    assert not readiness(lifecycle(instances_by_request=True), "decode")[0].problem
-    assert readiness(lifecycle(all_instances=()), "prefill")[0].problem
 
 
 def control(age_s: float | None = 0.1, ended: bool = False) -> Any:

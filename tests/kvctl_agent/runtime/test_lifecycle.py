@@ -44,6 +44,38 @@ def test_what_may_pass_does_not() -> None:
         wait_for(PeerState.CONNECTING)
 
 
+SILENT = "no answer from the registry at tcp://a:1"
+
+
+@pytest.mark.parametrize(
+    ("role", "instances", "serving", "waits", "not_ready"),
+    [
+        ("prefill", ["tcp://a:1"], [], SILENT, SILENT),
+        ("prefill", ["tcp://a:1"], [], None, None),
+        ("decode", ["tcp://a:1"], [], SILENT, SILENT),
+        ("decode", ["tcp://a:1", "tcp://b:1"], ["tcp://b:1"], SILENT, None),
+        ("decode", [], [], None, None),
+        ("decode", [], [], SILENT, None),  # from an instance that a room has named
+    ],
+)
+def test_a_new_room_needs_one_instance_or_names_it(
+    role: str, instances: list[str], serving: list[str], waits: str, not_ready: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `/readyz`, `kvctl wait --for ready` and `kvctl check ready` go by."""
+    local: Any = SimpleNamespace(name="rank-0", role=role)
+    telemetry: Any = SimpleNamespace(drain=lambda on: None)
+    unused: Any = None
+    lifecycle = Lifecycle(local, instances, unused, unused, telemetry, Log(), unused)
+    assert lifecycle.not_ready() == "it has not been started"
+    monkeypatch.setattr(lifecycle, "serving", lambda: serving)
+    monkeypatch.setattr(lifecycle, "waiting_for", lambda: waits)
+    lifecycle.started()
+    assert lifecycle.not_ready() == lifecycle.not_connected() == not_ready
+    lifecycle.begin_drain()
+    assert lifecycle.not_ready() == "it is draining: kvctl resume ends this"
+    assert lifecycle.not_connected() == not_ready
+
+
 class Log(list[ev.Event]):
     """Events that a machine gets."""
 

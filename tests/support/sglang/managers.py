@@ -42,6 +42,11 @@ def dtypes(scheduler: Any) -> dict[str, str]:
     return known
 
 
+def request_ids(scheduler: Any) -> list[str | None]:
+    """Returns what the agent shows as ids of the requests whose rooms have ended."""
+    return [row["request_id"] for row in scheduler.kv_manager.agent.observe.history()]
+
+
 def serve(scheduler: Any, rooms: list[Room]) -> list[tuple[str, str]]:
     """Serves rooms, all at once; returns the state and the reason of each in the order in which they ended."""
     return [(ended.state, ended.reason) for ended in scheduler.run(rooms, len(rooms))]

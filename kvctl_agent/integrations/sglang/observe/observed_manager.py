@@ -131,6 +131,8 @@ class ObservedManager:
     def waiting_for(self) -> str | None:
         return None
 
+    not_ready = waiting_for
+
     def pipeline(self) -> PipelineUse | None:
         return None
 

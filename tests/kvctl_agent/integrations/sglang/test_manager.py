@@ -37,6 +37,16 @@ def test_both_servers_tell_the_dtypes_of_sglangs_pools(model: Model, state: dict
             assert list(pair.call(role, managers.dtypes).values()) == [{"kv": "bfloat16", **state}]
 
 
+def test_both_ends_of_a_room_have_the_id_of_its_request() -> None:
+    """SGLang gives a sender no more than the room's number."""
+    with PDPair(CASE) as pair:
+        pair.transfer([Room(1, tokens=100), Room(2, tokens=100, prefix=64)]).check()
+        for role in ("prefill", "decode"):
+            assert set(map(frozenset, pair.call(role, managers.request_ids).values())) == {
+                frozenset({"request-1", "request-2"})
+            }, role
+
+
 @pytest.mark.parametrize("prefix", [0, 64])
 def test_a_room_that_decode_has_opened_waits_for_input_from_the_first_poll_on(prefix: int) -> None:
     """A scheduler polls once per forward: a state that comes a moment later costs the request a whole forward."""
