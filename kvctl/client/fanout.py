@@ -28,7 +28,7 @@ import zmq
 
 from kvctl.client.calls import Call
 from kvctl.client.endpoints import Endpoint, probe, stopped_pid
-from kvctl.client.faults import Fault, FaultCode, stopped
+from kvctl.client.faults import Fault, FaultCode, stopped, timed_out
 from kvctl.client.keys import NO_KEYS, ClientKeys, KeyNames
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
@@ -515,8 +515,7 @@ def _ended_or_stopped(endpoint: Endpoint) -> Fault | None:
 
 
 def _timeout_fault(endpoint: Endpoint, timeout_ns: int) -> Fault:
-    text = f"no answer within {timeout_ns / 1e9:g} s: the process hangs, or raise --timeout"
-    return _ended_or_stopped(endpoint) or Fault(endpoint.name, FaultCode.TIMEOUT, text)
+    return _ended_or_stopped(endpoint) or timed_out(endpoint.name, timeout_ns, local=endpoint.path is not None)
 
 
 def _name_of(endpoint: Endpoint) -> str:

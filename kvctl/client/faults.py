@@ -52,6 +52,18 @@ def stopped(agent: str, pid: int) -> Fault:
     return Fault(agent, FaultCode.STOPPED, f"its process {pid} is stopped; `kill -CONT {pid}` lets it go on")
 
 
+def timed_out(agent: str, timeout_ns: int, *, local: bool) -> Fault:
+    """Returns the fault of an agent that did not answer in time; a local one whose process is known to run.
+
+    The message has what was observed before the colon, what it can mean, and the remedy after the semicolon.
+    """
+    means = "busy or hung" if local else "busy, stopped, hung or cut off"
+    wait = f"`kvctl agents --timeout {max(10.0, 5 * timeout_ns / 1e9):g}s` waits longer"
+    where = "" if local else " on that host"
+    text = f"no answer within {timeout_ns / 1e9:g} s: {means}; {wait}, kvctl doctor{where} tells which"
+    return Fault(agent, FaultCode.TIMEOUT, text)
+
+
 _EXITS: dict[str, ExitCode] = {
     FaultCode.UNREACHABLE: ExitCode.NO_AGENT,
     FaultCode.TIMEOUT: ExitCode.TIMEOUT,

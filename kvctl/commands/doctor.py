@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from kvctl.client.fleet import Fleet
 from kvctl.client.health_reads import DIAGNOSIS_CALLS
 from kvctl.commands.health_query import HealthQuery, HealthReading, earlier
 from kvctl.commands.options import KvctlCommand, pass_settings
@@ -16,7 +17,7 @@ from kvctl.commands.queries import conclude, source
 from kvctl.commands.settings import Settings
 from kvctl.exit_codes import ExitCode
 from kvctl.health.finding import Finding, Severity
-from kvctl.health.host.inspection import explain_faults, inspect, local_agents
+from kvctl.health.host.inspection import Ask, explain_faults, inspect, local_agents
 from kvctl.health.host.view import Fact, HostView
 from kvctl.health.host.vllm import Server, server_of_command
 from kvctl.render import palette
@@ -96,7 +97,12 @@ def _host_check(fact: Fact) -> dict[str, Any]:
 
 
 def blocks(
-    kept: Sequence[Row], width: int, examined: str, muted: int, hosts: Mapping[str, str] | None = None
+    kept: Sequence[Row],
+    width: int,
+    examined: str,
+    muted: int = 0,
+    complete: bool = True,
+    hosts: Mapping[str, str] | None = None,
 ) -> list[Block]:
     """Formats the ranked rows as paragraphs, the host checks as a table, and the next command to run.
 
@@ -105,12 +111,17 @@ def blocks(
         width: width of the terminal, in columns.
         examined: text that names the agents and hosts examined.
         muted: number of muted findings.
+        complete: whether all agents answered.
         hosts: hosts of all agents by name, to fold findings of one code.
     """
     ranked = [each for each in kept if each["rank"] is not None]
     problems = [{**each, "rank": number} for number, each in enumerate(folded(ranked, hosts or {}), 1)]
     facts = [each for each in kept if each["rank"] is None]
-    head: Line = [headline(ranked), (f"   {examined}", "dim"), (f", {muted} muted" if muted else "", "yellow")]
+    head: Line = [
+        headline(ranked, complete),
+        (f"   {examined}", "dim"),
+        (f", {muted} muted" if muted else "", "yellow"),
+    ]
     found: list[Block] = [Text([head])]
     found += [Text(paragraph(_without_summary(each), width, each["rank"])) for each in problems]
     if facts:
@@ -174,25 +185,28 @@ def doctor(settings: Settings, command: tuple[str, ...], host_only: bool) -> Non
             raise click.UsageError(
                 "the command starts no vLLM server: write it as in: kvctl doctor -- vllm serve MODEL …"
             )
-        report = _report(None, host, server)
+        report = _report(None, host, command=server)
         output.emit(report)
         raise click.exceptions.Exit(ExitCode.FAILED if report.wrong else ExitCode.OK)
     query = HealthQuery(settings, earlier(settings))
     with source(settings) as fleet:
         survey = fleet.survey(DIAGNOSIS_CALLS)
-    reading = query(survey)
-    local = HostView(agents=local_agents(reading.snapshot)) if settings.from_file is None else None
-    report = _report(reading, local)
+        reading = query(survey)
+        local = HostView(agents=local_agents(reading.snapshot)) if settings.from_file is None else None
+        report = _report(reading, local, fleet.ask if isinstance(fleet, Fleet) else None)
     output.emit(report)
     raise click.exceptions.Exit(conclude(output, settings, survey, report))
 
 
-def _report(reading: HealthReading | None, host: HostView | None, command: Server | None = None) -> Report:
+def _report(
+    reading: HealthReading | None, host: HostView | None, ask: Ask | None = None, command: Server | None = None
+) -> Report:
     """Returns the report on the fleet, on this host, or on both.
 
     Args:
         reading: the fleet's health; None to report on this host only.
         host: the host to inspect; None if the fleet was read from a file.
+        ask: sends requests to the agents; None if there are none or the fleet was read from a file.
         command: a vLLM server to check before it is started; None to check those that run.
     """
     facts = [] if host is None else inspect(host, socket_dir(), None if reading is None else reading.snapshot, command)
@@ -202,7 +216,7 @@ def _report(reading: HealthReading | None, host: HostView | None, command: Serve
             DOCTOR,
             found,
             0,
-            blocks=lambda kept, width: blocks(kept, width, "this host only", 0),
+            blocks=lambda kept, width: blocks(kept, width, "this host only"),
             wrong=any(map(is_problem, found)),
         )
     snapshot, muted = reading.snapshot, len(reading.judged.muted)
@@ -212,13 +226,14 @@ def _report(reading: HealthReading | None, host: HostView | None, command: Serve
     examined = f"{agents} agent{'s' * (agents != 1)}{where}" + (" and this host" if host is not None else "")
     if not agents and host is not None:
         examined = "this host only: no agent answered"
-    found = rows(reading.judged.raised, explain_faults(snapshot.survey, host), facts)
+    complete = bool(agents) and not snapshot.faults
+    found = rows(reading.judged.raised, explain_faults(snapshot.survey, host, ask), facts)
     return Report(
         DOCTOR,
         found,
         agents,
         snapshot.faults,
-        blocks=lambda kept, width: blocks(kept, width, examined, muted, reading.snapshot.survey.hosts),
+        blocks=lambda kept, width: blocks(kept, width, examined, muted, complete, snapshot.survey.hosts),
         wrong=any(map(is_problem, found)),
         notes=list(reading.remarks),
     )

@@ -151,12 +151,15 @@ def show(settings: Settings, muted: bool) -> None:
         reading = query(survey)
         rows = [*(row(each) for each in reading.judged.raised), *(_muted_rows(reading) if muted else ())]
         agents, muted_count = len(reading.snapshot.agents), len(reading.judged.muted)
+        silent = len({fault.agent for fault in survey.faults})
         report = Report(
             HEALTH,
             rows,
             agents,
             survey.faults,
-            blocks=lambda kept, width: overview(kept, agents, len(CODES), muted_count, survey.hosts) if agents else [],
+            blocks=lambda kept, width: (
+                overview(kept, agents, silent, len(CODES), muted_count, survey.hosts) if agents else []
+            ),
             wrong=_is_wrong(reading.judged.raised, survey),
         )
         if muted_count and not muted and settings.output not in {"table", "wide"}:
@@ -198,7 +201,8 @@ def detail(settings: Settings, code: str | None) -> None:
             wrong=_is_wrong([each for each in reading.judged.raised if only in {None, each.code}], survey),
         )
         if report.answered and not rows:
-            report.notes.append(f"{only} is not raised" if only else "healthy: no findings")
+            text = f"{only} is not raised" if only else "healthy: no findings"
+            report.notes.append(f"incomplete: {'no findings' if only is None else text}" if survey.faults else text)
         report.notes.extend(reading.remarks)
         return report
 

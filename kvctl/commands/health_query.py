@@ -15,7 +15,6 @@ from kvctl.commands.queries import source
 from kvctl.commands.settings import Settings
 from kvctl.health.codes import CODES
 from kvctl.health.engine import examine
-from kvctl.health.finding import Severity
 from kvctl.health.mutes import Judged, judge, load_or_warn
 from kvctl.health.snapshot import Snapshot
 from kvctl.render.groups import placed
@@ -104,13 +103,9 @@ class AgentRows:
 
 def agent_rows(survey: Survey, reading: HealthReading) -> AgentRows:
     """Returns a row for each agent of a survey of `HEALTH_CALLS`."""
-    codes: dict[str, dict[str, None]] = {}  # without duplicates, most severe first
-    for finding in reading.judged.raised:
-        if finding.severity > Severity.INFO:
-            for name in finding.agents:
-                codes.setdefault(name, {})[finding.code] = None
+    codes, reasons = reading.judged.codes_of_agents(), {fault.agent: fault.message for fault in survey.faults}
     rows: list[dict[str, Any]] = [
-        {**data, "host": agent.host, "health": list(codes.get(agent.name, ()))}
+        {**data, "host": agent.host, "health": codes.get(agent.name, ["incomplete"] if agent.name in reasons else [])}
         for agent, data in survey.answers("status")
     ]
     answered = {row["name"] for row in rows}
@@ -121,7 +116,5 @@ def agent_rows(survey: Survey, reading: HealthReading) -> AgentRows:
         for fault in faults
         if fault.agent
     ]
-    notes = [
-        f"{fault.agent}: health is incomplete: {fault.message}" for fault in survey.faults if fault.agent in answered
-    ]
+    notes = [f"{name}: health is incomplete: {text}" for name, text in reasons.items() if name in answered]
     return AgentRows(placed([*rows, *silent]), len(rows), faults, notes)

@@ -141,8 +141,10 @@ def conclude(output: Output, settings: Settings, survey: Survey, report: Report)
 
 
 def no_agent(settings: Settings, survey: Survey) -> Fault:
-    """Returns the error for a survey that found no agents, with the reason and the next step."""
-    if survey.filtered:
+    """Returns the error for a survey without an answer, with the reason and the next step."""
+    if survey.faults:
+        text = "; ".join(lines(survey.faults, survey.hosts))
+    elif survey.filtered:
         labels = ",".join(f"{key}={value}" for key, value in settings.labels.items())
         text = f"no agent has the labels {labels}; {survey.filtered} others answered: kvctl agents lists them"
     elif settings.from_file is not None:

@@ -74,7 +74,9 @@ def _read(survey: Survey, health: HealthQuery, by: str | None) -> Report:
         found.rows,
         found.answered,
         found.faults,
-        blocks=lambda kept, width: screen(kept, len(found.faults), in_short(raised, muted), _table(kept, by)),
+        blocks=lambda kept, width: screen(
+            kept, len(found.faults), in_short(raised, muted, not survey.faults), _table(kept, by)
+        ),
         notes=[*found.notes, *look.remarks, *survey.vanished()],
     )
 
@@ -99,7 +101,7 @@ class _Stream:
         self._health_every_ns = 0 if settings.from_file else _HEALTH_EVERY_NS
         self._health_read_ns: int | None = None
         self._reads_health = True
-        self._problems = 0
+        self._problems: int | None = 0
 
     def calls(self) -> tuple[Call, ...]:
         """Returns the queries of the next reading."""
@@ -117,5 +119,6 @@ class _Stream:
             change = rates(before, summary, survey.tick_ns - at_ns)
         self._previous = (summary, survey.tick_ns)
         if self._reads_health:
-            self._problems = sum(each.severity > Severity.INFO for each in self._health(survey).judged.raised)
+            found = sum(each.severity > Severity.INFO for each in self._health(survey).judged.raised)
+            self._problems = None if survey.faults and not found else found
         output.stream(STATUS_LINES, [status_line(summary, change, survey.at_ns, self._problems)])

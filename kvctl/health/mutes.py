@@ -90,6 +90,14 @@ class Judged:
     raised: Sequence[Finding]
     muted: Sequence[tuple[Finding, Mute]]
 
+    def codes_of_agents(self) -> dict[str, list[str]]:
+        """Returns the codes of the raised warnings and critical findings by agent, in the order of the findings."""
+        found: dict[str, dict[str, None]] = {}
+        for finding in self.raised:
+            for name in finding.agents if finding.severity > Severity.INFO else ():
+                found.setdefault(name, {})[finding.code] = None
+        return {name: list(codes) for name, codes in found.items()}
+
 
 def judge(findings: Iterable[Finding], mutes: Iterable[Mute], now_ns: int) -> Judged:
     """Separates findings that are raised from findings that are muted.

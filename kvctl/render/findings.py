@@ -108,7 +108,7 @@ def _merged(same: Sequence[Row], hosts: Mapping[str, str]) -> Row:
 
 
 def overview(
-    rows: Sequence[Row], agents: int, codes: int, muted: int, hosts: Mapping[str, str] | None = None
+    rows: Sequence[Row], agents: int, silent: int, codes: int, muted: int, hosts: Mapping[str, str] | None = None
 ) -> list[Block]:
     """Formats the headline and a table of the findings.
 
@@ -116,10 +116,13 @@ def overview(
         rows: rows of HEALTH to print.
         hosts: hosts of all agents by name, to fold findings.
         agents: number of agents examined.
+        silent: number of agents that did not answer, or not everything.
         codes: number of health codes examined.
         muted: number of muted findings.
     """
-    head = [headline(rows), (f"   {_many(agents, 'agent')}, {_many(codes, 'code')} examined", "dim")]
+    head = [headline(rows, not silent), (f"   {_many(agents, 'agent')}, {_many(codes, 'code')} examined", "dim")]
+    if silent:
+        head.append((f", {silent} not answering", "bold red"))
     if muted:
         head.append((f", {muted} muted", "yellow"))
     if not rows:
@@ -128,25 +131,30 @@ def overview(
     return [Text([head]), Grid(HEALTH, folded(rows, hosts or {})), Text([[(hint, "dim")]])]
 
 
-def headline(rows: Iterable[Row]) -> Span:
-    """Counts the findings by severity, as in `✗ 1 critical, 2 warnings`, in the style of the highest severity."""
+def headline(rows: Iterable[Row], complete: bool) -> Span:
+    """Counts the findings by severity, as in `✗ 1 critical, 2 warnings`, in the style of the highest severity.
+
+    Without a warning, a reading that is not complete, because an agent did not answer, is no proof that all is well.
+    """
     counts = Counter(str(each["severity"]) for each in rows)
-    if not counts:
-        return ("✓ healthy", palette.VERDICTS["ok"])
-    worst = max(counts, key=lambda label: Severity[label.upper()])
+    worst = max(counts, key=lambda label: Severity[label.upper()], default="ok")
     parts = [
         f"{counts[severity.label]} {severity.label}"
         + ("s" if severity is Severity.WARNING and counts["warning"] > 1 else "")
         for severity in sorted(Severity, reverse=True)
         if counts[severity.label]
     ]
-    return (f"{palette.VERDICT_GLYPHS[worst]} {', '.join(parts)}", palette.VERDICTS[worst])
+    if worst in {"ok", Severity.INFO.label} and not complete:
+        worst, parts = "unknown", ["incomplete", *parts]
+    return (f"{palette.VERDICT_GLYPHS[worst]} {', '.join(parts) or 'healthy'}", palette.VERDICTS[worst])
 
 
-def in_short(findings: Sequence[Finding], muted: int) -> list[Span]:
+def in_short(findings: Sequence[Finding], muted: int, complete: bool) -> list[Span]:
     """Formats the first two codes of problems and the number of further problems, for a line with other information."""
     bad = [each for each in findings if each.severity > Severity.INFO]
-    spans: list[Span] = [] if bad else [("✓ no problem in one reading", palette.VERDICTS["ok"])]
+    spans: list[Span] = []
+    if not bad:
+        spans = [("✓ no problem in one reading", palette.VERDICTS["ok"])] if complete else [headline((), complete)]
     if not bad and findings:
         spans.append((f", {len(findings)} info (kvctl health)", palette.VERDICTS["info"]))
     alike: dict[tuple[Severity, str], list[Finding]] = {}

@@ -89,7 +89,7 @@ STATUS_LINES = View(
             header="WARN",
             fixed=4,
             styles={"0": "green", "": "bold red"},
-            help="Warnings and critical findings.",
+            help="Warnings and critical findings; unknown if there are none and not all agents answered.",
         ),
     ),
 )
@@ -137,7 +137,8 @@ STATUS = View(
             "health",
             _health,
             styles=_HEALTH_STYLES,
-            help="Health codes of findings about this agent; ok if there are none.",
+            help="Health codes of findings about this agent; ok if there are none, incomplete if there are none and "
+            "it did not answer everything.",
         ),
         Column("peers", "peers", Kind.MAP, Width.NORMAL, help="Peers, by state."),
         Column("transport", "transport.engine", width=Width.NORMAL, help="Transfer engine."),
@@ -191,8 +192,11 @@ STATUS = View(
 )
 
 
-def status_line(summary: FleetSummary, change: Rates, now_ns: int, problems: int) -> dict[str, Any]:
-    """Returns the row of STATUS_LINES for one reading; `problems` is the number of warnings and critical findings."""
+def status_line(summary: FleetSummary, change: Rates, now_ns: int, problems: int | None) -> dict[str, Any]:
+    """Returns the row of STATUS_LINES for one reading.
+
+    `problems` is the number of warnings and critical findings; None if there are none in an incomplete reading.
+    """
     return {
         "at_ns": now_ns,
         "agents": summary.agents,

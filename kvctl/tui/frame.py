@@ -45,7 +45,7 @@ def top(store: Store, mode: Mode) -> Ends:
     if silent:
         spans.append((f"{silent} silent  ", "bold red"))
     if store.judged is not None and store.answering:
-        spans.append(findings.headline([findings.row(finding) for finding in store.judged.raised]))
+        spans.append(findings.headline([findings.row(each) for each in store.judged.raised], store.complete))
     at = units.clock_seconds(store.now_ns) if store.now_ns else "--:--:--"
     readonly = "read-only  " if mode.readonly and not mode.source else ""
     return spans, [(readonly, "dim"), (at, "bold")]
@@ -73,7 +73,7 @@ def banner(store: Store, mode: Mode) -> list[Ends]:
         lines.append(([(f" ■ paused: the data is {age} old ", "bold yellow"), ("  space resumes", "dim")], []))
     if store.problem:
         lines.append(([(f"✗ {store.problem}", "bold red")], []))
-    elif store.survey is not None and not store.agents:
+    elif store.survey is not None and not store.agents and not store.never_heard:
         lines.append(([(f"✗ {mode.no_agents(store.survey)}", "bold yellow")], []))
     silent: list[Ends] = [
         ([(f"○ {fault.agent}: " if fault.agent else "○ ", "bold yellow"), (fault.message, "yellow")], [])

@@ -15,7 +15,6 @@ from kvctl.client.endpoints import Endpoint
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import AgentAnswer, Survey
 from kvctl.client.room_timeline import RoomTimeline, join, most_informative_first
-from kvctl.health.finding import Severity
 from kvctl.health.mutes import Judged
 from kvctl.render.rooms import failed_rows
 from kvctl.render.status import FleetSummary, rates, summarise
@@ -165,11 +164,8 @@ class Store:
 
     def statuses(self) -> list[Row]:
         """Returns all answers to `status` with a field `health` added: health codes about the agent, worst first."""
-        codes: dict[str, dict[str, None]] = {}
-        for finding in self.judged.raised if self.judged else ():
-            for agent in finding.agents if finding.severity > Severity.INFO else ():
-                codes.setdefault(agent, {})[finding.code] = None
-        return [{**row, "health": list(codes.get(row["name"], ()))} for row in self.rows("status")]
+        codes = self.judged.codes_of_agents() if self.judged else {}
+        return [{**row, "health": codes.get(row["name"], [])} for row in self.rows("status")]
 
     def stale_ns(self, agent: str) -> int | None:
         """Returns the nanoseconds since an agent's last answer; None if it answers or is unknown."""
@@ -185,6 +181,11 @@ class Store:
     def silent(self) -> list[AgentState]:
         """Agents that have stopped answering."""
         return [agent for _, agent in sorted(self.agents.items()) if agent.trouble]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every agent answered all questions of the last reading."""
+        return not self.silent and self.survey is not None and not self.survey.faults
 
     @property
     def events(self) -> Sequence[Row]:

@@ -30,8 +30,8 @@ _PAUSE_NS = 16_000_000_000  # after which a silent rank that has not answered ei
 _MOST_ASKED = 256
 _TEXTS: dict[str, str] = {
     FaultCode.UNREACHABLE: "nobody listens there: is rank 0 of the prefill instance running, with this address?",
-    FaultCode.TIMEOUT: "no answer to `agents`: its process hangs, it is not a registry, or its agent is too old to "
-    "list agents (update it)",
+    FaultCode.TIMEOUT: "no answer to `agents`: its process is busy or hangs, it is not a registry, or its agent is too "
+    "old to list agents (update it)",
     FaultCode.PROTOCOL: "it is not a bootstrap registry, or has no keys: omit --server-key for a registry without keys",
 }
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvctl.client.faults import SILENT
+from kvctl.client.faults import SILENT, Fault
 from kvctl.health.answers import Row, amount, inner, number, text, texts
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Agent, Snapshot
@@ -210,15 +210,15 @@ def silences(snapshot: Snapshot) -> Mapping[str, list[Silence]]:
     return found
 
 
-def unresponsive(snapshot: Snapshot) -> frozenset[str]:
-    """Returns agents that have a socket but do not answer kvctl, because they are stopped, hang or get no core."""
-    return frozenset(fault.agent for fault in snapshot.faults if fault.code in SILENT)
+def unresponsive(snapshot: Snapshot) -> Mapping[str, Fault]:
+    """Returns the faults of agents that were found and do not answer kvctl, by name."""
+    return {fault.agent: fault for fault in snapshot.faults if fault.code in SILENT}
 
 
 def absent(snapshot: Snapshot) -> frozenset[str]:
     """Returns agents whose absence explains why others wait: silent to a peer, unresponsive to kvctl, or terminated."""
     gone = {endpoint.name for endpoint in snapshot.survey.discovery.stale}
-    return frozenset(snapshot.once(silences)) | unresponsive(snapshot) | gone
+    return frozenset(snapshot.once(silences)) | unresponsive(snapshot).keys() | gone
 
 
 # ---- drains, and rooms that no decode rank opened --------------------------------------------------------------

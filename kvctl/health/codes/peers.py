@@ -288,18 +288,11 @@ def _explanation(
         return f"{silent}, but it answers kvctl: the network between them is interrupted", (
             f"`kvctl peers -e {name}` shows which agents it hears; then check the network between their hosts"
         )
-    stopped = next((each for each in snapshot.faults if each.agent == name and each.code == FaultCode.STOPPED), None)
-    if stopped is not None:
-        reason, _, remedy = stopped.message.partition("; ")
-        return f"{silent}: {reason}", f"{remedy}; find out what stopped it (a debugger, job control, a freezer)"
-    if name in unresponsive(snapshot):
-        before = snapshot.before.agents.get(name) if snapshot.before is not None else None
-        pid = number(before.status, "pid") if before is not None else None
-        process = "its pid" if pid is None else f"{pid:.0f}"
-        return f"{silent}, nor does it answer kvctl: it is stopped or hangs", (
-            f"`kvctl agents` shows whether its process is stopped (then kill -CONT {process}); a process that runs and "
-            "does not answer must be restarted"
-        )
+    fault = unresponsive(snapshot).get(name)
+    if fault is not None:
+        reason, _, remedy = fault.message.partition("; ")
+        silent += ": " if fault.code == FaultCode.STOPPED else ", and kvctl cannot ask it: "
+        return silent + reason, remedy or f"`kvctl agents -e {shlex.quote(name)}` shows whether it answers again"
     return f"{silent}, and no agent of that name answers kvctl here", (
         f"`kvctl agents` shows whether {name} runs; start it again, and the others reconnect by themselves, or "
         f"`kvctl peers forget {shlex.quote(name)}` if it has another name now"

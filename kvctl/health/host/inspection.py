@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvctl.client.faults import Fault, FaultCode, silence, silent_hosts
+from kvctl.client.calls import Call
+from kvctl.client.endpoints import Endpoint
+from kvctl.client.fanout import Reply
+from kvctl.client.faults import Fault, FaultCode, silence, silent_hosts, stopped
 from kvctl.client.fleet import Survey
 from kvctl.health.answers import inner, number, text, texts
 from kvctl.health.finding import Finding, Severity, listed
@@ -17,10 +22,14 @@ from kvctl.health.host.engines import NixlWriter
 from kvctl.health.host.view import Fact, HostView, LocalAgent, listener_pid
 from kvctl.health.host.vllm import Server
 from kvctl.health.snapshot import Agent, Snapshot
+from kvctl.render.units import duration
 from kvctl_agent.contract import VERSION, vllm
 
 _FIXED_PORTS = ("KVCTL_ADMIN_ENDPOINT", "KVCTL_METRICS_ENDPOINT")
-_FIND_STOPPER = "find out what stopped it (a debugger, job control, a freezer)"
+_HELLO = Call("hello")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_BUSY, _IDLE = 0.5, 0.05  # cores
+Ask = Callable[[Sequence[tuple[Endpoint, Call]]], list[Reply]]
 
 
 def local_agents(snapshot: Snapshot) -> tuple[LocalAgent, ...]:
@@ -181,27 +190,76 @@ def _fixed_ports(host: HostView) -> Iterator[tuple[str, int]]:
             yield name, int(port)
 
 
-def explain_faults(survey: Survey, host: HostView | None) -> list[Finding]:
+class _Process(NamedTuple):
+    """A process as /proc/PID/stat describes it: its state (R, S, D, T, …), and the CPU time of all its threads."""
+
+    pid: int
+    state: str
+    cpu_s: float
+
+
+class _SecondLook(NamedTuple):
+    """What became of an agent that did not answer in time when it was asked again.
+
+    Attributes:
+        answered_ns: time until it answered; None if it did not.
+        process: its process afterwards; None if that is not visible here.
+        cores: CPU time that the process used meanwhile, divided by that time.
+    """
+
+    answered_ns: int | None
+    process: _Process | None
+    cores: float
+
+
+def explain_faults(survey: Survey, host: HostView | None, ask: Ask | None) -> list[Finding]:
     """Returns a finding for each fault of a survey: an agent that did not answer, with the state of its process.
 
-    Of several hosts, one of which no agent answers is one finding.
+    Of several hosts, one of which no agent answers is one finding. Agents that did not answer in time are asked again,
+    since one that is only slow answers then; the CPU time of the others' processes tells busy ones from waiting ones.
 
     The code of a finding is the code of the fault.
 
     Args:
         survey: the survey whose faults are explained.
         host: host of the agents' processes; None if the survey comes from a file.
+        ask: sends requests to agents; None if the survey comes from a file.
     """
-    paths = {endpoint.name: endpoint.path for endpoint in survey.discovery.live}
-    whole = silent_hosts(survey.faults, survey.hosts)
+    looks = _second_looks(survey, host, ask) if host is not None and ask is not None else {}
+    slow = {name for name, look in looks.items() if look.answered_ns is not None}
+    whole = silent_hosts([fault for fault in survey.faults if fault.agent not in slow], survey.hosts)
     found = [_silent_host(name, faults) for name, faults in whole.items()]
-    for fault in survey.faults:
-        if survey.host_of(fault.agent) in whole:
-            continue
-        path = paths.get(fault.agent)
-        pid = listener_pid(path) if host and path and fault.code == FaultCode.TIMEOUT else None
-        found.append(_explain(fault, pid, _process_state(host, pid) if host and pid else None))
+    return found + [
+        _explain(fault, looks.get(fault.agent)) for fault in survey.faults if survey.host_of(fault.agent) not in whole
+    ]
+
+
+def _second_looks(survey: Survey, host: HostView, ask: Ask) -> dict[str, _SecondLook]:
+    """Asks the agents that did not answer in time again; returns what was seen, by the names in the faults."""
+    endpoints = {endpoint.name: endpoint for endpoint in survey.discovery.live}
+    endpoints |= {fault.agent: endpoint for endpoint, fault in survey.unusable.items()}
+    endpoints |= {agent.name: agent.endpoint for agent in survey.agents}
+    late = {fault.agent for fault in survey.faults if fault.code == FaultCode.TIMEOUT}
+    asked = {name: endpoint for name, endpoint in endpoints.items() if name in late}
+    pids = {name: listener_pid(each.path) for name, each in asked.items() if each.path is not None}
+    before = {name: _process(host, pid) for name, pid in pids.items()}
+    began = time.monotonic()
+    replies = ask([(endpoint, _HELLO) for endpoint in asked.values()]) if asked else []
+    took_s = max(time.monotonic() - began, 1 / _TICKS_PER_S)
+    found = {}
+    for name, reply in zip(asked, replies, strict=True):
+        then, now = before.get(name), _process(host, pids.get(name))
+        cores = (now.cpu_s - then.cpu_s) / took_s if now is not None and then is not None else 0.0
+        found[name] = _SecondLook(reply.rtt_ns if reply.fault is None else None, now, cores)
     return found
+
+
+def _process(host: HostView, pid: int | None) -> _Process | None:
+    words = (host.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split() if pid is not None else []
+    if pid is None or not words:
+        return None
+    used = [int(each) for each in words[11:13] if each.isdecimal()]  # utime and stime
+    return _Process(pid, words[0], sum(used) / _TICKS_PER_S)
 
 
 def _silent_host(host: str, faults: Sequence[Fault]) -> Finding:
@@ -211,36 +269,50 @@ def _silent_host(host: str, faults: Sequence[Fault]) -> Finding:
         Severity.CRITICAL,
         f"host {host}",
         tuple(fault.agent for fault in faults),
-        silence(host, faults),
+        silence(host, faults).partition("; ")[0],
         f"`kvctl hosts show {host}` lists its agents; see whether the host runs, and whether a firewall or the network "
         "between it and this machine has changed",
         {"silent_agents": len(faults)},
     )
 
 
-def _explain(fault: Fault, pid: int | None, state: str | None) -> Finding:
-    text, remedy = fault.message, "`kvctl agents` shows which agents answer"
+def _explain(fault: Fault, look: _SecondLook | None) -> Finding:
+    process = look.process if look is not None else None
+    if process is not None and process.state in {"T", "t"}:
+        fault = stopped(fault.agent, process.pid)
+    text, _, remedy = fault.message.partition("; ")
+    observed, severity = text.partition(": ")[0], Severity.CRITICAL
+    if fault.code == FaultCode.STOPPED:
+        text = f"does not answer: {text}"
+    elif look is not None and look.answered_ns is not None:
+        severity = Severity.WARNING
+        text = f"{observed}; asked again, it answered after {duration(look.answered_ns)}: it is slow, and does not hang"
+        remedy = f"`kvctl stacks -e {fault.agent}` shows what its threads do; a longer --timeout waits for it"
+    elif look is not None and process is not None:
+        cause, remedy = _silent_process(process, look.cores)
+        text = f"{observed}, nor when it was asked again: its process {process.pid} {cause}"
+    elif look is not None:
+        text = f"{observed}, nor when it was asked again{text.removeprefix(observed)}"
+    else:
+        text = fault.message
     if fault.code == FaultCode.NOT_PERMITTED:
         remedy = "run kvctl as the user who runs the agents, or with a key that they know (kvctl key new)"
-    elif fault.code == FaultCode.STOPPED:
-        reason, _, resume = fault.message.partition("; ")
-        text, remedy = f"does not answer: {reason}", f"{resume}; {_FIND_STOPPER}"
-    elif state in {"T", "t"}:
-        text, remedy = (
-            f"does not answer: its process {pid} is stopped",
-            f"`kill -CONT {pid}` lets it go on; {_FIND_STOPPER}",
-        )
-    elif state == "D":
-        text = f"does not answer: its process {pid} waits in the kernel and cannot be interrupted (a driver, a disk)"
-        remedy = f"`cat /proc/{pid}/stack` shows where, and dmesg what has happened"
-    elif state is not None:
-        text = f"{fault.message}; its process {pid} runs"
-        remedy = f"`kvctl agents --timeout 10s` shows whether it is only slow; py-spy dump --pid {pid} where it hangs"
     agents = (fault.agent,) if fault.agent else ()
-    return Finding(fault.code, Severity.CRITICAL, fault.agent or "agents", agents, text, remedy)
+    remedy = remedy or "`kvctl agents` shows which agents answer"
+    return Finding(fault.code, severity, fault.agent or "agents", agents, text, remedy)
 
 
-def _process_state(host: HostView, pid: int) -> str | None:
-    """Returns the state letter of a process as in /proc/PID/stat (R, S, D, T, …); None if it is not visible."""
-    words = (host.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
-    return words[0] if words else None
+def _silent_process(process: _Process, cores: float) -> tuple[str, str]:
+    """Returns what the process of an agent does that does not answer, as a predicate; and the remedy."""
+    threads = f"`py-spy dump --pid {process.pid}` shows what its threads do"
+    if process.state == "D":
+        return "waits in the kernel and cannot be interrupted (a driver, a disk)", (
+            f"`cat /proc/{process.pid}/stack` shows where, and dmesg what has happened"
+        )
+    if cores >= _BUSY:
+        return f"used {cores:.1f} cores meanwhile, so it is busy, or one of its threads loops", (
+            f"{threads}; `kvctl agents --timeout 10s` shows whether it is only slow"
+        )
+    if cores < _IDLE:
+        return "used no CPU time meanwhile, so it waits for something: a lock, or a call that does not return", threads
+    return f"runs and used {cores:.2f} cores meanwhile", f"{threads}; `kvctl agents --timeout 10s` waits longer"

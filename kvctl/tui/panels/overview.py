@@ -170,7 +170,7 @@ class OverviewPanel(Panel):
         if store.survey is not None and not store.answering:
             rows, empty = [], [no_agents(store)]
         else:
-            empty = [("examining …", "dim")] if judged is None else [findings.headline(rows)]
+            empty = [("examining …", "dim")] if judged is None else [findings.headline(rows, store.complete)]
         notes = [f"{len(judged.muted)} muted"] if judged and judged.muted else []
         age_s = (store.now_ns - store.judged_at_ns) // 1_000_000_000
         if judged is not None and store.answering and age_s > 1:

@@ -111,7 +111,7 @@ def test_who_hangs_is_critical_everywhere_and_told_once(
         assert kvctl("check", "transport", "--timeout", "300ms").code == 2
     assert outcome.code == 2
     assert outcome.out.startswith("KVCTL CRITICAL - hung: no answer within 3 s")
-    assert outcome.out.count("hung") == 1
+    assert outcome.out.count("hung: ") == 1
 
 
 def test_who_was_killed_leaves_a_warning(calm: None, socket_directory: Path, start: Any, kvctl: Any) -> None:

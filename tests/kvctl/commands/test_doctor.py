@@ -90,6 +90,14 @@ def test_without_agents_the_host_is_looked_at_all_the_same(host: None, kvctl: An
     assert "kvctl demo" in outcome.err
 
 
+def test_without_agents_nothing_is_called_healthy(sound: None, kvctl: Any) -> None:
+    outcome = kvctl("doctor", "-o", "table")
+    assert outcome.code == 3
+    assert outcome.out.startswith("? incomplete   this host only: no agent answered\n")
+    alone = kvctl("doctor", "--host-only", "-o", "table")
+    assert (alone.code, alone.out.splitlines()[0]) == (0, "✓ healthy   this host only")
+
+
 def test_the_host_alone(host: None, kvctl: Any) -> None:
     outcome = kvctl("doctor", "--host-only", "-o", "table")
     assert (outcome.code, outcome.err) == (1, "")
@@ -121,7 +129,7 @@ def test_who_does_not_answer_comes_first_with_what_became_of_it(
     assert outcome.code == 1
     row = json.loads(outcome.out)["data"][0]
     assert (row["rank"], row["subject"], row["agents"]) == (1, "hung", ["hung"])
-    assert re.search(rf"its process {os.getpid()} runs", row["cause"])
+    assert re.search(rf"nor when it was asked again: its process {os.getpid()} ", row["cause"])
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvctl.client.clock import ClockOffset
-from kvctl.client.faults import Fault
+from kvctl.client.faults import stopped, timed_out
 from kvctl.health.finding import Severity
 from tests.kvctl.health.fleets import MS, Fleet, S
 
@@ -94,12 +96,23 @@ def test_a_stopped_process_is_told_from_a_cut_network():
     fleet.peer("decode-0", "prefill-1", state="suspect", last_heard_ns=9 * S)
     (cut,) = fleet.find("KV_PEER_LOST")
     assert "but it answers kvctl" in cut.cause
-    before = fleet.copy()
     fleet.gone("prefill-1")
-    fleet.faults.append(Fault("prefill-1", "timeout", "no answer within 2 s"))
-    (stopped,) = fleet.find("KV_PEER_LOST", before)
-    assert "nor does it answer kvctl" in stopped.cause
-    assert "kill -CONT 4243" in stopped.remedy
+    fleet.faults.append(stopped("prefill-1", 4243))
+    (found,) = fleet.find("KV_PEER_LOST")
+    assert found.cause.startswith("decode-0 heard nothing from prefill-1 for 9 s: its process 4243 is stopped")
+    assert found.remedy == "`kill -CONT 4243` lets it go on"
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_an_agent_that_does_not_answer_in_time_is_not_called_hung(local: bool) -> None:
+    fleet = Fleet()
+    fleet.peer("decode-0", "prefill-1", state="suspect", last_heard_ns=9 * S)
+    fleet.gone("prefill-1")
+    fleet.faults.append(timed_out("prefill-1", 2 * S, local=local))
+    (found,) = fleet.find("KV_PEER_LOST")
+    means = "busy or hung" if local else "busy, stopped, hung or cut off"
+    assert f"and kvctl cannot ask it: no answer within 2 s: {means}" in found.cause
+    assert found.remedy.startswith("`kvctl agents --timeout 10s` waits longer, kvctl doctor")
 
 
 def test_rooms_that_failed_while_it_was_away():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from kvctl.health.finding import Finding, Severity
-from kvctl.render.findings import figures, folded, in_short, row
+from kvctl.render.findings import figures, folded, headline, in_short, row
 
 
 def test_evidence_reads_as_words() -> None:
@@ -68,11 +70,28 @@ def test_findings_of_one_host_name_no_host() -> None:
     assert one["subject"] == "8 agents"
 
 
+@pytest.mark.parametrize(
+    ("severities", "complete", "text"),
+    [
+        ((), True, "✓ healthy"),
+        ((), False, "? incomplete"),
+        (("info",), True, "i 1 info"),
+        (("info",), False, "? incomplete, 1 info"),
+        (("warning", "info"), False, "! 1 warning, 1 info"),
+        (("critical", "warning", "warning"), True, "✗ 1 critical, 2 warnings"),
+    ],
+)
+def test_the_headline_calls_only_a_complete_reading_healthy(
+    severities: tuple[str, ...], complete: bool, text: str
+) -> None:
+    assert headline([{"severity": each} for each in severities], complete)[0] == text
+
+
 def test_the_short_form_counts_findings_by_code() -> None:
     found = [
         *map(finding, list(HOSTS)[:20]),
         finding("prefill-0", code="KV_RING_FULL"),
         finding("x", code="KV_FDS_LOW"),
     ]
-    text = "".join(text for text, _ in in_short(found, 0))
+    text = "".join(text for text, _ in in_short(found, 0, True))
     assert text.split("  ")[:3] == ["! KV_LANE_SLOW (20)", "! KV_RING_FULL prefill-0", "and 1 more (kvctl health)"]

@@ -13,7 +13,7 @@ import pytest
 from kvctl.client.calls import Call
 from kvctl.client.clock import ClockOffset
 from kvctl.client.endpoints import Discovery, Endpoint
-from kvctl.client.faults import Fault
+from kvctl.client.faults import timed_out
 from kvctl.client.fleet import AgentAnswer, Survey
 from kvctl.health.finding import Finding, Severity
 from kvctl.health.mutes import Judged
@@ -65,9 +65,7 @@ class Specimen:
             if name in self.gone:
                 found.discovery.stale.append(endpoint)
             elif name in self.silent:
-                found.faults.append(
-                    Fault(name, "timeout", "no answer within 2 s: the process hangs, or raise --timeout")
-                )
+                found.faults.append(timed_out(name, 2 * S, local=True))
             else:
                 hello = {**self._canned.hello(name), "level": self.level, "now_ns": found.at_ns}
                 data = {}

@@ -7,14 +7,17 @@ import re
 import resource
 import shlex
 import socket
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvctl.client.calls import Call
 from kvctl.client.endpoints import Discovery, Endpoint
-from kvctl.client.faults import Fault, FaultCode
+from kvctl.client.fanout import Reply
+from kvctl.client.faults import timed_out
 from kvctl.client.fleet import Survey
 from kvctl.health.finding import Severity
 from kvctl.health.host import engines, system
@@ -385,29 +388,53 @@ class TestSilence:
             listener.bind(os.fspath(path))
             listener.listen()
             endpoint = Endpoint("hung", path)
-            yield Survey(
-                Discovery(tmp_path, live=[endpoint]), faults=[Fault("hung", FaultCode.TIMEOUT, "no answer within 2 s")]
-            )
+            yield Survey(Discovery(tmp_path, live=[endpoint]), faults=[timed_out("hung", 2 * 10**9, local=True)])
 
     def test_the_process_behind_a_socket(self, hung: Survey, tmp_path: Path) -> None:
         assert listener_pid(tmp_path / "hung.sock") == os.getpid()
         assert listener_pid(tmp_path / "none.sock") is None
 
     @pytest.mark.parametrize(
-        ("state", "words", "remedy"),
+        ("state", "cpu_s", "words", "remedy"),
         [
-            ("T", "is stopped", "kill -CONT"),
-            ("D", "cannot be interrupted", "/stack"),
-            ("S", "no answer within 2 s; its process", "py-spy dump --pid"),
-            ("", "no answer within 2 s", "kvctl agents"),
+            ("T", 0, "does not answer: its process {pid} is stopped", "`kill -CONT"),
+            ("D", 0, "asked again: its process {pid} waits in the kernel and cannot be interrupted", "`cat /proc/"),
+            ("S", 0, "asked again: its process {pid} used no CPU time meanwhile, so it waits", "`py-spy dump --pid"),
+            ("S", 60, "cores meanwhile, so it is busy, or one of its threads loops", "`py-spy dump --pid"),
+            ("", 0, "no answer within 2 s, nor when it was asked again: busy or hung", "`kvctl agents --t"),
         ],
     )
-    def test_why_it_does_not_answer(self, state: str, words: str, remedy: str, hung: Survey, host: Host) -> None:
-        files = {f"/proc/{os.getpid()}/stat": f"{os.getpid()} (a) b) {state} 1 1"} if state else {}
-        (finding,) = explain_faults(hung, host(files))
-        assert words in finding.cause
-        assert remedy in finding.remedy
+    def test_the_process_of_an_agent_that_does_not_answer_twice_tells_why(
+        self, state: str, cpu_s: int, words: str, remedy: str, hung: Survey, host: Host
+    ) -> None:
+        path, ticks = f"/proc/{os.getpid()}/stat", os.sysconf("SC_CLK_TCK")
+        line = f"{os.getpid()} (a) b) {state} 1 1 1 0 -1 0 0 0 0 0 " if state else ""
+        view = host({path: f"{line}100 50 0"} if state else {})
+
+        def ask(requests: Sequence[tuple[Endpoint, Call]]) -> list[Reply]:
+            if state:
+                view.path(path).write_text(f"{line}{100 + cpu_s * ticks} 50 0")
+            time.sleep(0.02)
+            return [Reply(endpoint, call, None, hung.faults[0], 0, 0, 2 * 10**9) for endpoint, call in requests]
+
+        (finding,) = explain_faults(hung, view, ask)
+        assert (finding.severity, finding.code) == (Severity.CRITICAL, "stopped" if state == "T" else "timeout")
+        assert words.format(pid=os.getpid()) in finding.cause
+        assert finding.remedy.startswith(remedy)
+
+    def test_an_agent_that_answers_when_it_is_asked_again_is_slow_and_does_not_hang(
+        self, hung: Survey, host: Host
+    ) -> None:
+        def ask(requests: Sequence[tuple[Endpoint, Call]]) -> list[Reply]:
+            return [Reply(endpoint, call, {}, None, 0, 0, 1_300_000_000) for endpoint, call in requests]
+
+        (finding,) = explain_faults(hung, host({}), ask)
+        assert finding.severity is Severity.WARNING
+        assert (
+            finding.cause == "no answer within 2 s; asked again, it answered after 1.3 s: it is slow, and does not hang"
+        )
+        assert finding.remedy.startswith("`kvctl stacks -e hung`")
 
     def test_a_file_knows_no_processes(self, hung: Survey) -> None:
-        (finding,) = explain_faults(hung, None)
-        assert finding.cause == "no answer within 2 s"
+        (finding,) = explain_faults(hung, None, None)
+        assert finding.cause == hung.faults[0].message
