@@ -17,9 +17,8 @@ from kvctl.commands.queries import conclude, source
 from kvctl.commands.settings import Settings
 from kvctl.exit_codes import ExitCode
 from kvctl.health.finding import Finding, Severity
-from kvctl.health.host.inspection import Ask, explain_faults, inspect, local_agents
+from kvctl.health.host.inspection import Ask, command_facts, explain_faults, inspect, local_agents
 from kvctl.health.host.view import Fact, HostView
-from kvctl.health.host.vllm import Server, server_of_command
 from kvctl.render import palette
 from kvctl.render.findings import folded, headline, labelled, paragraph, row
 from kvctl.render.report import Block, Line, Report, Text
@@ -151,7 +150,7 @@ def _without_summary(each: Row) -> Row:
         ("What is wrong, and the next command", "kvctl doctor"),
         ("Only this host: limits, devices, libraries", "kvctl doctor --host-only"),
         ("A debug bundle", "kvctl doctor --from incident.tar.zst"),
-        ("The command of a vLLM server, before it is started", "kvctl doctor -- vllm serve MODEL --port 8100 …"),
+        ("The command of a server, before it is started", "kvctl doctor -- vllm serve MODEL --port 8100 …"),
     ],
 )
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
@@ -164,8 +163,9 @@ def doctor(settings: Settings, command: tuple[str, ...], host_only: bool) -> Non
     environment, namespaces, limits, ports, versions, options of vLLM servers with kvctl's connector. With --from only
     the fleet, which may have run elsewhere.
 
-    COMMAND is the command line of a vLLM server with kvctl's connector, after --. It is not run; only this host is
-    checked, its options and environment, and what conflicts with the servers that run here.
+    COMMAND is the command line of a server of SGLang or vLLM with kvctl, after --. It is not run; only this host is
+    checked, the server's options, environment and packages, and what conflicts with the servers that run here. For
+    SGLang, the Python of the command imports it, which takes seconds.
 
     Exit codes as for kvctl health: 0 no problem, 1 a warning, a critical finding or an agent that does not answer, 3 no
     agent (the host is checked anyway). A warning about this host is 1, too.
@@ -180,12 +180,13 @@ def doctor(settings: Settings, command: tuple[str, ...], host_only: bool) -> Non
     output.selection(DOCTOR)
     if host_only or command:
         host = HostView()
-        server = server_of_command(host, command)
-        if command and server is None:
+        about = command_facts(host, command)
+        if command and about is None:
             raise click.UsageError(
-                "the command starts no vLLM server: write it as in: kvctl doctor -- vllm serve MODEL …"
+                "the command starts no server of SGLang or vLLM: write it as in: kvctl doctor -- vllm serve MODEL … "
+                "or kvctl doctor -- python -m sglang.launch_server …"
             )
-        report = _report(None, host, command=server)
+        report = _report(None, host, command=about)
         output.emit(report)
         raise click.exceptions.Exit(ExitCode.FAILED if report.wrong else ExitCode.OK)
     query = HealthQuery(settings, earlier(settings))
@@ -199,7 +200,7 @@ def doctor(settings: Settings, command: tuple[str, ...], host_only: bool) -> Non
 
 
 def _report(
-    reading: HealthReading | None, host: HostView | None, ask: Ask | None = None, command: Server | None = None
+    reading: HealthReading | None, host: HostView | None, ask: Ask | None = None, command: Sequence[Fact] | None = None
 ) -> Report:
     """Returns the report on the fleet, on this host, or on both.
 
@@ -207,7 +208,7 @@ def _report(
         reading: the fleet's health; None to report on this host only.
         host: the host to inspect; None if the fleet was read from a file.
         ask: sends requests to the agents; None if there are none or the fleet was read from a file.
-        command: a vLLM server to check before it is started; None to check those that run.
+        command: facts about a server that is not started yet; None to check those that run.
     """
     facts = [] if host is None else inspect(host, socket_dir(), None if reading is None else reading.snapshot, command)
     if reading is None:

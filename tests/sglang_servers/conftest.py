@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from kvctl.lab.demo.sglang_checkpoint import CONFIG, HEAD_DIM, LAYERS, write_checkpoint
 from kvctl.lab.demo.sglang_servers import (
+    CPU_ENVIRONMENT,
     CPU_FLAGS,
     Fleet,
     Prefill,
@@ -35,20 +36,12 @@ MODES = {
     "observe": ("nixl", "observe"),
 }
 HERE = Path(__file__).parent
-# What servers on a CPU need, beside flags.
+# What these servers need beside flags.
 ENVIRONMENT = {
+    **CPU_ENVIRONMENT,
     # The plugin is that of this checkout, wherever the installed one is from.
     "PYTHONPATH": os.pathsep.join([str(HERE / "site"), str(HERE.parents[1])]),
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "tiny_models",
-    "SGLANG_USE_CPU_ENGINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "OMP_NUM_THREADS": "1",
-    # Two ranks of one server each name the cores of their threads.
-    "SGLANG_CPU_OMP_THREADS_BIND": "|".join([f"0-{(os.cpu_count() or 1) - 1}"] * 2),
-    # No kernels that are compiled at the first request.
-    "TORCHDYNAMO_DISABLE": "1",
-    # Bytecode of SGLang and torch: without it a server takes three times as long to start.
-    "PYTHONDONTWRITEBYTECODE": "",
 }
 # Prompts that are longer than this are prefilled in chunks.
 CHUNK_TOKENS = 64

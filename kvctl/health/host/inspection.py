@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,10 +18,10 @@ from kvctl.client.fleet import Survey
 from kvctl.health.answers import inner, number, text, texts
 from kvctl.health.finding import Finding, Severity, listed
 from kvctl.health.host import engines, system
+from kvctl.health.host import sglang as sglang_servers
 from kvctl.health.host import vllm as vllm_servers
 from kvctl.health.host.engines import NixlWriter
 from kvctl.health.host.view import Fact, HostView, LocalAgent, listener_pid
-from kvctl.health.host.vllm import Server
 from kvctl.health.snapshot import Agent, Snapshot
 from kvctl.render.units import duration
 from kvctl_agent.contract import VERSION, vllm
@@ -42,7 +43,7 @@ def local_agents(snapshot: Snapshot) -> tuple[LocalAgent, ...]:
 
 
 def inspect(
-    host: HostView, directory: Path, snapshot: Snapshot | None = None, command: Server | None = None
+    host: HostView, directory: Path, snapshot: Snapshot | None = None, command: Sequence[Fact] | None = None
 ) -> list[Fact]:
     """Returns the results of all checks, the most severe first.
 
@@ -50,7 +51,7 @@ def inspect(
         host: the host to check.
         directory: directory of agents' sockets.
         snapshot: answers of the agents; None to check without agents.
-        command: a vLLM server to check before it is started; None to check those that run.
+        command: facts about a server that is not started yet; None to check those that run.
     """
     agents = {} if snapshot is None else snapshot.agents
     environments = {
@@ -64,8 +65,11 @@ def inspect(
         *engines.engine_facts(host, environments),
         *engines.thread_facts(host.cores(), _nixl_writers(agents.values())),
         *system.environment_facts(host, directory, dict(_fixed_ports(host))),
-        *integration_facts(host, agents.values()),
-        *vllm_servers.server_facts(host, command),
+        *(
+            [*integration_facts(host, agents.values()), *vllm_servers.server_facts(host)]
+            if command is None
+            else command
+        ),
         version_fact({agent.name: text(agent.status, "version") for agent in agents.values()}),
     ]
     return sorted(found, key=lambda fact: -fact.severity)
@@ -141,6 +145,12 @@ _ENGINES = {
 }
 
 
+def command_facts(host: HostView, argv: Sequence[str]) -> list[Fact] | None:
+    """Returns the facts about the server that a command line would start; None if it starts none of an engine."""
+    found = (sglang_servers.command_facts(host, argv), vllm_servers.command_facts(host, argv))
+    return next((list(facts) for facts in found if facts is not None), None)
+
+
 def integration_facts(host: HostView, agents: Iterable[Agent]) -> Iterator[Fact]:
     """Yields which ranks have loaded kvctl's part of an engine, and in which mode; nothing without such an engine."""
     ranks: dict[tuple[str, str, str, str], list[str]] = {}
@@ -175,11 +185,13 @@ def integration_facts(host: HostView, agents: Iterable[Agent]) -> Iterator[Fact]
     for name, engine in _ENGINES.items():
         installed = next((packages[each] for each in engine.packages if each in packages), None)
         if installed and not any(key[0] == name for key in ranks):
+            problem = host.sglang_problem(sys.executable, host.environ) if name == "sglang" else ""
             yield Fact(
                 engine.title,
                 f"{installed} installed, no process has loaded kvctl's {engine.part}",
-                engine.invisible,
-                remedy=engine.remedy,
+                problem or engine.invisible,
+                Severity.WARNING if problem else Severity.INFO,
+                remedy=sglang_servers.REPAIR if problem else engine.remedy,
             )
 
 

@@ -6,12 +6,16 @@ import os
 import resource
 import socket
 import struct
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvctl.health.finding import Severity
 from kvctl_agent.contract.processors import available_cores
+
+# For an import of torch and SGLang, on a busy host.
+_IMPORT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +60,27 @@ def _packages() -> dict[str, str]:
     return {found.metadata["Name"].lower(): found.version for found in importlib.metadata.distributions() if found.name}
 
 
+def sglang_problem(python: str, environ: Mapping[str, str]) -> str:
+    """Returns why kvctl's plugin does not fit the SGLang that a Python imports, with the first cause; "" if it fits."""
+    command = [python, "-W", "ignore", "-m", "kvctl_agent.integrations.sglang.versions"]
+    try:
+        ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_IMPORT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"SGLang cannot be imported: {error}"
+    told = (ended.stdout.strip() or ended.stderr.strip() or f"exit code {ended.returncode}").splitlines()
+    return told[-1] if ended.returncode else ""
+
+
 @dataclass(frozen=True, slots=True)
 class HostView:
-    """The host that checks read; tests replace the root directory, the environment and the limits."""
+    """The host that checks read; tests replace the root directory, the environment, the limits and SGLang's import."""
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     limit: Callable[[int], tuple[int, int]] = resource.getrlimit
     packages: Callable[[], Mapping[str, str]] = _packages
     cores: Callable[[], int] = available_cores
+    sglang_problem: Callable[[str, Mapping[str, str]], str] = sglang_problem
     agents: tuple[LocalAgent, ...] = ()
 
     def path(self, path: str) -> Path:

@@ -12,14 +12,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
-from pathlib import PurePath
 from typing import Any
 
 from kvctl.health.finding import Severity, listed
+from kvctl.health.host.servers import (
+    Problem,
+    environment_of,
+    package_problems,
+    packages_in,
+    packages_of,
+    port_problems,
+    problem_facts,
+    python_of,
+    setting_problems,
+)
 from kvctl.health.host.view import Fact, HostView
 from kvctl.health.host.vllm_options import TRANSFER, ServerOptions, read_options, server_arguments, server_of_process
 from kvctl_agent.contract.addresses import Address
-from kvctl_agent.contract.extras import install
 from kvctl_agent.contract.settings import Settings, load_or_explain
 from kvctl_agent.contract.vllm import (
     CONNECTOR,
@@ -39,8 +48,6 @@ _FIELDS = {
 }
 _POLICIES = ("fail", "recompute")
 _SITE = re.compile(r"\s(/\S*/(?:site|dist)-packages)/")
-_PACKAGE = re.compile(r"(.+?)-(\d[^-]*)\.(?:dist|egg)-info")
-_LISTENING = "0A"
 _SAME_DTYPE = {"half": "float16", "float": "float32", "fp8": "fp8_e4m3"}
 _LARGEST_PORT = 65535
 
@@ -121,7 +128,7 @@ def running_servers(host: HostView) -> list[Server]:
         environ = dict(word.partition("=")[::2] for word in _words(host.text(f"/proc/{pid}/environ")))
         folders = sorted(set(_SITE.findall(host.text(f"/proc/{pid}/maps") or "")))
         extra = [host.target(f"/proc/{pid}/cwd") or "", *environ.get("PYTHONPATH", "").split(":")]
-        found[pid] = Server(f"process {pid}", read_options(arguments), environ, _packages(host, folders, extra))
+        found[pid] = Server(f"process {pid}", read_options(arguments), environ, packages_in(host, folders, extra))
     return list(found.values())
 
 
@@ -130,11 +137,15 @@ def server_of_command(host: HostView, argv: Sequence[str]) -> Server | None:
     arguments = server_arguments(argv)
     if arguments is None:
         return None
-    assigned = [word.partition("=")[::2] for word in argv if re.match(r"[A-Z_]+=", word)]  # by `env`
-    environ = {**host.environ, **dict(assigned)}
-    program = argv[len(argv) - len(arguments) - 2]
-    packages = _packages(host, _site_folders(host, program, environ), environ.get("PYTHONPATH", "").split(":"))
+    environ = environment_of(host, argv)
+    packages = packages_of(host, python_of(host, argv, arguments, "vllm", environ), environ)
     return Server("this command", read_options(arguments), environ, packages, running=False)
+
+
+def command_facts(host: HostView, argv: Sequence[str]) -> Iterator[Fact] | None:
+    """Returns the facts about a command line; None if it starts no vLLM server."""
+    server = server_of_command(host, argv)
+    return None if server is None else server_facts(host, server)
 
 
 def _words(text: str | None) -> list[str]:
@@ -144,30 +155,6 @@ def _words(text: str | None) -> list[str]:
 def _parent(host: HostView, pid: str) -> str:
     words = (host.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
     return words[1] if len(words) > 1 else ""
-
-
-def _packages(host: HostView, folders: Sequence[str], extra: Sequence[str]) -> dict[str, str] | None:
-    """Returns the packages in site-packages folders; in the extra folders, which are on the path, only kvctl."""
-    names = [name for folder in folders for name in host.names(folder)]
-    if not names:
-        return None
-    found = {match[1].lower().replace("_", "-"): match[2] for name in names if (match := _PACKAGE.fullmatch(name))}
-    if "kvctl_agent" in names or any("kvctl_agent" in host.names(folder) for folder in extra if folder):
-        found.setdefault("kvctl", "")
-    return found
-
-
-def _site_folders(host: HostView, program: str, environ: Mapping[str, str]) -> list[str]:
-    """Returns the site-packages folders of the Python that runs a program, which is Python itself or a script."""
-    paths = [program] if "/" in program else [f"{folder}/{program}" for folder in environ.get("PATH", "").split(":")]
-    path = next((each for each in paths if host.path(each).is_file()), None)
-    if path is None:
-        return []
-    if not PurePath(path).name.startswith("python"):
-        first, *_ = (host.text(path) or "").splitlines() or [""]
-        path = first.removeprefix("#!").split(" ")[0] if first.startswith("#!/") else path
-    library = PurePath(path).parent.parent / "lib"
-    return [f"{library}/{name}/site-packages" for name in host.names(str(library)) if name.startswith("python3")]
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------
@@ -206,18 +193,14 @@ def _is_examined(server: Server) -> bool:
 def _examine(server: Server) -> Iterator[Fact]:
     problems = [*_option_problems(server), *_package_problems(server)]
     if problems:
-        for found, means, remedy, code in problems:
-            yield Fact(_TOPIC, f"{server.subject}: {found}", means, Severity.WARNING, remedy, code)
+        yield from problem_facts(_TOPIC, server.subject, problems)
         return
     ports = listed(f"tcp://{server.address}:{port}" for port in server.ports)
     place = f", registr{'y' if len(server.ports) == 1 else 'ies'} {ports}" if server.role == "prefill" else ""
     yield Fact(_TOPIC, f"{server.subject}{place}", f"{TRANSFER} is valid for kvctl's connector")
 
 
-_Problem = tuple[str, str, str, str]  # found, means, remedy, code
-
-
-def _option_problems(server: Server) -> Iterator[_Problem]:
+def _option_problems(server: Server) -> Iterator[Problem]:
     config = server.config
     if config is None:
         yield (
@@ -257,7 +240,7 @@ def _option_problems(server: Server) -> Iterator[_Problem]:
     yield from _value_problems(server, config, start)
 
 
-def _value_problems(server: Server, config: Mapping[str, Any], start: str) -> Iterator[_Problem]:
+def _value_problems(server: Server, config: Mapping[str, Any], start: str) -> Iterator[Problem]:
     policy = config.get("kv_load_failure_policy", "fail")
     if policy not in _POLICIES:
         yield (
@@ -271,30 +254,14 @@ def _value_problems(server: Server, config: Mapping[str, Any], start: str) -> It
         yield f"kv_port is {_shown(port)}", "the registries have no valid port", start, ""
     if not isinstance(config.get("kv_connector_extra_config", {}), dict):
         yield "kv_connector_extra_config is no object", "vLLM does not start with it", start, ""
-    settings = server.settings
-    if isinstance(settings, str):
-        yield (
-            settings,
-            "the agent refuses it, and the server does not start",
-            ("`kvctl config show` lists the keys of kv_connector_extra_config and their variables KVCTL_…"),
-            "",
-        )
-    elif (
-        server.role == "prefill"
-        and not Address("tcp", server.address.strip("[]")).is_loopback
-        and not settings["insecure"]
-        and not settings["fleet_key"]
-    ):
-        yield (
-            f"listens on {server.address} without a key",
-            "other hosts reach that address, so the agent refuses it, and the server does not start",
-            "`kvctl key new` creates one: set KVCTL_FLEET_KEY to its file on all servers; or KVCTL_INSECURE=1 in a "
-            "network that you trust",
-            "",
-        )
+    yield from setting_problems(
+        server.settings,
+        server.address if server.role == "prefill" else "",
+        "`kvctl config show` lists the keys of kv_connector_extra_config and their variables KVCTL_…",
+    )
 
 
-def _package_problems(server: Server) -> Iterator[_Problem]:
+def _package_problems(server: Server) -> Iterator[Problem]:
     packages = server.packages
     if packages is None:
         return
@@ -306,13 +273,7 @@ def _package_problems(server: Server) -> Iterator[_Problem]:
             "install one of these, or use one of vLLM's own connectors",
             "",
         )
-    with_kvctl = f"{install('vllm')}, with the pip of the server's environment"
-    if "kvctl" not in packages:
-        yield "kvctl is not installed there", "vLLM ends with \"No module named 'kvctl_agent'\"", with_kvctl, ""
-    settings = server.settings
-    transport = settings["transport"] if isinstance(settings, Settings) else ""
-    if transport == "nixl" and not any(name.split("-")[0] == "nixl" for name in packages):
-        yield "NIXL is not installed there", "the agent has no engine that moves the bytes", with_kvctl, ""
+    yield from package_problems(packages, server.settings, "vllm", "vLLM ends with \"No module named 'kvctl_agent'\"")
 
 
 # ---- two servers -----------------------------------------------------------------------------------------------
@@ -353,16 +314,7 @@ def _bound_ports(host: HostView, command: Server, running: Sequence[Server]) -> 
     if command.role != "prefill":
         return
     known = {port for server in running if server.role == "prefill" for port in server.ports}
-    listening = {port for port, state, _ in host.tcp_sockets() if state == _LISTENING} - known
-    if taken := sorted(listening & set(command.ports)):
-        yield Fact(
-            _TOPIC,
-            f"{command.subject}: kv_port {', '.join(map(str, taken))} is in use",
-            "the server does not start",
-            Severity.WARNING,
-            f"`ss -ltnp sport = :{taken[0]}` shows by whom; choose another kv_port",
-            "KV_PORT_CLASH",
-        )
+    yield from problem_facts(_TOPIC, command.subject, port_problems(host, "kv_port", {*command.ports} - known))
 
 
 def _differences(one: ServerOptions, other: ServerOptions) -> Iterator[tuple[str, Severity, str]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -11,8 +13,9 @@ from pathlib import Path
 
 import torch
 
+from kvctl.health.host.view import sglang_problem
 from kvctl.lab.demo.sglang_checkpoint import VOCABULARY, write_checkpoint
-from kvctl.lab.demo.sglang_servers import CPU_FLAGS, Fleet, ServerError
+from kvctl.lab.demo.sglang_servers import CPU_ENVIRONMENT, CPU_FLAGS, Fleet, ServerError
 
 _GAP_S = 0.3
 _NEW_TOKENS = 16
@@ -25,12 +28,15 @@ def run_pair(say: Callable[[str], None]) -> None:
     """Starts the servers and sends requests until the caller is interrupted; then ends them.
 
     Raises:
-        ServerError: a server did not start, with the end of its log.
+        ServerError: SGLang cannot be imported; or a server did not start, with the end of its log and where it is kept.
     """
-    flags = _GPU_FLAGS if torch.cuda.is_available() else CPU_FLAGS
-    with tempfile.TemporaryDirectory(prefix="kvctl-sglang-") as folder:
-        write_checkpoint(Path(folder) / "model")
-        fleet = Fleet(Path(sys.executable), Path(folder) / "model", Path(folder), flags, {})
+    flags, environment = (_GPU_FLAGS, {}) if torch.cuda.is_available() else (CPU_FLAGS, CPU_ENVIRONMENT)
+    if problem := sglang_problem(sys.executable, {**os.environ, **environment}):
+        raise ServerError(f"{problem}; docs/sglang.md has a complete environment for CPUs")
+    folder = Path(tempfile.mkdtemp(prefix="kvctl-sglang-"))
+    try:
+        write_checkpoint(folder / "model")
+        fleet = Fleet(Path(sys.executable), folder / "model", folder, flags, environment)
         prefill = fleet.prefill("prefill", "kvctl")
         decode = fleet.decode("decode", "kvctl")
         say(f"starting a prefill and a decode server of SGLang, which takes up to minutes; logs: {folder}")
@@ -43,3 +49,8 @@ def run_pair(say: Callable[[str], None]) -> None:
                 except ServerError as error:
                     say(str(error))
                 time.sleep(_GAP_S)
+    except ServerError as error:
+        raise ServerError(f"{error}\n--- logs are kept in {folder}") from None
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise

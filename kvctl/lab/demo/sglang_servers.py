@@ -28,6 +28,7 @@ START_S = 600.0
 REQUEST_S = 120.0
 END_S = 30.0
 LOG_LINES = 40
+_INDENTED = " " * 16
 
 # Of every server: the tiny model has no tokenizer, and the pool is as small as the model.
 _FLAGS = (
@@ -39,6 +40,17 @@ CPU_FLAGS = (
     *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--disable-cuda-graph"),
     *("--disable-overlap-schedule", "--mem-fraction-static", "0.5"),
 )
+CPU_ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+    # Two ranks of one server each name the cores of their threads.
+    "SGLANG_CPU_OMP_THREADS_BIND": "|".join([f"0-{(os.cpu_count() or 1) - 1}"] * 2),
+    # No kernels that are compiled at the first request.
+    "TORCHDYNAMO_DISABLE": "1",
+    # Bytecode of SGLang and torch: without it a server takes three times as long to start.
+    "PYTHONDONTWRITEBYTECODE": "",
+}
 
 Tokens = list[int]
 T = TypeVar("T")
@@ -129,7 +141,8 @@ class Process:
         return self.log.read_text(errors="replace")
 
     def log_end(self) -> str:
-        lines = [line[:300] for line in self.log_text().splitlines()]
+        # Not the usage of hundreds of options, which precedes the error of a wrong one, nor the marks of tracebacks.
+        lines = [line[:300] for line in self.log_text().splitlines() if not line.startswith(_INDENTED)]
         return "\n".join([f"--- the end of {self.log}", *lines[-LOG_LINES:]])
 
 

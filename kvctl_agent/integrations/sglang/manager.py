@@ -25,12 +25,13 @@ from sglang.srt.runtime_context import get_parallel, get_serving
 from kvctl_agent.agent import Agent
 from kvctl_agent.contract.addresses import Address, parse_endpoint
 from kvctl_agent.contract.choices import ALL, RANK0
+from kvctl_agent.contract.sglang import mode
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import KvctlError
 from kvctl_agent.integrations.fence import attempt
-from kvctl_agent.integrations.sglang import plugin, pools, versions
+from kvctl_agent.integrations.sglang import pools, versions
 from kvctl_agent.integrations.sglang.bootstrap_http import CLIENT
 from kvctl_agent.integrations.sglang.rank_names import dp_rank, rank_axes, rank_label
 from kvctl_agent.integrations.sglang.unsupported import check_supported
@@ -177,7 +178,7 @@ class KvctlKVManager(CommonKVManager):
             integration={
                 "engine": "sglang",
                 "engine_version": versions.installed() or "",
-                "mode": plugin.mode() or "",
+                "mode": mode() or "",
                 "settings": {},
             },
             **config,
@@ -192,7 +193,7 @@ class KvctlKVManager(CommonKVManager):
         logger.info(
             "kvctl: agent %s is running (mode %s, SGLang %s); look at it with: kvctl status",
             agent.name,
-            plugin.mode(),
+            mode(),
             versions.installed(),
         )
         return agent

@@ -9,23 +9,15 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+from kvctl_agent.contract.sglang import BACKEND, MODES, VARIABLE, mode
 from kvctl_agent.integrations.sglang import versions
 
 logger = logging.getLogger("kvctl")
 
-VARIABLE = "KVCTL_SGLANG"
-MODES = ("backend", "replace", "observe", "off")
-BACKEND = "kvctl"
 _RELEASE_TIMEOUT = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"
-
-
-def mode(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Returns the mode that the environment sets; None if its value is no mode."""
-    value = environ.get(VARIABLE, "").strip().lower() or MODES[0]
-    return value if value in MODES else None
 
 
 def load() -> None:
@@ -56,7 +48,7 @@ def load() -> None:
         else:
             _add_backend(takeover=chosen == "replace")
     except Exception as error:
-        logger.error("kvctl plugin not loaded: %s: %s", type(error).__name__, error)
+        logger.error("kvctl plugin not loaded: %s", versions.first_cause(error))
         return
     logger.info("kvctl plugin loaded: mode %s, SGLang %s", chosen, versions.installed())
 

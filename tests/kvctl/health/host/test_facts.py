@@ -360,9 +360,13 @@ def test_which_ranks_have_the_plugin_of_sglang(host: Host, tmp_path: Path, mode:
 
 
 def test_an_installed_sglang_without_a_plugin(host: Host, tmp_path: Path) -> None:
-    fact = only(inspect(host(packages={"sglang": "0.5.23"}), tmp_path), "SGLang")
+    found = inspect(host(packages={"sglang": "0.5.23"}, sglang_problem=lambda python, environ: ""), tmp_path)
+    fact = only(found, "SGLang")
     assert "no process has loaded" in fact.found
     assert "KVCTL_SGLANG=observe" in fact.remedy
+    cause = "SGLang 0.5.23 cannot be imported: ModuleNotFoundError: No module named 'torchvision'"
+    found = inspect(host(packages={"sglang": "0.5.23"}, sglang_problem=lambda python, environ: cause), tmp_path)
+    assert (only(found, "SGLang").means, only(found, "SGLang").severity) == (cause, Severity.WARNING)
     assert not [fact for fact in inspect(host(), tmp_path) if fact.topic == "SGLang"]
 
 
