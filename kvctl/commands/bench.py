@@ -20,9 +20,10 @@ from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import print_error
 from kvctl.exit_codes import ExitCode
-from kvctl.lab.bench.baseline import compare, failures, load_baseline
+from kvctl.lab.bench.baseline import FAIL, PASS, UNDECIDED, compare, lines, load_baseline
 from kvctl.lab.bench.preset_views import PIPELINE, comparison_view, side_by_side
 from kvctl.lab.bench.presets import Comparison
+from kvctl.lab.bench.program import Case
 from kvctl.lab.bench.results import Outcome
 from kvctl.lab.bench.rows import with_delta
 from kvctl.lab.bench.session import Session, Steps, measure, trials_of
@@ -31,6 +32,9 @@ from kvctl.lab.bench.views import BENCH, PLAN, blocks, contestants, plan_caption
 from kvctl.lab.ranks.group import FleetError
 from kvctl.lab.ranks.plan import Plan
 from kvctl.render.report import Block, Grid, Report, Text
+
+# Repeats of cases whose comparison with the baseline is undecided.
+_MORE_REPEATS = 3
 
 PlannedFleets = Sequence[tuple[Wave, Sequence[tuple[Variant, Plan]]]]
 
@@ -164,6 +168,10 @@ class BenchRun:
     def _measure(self, sessions: Sequence[Session], steps: Steps) -> ExitCode:
         try:
             measure(sessions, steps)
+            for session in sessions:
+                for _ in range(_MORE_REPEATS):
+                    if undecided := self._undecided(session):
+                        session.repeat(undecided)
         except KeyboardInterrupt:
             return ExitCode.INTERRUPTED
         except FleetError as error:
@@ -241,10 +249,31 @@ class BenchRun:
             rows = compare(rows, shape, baseline, allowed)
         except ValueError as error:
             return rows, [f"{file}: {error}"]
-        regressed = [f"FAIL: {line}" for line in failures(rows)]
-        if not regressed:
-            self._output.note(f"PASS: within {allowed:.0%} of {file}")
-        return rows, regressed
+        for line in lines(rows, UNDECIDED):
+            self._output.note(line)
+        passed = [row for row in rows if row["baseline"] is not None and row["baseline"]["verdict"] == PASS]
+        changes = ", ".join(
+            f"{name} {row['baseline']['change_ratio']:+.1%}"
+            for name, row in zip(contestants(passed), passed, strict=True)
+        )
+        if passed:
+            self._output.note(f"PASS: within {allowed:.0%} of {file}: {changes}")
+        return rows, lines(rows, FAIL)
+
+    def _undecided(self, session: Session) -> list[Case]:
+        """Returns the cases of a fleet whose comparison with the baseline needs more rounds."""
+        if self._baseline is None:
+            return []
+        results, rows = session.results, self._outcome.rows_of(session.measured)
+        try:
+            rows = compare(rows, results.plan["shape"], self._baseline, self._options["max_regress"])
+        except ValueError:  # the report says so
+            return []
+        return [
+            case
+            for case, row in zip(results.trials(), rows, strict=True)
+            if row["baseline"] is not None and row["baseline"]["verdict"] == UNDECIDED
+        ]
 
     def _table(self, rows: list[dict[str, Any]]) -> Report:
         """Returns the report to print: the preset's table or, without a preset, the comparison of the paths."""

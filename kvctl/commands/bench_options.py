@@ -257,14 +257,18 @@ def _result() -> list[click.Option]:
         "Run everything twice, in turns: alone, and watched by kvctl top and kvctl status -w 0.1; report the cost. "
         "Use with --repeat 5."
     )
+    regress = (
+        "Allowed loss of GB/s against --baseline. FAIL: the spreads of both results are farther apart; UNDECIDED, with "
+        "exit status 0: more is lost, but the spreads are not so far apart even after more rounds, so it may be noise."
+    )
     hold = "Keep the fleet running under light traffic afterwards, until Ctrl-C."
     return [
         option("--verify", None, verify, type=click.Choice(VERIFY_MODES), default="full"),
         option("--plan plan_only", None, "Print what each rank would send to which, and start nothing.", is_flag=True),
         option("--save", "FILE", "Write the result as JSON.", type=_FILE),
         option("--html", "FILE", html, type=_FILE),
-        option("--baseline", "FILE", "Compare with a saved result: PASS or FAIL.", type=_FILE),
-        option("--max-regress", "PERCENT", "Allowed loss of GB/s against --baseline.", parse_percent, default="5%"),
+        option("--baseline", "FILE", "Compare with a saved result: PASS, FAIL or UNDECIDED.", type=_FILE),
+        option("--max-regress", "PERCENT", regress, parse_percent, default="5%"),
         option("--faults", "SPEC,…", faults, parse_bench_faults, default=""),
         option("--observe", None, observe, is_flag=True),
         option("--hold", None, hold, is_flag=True),

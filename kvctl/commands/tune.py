@@ -11,7 +11,7 @@ import click
 
 from kvctl.commands.bench import bench
 from kvctl.commands.bench_options import GroupedCommand, bench_options, grouped_option
-from kvctl.commands.bench_request import BenchRequest, plan_fleets, resolve
+from kvctl.commands.bench_request import BenchRequest, Wave, plan_fleets, resolve
 from kvctl.commands.options import pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
@@ -19,7 +19,8 @@ from kvctl.commands.stdio import print_error
 from kvctl.exit_codes import ExitCode
 from kvctl.lab.bench.options import CP_MODES
 from kvctl.lab.bench.session import Steps
-from kvctl.lab.bench.variants import sizes_text
+from kvctl.lab.bench.statistics import MIN_ROUNDS, spread
+from kvctl.lab.bench.variants import MAX_RANKS, sizes_text, waves
 from kvctl.lab.ranks.group import FleetError
 from kvctl.lab.ranks.plan import PlannedLoad
 from kvctl.lab.tune import Candidate, TuneFailed, run_fleets
@@ -51,6 +52,8 @@ TUNE = View(
         Column("cp_mode", width=Width.NORMAL),
         Column("pipeline", width=Width.NORMAL),
         Column("rooms_per_s", kind=Kind.NUMBER, header="ROOMS/S"),
+        Column("low", "rooms_per_s_low", Kind.NUMBER, Width.NORMAL, header="FROM"),
+        Column("high", "rooms_per_s_high", Kind.NUMBER, Width.NORMAL, header="TO"),
         Column("gb_per_s", kind=Kind.NUMBER, header="GB/S"),
         Column("p50", kind=Kind.DURATION),
         Column("p99", kind=Kind.DURATION),
@@ -88,9 +91,10 @@ def _options() -> list[click.Parameter]:
 def tune(settings: Settings, page_sizes: str | None, **options: Any) -> None:
     """Measure which settings suit a machine and a workload: path, page size, ring, chunk, CP mode, layers per group.
 
-    Runs a short bench with each value of one setting after another, keeps the best, and prints all measured
-    combinations with the best first, and the lines to set. The ring is sized for the workload. Takes from half a minute
-    to several minutes; kvctl bench measures a single combination for longer.
+    Runs a short bench with each value of one setting after another, in turns with the best so far, which stays unless
+    the rounds tell them apart. Prints all measured combinations with the chosen one first, and the lines to set. The
+    ring is sized for the workload. Takes from half a minute to several minutes; kvctl bench measures a single
+    combination for longer.
     """
     output = Output(settings)
     output.selection(TUNE)
@@ -105,15 +109,23 @@ def tune(settings: Settings, page_sizes: str | None, **options: Any) -> None:
         options["seed"] = secrets.randbits(48)  # all candidates transfer the same rooms
     search = _Search(options, given, settings, output)
     first = search.resolve({})
-    request = first.waves[0].variants[0].request
+    variant = first.waves[0].variants[0]
+    request = variant.request
     has_cp = any(each.cp > 1 for each in request.prefill)
     (_, ((_, plan),)), *_ = plan_fleets(first, output)
     tokens = max(room["tokens"] - room["prefix_tokens"] for room in plan["loads"][0]["rooms"])
+    search.repeat(-(-MIN_ROUNDS // len(plan["loads"][0]["batches"])))
     try:
         with Steps(settings.quiet, output.detail) as search.steps:
             layers, layer_ms = plan["shape"]["layers"], options["layer_ms"]
             found = measure_candidates(
-                search.measure, sizes, CP_MODES if has_cp else CP_MODES[:1], tokens, layers, layer_ms
+                search.measure,
+                sizes,
+                CP_MODES if has_cp else CP_MODES[:1],
+                tokens,
+                layers,
+                layer_ms,
+                together=max(1, MAX_RANKS // variant.ranks - 1),
             )
     except KeyboardInterrupt:
         raise click.exceptions.Exit(ExitCode.INTERRUPTED) from None
@@ -126,6 +138,7 @@ def tune(settings: Settings, page_sizes: str | None, **options: Any) -> None:
         "room": {"tokens": tokens, "bytes": max(room["bytes"] for room in plan["loads"][0]["rooms"])},
         "load": _load_text(plan["loads"][0]),
         "settings": found[0].settings(),
+        "engine_settings": {"page_size": found[0].page_size},
     }
     output.emit(
         Report(
@@ -147,12 +160,24 @@ class _Search:
         self._quiet = Output(replace(settings, quiet=True))  # the notes on the first plan are enough
         self.steps = Steps(True, output.detail)
 
+    def repeat(self, times: int) -> None:
+        """Has every bench repeat its rooms within the same time, so that there are enough rounds."""
+        seconds = self._options["point_seconds"] / times
+        self._options = {**self._options, "repeat": times, "point_seconds": seconds}
+
     def resolve(self, changes: Mapping[str, Any]) -> BenchRequest:
         return resolve({**self._options, **changes}, {*self._given, *changes})
 
-    def measure(self, name: str, changes: Mapping[str, Any]) -> Iterator[Candidate]:
-        """Runs the fleets that result from the changed options, and yields a candidate for each combination."""
-        for wave, fleets in plan_fleets(self.resolve(changes), self._quiet):
+    def measure(self, name: str, changes: Sequence[Mapping[str, Any]]) -> Iterator[Candidate]:
+        """Runs the fleets of all changed options in turns, and yields a candidate for each combination."""
+        request, *others = map(self.resolve, changes)
+        if others:
+            # Each has one fleet; together they get the memory of one.
+            variants = [each.waves[0].variants[0] for each in (request, *others)]
+            named = [replace(variant, fleet=f"{name} {number}") for number, variant in enumerate(variants)]
+            program = request.waves[0].program
+            request = replace(request, waves=tuple(Wave(tuple(wave), program) for wave in waves([named])))
+        for wave, fleets in plan_fleets(request, self._quiet):
             yield from run_fleets(wave.program, fleets, self.steps, self._options["point_seconds"], name)
 
 
@@ -170,6 +195,8 @@ def _page_sizes(text: str | None, own: int) -> list[int]:
 
 def _row(candidate: Candidate) -> dict[str, Any]:
     row = candidate.row
+    rounds = [each["rooms_per_s"] for each in row["rounds"]]
+    low, high = spread(rounds) if rounds else (None, None)
     return {
         "recommended": candidate.recommended,
         "path": candidate.path,
@@ -180,6 +207,8 @@ def _row(candidate: Candidate) -> dict[str, Any]:
         "pipeline": candidate.pipeline,
         "rooms": row["rooms"],
         "rooms_per_s": row["rooms_per_s"],
+        "rooms_per_s_low": low,
+        "rooms_per_s_high": high,
         "gb_per_s": row["gb_per_s"],
         "p50_ns": round(row["latency_ms"]["p50"] * 1e6),
         "p99_ns": round(row["latency_ms"]["p99"] * 1e6),
@@ -205,7 +234,11 @@ def _blocks(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> list
             (f"up to {room['tokens']} tokens, {units.size(room['bytes'])}; {facts['load']}", ""),
         ],
     ]
-    foot: list[Line] = [[("set on every agent", "bold"), (" (KVCTL_… or agent.toml)", "dim")]]
+    turns = "WHY compares a row with the best one that it took turns with; other rows ran at other times"
+    foot: list[Line] = [[(turns, "dim")], [("set on every agent", "bold"), (" (KVCTL_… or agent.toml)", "dim")]]
     for key, value in facts["settings"].items():
         foot.append([(f'  {key} = "{value}"' if isinstance(value, str) else f"  {key} = {value}", "green")])
+    page = facts["engine_settings"]["page_size"]
+    foot.append([("set on both engines", "bold"), (" (an agent takes the page size of its engine)", "dim")])
+    foot.append([(f"  SGLang --page-size {page}, vLLM --block-size {page}", "green")])
     return [Text(head), Grid(TUNE, rows), Text(foot)]

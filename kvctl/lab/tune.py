@@ -1,7 +1,7 @@
 """Finds settings by measurement: varies one setting after another and keeps the best value of each.
 
-Every combination of settings is measured by a short bench on this machine. All benches have the same seed and therefore
-transfer the same rooms.
+Every combination of settings is measured by a short bench on this machine, in turns with the best one so far, which it
+replaces only if their rounds tell them apart. All benches have the same seed and therefore transfer the same rooms.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvctl.lab.bench.program import Program
+from kvctl.lab.bench.rows import delta_of, p50_ms, same_choice
 from kvctl.lab.bench.session import Session, Steps, measure, trials_of
 from kvctl.lab.bench.variants import Variant
 from kvctl.lab.ranks.plan import Plan
 
 CHUNKS = (1024, 2048, 4096, 8192, 16384)
 _MIB = 1 << 20
-# Throughput of equal settings differs by a few percent from run to run.
+# What a setting must gain besides being told apart, to be worth setting.
 _MARGIN = 1.05
 # A change of the page size affects the whole engine, so it must gain more.
 _PAGE_SIZE_MARGIN = 1.10
@@ -39,7 +40,7 @@ class Candidate:
         padded_ratio: share of the transferred tokens that is padding in the last page of a room.
         row: result row of the bench that measured these settings.
         recommended: whether these settings are the best ones measured.
-        why: reason for recommending or not recommending them.
+        why: comparison with the best settings that they took turns with.
     """
 
     path: str
@@ -68,80 +69,88 @@ class Candidate:
         return hidden / (hidden + exposed) if self.row["layer_ms"] and hidden is not None and hidden + exposed else None
 
     def better_than(self, other: Candidate, margin: float) -> bool:
-        """Whether throughput is higher than the other's by the factor `margin`, or about equal with lower p50 latency.
+        """Whether throughput is higher than the other's, or not shown to be lower with lower p50 latency.
 
         Args:
-            margin: factor above 1 by which two values must differ to count as different.
+            margin: factor above 1 by which the median must be better; the rounds must tell it apart, too.
         """
-        if self.rooms_per_s > other.rooms_per_s * margin:
+        rate, latency = (delta_of(other.row, self.row, value) for value in (_rooms_per_s, p50_ms))
+        if self.rooms_per_s > other.rooms_per_s * margin and rate.significant:
             return True
-        return self.rooms_per_s * margin > other.rooms_per_s and self.p50_ms * margin < other.p50_ms
+        lower = rate.significant and self.rooms_per_s < other.rooms_per_s
+        return not lower and self.p50_ms * margin < other.p50_ms and bool(latency.significant)
 
     def settings(self) -> dict[str, str | int]:
-        """Returns the settings as keys of the agent's configuration."""
-        found: dict[str, str | int] = {"path": self.path, "chunk_tokens": self.chunk_tokens}
+        """Returns the settings as keys of the agent's configuration; the page size is the engine's."""
+        found: dict[str, str | int] = {
+            "transport": self.row["transport"],
+            "path": self.path,
+            "chunk_tokens": self.chunk_tokens,
+        }
         if self.ring_bytes:
             found["staging_ring_mb"] = -(-self.ring_bytes // _MIB)
         if self.cp_mode:
             found["cp_mode"] = self.cp_mode
-        if self.pipeline != "off":
-            found["pipeline"] = "on"
+        found["pipeline"] = "on" if self.pipeline.isdecimal() else self.pipeline
         if self.pipeline.isdecimal():
             found["pipeline_group_size"] = int(self.pipeline)
         return found
 
 
 def tune(
-    measured: Callable[[str, Options], Iterator[Candidate]],
+    measured: Callable[[str, Sequence[Options]], Iterator[Candidate]],
     page_sizes: Sequence[int],
     cp_modes: Sequence[str],
     prompt_tokens: int,
     layers: int,
     layer_ms: float,
+    together: int = 1,
 ) -> list[Candidate]:
     """Varies path and CP mode, page size, chunk size and layer groups, in this order.
 
     Args:
-        measured: runs a bench with some options changed and yields its candidates; called with the name of the varied
-            setting and the options.
+        measured: runs benches with some options changed in turns and yields their candidates; called with the name of
+            the varied setting and the options of each bench.
         page_sizes: page sizes to try; the first one is the engine's own.
         cp_modes: context-parallel modes to try.
         prompt_tokens: length of the longest prompt; chunk sizes of this length or more make no difference.
         layers: number of layers of the model.
         layer_ms: simulated compute time per layer; layer groups are tried only if it is not 0.
+        together: number of benches that can take turns with that of the best settings.
 
     Returns:
-        All candidates: the recommended one, then the others by descending throughput.
+        All candidates: the recommended one, then the others in the order in which they were measured.
     """
     own, *others = page_sizes
-    first = list(measured("paths", {"page_size": own, "cp_modes": tuple(cp_modes)}))
+    first = list(measured("paths", [{"page_size": own, "cp_modes": tuple(cp_modes)}]))
     if not first:
         return []
-    every = first
-    best = _best(first, _MARGIN)
+    # Path auto, which suits other rooms as well, unless another path is better.
+    every, best = _compared(sorted(first, key=lambda each: each.path != "auto"), _MARGIN)
 
-    def vary(name: str, changes: Sequence[Options], margin: float = _MARGIN) -> None:
+    def kept() -> Options:
+        modes = (best.cp_mode or cp_modes[0],)
+        sizes = {"page_size": best.page_size, "chunk_tokens": best.chunk_tokens}
+        return {"paths": (best.path,), "cp_modes": modes, **sizes}
+
+    def take_turns(name: str, benches: Sequence[Options], margin: float) -> None:
         nonlocal best
-        kept: Options = {
-            "paths": (best.path,),
-            "cp_modes": (best.cp_mode or cp_modes[0],),
-            "page_size": best.page_size,
-            "chunk_tokens": best.chunk_tokens,
-        }
-        tried = [each for change in changes for each in measured(name, {**kept, **change})]
-        # Settings that were measured once more are compared by their new figures, which are of the same run.
-        every[:] = [each for each in every if not any(_same_settings(each, new) for new in tried)] + tried
-        again = [each for each in tried if _same_settings(each, best)]
-        best = _best([*(again or [best]), *(each for each in tried if each not in again)], margin)
+        tried = sorted(measured(name, benches), key=lambda each: not _same_settings(each, best))
+        compared, best = _compared(tried, margin)
+        # Settings that were measured once more count with their new figures.
+        every[:] = [each for each in every if not any(_same_settings(each, new) for new in compared)] + compared
 
-    vary("page size", [{"page_size": size} for size in others], _PAGE_SIZE_MARGIN)
-    chunks = [chunk for chunk in CHUNKS if chunk < prompt_tokens and chunk != best.chunk_tokens]
-    vary("chunk", [{"chunk_tokens": chunk} for chunk in chunks])
+    def vary(name: str, key: str, values: Sequence[int], margin: float = _MARGIN) -> None:
+        for at in range(0, len(values), together):
+            take_turns(name, [kept(), *({**kept(), key: value} for value in values[at : at + together])], margin)
+
+    vary("page size", "page_size", others, _PAGE_SIZE_MARGIN)
+    vary("chunk", "chunk_tokens", [chunk for chunk in CHUNKS if chunk < prompt_tokens and chunk != best.chunk_tokens])
     if layer_ms and layers > 1:
         sizes = dict.fromkeys(str(-(-layers // groups)) for groups in _GROUPS)
-        vary("layer groups", [{"pipelines": ("off", "on", *sizes)}])
-    ranked = sorted(every, key=lambda each: (each is not best, -each.rooms_per_s))
-    return [replace(each, recommended=each is best, why=_why(each, best)) for each in ranked]
+        take_turns("layer groups", [{**kept(), "pipelines": ("off", "on", *sizes)}], _MARGIN)
+    chosen = [replace(each, recommended=True) for each in every if _same_settings(each, best)]
+    return chosen + [each for each in every if not _same_settings(each, best)]
 
 
 def run_fleets(program: Program, fleets: Fleets, steps: Steps, point_s: float | None, label: str) -> list[Candidate]:
@@ -200,13 +209,17 @@ def _candidate(variant: Variant, plan: Plan, row: Mapping[str, Any]) -> Candidat
     )
 
 
-def _best(candidates: Sequence[Candidate], margin: float) -> Candidate:
-    """Returns the best candidate; an earlier one wins unless a later one is better by `margin`."""
+def _compared(candidates: Sequence[Candidate], margin: float) -> tuple[list[Candidate], Candidate]:
+    """Returns the candidates, which took turns, with `why`, and the best one.
+
+    An earlier candidate is the best unless a later one is better by `margin`.
+    """
     best = candidates[0]
     for each in candidates[1:]:
         if each.better_than(best, margin):
             best = each
-    return best
+    compared = [replace(each, why=_why(each, best)) for each in candidates]
+    return compared, compared[candidates.index(best)]
 
 
 def _same_settings(one: Candidate, other: Candidate) -> bool:
@@ -216,13 +229,22 @@ def _same_settings(one: Candidate, other: Candidate) -> bool:
 
 def _why(candidate: Candidate, best: Candidate) -> str:
     if candidate is best:
-        return "the best of those measured"
-    if candidate.rooms_per_s * _MARGIN < best.rooms_per_s:
-        return f"{best.rooms_per_s / candidate.rooms_per_s:.1f} times fewer rooms per second"
-    if candidate.p50_ms > best.p50_ms * _MARGIN:
-        return f"{candidate.p50_ms / best.p50_ms:.1f} times the latency"
+        return "none is shown to be better"
+    alike = _same_settings(candidate, replace(best, path=candidate.path, pipeline=candidate.pipeline))
+    if alike and same_choice(best.row, candidate.row):
+        name = best.path if best.path != candidate.path else f"pipeline {best.pipeline}"
+        return f"= {name}: it sent the same parts on the same path"
+    rate, latency = (delta_of(best.row, candidate.row, value) for value in (_rooms_per_s, p50_ms))
+    if rate.significant is None:
+        return f"{rate.ratio or 0.0:+.0%} rooms/s, in too few rounds to be sure: --point-seconds measures longer"
+    for name, delta in (("rooms/s", rate), ("latency", latency)):
+        if delta.significant:
+            return f"{delta.ratio or 0.0:+.0%} {name}"
     if candidate.padded_ratio > best.padded_ratio + 0.01:
-        return f"about as good, but {candidate.padded_ratio:.0%} of its bytes fill up pages"
-    if candidate.page_size != best.page_size:
-        return "about as good; not worth another page size"
-    return "about as good"
+        return f"spreads overlap, but {candidate.padded_ratio:.0%} of its bytes fill up pages"
+    return "spreads overlap"
+
+
+def _rooms_per_s(row: Mapping[str, Any]) -> float | None:
+    figure: float | None = row["rooms_per_s"]
+    return figure

@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from kvctl.lab.bench.views import COLUMNS, contestants, nanoseconds
+from kvctl.lab.bench.rows import Delta, delta_of
+from kvctl.lab.bench.views import COLUMNS, DeltaColumn, contestants, nanoseconds
 from kvctl.render.view import Column, Kind, Row, View, Width
 
 Value = Callable[[Row], float | None]
@@ -34,12 +35,17 @@ def tokens_per_s(row: Row) -> float | None:
 
 
 def best_tokens_per_s(row: Row) -> float | None:
-    """Returns the prompt tokens per second of the best repeat."""
-    return float(row["best"]["tokens_per_s"])
+    """Returns the prompt tokens per second of the best repeat, or of a round."""
+    return tokens_per_s(row.get("best") or row)
 
 
 ttft = nanoseconds("ttft_ms", "mean")
-best_ttft = nanoseconds("best", "ttft_ms", "mean")
+
+
+def best_ttft(row: Row) -> float | None:
+    """Returns the mean TTFT of the best repeat, or of a round, in nanoseconds."""
+    return ttft(row.get("best") or row)
+
 
 _PRESET_COLUMNS = {
     column.name: column
@@ -60,7 +66,15 @@ _PRESET_COLUMNS = {
         Column("decisions", "pipeline_decisions", Kind.MAP, Width.WIDE),
         Column("bytes_per_room", "bytes_per_room", Kind.BYTES, header="BYTES/ROOM"),
     )
-} | {"ttft_delta": Column("delta", "ttft_delta_ratio", Kind.RATIO, header="Δ TTFT")}
+} | {
+    "ttft_delta": DeltaColumn(
+        "delta",
+        "ttft_delta_ratio",
+        Kind.RATIO,
+        header="Δ TTFT",
+        delta=lambda row: Delta(row["ttft_delta_ratio"], row.get("ttft_delta_significant")),
+    )
+}
 
 
 def _table(name: str, columns: str, normal: Collection[str] = (), wide: Collection[str] = (), **headers: str) -> View:
@@ -148,13 +162,11 @@ def comparison_view(
     columns = [Column(field, kind=Kind.COUNT, header=header)]
     for measure in measures:
         word = measure.name.lower().replace("/", "_per_")
-        first = _of(names[0], measure.value)
         for each in names:
             value = _of(each, measure.value)
             columns.append(Column(f"{each}_{word}", value, measure.kind, header=f"{each} {measure.name}"))
             if each != names[0]:
-                delta = _change(first, value)
-                columns.append(Column(f"{each}_{word}_delta", delta, Kind.RATIO, header=f"Δ {measure.name}"))
+                columns.append(_delta_column(f"{each}_{word}_delta", names[0], each, measure))
     columns += [
         Column(
             f"{each}_rooms",
@@ -190,9 +202,9 @@ def _of(contestant: str, value: Value) -> Value:
     return of_line
 
 
-def _change(first: Value, other: Value) -> Value:
-    def ratio(line: Row) -> float | None:
-        before, after = first(line), other(line)
-        return after / before - 1 if before and after is not None else None
+def _delta_column(name: str, first: str, contestant: str, measure: Measure) -> Column:
+    def delta(line: Row) -> Delta:
+        before, after = (line["runs"].get(each) for each in (first, contestant))
+        return Delta(None, None) if before is None or after is None else delta_of(before, after, measure.value)
 
-    return ratio
+    return DeltaColumn(name, lambda line: delta(line).ratio, Kind.RATIO, header=f"Δ {measure.name}", delta=delta)

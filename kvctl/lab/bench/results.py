@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from kvctl.lab.bench.machine import ROOFLINES, fingerprint
 from kvctl.lab.bench.program import Case, Program
 from kvctl.lab.bench.room_timing import TimedTrial, observer_cost, time_rooms
-from kvctl.lab.bench.rows import mismatches, row_of, with_delta
+from kvctl.lab.bench.rows import mismatches, rounds_of, row_of, with_delta
 from kvctl.lab.bench.statistics import percentile
 from kvctl.lab.bench.timelines import ReportData, ring_timelines, room_timelines
 from kvctl.lab.bench.traffic import Source, planned_requests
@@ -102,11 +103,19 @@ class Results:
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row for each case that ran, in the order of `trials`."""
         roofline = {kind: self.best_roofline(kind) for kind in ROOFLINES}
-        verify = self._verify != "off"
+        row = partial(
+            row_of,
+            plan=self.plan,
+            names=self.names,
+            ready=self.ready,
+            roofline=roofline,
+            verified=self._verify != "off",
+        )
         every = self.trials()
         return [
             {
-                **row_of(trials, self.plan, self.names, self.ready, roofline, verify),
+                **row(trials),
+                "rounds": rounds_of(trials, row),
                 "observer_cost_ratio": observer_cost(every.get(replace(case, observed=False), ()), trials)
                 if case.observed
                 else None,
@@ -164,7 +173,7 @@ class Outcome:
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row per case of every fleet; rows of one load are adjacent, with deltas against the first row."""
-        return with_delta([row for each in self.measured for row in self._rows(each)])
+        return with_delta([row for each in self.measured for row in self.rows_of(each)])
 
     def roofline(self) -> dict[str, dict[FloorKind, float | None]]:
         """Returns the highest measured limit of each kind in GB/s, by transport; None for kinds not measured."""
@@ -217,7 +226,8 @@ class Outcome:
         data["rings"] = [ring for each in every for ring in ring_timelines(each.trials(), each.names, each.ready)]
         return data
 
-    def _rows(self, each: Measured) -> list[dict[str, Any]]:
+    def rows_of(self, each: Measured) -> list[dict[str, Any]]:
+        """Returns a row per case of a fleet, in the order of `Results.trials`."""
         variant, program, results = each
         request = variant.request
         layout = {

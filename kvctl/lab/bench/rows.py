@@ -8,13 +8,13 @@ so that pauses between batches do not count, but waiting within a batch does.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvctl.lab.bench.machine import copy_roofline
 from kvctl.lab.bench.room_timing import RoomTiming, TimedTrial, asked_rooms_per_s, rate, served_rooms_per_s
-from kvctl.lab.bench.statistics import median, stage_us, summary_ms
+from kvctl.lab.bench.statistics import median, stage_us, summary_ms, told_apart
 from kvctl.lab.bench.timelines import layer_groups
 from kvctl.lab.ranks.busy_loop import slowdown
 from kvctl.lab.ranks.messages import Mismatch, Ready, RunReport
@@ -23,6 +23,14 @@ from kvctl.lab.ranks.request import FloorKind
 from kvctl_agent.contract.choices import HOST, STAGED
 
 STAGES = ("gather", "gate", "post", "wire", "scatter")
+# Fields of a row that each of its rounds has, too.
+_ROUND_FIELDS = (
+    *("rooms", "rooms_per_s", "gb_per_s", "tokens_per_s", "served_rooms_per_s", "floor_ratio", "cpu_seconds"),
+    *("latency_ms", "ttft_ms", "tpot_ms"),
+)
+# Rows of one load that differ in these fields are different choices, whatever they sent.
+_CONDITIONS = ("fleet", "transport", "cp_mode", "busy_engine", "observed", "prefill", "decode", "ratio")
+_CHOICE = ("fleet", "transport", "cp_mode", "path", "pipeline")
 
 
 def row_of(
@@ -120,10 +128,48 @@ def mismatches(trial: TimedTrial) -> list[Mismatch]:
     return [mismatch for verdict in trial.trial.verdicts.values() for mismatch in verdict["mismatches"]]
 
 
-def with_delta(rows: Sequence[dict[str, Any]], within: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Returns the rows with `delta_ratio` (of GB/s) and `ttft_delta_ratio` added, against the first row of their load.
+class Delta(NamedTuple):
+    """Relative change of a figure from one row to another.
 
-    Both are None in the first row of a load. Rows of one load are adjacent in the result.
+    Attributes:
+        ratio: the change; None if one of the rows lacks the figure.
+        significant: whether the rounds tell the rows apart (`told_apart`).
+    """
+
+    ratio: float | None
+    significant: bool | None
+
+
+def rounds_of(trials: Sequence[TimedTrial], row: Callable[[Sequence[TimedTrial]], Mapping[str, Any]]) -> list[Any]:
+    """Returns the figures of each round of a case: of one batch, for which all compared cases take turns.
+
+    Args:
+        row: Returns the row of a list of trials.
+    """
+    found = [row([trial]) for trial in trials if trial.timings]
+    return [{name: each[name] for name in _ROUND_FIELDS} for each in found]
+
+
+def in_rounds(row: Mapping[str, Any], value: Callable[[Mapping[str, Any]], float | None]) -> list[float]:
+    """Returns a figure in each round of a row; empty if the row was saved before rows had rounds."""
+    return [figure for each in row.get("rounds") or () if (figure := value(each)) is not None]
+
+
+def delta_of(
+    first: Mapping[str, Any], row: Mapping[str, Any], value: Callable[[Mapping[str, Any]], float | None]
+) -> Delta:
+    """Compares a figure of a row with that of the first row."""
+    before, after = value(first), value(row)
+    ratio = after / before - 1 if before and after is not None else None
+    return Delta(ratio, told_apart(in_rounds(first, value), in_rounds(row, value)))
+
+
+def with_delta(rows: Sequence[dict[str, Any]], within: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Returns the rows with the change against the first row of their load and `same_as` added.
+
+    `delta_ratio` is the change of GB/s, `ttft_delta_ratio` that of the mean TTFT, and `…_significant` says whether the
+    rounds tell the rows apart. All are None in the first row of a load. `same_as` has the settings (`_CHOICE`) of an
+    earlier row that is the same choice (`same_choice`); None without such a row. Rows of one load are adjacent.
 
     Args:
         within: Fields that compared rows must have in common besides the load.
@@ -132,22 +178,46 @@ def with_delta(rows: Sequence[dict[str, Any]], within: Sequence[str] = ()) -> li
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault(tuple(row.get(field) for field in fields), []).append(row)
-
-    def ttft(row: Mapping[str, Any]) -> float | None:
-        mean: float | None = (row.get("ttft_ms") or {}).get("mean")
-        return mean
-
-    def change(before: float | None, after: float | None) -> float | None:
-        return after / before - 1 if before and after is not None else None
-
     compared = []
-    for first, row in ((group[0], row) for group in groups.values() for row in group):
-        deltas = {
-            "delta_ratio": change(first["gb_per_s"], row["gb_per_s"]),
-            "ttft_delta_ratio": change(ttft(first), ttft(row)),
-        }
-        compared.append({**row, **(dict.fromkeys(deltas) if first is row else deltas)})
+    for group in groups.values():
+        for number, row in enumerate(group):
+            changes: dict[str, Any] = {}
+            for name, value in (("delta", _gb_per_s), ("ttft_delta", _mean_ttft)):
+                delta = Delta(None, None) if row is group[0] else delta_of(group[0], row, value)
+                changes |= {f"{name}_ratio": delta.ratio, f"{name}_significant": delta.significant}
+            same = next((other for other in group[:number] if same_choice(other, row)), None)
+            changes["same_as"] = None if same is None else {name: same.get(name) for name in _CHOICE}
+            compared.append({**row, **changes})
     return compared
+
+
+def _gb_per_s(row: Mapping[str, Any]) -> float | None:
+    figure: float | None = row["gb_per_s"]
+    return figure
+
+
+def _mean_ttft(row: Mapping[str, Any]) -> float | None:
+    mean: float | None = (row.get("ttft_ms") or {}).get("mean")
+    return mean
+
+
+def p50_ms(row: Mapping[str, Any]) -> float | None:
+    """Returns the median latency of a row or a round."""
+    figure: float | None = (row.get("latency_ms") or {}).get("p50")
+    return figure
+
+
+def same_choice(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Returns whether two rows of one load sent the same parts of each room on the same paths, as auto and its choice.
+
+    Rows that differ in their conditions, or that the rounds tell apart in spite of it, are not the same choice.
+    """
+    sent = [
+        sorted((path, count / max(1, row["ok"])) for path, count in row.get("paths_taken", {}).items())
+        for row in (one, other)
+    ]
+    alike = sent[0] == sent[1] != [] and all(one.get(name) == other.get(name) for name in _CONDITIONS)
+    return alike and not any(delta_of(one, other, value).significant for value in (_gb_per_s, p50_ms))
 
 
 class _Reports:

@@ -24,7 +24,7 @@ from rich.progress import (
 from kvctl.lab.bench.fleet import Fleet
 from kvctl.lab.bench.machine import rooflines_of
 from kvctl.lab.bench.observers import Observers
-from kvctl.lab.bench.program import Program
+from kvctl.lab.bench.program import Case, Program
 from kvctl.lab.bench.results import Measured, Results
 from kvctl.lab.bench.trials import Trial, TrialRunner
 from kvctl.lab.bench.variants import Variant
@@ -165,6 +165,16 @@ class Session:
         finally:
             self._observers.close()
 
+    def repeat(self, cases: Sequence[Case]) -> None:
+        """Runs all batches of some cases once more.
+
+        Raises:
+            FleetError: A rank died, failed or hung.
+        """
+        first = max(trial.trial.repeat for trials in self.results.trials().values() for trial in trials) + 1
+        for trial in self._runner.trials(cases, 1, first):
+            self.results.add(trial)
+
     def measure_roofline(self) -> None:
         """Measures each roofline of the plan once and adds it to the results; nothing else may run meanwhile."""
         for kind in rooflines_of(self._plan):
@@ -221,5 +231,6 @@ def measure(sessions: Sequence[Session], steps: Steps, roofline: bool = True) ->
                 running.remove(trials)
             else:
                 steps.finished_trial()
+        running.reverse()  # no fleet always comes after the same one
     for session in rooflines:
         session.measure_roofline()

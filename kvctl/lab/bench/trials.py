@@ -1,7 +1,9 @@
 """Runs trials: a trial fills, transfers and verifies one batch of rooms for one case.
 
 A batch is a set of a load's rooms that fits in memory at once. Every case runs its first batch before any case runs its
-second, so that drift of the machine affects all compared cases alike, and all of them run the same rooms.
+second, so that drift of the machine affects all compared cases alike, and all of them run the same rooms. Such a round
+is the unit of the spread; every other one runs the cases in reverse order, because a case profits or suffers from the
+one before it.
 """
 
 from __future__ import annotations
@@ -128,16 +130,17 @@ class TrialRunner:
         # Random, so that kvctl, if it observes two fleets, does not join rooms of both under one number.
         self._next_room = (secrets.randbelow(1 << 30) + 1) * plan["room_stride"] << 10
 
-    def trials(self, cases: Sequence[Case], repeat: int) -> Iterator[Trial]:
-        """Runs all batches of the cases in turns, `repeat` times.
+    def trials(self, cases: Sequence[Case], repeat: int, first: int = 0) -> Iterator[Trial]:
+        """Runs all batches of the cases in turns, `repeat` times; `first` is the number of the first repeat.
 
         Raises:
             FleetError: A rank died, failed or hung, or the pages of a room may still be written to.
         """
         batches = {case: len(self._plan["loads"][case.load]["batches"]) for case in cases}
-        for again in range(repeat):
+        for again in range(first, first + repeat):
             for batch in range(max(batches.values(), default=0)):
-                for case in (case for case in cases if batch < batches[case]):
+                in_turn = cases if (again + batch) % 2 == 0 else cases[::-1]
+                for case in (case for case in in_turn if batch < batches[case]):
                     first, end = self._plan["loads"][case.load]["batches"][batch]
                     planned = self._plan["loads"][case.load]["rooms"][first:end]
                     if self._budget.unknown(case):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvctl.lab.bench.results import Outcome
+from kvctl.lab.bench.rows import Delta, delta_of, in_rounds
+from kvctl.lab.bench.statistics import MIN_ROUNDS, spread
 from kvctl.lab.bench.variants import pages_text, sizes_text
 from kvctl.lab.ranks.plan import Plan, PlannedShape
 from kvctl.render import units
@@ -18,7 +20,7 @@ from kvctl_agent.contract.choices import HOST
 # Fields besides the path in which rows of one load may differ; a terminal shows only the fields that do differ.
 _DISTINGUISHING = ("fleet", "transport", "cp_mode", "pipeline", "busy_engine", "observed")
 _MAX_PATH_COLUMNS = 4
-_VERDICT_STYLES = {"PASS": "green", "FAIL": "bold red", "False": "bold red", "True": "green"}
+_VERDICT_STYLES = {"PASS": "green", "FAIL": "bold red", "UNDECIDED": "yellow", "False": "bold red", "True": "green"}
 
 
 def nanoseconds(*keys: str, per: float = 1e6) -> Callable[[Row], int | None]:
@@ -33,6 +35,43 @@ def nanoseconds(*keys: str, per: float = 1e6) -> Callable[[Row], int | None]:
         for key in keys:
             number = number.get(key) if isinstance(number, Mapping) else None
         return None if number is None else round(number * per)
+
+    return value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaColumn(Column):
+    """Column with the change against the first row of a load; without a figure if the rounds do not tell them apart.
+
+    Attributes:
+        delta: returns the change of a row.
+    """
+
+    delta: Callable[[Row], Delta] = lambda row: Delta(row["delta_ratio"], row.get("delta_significant"))
+
+    def human(self, row: Row) -> str:
+        return f"= {_same_text(row)}" if row.get("same_as") else delta_text(*self.delta(row))
+
+
+def delta_text(ratio: float | None, significant: bool | None) -> str:
+    """Formats a change as `+12%`, as `+12%?` after too few rounds, and as `≈` if the spreads of the rounds overlap."""
+    if ratio is None:
+        return units.UNKNOWN
+    return "≈" if significant is False else f"{ratio:+.0%}" + ("" if significant else "?")
+
+
+def _same_text(row: Row) -> str | None:
+    """Names the path, or the pipeline setting if the path is its own, of the row that was the same choice."""
+    same = row.get("same_as")
+    if not same:
+        return None
+    return str(same["path"]) if same["path"] != row["path"] else f"pipeline {same['pipeline']}"
+
+
+def _limit_of_spread(end: int) -> Callable[[Row], float | None]:
+    def value(row: Row) -> float | None:
+        rounds = in_rounds(row, COLUMNS["gb_per_s"].value)
+        return spread(rounds)[end] if len(rounds) > 1 else None
 
     return value
 
@@ -64,7 +103,12 @@ BENCH = View(
         Column("verified", kind=Kind.FLAG, styles=_VERDICT_STYLES),
         Column("rooms_per_s", kind=Kind.RATE, header="ROOMS/S"),
         Column("gb_per_s", kind=Kind.RATE, header="GB/S"),
-        Column("delta", "delta_ratio", Kind.RATIO, header="Δ GB/S"),
+        _wide("rounds", lambda row: len(row.get("rounds") or ()), Kind.COUNT),
+        Column("low", _limit_of_spread(0), Kind.RATE, Width.NORMAL, header="GB/S FROM"),
+        Column("high", _limit_of_spread(1), Kind.RATE, Width.NORMAL, header="TO"),
+        DeltaColumn("delta", "delta_ratio", Kind.RATIO, header="Δ GB/S"),
+        _wide("delta_significant", kind=Kind.FLAG),
+        _wide("same_as", _same_text),
         Column("memcpy", "memcpy_ratio", Kind.RATIO, Width.NORMAL, header="OF MEMCPY"),
         Column("write", "write_ratio", Kind.RATIO, Width.NORMAL, header="OF WRITE"),
         _wide("p2p", "p2p_ratio", Kind.RATIO, "OF P2P"),
@@ -157,11 +201,12 @@ def blocks(rows: Sequence[Row], outcome: Outcome, view: View | None) -> list[Blo
     """
     every = outcome.rows()
     head = _setup(outcome)
-    foot = [_roofline(outcome), *_cut_short(every), *_observer_costs(every)]
+    foot = [*rounds_text(every), _roofline(outcome), *_cut_short(every), *_observer_costs(every)]
     if view is None:
         head += _load(rows)
     head += _faults(outcome, every)
-    table = Grid(view, rows) if view is not None else _table(rows)
+    table, same = (Grid(view, rows), []) if view is not None else _table(rows)
+    foot = same + foot
     verdict = _verdict(every)
     return [Text([[(line, "")] for line in head]), table, Text([*([(line, "")] for line in foot), verdict])]
 
@@ -259,7 +304,12 @@ _LINES: tuple[tuple[Callable[[Row], bool], Sequence[tuple[str, Column, bool]]], 
             ("  failed otherwise", COLUMNS["failed"], False),
         ),
     ),
-    (lambda row: True, (("rooms/s", _rate("rooms_per_s"), True), ("GB/s", _rate("gb_per_s"), True))),
+    (lambda row: True, (("rooms/s", _rate("rooms_per_s"), True),)),
+    (
+        lambda row: len(row["rounds"]) > 1,
+        (("  over the rounds", Column("spread", lambda row: _spread_text(row)), False),),
+    ),
+    (lambda row: True, (("GB/s", _rate("gb_per_s"), True),)),
     (lambda row: row["device"] == "cpu", (("of one-thread memcpy", COLUMNS["memcpy"], False),)),
     (
         lambda row: row["device"] != "cpu",
@@ -329,15 +379,24 @@ def _with_core(view: View, names: Collection[str]) -> View:
     return replace(view, columns=tuple(columns))
 
 
-def _table(rows: Sequence[Row]) -> Grid:
-    """Returns a table with a column per row if there are few rows, all of one load; otherwise with a line per row."""
-    loads = {(row["concurrency"], row["tokens_drawn"]) for row in rows}
-    if len(loads) == 1 and len(rows) <= _MAX_PATH_COLUMNS:
-        return Grid(_side_by_side(rows), _lines(rows))
+def _table(rows: Sequence[Row]) -> tuple[Grid, list[str]]:
+    """Returns a table with a column per row if there are few rows, all of one load; otherwise with a line per row.
+
+    A row that is the same choice as another one has no column, but one of the returned lines.
+    """
+    same = [any(is_choice(row["same_as"], other) for other in rows) for row in rows]
+    columns = [row for row, merged in zip(rows, same, strict=True) if not merged]
+    if len({(row["concurrency"], row["tokens_drawn"]) for row in rows}) == 1 and len(columns) <= _MAX_PATH_COLUMNS:
+        lines = [
+            f"{name} = {_same_text(row)}: it sent the same parts on the same path, at {_spread_text(row)} rooms/s"
+            for name, row, merged in zip(contestants(rows), rows, same, strict=True)
+            if merged
+        ]
+        return Grid(_side_by_side(columns), _lines(columns)), lines
     shown = {name for name in _DISTINGUISHING if len({row[name] for row in rows}) > 1}
     shown |= {"floor"} if any(row["floor_ratio"] is not None for row in rows) else set()
     shown |= {"slowdown"} if any(row["compute_slowdown_ratio"] is not None for row in rows) else set()
-    return Grid(_with_core(BENCH, shown), rows)
+    return Grid(_with_core(BENCH, shown), rows), []
 
 
 def _side_by_side(rows: Sequence[Row]) -> View:
@@ -354,14 +413,21 @@ def _lines(rows: Sequence[Row]) -> list[dict[str, str]]:
     lines = []
     for label, column, compare in (line for applies, group in _LINES if any(map(applies, rows)) for line in group):
         line = {"measure": label}
-        before = column.value(rows[0])
         for number, row in enumerate(rows):
-            after = column.value(row)
             line[f"path{number}"] = column.human(row)
-            delta = f"{after / before - 1:+.0%}" if before and after is not None and compare else units.UNKNOWN
-            line[f"delta{number}"] = delta if compare else " "
+            line[f"delta{number}"] = delta_text(*delta_of(rows[0], row, column.value)) if compare else " "
         lines.append(line)
     return lines
+
+
+def is_choice(choice: Mapping[str, Any] | None, row: Row) -> bool:
+    """Returns whether `choice`, the `same_as` of another row, means this row."""
+    return choice is not None and all(row.get(name) == value for name, value in choice.items())
+
+
+def _spread_text(row: Row) -> str:
+    rounds = in_rounds(row, lambda each: each["rooms_per_s"])
+    return "-".join(map(units.three_digits, spread(rounds))) if rounds else units.UNKNOWN
 
 
 def _verdict(rows: Sequence[Row]) -> list[tuple[str, str]]:
@@ -445,6 +511,17 @@ def _faults(outcome: Outcome, rows: Sequence[Row]) -> list[str]:
         struck.update(row["faults_struck"])
     counts = ", ".join(f"{name} {count}" for name, count in struck.items()) or "none"
     return [f"faults {', '.join(request.faults)} with --seed {request.seed}; struck in the agents: {counts}"]
+
+
+def rounds_text(rows: Sequence[Row]) -> list[str]:
+    """Returns a line on the rounds that a table's Δ rest on; empty if there is nothing to compare."""
+    counts = sorted({len(row.get("rounds") or ()) for row in rows})
+    if len(rows) < 2:
+        return []
+    text = f"Δ over {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} rounds in turns"
+    few = f"? below {MIN_ROUNDS} rounds, where it may be chance: --repeat {MIN_ROUNDS}"
+    marks = ["≈ where their spreads overlap"] * (counts[-1] >= MIN_ROUNDS) + [few] * (counts[0] < MIN_ROUNDS)
+    return [f"{text}: {', '.join(marks)}"]
 
 
 def _roofline(outcome: Outcome) -> str:

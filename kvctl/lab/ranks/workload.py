@@ -21,13 +21,17 @@ MIN_ROOMS = 24
 MAX_ROOMS = 256
 # Enough bytes for a useful run, and few enough that the slowest path of a default bench takes well under a minute.
 ROOMS_BYTES = 3 << 30
+# Compared paths take turns by batch, and what tells their rates apart is the spread over the batches.
+ROUNDS = 6
 # At the end of a batch fewer rooms than the window are in flight. With the rooms of several windows in a batch, this
-# phase is a small part of its time.
+# phase is a small part of its time. Large rooms share the cores from start to end, so that one window is enough: on two
+# cores, 4 rooms of 128 MiB at a time had the rate of 12.
 BATCH_WINDOWS = 4
-# A GPU moves a room in half a millisecond: four windows of eight rooms took 20 ms, of which start and end took 3.
-GPU_BATCH_WINDOWS = 16
 MIN_BATCH_ROOMS = 12
 BATCH_BYTES = 512 << 20
+# A GPU moves a room in half a millisecond: four windows of eight rooms took 20 ms, of which start and end took 3.
+GPU_BATCH_WINDOWS = 16
+GPU_BATCH_BYTES = 16 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +110,7 @@ def _drawn(request: PlanRequest, volume: TransferVolume, load: Load, budget: Bud
     most = max(1, budget.pool_bytes // check_room_fits(budget, volume, load.tokens.longest))
     mean_bytes = volume.room_bytes(0, max(1, round(load.tokens.mean)), 0).payload
     count = load.rooms or request.rooms or default_rooms(mean_bytes, min(load.concurrency, most))
-    batch_windows = GPU_BATCH_WINDOWS if request.device == "cuda" else BATCH_WINDOWS
-    in_flight, batch_rooms = fit_batch(load.concurrency, count, mean_bytes, most, decode_dp, batch_windows)
+    in_flight, batch_rooms = fit_batch(load.concurrency, count, mean_bytes, most, decode_dp, request.device == "cuda")
     batches = cut(count, batch_rooms)
     active = min(in_flight, decode_dp)
     tokens = draw_tokens(load.tokens, count, request.seed)
@@ -270,9 +273,9 @@ def windows(in_flight: int, decode_dp: int) -> list[int]:
 
 
 def fit_batch(
-    concurrency: int, rooms: int, room_bytes: int, most_rooms: int, decode_dp: int, batch_windows: int = BATCH_WINDOWS
+    concurrency: int, rooms: int, room_bytes: int, most_rooms: int, decode_dp: int, on_gpus: bool = False
 ) -> tuple[int, int]:
-    """Returns (rooms in flight, rooms per batch) such that every batch fits in memory.
+    """Returns (rooms in flight, rooms per batch) such that every batch fits in memory, and there are `ROUNDS` or fewer.
 
     Args:
         concurrency: requested number of rooms in flight.
@@ -280,11 +283,11 @@ def fit_batch(
         room_bytes: payload of a room of mean length.
         most_rooms: number of rooms of maximum length that the pools hold at once, at least 1.
         decode_dp: number of decode dp groups; if possible, a batch has the same number of rooms for each.
-        batch_windows: number of windows of rooms that a batch should have.
     """
     in_flight = min(concurrency, most_rooms, rooms)
-    wanted = max(batch_windows * in_flight, MIN_BATCH_ROOMS, BATCH_BYTES // max(1, room_bytes))
-    size = min(wanted, most_rooms, rooms)
+    windows, nbytes = (GPU_BATCH_WINDOWS, GPU_BATCH_BYTES) if on_gpus else (BATCH_WINDOWS, BATCH_BYTES)
+    least = min(max(windows * in_flight, MIN_BATCH_ROOMS), max(in_flight, nbytes // max(1, room_bytes)))
+    size = min(max(least, -(-rooms // ROUNDS)), most_rooms, rooms)
     batches = -(-rooms // size)
     size = -(-rooms // batches)  # even batches rather than a small last one
     active = min(in_flight, decode_dp)

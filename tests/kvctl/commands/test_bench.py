@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -190,6 +191,22 @@ def test_a_baseline_passes_and_fails(spawn: Run, tmp_path: Path):
     code, _, err = finish(spawn(*options, "--baseline", str(saved)))
     assert code == 1
     assert "kvctl: FAIL: staged at concurrency 4, 40 tokens" in err
+    assert " in 4 rounds, baseline " in err  # one round was too few, so it measured more
+
+
+def test_rounds_run_in_turns_and_their_spread_is_shown(spawn: Run, tmp_path: Path):
+    saved = tmp_path / "result.json"
+    options = ["--path", "slice,staged", "--repeat", "4", "--save", str(saved), "-o", "table"]
+    code, out, err = finish(spawn(*LOOPBACK, *TWO_TO_TWO, *TINY, *options))
+    assert (code, err) == (0, "")
+    assert re.search(r"^over the rounds +[\d.]+-[\d.]+ +[\d.]+-[\d.]+$", out, re.MULTILINE)
+    assert "\nΔ over 4 rounds in turns: ≈ where their spreads overlap\n" in out
+    runs = orjson.loads(saved.read_bytes())["runs"]
+    assert [len(run["rounds"]) for run in runs] == [4, 4]
+    assert [run["delta_significant"] for run in runs] in ([None, True], [None, False])
+    for run in runs:
+        rates = [each["gb_per_s"] for each in run["rounds"]]
+        assert min(rates) <= run["gb_per_s"] <= max(rates)
 
 
 def test_unverified_is_said_and_is_no_failure(spawn: Run):

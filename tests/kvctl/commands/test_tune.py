@@ -41,7 +41,15 @@ def test_settings_are_measured_in_a_small_fleet(kvctl: Any) -> None:
     assert tried >= {("slice", 16, "off"), ("staged", 16, "off"), (best["path"], 32, "off")}
     assert {pipeline for _, _, pipeline in tried} == {"off", "on", "1"}
     assert len(tried) == len(found["options"]) == 5
-    assert found["settings"]["path"] == best["path"]
+    assert found["settings"] == {
+        "transport": "loopback",
+        "path": best["path"],
+        "chunk_tokens": best["chunk_tokens"],
+        **({"staging_ring_mb": 1} if best["path"] == "staged" else {}),
+        "pipeline": "off" if best["pipeline"] == "off" else "on",
+        **({"pipeline_group_size": 1} if best["pipeline"] == "1" else {}),
+    }
+    assert found["engine_settings"] == {"page_size": best["page_size"]}
     for each in found["options"]:
-        assert each["rooms_per_s"] > 0
+        assert 0 < each["rooms_per_s_low"] <= each["rooms_per_s"] <= each["rooms_per_s_high"]
         assert (each["ring_bytes"] is not None) == (each["path"] == "staged")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.bench.baseline import compare, failures, load_baseline
+from kvctl.lab.bench.baseline import FAIL, UNDECIDED, compare, lines, load_baseline
 from kvctl.lab.bench.program import Case, SideBySide
 from kvctl.lab.bench.results import Measured, Outcome, Results
 from kvctl.lab.bench.room_timing import rate, time_rooms
@@ -101,9 +101,19 @@ def received(index: int, opened_ns: int, success_ns: int) -> list[int]:
 
 
 def trial(
-    path: str = "staged", batch: int = 0, at_ms: int = 0, took_ms: int = 50, repeat: int = 0, **changes: Any
+    path: str = "staged",
+    batch: int = 0,
+    at_ms: int = 0,
+    took_ms: int = 50,
+    repeat: int = 0,
+    sent: str = "",
+    **changes: Any,
 ) -> Trial:
-    """Two rooms, one for each decode rank; the second starts when the first is half through."""
+    """Two rooms, one for each decode rank; the second starts when the first is half through.
+
+    All parts go by path `sent`, by default by the path of the case.
+    """
+    chosen, path = path, sent or path
     first, second = 2 * batch, 2 * batch + 1
     start = at_ms * MS
     half = took_ms * MS // 2
@@ -132,7 +142,7 @@ def trial(
     reports.update(changes.pop("reports", {}))
     clean = VerifyReport(rooms=1, bytes=1, mismatches=[], bad_rooms=[])
     verdicts = {"decode-0": clean, "decode-1": clean, **changes.pop("verdicts", {})}
-    return Trial(Case(0, path), batch, repeat, (room(first), room(second)), reports, verdicts, shown=first)
+    return Trial(Case(0, chosen), batch, repeat, (room(first), room(second)), reports, verdicts, shown=first)
 
 
 def results(*trials: Trial, verify: str = "full", paths: tuple[str, ...] = ("slice", "staged")) -> Results:
@@ -335,36 +345,125 @@ def test_tsv_has_a_line_per_run_in_machine_units():
     assert fast[header.index("p50_ns")] == str(48 * MS + MS // 2)
 
 
-def test_people_see_a_column_per_path_with_the_difference():
-    collected = results(trial("slice", took_ms=100), trial("staged", took_ms=50))
-    collected.roofline["memcpy"].append(14.6)
+def rounds(path: str, *took_ms: int, sent: str = "") -> list[Trial]:
+    return [trial(path, took_ms=each, repeat=number, sent=sent) for number, each in enumerate(took_ms)]
+
+
+def on_terminal(collected: Results) -> str:
     whole = outcome(collected)
     made = blocks(whole.rows(), whole, None)
     columns = [(getattr(block, "view", None) and block.view.columns) or () for block in made]  # type: ignore[union-attr]
-    text = render(made, columns, 80, colour=False)
+    return render(made, columns, 80, colour=False)
+
+
+def test_people_see_a_column_per_path_with_the_difference():
+    collected = results(*rounds("slice", 100, 100, 101, 102), *rounds("staged", 50, 50, 51, 52))
+    collected.roofline["memcpy"].append(14.6)
+    text = on_terminal(collected)
     assert "prefill tp2 → decode dp2 over nixl · m: 2 layers, 2 KV heads of 8 bf16" in text
-    assert any(line.split() == ["GB/s", "1.33", "2.67", "+100%"] for line in text.splitlines())
+    assert any(line.split() == ["GB/s", "1.32", "2.67", "+102%"] for line in text.splitlines())
     assert "memcpy 14.6 GB/s on one thread, one write over nixl - GB/s" in text
     assert "every byte verified" in text
     assert "hidden" not in text
+    assert any(line.split() == ["over", "the", "rounds", "13.1-13.3", "25.6-26.7"] for line in text.splitlines())
+    assert "Δ over 4 rounds in turns: ≈ where their spreads overlap\n" in text
+
+
+def test_no_difference_is_shown_where_the_spreads_overlap():
+    text = on_terminal(results(*rounds("slice", 40, 50, 60, 70), *rounds("staged", 30, 35, 38, 41)))
+    assert any(line.split() == ["GB/s", "2.67", "3.51", "≈"] for line in text.splitlines())
+    assert "+" not in text
+
+
+def test_a_difference_after_too_few_rounds_is_marked():
+    text = on_terminal(results(*rounds("slice", 100, 101), *rounds("staged", 50, 51)))
+    assert any(line.split() == ["GB/s", "1.32", "2.67", "+102%?"] for line in text.splitlines())
+    assert "Δ over 2 rounds in turns: ? below 4 rounds, where it may be chance: --repeat 4\n" in text
+
+
+def test_a_path_that_auto_chose_and_auto_are_one_column():
+    collected = results(
+        *rounds("slice", 100, 100, 101, 102),
+        *rounds("staged", 50, 50, 51, 52),
+        *rounds("auto", 45, 48, 51, 70, sent="staged"),
+        paths=("slice", "staged", "auto"),
+    )
+    rows = outcome(collected).rows()
+    assert [row["same_as"] and row["same_as"]["path"] for row in rows] == [None, None, "staged"]
+    assert [column.human(rows[2]) for column in BENCH.columns if column.name == "delta"] == ["= staged"]
+    text = on_terminal(collected)
+    assert "auto" not in text.split("GB/s")[0]
+    assert "auto = staged: it sent the same parts on the same path, at 19-29.6 rooms/s\n" in text
+
+
+@pytest.mark.parametrize(
+    ("took_ms", "sent"),
+    [((45, 48, 51, 70), "slice"), ((20, 21, 22, 23), "staged")],
+    ids=["it chose another path", "the rounds tell it apart"],
+)
+def test_auto_keeps_its_column_otherwise(took_ms: tuple[int, ...], sent: str):
+    whole = [*rounds("staged", 50, 50, 51, 52), *rounds("auto", *took_ms, sent=sent)]
+    rows = outcome(results(*whole, paths=("staged", "auto"))).rows()
+    assert [row["same_as"] for row in rows] == [None, None]
+
+
+def test_a_row_has_the_figures_of_each_round():
+    (row,) = results(*rounds("staged", 50, 100)).rows()
+    assert [each["rooms_per_s"] for each in row["rounds"]] == pytest.approx([26.67, 13.33], abs=0.01)
+    assert {"gb_per_s", "latency_ms", "ttft_ms", "cpu_seconds"} <= set(row["rounds"][0])
 
 
 class TestBaseline:
-    def rows(self, took_ms: int) -> list[dict[str, Any]]:
-        return outcome(results(trial("staged", took_ms=took_ms))).rows()
+    """Given rounds of two results, the verdict."""
 
-    def saved(self, took_ms: int) -> dict[str, Any]:
-        return outcome(results(trial("staged", took_ms=took_ms))).document()
+    def rows(self, *took_ms: int) -> list[dict[str, Any]]:
+        return outcome(results(*rounds("staged", *took_ms))).rows()
+
+    def saved(self, *took_ms: int) -> dict[str, Any]:
+        return outcome(results(*rounds("staged", *took_ms))).document()
 
     def test_within_the_allowance_passes(self):
         rows = compare(self.rows(104), plan()["shape"], self.saved(100), 0.05)
         assert rows[0]["baseline"]["verdict"] == "PASS"
-        assert failures(rows) == []
+        assert lines(rows, FAIL) == []
 
-    def test_beyond_it_fails_with_both_figures(self):
-        rows = compare(self.rows(200), plan()["shape"], self.saved(100), 0.05)
+    def test_beyond_it_fails_with_both_figures_and_the_reason(self):
+        rows = compare(self.rows(200, 202, 204, 206), plan()["shape"], self.saved(100, 101, 102, 103), 0.05)
         assert rows[0]["baseline"]["verdict"] == "FAIL"
-        assert failures(rows) == ["staged at concurrency 2, 64 tokens: 0.667 GB/s, baseline 1.33 (-50.0%)"]
+        assert lines(rows, FAIL) == [
+            "FAIL: staged at concurrency 2, 64 tokens: 0.654 GB/s, baseline 1.31 (-50.0%): the spreads (0.647-0.667 in "
+            "4 rounds, baseline 1.29-1.33) are more than 5% apart"
+        ]
+
+    @pytest.mark.parametrize(
+        ("now", "then", "verdict"),
+        [
+            ((100, 118, 120, 130), (95, 100, 105, 110), UNDECIDED),  # a tenth slower, but the spreads overlap
+            ((112, 113, 114, 115), (100, 101, 102, 110), UNDECIDED),  # apart, but not by the allowance
+            ((118, 119, 120, 121), (100, 101, 102, 110), FAIL),
+            ((200, 202, 204), (100, 101, 102, 103), UNDECIDED),  # too few rounds
+            ((95, 100, 105, 400), (95, 100, 105, 110), "PASS"),  # one slow round of the median of four
+            ((200,) * 8 + (90,), (100,) * 8 + (250,), FAIL),  # of nine rounds, outliers do not count
+        ],
+    )
+    def test_the_spreads_of_both_decide(self, now: tuple[int, ...], then: tuple[int, ...], verdict: str):
+        (row,) = compare(self.rows(*now), plan()["shape"], self.saved(*then), 0.05)
+        assert row["baseline"]["verdict"] == verdict
+
+    @pytest.mark.parametrize(("now", "verdict"), [((100, 110, 120, 130), UNDECIDED), ((180, 182, 184, 190), FAIL)])
+    def test_a_result_without_rounds_has_the_spread_of_this_run(self, now: tuple[int, ...], verdict: str):
+        saved = self.saved(100)
+        for run in saved["runs"]:
+            del run["rounds"]
+        (row,) = compare(self.rows(*now), plan()["shape"], saved, 0.05)
+        assert row["baseline"]["verdict"] == verdict
+        assert row["baseline"]["why"].endswith("so its spread is taken to be that of this run")
+
+    @pytest.mark.parametrize("broken", [7, "x", [1], [{"gb_per_s": "x"}], [{}]])
+    def test_malformed_rounds_are_none(self, broken: Any):
+        saved = self.saved(100)
+        saved["runs"][0]["rounds"] = broken
+        assert compare(self.rows(100), plan()["shape"], saved, 0.05)[0]["baseline"]["verdict"] == "PASS"
 
     def test_another_shape_is_no_baseline(self):
         with pytest.raises(ValueError, match="another shape"):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl.lab.bench.statistics import median, percentile, stage_us, summary_ms, union
+from kvctl.lab.bench.statistics import MIN_ROUNDS, median, percentile, spread, stage_us, summary_ms, told_apart, union
 
 spans_strategy = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda pair: tuple(sorted(pair))))
 values_strategy = st.lists(st.floats(0, 1e6), min_size=1)
@@ -47,3 +48,41 @@ def test_a_summary_is_in_milliseconds_and_unknown_without_values():
 def test_a_stage_is_in_microseconds_and_unknown_without_values():
     assert stage_us([1000, 3000]) == {"p50": 2, "p99": pytest.approx(2.98)}
     assert stage_us([]) == {"p50": None, "p99": None}
+
+
+@pytest.mark.parametrize(
+    ("rounds", "limits"),
+    [
+        ([3.0], (3.0, 3.0)),
+        ([4.1, 3.7, 3.9], (3.7, 4.1)),
+        (list(range(8)), (0, 7)),
+        (list(range(9)), (1, 7)),  # an outlier on each side is left out
+        (list(range(30)), (9, 20)),
+    ],
+)
+def test_the_spread_leaves_out_outliers_of_many_rounds(rounds: list[float], limits: tuple[float, float]):
+    assert spread(rounds) == limits
+    assert spread(rounds[::-1]) == limits
+
+
+def test_equal_settings_are_told_apart_once_in_35():
+    rounds = range(2 * MIN_ROUNDS)
+    halves = [(set(half), set(rounds) - set(half)) for half in itertools.combinations(rounds, MIN_ROUNDS)]
+    assert sum(bool(told_apart(list(one), list(other))) for one, other in halves) == 2
+    assert len(halves) == 70
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "apart"),
+    [
+        ([1, 2, 3, 4], [5, 6, 7, 8], True),
+        ([5, 6, 7, 8], [1, 2, 3, 4], True),
+        ([1, 2, 3, 5], [5, 6, 7, 8], False),
+        ([1, 2, 3], [50, 60, 70, 80], None),  # too few
+        ([], [], None),
+    ],
+)
+def test_settings_are_told_apart_if_their_spreads_do_not_overlap(
+    one: list[float], other: list[float], apart: bool | None
+):
+    assert told_apart(one, other) is apart

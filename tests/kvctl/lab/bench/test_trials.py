@@ -83,8 +83,8 @@ def test_paths_and_loads_take_turns_batch_by_batch():
         (0, 0, "staged"),
         (0, 1, "slice"),
         (0, 1, "staged"),
+        (1, 0, "staged"),  # in reverse, because a path profits or suffers from the one before it
         (1, 0, "slice"),
-        (1, 0, "staged"),
     ]
 
 
