@@ -14,7 +14,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Protocol
 
 import zmq
@@ -152,7 +152,7 @@ class AgentParts:
     control: ControlLoop
     lifecycle: Lifecycle
 
-    @property
+    @cached_property
     def limits(self) -> PoolLimits:
         """Limits of what the engine may pass to `send` and `receive`."""
         pool, local = self.pool, self.local

@@ -23,6 +23,7 @@ from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
 MAX_REQUEST_BYTES = 1 << 16
 _SHOWN = 32  # missing ranks that are listed by name
 _HOLDS_NS = 5_000_000_000  # a holder that has not registered for this long may be replaced by any process of its name
+_MOST_BETWEEN_NS = 1_000_000_000  # of the time between two requests, as much counts towards that: more may be a stall
 _REPLACED_KEPT = 16
 MAX_DECODE_RANKS = 4096
 _MAX_TEXT = 1024  # characters of a name, an endpoint or a host
@@ -152,15 +153,19 @@ class Registry:
     """Registered ranks of one prefill instance; the first rank to register determines the instance's sizes.
 
     The process that registered last for a rank is its holder. If a replaced process continues after having been frozen,
-    it does not become the holder again while the present holder keeps registering.
+    it does not become the holder again while the present holder keeps registering. After a stall of the whole host, the
+    request of the replaced process may be read first; the time of the stall does not count.
     """
 
     def __init__(self) -> None:
         self._side: ParallelConfig | None = None
-        self._since_ns = 0  # when the first rank registered
+        self._asked_ns = 0  # when the last request came
+        self._listened_ns = 0  # time in which requests were read
+        self._since_ns = 0  # the same, when the first rank registered
         self._ranks: dict[int, Rank] = {}
         self._by_name: dict[str, int] = {}
         self._heard_ns: dict[int, int] = {}
+        self._held_ns: dict[int, int] = {}  # by rank, `_listened_ns` when it was heard
         self._replaced: dict[int, deque[int]] = {}  # by rank, earlier incarnations of its holder
         self._addresses: dict[int, str] = {}
         self._decode: dict[tuple[str, str], _Listed] = {}  # by name and host, the one heard last at the end
@@ -174,6 +179,8 @@ class Registry:
         Args:
             address: IP address of the sender; "" over a Unix socket.
         """
+        self._listened_ns += min(max(0, now_ns - self._asked_ns), _MOST_BETWEEN_NS)
+        self._asked_ns = now_ns
         refused = ""
         if isinstance(request, Register):
             refused = self._register(request.rank, now_ns)
@@ -241,24 +248,24 @@ class Registry:
             return f"{rank.name}: {error}"
         if self._side is None:
             self._side = side
-            self._since_ns = now_ns
+            self._since_ns = self._listened_ns
         if side != self._side:
             return f"{rank.name} is of an instance of sizes {rank.sizes}, this registry serves {self._side}"
         other = self._by_name.get(rank.name, unique)
-        if other != unique and now_ns - self._heard_ns[other] < _HOLDS_NS:
+        if other != unique and self._holds(other):
             here, there = side.label(side.coord(unique)), side.label(side.coord(other))
             return (
                 f"{rank.name} as {here}, because {there} has the same name: give every agent its own name, or set "
                 "name_suffix"
             )
         holder = self._ranks.get(unique)
-        if holder is not None and holder.name != rank.name and now_ns - self._heard_ns[unique] < _HOLDS_NS:
+        if holder is not None and holder.name != rank.name and self._holds(unique):
             return f"{rank.name} claims {side.label(side.coord(unique))}, which {holder.name} holds"
         if holder is not None and holder.incarnation != rank.incarnation:
             replaced = self._replaced.setdefault(unique, deque(maxlen=_REPLACED_KEPT))
-            if rank.incarnation < holder.incarnation and now_ns - self._since_ns < _HOLDS_NS:
+            if rank.incarnation < holder.incarnation and self._listened_ns - self._since_ns < _HOLDS_NS:
                 replaced.append(rank.incarnation)  # a registry that has just started does not know who was replaced
-            if rank.incarnation in replaced and now_ns - self._heard_ns[unique] < _HOLDS_NS:
+            if rank.incarnation in replaced and self._holds(unique):
                 return (
                     f"{rank.name} (incarnation {rank.incarnation:016x}) was replaced by incarnation "
                     f"{holder.incarnation:016x} at {holder.endpoint}: end this one, or give it its own name"
@@ -270,8 +277,11 @@ class Registry:
             del self._ranks[other]  # the process has come back with other coordinates
         self._by_name[rank.name] = unique
         self._ranks[unique] = rank
-        self._heard_ns[unique] = now_ns
+        self._heard_ns[unique], self._held_ns[unique] = now_ns, self._listened_ns
         return ""
+
+    def _holds(self, unique: int) -> bool:
+        return self._listened_ns - self._held_ns[unique] < _HOLDS_NS
 
     def _missing(self) -> str:
         """Returns text such as "6 of 8 prefill ranks registered, missing tp=2,3"; "" when the instance is complete."""

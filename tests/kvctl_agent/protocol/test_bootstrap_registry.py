@@ -95,10 +95,16 @@ def test_random_bytes_raise_nothing_but_remote_protocol_error(data: bytes) -> No
 SECOND = 1_000_000_000
 
 
+def listen(registry: Registry, since_s: int, until_s: int) -> None:
+    for now_s in range(since_s, until_s + 1):
+        registry.answer(Lookup("decode-0"), now_s * SECOND)
+
+
 def test_a_process_that_was_replaced_does_not_take_its_place_back() -> None:
     """It was frozen, its replacement serves, and it goes on: else the two would hold the place in turns."""
     registry = Registry()
     registry.answer(Register(rank(0, tp_size=1, life=9)), 0)
+    listen(registry, 1, 20)
     registry.answer(Register(rank(0, tp_size=1, life=5)), 20 * SECOND)  # on a host whose clock is behind
     answer = registry.answer(Register(rank(0, tp_size=1, life=9)), 21 * SECOND)
     assert answer.refused.startswith(
@@ -112,10 +118,22 @@ def test_a_process_that_was_replaced_may_serve_when_its_replacement_has_gone() -
     registry = Registry()
     registry.answer(Register(rank(0, tp_size=1, life=5)), 0)
     registry.answer(Register(rank(0, tp_size=1, life=9)), SECOND)
+    listen(registry, 2, 20)
     answer = registry.answer(Register(rank(0, tp_size=1, life=5)), 20 * SECOND)
     assert not answer.refused
     assert [found.incarnation for found in answer.ranks] == [5]
     assert registry.answer(Register(rank(0, tp_size=1, life=9)), 21 * SECOND).refused
+
+
+def test_after_a_stall_of_the_host_a_process_that_was_replaced_does_not_take_its_place_back() -> None:
+    """Its request may be read before that of its replacement, which could not register during the stall either."""
+    registry = Registry()
+    registry.answer(Register(rank(0, tp_size=1, life=5)), 0)
+    registry.answer(Register(rank(0, tp_size=1, life=9)), SECOND)
+    listen(registry, 2, 20)
+    registry.answer(Register(rank(0, tp_size=1, life=9)), 20 * SECOND)
+    assert registry.answer(Register(rank(0, tp_size=1, life=5)), 60 * SECOND).refused
+    assert [found.incarnation for found in registry.answer(Lookup("decode-0"), 60 * SECOND).ranks] == [9]
 
 
 def test_a_registry_that_has_just_started_prefers_the_later_of_two_processes() -> None:
@@ -145,6 +163,7 @@ def test_two_ranks_of_one_name_are_refused_with_both_places() -> None:
 def test_a_process_that_comes_back_with_other_coordinates_leaves_its_old_place() -> None:
     registry = Registry()
     registry.answer(Register(rank(0, name="worker")), 0)
+    listen(registry, 1, 6)
     answer = registry.answer(Register(rank(1, name="worker", life=2)), 6 * SECOND)
     assert answer.refused == ""
     assert [found.coord[3] for found in answer.ranks] == [1]
