@@ -7,7 +7,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup bench test pytest check explore docs clean soak quiet man fuzz sanitize peer side-by-side test-sglang test-vllm test-sglang-vllm
+.PHONY: help setup bench test pytest check explore docs clean soak quiet man fuzz sanitize peer side-by-side test-sglang test-vllm test-sglang-vllm \
+	venv-sglang venv-vllm
 
 # Tests and benchmarks start hundreds of Python processes: without bytecode each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
@@ -44,15 +45,16 @@ SEED ?= $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
 PEER ?= $(HOME)/.cache/kvctl-peer
 SIDE_BY_SIDE_ARGS ?=
 
-# Of `make test-sglang`: the venv of the SGLang servers, and the modes of the plugin in which they run, one after another.
+# Of `make venv-sglang`: the venv of SGLang servers; of `make test-sglang`: the modes of the plugin in which they run.
 SGLANG_VENV ?= .sglang
 SGLANG_MODES ?= nixl kvctl replace observe
 SGLANG_STAMP := $(SGLANG_VENV)/.setup-done
 
-# Of `make test-vllm`: the venv of the vLLM engines, and the release whose own connector tests run too.
+# Of `make venv-vllm`: the venv of vLLM engines; of `make test-vllm`: the release whose own connector tests run too.
 VLLM_SDIST := 0.32.0
 VLLM_VENV ?= .vllm
 VLLM_STAMP := $(VLLM_VENV)/.setup-done
+VLLM_SDIST_STAMP := $(VLLM_VENV)/.sdist-done
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip -qq --disable-pip-version-check --no-input
 
 help:  ## list the targets
@@ -103,17 +105,23 @@ test-sglang-vllm: $(STAMP) $(SGLANG_STAMP) $(VLLM_STAMP)  ## prefill by SGLang, 
 	@SGLANG_VENV="$(abspath $(SGLANG_VENV))" VLLM_VENV="$(abspath $(VLLM_VENV))" $(BIN)/python -m pytest -v -s \
 		--timeout 1200 -o faulthandler_timeout=1300 $(PYTEST_ARGS) tests/sglang_to_vllm
 
+venv-sglang: $(SGLANG_STAMP)  ## stock SGLang servers for CPUs with kvctl's plugin, in .sglang (3 GB): docs/sglang.md
+	@echo "venv-sglang: $(SGLANG_VENV) is ready"
+
+venv-vllm: $(VLLM_STAMP)  ## stock vLLM servers for CPUs with kvctl's connector, in .vllm (3 GB): docs/vllm.md
+	@echo "venv-vllm: $(VLLM_VENV) is ready"
+
 # torch first, as above; the other packages without their requirements, some of which have wheels for CUDA only.
 $(SGLANG_STAMP): tests/sglang_servers/requirements.txt pyproject.toml
 	@rm -f $@
-	@echo "test-sglang: making $(SGLANG_VENV)"
+	@echo "venv-sglang: making $(SGLANG_VENV)"
 	@[[ -x $(SGLANG_VENV)/bin/python ]] || $(PYTHON) -m venv $(SGLANG_VENV)
 	@$(SGLANG_VENV)/bin/python -m pip -qq --disable-pip-version-check --no-input install $(TORCH)
 	@$(SGLANG_VENV)/bin/python -m pip -qq --disable-pip-version-check --no-input install --no-deps -r $<
-	@$(SGLANG_VENV)/bin/python -m pip -qq --disable-pip-version-check --no-input install --no-deps -e .
+	@$(SGLANG_VENV)/bin/python -m pip -qq --disable-pip-version-check --no-input install -e .
 	@touch $@
 
-test-vllm: $(STAMP) $(VLLM_STAMP)  ## real vLLM engines on the CPU, in a venv of 3 GB: tokens, preemption, cancelled requests, killed engines
+test-vllm: $(STAMP) $(VLLM_SDIST_STAMP)  ## real vLLM engines on the CPU, in a venv of 3 GB: tokens, preemption, cancelled requests, killed engines
 	@echo "test-vllm: pytest"
 	@VLLM_VENV="$(abspath $(VLLM_VENV))" $(BIN)/python -m pytest -v -s \
 		--timeout 1200 -o faulthandler_timeout=1300 $(PYTEST_ARGS) tests/vllm_engines
@@ -121,13 +129,16 @@ test-vllm: $(STAMP) $(VLLM_STAMP)  ## real vLLM engines on the CPU, in a venv of
 # torch first, as above. vLLM's requirements include builds of torchvision and its like that do not fit this torch.
 $(VLLM_STAMP): tests/vllm_engines/requirements.txt pyproject.toml
 	@rm -f $@
-	@echo "test-vllm: making $(VLLM_VENV)"
+	@echo "venv-vllm: making $(VLLM_VENV)"
 	@[[ -x $(VLLM_VENV)/bin/python ]] || $(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_PIP) install $(TORCH)
 	@$(VLLM_PIP) install $(TORCH) -r $<
 	@$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec
-	@$(VLLM_PIP) install --no-deps -e .
-	@rm -rf $(VLLM_VENV)/sdist
+	@$(VLLM_PIP) install -e .
+	@touch $@
+
+$(VLLM_SDIST_STAMP): $(VLLM_STAMP)
+	@rm -rf $@ $(VLLM_VENV)/sdist
 	@VLLM_VERSION_OVERRIDE=$(VLLM_SDIST) VLLM_TARGET_DEVICE=empty $(VLLM_PIP) download --no-build-isolation --no-deps \
 		--no-binary vllm --dest $(VLLM_VENV)/sdist vllm==$(VLLM_SDIST)
 	@tar -xzf $(VLLM_VENV)/sdist/vllm-$(VLLM_SDIST).tar.gz -C $(VLLM_VENV)/sdist
