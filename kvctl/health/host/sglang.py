@@ -22,25 +22,19 @@ from kvctl_agent.contract.sglang import BACKEND, MODES, VARIABLE, mode
 
 REPAIR = "install what is missing in the server's environment; docs/sglang.md has a complete one for CPUs"
 
-_MODULE = "sglang.launch_server"
-_ROLE, _TRANSFER, _BOOTSTRAP = (
-    "--disaggregation-mode",
-    "--disaggregation-transfer-backend",
-    "--disaggregation-bootstrap-port",
-)
-_STOCK = "mooncake"  # SGLang's default
-_BOOTSTRAP_PORT = "8998"
-_PORT = "30000"
+_ROLE, _TRANSFER = "--disaggregation-mode", "--disaggregation-transfer-backend"
+_BOOTSTRAP = "--disaggregation-bootstrap-port"
+_DEFAULTS = {_TRANSFER: "mooncake", _BOOTSTRAP: "8998", "--port": "30000", "--host": "127.0.0.1"}  # SGLang's
 _INVALID = "SGLang ends with \"invalid choice: 'kvctl'\""
 
 
 def server_arguments(argv: Sequence[str]) -> list[str] | None:
     """Returns the arguments of an SGLang server in a command line; None if it starts none."""
     for position, word in enumerate(argv):
-        rest = list(argv[position + 1 :])
-        script = PurePath(word).name == "sglang" and rest[:1] == ["serve"]
-        if script or (word == "-m" and rest[:1] == [_MODULE]):
-            return rest[1:]
+        following = argv[position + 1 : position + 2]
+        started = "serve" if PurePath(word).name == "sglang" else "sglang.launch_server" if word == "-m" else None
+        if [*following] == [started]:
+            return list(argv[position + 2 :])
     return None
 
 
@@ -51,35 +45,27 @@ def command_facts(host: HostView, argv: Sequence[str]) -> Iterator[Fact] | None:
 
 
 def _facts(host: HostView, argv: Sequence[str], arguments: Sequence[str]) -> Iterator[Fact]:
-    options, environ = read_options(arguments).values, environment_of(host, argv)
-    role, port = options.get(_ROLE, ""), options.get("--port", _PORT)
-    subject = f"this command ({f'{role}, ' * bool(role)}port {port})"
-    problems = [*_option_problems(options, environ), *_address_problems(host, options, environ)]
+    options, environ = {**_DEFAULTS, **read_options(arguments).values}, environment_of(host, argv)
+    prefill, details = options.get(_ROLE) == "prefill", [f"port {options['--port']}"]
+    subject = f"this command ({', '.join([options[_ROLE], *details] if _ROLE in options else details)})"
     python = python_of(host, argv, arguments, "sglang", environ)
-    problems += _package_problems(host, python, environ)
-    if problems:
-        yield from problem_facts("SGLang", subject, problems)
-        return
-    bootstrap = f", bootstrap port {options.get(_BOOTSTRAP, _BOOTSTRAP_PORT)}" * (role == "prefill")
-    yield Fact(
-        "SGLang",
-        f"{subject}{bootstrap}",
-        f"its Python imports SGLang, which kvctl's plugin fits, in mode {mode(environ)}",
-    )
+    problems = [*_option_problems(options, environ), *_host_problems(host, options, environ, python)]
+    yield from problem_facts("SGLang", subject, problems)
+    if not problems:
+        place = f", bootstrap port {options[_BOOTSTRAP]}" if prefill else ""
+        means = f"its Python imports SGLang, which kvctl's plugin fits, in mode {mode(environ)}"
+        yield Fact("SGLang", subject + place, means)
 
 
 def _option_problems(options: Mapping[str, str], environ: Mapping[str, str]) -> Iterator[Problem]:
-    chosen, backend = mode(environ), options.get(_TRANSFER, _STOCK)
+    chosen, backend = mode(environ), options[_TRANSFER]
     if options.get(_ROLE) not in ("prefill", "decode"):
-        means = "this server neither sends nor receives KV"
-        yield f"no {_ROLE}", means, f"add {_ROLE} prefill, or decode, and {_TRANSFER} {BACKEND}", ""
-    elif chosen is None:
-        means = f"the plugin is not loaded: {_INVALID}" if backend == BACKEND else "the plugin is not loaded"
-        yield f"{VARIABLE}={environ.get(VARIABLE)}", means, f"set one of {', '.join(MODES)}", ""
-    elif chosen in ("observe", "off") and backend == BACKEND:
-        yield f"{VARIABLE}={chosen}", _INVALID, f"unset {VARIABLE}", ""
+        remedy = f"add {_ROLE} prefill, or decode, and {_TRANSFER} {BACKEND}"
+        yield f"no {_ROLE}", "this server neither sends nor receives KV", remedy, ""
+    elif chosen in (None, "observe", "off") and backend == BACKEND:
+        yield f"{VARIABLE}={environ[VARIABLE]}", _INVALID, f"unset it, or set one of {', '.join(MODES)}", ""
     elif (chosen, backend) not in (
-        (MODES[0], BACKEND),
+        ("backend", BACKEND),
         ("replace", BACKEND),
         ("replace", "nixl"),
         ("observe", backend),
@@ -91,7 +77,7 @@ def _option_problems(options: Mapping[str, str], environ: Mapping[str, str]) -> 
             "",
         )
     plugins = environ.get("SGLANG_PLUGINS", "")
-    if plugins and BACKEND not in (name.strip() for name in plugins.split(",")):
+    if plugins and BACKEND not in map(str.strip, plugins.split(",")):
         yield (
             f"SGLANG_PLUGINS={plugins}",
             "SGLang does not load kvctl's plugin",
@@ -100,26 +86,18 @@ def _option_problems(options: Mapping[str, str], environ: Mapping[str, str]) -> 
         )
 
 
-def _address_problems(host: HostView, options: Mapping[str, str], environ: Mapping[str, str]) -> Iterator[Problem]:
-    prefill = options.get(_ROLE) == "prefill"
-    settings = load_or_explain({}, environ)
-    listens = (isinstance(settings, Settings) and settings["listen"]) or options.get("--host", "127.0.0.1")
-    yield from setting_problems(
-        settings, listens if prefill else "", "`kvctl config show` lists the settings and their variables KVCTL_…"
-    )
-    ports = {"--port": options.get("--port", _PORT)}
-    if prefill:
-        ports[_BOOTSTRAP] = options.get(_BOOTSTRAP, _BOOTSTRAP_PORT)
-    for option, number in ports.items():
-        yield from port_problems(host, option, [int(number)] if number.isdecimal() else [])
-
-
-def _package_problems(host: HostView, python: str, environ: Mapping[str, str]) -> Iterator[Problem]:
-    packages = packages_of(host, python, environ)
-    if packages is None:
+def _host_problems(
+    host: HostView, options: Mapping[str, str], environ: Mapping[str, str], python: str
+) -> Iterator[Problem]:
+    prefill, settings = options.get(_ROLE) == "prefill", load_or_explain({}, environ)
+    listens = (isinstance(settings, Settings) and settings["listen"]) or options["--host"]
+    where = "`kvctl config show` lists the settings and their variables KVCTL_…"
+    yield from setting_problems(settings, listens if prefill else "", where)
+    for option in ("--port", _BOOTSTRAP) if prefill else ("--port",):
+        yield from port_problems(host, option, [int(options[option])] if options[option].isdecimal() else [])
+    if (packages := packages_of(host, python, environ)) is None:
         yield "its Python was not found", "its packages cannot be checked", "name it with its path", ""
-        return
-    lacks = list(package_problems(packages, load_or_explain({}, environ), "sglang", "SGLang has no plugin of it"))
-    yield from lacks
-    if not lacks and (problem := host.sglang_problem(python, environ)):
+    elif lacking := [*package_problems(packages, settings, "sglang", "SGLang has no plugin of it")]:
+        yield from lacking
+    elif problem := host.sglang_problem(python, environ):
         yield problem, "the plugin is not loaded, and the server ends, or transfers without kvctl", REPAIR, ""

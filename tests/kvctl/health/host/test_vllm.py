@@ -307,6 +307,14 @@ class TestPackages:
             "NIXL is not installed there",
         ]
 
+    @pytest.mark.parametrize("before", [[], ["env", "KVCTL_TRANSPORT=nixl"]])
+    def test_of_a_command_that_starts_python(self, before: list[str], simulated: Simulated) -> None:
+        host = simulated(files={"/venv/bin/python3": ""})
+        module = ["/venv/bin/python3", "-m", "vllm.entrypoints.openai.api_server", "--model", "M"]
+        command = server_of_command(host, [*before, *module])
+        assert command is not None
+        assert command.packages == {"vllm": "0.32.0", "kvctl": "0.1.0", "nixl-cu12": "1.5.1"}
+
     def test_an_environment_that_cannot_be_seen(self, simulated: Simulated) -> None:
         host = simulated({7: (argv(PREFILL), {})}, packages=())
         assert [server.packages for server in running_servers(host)] == [None]
