@@ -87,8 +87,12 @@ def of(name: str, **wanted: object) -> Callable[[Document], float | None]:
 
 
 def auto_of_best(document: Document) -> float | None:
-    """Returns the throughput of path `auto` divided by that of the best fixed path; None if either was not measured."""
-    auto = figure(document, "gb_per_s", path="auto")
+    """Returns the throughput of path `auto` divided by that of the best fixed path; None if either was not measured.
+
+    The throughput of a path that `auto` chose is that of the path: the rounds do not tell them apart.
+    """
+    same = next((run.get("same_as") for run in runs(document, path="auto")), None)
+    auto = figure(document, "gb_per_s", path=same["path"] if same else "auto")
     fixed = [run["gb_per_s"] for run in document["runs"] if run["path"] != "auto"]
     return auto / max(fixed) if auto is not None and fixed else None
 

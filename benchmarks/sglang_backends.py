@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from kvctl.lab.bench.statistics import times_text
 from tests.support.sglang.cases import Case, Model, Ranks, Room
 from tests.support.sglang.pair import Outcome, PDPair, RankError
 
@@ -162,9 +163,8 @@ def main() -> None:
             for side, all in sides_found.items()
         }
         for side, figures in middle.items():
-            ratio = (
-                f"{middle['kvctl'].rooms_s / figures.rooms_s:.2f} x" if "kvctl" in middle and side != "kvctl" else ""
-            )
+            rates = [[figures.rooms_s for figures in sides_found.get(each, ())] for each in ("kvctl", side)]
+            ratio = times_text(*rates) if side != "kvctl" else ""
             print(
                 f"| {work} | {load.tokens} | {load.window} | {side} | {figures.rooms_s:.2f} | {figures.gb_s:.2f} | "
                 f"{figures.p50_ms:.1f} | {ratio} |"

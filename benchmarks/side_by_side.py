@@ -32,6 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from kvctl.lab.bench.statistics import times_text
+
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = "kvctl.side-by-side/1"
 # The goals differ between a small host, where ranks share cores, and a server.
@@ -501,24 +503,29 @@ _ENVIRONMENT = ("kvctl", "python", "torch", "triton", "nixl", "cpu", "device", "
 def cells(row: Row, document: Mapping[str, Any]) -> list[str]:
     """Returns the cells of a row, in the order of `HEADER`; "-" for what was not measured."""
     entry = document["works"].get(row.work.name, {})
-    values: dict[str, float | None] = {
-        side: statistics.median(runs) if (runs := [run[row.metric.key] for run in entry.get(side, ())]) else None
-        for side in ("peer", "ours")
-    }
-    mine, theirs = values["ours"], values["peer"]
+    theirs, mine = ([run[row.metric.key] for run in entry.get(side, ())] for side in ("peer", "ours"))
     goal = row.goal_on(document["cores"])
     copy = document["floors"].get(row.work.device, {}).get("p2p_gb_per_s")
-    met = goal.met(mine, theirs, copy) if goal and mine is not None else None
-    shown = ["-" if value is None else row.metric.show.format(value) for value in (theirs, mine)]
+    met = {goal.met(ours, peer, copy) for ours in mine for peer in theirs or [None]} if goal else {None}
+    shown = [_runs_text(row.metric, runs) for runs in (theirs, mine)]
     if goal and goal.of == "copy" and mine and copy:
-        shown[1] += f", {mine / copy:.2f} of one copy"
+        shown[1] += f", {statistics.median(mine) / copy:.2f} of one copy"
     return [
         row.work.text,
         *shown,
-        f"{mine / theirs:.2f} x" if mine and theirs else "-",
+        times_text(mine, theirs),
         _goal_text(row, goal),
-        "-" if met is None else "yes" if met else "**no**",
+        "-" if met <= {None} else "in some runs" if len(met) > 1 else "yes" if met == {True} else "**no**",
     ]
+
+
+def _runs_text(metric: Metric, runs: Sequence[float]) -> str:
+    """Formats the median of the runs, with the lowest and the highest one."""
+    if not runs:
+        return "-"
+    text = metric.show.format(statistics.median(runs))
+    ends = f"{min(runs):.3g} to {max(runs):.3g}"
+    return f"{text} ({ends})" if len(runs) > 1 and "%" not in metric.show else text
 
 
 def _goal_text(row: Row, goal: Goal | None) -> str:
@@ -547,7 +554,7 @@ def markdown(document: Mapping[str, Any]) -> str:
         + (f"SGLang {theirs.pop('sglang')} with " if (theirs := dict(theirs)) else "")
         + ", ".join(f"{name} {version}" for name, version in theirs.items())
         + (". " if theirs else "")
-        + f"Medians of {_range(counts)} interleaved runs, every byte verified.",
+        + f"Medians of {_range(counts)} interleaved runs (lowest to highest; ≈: they overlap), every byte verified.",
         "",
         f"| {' | '.join(HEADER)} |",
         "|" + " --- |" * len(HEADER),

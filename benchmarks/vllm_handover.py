@@ -40,6 +40,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvctl.lab.bench.statistics import times_text
+
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = "kvctl.vllm_handover/1"
 START_S = 420.0
@@ -528,17 +530,17 @@ def table(document: Mapping[str, Any]) -> str:
         f"{document['cores']} cores, {platform.machine()}; {document['at']}; commit {document['commit']}; "
         f"{', '.join(f'{name} {found}' for name, found in env.items())}. {work['layers']} layers, {work['kv_heads']} "
         f"KV heads of {work['head_dim']} in float32, {kib:g} KiB per token, blocks of {work['block_size']} tokens. "
-        f"Medians of {document['rounds']} rounds in turns, {document['compared_tokens']:,} tokens compared.",
+        f"Medians of {document['rounds']} rounds in turns (≈: overlapping), {document['compared_tokens']:,} tokens compared.",
         "",
         f"| {' | '.join(header)} |",
         "|" + " --- |" * len(header),
     ]
     for name, text, form in rows(document):
-        values = {side: statistics.median(found) for side, found in _figures(document, name).items()}
+        runs = _figures(document, name)
+        values = {side: statistics.median(found) for side, found in runs.items()}
         cells = [form.format(values[side.text]) if side.text in values else "-" for side in sides]
         for side in ours:
-            both = values.get(side.text), values.get(peer.text) if peer else None
-            cells.append(f"{both[0] / both[1]:.2f} x" if both[0] and both[1] and both[1] > 0 else "-")
+            cells.append(times_text(runs.get(side.text, ()), runs.get(peer.text, ()) if peer else ()))
         lines.append(f"| {' | '.join((text, *cells))} |")
     return "\n".join(lines)
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from kvctl.lab.bench.machine import ROOFLINES, fingerprint
 from kvctl.lab.bench.program import Case, Program
-from kvctl.lab.bench.room_timing import TimedTrial, observer_cost, time_rooms
+from kvctl.lab.bench.room_timing import TimedTrial, observer_costs, time_rooms
 from kvctl.lab.bench.rows import mismatches, rounds_of, row_of, with_delta
-from kvctl.lab.bench.statistics import percentile
+from kvctl.lab.bench.statistics import median, percentile
 from kvctl.lab.bench.timelines import ReportData, ring_timelines, room_timelines
 from kvctl.lab.bench.traffic import Source, planned_requests
 from kvctl.lab.bench.trials import LOAD_STRIDE, Trial
@@ -112,16 +112,13 @@ class Results:
             verified=self._verify != "off",
         )
         every = self.trials()
-        return [
-            {
-                **row(trials),
-                "rounds": rounds_of(trials, row),
-                "observer_cost_ratio": observer_cost(every.get(replace(case, observed=False), ()), trials)
-                if case.observed
-                else None,
-            }
-            for case, trials in every.items()
-        ]
+        rows = []
+        for case, trials in every.items():
+            alone = every.get(replace(case, observed=False), ()) if case.observed else ()
+            costs = observer_costs(alone, trials)
+            observers = {"observer_cost_ratio": median(costs) if costs else None, "observer_cost_ratios": costs}
+            rows.append({**row(trials), "rounds": rounds_of(trials, row), **observers})
+        return rows
 
     def lanes(self) -> list[str]:
         """Returns how the transport moves bytes, as the ranks describe it, such as the value of `UCX_TLS`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvctl.lab.bench.statistics import median, union
+from kvctl.lab.bench.statistics import union
 from kvctl.lab.bench.trials import Trial
 from kvctl.lab.ranks.messages import Room
 from kvctl.lab.ranks.plan import PlannedRank
@@ -165,10 +165,8 @@ def _rate_of(trials_ns: Iterable[Sequence[int]]) -> float | None:
     return sum(count for count, _ in spans) / ns * 1e9 if ns else None
 
 
-def observer_cost(alone: Sequence[TimedTrial], watched: Sequence[TimedTrial]) -> float | None:
-    """Returns the share of throughput lost to observers: the median over pairs of trials of the same rooms.
-
-    None if there are no pairs.
+def observer_costs(alone: Sequence[TimedTrial], watched: Sequence[TimedTrial]) -> list[float]:
+    """Returns the share of throughput lost to observers in each pair of trials of the same rooms.
 
     Args:
         alone: Trials without observers.
@@ -176,8 +174,7 @@ def observer_cost(alone: Sequence[TimedTrial], watched: Sequence[TimedTrial]) ->
     """
     alone_gb_per_s = {(each.trial.repeat, each.trial.batch): rate([each]).gb_per_s for each in alone}
     pairs = [(alone_gb_per_s.get((each.trial.repeat, each.trial.batch)), rate([each]).gb_per_s) for each in watched]
-    costs = [1 - after / before for before, after in pairs if before]
-    return median(costs) if costs else None
+    return [1 - after / before for before, after in pairs if before]
 
 
 def _merged(rows: Iterable[Sequence[int]]) -> dict[int, list[int]]:

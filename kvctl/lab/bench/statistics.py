@@ -73,5 +73,16 @@ def told_apart(one: Sequence[float], other: Sequence[float]) -> bool | None:
     """Returns whether the spreads of two settings do not overlap; None if one has fewer than `MIN_ROUNDS` rounds."""
     if min(len(one), len(other)) < MIN_ROUNDS:
         return None
-    (low, high), (other_low, other_high) = spread(one), spread(other)
-    return high < other_low or other_high < low
+    return not _overlap(spread(one), spread(other))
+
+
+def times_text(runs: Sequence[float], others: Sequence[float]) -> str:
+    """Formats the ratio of two medians as `1.97 x`, and as `≈ 1.08 x` if the spreads of several runs each overlap."""
+    if not runs or not others or median(others) <= 0:
+        return "-"
+    several = min(len(runs), len(others)) > 1
+    return "≈ " * (several and _overlap(spread(runs), spread(others))) + f"{median(runs) / median(others):.2f} x"
+
+
+def _overlap(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    return one[0] <= other[1] and other[0] <= one[1]

@@ -552,9 +552,11 @@ def _cut_short(rows: Sequence[Row]) -> list[str]:
 
 def _observer_costs(rows: Sequence[Row]) -> list[str]:
     """Returns a line with the throughput lost to observers on each path; empty if it was not measured."""
-    costs = [
-        f"{row['path']} {row['observer_cost_ratio']:+.1%}" for row in rows if row["observer_cost_ratio"] is not None
-    ]
+    costs = []
+    for row in (row for row in rows if row["observer_cost_ratios"]):
+        low, high = spread(row["observer_cost_ratios"])
+        unsure = ", so none is shown" if low <= 0 <= high or len(row["observer_cost_ratios"]) < MIN_ROUNDS else ""
+        costs.append(f"{row['path']} {row['observer_cost_ratio']:+.1%} ({low:+.1%} to {high:+.1%}{unsure})")
     if not costs:
         return []
     return [f"throughput taken by kvctl top and kvctl status -w 0.1, median of the pairs: {', '.join(costs)}"]

@@ -274,9 +274,17 @@ class TestObserved:
         assert watched["observer_cost_ratio"] == pytest.approx(0.0)  # the slowest pair and the fastest do not count
 
     def test_is_said_under_the_table(self) -> None:
-        text = shown(outcome(measured(trial(self.ALONE, 30), trial(self.WATCHED, 50))))
-        assert "\nthroughput taken by kvctl top and kvctl status -w 0.1, median of the pairs: staged +28.6%\n" in text
-        assert "WATCHED" in text.upper()
+        line = "\nthroughput taken by kvctl top and kvctl status -w 0.1, median of the pairs: staged "
+        for watched_ms, words in (
+            ((50, 50, 51, 55), "+29.1% (+28.6% to +33.3%)"),
+            ((29, 30, 50, 50), "+14.3% (-2.0% to +28.6%, so none is shown)"),
+            ((50, 50), "+28.6% (+28.6% to +28.6%, so none is shown)"),
+        ):
+            trials = [replace(trial(self.WATCHED, each), repeat=number) for number, each in enumerate(watched_ms)]
+            trials += [replace(trial(self.ALONE, 30), repeat=number) for number in range(len(watched_ms))]
+            text = shown(outcome(measured(*trials)))
+            assert f"{line}{words}\n" in text
+            assert "WATCHED" in text.upper()
 
     def test_is_nothing_where_nobody_watched(self) -> None:
         assert "status -w" not in shown(outcome(measured(trial(self.ALONE))))

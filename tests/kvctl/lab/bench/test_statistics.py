@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl.lab.bench.statistics import MIN_ROUNDS, median, percentile, spread, stage_us, summary_ms, told_apart, union
+from kvctl.lab.bench.statistics import (
+    MIN_ROUNDS,
+    median,
+    percentile,
+    spread,
+    stage_us,
+    summary_ms,
+    times_text,
+    told_apart,
+    union,
+)
 
 spans_strategy = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda pair: tuple(sorted(pair))))
 values_strategy = st.lists(st.floats(0, 1e6), min_size=1)
@@ -86,3 +96,17 @@ def test_settings_are_told_apart_if_their_spreads_do_not_overlap(
     one: list[float], other: list[float], apart: bool | None
 ):
     assert told_apart(one, other) is apart
+
+
+@pytest.mark.parametrize(
+    ("runs", "others", "text"),
+    [
+        ([3.0, 4.0], [1.0, 2.0], "2.33 x"),
+        ([3.0, 4.0], [1.0, 3.0], "≈ 1.75 x"),
+        ([3.0], [3.0], "1.00 x"),  # one run has no spread
+        ([], [1.0], "-"),
+        ([1.0], [0.0], "-"),
+    ],
+)
+def test_a_ratio_of_medians_says_whether_the_spreads_overlap(runs: list[float], others: list[float], text: str):
+    assert times_text(runs, others) == text
