@@ -530,7 +530,8 @@ def table(document: Mapping[str, Any]) -> str:
         f"{document['cores']} cores, {platform.machine()}; {document['at']}; commit {document['commit']}; "
         f"{', '.join(f'{name} {found}' for name, found in env.items())}. {work['layers']} layers, {work['kv_heads']} "
         f"KV heads of {work['head_dim']} in float32, {kib:g} KiB per token, blocks of {work['block_size']} tokens. "
-        f"Medians of {document['rounds']} rounds in turns (≈: overlapping), {document['compared_tokens']:,} tokens compared.",
+        f"Medians of {document['rounds']} rounds in turns (≈ where they overlap), "
+        f"{document['compared_tokens']:,} tokens compared.",
         "",
         f"| {' | '.join(header)} |",
         "|" + " --- |" * len(header),

@@ -307,7 +307,7 @@ _LINES: tuple[tuple[Callable[[Row], bool], Sequence[tuple[str, Column, bool]]], 
     (lambda row: True, (("rooms/s", _rate("rooms_per_s"), True),)),
     (
         lambda row: len(row["rounds"]) > 1,
-        (("  over the rounds", Column("spread", lambda row: _spread_text(row)), False),),
+        (("rooms/s by round", Column("spread", lambda row: _spread_text(row)), False),),
     ),
     (lambda row: True, (("GB/s", _rate("gb_per_s"), True),)),
     (lambda row: row["device"] == "cpu", (("of one-thread memcpy", COLUMNS["memcpy"], False),)),

@@ -199,7 +199,7 @@ def test_rounds_run_in_turns_and_their_spread_is_shown(spawn: Run, tmp_path: Pat
     options = ["--path", "slice,staged", "--repeat", "4", "--save", str(saved), "-o", "table"]
     code, out, err = finish(spawn(*LOOPBACK, *TWO_TO_TWO, *TINY, *options))
     assert (code, err) == (0, "")
-    assert re.search(r"^over the rounds +[\d.]+-[\d.]+ +[\d.]+-[\d.]+$", out, re.MULTILINE)
+    assert re.search(r"^rooms/s by round +[\d.]+-[\d.]+ +[\d.]+-[\d.]+$", out, re.MULTILINE)
     assert "\nΔ over 4 rounds in turns: ≈ where their spreads overlap\n" in out
     runs = orjson.loads(saved.read_bytes())["runs"]
     assert [len(run["rounds"]) for run in runs] == [4, 4]

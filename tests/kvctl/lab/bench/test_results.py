@@ -365,7 +365,7 @@ def test_people_see_a_column_per_path_with_the_difference():
     assert "memcpy 14.6 GB/s on one thread, one write over nixl - GB/s" in text
     assert "every byte verified" in text
     assert "hidden" not in text
-    assert any(line.split() == ["over", "the", "rounds", "13.1-13.3", "25.6-26.7"] for line in text.splitlines())
+    assert any(line.split() == ["rooms/s", "by", "round", "13.1-13.3", "25.6-26.7"] for line in text.splitlines())
     assert "Δ over 4 rounds in turns: ≈ where their spreads overlap\n" in text
 
 
