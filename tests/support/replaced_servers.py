@@ -16,9 +16,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,35 +33,23 @@ _DEAD = 40
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-_CLOSED_THERE = "08"  # in /proc/net/tcp
+class Held(NamedTuple):
+    """Number of descriptors and bytes of resident memory of a process."""
 
-
-class Held:
-    """Descriptors and resident memory of a process.
-
-    Attributes:
-        closed_there: sockets that the other end has closed, which `descriptors` does not count: Mooncake's engine keeps
-            two for each decode server that has ended, and offers no way to close them.
-    """
-
-    def __init__(self, pid: int) -> None:
-        links: list[str] = []
-        for path in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(FileNotFoundError):  # closed meanwhile
-                links.append(str(path.readlink()))
-        lines = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
-        closed = {f"socket:[{fields[9]}]" for fields in lines if fields[3] == _CLOSED_THERE}
-        self.closed_there = len(closed.intersection(links))
-        self.descriptors = len(links) - self.closed_there
-        self.bytes = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+    descriptors: int
+    bytes: int
 
     def __str__(self) -> str:
-        closed = f" and {self.closed_there} sockets closed at the other end" if self.closed_there else ""
-        return f"{self.descriptors} descriptors{closed}, {self.bytes >> 20} MiB"
+        return f"{self.descriptors} descriptors, {self.bytes >> 20} MiB"
 
     def exceeds(self, other: Held) -> bool:
         more = self.descriptors - other.descriptors, self.bytes - other.bytes
         return more[0] > _GROWTH_DESCRIPTORS or more[1] > _GROWTH_BYTES
+
+
+def held(pid: int) -> Held:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return Held(len([*Path(f"/proc/{pid}/fd").iterdir()]), pages * _PAGE_BYTES)
 
 
 class Replacements:
@@ -146,7 +134,7 @@ class Replacements:
         server.end("close")
 
     def held(self) -> dict[str, Held]:
-        return {"decode-stays": Held(os.getpid()), "prefill-stays": Held(self.prefill.process.pid)}
+        return {"decode-stays": held(os.getpid()), "prefill-stays": held(self.prefill.process.pid)}
 
     def rest(self) -> list[str]:
         """Waits until nothing is known of servers that have ended; returns complaints."""
@@ -191,6 +179,9 @@ def main(arguments: list[str] | None = None) -> int:
                 complaints += world.rest()
                 before = world.held()
         complaints += world.rest()
+        deadline = time.monotonic() + _WAIT_S  # engines close connections some time after the peer
+        while any(now.exceeds(before[name]) for name, now in world.held().items()) and time.monotonic() < deadline:
+            time.sleep(0.5)
         after = world.held()
         complaints += [
             f"{name}: {before[name]}, later {after[name]}" for name in after if after[name].exceeds(before[name])

@@ -26,8 +26,6 @@ _MIN_SAMPLES = 60  # for a slope, at one sample per second
 _SETTLING_S = 20.0
 _SPARE_DESCRIPTORS = 16
 _SPARE_THREADS = 4
-# Mooncake cannot forget a peer: a writer keeps the sockets of its connections to each reader process that has ended.
-_SOCKETS_KEPT = {"mooncake": 4}
 # A megabyte every five minutes, if it adds up to more than an allocator's fluctuations.
 _MAX_SLOPE = 3500.0
 _MIN_GROWTH_BYTES = 24 << 20
@@ -46,7 +44,6 @@ class ProcessHistory:
         settled: maximum number of descriptors and threads during the first `_SETTLING_S`, while the process connects to
             its peers; later reports are compared with it.
         rss: resident memory as (seconds, bytes) of every report.
-        kept: number of descriptors that the transfer engine is known to keep for peers that have exited.
     """
 
     incarnation: str
@@ -54,7 +51,6 @@ class ProcessHistory:
     last: Usage
     settled: Counter[str] = field(default_factory=Counter)
     rss: list[tuple[float, int]] = field(default_factory=list)
-    kept: int = 0
 
     def add(self, usage: Usage) -> None:
         """Adds a usage report of the process."""
@@ -83,7 +79,7 @@ class ProcessHistory:
     def leaks(self) -> list[str]:
         """Descriptions of the resources that grew by more than the allowed amount."""
         words = []
-        for name, spare in (("fds", _SPARE_DESCRIPTORS + self.kept), ("threads", _SPARE_THREADS)):
+        for name, spare in (("fds", _SPARE_DESCRIPTORS), ("threads", _SPARE_THREADS)):
             if self.grown[name] > spare:
                 words.append(f"{name} {self.settled[name]} -> {self.settled[name] + self.grown[name]}")
         slope = self.slope
@@ -127,15 +123,6 @@ class LeakWatch:
             self.add(event.rank, cast(Usage, event.data))
         elif event.kind == "died":
             self.now.pop(event.rank, None)
-            self._allow_kept_sockets(event.rank)
-
-    def _allow_kept_sockets(self, name: str) -> None:
-        """Allows all prefill ranks the descriptors that the transfer engine keeps after a decode rank has exited."""
-        if self._fleet.ranks[name].planned["role"] != "decode":
-            return
-        for other, lives in self.lives.items():
-            if lives and self._fleet.ranks[other].planned["role"] == "prefill":
-                lives[-1].kept += _SOCKETS_KEPT.get(self._fleet.plan.transport, 0)
 
     def add(self, name: str, usage: Usage) -> None:
         """Adds a usage report of a rank to the history of its current process."""

@@ -4,6 +4,8 @@
   The protocol depends on environment variables and the wheel, which are both checked here.
 - The engine listens on all interfaces, and any client that reaches its ports may write registered memory. For peers on
   one host, its listeners are bound to the loopback device.
+- It never looks at a connection to a peer between two entries, so connections to peers that have ended stay open.
+  `close_ended` lets an entry fail on each.
 - Its destructor holds the GIL until the listener's `accept` times out (1 s), or the read from a silent client (5 s).
   `stop` shortens both to milliseconds.
 - It prints an error on every start, also if it succeeds. The output is used only for the text of a failed start.
@@ -12,6 +14,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.metadata
 import json
 import os
@@ -43,6 +46,8 @@ _EMPTY_S = 5.0
 _METADATA = 1  # type of a request for the segment's description
 _USE_S = 1.0
 _USE_BYTES = 1 << 24
+_CLOSE_WAIT = 8  # state of a TCP connection that the other end has closed
+_BYTE = ctypes.create_string_buffer(1)
 _starting = threading.Lock()
 
 
@@ -103,6 +108,7 @@ class Engine:
         self._port = int(session.rpartition(":")[2])
         self._listeners = listeners
         self._registered: list[int] = []
+        self._data_addresses: dict[str, tuple[str, int]] = {}
 
     def register(self, regions: Sequence[Region]) -> None:
         """Registers regions with the engine. Adjacent regions must have been merged.
@@ -146,22 +152,49 @@ class Engine:
         while check(entry) == 0:  # an entry of no bytes is complete when it is posted
             if time.monotonic() > deadline:
                 return f"{session} did not complete an entry of no bytes within {_EMPTY_S:g} s"
+        described = _description(session)
+        with contextlib.suppress(LookupError, TypeError, ValueError):
+            self._data_addresses[session] = str(described["tcp_data_host"]), int(described["tcp_data_port"])
         return ""
+
+    def close_ended(self, session: str) -> bool:
+        """Lets the engine close its idle connections to a peer without entries in flight, if the peer has closed them.
+
+        Each connection takes an entry, for address 0: should another engine listen at the peer's port by now, it
+        rejects the entry. The engine logs two lines for each.
+
+        Returns:
+            Whether the peer has closed its end, or there are no connections.
+        """
+        left = self._connections(session)
+        while left and all(state == _CLOSE_WAIT for state in left):
+            entry = self.submit(session, ctypes.addressof(_BYTE), 0, 1)
+            deadline = time.monotonic() + _EMPTY_S
+            while entry and self.check(entry) == 0 and time.monotonic() < deadline:
+                time.sleep(0.001)
+            before, left = left, self._connections(session)
+            if len(left) >= len(before):  # they belong to another engine of this process
+                return True
+        return not left
+
+    def _connections(self, session: str) -> list[int]:
+        """Returns the TCP state of each connection of this process to the data port of a peer's engine."""
+        address = self._data_addresses.get(session)
+        states = []
+        for _, copy in _sockets() if address else []:
+            with copy, contextlib.suppress(OSError):  # not connected
+                if copy.getpeername()[:2] == address:
+                    states.append(copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0])
+        return states
 
     def use(self) -> Use:
         """Asks the engine for its protocol and devices, as peers do when they open a session (0.2 ms).
 
         The fields of the result are empty if it does not answer within a second, or not as version 0.3.13 does.
         """
-        host, _, port = self.session.rpartition(":")
-        request = struct.pack("<QB", 3, _METADATA) + b"{}"
-        with contextlib.suppress(OSError, ValueError, struct.error, LookupError, TypeError, AttributeError):
-            with socket.create_connection((host.strip("[]"), int(port)), _USE_S) as client:
-                client.sendall(request)
-                size, _ = struct.unpack("<QB", _exactly(client, 9))
-                answer = json.loads(_exactly(client, min(size, _USE_BYTES) - 1))
-            devices = [str(device["name"]) for device in answer.get("devices") or ()]
-            return Use(str(answer["protocol"]), devices)
+        described = _description(self.session)
+        with contextlib.suppress(LookupError, TypeError):
+            return Use(str(described["protocol"]), [str(device["name"]) for device in described.get("devices") or ()])
         return Use("", [])
 
     def stop(self) -> None:
@@ -286,6 +319,19 @@ def _copy(number: int) -> socket.socket:
     except OSError:
         os.close(duplicate)
         raise
+
+
+def _description(session: str) -> dict[str, Any]:
+    """Asks an engine for its description, as peers do; empty if it sends none within a second."""
+    host, _, port = session.rpartition(":")
+    with contextlib.suppress(OSError, ValueError, struct.error, RecursionError):
+        with socket.create_connection((host.strip("[]"), int(port)), _USE_S) as client:
+            client.sendall(struct.pack("<QB", 3, _METADATA) + b"{}")
+            size, _ = struct.unpack("<QB", _exactly(client, 9))
+            answer = json.loads(_exactly(client, min(size, _USE_BYTES) - 1))
+        if isinstance(answer, dict):
+            return answer
+    return {}
 
 
 def _exactly(client: socket.socket, size: int) -> bytes:

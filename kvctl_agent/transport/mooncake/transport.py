@@ -42,7 +42,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvctl_agent.contract import resolver
@@ -60,6 +60,7 @@ _MAGIC = b"kvctl-mooncake-1"
 _PARAMS = {"protocol": "tcp", "device": "", "host": "127.0.0.1"}
 _LINGER_S = 0.2
 _EXIT_S = 0.5
+_CLOSE_EVERY_S = 5.0
 _MANY_REGIONS = 1000
 
 _log = logging.getLogger(__name__)
@@ -90,6 +91,8 @@ class MooncakeTransport(CheckedTransport[Peer, MooncakeWrite]):
         self._ident = secrets.token_hex(IDENT_BYTES // 2)
         self._keys: dict[str, str] = {}
         self._sessions: dict[str, str] = {}
+        self._disconnected: dict[str, Peer] = {}
+        self._next_close = 0.0
         self._peers_lock = threading.RLock()
         self._landed: deque[tuple[Sender, bytes]] = deque()
 
@@ -135,9 +138,8 @@ class MooncakeTransport(CheckedTransport[Peer, MooncakeWrite]):
             self._peers[peer] = fresh
             self._keys[fresh.ident] = peer
             self._sessions[fresh.session] = fresh.ident
-        opener = threading.Thread(target=_open, args=(self._engine, fresh), name="mooncake-open", daemon=True)
-        _openers.add(opener)
-        opener.start()
+            self._disconnected.pop(fresh.session, None)
+        _start(_open, self._engine, fresh)
 
     def disconnect(self, peer: str) -> None:
         with self._peers_lock:
@@ -146,6 +148,8 @@ class MooncakeTransport(CheckedTransport[Peer, MooncakeWrite]):
                 known.forgotten = True
                 self._keys.pop(known.ident, None)
                 known.link.close()
+                self._disconnected[known.session] = known
+                self._next_close = 0.0
 
     def tell(self, peer: str, tag: bytes) -> None:
         self._peer(peer).link.enqueue(check_tag(tag))
@@ -156,6 +160,9 @@ class MooncakeTransport(CheckedTransport[Peer, MooncakeWrite]):
         for peer in list(self._peers.values()):
             flush(peer.link)
         self._listener.collect(self._landed)
+        if self._disconnected and time.monotonic() > self._next_close:
+            self._next_close = time.monotonic() + _CLOSE_EVERY_S
+            _start(_close_ended, self._engine, self._disconnected)
 
     def arrivals(self) -> list[Arrival]:
         self.progress()
@@ -194,6 +201,7 @@ class MooncakeTransport(CheckedTransport[Peer, MooncakeWrite]):
         self._closed = True
         for peer in list(self._peers):
             self.disconnect(peer)
+        self._disconnected.clear()
         self._listener.close()
         self._engine.stop()
 
@@ -240,28 +248,48 @@ class MooncakeTransport(CheckedTransport[Peer, MooncakeWrite]):
         return Peer(peer, metadata, ident, session, ranges, link)
 
 
-_openers: set[threading.Thread] = set()
+_threads: set[threading.Thread] = set()
+
+
+def _start(target: Callable[..., None], *arguments: object) -> None:
+    """Runs a function that waits for the engine in a thread of its own."""
+
+    def run() -> None:
+        try:
+            target(*arguments)
+        finally:
+            _threads.discard(thread)
+
+    thread = threading.Thread(target=run, name=f"mooncake{target.__name__.replace('_', '-')}", daemon=True)
+    _threads.add(thread)
+    thread.start()
 
 
 def _open(engine: engine.Engine, peer: Peer) -> None:
-    """Opens the session to a peer and records the outcome; runs on its own thread, because it may take a minute."""
+    """Opens the session to a peer and records the outcome, which may take a minute."""
     try:
         peer.refused = engine.open(peer.session)
     except AttributeError:  # the engine was stopped in the meantime
         peer.refused = "the transport was closed"
-    finally:
-        _openers.discard(threading.current_thread())
     peer.opened = not peer.refused
 
 
+def _close_ended(engine: engine.Engine, disconnected: dict[str, Peer]) -> None:
+    """Lets the engine close its connections to disconnected peers that have ended, and forgets those peers."""
+    with contextlib.suppress(AttributeError):  # the engine was stopped in the meantime
+        for session, peer in list(disconnected.items()):
+            if (peer.opened or peer.refused) and peer.idle and engine.close_ended(session):
+                disconnected.pop(session, None)
+
+
 @atexit.register
-def _let_openers_end() -> None:
-    """Waits up to 0.5 s for the opener threads.
+def _let_threads_end() -> None:
+    """Waits up to 0.5 s for the threads.
 
     A thread that returns from the engine while Python exits aborts the process (SIGABRT).
     """
     deadline = time.monotonic() + _EXIT_S
-    for thread in list(_openers):
+    for thread in list(_threads):
         thread.join(max(0.0, deadline - time.monotonic()))
 
 

@@ -56,6 +56,11 @@ class Peer:
         self._in_flight = 0
         self._lock = threading.Lock()
 
+    @property
+    def idle(self) -> bool:
+        """Whether the engine has ended all entries to the peer."""
+        return not self._in_flight
+
     def take_room(self, wanted: int) -> int:
         """Reserves up to `wanted` entries of the peer's window and returns their number; `give_room` frees them."""
         with self._lock:

@@ -97,6 +97,56 @@ def test_a_peer_that_dies_in_the_middle_of_a_write_is_noticed(crew: Any) -> None
         write.poll()
 
 
+def connections(agent: Any, session: str) -> list[int]:
+    """TCP states of the connections to a peer's engine."""
+    states: list[int] = agent.transport._engine._connections(session)
+    return states
+
+
+@pytest.mark.parametrize("how", ["kill", "close", "restart"])
+def test_connections_to_peers_that_have_ended_are_closed(crew: Any, how: str) -> None:
+    agent = crew.agent("mooncake")
+    for _ in range(2):
+        peer = crew.peer("mooncake")
+        agent.transport.connect("peer", peer.metadata)
+        offsets = range(0, 4 << 20, 1 << 12)
+        agent.finish(agent.transport.write("peer", agent.at(*offsets), peer.at(*offsets), sizes(64, 1024), b"t"))
+        session = told(peer.metadata)["session"]
+        assert connections(agent, session)
+        if how == "close":
+            agent.transport.disconnect("peer")
+            agent.wait()  # looks at the connections while they are open
+            peer.close()
+            agent.transport._next_close = 0.0
+        else:
+            peer.kill()
+            if how == "restart":
+                agent.transport.connect("peer", crew.peer("mooncake").metadata)
+            else:
+                agent.transport.disconnect("peer")
+        until = time.monotonic() + 60
+        while agent.transport._disconnected:
+            assert time.monotonic() < until, connections(agent, session)
+            agent.wait()
+        assert not connections(agent, session)
+        agent.transport.disconnect("peer")
+
+
+def test_connections_to_a_disconnected_peer_that_lives_are_not_touched(crew: Any) -> None:
+    agent, peer = crew.agent("mooncake"), crew.peer("mooncake")
+    agent.transport.connect("peer", peer.metadata)
+    agent.finish(agent.transport.write("peer", agent.at(0), peer.at(0), sizes(4096), b"one"))
+    before = connections(agent, told(peer.metadata)["session"])
+    agent.transport.disconnect("peer")
+    assert not agent.transport._engine.close_ended(told(peer.metadata)["session"])
+    agent.wait()
+    assert connections(agent, told(peer.metadata)["session"]) == before
+    agent.transport.connect("peer", peer.metadata)
+    assert not agent.transport._disconnected
+    agent.finish(agent.transport.write("peer", agent.at(0), peer.at(0), sizes(4096), b"two"))
+    assert [arrival["tag"] for arrival in peer.collect(2)] == [b"one".hex(), b"two".hex()]
+
+
 def test_a_stopped_peer_holds_up_nobody_else(crew: Any) -> None:
     agent, stopped, other = crew.agent("mooncake"), crew.peer("mooncake"), crew.peer("mooncake")
     agent.transport.connect("stopped", stopped.metadata)

@@ -50,11 +50,3 @@ def test_descriptors_and_threads_are_compared_with_what_it_had_once_it_had_met_i
     meeting = [usage(0, MB, fds=20, threads=8), usage(5, MB)]
     assert life([*meeting, usage(100, MB, fds=70, threads=15)]).leaks == ["fds 40 -> 70", "threads 10 -> 15"]
     assert life([*meeting, usage(100, MB, fds=45, threads=12)]).leaks == []
-
-
-def test_what_an_engine_is_known_to_keep_of_peers_that_have_ended_is_no_leak():
-    here = life([usage(0, MB), usage(5, MB), usage(100, MB, fds=70)])
-    here.kept = 16
-    assert here.leaks == []
-    here.kept = 8
-    assert here.leaks == ["fds 40 -> 70"]
