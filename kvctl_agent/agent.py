@@ -32,7 +32,7 @@ from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import DeadlineExceeded, LayoutError, LocalProtocolError
 from kvctl_agent.export.probes import liveness, readiness
 from kvctl_agent.layout.layer_grouping import ForwardInfo, Grouping
-from kvctl_agent.layout.plan import prefill_dp
+from kvctl_agent.layout.plan import check_dp_group
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.layout.sizes import as_list
 from kvctl_agent.memory.pool import KVPool
@@ -597,7 +597,7 @@ class Agent:
         begun = fake or parts.machine.knows(room)
         self._check_takes("prefill", begun=begun)
         if not fake:
-            self._check_dp_group(room)
+            check_dp_group(parts.local.side, parts.local.coord, room, self.name)
         # An engine that asks for the state once per forward would otherwise learn only after the next one that the room
         # is opened already.
         prefix = None if fake else parts.machine.opened_prefix(room)
@@ -749,16 +749,6 @@ class Agent:
             text = f"{where}no prefill instance is known to {self.name}: pass prefill=, or call connect"
             raise LocalProtocolError(text)
         return instance
-
-    def _check_dp_group(self, room: int) -> None:
-        """Raises LocalProtocolError if another dp group of this prefill instance has to compute a room."""
-        side, own = self.parts.local.side, self.parts.local.coord.dp
-        wanted = prefill_dp(side, room)
-        if wanted != own:
-            raise LocalProtocolError(
-                f"room {room} is computed by dp group {wanted} of this instance (its number % {side.dp}), and "
-                f"{self.name} belongs to dp group {own}: route the request to a rank of that group"
-            )
 
     def _check_takes(self, role: str, *, begun: bool) -> None:
         """As `Lifecycle.check_takes`, for a room; counts and records a refusal."""

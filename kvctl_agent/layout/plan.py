@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
 
-from kvctl_agent.errors import LayoutError
+from kvctl_agent.errors import LayoutError, LocalProtocolError
 from kvctl_agent.layout.chunks import WHOLE, Chunk, Stripe
 from kvctl_agent.layout.context_parallel import owned_cells, sole_cp_sender
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, head_range, mix64, replicas, stage_layers
@@ -108,6 +108,16 @@ class _RoomPlan:
 def prefill_dp(prefill: ParallelConfig, room: int) -> int:
     """Returns the prefill dp rank that computes a room: room % dp, as SGLang routes by `bootstrap_room`."""
     return room % prefill.dp
+
+
+def check_dp_group(prefill: ParallelConfig, coord: RankCoord, room: int, name: str) -> None:
+    """Raises LocalProtocolError if another dp group than that of the prefill rank `name` has to compute a room."""
+    wanted = prefill_dp(prefill, room)
+    if wanted != coord.dp:
+        raise LocalProtocolError(
+            f"room {room} is computed by dp group {wanted} of this instance (its number % {prefill.dp}), and {name} "
+            f"belongs to dp group {coord.dp}: route the request to a rank of that group"
+        )
 
 
 def prefill_ranks(inputs: PlanInputs, room: int) -> tuple[int, ...]:

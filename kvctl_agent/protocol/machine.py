@@ -387,6 +387,10 @@ class Machine:
         """Returns whether the local engine or a peer has opened this room here. Safe to call from any thread."""
         return room in self.rooms
 
+    def sends(self, room: int) -> bool:
+        """Returns whether the engine has called send() for an open room. Safe to call from any thread."""
+        return False
+
     def opened_prefix(self, room: int) -> int | None:
         """Returns the prefix, in tokens, of a room that could begin before the engine called send().
 

@@ -30,7 +30,7 @@ from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import KvctlError
-from kvctl_agent.integrations.fence import attempt
+from kvctl_agent.integrations.request_errors import attempt
 from kvctl_agent.integrations.sglang import pools, versions
 from kvctl_agent.integrations.sglang.bootstrap_http import CLIENT
 from kvctl_agent.integrations.sglang.rank_names import dp_rank, rank_axes, rank_label
@@ -263,8 +263,7 @@ class KvctlKVManager(CommonKVManager):
 
     def is_sending(self, room: int) -> bool:
         """Prefill: whether the number is in use by a room that has not ended, here or at a decode rank."""
-        known = self.agent.parts.machine.rooms.get(room)
-        return self.agent.is_open(room) or getattr(known, "claimed", False)
+        return self.agent.is_open(room) or self.agent.machine.sends(room)
 
     def refusal(self, room: int | None) -> str | None:
         """Returns why a new request cannot have this room: another one has it; None if it can.

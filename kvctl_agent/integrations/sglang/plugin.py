@@ -82,18 +82,18 @@ def _add_backend(takeover: bool) -> None:
     def create_sender(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
         if queue.transfer_backend.value not in names:
             return original(queue, req, *args, **kwargs)
-        from kvctl_agent.integrations.sglang import prompts
+        from kvctl_agent.integrations.sglang import prompt_digests
 
-        with prompts.announced(queue.scheduler, req):
+        with prompt_digests.announced(queue.scheduler, req):
             return original(queue, req, *args, **kwargs)
 
     def send_metadata(original: Callable[..., Any], queue: Any, decode_req: Any, *args: Any, **kwargs: Any) -> Any:
         if queue.transfer_backend.value in names:
-            from kvctl_agent.integrations.sglang import prompts
+            from kvctl_agent.integrations.sglang import prompt_digests
 
             kv_indices = args[0] if args else kwargs["kv_indices"]  # one for each token after the prefix
             tokens = kwargs.get("decode_prefix_len", 0) + len(kv_indices)
-            decode_req.kv_receiver.prompt = prompts.prompt_of(queue.scheduler, decode_req.req, tokens)
+            decode_req.kv_receiver.prompt = prompt_digests.prompt_of(queue.scheduler, decode_req.req, tokens)
         return original(queue, decode_req, *args, **kwargs)
 
     def reject_reason(original: Callable[..., Any], scheduler: Any, new_role: str) -> Any:

@@ -13,9 +13,9 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferEr
 
 from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import KvctlError
-from kvctl_agent.integrations.fence import attempt
+from kvctl_agent.integrations.request_errors import attempt
 from kvctl_agent.integrations.sglang.bootstrap_http import CLIENT, BootstrapError
-from kvctl_agent.integrations.sglang.prompts import UNKNOWN
+from kvctl_agent.integrations.sglang.prompt_digests import UNKNOWN
 from kvctl_agent.runtime.handles import Receive
 
 logger = logging.getLogger("kvctl")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from kvctl_agent.errors import LocalProtocolError
-from kvctl_agent.integrations.fence import attempt
+from kvctl_agent.integrations.request_errors import attempt
 from kvctl_agent.request_id import prompt_digest, room_number, valid_traceparent
 from kvctl_agent.runtime.handles import check_room
 

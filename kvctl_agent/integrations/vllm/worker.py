@@ -21,7 +21,7 @@ from kvctl_agent.contract.config import KEYS_BY_NAME
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.contract.values import shown
 from kvctl_agent.contract.vllm import LISTEN
-from kvctl_agent.integrations.fence import attempt
+from kvctl_agent.integrations.request_errors import attempt
 from kvctl_agent.integrations.vllm import versions
 from kvctl_agent.integrations.vllm.metadata import (
     LOGGER,

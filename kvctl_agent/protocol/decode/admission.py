@@ -33,7 +33,7 @@ from kvctl_agent.layout.plan import (
 from kvctl_agent.layout.plan_inputs import PlanInputs, Wire
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.decode.instances import Instances
+from kvctl_agent.protocol.decode.prefill_instances import PrefillInstances
 from kvctl_agent.protocol.decode.rooms import DecodeState, FinalKey, RecvRoom, RecvRooms, TablePages, opening_at
 from kvctl_agent.protocol.machine import MachineContext, PeerSessions
 from kvctl_agent.protocol.peer import Peer, PeerPlan, PeerState, plan_with_peer
@@ -47,7 +47,7 @@ class RecvAdmission:
     context: MachineContext
     state: DecodeState
     rooms: RecvRooms
-    instances: Instances
+    instances: PrefillInstances
 
     def on_open_room(self, event: ev.OpenRoom) -> None:
         context = self.context
@@ -244,7 +244,7 @@ class Handshake:
     context: MachineContext
     state: DecodeState
     rooms: RecvRooms
-    instances: Instances
+    instances: PrefillInstances
     admission: RecvAdmission
     sessions: PeerSessions
 

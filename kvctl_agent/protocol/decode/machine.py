@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.decode.admission import Handshake, RecvAdmission
-from kvctl_agent.protocol.decode.instances import Instances
 from kvctl_agent.protocol.decode.landing import Grants, Landing
+from kvctl_agent.protocol.decode.prefill_instances import PrefillInstances
 from kvctl_agent.protocol.decode.reclaim import Reclaim
 from kvctl_agent.protocol.decode.rooms import DecodeState, RecvRoom, RecvRooms
 from kvctl_agent.protocol.machine import Machine, MachineContext, PeerSessions
@@ -32,7 +32,7 @@ class DecodeMachine(Machine):
         landing = Landing(context, state, rooms, grants)
         reclaim = self._reclaim = Reclaim(context, state, rooms, grants)
         sessions = PeerSessions(context, self._on_peer_lost, reclaim.on_former_ended, grants.watermark)
-        instances = self._instances = Instances(context, state, rooms, sessions, reclaim)
+        instances = self._instances = PrefillInstances(context, state, rooms, sessions, reclaim)
         admission = self._admission = RecvAdmission(context, state, rooms, instances)
         handshake = self._greeting = Handshake(context, state, rooms, instances, admission, sessions)
         super().__init__(context, state, sessions, rooms.find, rooms.fail)

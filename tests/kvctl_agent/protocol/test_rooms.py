@@ -169,6 +169,19 @@ def test_any_thread_may_ask_for_the_prefix_while_a_room_is_opened_or_recalled() 
     assert world.p().opened_prefix(7) is None
 
 
+def test_only_a_room_that_the_prefill_engine_has_claimed_is_sent() -> None:
+    world = World(ParallelConfig(), ParallelConfig(), choose=direct)
+    world.connect()
+    world.receive(7, 5)
+    world.flush()
+    assert not world.p().sends(7)
+    world.feed("prefill-0", ev.SendRoom(7))
+    assert (world.p().sends(7), world.d().sends(7)) == (True, False)
+    world.feed("prefill-0", ev.AbortRoom(7, "enough"))
+    world.settle()
+    assert not world.p().sends(7)
+
+
 def test_prefill_learns_the_prefix_of_a_room_that_has_ended_before_send() -> None:
     world = World(ParallelConfig(), ParallelConfig())
     world.connect()

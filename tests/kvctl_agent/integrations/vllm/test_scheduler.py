@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl_agent.integrations.sglang import prompts
+from kvctl_agent.integrations.sglang import prompt_digests
 from kvctl_agent.request_id import prompt_digest, room_number
 from tests.support.vllm import stand_ins as vllm
 from tests.support.vllm.modules import metadata, scheduler
@@ -295,10 +295,10 @@ class TestDigests:
         server = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
         theirs: dict[str, Any] = {"origin_input_ids": array("q", range(38)), "output_ids": array("q", range(38, 45))}
         theirs |= {"rid": "r", "lora_id": "7", "cache_salt": "tenant", "multimodal_inputs": None, "input_embeds": None}
-        found = prompts.prompt_of(server, SimpleNamespace(**theirs), 40)
+        found = prompt_digests.prompt_of(server, SimpleNamespace(**theirs), 40)
         assert found == (40, metadata.digest_of(salted, 40, True))
         for unknown in ({"lora_id": "8"}, {"multimodal_inputs": object()}, {"input_embeds": [[0.5]]}):
-            assert prompts.prompt_of(server, SimpleNamespace(**theirs | unknown), 40) == (40, None)
+            assert prompt_digests.prompt_of(server, SimpleNamespace(**theirs | unknown), 40) == (40, None)
 
 
 class TestDecode:

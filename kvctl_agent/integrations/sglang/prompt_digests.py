@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
-from kvctl_agent.integrations.fence import attempt
+from kvctl_agent.integrations.request_errors import attempt
 from kvctl_agent.request_id import prompt_digest
 
 logger = logging.getLogger("kvctl")

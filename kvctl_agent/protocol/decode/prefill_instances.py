@@ -17,7 +17,7 @@ from kvctl_agent.protocol.machine import MachineContext, PeerSessions
 
 
 @dataclass(eq=False)
-class Instances:
+class PrefillInstances:
     """Table of the prefill instances."""
 
     context: MachineContext
