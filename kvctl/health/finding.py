@@ -143,6 +143,11 @@ def counted(count: float, noun: str) -> str:
     return f"{count:.0f} {noun}{'' if count == 1 else 's'}"
 
 
+def agree(count: float, one: str, many: str) -> str:
+    """Returns the form of a word that agrees with a count: `1 part` waits, `7 parts` wait."""
+    return one if count == 1 else many
+
+
 def named_in(text: str, names: Collection[str]) -> list[str]:
     """Returns those of `names` that occur as words in a text, in the order of the text, without duplicates."""
     words = (word.rstrip(".:-") for word in re.findall(r"[\w.@:#\[\]-]+", text))

@@ -12,11 +12,13 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import AgentAnswer, Survey
+from kvctl.client.instances import instances
 from kvctl.health.answers import Row, amount, inner, is_agent_name, number, rows, text
 from kvctl_agent.contract.config import KEYS_BY_NAME
 from kvctl_agent.contract.health import HEALTH_ROOMS
 
 _SECOND_NS = 1_000_000_000
+_AXES = ("dp", "pp", "cp", "tp")
 
 T = TypeVar("T")
 
@@ -156,6 +158,21 @@ class Snapshot:
         """Agents that answered `status`, by name, in the order of the names."""
         answers = sorted(self.survey.agents, key=lambda answer: answer.name)
         return {answer.name: _agent(answer) for answer in answers if "status" in answer.data}
+
+    @cached_property
+    def instances(self) -> Mapping[str, str]:
+        """Names of the agents' instances, by the name of the agent."""
+        statuses = [
+            {
+                "name": agent.name,
+                "role": agent.role,
+                **{key: text(agent.status, key) for key in ("host", "registry")},
+                "sizes": {axis: int(amount(inner(agent.status, "sizes"), axis)) or 1 for axis in _AXES},
+                "rank": {axis: int(amount(inner(agent.status, "rank"), axis)) for axis in (*_AXES, "unique")},
+            }
+            for agent in self.agents.values()
+        ]
+        return dict(zip(self.agents, instances(statuses), strict=True))
 
     def of_role(self, role: str) -> Iterator[Agent]:
         return (agent for agent in self.agents.values() if agent.role == role)

@@ -140,6 +140,7 @@ class Status(TypedDict):
     rooms: dict[str, int]  # active rooms by state label
     rooms_finished_total: dict[str, int]  # "Success", "Failed"
     rooms_finished_5m: dict[str, int]  # the same in the last 5 minutes; states without a room are absent
+    last_success_age_ns: int | None  # since the last room succeeded; None: none has
     bytes_total: int  # KV bytes sent (prefill) or landed (decode)
     rate: RateWindow
     latency: LatencySummary  # decode: open to success; prefill: first ready to sent

@@ -681,11 +681,15 @@ class RecentEnds:
 
     They are kept for slices of 1/30 of the window, so the window that is reported is up to one slice longer. One
     thread at a time calls `add`; any thread may call `counts`.
+
+    Attributes:
+        last_ns: monotonic time of the last end, by state.
     """
 
     def __init__(self, window_ns: int) -> None:
         self._slice_ns = window_ns // _SLICES_OF_WINDOW
         self._slices: deque[tuple[int, Counter[str]]] = deque(maxlen=_SLICES_OF_WINDOW + 1)  # number of the slice
+        self.last_ns: dict[str, int] = {}
 
     def add(self, state: str, at_ns: int) -> None:
         """Counts a room that ended at monotonic `at_ns`."""
@@ -693,6 +697,7 @@ class RecentEnds:
         if not self._slices or self._slices[-1][0] < number:
             self._slices.append((number, Counter()))
         self._slices[-1][1][state] += 1
+        self.last_ns[state] = at_ns
 
     def counts(self, now_ns: int) -> dict[str, int]:
         """Returns the numbers at monotonic `now_ns`; states without a room are absent."""

@@ -5,13 +5,15 @@ Functions whose only argument is the snapshot are called as in `snapshot.once(fa
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvctl.client.faults import SILENT, Fault
 from kvctl.health.answers import Row, amount, inner, number, text, texts
-from kvctl.health.finding import Code, Finding, Severity
+from kvctl.health.finding import Code, Finding, Severity, named_in
 from kvctl.health.snapshot import Agent, Snapshot
 from kvctl.render.units import duration
 from kvctl_agent.contract.health import FAILED_NS
@@ -26,6 +28,10 @@ _MIN_PARTS = 20
 _SLOW_FACTOR = 5.0
 # On a busy machine, shorter times depend on which process gets a core.
 _MIN_WIRE_S = 0.1
+# Fewer failed rooms do not show that every room fails.
+_SEVERAL = 3
+_OF_PEERS = frozenset({"KV_PEER_LOST", "KV_TRANSPORT"})
+_LOST_PEER = re.compile(r"\bpeer (\S+) \(incarnation")
 
 
 # ---- failed rooms ----------------------------------------------------------------------------------------------
@@ -40,6 +46,7 @@ class FailedRoom:
         rank: agent that detected the failure first.
         text: description of the failure by that agent.
         known_to: agents that report the failure, in the order of their names.
+        peers: agents at the other ends of the room, according to those that report the failure.
         ago_ns: time since the failure, by the clocks of the reporting agents; the longest if they differ.
     """
 
@@ -48,6 +55,7 @@ class FailedRoom:
     rank: str
     text: str
     known_to: tuple[str, ...]
+    peers: tuple[str, ...]
     ago_ns: int
 
 
@@ -66,9 +74,16 @@ def failed_rooms(snapshot: Snapshot) -> Mapping[str, Sequence[FailedRoom]]:
                 continue
             key = (text(row, "room"), code, rank, message)
             known = found.get(key)
-            known_to = (agent.name,) if known is None else (*known.known_to, agent.name)
-            ago_ns = ago_ns if known is None else max(ago_ns, known.ago_ns)
-            found[key] = FailedRoom(key[0], code, rank, message, tuple(dict.fromkeys(known_to)), ago_ns)
+            known_to, peers = [agent.name], [*texts(row, "peers"), *texts(row, "missing")]
+            if known is not None:
+                known_to, peers, ago_ns = (
+                    [*known.known_to, *known_to],
+                    [*known.peers, *peers],
+                    max(ago_ns, known.ago_ns),
+                )
+            found[key] = FailedRoom(
+                key[0], code, rank, message, tuple(dict.fromkeys(known_to)), tuple(dict.fromkeys(peers)), ago_ns
+            )
     by_code: dict[str, list[FailedRoom]] = {}
     for failed in sorted(found.values(), key=lambda failed: failed.ago_ns):
         by_code.setdefault(failed.code, []).append(failed)
@@ -83,7 +98,65 @@ def failed_by_rank(snapshot: Snapshot, code: str) -> Mapping[str, Sequence[Faile
     return found
 
 
+def failed_by_instance(snapshot: Snapshot, code: str) -> Mapping[str, Sequence[FailedRoom]]:
+    """Returns the rooms that failed with this code, each once, by the instance whose rank detected the failure first.
+
+    The ranks of an instance meet the same failure, so grouping by rank would report it several times. The rooms of an
+    instance are in the order of their failures, the most recent first.
+    """
+    first: dict[str, FailedRoom] = {}
+    for failed in snapshot.once(failed_rooms).get(code, ()):
+        later = first.get(failed.room)
+        known_to = failed.known_to if later is None else tuple(dict.fromkeys((*failed.known_to, *later.known_to)))
+        first[failed.room] = replace(failed, known_to=known_to)
+    found: dict[str, list[FailedRoom]] = {}
+    for failed in sorted(first.values(), key=lambda failed: failed.ago_ns):
+        found.setdefault(snapshot.instances.get(failed.rank, failed.rank), []).append(failed)
+    return found
+
+
+def failed_by_peer(snapshot: Snapshot) -> Mapping[str, Sequence[FailedRoom]]:
+    """Returns the rooms that failed because a peer was lost or absent, by its name, the most recent first.
+
+    These are the rooms whose failure names the peer, whatever the code: other health codes leave them to KV_PEER_LOST.
+    Where a failure with that code names none, as those of SGLang, the peer is the absent one at the other end of the
+    room, or one that the reporting rank does not hear; "" if there is none either.
+    """
+    gone, silent = snapshot.once(absent), snapshot.once(silences)
+    names = snapshot.once(all_names) | gone
+    found: dict[str, dict[str, FailedRoom]] = {}
+    for code, failures in snapshot.once(failed_rooms).items():
+        if code not in _OF_PEERS and not code.startswith("KV_ROOM_STUCK_"):
+            continue
+        for failed in failures:
+            named = [*_LOST_PEER.findall(failed.text), *named_in(failed.text, names)]
+            named = [name for name in dict.fromkeys(named) if name != failed.rank]
+            lost = [name for name in named if name in gone]
+            if code == "KV_PEER_LOST" and not lost:
+                unheard = [name for name, each in silent.items() if any(one.agent in failed.known_to for one in each)]
+                lost = [*named, *(name for name in failed.peers if name in gone), *unheard, ""][:1]
+            for name in lost:
+                found.setdefault(name, {}).setdefault(failed.room, failed)
+    return {name: sorted(each.values(), key=lambda failed: failed.ago_ns) for name, each in found.items()}
+
+
+def every_room_fails(snapshot: Snapshot, failures: Sequence[FailedRoom]) -> bool:
+    """Returns whether several rooms failed, and since the first of them no room of the ranks that know them succeeded.
+
+    Only decode ranks count, if any know the rooms.
+    """
+    if len({failed.room for failed in failures}) < _SEVERAL:
+        return False
+    names = {name for failed in failures for name in (failed.rank, *failed.known_to)}
+    agents = [snapshot.agents[name] for name in names if name in snapshot.agents]
+    first_ns = max(failed.ago_ns for failed in failures)
+    ranks = [agent.status for agent in agents if agent.role == "decode"] or [agent.status for agent in agents]
+    known = bool(ranks) and all("last_success_age_ns" in status for status in ranks)
+    return known and all((number(status, "last_success_age_ns") or math.inf) > first_ns for status in ranks)
+
+
 def failure_finding(
+    snapshot: Snapshot,
     code: Code,
     failures: Sequence[FailedRoom],
     cause: str,
@@ -94,24 +167,28 @@ def failure_finding(
     agents: Iterable[str] = (),
     evidence: Mapping[str, object] | None = None,
 ) -> Finding:
-    """Returns one finding about all given failed rooms.
+    """Returns one finding about all given failed rooms, critical if all rooms fail.
 
     Args:
+        snapshot: the snapshot with the failures.
         code: health code of the finding.
         failures: failed rooms, the most recent first; at least one.
         cause: number of failed rooms and the reason; the text of the most recent failure is appended.
         shows: rest of the remedy, after "`kvctl rooms show` shows": the relevant information, and further steps.
         subject: subject of the finding; by default the rank that detected the most recent failure.
-        severity: severity of the finding; by default the severity of the code.
-        agents: agents of the finding besides the ones that reported the most recent failure.
+        severity: severity of the finding if some rooms succeed; by default the severity of the code.
+        agents: agents of the finding besides the ones that reported the most recent failure, which come after them.
         evidence: evidence besides the number of failures and the most recent one.
     """
     latest = failures[0]
+    cause = f"{cause}, last {duration(latest.ago_ns)} ago: {latest.text}"
+    if every_room_fails(snapshot, failures):
+        cause, severity = f"{cause}; no room has succeeded since the first of them", Severity.CRITICAL
     return code.finding(
         subject or latest.rank,
         severity=severity,
-        agents=(subject or latest.rank, latest.rank, *latest.known_to, *agents),
-        since_ns=latest.ago_ns,
+        agents=(*agents, *dict.fromkeys(failed.rank for failed in failures), *latest.known_to),
+        since_ns=failures[-1].ago_ns,
         weight=len(failures),
         evidence={
             "failed_rooms": len(failures),
@@ -120,7 +197,7 @@ def failure_finding(
             "latest": latest.text,
             **(evidence or {}),
         },
-        cause=f"{cause}, last {duration(latest.ago_ns)} ago: {latest.text}",
+        cause=cause,
         remedy=f"`kvctl rooms show {latest.room}` shows {shows}",
     )
 
@@ -213,6 +290,16 @@ def silences(snapshot: Snapshot) -> Mapping[str, list[Silence]]:
 def unresponsive(snapshot: Snapshot) -> Mapping[str, Fault]:
     """Returns the faults of agents that were found and do not answer kvctl, by name."""
     return {fault.agent: fault for fault in snapshot.faults if fault.code in SILENT}
+
+
+def how_to_resume(snapshot: Snapshot, name: str) -> str:
+    """Returns the command for an agent that its peers do not hear: `kvctl stacks` only if it answers kvctl."""
+    fault = unresponsive(snapshot).get(name)
+    if fault is not None and (remedy := fault.message.partition("; ")[2]):
+        return remedy
+    if name in snapshot.agents:
+        return f"`kvctl stacks -e {name}` shows what its threads do"
+    return f"`kvctl agents` shows whether {name} runs"
 
 
 def absent(snapshot: Snapshot) -> frozenset[str]:

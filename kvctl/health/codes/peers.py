@@ -5,19 +5,21 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvctl.client.clock import ClockOffset
 from kvctl.client.faults import FaultCode
 from kvctl.client.names import natural_key
 from kvctl.health.answers import NO_ROW, Row, amount, inner, number, numbers, rows, text, texts
 from kvctl.health.codes.facts import (
+    FailedRoom,
     Silence,
     absent,
     all_names,
     common_agents,
-    failed_by_rank,
-    failed_rooms,
+    every_room_fails,
+    failed_by_instance,
+    failed_by_peer,
     failure_alert,
     failure_finding,
     silences,
@@ -30,7 +32,7 @@ from kvctl.health.codes.network import (
     interruptions,
     row_about,
 )
-from kvctl.health.finding import Code, Finding, Severity, counted, health_code, listed, named_in, pair
+from kvctl.health.finding import Code, Finding, Severity, agree, counted, health_code, listed, named_in, pair
 from kvctl.health.snapshot import Agent, Snapshot
 from kvctl.render.units import duration
 
@@ -43,7 +45,6 @@ _HEARTBEATS = 5
 _SKEW_NS = 5_000_000
 _LARGE_SKEW_NS = 1_000_000_000
 _RECENTLY_LOST_NS = 600_000_000_000
-_LOST_PEER = re.compile(r"\bpeer (\S+) \(incarnation")
 _FACTOR = re.compile(r"(?P<name>.*\S) (?P<first>\S+) ≠ (?P<second>\S+)")
 
 
@@ -119,10 +120,7 @@ def peer_stale(snapshot: Snapshot) -> Iterator[Finding]:
     alert='sum by (instance) (kvctl_peers{state="lost"}) > 0',
 )
 def peer_lost(snapshot: Snapshot) -> Iterator[Finding]:
-    failed: Counter[str] = Counter()
-    for failure in snapshot.once(failed_rooms).get("KV_PEER_LOST", ()):
-        if match := _LOST_PEER.search(failure.text):
-            failed[match[1]] += 1
+    failed = snapshot.once(failed_by_peer)
     for interruption in snapshot.once(interruptions):
         yield _interrupted(interruption, failed)
     explained = snapshot.once(interrupted) | {(agent.name, other.name) for agent, other in _stale_pairs(snapshot)}
@@ -132,15 +130,22 @@ def peer_lost(snapshot: Snapshot) -> Iterator[Finding]:
         if host := _gone_host(snapshot, name, reports):
             by_host.setdefault(host, {})[name] = reports
         elif reports:
-            yield from _silent_agent(snapshot, name, reports, failed.get(name, 0))
+            yield from _silent_agent(snapshot, name, reports, failed.get(name, ()))
     for host, silent in by_host.items():
-        yield _silent_host(snapshot, host, silent, sum(failed.get(name, 0) for name in silent))
-    for name, count in failed.items():
-        if name not in snapshot.once(silences):
-            yield _reconnected(snapshot, name, count)
+        yield _silent_host(snapshot, host, silent, _rooms(failed, silent))
+    for name, failures in failed.items():
+        if not name:
+            yield _unknown_peer(snapshot, failures)
+        elif name not in snapshot.once(silences) and any(each.code == peer_lost.name for each in failures):
+            yield _reconnected(snapshot, name, failures)
 
 
-def _interrupted(found: Interruption, failed: Mapping[str, int]) -> Finding:
+def _rooms(failed: Mapping[str, Sequence[FailedRoom]], peers: Iterable[str]) -> int:
+    """Returns the number of rooms that failed because of any of these peers."""
+    return len({failure.room for name in peers for failure in failed.get(name, ())})
+
+
+def _interrupted(found: Interruption, failed: Mapping[str, Sequence[FailedRoom]]) -> Finding:
     """Returns the finding about two hosts whose agents answer kvctl and have lost each other."""
     for_ns = min((report.for_ns for report in found.reports if report.for_ns is not None), default=None)
     agents = list(dict.fromkeys(name for report in found.reports for name in (report.agent, report.peer)))
@@ -160,7 +165,7 @@ def _interrupted(found: Interruption, failed: Mapping[str, int]) -> Finding:
             "large_only": found.large_only,
             "address": found.address,
             "rooms": sum(report.rooms for report in found.reports),
-            "failed_rooms": sum(failed.get(name, 0) for name in agents),
+            "failed_rooms": _rooms(failed, agents),
         },
         cause=f"{found.cause}; {listed(agents)} have not heard each other{since}, and all of them answer kvctl",
         remedy=found.remedy,
@@ -209,7 +214,9 @@ def _silent_host(snapshot: Snapshot, host: str, silent: Mapping[str, list[Silenc
     )
 
 
-def _silent_agent(snapshot: Snapshot, name: str, reports: list[Silence], failed: int) -> Iterator[Finding]:
+def _silent_agent(
+    snapshot: Snapshot, name: str, reports: list[Silence], failures: Sequence[FailedRoom]
+) -> Iterator[Finding]:
     lost = [silence for silence in reports if silence.lost]
     closed = bool(lost) and all(silence.closed for silence in lost)
     # No room of its dp group can be opened without it.
@@ -236,16 +243,20 @@ def _silent_agent(snapshot: Snapshot, name: str, reports: list[Silence], failed:
         )
     if needed_by:
         cause += f"; {listed(needed_by)} cannot open a room of its instance"
+    failed, severity = _rooms({name: failures}, (name,)), Severity.WARNING
+    if lost and not closed and not given_up and not remembered and (needed_by or recent):
+        severity = Severity.CRITICAL
+    elif every_room_fails(snapshot, failures):
+        cause, severity = f"{cause}; {counted(failed, 'room')} failed, and none has succeeded since", Severity.CRITICAL
     yield peer_lost.finding(
         name,
-        severity=Severity.CRITICAL
-        if lost and not closed and not given_up and not remembered and (needed_by or recent)
-        else Severity.WARNING,
+        severity=severity,
         agents=(name, *missed_by),
         since_ns=silent_ns,
         weight=len(reports) + failed,
         evidence={
             "state": "closed" if closed else "lost" if lost else "suspect",
+            "role": "prefill" if reports[0].role == "decode" else "decode",
             "last_heard_ns": silent_ns,
             "missed_by": missed_by,
             "rooms": sum(silence.rooms for silence in reports),
@@ -299,15 +310,22 @@ def _explanation(
     )
 
 
-def _reconnected(snapshot: Snapshot, name: str, count: int) -> Finding:
-    latest = next(failed for failed in snapshot.once(failed_rooms)["KV_PEER_LOST"] if f"peer {name} (" in failed.text)
+def _unknown_peer(snapshot: Snapshot, failures: Sequence[FailedRoom]) -> Finding:
+    ranks = sorted({failed.rank for failed in failures}, key=natural_key)
+    cause = f"{counted(len(failures), 'room')} of {listed(ranks)} failed because a peer was lost"
+    shows = "their ranks; `kvctl bootstrap` which registries answer"
+    return failure_finding(snapshot, peer_lost, failures, cause, shows, subject=ranks[0], severity=Severity.WARNING)
+
+
+def _reconnected(snapshot: Snapshot, name: str, failures: Sequence[FailedRoom]) -> Finding:
+    latest, count = failures[0], len(failures)
     back = any(text(row, "peer") == name for agent in snapshot.agents.values() for row in agent.peers)
     now = "connected again" if back else "not needed any more, and forgotten"
     return peer_lost.finding(
         name,
         severity=Severity.WARNING,
         agents=(name, *latest.known_to),
-        since_ns=latest.ago_ns,
+        since_ns=failures[-1].ago_ns,
         weight=count,
         evidence={"state": "back" if back else "forgotten", "failed_rooms": count, "last_error": latest.text},
         cause=f"{counted(count, 'room')} failed when {name} was lost, last {duration(latest.ago_ns)} ago; it is {now}",
@@ -403,7 +421,8 @@ def subscriber_dead(snapshot: Snapshot) -> Iterator[Finding]:
                     "gated_parts": waiting,
                 },
                 cause=f"{writer.name} has not seen a watermark that {reader.name} sent more than "
-                f"{duration(snapshot.since_ns)} ago, and {counted(waiting, 'part')} of it wait for one",
+                f"{duration(snapshot.since_ns)} ago; "
+                f"{counted(waiting, 'part')} of it {agree(waiting, 'waits', 'wait')} for one",
                 remedy=f"`kvctl peers -e {writer.name} -o wide` shows both sequence numbers; restart {writer.name}, "
                 "and report it: heartbeats contain the watermark too",
             )
@@ -412,9 +431,12 @@ def subscriber_dead(snapshot: Snapshot) -> Iterator[Finding]:
 # ---- incompatible ----------------------------------------------------------------------------------------------
 
 
-def _refused_pairs(snapshot: Snapshot) -> dict[tuple[str, str], list[str]]:
-    """Returns the pairs (prefill, decode) that refuse each other, with the differences of their configurations."""
-    pairs: dict[tuple[str, str], list[str]] = {}
+def refused_pairs(snapshot: Snapshot) -> dict[tuple[str, str], dict[str, str]]:
+    """Returns the pairs (prefill, decode) that refuse each other, with the differences of their configurations.
+
+    A difference such as `page_size 64 ≠ 32` is mapped to the same with names, `page_size 64 (first) ≠ 32 (second)`.
+    """
+    pairs: dict[tuple[str, str], dict[str, str]] = {}
     # Prefill ranks first: a decode rank repeats what the prefill rank sent, and compares only protocol versions itself.
     for agent in sorted(snapshot.agents.values(), key=lambda agent: agent.role, reverse=True):
         for row in agent.peers:
@@ -425,12 +447,11 @@ def _refused_pairs(snapshot: Snapshot) -> dict[tuple[str, str], list[str]]:
             prefill, decode = ends if agent.role == "prefill" else ends[::-1]
             compared_here = agent.role == "decode" and all(each.startswith("protocol version") for each in factors)
             first, second = (decode, prefill) if compared_here else (prefill, decode)
-            pairs.setdefault((prefill, decode), [_with_names(factor, first, second) for factor in factors])
+            pairs.setdefault((prefill, decode), {each: _with_names(each, first, second) for each in factors})
     return pairs
 
 
 def _with_names(factor: str, first: str, second: str) -> str:
-    """Adds the agents' names to a difference: `page_size 64 ≠ 32` becomes `page_size 64 (first) ≠ 32 (second)`."""
     match = _FACTOR.fullmatch(factor)
     return factor if match is None else f"{match['name']} {match['first']} ({first}) ≠ {match['second']} ({second})"
 
@@ -447,9 +468,11 @@ def _with_names(factor: str, first: str, second: str) -> str:
     alert='sum by (instance) (kvctl_peers{state="refused"}) > 0',
 )
 def compat_mismatch(snapshot: Snapshot) -> Iterator[Finding]:
-    pairs = _refused_pairs(snapshot)
+    pairs = snapshot.once(refused_pairs)
     for deviating, refusals in common_agents(list(pairs)):
-        factors = list(dict.fromkeys(factor for each in refusals for factor in pairs[each]))
+        factors: dict[str, str] = {}  # what differs from several agents in the same way is one difference
+        for each in refusals:
+            factors |= {factor: named for factor, named in pairs[each].items() if factor not in factors}
         others = [next(name for name in each if name != deviating) for each in refusals]
         known = deviating in snapshot.agents and any(other in snapshot.agents for other in others)
         yield compat_mismatch.finding(
@@ -457,8 +480,12 @@ def compat_mismatch(snapshot: Snapshot) -> Iterator[Finding]:
             severity=Severity.CRITICAL if known else Severity.WARNING,
             agents=(deviating, *others),
             weight=len(refusals),
-            evidence={"differences": factors[:8], "differing_factors": len(factors), "refused_with": others},
-            cause=f"{deviating} is incompatible with {listed(others)}: {'; '.join(pairs[refusals[0]][:2])}",
+            evidence={
+                "differences": [*factors.values()][:8],
+                "differing_factors": len(factors),
+                "refused_with": others,
+            },
+            cause=f"{deviating} is incompatible with {listed(others)}: {'; '.join([*pairs[refusals[0]].values()][:2])}",
             remedy=f"`kvctl peers diff {' '.join(refusals[0])}` lists every factor; start {deviating} with the "
             "configuration of the others",
         )
@@ -480,15 +507,15 @@ def compat_mismatch(snapshot: Snapshot) -> Iterator[Finding]:
     alert=failure_alert("KV_PLAN_MISMATCH"),
 )
 def plan_mismatch(snapshot: Snapshot) -> Iterator[Finding]:
-    return _mismatched_rooms(snapshot, plan_mismatch, "because its two ends disagree on the transfer plan")
+    return _mismatched_rooms(snapshot, plan_mismatch, "because prefill and decode disagree on the transfer plan")
 
 
 def _mismatched_rooms(
     snapshot: Snapshot, code: Code, reason: str, severity: Severity | None = None
 ) -> Iterator[Finding]:
-    for rank, failures in failed_by_rank(snapshot, code.name).items():
+    for instance, failures in failed_by_instance(snapshot, code.name).items():
         latest = failures[0]
-        named = named_in(latest.text, snapshot.once(all_names))
+        rank, named = latest.rank, named_in(latest.text, snapshot.once(all_names))
         agents = (rank, *latest.known_to, *named)
         roles = {name: snapshot.agents[name].role for name in agents if name in snapshot.agents}
         other = next((name for name, role in roles.items() if role != roles.get(rank)), "")
@@ -496,12 +523,14 @@ def _mismatched_rooms(
             f"`kvctl peers diff {rank} {other}` shows whether their layouts differ" if other else "compare layouts"
         )
         yield failure_finding(
+            snapshot,
             code,
             failures,
             f"{counted(len(failures), 'room')} failed {reason}",
             f"both ends; {layouts}; if they do not, the engines disagree on the prompt or its cached prefix",
+            subject=instance,
             severity=severity,
-            agents=named,
+            agents=(rank, *named),
         )
 
 

@@ -18,8 +18,9 @@ from kvctl.health.codes.facts import (
     failure_alert,
     unopened_rooms,
 )
+from kvctl.health.codes.peers import refused_pairs
 from kvctl.health.codes.stuck_rooms import stuck_rooms
-from kvctl.health.finding import Finding, Severity, counted, health_code, listed, named_in
+from kvctl.health.finding import Finding, Severity, agree, counted, health_code, listed, named_in
 from kvctl.health.snapshot import Agent, Snapshot
 from kvctl.render.units import duration
 from kvctl_agent.contract.states import UNREGISTERED
@@ -50,8 +51,11 @@ def not_ready(snapshot: Snapshot) -> Iterator[Finding]:
         reason = text(agent.status, "waiting_for")
         if not reason or agent.name in reported:
             continue
-        if any(name in snapshot.once(absent) for name in named_in(reason, known)):
+        named = named_in(reason, known)
+        if any(name in snapshot.once(absent) for name in named):
             continue
+        if named and all((name, agent.name) in snapshot.once(refused_pairs) for name in named):
+            continue  # KV_COMPAT_MISMATCH reports it
         if agent.status.get("draining") or reason == UNREGISTERED or amount(agent.status, "uptime_ns") < _STARTUP_NS:
             continue
         by_reason.setdefault((reason, not answers.not_ready(agent.status)), []).append(agent)
@@ -79,15 +83,15 @@ def not_ready(snapshot: Snapshot) -> Iterator[Finding]:
 
 @health_code(
     "KV_DRAINING",
-    Severity.WARNING,
+    Severity.CRITICAL,
     "ready",
     sees="no new room is served although all agents answer; rooms fail with KV_DRAINING",
     means="An agent accepts no new rooms, because of kvctl drain or because its engine is about to close it. Rooms in "
     "flight continue. A draining prefill rank refuses the rooms that decode ranks open there, so its whole instance "
     "serves no new room. A draining decode rank refuses its engine's requests; prefill ranks whose engine has begun "
     "such a room wait for it until bootstrap_timeout_s. Reported as information while other instances accept rooms, as "
-    "a warning when rooms are refused or wait or no other instance of that role is left, and as information after "
-    "kvctl resume, as long as rooms wait or have failed because of it.",
+    "a warning when rooms are refused or wait or no other instance of that role is left, as critical when both are so, "
+    "and as information after kvctl resume, as long as rooms wait or have failed because of it.",
     remedy="Let the agent accept new rooms again with kvctl resume, or remove its engine from the router.",
     alert=failure_alert("KV_DRAINING"),
 )
@@ -108,8 +112,8 @@ def _draining(snapshot: Snapshot, role: str, agents: Sequence[Agent]) -> Finding
         if failed.rank in names and (since_ns is None or failed.ago_ns <= since_ns)
     ]
     waiting, expired = (_waiting(snapshot), _expired(snapshot)) if role == "decode" else ([], set())
-    affects_rooms = bool(refused or waiting or expired)
-    harmful = affects_rooms or _no_other_instance(snapshot, role, agents)
+    affects_rooms, last = bool(refused or waiting or expired), _no_other_instance(snapshot, role, agents)
+    severity = Severity.WARNING if affects_rooms or last else Severity.INFO
     one = len(names) == 1
     cause = f"{listed(names)} {'is' if one else 'are'} draining"
     if since_ns is not None:
@@ -118,11 +122,11 @@ def _draining(snapshot: Snapshot, role: str, agents: Sequence[Agent]) -> Finding
     if refused:
         cause += f"; {counted(len(set(refused)), 'room')} refused, the last one {refused[0]}"
     cause += _affected(waiting, expired)
-    if harmful and not affects_rooms:
+    if last:
         cause += f"; no other {role} instance accepts rooms"
     return agent_draining.finding(
         names[0],
-        severity=Severity.WARNING if harmful else Severity.INFO,
+        severity=Severity.CRITICAL if affects_rooms and last else severity,
         agents=names,
         since_ns=since_ns,
         weight=len(names),
@@ -188,10 +192,12 @@ def _no_other_instance(snapshot: Snapshot, role: str, agents: Sequence[Agent]) -
 
 def _affected(waiting: Collection[str], expired: Collection[str]) -> str:
     words = ""
-    if waiting:
-        words += f"; {counted(len(waiting), 'room')} of prefill ranks wait for a decode rank to open them"
-    if expired:
-        words += f"; {counted(len(expired), 'room')} failed because no decode rank opened them in time"
+    if count := len(waiting):
+        wait, them = agree(count, "waits", "wait"), agree(count, "it", "them")
+        words += f"; {counted(count, 'room')} of prefill ranks {wait} for a decode rank to open {them}"
+    if count := len(expired):
+        them = agree(count, "it", "them")
+        words += f"; {counted(count, 'room')} failed because no decode rank opened {them} in time"
     return words
 
 

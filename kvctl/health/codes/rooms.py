@@ -8,7 +8,7 @@ from kvctl.health.answers import amount
 from kvctl.health.codes.facts import (
     FailedRoom,
     all_names,
-    failed_by_rank,
+    failed_by_instance,
     failed_rooms,
     failure_alert,
     failure_finding,
@@ -45,12 +45,13 @@ def _corruption(snapshot: Snapshot, code: Code, symptom: str, remedy: str) -> It
     for culprit, failures in by_culprit.items():
         found_by = sorted({failed.rank for failed in failures})
         yield failure_finding(
+            snapshot,
             code,
             failures,
             f"{symptom} in {counted(len(failures), 'room')}, found by {listed(found_by)}",
             f"the part and its path; {remedy}",
             subject=culprit,
-            agents=found_by,
+            agents=(culprit, *found_by),
             evidence={"found_by": found_by},
         )
     reported = {name for failed in recent for name in failed.known_to}
@@ -140,7 +141,7 @@ def idle(snapshot: Snapshot) -> Iterator[Finding]:
         yield idle.finding(
             agent.name,
             since_ns=snapshot.since_ns,
-            evidence={"successes_since_before": int(successes), "bytes_since_before": 0},
+            evidence={"successes_since_last_reading": int(successes), "bytes": 0},
             cause=f"{counted(successes, 'room')} of {agent.name} succeeded in the last {duration(snapshot.since_ns)} "
             "without a byte of KV",
             remedy=f"`kvctl rooms history -e {agent.name}` shows their pages: with 0 pages each, the decode engine "
@@ -194,7 +195,7 @@ def wrong_role(snapshot: Snapshot) -> Iterator[Finding]:
             agent.name,
             severity=Severity.CRITICAL if recent else Severity.WARNING,
             weight=count,
-            evidence={"refused_rooms_total": int(count), "since_before": recent},
+            evidence={"refused_rooms_total": int(count), "refused_since_last_reading": recent},
             cause=f"the engine of {agent.name} asked it to {task} {counted(count, 'room')}, but it is a {agent.role} "
             "agent",
             remedy="`kvctl agents` shows the role of each agent; exchange the roles of the servers, or their addresses "
@@ -217,12 +218,14 @@ def wrong_role(snapshot: Snapshot) -> Iterator[Finding]:
     alert=failure_alert("KV_ROOM_UNCLAIMED"),
 )
 def room_unclaimed(snapshot: Snapshot) -> Iterator[Finding]:
-    for rank, failures in failed_by_rank(snapshot, "KV_ROOM_UNCLAIMED").items():
+    for instance, failures in failed_by_instance(snapshot, "KV_ROOM_UNCLAIMED").items():
         yield failure_finding(
+            snapshot,
             room_unclaimed,
             failures,
-            f"the engine of {rank} never began {counted(len(failures), 'room')} that decode ranks had opened",
+            f"the engine of {instance} never began {counted(len(failures), 'room')} that decode ranks had opened",
             "which ranks know it; check where the router sent the request, and how long the engine's queue is",
+            subject=instance,
         )
 
 
@@ -238,12 +241,14 @@ def room_unclaimed(snapshot: Snapshot) -> Iterator[Finding]:
     alert=failure_alert("KV_HOLD_EXPIRED"),
 )
 def hold_expired(snapshot: Snapshot) -> Iterator[Finding]:
-    for rank, failures in failed_by_rank(snapshot, "KV_HOLD_EXPIRED").items():
+    for instance, failures in failed_by_instance(snapshot, "KV_HOLD_EXPIRED").items():
         yield failure_finding(
+            snapshot,
             hold_expired,
             failures,
-            f"{rank} computed {counted(len(failures), 'room')} that no decode rank opened in time",
+            f"{instance} computed {counted(len(failures), 'room')} that no decode rank opened in time",
             "which ranks know it; check whether its request reached a decode engine, and whether that renews it",
+            subject=instance,
         )
 
 
@@ -259,15 +264,16 @@ def hold_expired(snapshot: Snapshot) -> Iterator[Finding]:
     alert=failure_alert("KV_ROOM_DUPLICATE"),
 )
 def room_duplicate(snapshot: Snapshot) -> Iterator[Finding]:
-    for rank, failures in failed_by_rank(snapshot, "KV_ROOM_DUPLICATE").items():
+    for instance, failures in failed_by_instance(snapshot, "KV_ROOM_DUPLICATE").items():
         latest, rooms = failures[0], [failed.room for failed in failures]
+        rank = latest.rank
         holders = [name for name in named_in(latest.text, snapshot.once(all_names)) if name != rank]
         requesters = [name for name in latest.known_to if name not in (*holders, rank)]
         more = f", and {counted(len(rooms) - 1, 'more room')} likewise" if len(rooms) > 1 else ""
         yield room_duplicate.finding(
-            f"room {latest.room}" if len(rooms) == 1 else rank,
+            f"room {latest.room}" if len(rooms) == 1 else instance,
             agents=(rank, *holders, *requesters),
-            since_ns=latest.ago_ns,
+            since_ns=failures[-1].ago_ns,
             weight=len(rooms),
             evidence={
                 "failed_rooms": len(rooms),
@@ -303,7 +309,7 @@ def internal_error(snapshot: Snapshot) -> Iterator[Finding]:
             weight=count,
             evidence={
                 "internal_errors_total": int(count),
-                "since_before": snapshot.since_before(agent.name, "kvctl_internal_errors_total"),
+                "errors_since_last_reading": snapshot.since_before(agent.name, "kvctl_internal_errors_total"),
             },
             cause=f"{counted(count, 'exception')} in the control loop of {agent.name} or in a callback; the event "
             "concerned was skipped",

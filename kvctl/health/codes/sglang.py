@@ -50,16 +50,22 @@ def _oversized(finding: Finding) -> str:
 
 def _lost(finding: Finding) -> str:
     name = finding.agents[0]
+    if finding.evidence.get("role") is None:
+        return finding.remedy  # about hosts, or about rooms that failed before
+    if finding.evidence["answers_kvctl"] and finding.evidence["role"] == "prefill":
+        return (
+            f"`kvctl peers -e {name}` shows which ranks it hears; decode servers ask its bootstrap server for a "
+            "sign of life: see whether that address answers on their hosts"
+        )
     if finding.evidence["answers_kvctl"]:
         return (
             f"`kvctl rooms failed` shows the first failure of a transfer to {name}; remove its cause and restart "
             f"{name}; SGLANG_ENABLE_FAILED_SESSION_PROBE=1 on the prefill server tries such a rank again"
         )
-    return (
-        f"`kvctl agents` shows whether {name} runs; start its server again, a prefill server at the same bootstrap "
-        "address: decode servers find it with the next request that the router sends there; its own log shows why it "
-        "ended"
-    )
+    again = "at the same bootstrap address: decode servers find it with the next request that the router sends there"
+    if finding.evidence["role"] == "decode":
+        again = "and its router sends it requests: prefill servers find it with the first"
+    return f"`kvctl agents` shows whether {name} runs; start its server again, {again}; its own log shows why it ended"
 
 
 ADVICE: Mapping[str, Callable[[Finding], str]] = {

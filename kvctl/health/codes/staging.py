@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from kvctl.client.names import natural_key
 from kvctl.health.answers import NO_ROW, Row, amount, inner, number, rows, text, texts
-from kvctl.health.codes.facts import absent, common_agents
-from kvctl.health.finding import Finding, Severity, counted, health_code, listed, pair
+from kvctl.health.codes.facts import absent, common_agents, how_to_resume
+from kvctl.health.finding import Finding, Severity, agree, counted, health_code, listed, pair
 from kvctl.health.snapshot import Agent, HistogramSum, Snapshot
 from kvctl.render.units import duration, percent, size
 
@@ -108,7 +108,7 @@ def ring_pinned(snapshot: Snapshot) -> Iterator[Finding]:
             blocks = allocation is oldest and bool(waiting)
             if _is_pinned(agent, allocation, blocks):
                 reported.add(writer)
-                yield _pinned(agent, allocation, waiting if allocation is oldest else [])
+                yield _pinned(snapshot, agent, allocation, waiting if allocation is oldest else [])
 
 
 def pinned_agents(snapshot: Snapshot) -> frozenset[str]:
@@ -145,7 +145,7 @@ def _is_pinned(agent: Agent, allocation: Row, blocks: bool) -> bool:
     return age >= _SILENT_NS or (state == "revoking" and blocks)  # each revoke request restarts its age
 
 
-def _pinned(agent: Agent, allocation: Row, waiting: Sequence[GatedPart]) -> Finding:
+def _pinned(snapshot: Snapshot, agent: Agent, allocation: Row, waiting: Sequence[GatedPart]) -> Finding:
     serial, writer = allocation.get("serial"), text(allocation, "writer")
     nbytes, age, aside = _nbytes(allocation), int(amount(allocation, "age_ns")), bool(allocation.get("aside"))
     silent_ns = _silent_ns(agent, writer)
@@ -158,11 +158,12 @@ def _pinned(agent: Agent, allocation: Row, waiting: Sequence[GatedPart]) -> Find
     elif silent_ns is not None:
         cause += f"; it has been silent for {duration(silent_ns)}"
     if waiting:
-        cause += f"; {counted(len(waiting), 'part')} of {listed(writers)} wait for this region"
+        wait = agree(len(waiting), "waits", "wait")
+        cause += f"; {counted(len(waiting), 'part')} of {listed(writers)} {wait} for this region"
     elif aside:
         cause += f"; later grants go around it, with {size(held)} less of the ring"
     release = f"kvctl staging release {agent.name}:{serial}"
-    resume = f"continue the process of {writer}, or end it; `kvctl stacks -e {writer}` shows where it hangs"
+    resume = f"continue the process of {writer}, or end it: {how_to_resume(snapshot, writer)}"
     if silent_ns is None:
         remedy = f"`{release}` frees the region"
     elif aside:
@@ -198,6 +199,8 @@ def _pinned(agent: Agent, allocation: Row, waiting: Sequence[GatedPart]) -> Find
 def _region_state(agent: Agent, allocation: Row) -> str:
     """Describes which writer a ring region was granted to, for which room, and whether the writer has written it."""
     writer, room, state = (text(allocation, key) for key in ("writer", "room", "state"))
+    writers = writer.split(", ")
+    has, was, still = (agree(len(writers), *each) for each in (("has", "have"), ("was", "were"), ("is", "are")))
     nbytes, room_state = size(_nbytes(allocation)), text(allocation, "room_state")
     if not writer:
         words = (
@@ -210,13 +213,13 @@ def _region_state(agent: Agent, allocation: Row) -> str:
             "the revoke request"
         )
     else:
-        done = "has neither written nor returned it"
+        done = f"{has} neither written nor returned it"
         if state == "quarantined":
             done = "may still write it"
         elif allocation.get("posted"):
-            done = "is still writing it"
+            done = f"{still} still writing it"
         age = duration(amount(allocation, "age_ns"))
-        words = f"{writer} was granted {nbytes} of {agent.name}'s ring {age} ago for room {room} and {done}"
+        words = f"{listed(writers)} {was} granted {nbytes} of {agent.name}'s ring {age} ago for room {room} and {done}"
     if room_state in ("Failed", "Success", "gone") and writer:
         words += f", though the room is {room_state.lower()}"
     return words
@@ -267,8 +270,8 @@ def ring_gated_empty(snapshot: Snapshot) -> Iterator[Finding]:
                 "rooms": sorted({text(part.row, "room") for part in stuck}),
                 "watermark": dict(inner(ring, "watermark")),
             },
-            cause=f"{counted(len(stuck), 'part')} of {listed(writers)} wait for the watermark of {agent.name}, whose "
-            "ring is empty: no allocation is left that could move it",
+            cause=f"{counted(len(stuck), 'part')} of {listed(writers)} {agree(len(stuck), 'waits', 'wait')} for the "
+            f"watermark of {agent.name}, whose ring is empty: no allocation is left that could move it",
             remedy=f"`kvctl staging -e {agent.name} -e {writers[0]}` shows the empty ring and the waiting parts; "
             "`kvctl debug bundle bundle.tar.zst` saves the data for a report, because this is a bug; "
             f"`kvctl rooms abort {text(stuck[0].row, 'room')}` ends the wait",
@@ -406,7 +409,8 @@ def ring_cycle(snapshot: Snapshot) -> Iterator[Finding]:
             since_ns=cycle.age_ns,
             weight=len(rooms),
             evidence={"cycle": steps, "rooms": rooms, "age_ns": cycle.age_ns},
-            cause=f"{len(rooms)} rooms have waited for each other for {duration(cycle.age_ns)}: {'; '.join(steps)}",
+            cause=f"parts of {counted(len(rooms), 'room')} have waited for each other for {duration(cycle.age_ns)}: "
+            + "; ".join(steps),
             remedy=f"`kvctl staging release {decode}:{serial}` breaks it; and give {decode} a larger staging_ring_mb"
             + (" or the prefill ranks more pages" if any(cycle.for_memory) else ""),
         )
@@ -500,7 +504,7 @@ def ring_small(snapshot: Snapshot) -> Iterator[Finding]:
             },
             cause=f"parts of {listed(writers)} waited {duration(mean_s * 1e9)} each for {agent.name}'s ring of "
             f"{size(total)}, {percent(share)} of the time from ready to sent; "
-            f"{counted(len(waiting), 'part')} ({size(waiting_bytes)}) wait now",
+            f"{counted(len(waiting), 'part')} ({size(waiting_bytes)}) {agree(len(waiting), 'waits', 'wait')} now",
             remedy=f"`kvctl staging -e {agent.name} -e {writers[0]}` shows the ring and the waiting parts; start "
             f"{agent.name} with a staging_ring_mb of {needed} or more, which would have held them",
         )
@@ -546,7 +550,7 @@ def chunk_oversized(snapshot: Snapshot) -> Iterator[Finding]:
             weight=refused,
             evidence={
                 "refused_total": int(refused),
-                "refused_since_before": grown,
+                "refused_since_last_reading": grown,
                 "largest_part_bytes": largest,
                 "ring_bytes": int(total),
             },
@@ -626,7 +630,7 @@ def grant_unanswered(snapshot: Snapshot) -> Iterator[Finding]:
             },
             cause=f"{listed(writers)} asked {listed(peers)} for staging of {counted(len(rooms), 'room')} and got "
             f"neither grant nor refusal: {counted(first.requests, 'request')} in {duration(first.asked_ns)} for room "
-            f"{first.room}; {counted(len(requests), 'part')} wait",
+            f"{first.room}; {counted(len(requests), 'part')} {agree(len(requests), 'waits', 'wait')}",
             remedy=f"`kvctl staging -e {first.writer}` lists the parts that wait for a grant and their number of "
             f"requests; `kvctl stacks -e {first.peer}` shows what its control thread does; `kvctl rooms abort "
             f"{first.room}` fails the room",

@@ -13,9 +13,11 @@ from kvctl.health.codes.facts import (
     absent,
     all_names,
     decode_rooms,
+    every_room_fails,
     expired_for_drain,
     failed_rooms,
     failure_alert,
+    failure_finding,
     slow_writers,
     unopened_rooms,
 )
@@ -176,8 +178,9 @@ class StuckRoom:
 
     @property
     def group(self) -> tuple[str, ...]:
-        """Key of the rooms that are reported in one finding: names of the decode rank and of the culprits."""
-        return self.room.agent.name, *(culprit.name for culprit in self.culprits)
+        """Key of the rooms that are reported in one finding: names of the reporter and of the culprits."""
+        name = _reporter(self.room.snapshot, self.code, self.room.agent.name)
+        return name, *(culprit.name for culprit in self.culprits)
 
 
 def stuck_rooms(snapshot: Snapshot) -> list[StuckRoom]:
@@ -256,6 +259,8 @@ def _arrival_thread_state(room: LiveRoom) -> str:
 def _expired_by_culprit(snapshot: Snapshot, code: str, live: Collection[str]) -> dict[str, list[FailedRoom]]:
     """Returns the rooms that failed with this code, the most recent first, by the agent that they waited for.
 
+    If a failure names no agent, that is the reporter of the failure.
+
     Rooms that waited for an absent agent or were refused in a drain are left out, because other codes report them.
 
     Args:
@@ -271,7 +276,7 @@ def _expired_by_culprit(snapshot: Snapshot, code: str, live: Collection[str]) ->
         if any(name in snapshot.once(absent) for name in names):
             continue  # the absent agent has a finding that explains them
         first = _nearest_cause(snapshot, reports)
-        culprit = next(iter(_named(snapshot, first)), _reporter(snapshot, first, reports))
+        culprit = next(iter(_named(snapshot, first)), _reporter(snapshot, code, _first_rank(snapshot, first, reports)))
         found.setdefault(culprit, []).append(first)
     return found
 
@@ -295,7 +300,12 @@ def _nearest_cause(snapshot: Snapshot, reports: Sequence[FailedRoom]) -> FailedR
     return replace(first, known_to=tuple(known_to))
 
 
-def _reporter(snapshot: Snapshot, first: FailedRoom, reports: Sequence[FailedRoom]) -> str:
+def _reporter(snapshot: Snapshot, code: str, rank: str) -> str:
+    """Returns the name under which what a rank reports is grouped: its instance, if all its ranks wait for the same."""
+    return snapshot.instances.get(rank, rank) if code == BOOTSTRAP else rank
+
+
+def _first_rank(snapshot: Snapshot, first: FailedRoom, reports: Sequence[FailedRoom]) -> str:
     """Returns the rank that a failure is attributed to if its report names no other rank.
 
     A room that no decode rank opened fails on all its prefill ranks; it is attributed to the first by name.
@@ -320,13 +330,14 @@ def _stuck(snapshot: Snapshot, code: Code) -> Iterator[Finding]:
             groups.setdefault(stuck.group, []).append(stuck)
     live = frozenset(stuck.room.number for group in groups.values() for stuck in group)
     expired = _expired_by_culprit(snapshot, code.name, live)
-    for group in groups.values():
+    for (reporter, *culprits), group in groups.items():
         group.sort(key=lambda stuck: -stuck.room.age_ns)
         finding = _live(code, group)
-        failures = expired.pop(finding.agents[0], ())
+        failures = expired.pop(culprits[0] if culprits else reporter, ())
         if failures:
             finding = replace(
                 finding,
+                severity=Severity.CRITICAL if every_room_fails(snapshot, failures) else finding.severity,
                 evidence={**finding.evidence, "failed_rooms": len(failures)},
                 cause=f"{finding.cause}; {counted(len(failures), 'room')} before it reached the deadline, "
                 f"last {duration(failures[0].ago_ns)} ago",
@@ -355,7 +366,7 @@ def _live(code: Code, group: list[StuckRoom]) -> Finding:
     return code.finding(
         f"room {room.number}",
         severity=Severity.CRITICAL if culprits or first.code == SCATTER else Severity.WARNING,
-        agents=(*(culprit.name for culprit in culprits), room.agent.name),
+        agents=(*(culprit.name for culprit in culprits), *(stuck.room.agent.name for stuck in group)),
         since_ns=room.age_ns,
         weight=len(group),
         evidence={
@@ -393,21 +404,16 @@ def _remedy(code: str, room: LiveRoom) -> str:
 def _expired(snapshot: Snapshot, code: Code, culprit: str, failures: Sequence[FailedRoom]) -> Finding:
     latest = failures[0]
     ranks = listed(dict.fromkeys(failed.rank for failed in failures))
-    return code.finding(
-        f"room {latest.room}" if len(failures) == 1 else culprit,
+    return failure_finding(
+        snapshot,
+        code,
+        failures,
+        f"{counted(len(failures), 'room')} reached the deadline on {ranks}",
+        "what it waited for at both ends",
+        subject=f"room {latest.room}" if len(failures) == 1 else culprit,
         severity=Severity.WARNING,
-        agents=(culprit, *_named(snapshot, latest), latest.rank, *latest.known_to),
-        since_ns=latest.ago_ns,
-        weight=len(failures),
-        evidence={
-            "failed_rooms": len(failures),
-            "rooms": [failed.room for failed in failures[:8]],
-            "latest_ago_ns": latest.ago_ns,
-            "latest": latest.text,
-        },
-        cause=f"{counted(len(failures), 'room')} reached the deadline on {ranks}, last {duration(latest.ago_ns)} ago: "
-        f"{latest.text}",
-        remedy=f"`kvctl rooms show {latest.room}` shows what it waited for at both ends",
+        agents=_named(snapshot, latest),
+        evidence={"rooms": [failed.room for failed in failures[:8]]},
     )
 
 
@@ -481,7 +487,7 @@ def _never_opened(snapshot: Snapshot) -> Iterator[Finding]:
     means="Both ends have opened the room and nothing has arrived. Rooms normally wait for the forward in this state, "
     "so it is reported only with evidence: a prefill rank has failed the room or does not know it, or half of "
     "waiting_timeout_s is over.",
-    remedy="Look at the room's two ends: the first failure on any rank is the cause. Abort the room to free its pages.",
+    remedy="Look at the room's ranks: the first failure on any of them is the cause. Abort the room to free its pages.",
     alert=failure_alert(WAITING),
 )
 def stuck_waiting(snapshot: Snapshot) -> Iterator[Finding]:

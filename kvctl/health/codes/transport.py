@@ -363,6 +363,7 @@ def transport_error(snapshot: Snapshot) -> Iterator[Finding]:
         if failures:
             agent = snapshot.agents.get(rank)
             yield failure_finding(
+                snapshot,
                 transport_error,
                 failures,
                 f"the engine of {rank} failed {counted(len(failures), 'room')}",
@@ -422,6 +423,7 @@ def gil_wait(snapshot: Snapshot) -> Iterator[Finding]:
 def device_error(snapshot: Snapshot) -> Iterator[Finding]:
     for rank, failures in failed_by_rank(snapshot, "KV_DEVICE").items():
         yield failure_finding(
+            snapshot,
             device_error,
             failures,
             f"the GPU of {rank} or its driver failed {counted(len(failures), 'room')}",

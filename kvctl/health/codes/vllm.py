@@ -26,6 +26,14 @@ def _unclaimed(finding: Finding) -> str:
     )
 
 
+def _lost(finding: Finding) -> str:
+    if finding.evidence.get("role") != "prefill":
+        return finding.remedy
+    return (
+        f"{finding.remedy}; with kv_load_failure_policy recompute, decode computes the prompts of failed rooms itself"
+    )
+
+
 ADVICE: Mapping[str, Callable[[Finding], str]] = {
     "KV_COMPAT_MISMATCH": _also(
         "in vLLM: the model, --dtype, --kv-cache-dtype, --block-size and --disable-hybrid-kv-cache-manager"
@@ -34,7 +42,7 @@ ADVICE: Mapping[str, Callable[[Finding], str]] = {
         "`kvctl agents` shows the role of each agent; exchange kv_role of the two servers, or --prefill and --decode "
         "of the proxy"
     ),
-    "KV_PEER_LOST": _also("with kv_load_failure_policy recompute, decode computes the prompts of failed rooms itself"),
+    "KV_PEER_LOST": _lost,
     "KV_ROOM_UNCLAIMED": _unclaimed,
     "KV_HOLD_EXPIRED": _also(
         "the proxy must send decode the request with the kv_transfer_params of prefill's answer; decode's scheduler "

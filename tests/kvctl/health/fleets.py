@@ -27,6 +27,7 @@ from kvctl.health.codes import CODES, CODES_BY_NAME
 from kvctl.health.engine import examine
 from kvctl.health.finding import Code, Finding
 from kvctl.health.snapshot import Snapshot
+from kvctl.render.findings import figures
 from kvctl_agent.admin.health import health
 from kvctl_agent.contract.config import KEYS, KEYS_BY_NAME
 from kvctl_agent.contract.metrics import METRICS
@@ -37,6 +38,10 @@ MIB = 1 << 20
 NOW = 1_760_000_000 * S
 NONCE = "9007199254740993"
 COMMANDS = re.compile("`([^`]+)`")
+DISAGREEMENT = re.compile(
+    r"\b1 (part|room|agent|request|exception|connection|message|cell)s\b|since before|two ends"
+    r"|\b1 (part|room|agent)( of [\w@, -]+| \([^)]*\))? (wait|have|are|were)\b|\b\d\d+ (part|room|agent)\b"
+)
 PROGRAMS = {"kill", "ping", "ss", "prlimit", "dmesg", "timedatectl"}
 STAGES_S = {"gate": 0.02, "queue": 0.01, "gather": 0.004, "post": 0.001, "wire": 0.006}
 
@@ -106,6 +111,9 @@ class Fleet:
     def _findings(self, codes: Iterable[Code], before: Fleet | None, apart_s: float) -> list[Finding]:
         """Returns findings, after a check that the answers of a large fleet to `health` lead to the same ones."""
         found = checked(examine(self.snapshot(before, apart_s), codes))
+        for each in found:
+            stacks = re.findall(r"kvctl stacks -e ([\w.@-]+)", each.remedy)
+            assert self.answers.keys() >= {*stacks}, f"{each.code}: agents that do not answer have no stacks"
         large = self._in_brief(), before and before._in_brief()
         earlier = Snapshot(large[1], 1000 * S) if large[1] else None
         taken = 1000 * S + (round(apart_s * S) if earlier else 0)
@@ -422,6 +430,9 @@ def checked(findings: list[Finding]) -> list[Finding]:
     for each in findings:
         commands = COMMANDS.findall(each.remedy)
         assert each.remedy.startswith("`"), f"{each.code}: the remedy does not begin with a command: {each.remedy}"
+        assert "could not examine" not in each.cause, each.cause
+        shown = f"{each.cause}; {'; '.join(figures(each.evidence))}"
+        assert not DISAGREEMENT.search(shown), f"{each.code}: numbers and words disagree: {shown}"
         for command in commands:
             parse(command)
     return findings

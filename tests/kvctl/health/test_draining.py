@@ -39,7 +39,7 @@ def test_rooms_that_a_prefill_rank_refused_are_counted():
         fleet.failed(["decode-0", "prefill-0", "prefill-1"], room, "KV_DRAINING", "prefill-0", REFUSED, ago_s=10)
     fleet.failed(["decode-0", "prefill-0"], "9", "KV_DRAINING", "prefill-0", REFUSED, ago_s=100)  # an earlier drain
     (found,) = fleet.examine()
-    assert (found.code, found.severity) == ("KV_DRAINING", Severity.WARNING)
+    assert (found.code, found.severity) == ("KV_DRAINING", Severity.CRITICAL)  # there is no other prefill instance
     assert found.evidence["refused_rooms"] == 2
     assert "; 2 rooms refused, the last one " in found.cause
 
@@ -55,7 +55,7 @@ def test_rooms_that_wait_for_a_draining_decode_rank_blame_no_prefill_rank():
     assert found.evidence["waiting_rooms"] == 12
     assert found.evidence["expired_rooms"] == 1
     assert "12 rooms of prefill ranks wait for a decode rank to open them" in found.cause
-    assert "1 room failed because no decode rank opened them in time" in found.cause
+    assert "1 room failed because no decode rank opened it in time" in found.cause
 
 
 def test_rooms_that_waited_before_the_drain_have_another_cause():
@@ -79,7 +79,7 @@ def test_what_a_drain_that_is_over_left_behind_blames_no_prefill_rank():
     assert (found.code, found.subject, found.severity) == ("KV_DRAINING", "decode-0", Severity.INFO)
     assert found.cause == (
         "decode-0 accepted no new rooms until 30 s ago; 12 rooms of prefill ranks wait for a decode rank to open them; "
-        "1 room failed because no decode rank opened them in time"
+        "1 room failed because no decode rank opened it in time"
     )
     fleet.status("decode-0", draining_age_ns=100 * S, resumed_age_ns=30 * S)  # they began before it
     assert {one.code for one in fleet.examine()} == {"KV_ROOM_STUCK_BOOTSTRAP"}

@@ -188,3 +188,51 @@ def test_failures_are_told_of_however_many_rooms_succeeded_since():
     (found,) = fleet.find("KV_PEER_LOST")
     assert found.evidence["failed_rooms"] == known.evidence["failed_rooms"] == 1
     assert not [name for name in found.evidence if name.endswith("_total")]
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("KV_PEER_LOST", DEAD),
+        ("KV_ROOM_STUCK_BOOTSTRAP", "room 7 was stuck in Bootstrapping for 60.0 s: not accepted by prefill-1"),
+        ("KV_ROOM_STUCK_TRANSFER", "room 7 was stuck in Transferring for 60.0 s: 32 cells of prefill-1 never landed"),
+        ("KV_TRANSPORT", "a write to prefill-1 failed"),
+        ("KV_PEER_LOST", "Could not fetch prefill parallel info from 10.0.0.5:8998"),
+    ],
+)
+def test_all_rooms_that_a_lost_agent_caused_to_fail_are_counted(code: str, text: str) -> None:
+    fleet = killed()
+    for number in range(32):
+        fleet.failed(["decode-0"], str(number), code, "decode-0", text, ago_s=number)
+    (found,) = fleet.examine()
+    assert (found.code, found.subject) == ("KV_PEER_LOST", "prefill-1")
+    assert found.evidence["failed_rooms"] == 32
+
+
+def test_rooms_that_a_lost_peer_without_a_name_caused_to_fail_are_reported() -> None:
+    fleet, text = Fleet(), "Could not fetch prefill parallel info from 10.0.0.5:8998"
+    for number in range(32):
+        fleet.failed(["decode-0"], str(number), "KV_PEER_LOST", "decode-0", text, ago_s=number)
+    (found,) = fleet.examine()
+    assert (found.code, found.subject, found.severity) == ("KV_PEER_LOST", "decode-0", Severity.WARNING)
+    assert (found.evidence["failed_rooms"], found.since_ns) == (32, 31 * S)
+    fleet.status("decode-0", last_success_age_ns=32 * S)
+    (found,) = fleet.examine()
+    assert found.severity is Severity.CRITICAL
+    assert found.cause.endswith("; no room has succeeded since the first of them")
+
+
+def test_a_closed_agent_without_which_every_room_fails_is_critical() -> None:
+    fleet = Fleet()
+    fleet.gone("prefill-1")
+    error = "peer prefill-1 (incarnation 00000000000003a1) lost: it was closed"
+    for name in ("decode-0", "decode-1"):
+        fleet.peer(name, "prefill-1", state="lost", last_heard_ns=41 * S, last_error=error)
+    (found,) = fleet.find("KV_PEER_LOST")
+    assert found.severity is Severity.WARNING
+    for number in range(8):
+        fleet.failed(["decode-0"], str(number), "KV_PEER_LOST", "decode-0", error)
+    fleet.status("decode-0", last_success_age_ns=None)
+    (found,) = fleet.find("KV_PEER_LOST")
+    assert found.severity is Severity.CRITICAL
+    assert "8 rooms failed, and none has succeeded since" in found.cause

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvctl.client.faults import Fault
+import pytest
+
+from kvctl.client.faults import Fault, stopped, timed_out
 from kvctl.health.finding import Severity
 from tests.kvctl.health.fleets import MIB, Fleet, S
 
@@ -220,3 +222,24 @@ def test_a_request_whose_turn_has_not_come_is_not_unanswered():
     fleet = Fleet()
     fleet.gated("prefill-0", "decode-1", "1002", waiting_for="grant", requests=0, asked_age_ns=None, age_ns=60 * S)
     assert fleet.find("KV_GRANT_UNANSWERED") == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "resume"),
+    [
+        (stopped("prefill-0", 4242), "or end it: `kill -CONT 4242` lets it go on"),
+        (timed_out("prefill-0", 2 * S, local=True), "or end it: `kvctl agents --timeout 10s` waits longer"),
+        (None, "or end it: `kvctl stacks -e prefill-0` shows what its threads do"),
+    ],
+)
+def test_stacks_are_asked_only_of_a_writer_that_answers(fault: Fault | None, resume: str) -> None:
+    fleet = Fleet()
+    fleet.oldest("decode-0", 7, age_ns=60 * S, writer="prefill-0", offset=0, end=2 * MIB)
+    fleet.peer("decode-0", "prefill-0", state="suspect", last_heard_ns=60 * S)
+    fleet.gated("prefill-1", "decode-0", "1002", age_ns=60 * S)
+    if fault is not None:
+        fleet.gone("prefill-0")
+        fleet.faults.append(fault)
+    (found,) = fleet.find("KV_RING_PINNED")
+    assert resume in found.remedy
+    assert "; 1 part of prefill-1 waits for this region" in found.cause

@@ -307,3 +307,30 @@ def test_a_room_number_that_is_in_use():
     assert (found.code, found.subject) == ("KV_ROOM_DUPLICATE", "room 7")
     assert (found.evidence["active_for"], found.evidence["asked_by"]) == (["decode-0"], ["decode-1"])
     assert "opened by decode-1 while it was active for decode-0" in found.cause
+
+
+def test_a_dead_registry_is_one_finding_that_is_critical_once_no_room_succeeds() -> None:
+    fleet, text = Fleet(), "the prefill instance at tcp://10.0.0.5:8998: no answer from its registry"
+    for number, rank in enumerate(("decode-0", "decode-1", "decode-0", "decode-1")):
+        stuck = f"room {number} was stuck in Bootstrapping for 60.0 s: {text}"
+        fleet.failed([rank], str(number), "KV_ROOM_STUCK_BOOTSTRAP", rank, stuck, ago_s=10 + number)
+    (found,) = fleet.examine()
+    assert (found.subject, found.severity, found.weight) == ("decode", Severity.WARNING, 4)
+    assert found.since_ns == 13 * S
+    assert set(found.agents) == {"decode-0", "decode-1"}
+    for name in ("decode-0", "decode-1"):
+        fleet.status(name, last_success_age_ns=20 * S)
+    (found,) = fleet.examine()
+    assert found.severity is Severity.CRITICAL
+    fleet.status("decode-0", last_success_age_ns=2 * S)
+    assert fleet.examine()[0].severity is Severity.WARNING
+
+
+def test_rooms_of_an_instance_that_wait_for_a_dead_registry_are_one_finding() -> None:
+    fleet = Fleet()
+    for number, name in (("7", "decode-0"), ("8", "decode-1")):
+        fleet.room(name, number, state="Bootstrapping", state_age_ns=100 * S, missing=[], peers=[])
+        fleet.status(name, waiting_for="no answer from the registry at tcp://10.0.0.5:8998")
+    (found,) = fleet.find("KV_ROOM_STUCK_BOOTSTRAP")
+    assert found.evidence["stuck_rooms"] == 2
+    assert set(found.agents) == {"decode-0", "decode-1"}

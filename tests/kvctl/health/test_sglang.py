@@ -119,3 +119,33 @@ def test_a_rank_that_sglang_gave_up_is_not_the_first_cause():
     assert second.severity is Severity.WARNING
     assert second.cause.startswith("prefill-0 gave decode-0 up: a transfer to it failed")
     assert "SGLANG_ENABLE_FAILED_SESSION_PROBE=1" in second.remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "answers", "words"),
+    [
+        ("prefill-0", "decode-0", False, "at the same bootstrap address"),
+        ("decode-0", "prefill-0", False, "prefill servers find it with the first"),
+        ("prefill-0", "decode-0", True, "ask its bootstrap server for a sign of life"),
+        ("decode-0", "prefill-0", True, "SGLANG_ENABLE_FAILED_SESSION_PROBE=1 on the prefill server"),
+    ],
+)
+def test_the_advice_for_a_lost_server_is_that_for_its_role(name: str, other: str, answers: bool, words: str) -> None:
+    fleet = observed()
+    fleet.peer(other, name, state="lost", last_heard_ns=9 * S, last_error="it might be dead")
+    if not answers:
+        fleet.gone(name)
+    (found,) = fleet.find("KV_PEER_LOST")
+    assert words in found.remedy
+
+
+def test_a_lost_host_and_rooms_that_failed_before_have_a_finding_too() -> None:
+    fleet = observed()
+    for each in ("prefill-0", "prefill-1"):
+        fleet.gone(each)
+        for name in ("decode-0", "decode-1"):
+            fleet.peer(name, each, state="lost", last_heard_ns=9 * S, peer_host="node-4", last_error="silent")
+    assert [each.subject for each in fleet.find("KV_PEER_LOST")] == ["node-4 → node-3"]
+    fleet = observed()
+    fleet.failed(["decode-0"], "7", "KV_PEER_LOST", "decode-0", "peer prefill-1 (incarnation 0e) lost: silent")
+    assert [each.subject for each in fleet.find("KV_PEER_LOST")] == ["prefill-1"]

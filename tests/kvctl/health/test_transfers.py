@@ -33,8 +33,8 @@ def test_corruption_is_not_forgotten_with_the_history():
 @pytest.mark.parametrize(
     ("code", "cause"),
     [
-        ("KV_ROOM_UNCLAIMED", "the engine of prefill-0 never began 2 rooms that decode ranks had opened"),
-        ("KV_HOLD_EXPIRED", "prefill-0 computed 2 rooms that no decode rank opened in time"),
+        ("KV_ROOM_UNCLAIMED", "the engine of prefill never began 2 rooms that decode ranks had opened"),
+        ("KV_HOLD_EXPIRED", "prefill computed 2 rooms that no decode rank opened in time"),
     ],
 )
 def test_rooms_that_one_side_never_began(code: str, cause: str):
@@ -42,7 +42,7 @@ def test_rooms_that_one_side_never_began(code: str, cause: str):
     for number, ago_s in (("7", 20), ("6", 50)):
         fleet.failed(["decode-0", "prefill-0"], number, code, "prefill-0", f"room {number} waited", ago_s=ago_s)
     (found,) = fleet.examine()
-    assert (found.code, found.subject, found.severity, found.weight) == (code, "prefill-0", Severity.WARNING, 2)
+    assert (found.code, found.subject, found.severity, found.weight) == (code, "prefill", Severity.WARNING, 2)
     assert found.cause == f"{cause}, last 20 s ago: room 7 waited"
     assert "`kvctl rooms show 7`" in found.remedy
 
@@ -84,7 +84,7 @@ def test_two_ends_that_do_not_agree_on_a_room():
     text = "room 7: this side computed 12 pages, decode-0 expects 16"
     fleet.failed(["decode-0", "prefill-0"], "7", "KV_PLAN_MISMATCH", "prefill-0", text)
     (found,) = fleet.examine()
-    assert (found.code, found.subject, found.severity) == ("KV_PLAN_MISMATCH", "prefill-0", Severity.CRITICAL)
+    assert (found.code, found.subject, found.severity) == ("KV_PLAN_MISMATCH", "prefill", Severity.CRITICAL)
     assert found.agents == ("prefill-0", "decode-0")
     assert text in found.cause
 
@@ -291,3 +291,33 @@ def test_a_counter_that_went_down():
     fleet.status("decode-0", incarnation="another")  # it was started again
     fleet.hellos["decode-0"]["incarnation"] = "another"
     assert fleet.find("KV_METRIC_IMPLAUSIBLE", before) == []
+
+
+def test_one_disagreement_of_two_ranks_of_an_instance_is_one_finding_since_its_first_room():
+    """Each rank of a prefill instance meets the disagreement; which one is the first differs from room to room."""
+    fleet = Fleet()
+    for number, rank, ago_s in (("7", "prefill-0", 40), ("8", "prefill-1", 20), ("9", "prefill-0", 5)):
+        text = f"room {number}: this side computed 9 pages, decode-0 expects 8"
+        for name in ("prefill-0", "prefill-1"):
+            later = 0 if name == rank else 1
+            fleet.failed([name, "decode-0"], number, "KV_PLAN_MISMATCH", name, text, ago_s=ago_s - later)
+    (found,) = fleet.examine()
+    assert (found.subject, found.evidence["failed_rooms"], found.weight) == ("prefill", 3, 3)
+    assert (found.since_ns, found.evidence["latest_ago_ns"]) == (40 * S, 5 * S)
+    assert set(found.agents) == {"prefill-0", "prefill-1", "decode-0"}
+    assert found.cause.startswith("3 rooms failed because prefill and decode disagree on the transfer plan, last 5 s")
+
+
+def test_agents_that_refuse_each_other_are_not_reported_as_waiting_as_well():
+    fleet = Fleet()
+    for name in ("prefill-0", "prefill-1"):
+        fleet.peer(name, "decode-1", state="refused", differences=["page_size 64 ≠ 32"])
+    refusals = "; ".join(f"{name} refuses this rank: page_size 64 ≠ 32" for name in ("prefill-0", "prefill-1"))
+    fleet.status("decode-1", waiting_for=refusals)
+    (found,) = fleet.examine()
+    assert found.code == "KV_COMPAT_MISMATCH"
+    assert found.evidence["differences"] == ["page_size 64 (prefill-0) ≠ 32 (decode-1)"]
+    fleet.status("decode-1", waiting_for="no hello from prefill-0")
+    fleet.peer("decode-1", "prefill-0", state="connecting", differences=[])
+    fleet.peer("prefill-0", "decode-1", state="connecting", differences=[])
+    assert [each.code for each in fleet.examine()] == ["KV_COMPAT_MISMATCH", "KV_NOT_READY"]
