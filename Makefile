@@ -95,7 +95,7 @@ pytest: $(TOOLS_STAMP)
 	@echo "test: pytest, $(WORKERS) workers"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-test-sglang: $(STAMP) $(SGLANG_STAMP)  ## real SGLang servers on the CPU, in a venv of 3 GB: tokens, prefix caches, killed servers
+test-sglang: $(STAMP) $(SGLANG_STAMP)  ## real SGLang servers on the CPU, in a venv of 4 GB: tokens, prefix caches, killed servers
 	@echo "test-sglang: $(SGLANG_MODES)"
 	@SGLANG_VENV="$(abspath $(SGLANG_VENV))" SGLANG_MODES="$(SGLANG_MODES)" $(BIN)/python -m pytest -v -s \
 		--timeout 1200 -o faulthandler_timeout=1300 $(PYTEST_ARGS) tests/sglang_servers
@@ -105,10 +105,10 @@ test-sglang-vllm: $(STAMP) $(SGLANG_STAMP) $(VLLM_STAMP)  ## prefill by SGLang, 
 	@SGLANG_VENV="$(abspath $(SGLANG_VENV))" VLLM_VENV="$(abspath $(VLLM_VENV))" $(BIN)/python -m pytest -v -s \
 		--timeout 1200 -o faulthandler_timeout=1300 $(PYTEST_ARGS) tests/sglang_to_vllm
 
-venv-sglang: $(SGLANG_STAMP)  ## stock SGLang servers for CPUs with kvctl's plugin, in .sglang (3 GB): docs/sglang.md
+venv-sglang: $(SGLANG_STAMP)  ## stock SGLang servers for CPUs with kvctl's plugin, in .sglang (4 GB): docs/sglang.md
 	@echo "venv-sglang: $(SGLANG_VENV) is ready"
 
-venv-vllm: $(VLLM_STAMP)  ## stock vLLM servers for CPUs with kvctl's connector, in .vllm (3 GB): docs/vllm.md
+venv-vllm: $(VLLM_STAMP)  ## stock vLLM servers for CPUs with kvctl's connector, in .vllm (4 GB): docs/vllm.md
 	@echo "venv-vllm: $(VLLM_VENV) is ready"
 
 # torch first, as above; the other packages without their requirements, some of which have wheels for CUDA only.
@@ -121,7 +121,7 @@ $(SGLANG_STAMP): tests/sglang_servers/requirements.txt pyproject.toml
 	@$(SGLANG_VENV)/bin/python -m pip -qq --disable-pip-version-check --no-input install -e .
 	@touch $@
 
-test-vllm: $(STAMP) $(VLLM_SDIST_STAMP)  ## real vLLM engines on the CPU, in a venv of 3 GB: tokens, preemption, cancelled requests, killed engines
+test-vllm: $(STAMP) $(VLLM_SDIST_STAMP)  ## real vLLM engines on the CPU, in a venv of 4 GB: tokens, preemption, cancelled requests, killed engines
 	@echo "test-vllm: pytest"
 	@VLLM_VENV="$(abspath $(VLLM_VENV))" $(BIN)/python -m pytest -v -s \
 		--timeout 1200 -o faulthandler_timeout=1300 $(PYTEST_ARGS) tests/vllm_engines

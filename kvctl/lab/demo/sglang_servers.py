@@ -98,15 +98,19 @@ class Process:
                 cwd=self.log.parent,
             )
 
+    def check(self) -> None:
+        """Raises ServerError, with the end of its log, if the process has ended."""
+        assert self._running is not None, f"{self.name} was not started"
+        if (status := self._running.poll()) is not None:
+            raise ServerError(f"{self.name} ended with {status}\n{self.log_end()}")
+
     def ready(self) -> bool:
         """Whether the server answers.
 
         Raises:
             ServerError: the process has ended or is not ready in time, with the end of its log.
         """
-        assert self._running is not None, f"{self.name} was not started"
-        if (status := self._running.poll()) is not None:
-            raise ServerError(f"{self.name} ended with {status}\n{self.log_end()}")
+        self.check()
         if time.monotonic() - self.started > START_S:
             raise ServerError(f"{self.name} is not ready after {START_S:g} s\n{self.log_end()}")
         try:

@@ -43,7 +43,7 @@ def test_the_log_of_a_server_that_ends_is_kept(tmp_path: Path, monkeypatch: pyte
     assert "invalid choice: 'kvctl'" in text
     (folder,) = tmp_path.glob("kvctl-sglang-*")
     assert f"logs are kept in {folder}" in text
-    assert "[--option OPTION]" in (folder / "decode.log").read_text()
+    assert any("[--option OPTION]" in log.read_text() for log in folder.glob("*.log"))
 
 
 def test_nothing_is_left_of_a_demo_that_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,3 +55,35 @@ def test_nothing_is_left_of_a_demo_that_is_interrupted(tmp_path: Path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         sglang_pair.run_pair(interrupted)
     assert list(tmp_path.iterdir()) == []
+
+
+# Answers /health and holds each other request, as a prefill server does whose decode server has died.
+HOLDING = """#!{python}
+import os, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+arguments = sys.argv
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def do_POST(self):
+        if "decode" in arguments:
+            os._exit(9)
+        time.sleep(600)
+    def log_message(self, *_): ...
+ThreadingHTTPServer(("127.0.0.1", int(arguments[arguments.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+def test_a_server_that_ends_later_ends_the_demo_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when the request at the other server has ended, after minutes."""
+    python = tmp_path / "python"
+    python.write_text(HOLDING.format(python=sys.executable))
+    python.chmod(0o755)
+    monkeypatch.setattr(sglang_pair, "sglang_problem", lambda python, environ: "")
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    said: list[str] = []
+    with pytest.raises(ServerError, match="decode ended with 9"):
+        sglang_pair.run_pair(said.append)
+    assert len(said) == 2, said
