@@ -40,7 +40,7 @@ BOOTSTRAP = View(
         Column("missing", kind=Kind.LIST, help="Coordinates of prefill ranks that have not registered."),
         Column("decode_ranks", kind=Kind.COUNT, header="DECODE", help="Decode ranks that queried this registry."),
         Column("decode_connected", "", Kind.COUNT, header="CONNECTED", help="Decode ranks connected to all of them."),
-        Column("unanswered", "", Kind.LIST, Width.NORMAL, help="Registered prefill ranks that do not answer kvctl."),
+        Column("unanswered", "", Kind.LIST, help="Registered prefill ranks that do not answer kvctl."),
         Column("sizes", kind=Kind.MAP, width=Width.NORMAL, help="Ranks along each axis: dp, pp, cp, tp."),
         Column("text", width=Width.WIDE, help="The registry's description of the ranks that are missing or refused."),
         Column("names", kind=Kind.LIST, width=Width.WIDE, help="Prefill ranks that have registered."),

@@ -41,12 +41,12 @@ DOCTOR = View(
         Column("severity", kind=Kind.VERDICT, styles=palette.VERDICTS, help="Severity of the finding."),
         Column("code"),
         Column("subject"),
-        Column("cause"),
+        Column("cause", kind=Kind.SENTENCE),
         Column("next", width=Width.NORMAL, help="Command to run next."),
         Column("since", kind=Kind.DURATION, width=Width.WIDE),
         Column("agents", kind=Kind.LIST, width=Width.WIDE),
         Column("evidence", lambda each: each["evidence"], Kind.MAP, Width.WIDE),
-        Column("remedy", width=Width.WIDE),
+        Column("remedy", kind=Kind.SENTENCE, width=Width.WIDE),
     ),
 )
 

@@ -12,7 +12,7 @@ from kvctl.commands.options import KvctlCommand, RoomOrRequest, pass_settings
 from kvctl.commands.queries import run
 from kvctl.commands.room_number import room_number
 from kvctl.commands.settings import Settings
-from kvctl.render.layers import LAYERS, PipelineDecisions, draw_waterfall
+from kvctl.render.layers import LAYERS, PipelineDecisions, busiest, draw_waterfall
 from kvctl.render.report import Block, Grid, Report, Text
 from kvctl.render.view import Row
 
@@ -32,8 +32,10 @@ def layers(settings: Settings, room: str | None) -> None:
 
     The stages are ready, gate, queue, gather, post, wire, arrive and scatter. Times are medians over the group's parts;
     ready counts from the first layer group of the chunk. Below the table: the number of pipelined forwards, and the
-    reasons for not pipelining the others.
+    reasons for not pipelining the others. On a terminal, layer groups with few parts are left out, unless -o wide,
+    --room or --filter is given.
     """
+    everything = settings.output == "wide" or room is not None or bool(settings.filters)
     room = room_number(settings, room) if room is not None else None
 
     def read(survey: Survey) -> Report:
@@ -43,9 +45,12 @@ def layers(settings: Settings, room: str | None) -> None:
         decisions = PipelineDecisions(data for _, data in survey.answers("status"))
 
         def blocks(kept: Sequence[Row], width: int) -> list[Block]:
-            waterfall: list[Block] = [Text(draw_waterfall(kept, width))] if kept else []
+            shown = kept if everything else busiest(kept)
+            waterfall: list[Block] = [Text(draw_waterfall(shown, width))] if kept else []
+            more = f"{len(kept) - len(shown)} more layer groups, with fewer parts: -o wide shows all"
+            rest: list[Block] = [Text([[(more, "dim")]])] if len(shown) < len(kept) else []
             reasons = [Text(lines)] if room is None and (lines := decisions.lines()) else []
-            return [*waterfall, Grid(LAYERS, kept), *reasons]
+            return [*waterfall, Grid(LAYERS, shown), *rest, *reasons]
 
         report = Report(LAYERS, rows, len(answers) + without_room, survey.faults, blocks=blocks)
         if without_room and not answers and not survey.faults:

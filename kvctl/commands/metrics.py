@@ -48,9 +48,9 @@ SCHEMA = View(
     (
         Column("name"),
         Column("kind", help="counter, gauge or histogram."),
-        Column("unit"),
-        Column("labels", kind=Kind.LIST, help="Names of the labels."),
-        Column("help", width=Width.NORMAL),
+        Column("unit", width=Width.NORMAL),
+        Column("labels", kind=Kind.LIST, width=Width.NORMAL, help="Names of the labels."),
+        Column("help", kind=Kind.SENTENCE),
     ),
 )
 

@@ -20,7 +20,7 @@ from kvctl.commands.stdio import print_error, print_stderr
 from kvctl.exit_codes import ExitCode
 from kvctl.render.report import Block, Line, Report, Text
 from kvctl.render.sanitize import printable
-from kvctl.render.view import Column, Row, View
+from kvctl.render.view import Column, Kind, Row, View
 from kvctl_agent.contract.commands import COMMANDS_BY_NAME, Level
 
 _RESULTS = {"unchanged": "dim", "revoking": "yellow", "aside": "yellow", "draining": "yellow", "": "green"}
@@ -31,7 +31,7 @@ DONE = View(
         Column("agent"),
         Column("subject", help="Room, allocation, key or agent that the action changed."),
         Column("result", styles=_RESULTS, help="Result of the action."),
-        Column("text", header="DETAIL", help="Description of the change."),
+        Column("text", kind=Kind.SENTENCE, header="DETAIL", help="Description of the change."),
     ),
     sort=("agent", "subject"),
     empty="nothing was done",

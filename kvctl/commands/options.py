@@ -247,12 +247,20 @@ class KvctlGroup(GlobalOptions, click.Group):
         GlobalOptions.format_options(self, ctx, formatter)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        args = spell_out_watch(args)
+        args = self._named(ctx, spell_out_watch(args))
         if self._default is not None and self._wants_default(ctx, args):
             if ctx.resilient_parsing and not self._has_foreign_option(args):
                 return super().parse_args(ctx, args)  # for the shell completion of subcommands
             args = [self._default, *args]
         return super().parse_args(ctx, args)
+
+    def _named(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Replaces the name of a subcommand written as an option, as in `kvctl rooms --failed`, by the subcommand."""
+        default = self.get_command(ctx, self._default) if self._default is not None else None
+        if default is None or any(arg in self.commands for arg in args):
+            return args
+        options = {name for each in (self, default) for param in each.get_params(ctx) for name in param.opts}
+        return [arg[2:] if arg[:2] == "--" and arg not in options and arg[2:] in self.commands else arg for arg in args]
 
     def _wants_default(self, ctx: click.Context, args: Sequence[str]) -> bool:
         """Returns whether to run the default subcommand.

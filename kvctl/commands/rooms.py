@@ -23,14 +23,17 @@ from kvctl.commands.settings import Settings
 from kvctl.errors import CliError
 from kvctl.render.report import Grid, Report, Text
 from kvctl.render.rooms import (
+    CAUSES,
     FAILED,
     HISTORY,
     ROOMS,
     SLOW,
     TIMELINE,
+    cause_rows,
     dropped_note,
     failed_rows,
     failure_counts,
+    finished_rows,
     rank_rows,
     room_blocks,
 )
@@ -62,7 +65,7 @@ def _limit(default: int) -> Callable[[_Function], _Function]:
         type=click.IntRange(min=1),
         default=default,
         show_default=True,
-        help="Maximum number of rows per agent.",
+        help="Maximum number of rows.",
     )
 
 
@@ -84,7 +87,7 @@ def list_rooms(settings: Settings, state: str | None, limit: int) -> None:
 
     There is a row for every rank of a room; with -l role=decode each room appears once per decode rank.
     """
-    _table(settings, ROOMS, Call("rooms", {"state": state, "limit": limit}))
+    _table(settings, ROOMS, limit, state)
 
 
 @rooms.command(
@@ -92,26 +95,26 @@ def list_rooms(settings: Settings, state: str | None, limit: int) -> None:
     short_help="List the rooms that finished last.",
     examples=[
         ("Rooms that finished last", "kvctl rooms history"),
-        ("All finished rooms that the agents keep, as CSV", "kvctl rooms history -n 1000 -o csv > rooms.csv"),
+        ("All finished rooms that the agents keep, as CSV", "kvctl rooms history -n 100000 -o csv > rooms.csv"),
     ],
 )
 @_limit(_FINISHED_LIMIT)
 @pass_settings
 def history(settings: Settings, limit: int) -> None:
     """List finished rooms, the latest first."""
-    _table(settings, HISTORY, Call("history", {"limit": limit}))
+    _table(settings, HISTORY, limit)
 
 
 @rooms.command(
     view=SLOW,
     short_help="List the slowest finished rooms.",
-    examples=[("The five slowest rooms of each decode rank", "kvctl rooms slow -n 5 -l role=decode")],
+    examples=[("The five slowest rooms, at the decode ranks", "kvctl rooms slow -n 5 -l role=decode")],
 )
 @_limit(_FINISHED_LIMIT)
 @pass_settings
 def slow(settings: Settings, limit: int) -> None:
     """List finished rooms, the slowest first."""
-    _table(settings, SLOW, Call("slow", {"limit": limit}))
+    _table(settings, SLOW, limit)
 
 
 @rooms.command(
@@ -120,6 +123,7 @@ def slow(settings: Settings, limit: int) -> None:
     examples=[
         ("Failed rooms, the latest first", "kvctl rooms failed"),
         ("Rooms that failed because a rank was lost", "kvctl rooms failed --filter code=KV_PEER_LOST"),
+        ("Failed rooms by cause, the most frequent first", "kvctl rooms failed --by cause"),
         ("Failures of the last ten minutes, as CSV", "kvctl rooms failed --filter 'ago<10m' -o csv > failed.csv"),
     ],
 )
@@ -129,66 +133,71 @@ def slow(settings: Settings, limit: int) -> None:
     type=click.IntRange(min=1),
     default=_FAILED_LIMIT,
     show_default=True,
-    help="Maximum number of rooms.",
+    help="Maximum number of rows.",
 )
+@click.option("--by", type=click.Choice(["cause"]), help="One row per cause, the most frequent first.")
 @pass_settings
-def failed(settings: Settings, limit: int) -> None:
+def failed(settings: Settings, limit: int, by: str | None) -> None:
     """List failed rooms, the latest first, one row per room with its first cause on any rank.
 
     Agents keep failed rooms separately from other finished rooms (configuration key failed_rooms). `waits_for` lists
-    the agents that have not confirmed the end of the room; its memory is not reused until they do.
+    the agents that have not confirmed the end of the room; its memory is not reused until they do. With --by cause,
+    rooms are counted whose causes differ only in names and numbers; --filter still selects rooms.
     """
-    output = Output(settings)
-    selection = output.selection(FAILED)
+    view = CAUSES if by else FAILED
+    selection = Output(replace(settings, columns=None, sort_by=None) if by else settings).selection(FAILED)
+    settings = replace(settings, filters=()) if by else settings
+    order = Output(settings).selection(view)
 
     def read(survey: Survey) -> Report:
         answers = survey.answers("failed")
         clocks = {agent.name: agent.clock for agent in survey.agents}
         found = failed_rows((row for _, data in answers for row in data["rooms"]), clocks, survey.at_ns)
-        kept = selection.rows(found)
+        rooms = selection.rows(found)
+        kept = order.rows(cause_rows(rooms)) if by else rooms
         notes = [text] if (text := dropped_note([(agent.name, data) for agent, data in answers])) else []
-        if len(kept) > limit:
-            notes.append(f"{len(kept) - limit} more failed rooms: raise --limit")
+        if by and found and not rooms:
+            notes.append("no failed rooms match --filter")
+        if (more := len(kept) - limit) > 0:
+            notes.append(f"{more} more {'cause' if by else 'failed room'}{'s' * (more > 1)}: raise --limit")
         return Report(
-            FAILED,
-            kept[:limit] or found,
+            view,
+            kept[:limit] if kept or by else found,
             len(answers),
             survey.faults,
-            blocks=lambda shown, width: [*([Text([failure_counts(kept)])] if kept else []), Grid(FAILED, shown)],
+            blocks=lambda shown, width: [*([Text([failure_counts(rooms)])] if rooms else []), Grid(view, shown)],
             notes=notes,
         )
 
-    run(settings, FAILED, (Call("failed", {"limit": MAX_ROWS}),), read)
+    run(settings, view, (Call("failed", {"limit": MAX_ROWS}),), read)
 
 
-def _table(settings: Settings, view: View, call: Call) -> None:
-    """Prints up to `limit` rooms of each agent: the first ones that pass the filters, in the selected order."""
-    limit = call.args["limit"]
+def _table(settings: Settings, view: View, limit: int, state: str | None = None) -> None:
+    """Prints the first `limit` of all agents' rooms that pass the filters, in the selected order.
+
+    Args:
+        state: state of the active rooms to list; None for all.
+    """
     selection = Output(settings).selection(view)
-    selected = bool(settings.filters or settings.sort_by)
-    if selected:
-        state = _filtered_state(selection) if call.command == "rooms" else None
-        call = Call(call.command, {"state": state, **call.args, "limit": max(limit, MAX_ROWS)})
-    requested = call.args["limit"]
+    active = view is ROOMS
+    # In another order, the first rooms of an agent need not be among the first of its answer.
+    most = max(limit, MAX_ROWS) if settings.filters or settings.sort_by else limit
+    call = Call(view.name, {"limit": most, **({"state": state or _filtered_state(selection)} if active else {})})
 
     def read(survey: Survey) -> Report:
         answers = survey.answers(call.command)
-        matching = [(agent, selection.rows(data) if selected else data) for agent, data in answers]
+        if active:
+            found = [row for _, data in answers for row in data]
+        else:
+            found = finished_rows(((row, agent.clock) for agent, data in answers for row in data), survey.at_ns)
+        kept = selection.rows(found)
         notes = []
-        if call.command == "rooms":  # finished rooms are expected to be incomplete
-            notes += [
-                f"{agent.name}: only {limit} rooms shown; raise --limit"
-                for agent, data in matching
-                if len(data) >= limit
-            ]
-            notes += [
-                f"{agent.name}: only its {requested:,} oldest rooms were read"
-                for agent, data in answers
-                if len(data) >= requested > limit
-            ]
-        kept = [row for _, data in matching for row in data[:limit]]
-        everything = [row for _, data in answers for row in data]
-        return Report(view, kept or everything, len(answers), survey.faults, notes=notes)
+        cut = [agent.name for agent, data in answers if active and len(data) >= most]
+        if active and (len(kept) > limit or (cut and most == limit)):  # finished rooms are expected to be incomplete
+            notes.append(f"only the first {limit:,} are shown: raise --limit")
+        elif cut:
+            notes.append(f"{', '.join(cut)}: only the {most:,} oldest rooms were read")
+        return Report(view, kept[:limit] or found, len(answers), survey.faults, notes=notes)
 
     run(settings, view, (call,), read)
 

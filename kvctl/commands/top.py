@@ -18,7 +18,7 @@ from kvctl.exit_codes import ExitCode
 from kvctl.render.selection import ExpressionError, select
 from kvctl.render.units import parse_seconds
 
-_VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed")
+_VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed", "history")
 _SNAPSHOT_SUFFIXES = (".svg", ".png", ".txt")
 _MIN_SIZE = (60, 16)
 _MAX_SIZE = (500, 200)
@@ -95,7 +95,7 @@ def _check_suffix(ctx: click.Context, param: click.Parameter, value: Path | None
 def top(
     settings: Settings, view: str, interval: int, readonly: bool, snapshot: Path | None, size: tuple[int, int]
 ) -> None:
-    """Live view: overview, rooms, staging, layers, peers, events, failed rooms. ? shows the keys, q quits.
+    """Live view: overview, rooms, staging, layers, peers, events, failed and ended rooms. ? shows the keys, q quits.
 
     Agents that do not answer within an interval (or --timeout, if given) keep their rows, dimmed and with their age,
     until they answer again. Keys that change something ask first. --from FILE replays a recording, [ and ] seek in it.

@@ -60,7 +60,7 @@ TUNE = View(
         Column("hidden", kind=Kind.RATIO, width=Width.NORMAL),
         Column("cpu", "cpu_ns", Kind.DURATION, Width.WIDE),
         Column("padded", kind=Kind.RATIO, width=Width.WIDE),
-        Column("why"),
+        Column("why", kind=Kind.SENTENCE),
     ),
 )
 

@@ -54,7 +54,7 @@ FAULTS = View(
     (
         Column("fault"),
         Column("kind", width=Width.WIDE),
-        Column("does"),
+        Column("does", kind=Kind.SENTENCE),
         Column("code", header="HEALTH CODE", width=Width.WIDE),
     ),
 )

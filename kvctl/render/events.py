@@ -14,7 +14,7 @@ EVENTS = View(
         Column("kind", fixed=14, help="Category of the event."),
         Column("room", kind=Kind.ID, fixed=8),
         Column("peer", width=Width.NORMAL, fixed=12),
-        Column("text", help="Description of the event."),
+        Column("text", kind=Kind.SENTENCE, help="Description of the event."),
         Column(
             "sequence",
             kind=Kind.COUNT,

@@ -20,7 +20,7 @@ _MAX_IN_SHORT = 2
 _MIN_FOLDED = 5
 _MAX_CAUSES = 2
 _MAX_HOSTS = 4
-# What differs between the causes of findings that are alike: names of agents, and numbers with their units.
+# Names of agents, and numbers with their units.
 _VARYING = re.compile(r"[\w.@:#\[\]-]*\d[\w.@:#\[\]-]*(?: [µmn]?s| [KMGT]?i?B)?")
 
 
@@ -37,10 +37,10 @@ HEALTH = View(
         Column("code", header="CODE"),
         Column("subject"),
         Column("since", kind=Kind.DURATION, width=Width.NORMAL),
-        Column("cause"),
+        Column("cause", kind=Kind.SENTENCE),
         Column("agents", kind=Kind.LIST, width=Width.WIDE),
         Column("evidence", lambda row: row["evidence"], Kind.MAP, Width.WIDE),
-        Column("remedy", width=Width.WIDE),
+        Column("remedy", kind=Kind.SENTENCE, width=Width.WIDE),
         Column("muted", kind=Kind.DURATION, width=Width.WIDE, help="Remaining time for which the finding is muted."),
     ),
     empty="nothing found",
@@ -85,10 +85,15 @@ def folded(rows: Iterable[Row], hosts: Mapping[str, str]) -> list[Row]:
     return found
 
 
+def without_names(text: str) -> str:
+    """Returns the text of a cause without that in which causes of one kind differ: names of agents, and numbers."""
+    return _VARYING.sub("", text)
+
+
 def _merged(same: Sequence[Row], hosts: Mapping[str, str]) -> Row:
     causes: dict[str, list[Row]] = {}
     for each in same:
-        causes.setdefault(_VARYING.sub("", each["cause"]), []).append(each)
+        causes.setdefault(without_names(each["cause"]), []).append(each)
     frequent = sorted(causes.values(), key=len, reverse=True)
     texts = [f"{len(each)} such as {each[0]['subject']}: {each[0]['cause']}" for each in frequent[:_MAX_CAUSES]]
     others = sum(map(len, frequent[_MAX_CAUSES:]))

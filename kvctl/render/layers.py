@@ -76,6 +76,7 @@ LAYERS = View(
 
 
 _MOST_BARS = 32
+_MOST_ROWS = 12
 _SHARE = 8  # cells of the bar that shows what was hidden
 _TAIL = 2 + _SHARE + 1 + 6
 _ROOMY = 52  # with fewer cells for the bars, only the percentage is printed after them
@@ -110,6 +111,16 @@ def draw_waterfall(rows: Sequence[Row], width: int) -> list[Line]:
         hidden = [(HIDDEN, "green"), (" hidden behind the forward  ", "dim"), (EXPOSED, "yellow"), (" exposed", "dim")]
         lines.append(hidden if roomy else [("% of the transfer time hidden behind the forward", "dim")])
     return lines
+
+
+def busiest(rows: Sequence[Row]) -> list[Row]:
+    """Returns the layer groups of each agent with the most parts: as many as make about a dozen rows, at least one."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["agent"], []).append(row)
+    most = max(1, _MOST_ROWS // len(found)) if found else 0
+    kept = {id(row) for each in found.values() for row in sorted(each, key=lambda row: -row["parts"])[:most]}
+    return [row for row in rows if id(row) in kept]
 
 
 def _most_used(rows: Sequence[Row]) -> Sequence[Row]:

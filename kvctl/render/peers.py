@@ -21,15 +21,15 @@ PEERS = View(
         Column("peer"),
         Column("state", styles=palette.PEER_STATES, help="connecting, ready, suspect, lost or refused."),
         Column("last_heard", kind=Kind.DURATION, header="HEARD", help="Time since the last message from the peer."),
-        Column("rtt", kind=Kind.DURATION),
+        Column("rtt", kind=Kind.DURATION, width=Width.NORMAL),
         Column("lane", width=Width.NORMAL),
         Column("rooms", kind=Kind.COUNT, help="Active rooms."),
         Column("errors", "errors_total", Kind.COUNT),
         Column(
             "control_queue", kind=Kind.COUNT, width=Width.NORMAL, header="QUEUE", help="Control messages not sent yet."
         ),
-        Column("differences", kind=Kind.LIST, width=Width.NORMAL),
-        Column("last_error", width=Width.NORMAL, help="Last error with this peer."),
+        Column("differences", kind=Kind.LIST),
+        Column("last_error", kind=Kind.SENTENCE, help="Last error with this peer."),
         Column(
             "lane_gb_per_s",
             kind=Kind.RATE,
@@ -131,7 +131,7 @@ MATRIX = View(
         Column("lane_direct", width=Width.WIDE, header="DIRECT BY"),
         Column("rtt", kind=Kind.DURATION),
         Column("errors", "errors_total", Kind.COUNT),
-        Column("differences", kind=Kind.LIST, width=Width.NORMAL),
+        Column("differences", kind=Kind.LIST),
     ),
     sort=("prefill", "decode"),
     empty="no pair of a prefill and a decode agent",

@@ -11,6 +11,7 @@ from kvctl.client.room_timeline import PartTimeline, RoomTimeline, join
 from kvctl.render import palette, units
 from kvctl.render.bars import drawn_stages, legend, segments
 from kvctl.render.clocks import corrections
+from kvctl.render.findings import without_names
 from kvctl.render.report import Block, Grid, Line, Span, Text
 from kvctl.render.view import Column, Kind, Row, View, Width
 from kvctl_agent.contract.snapshots import RoomDetail
@@ -40,28 +41,27 @@ _REQUEST = Column(
     "request_id", width=Width.WIDE, header="REQUEST", help="The engine's id of the request, if it has one."
 )
 
-_COLUMNS = (
-    Column("room", kind=Kind.ID),
-    Column("agent"),
-    Column("role", styles=palette.ROLES, width=Width.NORMAL),
-    Column("state", styles=palette.STATES, help="Bootstrapping, WaitingForInput, Transferring, Success or Failed."),
-    Column("state_age", _state_age, Kind.DURATION, Width.NORMAL, header="FOR"),
-    Column("age", kind=Kind.DURATION, help="Time since the room was opened, or until its end if it is finished."),
-    Column(
-        "latency",
-        kind=Kind.DURATION,
-        help="Decode rank: from open to success. Prefill rank: from the first ready part until the room is sent.",
-    ),
-    Column(
-        "progress",
-        _progress,
-        header="CELLS",
-        help="Cells done of cells planned: scattered on a decode rank, sent on a prefill rank.",
-    ),
-    Column("bytes", kind=Kind.BYTES),
-    Column("failure", _failure, help="First cause of the failure: rank, code and text."),
-    Column("tokens", kind=Kind.COUNT, width=Width.NORMAL),
-    Column("parked", kind=Kind.COUNT, width=Width.NORMAL, help="Parts that wait for a ring region or a lease."),
+_ROOM = Column("room", kind=Kind.ID)
+_AGENT = Column("agent")
+_ROLE = Column("role", styles=palette.ROLES, width=Width.NORMAL)
+_STATE = Column("state", styles=palette.STATES, help="Bootstrapping, WaitingForInput, Transferring, Success or Failed.")
+_LATENCY = Column(
+    "latency",
+    kind=Kind.DURATION,
+    width=Width.NORMAL,
+    help="Decode rank: from open to success. Prefill rank: from the first ready part until the room is sent.",
+)
+_PROGRESS = Column(
+    "progress",
+    _progress,
+    width=Width.NORMAL,
+    header="CELLS",
+    help="Cells done of cells planned: scattered on a decode rank, sent on a prefill rank.",
+)
+_BYTES = Column("bytes", kind=Kind.BYTES, width=Width.NORMAL)
+_FAILURE = Column("failure", _failure, Kind.SENTENCE, help="First cause of the failure: rank, code and text.")
+_TOKENS = Column("tokens", kind=Kind.COUNT, width=Width.NORMAL)
+_DETAILS = (
     _REQUEST,
     Column(
         "missing", kind=Kind.LIST, width=Width.WIDE, header="WAITS FOR", help="Agents whose message ends this state."
@@ -79,17 +79,61 @@ _COLUMNS = (
     Column("finished_at", kind=Kind.TIME, width=Width.WIDE, help="Time at which the room finished."),
     Column("nonce", kind=Kind.ID, width=Width.WIDE),
 )
+_FINISHED = (
+    _ROOM,
+    _AGENT,
+    _ROLE,
+    _STATE,
+    Column("ago", kind=Kind.DURATION, help="Time since the room ended."),
+    Column("age", kind=Kind.DURATION, header="LASTED", help="Time from open to end."),
+    _LATENCY,
+    _FAILURE,
+    _BYTES,
+    _PROGRESS,
+    _TOKENS,
+    *_DETAILS,
+)
 
-ROOMS = View("rooms", _COLUMNS, sort=("-age", "room", "agent"), empty="no active rooms")
-HISTORY = View("history", _COLUMNS, sort=("-finished_at", "room", "agent"), empty="no finished rooms yet")
-SLOW = View("slow", _COLUMNS, sort=("-latency", "room", "agent"), empty="no finished rooms yet")
+ROOMS = View(
+    "rooms",
+    (
+        _ROOM,
+        _AGENT,
+        _ROLE,
+        _STATE,
+        Column("state_age", _state_age, Kind.DURATION, Width.NORMAL, header="FOR"),
+        Column("age", kind=Kind.DURATION, help="Time since the room was opened."),
+        _PROGRESS,
+        _BYTES,
+        _FAILURE,
+        _TOKENS,
+        Column("parked", kind=Kind.COUNT, width=Width.NORMAL, help="Parts that wait for a ring region or a lease."),
+        _LATENCY,
+        *_DETAILS,
+    ),
+    sort=("-age", "room", "agent"),
+    empty="no active rooms",
+)
+HISTORY = View("history", _FINISHED, sort=("ago", "room", "agent"), empty="no finished rooms yet")
+SLOW = View("slow", _FINISHED, sort=("-latency", "room", "agent"), empty="no finished rooms yet")
+
+
+def finished_rows(answers: Iterable[tuple[Row, ClockOffset]], now_ns: int) -> list[Row]:
+    """Returns rows of HISTORY or SLOW: adds to each row the time since the room ended.
+
+    Args:
+        answers: each row of an agent's answer to `history` or `slow`, with the offset of the agent's clock.
+        now_ns: this machine's wall clock when the agents answered.
+    """
+    return [{**row, "ago_ns": max(0, now_ns - row["finished_at_ns"] + clock.correction_ns)} for row, clock in answers]
+
 
 RANKS = View(
     "room-ranks",
     (
-        Column("agent"),
+        _AGENT,
         Column("role", styles=palette.ROLES),
-        Column("state", styles=palette.STATES, help="Bootstrapping, WaitingForInput, Transferring, Success or Failed."),
+        _STATE,
         Column("state_age", _state_age, Kind.DURATION, header="FOR"),
         Column("planned", "coverage.planned", Kind.COUNT, help="Cells (writer, chunk, layer) in this rank's plan."),
         Column("sent", "coverage.sent", Kind.COUNT, help="Cells whose write the transfer engine reported complete."),
@@ -119,7 +163,7 @@ TIMELINE = View(
         Column("chunk", kind=Kind.COUNT, width=Width.NORMAL),
         Column("layers", kind=Kind.LAYERS, width=Width.NORMAL),
         Column("peer", width=Width.NORMAL),
-        Column("detail", help="Details of the event."),
+        Column("detail", kind=Kind.SENTENCE, help="Details of the event."),
         Column("at", kind=Kind.TIME, width=Width.WIDE, header="CLOCK", help="Wall clock of this machine."),
         Column("room", kind=Kind.ID, width=Width.WIDE),
         Column("nonce", kind=Kind.ID, width=Width.WIDE),
@@ -132,15 +176,34 @@ TIMELINE = View(
 _ROLES = ("prefill", "decode")
 _NAMED = 4  # maximum number of agents named in one note
 
+CAUSES = View(
+    "failed_causes",
+    (
+        Column("rooms", kind=Kind.COUNT, help="Rooms that failed for this cause."),
+        Column("code"),
+        Column("last_ago", kind=Kind.DURATION, header="LAST", help="Time since the latest of these failures."),
+        Column("first_ago", kind=Kind.DURATION, width=Width.NORMAL, header="FIRST", help="Time since the first one."),
+        Column("room", kind=Kind.ID, header="EXAMPLE", help="The room that failed last."),
+        Column("cause", kind=Kind.SENTENCE, help="Its cause; those of the others have other names or numbers at most."),
+        Column("peers", kind=Kind.LIST, width=Width.NORMAL, help="Agents at the other end, the most frequent first."),
+        Column("ranks", kind=Kind.LIST, width=Width.NORMAL, help="Agents on which the rooms failed first, likewise."),
+        Column("first_at", kind=Kind.TIME, width=Width.WIDE, help="Time of the first of these failures."),
+        Column("last_at", kind=Kind.TIME, width=Width.WIDE, help="Time of the latest one."),
+    ),
+    sort=("-rooms", "last_ago"),
+    empty="no failed rooms",
+)
+
 FAILED = View(
     "failed",
     (
-        Column("room", kind=Kind.ID),
+        _ROOM,
         Column("ago", kind=Kind.DURATION, help="Time since the failure."),
         Column("rank", help="Agent on which the room failed first."),
         Column("code"),
-        Column("text", help="First cause of the failure."),
+        Column("text", kind=Kind.SENTENCE, help="First cause of the failure."),
         Column("after", kind=Kind.DURATION, width=Width.NORMAL, help="Time from open to failure."),
+        Column("peers", kind=Kind.LIST, width=Width.WIDE, help="Agents at the other end of the room of that agent."),
         Column("agents", kind=Kind.LIST, width=Width.WIDE, help="Agents that have the room."),
         Column(
             "waits_for",
@@ -156,6 +219,7 @@ FAILED = View(
     ),
     sort=("-failed_at", "room"),
     empty="no failed rooms",
+    also=(("With --by cause", CAUSES),),
 )
 
 
@@ -188,11 +252,38 @@ def _failed_row(room: RoomTimeline, now_ns: int) -> dict[str, Any]:
         "rank": failure["rank"],
         "code": failure["code"],
         "text": failure["text"],
+        "peers": next((rank["peers"] for rank in room.ranks if rank["agent"] == failure["rank"]), []),
         "agents": [rank["agent"] for rank in room.ranks],
         "waits_for": sorted({name for rank in room.ranks for name in rank["missing"]}),
         "tokens": next((rank["tokens"] for rank in room.ranks if rank["tokens"] is not None), None),
         "bytes": max(sum(rank["bytes"] for rank in room.ranks if rank["role"] == role) for role in _ROLES),
     }
+
+
+def cause_rows(failed: Iterable[Row]) -> list[Row]:
+    """Returns one row of CAUSES per cause, that is, per code and text apart from names and numbers.
+
+    Args:
+        failed: rows of FAILED.
+    """
+    alike: dict[tuple[str, str], list[Row]] = {}
+    for row in sorted(failed, key=lambda row: row["failed_at_ns"], reverse=True):
+        alike.setdefault((row["code"], without_names(row["text"])), []).append(row)
+    return [
+        {
+            "rooms": len(same),
+            "code": code,
+            "last_ago_ns": same[0]["ago_ns"],
+            "first_ago_ns": same[-1]["ago_ns"],
+            "room": same[0]["room"],
+            "cause": same[0]["text"],
+            "peers": [name for name, _ in Counter(name for row in same for name in row["peers"]).most_common()],
+            "ranks": [name for name, _ in Counter(row["rank"] for row in same).most_common()],
+            "first_at_ns": same[-1]["failed_at_ns"],
+            "last_at_ns": same[0]["failed_at_ns"],
+        }
+        for (code, _), same in alike.items()
+    ]
 
 
 def failure_counts(rows: Sequence[Row]) -> Line:

@@ -105,10 +105,12 @@ GROUPS = View(
         Column("hosts", help="Name of the host; the number of hosts if there are several."),
         Column("up", help="Agents that answered, of those that are known or missing."),
         Column("active", kind=Kind.COUNT, help="Active rooms."),
-        Column("failed", kind=Kind.COUNT, width=Width.NORMAL, help="Rooms failed since the start."),
+        Column("failed", kind=Kind.COUNT, help="Rooms failed since the start."),
         Column("gb_per_s", kind=Kind.RATE, header="GB/S", help="Sum of the ranks' rates while rooms are open."),
         Column("p50", kind=Kind.DURATION, width=Width.NORMAL, help="Median over the ranks' median latencies."),
-        Column("p99", kind=Kind.DURATION, help="Largest of the ranks' 99th percentiles of latency."),
+        Column(
+            "p99", kind=Kind.DURATION, width=Width.NORMAL, help="Largest of the ranks' 99th percentiles of latency."
+        ),
         Column("ring", kind=Kind.RATIO, width=Width.NORMAL, help="Share of all rings in use."),
         Column(
             "health",
@@ -125,12 +127,11 @@ STATUS = View(
     (
         Column("agent", "name"),
         Column("role", styles=palette.ROLES),
-        Column("rank", _rank, width=Width.NORMAL, help="Coordinates on the parallelism axes of size 2 or more."),
         Column("active", _active, Kind.COUNT, help="Active rooms."),
         Column("done", "rooms_finished_total.Success", Kind.COUNT, help="Rooms finished with success since the start."),
-        Column("failed", "rooms_finished_total.Failed", Kind.COUNT, Width.NORMAL, help="Rooms failed since the start."),
+        Column("failed", "rooms_finished_total.Failed", Kind.COUNT, help="Rooms failed since the start."),
         Column("gb_per_s", "rate.gb_per_s", Kind.RATE, header="GB/S", help="Transfer rate while rooms are open."),
-        Column("p50", "latency.p50_ns", Kind.DURATION, help="Median latency of rooms."),
+        Column("p50", "latency.p50_ns", Kind.DURATION, Width.NORMAL, help="Median latency of rooms."),
         Column("p99", "latency.p99_ns", Kind.DURATION, help="99th percentile of the latency of rooms."),
         Column("ring", _ring, Kind.RATIO, Width.NORMAL, help="Decode rank: share of the ring in use."),
         Column(
@@ -140,6 +141,7 @@ STATUS = View(
             help="Health codes of findings about this agent; ok if there are none, incomplete if there are none and "
             "it did not answer everything.",
         ),
+        Column("rank", _rank, width=Width.NORMAL, help="Coordinates on the parallelism axes of size 2 or more."),
         Column("peers", "peers", Kind.MAP, Width.NORMAL, help="Peers, by state."),
         Column("transport", "transport.engine", width=Width.NORMAL, help="Transfer engine."),
         Column("uptime", kind=Kind.DURATION, width=Width.NORMAL),

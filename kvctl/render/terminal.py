@@ -6,7 +6,9 @@ place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from rich.cells import cell_len, set_cell_size
 
@@ -15,9 +17,9 @@ from kvctl.render.sanitize import one_line, printable
 from kvctl.render.view import Column, Kind, Row, Width
 
 GAP = 2
-# Minimum width of a shortened text, and the width above which a text is shortened before a column is hidden.
-_MIN_TEXT = 6
-_FULL_TEXT = 24
+_MIN_TEXT = 6  # of a shortened text
+# Widths above which texts are shortened, and sentences continued on a further line, before a column is hidden.
+_READABLE = {Kind.TEXT: 24, Kind.LIST: 24, Kind.MAP: 24, Kind.SENTENCE: 36}
 
 
 def render(blocks: Sequence[Block], columns: Sequence[Sequence[Column]], width: int | None, colour: bool) -> str:
@@ -56,8 +58,10 @@ def _table(grid: Grid, columns: Sequence[Column], width: int | None) -> list[Lin
         return [*lines, [(grid.view.empty, "dim")]]
     whole = natural_widths(columns, grid.rows)
     widths, hidden = fit_widths(whole, grid.rows, width)
-    lines += [table_header(widths), *(table_row(row, widths) for row in grid.rows)]
-    cut = [column for column, cells in widths.items() if cells < whole[column]]
+    lines.append(table_header(widths))
+    for row in grid.rows:
+        lines += _table_rows(row, widths)
+    cut = [column for column, cells in widths.items() if cells < whole[column] and column.kind is not Kind.SENTENCE]
     notes = [
         f"{verb} at this width: {', '.join(column.name for column in affected)}"
         for verb, affected in (("hidden", hidden), ("cut", cut))
@@ -75,13 +79,29 @@ def table_header(widths: Mapping[Column, int], marks: Mapping[Column, str] | Non
     ]
 
 
-def table_row(row: Row, widths: Mapping[Column, int], texts: Mapping[Column, str] | None = None) -> list[Span]:
+def _table_rows(row: Row, widths: Mapping[Column, int]) -> Iterator[Line]:
+    """Formats one row of a table, with further lines for sentences that are longer than their column."""
+    sentences = {
+        column: textwrap.wrap(one_line(column.human(row)), cells, break_on_hyphens=False)
+        for column, cells in widths.items()
+        if column.kind is Kind.SENTENCE
+    }
+    yield table_row(row, widths, {column: pieces[0] for column, pieces in sentences.items() if pieces})
+    for number in range(1, max(map(len, sentences.values()), default=0)):
+        texts = {column: pieces[number] for column, pieces in sentences.items() if number < len(pieces)}
+        yield table_row(row, widths, {column: texts.get(column, "") for column in widths})
+
+
+def table_row(row: Row, widths: Mapping[Column, int], texts: Mapping[Column, str] = MappingProxyType({})) -> list[Span]:
     """Formats one row of a table; `texts` replace the values of some columns."""
     return [
         span
         for column, cells in widths.items()
         for span in _cell(
-            column, (texts or {}).get(column) or one_line(column.human(row)), cells, style_of(column, row)
+            column,
+            texts[column] if column in texts else one_line(column.human(row)),
+            cells,
+            style_of(column, row),
         )
     ]
 
@@ -123,7 +143,7 @@ def fit_widths(
     """Chooses the columns of a table and their widths so that it fits the terminal.
 
     Empty columns are hidden first, then ordinary ones from right to left; then long texts are shortened. Numbers are
-    never truncated.
+    never truncated, and sentences continue on further lines.
 
     Returns:
         The width by column, and the hidden columns.
@@ -132,7 +152,7 @@ def fit_widths(
     if width is None:
         return widths, []
     hidden: list[Column] = []
-    while _needed(widths, _FULL_TEXT) > width and (column := _least_important(widths, rows)) is not None:
+    while _needed(widths, readable=True) > width and (column := _least_important(widths, rows)) is not None:
         del widths[column]
         hidden.append(column)
     while (excess := _needed(widths) - width) > 0:
@@ -158,12 +178,12 @@ def _least_important(widths: Mapping[Column, int], rows: Sequence[Row]) -> Colum
 
 
 def _elastic(column: Column) -> bool:
-    return column.kind in {Kind.TEXT, Kind.LIST, Kind.MAP}
+    return column.kind in _READABLE
 
 
-def _needed(widths: Mapping[Column, int], most: int | None = None) -> int:
-    """Returns the width of a whole row; a text column counts for at most `most` cells."""
-    cells = (min(size, most) if most and _elastic(column) else size for column, size in widths.items())
+def _needed(widths: Mapping[Column, int], readable: bool = False) -> int:
+    """Returns the width of a whole row; `readable`: with long texts shortened as far as before a column is hidden."""
+    cells = (min(size, _READABLE.get(column.kind, size)) if readable else size for column, size in widths.items())
     return sum(cells) + GAP * (len(widths) - 1)
 
 

@@ -32,14 +32,19 @@ COSTS = View(
             help="Rate of one prompt as measured, beyond the fixed time.",
         ),
         Column("bytes", kind=Kind.BYTES, width=Width.NORMAL, help="KV bytes of such a prompt."),
-        Column("headroom", kind=Kind.BYTES, help="Free bytes of the decode rank's ring; the least of the group."),
+        Column(
+            "headroom",
+            kind=Kind.BYTES,
+            width=Width.NORMAL,
+            help="Free bytes of the decode rank's ring; the least of the group.",
+        ),
         Column("rooms", kind=Kind.COUNT, help="Rooms in transfer between the two groups."),
         Column("queued", kind=Kind.BYTES, width=Width.NORMAL, help="Bytes of these rooms that are not sent yet."),
         Column("basis", help="rooms: the latest transfers; calibration: a rough guess from copies and writes."),
         Column(
             "error", kind=Kind.RATIO, width=Width.NORMAL, help="Median deviation of the latest transfers from the fit."
         ),
-        Column("reason", width=Width.NORMAL, help="Why there is no prediction, or why not to choose the pair."),
+        Column("reason", kind=Kind.SENTENCE, help="Why there is no prediction, or why not to choose the pair."),
         Column("path", width=Width.WIDE, help="Path of the latest room; before, as predicted."),
         Column("samples", kind=Kind.COUNT, width=Width.WIDE, help="Transfers that the prediction is based on."),
         Column("age", kind=Kind.DURATION, width=Width.WIDE, help="Time since the latest of them."),

@@ -96,6 +96,7 @@ class Kind(Enum):
     """Kind of a column's values, with the rules to format them."""
 
     TEXT = KindRules(_text)
+    SENTENCE = KindRules(lambda value: _text(value))  # continues on further lines where other texts are shortened
     ID = KindRules(lambda value: _text(value))  # a number too large for JSON, kept as text, ordered as a number
     FLAG = KindRules(_flag)
     LIST = KindRules(_list)
@@ -115,6 +116,8 @@ class Kind(Enum):
 
 class Width(Enum):
     """Condition under which a column is shown: always, if the terminal is wide enough, or with `-o wide` only.
+
+    On a narrow terminal NORMAL columns are hidden from right to left, so that the least important is the last.
 
     TSV and CSV contain all columns.
     """

@@ -29,7 +29,7 @@ from kvctl.tui.panels.panel import Panel
 from kvctl.tui.panels.peers import PeersPanel
 from kvctl.tui.panels.record import RecordPanel
 from kvctl.tui.panels.room import RoomPanel
-from kvctl.tui.panels.rooms import FailedPanel, RoomsPanel
+from kvctl.tui.panels.rooms import FailedPanel, HistoryPanel, RoomsPanel
 from kvctl.tui.panels.staging import StagingPanel
 from kvctl.tui.store import Store
 from kvctl.tui.table_specs import VIEW_OF, TableQuery
@@ -44,6 +44,7 @@ _PANELS: dict[str, type[Panel]] = {
     "peers": PeersPanel,
     "events": EventsPanel,
     "failed": FailedPanel,
+    "history": HistoryPanel,
     "room": RoomPanel,
     "record": RecordPanel,
 }

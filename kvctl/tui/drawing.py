@@ -11,7 +11,7 @@ from kvctl.render.bars import merged
 from kvctl.render.report import Line, Span
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
-_BREAK = re.compile(r"(?<=  |, )(?=\S)")
+_GAP = re.compile(r"(?<=  |, )(?=\S)")
 
 
 def length(line: Line) -> int:
@@ -64,20 +64,24 @@ def rule(title: Line, right: Line, width: int, style: str = "rule") -> list[Span
     return spread(left, end, width, ("─", style))
 
 
-def wrapped(line: Line, width: int, indent: int) -> list[Line]:
-    """Wraps a line to `width` cells, only after two spaces or a comma; continuation lines are indented."""
+def wrapped(line: Line, width: int, indent: int, inside: bool = False) -> list[Line]:
+    """Wraps a line to `width` cells, only after spans that end with two spaces; continuation lines are indented.
+
+    Args:
+        inside: whether to wrap also inside spans, after two spaces or a comma.
+    """
     lines: list[list[Span]] = [[]]
     piece: list[Span] = []
-    texts = [(text, style) for span, style in line for text in _BREAK.split(span)]
+    texts = [(text, style) for span, style in line for text in (_GAP.split(span) if inside else [span])]
     for number, (text, style) in enumerate(texts):
         piece.append((text, style))
-        if text.endswith(("  ", ", ")) or number == len(texts) - 1:
+        if text.endswith("  ") or (inside and text.endswith(", ")) or number == len(texts) - 1:
             size = length(piece) - (len(text) - len(text.rstrip()))
             if length(lines[-1]) + size > width and length(lines[-1]) > indent:
                 lines.append([(" " * indent, "")])
             lines[-1] += piece
             piece = []
-    return [cut(each, width) for each in lines]
+    return [cut([*each[:-1], (each[-1][0].rstrip(), each[-1][1])] if each else [], width) for each in lines]
 
 
 def sparkline(values: Iterable[float | None], width: int, height: int = 1, top: float | None = None) -> list[str]:

@@ -10,7 +10,7 @@ from kvctl.render import findings, palette, units
 from kvctl.render.report import Line, Span
 from kvctl.tui.store import Store
 
-VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed")
+VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed", "history")
 _SECOND_NS = 1_000_000_000
 _MAX_NAMED = 3
 Ends = tuple[Line, Line]
@@ -52,10 +52,14 @@ def top(store: Store, mode: Mode) -> Ends:
 
 
 def tabs(view: str, path: Sequence[str]) -> Ends:
-    """Returns the line of numbered views, with `view` marked, and `path`, the titles of the panels opened on it."""
-    spans: list[Span] = [
-        (f" {number} {name} ", "reverse bold" if name == view else "dim") for number, name in enumerate(VIEWS, 1)
-    ]
+    """Returns the line of numbered views, with `view` marked, and `path`, the titles of the panels opened on it.
+
+    If there are such panels, the other views have only their numbers, so that the titles fit.
+    """
+    spans: list[Span] = []
+    for number, name in enumerate(VIEWS, 1):
+        text = f"{number}" if path and name != view else f"{number} {name}"
+        spans += [(f" {text} ", "reverse bold")] if name == view else [(f" {text}", "dim")]
     return [*spans, *((f" / {title}", "bold accent") for title in path)], []
 
 

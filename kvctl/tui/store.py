@@ -16,7 +16,7 @@ from kvctl.client.faults import Fault
 from kvctl.client.fleet import AgentAnswer, Survey
 from kvctl.client.room_timeline import RoomTimeline, join, most_informative_first
 from kvctl.health.mutes import Judged
-from kvctl.render.rooms import failed_rows
+from kvctl.render.rooms import failed_rows, finished_rows
 from kvctl.render.status import FleetSummary, rates, summarise
 from kvctl.render.view import Row
 from kvctl.tui.feed import Reading, RecordingPosition
@@ -144,7 +144,7 @@ class Store:
                 agent.trouble = reading.problem
             return
         self.subject = reading.question.subject or self.subject
-        self._update_agents(reading.survey)
+        self._update_agents(reading.survey, for_health=reading.judged is not None)
         statuses = [data for _, data in reading.survey.answers(_STATUS)]
         self.summary = summarise(statuses)
         if reading.judged is not None:
@@ -202,6 +202,11 @@ class Store:
         hosts = self.survey.hosts if self.survey is not None else {}
         return next(iter(most_informative_first(join(details, clocks, hosts))), None)
 
+    def finished_rooms(self) -> list[Row]:
+        """Returns the rows of the agents' last answers to `history`, with the time since each room ended."""
+        rows = ((row, agent.clock) for agent in self.agents.values() for row in agent.answers.get("history", ()))
+        return finished_rows(rows, self.now_ns)
+
     def failed_rooms(self) -> list[Row]:
         """Returns a row for each failed room, combined from the reports of all its ranks."""
         answers = [row for answer in self.rows("failed") for row in answer["rooms"]]
@@ -212,7 +217,7 @@ class Store:
         state = self.agents.get(agent)
         return state is not None and state.level in {each.label for each in Level if each >= level}
 
-    def _update_agents(self, survey: Survey) -> None:
+    def _update_agents(self, survey: Survey, for_health: bool) -> None:
         self.survey = survey
         answered = set()
         for answer in survey.agents:
@@ -230,9 +235,14 @@ class Store:
                 )
             state.clock = more_precise(answer.clock, state.clock, self.now_ns - state.seen_ns)
             state.seen_ns, state.trouble, state.level = self.now_ns, "", answer.hello["level"]
-            # The health codes read large fleets without most rows, which the panels still show.
+            # The health codes read fewer rows than a panel, which still shows those that it has read.
+            shown = set(state.answers) - {_STATUS} if for_health else set()
             brief = "omitted" in answer.data and _STATUS in answer.data
-            state.answers |= {_STATUS: answer.data[_STATUS]} if brief else answer.data
+            state.answers |= {
+                command: data
+                for command, data in answer.data.items()
+                if command == _STATUS or not (brief or command in shown)
+            }
         reasons = {fault.agent: fault.message for fault in survey.faults}
         vanished = {each.endpoint.address for each in survey.discovery.vanished}
         known = {name for state in self.agents.values() for name in (state.name, state.endpoint.name)}

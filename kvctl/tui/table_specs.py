@@ -6,10 +6,10 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvctl.render.events import EVENTS
-from kvctl.render.findings import HEALTH
+from kvctl.render.findings import HEALTH, without_names
 from kvctl.render.layers import LAYERS, hidden_share
 from kvctl.render.peers import PEERS
-from kvctl.render.rooms import FAILED, ROOMS, TIMELINE
+from kvctl.render.rooms import CAUSES, FAILED, HISTORY, ROOMS, TIMELINE
 from kvctl.render.selection import ExpressionError, Selection, contains, find_column, is_comparison, select
 from kvctl.render.staging import ALLOCATIONS, GATED, STAGING, oldest
 from kvctl.render.status import GROUPS, STATUS
@@ -180,6 +180,19 @@ FAILED_TABLE = TableSpec(
     faulty=lambda row: True,
     room=lambda row: str(row["room"]),
 )
+CAUSES_TABLE = TableSpec(
+    CAUSES,
+    key=lambda row: (row["code"], without_names(row["cause"])),
+    agent=lambda row: "",
+    faulty=lambda row: True,
+    room=lambda row: str(row["room"]),
+)
+HISTORY_TABLE = TableSpec(
+    HISTORY,
+    key=lambda row: (row["agent"], row["room"], row["nonce"]),
+    faulty=lambda row: row["state"] == "Failed",
+    room=lambda row: str(row["room"]),
+)
 VIEW_OF: Mapping[str, View] = {
     "overview": STATUS,
     "rooms": ROOMS,
@@ -188,5 +201,6 @@ VIEW_OF: Mapping[str, View] = {
     "peers": PEERS,
     "events": EVENTS,
     "failed": FAILED,
+    "history": HISTORY,
 }
 """View of the main table of each screen, to which filters and order apply."""

@@ -183,15 +183,15 @@ class OverviewPanel(Panel):
 
     def _fleet(self, store: Store, statuses: Sequence[Row], width: int) -> list[Line]:
         summary = outline(statuses, store.summary) if statuses else [[no_agents(store)]]
-        trends = store.trends
+        trends, tall = store.trends, self._height >= _TALL
         if width < _WIDE:
             curves = [
                 inline_chart("GB/s", [*trends.throughput], units.three_digits, width, "green"),
                 inline_chart("rooms/s", [*trends.finished], units.three_digits, width, "blue"),
                 inline_chart("p99", [*trends.p99], units.duration, width, "magenta"),
             ]
-            return [*_wrap(summary, width), *curves]
-        height = 3 if self._height >= _TALL else 1
+            return [*_wrap(summary, width, tall), *curves]
+        height = 3 if tall else 1
         left = min(width // 2, 100)
         half = (width - left - 2 * _GAP) // 2
         first = chart("GB/s", [*trends.throughput], units.three_digits, half, height, "green")
@@ -202,7 +202,7 @@ class OverviewPanel(Panel):
             chart("p50", [*trends.p50], units.duration, half, height, "magenta"),
             half,
         )
-        return beside(_wrap(summary, left), [*right, *more] if self._height >= _TALL else right, left, _GAP)
+        return beside(_wrap(summary, left, tall), [*right, *more] if tall else right, left, _GAP)
 
 
 def _with_silent(store: Store, statuses: Sequence[Row]) -> list[Row]:
@@ -234,5 +234,5 @@ def _remedy(finding: Row, width: int, tall: bool) -> list[Line]:
     return [*findings.labelled("cause", finding["cause"], width), *remedy] if tall else remedy
 
 
-def _wrap(lines: Sequence[Line], width: int) -> list[Line]:
-    return [piece for line in lines for piece in wrapped(line, width, _LABEL_WIDTH)]
+def _wrap(lines: Sequence[Line], width: int, tall: bool) -> list[Line]:
+    return [piece for line in lines for piece in wrapped(line, width, _LABEL_WIDTH, inside=tall)]

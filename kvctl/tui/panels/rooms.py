@@ -1,16 +1,16 @@
-"""View 2: active rooms, one row per room and rank. View 7: failed rooms, one row per room, with the first cause."""
+"""View 2: active rooms, one row per room and rank. View 7: failed rooms and their causes. View 8: rooms that ended."""
 
 from __future__ import annotations
 
 from textual.app import ComposeResult
 
 from kvctl.client.calls import Call
-from kvctl.render.rooms import failure_counts
+from kvctl.render.rooms import cause_rows
 from kvctl.tui.feed import Question
 from kvctl.tui.panels.panel import STATUS, Panel, show
 from kvctl.tui.store import Store
-from kvctl.tui.table_specs import FAILED_TABLE, ROOMS_TABLE, TableQuery
-from kvctl.tui.widgets import Picture, Table
+from kvctl.tui.table_specs import CAUSES_TABLE, FAILED_TABLE, HISTORY_TABLE, ROOMS_TABLE, TableQuery, listing
+from kvctl.tui.widgets import Table
 
 # Maximum number of rows of all agents together: as many as can be decoded and sorted each second with a few percent of
 # a core. Agents answer with their oldest rooms first, so that the youngest are left out.
@@ -52,13 +52,29 @@ class RoomsPanel(Panel):
         show(self.main, ROOMS_TABLE, rows, store, query, note)
 
 
-class FailedPanel(Panel):
-    """Table of failed rooms, and the number of failures by cause."""
+class HistoryPanel(Panel):
+    """Table of the rooms that ended last, one row per room and rank."""
 
+    MAIN_TABLE = "history-table"
+
+    def compose(self) -> ComposeResult:
+        yield Table("ended rooms", id="history-table")
+
+    def question(self, store: Store) -> Question:
+        return Question("history", (STATUS, Call("history", {"limit": _limit(store, _MAX_ROOMS, _MIN_ROOMS)})))
+
+    def render_store(self, store: Store, query: TableQuery) -> None:
+        show(self.main, HISTORY_TABLE, store.finished_rooms(), store, query)
+
+
+class FailedPanel(Panel):
+    """Tables of the causes of failures and of failed rooms; a filter applies to the rooms, and counts only those."""
+
+    DEFAULT_CSS = "FailedPanel #failed-causes { height: auto; max-height: 30%; }"
     MAIN_TABLE = "failed-table"
 
     def compose(self) -> ComposeResult:
-        yield Picture(id="failed-causes")
+        yield Table("causes of failed rooms", id="failed-causes")
         yield Table("failed rooms", id="failed-table")
 
     def question(self, store: Store) -> Question:
@@ -67,6 +83,9 @@ class FailedPanel(Panel):
     def render_store(self, store: Store, query: TableQuery) -> None:
         rows = store.failed_rooms()
         dropped = sum(answer["dropped_total"] for answer in store.rows("failed"))
-        self.query_one("#failed-causes", Picture).show(lambda width: [failure_counts(rows)])
         note = f"{dropped:,} records no longer kept (failed_rooms)" if dropped else ""
         show(self.main, FAILED_TABLE, rows, store, query, note)
+        causes = self.query_one("#failed-causes", Table)
+        shown = listing(FAILED_TABLE, rows, query).rows
+        show(causes, CAUSES_TABLE, cause_rows(shown), store, TableQuery())
+        causes.fit_height()

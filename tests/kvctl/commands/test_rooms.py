@@ -120,11 +120,90 @@ def test_failed_rooms_on_a_terminal_are_counted_by_code(canned: Any, start: Any,
     assert first.split()[0] == "1"
 
 
+def many_failures(canned: Any, start: Any) -> None:
+    """Four rooms that two prefill ranks lost with decode ranks, one that the operator aborted."""
+
+    def row(number: int, code: str, text: str, at_s: int, rank: str = "prefill-0", peer: str = "decode-1") -> Any:
+        failure = {"rank": rank, "code": code, "at_ns": canned.NOW + at_s * canned.S, "text": text}
+        times = {"opened_at_ns": canned.NOW, "finished_at_ns": failure["at_ns"], "nonce": str(number)}
+        return canned.room_row(rank, str(number), state="Failed", failure=failure, peers=[peer], **times)
+
+    lost = "peer {} (incarnation {}) lost: process {} has ended"
+    rows = {
+        "prefill-0": [
+            row(1, "KV_PEER_LOST", lost.format("decode-1", "18ec5a", 77), 10),
+            row(2, "KV_PEER_LOST", lost.format("decode-1", "18ec5a", 77), 11),
+            row(3, "KV_PEER_LOST", lost.format("decode-0", "2f00aa", 78), 20, peer="decode-0"),
+            row(5, "ABORTED", "by an operator", 5),
+        ],
+        "prefill-1": [row(4, "KV_PEER_LOST", lost.format("decode-1", "18ec5a", 77), 12, rank="prefill-1")],
+    }
+    for name, found in rows.items():
+        start(name, {"failed": lambda args, found=found: {"rooms": found, "kept": len(found), "dropped_total": 0}})
+
+
+def test_failed_rooms_are_grouped_by_cause(canned: Any, start: Any, kvctl: Any) -> None:
+    many_failures(canned, start)
+    document = json.loads(kvctl("rooms", "failed", "--by", "cause", "-o", "json").out)
+    assert document["schema"] == "kvctl.failed_causes/1"
+    lost, aborted = document["data"]
+    assert (lost["rooms"], lost["code"], lost["room"]) == (4, "KV_PEER_LOST", "3")
+    assert lost["cause"] == "peer decode-0 (incarnation 2f00aa) lost: process 78 has ended"
+    assert (lost["peers"], lost["ranks"]) == (["decode-1", "decode-0"], ["prefill-0", "prefill-1"])
+    assert (lost["first_at_ns"], lost["last_at_ns"]) == (canned.NOW + 10 * canned.S, canned.NOW + 20 * canned.S)
+    assert lost["first_ago_ns"] - lost["last_ago_ns"] == 10 * canned.S
+    assert (aborted["rooms"], aborted["cause"], aborted["room"]) == (1, "by an operator", "5")
+    summary, _, header, first, *_ = kvctl("rooms", "--failed", "--by", "cause", "-o", "table").out.splitlines()
+    assert summary == "5 failed rooms   KV_PEER_LOST 4   ABORTED 1"
+    assert header.split() == ["ROOMS", "CODE", "LAST", "FIRST", "EXAMPLE", "CAUSE", "PEERS", "RANKS"]
+    assert first.split()[:2] == ["4", "KV_PEER_LOST"]
+
+
+def test_a_filter_selects_the_rooms_that_are_grouped(canned: Any, start: Any, kvctl: Any) -> None:
+    many_failures(canned, start)
+    by_cause = ("rooms", "failed", "--by", "cause", "-o", "jsonl")
+    (lost,) = kvctl(*by_cause, "--filter", "peers=decode-1", "--filter", "code=KV_PEER_LOST").out.splitlines()
+    assert (json.loads(lost)["rooms"], json.loads(lost)["room"]) == (3, "4")
+    chosen = kvctl(*by_cause, "--columns", "rooms,code", "--sort-by", "rooms").out.splitlines()
+    assert [json.loads(each) for each in chosen] == [
+        {"rooms": 1, "code": "ABORTED"},
+        {"rooms": 4, "code": "KV_PEER_LOST"},
+    ]
+    assert "1 more cause: raise --limit" in kvctl(*by_cause, "-n", "1").err
+    assert "no failed rooms match --filter" in kvctl(*by_cause, "--filter", "code=NONE").err
+
+
+def test_the_limit_is_that_of_all_agents(canned: Any, start: Any, kvctl: Any) -> None:
+    for name, ends in (("prefill-0", (9, 7, 5)), ("prefill-1", (8, 6, 4))):
+        rows = [
+            canned.room_row(name, str(end), state="Success", finished_at_ns=canned.NOW + end * canned.S, nonce=str(end))
+            for end in ends
+        ]
+        start(name, {"history": lambda args, rows=rows: rows[: args["limit"]], "rooms": lambda args, rows=rows: rows})
+    found = json.loads(kvctl("rooms", "history", "-n", "3", "-o", "json").out)["data"]
+    assert [row["room"] for row in found] == ["9", "8", "7"]
+    assert found[2]["ago_ns"] - found[0]["ago_ns"] == 2 * canned.S
+    outcome = kvctl("rooms", "-n", "4", "-o", "jsonl")
+    assert len(outcome.out.splitlines()) == 4
+    assert "only the first 4 are shown: raise --limit" in outcome.err
+
+
+def test_the_table_of_finished_rooms_says_when_they_ended(canned: Any, start: Any, kvctl: Any) -> None:
+    row = canned.room_row(
+        "decode-0", "1", state="Success", finished_at_ns=canned.NOW, age_ns=2 * canned.S, latency_ns=5
+    )
+    start("decode-0", {"history": lambda args: [row], "slow": lambda args: [row]})
+    for command in ("history", "slow"):
+        header, first, *_ = kvctl("rooms", command, "-o", "table").out.splitlines()
+        assert header.split()[:6] == ["ROOM", "AGENT", "ROLE", "STATE", "AGO", "LASTED"]
+        assert " 2 s " in first
+
+
 def test_failed_rooms_are_filtered_before_they_are_limited(canned: Any, start: Any, kvctl: Any) -> None:
     failing(canned, start)
     limited = kvctl("rooms", "failed", "-n", "1", "-o", "jsonl")
     assert [json.loads(line)["room"] for line in limited.out.splitlines()] == ["1"]
-    assert "1 more failed rooms: raise --limit" in limited.err
+    assert "1 more failed room: raise --limit" in limited.err
     chosen = kvctl("rooms", "failed", "-n", "1", "--filter", "code=ABORTED", "-o", "jsonl")
     assert [json.loads(line)["room"] for line in chosen.out.splitlines()] == ["2"]
     assert kvctl("rooms", "failed", "--filter", "code=NONE", "-o", "csv").out.count("\n") == 1

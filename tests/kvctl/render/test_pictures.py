@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from kvctl.render.bars import segments, split, stage_intervals
 from kvctl.render.events import EVENTS
-from kvctl.render.layers import draw_waterfall
+from kvctl.render.findings import HEALTH
+from kvctl.render.layers import busiest, draw_waterfall
 from kvctl.render.report import Grid, Line
 from kvctl.render.rooms import ROOMS
 from kvctl.render.staging import draw_ring
@@ -125,6 +126,16 @@ class TestHiddenAndExposed:
         assert drawn == [str(n) for n in range(8, 40)]
         assert "11 more layer groups in the table only" in lines
 
+    def test_a_terminal_shows_the_busiest_groups_of_each_agent(self, canned: Any) -> None:
+        row = canned.layers("prefill-0")[0]
+        names = [f"prefill-{number}" for number in range(4)]
+        rows = [{**row, "agent": name, "layers": [n, n + 1], "parts": n % 7} for name in names for n in range(10)]
+        assert [(each["agent"], each["parts"]) for each in busiest(rows)][:3] == [(names[0], n) for n in (4, 5, 6)]
+        assert len(busiest(rows)) == 12
+        assert len(busiest(rows[:10])) == 10
+        assert len(busiest([{**row, "agent": f"prefill-{number}"} for number in range(64)])) == 64
+        assert busiest([]) == []
+
     @pytest.mark.parametrize(
         ("share", "picture"),
         [(0, "□□□□□□□□"), (0.001, "■□□□□□□□"), (0.5, "■■■■□□□□"), (0.999, "■■■■■■■□"), (1, "■■■■■■■■")],
@@ -159,6 +170,20 @@ def test_tables_fit_and_numbers_are_never_cut(width: int) -> None:
     assert "18446744073709551615" in printed[1]
     if width >= 72:
         assert all(len(line) <= width for line in printed[:2])
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_sentence_continues_on_further_lines(width: int) -> None:
+    cause = "decode-1 died: process 11114 has ended, last heard 18.3 s ago; prefill-0 and prefill-1 lost it"
+    found = {"severity": "critical", "code": "KV_PEER_LOST", "subject": "decode-1", "since_ns": 18_300_000_000}
+    rows = [{**found, "cause": cause, "evidence": {}}, {**found, "cause": "short", "evidence": {}}]
+    lines = render([Grid(HEALTH, rows)], [HEALTH.columns[:5]], width, False).splitlines()
+    assert max(map(len, lines)) <= width
+    assert not any("…" in line or "cut at" in line for line in lines)
+    place = lines[0].index("CAUSE")
+    last = next(number for number, line in enumerate(lines) if line[place:] == "short")
+    assert " ".join(line[place:] for line in lines[1:last]) == cause
+    assert not any(line[:place].strip() for line in lines[2:last])
 
 
 def test_a_peer_cannot_drive_the_terminal() -> None:

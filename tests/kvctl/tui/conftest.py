@@ -141,6 +141,29 @@ class Specimen:
             )
         return [row for row in rows if state in {None, row["state"]}]
 
+    def _history(self, name: str, beat: int, limit: int = 1000) -> list[dict[str, Any]]:
+        """Rooms that ended every 1.7 s; a third of them failed."""
+        rows = []
+        for place in range(min(limit, 3 * self.rooms)):
+            end = NOW + beat * S - place * 1700 * MS - 20 * MS
+            failure = {"rank": name, "code": "ABORTED", "at_ns": end, "text": "aborted by the engine"}
+            rows.append(
+                self._canned.room_row(
+                    name,
+                    str(4700 - place),
+                    nonce=str(60 + place),
+                    state="Success" if place % 3 else "Failed",
+                    opened_at_ns=end - 410 * MS,
+                    finished_at_ns=end,
+                    age_ns=410 * MS,
+                    latency_ns=380 * MS if place % 3 else None,
+                    tokens=1024 * (1 + place % 3),
+                    bytes=(16 << 20) * (1 + place % 3),
+                    failure=None if place % 3 else failure,
+                )
+            )
+        return rows
+
     def _failed(self, name: str, beat: int, limit: int = 1000) -> dict[str, Any]:
         """Failed rooms with two causes; prefill ranks report all rooms, decode ranks their own."""
         reads = self._reads(name)

@@ -14,7 +14,7 @@ from kvctl.tui.dialogs import Choice, Confirm, Help, Prompt
 from kvctl.tui.palette import PALETTES
 from kvctl.tui.widgets import Bar, Table
 
-VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed")
+VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed", "history")
 
 
 def said(pilot: Any) -> list[str]:
@@ -344,7 +344,7 @@ def test_help_lists_every_key_that_works(specimen, build, drive) -> None:
         await press(pilot, "question_mark")
         assert isinstance(pilot.app.screen, Help)
         text = "\n".join("".join(part for part, _ in line) for line in pilot.app.screen._draw(90))
-        for label in ("1 - 7", "/", "Enter", "Esc", "Space", "s ", "e ", "y ", "E ", "t ", "?", "q ", "a ", "r "):
+        for label in ("1 - 8", "/", "Enter", "Esc", "Space", "s ", "e ", "y ", "E ", "t ", "?", "q ", "a ", "r "):
             assert f"\n{label}" in f"\n{text}"
         assert "previous snapshot" not in text
         await press(pilot, "escape")

@@ -12,7 +12,7 @@ from kvctl.tui.snapshot import svg, text
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[2] / "docs"
-VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed")
+VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed", "history")
 SIZES = ((80, 24), (120, 40), (200, 60))
 PAST = 30  # seconds of curves
 

@@ -9,6 +9,7 @@ import pytest
 from kvctl.client.calls import Call
 from kvctl.client.clock import ClockOffset
 from kvctl.client.fleet import Survey
+from kvctl.health.mutes import Judged
 from kvctl.tui.feed import Question, Reading
 from kvctl.tui.store import Store
 
@@ -164,3 +165,15 @@ def test_what_we_may_do_is_what_the_agent_lets_us(level: str, allowed: bool, spe
     take(store, specimen, 0)
     assert store.may("decode-0", Level.OPERATE) is allowed
     assert not store.may("decode-77", Level.READ)
+
+
+def test_the_health_codes_read_fewer_rows_than_a_panel_which_keeps_its_own(specimen: Any) -> None:
+    store = Store()
+    take(store, specimen, 0, Question("history", (Call("status"), Call("history", {"limit": 90}))))
+    rows = store.finished_rooms()
+    assert {row["ago_ns"] for row in rows[:2]} == {20_000_000, 1_720_000_000}
+    for_health = Question("health", (Call("status"), Call("history", {"limit": 2}), Call("peers")))
+    take(store, specimen, 3, for_health, judged=Judged((), ()))
+    assert [row["room"] for row in store.finished_rooms()] == [row["room"] for row in rows]
+    assert store.rows("peers")  # which no panel has read yet
+    assert store.finished_rooms()[0]["ago_ns"] == 3_020_000_000
