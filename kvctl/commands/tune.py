@@ -20,9 +20,9 @@ from kvctl.exit_codes import ExitCode
 from kvctl.lab.bench.options import CP_MODES
 from kvctl.lab.bench.session import Steps
 from kvctl.lab.bench.statistics import MIN_ROUNDS, spread
-from kvctl.lab.bench.variants import MAX_RANKS, sizes_text, waves
+from kvctl.lab.bench.variants import MAX_RANKS, Variant, sizes_text
 from kvctl.lab.ranks.group import FleetError
-from kvctl.lab.ranks.plan import PlannedLoad
+from kvctl.lab.ranks.plan import Plan, PlannedLoad
 from kvctl.lab.tune import Candidate, TuneFailed, run_fleets
 from kvctl.lab.tune import tune as measure_candidates
 from kvctl.render import units
@@ -54,9 +54,9 @@ TUNE = View(
         Column("rooms_per_s", kind=Kind.NUMBER, header="ROOMS/S"),
         Column("low", "rooms_per_s_low", Kind.NUMBER, Width.NORMAL, header="FROM"),
         Column("high", "rooms_per_s_high", Kind.NUMBER, Width.NORMAL, header="TO"),
-        Column("gb_per_s", kind=Kind.NUMBER, header="GB/S"),
+        Column("gb_per_s", kind=Kind.NUMBER, header="GB/S", width=Width.NORMAL),
         Column("p50", kind=Kind.DURATION),
-        Column("p99", kind=Kind.DURATION),
+        Column("p99", kind=Kind.DURATION, width=Width.NORMAL),
         Column("hidden", kind=Kind.RATIO, width=Width.NORMAL),
         Column("cpu", "cpu_ns", Kind.DURATION, Width.WIDE),
         Column("padded", kind=Kind.RATIO, width=Width.WIDE),
@@ -69,7 +69,7 @@ def _options() -> list[click.Parameter]:
     taken = [each for each in bench_options() if getattr(each, "group", "") in _GROUPS and each.name not in _NOT_TAKEN]
     layer_ms = "Compute time of one layer for one chunk; layer groups are tried only if it is given."
     sizes = "Page sizes to try. [default: --page-size, 16, 32, 64, 128]"
-    seconds = "Measure each path with each setting for about X seconds."
+    seconds = "Measure each path with each setting for about X seconds; more if WHY says too few rounds."
     positive = click.FloatRange(min=0, min_open=True)
     return [
         *taken,
@@ -125,7 +125,7 @@ def tune(settings: Settings, page_sizes: str | None, **options: Any) -> None:
                 tokens,
                 layers,
                 layer_ms,
-                together=max(1, MAX_RANKS // variant.ranks - 1),
+                together=search.take_turns(variant, plan),
             )
     except KeyboardInterrupt:
         raise click.exceptions.Exit(ExitCode.INTERRUPTED) from None
@@ -158,12 +158,20 @@ class _Search:
         self._options = options
         self._given = given
         self._quiet = Output(replace(settings, quiet=True))  # the notes on the first plan are enough
+        self._in_turns = False
         self.steps = Steps(True, output.detail)
 
     def repeat(self, times: int) -> None:
         """Has every bench repeat its rooms within the same time, so that there are enough rounds."""
         seconds = self._options["point_seconds"] / times
         self._options = {**self._options, "repeat": times, "point_seconds": seconds}
+
+    def take_turns(self, variant: Variant, plan: Plan) -> int:
+        """Determines whether fleets of this size fit beside each other, and returns how many beside the best one."""
+        used = sum(rank["pool_bytes"] + plan["ring_bytes"] * (rank["role"] == "decode") for rank in plan["ranks"])
+        fleets = min(MAX_RANKS // variant.ranks, variant.request.memory_bytes // used)
+        self._in_turns = fleets > 1
+        return max(1, fleets - 1)
 
     def resolve(self, changes: Mapping[str, Any]) -> BenchRequest:
         return resolve({**self._options, **changes}, {*self._given, *changes})
@@ -172,11 +180,11 @@ class _Search:
         """Runs the fleets of all changed options in turns, and yields a candidate for each combination."""
         request, *others = map(self.resolve, changes)
         if others:
-            # Each has one fleet; together they get the memory of one.
-            variants = [each.waves[0].variants[0] for each in (request, *others)]
+            variants = [each.waves[0].variants[0] for each in (request, *others)]  # each has one fleet
             named = [replace(variant, fleet=f"{name} {number}") for number, variant in enumerate(variants)]
+            waves = [named] if self._in_turns else [[each] for each in named]
             program = request.waves[0].program
-            request = replace(request, waves=tuple(Wave(tuple(wave), program) for wave in waves([named])))
+            request = replace(request, waves=tuple(Wave(tuple(wave), program) for wave in waves))
         for wave, fleets in plan_fleets(request, self._quiet):
             yield from run_fleets(wave.program, fleets, self.steps, self._options["point_seconds"], name)
 

@@ -233,15 +233,15 @@ def _why(candidate: Candidate, best: Candidate) -> str:
     alike = _same_settings(candidate, replace(best, path=candidate.path, pipeline=candidate.pipeline))
     if alike and same_choice(best.row, candidate.row):
         name = best.path if best.path != candidate.path else f"pipeline {best.pipeline}"
-        return f"= {name}: it sent the same parts on the same path"
+        return f"= {name}: it sent the same parts"
     rate, latency = (delta_of(best.row, candidate.row, value) for value in (_rooms_per_s, p50_ms))
     if rate.significant is None:
-        return f"{rate.ratio or 0.0:+.0%} rooms/s, in too few rounds to be sure: --point-seconds measures longer"
+        return f"{rate.ratio or 0.0:+.0%} rooms/s, too few rounds"
     for name, delta in (("rooms/s", rate), ("latency", latency)):
         if delta.significant:
             return f"{delta.ratio or 0.0:+.0%} {name}"
     if candidate.padded_ratio > best.padded_ratio + 0.01:
-        return f"spreads overlap, but {candidate.padded_ratio:.0%} of its bytes fill up pages"
+        return f"spreads overlap, {candidate.padded_ratio:.0%} padding"
     return "spreads overlap"
 
 

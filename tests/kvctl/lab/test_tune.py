@@ -120,7 +120,7 @@ def test_the_path_that_auto_chose_is_the_same_choice() -> None:
     (_, other), _ = search(
         lambda settings: 10.0, paths=("staged", "auto"), page_sizes=(16,), prompt_tokens=1, paths_taken=sent
     )
-    assert other.why == "= auto: it sent the same parts on the same path"
+    assert other.why == "= auto: it sent the same parts"
 
 
 def test_equal_settings_leave_things_as_they_are() -> None:
