@@ -7,7 +7,7 @@ import importlib.util
 import secrets
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -24,7 +24,7 @@ from kvctl.exit_codes import ExitCode
 from kvctl.lab.bench.options import parse_instances, parse_tokens
 from kvctl.lab.demo.fault_schedule import Kind, ScheduledFault, draw_schedule
 from kvctl.lab.demo.fleet import CALM_TIMINGS, FleetPlan, LiveFleet, replaceable
-from kvctl.lab.demo.scenarios import SCENARIOS_BY_NAME, Scenario, listed
+from kvctl.lab.demo.scenarios import SCENARIOS_BY_NAME, Scenario, combined, listed
 from kvctl.lab.demo.soak import Soak
 from kvctl.lab.demo.traffic import SHORT_GAP_S, TrafficOptions
 from kvctl.lab.faults.specification import FAULTS_BY_NAME, Fault, parse_faults
@@ -48,17 +48,15 @@ _CONCURRENCY = 16
 
 def _faults(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> tuple[Scenario | Fault, ...]:
     words = [word.strip() for text in texts for word in text.split(",")]
-    scenarios = [SCENARIOS_BY_NAME[word] for word in words if word in SCENARIOS_BY_NAME]
-    if len(scenarios) > 1:
-        raise click.BadParameter(
-            f"{scenarios[0].name} and {scenarios[1].name}: only one scenario is possible", ctx, param
-        )
+    scenarios = [SCENARIOS_BY_NAME[word] for word in dict.fromkeys(words) if word in SCENARIOS_BY_NAME]
     specs = [word for word in words if word not in SCENARIOS_BY_NAME]
     for word in specs:
         if word and "=" not in word and word not in FAULTS_BY_NAME:
             hint = near(word, [*SCENARIOS_BY_NAME, *FAULTS_BY_NAME]) or "; kvctl demo --list-faults lists them"
             raise click.BadParameter(f"{word!r} is not a fault{hint}", ctx, param)
     try:
+        if scenarios:
+            combined(scenarios)
         return (*scenarios, *(parse_faults(",".join(specs)) if specs else ()))
     except ValueError as error:
         raise click.BadParameter(str(error), ctx, param) from error
@@ -190,11 +188,12 @@ def demo(settings: Settings, **options: Any) -> None:
         )
     if options["bursty"] and options["rate"] is None:
         raise click.UsageError("--bursty needs --rate: without it the number of rooms in flight is constant")
-    scenario = next((fault for fault in options["given"] if isinstance(fault, Scenario)), None)
+    scenarios = [fault for fault in options["given"] if isinstance(fault, Scenario)]
+    scenario = combined(scenarios) if scenarios else None
     if scenario is not None:
         options |= {name: value for name, value in scenario.options.items() if not _chosen(name)}
     with _sigterm_unwinds():
-        code = _run(output, _plan(options, scenario), options, scenario)
+        code = _run(output, _plan(options, scenario), options, scenarios)
     raise click.exceptions.Exit(code)
 
 
@@ -265,13 +264,13 @@ def _traffic(options: dict[str, Any], aborts: float) -> TrafficOptions:
     return TrafficOptions(rate, bursty, aborts, _CALM_GAP_S if _calm(options) else SHORT_GAP_S)
 
 
-def _run(output: Output, plan: FleetPlan, options: dict[str, Any], scenario: Scenario | None) -> ExitCode:
+def _run(output: Output, plan: FleetPlan, options: dict[str, Any], scenarios: Sequence[Scenario]) -> ExitCode:
     minutes = options["minutes"]
     seconds = None if minutes is None else minutes * 60
     output.note(f"seed {plan.seed}")
     began = time.monotonic()
 
-    def say(line: str) -> None:
+    def say(scenario: Scenario | None, line: str) -> None:
         name, look = ("", ["kvctl doctor"]) if scenario is None else (f"{scenario.name}: ", scenario.look)
         output.note(f"{name}{line}; try {', '.join(look)}")
 
@@ -280,8 +279,7 @@ def _run(output: Output, plan: FleetPlan, options: dict[str, Any], scenario: Sce
             schedule, everywhere, aborts = _requested_faults(fleet, options, seconds)
             fleet.start()
             output.note(f"{', '.join(fleet.ranks)} serve after {time.monotonic() - began:.1f} s; Ctrl-C ends them")
-            script = None if scenario is None else scenario.script
-            soak = Soak(fleet, _traffic(options, aborts), schedule, everywhere, options["evidence"], script, say)
+            soak = Soak(fleet, _traffic(options, aborts), schedule, everywhere, options["evidence"], scenarios, say)
             return _soak(output, soak, seconds)
     except FleetError as error:
         print_error(str(error))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from kvctl.errors import CliError
 from kvctl.lab.demo.room_accounting import Disturbance, LiveRoom
 from kvctl.lab.demo.traffic import Traffic
 from kvctl.lab.faults.specification import FAULTS
+from kvctl.lab.ranks.group import FleetError
 from kvctl.lab.ranks.request import Sizes
 
 # Queries of agents block the thread that opens rooms; all agents are on this machine, so they answer fast.
@@ -46,15 +47,27 @@ class ScenarioContext:
 
     Attributes:
         traffic: opens rooms and disturbs ranks.
-        prefill, decode: names of the prefill ranks and of the decode ranks.
         say: function that prints a line about an action of the script.
     """
 
-    def __init__(self, traffic: Traffic, say: Callable[[str], None]) -> None:
+    def __init__(self, traffic: Traffic, say: Callable[[str], None], taken: set[str]) -> None:
+        """Creates the context of a script; `taken` has the ranks that the demo's scenarios act on."""
         self.traffic = traffic
-        self.prefill = traffic.fleet.of_role("prefill")
-        self.decode = traffic.fleet.of_role("decode")
         self.say = say
+        self._taken = taken
+
+    def take(self, role: str, place: int = -1) -> str:
+        """Returns a rank that no other scenario of the demo acts on: of those that are left, the one at `place`.
+
+        Raises:
+            FleetError: none is left.
+        """
+        free = [name for name in self.traffic.fleet.of_role(role) if name not in self._taken]
+        if not free:
+            option = "--prefill-tp" if role == "prefill" else "--decode-dp"
+            raise FleetError(f"the scenarios act on more {role} ranks than the fleet has: start more with {option}")
+        self._taken.add(free[place])
+        return free[place]
 
     def holds(self, rank: str, room: int) -> bool:
         """Whether a room has a granted region in a decode rank's staging ring in which nothing has landed yet."""
@@ -106,9 +119,9 @@ Script = Callable[[ScenarioContext], Iterator[float]]
 class ScriptRunner:
     """Runs the script of a scenario in the event loop of the traffic."""
 
-    def __init__(self, traffic: Traffic, script: Script, say: Callable[[str], None]) -> None:
+    def __init__(self, traffic: Traffic, script: Script, say: Callable[[str], None], taken: set[str]) -> None:
         """Schedules the start of the script after `_BEGIN_S`, when rooms are being transferred."""
-        self._steps = script(ScenarioContext(traffic, say))
+        self._steps = script(ScenarioContext(traffic, say, taken))
         self._traffic = traffic
         self._over = False
         traffic.later(_BEGIN_S, self._step)
@@ -129,7 +142,7 @@ class ScriptRunner:
 
 def stuck_room(context: ScenarioContext) -> Iterator[float]:
     """Opens rooms whose transfer never completes, so that at any time one is stuck; each room fails at its deadline."""
-    writer, tokens = context.prefill[-1], context.traffic.fleet.plan.tokens[1]
+    writer, tokens = context.take("prefill"), context.traffic.fleet.plan.tokens[1]
     timeout_s = context.traffic.fleet.plan.timings["waiting_timeout_s"]
     while True:
         room = context.traffic.open(tokens, hangs_at=writer)
@@ -143,7 +156,7 @@ def stuck_room(context: ScenarioContext) -> Iterator[float]:
 def pinned_ring(context: ScenarioContext) -> Iterator[float]:
     """Pauses a prefill rank that was granted a ring region for a room's second forward, before it writes the region."""
     fleet = context.traffic.fleet
-    writer, reader = context.prefill[-1], context.decode[0]
+    writer, reader = context.take("prefill"), context.take("decode", 0)
     instance = fleet.ranks[writer].planned["instance"]
     while True:
         room = context.traffic.open(fleet.plan.chunk_tokens * 2, instance=instance, gap_s=5.0)
@@ -169,7 +182,7 @@ def pinned_ring(context: ScenarioContext) -> Iterator[float]:
 
 def dead_peer(context: ScenarioContext) -> Iterator[float]:
     """Kills a decode rank and does not restart it."""
-    victim = context.decode[-1]
+    victim = context.take("decode")
     pid = context.traffic.fleet.ranks[victim].pid
     context.traffic.kill(victim)
     context.say(f"{victim} (pid {pid}) is killed and stays dead")
@@ -178,7 +191,7 @@ def dead_peer(context: ScenarioContext) -> Iterator[float]:
 
 def slow_layer(context: ScenarioContext) -> Iterator[float]:
     """Delays all writes of one prefill rank; the writes of other prefill ranks are not affected."""
-    writer = context.prefill[-1]
+    writer = context.take("prefill")
     context.traffic.fault(writer, _LATE_WRITES, _FOREVER_S)
     context.say(f"every write of {writer} leaves 0.2 s late")
     yield _FOREVER_S
@@ -204,7 +217,7 @@ def bootstrap(context: ScenarioContext) -> Iterator[float]:
 
 def fd_low(context: ScenarioContext) -> Iterator[float]:
     """Lowers the limit of open files of a decode rank's process to just above the current number, like `prlimit`."""
-    victim = context.decode[-1]
+    victim = context.take("decode")
     pid = context.traffic.fleet.ranks[victim].pid
     count = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
     hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
@@ -215,7 +228,7 @@ def fd_low(context: ScenarioContext) -> Iterator[float]:
 
 def corrupt(context: ScenarioContext) -> Iterator[float]:
     """Corrupts writes of a prefill rank after their checksum was computed, as a faulty cable or memory would."""
-    writer = context.prefill[-1]
+    writer = context.take("prefill")
     context.traffic.fault(writer, _WRONG_BYTES, _FOREVER_S)
     context.say(f"one write in twenty of {writer} has a wrong byte")
     yield _FOREVER_S
@@ -223,7 +236,7 @@ def corrupt(context: ScenarioContext) -> Iterator[float]:
 
 def grant_loss(context: ScenarioContext) -> Iterator[float]:
     """Drops the staging grants sent to one prefill rank; all other messages arrive."""
-    writer = context.prefill[-1]
+    writer = context.take("prefill")
     context.traffic.fault(writer, _NO_GRANTS, _FOREVER_S)
     context.say(f"{writer} gets no staging grants any more; all other messages arrive")
     yield _FOREVER_S
@@ -252,7 +265,7 @@ def plan_mismatch(context: ScenarioContext) -> Iterator[float]:
 
 def stuck_waiting(context: ScenarioContext) -> Iterator[float]:
     """Drops a prefill rank's failure reports and aborts rooms there, so that one room waits at decode at any time."""
-    fleet, writer = context.traffic.fleet, context.prefill[-1]
+    fleet, writer = context.traffic.fleet, context.take("prefill")
     timeout_s = fleet.plan.timings["waiting_timeout_s"]
     context.traffic.fault(writer, _NO_FAILURES, _FOREVER_S)
     while True:
@@ -268,7 +281,7 @@ def stuck_waiting(context: ScenarioContext) -> Iterator[float]:
 
 def stuck_scatter(context: ScenarioContext) -> Iterator[float]:
     """Delays the copies from a decode rank's staging ring to its pages so long that landed parts stay in the ring."""
-    reader = context.decode[0]
+    reader = context.take("decode", 0)
     context.traffic.fault(reader, _NO_SCATTERS, _FOREVER_S)
     context.say(f"{reader} copies nothing from its ring to its pages any more")
     yield _FOREVER_S
@@ -276,7 +289,7 @@ def stuck_scatter(context: ScenarioContext) -> Iterator[float]:
 
 def draining(context: ScenarioContext) -> Iterator[float]:
     """Drains a prefill rank without telling the router, which still sends rooms to it."""
-    writer = context.prefill[-1]
+    writer = context.take("prefill")
     while not context.drain(writer):
         yield _PAUSE_S
     context.say(f"{writer} was drained, but its instance still gets rooms")
@@ -290,7 +303,7 @@ def gated_empty(context: ScenarioContext) -> Iterator[float]:
     this state: a region is freed when its writer has written it, returned it or exited, and a force-release sends the
     writer a message that its room has failed.
     """
-    traffic, writer, reader = context.traffic, context.prefill[0], context.decode[0]
+    traffic, writer, reader = context.traffic, context.take("prefill", 0), context.take("decode", 0)
     traffic.closed = True  # grants to other rooms would advance the ring
     while sum(traffic.accounting.in_flight.values()):
         yield _POLL_S
@@ -326,6 +339,7 @@ class Scenario:
         code: health code that `kvctl doctor` should report first.
         look: commands that show the fault, the most useful one first.
         script: actions of the scenario.
+        alone: why no other scenario can run at the same time; "" if others can.
         options: values for options of `kvctl demo` that the user did not give.
         plan: values for fields of `FleetPlan`.
         config: configuration of every agent.
@@ -336,6 +350,7 @@ class Scenario:
     code: str
     look: tuple[str, ...]
     script: Script
+    alone: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -445,6 +460,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         "KV_RING_GATED_EMPTY",
         ("kvctl doctor", "kvctl staging", "kvctl rooms"),
         gated_empty,
+        alone="it stops all other traffic",
         options={"prefill_tp": 1, "decode_dp": 1},
         config={"path": "staged", "waiting_timeout_s": 600.0},
     ),
@@ -465,6 +481,30 @@ SCENARIOS: tuple[Scenario, ...] = (
 )
 
 SCENARIOS_BY_NAME: dict[str, Scenario] = {scenario.name: scenario for scenario in SCENARIOS}
+
+
+def combined(scenarios: Sequence[Scenario]) -> Scenario:
+    """Returns a scenario with the options, plan and configuration of all of these; its other attributes have no use.
+
+    Raises:
+        ValueError: two of them cannot run at the same time.
+    """
+    owners: dict[str, tuple[Scenario, Any]] = {}
+    for each in scenarios:
+        odd = {name: name for value in each.plan.values() if isinstance(value, Mapping | frozenset) for name in value}
+        for name, value in {**each.options, **each.plan, **each.config, **odd}.items():
+            other, before = owners.setdefault(name, (each, value))
+            if other is not each and (name in odd or before != value):
+                why = f"both change {name}" if name in odd else f"they need different values of {name}"
+                raise ValueError(f"{other.name} and {each.name} cannot run at the same time: {why}")
+        if each.alone and len(scenarios) > 1:
+            raise ValueError(f"{each.name} can run alone only: {each.alone}")
+    return replace(
+        scenarios[0],
+        options={name: value for each in scenarios for name, value in each.options.items()},
+        plan={name: value for each in scenarios for name, value in each.plan.items()},
+        config={name: value for each in scenarios for name, value in each.config.items()},
+    )
 
 
 def listed() -> list[dict[str, str | None]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from kvctl.lab.demo.fault_schedule import FaultRunner, ScheduledFault
 from kvctl.lab.demo.fleet import LiveFleet
 from kvctl.lab.demo.leak_watch import LeakWatch
 from kvctl.lab.demo.room_accounting import SUCCESS, LiveRoom, RoomAccounting
-from kvctl.lab.demo.scenarios import Script, ScriptRunner
+from kvctl.lab.demo.scenarios import Scenario, ScriptRunner
 from kvctl.lab.demo.traffic import DeadlineMissed, Traffic, TrafficOptions
 from kvctl.lab.ranks.group import Event, FleetError
 
@@ -105,8 +106,8 @@ class Soak:
         faults: Sequence[ScheduledFault],
         everywhere: str = "",
         evidence: Path | None = None,
-        script: Script | None = None,
-        say: Callable[[str], None] = lambda line: None,
+        scenarios: Sequence[Scenario] = (),
+        say: Callable[[Scenario | None, str], None] = lambda scenario, line: None,
     ) -> None:
         """Prepares the run; opens no rooms yet.
 
@@ -116,8 +117,8 @@ class Soak:
             faults: schedule of faults, relative to now.
             everywhere: specs of faults that every rank has in force all the time; "" for none.
             evidence: directory for artifacts of findings; None: saves none.
-            script: script of a scenario.
-            say: function that gets a line about each rank that ended by itself, and the script's about its actions.
+            scenarios: scenarios whose scripts are run.
+            say: function that gets the lines of each scenario, and with None those about ranks that ended.
         """
         self.fleet = fleet
         self.watch = LeakWatch(fleet)
@@ -126,7 +127,8 @@ class Soak:
         self._faulty: set[tuple[str, int]] = set()
         self.faults = FaultRunner(self.traffic, faults)
         self._say = say
-        self._script = ScriptRunner(self.traffic, script, say) if script is not None else None
+        taken = {*fleet.plan.odd_pages, *fleet.plan.odd_rings, *fleet.plan.absent}
+        self._scripts = [ScriptRunner(self.traffic, each.script, partial(say, each), taken) for each in scenarios]
         self._artifacts = Artifacts(evidence, list(fleet.ranks))
         self.began = time.monotonic()
         self._before = (self.began, 0, 0)
@@ -154,8 +156,8 @@ class Soak:
         summary says so and the run is not sound.
         """
         self.faults.end()
-        if self._script is not None:
-            self._script.end()
+        for script in self._scripts:
+            script.end()
         ranks = self.fleet.ranks.values()
         try:
             # Rooms are opened until then: a restarted rank must also show that it can serve a room.
@@ -192,7 +194,7 @@ class Soak:
         self.watch.take(event)
         if self.traffic.crashes[-1:] == [event]:
             lines = event.data["output"].splitlines() or ["it printed nothing"]
-            self._say(f"{event.rank} ended with status {event.data['returncode']}: {lines[-1]}")
+            self._say(None, f"{event.rank} ended with status {event.data['returncode']}: {lines[-1]}")
         rank = self.fleet.ranks[event.rank]
         life = (event.rank, rank.lives)
         if self._everywhere and event.kind == "serving" and life not in self._faulty:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from kvctl.lab.demo.fleet import CALM_TIMINGS, FleetPlan
-from kvctl.lab.demo.scenarios import SCENARIOS, Scenario
+from kvctl.lab.demo.scenarios import SCENARIOS, SCENARIOS_BY_NAME, Scenario, ScenarioContext, combined
 from kvctl.lab.faults.specification import FAULTS_BY_NAME
-from kvctl.lab.ranks.group import rank_names
+from kvctl.lab.ranks.group import FleetError, rank_names
 from kvctl.render.demo import MOMENTS, RANKS, blocks, totals
 from kvctl.render.report import Grid, Text
 from kvctl_agent.contract.config import KEYS_BY_NAME
@@ -57,7 +58,9 @@ SUMMARY: dict[str, Any] = {
         (("--faults", "random"), "--faults random needs --minutes"),
         (("--fault", "control-los=5%"), "did you mean control-loss"),
         (("--fault", "stuckroom"), "'stuckroom' is not a fault, did you mean stuck-room"),
-        (("--fault", "dead-peer,corrupt"), "dead-peer and corrupt: only one scenario is possible"),
+        (("--fault", "dead-peer,gated-empty"), "gated-empty can run alone only: it stops all other traffic"),
+        (("--fault", "compat", "--fault", "oversized-chunk"), "cannot run at the same time: both change decode-1"),
+        (("--fault", "pinned-ring,bootstrap"), "they need different values of prefill_instances"),
         (("--fault", "mystery"), "'mystery' is not a fault; kvctl demo --list-faults lists them"),
         (("--list-faults", "--columns", "speed"), "speed"),
         (
@@ -103,6 +106,22 @@ def test_a_scenario_s_fleet_can_be(scenario: Scenario):
     assert plan.prefixed("b-").absent == {f"b-{name}" for name in plan.absent}
     assert scenario.config.keys() <= KEYS_BY_NAME.keys()
     assert plan.patience_s > plan.timings["waiting_timeout_s"]
+
+
+def test_scenarios_that_run_at_the_same_time_have_the_fleet_of_both():
+    both = combined([SCENARIOS_BY_NAME[name] for name in ("corrupt", "compat", "grant-loss")])
+    assert both.config == {"checksum": True, "path": "staged"}
+    assert both.plan == {"odd_pages": {"decode-1": 24}}
+
+
+def test_each_scenario_acts_on_a_rank_of_its_own():
+    fleet = SimpleNamespace(of_role=lambda role: [f"{role}-{number}" for number in range(3)])
+    taken = {"decode-2"}
+    contexts = [ScenarioContext(cast(Any, SimpleNamespace(fleet=fleet)), print, taken) for _ in range(2)]
+    assert [context.take("prefill") for context in contexts] == ["prefill-2", "prefill-1"]
+    assert [context.take("decode", 0) for context in contexts] == ["decode-0", "decode-1"]
+    with pytest.raises(FleetError, match="more decode ranks than the fleet has: start more with --decode-dp"):
+        contexts[0].take("decode")
 
 
 def test_the_summary_names_every_finding():
