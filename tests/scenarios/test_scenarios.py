@@ -94,7 +94,7 @@ def test_engines_that_disagree_on_a_prompt(demo: Start) -> None:
     fleet = demo("--fault", "plan-mismatch", "--transport", "loopback")
     fleet.said("expects 128 tokens, and the prefill side makes 144")
     found = fleet.diagnosed("KV_PLAN_MISMATCH")
-    assert found["subject"] in ("prefill-0", "prefill-1")
+    assert found["subject"] == "prefill"
     assert found["severity"] == "critical"
     assert "this side computed 9 pages, decode-0 expects 8" in found["evidence"]["latest"]
     fleet.shows(found, "KV_PLAN_MISMATCH", "this side computed 9 pages")
@@ -146,7 +146,7 @@ def test_a_rank_that_was_drained_and_forgotten(demo: Start) -> None:
     fleet = demo("--fault", "draining", "--transport", "loopback")
     fleet.said("prefill-1 was drained, but its instance still gets rooms")
     found = fleet.diagnosed("KV_DRAINING")
-    assert (found["subject"], found["severity"]) == ("prefill-1", "warning")
+    assert (found["subject"], found["severity"]) == ("prefill-1", "critical")
     assert "draining prefill-1 for" in fleet.kvctl("status", "-o", "table").stdout
     agents = json.loads(fleet.kvctl("agents", "-o", "json").stdout)["data"]
     assert {row["agent"]: row["state"] for row in agents if row["state"] != "ok"} == {"prefill-1": "draining"}
