@@ -361,7 +361,7 @@ def gather(
     rename_duplicates(survey.agents, ask, filtered)
     _name_unusable(survey, filtered)
     for agent in survey.agents:
-        survey.faults += [replace(fault, agent=agent.name) for fault in faults[agent.endpoint]]
+        survey.faults += [replace(fault, agent=agent.name) for fault in dict.fromkeys(faults[agent.endpoint])]
     survey.agents.sort(key=lambda agent: agent.name)
     survey.hosts = _known_hosts(survey)
     share_clocks(survey.agents)

@@ -7,11 +7,11 @@ ranks the two hosts have.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvctl.health.answers import NO_ROW, Row, amount, inner, number, rows, text
-from kvctl.health.codes.facts import Silence, silences
+from kvctl.health.codes.facts import Silence, median, silences
 from kvctl.health.finding import Finding, Severity, counted, health_code, pair
 from kvctl.health.snapshot import Agent, Snapshot
 from kvctl.render.units import duration, size
@@ -271,23 +271,18 @@ def slow_pairs(snapshot: Snapshot) -> Sequence[SlowPair]:
             if wire_ns is not None and source and target and source != target:
                 times.setdefault((source, target), []).append(wire_ns)
                 names.setdefault((source, target), []).extend((agent.name, text(row, "peer")))
-    usual = {hosts: _median(each) for hosts, each in times.items()}
+    usual = {hosts: median(each) for hosts, each in times.items()}
     found = []
     for (source, target), wire_ns in usual.items():
         siblings = (
             [each for hosts, each in usual.items() if hosts[0] == source and hosts[1] != target],
             [each for hosts, each in usual.items() if hosts[1] == target and hosts[0] != source],
         )
-        others_ns = min((_median(each) for each in siblings if each), default=wire_ns)
+        others_ns = min((median(each) for each in siblings if each), default=wire_ns)
         if wire_ns >= max(_MIN_WIRE_NS, _SLOW_FACTOR * others_ns):
             agents = tuple(dict.fromkeys(names[source, target]))
             found.append(SlowPair(source, target, wire_ns, others_ns, agents))
     return found
-
-
-def _median(values: Iterable[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]
 
 
 def host_of(snapshot: Snapshot, name: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from kvctl.client.clock import ClockOffset
 from kvctl.client.faults import FaultCode
 from kvctl.client.names import natural_key
-from kvctl.health.answers import NO_ROW, Row, amount, inner, number, numbers, rows, text, texts
+from kvctl.health.answers import amount, inner, number, numbers, rows, text, texts
 from kvctl.health.codes.facts import (
     FailedRoom,
     Silence,
@@ -48,10 +48,6 @@ _RECENTLY_LOST_NS = 600_000_000_000
 _FACTOR = re.compile(r"(?P<name>.*\S) (?P<first>\S+) ≠ (?P<second>\S+)")
 
 
-def _peer_row(agent: Agent, peer: str) -> Row:
-    return next((row for row in agent.peers if text(row, "peer") == peer), NO_ROW)
-
-
 # ---- stale -----------------------------------------------------------------------------------------------------
 
 
@@ -81,7 +77,7 @@ def _stale_pairs(snapshot: Snapshot) -> Iterator[tuple[Agent, Agent]]:
 )
 def peer_stale(snapshot: Snapshot) -> Iterator[Finding]:
     for agent, other in _stale_pairs(snapshot):
-        row = _peer_row(agent, other.name)
+        row = row_about(agent, other.name)
         uptime = int(amount(other.status, "uptime_ns"))
         yield peer_stale.finding(
             pair(agent.name, other.name),
@@ -145,28 +141,34 @@ def _rooms(failed: Mapping[str, Sequence[FailedRoom]], peers: Iterable[str]) -> 
     return len({failure.room for name in peers for failure in failed.get(name, ())})
 
 
+def _last_heard(reports: Iterable[Silence]) -> tuple[int | None, str]:
+    """Returns the time since the last message of a silent peer, None if it is unknown, and ` for 9 s` or ""."""
+    for_ns = min((report.for_ns for report in reports if report.for_ns is not None), default=None)
+    return for_ns, "" if for_ns is None else f" for {duration(for_ns)}"
+
+
+def _evidence(reports: Sequence[Silence], failed: int, **more: object) -> dict[str, object]:
+    return {
+        "state": "lost" if any(report.lost for report in reports) else "suspect",
+        "last_heard_ns": _last_heard(reports)[0],
+        **more,
+        "rooms": sum(report.rooms for report in reports),
+        "failed_rooms": failed,
+    }
+
+
 def _interrupted(found: Interruption, failed: Mapping[str, Sequence[FailedRoom]]) -> Finding:
     """Returns the finding about two hosts whose agents answer kvctl and have lost each other."""
-    for_ns = min((report.for_ns for report in found.reports if report.for_ns is not None), default=None)
+    for_ns, since = _last_heard(found.reports)
     agents = list(dict.fromkeys(name for report in found.reports for name in (report.agent, report.peer)))
-    lost = any(report.lost for report in found.reports)
-    since = "" if for_ns is None else f" for {duration(for_ns)}"
+    more = {"one_way": found.one_way, "large_only": found.large_only, "address": found.address}
     return peer_lost.finding(
         found.subject,
-        severity=Severity.CRITICAL if lost else Severity.WARNING,
+        severity=Severity.CRITICAL if any(report.lost for report in found.reports) else Severity.WARNING,
         agents=agents,
         since_ns=for_ns,
         weight=len(found.reports),
-        evidence={
-            "state": "lost" if lost else "suspect",
-            "last_heard_ns": for_ns,
-            "agents": agents,
-            "one_way": found.one_way,
-            "large_only": found.large_only,
-            "address": found.address,
-            "rooms": sum(report.rooms for report in found.reports),
-            "failed_rooms": _rooms(failed, agents),
-        },
+        evidence=_evidence(found.reports, _rooms(failed, agents), agents=agents, **more),
         cause=f"{found.cause}; {listed(agents)} have not heard each other{since}, and all of them answer kvctl",
         remedy=found.remedy,
     )
@@ -183,29 +185,20 @@ def _gone_host(snapshot: Snapshot, name: str, reports: list[Silence]) -> str:
 def _silent_host(snapshot: Snapshot, host: str, silent: Mapping[str, list[Silence]], failed: int) -> Finding:
     """Returns the finding about a host that nobody hears, neither its peers nor kvctl."""
     reports = [report for each in silent.values() for report in each]
-    for_ns = min((report.for_ns for report in reports if report.for_ns is not None), default=None)
+    for_ns, since = _last_heard(reports)
     lost = any(report.lost for report in reports)
     others = sorted({host_of(snapshot, report.agent) for report in reports})
     address = next((text(row_about(snapshot.agents[each.agent], each.peer), "address") for each in reports), "")
     recent = for_ns is None or for_ns < _RECENTLY_LOST_NS
     needed = any(report.role == "decode" and report.needed for report in reports)
     recent = recent and any(report.needed for report in reports)
-    since = "" if for_ns is None else f" for {duration(for_ns)}"
     return peer_lost.finding(
         pair(host, listed(others)),
         severity=Severity.CRITICAL if lost and (needed or recent) else Severity.WARNING,
         agents=(*silent, *dict.fromkeys(report.agent for report in reports)),
         since_ns=for_ns,
         weight=len(reports) + failed,
-        evidence={
-            "state": "lost" if lost else "suspect",
-            "last_heard_ns": for_ns,
-            "agents": list(silent),
-            "missed_by": others,
-            "address": address,
-            "rooms": sum(report.rooms for report in reports),
-            "failed_rooms": failed,
-        },
+        evidence=_evidence(reports, failed, agents=list(silent), missed_by=others, address=address),
         cause=f"{listed(others)} heard nothing from {host} ({listed(silent)}){since}, nor does it answer kvctl: the "
         "host is down or cut off, or its processes are",
         remedy=f"`ping -c 3 {shlex.quote(address or host)}` on {others[0]} shows whether the host answers; "
@@ -226,13 +219,13 @@ def _silent_agent(
         return  # a decode rank that closed in order: no other agent needs it
     if remembered and all(silence.role == "prefill" for silence in lost):
         return  # a decode rank whose place another one has taken; it is forgotten when writes to it have ended
-    silent_ns = min((silence.for_ns for silence in reports if silence.for_ns is not None), default=None)
+    silent_ns, since = _last_heard(reports)
     recent = silent_ns is None or silent_ns < _RECENTLY_LOST_NS
     observed = snapshot.agents.get(name)
     given_up = observed is not None and observed.observes  # by SGLang's backend; it runs
     missed_by = sorted({silence.agent for silence in reports})
     error = next((silence.error for silence in lost if silence.error), "")
-    cause, remedy = _explanation(snapshot, name, missed_by, closed, error, silent_ns)
+    cause, remedy = _explanation(snapshot, name, listed(missed_by), closed, error, since)
     if remembered:
         cause += (
             f"; no room needs it, but {listed(missed_by)} may keep memory that it could still write (KV_QUARANTINE)"
@@ -254,47 +247,43 @@ def _silent_agent(
         agents=(name, *missed_by),
         since_ns=silent_ns,
         weight=len(reports) + failed,
-        evidence={
-            "state": "closed" if closed else "lost" if lost else "suspect",
-            "role": "prefill" if reports[0].role == "decode" else "decode",
-            "last_heard_ns": silent_ns,
-            "missed_by": missed_by,
-            "rooms": sum(silence.rooms for silence in reports),
-            "failed_rooms": failed,
-            "answers_kvctl": name in snapshot.agents,
-            "last_error": error,
-        },
+        evidence=_evidence(
+            reports,
+            failed,
+            **({"state": "closed"} if closed else {}),
+            role="prefill" if reports[0].role == "decode" else "decode",
+            missed_by=missed_by,
+            answers_kvctl=name in snapshot.agents,
+            last_error=error,
+        ),
         cause=cause,
         remedy=remedy,
     )
 
 
-def _explanation(
-    snapshot: Snapshot, name: str, missed_by: Sequence[str], closed: bool, error: str, silent_ns: int | None
-) -> tuple[str, str]:
+def _explanation(snapshot: Snapshot, name: str, peers: str, closed: bool, error: str, since: str) -> tuple[str, str]:
     """Returns cause and remedy of the finding about a silent agent.
 
     Args:
         name: the silent agent.
-        missed_by: agents that report its silence.
+        peers: names of the agents that report its silence.
         closed: whether the agent announced that it closes.
         error: error message of an agent that lost it; "" if there is none.
-        silent_ns: time since its last message; None if unknown.
+        since: ` for 9 s`, the time since its last message; "" if unknown.
     """
-    peers = listed(missed_by)
     if closed:
         return f"{name} was closed and has not come back; {peers} waited for it", (
             f"`kvctl peers` shows which agents wait for it; start {name} again, or remove it from its instance"
         )
     if error.endswith("has ended"):
-        heard = "" if silent_ns is None else f", last heard {duration(silent_ns)} ago"
+        heard = f", last heard {since.removeprefix(' for ')} ago" if since else ""
         return f"{name} died: {error.rpartition(': ')[2]}{heard}; {peers} lost it", (
             f"`kvctl peers` shows which agents lost it; start {name} again, and the others reconnect by themselves, or "
             f"`kvctl peers forget {shlex.quote(name)}` if it has another name now; its own log shows why it died"
         )
     if error and name in snapshot.agents and snapshot.agents[name].observes:
         return f"{peers} gave {name} up: {error}", f"`kvctl peers -e {name}` shows which ranks it hears"
-    silent = f"{peers} heard nothing from {name}" + ("" if silent_ns is None else f" for {duration(silent_ns)}")
+    silent = f"{peers} heard nothing from {name}{since}"
     if name in snapshot.agents:
         return f"{silent}, but it answers kvctl: the network between them is interrupted", (
             f"`kvctl peers -e {name}` shows which agents it hears; then check the network between their hosts"
@@ -318,18 +307,18 @@ def _unknown_peer(snapshot: Snapshot, failures: Sequence[FailedRoom]) -> Finding
 
 
 def _reconnected(snapshot: Snapshot, name: str, failures: Sequence[FailedRoom]) -> Finding:
-    latest, count = failures[0], len(failures)
     back = any(text(row, "peer") == name for agent in snapshot.agents.values() for row in agent.peers)
     now = "connected again" if back else "not needed any more, and forgotten"
-    return peer_lost.finding(
-        name,
+    return failure_finding(
+        snapshot,
+        peer_lost,
+        failures,
+        f"{counted(len(failures), 'room')} failed when {name} was lost; it is {now}",
+        f"what became of it; `kvctl events -e {failures[0].known_to[0]}` when {name} was lost and what followed",
+        subject=name,
         severity=Severity.WARNING,
-        agents=(name, *latest.known_to),
-        since_ns=failures[-1].ago_ns,
-        weight=count,
-        evidence={"state": "back" if back else "forgotten", "failed_rooms": count, "last_error": latest.text},
-        cause=f"{counted(count, 'room')} failed when {name} was lost, last {duration(latest.ago_ns)} ago; it is {now}",
-        remedy=f"`kvctl events -e {latest.known_to[0]}` shows when it was lost and what followed; its log shows why",
+        agents=(name,),
+        evidence={"state": "back" if back else "forgotten"},
     )
 
 
@@ -395,7 +384,7 @@ def subscriber_dead(snapshot: Snapshot) -> Iterator[Finding]:
             reader, before = snapshot.agents.get(name), snapshot.earlier(name)
             if reader is None or before is None or snapshot.earlier(writer.name) is None:
                 continue
-            row = _peer_row(writer, name)
+            row = row_about(writer, name)
             seen = numbers(row, "watermark_seen")
             if reader.observes:
                 watermark = inner(inner(before.staging, "ring"), "watermark")
@@ -405,7 +394,7 @@ def subscriber_dead(snapshot: Snapshot) -> Iterator[Finding]:
             else:
                 if snapshot.since_ns < max(_MIN_UNSEEN_NS, _HEARTBEATS * reader.period_ns("heartbeat_s")):
                     continue
-                sent = numbers(_peer_row(before, writer.name), "watermark_sent")
+                sent = numbers(row_about(before, writer.name), "watermark_sent")
                 if text(row, "incarnation") != reader.incarnation or text(row, "state") != "ready":
                     continue
                 if len(sent) != 3 or (len(seen) == 3 and seen[2] >= sent[2]):

@@ -270,22 +270,16 @@ def room_duplicate(snapshot: Snapshot) -> Iterator[Finding]:
         holders = [name for name in named_in(latest.text, snapshot.once(all_names)) if name != rank]
         requesters = [name for name in latest.known_to if name not in (*holders, rank)]
         more = f", and {counted(len(rooms) - 1, 'more room')} likewise" if len(rooms) > 1 else ""
-        yield room_duplicate.finding(
-            f"room {latest.room}" if len(rooms) == 1 else instance,
+        yield failure_finding(
+            snapshot,
+            room_duplicate,
+            failures,
+            f"room {latest.room} was opened by {listed(requesters or ['another decode rank'])} while it was active for "
+            f"{listed(holders or ['one'])} on {rank}{more}",
+            "both; the router must give every request a room number of its own, at random from 64 bits",
+            subject=f"room {latest.room}" if len(rooms) == 1 else instance,
             agents=(rank, *holders, *requesters),
-            since_ns=failures[-1].ago_ns,
-            weight=len(rooms),
-            evidence={
-                "failed_rooms": len(rooms),
-                "rooms": rooms[:8],
-                "active_for": holders,
-                "asked_by": requesters,
-                "latest": latest.text,
-            },
-            cause=f"room {latest.room} was opened by {listed(requesters or ['another decode rank'])} while it was "
-            f"active for {listed(holders or ['one'])} on {rank}{more}",
-            remedy=f"`kvctl rooms show {latest.room}` shows both; the router must give every request a room number of "
-            "its own, at random from 64 bits",
+            evidence={"rooms": rooms[:8], "active_for": holders, "asked_by": requesters},
         )
 
 

@@ -202,25 +202,18 @@ def _fixed_ports(host: HostView) -> Iterator[tuple[str, int]]:
             yield name, int(port)
 
 
-class _Process(NamedTuple):
-    """A process as /proc/PID/stat describes it: its state (R, S, D, T, …), and the CPU time of all its threads."""
-
-    pid: int
-    state: str
-    cpu_s: float
-
-
 class _SecondLook(NamedTuple):
     """What became of an agent that did not answer in time when it was asked again.
 
     Attributes:
         answered_ns: time until it answered; None if it did not.
-        process: its process afterwards; None if that is not visible here.
-        cores: CPU time that the process used meanwhile, divided by that time.
+        pid, state: its process afterwards, with the letter in /proc/PID/stat (R, S, D, T, …); None and "" if unknown.
+        cores: CPU time that all its threads used meanwhile, divided by that time.
     """
 
     answered_ns: int | None
-    process: _Process | None
+    pid: int | None
+    state: str
     cores: float
 
 
@@ -260,18 +253,18 @@ def _second_looks(survey: Survey, host: HostView, ask: Ask) -> dict[str, _Second
     took_s = max(time.monotonic() - began, 1 / _TICKS_PER_S)
     found = {}
     for name, reply in zip(asked, replies, strict=True):
-        then, now = before.get(name), _process(host, pids.get(name))
-        cores = (now.cpu_s - then.cpu_s) / took_s if now is not None and then is not None else 0.0
-        found[name] = _SecondLook(reply.rtt_ns if reply.fault is None else None, now, cores)
+        state, ticks = _process(host, pids.get(name))
+        state_before, ticks_before = before.get(name, ("", 0))
+        pid = pids[name] if state and state_before else None
+        cores = (ticks - ticks_before) / _TICKS_PER_S / took_s
+        found[name] = _SecondLook(reply.rtt_ns if reply.fault is None else None, pid, state, cores)
     return found
 
 
-def _process(host: HostView, pid: int | None) -> _Process | None:
-    words = (host.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split() if pid is not None else []
-    if pid is None or not words:
-        return None
-    used = [int(each) for each in words[11:13] if each.isdecimal()]  # utime and stime
-    return _Process(pid, words[0], sum(used) / _TICKS_PER_S)
+def _process(host: HostView, pid: int | None) -> tuple[str, int]:
+    """Returns state and CPU time (clock ticks) of a process; ("", 0) if it is not visible."""
+    words = (host.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
+    return (words[0] if words else ""), sum(int(each) for each in words[11:13] if each.isdecimal())  # utime, stime
 
 
 def _silent_host(host: str, faults: Sequence[Fault]) -> Finding:
@@ -289,42 +282,45 @@ def _silent_host(host: str, faults: Sequence[Fault]) -> Finding:
 
 
 def _explain(fault: Fault, look: _SecondLook | None) -> Finding:
-    process = look.process if look is not None else None
-    if process is not None and process.state in {"T", "t"}:
-        fault = stopped(fault.agent, process.pid)
+    if look is not None and look.pid is not None and look.state in {"T", "t"}:
+        fault, look = stopped(fault.agent, look.pid), None
     text, _, remedy = fault.message.partition("; ")
-    observed, severity = text.partition(": ")[0], Severity.CRITICAL
+    severity = Severity.CRITICAL
     if fault.code == FaultCode.STOPPED:
         text = f"does not answer: {text}"
-    elif look is not None and look.answered_ns is not None:
-        severity = Severity.WARNING
-        text = f"{observed}; asked again, it answered after {duration(look.answered_ns)}: it is slow, and does not hang"
-        remedy = f"`kvctl stacks -e {fault.agent}` shows what its threads do; a longer --timeout waits for it"
-    elif look is not None and process is not None:
-        cause, remedy = _silent_process(process, look.cores)
-        text = f"{observed}, nor when it was asked again: its process {process.pid} {cause}"
-    elif look is not None:
-        text = f"{observed}, nor when it was asked again{text.removeprefix(observed)}"
-    else:
+    elif fault.code == FaultCode.NOT_PERMITTED:
+        text, remedy = (
+            fault.message,
+            "run kvctl as the user who runs the agents, or with a key that they know (kvctl key new)",
+        )
+    elif look is None:
         text = fault.message
-    if fault.code == FaultCode.NOT_PERMITTED:
-        remedy = "run kvctl as the user who runs the agents, or with a key that they know (kvctl key new)"
+    else:
+        observed, _, means = text.partition(": ")
+        if look.answered_ns is not None:
+            severity = Severity.WARNING
+            means = f"asked again, it answered after {duration(look.answered_ns)}: it is slow, and does not hang"
+            remedy = f"`kvctl stacks -e {fault.agent}` shows what its threads do; a longer --timeout waits for it"
+        elif look.pid is not None:
+            does, remedy = _silent_process(look.pid, look.state, look.cores)
+            means = f"nor when it was asked again: its process {look.pid} {does}"
+        else:
+            means = f"nor when it was asked again: {means}"
+        text = f"{observed}{', ' if look.answered_ns is None else '; '}{means}"
     agents = (fault.agent,) if fault.agent else ()
     remedy = remedy or "`kvctl agents` shows which agents answer"
     return Finding(fault.code, severity, fault.agent or "agents", agents, text, remedy)
 
 
-def _silent_process(process: _Process, cores: float) -> tuple[str, str]:
+def _silent_process(pid: int, state: str, cores: float) -> tuple[str, str]:
     """Returns what the process of an agent does that does not answer, as a predicate; and the remedy."""
-    threads = f"`py-spy dump --pid {process.pid}` shows what its threads do"
-    if process.state == "D":
+    threads = f"`py-spy dump --pid {pid}` shows what its threads do"
+    if state == "D":
         return "waits in the kernel and cannot be interrupted (a driver, a disk)", (
-            f"`cat /proc/{process.pid}/stack` shows where, and dmesg what has happened"
-        )
-    if cores >= _BUSY:
-        return f"used {cores:.1f} cores meanwhile, so it is busy, or one of its threads loops", (
-            f"{threads}; `kvctl agents --timeout 10s` shows whether it is only slow"
+            f"`cat /proc/{pid}/stack` shows where, and dmesg what has happened"
         )
     if cores < _IDLE:
         return "used no CPU time meanwhile, so it waits for something: a lock, or a call that does not return", threads
-    return f"runs and used {cores:.2f} cores meanwhile", f"{threads}; `kvctl agents --timeout 10s` waits longer"
+    busy = ", so it is busy, or one of its threads loops" if cores >= _BUSY else ""
+    only_slow = f"{threads}; `kvctl agents --timeout 10s` shows whether it is only slow"
+    return f"used {cores:.2g} cores meanwhile{busy}", only_slow

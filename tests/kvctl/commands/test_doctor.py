@@ -14,6 +14,8 @@ import pytest
 
 from kvctl.health.finding import Severity
 from kvctl.health.host.view import Fact
+from kvctl_agent.contract.admin import ErrorCode
+from kvctl_agent.errors import RequestRefused
 
 FACTS = [
     Fact(
@@ -130,6 +132,18 @@ def test_who_does_not_answer_comes_first_with_what_became_of_it(
     row = json.loads(outcome.out)["data"][0]
     assert (row["rank"], row["subject"], row["agents"]) == (1, "hung", ["hung"])
     assert re.search(rf"nor when it was asked again: its process {os.getpid()} ", row["cause"])
+
+
+def test_an_agent_that_fails_several_commands_for_one_reason_is_one_finding(
+    sound: None, start: Any, kvctl: Any
+) -> None:
+    def refuse(_: dict[str, Any]) -> Any:
+        raise RequestRefused(ErrorCode.INTERNAL, "boom")
+
+    start("decode-0", {"staging": refuse, "peers": refuse})
+    outcome = kvctl("doctor", "-o", "table")
+    assert (outcome.code, outcome.err) == (1, "kvctl: decode-0: boom\n")
+    assert outcome.out.startswith("✗ 1 critical   1 agent and this host\n")
 
 
 @pytest.mark.parametrize(
