@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup bench test pytest check explore docs clean soak quiet man fuzz sanitize peer side-by-side test-sglang test-vllm test-sglang-vllm \
+.PHONY: help setup bench test pytest check explore docs figures clean soak quiet man fuzz sanitize peer side-by-side test-sglang test-vllm test-sglang-vllm \
 	venv-sglang venv-vllm
 
 # Tests and benchmarks start hundreds of Python processes: without bytecode each would compile all that it imports.
@@ -192,6 +192,10 @@ sanitize: $(STAMP)  ## tests of the C and C++ code under AddressSanitizer and Un
 		ASAN_OPTIONS=detect_leaks=0 $(abspath $(BIN))/python -m pytest -q -p no:cacheprovider -k "not forked_child" $(addprefix tests/kvctl_agent/,$(SANITIZED_TESTS))
 
 docs: $(STAMP)  ## write the reference pages in docs/ anew from the code
+	@$(BIN)/python docs/render.py
+
+figures: $(STAMP)  ## measure and record anew what the pages quote, and write it into them: six minutes (NAMES="bench stuck-room" makes some)
+	@$(BIN)/python docs/figures.py $(NAMES)
 	@$(BIN)/python docs/render.py
 
 man: $(STAMP)  ## write a man page for every command into docs/man

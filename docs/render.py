@@ -6,13 +6,18 @@ A test compares the pages with the code, so that they cannot become outdated.
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import click
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from docs import figures, json_schema
 from kvctl.cli import cli
 from kvctl.commands.completion import SCRIPTS
 from kvctl.commands.help import global_options_text
@@ -217,16 +222,23 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def performance() -> str:
-    """The hand-written page on performance with the results of side_by_side.py, a section per host."""
+def by_hand() -> dict[str, str]:
+    """The hand-written pages with what is quoted on them, by path below docs/; performance.md with the results of
+    side_by_side.py, a section per host.
+    """
     markdown = runpy.run_path(str(HERE.parent / "benchmarks" / "side_by_side.py"))["markdown"]
     sections = [
         f"### {path.stem.replace('-', ' ')}\n\n{markdown(json.loads(path.read_text()))}"
         for path in sorted(SIDE_BY_SIDE.glob("*.json"))
     ]
     written = "\n\n".join([BEGIN, *sections, END])
-    page = (HERE / "performance.md").read_text()
-    return re.sub(f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda match: written, page, flags=re.DOTALL)
+    between = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
+    texts = {path: path.read_text() for path in (HERE.parent / "README.md", *HERE.glob("*.md"))}
+    return {
+        os.path.relpath(path, HERE): figures.filled(between.sub(lambda match: written, text))
+        for path, text in texts.items()
+        if NOTE not in text
+    }
 
 
 def pages() -> dict[str, str]:
@@ -240,11 +252,16 @@ def pages() -> dict[str, str]:
         **command_pages(),
         **health_pages(),
         **{f"../completions/{script.file}": script.text for script in SCRIPTS.values()},
+        "json.md": page("JSON", *json_schema.page_text()),
+        "top.svg": figures.picture(),
     }
 
 
 if __name__ == "__main__":
-    written = {**pages(), "performance.md": performance()}
+    written = {**pages(), **by_hand()}
+    promises = HERE / "json.md"
+    if broken := json_schema.broken_promises(promises.read_text() if promises.exists() else "", written["json.md"]):
+        sys.exit("docs/json.md promises fields: give the schema its next number, or keep them:\n" + "\n".join(broken))
     for folder in ("commands", "health"):
         for old in (HERE / folder).glob("*.md"):
             if f"{folder}/{old.name}" not in written:

@@ -18,6 +18,7 @@ import click
 import pytest
 
 from benchmarks.side_by_side import ROWS
+from docs import figures
 from kvctl.cli import cli
 from kvctl.commands import wait
 from kvctl.commands.options import GlobalOptions, KvctlGroup
@@ -33,6 +34,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 RENDER = runpy.run_path(str(DOCS / "render.py"))
 PAGES: dict[str, str] = RENDER["pages"]()
+FILLED: dict[str, str] = RENDER["by_hand"]()
 WRITTEN = [path for path in DOCS.glob("*.md") if path.name not in PAGES]
 BY_HAND = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "README.md", *sorted(WRITTEN))}
 
@@ -84,8 +86,25 @@ def test_a_page_is_what_the_code_declares(name: str) -> None:
     assert (DOCS / name).read_text() == PAGES[name], "run: make docs"
 
 
-def test_the_page_on_performance_has_what_was_measured_side_by_side() -> None:
-    assert (DOCS / "performance.md").read_text() == RENDER["performance"](), "run: make docs"
+@pytest.mark.parametrize("name", FILLED)
+def test_a_page_quotes_what_was_measured_and_what_the_code_prints(name: str) -> None:
+    assert (DOCS / name).read_text() == FILLED[name], "run: make docs"
+
+
+def test_output_that_nothing_prints_cannot_be_quoted() -> None:
+    with pytest.raises(ValueError, match="kvctl status"):
+        figures.filled("```\n$ kvctl status -w\n✓ healthy\n```\n")
+    assert figures.filled("```\n$ kvctl status -w\n$ kvctl top\n```\n") == "```\n$ kvctl status -w\n$ kvctl top\n```\n"
+    with pytest.raises(KeyError):
+        figures.filled("<!-- bench: nothing -->12<!-- -->")
+
+
+def test_the_readmes_figures_of_gpus_are_those_of_the_page_on_performance() -> None:
+    (claims,) = re.findall(r"From one H200 to another.*?\n\n", BY_HAND["README.md"], re.DOTALL)
+    figures = re.findall(r"(?<![\w.])\d[\d.,]*\b", claims)
+    assert len(figures) > 5
+    for figure in figures:
+        assert re.search(rf"(?<![\d.,]){re.escape(figure)}(?![\d.,]*\d)", BY_HAND["docs/performance.md"]), figure
 
 
 @pytest.mark.parametrize("result", sorted((DOCS / "side_by_side").glob("*.json")), ids=lambda path: path.stem)
@@ -127,6 +146,7 @@ def test_links_lead_somewhere(page: str) -> None:
 @pytest.mark.parametrize("mention", sorted(set(mentions())), ids=lambda mention: f"{mention.page}: {mention.line}")
 def test_a_command_can_be_typed(mention: Mention, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").symlink_to(DOCS)
     words = shlex.split(_END_OF_COMMAND.split(mention.line)[0])
     whole = mention.whole and "…" not in words
     words = [_STANDS_FOR.get(word.strip("[]"), word.strip("[]")) for word in words if word != "…"]

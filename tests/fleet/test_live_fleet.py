@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from docs.json_schema import document_conflicts
 from kvctl.lab.demo.fault_schedule import ScheduledFault
 from kvctl.lab.demo.fleet import FleetPlan, LiveFleet
 from kvctl.lab.demo.soak import Soak
@@ -205,7 +206,9 @@ def test_demo_ends_with_a_verdict_and_an_interrupt_leaves_nothing(tmp_path: Path
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    (summary,) = json.loads(done.stdout)["data"]
+    document = json.loads(done.stdout)
+    assert document_conflicts(document) == []
+    (summary,) = document["data"]
     assert summary["seed"] == 3
     assert summary["rooms"]["done"] > 0
     assert summary["rooms"]["failed_expected"] == summary["causes"].get("ABORTED", 0)

@@ -16,6 +16,8 @@ from typing import Any
 import orjson
 import pytest
 
+from docs.json_schema import document_conflicts
+
 TINY = ["--layers", "2", "--kv-heads", "4", "--head-dim", "16", "--tokens", "40", "--rooms", "6"]
 # Minutes of simulated compute, so that there is time to interfere.
 LONG = ["--layers", "2", "--kv-heads", "4", "--head-dim", "16", "--tokens", "64", "--path", "staged"]
@@ -142,7 +144,9 @@ def test_every_path_of_unequal_layouts_verifies(spawn: Run, transport: str, tmp_
 def test_layouts_and_loads_verify(spawn: Run, options: list[str]):
     code, out, err = finish(spawn(*LOOPBACK, *TINY, *options, "-o", "json"))
     assert (code, err) == (0, "")
-    runs = orjson.loads(out)["data"]
+    printed = orjson.loads(out)
+    assert document_conflicts(printed) == []
+    runs = printed["data"]
     assert runs
     assert all(run["verified"] and run["verified_parts"] > 0 for run in runs)
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from docs.json_schema import document_conflicts
+
 SMALL = ("--layers", "2", "--kv-heads", "4", "--head-dim", "32", "--tokens", "64", "--rooms", "8")
 
 
@@ -33,7 +35,9 @@ def test_settings_are_measured_in_a_small_fleet(kvctl: Any) -> None:
         "--path", "slice,staged", "--layer-ms", "1", "--point-seconds", "0.2", "-o", "json",
     )  # fmt: skip
     assert outcome.code == 0, outcome.err
-    (found,) = json.loads(outcome.out)["data"]
+    document = json.loads(outcome.out)
+    assert document_conflicts(document) == []
+    (found,) = document["data"]
     best, *others = found["options"]
     assert best["recommended"]
     assert not any(other["recommended"] for other in others)

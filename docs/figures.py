@@ -1,0 +1,365 @@
+"""Figures, pictures and quoted output of the hand-written pages. `make figures` records them anew in docs/figures/:
+
+- `bench.txt` is what `make bench` printed, and `bench.json` has the results of several runs of it;
+- `NAME.kvrec` is a recording of a fleet of `kvctl demo` in the scene NAME, redacted and without what no page shows.
+
+`make docs` writes what the current code prints for them into the pages, and a test compares. Pages have them as
+commands in blocks of code with their output, if a command reads a recording (`--from docs/figures/NAME.kvrec`), is
+`make bench`, or has an output that tests keep (`GOLDEN`); and as figures between `<!-- bench: NAME -->` and `<!-- -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvctl.cli import run
+from kvctl.client import recordings
+from kvctl.client.health_reads import HEALTH_CALLS
+from kvctl.client.recorder import write_snapshots
+from kvctl.client.recordings import RecordedAgent, RecordedSnapshot, RecordingSource, SnapshotReader
+from kvctl.client.redaction import Redaction, redacted
+from kvctl.commands import output as command_output
+from kvctl.health.codes import CODES
+from kvctl.health.engine import examine
+from kvctl.health.mutes import judge
+from kvctl.health.snapshot import Snapshot
+from kvctl.tui.app import TopApp
+from kvctl.tui.feed import Deliver, Question, Reading
+from kvctl.tui.frame import Mode
+from kvctl.tui.snapshot import svg
+
+ROOT = Path(__file__).parents[1]
+FIGURES = ROOT / "docs" / "figures"
+# Output that needs hardware or a fleet that is not here: files with which tests compare it.
+GOLDEN = {
+    "kvctl nics": "tests/kvctl/commands/golden/nics-120.txt",
+    "kvctl status": "tests/kvctl/commands/golden/status-hosts-120.txt",
+    "curl http://127.0.0.1:9400/readyz": "tests/kvctl_agent/export/readyz-draining.txt",
+}
+PICTURE, PICTURE_SIZE = "stuck-room", (120, 30)
+WIDTH = 100
+RUNS = 3  # of the benchmark
+# Answers of agents that no page shows; they are most of a recording. Curves need few.
+LEFT_OUT = frozenset({"stacks", "commands", "nics", "slow"})
+OF_CURVES = frozenset({"hello", "status"})
+_BLOCK = re.compile(r"^```\n(\$ .*?)^```$", re.MULTILINE | re.DOTALL)
+_BENCH = re.compile(r"(<!-- bench: (\w+) -->).*?(<!-- -->)", re.DOTALL)
+# A room of a recording; its number is another one in the next recording.
+_SHOW = re.compile(r"(\$ kvctl rooms show )\d+( --from (\S+).*)")
+_MEASURE = "kvctl bench --prefill-tp 4 --decode-dp 4"
+
+
+class Scene(NamedTuple):
+    """A fleet of `kvctl demo` to record.
+
+    Attributes:
+        options: of `kvctl demo`.
+        until: health code that is waited for; "" for none.
+        after_s: time from then, or from the start, until the recording begins.
+        for_s: time that the recording covers, with a snapshot per second; 0 for one snapshot.
+        action: command of kvctl that is run then, after which `NAME-after.kvrec` is recorded; `{}` is the allocation
+            that the code is about.
+    """
+
+    options: str
+    until: str = ""
+    after_s: float = 10
+    for_s: int = 0
+    action: str = ""
+
+
+SCENES = {
+    "healthy": Scene("", after_s=20),
+    "dead-peer": Scene("--fault dead-peer", "KV_PEER_LOST"),
+    "stuck-room": Scene("--fault stuck-room", "KV_ROOM_STUCK_TRANSFER", 0, 40),
+    "failed-rooms": Scene("--fault pause=prefill-0@4s+22s", "KV_PEER_LOST", 20),
+    "pinned-ring": Scene("--fault pinned-ring", "KV_RING_PINNED", action="staging release {} -y"),
+    "slow-layer": Scene("--fault slow-layer", "KV_LANE_SLOW", 5),
+    "corrupt": Scene("--fault corrupt", "KV_CHECKSUM_MISMATCH", 5),
+}
+
+
+# ---- what the pages show -------------------------------------------------------------------------------------------
+
+
+def filled(page: str) -> str:
+    """Returns a page with the output of its commands and the figures of the benchmark as they are now.
+
+    Raises:
+        ValueError: a page quotes output that nothing here prints.
+    """
+    page = _BLOCK.sub(lambda block: f"```\n{_filled_block(block[1])}```", page)
+    return _BENCH.sub(lambda figure: figure[1] + bench_figures()[figure[2]] + figure[3], page)
+
+
+def _filled_block(block: str) -> str:
+    parts = []
+    for part in re.split(r"^(?=\$ )", block, flags=re.MULTILINE)[1:]:
+        command, _, quoted = part.partition("\n")
+        command = _SHOW.sub(lambda found: found[1] + _oldest_room(found[3]) + found[2], command)
+        shown = printed(command.removeprefix("$ "))
+        if shown is None and quoted.strip():
+            raise ValueError(f"nothing prints what a page quotes below {command}")
+        parts.append(f"{command}\n{(quoted if shown is None else shown).rstrip()}".rstrip())
+    apart = "\n\n" if any("\n" in part for part in parts) else "\n"
+    return apart.join(parts) + "\n"
+
+
+@cache
+def _oldest_room(recording: str) -> str:
+    return _output(f"kvctl rooms --sort-by -age --columns room -o tsv --from {recording}").splitlines()[1]
+
+
+@cache
+def printed(command: str) -> str | None:
+    """Returns the output of a command on a page; None if it has none there."""
+    if command == "make bench":
+        return (FIGURES / "bench.txt").read_text()
+    if command in GOLDEN:
+        return (ROOT / GOLDEN[command]).read_text()
+    return _output(command) if " docs/figures/" in command else None
+
+
+def _output(command: str) -> str:
+    """Runs a command of kvctl in this process, as on a terminal of `WIDTH` columns, without settings of the user.
+
+    `| head -n N` after it keeps the first lines.
+    """
+    command, _, lines = command.partition(" | head -n ")
+    with _surroundings(), contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()):
+        run(shlex.split(command)[1:])
+    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines()[: int(lines) if lines else None])
+
+
+@contextlib.contextmanager
+def _surroundings() -> Iterator[None]:
+    kept, terminal = dict(os.environ), command_output.to_terminal
+    with tempfile.TemporaryDirectory() as empty, contextlib.chdir(ROOT):
+        for name in [name for name in os.environ if name.startswith("KVCTL_")]:
+            del os.environ[name]
+        names = ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME")
+        os.environ |= {"COLUMNS": str(WIDTH), "NO_COLOR": "1", "TZ": "UTC", **dict.fromkeys(names, empty)}
+        time.tzset()
+        command_output.to_terminal = lambda: True
+        try:
+            yield
+        finally:
+            command_output.to_terminal = terminal
+            os.environ.clear()
+            os.environ.update(kept)
+            time.tzset()
+
+
+def picture() -> str:
+    """Returns the screen of `kvctl top` at the end of the recording `PICTURE`, as SVG."""
+
+    async def screen() -> str:
+        feed = _Playback(RecordingSource(FIGURES / f"{PICTURE}.kvrec", at=0))
+        app = TopApp(feed, Mode(source="", no_agents=lambda survey: "", readonly=False), "overview", clock=lambda: 0)
+        async with app.run_test(size=PICTURE_SIZE) as pilot:
+            await pilot.pause()
+            while feed.advance():
+                await pilot.pause()
+            return svg(app)
+
+    with _surroundings():
+        del os.environ["NO_COLOR"]
+        return asyncio.run(screen())
+
+
+class _Playback:
+    """Feed of the app that reads a recording, one snapshot after another, as a live fleet was read."""
+
+    recorded = False
+
+    def __init__(self, source: RecordingSource) -> None:
+        self._source = source
+        self._question: Question | None = None
+        self._before: Snapshot | None = None
+
+    def start(self, deliver: Deliver) -> None:
+        self._deliver = deliver
+
+    def ask(self, question: Question) -> None:
+        self._question = question
+        self._read(question)
+
+    def advance(self) -> bool:
+        if not self._source.advance():
+            return False
+        assert self._question is not None
+        self._read(self._question)
+        if self._source.moment > len(self._source.moments) - 3:
+            self._read(Question("health", HEALTH_CALLS))
+        return True
+
+    def _read(self, question: Question) -> None:
+        survey = self._source.survey(question.calls)
+        judged = None
+        if question.view == "health":
+            judged = judge(examine(Snapshot(survey, survey.tick_ns, self._before), CODES), (), survey.at_ns)
+            self._before = Snapshot(survey, survey.tick_ns)
+        self._deliver(Reading(question, survey.at_ns, survey, judged=judged))
+
+    def acknowledge(self) -> None: ...
+
+    def pause(self, paused: bool) -> None: ...
+
+    def seek(self, step: int) -> None: ...
+
+    def act(self, calls: object, done: object) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+@cache
+def bench_figures() -> dict[str, str]:
+    """Returns the figures of the benchmark that pages name."""
+    document = json.loads((FIGURES / "bench.json").read_text())
+    runs, env = document["runs"], document["env"]
+
+    def rates(*paths: str) -> list[float]:
+        return [run[path]["gb_per_s"] for run in runs for path in paths]
+
+    def span(values: list[float], digits: int = 2) -> str:
+        low, high = (f"{each:.{digits}g}" for each in (min(values), max(values)))
+        return low if low == high else f"{low} to {high}"
+
+    def count(path: str, name: str) -> str:
+        return f"{runs[0][path][name]:,.0f}"
+
+    times = [run["auto"]["gb_per_s"] / run["slice"]["gb_per_s"] for run in runs]
+    return {
+        "times": span(times),
+        "slice": span(rates("slice")),
+        "auto": span(rates("auto")),
+        "descriptors": f"{count('auto', 'descriptors_per_room')} instead of {count('slice', 'descriptors_per_room')}",
+        "memcpy": span([run["memcpy_gb_per_s"] for run in runs], 3),
+        "write": span([run["write_gb_per_s"] for run in runs], 3),
+        "machine": f"{env['cores']} cores of a virtual machine ({env['cpu']})",
+        "date": document["date"],
+        "runs": str(len(runs)),
+    }
+
+
+# ---- recording -----------------------------------------------------------------------------------------------------
+
+
+def record(name: str, scene: Scene) -> None:
+    """Starts the fleet of a scene and writes its recording.
+
+    Raises:
+        SystemExit: the scene does not show its code within two minutes, or a command fails.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        environment = {**os.environ, "KVCTL_SOCKET_DIR": directory}
+
+        def kvctl(arguments: str, codes: tuple[int, ...] = (0,)) -> str:
+            command = [sys.executable, "-m", "kvctl", *shlex.split(arguments)]
+            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+            if done.returncode not in codes:
+                sys.exit(f"figures: {name}: kvctl {arguments} ended with {done.returncode}: {done.stderr}")
+            return done.stdout
+
+        demo = [sys.executable, "-m", "kvctl", "demo", "--seed", "7", *shlex.split(scene.options)]
+        fleet = subprocess.Popen(demo, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + 120
+            while scene.until and scene.until not in kvctl("health -o json", codes=(0, 1, 3, 4, 7)):
+                if time.monotonic() > deadline:
+                    sys.exit(f"figures: {name}: no {scene.until} within two minutes")
+            time.sleep(scene.after_s)
+            _record(kvctl, name, scene.for_s)
+            if scene.action:
+                (subject,) = re.findall(r'"subject": ?"(\S+ allocation \d+)"', kvctl("health -o json", codes=(1,)))
+                kvctl(scene.action.format(subject.replace(" allocation ", ":")))
+                time.sleep(1)
+                _record(kvctl, f"{name}-after", 0)
+        finally:
+            fleet.send_signal(signal.SIGTERM)
+            fleet.wait(timeout=60)
+
+
+def _record(kvctl: Callable[[str, tuple[int, ...]], str], name: str, for_s: int) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "scene.kvrec"
+        kvctl(f"record {path}" + f" --for {for_s}s" * (for_s > 0), (0, 4, 7))
+        shown = redacted(_without_rest(recordings.load(path)), Redaction.of_this_machine())
+        with (FIGURES / f"{name}.kvrec").open("wb") as file:
+            write_snapshots(file, shown)
+
+
+def _without_rest(snapshots: SnapshotReader) -> Iterator[RecordedSnapshot]:
+    """Yields the snapshots without answers and timelines that nothing shows; all but the last two for curves only."""
+    for left, snapshot in zip(reversed(range(len(snapshots))), snapshots, strict=True):
+        listed = (
+            {row["room"] for agent in snapshot.agents for row in _unfinished_or_failed(agent)} if left == 0 else set()
+        )
+        commands = {answer.command for agent in snapshot.agents for answer in agent.answers}
+        kept = {(command, None) for command in (commands - LEFT_OUT if left < 2 else OF_CURVES)}
+        kept |= {("room", room) for room in listed}
+        agents = [
+            replace(agent, answers=[each for each in agent.answers if (each.command, each.room) in kept])
+            for agent in snapshot.agents
+        ]
+        yield replace(snapshot, agents=agents)
+
+
+def _unfinished_or_failed(agent: RecordedAgent) -> list[Any]:
+    rooms, failed = agent.find("rooms"), agent.find("failed")
+    return [*((rooms and rooms.data) or []), *((failed and failed.data) or {"rooms": []})["rooms"]]
+
+
+def bench() -> None:
+    """Runs the benchmark `RUNS` times; the text is that of the run with the median ratio."""
+    texts, results = [], []
+    for _ in range(RUNS):
+        with tempfile.TemporaryDirectory() as directory:
+            saved = Path(directory) / "bench.json"
+            command = [sys.executable, "-m", *_MEASURE.split(), "--save", str(saved)]
+            environment = {**os.environ, "KVCTL_SOCKET_DIR": directory}
+            text = subprocess.run(
+                command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True
+            ).stdout
+            document: dict[str, Any] = json.loads(saved.read_text())
+        names = ("gb_per_s", "descriptors_per_room", "writes_per_room")
+        result = {each["path"]: {name: each[name] for name in names} for each in document["runs"]}
+        floors = document["floors"]
+        result |= {"memcpy_gb_per_s": floors["memcpy_gb_per_s"], "write_gb_per_s": floors["transport_write_gb_per_s"]}
+        texts.append(f"bench: {_MEASURE}\n{text}")
+        results.append(result)
+    times = [each["auto"]["gb_per_s"] / each["slice"]["gb_per_s"] for each in results]
+    (FIGURES / "bench.txt").write_text(texts[times.index(sorted(times)[RUNS // 2])])
+    about = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "env": document["env"], "runs": results}
+    (FIGURES / "bench.json").write_text(json.dumps(about, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help=f"bench, {', '.join(SCENES)}; all without one")
+    wanted = parser.parse_args().names or ["bench", *SCENES]
+    FIGURES.mkdir(exist_ok=True)
+    for name in wanted:
+        print(f"figures: {name}", flush=True)
+        bench() if name == "bench" else record(name, SCENES[name])
+
+
+if __name__ == "__main__":
+    main()
