@@ -340,8 +340,10 @@ class _Encoder:
             return value
         if kind is int:
             return value if -(1 << 63) <= value < 1 << 64 else ["int", hex(value)]
-        if kind is list or kind is tuple or kind is frozenset:
+        if kind is list or kind is tuple:
             return [kind.__name__, *map(self.encode, value)]
+        if kind is frozenset:  # sorted, so that equal values have equal encodings
+            return ["frozenset", *map(self.encode, sorted(value))]
         if kind is dict:
             return ["dict", *[self.encode(piece) for item in value.items() for piece in item]]
         if kind is range:

@@ -10,7 +10,7 @@ import pytest
 
 from kvctl_agent.errors import RecordingError, RecordingVersionError
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol.checkpoint import TooSlow, _registry, build, pack, take, unpack
+from kvctl_agent.protocol.checkpoint import TooSlow, _Encoder, _registry, build, pack, take, unpack
 from kvctl_agent.protocol.machine import Machine
 from tests.support.protocol.scenarios import open_and_compute, world
 from tests.support.protocol.simulation import World
@@ -43,6 +43,12 @@ def test_a_machine_made_from_a_checkpoint_is_in_the_same_state_and_does_the_same
         later = found.now_ns + found.timing.resend_ns
         mine, theirs = again.handle(ev.Tick(), later), machine.handle(ev.Tick(), later)
         assert [type(action) for action in mine] == [type(action) for action in theirs], name
+
+
+def test_equal_sets_have_equal_encodings() -> None:
+    one, other = frozenset([0, 8]), frozenset([8, 0])
+    assert one == other and [*one] != [*other]
+    assert _Encoder().encode(one) == _Encoder().encode(other)
 
 
 def test_no_two_immutable_classes_have_one_name() -> None:
