@@ -2,85 +2,79 @@
 
 from __future__ import annotations
 
+from itertools import repeat
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 
-from kvctl_agent.transport.base import Write
-from kvctl_agent.transport.nixl.native_requests import BUILT
+from kvctl_agent.transport.nixl.native_requests import BUILT, UNLIMITED_NS, NativeWrite, WriteRequests
 from tests.kvctl_agent.transport.conftest import Pair, sizes
-from tests.support.gil import gave_up_the_gil
+from tests.support.gil import releases_the_gil
 
 pytestmark = [
     pytest.mark.skipif(not BUILT, reason="kvctl was built without a C++ compiler"),
     pytest.mark.parametrize("engine", ["nixl"], indirect=True, scope="module"),
 ]
-_TAGS, _WRITES = 3000, 100  # so many that a release of the GIL is seen
-_ATTEMPTS = 20  # where other processes have the cores, no thread may wake up in time for any of them
+_CALLS = 1000
 
 
-def test_tags_are_sent_with_the_gil(pair: Pair) -> None:
-    agent, peer = pair
-    agent.transport.tell("peer", b"first")
-    peer.collect(1)
-
-    def tell() -> None:
-        for number in range(_TAGS):
-            agent.transport.tell("peer", b"%d" % number)
-
-    assert not gave_up_the_gil(tell)
-    assert [arrival["tag"] for arrival in peer.collect(_TAGS)] == [(b"%d" % number).hex() for number in range(_TAGS)]
+def tags(prefix: str) -> list[bytes]:
+    return [f"{prefix}{number}".encode() for number in range(_CALLS)]
 
 
-def test_small_writes_are_posted_and_polled_with_the_gil(pair: Pair) -> None:
-    transport, here, there = pair.agent.transport, pair.agent.at(0, 4096), pair.peer.at(0, 4096)
-    writes: list[Write] = []
+def test_tags_are_sent_with_the_gil_but_the_first_to_a_peer_which_connects_ucx(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport, peer = pair.agent.transport, pair.peer
+    known, native = transport._peer("peer"), transport._native
+    called: list[str] = []
+    spy = {name: lambda *args, name=name: called.append(name) or 0 for name in ("tell", "reach")}
+    with monkeypatch.context() as patch:
+        patch.setattr(transport, "_native", SimpleNamespace(**spy))
+        known.told = False
+        transport.tell("peer", b"one")
+        transport.tell("peer", b"two")
+    assert called == ["reach", "tell"]
+    sent = {name: [transport._slices.whole(tag) for tag in tags(name)] for name in called}
+    assert releases_the_gil(map(native.reach, repeat(known.engine_name), sent["reach"]))
+    assert not releases_the_gil(map(native.tell, repeat(known.engine_name), sent["tell"]))
+    arrived = [bytes.fromhex(arrival["tag"]) for arrival in peer.collect(_CALLS + 1)]
+    assert arrived[-_CALLS:] == tags("tell")
+    assert arrived[:-_CALLS] == tags("reach")[: len(arrived) - _CALLS]
 
-    def write() -> None:
-        for _ in range(_WRITES):
-            writes.append(transport.write("peer", here, there, sizes(512, 2), b"small"))
-            writes[-1].poll()
 
-    assert not gave_up_the_gil(write)
+def test_small_writes_are_posted_and_polled_with_the_gil_but_the_first_to_a_peer(pair: Pair) -> None:
+    transport, nbytes = pair.agent.transport, sizes(512, 2)
+    known = transport._peer("peer")
+    described = transport._described(known, pair.agent.at(0, 4096), pair.peer.at(0, 4096), nbytes)
+    whole = [slice(0, None)], [transport._slices.whole(b"small")]
+
+    def made() -> list[NativeWrite]:
+        return [transport._native_write(known, described, 1024, *whole, UNLIMITED_NS) for _ in range(_CALLS)]
+
+    first, others = made(), made()
+    posted: list[bool] = []
+    given, first[0]._requests = first[0]._requests, cast(Any, SimpleNamespace(post=posted.append, error=0))
+    known.reached = False
+    first[0].post()
+    known.reached = True
+    first[0].post()
+    assert posted == [False, True]
+    first[0]._requests = given
+    known.reached = False
+    assert releases_the_gil(map(WriteRequests.post, requests(first), repeat(False)))
+    assert not releases_the_gil(map(WriteRequests.post, requests(others), repeat(True)))
+    assert not releases_the_gil(map(WriteRequests.poll, requests(others)))
+    for each in first:
+        each.stop()  # those after the one that has released the GIL are not posted
+    writes = [each for each in first if each.post_ns] + others
     for each in writes:
         pair.agent.finish(each)
-    assert [arrival["tag"] for arrival in pair.peer.collect(_WRITES)] == [b"small".hex()] * _WRITES
+    assert all(each.release() for each in first)
+    assert known.reached
+    assert [arrival["tag"] for arrival in pair.peer.collect(len(writes))] == [b"small".hex()] * len(writes)
 
 
-def test_the_first_tag_to_a_peer_which_connects_ucx_is_sent_without_the_gil(pair: Pair) -> None:
-    agent, peer = pair
-    known = agent.transport._peer("peer")
-
-    def tell() -> None:
-        for number in range(_TAGS):
-            known.told = False  # every tag is sent as the first one
-            agent.transport.tell("peer", b"%d" % number)
-
-    for _ in range(_ATTEMPTS):
-        released = gave_up_the_gil(tell)
-        assert known.told
-        tags = [arrival["tag"] for arrival in peer.collect(_TAGS)]
-        assert tags == [(b"%d" % number).hex() for number in range(_TAGS)]
-        if released:
-            break
-    assert released
-
-
-def test_the_first_write_to_a_peer_is_posted_without_the_gil(pair: Pair) -> None:
-    transport, here, there = pair.agent.transport, pair.agent.at(0), pair.peer.at(0)
-    known = transport._peer("peer")
-    writes: list[Write] = []
-
-    def write() -> None:
-        for _ in range(_TAGS):
-            known.reached = False  # every write is posted as the first one
-            writes.append(transport.write("peer", here, there, sizes(512), b"small"))
-
-    for _ in range(_ATTEMPTS):
-        released = gave_up_the_gil(write)
-        for each in writes:
-            pair.agent.finish(each)
-        writes.clear()
-        assert known.reached
-        assert [arrival["tag"] for arrival in pair.peer.collect(_TAGS)] == [b"small".hex()] * _TAGS
-        if released:
-            break
-    assert released
+def requests(writes: list[NativeWrite]) -> list[Any]:
+    return [each._requests for each in writes if each._requests is not None]
