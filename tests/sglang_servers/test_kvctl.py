@@ -41,14 +41,21 @@ def test_status_has_every_rank(servers: Servers) -> None:
     }
 
 
+def test_servers_are_ready_before_their_first_request(servers: Servers) -> None:
+    """Decode knows no prefill server until a request names one."""
+    assert kvctl(servers, "wait", "--for", "ready", "--agents", "4", "--timeout", "60s").returncode == 0
+
+
 @pytest.mark.parametrize("pair", ["tp1-tp1", "tp2-tp1"])
 def test_a_finished_room_is_in_the_history_of_its_ranks(servers: Servers, pair: str) -> None:
     prefill, decode = servers.pair(pair)
-    message = prefill.request(prompt(100, seed=30), 4)
+    message = prefill.request(prompt(100, seed=30), 4) | {"rid": f"request-of-{pair}"}
     prefill.send(decode, message)
     found = [row for row in rows(servers, "rooms", "history") if row["room"] == str(message["bootstrap_room"])]
     assert sorted(row["role"] for row in found) == ["decode", *["prefill"] * int(pair[2])]
     assert {row["state"] for row in found} == {"Success"}
+    if servers.mode != "observe":
+        assert {row["request_id"] for row in found} == {message["rid"]}
 
 
 def test_a_healthy_fleet_has_no_critical_findings(servers: Servers) -> None:

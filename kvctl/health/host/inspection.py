@@ -115,14 +115,12 @@ class _Engine(NamedTuple):
         title: the engine's name.
         part: kvctl's part in it.
         packages: distributions of the engine.
-        invisible: consequence if no process has loaded the part.
         remedy: how to load it.
     """
 
     title: str
     part: str
     packages: tuple[str, ...]
-    invisible: str
     remedy: str
 
 
@@ -131,7 +129,6 @@ _ENGINES = {
         "SGLang",
         "plugin",
         ("sglang",),
-        "SGLang's ranks are not visible to kvctl",
         "start SGLang with --disaggregation-transfer-backend kvctl, or with KVCTL_SGLANG=observe in its environment; "
         "SGLANG_PLUGINS, where set, must name kvctl",
     ),
@@ -139,7 +136,6 @@ _ENGINES = {
         "vLLM",
         "connector",
         vllm.DISTRIBUTIONS,
-        "vLLM's workers are not visible to kvctl",
         "start vLLM with --kv-transfer-config as docs/vllm.md shows; `kvctl doctor -- vllm serve …` checks the command",
     ),
 }
@@ -188,8 +184,8 @@ def integration_facts(host: HostView, agents: Iterable[Agent]) -> Iterator[Fact]
             problem = host.sglang_problem(sys.executable, host.environ) if name == "sglang" else ""
             yield Fact(
                 engine.title,
-                f"{installed} installed, no process has loaded kvctl's {engine.part}",
-                problem or engine.invisible,
+                f"{installed} installed, none of its ranks seen",
+                problem or f"ranks that have not loaded kvctl's {engine.part} are not visible to kvctl",
                 Severity.WARNING if problem else Severity.INFO,
                 remedy=sglang_servers.REPAIR if problem else engine.remedy,
             )

@@ -27,11 +27,10 @@ def environment_of(host: HostView, argv: Sequence[str]) -> dict[str, str]:
 def python_of(
     host: HostView, argv: Sequence[str], arguments: Sequence[str], script: str, environ: Mapping[str, str]
 ) -> str:
-    """Returns the path of the Python that runs an engine's command line; "" if it is not found.
+    """Returns the path of the Python that runs a command line, or the `script` in it; "" if it is not found.
 
     Args:
-        arguments: the words after the engine's program or module.
-        script: name of that program, if the command does not start Python itself.
+        arguments: the words after the engine's script or module.
     """
     words = reversed(argv[: len(argv) - len(arguments)])
     programs = (word for word in words if (name := PurePath(word).name) == script or name.startswith("python"))
@@ -52,10 +51,9 @@ def packages_of(host: HostView, python: str, environ: Mapping[str, str]) -> dict
 
 
 def packages_in(host: HostView, folders: Sequence[str], extra: Sequence[str]) -> dict[str, str] | None:
-    """Returns the packages in site-packages folders; in the extra folders, which are on the path, only kvctl.
+    """Returns the versions of packages in site-packages folders, by name; None if these are not visible from here.
 
-    Returns:
-        Versions by name; None if the folders are not visible from here.
+    In the extra folders, which are on the path, only kvctl is looked for.
     """
     names = [name for folder in folders for name in host.names(folder)]
     if not names:
@@ -66,15 +64,14 @@ def packages_in(host: HostView, folders: Sequence[str], extra: Sequence[str]) ->
     return found
 
 
-def setting_problems(settings: Settings | str, listens: str, lookup: str) -> Iterator[Problem]:
-    """Yields what is wrong with the settings of a server's agents.
+def setting_problems(settings: Settings | str, listens: str) -> Iterator[Problem]:
+    """Yields what is wrong with the settings of a server's agents, or why the agents refuse them.
 
     Args:
-        settings: the settings, or why the agents refuse them.
         listens: address at which decode ranks reach a prefill server; "" for a decode server.
-        lookup: where the settings are listed.
     """
     if isinstance(settings, str):
+        lookup = "`kvctl config show` lists the settings and their variables KVCTL_…"
         yield settings, "the agent refuses it, and the server does not start", lookup, ""
     elif (
         listens
@@ -94,12 +91,7 @@ def setting_problems(settings: Settings | str, listens: str, lookup: str) -> Ite
 def package_problems(
     packages: Mapping[str, str], settings: Settings | str, extra: str, missing: str
 ) -> Iterator[Problem]:
-    """Yields which packages a server's agents lack.
-
-    Args:
-        extra: the extra of kvctl that has them.
-        missing: consequence if kvctl is not installed.
-    """
+    """Yields which packages of kvctl's `extra` a server's agents lack; `missing`: consequence without kvctl."""
     remedy = f"{install(extra)}, with the pip of the server's environment"
     if "kvctl" not in packages:
         yield "kvctl is not installed there", missing, remedy, ""

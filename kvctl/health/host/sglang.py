@@ -91,8 +91,7 @@ def _host_problems(
 ) -> Iterator[Problem]:
     prefill, settings = options.get(_ROLE) == "prefill", load_or_explain({}, environ)
     listens = (isinstance(settings, Settings) and settings["listen"]) or options["--host"]
-    where = "`kvctl config show` lists the settings and their variables KVCTL_…"
-    yield from setting_problems(settings, listens if prefill else "", where)
+    yield from setting_problems(settings, listens if prefill else "")
     for option in ("--port", _BOOTSTRAP) if prefill else ("--port",):
         yield from port_problems(host, option, [int(options[option])] if options[option].isdecimal() else [])
     if (packages := packages_of(host, python, environ)) is None:

@@ -61,14 +61,12 @@ class Server:
         options: its options.
         environ: its environment.
         packages: versions of the packages that it can import, by name; None if they are not visible from here.
-        running: whether it is a process.
     """
 
     name: str
     options: ServerOptions
     environ: Mapping[str, str] = field(default_factory=dict)
     packages: Mapping[str, str] | None = None
-    running: bool = True
 
     @cached_property
     def config(self) -> Mapping[str, Any] | None:
@@ -139,7 +137,7 @@ def server_of_command(host: HostView, argv: Sequence[str]) -> Server | None:
         return None
     environ = environment_of(host, argv)
     packages = packages_of(host, python_of(host, argv, arguments, "vllm", environ), environ)
-    return Server("this command", read_options(arguments), environ, packages, running=False)
+    return Server("this command", read_options(arguments), environ, packages)
 
 
 def command_facts(host: HostView, argv: Sequence[str]) -> Iterator[Fact] | None:
@@ -254,11 +252,7 @@ def _value_problems(server: Server, config: Mapping[str, Any], start: str) -> It
         yield f"kv_port is {_shown(port)}", "the registries have no valid port", start, ""
     if not isinstance(config.get("kv_connector_extra_config", {}), dict):
         yield "kv_connector_extra_config is no object", "vLLM does not start with it", start, ""
-    yield from setting_problems(
-        server.settings,
-        server.address if server.role == "prefill" else "",
-        "`kvctl config show` lists the keys of kv_connector_extra_config and their variables KVCTL_…",
-    )
+    yield from setting_problems(server.settings, server.address if server.role == "prefill" else "")
 
 
 def _package_problems(server: Server) -> Iterator[Problem]:

